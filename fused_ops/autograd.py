@@ -1,0 +1,95 @@
+"""Gradients. The all-gather before a product and the reduce-scatter after one are each other's backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from ..symm_mem import resolve_group
+
+_ops = torch.ops.weft
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t.reshape(-1, t.shape[-1])
+
+
+def _reduce_scatter(grad: Tensor, dim: int, group_name: str) -> Tensor:
+    """Functional, so that it can be traced."""
+    collectives = torch.ops._c10d_functional
+    moved = grad.movedim(dim, 0).contiguous()
+    size = resolve_group(group_name).size()
+    return collectives.wait_tensor(collectives.reduce_scatter_tensor(moved, "sum", size, group_name)).movedim(
+        0, dim
+    )
+
+
+class AllGatherMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, A_shard: Tensor, gather_dim: int, group_name: str, return_A: bool, *Bs: Tensor
+    ) -> Any:
+        needs_A = any(ctx.needs_input_grad[4:])
+        with torch._C._AutoDispatchBelowAutograd():
+            A, outs = _ops.fused_all_gather_matmul(
+                A_shard, list(Bs), gather_dim, group_name, return_A=return_A or needs_A
+            )
+        ctx.set_materialize_grads(False)
+        ctx.gather_dim, ctx.group_name = gather_dim, group_name
+        ctx.save_for_backward(A if needs_A else None, *Bs)
+        return (A if return_A else None), *outs
+
+    @staticmethod
+    def backward(ctx: Any, grad_A: Tensor | None, *grads: Tensor | None) -> Any:
+        A, *Bs = ctx.saved_tensors
+        pairs = [(g, B) for g, B in zip(grads, Bs, strict=True) if g is not None]
+        grad_shard: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            if pairs:
+                # One op for all of them: [g1 g2] @ [B1 B2]^T is the sum of the products.
+                g = pairs[0][0] if len(pairs) == 1 else torch.cat([g for g, _ in pairs], -1)
+                B = pairs[0][1] if len(pairs) == 1 else torch.cat([B for _, B in pairs], 1)
+                grad_shard = _ops.fused_matmul_reduce_scatter(g, B.t(), "sum", ctx.gather_dim, ctx.group_name)
+            if grad_A is not None:
+                rest = _reduce_scatter(grad_A, ctx.gather_dim, ctx.group_name)
+                grad_shard = rest if grad_shard is None else grad_shard + rest
+        grad_Bs = [
+            _rows(A).t() @ _rows(g) if needed and g is not None else None
+            for needed, g in zip(ctx.needs_input_grad[4:], grads, strict=True)
+        ]
+        return grad_shard, None, None, None, *grad_Bs
+
+
+class MatmulReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+        ctx.save_for_backward(A, B)
+        ctx.reduce_op, ctx.scatter_dim, ctx.group_name = reduce_op, scatter_dim, group_name
+        with torch._C._AutoDispatchBelowAutograd():
+            return _ops.fused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        A, B = ctx.saved_tensors
+        if ctx.reduce_op == "avg":
+            grad = grad / resolve_group(ctx.group_name).size()
+        gathered, (grad_A,) = _ops.fused_all_gather_matmul(
+            grad, [B.t()], ctx.scatter_dim, ctx.group_name, return_A=ctx.needs_input_grad[1]
+        )
+        grad_B = _rows(A).t() @ _rows(gathered) if ctx.needs_input_grad[1] else None
+        return grad_A, grad_B, None, None, None
+
+
+class AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, reduce_op: str, group_name: str) -> Tensor:
+        ctx.reduce_op, ctx.group_name = reduce_op, group_name
+        with torch._C._AutoDispatchBelowAutograd():
+            return _ops.one_shot_all_reduce(x, reduce_op, group_name)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> Any:
+        return _ops.one_shot_all_reduce(grad, ctx.reduce_op, ctx.group_name), None, None  # type: ignore[attr-defined]

@@ -1,0 +1,99 @@
+"""What the ops refuse. Fake and real implementations ask here, so they refuse the same, before anything is launched.
+
+Sizes may be symbolic: nothing here looks at data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed import ProcessGroup
+
+from ..symm_mem import resolve_group
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+REDUCE_OPS = ("sum", "avg")
+
+
+def _dtype(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in DTYPES:
+        raise TypeError(f"{name}: is {tensor.dtype}, must be float32, bfloat16 or float16")
+
+
+def _dim(name: str, dim: int, tensor_name: str, ndim: int) -> int:
+    if not -ndim <= dim < ndim:
+        raise ValueError(f"{name}: is {dim}, must be from {-ndim} to {ndim - 1} for a {ndim}-D {tensor_name}")
+    return dim % ndim
+
+
+def _reduce_op(reduce_op: str) -> None:
+    if reduce_op not in REDUCE_OPS:
+        raise ValueError(f"reduce_op: is {reduce_op!r}, must be 'sum' or 'avg'")
+
+
+def _matrix(name: str, B: torch.Tensor, k: int, like: torch.Tensor, like_name: str) -> None:
+    if B.dim() != 2:
+        raise ValueError(f"{name}: has {B.dim()} dimensions, must be a matrix [K, N]")
+    if B.shape[0] != k:
+        raise ValueError(f"{name}: has {B.shape[0]} rows, must have {k}, as many as {like_name} has columns")
+    if B.dtype != like.dtype:
+        raise TypeError(f"{name}: is {B.dtype}, must be {like.dtype} like {like_name}")
+    if B.device != like.device:
+        raise ValueError(f"{name}: lies on {B.device}, must lie on {like.device} like {like_name}")
+
+
+def all_gather_matmul(
+    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group_name: str
+) -> tuple[int, ProcessGroup]:
+    """The dimension, not negative, and the group.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it was and what it must be.
+    """
+    group = resolve_group(group_name)
+    if A_shard.dim() < 2:
+        raise ValueError(f"A_shard: has {A_shard.dim()} dimensions, must have 2 or more")
+    _dtype("A_shard", A_shard)
+    dim = _dim("gather_dim", gather_dim, "A_shard", A_shard.dim())
+    if not Bs:
+        raise ValueError("Bs: is empty, must hold at least one matrix")
+    k = A_shard.shape[-1] * (group.size() if dim == A_shard.dim() - 1 else 1)
+    for i, B in enumerate(Bs):
+        _matrix(f"Bs[{i}]", B, k, A_shard, "the gathered A")
+    return dim, group
+
+
+def matmul_reduce_scatter(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
+) -> tuple[int, ProcessGroup]:
+    """The dimension, not negative, and the group.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it was and what it must be.
+    """
+    group = resolve_group(group_name)
+    if A.dim() < 2:
+        raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
+    _dtype("A", A)
+    _matrix("B", B, A.shape[-1], A, "A")
+    _reduce_op(reduce_op)
+    dim = _dim("scatter_dim", scatter_dim, "A", A.dim())
+    size = B.shape[1] if dim == A.dim() - 1 else A.shape[dim]
+    if size % group.size():
+        raise ValueError(
+            f"scatter_dim: A @ B has size {size} there, must be a multiple of {group.size()} ranks"
+        )
+    return dim, group
+
+
+def all_reduce(x: torch.Tensor, reduce_op: str, group_name: str) -> ProcessGroup:
+    """The group.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it was and what it must be.
+    """
+    group = resolve_group(group_name)
+    _dtype("x", x)
+    _reduce_op(reduce_op)
+    return group

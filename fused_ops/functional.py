@@ -1,0 +1,88 @@
+"""The ops as functions: ``torch.ops.weft`` with the group as a name, a ProcessGroup or a DeviceMesh dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..symm_mem import Group, group_name
+from . import ops  # noqa: F401  (defines torch.ops.weft)
+
+
+def fused_all_gather_matmul(
+    A_shard: Tensor, Bs: Sequence[Tensor], gather_dim: int, group: Group, *, return_A: bool = True
+) -> tuple[Tensor | None, list[Tensor]]:
+    """``A = all_gather(A_shard, gather_dim)`` and ``A @ B`` for each B, multiplied as the shards arrive.
+
+    Differentiable. Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes.
+
+    Args:
+        A_shard: [..., K], 2 or more dimensions; float32, bfloat16 or float16; any strides.
+        Bs: matrices [K, N_i] of the same dtype, of this rank; for the last dimension [world_size * K, N_i].
+        gather_dim: the dimension along which the shards are joined, in rank order; may be negative.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
+        return_A: whether the gathered A is wanted, too. Without it nothing is copied for it.
+
+    Returns:
+        A (None without ``return_A``) and the products [..., N_i]. They are contiguous once ``gather_dim`` is moved to
+        the front; for the last dimension as they are.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it.
+        RankMismatch: the ranks call with different sizes.
+        PeerTimeout: a rank did not come.
+    """
+    return torch.ops.weft.fused_all_gather_matmul(
+        A_shard, list(Bs), gather_dim, group_name(group), return_A=return_A
+    )
+
+
+def fused_matmul_reduce_scatter(
+    A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group: Group
+) -> Tensor:
+    """This rank's part of ``A @ B`` summed over ranks: each part travels while the next one is computed.
+
+    Partial products are summed in float32, in rank order: the same bits in every run. Differentiable. Works under
+    torch.compile and in a CUDA graph. Every rank must call it with the same shapes.
+
+    Args:
+        A: [..., K], 2 or more dimensions; float32, bfloat16 or float16; any strides.
+        B: [K, N] of the same dtype.
+        reduce_op: "sum", or "avg" for the sum divided by the number of ranks.
+        scatter_dim: the dimension of ``A @ B`` that is cut into one part a rank; may be negative. Its size must be a
+            multiple of the number of ranks.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
+
+    Returns:
+        the own part, contiguous.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it.
+        RankMismatch: the ranks call with different sizes.
+        PeerTimeout: a rank did not come.
+    """
+    return torch.ops.weft.fused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name(group))
+
+
+def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
+    """``x`` summed over ranks: every rank sends its x to every rank, and each sums them all.
+
+    The sum is taken in float32, in rank order: the same bits on every rank and in every run. Differentiable: the
+    gradient is all-reduced, as by torch's functional collectives. Works under torch.compile and in a CUDA graph.
+
+    Args:
+        x: any shape, strides and alignment; float32, bfloat16 or float16. It need not lie on the heap.
+        reduce_op: "sum", or "avg" for the sum divided by the number of ranks.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
+
+    Returns:
+        a new contiguous tensor.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it.
+        RankMismatch: the ranks call with different sizes.
+        PeerTimeout: a rank did not come.
+    """
+    return torch.ops.weft.one_shot_all_reduce(x, reduce_op, group_name(group))

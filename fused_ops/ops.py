@@ -1,0 +1,124 @@
+"""Every torch.library definition of weft: schema, fake, autograd, CPU and CUDA implementations.
+
+The ops stand in ``torch.ops.weft`` with the argument order of ``torch.ops.symm_mem``. The Autograd implementation lies
+above the others: the graph pass inserts the ops below autograd, where a call costs one dispatch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks, plan
+from .autograd import AllGatherMatmul, AllReduce, MatmulReduceScatter
+
+_lib = torch.library.Library("weft", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+_lib.define(
+    "fused_all_gather_matmul(Tensor A_shard, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True)"
+    " -> (Tensor?, Tensor[])",
+    tags=_TAGS,
+)
+_lib.define(
+    "fused_matmul_reduce_scatter(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name) -> Tensor",
+    tags=_TAGS,
+)
+_lib.define("one_shot_all_reduce(Tensor x, str reduce_op, str group_name) -> Tensor", tags=_TAGS)
+
+all_gather_matmul = torch.ops.weft.fused_all_gather_matmul.default
+matmul_reduce_scatter = torch.ops.weft.fused_matmul_reduce_scatter.default
+all_reduce = torch.ops.weft.one_shot_all_reduce.default
+
+
+def _all_gather_matmul_fake(
+    A_shard: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
+) -> tuple[Tensor | None, list[Tensor]]:
+    dim, group = checks.all_gather_matmul(A_shard, Bs, gather_dim, group_name)
+    shape = list(A_shard.shape)
+    shape[dim] = shape[dim] * group.size()
+    front = 0 if dim == A_shard.dim() - 1 else dim
+
+    def out(columns: Any) -> Tensor:
+        moved = [shape[front], *shape[:front], *shape[front + 1 : -1], columns]
+        return A_shard.new_empty(moved).movedim(0, front)
+
+    return (out(shape[-1]) if return_A else None), [out(B.shape[1]) for B in Bs]
+
+
+def _matmul_reduce_scatter_fake(
+    A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
+) -> Tensor:
+    dim, group = checks.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+    shape = [*A.shape[:-1], B.shape[1]]
+    shape[dim] = shape[dim] // group.size()
+    return A.new_empty(shape)
+
+
+def _all_reduce_fake(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    checks.all_reduce(x, reduce_op, group_name)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _all_gather_matmul(
+    A_shard: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
+) -> tuple[Tensor | None, list[Tensor]]:
+    dim, group = checks.all_gather_matmul(A_shard, Bs, gather_dim, group_name)
+    return plan.run_all_gather_matmul(A_shard, Bs, dim, group, return_A)
+
+
+def _matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+    dim, group = checks.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+    return plan.run_matmul_reduce_scatter(A, B, reduce_op, dim, group)
+
+
+def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    return plan.run_all_reduce(x, reduce_op, checks.all_reduce(x, reduce_op, group_name))
+
+
+def _wants_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _all_gather_matmul_autograd(
+    A_shard: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
+) -> tuple[Tensor | None, list[Tensor]]:
+    if not _wants_grad(A_shard, *Bs):
+        with torch._C._AutoDispatchBelowAutograd():
+            return all_gather_matmul(A_shard, Bs, gather_dim, group_name, return_A=return_A)
+    A, *outs = AllGatherMatmul.apply(A_shard, gather_dim, group_name, return_A, *Bs)
+    return A, outs
+
+
+def _matmul_reduce_scatter_autograd(
+    A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
+) -> Tensor:
+    if not _wants_grad(A, B):
+        with torch._C._AutoDispatchBelowAutograd():
+            return matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+    return MatmulReduceScatter.apply(A, B, reduce_op, scatter_dim, group_name)
+
+
+def _all_reduce_autograd(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    if not _wants_grad(x):
+        with torch._C._AutoDispatchBelowAutograd():
+            return all_reduce(x, reduce_op, group_name)
+    return AllReduce.apply(x, reduce_op, group_name)
+
+
+for _name, _fake, _real, _autograd in (
+    ("fused_all_gather_matmul", _all_gather_matmul_fake, _all_gather_matmul, _all_gather_matmul_autograd),
+    (
+        "fused_matmul_reduce_scatter",
+        _matmul_reduce_scatter_fake,
+        _matmul_reduce_scatter,
+        _matmul_reduce_scatter_autograd,
+    ),
+    ("one_shot_all_reduce", _all_reduce_fake, _all_reduce, _all_reduce_autograd),
+):
+    torch.library.register_fake(f"weft::{_name}", _fake, lib=_lib)
+    for _key in ("CPU", "CUDA"):
+        _lib.impl(_name, _real, _key)
+    _lib.impl(_name, _autograd, "Autograd")

@@ -1,0 +1,1 @@
+"""``A = all_gather(A_shard, dim); out_i = A @ B_i``: shards are multiplied as they arrive."""

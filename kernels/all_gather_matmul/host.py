@@ -1,0 +1,92 @@
+"""CPU ranks: a copy thread pushes the own shard to the peers, chunk by chunk, while products are computed.
+
+Who writes: rank r's copy thread writes chunk c of its shard into slot r of every peer's half, then flag c of rank r.
+Who waits: a peer waits for that flag before it multiplies the chunk. Peers are served in the order rank-1, rank-2, ...,
+so each rank receives from rank+1 first, then rank+2, and multiplies in that order, its own shard before all.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...symm_mem.workspace import HostUse, Workspace
+from ..device.copy_thread import copying
+
+OP = "fused_all_gather_matmul"
+CHUNKS = 2  #: a shard is sent in so many pieces
+
+
+def needs(m: int, k: int, itemsize: int, world_size: int) -> tuple[int, int]:
+    """Bytes of a half, and flags for each rank."""
+    return world_size * m * k * itemsize, CHUNKS
+
+
+def all_gather_matmul(
+    workspace: Workspace, a: torch.Tensor, bs: list[torch.Tensor], *, split_k: bool
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The gathered shards and their products.
+
+    Args:
+        a: the own shard, [m, K], contiguous.
+        bs: each [K, N_i]; with ``split_k`` [world_size * K, N_i].
+        split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.
+
+    Returns:
+        [world_size, m, K] and each [world_size * m, N_i] (``split_k``: [m, N_i]).
+    """
+    m, k = a.shape
+    size, rank = workspace.world_size, workspace.rank
+    with workspace.lock:
+        use = HostUse(workspace, OP)
+        slots = [workspace.half(peer, use.half, (size, m, k), a.dtype) for peer in range(size)]
+        rows = [slice(c * m // CHUNKS, (c + 1) * m // CHUNKS) for c in range(CHUNKS)]
+
+        def push() -> None:
+            for step in range(1, size):
+                peer = (rank - step) % size
+                use.wait_free(peer)
+                for c in range(CHUNKS):
+                    slots[peer][rank, rows[c]] = a[rows[c]]
+                    use.post(peer, c)
+
+        with copying(push):
+            gathered = torch.empty(size, m, k, dtype=a.dtype)
+            gathered[rank] = a
+            multiply = _add_products if split_k else _products
+            outs = multiply(use, slots[rank], gathered, bs, rows)
+        use.leave()
+    return gathered, outs
+
+
+def _products(
+    use: HostUse, slots: torch.Tensor, gathered: torch.Tensor, bs: list[torch.Tensor], rows: list[slice]
+) -> list[torch.Tensor]:
+    size, m, _ = gathered.shape
+    rank = use.ws.rank
+    outs = [gathered.new_empty(size, m, b.shape[1]) for b in bs]
+    for b, out in zip(bs, outs, strict=True):
+        torch.mm(gathered[rank], b, out=out[rank])
+    for step in range(1, size):
+        src = (rank + step) % size
+        for c, part in enumerate(rows):
+            use.wait(src, c)
+            gathered[src, part] = slots[src, part]
+            for b, out in zip(bs, outs, strict=True):
+                torch.mm(gathered[src, part], b, out=out[src, part])
+    return [out.flatten(0, 1) for out in outs]
+
+
+def _add_products(
+    use: HostUse, slots: torch.Tensor, gathered: torch.Tensor, bs: list[torch.Tensor], rows: list[slice]
+) -> list[torch.Tensor]:
+    """In rank order, so that ranks with equal ``bs`` get equal bits, and in float32."""
+    size, m, k = gathered.shape
+    sums = [torch.zeros(m, b.shape[1], dtype=torch.float32) for b in bs]
+    for src in range(size):
+        if src != use.ws.rank:
+            for c, part in enumerate(rows):
+                use.wait(src, c)
+                gathered[src, part] = slots[src, part]
+        for b, total in zip(bs, sums, strict=True):
+            total.addmm_(gathered[src].float(), b[src * k : (src + 1) * k].float())
+    return [total.to(gathered.dtype) for total in sums]

@@ -1,0 +1,45 @@
+"""CPU ranks: every rank writes its input into every peer's half, sets a flag, and sums what came, in rank order.
+
+Who writes: rank r, its elements into slot r of every peer's half, then flag 0 of rank r there. Who waits: each rank,
+for every peer's flag. Inputs larger than a half are sent piece after piece.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...symm_mem.workspace import HostUse, Workspace
+
+OP = "one_shot_all_reduce"
+PIECE = 4 << 20  #: bytes of the input that travel in one use of a half
+
+
+def needs(nbytes: int, world_size: int) -> tuple[int, int]:
+    """Bytes of a half, and flags for each rank."""
+    return world_size * min(nbytes, PIECE), 1
+
+
+def all_reduce(workspace: Workspace, x: torch.Tensor, out: torch.Tensor, reduce_op: str) -> None:
+    """``out = sum over ranks of x``; both 1-D and contiguous, of equal length."""
+    step = max(1, PIECE // x.element_size())
+    with workspace.lock:
+        for start in range(0, x.numel(), step):
+            _piece(workspace, x[start : start + step], out[start : start + step], reduce_op)
+
+
+def _piece(workspace: Workspace, x: torch.Tensor, out: torch.Tensor, reduce_op: str) -> None:
+    size, rank = workspace.world_size, workspace.rank
+    use = HostUse(workspace, OP)
+    for step in range(1, size):
+        peer = (rank + step) % size
+        use.wait_free(peer)
+        workspace.half(peer, use.half, (size, x.numel()), x.dtype)[rank] = x
+        use.post(peer, 0)
+    slots = workspace.half(rank, use.half, (size, x.numel()), x.dtype)
+    total = torch.zeros(x.numel(), dtype=torch.float32)
+    for src in range(size):
+        if src != rank:
+            use.wait(src, 0)
+        total += x if src == rank else slots[src]
+    use.leave()
+    out.copy_(total / size if reduce_op == "avg" else total)

@@ -1,0 +1,1 @@
+"""What kernels share: flags and fences, tile order, and the build and launch of CUDA C++."""

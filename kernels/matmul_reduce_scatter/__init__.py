@@ -1,0 +1,1 @@
+"""``out = reduce_scatter(A @ B, dim)``: tiles travel as they are finished, and the owner sums them."""

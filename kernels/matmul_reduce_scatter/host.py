@@ -1,0 +1,68 @@
+"""CPU ranks: partial products leave through a copy thread while the next ones are computed; the own one comes last.
+
+Who writes: rank r computes its partial product for rank d = r+1, r+2, ... and its copy thread puts it into slot r of
+d's half, then sets flag 0 of rank r there. Who waits: d, for all flags, after it has computed its own partial product.
+The sum is taken in float32, in rank order.
+"""
+
+from __future__ import annotations
+
+import queue
+
+import torch
+
+from ...symm_mem.workspace import HostUse, Workspace
+from ..device.copy_thread import copying
+
+OP = "fused_matmul_reduce_scatter"
+
+
+def needs(rows: int, n: int, itemsize: int, world_size: int) -> tuple[int, int]:
+    """Bytes of a half, and flags for each rank; ``rows`` x ``n`` is the result's size."""
+    return world_size * rows * n * itemsize, 1
+
+
+def matmul_reduce_scatter(
+    workspace: Workspace, parts: list[tuple[torch.Tensor, torch.Tensor]], reduce_op: str
+) -> torch.Tensor:
+    """The sum over ranks of the partial products meant for this one.
+
+    Args:
+        parts: for each rank the factors of what it shall own: [rows, K] and [K, n].
+
+    Returns:
+        [rows, n].
+    """
+    rows, n, dtype = parts[0][0].shape[0], parts[0][1].shape[1], parts[0][0].dtype
+    size, rank = workspace.world_size, workspace.rank
+    with workspace.lock:
+        use = HostUse(workspace, OP)
+        slots = [workspace.half(peer, use.half, (size, rows, n), dtype) for peer in range(size)]
+        finished: queue.SimpleQueue[tuple[int, torch.Tensor] | None] = queue.SimpleQueue()
+
+        def push() -> None:
+            while (item := finished.get()) is not None:
+                peer, partial = item
+                use.wait_free(peer)
+                slots[peer][rank] = partial
+                use.post(peer, 0)
+
+        with copying(push):
+            try:
+                for step in range(1, size):
+                    peer = (rank + step) % size
+                    a, b = parts[peer]
+                    finished.put((peer, torch.mm(a, b)))
+                a, b = parts[rank]
+                own = torch.mm(a.float(), b.float()) if dtype != torch.float32 else torch.mm(a, b)
+            finally:
+                finished.put(None)
+            total = torch.zeros(rows, n, dtype=torch.float32)
+            for src in range(size):
+                if src != rank:
+                    use.wait(src, 0)
+                total += own if src == rank else slots[rank][src]
+        use.leave()
+    if reduce_op == "avg":
+        total /= size
+    return total.to(dtype)

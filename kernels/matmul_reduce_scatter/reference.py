@@ -1,0 +1,31 @@
+"""What the op computes, in plain torch: the unfused path, and with float64 inputs the reference."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+# The newer name of reduce_scatter_tensor, which warns from torch 2.13 on.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def matmul_reduce_scatter(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group: ProcessGroup
+) -> torch.Tensor:
+    """The own part of ``sum over ranks of A @ B`` (``avg``: divided by their number), cut along ``scatter_dim``.
+
+    Args:
+        A: [..., K], ``scatter_dim`` not negative.
+        B: [K, N].
+
+    Returns:
+        contiguous, ``(A @ B).shape`` with ``scatter_dim`` divided by the world size.
+    """
+    product = (A @ B).movedim(scatter_dim, 0).contiguous()
+    out = product.new_empty(product.shape[0] // group.size(), *product.shape[1:])
+    if out.numel():
+        _reduce_scatter(out, product, group=group)
+    if reduce_op == "avg":
+        out /= group.size()
+    return out.movedim(0, scatter_dim).contiguous()

@@ -1,0 +1,143 @@
+"""CUDA ranks on one host: the driver's virtual memory management, shared as POSIX file descriptors.
+
+Peers' chunks are mapped behind each rank's own, so a kernel reaches every rank by address arithmetic. NVLink
+multicast is not used anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+from .host import host_identity, refuse_hosts
+
+_FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """The value of a driver call, or a RuntimeError with the driver's own words."""
+    error, *values = result
+    if error != driver.CUresult.CUDA_SUCCESS:
+        _, text = driver.cuGetErrorString(error)
+        raise RuntimeError(f"{error.name}: {text.decode() if text else 'unknown error'}")
+    return values[0] if len(values) == 1 else values
+
+
+class VmmBackend:
+    """The twin of ``HostBackend`` on NVIDIA GPUs."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        with torch.cuda.device(self.device):
+            torch.cuda.current_stream().synchronize()  # makes the primary context, which the driver calls need
+        self._handle = check(driver.cuDeviceGet(index))
+        self._prop = driver.CUmemAllocationProp()
+        self._prop.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._prop.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._prop.location.id = index
+        self._prop.requestedHandleTypes = _FD
+        minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.granularity = check(driver.cuMemGetAllocationGranularity(self._prop, minimum))
+        self.chunk = 32 << 20
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        self.span = -(-total // (1 << 30)) << 30
+        self._side = torch.cuda.Stream(self.device)
+
+    def identity(self) -> dict[str, Any]:
+        uuid = bytes(check(driver.cuDeviceGetUuid(self._handle)).bytes).hex()
+        return {**host_identity(), "gpu": uuid}
+
+    def refuse(self, ranks: list[dict[str, Any]], rank: int) -> str | None:
+        if (reason := refuse_hosts(ranks)) is not None:
+            return reason
+        seen: dict[str, int] = {}
+        for peer, identity in enumerate(ranks):
+            if (first := seen.setdefault(identity["gpu"], peer)) != peer:
+                # Kernels of both would wait for each other on the same multiprocessors.
+                return f"ranks {first} and {peer} share one GPU"
+        flags = driver.CUdevice_attribute
+        if not check(
+            driver.cuDeviceGetAttribute(
+                flags.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, self._handle
+            )
+        ):
+            return f"the GPU of rank {rank} cannot share memory as file descriptors"
+        visible = {
+            bytes(check(driver.cuDeviceGetUuid(d)).bytes).hex(): d
+            for d in (check(driver.cuDeviceGet(i)) for i in range(check(driver.cuDeviceGetCount())))
+        }
+        for peer, identity in enumerate(ranks):
+            other = visible.get(
+                identity["gpu"]
+            )  # a GPU that is hidden from this process is tried by mapping it
+            if (
+                peer != rank
+                and other is not None
+                and not check(driver.cuDeviceCanAccessPeer(self._handle, other))
+            ):
+                return f"the GPUs of rank {rank} and rank {peer} have no peer-to-peer access"
+        return None
+
+    def reserve(self, size: int) -> int:
+        return int(check(driver.cuMemAddressReserve(size, 0, 0, 0)))
+
+    def release(self, address: int, size: int) -> None:
+        check(driver.cuMemAddressFree(address, size))
+
+    def create(self, size: int) -> tuple[int, Any]:
+        with _relaxed_capture():
+            handle = check(driver.cuMemCreate(size, self._prop, 0))
+            fd = check(driver.cuMemExportToShareableHandle(handle, _FD, 0))
+        return int(fd), handle
+
+    def adopt(self, fd: int, size: int) -> Any:
+        with _relaxed_capture():
+            return check(driver.cuMemImportFromShareableHandle(fd, _FD))
+
+    def map(self, address: int, handle: Any, size: int) -> None:
+        access = driver.CUmemAccessDesc()
+        access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self.device.index
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        with _relaxed_capture():
+            check(driver.cuMemMap(address, size, 0, handle, 0))
+            check(driver.cuMemSetAccess(address, size, [access], 1))
+
+    def unmap(self, address: int, size: int) -> None:
+        check(driver.cuMemUnmap(address, size))
+
+    def drop(self, handle: Any) -> None:
+        check(driver.cuMemRelease(handle))
+
+    def zero(self, address: int, size: int) -> None:
+        with _relaxed_capture(), torch.cuda.device(self.device):
+            check(driver.cuMemsetD8Async(address, 0, size, self._side.cuda_stream))
+            check(driver.cuStreamSynchronize(self._side.cuda_stream))
+
+    def quiesce(self) -> bool:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        torch.cuda.synchronize(self.device)
+        return True
+
+    def new_record(self) -> torch.Tensor:
+        with _relaxed_capture():
+            return torch.zeros(8, dtype=torch.int64, pin_memory=True)
+
+
+@contextmanager
+def _relaxed_capture() -> Iterator[None]:
+    """Lets this thread map and zero memory while a CUDA graph is being captured: none of it goes into the graph."""
+    mode = check(
+        driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    )
+    try:
+        yield
+    finally:
+        check(driver.cuThreadExchangeStreamCaptureMode(mode))

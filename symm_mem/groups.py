@@ -1,0 +1,55 @@
+"""A group may be given as its name, a ProcessGroup, or a dimension of a DeviceMesh."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+Group: TypeAlias = str | ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str] | None
+
+
+def resolve_group(group: Group = None) -> ProcessGroup:
+    """The ProcessGroup meant by ``group``.
+
+    Args:
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh, ``(mesh, dim)`` with ``dim`` an index or a
+            name, or None for the default group.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: the name is unknown, the mesh has more than one dimension, or no group was initialised.
+    """
+    if isinstance(group, ProcessGroup):
+        return group
+    if isinstance(group, str):
+        try:
+            return _resolve_process_group(group)  # type: ignore[arg-type]
+        except Exception as e:
+            raise ValueError(f"group: no process group is named {group!r}") from e
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "group: is None, and torch.distributed has no default group: call init_process_group"
+            )
+        return dist.group.WORLD  # type: ignore[return-value]
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group: the mesh has {group.ndim} dimensions; give (mesh, dim) to say which one"
+            )
+        return group.get_group()
+    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
+        mesh, dim = group
+        return mesh.get_group(dim)
+    raise TypeError(
+        f"group: must be a name, a ProcessGroup, a 1-D DeviceMesh or (DeviceMesh, dim), not {type(group).__name__}"
+    )
+
+
+def group_name(group: Group = None) -> str:
+    """The name under which torch knows the group; a name is passed through unresolved."""
+    return group if isinstance(group, str) else resolve_group(group).group_name

@@ -1,0 +1,129 @@
+"""Tensors on the heap, and their peers."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from .groups import Group, resolve_group
+from .heap import Block, heap, heap_of
+from .signals import Pad
+
+_pads: weakref.WeakKeyDictionary[Block, Pad] = weakref.WeakKeyDictionary()
+
+
+def empty(
+    *shape: int,
+    dtype: torch.dtype | None = None,
+    group: Group = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """An uninitialised contiguous tensor that every rank of ``group`` can address. Collective.
+
+    Args:
+        shape: the sizes, as numbers or as one sequence.
+        dtype: default ``torch.get_default_dtype()``.
+        group: name, ProcessGroup, 1-D DeviceMesh or (mesh, dim); default the default group.
+        device: default the current CUDA device, or the CPU where there is none.
+
+    Raises:
+        HeapUnavailable: the ranks cannot address each other's memory.
+        RankMismatch: the ranks ask for different sizes or dtypes.
+        PeerTimeout: a rank does not come.
+        ValueError, TypeError: a size is negative or no integer.
+    """
+    sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    for size in sizes:
+        if not isinstance(size, int):
+            raise TypeError(f"shape: {sizes} has an entry of type {type(size).__name__}, must be integers")
+        if size < 0:
+            raise ValueError(f"shape: {tuple(sizes)} has a negative size")
+    dtype = dtype or torch.get_default_dtype()
+    where = heap(group, device)
+    count = 1
+    for size in sizes:
+        count *= size
+    pad = Pad.bytes(where.world_size)
+    block = where.allocate(pad + max(1, count * dtype.itemsize), f"empty{tuple(sizes)} {dtype}", zero=pad)
+    return where.tensor(where.rank, block.offset + pad, tuple(sizes), dtype, block)
+
+
+class Peers:
+    """What ``rendezvous`` gives: the same tensor on every rank, and signals between the ranks.
+
+    Attributes:
+        rank, world_size: of this process in the group.
+        tensors: the tensor of each rank, by rank; the own one is the tensor itself.
+        pointers: their addresses in this process.
+    """
+
+    def __init__(self, tensor: torch.Tensor, block: Block) -> None:
+        where = block.heap
+        self.rank, self.world_size = where.rank, where.world_size
+        offset = tensor.data_ptr() - where.address(where.rank)
+        self.pointers = [where.address(rank) + offset for rank in range(where.world_size)]
+        self.tensors = [
+            tensor
+            if rank == where.rank
+            else _like(tensor, where.tensor(rank, offset, (_extent(tensor),), tensor.dtype, block))
+            for rank in range(where.world_size)
+        ]
+        self._pad = _pads.get(block) or _pads.setdefault(block, Pad(block))
+        self._table: torch.Tensor | None = None
+
+    @property
+    def table(self) -> torch.Tensor:
+        """The pointers as an int64 tensor of shape [world_size] on the device, for kernels."""
+        if self._table is None:
+            self._table = torch.tensor(
+                self.pointers, dtype=torch.int64, device=self.tensors[self.rank].device
+            )
+        return self._table
+
+    def put(self, peer: int, channel: int = 0) -> None:
+        """Tell ``peer`` that everything this rank stored so far, in stream order, may be read."""
+        self._pad.put(peer, channel)
+
+    def wait(self, peer: int, channel: int = 0) -> None:
+        """Wait for the next ``put`` of ``peer`` on ``channel``; on CUDA the current stream waits.
+
+        Raises:
+            PeerTimeout: the deadline passed; on CUDA at the next call on these signals.
+        """
+        self._pad.wait(peer, channel, "wait")
+
+    def barrier(self, channel: int = 0) -> None:
+        """Every rank has come here, and may read what the others stored before they came.
+
+        Raises:
+            PeerTimeout: as ``wait``.
+        """
+        others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        for peer in others:
+            self._pad.put(peer, channel)
+        for peer in others:
+            self._pad.wait(peer, channel, "barrier")
+
+
+def rendezvous(tensor: torch.Tensor, group: Group = None) -> Peers:
+    """The peers of a tensor made by ``empty``, or of a view of one. Not collective.
+
+    Raises:
+        ValueError: the tensor does not lie on a heap, or on that of another group.
+    """
+    block = heap_of(tensor)
+    if block is None:
+        raise ValueError("tensor: does not lie on a heap; make it with weft.symm_mem.empty")
+    if group is not None and resolve_group(group) is not block.heap.group:
+        raise ValueError(f"group: the tensor lies on the heap of group {block.heap.group_name!r}")
+    return Peers(tensor, block)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first to its last one in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _like(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    return flat.as_strided(tensor.shape, tensor.stride())

@@ -1,0 +1,196 @@
+"""A workspace: what one call site owns on the heap, at the same offset on every rank.
+
+It holds control words, flags and two halves of data. Calls take the halves in turn. Nothing is ever
+reset: every word counts uses of a half, has one writer, only grows, and is compared ``>=`` with
+wrap-around, so a captured CUDA graph goes on counting when it is replayed.
+
+Use ``e`` of half ``h`` (``e = EPOCH[h] + 1``) runs like this on every rank:
+
+====================  ==============================================================================
+may I overwrite?      rank p's half h is free for use e once ``done(h)[p] >= e - 1`` in *my* words: p
+                      has written that it left use e - 1. It is looked at before the first store to p.
+data, then flag       I store data into p's half h, then ``flags(h)[me][i] = e`` in p's words (release,
+                      system scope). p reads the data after it saw ``flags(h)[me][i] >= e`` (acquire).
+I am done             when nothing of my half h is read any more: ``EPOCH[h] = e`` in my words, then
+                      ``done(h)[me] = e`` in everybody's words (release, system scope).
+====================  ==============================================================================
+
+A rank that takes the same half twice in a row is right, too: it only waits longer. So the half may be
+chosen on the host and frozen into a graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .errors import PeerTimeout
+from .signals import spin
+from .timeouts import get_timeout
+
+if TYPE_CHECKING:
+    from .heap import Heap
+
+HALVES = 2
+WORD = 4
+_ALIGN = 256
+
+
+def _up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things lie in a workspace: 32-bit words from its start, the same on every rank."""
+
+    world_size: int
+    flags_per_rank: int
+    half_bytes: int
+
+    # Own words: only the own rank reads and writes them.
+    BROKEN = 0  #: not 0 once a wait has expired; every later wait gives up at once
+    EPOCH = 8  #: + half: uses of the half that this rank has left
+    TICKET = 16  #: + half: uses of the half that this rank's pushes have begun
+    LEFT = 24  #: + half: blocks that have left the running kernel; the last one puts it back to 0
+    _DONE = 64
+
+    def done(self, half: int) -> int:
+        """First of ``world_size`` words; word ``p`` is written by rank p: uses that p has left."""
+        return self._DONE + half * self.world_size
+
+    def flags(self, half: int) -> int:
+        """First of ``[world_size][flags_per_rank]`` words; row ``p`` is written by rank p."""
+        first = _up(self._DONE + HALVES * self.world_size, 64)
+        return first + half * self.world_size * self.flags_per_rank
+
+    @property
+    def words(self) -> int:
+        return _up(self.flags(HALVES), _ALIGN // WORD)
+
+    def half(self, half: int) -> int:
+        """Byte offset of a half from the workspace's start."""
+        return self.words * WORD + half * _up(self.half_bytes, _ALIGN)
+
+    @property
+    def bytes(self) -> int:
+        return self.half(HALVES)
+
+    def describe(self, word: int) -> str:
+        """What a word is, for an error message."""
+        for half in range(HALVES):
+            if (i := word - self.flags(half)) in range(self.world_size * self.flags_per_rank):
+                return f"flag {i % self.flags_per_rank} of rank {i // self.flags_per_rank} (half {half})"
+            if word - self.done(half) in range(self.world_size):
+                return f"'done' of rank {word - self.done(half)} (half {half})"
+        return f"word {word}"
+
+
+class Workspace:
+    """Memory of a ``Layout`` on a heap. Rank p's copy of address x lies at ``x + (p - rank) * span``.
+
+    Making one is collective over the heap's group: all ranks ask for the same layout in the same order.
+    """
+
+    def __init__(self, heap: Heap, layout: Layout, tag: str) -> None:
+        self.heap = heap
+        self.layout = layout
+        self.rank = heap.rank
+        self.world_size = heap.world_size
+        self.span = heap.span
+        self.block = heap.allocate(layout.bytes, tag, zero=layout.words * WORD)
+        self.address = heap.address(self.rank) + self.block.offset
+        self.words = self.words_of(self.rank)
+        self.lock = threading.Lock()  #: CPU ranks hold it through a call: threads take turns
+        self._turn = 0
+        self._error: PeerTimeout | None = None
+        # Kernels note here, in pinned host memory, which of their waits expired:
+        # [1 once written, rank, peer, word, expected, seen, -, -]
+        self._record = heap.backend.new_record()
+        self.record = 0 if self._record is None else self._record.data_ptr()
+        self._state = None if self._record is None else ctypes.c_int64.from_address(self.record)
+
+    def raise_if_broken(self, op: str) -> None:
+        """A workspace on which a wait has expired takes no more calls: its flags can no longer be trusted.
+
+        Raises:
+            PeerTimeout: in the words of that wait.
+        """
+        if self._error is None and self._state is not None and self._state.value:
+            assert self._record is not None
+            _, rank, peer, word, expected, seen, *_ = self._record.tolist()
+            self.expired(op, rank, peer, word, expected, seen)
+        if self._error is not None:
+            raise self._error
+
+    def expired(self, op: str, rank: int, peer: int, word: int, expected: int, seen: int) -> PeerTimeout:
+        group = self.heap.group_name
+        self._error = PeerTimeout(
+            op, group, rank, peer, self.layout.describe(word), expected, seen, get_timeout(group)
+        )
+        return self._error
+
+    def next_half(self) -> int:
+        """The half that the next call uses: the halves take turns."""
+        self._turn ^= 1
+        return self._turn
+
+    def words_of(self, rank: int) -> torch.Tensor:
+        """Rank's control words and flags as an int32 tensor."""
+        return self.heap.tensor(rank, self.block.offset, (self.layout.words,), torch.int32, self.block)
+
+    def half(
+        self, rank: int, half: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0
+    ) -> torch.Tensor:
+        """A contiguous view of rank's half, from ``offset`` bytes on."""
+        start = self.block.offset + self.layout.half(half) + offset
+        return self.heap.tensor(rank, start, shape, dtype, self.block)
+
+
+class HostUse:
+    """One use of a half by a CPU rank: the protocol above in plain stores, whose order x86-64 keeps.
+
+    Raises PeerTimeout from its waits, in words that name ``op``.
+    """
+
+    def __init__(self, workspace: Workspace, op: str) -> None:
+        workspace.raise_if_broken(op)
+        self.ws, self.op = workspace, op
+        self.half = workspace.next_half()
+        self.epoch = (self._word(workspace.rank, Layout.EPOCH + self.half).value + 1) & 0xFFFFFFFF
+
+    def _word(self, rank: int, index: int) -> ctypes.c_uint32:
+        ws = self.ws
+        return ctypes.c_uint32.from_address(ws.address + (rank - ws.rank) * ws.span + 4 * index)
+
+    def _wait(self, peer: int, index: int, expected: int) -> None:
+        ws = self.ws
+        seen = spin(ws.address + 4 * index, expected, get_timeout(ws.heap.group_name))
+        if seen is not None:
+            raise ws.expired(self.op, ws.rank, peer, index, expected, seen)
+
+    def _flag(self, writer: int, i: int) -> int:
+        return self.ws.layout.flags(self.half) + writer * self.ws.layout.flags_per_rank + i
+
+    def wait_free(self, peer: int) -> None:
+        """Until peer's half may be overwritten."""
+        self._wait(peer, self.ws.layout.done(self.half) + peer, (self.epoch - 1) & 0xFFFFFFFF)
+
+    def post(self, peer: int, i: int) -> None:
+        """Tell peer that what belongs to flag ``i`` lies in its half."""
+        self._word(peer, self._flag(self.ws.rank, i)).value = self.epoch
+
+    def wait(self, peer: int, i: int) -> None:
+        """Until what belongs to flag ``i`` of peer lies in the own half."""
+        self._wait(peer, self._flag(peer, i), self.epoch)
+
+    def leave(self) -> None:
+        """Nothing of the own half is read any more."""
+        ws = self.ws
+        self._word(ws.rank, Layout.EPOCH + self.half).value = self.epoch
+        for rank in range(ws.world_size):
+            self._word(rank, ws.layout.done(self.half) + ws.rank).value = self.epoch

@@ -1,0 +1,22 @@
+"""Poisoned memory, and the GPU marker."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # `from ranks import run_ranks` in every folder below
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpus = torch.cuda.device_count()
+    for item in items:
+        if (marker := item.get_closest_marker("gpu")) is not None:
+            wanted = marker.args[0] if marker.args else 2
+            if gpus < wanted:
+                item.add_marker(
+                    pytest.mark.skip(reason=f"needs {wanted} GPUs with peer access, here are {gpus}")
+                )
