@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, plan
+from . import all_gather_matmul as _ag
+from . import all_reduce as _ar
+from . import checks
+from . import matmul_reduce_scatter as _rs
 from .autograd import AllGatherMatmul, AllReduce, MatmulReduceScatter
 
 _lib = torch.library.Library("weft", "DEF")
@@ -66,16 +69,16 @@ def _all_gather_matmul(
     A_shard: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
     dim, group = checks.all_gather_matmul(A_shard, Bs, gather_dim, group_name)
-    return plan.run_all_gather_matmul(A_shard, Bs, dim, group, return_A)
+    return _ag.run(A_shard, Bs, dim, group, return_A)
 
 
 def _matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
     dim, group = checks.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
-    return plan.run_matmul_reduce_scatter(A, B, reduce_op, dim, group)
+    return _rs.run(A, B, reduce_op, dim, group)
 
 
 def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    return plan.run_all_reduce(x, reduce_op, checks.all_reduce(x, reduce_op, group_name))
+    return _ar.run(x, reduce_op, checks.all_reduce(x, reduce_op, group_name))
 
 
 def _wants_grad(*tensors: Tensor) -> bool:

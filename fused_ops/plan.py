@@ -1,36 +1,41 @@
-"""Plan once, run often: what a call costs is looking its plan up, fetching its workspace and launching.
+"""Plan once, run often: which algorithm a call takes, and the call itself.
 
-A plan is a choice of algorithm, made from what is known without data: shapes, strides, dtypes, the group. It is the same on
-every rank, because all of these are.
+A plan is made from what is known without data: shapes, strides, dtypes, the group. So it is the same on every rank
+and on every call, and is looked up from the second call on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..kernels.all_gather_matmul import host as ag_host
-from ..kernels.all_gather_matmul.reference import all_gather_matmul as unfused_all_gather_matmul
-from ..kernels.all_reduce import host as ar_host
-from ..kernels.all_reduce.reference import all_reduce as unfused_all_reduce
-from ..kernels.matmul_reduce_scatter import host as rs_host
-from ..kernels.matmul_reduce_scatter.reference import matmul_reduce_scatter as unfused_matmul_reduce_scatter
-from ..symm_mem import HeapUnavailable, heap
-from .workspaces import gemm_workspace
+from ..symm_mem import Heap, HeapUnavailable, heap
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``algorithm`` as in the bench's tables; ``reason`` says why when it is "unfused"."""
+    """How a call is run.
+
+    Attributes:
+        algorithm: "unfused" (the group's own collective and one product), "host" (CPU ranks), "copy_engine",
+            "tma_store" or "push" (CUDA).
+        reason: why it is "unfused".
+        workspace_bytes: of the heap, on each rank; calls of one stream share it.
+    """
 
     algorithm: str
     reason: str = ""
+    workspace_bytes: int = 0
 
 
 _last = Plan("none")
+_forced: str | None = None
 
 
 def last_plan() -> Plan:
@@ -38,66 +43,48 @@ def last_plan() -> Plan:
     return _last
 
 
-def _choose(device: torch.device, group: ProcessGroup, empty: bool) -> Plan:
+def ran(plan: Plan) -> Plan:
+    """Note the plan that a call is about to run."""
     global _last
+    _last = plan
+    return plan
+
+
+@contextmanager
+def forced(algorithm: str) -> Iterator[None]:
+    """Inside the body every call that can takes ``algorithm`` ("unfused" or "fused"), whether it pays or not.
+
+    Every rank must do so. For tests and measurements.
+    """
+    global _forced
+    if algorithm not in ("unfused", "fused"):
+        raise ValueError(f"algorithm: is {algorithm!r}, must be 'unfused' or 'fused'")
+    before, _forced = _forced, algorithm
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def heap_or_reason(x: Tensor, group: ProcessGroup, empty: bool) -> Heap | str:
+    """The heap that a call on ``x`` uses, or why it runs unfused."""
     if group.size() == 1:
-        _last = Plan("unfused", "the group has one rank")
-    elif empty:
-        _last = Plan("unfused", "there is nothing to send")
-    else:
-        try:
-            heap(group, device)
-            _last = Plan("host")
-        except HeapUnavailable as e:
-            _last = Plan("unfused", str(e))
-    return _last
+        return "the group has one rank"
+    if empty:
+        return "there is nothing to send"
+    if _forced == "unfused":
+        return "the caller asked for it"
+    try:
+        return heap(group, x.device)
+    except HeapUnavailable as e:
+        return str(e)
 
 
-def run_all_gather_matmul(
-    A_shard: Tensor, Bs: list[Tensor], dim: int, group: ProcessGroup, return_A: bool
-) -> tuple[Tensor | None, list[Tensor]]:
-    plan = _choose(A_shard.device, group, A_shard.numel() == 0)
-    if plan.algorithm == "unfused":
-        A, outs = unfused_all_gather_matmul(A_shard, Bs, dim, group)
-        return (A if return_A else None), outs
-    size, split_k = group.size(), dim == A_shard.dim() - 1
-    moved = A_shard if split_k else A_shard.movedim(dim, 0)
-    a = moved.reshape(-1, A_shard.shape[-1]).contiguous()
-    workspace = gemm_workspace(heap(group, a.device), *ag_host.needs(*a.shape, a.element_size(), size))
-    gathered, products = ag_host.all_gather_matmul(workspace, a, Bs, split_k=split_k)
-    if split_k:
-        A = gathered.movedim(0, 1).reshape(*A_shard.shape[:-1], -1)
-        return (A if return_A else None), [p.view(*A_shard.shape[:-1], -1) for p in products]
-
-    def shaped(flat: Tensor) -> Tensor:
-        return flat.view(size * moved.shape[0], *moved.shape[1:-1], flat.shape[-1]).movedim(0, dim)
-
-    return (shaped(gathered.flatten(0, 1)) if return_A else None), [shaped(p) for p in products]
+def pays(worth: bool) -> bool:
+    """Whether to fuse, given that it is thought to be ``worth`` it."""
+    return worth or _forced == "fused"
 
 
-def run_matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, dim: int, group: ProcessGroup) -> Tensor:
-    size = group.size()
-    shape = [*A.shape[:-1], B.shape[1]]
-    shape[dim] //= size
-    plan = _choose(A.device, group, 0 in shape)
-    if plan.algorithm == "unfused":
-        return unfused_matmul_reduce_scatter(A, B, reduce_op, dim, group)
-    if dim == A.dim() - 1:
-        rows = A.reshape(-1, A.shape[-1])
-        parts = [(rows, b) for b in B.chunk(size, 1)]
-    else:
-        parts = [(a.reshape(-1, A.shape[-1]), B) for a in A.chunk(size, dim)]
-    m, n = parts[0][0].shape[0], parts[0][1].shape[1]
-    workspace = gemm_workspace(heap(group, A.device), *rs_host.needs(m, n, A.element_size(), size))
-    return rs_host.matmul_reduce_scatter(workspace, parts, reduce_op).view(shape)
-
-
-def run_all_reduce(x: Tensor, reduce_op: str, group: ProcessGroup) -> Tensor:
-    plan = _choose(x.device, group, x.numel() == 0)
-    if plan.algorithm == "unfused":
-        return unfused_all_reduce(x, reduce_op, group)
-    flat = x.reshape(-1)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    workspace = gemm_workspace(heap(group, x.device), *ar_host.needs(flat.nbytes, group.size()))
-    ar_host.all_reduce(workspace, flat, out.view(-1), reduce_op)
-    return out
+@cache
+def num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -7,19 +7,23 @@ more: collectively, so all ranks must make their calls in the same order, as wit
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from ..symm_mem import Block, Heap, Layout, Workspace
+from ..kernels.all_reduce.configs import Layout as AllReduceLayout
+from ..kernels.all_reduce.configs import layout_for
+from ..symm_mem import Heap, Layout, Workspace
 
 _GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace
 
 _lock = threading.RLock()
-_gemm: dict[tuple[int, int, int], Workspace] = {}
-_kept: list[Workspace | Block] = []  # outgrown ones that a captured graph still writes to
+_all: dict[tuple[int, str, int, int], Workspace[Any]] = {}
+_kept: list[Workspace[Any]] = []  # outgrown ones that a captured graph still writes to
 
 
-def stream_key(heap: Heap) -> tuple[int, int]:
+def _stream_key(heap: Heap) -> tuple[int, int]:
     """The stream of this call, and the graph it is being captured into (0: none)."""
     if heap.device.type != "cuda":
         return 0, 0
@@ -33,7 +37,21 @@ def stream_key(heap: Heap) -> tuple[int, int]:
     return stream, int(check(driver.cuStreamGetCaptureInfo(stream))[1])
 
 
-def gemm_workspace(heap: Heap, half_bytes: int, flags: int) -> Workspace:
+def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[Any], Any]) -> Workspace[Any]:
+    key = (id(heap), kind, *_stream_key(heap))
+    found = _all.get(key)
+    if found is not None and fits(found.layout):
+        return found
+    with _lock:
+        layout = grown(found.layout if found is not None else None)
+        made = Workspace(heap, layout, f"{kind} workspace {layout}")
+        if found is not None and key[-1]:
+            _kept.append(found)
+        _all[key] = made
+        return made
+
+
+def matmul_workspace(heap: Heap, half_bytes: int, flags: int) -> Workspace[Layout]:
     """The workspace of this stream for the ops around a matrix product, with room for one call.
 
     Args:
@@ -43,15 +61,31 @@ def gemm_workspace(heap: Heap, half_bytes: int, flags: int) -> Workspace:
     Raises:
         RankMismatch, PeerTimeout: the ranks do not grow it together.
     """
-    key = (id(heap), *stream_key(heap))
-    found = _gemm.get(key)
-    if found is not None and found.layout.half_bytes >= half_bytes and found.layout.flags_per_rank >= flags:
-        return found
-    with _lock:
-        old = found.layout if found is not None else Layout(heap.world_size, 64, 0)
-        half = max(old.half_bytes, -(-half_bytes // _GRAIN) * _GRAIN)
-        layout = Layout(heap.world_size, max(old.flags_per_rank, -(-flags // 64) * 64), half)
-        if found is not None and key[2]:
-            _kept.append(found)
-        _gemm[key] = Workspace(heap, layout, f"workspace {layout}")
-        return _gemm[key]
+
+    def grown(old: Layout | None) -> Layout:
+        half, row = -(-half_bytes // _GRAIN) * _GRAIN, -(-flags // 64) * 64
+        if old is not None:
+            half, row = max(half, old.half_bytes), max(row, old.flags_per_rank)
+        return Layout(heap.world_size, row, half)
+
+    return _fetch(
+        heap,
+        "matmul",
+        lambda layout: layout.half_bytes >= half_bytes and layout.flags_per_rank >= flags,
+        grown,
+    )
+
+
+def all_reduce_workspace(heap: Heap, nbytes: int) -> Workspace[AllReduceLayout]:
+    """The workspace of this stream for all-reduce kernels on CUDA, for inputs of ``nbytes``.
+
+    Raises:
+        RankMismatch, PeerTimeout: the ranks do not grow it together.
+    """
+    wanted = layout_for(nbytes, heap.world_size)
+    return _fetch(heap, "all_reduce", lambda layout: layout.slots >= wanted.slots, lambda _: wanted)
+
+
+def all_workspaces() -> list[Workspace[Any]]:
+    """Every workspace of this process."""
+    return list(_all.values())

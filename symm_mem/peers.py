@@ -33,7 +33,7 @@ def empty(
         PeerTimeout: a rank does not come.
         ValueError, TypeError: a size is negative or no integer.
     """
-    sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
     for size in sizes:
         if not isinstance(size, int):
             raise TypeError(f"shape: {sizes} has an entry of type {type(size).__name__}, must be integers")

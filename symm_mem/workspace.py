@@ -24,7 +24,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -90,13 +90,33 @@ class Layout:
         return f"word {word}"
 
 
-class Workspace:
-    """Memory of a ``Layout`` on a heap. Rank p's copy of address x lies at ``x + (p - rank) * span``.
+class AnyLayout(Protocol):
+    """What a workspace must know of its layout. It begins with control words; BROKEN is word 0."""
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def words(self) -> int:
+        """32-bit words from the start on that are zero before the first use."""
+        ...
+
+    def describe(self, word: int) -> str: ...
+
+
+L = TypeVar("L", bound=AnyLayout)
+
+
+class Workspace(Generic[L]):
+    """Memory of a layout on a heap. Rank p's copy of address x lies at ``x + (p - rank) * span``.
 
     Making one is collective over the heap's group: all ranks ask for the same layout in the same order.
+
+    Attributes:
+        prepared: what launchers keep for this workspace, for as long as it lives.
     """
 
-    def __init__(self, heap: Heap, layout: Layout, tag: str) -> None:
+    def __init__(self, heap: Heap, layout: L, tag: str) -> None:
         self.heap = heap
         self.layout = layout
         self.rank = heap.rank
@@ -106,6 +126,7 @@ class Workspace:
         self.address = heap.address(self.rank) + self.block.offset
         self.words = self.words_of(self.rank)
         self.lock = threading.Lock()  #: CPU ranks hold it through a call: threads take turns
+        self.prepared: dict[Any, Any] = {}
         self._turn = 0
         self._error: PeerTimeout | None = None
         # Kernels note here, in pinned host memory, which of their waits expired:
@@ -144,11 +165,10 @@ class Workspace:
         return self.heap.tensor(rank, self.block.offset, (self.layout.words,), torch.int32, self.block)
 
     def half(
-        self, rank: int, half: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0
+        self: Workspace[Layout], rank: int, half: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """A contiguous view of rank's half, from ``offset`` bytes on."""
-        start = self.block.offset + self.layout.half(half) + offset
-        return self.heap.tensor(rank, start, shape, dtype, self.block)
+        """A contiguous view of the start of rank's half."""
+        return self.heap.tensor(rank, self.block.offset + self.layout.half(half), shape, dtype, self.block)
 
 
 class HostUse:
@@ -157,7 +177,7 @@ class HostUse:
     Raises PeerTimeout from its waits, in words that name ``op``.
     """
 
-    def __init__(self, workspace: Workspace, op: str) -> None:
+    def __init__(self, workspace: Workspace[Layout], op: str) -> None:
         workspace.raise_if_broken(op)
         self.ws, self.op = workspace, op
         self.half = workspace.next_half()

@@ -121,6 +121,8 @@ def _rank_main(
             world_size=world_size,
             timeout=timedelta(seconds=120),
         )
+        # torch.empty gives NaN: what an op leaves unwritten shows.
+        torch.use_deterministic_algorithms(True, warn_only=True)
         torch.manual_seed(rank)
         result = (True, fn(rank, world_size, *args))
     except BaseException:

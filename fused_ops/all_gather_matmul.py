@@ -1,0 +1,84 @@
+"""fused_all_gather_matmul: from the op's tensors to a kernel's, and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..kernels.all_gather_matmul import host
+from ..kernels.all_gather_matmul.reference import all_gather_matmul as unfused
+from ..symm_mem import Heap, get_timeout
+from .plan import Plan, heap_or_reason, num_sms, pays, ran
+from .workspaces import matmul_workspace
+
+
+def run(
+    A_shard: Tensor, Bs: list[Tensor], dim: int, group: ProcessGroup, return_A: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    """As the op; the arguments are checked and ``dim`` is not negative."""
+    found = heap_or_reason(A_shard, group, empty=A_shard.numel() == 0)
+    if isinstance(found, str):
+        return _unfused(A_shard, Bs, dim, group, return_A, found)
+    split_k = dim == A_shard.dim() - 1
+    front = A_shard if split_k else A_shard.movedim(dim, 0)
+    a = front.reshape(-1, A_shard.shape[-1]).contiguous()
+    gathered: Tensor | None
+    if a.device.type == "cpu":
+        gathered, products = _on_cpu(found, a, Bs, split_k)
+    else:
+        reason = _why_not_on_cuda(a, Bs, split_k, group.size())
+        if reason is not None:
+            return _unfused(A_shard, Bs, dim, group, return_A, reason)
+        gathered, products = _on_cuda(found, a, Bs, return_A)
+    if split_k:
+        wanted = gathered if return_A else None
+        A = None if wanted is None else wanted.movedim(0, 1).reshape(*A_shard.shape[:-1], -1)
+        return A, [p.view(*A_shard.shape[:-1], -1) for p in products]
+
+    def shaped(flat: Tensor) -> Tensor:
+        return flat.view(-1, *front.shape[1:-1], flat.shape[-1]).movedim(0, dim)
+
+    return (shaped(gathered) if return_A and gathered is not None else None), [shaped(p) for p in products]
+
+
+def _unfused(
+    A_shard: Tensor, Bs: list[Tensor], dim: int, group: ProcessGroup, return_A: bool, reason: str
+) -> tuple[Tensor | None, list[Tensor]]:
+    ran(Plan("unfused", reason))
+    A, outs = unfused(A_shard, Bs, dim, group)
+    return (A if return_A else None), outs
+
+
+def _on_cpu(where: Heap, a: Tensor, Bs: list[Tensor], split_k: bool) -> tuple[Tensor, list[Tensor]]:
+    workspace = matmul_workspace(where, *host.needs(*a.shape, a.element_size(), where.world_size))
+    ran(Plan("host", workspace_bytes=workspace.layout.bytes))
+    return host.all_gather_matmul(workspace, a, Bs, split_k=split_k)
+
+
+def _why_not_on_cuda(a: Tensor, Bs: list[Tensor], split_k: bool, world_size: int) -> str | None:
+    from ..kernels.all_gather_matmul.triton_kernel import supports
+
+    if split_k:
+        return "the last dimension is gathered"
+    for i, B in enumerate(Bs):
+        if B.shape[1] == 0:
+            return f"Bs[{i}] has no columns"
+        if (reason := supports(a, B)) is not None:
+            return f"Bs[{i}]: {reason}"
+    if not pays(a.nbytes * world_size >= 8 << 20):
+        return "too little is gathered for copy engines"
+    return None
+
+
+def _on_cuda(where: Heap, a: Tensor, Bs: list[Tensor], return_A: bool) -> tuple[Tensor | None, list[Tensor]]:
+    from ..kernels.all_gather_matmul import pipeline
+
+    sms, size = num_sms(a.device), where.world_size
+    with torch.cuda.device(a.device):
+        config = pipeline.configure(a, Bs, size, sms)
+        workspace = matmul_workspace(where, *pipeline.needs(a, config, size))
+        workspace.raise_if_broken(host.OP)
+        ran(Plan("copy_engine", workspace_bytes=workspace.layout.bytes))
+        timeout_ns = int(get_timeout(where.group_name) * 1e9)
+        return pipeline.all_gather_matmul(workspace, a, Bs, config, sms, timeout_ns, return_A=return_A)

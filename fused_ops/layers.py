@@ -1,0 +1,306 @@
+"""Linear layers for models sharded by hand, Megatron style: a column-parallel layer feeds a row-parallel one.
+
+With ``sequence_parallel`` the activations outside the pair are cut along the sequence, and communication
+hides behind the products: all_gather_matmul on the way in, matmul_reduce_scatter on the way out. Without it
+they are whole on every rank, and the way out is an all_reduce.
+
+Shapes below are those of one rank. W is the number of ranks, S the size of the sequence dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import Self
+
+from ..symm_mem import Group, group_name, resolve_group
+from .functional import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
+
+
+class _SumGradient(torch.autograd.Function):
+    """Before what every rank uses for a part of the result: each rank's gradient is a part of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return one_shot_all_reduce(grad, "sum", ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """Sums what the ranks hold. All of them use the sum alike: its gradient is already whole on each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        return one_shot_all_reduce(x, "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+def _gather_columns(x: Tensor, group: str) -> Tensor:
+    collectives = torch.ops._c10d_functional
+    columns = x.movedim(-1, 0).contiguous()
+    pending = collectives.all_gather_into_tensor(columns, resolve_group(group).size(), group)
+    return collectives.wait_tensor(pending).movedim(0, -1).contiguous()
+
+
+def _own_columns(x: Tensor, group: str) -> Tensor:
+    ranks = resolve_group(group)
+    return x.chunk(ranks.size(), -1)[ranks.rank()].contiguous()
+
+
+class _Gather(torch.autograd.Function):
+    """Joins the columns of all ranks. All of them use the result alike: its gradient is already whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return _gather_columns(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _own_columns(grad, ctx.group), None
+
+
+class _Split(torch.autograd.Function):
+    """The own columns of what every rank holds whole; its gradient is whole again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return _own_columns(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _gather_columns(grad, ctx.group), None
+
+
+class _ParallelLinear(nn.Module):
+    shard_dim: int  # of the weight [out_features, in_features]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: Group,
+        bias: bool,
+        sequence_parallel: bool,
+        sequence_dim: int,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        # The name and not the ProcessGroup: the module can be copied and saved.
+        self.group = group_name(group)
+        self.rank, self.world_size = resolve_group(group).rank(), resolve_group(group).size()
+        name, size = ("out_features", out_features) if self.shard_dim == 0 else ("in_features", in_features)
+        if size % self.world_size:
+            raise ValueError(f"{name}: is {size}, must be a multiple of {self.world_size} ranks")
+        self.in_features, self.out_features = in_features, out_features
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self._take(nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype))
+
+    def _take(self, linear: nn.Linear) -> None:
+        """Keep this rank's part of ``linear``."""
+
+        def own(whole: Tensor, parts: int, dim: int) -> nn.Parameter:
+            part = whole.detach().chunk(parts, dim)[self.rank % parts]
+            return nn.Parameter(part.clone(memory_format=torch.contiguous_format), whole.requires_grad)
+
+        self.weight = own(linear.weight, self.world_size, self.shard_dim)
+        bias: Tensor | None = linear.bias
+        if bias is None:
+            self.register_parameter("bias", None)
+        else:
+            self.bias = own(bias, self.world_size if self.shard_dim == 0 else 1, 0)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, group: Group, **options: Any) -> Self:
+        """This rank's part of ``linear``, copied: it computes the same function.
+
+        Args:
+            linear: the same on every rank.
+            group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
+            options: as for the class, without sizes, bias, device and dtype, which are those of ``linear``.
+
+        Raises:
+            TypeError: ``linear`` is no nn.Linear.
+            ValueError: its size is not a multiple of the number of ranks.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear: is {type(linear).__name__}, must be an nn.Linear")
+        options |= {"bias": linear.bias is not None, "device": "meta", "dtype": linear.weight.dtype}
+        layer = cls(linear.in_features, linear.out_features, group=group, **options)
+        layer._take(linear)
+        return layer.train(linear.training)
+
+    def _along_sequence(self, x: Tensor) -> int:
+        if not (-x.dim() <= self.sequence_dim < x.dim() and self.sequence_dim % x.dim() < x.dim() - 1):
+            raise ValueError(
+                f"sequence_dim: is {self.sequence_dim}, "
+                f"must be a dimension before the last of the {x.dim()}-D input"
+            )
+        return self.sequence_dim % x.dim()
+
+    def extra_repr(self) -> str:
+        kind = f"sequence_dim={self.sequence_dim}" if self.sequence_parallel else "sequence_parallel=False"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, rank {self.rank} of {self.world_size}, {kind}"
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """``y = x @ weight^T + bias`` with the rows of ``weight``, the columns of y, cut into one part a rank.
+
+    Layers that share an input gather it once through one ``fused_all_gather_matmul`` with all their weights.
+
+    Args:
+        in_features, out_features: of the whole layer; ``out_features`` a multiple of W.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
+        bias: whether there is one.
+        sequence_parallel: whether x is cut along the sequence; otherwise it is whole on every rank.
+        sequence_dim: the dimension that is cut; may be negative, not the last one.
+        gather_output: whether y is wanted with all columns on every rank.
+        device, dtype: of the parameters; float32, bfloat16 or float16. The whole layer is drawn and the own
+            part kept: ranks that are seeded alike get the parts of one nn.Linear.
+
+    Attributes:
+        weight: [out_features / W, in_features].
+        bias: [out_features / W], or None.
+
+    Raises:
+        ValueError: ``out_features`` is not a multiple of W.
+    """
+
+    shard_dim = 0
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: Group,
+        bias: bool = True,
+        sequence_parallel: bool = True,
+        sequence_dim: int = 0,
+        gather_output: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            group=group,
+            bias=bias,
+            sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
+            device=device,
+            dtype=dtype,
+        )
+        self.gather_output = gather_output
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product with the own part of the layer.
+
+        Args:
+            x: [..., S / W, ..., in_features]; [..., in_features] without ``sequence_parallel``.
+
+        Returns:
+            [..., S, ..., out_features / W]; all columns with ``gather_output``.
+
+        Raises:
+            ValueError, TypeError: x does not fit.
+        """
+        if self.sequence_parallel:
+            _, (y,) = fused_all_gather_matmul(
+                x, [self.weight.t()], self._along_sequence(x), self.group, return_A=False
+            )
+            y = y if self.bias is None else y + self.bias
+        else:
+            y = F.linear(_SumGradient.apply(x, self.group), self.weight, self.bias)
+        return _Gather.apply(y, self.group) if self.gather_output else y
+
+
+class RowParallelLinear(_ParallelLinear):
+    """``y = x @ weight^T + bias`` with the columns of ``weight`` and of ``x`` cut into one part a rank.
+
+    The bias is whole on every rank and added once, after the sum over ranks. Its gradient is whole, too.
+
+    Args:
+        in_features, out_features: of the whole layer; ``in_features`` a multiple of W.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
+        bias: whether there is one.
+        sequence_parallel: whether y is wanted cut along the sequence, which needs S to be a multiple of W;
+            otherwise it is whole on every rank.
+        sequence_dim: the dimension that is cut; may be negative, not the last one.
+        input_is_parallel: whether x has the own columns only, as a ColumnParallelLinear gives them; otherwise
+            it is whole and the same on every rank.
+        device, dtype: as for ColumnParallelLinear.
+
+    Attributes:
+        weight: [out_features, in_features / W].
+        bias: [out_features], or None.
+
+    Raises:
+        ValueError: ``in_features`` is not a multiple of W.
+    """
+
+    shard_dim = 1
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: Group,
+        bias: bool = True,
+        sequence_parallel: bool = True,
+        sequence_dim: int = 0,
+        input_is_parallel: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            group=group,
+            bias=bias,
+            sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
+            device=device,
+            dtype=dtype,
+        )
+        self.input_is_parallel = input_is_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum over ranks of the products with their parts of the layer.
+
+        Args:
+            x: [..., S, ..., in_features / W]; all columns without ``input_is_parallel``.
+
+        Returns:
+            [..., S / W, ..., out_features]; [..., out_features] without ``sequence_parallel``.
+
+        Raises:
+            ValueError, TypeError: x does not fit.
+        """
+        if not self.input_is_parallel:
+            if x.shape[-1] != self.in_features:
+                raise ValueError(f"x: has {x.shape[-1]} columns, must have {self.in_features}")
+            x = _Split.apply(x, self.group)
+        if not self.sequence_parallel:
+            y = _Sum.apply(F.linear(x, self.weight), self.group)
+            return y if self.bias is None else y + self.bias
+        y = fused_matmul_reduce_scatter(x, self.weight.t(), "sum", self._along_sequence(x), self.group)
+        # Each rank adds it to its part of the sequence only, so the parts of its gradient are summed.
+        return y if self.bias is None else y + _SumGradient.apply(self.bias, self.group)

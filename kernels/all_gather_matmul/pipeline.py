@@ -1,0 +1,73 @@
+"""CUDA ranks: copy engines push the shards while the persistent GEMM multiplies what is there.
+
+On the current stream: gate, GEMM for each B, the copy of A if it is wanted, and the end of the use. On the copy
+stream behind the gate: the pushes (device/copy_engine.py). The flags between them are those of triton_kernel.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...symm_mem.workspace import Layout, Workspace
+from ..device.copy_engine import CopyEngine
+from ..device.gate import leave
+from .configs import Config, choose, flags_per_rank
+from .triton_kernel import AllGatherMatmul
+
+
+def configure(a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: int) -> Config:
+    """One configuration for all products of a shard [m, K]: that of the widest B."""
+    m, k = a.shape
+    return choose(m, max(b.shape[1] for b in bs), k, world_size, a.dtype, num_sms)
+
+
+def needs(a: torch.Tensor, config: Config, world_size: int) -> tuple[int, int]:
+    """Bytes of a half, and flags for each rank."""
+    return world_size * a.numel() * a.element_size(), flags_per_rank(a.shape[0], config)
+
+
+def all_gather_matmul(
+    workspace: Workspace[Layout],
+    a: torch.Tensor,
+    bs: list[torch.Tensor],
+    config: Config,
+    num_sms: int,
+    timeout_ns: int,
+    *,
+    return_A: bool,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """The gathered shards [W, m, K] if wanted, and the products, each [W, m, N_i].
+
+    Args:
+        a: the own shard, [m, K], contiguous.
+        bs: each [K, N_i], rows or columns contiguous; ``triton_kernel.supports`` holds for all.
+    """
+    size, (m, k) = workspace.world_size, a.shape
+    engine = workspace.prepared.get("copy engine")
+    if engine is None:
+        engine = workspace.prepared["copy engine"] = CopyEngine(workspace)
+    kernels = [_kernel(workspace, a, b, config, num_sms) for b in bs]
+    products = [a.new_empty(size, m, b.shape[1]) for b in bs]
+    half = workspace.next_half()
+    gathered: torch.Tensor | None = None
+    with engine.pushing(half, a, config.chunk_rows, timeout_ns):
+        for i, (kernel, b, c) in enumerate(zip(kernels, bs, products, strict=True)):
+            final = i == len(bs) - 1 and not return_A
+            kernel.launch(half, a, b, c, final=final, timeout_ns=timeout_ns)
+        if return_A:  # the GEMM has waited for all of it
+            gathered = torch.empty_like(kernels[0].gathered(half))
+            gathered.copy_(kernels[0].gathered(half))
+            gathered[workspace.rank].copy_(a)
+            leave(workspace, half, torch.cuda.current_stream().cuda_stream)
+    return gathered, products
+
+
+def _kernel(
+    workspace: Workspace[Layout], a: torch.Tensor, b: torch.Tensor, config: Config, num_sms: int
+) -> AllGatherMatmul:
+    key = ("all_gather_matmul", a.shape, a.dtype, b.shape, b.stride(), config, num_sms)
+    found = workspace.prepared.get(key)
+    if found is None:
+        found = AllGatherMatmul(workspace, a, b, config, num_sms=num_sms)
+        workspace.prepared[key] = found
+    return found

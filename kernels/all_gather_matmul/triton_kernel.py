@@ -1,0 +1,206 @@
+"""all_gather(A) @ B as one persistent kernel that starts on the local rows while the others arrive.
+
+Computes ``C[src] = A[src] @ B`` for every rank ``src``: A[src] [m, K] are the rows of rank src, B [K, N]
+is this rank's, C [W, m, N]. Products are summed in float32.
+
+Who writes: nothing is sent here. Every rank pushes its rows into each peer's half of the workspace, viewed
+``[W, m, K]``, slot ``src`` (the own slot is not used: local tiles read the input), chunk by chunk of
+``chunk_rows`` rows, and behind each chunk sets ``flags(half)[src][chunk] = e`` there: copies and flags by a
+copy engine on a stream of their own, behind a gate that waited until the peer's half was free.
+Who waits: a tile of a peer's rows waits before its main loop for the flag of the chunk that its last row
+lies in. A chunk is a whole number of tiles or all of the shard, so no tile spans two of them.
+Use ``e = EPOCH[half] + 1`` is read when the kernel starts. Several Bs are several launches on one half; the
+last one is FINAL and ends the use (``sync.leave``): that the half may be overwritten is said by it alone.
+
+Order: the local tiles, then those of rank+1, rank+2, ..., as the copies arrive. A block waits only for
+copies, never for another block, so any number of blocks is safe, resident at once or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ...symm_mem.workspace import Layout, Workspace
+from ..device import sync
+from ..device.launch import Launch, Operand, is_transposed, precision, why_not
+from ..device.tile_table import count
+from ..device.tiles import cut, grouped, load_b
+from .configs import Config, flags_per_rank
+
+
+@triton.jit
+def _store(c, src, row, column, tile, BM: tl.constexpr, BN: tl.constexpr, PIECES: tl.constexpr):
+    if PIECES == 1:
+        c.store([src, row, column], tile.to(c.dtype).reshape(1, BM, BN))
+    else:
+        left, right = cut(tile, BM, BN)
+        _store(c, src, row, column, left, BM, BN // 2, PIECES // 2)
+        _store(c, src, row, column + BN // 2, right, BM, BN // 2, PIECES // 2)
+
+
+@triton.jit(do_not_specialize=["rank", "half", "flags_at", "done_at", "record", "timeout_ns"])
+def all_gather_matmul(
+    a_local,  # [1, m, K]: this rank's rows
+    a_gathered,  # [W, m, K]: the half
+    b,  # [K, N] or [N, K]
+    c,  # [W, m, N]
+    words,
+    m,
+    n,
+    k,
+    chunk_rows,
+    rank,
+    half,
+    flags_at,
+    flags_per_rank,
+    done_at,
+    span_words: tl.int64,
+    record: tl.int64,
+    timeout_ns: tl.int64,
+    WORLD_SIZE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PIECES: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FINAL: tl.constexpr,
+):
+    epoch = tl.load(words + sync.EPOCH + half) + 1
+    tiles_m = tl.cdiv(m, BM)
+    tiles_n = tl.cdiv(n, BN)
+    tiles = tiles_m * tiles_n
+    ready = rank * flags_per_rank  # the flag this block waited for last; one of the own row, that nobody sets
+
+    for tile in range(tl.program_id(0), tiles * WORLD_SIZE, tl.num_programs(0)):
+        src = (rank + tile // tiles) % WORLD_SIZE
+        tile_m, tile_n = grouped(tile % tiles, tiles_m, tiles_n, GROUP_M)
+        row = tile_m * BM
+        column = tile_n * BN
+        if src == rank:
+            a = a_local
+            slot = 0
+        else:
+            a = a_gathered
+            slot = src
+            flag = src * flags_per_rank + (tl.minimum(row + BM, m) - 1) // chunk_rows
+            if flag != ready:
+                sync.wait_flag(words, flags_at + flag, epoch, rank, src, sync.WAIT_DATA, record, timeout_ns)
+                sync.fence_proxy_async()
+                ready = flag
+
+        acc = tl.zeros((BM, BN), tl.float32)
+        for depth in range(0, k, BK):
+            at = a.load([slot, row, depth]).reshape(BM, BK)
+            acc = tl.dot(at, load_b(b, depth, column, B_TRANSPOSED), acc, input_precision=PRECISION)
+        _store(c, src, row, column, acc, BM, BN, PIECES)
+
+    if FINAL:
+        sync.leave(words, half, done_at, epoch, rank, span_words, WORLD_SIZE)
+
+
+def supports(a: torch.Tensor, b: torch.Tensor) -> str | None:
+    """Why this kernel cannot take a shard [m, K] and B [K, N]; None if it can."""
+    return why_not(a, b)
+
+
+class AllGatherMatmul:
+    """This op on one problem and one workspace: prepared once, launched often.
+
+    Args:
+        workspace: with room for ``configs.layout``, the same call site on every rank.
+        a, b: examples of the operands: the shard [m, K] and B [K, N]. Every launch gets tensors of these
+            sizes, strides and dtype; ``supports`` must hold for them, too.
+        config: of ``configs.choose``, the same on every rank.
+        num_sms: blocks to launch at most; what else runs at the same time keeps the other SMs.
+
+    Raises:
+        ValueError: an operand is not supported, or the workspace is too small.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace[Layout],
+        a: torch.Tensor,
+        b: torch.Tensor,
+        config: Config,
+        *,
+        num_sms: int,
+    ) -> None:
+        if (problem := supports(a, b)) is not None:
+            raise ValueError(f"all_gather_matmul: {problem}")
+        (m, k), n = a.shape, b.shape[1]
+        tile, layout, self.world_size = config.tile, workspace.layout, workspace.world_size
+        self._gathered = (self.world_size, m, k)
+        flags = flags_per_rank(m, config)
+        if layout.flags_per_rank < flags or layout.half_bytes < self.world_size * m * k * a.dtype.itemsize:
+            raise ValueError(f"workspace: {layout} is too small for shards of {m} x {k} {a.dtype}")
+        self.workspace, self.dtype = workspace, a.dtype
+        self._programs = min(num_sms, count(tile, self.world_size, m, n))
+        self._halves: dict[int, torch.Tensor] = {}
+        self._tensors: Sequence[torch.Tensor] = (workspace.words,)
+        self._numbers = (m, n, k, config.chunk_rows, workspace.rank)
+        transposed = is_transposed(b)
+        rows = (1, tile.block_m, tile.block_k)
+        b_tile = (tile.block_n, tile.block_k) if transposed else (tile.block_k, tile.block_n)
+        b_rows = b.t() if transposed else b
+        operands = (
+            Operand.of((1, m, k), (m * k, *a.stride()), rows),
+            Operand.contiguous(self._gathered, rows),
+            Operand.of(b_rows.shape, b_rows.stride(), b_tile),
+            Operand.contiguous((self.world_size, m, n), (1, tile.block_m, tile.block_n // tile.pieces)),
+        )
+        self._launches = tuple(
+            Launch(
+                all_gather_matmul,
+                operands,
+                {
+                    "WORLD_SIZE": self.world_size,
+                    "BM": tile.block_m,
+                    "BN": tile.block_n,
+                    "BK": tile.block_k,
+                    "GROUP_M": config.group_m,
+                    "PIECES": tile.pieces,
+                    "B_TRANSPOSED": transposed,
+                    "PRECISION": precision(a.dtype),
+                    "FINAL": final,
+                },
+                tile.warps,
+                tile.stages,
+            )
+            for final in (False, True)
+        )
+
+    def gathered(self, half: int) -> torch.Tensor:
+        """The half as [W, m, K]; the own slot is not written by this op."""
+        if (found := self._halves.get(half)) is None:
+            found = self._halves[half] = self.workspace.half(
+                self.workspace.rank, half, self._gathered, self.dtype
+            )
+        return found
+
+    def launch(
+        self, half: int, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *, final: bool, timeout_ns: int
+    ) -> None:
+        """Compute ``c`` [W, m, N], contiguous, on the current stream.
+
+        The pushes of this use may be under way, or still to come on another stream. ``final``: this is the
+        last launch on this use of the half.
+        """
+        layout = self.workspace.layout
+        numbers = (
+            *self._numbers,
+            half,
+            layout.flags(half),
+            layout.flags_per_rank,
+            layout.done(half),
+            self.workspace.span // 4,
+            self.workspace.record,
+            timeout_ns,
+        )
+        self._launches[final](self._programs, (a, self.gathered(half), b, c), self._tensors, numbers)

@@ -1,0 +1,50 @@
+// The gate in front of pushes by a copy engine, and the end of a use that no other kernel ends.
+//
+// gate: the peers' halves are free, and which use this is. Use e = EPOCH[half] + 1. Who writes: rank p posts
+// done(half)[p] = e - 1 in this rank's words when it has left the half's last use. Who waits: lane p of the
+// one warp. Then TICKET[half] = e.
+//
+// On the stream behind the gate: copies of chunks into the peers' halves, each followed by a 4-byte copy of
+// the TICKET[half] word into the peer's flag word. That copy reads the word when it runs, so a captured graph
+// goes on counting when it is replayed, and the stream keeps data before flag.
+//
+// When a wait has expired the ticket stands still: the flags that follow announce nothing, and a peer that
+// waits for them reports this rank instead of using data that may have been overwritten.
+//
+// leave: what came before it on the stream has read all it wanted of the half. EPOCH[half] + 1 uses are over,
+// and every rank is told: done(half)[rank], by its lane of the warp. Nobody is waited for.
+
+#include "sync.cuh"
+
+struct Params {
+    weft::Watch watch;
+    int world_size;  // up to 32: a lane for each rank
+    int ticket;  // index of the half's TICKET word
+    int done;  // index of the half's first done word
+    int epoch;  // index of the half's EPOCH word
+    weft::u64 span;  // bytes from this rank's copy of an address to the next rank's
+};
+
+extern "C" __global__ void __launch_bounds__(32) gate(const __grid_constant__ Params p) {
+    const int peer = threadIdx.x;
+    const weft::u32 last = p.watch.words[p.epoch];
+    bool free = true;
+    if (peer < p.world_size && peer != p.watch.rank) {
+        free = weft::wait_flag(p.watch, peer, p.done + peer, last, weft::WAIT_FREE);
+    }
+    if (__all_sync(~0u, free) && peer == 0) p.watch.words[p.ticket] = last + 1;
+}
+
+extern "C" __global__ void __launch_bounds__(32) leave(const __grid_constant__ Params p) {
+    const int peer = threadIdx.x;
+    const int rank = p.watch.rank;
+    weft::u32* epoch = p.watch.words + p.epoch;
+    const weft::u32 use = *epoch + 1;
+    __syncwarp();
+    if (peer == 0) *epoch = use;
+    if (peer < p.world_size) {
+        const weft::u64 there = static_cast<weft::u64>(static_cast<long long>(peer - rank)) * p.span;
+        char* words = reinterpret_cast<char*>(p.watch.words) + there;
+        weft::post_flag(reinterpret_cast<weft::u32*>(words) + p.done + rank, use);
+    }
+}

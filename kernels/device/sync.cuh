@@ -1,0 +1,131 @@
+// Waiting and posting inside CUDA C++ kernels: every flag, fence and deadline. The Triton side is sync.py.
+//
+// Control words are 32-bit, have one writer, only grow, and are compared >= with wrap-around. Nothing is ever
+// reset by the host and no epoch is a kernel argument: all of it is safe to capture in a CUDA graph.
+//
+// A wait that expires writes one record of eight 64-bit words to pinned host memory,
+// [1, rank, peer, word, expected, seen, kind, 0], the leading 1 last, and sets words[BROKEN]. From then on
+// every wait on these words gives up after a few polls: kernels run to their end, their results are worth
+// nothing, and the host raises what the record says. Only the first expiry is recorded.
+
+#pragma once
+
+namespace weft {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+constexpr int BROKEN = 0;  // word 0 of every workspace
+constexpr int WAIT_DATA = 1;  // kind of a record: a peer's data did not arrive
+constexpr int WAIT_FREE = 2;  // kind of a record: a peer did not leave the last use of its half
+
+// What every kernel that waits is told, by value. The host's twin is `Watch` in program.py.
+struct Watch {
+    u32* words;  // the workspace's control words on this rank
+    u64* record;  // pinned host memory, or null
+    u64 timeout_ns;
+    int rank;
+    int reserved;
+};
+
+// A word that any GPU or copy engine may write. Acquire, system scope: what its writer released before it
+// is visible to this thread afterwards.
+__device__ __forceinline__ u32 load_acquire(const u32* word) {
+    u32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
+
+// A word that any GPU may read. Release, system scope: covers this thread's earlier writes, and those of the
+// block's others if a __syncthreads lies between.
+__device__ __forceinline__ void post_flag(u32* word, u32 value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+// Words of a payload that announces itself: each 32-bit word is written once and whole, the four of a vector
+// in no order, so the reader must look at each. Relaxed, system scope: it orders nothing around it.
+__device__ __forceinline__ uint4 load_payload(const uint4* slot) {
+    uint4 v;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(slot)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void store_payload(uint4* slot, uint4 v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(slot), "r"(v.x), "r"(v.y),
+                 "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
+__device__ __forceinline__ u32 load_relaxed(const u32* word) {
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ u32 set_once(u32* word) {
+    u32 before;
+    asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], 0, 1;" : "=r"(before) : "l"(word) : "memory");
+    return before;
+}
+
+__device__ __forceinline__ void store_host(u64* place, u64 value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(place), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ u64 nanoseconds() {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
+// By each thread for itself: the one that sets BROKEN writes the record.
+__device__ __noinline__ void report(
+    const Watch& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
+    if (set_once(watch.words + BROKEN) != 0 || watch.record == nullptr) return;
+    store_host(watch.record + 1, static_cast<u64>(watch.rank));
+    store_host(watch.record + 2, static_cast<u64>(peer));
+    store_host(watch.record + 3, word);
+    store_host(watch.record + 4, expected);
+    store_host(watch.record + 5, seen);
+    store_host(watch.record + 6, static_cast<u64>(kind));
+    store_host(watch.record + 7, 0);
+    __threadfence_system();
+    store_host(watch.record, 1);
+}
+
+// Bounds a loop that polls. The clock and BROKEN are looked at every 32nd time only: both cost as much as a
+// poll, and nearly every wait ends before.
+struct Patience {
+    u64 start = 0;
+    u32 polls = 0;
+
+    // To be asked after each poll that failed. True: leave the loop, the rest of the kernel goes on without
+    // what it waited for. `word` is the index of what was waited for, in 32-bit words from watch.words.
+    __device__ __forceinline__ bool expired(
+        const Watch& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
+        if (++polls % 32 != 0) return false;
+        if (load_relaxed(watch.words + BROKEN) != 0) return true;
+        const u64 now = nanoseconds();
+        if (start == 0) start = now;
+        if (now - start <= watch.timeout_ns) return false;
+        report(watch, peer, word, expected, seen, kind);
+        return true;
+    }
+};
+
+// Wait until words[word] >= expected. Acquire, system scope, for the calling thread.
+// Who writes: `peer`, by a release (or a copy engine, behind its data). False: the wait has expired.
+__device__ __forceinline__ bool wait_flag(const Watch& watch, int peer, u32 word, u32 expected, int kind) {
+    Patience patience;
+    for (;;) {
+        const u32 seen = load_acquire(watch.words + word);
+        if (static_cast<int>(seen - expected) >= 0) return true;
+        if (patience.expired(watch, peer, word, expected, seen, kind)) return false;
+    }
+}
+
+}  // namespace weft

@@ -1,0 +1,297 @@
+"""reduce_scatter(A @ B) as one persistent kernel that sends each tile where it is summed.
+
+Computes ``out = sum over ranks src of A_src[:, rank] @ B_src``: A [L, W, m, K] (L: the product of the
+dimensions before the one that is scattered, W: the ranks), B [K, N], out [L, m, N]. Products are summed in
+float32 and rounded to A's dtype once to be sent; the W partial results are summed in float32 in the order of
+the ranks and rounded once. So all is deterministic.
+
+Who writes: a tile for rank ``dst`` leaves by TMA store straight into dst's half of the workspace, viewed
+``[W, L, m, N]``, slot ``src`` = the sender (the own slot is not used). The ranks' copies of the half lie one
+span apart, so one descriptor whose first dimension is the rank reaches them all. Then the flag
+``flags(half)[src][tile] = e`` is set there, one tile later: the stores travel behind the next tile's main
+loop. Before anything is stored, every block has seen ``done(half)[p] >= e - 1`` of every peer.
+Who waits: the epilogue of an own tile, for the same tile of every peer. It adds them to its own accumulator
+and writes ``out``: no other kernel sums. Then the use is ended (``sync.leave``).
+Use ``e = EPOCH[half] + 1`` is read when the kernel starts.
+
+Order: tiles for rank+1, rank+2, ..., the own ones last. What a block waits for, a peer's block computes before
+it waits for any data itself. So the kernels of all ranks come to their end if all their blocks are resident
+together, one on an SM: launch no more blocks than there are SMs to be had.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...symm_mem.workspace import Layout, Workspace
+from ..device import sync
+from ..device.launch import Launch, Operand, is_transposed, precision, why_not
+from ..device.tile_table import count
+from ..device.tiles import cut, grouped, load_b
+from .configs import Config, flags_per_rank
+
+
+@triton.jit
+def _product(
+    a,
+    b,
+    batch,
+    dst,
+    row,
+    column,
+    k,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    acc = tl.zeros((BM, BN), tl.float32)
+    for depth in range(0, k, BK):
+        at = a.load([batch, dst, row, depth]).reshape(BM, BK)
+        acc = tl.dot(at, load_b(b, depth, column, B_TRANSPOSED), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _send(peers, dst, batch, row, column, tile, BM: tl.constexpr, BN: tl.constexpr, PIECES: tl.constexpr):
+    if PIECES == 1:
+        peers.store([dst, batch, row, column], tile.to(peers.dtype).reshape(1, 1, BM, BN))
+    else:
+        left, right = cut(tile, BM, BN)
+        _send(peers, dst, batch, row, column, left, BM, BN // 2, PIECES // 2)
+        _send(peers, dst, batch, row, column + BN // 2, right, BM, BN // 2, PIECES // 2)
+
+
+@triton.jit
+def _sum_up(
+    out,
+    inbox,
+    slot,
+    batch,
+    row,
+    column,
+    own,
+    m,
+    n,
+    RANK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    if PIECES == 1:
+        rows = row + tl.arange(0, BM)[:, None]
+        columns = column + tl.arange(0, BN)[None, :]
+        at = inbox + (batch * m + rows).to(tl.int64) * n + columns
+        inside = (rows < m) & (columns < n)
+        total = tl.zeros((BM, BN), tl.float32)
+        for src in tl.static_range(WORLD_SIZE):
+            if src == RANK:
+                total += own
+            else:
+                part = tl.load(at + src * slot, mask=inside, other=0.0, cache_modifier=".cg")
+                total += part.to(tl.float32)
+        if AVERAGE:
+            total *= 1.0 / WORLD_SIZE
+        out.store([batch, row, column], total.to(out.dtype).reshape(1, BM, BN))
+    else:
+        left, right = cut(own, BM, BN)
+        H: tl.constexpr = BN // 2
+        P: tl.constexpr = PIECES // 2
+        _sum_up(out, inbox, slot, batch, row, column, left, m, n, RANK, WORLD_SIZE, AVERAGE, BM, H, P)
+        _sum_up(out, inbox, slot, batch, row, column + H, right, m, n, RANK, WORLD_SIZE, AVERAGE, BM, H, P)
+
+
+@triton.jit(do_not_specialize=["half", "flags_at", "done_at", "record", "timeout_ns"])
+def matmul_reduce_scatter(
+    a,  # [L, W, m, K]
+    b,  # [K, N] or [N, K]
+    peers,  # [W, L, m, N]: this rank's slot of the half on every rank
+    out,  # [L, m, N]
+    inbox,  # [W, L, m, N]: the own half
+    words,
+    batches,
+    m,
+    n,
+    k,
+    half,
+    flags_at,
+    flags_per_rank,
+    done_at,
+    span_words: tl.int64,
+    record: tl.int64,
+    timeout_ns: tl.int64,
+    RANK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PIECES: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    epoch = tl.load(words + sync.EPOCH + half) + 1
+    band_m = tl.cdiv(m, BM)
+    tiles_m = band_m * batches
+    tiles_n = tl.cdiv(n, BN)
+    tiles = tiles_m * tiles_n
+    remote = tiles * (WORLD_SIZE - 1)
+    block = tl.program_id(0)
+    blocks = tl.num_programs(0)
+
+    sync.wait_peers(words, done_at, 1, epoch - 1, sync.WAIT_FREE, record, timeout_ns, RANK, WORLD_SIZE)
+    sync.fence_proxy_async()
+    sendable = remote
+    if sync.is_broken(words):
+        sendable = 0  # a peer may still read what the stores would overwrite
+
+    pending = tl.full((), 0, tl.int64)
+    for tile in range(block, sendable, blocks):
+        dst = (RANK + 1 + tile // tiles) % WORLD_SIZE
+        tile_m, tile_n = grouped(tile % tiles, tiles_m, tiles_n, GROUP_M)
+        batch = tile_m // band_m
+        row = (tile_m % band_m) * BM
+        column = tile_n * BN
+        acc = _product(a, b, batch, dst, row, column, k, BM, BN, BK, B_TRANSPOSED, PRECISION)
+        if pending != 0:
+            sync.post_stored(words + pending, epoch)
+        _send(peers, dst, batch, row, column, acc, BM, BN, PIECES)
+        flag = flags_at + RANK * flags_per_rank + tile % tiles
+        pending = tl.cast(dst - RANK, tl.int64) * span_words + flag
+    if pending != 0:
+        sync.post_stored(words + pending, epoch)
+
+    own = block + tl.cdiv(tl.maximum(remote - block, 0), blocks) * blocks - remote
+    slot = tl.cast(batches, tl.int64) * m * n
+    for tile in range(own, tiles, blocks):
+        tile_m, tile_n = grouped(tile, tiles_m, tiles_n, GROUP_M)
+        batch = tile_m // band_m
+        row = (tile_m % band_m) * BM
+        column = tile_n * BN
+        acc = _product(a, b, batch, RANK, row, column, k, BM, BN, BK, B_TRANSPOSED, PRECISION)
+        sync.wait_peers(
+            words,
+            flags_at + tile,
+            flags_per_rank,
+            epoch,
+            sync.WAIT_DATA,
+            record,
+            timeout_ns,
+            RANK,
+            WORLD_SIZE,
+        )
+        _sum_up(out, inbox, slot, batch, row, column, acc, m, n, RANK, WORLD_SIZE, AVERAGE, BM, BN, PIECES)
+    sync.leave(words, half, done_at, epoch, RANK, span_words, WORLD_SIZE)
+
+
+def supports(a: torch.Tensor, b: torch.Tensor) -> str | None:
+    """Why this kernel cannot take A [L, W, m, K] and B [K, N]; None if it can."""
+    return why_not(a, b)
+
+
+class MatmulReduceScatter:
+    """This op on one problem and one workspace: prepared once, launched often.
+
+    Args:
+        workspace: with room for ``configs.layout``, the same call site on every rank.
+        a, b: examples of the operands: A [L, W, m, K] and B [K, N]. Every launch gets tensors of these sizes,
+            strides and dtype; ``supports`` must hold for them, too.
+        config: of ``configs.choose``, the same on every rank.
+        average: the mean of the ranks instead of the sum.
+        num_sms: blocks to launch at most. As many must find an SM each, see above.
+
+    Raises:
+        ValueError: an operand is not supported, or the workspace is too small.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace[Layout],
+        a: torch.Tensor,
+        b: torch.Tensor,
+        config: Config,
+        *,
+        average: bool,
+        num_sms: int,
+    ) -> None:
+        if (problem := supports(a, b)) is not None:
+            raise ValueError(f"matmul_reduce_scatter: {problem}")
+        (batches, world_size, m, k), n = a.shape, b.shape[1]
+        if world_size != workspace.world_size:
+            raise ValueError(
+                f"a: has {world_size} parts, must have one for each of {workspace.world_size} ranks"
+            )
+        tile, layout = config.tile, workspace.layout
+        self._part = (batches, m, n)
+        part_bytes = batches * m * n * a.dtype.itemsize
+        flags = flags_per_rank(m, n, config, batches)
+        if layout.flags_per_rank < flags or layout.half_bytes < world_size * part_bytes:
+            raise ValueError(f"workspace: {layout} is too small for results of {self._part} {a.dtype}")
+        self.workspace, self.dtype = workspace, a.dtype
+        self._programs = min(num_sms, count(tile, batches * world_size, m, n))
+        self._halves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._numbers = (batches, m, n, k)
+        transposed = is_transposed(b)
+        b_rows = b.t() if transposed else b
+        b_tile = (tile.block_n, tile.block_k) if transposed else (tile.block_k, tile.block_n)
+        piece = (tile.block_m, tile.block_n // tile.pieces)
+        self._launch = Launch(
+            matmul_reduce_scatter,
+            (
+                Operand.of(a.shape, a.stride(), (1, 1, tile.block_m, tile.block_k)),
+                Operand.of(b_rows.shape, b_rows.stride(), b_tile),
+                Operand.of(
+                    (world_size, *self._part),
+                    (workspace.span // a.dtype.itemsize, m * n, n, 1),
+                    (1, 1, *piece),
+                ),
+                Operand.contiguous(self._part, (1, *piece)),
+            ),
+            {
+                "RANK": workspace.rank,
+                "WORLD_SIZE": world_size,
+                "AVERAGE": average,
+                "BM": tile.block_m,
+                "BN": tile.block_n,
+                "BK": tile.block_k,
+                "GROUP_M": config.group_m,
+                "PIECES": tile.pieces,
+                "B_TRANSPOSED": transposed,
+                "PRECISION": precision(a.dtype),
+            },
+            tile.warps,
+            tile.stages,
+        )
+
+    def _half(self, half: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's slot on rank 0, from where the descriptor counts the ranks, and the own half."""
+        if (found := self._halves.get(half)) is None:
+            w = self.workspace
+            shape = (w.world_size, *self._part)
+            slot, inbox = w.half(0, half, shape, self.dtype)[w.rank], w.half(w.rank, half, shape, self.dtype)
+            found = self._halves[half] = (slot, inbox)
+        return found
+
+    def launch(
+        self, half: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, timeout_ns: int
+    ) -> None:
+        """Compute ``out`` [L, m, N], contiguous, on the current stream: a whole use of the half."""
+        layout = self.workspace.layout
+        slot, inbox = self._half(half)
+        numbers = (
+            *self._numbers,
+            half,
+            layout.flags(half),
+            layout.flags_per_rank,
+            layout.done(half),
+            self.workspace.span // 4,
+            self.workspace.record,
+            timeout_ns,
+        )
+        self._launch(self._programs, (a, b, slot, out), (inbox, self.workspace.words), numbers)

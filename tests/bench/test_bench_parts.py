@@ -1,0 +1,99 @@
+"""The registry, the schedule and the report, without ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+import registry
+import report
+import timer
+
+
+def test_the_whole_table() -> None:
+    rows = registry.rows("cuda")
+    of = {op: [r for r in rows if r.op == op] for op in registry.OPS}
+    assert {op: len(found) for op, found in of.items()} == {
+        "all_gather_matmul": 5 * 6 * 2,
+        "matmul_reduce_scatter": 5 * 6 * 2,
+        "all_reduce": 12 * 2,
+    }
+    assert len({r.id for r in rows}) == len(rows)
+    largest = max(of["all_reduce"], key=lambda r: r.N)
+    assert largest.N * largest.dtype.itemsize == 64 << 20
+
+
+def test_every_row_divides_by_up_to_8_ranks() -> None:
+    for row in registry.rows("cuda"):
+        if row.K is not None:
+            assert row.M % 8 == 0
+            assert (row.N if row.op == "all_gather_matmul" else row.K) % 8 == 0
+
+
+def test_selection() -> None:
+    rows = registry.rows(
+        "cuda", ops=("matmul_reduce_scatter",), layers=("70b",), m_sizes=(256,), modes=("graph",)
+    )
+    assert [(r.name, r.M, r.K, r.N, r.mode) for r in rows] == [
+        ("llama70b.o", 256, 8192, 8192, "graph"),
+        ("llama70b.down", 256, 28672, 8192, "graph"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("device", "selection", "words"),
+    [
+        ("cuda", {"ops": ("matmul",)}, "ops: .*'matmul'"),
+        ("cuda", {"layers": ("qkv", "llama9b")}, "layers: .*'llama9b'"),
+        ("cpu", {"modes": ("graph",)}, "modes: .*'graph'.*cpu"),
+    ],
+)
+def test_unknown_selection(device: str, selection: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        registry.rows(device, **selection)
+
+
+def test_long_products_get_fewer_calls() -> None:
+    short, long = timer.schedule("cuda", 1e9, 0), timer.schedule("cuda", 5e12, 0)
+    assert short.calls * short.rounds > long.calls * long.rounds > 0
+    assert long.rounds % 2 == 1, "the median is one of the rounds"
+
+
+def row(**change: Any) -> dict[str, Any]:
+    base = {
+        "name": "a", "op": "all_reduce", "M": 1, "K": None, "N": 8, "dtype": "bfloat16", "mode": "eager",
+        "algorithm": "push", "weft_us": 2.0, "unfused_us": 8.0, "torch_us": 4.0, "limit_us": 1.0, "error": None,
+    }  # fmt: skip
+    return base | change
+
+
+def test_best_peer_is_the_faster_one() -> None:
+    assert report.best_peer(row()) == 4.0
+    assert report.best_peer(row(torch_us=None)) == 8.0
+    assert report.best_peer(row(torch_us=None, unfused_us=None)) is None
+
+
+def test_geometric_mean_skips_what_is_missing() -> None:
+    assert report.geometric_mean([2.0, None, 8.0]) == pytest.approx(4.0)
+    assert report.geometric_mean([None]) is None
+
+
+def test_table_shows_errors_and_counts_what_is_slower() -> None:
+    lines = report.table([row(), row(weft_us=5.0), row(weft_us=None, error="weft: wrong result")])
+    assert "weft: wrong result" in "\n".join(lines)
+    assert "best peer / weft 1.26" in lines[-1]
+    assert lines[-1].endswith("slower in 1")
+
+
+def test_write_keeps_ops_apart(tmp_path: Path) -> None:
+    rows = [row(), row(op="all_gather_matmul", K=4), row(N=16)]
+    meta = {"device": "h200", "world": 4}
+    paths = report.write(rows, meta, tmp_path / "new")
+    assert [p.name for p in paths] == ["h200-x4-all_gather_matmul.json", "h200-x4-all_reduce.json"]
+    assert json.loads(paths[1].read_text()) == {"meta": meta, "rows": [rows[0], rows[2]]}

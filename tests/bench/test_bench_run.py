@@ -1,0 +1,96 @@
+"""A benchmark run on 2 CPU ranks: the JSON it writes, and that a wrong result gets no time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RUN = HERE.parent.parent / "bench" / "run.py"
+NUMBER = (int, float)
+SCHEMA: dict[str, Any] = {
+    "name": str,
+    "op": str,
+    "M": int,
+    "K": (int, type(None)),
+    "N": int,
+    "dtype": str,
+    "mode": str,
+    "algorithm": str,
+    "weft_us": (*NUMBER, type(None)),
+    "unfused_us": (*NUMBER, type(None)),
+    "torch_us": (*NUMBER, type(None)),
+    "limit_us": (*NUMBER, type(None)),
+    "error": (str, type(None)),
+}
+
+
+def bench(results: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Run on 2 CPU ranks; (the process, op -> what it wrote)."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+    command = [sys.executable, str(RUN), "--ranks=2", "--device=cpu", f"--results={results}", *arguments]
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env=environment, check=False
+    )
+    written = [json.loads(f.read_text()) for f in sorted(results.glob("cpu-x2-*.json"))]
+    return process, {content["rows"][0]["op"]: content for content in written}
+
+
+def test_run_writes_every_op(tmp_path: Path) -> None:
+    process, written = bench(tmp_path, "--layers=llama8b.qkv,llama8b.o", "--m-sizes=6", "--kib-sizes=2")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert set(written) == {"all_gather_matmul", "matmul_reduce_scatter", "all_reduce"}
+    for content in written.values():
+        meta = content["meta"]
+        assert set(meta) == {"date", "device", "world", "torch", "triton", "command"}
+        assert (meta["device"], meta["world"]) == ("cpu", 2)
+        assert "bench/run.py --ranks 2" in meta["command"]
+        (row,) = content["rows"]
+        assert list(row) == list(SCHEMA)
+        assert all(isinstance(row[key], kind) for key, kind in SCHEMA.items()), row
+        assert row["error"] is None
+        assert row["weft_us"] > 0
+        assert row["unfused_us"] > 0
+        assert row["torch_us"] is None
+        assert row["limit_us"] is None
+    assert "peer/weft" in process.stdout
+    assert process.stdout.count("\nllama8b.qkv ") == 1, "ranks other than 0 print nothing"
+
+
+def test_a_wrong_result_gets_no_time(tmp_path: Path) -> None:
+    """Wrong on rank 1 alone, or failed on both: weft has no time, and the contenders that are right do."""
+    process, written = bench(
+        tmp_path, "-p", "wrong_op", "--layers=llama8b.qkv,llama8b.o", "--m-sizes=6", "--kib-sizes=2"
+    )
+    assert process.returncode != 0
+    (gather,), (scatter,), (reduce,) = (
+        written[op]["rows"] for op in ("all_gather_matmul", "matmul_reduce_scatter", "all_reduce")
+    )
+    assert gather["weft_us"] is None
+    assert "weft: rank 1: wrong result: error" in gather["error"]
+    assert gather["unfused_us"] > 0
+    assert scatter["weft_us"] is None
+    assert "weft: rank 0: RuntimeError: planted failure" in scatter["error"]
+    assert scatter["unfused_us"] > 0
+    assert reduce["weft_us"] > 0
+
+
+def test_an_unknown_selection_is_refused(tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
+    command = [sys.executable, str(RUN), "--device=cpu", f"--results={tmp_path}", "--layers=llama9b"]
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert process.returncode != 0
+    assert "layers: ['llama9b']" in process.stdout + process.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,100 @@
+"""The demo runs, fuses and agrees with float64; and it fails where it must."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from weft.fused_ops.passes.report import Entry, Report
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DEMO = str(EXAMPLES / "llama_block.py")
+SMALL = ["--dim", "64", "--heads", "4", "--kv-heads", "2", "--hidden", "96", "--seq", "32"]
+
+
+def run(*args: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, DEMO, "--device", "cpu", "--iterations", "2", *args]
+    return subprocess.run(
+        command,
+        env=env,
+        timeout=timeout,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+def test_two_ranks() -> None:
+    done = run(*SMALL)
+    assert done.returncode == 0, done.stdout
+    assert "speed-up" in done.stdout, done.stdout
+    assert "TOO FAR" not in done.stdout
+    for op in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        assert op in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "wanted"),
+    [
+        (["--seq", "33"], "--seq: is 33, must be a multiple of 2 ranks"),
+        (["--ranks", "3"], "--kv-heads: is 4, must be a multiple of 3 ranks"),
+        (["--heads", "6"], "--heads: is 6, must be a multiple of 4 kv heads"),
+        (["--dim", "250"], "--dim: is 250, must be a multiple of twice 8 heads"),
+    ],
+)
+def test_sizes_that_do_not_divide(args: list[str], wanted: str) -> None:
+    done = run(*args, timeout=60)
+    assert done.returncode == 2
+    assert wanted in done.stdout
+
+
+def eager(model: nn.Module, **options: Any) -> nn.Module:
+    return model
+
+
+def off_by_a_thousandth(model: nn.Module, **options: Any) -> Callable[..., torch.Tensor]:
+    """A wrong output wherever a pass is at work."""
+    return lambda *args: model(*args) * (1.001 if "options" in options else 1.0)
+
+
+class PassThatSays:
+    options: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, fused_into: str | None) -> None:
+        self.fused_into = fused_into
+
+    def report(self) -> Report:
+        return Report([Entry(0, "wait_tensor", "all_gather_into_tensor", "0", fused_into=self.fused_into)])
+
+
+def verdict(rank: int, world_size: int, compile_: Callable[..., Any], fused_into: str | None) -> bool:
+    """Of a demo that compiles nothing."""
+    sys.path.insert(0, str(EXAMPLES))
+    import llama
+    import llama_block
+
+    torch.compile = compile_
+    llama_block.FusionPass = lambda: PassThatSays(fused_into)  # type: ignore[assignment,misc]
+    sizes = llama.Sizes(dim=64, heads=4, kv_heads=2, hidden=96, seq=32, batch=1, dtype="float32")
+    # Each rank asks for another seed, as under torchrun.
+    return llama_block.demo(argparse.Namespace(iterations=1, seed=rank), sizes, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("compile_", "fused_into", "good"),
+    [(eager, "an op", True), (eager, None, False), (off_by_a_thousandth, "an op", False)],
+    ids=["right", "nothing fused", "wrong output"],
+)
+def test_verdict(compile_: Callable[..., Any], fused_into: str | None, good: bool) -> None:
+    assert run_ranks(verdict, 2, compile_, fused_into) == [good, good]

@@ -1,0 +1,191 @@
+"""fused_all_gather_matmul on real CPU processes, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from opcommon import BOUND, DTYPES, check, gather, poison, same_on_all, world
+from ranks import run_ranks
+
+from weft.fused_ops import fused_all_gather_matmul, last_plan
+
+SHAPES = [  # A_shard, gather_dim, columns of the Bs
+    ((5, 7), 0, [11]),
+    ((5, 7), -2, [3, 1, 8]),
+    ((1, 16), 0, [16]),
+    ((6, 3), 1, [5, 4]),
+    ((2, 9, 6), 1, [10]),
+    ((1, 9, 6), 1, [10, 2]),
+    ((3, 4, 5), 0, [6]),
+    ((3, 4, 5), -1, [6]),
+    ((2, 3, 4, 5), 2, [7]),
+    ((0, 7), 0, [4]),
+    ((130, 257), 0, [65]),
+]
+
+
+def right(rank: int, world_size: int) -> None:
+    for shape, dim, columns in SHAPES:
+        for dtype in DTYPES:
+            for return_A in (True, False):
+                poison(rank)
+                shard = torch.randn(*shape).to(dtype)
+                A = torch.cat(gather(shard), dim)
+                Bs = [torch.randn(A.shape[-1], n).to(dtype) for n in columns]
+                got_A, outs = fused_all_gather_matmul(shard, Bs, dim, world(), return_A=return_A)
+                assert last_plan().algorithm == ("host" if world_size > 1 and shard.numel() else "unfused")
+                assert (got_A is None) == (not return_A)
+                if got_A is not None:
+                    assert torch.equal(got_A.double(), A)
+                for out, B in zip(outs, Bs, strict=True):
+                    assert out.dtype == dtype
+                    check(f"{shape} {dim} {dtype}", out, A @ B.double(), BOUND[dtype])
+                again = fused_all_gather_matmul(shard, Bs, dim, world(), return_A=return_A)[1]
+                assert all(torch.equal(a, b) for a, b in zip(outs, again, strict=True)), "other bits in another run"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_fused_all_gather_matmul(world_size: int) -> None:
+    run_ranks(right, world_size)
+
+
+def strides(rank: int, world_size: int) -> None:
+    import torch.distributed._symmetric_memory  # noqa: F401  (defines torch.ops.symm_mem)
+
+    name = world().group_name
+    for shape, dim, columns in SHAPES:
+        base = torch.randn(*[2 * s for s in shape])
+        shard = base[tuple(slice(0, 2 * s, 2) for s in shape)].to(torch.float32)
+        assert shard.numel() == 0 or not shard.is_contiguous() or max(shape) == 1
+        A = torch.cat(gather(shard), dim)
+        Bs = [torch.randn(n, A.shape[-1]).t() for n in columns]
+        got_A, outs = fused_all_gather_matmul(shard, Bs, dim, name)
+        for out, B in zip(outs, Bs, strict=True):
+            check(f"{shape} {dim}", out, A @ B.double(), 1e-6)
+        with torch._subclasses.FakeTensorMode() as fake:
+            args = (fake.from_tensor(shard), [fake.from_tensor(B) for B in Bs], dim, name)
+            fake_A, fake_outs = torch.ops.weft.fused_all_gather_matmul(*args)
+        for real, fake_one in zip([got_A, *outs], [fake_A, *fake_outs], strict=True):
+            assert real.shape == fake_one.shape and real.stride() == fake_one.stride()
+        if dim >= 0 and shard.numel():  # as torch's op gives them on CUDA
+            front = 0 if dim == len(shape) - 1 else dim
+            assert all(t.movedim(front, 0).is_contiguous() for t in [got_A, *outs])
+
+
+def test_any_strides_in_and_torchs_strides_out() -> None:
+    run_ranks(strides, 2)
+
+
+def gradients(rank: int, world_size: int) -> None:
+    for shape, dim, columns in [((4, 6), 0, [5]), ((4, 6), 1, [3, 8]), ((2, 3, 5), 1, [4, 2, 7])]:
+        for return_A in (True, False):
+            shard = torch.randn(*shape).requires_grad_()
+            full = torch.cat(gather(shard), dim).requires_grad_()
+            Bs = [torch.randn(full.shape[-1], n).requires_grad_() for n in columns]
+            A, outs = fused_all_gather_matmul(shard, Bs, dim, world(), return_A=return_A)
+            weights = [torch.randn(o.shape) for o in outs]
+            loss = sum((o * w).sum() for o, w in zip(outs, weights, strict=True))
+            refs = [B.detach().double().requires_grad_() for B in Bs]
+            want = sum(((full @ B) * w.double()).sum() for B, w in zip(refs, weights, strict=True))
+            if return_A:
+                loss = loss + (A * A).sum()
+                want = want + (full * full).sum()
+            loss.backward()
+            want.backward()
+            # A shard's gradient is the sum of what all ranks' losses say about it.
+            total = torch.stack(gather(full.grad)).sum(0)
+            check("A_shard.grad", shard.grad, total.chunk(world_size, dim)[rank], 1e-6)
+            for B, ref in zip(Bs, refs, strict=True):
+                check("B.grad", B.grad, ref.grad, 1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients(world_size: int) -> None:
+    run_ranks(gradients, world_size)
+
+
+def compiled(rank: int, world_size: int) -> None:
+    group = world()
+
+    def f(shard: torch.Tensor, B: torch.Tensor, C: torch.Tensor) -> torch.Tensor:
+        _, (x, y) = fused_all_gather_matmul(shard.sin(), [B, C], 1, group, return_A=False)
+        return torch.relu(x) * y
+
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        g = torch.compile(f, dynamic=dynamic, fullgraph=True)
+        for s in (4, 6, 9):
+            args = [torch.randn(2, s, 8), torch.randn(8, 5), torch.randn(8, 5)]
+            inputs = [a.clone().requires_grad_() for a in args]
+            expect = [a.clone().requires_grad_() for a in args]
+            out, want = g(*inputs), f(*expect)
+            check("compiled", out.detach(), want.detach().double(), 1e-6)
+            out.sum().backward()
+            want.sum().backward()
+            for a, b in zip(inputs, expect, strict=True):
+                check("compiled grad", a.grad, b.grad.double(), 1e-6)
+
+
+def test_under_torch_compile() -> None:
+    run_ranks(compiled, 2)
+
+
+def opcheck(rank: int, world_size: int) -> None:
+    name = world().group_name
+    for grad in (False, True):
+        for dim in (0, 1, 2):
+            shard = torch.randn(3, 4, 6, requires_grad=grad)
+            Bs = [torch.randn(6 * (world_size if dim == 2 else 1), n, requires_grad=grad) for n in (5, 2)]
+            torch.library.opcheck(torch.ops.weft.fused_all_gather_matmul, (shard, Bs, dim, name))
+
+
+def test_opcheck() -> None:
+    run_ranks(opcheck, 2)
+
+
+def refused(rank: int, world_size: int) -> None:
+    op = torch.ops.weft.fused_all_gather_matmul
+    x, B, name = torch.randn(4, 6), torch.randn(6, 5), world().group_name
+    cases = [
+        ((torch.randn(6), [B], 0, name), ValueError, "A_shard: has 1 dimensions"),
+        ((x, [torch.randn(6)], 0, name), ValueError, r"Bs\[0\]: has 1 dimensions"),
+        ((x, [B, torch.randn(7, 5)], 0, name), ValueError, r"Bs\[1\]: has 7 rows, must have 6"),
+        ((x, [B], 1, name), ValueError, r"Bs\[0\]: has 6 rows, must have 12"),
+        ((x, [B.half()], 0, name), TypeError, r"Bs\[0\]: is torch.float16, must be torch.float32"),
+        ((x.double(), [B.double()], 0, name), TypeError, "A_shard: is torch.float64"),
+        ((x, [B], 2, name), ValueError, "gather_dim: is 2, must be from -2 to 1"),
+        ((x, [B], -3, name), ValueError, "gather_dim: is -3"),
+        ((x, [], 0, name), ValueError, "Bs: is empty"),
+        ((x, [B], 0, "nobody"), ValueError, "group: no process group is named 'nobody'"),
+    ]
+    for args, kind, words in cases:
+        with pytest.raises(kind, match=words):
+            op(*args)
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(kind, match=words):
+            op(*torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.new_empty(t.shape), args))
+    out = fused_all_gather_matmul(x, [B], 0, name)[1][0]  # nothing is spoilt
+    check("afterwards", out, torch.cat(gather(x)) @ B.double(), 1e-6)
+
+
+def test_bad_input_is_refused_alike_by_fake_and_real() -> None:
+    run_ranks(refused, 2)
+
+
+def groups(rank: int, world_size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    shard, B = torch.randn(3, 4), same_on_all(4, 5, dtype=torch.float32)
+    want = torch.cat([gather(shard)[2 * (rank // 2) + i] for i in range(2)]) @ B.double()
+    for group in (mesh["tp"], (mesh, 1), (mesh, "tp"), mesh.get_group("tp"), mesh.get_group("tp").group_name):
+        check("group", fused_all_gather_matmul(shard, [B], 0, group)[1][0], want, 1e-6)
+    with pytest.raises(ValueError, match="group: the mesh has 2 dimensions"):
+        fused_all_gather_matmul(shard, [B], 0, mesh)
+    with pytest.raises(TypeError, match="group: must be"):
+        fused_all_gather_matmul(shard, [B], 0, 3.5)
+    dist.barrier()
+
+
+def test_a_group_is_a_name_a_process_group_or_a_mesh_dimension() -> None:
+    run_ranks(groups, 4)

@@ -1,0 +1,156 @@
+"""one_shot_all_reduce on real CPU processes, against float64."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from opcommon import BOUND, DTYPES, check, gather, poison, world
+from ranks import run_ranks
+
+from weft import symm_mem
+from weft.fused_ops import last_plan, one_shot_all_reduce
+from weft.kernels.all_reduce import host
+
+
+def right(rank: int, world_size: int) -> None:
+    for shape in [(), (1,), (7,), (3, 5), (2, 3, 129), (0, 4), (1000, 33)]:
+        for dtype in DTYPES:
+            for reduce_op in ("sum", "avg"):
+                poison(rank)
+                x = torch.randn(shape).to(dtype)
+                want = sum(gather(x)) / (world_size if reduce_op == "avg" else 1)
+                out = one_shot_all_reduce(x, reduce_op, world())
+                if x.numel() and world_size > 1:
+                    assert last_plan().algorithm == "host"
+                assert out.dtype == dtype and out.is_contiguous() and out.data_ptr() != x.data_ptr() or not x.numel()
+                check(f"{shape} {dtype} {reduce_op}", out, want, BOUND[dtype])
+                bits = gather(out.view(torch.int16 if dtype.itemsize == 2 else torch.int32))
+                assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
+                assert torch.equal(out, one_shot_all_reduce(x, reduce_op, world())), "other bits in another run"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_one_shot_all_reduce(world_size: int) -> None:
+    run_ranks(right, world_size)
+
+
+def any_layout(rank: int, world_size: int) -> None:
+    base = torch.randn(9, 11, 6)
+    odd = base.bfloat16().view(-1)[1:]  # begins 2 bytes behind an aligned address
+    for x in (base.transpose(0, 2), base[::2, 1:8:3], base[3, 4], odd):
+        want = sum(gather(x))
+        check(str(x.stride()), one_shot_all_reduce(x, "sum", world()), want, BOUND[x.dtype] * 2)
+    expanded = torch.full((1, 3), float(rank + 1)).expand(4, 3)
+    assert (one_shot_all_reduce(expanded, "sum", world()) == sum(range(1, world_size + 1))).all()
+    on_heap = symm_mem.empty(13)
+    on_heap.fill_(rank)
+    assert (one_shot_all_reduce(on_heap, "sum", world()) == sum(range(world_size))).all()
+
+
+def test_any_strides_alignment_and_memory() -> None:
+    run_ranks(any_layout, 3)
+
+
+def pieces(rank: int, world_size: int) -> None:
+    host.PIECE = 1000
+    x = torch.randn(12345)
+    for _ in range(3):
+        check("pieces", one_shot_all_reduce(x, "sum", world()), sum(gather(x)), 1e-6)
+
+
+def test_large_inputs_travel_in_pieces() -> None:
+    run_ranks(pieces, 2)
+
+
+def many(rank: int, world_size: int) -> None:
+    sizes = torch.Generator().manual_seed(0)
+    delays = torch.Generator().manual_seed(rank)
+    for call in range(300):
+        n = int(torch.randint(1, 3000, (1,), generator=sizes))
+        if torch.rand((), generator=delays) < 0.05:
+            time.sleep(0.01)
+        out = one_shot_all_reduce(torch.full((n,), float(call + rank)), "sum", world())
+        assert (out == world_size * call + sum(range(world_size))).all()
+
+
+def test_many_calls_with_late_ranks() -> None:
+    run_ranks(many, 3)
+
+
+def gradients(rank: int, world_size: int) -> None:
+    for reduce_op in ("sum", "avg"):
+        x = torch.randn(4, 3).requires_grad_()
+        weight = torch.randn(4, 3)
+        (one_shot_all_reduce(x, reduce_op, world()) * weight).sum().backward()
+        scale = world_size if reduce_op == "avg" else 1
+        check("x.grad", x.grad, sum(gather(weight)) / scale, 1e-6)
+
+
+def test_gradients() -> None:
+    run_ranks(gradients, 3)
+
+
+def compiled(rank: int, world_size: int) -> None:
+    group = world()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return one_shot_all_reduce(x * 2, "sum", group) + 1
+
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        g = torch.compile(f, dynamic=dynamic, fullgraph=True)
+        for n in (4, 7, 12):
+            x = torch.randn(n, 3)
+            check("compiled", g(x), sum(gather(x)) * 2 + 1, 1e-6)
+
+
+def test_under_torch_compile() -> None:
+    run_ranks(compiled, 2)
+
+
+def opcheck(rank: int, world_size: int) -> None:
+    for grad in (False, True):
+        x = torch.randn(5, 6, requires_grad=grad)
+        torch.library.opcheck(torch.ops.weft.one_shot_all_reduce, (x, "sum", world().group_name))
+        torch.library.opcheck(torch.ops.weft.one_shot_all_reduce, (x.t(), "avg", world().group_name))
+
+
+def test_opcheck() -> None:
+    run_ranks(opcheck, 2)
+
+
+def refused(rank: int, world_size: int) -> None:
+    x, name = torch.randn(4), world().group_name
+    for args, kind, words in [
+        ((x.double(), "sum", name), TypeError, "x: is torch.float64, must be float32, bfloat16 or float16"),
+        ((x, "product", name), ValueError, "reduce_op: is 'product', must be 'sum' or 'avg'"),
+        ((x, "sum", "nobody"), ValueError, "group: no process group is named"),
+    ]:
+        with pytest.raises(kind, match=words):
+            torch.ops.weft.one_shot_all_reduce(*args)
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(kind, match=words):
+            torch.ops.weft.one_shot_all_reduce(args[0].new_empty(4), *args[1:])
+
+
+def test_bad_input_is_refused_alike_by_fake_and_real() -> None:
+    run_ranks(refused, 1)
+
+
+def late(rank: int, world_size: int) -> str | None:
+    x = torch.ones(5)
+    one_shot_all_reduce(x, "sum", world())
+    symm_mem.set_timeout(0.5)
+    if rank == 1:
+        return None
+    with pytest.raises(symm_mem.PeerTimeout) as error:
+        one_shot_all_reduce(x, "sum", world())
+    with pytest.raises(symm_mem.PeerTimeout):
+        one_shot_all_reduce(x, "sum", world())
+    return str(error.value)
+
+
+def test_a_missing_rank_is_an_error_with_a_name() -> None:
+    text = run_ranks(late, 2)[0]
+    assert text.startswith("one_shot_all_reduce: rank 0") and "waited 0.5 s for rank 1" in text and "expected" in text

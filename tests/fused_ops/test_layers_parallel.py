@@ -1,0 +1,230 @@
+"""Each rank's output and gradients of a parallel layer are its parts of those of one nn.Linear in float64."""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from weft.fused_ops.layers import ColumnParallelLinear, RowParallelLinear
+
+LIMIT = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # relative, in norm
+
+WORLD_SIZES = [1, 2, 3, 4]
+IN, OUT, SEQUENCE = 13, 7, 5  # odd, and the sequence and the features that are cut: so much a rank
+
+
+def seeded(seed: int) -> None:
+    """The same numbers on every rank, and NaN in memory that nobody has written."""
+    torch.manual_seed(seed)
+    torch.use_deterministic_algorithms(True)
+
+
+def shapes(sequence: int, columns: int) -> Iterator[tuple[tuple[int, ...], int, bool]]:
+    """A shape, which dimension is the sequence, and whether the layer is sequence-parallel."""
+    for sequence_parallel in (True, False):
+        yield (sequence, columns), 0, sequence_parallel
+        yield (sequence, 3, columns), 0, sequence_parallel
+        yield (3, sequence, columns), 1, sequence_parallel
+        yield (1, sequence, columns), -2, sequence_parallel
+    yield (columns,), 0, False
+
+
+def own(whole: Tensor, rank: int, world_size: int, dim: int | None) -> Tensor:
+    return whole if dim is None else whole.chunk(world_size, dim)[rank]
+
+
+def compare(what: str, got: Tensor | None, wanted: Tensor) -> None:
+    assert got is not None, f"{what}: is missing"
+    assert got.shape == wanted.shape, f"{what}: {tuple(got.shape)}, wanted {tuple(wanted.shape)}"
+    error = ((got.double() - wanted).norm() / wanted.norm()).item()
+    assert error <= LIMIT[got.dtype], f"{what}: relative error {error:.2e}"
+
+
+class Whole:
+    """One nn.Linear, its input and the gradient of its output, and in float64 what they give."""
+
+    def __init__(self, n_in: int, n_out: int, bias: bool, shape: tuple[int, ...]) -> None:
+        self.has_bias = bias
+        self.linear = nn.Linear(n_in, n_out, bias=bias)
+        self.x = torch.randn(shape)
+        self.grad = torch.randn(*shape[:-1], n_out)
+        self.reference = copy.deepcopy(self.linear).double()
+        self.x64 = self.x.double().requires_grad_()
+        self.y64 = self.reference(self.x64)
+        self.y64.backward(self.grad.double())
+
+    def check(
+        self,
+        layer: ColumnParallelLinear | RowParallelLinear,
+        cut_in: int | None,
+        cut_out: int | None,
+        cut_bias: int | None,
+    ) -> None:
+        """``cut_...``: the dimension along which each rank has its part of the input, output, bias."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        part = layer.shard_dim
+        x = own(self.x, rank, size, cut_in).clone().requires_grad_()
+        y = layer(x)
+        y.backward(own(self.grad, rank, size, cut_out))
+        where = f"{layer}, x {tuple(x.shape)}: "
+        assert self.x64.grad is not None
+        assert self.reference.weight.grad is not None
+        compare(where + "y", y, own(self.y64, rank, size, cut_out))
+        compare(where + "x.grad", x.grad, own(self.x64.grad, rank, size, cut_in))
+        compare(where + "weight.grad", layer.weight.grad, own(self.reference.weight.grad, rank, size, part))
+        assert (layer.bias is None) == (not self.has_bias)
+        if self.has_bias:
+            assert self.reference.bias.grad is not None
+            compare(where + "bias.grad", layer.bias.grad, own(self.reference.bias.grad, rank, size, cut_bias))
+
+
+def column(rank: int, world_size: int, seed: int) -> None:
+    seeded(seed)
+    for shape, dim, sequence_parallel in shapes(SEQUENCE * world_size, IN):
+        for bias in (True, False):
+            for gather in (False, True):
+                whole = Whole(IN, OUT * world_size, bias, shape)
+                layer = ColumnParallelLinear.from_linear(
+                    whole.linear,
+                    None,
+                    sequence_parallel=sequence_parallel,
+                    sequence_dim=dim,
+                    gather_output=gather,
+                )
+                whole.check(layer, dim if sequence_parallel else None, None if gather else -1, 0)
+
+
+def row(rank: int, world_size: int, seed: int) -> None:
+    seeded(seed)
+    n_in = IN * world_size
+    for shape, dim, sequence_parallel in shapes(SEQUENCE * world_size, n_in):
+        for bias in (True, False):
+            for parallel in (True, False):
+                whole = Whole(n_in, OUT, bias, shape)
+                layer = RowParallelLinear.from_linear(
+                    whole.linear,
+                    dist.group.WORLD,
+                    sequence_parallel=sequence_parallel,
+                    sequence_dim=dim,
+                    input_is_parallel=parallel,
+                )
+                whole.check(layer, -1 if parallel else None, dim if sequence_parallel else None, None)
+
+
+class Pair(nn.Module):
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def pair(rank: int, world_size: int, seed: int, compiled: bool) -> None:
+    """Two layers drawn, not converted: ranks that are seeded alike get the parts of the same nn.Linear."""
+    hidden, shape = OUT * world_size, (3, SEQUENCE * world_size, IN)
+    for dtype, sequence_parallel in product(LIMIT, (True, False)):
+        options: dict[str, Any] = {
+            "sequence_parallel": sequence_parallel,
+            "sequence_dim": 1,
+            "dtype": dtype,
+        }
+        seeded(seed)
+        model: nn.Module = Pair(
+            ColumnParallelLinear(IN, hidden, group=None, **options),
+            RowParallelLinear(hidden, IN, group=None, **options),
+        )
+        seeded(seed)
+        whole = Pair(nn.Linear(IN, hidden, dtype=dtype), nn.Linear(hidden, IN, dtype=dtype)).double()
+        x, grad = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
+        x64 = x.double().requires_grad_()
+        y64 = whole(x64)
+        y64.backward(grad.double())
+
+        cut = 1 if sequence_parallel else None
+        mine = own(x, rank, world_size, cut).clone().requires_grad_()
+        y = (torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model)(mine)
+        y.backward(own(grad, rank, world_size, cut))
+        where = f"{dtype}, sequence_parallel={sequence_parallel}: "
+        compare(where + "y", y, own(y64, rank, world_size, cut))
+        assert x64.grad is not None
+        compare(where + "x.grad", mine.grad, own(x64.grad, rank, world_size, cut))
+        cuts = {"up.weight": 0, "up.bias": 0, "down.weight": 1, "down.bias": None}
+        for name, parameter in model.named_parameters():
+            wanted = whole.get_parameter(name).grad
+            assert wanted is not None
+            compare(where + name + ".grad", parameter.grad, own(wanted, rank, world_size, cuts[name]))
+
+
+def frozen(rank: int, world_size: int, seed: int) -> None:
+    """What needs no gradient gets none, and what does gets it right all the same."""
+    seeded(seed)
+    linear = nn.Linear(IN * world_size, OUT)
+    linear.weight.requires_grad_(False)
+    layer = RowParallelLinear.from_linear(linear.eval(), None)
+    assert not layer.training
+    layer(torch.randn(SEQUENCE * world_size, IN)).sum().backward()
+    assert layer.weight.grad is None
+    rows = torch.full((OUT,), float(SEQUENCE * world_size), dtype=torch.float64)
+    compare("bias.grad", layer.bias.grad, rows)
+    with torch.no_grad():
+        whole = ColumnParallelLinear(IN, OUT * world_size, group=None, gather_output=True)
+        assert whole(torch.randn(SEQUENCE, IN)).shape == (SEQUENCE * world_size, OUT * world_size)
+
+
+def refused(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=r"out_features: is 7, must be a multiple of 2 ranks"):
+        ColumnParallelLinear(4, 7, group=None)
+    with pytest.raises(ValueError, match=r"in_features: is 7, must be a multiple of 2 ranks"):
+        RowParallelLinear.from_linear(nn.Linear(7, 4), None)
+    with pytest.raises(TypeError, match=r"linear: is Bilinear, must be an nn.Linear"):
+        RowParallelLinear.from_linear(nn.Bilinear(2, 2, 2), None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"sequence_dim: is 1, must be .* before the last of the 2-D"):
+        ColumnParallelLinear(4, 4, group=None, sequence_dim=1)(torch.ones(3, 4))
+    with pytest.raises(ValueError, match="sequence_dim: is -1"):
+        RowParallelLinear(4, 4, group=None, sequence_dim=-1)(torch.ones(2, 2, 2))
+    with pytest.raises(ValueError, match="multiple of 2 ranks"):
+        RowParallelLinear(4, 4, group=None)(torch.ones(3, 2))
+    with pytest.raises(ValueError, match="x: has 2 columns, must have 4"):
+        RowParallelLinear(4, 4, group=None, input_is_parallel=False)(torch.ones(4, 2))
+    layer = ColumnParallelLinear(4, 6, group=None, bias=False, device="meta")
+    assert layer.weight.is_meta
+    assert layer.weight.shape == (3, 4)
+    assert copy.deepcopy(layer).group == layer.group
+    assert f"rank {rank} of 2" in repr(layer)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_column_parallel(world_size: int) -> None:
+    run_ranks(column, world_size, secrets.randbits(32))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_row_parallel(world_size: int) -> None:
+    run_ranks(row, world_size, secrets.randbits(32))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_pair(world_size: int) -> None:
+    run_ranks(pair, world_size, secrets.randbits(32), False)
+
+
+def test_pair_in_one_compiled_graph() -> None:
+    run_ranks(pair, 2, secrets.randbits(32), True)
+
+
+def test_frozen() -> None:
+    run_ranks(frozen, 3, secrets.randbits(32))
+
+
+def test_refused() -> None:
+    run_ranks(refused, 2)

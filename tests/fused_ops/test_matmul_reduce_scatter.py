@@ -1,0 +1,183 @@
+"""fused_matmul_reduce_scatter on real CPU processes, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from opcommon import BOUND, DTYPES, check, gather, poison, same_on_all, world
+from ranks import run_ranks
+
+from weft.fused_ops import fused_matmul_reduce_scatter, last_plan
+
+
+def shapes(w: int) -> list[tuple[tuple[int, ...], int, int]]:
+    """A, columns of B, scatter_dim."""
+    return [
+        ((5 * w, 7), 11, 0),
+        ((w, 16), 1, -2),
+        ((6, 3), 4 * w, 1),
+        ((2, 3 * w, 6), 10, 1),
+        ((1, 3 * w, 6), 10, 1),
+        ((2 * w, 4, 5), 6, 0),
+        ((3, 4, 5), 2 * w, -1),
+        ((2, 3, 2 * w, 5), 7, 2),
+        ((0, 7), 4, 0),
+        ((4 * w, 0), 3, 0),
+        ((65 * w, 257), 130, 0),
+    ]
+
+
+def right(rank: int, world_size: int) -> None:
+    for shape, n, dim in shapes(world_size):
+        for dtype in DTYPES:
+            for reduce_op in ("sum", "avg"):
+                poison(rank)
+                A, B = torch.randn(*shape).to(dtype), torch.randn(shape[-1], n).to(dtype)
+                want = sum(a @ b for a, b in zip(gather(A), gather(B), strict=True))
+                want = (want / world_size if reduce_op == "avg" else want).chunk(world_size, dim)[rank]
+                out = fused_matmul_reduce_scatter(A, B, reduce_op, dim, world())
+                if out.numel() and world_size > 1:
+                    assert last_plan().algorithm == "host"
+                assert out.dtype == dtype and out.is_contiguous()
+                check(f"{shape} {dim} {dtype} {reduce_op}", out, want, BOUND[dtype])
+                again = fused_matmul_reduce_scatter(A, B, reduce_op, dim, world())
+                assert torch.equal(out, again), "other bits in another run"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_fused_matmul_reduce_scatter(world_size: int) -> None:
+    run_ranks(right, world_size)
+
+
+def order(rank: int, world_size: int) -> None:
+    """The sum is in float32 and in rank order: 1e8 + 1 - 1e8 is 0 in that order, and 1 in others."""
+    value = {0: 1e8, 1: 1.0, 2: -1e8}[rank]
+    A = torch.full((3, 1), value)
+    out = fused_matmul_reduce_scatter(A, torch.ones(1, 2), "sum", 0, world())
+    assert out.flatten().tolist() == [0.0, 0.0]
+    # bfloat16 parts are summed in float32: 256 + 1 is no bfloat16, 256 + 1 + 1 is one.
+    A = torch.full((3, 1), {0: 256.0, 1: 1.0, 2: 1.0}[rank], dtype=torch.bfloat16)
+    out = fused_matmul_reduce_scatter(A, torch.ones(1, 2, dtype=torch.bfloat16), "sum", 0, world())
+    assert out.flatten().tolist() == [258.0, 258.0]
+
+
+def test_sums_in_float32_in_rank_order() -> None:
+    run_ranks(order, 3)
+
+
+def strides(rank: int, world_size: int) -> None:
+    for shape, n, dim in shapes(world_size):
+        if 0 in shape:
+            continue
+        A = torch.randn(*[2 * s for s in shape])[tuple(slice(0, 2 * s, 2) for s in shape)]
+        B = torch.randn(n, shape[-1]).t()
+        want = sum(a @ b for a, b in zip(gather(A), gather(B), strict=True)).chunk(world_size, dim)[rank]
+        out = fused_matmul_reduce_scatter(A, B, "sum", dim, world().group_name)
+        check(f"{shape} {dim}", out, want, 1e-6)
+        with torch._subclasses.FakeTensorMode() as fake:
+            fake_out = torch.ops.weft.fused_matmul_reduce_scatter(
+                fake.from_tensor(A), fake.from_tensor(B), "sum", dim, world().group_name
+            )
+        assert out.shape == fake_out.shape and out.stride() == fake_out.stride()
+
+
+def test_any_strides_in_contiguous_out() -> None:
+    run_ranks(strides, 2)
+
+
+def gradients(rank: int, world_size: int) -> None:
+    for shape, n, dim in [((2 * world_size, 6), 5, 0), ((3, 4), 2 * world_size, 1), ((2, world_size, 5), 4, 1)]:
+        for reduce_op in ("sum", "avg"):
+            A, B = torch.randn(*shape).requires_grad_(), torch.randn(shape[-1], n).requires_grad_()
+            out = fused_matmul_reduce_scatter(A, B, reduce_op, dim, world())
+            weight = torch.randn(out.shape)
+            (out * weight).sum().backward()
+            scale = world_size if reduce_op == "avg" else 1
+            grad = torch.cat(gather(weight), dim) / scale
+            rows = grad.reshape(-1, n)
+            check("A.grad", A.grad, grad @ B.detach().double().t(), 1e-6)
+            check("B.grad", B.grad, A.detach().double().reshape(-1, shape[-1]).t() @ rows, 1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients(world_size: int) -> None:
+    run_ranks(gradients, world_size)
+
+
+def compiled(rank: int, world_size: int) -> None:
+    group = world()
+
+    def f(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        return fused_matmul_reduce_scatter(A.cos(), B, "sum", 1, group) * 2
+
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        g = torch.compile(f, dynamic=dynamic, fullgraph=True)
+        for s in (4, 6, 10):
+            args = [torch.randn(3, s, 8), torch.randn(8, 5)]
+            inputs = [a.clone().requires_grad_() for a in args]
+            expect = [a.clone().requires_grad_() for a in args]
+            out, want = g(*inputs), f(*expect)
+            check("compiled", out.detach(), want.detach().double(), 1e-6)
+            out.sum().backward()
+            want.sum().backward()
+            for a, b in zip(inputs, expect, strict=True):
+                check("compiled grad", a.grad, b.grad.double(), 1e-6)
+
+
+def test_under_torch_compile() -> None:
+    run_ranks(compiled, 2)
+
+
+def opcheck(rank: int, world_size: int) -> None:
+    name = world().group_name
+    for grad in (False, True):
+        for dim in (0, 1, 2):
+            A = torch.randn(4, 6, 5, requires_grad=grad)
+            B = torch.randn(5, 8, requires_grad=grad)
+            torch.library.opcheck(torch.ops.weft.fused_matmul_reduce_scatter, (A, B, "avg", dim, name))
+
+
+def test_opcheck() -> None:
+    run_ranks(opcheck, 2)
+
+
+def refused(rank: int, world_size: int) -> None:
+    op = torch.ops.weft.fused_matmul_reduce_scatter
+    A, B, name = torch.randn(4, 6), torch.randn(6, 5), world().group_name
+    cases = [
+        ((torch.randn(6), B, "sum", 0, name), ValueError, "A: has 1 dimensions"),
+        ((A, torch.randn(6), "sum", 0, name), ValueError, "B: has 1 dimensions"),
+        ((A, torch.randn(7, 5), "sum", 0, name), ValueError, "B: has 7 rows, must have 6"),
+        ((A, B.half(), "sum", 0, name), TypeError, "B: is torch.float16"),
+        ((A.long(), B.long(), "sum", 0, name), TypeError, "A: is torch.int64"),
+        ((A, B, "max", 0, name), ValueError, "reduce_op: is 'max', must be 'sum' or 'avg'"),
+        ((A, B, "sum", 2, name), ValueError, "scatter_dim: is 2"),
+        ((A, B, "sum", 1, name), ValueError, "scatter_dim: A @ B has size 5 there, must be a multiple of 2"),
+        ((torch.randn(3, 6), B, "sum", 0, name), ValueError, "size 3 there"),
+        ((A, B, "sum", 0, "nobody"), ValueError, "group: no process group is named"),
+    ]
+    for args, kind, words in cases:
+        with pytest.raises(kind, match=words):
+            op(*args)
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(kind, match=words):
+            op(*torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.new_empty(t.shape), args))
+    want = sum(gather(A @ B)).chunk(2)[rank]
+    check("afterwards", fused_matmul_reduce_scatter(A, B, "sum", 0, name), want, 1e-5)
+
+
+def test_bad_input_is_refused_alike_by_fake_and_real() -> None:
+    run_ranks(refused, 2)
+
+
+def differ(rank: int, world_size: int) -> str:
+    from weft.symm_mem import RankMismatch
+
+    B = same_on_all(6, 5, dtype=torch.float32)
+    with pytest.raises(RankMismatch) as error:
+        fused_matmul_reduce_scatter(torch.randn((1 << 21) * (1 + rank), 6), B, "sum", 0, world())
+    return str(error.value)
+
+
+def test_ranks_with_other_shapes_are_named() -> None:
+    assert all("rank 1 asked for" in text for text in run_ranks(differ, 2))

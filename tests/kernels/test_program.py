@@ -1,0 +1,118 @@
+"""From source to cubin: the cache on disk, what its key covers, error texts, and a machine without a driver."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+import pytest
+from weft.kernels.device import program as under_test
+from weft.kernels.device.program import CompileError, Program, Watch, compile_cubin
+
+SOURCE = '#include "part.cuh"\nextern "C" __global__ void kernel(int* out) { *out = VALUE + PART; }\n'
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source" / "kernel.cu"
+    path.parent.mkdir()
+    path.write_text(SOURCE)
+    (path.parent / "part.cuh").write_text("#define PART 1\n")
+    return path
+
+
+@pytest.fixture
+def compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The compilations so far, with a cache of this test's own."""
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "cache"))
+    done: list[str] = []
+
+    def counted(path: Path, arch: str, defines: dict[str, str | int]) -> bytes:
+        done.append(arch)
+        return compile_cubin(path, arch, defines)
+
+    monkeypatch.setattr(under_test, "compile_cubin", counted)
+    return done
+
+
+def cubin(source: Path, arch: str = "sm_90a", value: int = 2) -> bytes:
+    return Program(source, arch, {"VALUE": value}).cubin()
+
+
+def test_a_program_is_compiled_once(source: Path, compiles: list[str], tmp_path: Path) -> None:
+    first = cubin(source)
+    assert first.startswith(b"\x7fELF")
+    assert cubin(source) == first
+    assert compiles == ["sm_90a"]
+    (left,) = (tmp_path / "cache").iterdir()
+    assert left.suffix == ".cubin"
+
+
+def test_whatever_changes_the_program_compiles_it_again(source: Path, compiles: list[str]) -> None:
+    first = cubin(source)
+    assert cubin(source, value=3) != first
+    assert cubin(source, arch="sm_100a") != first
+    (source.parent / "part.cuh").write_text("#define PART 2\n")
+    assert cubin(source) != first
+    source.write_text(SOURCE.replace("+", "-"))
+    assert cubin(source) != first
+    assert len(compiles) == 5
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+def test_a_damaged_file_is_compiled_again(
+    source: Path, compiles: list[str], tmp_path: Path, damage: str
+) -> None:
+    first = cubin(source)
+    (stored,) = (tmp_path / "cache").iterdir()
+    good = stored.read_bytes()
+    flipped = bytearray(good)
+    flipped[len(good) // 2] ^= 1
+    stored.write_bytes({"cut": good[:-1], "flipped": bytes(flipped), "empty": b""}[damage])
+    assert cubin(source) == first
+    assert len(compiles) == 2
+    assert stored.read_bytes() == good
+
+
+def test_without_a_place_for_the_cache_programs_compile_all_the_same(
+    source: Path, compiles: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert cubin(source).startswith(b"\x7fELF")
+
+
+def test_a_broken_source_is_shown_with_its_line(source: Path) -> None:
+    source.write_text('extern "C" __global__ void kernel(int* out) {\n    *out = nonsense;\n}\n')
+    with pytest.raises(CompileError) as error:
+        compile_cubin(source)
+    assert re.search(r"kernel\.cu\(2\): error: identifier \"nonsense\" is undefined", str(error.value))
+    assert "sm_90a" in str(error.value)
+
+
+def test_a_broken_instruction_is_shown(source: Path) -> None:
+    source.write_text('extern "C" __global__ void kernel() { asm("st.nowhere.u32 [0], 1;"); }\n')
+    with pytest.raises(CompileError, match="nowhere"):
+        compile_cubin(source)
+
+
+def test_a_missing_define_is_named() -> None:
+    kernel = under_test.DEVICE_FOLDER.parent / "all_reduce" / "kernel.cu"
+    with pytest.raises(CompileError, match="WORLD_SIZE: ranks of the group, 2 to 8"):
+        compile_cubin(kernel)
+
+
+def test_a_launch_needs_a_driver(source: Path) -> None:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        with pytest.raises(Exception, match="NVIDIA driver library"):
+            Program(source, defines={"VALUE": 1}).function("kernel")
+    else:
+        pytest.skip("there is a driver")
+
+
+def test_the_struct_that_kernels_take() -> None:
+    assert ctypes.sizeof(Watch) == 32
+    assert (Watch.record.offset, Watch.timeout_ns.offset, Watch.rank.offset) == (8, 16, 24)

@@ -1,0 +1,53 @@
+"""What the tests of the ops share: random input, the float64 reference, the error bound."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from weft.symm_mem import Layout
+
+# Rounding of one product in the dtype and of its result; float32 sums of a few hundred terms.
+BOUND = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+DTYPES = list(BOUND)
+
+
+def world() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()
+
+
+def same_on_all(*shape: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> torch.Tensor:
+    """Fresh random numbers, the same on every rank."""
+    x = torch.randn(*shape, dtype=torch.float64, device=device)
+    if x.numel():
+        dist.broadcast(x, 0)
+    return x.to(dtype)
+
+
+def gather(x: torch.Tensor) -> list[torch.Tensor]:
+    """Every rank's x, in float64."""
+    mine = x.detach().double().contiguous()
+    out = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    if mine.numel():
+        dist.all_gather(out, mine)
+    return out
+
+
+def check(name: str, got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
+    """The difference relative to the reference's norm is below ``bound``; NaN is not."""
+    assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    if want.numel() == 0:
+        return
+    error = ((got.double() - want).norm() / want.norm().clamp_min(1e-30)).item()
+    assert error <= bound, f"{name}: relative error {error:.3g} above {bound:.3g}"
+
+
+def poison(rank: int) -> None:
+    """NaN into every half of every workspace, so that reading what no peer wrote shows."""
+    from weft.fused_ops.workspaces import all_workspaces
+
+    dist.barrier()
+    for ws in (w for w in all_workspaces() if isinstance(w.layout, Layout)):
+        for half in range(2):
+            ws.half(rank, half, (ws.layout.half_bytes // 4,), torch.float32).fill_(float("nan"))
+    dist.barrier()

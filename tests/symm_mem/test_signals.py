@@ -1,0 +1,135 @@
+"""Signals, and the protocol of a workspace, on real CPU processes."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from weft import symm_mem
+from weft.symm_mem.signals import reached
+from weft.symm_mem.workspace import HALVES, HostUse, Layout, Workspace
+
+
+def ring(rank: int, world_size: int) -> None:
+    x = symm_mem.empty(64, dtype=torch.int64)
+    peers = symm_mem.rendezvous(x)
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    for turn in range(200):
+        peers.tensors[right].fill_(turn * 10 + rank)
+        peers.put(right, 3)
+        peers.wait(left, 3)
+        assert (x == turn * 10 + left).all()
+        peers.put(left, 4)  # read: the left one may write again
+        peers.wait(right, 4)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_data_is_there_when_its_signal_is(world_size: int) -> None:
+    run_ranks(ring, world_size)
+
+
+def runs_ahead(rank: int, world_size: int) -> None:
+    peers = symm_mem.rendezvous(symm_mem.empty(1))
+    if rank == 0:
+        for _ in range(5):
+            peers.put(1, 2)
+        peers.put(1, 5)
+    else:
+        peers.wait(0, 5)
+        for _ in range(5):
+            peers.wait(0, 2)
+        symm_mem.set_timeout(0.5)
+        with pytest.raises(symm_mem.PeerTimeout, match="wait: rank 1 .* for rank 0: channel 2 is 5, expected 6"):
+            peers.wait(0, 2)
+
+
+def test_puts_are_counted() -> None:
+    run_ranks(runs_ahead, 2)
+
+
+def skewed(rank: int, world_size: int) -> None:
+    peers = symm_mem.rendezvous(symm_mem.empty(1))
+    for turn in range(3 * world_size):
+        if turn % world_size == rank:
+            time.sleep(0.05)
+        before = time.monotonic()
+        peers.barrier(1)
+        if turn % world_size != rank:
+            assert time.monotonic() - before > 0.01, "left the barrier before the late rank came"
+        peers.barrier(2)
+
+
+def test_nobody_leaves_a_barrier_early() -> None:
+    run_ranks(skewed, 3)
+
+
+def test_counters_wrap_around() -> None:
+    assert reached(5, 5) and reached(6, 5) and not reached(4, 5)
+    assert reached(2, 0xFFFFFFFE) and not reached(0xFFFFFFFE, 2)
+
+
+@pytest.mark.parametrize(("world_size", "flags"), [(1, 1), (2, 64), (3, 7), (8, 1000)])
+def test_the_parts_of_a_workspace_do_not_overlap(world_size: int, flags: int) -> None:
+    layout = Layout(world_size, flags, 1000)
+    taken: dict[int, str] = {layout.BROKEN: "broken"}
+    for half in range(HALVES):
+        words = {layout.EPOCH + half: "epoch", layout.TICKET + half: "ticket", layout.LEFT + half: "left"}
+        words |= {layout.done(half) + r: f"done {half} {r}" for r in range(world_size)}
+        words |= {layout.flags(half) + i: f"flag {half} {i}" for i in range(world_size * flags)}
+        assert not taken.keys() & words.keys()
+        taken |= words
+    assert max(taken) < layout.words
+    assert layout.half(0) >= layout.words * 4 and layout.half(1) >= layout.half(0) + 1000
+    assert layout.bytes >= layout.half(1) + 1000
+    assert layout.describe(layout.flags(1) + flags) == (
+        "flag 0 of rank 1 (half 1)" if world_size > 1 else layout.describe(layout.flags(1) + flags)
+    )
+
+
+def uses(rank: int, world_size: int) -> None:
+    ws = Workspace(symm_mem.heap(), Layout(world_size, 2, world_size * 400), "test")
+    ws.words[Layout.EPOCH] = -3  # 32-bit counters shortly before they wrap around: half 0 only
+    ws.words[ws.layout.done(0) : ws.layout.done(0) + world_size] = -3
+    ws.words[ws.layout.flags(0) : ws.layout.flags(1)] = -3
+    symm_mem.rendezvous(symm_mem.empty(1)).barrier()
+    for turn in range(12):
+        use = HostUse(ws, "test")
+        mine = torch.full((100,), 100 * turn + rank, dtype=torch.int32)
+        for peer in range(world_size):
+            if peer != rank:
+                use.wait_free(peer)
+                ws.half(peer, use.half, (world_size, 100), torch.int32)[rank] = mine
+                use.post(peer, 1)
+        if turn % world_size == rank:
+            time.sleep(0.02)
+        for peer in range(world_size):
+            if peer != rank:
+                use.wait(peer, 1)
+                assert (ws.half(rank, use.half, (world_size, 100), torch.int32)[peer] == 100 * turn + peer).all()
+        use.leave()
+
+
+def test_halves_are_never_overwritten_before_they_are_read() -> None:
+    run_ranks(uses, 3)
+
+
+def breaks(rank: int, world_size: int) -> str | None:
+    symm_mem.set_timeout(0.5)
+    ws = Workspace(symm_mem.heap(), Layout(world_size, 1, 64), "test")
+    if rank == 1:
+        return None
+    use = HostUse(ws, "an_op")
+    with pytest.raises(symm_mem.PeerTimeout) as error:
+        use.wait(1, 0)
+    with pytest.raises(symm_mem.PeerTimeout) as again:
+        HostUse(ws, "an_op")
+    assert again.value is error.value
+    return str(error.value)
+
+
+def test_a_broken_workspace_takes_no_more_calls() -> None:
+    text = run_ranks(breaks, 2)[0]
+    assert text.startswith("an_op: rank 0 of group") and "for rank 1: flag 0 of rank 1 (half 1) is 0, expected 1" in text

@@ -1,0 +1,115 @@
+"""House rules that a search can hold: where inline assembly stands, what is never called, how long a file is."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ("symm_mem", "kernels", "fused_ops")
+EVERYTHING = (*PACKAGE, "bench", "examples", "tests")
+MAX_LINES = 400
+
+
+def files(tops: tuple[str, ...], *suffixes: str) -> list[Path]:
+    return sorted(f for top in tops for f in (ROOT / top).rglob("*") if f.suffix in suffixes)
+
+
+def python_code(source: str) -> str:
+    """``source`` without comments and strings: what is left is code."""
+    kept = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in (tokenize.COMMENT, tokenize.STRING):
+            kept.append(token.string)
+    return " ".join(kept)
+
+
+def cuda_code(source: str) -> str:
+    """``source`` without comments."""
+    return re.sub(r"//[^\n]*|/\*.*?\*/", " ", source, flags=re.S)
+
+
+def code(file: Path) -> str:
+    return python_code(file.read_text()) if file.suffix == ".py" else cuda_code(file.read_text())
+
+
+def test_inline_assembly_stands_in_kernels_device() -> None:
+    pattern = re.compile(r"\binline_asm_elementwise\b|\basm\s*(volatile)?\s*\(|\b__asm__\b")
+    device = ROOT / "kernels" / "device"
+    found = [
+        str(f.relative_to(ROOT))
+        for f in files(PACKAGE, ".py", ".cu", ".cuh")
+        if device not in f.parents and pattern.search(code(f))
+    ]
+    assert not found, f"inline assembly outside kernels/device: {found}"
+
+
+def test_no_multicast() -> None:
+    """NVLink multicast can put GPUs that others share out of service."""
+    pattern = re.compile(r"multimem|multicast|\bnvls\b", re.IGNORECASE)
+    found = [
+        f"{f.relative_to(ROOT)}: {match.group()}"
+        for f in files(("symm_mem", "kernels", "fused_ops", "examples", "bench"), ".py", ".cu", ".cuh")
+        if (match := pattern.search(code(f)))
+    ]
+    # Assembly is written in strings.
+    found += [
+        f"{f.relative_to(ROOT)}: multimem"
+        for f in files(PACKAGE, ".py", ".cu", ".cuh")
+        if re.search(r"multimem\.", f.read_text())
+    ]
+    assert not found, found
+
+
+@pytest.mark.parametrize(
+    "file", files(EVERYTHING, ".py", ".cu", ".cuh"), ids=lambda f: str(f.relative_to(ROOT))
+)
+def test_no_file_is_too_long(file: Path) -> None:
+    lines = file.read_text().count("\n")
+    assert lines <= MAX_LINES, f"{lines} lines: split it"
+
+
+def aliases(source: str) -> list[str]:
+    """The names under which ``source`` imports torch's symmetric memory module."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for a in node.names:
+                if a.name == "torch.distributed._symmetric_memory":
+                    names.append(a.asname or a.name)
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
+            names += [a.asname or a.name for a in node.names if a.name == "_symmetric_memory"]
+    return names
+
+
+def test_torch_symm_is_the_alias_of_torchs_module() -> None:
+    found = {
+        str(f.relative_to(ROOT)): names
+        for f in files(EVERYTHING, ".py")
+        if (names := [n for n in aliases(f.read_text()) if n != "torch_symm"])
+    }
+    assert not found, found
+
+
+def test_the_rules_can_fail() -> None:
+    assert aliases("import torch.distributed._symmetric_memory as symm_mem") == ["symm_mem"]
+    assert aliases("from torch.distributed import _symmetric_memory") == ["_symmetric_memory"]
+    assert "inline_asm_elementwise" in python_code("x = tl.inline_asm_elementwise('nop')")
+    assert "asm" not in python_code('"""asm volatile()"""\nx = 1  # asm(')
+    assert "asm" not in cuda_code("// asm volatile\nint x; /* asm( */")
+
+
+def test_kernels_is_not_a_package() -> None:
+    """``kernels/__init__.py`` would shadow another library's package when the checkout is first on sys.path."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_the_root_package_imports_nothing() -> None:
+    body = ast.parse((ROOT / "__init__.py").read_text()).body
+    assert len(body) == 1
+    assert isinstance(body[0], ast.Expr)

@@ -1,0 +1,138 @@
+"""pyproject.toml lists packages and data by hand: the lists are the tree's, and the wheel holds what they say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from setuptools._vendor import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+TOPS = ("symm_mem", "kernels", "fused_ops")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
+
+
+def sources() -> set[Path]:
+    """Every file of the package, from the root, that a user needs."""
+    kinds = (".py", ".cu", ".cuh")
+    inside = {f.relative_to(ROOT) for top in TOPS for f in (ROOT / top).rglob("*") if f.suffix in kinds}
+    return inside | {Path("__init__.py"), Path("py.typed")}
+
+
+def test_package_list_is_the_tree() -> None:
+    found = {
+        ".".join(("weft", *f.parent.relative_to(ROOT).parts))
+        for top in TOPS
+        for f in (ROOT / top).rglob("__init__.py")
+    }
+    assert set(SETUPTOOLS["packages"]) == {"weft"} | found
+    assert len(SETUPTOOLS["packages"]) == len(set(SETUPTOOLS["packages"]))
+
+
+def test_every_folder_with_code_is_a_package() -> None:
+    folders = {f.parent for f in sources() if len(f.parts) > 1}
+    missing = sorted(
+        str(f) for f in folders if not (ROOT / f / "__init__.py").exists() and f != Path("kernels")
+    )
+    assert not missing
+    assert not [f for f in sources() if f.parent == Path("kernels")], "kernels/ itself is no package"
+
+
+def test_package_data_is_the_tree() -> None:
+    listed = {
+        (package, pattern) for package, patterns in SETUPTOOLS["package-data"].items() for pattern in patterns
+    }
+    needed = {
+        (".".join(("weft", *f.parent.parts)), f"*{f.suffix}")
+        for f in sources()
+        if f.suffix in (".cu", ".cuh")
+    }
+    assert needed | {("weft", "py.typed")} <= listed
+
+
+def test_constraints_pin_every_dependency() -> None:
+    pinned = {
+        re.split(r"[=;\s]", line)[0].lower()
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    }
+    project = PYPROJECT["project"]
+    wanted = [
+        *project["dependencies"],
+        *(r for extra in project["optional-dependencies"].values() for r in extra),
+    ]
+    names = {re.split(r"[><=!\[; ]", requirement)[0].lower() for requirement in wanted}
+    # triton's version is torch's business, or the Makefile's.
+    assert names - {"weft", "triton"} <= pinned
+
+
+def test_makefile_names_the_triton_for_cpu() -> None:
+    assert re.search(
+        r"^TRITON_FOR_CPU := triton==\d+\.\d+\.\d+$", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel of a copy of the checkout: building leaves folders behind."""
+    copy = tmp_path_factory.mktemp("source")
+    out = tmp_path_factory.mktemp("wheel")
+    for name in {*map(str, sources()), "pyproject.toml", "README.md", "LICENSE"}:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes((ROOT / name).read_bytes())
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--quiet",
+        "-w",
+        str(out),
+        ".",
+    ]
+    result = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr
+    (built,) = out.glob("*.whl")
+    return zipfile.ZipFile(built)
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    held = {n for n in wheel.namelist() if ".dist-info/" not in n}
+    assert held == {f"weft/{f.as_posix()}" for f in sources()}
+
+
+def test_wheel_puts_one_name_on_the_path(wheel: zipfile.ZipFile) -> None:
+    tops = {n.split("/")[0] for n in wheel.namelist()}
+    assert {t for t in tops if not t.endswith(".dist-info")} == {"weft"}
+
+
+def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
+    (name,) = [n for n in wheel.namelist() if n.endswith(".dist-info/METADATA")]
+    metadata = wheel.read(name).decode()
+    assert "Name: weft\n" in metadata
+    assert "License-Expression: BSD-3-Clause" in metadata
+    assert any(n.endswith("LICENSE") for n in wheel.namelist())
+
+
+def test_kernels_of_the_checkout_does_not_shadow_another_library(tmp_path: Path) -> None:
+    """With the checkout first on sys.path, a regular package `kernels` further back is the one that is found."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("mine = True\n")
+    program = (
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]; import kernels; print(kernels.mine)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.stdout.strip() == "True", result.stderr
