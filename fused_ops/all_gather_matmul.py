@@ -22,7 +22,7 @@ def run(
         return _unfused(A_shard, Bs, dim, group, return_A, found)
     split_k = dim == A_shard.dim() - 1
     front = A_shard if split_k else A_shard.movedim(dim, 0)
-    a = front.reshape(-1, A_shard.shape[-1]).contiguous()
+    a = front.flatten(0, -2).contiguous()
     gathered: Tensor | None
     if a.device.type == "cpu":
         gathered, products = _on_cpu(found, a, Bs, split_k)
@@ -34,10 +34,10 @@ def run(
     if split_k:
         wanted = gathered if return_A else None
         A = None if wanted is None else wanted.movedim(0, 1).reshape(*A_shard.shape[:-1], -1)
-        return A, [p.view(*A_shard.shape[:-1], -1) for p in products]
+        return A, [p.view(*A_shard.shape[:-1], p.shape[-1]) for p in products]
 
     def shaped(flat: Tensor) -> Tensor:
-        return flat.view(-1, *front.shape[1:-1], flat.shape[-1]).movedim(0, dim)
+        return flat.view(group.size() * front.shape[0], *front.shape[1:-1], flat.shape[-1]).movedim(0, dim)
 
     return (shaped(gathered) if return_A and gathered is not None else None), [shaped(p) for p in products]
 

@@ -14,7 +14,7 @@ _ops = torch.ops.weft
 
 
 def _rows(t: Tensor) -> Tensor:
-    return t.reshape(-1, t.shape[-1])
+    return t.flatten(0, -2)
 
 
 def _reduce_scatter(grad: Tensor, dim: int, group_name: str) -> Tensor:

@@ -36,10 +36,10 @@ def run(A: Tensor, B: Tensor, reduce_op: str, dim: int, group: ProcessGroup) -> 
 def _on_cpu(where: Heap, A: Tensor, B: Tensor, reduce_op: str, dim: int) -> Tensor:
     size = where.world_size
     if dim == A.dim() - 1:
-        rows = A.reshape(-1, A.shape[-1])
+        rows = A.flatten(0, -2)
         parts = [(rows, b) for b in B.chunk(size, 1)]
     else:
-        parts = [(a.reshape(-1, A.shape[-1]), B) for a in A.chunk(size, dim)]
+        parts = [(a.flatten(0, -2), B) for a in A.chunk(size, dim)]
     m, n = parts[0][0].shape[0], parts[0][1].shape[1]
     workspace = matmul_workspace(where, *host.needs(m, n, A.element_size(), size))
     ran(Plan("host", workspace_bytes=workspace.layout.bytes))
@@ -49,7 +49,7 @@ def _on_cpu(where: Heap, A: Tensor, B: Tensor, reduce_op: str, dim: int) -> Tens
 def _parts(A: Tensor, dim: int, size: int) -> Tensor:
     """A as [L, W, m, K]: rows of part w, for each index in front of the scattered dimension."""
     lead, k = prod(A.shape[:dim]), A.shape[-1]
-    return A.reshape(lead, size, -1, k)
+    return A.reshape(lead, size, A.shape[:-1].numel() // (lead * size), k)
 
 
 def _why_not_on_cuda(parts: Tensor, B: Tensor) -> str | None:

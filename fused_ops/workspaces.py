@@ -1,4 +1,4 @@
-"""Which workspace a call uses: one for each (heap, kind, stream), and for each (heap, kind, stream) of a captured graph.
+"""Which workspace a call uses: one for each heap, kind and stream, and again for each captured graph.
 
 Calls of one stream follow each other and share; calls that may run at once do not. A workspace grows when a call needs
 more: collectively, so all ranks must make their calls in the same order, as with every collective.

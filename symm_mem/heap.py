@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from .backends import open_backend
@@ -255,14 +256,14 @@ _lock = threading.RLock()
 
 
 def heap(group: Group = None, device: torch.device | str | None = None) -> Heap:
-    """The heap of ``group`` on ``device`` (default: the current CUDA device, or the CPU). The first call is collective.
+    """The heap of ``group`` on ``device`` (default: what its backend is for). The first call is collective.
 
     Raises:
         HeapUnavailable: the ranks cannot address each other's memory: several hosts, no peer access, a
             process group without processes. Every rank gets the same answer, at once from then on.
     """
     pg = resolve_group(group)
-    where = torch.device(device) if device is not None else _default_device()
+    where = torch.device(device) if device is not None else _default_device(pg)
     index = (
         where.index
         if where.index is not None
@@ -308,9 +309,6 @@ def heap_of(tensor: torch.Tensor) -> Block | None:
     return owner if isinstance(owner, Block) else None
 
 
-def _default_device() -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+def _default_device(pg: ProcessGroup) -> torch.device:
+    """The current CUDA device for a group with NCCL, the CPU for others."""
+    return torch.device("cuda" if "nccl" in dist.get_backend_config(pg) else "cpu")

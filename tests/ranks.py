@@ -17,6 +17,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
 import torch
 import torch.multiprocessing as mp
 
@@ -34,8 +35,12 @@ def run_ranks(
 ) -> list[Any]:
     """``[fn(rank, world_size, *args) for each rank]``, run at the same time in processes of one process group.
 
+    ``device``: "cpu" over gloo, or "cuda" over NCCL, where new tensors lie on the rank's GPU by default.
+
     ``env`` is set before torch is imported in the ranks. Ranks in ``expect_dead`` may die without a result (None).
     """
+    if device == "cuda" and torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs, here are {torch.cuda.device_count()}")
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="weft-ranks-") as folder:
         pipes: list[Connection] = []
@@ -114,6 +119,7 @@ def _rank_main(
     try:
         if device == "cuda":
             torch.cuda.set_device(rank)
+            torch.set_default_device("cuda")
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
             init_method=store,

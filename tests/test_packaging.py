@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -17,6 +19,19 @@ else:
 
 ROOT = Path(__file__).parent.parent
 TOPS = ("symm_mem", "kernels", "fused_ops")
+FOLDERS = (*TOPS, "bench", "examples", "tests", ".ci")
+FILES = (
+    "__init__.py",
+    "py.typed",
+    "pyproject.toml",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "Makefile",
+    "constraints.txt",
+)
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 
@@ -81,30 +96,41 @@ def test_makefile_names_the_triton_for_cpu() -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """A wheel of a copy of the checkout: building leaves folders behind."""
-    copy = tmp_path_factory.mktemp("source")
-    out = tmp_path_factory.mktemp("wheel")
-    for name in {*map(str, sources()), "pyproject.toml", "README.md", "LICENSE"}:
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        (copy / name).write_bytes((ROOT / name).read_bytes())
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--quiet",
-        "-w",
-        str(out),
-        ".",
-    ]
-    result = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=240, check=False)
+def build(kind: str, source: Path, out: Path) -> Path:
+    """``kind`` is "sdist" or "wheel"; building leaves folders behind in ``source``."""
+    program = f"from setuptools import build_meta as b; b.build_{kind}({str(out)!r})"
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr
-    (built,) = out.glob("*.whl")
-    return zipfile.ZipFile(built)
+    (built,) = (f for f in out.iterdir() if f.suffix in (".gz", ".whl"))
+    return built
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist's content."""
+    copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("sdist")
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, copy / name)
+    with tarfile.open(build("sdist", copy, out)) as archive:
+        archive.extractall(out)
+    (folder,) = (f for f in out.iterdir() if f.is_dir())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel that the sdist builds."""
+    return zipfile.ZipFile(build("wheel", unpacked, tmp_path_factory.mktemp("wheel")))
+
+
+def test_sdist_holds_the_checkout(unpacked: Path) -> None:
+    wanted = {f.relative_to(ROOT) for top in FOLDERS for f in (ROOT / top).rglob("*") if f.is_file()}
+    wanted = {f for f in wanted if "__pycache__" not in f.parts} | {Path(f) for f in FILES}
+    held = {f.relative_to(unpacked) for f in unpacked.rglob("*") if f.is_file()}
+    assert not wanted - held
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:

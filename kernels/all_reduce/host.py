@@ -36,10 +36,12 @@ def _piece(workspace: Workspace, x: torch.Tensor, out: torch.Tensor, reduce_op: 
         workspace.half(peer, use.half, (size, x.numel()), x.dtype)[rank] = x
         use.post(peer, 0)
     slots = workspace.half(rank, use.half, (size, x.numel()), x.dtype)
-    total = torch.zeros(x.numel(), dtype=torch.float32)
-    for src in range(size):
-        if src != rank:
-            use.wait(src, 0)
-        total += x if src == rank else slots[src]
+    for peer in range(size):
+        if peer != rank:
+            use.wait(peer, 0)
+    slots[rank] = x
+    total = slots[0].to(torch.float32, copy=True)
+    for src in range(1, size):
+        total += slots[src]
     use.leave()
     out.copy_(total / size if reduce_op == "avg" else total)

@@ -124,7 +124,7 @@ class Launch:
         numbers: Sequence[int],
     ) -> None:
         """Launch ``programs`` blocks on the current stream of the current device."""
-        if self._fast is not None and knobs.runtime.launch_enter_hook is None:
+        if self._fast is not None and not _hooked():
             flat: list[Any] = []
             for i, tensor in enumerate(described):
                 flat += self._encoded[i].get(tensor.data_ptr()) or self._encode(i, tensor)
@@ -163,6 +163,12 @@ class Launch:
             known.clear()
         encoded = make_tensordesc_arg(self.operands[i].describe(tensor), self._descriptions[i])
         return known.setdefault(tensor.data_ptr(), encoded)
+
+
+def _hooked() -> bool:
+    """Whether a profiler wants to hear of launches: those go through Triton, which tells it."""
+    hooks = knobs.runtime.launch_enter_hook
+    return bool(getattr(hooks, "calls", hooks))
 
 
 def raw_launcher(launch: Any) -> Callable[..., None] | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from opcommon import BOUND, DTYPES, check, gather, poison, same_on_all, world
+from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, same_on_all, world
 from ranks import run_ranks
-
-from weft.fused_ops import fused_all_gather_matmul, last_plan
+from weft.fused_ops import fused_all_gather_matmul
+from weft.fused_ops.plan import forced
 
 SHAPES = [  # A_shard, gather_dim, columns of the Bs
     ((5, 7), 0, [11]),
@@ -22,6 +22,8 @@ SHAPES = [  # A_shard, gather_dim, columns of the Bs
     ((2, 3, 4, 5), 2, [7]),
     ((0, 7), 0, [4]),
     ((130, 257), 0, [65]),
+    ((130, 264), 0, [72, 8]),
+    ((2, 70, 64), 1, [128]),
 ]
 
 
@@ -33,26 +35,30 @@ def right(rank: int, world_size: int) -> None:
                 shard = torch.randn(*shape).to(dtype)
                 A = torch.cat(gather(shard), dim)
                 Bs = [torch.randn(A.shape[-1], n).to(dtype) for n in columns]
-                got_A, outs = fused_all_gather_matmul(shard, Bs, dim, world(), return_A=return_A)
-                assert last_plan().algorithm == ("host" if world_size > 1 and shard.numel() else "unfused")
+                with forced("fused"):
+                    got_A, outs = fused_all_gather_matmul(shard, Bs, dim, world(), return_A=return_A)
+                if world_size > 1 and shard.numel():
+                    assert_fused()
                 assert (got_A is None) == (not return_A)
                 if got_A is not None:
                     assert torch.equal(got_A.double(), A)
                 for out, B in zip(outs, Bs, strict=True):
                     assert out.dtype == dtype
                     check(f"{shape} {dim} {dtype}", out, A @ B.double(), BOUND[dtype])
-                again = fused_all_gather_matmul(shard, Bs, dim, world(), return_A=return_A)[1]
-                assert all(torch.equal(a, b) for a, b in zip(outs, again, strict=True)), "other bits in another run"
+                with forced("fused"):
+                    again = fused_all_gather_matmul(shard, Bs, dim, world(), return_A=return_A)[1]
+                assert all(torch.equal(a, b) for a, b in zip(outs, again, strict=True)), (
+                    "other bits in another run"
+                )
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_fused_all_gather_matmul(world_size: int) -> None:
-    run_ranks(right, world_size)
+def test_fused_all_gather_matmul(world_size: int, device: str) -> None:
+    run_ranks(right, world_size, device=device)
 
 
 def strides(rank: int, world_size: int) -> None:
-    import torch.distributed._symmetric_memory  # noqa: F401  (defines torch.ops.symm_mem)
-
     name = world().group_name
     for shape, dim, columns in SHAPES:
         base = torch.randn(*[2 * s for s in shape])
@@ -73,8 +79,9 @@ def strides(rank: int, world_size: int) -> None:
             assert all(t.movedim(front, 0).is_contiguous() for t in [got_A, *outs])
 
 
-def test_any_strides_in_and_torchs_strides_out() -> None:
-    run_ranks(strides, 2)
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_strides_in_and_torchs_strides_out(device: str) -> None:
+    run_ranks(strides, 2, device=device)
 
 
 def gradients(rank: int, world_size: int) -> None:
@@ -100,9 +107,10 @@ def gradients(rank: int, world_size: int) -> None:
                 check("B.grad", B.grad, ref.grad, 1e-6)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_gradients(world_size: int) -> None:
-    run_ranks(gradients, world_size)
+def test_gradients(world_size: int, device: str) -> None:
+    run_ranks(gradients, world_size, device=device)
 
 
 def compiled(rank: int, world_size: int) -> None:
@@ -127,8 +135,9 @@ def compiled(rank: int, world_size: int) -> None:
                 check("compiled grad", a.grad, b.grad.double(), 1e-6)
 
 
-def test_under_torch_compile() -> None:
-    run_ranks(compiled, 2)
+@pytest.mark.parametrize("device", DEVICES)
+def test_under_torch_compile(device: str) -> None:
+    run_ranks(compiled, 2, device=device)
 
 
 def opcheck(rank: int, world_size: int) -> None:
@@ -140,8 +149,9 @@ def opcheck(rank: int, world_size: int) -> None:
             torch.library.opcheck(torch.ops.weft.fused_all_gather_matmul, (shard, Bs, dim, name))
 
 
-def test_opcheck() -> None:
-    run_ranks(opcheck, 2)
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    run_ranks(opcheck, 2, device=device)
 
 
 def refused(rank: int, world_size: int) -> None:
@@ -168,14 +178,15 @@ def refused(rank: int, world_size: int) -> None:
     check("afterwards", out, torch.cat(gather(x)) @ B.double(), 1e-6)
 
 
-def test_bad_input_is_refused_alike_by_fake_and_real() -> None:
-    run_ranks(refused, 2)
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
+    run_ranks(refused, 2, device=device)
 
 
 def groups(rank: int, world_size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     shard, B = torch.randn(3, 4), same_on_all(4, 5, dtype=torch.float32)
     want = torch.cat([gather(shard)[2 * (rank // 2) + i] for i in range(2)]) @ B.double()
     for group in (mesh["tp"], (mesh, 1), (mesh, "tp"), mesh.get_group("tp"), mesh.get_group("tp").group_name):
@@ -187,5 +198,6 @@ def groups(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_a_group_is_a_name_a_process_group_or_a_mesh_dimension() -> None:
-    run_ranks(groups, 4)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_group_is_a_name_a_process_group_or_a_mesh_dimension(device: str) -> None:
+    run_ranks(groups, 4, device=device)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opcommon import BOUND, DTYPES, check, gather, poison, same_on_all, world
+from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, same_on_all, world
 from ranks import run_ranks
-
-from weft.fused_ops import fused_matmul_reduce_scatter, last_plan
+from weft.fused_ops import fused_matmul_reduce_scatter
+from weft.fused_ops.plan import forced
 
 
 def shapes(w: int) -> list[tuple[tuple[int, ...], int, int]]:
@@ -24,6 +24,8 @@ def shapes(w: int) -> list[tuple[tuple[int, ...], int, int]]:
         ((0, 7), 4, 0),
         ((4 * w, 0), 3, 0),
         ((65 * w, 257), 130, 0),
+        ((70 * w, 264), 136, 0),
+        ((3, 70 * w, 64), 72, 1),
     ]
 
 
@@ -33,20 +35,24 @@ def right(rank: int, world_size: int) -> None:
             for reduce_op in ("sum", "avg"):
                 poison(rank)
                 A, B = torch.randn(*shape).to(dtype), torch.randn(shape[-1], n).to(dtype)
-                want = sum(a @ b for a, b in zip(gather(A), gather(B), strict=True))
-                want = (want / world_size if reduce_op == "avg" else want).chunk(world_size, dim)[rank]
-                out = fused_matmul_reduce_scatter(A, B, reduce_op, dim, world())
+                scale = world_size if reduce_op == "avg" else 1
+                products = [a @ b / scale for a, b in zip(gather(A), gather(B), strict=True)]
+                parts = [p.chunk(world_size, dim)[rank] for p in products]
+                with forced("fused"):
+                    out = fused_matmul_reduce_scatter(A, B, reduce_op, dim, world())
                 if out.numel() and world_size > 1:
-                    assert last_plan().algorithm == "host"
+                    assert_fused()
                 assert out.dtype == dtype and out.is_contiguous()
-                check(f"{shape} {dim} {dtype} {reduce_op}", out, want, BOUND[dtype])
-                again = fused_matmul_reduce_scatter(A, B, reduce_op, dim, world())
+                check(f"{shape} {dim} {dtype} {reduce_op}", out, sum(parts), BOUND[dtype], parts)
+                with forced("fused"):
+                    again = fused_matmul_reduce_scatter(A, B, reduce_op, dim, world())
                 assert torch.equal(out, again), "other bits in another run"
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_fused_matmul_reduce_scatter(world_size: int) -> None:
-    run_ranks(right, world_size)
+def test_fused_matmul_reduce_scatter(world_size: int, device: str) -> None:
+    run_ranks(right, world_size, device=device)
 
 
 def order(rank: int, world_size: int) -> None:
@@ -81,12 +87,17 @@ def strides(rank: int, world_size: int) -> None:
         assert out.shape == fake_out.shape and out.stride() == fake_out.stride()
 
 
-def test_any_strides_in_contiguous_out() -> None:
-    run_ranks(strides, 2)
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_strides_in_contiguous_out(device: str) -> None:
+    run_ranks(strides, 2, device=device)
 
 
 def gradients(rank: int, world_size: int) -> None:
-    for shape, n, dim in [((2 * world_size, 6), 5, 0), ((3, 4), 2 * world_size, 1), ((2, world_size, 5), 4, 1)]:
+    for shape, n, dim in [
+        ((2 * world_size, 6), 5, 0),
+        ((3, 4), 2 * world_size, 1),
+        ((2, world_size, 5), 4, 1),
+    ]:
         for reduce_op in ("sum", "avg"):
             A, B = torch.randn(*shape).requires_grad_(), torch.randn(shape[-1], n).requires_grad_()
             out = fused_matmul_reduce_scatter(A, B, reduce_op, dim, world())
@@ -99,9 +110,10 @@ def gradients(rank: int, world_size: int) -> None:
             check("B.grad", B.grad, A.detach().double().reshape(-1, shape[-1]).t() @ rows, 1e-6)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_gradients(world_size: int) -> None:
-    run_ranks(gradients, world_size)
+def test_gradients(world_size: int, device: str) -> None:
+    run_ranks(gradients, world_size, device=device)
 
 
 def compiled(rank: int, world_size: int) -> None:
@@ -125,8 +137,9 @@ def compiled(rank: int, world_size: int) -> None:
                 check("compiled grad", a.grad, b.grad.double(), 1e-6)
 
 
-def test_under_torch_compile() -> None:
-    run_ranks(compiled, 2)
+@pytest.mark.parametrize("device", DEVICES)
+def test_under_torch_compile(device: str) -> None:
+    run_ranks(compiled, 2, device=device)
 
 
 def opcheck(rank: int, world_size: int) -> None:
@@ -138,8 +151,9 @@ def opcheck(rank: int, world_size: int) -> None:
             torch.library.opcheck(torch.ops.weft.fused_matmul_reduce_scatter, (A, B, "avg", dim, name))
 
 
-def test_opcheck() -> None:
-    run_ranks(opcheck, 2)
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    run_ranks(opcheck, 2, device=device)
 
 
 def refused(rank: int, world_size: int) -> None:
@@ -166,8 +180,9 @@ def refused(rank: int, world_size: int) -> None:
     check("afterwards", fused_matmul_reduce_scatter(A, B, "sum", 0, name), want, 1e-5)
 
 
-def test_bad_input_is_refused_alike_by_fake_and_real() -> None:
-    run_ranks(refused, 2)
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
+    run_ranks(refused, 2, device=device)
 
 
 def differ(rank: int, world_size: int) -> str:
@@ -179,5 +194,6 @@ def differ(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_ranks_with_other_shapes_are_named() -> None:
-    assert all("rank 1 asked for" in text for text in run_ranks(differ, 2))
+@pytest.mark.parametrize("device", DEVICES)
+def test_ranks_with_other_shapes_are_named(device: str) -> None:
+    assert all("rank 1 asked for" in text for text in run_ranks(differ, 2, device=device))

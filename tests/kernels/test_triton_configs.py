@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,6 +107,73 @@ def test_the_launcher_that_takes_encoded_descriptors_is_found() -> None:
     assert raw_launcher(wrapped) is launcher
     assert raw_launcher(None) is None
     assert raw_launcher(print) is None
+
+
+class FakeDriver:
+    """As much of Triton's driver as a launch touches."""
+
+    class active:
+        @staticmethod
+        def get_current_device() -> int:
+            return 3
+
+        @staticmethod
+        def get_current_stream(device: int) -> int:
+            return 1000 + device
+
+
+def test_repeated_launches_pass_what_triton_would_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.nvidia import driver as nvidia
+    from weft.kernels.device import launch
+
+    launched: list[tuple[Any, ...]] = []
+    encoded: list[int] = []
+
+    def encode(descriptor: TensorDescriptor, meta: Any) -> list[Any]:
+        encoded.append(descriptor.base.data_ptr())
+        return [("map", descriptor.base.data_ptr(), meta), *descriptor.shape, *descriptor.strides]
+
+    def launcher(*arguments: Any) -> None:
+        launched.append(arguments)
+
+    monkeypatch.setattr(nvidia, "make_tensordesc_arg", encode)
+    monkeypatch.setattr(launch, "driver", FakeDriver)
+    signature = dict(
+        enumerate(["tensordesc<bf16[8,8]>", "tensordesc<bf16[8,8]>", "*i32", "i32", "constexpr"])
+    )
+    metas = ["first", "second"]
+    run = SimpleNamespace(
+        launch=nvidia.wrap_handle_tensordesc(launcher, signature, metas),
+        launch_cooperative_grid=False,
+        launch_pdl=False,
+        global_scratch_size=0,
+        profile_scratch_size=0,
+    )
+    compiled = SimpleNamespace(
+        run=run, metadata=SimpleNamespace(tensordesc_meta=metas), function=77, packed_metadata=(8, 1, 4096)
+    )
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            def through_triton(*arguments: Any, num_warps: int, num_stages: int, **constants: Any) -> Any:
+                packed = (*grid, 1, 1, 1003, 77, False, False, None, None, (8, 1, 4096), None, None, None)
+                run.launch(*packed, *arguments, *constants.values())
+                return compiled
+
+            return through_triton
+
+    x, y, word = torch.empty(8, 8), torch.empty(16, 8), torch.zeros(1, dtype=torch.int32)
+    operands = [Operand.contiguous(t.shape, (8, 8)) for t in (x, y)]
+    op = launch.Launch(Kernel(), operands, {"FINAL": True}, 8, 3)
+    for _ in range(3):
+        op(5, (x, y), (word,), (42,))
+    first, *others = [[a.data_ptr() if a is word else a for a in arguments] for arguments in launched]
+    assert others == [first, first]
+    assert encoded == [t.data_ptr() for t in (x, y)] * 2, "by Triton once, and then once for each address"
+    z = torch.empty(8, 8)
+    op(5, (z, y), (word,), (42,))
+    assert launched[-1][13][1] == z.data_ptr()
+    assert len(encoded) == 5
 
 
 def test_configs_need_no_gpu_and_no_interpreter() -> None:

@@ -1,6 +1,7 @@
 """The Triton kernel of matmul_reduce_scatter in the interpreter, over real processes and the host heap.
 
-There the programs of a grid run one after the other, and the own tiles wait for the peers: one program a rank.
+There the programs of a grid run one after the other, and the own tiles wait for the peers: one program a rank,
+unless the peers' part is played by plain tensor code.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ class Site:
     """One call site of one rank: what the op would own."""
 
     def __init__(
-        self, a: torch.Tensor, b: torch.Tensor, average: bool = False, tile: Tile = TILE, uses: int = 0
+        self, a: torch.Tensor, b: torch.Tensor, average: bool = False, programs: int = 1, uses: int = 0
     ) -> None:
         interpreter.install()
         (batches, world_size, m, _), n = a.shape, b.shape[1]
-        config = Config(tile, group_m=2)
+        config = Config(TILE, group_m=2)
         where = heap(None, "cpu")
         self.rank, self.part = where.rank, (batches, m, n)
         self.workspace = Workspace(where, layout(m, n, a.dtype, world_size, config, batches), "site")
@@ -47,7 +48,7 @@ class Site:
                 (self.layout.flags(half), world_size * self.layout.flags_per_rank),
             ):
                 self.words[first : first + count] = uses
-        self.op = MatmulReduceScatter(self.workspace, a, b, config, average=average, num_sms=1)
+        self.op = MatmulReduceScatter(self.workspace, a, b, config, average=average, num_sms=programs)
         dist.barrier()
 
     def inbox(self, rank: int, half: int, dtype: torch.dtype) -> torch.Tensor:
@@ -121,6 +122,41 @@ def test_ranks(
     average: bool,
 ) -> None:
     run_ranks(check, world_size, dtype, batches, m, n, k, transposed, average, env=ENV, timeout=150)
+
+
+def check_programs(rank: int, world_size: int, programs: int) -> None:
+    """Rank 0 runs the kernel with several programs; the others have sent their partial results before."""
+    m, n, k = 70, 72, 40
+    a, b = torch.randn(1, world_size, m, k), torch.randn(k, n)
+    site = Site(a, b, programs=programs)
+    row = site.layout.flags(0) + rank * site.layout.flags_per_rank
+    flags = slice(row, row + site.layout.flags_per_rank)
+    if rank > 0:
+        site.inbox(0, 0, a.dtype)[rank] = a[:, 0] @ b
+        site.workspace.words_of(0)[flags] = 1
+    dist.barrier()
+    out = torch.full((1, m, n), float("nan"))
+    if rank == 0:
+        site.op.launch(0, a, b, out, timeout_ns=10 * SECOND)
+        assert site.record[0] == 0
+    dist.barrier()
+    want, bound = reference(a, b, False)
+    if rank == 0:
+        assert ((out.double() - want).abs() <= 1e-6 * bound).all()
+    dist.broadcast_object_list(operands := [(a, b)], src=0)
+    a0, b0 = operands[0]
+    if rank > 0:
+        torch.testing.assert_close(site.inbox(rank, 0, a.dtype)[0], a0[:, rank] @ b0)
+        first = site.layout.flags(0)
+        assert (
+            site.words[first : first + site.layout.flags_per_rank].tolist()
+            == [1] * site.layout.flags_per_rank
+        )
+
+
+@pytest.mark.parametrize("programs", [2, 5, 100])
+def test_programs_share_the_tiles(programs: int) -> None:
+    run_ranks(check_programs, 3, programs, env=ENV, timeout=120)
 
 
 def check_order(rank: int, world_size: int) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from opcommon import DEVICES
 from ranks import run_ranks
-
 from weft import symm_mem
 from weft.symm_mem.heap import FreeList
 
@@ -38,9 +38,10 @@ def peers_see_each_other(rank: int, world_size: int) -> None:
         peers.barrier()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_empty_and_rendezvous(world_size: int) -> None:
-    run_ranks(peers_see_each_other, world_size)
+def test_empty_and_rendezvous(world_size: int, device: str) -> None:
+    run_ranks(peers_see_each_other, world_size, device=device)
 
 
 def views_have_peers(rank: int, world_size: int) -> None:
@@ -57,8 +58,9 @@ def views_have_peers(rank: int, world_size: int) -> None:
     peers.barrier()
 
 
-def test_views_have_peers() -> None:
-    run_ranks(views_have_peers, 2)
+@pytest.mark.parametrize("device", DEVICES)
+def test_views_have_peers(device: str) -> None:
+    run_ranks(views_have_peers, 2, device=device)
 
 
 def grows_in_place(rank: int, world_size: int) -> None:
@@ -66,8 +68,8 @@ def grows_in_place(rank: int, world_size: int) -> None:
     first.fill_(rank)
     address, heap = first.data_ptr(), symm_mem.heap()
     before = heap.capacity
-    more = [symm_mem.empty(5 << 20, dtype=torch.uint8).fill_(i) for i in range(6)]
-    assert heap.capacity >= before + (20 << 20)
+    more = [symm_mem.empty(20 << 20, dtype=torch.uint8).fill_(i) for i in range(6)]
+    assert heap.capacity >= before + (80 << 20)
     assert first.data_ptr() == address and (first == rank).all()
     peers = [symm_mem.rendezvous(t) for t in more]
     peers[0].barrier()
@@ -76,8 +78,9 @@ def grows_in_place(rank: int, world_size: int) -> None:
     peers[0].barrier()
 
 
-def test_growth_moves_nothing() -> None:
-    run_ranks(grows_in_place, 3)
+@pytest.mark.parametrize("device", DEVICES)
+def test_growth_moves_nothing(device: str) -> None:
+    run_ranks(grows_in_place, 3, device=device)
 
 
 def frees_when_all_have_freed(rank: int, world_size: int) -> list[int]:
@@ -101,8 +104,9 @@ def frees_when_all_have_freed(rank: int, world_size: int) -> list[int]:
     return [symm_mem.heap_of(second).offset, symm_mem.heap_of(third).offset]
 
 
-def test_memory_is_used_again_once_every_rank_has_dropped_it() -> None:
-    offsets = run_ranks(frees_when_all_have_freed, 3)
+@pytest.mark.parametrize("device", DEVICES)
+def test_memory_is_used_again_once_every_rank_has_dropped_it(device: str) -> None:
+    offsets = run_ranks(frees_when_all_have_freed, 3, device=device)
     assert offsets[0] == offsets[1] == offsets[2]
 
 
@@ -118,9 +122,15 @@ def disagree(rank: int, world_size: int) -> tuple[str, float]:
     return str(error.value), took
 
 
-def test_ranks_that_differ_are_named_with_both_values() -> None:
-    for text, took in run_ranks(disagree, 3):
-        assert "rank 1 asked for" in text and "empty(11,)" in text and "rank 0 for" in text and "empty(10,)" in text
+@pytest.mark.parametrize("device", DEVICES)
+def test_ranks_that_differ_are_named_with_both_values(device: str) -> None:
+    for text, took in run_ranks(disagree, 3, device=device):
+        assert (
+            "rank 1 asked for" in text
+            and "empty(11,)" in text
+            and "rank 0 for" in text
+            and "empty(10,)" in text
+        )
         assert took < 5
 
 
@@ -158,8 +168,9 @@ def two_groups(rank: int, world_size: int) -> None:
         symm_mem.rendezvous(tensors[0], mine[1])
 
 
-def test_overlapping_groups_have_their_own_heaps() -> None:
-    run_ranks(two_groups, 3)
+@pytest.mark.parametrize("device", DEVICES)
+def test_overlapping_groups_have_their_own_heaps(device: str) -> None:
+    run_ranks(two_groups, 3, device=device)
 
 
 def one_cannot_grow(rank: int, world_size: int) -> str:
@@ -186,7 +197,10 @@ def one_cannot_grow(rank: int, world_size: int) -> str:
 
 
 def test_a_rank_without_memory_fails_all_and_leaves_the_heap_as_it_was() -> None:
-    assert all("rank 1: OSError" in text and "no shared memory left" in text for text in run_ranks(one_cannot_grow, 2))
+    assert all(
+        "rank 1: OSError" in text and "no shared memory left" in text
+        for text in run_ranks(one_cannot_grow, 2)
+    )
 
 
 def other_host(rank: int, world_size: int, key: str) -> str:
@@ -264,11 +278,20 @@ def killed(rank: int, world_size: int) -> str | None:
 
 def test_a_killed_rank_is_named_and_leaves_nothing_behind() -> None:
     def litter() -> set[str]:
-        return {str(p) for d in ("/dev/shm", "/tmp") for p in Path(d).glob("*") if "weft" in p.name or "torch_" in p.name}
+        return {
+            str(p)
+            for d in ("/dev/shm", "/tmp")
+            for p in Path(d).glob("*")
+            if "weft" in p.name or "torch_" in p.name
+        }
 
     before = litter()
     texts = run_ranks(killed, 2, expect_dead=(1,))
-    assert "barrier: rank 0" in texts[0] and "for rank 1" in texts[0] and "channel 0 is 1, expected 2" in texts[0]
+    assert (
+        "barrier: rank 0" in texts[0]
+        and "for rank 1" in texts[0]
+        and "channel 0 is 1, expected 2" in texts[0]
+    )
     assert litter() <= before
 
 
@@ -293,8 +316,9 @@ def bad_arguments(rank: int, world_size: int) -> None:
             call()
 
 
-def test_bad_arguments_are_named() -> None:
-    run_ranks(bad_arguments, 1)
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_arguments_are_named(device: str) -> None:
+    run_ranks(bad_arguments, 1, device=device)
 
 
 def test_the_environment_sets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ import time
 
 import pytest
 import torch
+from opcommon import DEVICES
 from ranks import run_ranks
-
 from weft import symm_mem
 from weft.symm_mem.signals import reached
 from weft.symm_mem.workspace import HALVES, HostUse, Layout, Workspace
@@ -26,9 +26,10 @@ def ring(rank: int, world_size: int) -> None:
         peers.wait(right, 4)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_data_is_there_when_its_signal_is(world_size: int) -> None:
-    run_ranks(ring, world_size)
+def test_data_is_there_when_its_signal_is(world_size: int, device: str) -> None:
+    run_ranks(ring, world_size, device=device)
 
 
 def runs_ahead(rank: int, world_size: int) -> None:
@@ -42,7 +43,9 @@ def runs_ahead(rank: int, world_size: int) -> None:
         for _ in range(5):
             peers.wait(0, 2)
         symm_mem.set_timeout(0.5)
-        with pytest.raises(symm_mem.PeerTimeout, match="wait: rank 1 .* for rank 0: channel 2 is 5, expected 6"):
+        with pytest.raises(
+            symm_mem.PeerTimeout, match=r"wait: rank 1 .* for rank 0: channel 2 is 5, expected 6"
+        ):
             peers.wait(0, 2)
 
 
@@ -108,7 +111,9 @@ def uses(rank: int, world_size: int) -> None:
         for peer in range(world_size):
             if peer != rank:
                 use.wait(peer, 1)
-                assert (ws.half(rank, use.half, (world_size, 100), torch.int32)[peer] == 100 * turn + peer).all()
+                assert (
+                    ws.half(rank, use.half, (world_size, 100), torch.int32)[peer] == 100 * turn + peer
+                ).all()
         use.leave()
 
 
@@ -132,4 +137,7 @@ def breaks(rank: int, world_size: int) -> str | None:
 
 def test_a_broken_workspace_takes_no_more_calls() -> None:
     text = run_ranks(breaks, 2)[0]
-    assert text.startswith("an_op: rank 0 of group") and "for rank 1: flag 0 of rank 1 (half 1) is 0, expected 1" in text
+    assert (
+        text.startswith("an_op: rank 0 of group")
+        and "for rank 1: flag 0 of rank 1 (half 1) is 0, expected 1" in text
+    )
