@@ -1,10 +1,17 @@
 """Fused tensor-parallel ops: as functions, in ``torch.ops.weft``, and found in compiled graphs by a pass."""
 
 from .functional import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
+from .layers import ColumnParallelLinear, RowParallelLinear
+from .passes import FusionError, FusionPass, Report
 from .plan import Plan, last_plan
 
 __all__ = [
+    "ColumnParallelLinear",
+    "FusionError",
+    "FusionPass",
     "Plan",
+    "Report",
+    "RowParallelLinear",
     "fused_all_gather_matmul",
     "fused_matmul_reduce_scatter",
     "last_plan",

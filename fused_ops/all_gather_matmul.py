@@ -57,6 +57,7 @@ def _on_cpu(where: Heap, a: Tensor, Bs: list[Tensor], split_k: bool) -> tuple[Te
 
 
 def _why_not_on_cuda(a: Tensor, Bs: list[Tensor], split_k: bool, world_size: int) -> str | None:
+    from ..kernels.all_gather_matmul.configs import pays as copies_pay
     from ..kernels.all_gather_matmul.triton_kernel import supports
 
     if split_k:
@@ -66,8 +67,9 @@ def _why_not_on_cuda(a: Tensor, Bs: list[Tensor], split_k: bool, world_size: int
             return f"Bs[{i}] has no columns"
         if (reason := supports(a, B)) is not None:
             return f"Bs[{i}]: {reason}"
-    if not pays(a.nbytes * world_size >= 8 << 20):
-        return "too little is gathered for copy engines"
+    columns = sum(B.shape[1] for B in Bs)
+    if not pays(copies_pay(a.shape[0], columns, a.shape[1], world_size, a.element_size())):
+        return "too little is gathered and multiplied for copy engines"
     return None
 
 

@@ -10,7 +10,7 @@ _per_group: dict[str, float] = {}
 
 
 def _default() -> float:
-    text = os.environ.get("WEFT_TIMEOUT", "60")
+    text = os.environ.get("WEFT_TIMEOUT", "300")
     try:
         seconds = float(text)
     except ValueError:
@@ -21,7 +21,7 @@ def _default() -> float:
 
 
 def get_timeout(group: Group = None) -> float:
-    """Seconds a wait inside ``group`` may take: what ``set_timeout`` said, else WEFT_TIMEOUT, else 60."""
+    """Seconds a wait inside ``group`` may take: what ``set_timeout`` said, else WEFT_TIMEOUT, else 300."""
     if _per_group and (found := _per_group.get(group_name(group))) is not None:
         return found
     return _default()

@@ -231,11 +231,11 @@ def _way(product: fx.Node, gathered: fx.Node) -> list[fx.Node]:
 
 def _sizes_from_shard(c: Collective, gathered: fx.Node, permutation: Sequence[int] | None) -> None:
     """A size of the gathered tensor is read from the shard: it is no reason to return A."""
-    for node in dict.fromkeys((c.wait, gathered)):
+    for node in dict.fromkeys((c.node, c.wait, gathered)):
         shape = val(node).shape
         for user in [u for u in node.users if calls(u, aten.sym_size.int)]:
             dim = int(user.args[1]) % len(shape)  # type: ignore[arg-type]
-            source = dim if node is c.wait or permutation is None else permutation[dim]
+            source = permutation[dim] if permutation is not None and node is gathered else dim
             own = val(c.x).shape[source]
             size: fx.Node | None = None
             if known(own == shape[dim]):

@@ -15,6 +15,7 @@ from ...symm_mem import Group, group_name
 from .all_gather_matmul import AllGatherMatmul
 from .match import Collective, LeftAlone, aten, c10d, calls, collectives, flat, group_of, kind_of, what
 from .matmul_reduce_scatter import MatmulReduceScatter
+from .merge import merge, repeats
 from .report import Entry, Report, source_of
 
 _log = logging.getLogger("weft.passes")
@@ -84,34 +85,66 @@ class FusionPass(CustomGraphPass):
         return get_hash_for_files(_SOURCES, f"groups={names} strict={self.strict}")
 
     def __call__(self, graph: fx.Graph) -> None:
-        entries = [self._fuse(node) for node in list(collectives(graph))]
+        nodes = list(collectives(graph))
+        told = {n: self._told(n) for n in nodes}
+        entries: dict[fx.Node, Entry] = {}
+        for node in nodes:
+            if node not in entries:
+                self._fuse(node, told, entries)
         self._graphs += 1
         if not entries:
             return
         graph.lint()
-        self._entries += entries
-        report = Report(entries)
-        _log.info("graph %d: %d of %d collectives fused", self._graphs - 1, report.fused, len(entries))
+        report = Report(entries[n] for n in nodes)
+        self._entries += report.entries
+        _log.info("graph %d: %d of %d collectives fused", self._graphs - 1, report.fused, len(nodes))
         if self.strict and report.left:
             raise FusionError(report)
 
-    def _fuse(self, node: fx.Node) -> Entry:
-        told: dict[str, Any] = {
+    def _told(self, node: fx.Node) -> dict[str, Any]:
+        return {
             "graph": self._graphs,
             "node": node.name,
             "collective": kind_of(node),
             "group": group_of(node),
             "source": source_of(node),
         }
+
+    def _fuse(
+        self, node: fx.Node, told: dict[fx.Node, dict[str, Any]], entries: dict[fx.Node, Entry]
+    ) -> None:
+        """Fuses one collective if it can be, and enters what became of it and of those merged with it."""
         graph = node.graph
+        merged: list[fx.Node] = []
         try:
             match = _match(Collective.from_node(node, self.groups))
+            if isinstance(match, AllGatherMatmul):
+                match, merged = self._with_repeats(match)
             match.replace()
         except LeftAlone as e:
-            return Entry(**told, reason=str(e))
+            entries[node] = Entry(**told[node], reason=str(e))
+            return
         # A product's right operand may stand behind the fused op, which stands where the first product stood.
         stable_topological_sort(graph)
-        return Entry(**told, dim=match.dim, fused_into=str(match.op._schema.name), detail=match.detail)
+        into: dict[str, Any] = {"dim": match.dim, "fused_into": str(match.op._schema.name)}
+        entries[node] = Entry(**told[node], **into, detail=match.detail)
+        for other in merged:
+            entries[other] = Entry(**told[other], **into, detail=f"merged with {told[node]['node']}")
+
+    def _with_repeats(self, match: AllGatherMatmul) -> tuple[AllGatherMatmul, list[fx.Node]]:
+        """The match that has the products of those, too, which gather the same; and those."""
+        others = []
+        for node in repeats(match.collective.node):
+            try:
+                other = AllGatherMatmul.from_collective(Collective.from_node(node, self.groups))
+            except LeftAlone:
+                continue
+            if (other.dim, other.permutation) == (match.dim, match.permutation):
+                others.append(other.collective)
+        if not others:
+            return match, []
+        merge(match.collective, others)
+        return AllGatherMatmul.from_collective(match.collective), [c.node for c in others]
 
 
 def _match(c: Collective) -> AllGatherMatmul | MatmulReduceScatter:

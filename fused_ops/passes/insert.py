@@ -35,7 +35,9 @@ def call(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     return node
 
 
-def _holder(size: torch.SymInt, before: fx.Node, near: Sequence[fx.Node]) -> tuple[fx.Node, int | None] | None:
+def _holder(
+    size: torch.SymInt, before: fx.Node, near: Sequence[fx.Node]
+) -> tuple[fx.Node, int | None] | None:
     """A node before the given one that is the size, or has it in the returned dimension."""
 
     def is_it(other: Any) -> bool:
@@ -68,7 +70,9 @@ def sizes(shape: Iterable[Size], before: fx.Node, near: Sequence[fx.Node] = ()) 
     result: list[Any] = list(shape)
     holders = {i: _holder(s, before, near) for i, s in enumerate(result) if isinstance(s, torch.SymInt)}
     # With a size of 0 what is left out could be anything.
-    left_out = min(holders, key=lambda i: (holders[i] is not None, i), default=None) if 0 not in result else None
+    left_out = (
+        min(holders, key=lambda i: (holders[i] is not None, i), default=None) if 0 not in result else None
+    )
     for i, holder in holders.items():
         if i == left_out:
             result[i] = -1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -55,7 +55,7 @@ def contiguous(tensor: torch.Tensor) -> bool:
     return bool(is_contiguous_or_false(tensor))
 
 
-def is_val(node: Any) -> bool:
+def is_val(node: Any) -> TypeGuard[fx.Node]:
     """Whether ``node`` is a node whose value is one tensor."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
@@ -138,11 +138,12 @@ class Collective:
             raise LeftAlone("the shape of its input is not known")
         if val(x).dtype not in checks.DTYPES:
             raise LeftAlone(f"its input is {val(x).dtype}, not float32, bfloat16 or float16")
-        reduce_op = "" if node.target is c10d.all_gather_into_tensor.default else node.args[1]
+        reduce_op = "" if node.target is c10d.all_gather_into_tensor.default else str(node.args[1])
         if reduce_op and reduce_op not in checks.REDUCE_OPS:
             raise LeftAlone(f"it reduces by {reduce_op!r}, not 'sum' or 'avg'")
         waits = [u for u in node.users if calls(u, c10d.wait_tensor.default)]
-        if len(waits) != 1 or len(node.users) != 1:
+        others = [u for u in node.users if u not in waits and not calls(u, aten.sym_size.int)]
+        if len(waits) != 1 or others:
             raise LeftAlone(
                 f"it has not one wait_tensor as its only user but {some(node.users) or 'no user'}"
             )

@@ -132,7 +132,7 @@ class MatmulReduceScatter:
         terms = _Sum()
         terms.add(y, user, parts.nodes if parts is not None else ())
         rows, columns = terms.matrix()
-        dim, lead = 0, (rows,)
+        dim, lead = 0, tuple[Size, ...]((rows,))
         if parts is not None:
             dim = parts.cut_dim
         elif permutation is not None:
@@ -170,6 +170,10 @@ class MatmulReduceScatter:
             out = call(at, aten.permute.default, out, list(self.permutation))
         out = reshape(out, val(c.wait).shape, at, near)
         c.wait.replace_all_uses_with(out)
+        for user in list(c.node.users):
+            # The sizes of what is pending are those of the result.
+            if user is not c.wait:
+                user.replace_input_with(c.node, out)
         erase_unused([*self.terms.nodes[::-1], *self.above, c.node, c.wait])
 
 

@@ -35,13 +35,14 @@ class Entry:
     source: str = ""
 
     def __str__(self) -> str:
-        group = "" if self.group is None else f", group {self.group!r}"
-        head = f"graph {self.graph}: {self.node} ({self.collective}{group})"
+        kind = "" if self.node.startswith(self.collective) else f" ({self.collective})"
+        group = "" if self.group is None else f" over group {self.group!r}"
+        head = f"graph {self.graph}: {self.node}{kind}{group}"
         if self.fused_into is not None:
             body = f"fused into {self.fused_into}, dim {self.dim}{f', {self.detail}' if self.detail else ''}"
         else:
             body = f"left alone: {self.reason}"
-        return f"{head} {body}{f'  [{self.source}]' if self.source else ''}"
+        return f"{head}: {body}{f'  [{self.source}]' if self.source else ''}"
 
 
 class Report:

@@ -9,9 +9,11 @@ import torch
 from ...symm_mem.workspace import Layout
 from ..device.tile_table import Tile, pick
 
-_CHUNK_BYTES = 4 << 20  # a copy engine needs about that much to run at the links' speed
-_MOST_CHUNKS = 8
-
+# A copy engine takes some microseconds for each copy, and as many again for the flag behind it: a second chunk
+# pays only for shards from this size on that take longer to arrive than the products before them.
+_SPLIT_BYTES = 16 << 20
+_LINK = 364e3  # bytes a microsecond, measured between H200s
+_PRODUCTS = 350e6  # multiply-adds a microsecond
 
 @dataclass(frozen=True)
 class Config:
@@ -24,15 +26,20 @@ class Config:
 
 
 def choose(m: int, n: int, k: int, world_size: int, dtype: torch.dtype, num_sms: int) -> Config:
-    """The configuration for A shards [m, K] and B [K, N]. A pure function: all ranks choose alike.
-
-    The last chunk is what nothing is computed behind, so chunks are as small as copies allow.
-    """
+    """The configuration for A shards [m, K] and B [K, N]. A pure function: all ranks choose alike."""
     tile = pick(world_size, m, n, dtype, num_sms, tail=0.0)
     tile_rows = -(-m // tile.block_m)
-    chunks = max(1, min(_MOST_CHUNKS, tile_rows, m * k * dtype.itemsize // _CHUNK_BYTES))
+    shard_bytes = m * k * dtype.itemsize
+    waits = shard_bytes / _LINK > m * n * k / _PRODUCTS
+    chunks = 2 if waits and shard_bytes >= _SPLIT_BYTES and tile_rows > 1 else 1
     rows_a_chunk = -(-tile_rows // chunks)
     return Config(tile, min(8, rows_a_chunk), rows_a_chunk * tile.block_m)
+
+
+def pays(m: int, n: int, k: int, world_size: int, itemsize: int) -> bool:
+    """Whether copy engines beat an all-gather in front of the product; ``n``: the columns of all Bs."""
+    gathered = world_size * m * k * itemsize
+    return gathered >= 32 << 20 or (gathered >= 4 << 20 and world_size * m * n * k / _PRODUCTS >= 80)
 
 
 def flags_per_rank(m: int, config: Config) -> int:

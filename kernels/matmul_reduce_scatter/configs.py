@@ -26,7 +26,7 @@ def choose(
 ) -> Config:
     """The configuration for A [L, W, m, K] and B [K, N]. A pure function: all ranks choose alike."""
     tile = pick(batches * world_size, m, n, dtype, num_sms, tail=_TAIL_DEPTH / k)
-    return Config(tile, 8)
+    return Config(tile, 4)
 
 
 def flags_per_rank(m: int, n: int, config: Config, batches: int = 1) -> int:

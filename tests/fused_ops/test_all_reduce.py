@@ -66,7 +66,7 @@ def pieces(rank: int, world_size: int) -> None:
 
 
 def test_large_inputs_travel_in_pieces() -> None:
-    run_ranks(pieces, 2)
+    run_ranks(pieces, 2, fresh=True)
 
 
 def many(rank: int, world_size: int) -> None:
@@ -162,7 +162,7 @@ def late(rank: int, world_size: int) -> str | None:
 
 
 def test_a_missing_rank_is_an_error_with_a_name() -> None:
-    text = run_ranks(late, 2)[0]
+    text = run_ranks(late, 2, fresh=True)[0]
     assert (
         text.startswith("one_shot_all_reduce: rank 0")
         and "waited 0.5 s for rank 1" in text

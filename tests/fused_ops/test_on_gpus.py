@@ -198,7 +198,7 @@ def missing(rank: int, world_size: int, op: str) -> str | None:
     "op", ["fused_all_gather_matmul", "fused_matmul_reduce_scatter", "one_shot_all_reduce"]
 )
 def test_a_missing_rank_is_named_and_the_context_lives(op: str) -> None:
-    text = run_ranks(missing, 2, op, device="cuda")[0]
+    text = run_ranks(missing, 2, op, device="cuda", fresh=True)[0]
     assert text.startswith(f"{op}: rank 0 of group") and "waited 0.5 s for rank 1" in text
 
 

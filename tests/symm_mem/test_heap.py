@@ -106,7 +106,7 @@ def frees_when_all_have_freed(rank: int, world_size: int) -> list[int]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_memory_is_used_again_once_every_rank_has_dropped_it(device: str) -> None:
-    offsets = run_ranks(frees_when_all_have_freed, 3, device=device)
+    offsets = run_ranks(frees_when_all_have_freed, 3, device=device, fresh=True)
     assert offsets[0] == offsets[1] == offsets[2]
 
 
@@ -124,7 +124,7 @@ def disagree(rank: int, world_size: int) -> tuple[str, float]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_ranks_that_differ_are_named_with_both_values(device: str) -> None:
-    for text, took in run_ranks(disagree, 3, device=device):
+    for text, took in run_ranks(disagree, 3, device=device, fresh=True):
         assert (
             "rank 1 asked for" in text
             and "empty(11,)" in text
@@ -147,7 +147,7 @@ def one_is_missing(rank: int, world_size: int) -> str | None:
 
 
 def test_a_missing_rank_is_named() -> None:
-    texts = run_ranks(one_is_missing, 3)
+    texts = run_ranks(one_is_missing, 3, fresh=True)
     assert texts[2] is None
     assert all("allocate" in t and "waited 1 s for rank 2" in t for t in texts[:2])
 
@@ -199,7 +199,7 @@ def one_cannot_grow(rank: int, world_size: int) -> str:
 def test_a_rank_without_memory_fails_all_and_leaves_the_heap_as_it_was() -> None:
     assert all(
         "rank 1: OSError" in text and "no shared memory left" in text
-        for text in run_ranks(one_cannot_grow, 2)
+        for text in run_ranks(one_cannot_grow, 2, fresh=True)
     )
 
 
@@ -222,7 +222,7 @@ def other_host(rank: int, world_size: int, key: str) -> str:
     ("key", "words"), [("boot", "spans hosts"), ("net", "network namespace"), ("user", "as user elsewhere")]
 )
 def test_groups_that_cannot_share_memory_are_refused_and_run_unfused(key: str, words: str) -> None:
-    texts = run_ranks(other_host, 2, key)
+    texts = run_ranks(other_host, 2, key, fresh=True)
     assert words in texts[0] and texts[0] == texts[1]
 
 
@@ -262,7 +262,7 @@ def strangers(rank: int, world_size: int) -> None:
 
 
 def test_strangers_get_no_memory() -> None:
-    run_ranks(strangers, 2)
+    run_ranks(strangers, 2, fresh=True)
 
 
 def killed(rank: int, world_size: int) -> str | None:
@@ -286,7 +286,7 @@ def test_a_killed_rank_is_named_and_leaves_nothing_behind() -> None:
         }
 
     before = litter()
-    texts = run_ranks(killed, 2, expect_dead=(1,))
+    texts = run_ranks(killed, 2, expect_dead=(1,), fresh=True)
     assert (
         "barrier: rank 0" in texts[0]
         and "for rank 1" in texts[0]

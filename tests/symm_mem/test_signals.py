@@ -50,7 +50,7 @@ def runs_ahead(rank: int, world_size: int) -> None:
 
 
 def test_puts_are_counted() -> None:
-    run_ranks(runs_ahead, 2)
+    run_ranks(runs_ahead, 2, fresh=True)
 
 
 def skewed(rank: int, world_size: int) -> None:
@@ -136,7 +136,7 @@ def breaks(rank: int, world_size: int) -> str | None:
 
 
 def test_a_broken_workspace_takes_no_more_calls() -> None:
-    text = run_ranks(breaks, 2)[0]
+    text = run_ranks(breaks, 2, fresh=True)[0]
     assert (
         text.startswith("an_op: rank 0 of group")
         and "for rank 1: flag 0 of rank 1 (half 1) is 0, expected 1" in text

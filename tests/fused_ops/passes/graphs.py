@@ -7,25 +7,27 @@ Inductor's own post-grad passes, without generating code.
 from __future__ import annotations
 
 import contextlib
-import copy
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
 from torch._inductor.virtualized import V
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_map
-
-from weft.fused_ops.passes import FusionPass, Report
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from weft.fused_ops.passes import Entry, FusionPass
 
 c10d = torch.ops._c10d_functional
-AG, RS = "weft::fused_all_gather_matmul", "weft::fused_matmul_reduce_scatter"
+AG, RS, AR = "weft::fused_all_gather_matmul", "weft::fused_matmul_reduce_scatter", "weft::one_shot_all_reduce"
 
 
 @contextlib.contextmanager
@@ -33,21 +35,208 @@ def fake_ranks(world: int) -> Iterator[str]:
     """A process group of ``world`` ranks that does not communicate; gives its name."""
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
-        yield dist.group.WORLD.group_name
+        yield dist.distributed_c10d._get_default_group().group_name
     finally:
         dist.destroy_process_group()
 
 
-def all_gather(x: Tensor, dim: int, group: str, world: int) -> Tensor:
-    """As torch's functional collectives trace it, under the name that both old and new torch have."""
-    import torch.distributed._functional_collectives as funcol
-
-    name = "all_gather_single" if hasattr(funcol, "all_gather_single") else "all_gather_tensor"
-    return torch.ops.aten.alias(getattr(funcol, name)(x, dim, dist.group.WORLD))
+def gather(x: Tensor, dim: int = 0) -> Tensor:
+    """torch's own spelling, differentiable in each of its versions."""
+    return funcol.all_gather_tensor_autograd(x, dim, dist.distributed_c10d._get_default_group())
 
 
-def reduce_scatter(x: Tensor, dim: int, group: str, world: int, reduce_op: str = "sum") -> Tensor:
-    import torch.distributed._functional_collectives as funcol
+def scatter(x: Tensor, dim: int = 0, reduce_op: str = "sum") -> Tensor:
+    group = dist.distributed_c10d._get_default_group()
+    if reduce_op == "sum":
+        return funcol.reduce_scatter_tensor_autograd(x, reduce_op, dim, group)
+    return funcol.reduce_scatter_tensor(x, reduce_op, dim, group)
 
-    name = "reduce_scatter_single" if hasattr(funcol, "reduce_scatter_single") else "reduce_scatter_tensor"
-    return torch.ops.aten.alias(getattr(funcol, name)(x, reduce_op, dim, dist.group.WORLD))
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    new = fx.Graph()
+    new.output(new.graph_copy(graph, {}))
+    return new
+
+
+@dataclass
+class Seen:
+    """A graph before and after the pass, and what the pass said."""
+
+    before: fx.Graph
+    after: fx.Graph
+    entries: tuple[Entry, ...]
+
+    @property
+    def fused(self) -> list[str | None]:
+        return [e.fused_into for e in self.entries]
+
+    @property
+    def reasons(self) -> str:
+        return "\n".join(e.reason for e in self.entries)
+
+    def count(self, op: str) -> int:
+        return count(self.after, op)
+
+
+def count(graph: fx.Graph, op: str) -> int:
+    """How often the graph calls the op of this qualified name."""
+    return sum(
+        isinstance(n.target, torch._ops.OpOverload) and n.target._schema.name == op for n in graph.nodes
+    )
+
+
+def applied(graph: fx.Graph, fusion: FusionPass | None = None) -> Seen:
+    """The pass, applied to a copy of the graph."""
+    fusion = fusion or FusionPass()
+    known = len(fusion.report().entries)
+    after = copied(graph)
+    fusion(after)
+    after.lint()
+    return Seen(copied(graph), after, fusion.report().entries[known:])
+
+
+def captured(
+    fn: Callable[..., Any], *inputs: Tensor, fusion: FusionPass | None = None, dynamic: bool = False
+) -> list[Seen]:
+    """The graphs of a function of tensors: one, or forward and backward where an input requires a gradient."""
+    seen: list[Seen] = []
+
+    def record(graph: fx.Graph) -> None:
+        seen.append(applied(graph, fusion))
+
+    def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        with V.set_fake_mode(torch._guards.detect_fake_mode(example_inputs)):
+            view_to_reshape(gm)
+            post_grad_passes(gm, bool(kwargs.get("is_inference")))
+        return gm.forward
+
+    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        return compile_fx(gm, example_inputs, inner_compile=inner_compile)
+
+    torch._dynamo.reset()
+    with (
+        functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
+        inductor_config.patch(post_grad_custom_post_pass=record, fx_graph_cache=False),
+    ):
+        torch.compile(fn, backend=backend, dynamic=None if dynamic else False)(*inputs)
+    return seen
+
+
+def hint(size: Any) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def like(value: Any) -> Any:
+    """Something random of a placeholder's shape and strides, in float64."""
+    if not isinstance(value, Tensor):
+        return hint(value) if isinstance(value, (int, torch.SymInt)) else None
+    shape, strides = [hint(s) for s in value.shape], [hint(s) for s in value.stride()]
+    return torch.empty_strided(shape, strides, dtype=torch.float64).copy_(
+        torch.randn(shape, dtype=torch.float64)
+    )
+
+
+class Ranks:
+    """Runs a graph for all ranks in step: a node's value is one value a rank."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+
+    def inputs(self, graph: fx.Graph) -> list[list[Any]]:
+        """Random inputs of each rank, different on each."""
+        vals = [n.meta.get("val") for n in graph.nodes if n.op == "placeholder"]
+        return [[like(v) for v in vals] for _ in range(self.world)]
+
+    def run(self, graph: fx.Graph, inputs: list[list[Any]]) -> list[list[Any]]:
+        """What the graph returns, flat, for each rank."""
+        envs: list[dict[fx.Node, Any]] = [{} for _ in range(self.world)]
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        for env, values in zip(envs, inputs, strict=True):
+            env.update(zip(placeholders, values, strict=True))
+        for node in graph.nodes:
+            if node.op == "call_function":
+                args = [fx.map_arg((node.args, node.kwargs), env.__getitem__) for env in envs]
+                for env, result in zip(envs, self.call(node.target, args), strict=True):
+                    check_meta(node, result)
+                    env[node] = result
+            elif node.op == "output":
+                return [tree_leaves(fx.map_arg(node.args, env.__getitem__)) for env in envs]
+        raise AssertionError("the graph has no output")
+
+    def call(self, target: Any, args: list[Any]) -> list[Any]:
+        first = [a[0][0] for a in args] if args and args[0][0] else []
+        if target is c10d.wait_tensor.default:
+            return first
+        if target is c10d.all_gather_into_tensor.default:
+            return [torch.cat(first) for _ in first]
+        if target is c10d.reduce_scatter_tensor.default:
+            return list(self.reduced(first, args[0][0][1]).contiguous().chunk(self.world))
+        if target is c10d.all_reduce.default or target is torch.ops.weft.one_shot_all_reduce.default:
+            return [self.reduced(first, args[0][0][1]) for _ in first]
+        if target is torch.ops.weft.fused_all_gather_matmul.default:
+            return [self.all_gather_matmul(first, *a[0][1:3], **a[1]) for a in args]
+        if target is torch.ops.weft.fused_matmul_reduce_scatter.default:
+            _, _, op, dim, _ = args[0][0]
+            whole = self.reduced([a[0][0] @ a[0][1] for a in args], op)
+            return [p.contiguous() for p in whole.chunk(self.world, dim)]
+        return [target(*a, **k) for a, k in args]
+
+    def reduced(self, values: list[Tensor], op: str) -> Tensor:
+        total = torch.stack(values).sum(0)
+        return total / self.world if op == "avg" else total
+
+    def all_gather_matmul(
+        self, shards: list[Tensor], Bs: list[Tensor], dim: int, return_A: bool = True
+    ) -> Any:
+        A = torch.cat(shards, dim)
+        front = 0 if dim == A.dim() - 1 else dim
+        out = [t.movedim(front, 0).contiguous().movedim(0, front) for t in (A, *(A @ B for B in Bs))]
+        return (out[0] if return_A else None), out[1:]
+
+
+def check_meta(node: fx.Node, result: Any) -> None:
+    """The shapes and strides are those that the node's metadata promises."""
+    said, got = tree_flatten(node.meta["val"])[0], tree_flatten(result)[0]
+    assert len(said) == len(got), node
+    for a, b in zip(said, got, strict=True):
+        if isinstance(b, Tensor):
+            shape = tuple(hint(s) for s in a.shape)
+            assert shape == b.shape, (node, node.target, shape, b.shape)
+            if 0 not in shape:
+                strides = [
+                    (hint(s), t) for s, t, n in zip(a.stride(), b.stride(), shape, strict=True) if n > 1
+                ]
+                assert all(s == t for s, t in strides), (node, node.target, strides)
+        elif isinstance(b, int):
+            assert hint(a) == b, (node, node.target, a, b)
+
+
+def check_same(seen: Seen, world: int) -> None:
+    """The graphs before and after the pass compute the same from random inputs, with the same strides."""
+    ranks = Ranks(world)
+    inputs = ranks.inputs(seen.before)
+    for mine, theirs in zip(ranks.run(seen.after, inputs), ranks.run(seen.before, inputs), strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            if isinstance(b, Tensor):
+                assert a.shape == b.shape
+                assert [s for s, n in zip(a.stride(), a.shape, strict=True) if n > 1] == [
+                    s for s, n in zip(b.stride(), b.shape, strict=True) if n > 1
+                ]
+                assert math.isfinite(b.norm())
+                torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+            else:
+                assert a == b
+
+
+def traced(fn: Callable[..., Any], *inputs: Tensor) -> fx.Graph:
+    """The graph of a function, op by op as it is written: for spellings that torch itself does not make."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = FakeTensorMode()
+    fake = tree_map(mode.from_tensor, inputs)
+    with mode:
+        return make_fx(fn)(*fake).graph
+
+
+__all__ = ["AG", "AR", "RS", "Ranks", "Seen", "operator"]

@@ -1,0 +1,265 @@
+"""What is fused: each way in which torch spells a gather before, or a scatter after, matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import AG, AR, RS, applied, c10d, captured, check_same, fake_ranks, gather, scatter, traced
+from torch import Tensor
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def into_linear(dim: int) -> Callable[..., Tensor]:
+    return lambda x, w, b=None: F.linear(gather(x, dim), w, b)
+
+
+def into_mm(dim: int) -> Callable[..., Tensor]:
+    return lambda x, w: gather(x, dim) @ w
+
+
+def out_of_linear(dim: int, reduce_op: str = "sum") -> Callable[..., Tensor]:
+    return lambda x, w, b=None: scatter(F.linear(x, w, b), dim, reduce_op)
+
+
+def out_of_mm(dim: int) -> Callable[..., Tensor]:
+    return lambda x, w: scatter(x @ w, dim)
+
+
+def qkv(dim: int) -> Callable[..., tuple[Tensor, ...]]:
+    def fn(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        y = gather(x, dim)
+        return tuple(F.linear(y, w) for w in weights)
+
+    return fn
+
+
+def qkv_each(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    return tuple(F.linear(gather(x, 1), w) for w in weights)
+
+
+def swiglu(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    y = gather(x, 1)
+    return x + scatter(F.linear(F.silu(F.linear(y, a)) * F.linear(y, b), c), 1)
+
+
+def attention(x: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
+    y = gather(x, 1)
+    heads = [F.linear(y, w).unflatten(-1, (2, 8)).transpose(1, 2) for w in (q, k, v)]
+    z = F.scaled_dot_product_attention(*heads, is_causal=True)
+    return x + scatter(F.linear(z.transpose(1, 2).flatten(2), o), 1)
+
+
+def moved_gather(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(gather(x.movedim(1, 0).contiguous(), 0).movedim(0, 1).contiguous(), w)
+
+
+def moved_scatter(x: Tensor, w: Tensor) -> Tensor:
+    return scatter(F.linear(x, w).movedim(1, 0).contiguous(), 0).movedim(0, 1)
+
+
+# Each function with the shapes of its inputs, for 6 * 2 or 6 * 3 rows, and what its forward graph comes to.
+CASES: dict[str, tuple[Callable[..., Any], Shapes, list[str]]] = {
+    "mm, dim 0": (into_mm(0), ((6, 8), (8, 5)), [AG]),
+    "linear, dim 0": (into_linear(0), ((6, 8), (5, 8)), [AG]),
+    "linear with bias, dim 0": (into_linear(0), ((6, 8), (5, 8), (5,)), [AG]),
+    "linear of 3-D, dim 0": (into_linear(0), ((6, 3, 8), (5, 8)), [AG]),
+    "linear of 3-D, dim 1": (into_linear(1), ((2, 6, 8), (5, 8)), [AG]),
+    "linear with bias of 3-D, dim 1": (into_linear(1), ((2, 6, 8), (5, 8), (5,)), [AG]),
+    "linear of batch 1, dim 1": (into_linear(1), ((1, 6, 8), (5, 8)), [AG]),
+    "linear of 4-D, dim 2": (into_linear(2), ((2, 3, 6, 8), (5, 8)), [AG]),
+    "mm, last dim": (into_mm(1), ((4, 6), (12, 5)), [AG]),
+    "q k v, dim 0": (qkv(0), ((6, 8), (5, 8), (7, 8), (3, 8)), [AG]),
+    "q k v of 3-D, dim 0": (qkv(0), ((6, 2, 8), (5, 8), (7, 8), (3, 8)), [AG]),
+    "q k v of 3-D, dim 1": (qkv(1), ((2, 6, 8), (5, 8), (7, 8), (3, 8)), [AG]),
+    "mm then dim 0": (out_of_mm(0), ((12, 8), (8, 5)), [RS]),
+    "linear of 3-D then dim 0": (out_of_linear(0), ((12, 3, 8), (5, 8)), [RS]),
+    "linear of 3-D then dim 1": (out_of_linear(1), ((2, 12, 8), (5, 8)), [RS]),
+    "linear of batch 1 then dim 1": (out_of_linear(1), ((1, 12, 8), (5, 8)), [RS]),
+    "linear of 4-D then dim 2": (out_of_linear(2), ((2, 3, 12, 8), (5, 8)), [RS]),
+    "mm then last dim": (out_of_mm(1), ((4, 8), (8, 12)), [RS]),
+    "linear with bias then dim 1": (out_of_linear(1), ((2, 12, 8), (5, 8), (5,)), [RS]),
+    "linear with bias of 2-D then dim 0": (out_of_linear(0), ((12, 8), (5, 8), (5,)), [RS]),
+    "swiglu": (swiglu, ((2, 6, 8), (5, 8), (5, 8), (8, 5)), [AG, RS]),
+    "swiglu of batch 1": (swiglu, ((1, 6, 8), (5, 8), (5, 8), (8, 5)), [AG, RS]),
+    "attention": (attention, ((2, 6, 8), (16, 8), (16, 8), (16, 8), (8, 16)), [AG, RS]),
+    "gather along dim 0, moved": (moved_gather, ((2, 6, 8), (5, 8)), [AG]),
+    "scatter along dim 0, moved": (moved_scatter, ((2, 12, 8), (5, 8)), [RS]),
+}
+MIRROR = {AG: RS, RS: AG}
+
+
+@pytest.fixture(params=[2, 3], ids=lambda w: f"{w} ranks")
+def world(request: pytest.FixtureRequest) -> Iterator[int]:
+    # 4 rows of each of 3 ranks, where there are 6 of each of 2.
+    with fake_ranks(request.param):
+        yield request.param
+
+
+def inputs(shapes: Shapes, grad: bool) -> list[Tensor]:
+    return [torch.randn(s, requires_grad=grad) for s in shapes]
+
+
+def for_ranks(name: str, world: int) -> Shapes:
+    """A shard of the last dimension is as wide as the weight is high, divided by the ranks."""
+    shapes = CASES[name][1]
+    return ((4, 12 // world), *shapes[1:]) if name == "mm, last dim" else shapes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward_and_backward_are_fused(name: str, world: int) -> None:
+    fn, _, ops = CASES[name]
+    forward, backward = captured(fn, *inputs(for_ranks(name, world), grad=True))
+    assert forward.fused == ops, forward.reasons
+    assert backward.fused == [MIRROR[op] for op in reversed(ops)], backward.reasons
+    for seen in (forward, backward):
+        assert seen.count("_c10d_functional::wait_tensor") == 0
+        check_same(seen, world)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_gradients_nothing_is_gathered_in_vain(name: str, world: int) -> None:
+    fn, _, ops = CASES[name]
+    (seen,) = captured(fn, *inputs(for_ranks(name, world), grad=False))
+    assert seen.fused == ops, seen.reasons
+    for node in seen.after.nodes:
+        if node.target is torch.ops.weft.fused_all_gather_matmul.default:
+            assert node.kwargs["return_A"] is False
+    check_same(seen, world)
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("name", [n for n in CASES if n != "attention"])
+def test_a_dynamic_size_stays_dynamic(name: str, grad: bool) -> None:
+    fn, shapes, ops = CASES[name]
+    with fake_ranks(2):
+        tensors = inputs(shapes, grad)
+        torch._dynamo.mark_dynamic(tensors[0], tensors[0].dim() - 2)
+        graphs = captured(fn, *tensors, dynamic=True)
+        assert graphs[0].fused == ops, graphs[0].reasons
+        if grad:
+            assert graphs[1].fused == [MIRROR[op] for op in reversed(ops)], graphs[1].reasons
+        for seen in graphs:
+            symbols = [n for n in seen.after.nodes if isinstance(n.meta.get("val"), torch.SymInt)]
+            assert symbols, "the test is in vain: nothing is dynamic"
+            check_same(seen, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    with fake_ranks(2):
+        fn, shapes, ops = CASES["swiglu"]
+        (seen,) = captured(fn, *(torch.randn(s).to(dtype) for s in shapes))
+        assert seen.fused == ops, seen.reasons
+
+
+def test_three_products_of_one_gather_are_one_op_and_their_gradients_too() -> None:
+    with fake_ranks(2):
+        forward, backward = captured(qkv(1), *inputs(((2, 6, 8), (5, 8), (7, 8), (3, 8)), grad=True))
+        assert forward.count(AG) == backward.count(RS) == 1
+        assert forward.entries[0].detail == "3 products, A returned"
+        assert backward.entries[0].detail == "3 products, summed as one"
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+def test_a_tensor_gathered_for_each_product_is_gathered_once(grad: bool) -> None:
+    with fake_ranks(2):
+        graphs = captured(qkv_each, *inputs(((2, 6, 8), (5, 8), (7, 8), (3, 8)), grad))
+        assert graphs[0].count(AG) == 1
+        assert set(graphs[0].fused) == {AG}
+        for seen in graphs:
+            assert seen.count("_c10d_functional::wait_tensor") == 0
+            check_same(seen, 2)
+
+
+def test_average() -> None:
+    with fake_ranks(2):
+        (seen,) = captured(out_of_linear(1, "avg"), *inputs(((2, 12, 8), (5, 8), (5,)), grad=False))
+        assert seen.fused == [RS]
+        assert [
+            n.args[2]
+            for n in seen.after.nodes
+            if n.target is torch.ops.weft.fused_matmul_reduce_scatter.default
+        ] == ["avg"]
+        check_same(seen, 2)
+
+
+def test_biases_that_differ_between_ranks_are_summed() -> None:
+    with fake_ranks(2) as group:
+
+        def fn(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+            y = torch.addmm(b, x, w)
+            return c10d.wait_tensor(c10d.reduce_scatter_tensor(y, "sum", 2, group))
+
+        seen = applied(traced(fn, *inputs(((12, 8), (8, 5), (5,)), grad=False)))
+        assert seen.count(AR) == 1
+        check_same(seen, 2)
+
+
+def test_another_shape_after_the_product_is_kept() -> None:
+    """4 x 32 x 16 from rows of 2 x 64: the parts are those of the flat result, whatever shapes stand between."""
+    with fake_ranks(2) as group:
+
+        def fn(x: Tensor, w: Tensor) -> Tensor:
+            y = (x.reshape(128, 8) @ w).reshape(4, 32, 16)
+            return c10d.wait_tensor(c10d.reduce_scatter_tensor(y, "sum", 2, group))
+
+        seen = applied(traced(fn, *inputs(((2, 64, 8), (8, 16)), grad=False)))
+        assert seen.fused == [RS]
+        check_same(seen, 2)
+
+
+def test_a_bias_computed_between_gather_and_product() -> None:
+    with fake_ranks(2) as group:
+
+        def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            y = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, group))
+            first = y @ w
+            return first, torch.addmm(first.sum(0) + y.sum(), y, w)
+
+        seen = applied(traced(fn, *inputs(((6, 8), (8, 5)), grad=False)))
+        assert seen.fused == [AG]
+        assert seen.entries[0].detail == "2 products, A returned"
+        check_same(seen, 2)
+
+
+def test_a_weight_computed_from_the_gathered_tensor_stays_out() -> None:
+    with fake_ranks(2) as group:
+
+        def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            y = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, group))
+            first = y @ w
+            return first, y @ (first.t() @ y).t()
+
+        seen = applied(traced(fn, *inputs(((6, 8), (8, 5)), grad=False)))
+        assert seen.entries[0].detail == "1 product, A returned"
+        check_same(seen, 2)
+
+
+@pytest.mark.parametrize("use", ["gathered", "joined", "rows", "transposed"])
+def test_what_else_uses_the_gathered_tensor_gets_it(use: str) -> None:
+    with fake_ranks(2) as group:
+
+        def fn(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+            wait = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, group))
+            y = wait if use == "gathered" else torch.cat(wait.split(2), 1)
+            rows = y.reshape(-1, 8)
+            extra = {"gathered": y, "joined": y, "rows": rows, "transposed": rows.t()}[use]
+            return rows @ w, extra, extra.sin()
+
+        seen = applied(traced(fn, *inputs(((2, 6, 8), (8, 5)), grad=False)))
+        assert seen.fused == [AG]
+        check_same(seen, 2)
+
+
+def test_the_joined_tensor_serves_a_weight_gradient() -> None:
+    """mm(gathered^T, g) is no product of the op, and no reason to leave the other one."""
+    with fake_ranks(2):
+        forward, backward = captured(out_of_linear(1), *inputs(((2, 12, 8), (5, 8)), grad=True))
+        assert backward.entries[0].detail == "1 product, A returned"
+        assert backward.count("aten::mm") == 1
+        assert forward.count("aten::mm") == 0

@@ -1,0 +1,153 @@
+"""Programs through torch.compile with the pass, on CPU ranks that communicate, against eager float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from opcommon import BOUND
+from ranks import run_ranks
+from torch import Tensor, fx
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
+from torch._inductor.virtualized import V
+
+Shapes = tuple[tuple[int, ...], ...]
+WORLD = 2
+
+
+def gather(x: Tensor, dim: int) -> Tensor:
+    import torch.distributed._functional_collectives as funcol
+
+    return funcol.all_gather_tensor_autograd(x, dim, dist.distributed_c10d._get_default_group())
+
+
+def scatter(x: Tensor, dim: int, reduce_op: str = "sum") -> Tensor:
+    import torch.distributed._functional_collectives as funcol
+
+    return funcol.reduce_scatter_tensor_autograd(
+        x, reduce_op, dim, dist.distributed_c10d._get_default_group()
+    )
+
+
+def qkv(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+    y = gather(x, 1)
+    return F.linear(y, a), F.linear(y, b), F.linear(y, c)
+
+
+def swiglu(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    y = gather(x, 1)
+    return x + scatter(F.linear(F.silu(F.linear(y, a)) * F.linear(y, b), c), 1)
+
+
+def swiglu0(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    y = gather(x, 0)
+    return x + scatter((F.silu(y @ a) * (y @ b)) @ c, 0)
+
+
+def with_biases(x: Tensor, a: Tensor, bias: Tensor, b: Tensor, other: Tensor) -> Tensor:
+    return scatter(F.linear(F.gelu(F.linear(gather(x, 1), a, bias)), b, other), 1)
+
+
+def columns(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return scatter(torch.tanh(gather(x, 1) @ a) @ b, 1)
+
+
+# The function, the shapes of its inputs, how many collectives its forward and backward graphs have.
+PROGRAMS: dict[str, tuple[Callable[..., Any], Shapes, int]] = {
+    "q k v": (qkv, ((3, 5, 24), (8, 24), (16, 24), (7, 24)), 2),
+    "swiglu": (swiglu, ((2, 9, 24), (20, 24), (20, 24), (24, 20)), 4),
+    "batch 1": (swiglu, ((1, 9, 24), (20, 24), (20, 24), (24, 20)), 4),
+    "rows": (swiglu0, ((17, 24), (24, 20), (24, 20), (20, 24)), 4),
+    "biases": (with_biases, ((2, 9, 24), (20, 24), (20,), (24, 20), (24,)), 4),
+    "last dimension": (columns, ((6, 12), (24, 10), (10, 14)), 4),
+}
+
+
+def leaves(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def run_as_it_is(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
+    """A backend: Inductor's passes over the graphs, and the options' own; then they run as they are."""
+
+    def inner_compile(gm: fx.GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
+        with V.set_fake_mode(torch._guards.detect_fake_mode(example_inputs)):
+            view_to_reshape(gm)
+            post_grad_passes(gm, bool(kwargs.get("is_inference")))
+        return gm.forward
+
+    return compile_fx(gm, example_inputs, inner_compile=inner_compile)
+
+
+def check(name: str, fn: Any, compiled: Any, shapes: Shapes, dtype: torch.dtype, dynamic: bool) -> None:
+    ours = [torch.randn(s, dtype=torch.float64).div(s[-1] ** 0.5).to(dtype) for s in shapes]
+    exact = [t.double() for t in ours]
+    for t in (*ours, *exact):
+        t.requires_grad_()
+    if dynamic:
+        torch._dynamo.mark_dynamic(ours[0], ours[0].dim() - 2)
+    want, got = leaves(fn(*exact)), leaves(compiled(*ours))
+    grads = [torch.randn(w.shape, dtype=torch.float64).to(dtype) for w in want]
+    torch.autograd.backward(want, [g.double() for g in grads])
+    torch.autograd.backward(got, grads)
+    pairs = [*zip(got, want, strict=True), *((a.grad, b.grad) for a, b in zip(ours, exact, strict=True))]
+    for i, (a, b) in enumerate(pairs):
+        assert a is not None
+        assert b is not None
+        assert a.shape == b.shape
+        assert a.stride() == b.stride()
+        error = ((a.double() - b).norm() / b.norm()).item()
+        # A few products, one after the other.
+        assert error <= 5 * BOUND[dtype], f"{name}, result {i}: {error}"
+
+
+def programs(
+    rank: int, world: int, names: list[str], dtype: torch.dtype, dynamic: bool, codegen: bool
+) -> list[tuple[int, int, str]]:
+    from weft.fused_ops.passes import FusionPass
+
+    torch._inductor.config.fx_graph_cache = False
+    torch._functorch.config.enable_autograd_cache = False
+    found = []
+    for name in names:
+        torch._dynamo.reset()
+        fn, shapes, _ = PROGRAMS[name]
+        fusion = FusionPass(strict=True)
+        if codegen:
+            compiled = torch.compile(fn, options=fusion.options, dynamic=dynamic)
+        else:
+            torch._inductor.config.post_grad_custom_post_pass = fusion
+            compiled = torch.compile(fn, backend=run_as_it_is, dynamic=dynamic)
+        for more in (0, 1) if dynamic else (0,):
+            first = (*shapes[0][:-2], shapes[0][-2] + more, shapes[0][-1])
+            check(name, fn, compiled, (first, *shapes[1:]), dtype, dynamic)
+        report = fusion.report()
+        found.append((report.fused, report.left, str(report)))
+    return found
+
+
+def check_ranks(names: list[str], *args: Any) -> None:
+    results = run_ranks(programs, WORLD, names, *args)
+    assert results[0] == results[1], "the ranks fused differently"
+    for name, (fused, left, text) in zip(names, results[0], strict=True):
+        # Compiled once, also where a size changes.
+        assert (fused, left) == (PROGRAMS[name][2], 0), text
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fused_graphs_are_right_and_wholly_fused(dtype: torch.dtype, dynamic: bool) -> None:
+    check_ranks(list(PROGRAMS), dtype, dynamic, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "dynamic"),
+    [("swiglu", torch.bfloat16, False), ("q k v", torch.float32, False), ("biases", torch.float32, True)],
+)
+def test_compiled_by_inductor(name: str, dtype: torch.dtype, dynamic: bool) -> None:
+    check_ranks([name], dtype, dynamic, True)

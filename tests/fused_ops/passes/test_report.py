@@ -1,0 +1,149 @@
+"""The report, strictness, the cache key and the log of the pass."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from graphs import AG, RS, c10d, captured, copied, fake_ranks, gather, scatter, traced
+from torch import Tensor
+from weft.fused_ops.passes import Entry, FusionError, FusionPass, Report
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[str]:
+    with fake_ranks(2) as name:
+        yield name
+
+
+def good(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(gather(x, 1), w)
+
+
+def mixed(x: Tensor, w: Tensor) -> Tensor:
+    return scatter(gather(x * 2, 0).sin(), 0) + scatter(x @ w, 0).sum()
+
+
+X, W = torch.randn(2, 6, 8), torch.randn(5, 8)
+
+
+def test_the_source_line_is_the_models() -> None:
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        y = funcol.all_gather_tensor_autograd(x, 0, dist.distributed_c10d._get_default_group())
+        return F.linear(y, w)
+
+    (seen,) = captured(model, X, W)
+    assert seen.entries[0].source.startswith("test_report.py:")
+    assert "in model: y = funcol.all_gather_tensor_autograd(x, 0, " in seen.entries[0].source
+
+
+def test_entries_and_text() -> None:
+    fusion = FusionPass()
+    captured(good, X, W, fusion=fusion)
+    captured(mixed, torch.randn(4, 4), torch.randn(4, 4), fusion=fusion)
+    report = fusion.report()
+    assert [e.graph for e in report.entries] == [0, 1, 1, 1]
+    assert [e.fused_into for e in report.entries] == [AG, None, None, RS]
+    assert (report.fused, report.left) == (2, 2)
+    assert [e.dim for e in report.entries] == [1, None, None, 0]
+    assert all(bool(e.reason) != bool(e.fused_into) for e in report.entries)
+    lines = str(report).splitlines()
+    assert len(lines) == 5
+    assert lines[0].startswith(
+        "graph 0: all_gather_into_tensor over group '0': fused into weft::fused_all_gather_matmul, dim 1"
+    )
+    assert "left alone: no matrix product takes the gathered tensor, but sin" in lines[1]
+    assert lines[-1] == "2 of 4 collectives fused"
+
+
+def test_a_graph_without_collectives_counts() -> None:
+    fusion = FusionPass()
+    captured(torch.sin, X, fusion=fusion)
+    captured(good, X, W, fusion=fusion)
+    assert [e.graph for e in fusion.report().entries] == [1]
+
+
+def test_clear() -> None:
+    fusion = FusionPass()
+    captured(good, X, W, fusion=fusion)
+    before = fusion.report()
+    fusion.clear()
+    assert len(before.entries) == 1
+    assert fusion.report().entries == ()
+    assert str(fusion.report()) == "no collectives were seen"
+    captured(good, X, W, fusion=fusion)
+    assert fusion.report().entries[0].graph == 0
+
+
+def test_strict_raises_with_the_graphs_report() -> None:
+    fusion = FusionPass(strict=True)
+    captured(good, X, W, fusion=fusion)
+    graph = traced(lambda x: c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0")).sin(), X)
+    with pytest.raises(
+        FusionError, match=r"1 of 1 collectives were not fused\n.*no matrix product takes"
+    ) as caught:
+        fusion(copied(graph))
+    assert [e.graph for e in caught.value.report.entries] == [1]
+    assert len(fusion.report().entries) == 2
+
+
+def test_strict_stops_the_compilation() -> None:
+    fusion = FusionPass(strict=True)
+    fn = torch.compile(lambda x: gather(x, 0).sin(), options=fusion.options)
+    with pytest.raises(Exception, match="no matrix product takes the gathered tensor"):
+        fn(torch.randn(4, 4))
+
+
+def test_only_the_given_groups(group: str) -> None:
+    for groups in ([group], [dist.distributed_c10d._get_default_group()]):
+        fusion = FusionPass(groups=groups)
+        assert captured(good, X, W, fusion=fusion)[0].fused == [AG]
+    fusion = FusionPass(groups=[])
+    assert captured(good, X, W, fusion=fusion)[0].fused == [None]
+
+
+def test_groups_must_be_a_list() -> None:
+    with pytest.raises(TypeError, match="groups: is the string 'tp'"):
+        FusionPass(groups="tp")
+
+
+def test_the_cache_key_covers_the_configuration() -> None:
+    keys = [
+        FusionPass().uuid(),
+        FusionPass(strict=True).uuid(),
+        FusionPass(groups=["a"]).uuid(),
+        FusionPass(groups=["a", "b"]).uuid(),
+        FusionPass(groups=[]).uuid(),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert FusionPass(groups=["b", "a"]).uuid() == keys[3]
+
+
+def test_the_cache_key_covers_the_sources() -> None:
+    from weft.fused_ops.passes import fusion
+
+    names = {p.rsplit("/", 1)[-1] for p in fusion._SOURCES}
+    assert {"fusion.py", "match.py", "parts.py", "insert.py", "all_gather_matmul.py", "ops.py"} <= names
+
+
+def test_one_line_a_graph_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "weft.passes"):
+        captured(good, X, W)
+    assert [r.getMessage() for r in caplog.records if r.name == "weft.passes"] == [
+        "graph 0: 1 of 1 collectives fused"
+    ]
+
+
+def test_report_is_data() -> None:
+    entry = Entry(3, "all_gather_into_tensor", "all_gather_into_tensor", "tp", 1, AG, detail="1 product")
+    report = Report([entry, Entry(3, "x", "all_reduce", None, reason="because")])
+    assert str(entry) == (
+        "graph 3: all_gather_into_tensor over group 'tp': fused into weft::fused_all_gather_matmul, dim 1, 1 product"
+    )
+    assert str(report.entries[1]) == "graph 3: x (all_reduce): left alone: because"
+    assert (report.fused, report.left) == (1, 1)
