@@ -51,7 +51,9 @@ def _unfused(
 
 
 def _on_cpu(where: Heap, a: Tensor, Bs: list[Tensor], split_k: bool) -> tuple[Tensor, list[Tensor]]:
-    workspace = matmul_workspace(where, *host.needs(*a.shape, a.element_size(), where.world_size))
+    workspace = matmul_workspace(
+        where, *host.needs(a.shape[0], a.shape[1], a.element_size(), where.world_size)
+    )
     ran(Plan("host", workspace_bytes=workspace.layout.bytes))
     return host.all_gather_matmul(workspace, a, Bs, split_k=split_k)
 

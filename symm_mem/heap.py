@@ -232,13 +232,14 @@ class Heap:
     ) -> torch.Tensor:
         """Rank's memory from ``offset`` on as a contiguous tensor on this rank's device; it keeps ``owner`` alive."""
         tensor = torch.empty(0, dtype=dtype, device=self.device)
-        count = 1
-        for n in shape:
+        strides, count = [], 1
+        for n in reversed(shape):
+            strides.append(count)
             count *= n
         if count == 0:
             return tensor.reshape(shape)
         storage = tensor_over(self.address(rank) + offset, count * dtype.itemsize, self.device, owner)
-        return tensor.set_(storage, 0, shape)
+        return tensor.set_(storage, 0, shape, strides[::-1])
 
 
 def _unmap_all(

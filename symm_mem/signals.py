@@ -15,7 +15,7 @@ import ctypes
 import os
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -24,6 +24,10 @@ from .timeouts import get_timeout
 
 if TYPE_CHECKING:
     from .heap import Block
+
+Awaited: TypeAlias = tuple[
+    str, str, int, int, str, int
+]  # what PeerTimeout says of a wait, up to what was expected
 
 CHANNELS = 16
 _SPINS = 200  # tries before a waiting CPU rank offers its core to the others
@@ -111,7 +115,7 @@ class _Watch:
         from .backends.vmm import check
 
         self._driver, self._call, self._device = driver, check, device
-        self._waiting: list[tuple[torch.cuda.Event, float, int, int, float, tuple]] = []
+        self._waiting: list[tuple[torch.cuda.Event, float, int, int, float, Awaited]] = []
         self._expired: PeerTimeout | None = None
         self._lock = threading.Condition()
         self._side = torch.cuda.Stream(device)
@@ -129,7 +133,7 @@ class _Watch:
         # The default flag orders everything earlier in the stream before the word, for the whole system.
         self._call(self._driver.cuStreamWriteValue32(self._stream(), address, value, 0))
 
-    def wait(self, address: int, value: int, timeout: float, error: tuple) -> None:
+    def wait(self, address: int, value: int, timeout: float, error: Awaited) -> None:
         greater_or_equal = self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
         self._call(self._driver.cuStreamWaitValue32(self._stream(), address, value, int(greater_or_equal)))
         event = torch.cuda.Event()
@@ -160,7 +164,7 @@ class _Watch:
         address: int,
         value: int,
         timeout: float,
-        error: tuple,
+        error: Awaited,
     ) -> None:
         seen = ctypes.c_uint32()
         stream = self._side.cuda_stream

@@ -15,6 +15,7 @@ _SPLIT_BYTES = 16 << 20
 _LINK = 364e3  # bytes a microsecond, measured between H200s
 _PRODUCTS = 350e6  # multiply-adds a microsecond
 
+
 @dataclass(frozen=True)
 class Config:
     """``chunk_rows`` rows of a shard are announced by one flag, whole tiles or the shard; ``group_m`` rows of tiles

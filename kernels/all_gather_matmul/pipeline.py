@@ -42,7 +42,7 @@ def all_gather_matmul(
         a: the own shard, [m, K], contiguous.
         bs: each [K, N_i], rows or columns contiguous; ``triton_kernel.supports`` holds for all.
     """
-    size, (m, k) = workspace.world_size, a.shape
+    size, m = workspace.world_size, a.shape[0]
     engine = workspace.prepared.get("copy engine")
     if engine is None:
         engine = workspace.prepared["copy engine"] = CopyEngine(workspace)

@@ -58,8 +58,8 @@ class Backend(Protocol):
         ...
 
 
-def tensor_over(address: int, size: int, device: torch.device, owner: object) -> torch.UntypedStorage:
-    """A storage over memory that is already there. It keeps ``owner`` alive."""
-    storage = torch._C._construct_storage_from_data_pointer(address, device, size)
+def tensor_over(address: int, size: int, device: torch.device, owner: object) -> Any:
+    """An UntypedStorage over memory that is already there. It keeps ``owner`` alive."""
+    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, size)
     storage._weft_owner = owner
     return storage

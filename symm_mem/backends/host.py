@@ -59,7 +59,7 @@ class HostBackend:
             os.posix_fallocate(fd, 0, size)
         except OSError as e:
             os.close(fd)
-            raise OSError(e.errno, f"no shared memory for {size} bytes: {os.strerror(e.errno)}") from e
+            raise OSError(e.errno, f"no shared memory for {size} bytes: {e.strerror}") from e
         return fd, fd
 
     def adopt(self, fd: int, size: int) -> int:
