@@ -213,7 +213,7 @@ def _products(c: Collective, gathered: fx.Node) -> list[fx.Node]:
 def _why_no_product(gathered: fx.Node) -> str:
     seen = closure(gathered, lambda n: (u for u in n.users if flat(u)))
     users = [u for n in gathered.graph.nodes if n in seen for u in n.users if u not in seen]
-    right = [u for u in users if calls(u, *_PRODUCTS)]
+    right = [u for u in users if calls(u, *_PRODUCTS) and u.args[-1] in seen]
     if right:
         return f"the gathered tensor is the right operand of {some(right)}"
     return f"no matrix product takes the gathered tensor, but {some(users) if users else 'nothing'}"

@@ -79,11 +79,11 @@ class _Sum:
         have, want = val(term), val(node)
         if have.dtype != want.dtype:
             raise LeftAlone(f"{what(node)} adds {what(term)} of another dtype")
-        if same_shape(have.shape, want.shape) and want.dim() > 1:
+        if same_shape(have.shape, want.shape):
             if not (flat(term) or calls(term, aten.mm.default, aten.addmm.default, aten.add.Tensor)):
                 raise LeftAlone(f"{what(node)} adds {what(term)}, which is no matrix product")
             self.add(term, node)
-        elif have.dim() == 1 and known(have.shape[0] == want.shape[-1]):
+        elif have.dim() == 1:
             self.vectors.append(term)
         else:
             raise LeftAlone(f"{what(node)} adds {what(term)} of another shape")
@@ -92,9 +92,11 @@ class _Sum:
         """The rows and columns of every product.
 
         Raises:
-            LeftAlone: they differ.
+            LeftAlone: they differ, or there are none.
         """
         shapes = [val(p).shape for p in self.products]
+        if not shapes:
+            raise LeftAlone(f"{some(self.vectors)}, which it sums, are no matrix products")
         for shape in shapes[1:]:
             if not same_shape(shape, shapes[0]):
                 raise LeftAlone("the products that it sums have different shapes")

@@ -20,7 +20,10 @@ _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 @dataclass(frozen=True)
 class Parts:
-    """All of ``source``, cut along ``cut_dim`` into equal parts, which are joined in order along ``join_dim``."""
+    """All of ``source``, cut along ``cut_dim``, the parts joined in order along ``join_dim``.
+
+    The parts are equal if the two differ; else they may be anything.
+    """
 
     cat: fx.Node
     source: fx.Node
@@ -52,9 +55,8 @@ class Parts:
             raise LeftAlone(f"{what(cat)} joins {what(parts[0])}, not a part of a tensor")
         join_dim = argument(cat, 1, "dim", 0) % val(cat).dim()
         # Parts can be joined only if their sizes are the same in every other dimension. So the parts cut along one
-        # dimension and joined along another are equal, and those of a split cover all of it.
-        if cut_dim == join_dim:
-            raise LeftAlone(f"{what(cat)} joins the parts along dimension {join_dim} as they were cut")
+        # dimension and joined along another are equal, and those of a split cover all of it. Joined along the
+        # dimension they were cut along, they are the tensor itself.
         for node in nodes:
             for user in node.users:
                 if user is not cat and user not in nodes:

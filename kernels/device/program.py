@@ -16,13 +16,13 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cuda.bindings import driver, nvrtc
 
-from ...symm_mem.backends.vmm import check
+from ...symm_mem.backends.vmm import check, relaxed_capture
 
 ARCH = "sm_90a"
 DEVICE_FOLDER = Path(__file__).parent
@@ -106,7 +106,7 @@ class Program:
         if found is not None:
             return found
         cubin = self.cubin()
-        with self._lock, _relaxed_capture():
+        with self._lock, relaxed_capture():
             if context not in self._modules:
                 self._modules[context] = check(driver.cuModuleLoadData(cubin))
             handle = check(driver.cuModuleGetFunction(self._modules[context], name.encode()))
@@ -219,14 +219,3 @@ def _nvrtc(result: tuple[Any, ...]) -> Any:
 def _driver_error(error: Any) -> str:
     _, text = driver.cuGetErrorString(error)
     return f"{error.name}: {text.decode() if text else 'unknown error'}"
-
-
-@contextlib.contextmanager
-def _relaxed_capture() -> Iterator[None]:
-    """Lets this thread load a module while a CUDA graph is being captured: none of it goes into the graph."""
-    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    mode = check(driver.cuThreadExchangeStreamCaptureMode(relaxed))
-    try:
-        yield
-    finally:
-        check(driver.cuThreadExchangeStreamCaptureMode(mode))

@@ -91,13 +91,13 @@ class VmmBackend:
         check(driver.cuMemAddressFree(address, size))
 
     def create(self, size: int) -> tuple[int, Any]:
-        with _relaxed_capture():
+        with relaxed_capture():
             handle = check(driver.cuMemCreate(size, self._prop, 0))
             fd = check(driver.cuMemExportToShareableHandle(handle, _FD, 0))
         return int(fd), handle
 
     def adopt(self, fd: int, size: int) -> Any:
-        with _relaxed_capture():
+        with relaxed_capture():
             return check(driver.cuMemImportFromShareableHandle(fd, _FD))
 
     def map(self, address: int, handle: Any, size: int) -> None:
@@ -105,7 +105,7 @@ class VmmBackend:
         access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = self.device.index
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        with _relaxed_capture():
+        with relaxed_capture():
             check(driver.cuMemMap(address, size, 0, handle, 0))
             check(driver.cuMemSetAccess(address, size, [access], 1))
 
@@ -116,7 +116,7 @@ class VmmBackend:
         check(driver.cuMemRelease(handle))
 
     def zero(self, address: int, size: int) -> None:
-        with _relaxed_capture(), torch.cuda.device(self.device):
+        with relaxed_capture(), torch.cuda.device(self.device):
             check(driver.cuMemsetD8Async(address, 0, size, self._side.cuda_stream))
             check(driver.cuStreamSynchronize(self._side.cuda_stream))
 
@@ -127,13 +127,13 @@ class VmmBackend:
         return True
 
     def new_record(self) -> torch.Tensor:
-        with _relaxed_capture():
+        with relaxed_capture():
             return torch.zeros(8, dtype=torch.int64, pin_memory=True)
 
 
 @contextmanager
-def _relaxed_capture() -> Iterator[None]:
-    """Lets this thread map and zero memory while a CUDA graph is being captured: none of it goes into the graph."""
+def relaxed_capture() -> Iterator[None]:
+    """Lets this thread map memory or load code while a CUDA graph is being captured: none of it goes into the graph."""
     mode = check(
         driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
     )

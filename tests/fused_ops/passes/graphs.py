@@ -152,7 +152,9 @@ class Ranks:
         envs: list[dict[fx.Node, Any]] = [{} for _ in range(self.world)]
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         for env, values in zip(envs, inputs, strict=True):
-            env.update(zip(placeholders, values, strict=True))
+            # A graph may write to its inputs.
+            own = [v.clone() if isinstance(v, Tensor) else v for v in values]
+            env.update(zip(placeholders, own, strict=True))
         for node in graph.nodes:
             if node.op == "call_function":
                 args = [fx.map_arg((node.args, node.kwargs), env.__getitem__) for env in envs]

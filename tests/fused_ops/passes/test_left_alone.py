@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import Seen, applied, c10d, fake_ranks, traced
+from graphs import Seen, applied, c10d, check_same, fake_ranks, traced
 from torch import Tensor
 from weft.fused_ops.passes import FusionPass
 
@@ -43,6 +43,7 @@ def check_left(
     assert str(found.after) == str(found.before)
 
 
+W3 = torch.randn(3, 8)
 X3, X2, W8 = torch.randn(2, 6, 8), torch.randn(6, 8), torch.randn(8, 5)
 
 
@@ -146,7 +147,13 @@ def test_scaled_between() -> None:
 
 
 def test_the_right_operand() -> None:
-    check_left(lambda x, w: w @ ag(x), "right operand", X2, torch.randn(5, 12))
+    check_left(lambda x, w: w @ ag(x), "is the right operand of mm", X2, torch.randn(5, 12))
+
+
+def test_the_addend() -> None:
+    check_left(
+        lambda x, a, b: torch.addmm(ag(x), a, b), "no matrix product takes", X2, torch.randn(12, 3), W3
+    )
 
 
 def test_the_transposed_left_operand() -> None:
@@ -223,6 +230,17 @@ def test_an_operand_written_before_the_scatter() -> None:
     check_left(fn, "writes to memory between", X2, W8)
 
 
+def test_a_tensor_gathered_again_after_it_was_written() -> None:
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        first = ag(x) @ w
+        torch.ops.aten.mul_.Scalar(x, 2)
+        return first, ag(x) @ w
+
+    found = seen(fn, X2, W8)
+    assert [e.detail for e in found.entries] == ["1 product", "1 product"]
+    check_same(found, 2)
+
+
 @pytest.mark.parametrize("op", ["max", "min", "product"])
 def test_other_reductions(op: str) -> None:
     check_left(lambda x, w: rs(x @ w, op), f"reduces by '{op}'", X2, W8)
@@ -279,6 +297,34 @@ def test_columns_of_another_width() -> None:
         return rs_cat(list((x @ w).reshape(6, 2, 4).split(1, 1)))
 
     check_left(fn, "rows of 4", X2, torch.randn(8, 8))
+
+
+def test_rows_that_are_cut() -> None:
+    """3 rows of 8 as 6 of 4: half of them is one row and a half."""
+    check_left(lambda x, w: rs((x @ w).reshape(6, 4)), "the 3 rows", torch.randn(3, 5), torch.randn(5, 8))
+
+
+def test_a_vector_for_half_a_row() -> None:
+    def fn(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return rs((x @ w).reshape(12, 4) + b)
+
+    check_left(fn, "not added to the rows", X2, torch.randn(8, 8), torch.randn(4))
+
+
+def test_products_of_different_shapes() -> None:
+    def fn(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+        return rs((x @ w).reshape(12, 4) + x.reshape(12, 4) @ u)
+
+    check_left(fn, "have different shapes", X2, torch.randn(8, 8), torch.randn(4, 4))
+
+
+def test_a_sum_without_a_product() -> None:
+    check_left(lambda a, b: rs(a + b), "is no matrix product", torch.randn(6), torch.randn(6))
+    check_left(lambda a, b: rs(a + b), "of another shape", torch.randn(6, 1), torch.randn(5))
+
+
+def test_a_flattened_product_and_a_vector_of_its_size() -> None:
+    check_left(lambda x, w, r: rs((x @ w).reshape(-1) + r), "is no matrix product", X2, W8, torch.randn(30))
 
 
 def test_a_product_used_elsewhere() -> None:

@@ -200,6 +200,30 @@ def test_biases_that_differ_between_ranks_are_summed() -> None:
         check_same(seen, 2)
 
 
+def test_a_sum_of_flattened_products() -> None:
+    with fake_ranks(2) as group:
+
+        def fn(x: Tensor, w: Tensor) -> Tensor:
+            y = (x @ w).reshape(-1) + (x.sin() @ w).reshape(-1)
+            return c10d.wait_tensor(c10d.reduce_scatter_tensor(y, "sum", 2, group))
+
+        seen = applied(traced(fn, *inputs(((6, 8), (8, 5)), grad=False)))
+        assert seen.fused == [RS]
+        check_same(seen, 2)
+
+
+def test_a_product_added_to_itself() -> None:
+    with fake_ranks(2) as group:
+
+        def fn(x: Tensor, w: Tensor) -> Tensor:
+            y = x @ w
+            return c10d.wait_tensor(c10d.reduce_scatter_tensor(y + y, "sum", 2, group))
+
+        seen = applied(traced(fn, *inputs(((6, 8), (8, 5)), grad=False)))
+        assert seen.fused == [RS]
+        check_same(seen, 2)
+
+
 def test_another_shape_after_the_product_is_kept() -> None:
     """4 x 32 x 16 from rows of 2 x 64: the parts are those of the flat result, whatever shapes stand between."""
     with fake_ranks(2) as group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 from opcommon import BOUND
 from ranks import run_ranks
 from torch import Tensor, fx
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
 from torch._inductor.virtualized import V
@@ -111,8 +114,6 @@ def programs(
 ) -> list[tuple[int, int, str]]:
     from weft.fused_ops.passes import FusionPass
 
-    torch._inductor.config.fx_graph_cache = False
-    torch._functorch.config.enable_autograd_cache = False
     found = []
     for name in names:
         torch._dynamo.reset()
@@ -121,13 +122,19 @@ def programs(
         if codegen:
             compiled = torch.compile(fn, options=fusion.options, dynamic=dynamic)
         else:
-            torch._inductor.config.post_grad_custom_post_pass = fusion
             compiled = torch.compile(fn, backend=run_as_it_is, dynamic=dynamic)
-        for more in (0, 1) if dynamic else (0,):
-            first = (*shapes[0][:-2], shapes[0][-2] + more, shapes[0][-1])
-            check(name, fn, compiled, (first, *shapes[1:]), dtype, dynamic)
+        with (
+            functorch_config.patch(enable_autograd_cache=False),
+            inductor_config.patch(
+                fx_graph_cache=False, post_grad_custom_post_pass=None if codegen else fusion
+            ),
+        ):
+            for more in (0, 1) if dynamic else (0,):
+                first = (*shapes[0][:-2], shapes[0][-2] + more, shapes[0][-1])
+                check(name, fn, compiled, (first, *shapes[1:]), dtype, dynamic)
         report = fusion.report()
         found.append((report.fused, report.left, str(report)))
+    torch._dynamo.reset()
     return found
 
 
@@ -139,8 +146,11 @@ def check_ranks(names: list[str], *args: Any) -> None:
         assert (fused, left) == (PROGRAMS[name][2], 0), text
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "dynamic"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)],
+    ids=["float32", "bfloat16", "dynamic"],
+)
 def test_fused_graphs_are_right_and_wholly_fused(dtype: torch.dtype, dynamic: bool) -> None:
     check_ranks(list(PROGRAMS), dtype, dynamic, False)
 
@@ -148,6 +158,28 @@ def test_fused_graphs_are_right_and_wholly_fused(dtype: torch.dtype, dynamic: bo
 @pytest.mark.parametrize(
     ("name", "dtype", "dynamic"),
     [("swiglu", torch.bfloat16, False), ("q k v", torch.float32, False), ("biases", torch.float32, True)],
+    ids=["swiglu", "q k v", "biases"],
 )
 def test_compiled_by_inductor(name: str, dtype: torch.dtype, dynamic: bool) -> None:
     check_ranks([name], dtype, dynamic, True)
+
+
+def cached(rank: int, world: int, groups: list[str] | None) -> tuple[int, int, bool]:
+    from weft.fused_ops.passes import FusionPass
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return gather(x, 0) @ w
+
+    fusion = FusionPass(groups=groups)
+    x, w = torch.full((4, 8), rank + 1.0), torch.ones(8, 3)
+    y = torch.compile(fn, options=fusion.options)(x, w)
+    want = torch.tensor([8.0, 16.0]).repeat_interleave(4)[:, None].expand(8, 3)
+    return fusion.report().fused, fusion.report().left, torch.equal(y, want)
+
+
+def test_the_cache_serves_only_graphs_of_the_same_configuration(tmp_path: Path) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0"}
+    # One rank may find what the other has just stored.
+    assert max(run_ranks(cached, WORLD, None, env=env, fresh=True)) == (1, 0, True)
+    assert run_ranks(cached, WORLD, None, env=env, fresh=True) == [(0, 0, True)] * WORLD
+    assert max(run_ranks(cached, WORLD, [], env=env, fresh=True)) == (0, 1, True)

@@ -1,0 +1,193 @@
+"""Who is measured against whom: for each op a table name -> call, and the float64 reference of set 0.
+
+weft       the public ops
+unfused    NCCL and cuBLAS; between CPU ranks gloo and torch.mm
+torch...   torch.ops.symm_mem as it is, and with its other algorithms where they apply (CUDA only)
+product    the same matrix product without communication: a part of the limit
+producer   all_reduce only: the kernel that writes the input before every call; its time is subtracted
+
+All contenders of a row get the same random inputs, several sets of them so that no cache holds them all.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from registry import Row
+from timer import Call
+from torch import Tensor
+from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
+
+LINK_BYTES_PER_US = 364e3  # what a GPU receives over NVLink; see the README
+NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A row's contenders. ``reference`` is this rank's float64 result of set 0."""
+
+    calls: dict[str, Call]
+    reference: Tensor
+    sets: int
+    flops: float
+    bytes_received: float
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(shape, dtype=torch.float32, device=device).to(dtype)
+
+
+def _sets(bytes_of_one: int, device: torch.device) -> int:
+    """Input sets that together are twice the L2 cache; at most 16."""
+    if device.type == "cpu":
+        return 2
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(1, min(16, math.ceil(2 * l2 / bytes_of_one)))
+
+
+def _divisible(size: int, world: int, what: str, row: Row) -> int:
+    if size % world:
+        raise ValueError(f"{what}: is {size} in {row.id}, must be a multiple of {world} ranks")
+    return size // world
+
+
+def _torch_symm(group: str, device: torch.device) -> bool:
+    """Whether torch's own ops can run here; before 2.13 they want the group to be announced."""
+    if device.type != "cuda":
+        return False
+    import torch.distributed._symmetric_memory as torch_symm
+
+    torch_symm.enable_symm_mem_for_group(group)  # type: ignore[arg-type]
+    return True
+
+
+def _with_native(call: Call) -> Call:
+    def native(i: int) -> Tensor:
+        os.environ[NATIVE] = "1"
+        try:
+            return call(i)
+        finally:
+            del os.environ[NATIVE]
+
+    return native
+
+
+def all_gather_matmul(row: Row, group: str, device: torch.device) -> Bench:
+    assert row.K is not None
+    world = dist.get_world_size()
+    m, n = _divisible(row.M, world, "M", row), _divisible(row.N, world, "N", row)
+    size = row.dtype.itemsize
+    sets = _sets((m * row.K + row.K * n) * size, device)
+    shards = [_random((m, row.K), row.dtype, device) for _ in range(sets)]
+    weights = [_random((row.K, n), row.dtype, device) / math.sqrt(row.K) for _ in range(sets)]
+    gathered = torch.empty(row.M, row.K, dtype=row.dtype, device=device)
+    dist.all_gather_into_tensor(gathered, shards[0])
+    reference = gathered.double() @ weights[0].double()
+
+    def weft(i: int) -> Tensor:
+        return fused_all_gather_matmul(shards[i], [weights[i]], 0, group, return_A=False)[1][0]
+
+    def unfused(i: int) -> Tensor:
+        dist.all_gather_into_tensor(gathered, shards[i])
+        return torch.mm(gathered, weights[i])
+
+    def product(i: int) -> Tensor:
+        return torch.mm(gathered, weights[i])
+
+    def torch_(i: int) -> Tensor:
+        return torch.ops.symm_mem.fused_all_gather_matmul(shards[i], [weights[i]], 0, group, return_A=False)[
+            1
+        ][0]
+
+    calls: dict[str, Call] = {"weft": weft, "unfused": unfused, "product": product}
+    if _torch_symm(group, device):
+        calls["torch"] = torch_
+        # The condition of torch's own gate, and of the kernel behind it.
+        if (
+            2048 < row.M <= 4096
+            and m % world == 0
+            and (m // world) % 128 == 0
+            and row.dtype == torch.bfloat16
+        ):
+            calls["torch native"] = _with_native(torch_)
+    return Bench(calls, reference, sets, 2.0 * row.M * row.K * n, (world - 1) * m * row.K * size)
+
+
+def matmul_reduce_scatter(row: Row, group: str, device: torch.device) -> Bench:
+    assert row.K is not None
+    world, rank = dist.get_world_size(), dist.get_rank()
+    m, k = _divisible(row.M, world, "M", row), _divisible(row.K, world, "K", row)
+    size = row.dtype.itemsize
+    sets = _sets((row.M * k + k * row.N) * size, device)
+    lefts = [_random((row.M, k), row.dtype, device) for _ in range(sets)]
+    weights = [_random((k, row.N), row.dtype, device) / math.sqrt(row.K) for _ in range(sets)]
+    whole = lefts[0].double() @ weights[0].double()
+    dist.all_reduce(whole)
+    reference = whole[rank * m : (rank + 1) * m].clone()
+    del whole
+
+    def weft(i: int) -> Tensor:
+        return fused_matmul_reduce_scatter(lefts[i], weights[i], "sum", 0, group)
+
+    def unfused(i: int) -> Tensor:
+        out = torch.empty(m, row.N, dtype=row.dtype, device=device)
+        dist.reduce_scatter_tensor(out, torch.mm(lefts[i], weights[i]))
+        return out
+
+    def product(i: int) -> Tensor:
+        return torch.mm(lefts[i], weights[i])
+
+    def torch_(i: int) -> Tensor:
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(lefts[i], weights[i], "sum", 0, group)
+
+    calls: dict[str, Call] = {"weft": weft, "unfused": unfused, "product": product}
+    if _torch_symm(group, device):
+        calls["torch"] = torch_
+    return Bench(calls, reference, sets, 2.0 * row.M * k * row.N, (world - 1) * m * row.N * size)
+
+
+def all_reduce(row: Row, group: str, device: torch.device) -> Bench:
+    world = dist.get_world_size()
+    source = _random((row.N,), row.dtype, device)
+    reference = source.double()
+    dist.all_reduce(reference)
+    plain = torch.empty_like(source)
+
+    def after_producer(x: Tensor, call: Callable[[], Tensor]) -> Call:
+        def produce_and_call(i: int) -> Tensor:
+            x.copy_(source)
+            return call()
+
+        return produce_and_call
+
+    def unfused() -> Tensor:
+        dist.all_reduce(plain)
+        return plain
+
+    calls = {
+        "weft": after_producer(plain, lambda: one_shot_all_reduce(plain, "sum", group)),
+        "unfused": after_producer(plain, unfused),
+        "producer": after_producer(plain, lambda: plain),
+    }
+    if _torch_symm(group, device):
+        import torch.distributed._symmetric_memory as torch_symm
+
+        symmetric = torch_symm.empty(row.N, dtype=row.dtype, device=device)
+        torch_symm.rendezvous(symmetric, group)  # type: ignore[arg-type]
+        one, two = torch.ops.symm_mem.one_shot_all_reduce, torch.ops.symm_mem.two_shot_all_reduce_
+        calls["torch"] = after_producer(symmetric, lambda: one(symmetric, "sum", group))
+        calls["torch two-shot"] = after_producer(symmetric, lambda: two(symmetric, "sum", group))
+    # Every rank has to receive its part from all others, and the other parts' sums.
+    return Bench(calls, reference, 1, 0.0, 2 * (world - 1) / world * row.N * row.dtype.itemsize)
+
+
+TABLE: dict[str, Callable[[Row, str, torch.device], Bench]] = {
+    "all_gather_matmul": all_gather_matmul,
+    "matmul_reduce_scatter": matmul_reduce_scatter,
+    "all_reduce": all_reduce,
+}

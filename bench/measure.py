@@ -1,0 +1,115 @@
+"""One row: check every contender against float64, then time those that are right, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contenders import LINK_BYTES_PER_US, TABLE, Bench
+from registry import Row
+from timer import Schedule, Series, over_ranks, schedule
+from torch import Tensor
+from weft.fused_ops import last_plan
+
+# ||result - reference|| / ||reference||. Rounding a result to the dtype costs about a third of it.
+MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+HIDDEN = ("product", "producer")
+
+Pedantic = Callable[[Callable[[], None], Schedule], None]
+"""Runs a function once a round, and once before the first one."""
+
+
+def _agree(problem: str, head_start_us: float) -> tuple[str, float]:
+    """The first rank's problem (all ranks drop a contender or none does) and the longest head start."""
+    said: list[tuple[str, float]] = [("", 0.0)] * dist.get_world_size()
+    dist.all_gather_object(said, (problem, head_start_us))
+    first = next((f"rank {rank}: {p}" for rank, (p, _) in enumerate(said) if p), "")
+    return first, max(us for _, us in said)
+
+
+def _error(out: Tensor, reference: Tensor, dtype: torch.dtype) -> str:
+    if out.numel() != reference.numel():
+        return f"wrong result: shape {tuple(out.shape)}, must be {tuple(reference.shape)}"
+    difference = out.double().reshape(reference.shape).sub_(reference)
+    error = float(difference.norm() / reference.norm())
+    return (
+        ""
+        if error <= MAX_ERROR[dtype]
+        else f"wrong result: error {error:.1e}, at most {MAX_ERROR[dtype]:.0e}"
+    )
+
+
+def _poison(like: Tensor) -> None:
+    """Leave NaN in the memory that the next result of this size is likely to get."""
+    torch.full(like.shape, float("nan"), dtype=like.dtype, device=like.device)
+
+
+def _ready(
+    bench: Bench, row: Row, plan: Schedule, device: torch.device
+) -> tuple[dict[str, Series], str, str]:
+    """(what can be timed, weft's algorithm, what is wrong with the others)."""
+    ready: dict[str, Series] = {}
+    algorithm, problems = "", []
+    for name, call in bench.calls.items():
+        problem, series = "", None
+        try:
+            series = Series(call, bench.sets, plan, row.mode, device)
+            if name not in HIDDEN:
+                _poison(series.last)
+                problem = _error(series.run(), bench.reference, row.dtype)
+            if name == "weft":
+                algorithm = last_plan().algorithm
+        except Exception as e:
+            problem = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
+        problem, head_start_us = _agree(problem, series.head_start_us if series else 0.0)
+        if problem or series is None:
+            problems.append(f"{name}: {problem}")
+        else:
+            series.head_start_us = head_start_us
+            ready[name] = series
+    return ready, algorithm, "; ".join(problems)
+
+
+def measure(row: Row, group: str, device: torch.device, pedantic: Pedantic) -> dict[str, Any]:
+    """The row's line of the table: times in microseconds, None where there is none."""
+    bench = TABLE[row.op](row, group, device)
+    plan = schedule(device.type, bench.flops, row.N)
+    ready, algorithm, error = _ready(bench, row, plan, device)
+    times: dict[str, list[float]] = {name: [] for name in ready}
+    order = list(ready)
+
+    def one_round() -> None:
+        for name in order:
+            times[name].append(ready[name].time())
+        order.append(order.pop(0))
+
+    pedantic(one_round, plan)
+    ready.clear()
+    # The first round is the warm-up.
+    medians = {name: over_ranks(rounds[1:], device) for name, rounds in times.items()}
+    before = medians.get("producer", 0.0)
+
+    def of(*names: str) -> float | None:
+        found = [medians[name] - before for name in names if name in medians]
+        return round(min(found), 2) if found else None
+
+    limit = None
+    if device.type == "cuda":
+        limit = round(max(medians.get("product", 0.0), bench.bytes_received / LINK_BYTES_PER_US), 2)
+    return {
+        "name": row.name,
+        "op": row.op,
+        "M": row.M,
+        "K": row.K,
+        "N": row.N,
+        "dtype": str(row.dtype).removeprefix("torch."),
+        "mode": row.mode,
+        "algorithm": algorithm,
+        "weft_us": of("weft"),
+        "unfused_us": of("unfused"),
+        "torch_us": of("torch", "torch native", "torch two-shot"),
+        "limit_us": limit,
+        "error": error or None,
+    }

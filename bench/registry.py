@@ -1,0 +1,98 @@
+"""What is measured: one row for each op, shape and mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "all_reduce")
+MODES = ("eager", "graph")
+
+# K and N of the whole layer; a rank holds N / world of the first kind and K / world of the second.
+LAYERS = {
+    "all_gather_matmul": {
+        "llama8b.qkv": (4096, 6144),
+        "llama8b.upgate": (4096, 28672),
+        "llama70b.qkv": (8192, 10240),
+        "llama70b.upgate": (8192, 57344),
+        "gpt3.fc1": (12288, 49152),
+    },
+    "matmul_reduce_scatter": {
+        "llama8b.o": (4096, 4096),
+        "llama8b.down": (14336, 4096),
+        "llama70b.o": (8192, 8192),
+        "llama70b.down": (28672, 8192),
+        "gpt3.fc2": (49152, 12288),
+    },
+}
+M_SIZES = {"cuda": (512, 1024, 2048, 4096, 8192, 16384), "cpu": (32, 128)}
+KIB_SIZES = {
+    "cuda": (2, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384, 65536),
+    "cpu": (2, 32, 256, 1024),
+}
+DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
+CPU_SCALE = 16  # a layer's K and N are divided by this on the CPU
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. ``K`` is None for all_reduce, whose input is [M, N] = [1, elements]."""
+
+    op: str
+    name: str
+    M: int
+    K: int | None
+    N: int
+    dtype: torch.dtype
+    mode: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.op}-{self.name}-{self.M}x{self.N}-{self.mode}"
+
+
+def rows(
+    device: str,
+    ops: tuple[str, ...] = OPS,
+    layers: tuple[str, ...] = (),
+    m_sizes: tuple[int, ...] = (),
+    kib_sizes: tuple[int, ...] = (),
+    modes: tuple[str, ...] = (),
+) -> list[Row]:
+    """The rows of a run on ``device`` ("cuda" or "cpu"); an empty selection means all there are.
+
+    Args:
+        layers: parts of layers' names ("llama8b" or "qkv").
+        m_sizes: rows of the whole left matrix.
+        kib_sizes: sizes of an all-reduced tensor, in KiB.
+
+    Raises:
+        ValueError: an op, layer or mode is unknown, or the device has no such mode.
+    """
+    known = MODES if device == "cuda" else ("eager",)
+    for what, given, allowed in (("ops", ops, OPS), ("modes", modes, known)):
+        if unknown := sorted(set(given) - set(allowed)):
+            raise ValueError(f"{what}: {unknown} is not among {allowed} on {device}")
+    names = [name for op in LAYERS for name in LAYERS[op]]
+    if unknown := [part for part in layers if not any(part in name for name in names)]:
+        raise ValueError(f"layers: {unknown} is in none of {names}")
+    scale = 1 if device == "cuda" else CPU_SCALE
+    dtype = DTYPE[device]
+    found: list[Row] = []
+    shapes: list[tuple[str, int, int | None, int]]
+    for op in (op for op in OPS if op in ops):
+        if op == "all_reduce":
+            shapes = [
+                ("all_reduce", 1, None, kib * 1024 // dtype.itemsize)
+                for kib in kib_sizes or KIB_SIZES[device]
+            ]
+        else:
+            shapes = [
+                (name, m, k // scale, n // scale)
+                for name, (k, n) in LAYERS[op].items()
+                if not layers or any(part in name for part in layers)
+                for m in m_sizes or M_SIZES[device]
+            ]
+        found += [Row(op, *shape, dtype, mode) for shape in shapes for mode in modes or known]
+    return found

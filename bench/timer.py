@@ -1,0 +1,119 @@
+"""One timer for all contenders: a series of calls between two events, started on all ranks at once.
+
+Rounds and calls are fixed before the first one, so that the ranks agree on how often an op is called.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Call = Callable[[int], Tensor]
+"""``call(i)`` runs an op on input set i and returns its result."""
+
+_CYCLES_PER_US = 1980  # of torch.cuda._sleep, at the H200's highest clock
+_HEAD_START_US = 500.0  # covers the launch of a graph of 100 nodes
+_MAX_HEAD_START_US = 50_000.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``rounds`` series of ``calls`` calls of each contender, after ``warmup`` calls."""
+
+    calls: int
+    rounds: int
+    warmup: int = 3
+
+
+def schedule(device: str, flops: float, elements: int) -> Schedule:
+    """Fewer calls of long products: the whole table is to be done in minutes.
+
+    Args:
+        flops: of one call's matrix product on one rank; 0 for an all-reduce.
+        elements: of an all-reduced tensor.
+    """
+    if device == "cpu":
+        return Schedule(calls=5, rounds=5, warmup=1)
+    if not flops:
+        return Schedule(calls=50 if elements <= 1 << 20 else 10, rounds=5)
+    us = flops / 7e8
+    return Schedule(calls=10 if us < 1500 else 4, rounds=5 if us < 3000 else 3)
+
+
+class Series:
+    """``calls`` calls of one contender, eager or captured once into a CUDA graph.
+
+    Call i works on set ``(calls - 1 - i) % sets``: ``last`` is always the result of set 0.
+    ``head_start_us`` is how long the device sleeps before a series; it must be the same on all ranks.
+    """
+
+    def __init__(self, call: Call, sets: int, plan: Schedule, mode: str, device: torch.device) -> None:
+        self._call = call
+        self._sets = sets
+        self._plan = plan
+        self._device = device
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self.head_start_us = _HEAD_START_US
+        self.last = torch.empty(0)
+        for _ in range(plan.warmup):
+            self.last = call(0)
+        if device.type == "cuda":
+            self._prepare_cuda(mode)
+
+    def _calls(self) -> None:
+        for i in reversed(range(self._plan.calls)):
+            self.last = self._call(i % self._sets)
+
+    def _prepare_cuda(self, mode: str) -> None:
+        torch.cuda.synchronize()
+        if mode == "graph":
+            self._graph = torch.cuda.CUDAGraph()
+            # NCCL's watchdog thread queries events while we capture.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._calls()
+            return
+        start = time.perf_counter()
+        self._calls()
+        host_us = (time.perf_counter() - start) * 1e6
+        self.head_start_us = min(1.5 * host_us + _HEAD_START_US, _MAX_HEAD_START_US)
+
+    def run(self) -> Tensor:
+        """The series once, untimed; returns ``last``. A graph's result is poisoned before."""
+        if self._graph is None:
+            self._calls()
+        else:
+            self.last.fill_(float("nan"))
+            self._graph.replay()
+        return self.last
+
+    def time(self) -> float:
+        """Microseconds a call took on this rank in one series."""
+        if self._device.type == "cpu":
+            dist.barrier()
+            start_s = time.perf_counter()
+            self._calls()
+            return (time.perf_counter() - start_s) / self._plan.calls * 1e6
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        dist.all_reduce(torch.zeros(1, device=self._device))
+        # While the device sleeps the host runs ahead: what it takes to launch does not show as idle time.
+        torch.cuda._sleep(int(self.head_start_us * _CYCLES_PER_US))
+        start.record()
+        if self._graph is None:
+            self._calls()
+        else:
+            self._graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / self._plan.calls
+
+
+def over_ranks(rounds: list[float], device: torch.device) -> float:
+    """Median over rounds of the slowest rank's time."""
+    slowest = torch.tensor(rounds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest.cpu().median())
