@@ -33,7 +33,8 @@ def run(
         gathered, products = _on_cuda(found, a, Bs, return_A)
     if split_k:
         wanted = gathered if return_A else None
-        A = None if wanted is None else wanted.movedim(0, 1).reshape(*A_shard.shape[:-1], -1)
+        shape = (*A_shard.shape[:-1], group.size() * A_shard.shape[-1])
+        A = None if wanted is None else wanted.movedim(0, 1).reshape(-1).view(shape)
         return A, [p.view(*A_shard.shape[:-1], p.shape[-1]) for p in products]
 
     def shaped(flat: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ def run(x: Tensor, reduce_op: str, group: ProcessGroup) -> Tensor:
         ran(Plan("unfused", found))
         return unfused(x, reduce_op, group)
     source = x.contiguous()
-    out = torch.empty_like(source)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.device.type == "cpu":
         workspace = matmul_workspace(found, *host.needs(x.nbytes, found.world_size))
         ran(Plan("host", workspace_bytes=workspace.layout.bytes))

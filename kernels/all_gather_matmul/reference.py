@@ -29,7 +29,8 @@ def all_gather_matmul(
     if gathered.numel():
         _all_gather(gathered, front, group=group)
     if last:
-        A = gathered.view(world_size, *A_shard.shape).movedim(0, -2).flatten(-2)
+        shape = (*A_shard.shape[:-1], world_size * A_shard.shape[-1])
+        A = gathered.view(world_size, *A_shard.shape).movedim(0, -2).reshape(-1).view(shape)
         return A, [A @ B for B in Bs]
     flat = gathered.flatten(0, -2)
     outs = [(flat @ B).view(*gathered.shape[:-1], B.shape[1]).movedim(0, gather_dim) for B in Bs]

@@ -22,10 +22,13 @@ def matmul_reduce_scatter(
     Returns:
         contiguous, ``(A @ B).shape`` with ``scatter_dim`` divided by the world size.
     """
+    shape = [*A.shape[:-1], B.shape[1]]
+    shape[scatter_dim] //= group.size()
     product = (A @ B).movedim(scatter_dim, 0).contiguous()
     out = product.new_empty(product.shape[0] // group.size(), *product.shape[1:])
     if out.numel():
         _reduce_scatter(out, product, group=group)
     if reduce_op == "avg":
         out /= group.size()
-    return out.movedim(0, scatter_dim).contiguous()
+    # reshape, not contiguous(): that keeps odd strides of dimensions of size 1.
+    return out.movedim(0, scatter_dim).reshape(-1).view(shape)

@@ -66,17 +66,19 @@ def strides(rank: int, world_size: int) -> None:
         assert shard.numel() == 0 or not shard.is_contiguous() or max(shape) == 1
         A = torch.cat(gather(shard), dim)
         Bs = [torch.randn(n, A.shape[-1]).t() for n in columns]
-        got_A, outs = fused_all_gather_matmul(shard, Bs, dim, name)
-        for out, B in zip(outs, Bs, strict=True):
-            check(f"{shape} {dim}", out, A @ B.double(), 1e-6)
         with torch._subclasses.FakeTensorMode() as fake:
             args = (fake.from_tensor(shard), [fake.from_tensor(B) for B in Bs], dim, name)
             fake_A, fake_outs = torch.ops.weft.fused_all_gather_matmul(*args)
-        for real, fake_one in zip([got_A, *outs], [fake_A, *fake_outs], strict=True):
-            assert real.shape == fake_one.shape and real.stride() == fake_one.stride()
-        if dim >= 0 and shard.numel():  # as torch's op gives them on CUDA
-            front = 0 if dim == len(shape) - 1 else dim
-            assert all(t.movedim(front, 0).is_contiguous() for t in [got_A, *outs])
+        for algorithm in ("fused", "unfused"):
+            with forced(algorithm):
+                got_A, outs = fused_all_gather_matmul(shard, Bs, dim, name)
+            for out, B in zip(outs, Bs, strict=True):
+                check(f"{shape} {dim} {algorithm}", out, A @ B.double(), 1e-6)
+            for real, fake_one in zip([got_A, *outs], [fake_A, *fake_outs], strict=True):
+                assert real.shape == fake_one.shape and real.stride() == fake_one.stride()
+            if dim >= 0 and shard.numel():  # as torch's op gives them on CUDA
+                front = 0 if dim == len(shape) - 1 else dim
+                assert all(t.movedim(front, 0).is_contiguous() for t in [got_A, *outs])
 
 
 @pytest.mark.parametrize("device", DEVICES)

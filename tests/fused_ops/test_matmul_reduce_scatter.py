@@ -79,13 +79,17 @@ def strides(rank: int, world_size: int) -> None:
         B = torch.randn(n, shape[-1]).t()
         products = [a @ b for a, b in zip(gather(A), gather(B), strict=True)]
         parts = [p.chunk(world_size, dim)[rank] for p in products]
-        out = fused_matmul_reduce_scatter(A, B, "sum", dim, world().group_name)
-        check(f"{shape} {dim}", out, sum(parts), 1e-6, parts)
+        outs = []
+        for algorithm in ("fused", "unfused"):
+            with forced(algorithm):
+                outs.append(fused_matmul_reduce_scatter(A, B, "sum", dim, world().group_name))
+            check(f"{shape} {dim} {algorithm}", outs[-1], sum(parts), 1e-6, parts)
         with torch._subclasses.FakeTensorMode() as fake:
             fake_out = torch.ops.weft.fused_matmul_reduce_scatter(
                 fake.from_tensor(A), fake.from_tensor(B), "sum", dim, world().group_name
             )
-        assert out.shape == fake_out.shape and out.stride() == fake_out.stride()
+        for out in outs:
+            assert out.shape == fake_out.shape and out.stride() == fake_out.stride()
 
 
 @pytest.mark.parametrize("device", DEVICES)

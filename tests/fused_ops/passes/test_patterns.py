@@ -176,6 +176,16 @@ def test_a_tensor_gathered_for_each_product_is_gathered_once(grad: bool) -> None
             check_same(seen, 2)
 
 
+def test_a_tensor_gathered_along_two_dimensions_is_two_ops() -> None:
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return F.linear(gather(x, 0), w), F.linear(gather(x, 1), w)
+
+    with fake_ranks(2):
+        (seen,) = captured(fn, *inputs(((2, 6, 8), (5, 8)), grad=False))
+        assert [(e.dim, e.detail) for e in seen.entries] == [(0, "1 product"), (1, "1 product")]
+        check_same(seen, 2)
+
+
 def test_average() -> None:
     with fake_ranks(2):
         (seen,) = captured(out_of_linear(1, "avg"), *inputs(((2, 12, 8), (5, 8), (5,)), grad=False))
