@@ -162,7 +162,7 @@ def _load_relaxed(word):
 
 @triton.jit
 def _store_host(record, index, value):
-    place = (record + index * 8).to(tl.pointer_type(tl.int64))
+    place = (tl.cast(record, tl.int64) + index * 8).to(tl.pointer_type(tl.int64))
     value = tl.cast(value, tl.int64)
     tl.inline_asm_elementwise(STORE_HOST, "=r,l,l", [place, value], dtype=tl.int32, is_pure=False, pack=1)
 

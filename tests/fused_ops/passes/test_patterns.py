@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -287,6 +288,39 @@ def test_what_else_uses_the_gathered_tensor_gets_it(use: str) -> None:
 
         seen = applied(traced(fn, *inputs(((2, 6, 8), (8, 5)), grad=False)))
         assert seen.fused == [AG]
+        check_same(seen, 2)
+
+
+PERMUTATIONS = [p for p in itertools.permutations(range(3)) if p[0] != 0]
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["alone", "also used"])
+@pytest.mark.parametrize("permutation", PERMUTATIONS, ids=str)
+def test_gathered_and_permuted(permutation: tuple[int, ...], used: bool) -> None:
+    with fake_ranks(2) as group:
+
+        def fn(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+            y = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, group)).permute(permutation)
+            out = y.reshape(-1, y.shape[-1]) @ w[: y.shape[-1]]
+            return (out, y, y.sin()) if used else (out,)
+
+        seen = applied(traced(fn, *inputs(((3, 4, 5), (20, 7)), grad=False)))
+        assert seen.fused == [AG]
+        assert seen.entries[0].dim == permutation.index(0)
+        check_same(seen, 2)
+
+
+@pytest.mark.parametrize("permutation", PERMUTATIONS, ids=str)
+def test_permuted_and_scattered(permutation: tuple[int, ...]) -> None:
+    with fake_ranks(2) as group:
+
+        def fn(x: Tensor, w: Tensor) -> Tensor:
+            y = (x @ w).reshape(2, 4, 6).permute(permutation).contiguous()
+            return c10d.wait_tensor(c10d.reduce_scatter_tensor(y, "sum", 2, group))
+
+        seen = applied(traced(fn, *inputs(((8, 5), (5, 6)), grad=False)))
+        assert seen.fused == [RS]
+        assert seen.entries[0].dim == permutation[0]
         check_same(seen, 2)
 
 

@@ -1,0 +1,68 @@
+# Everything runs from a virtual environment that the first target makes: `make demo`, `make test`.
+# Where torch, triton and cuda-bindings are installed already and no registry is reachable:
+#     python3 -m pip install --no-deps --no-build-isolation -e .
+#     make test VENV= PYTHON=python3
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+# torch's CUDA build brings the triton it was built with; its CPU build brings none.
+TRITON_FOR_CPU := triton==3.6.0
+
+ifeq ($(strip $(VENV)),)
+PY := $(PYTHON)
+STAMP :=
+else
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.weft-installed
+endif
+PIP := $(PY) -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test bench lint format format-check typecheck clean
+
+help:
+	@echo "make demo | test | bench | lint | format | format-check | typecheck | clean"
+
+setup: $(STAMP)
+
+$(VENV)/.weft-installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v < (3, 14) else \
+		"weft needs Python 3.10 to 3.13; PYTHON=$(PYTHON) is %d.%d" % v[:2])'
+	@test -x $(PY) || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing torch into $(VENV) (minutes, the first time)"
+	@$(PIP) torch
+	@$(PY) -c 'import importlib.util as u, sys; sys.exit(u.find_spec("triton") is None)' || $(PIP) $(TRITON_FOR_CPU)
+	@echo "installing weft and its tools"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(PY) examples/llama_block.py
+
+test: $(STAMP)
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+bench: $(STAMP)
+	$(PY) bench/run.py $(BENCH_ARGS)
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+
+format: $(STAMP)
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+format-check: $(STAMP)
+	$(PY) -m ruff format --check .
+
+# mypy follows `weft.*` through a link named like the package, whatever the checkout's folder is called.
+typecheck: $(STAMP)
+	@mkdir -p build/typing && ln -sfn ../.. build/typing/weft
+	$(PY) -m mypy -p weft.symm_mem -p weft.kernels -p weft.fused_ops
+	$(PY) -m mypy bench examples
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .benchmarks
