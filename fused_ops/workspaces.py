@@ -19,8 +19,6 @@ from ..symm_mem import Heap, Layout, Workspace
 _GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace
 
 _lock = threading.RLock()
-_all: dict[tuple[int, str, int, int], Workspace[Any]] = {}
-_kept: list[Workspace[Any]] = []  # outgrown ones that a captured graph still writes to
 
 
 def _stream_key(heap: Heap) -> tuple[int, int]:
@@ -38,16 +36,16 @@ def _stream_key(heap: Heap) -> tuple[int, int]:
 
 
 def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[Any], Any]) -> Workspace[Any]:
-    key = (id(heap), kind, *_stream_key(heap))
-    found = _all.get(key)
+    key = (kind, *_stream_key(heap))
+    found = heap.workspaces.get(key)
     if found is not None and fits(found.layout):
         return found
     with _lock:
         layout = grown(found.layout if found is not None else None)
         made = Workspace(heap, layout, f"{kind} workspace {layout}")
         if found is not None and key[-1]:
-            _kept.append(found)
-        _all[key] = made
+            made.prepared["outgrown"] = found  # earlier nodes of the captured graph still write to it
+        heap.workspaces[key] = made
         return made
 
 
@@ -84,8 +82,3 @@ def all_reduce_workspace(heap: Heap, nbytes: int) -> Workspace[AllReduceLayout]:
     """
     wanted = layout_for(nbytes, heap.world_size)
     return _fetch(heap, "all_reduce", lambda layout: layout.slots >= wanted.slots, lambda _: wanted)
-
-
-def all_workspaces() -> list[Workspace[Any]]:
-    """Every workspace of this process."""
-    return list(_all.values())

@@ -87,6 +87,7 @@ class Heap:
         self.device = self.backend.device
         self.span = self.backend.span
         self.capacity = 0
+        self.workspaces: dict[Any, Any] = {}  #: what the ops above keep for as long as the heap lives
         self._free = FreeList()
         self._blocks: dict[int, tuple[int, int]] = {}  # number -> (offset, size) of all that is not free
         self._dropped: set[int] = set()
@@ -245,14 +246,14 @@ class Heap:
 def _unmap_all(
     backend: Backend, base: int, span: int, world_size: int, chunks: list[tuple[int, int]]
 ) -> None:
+    backend.quiesce()
     for start, size in chunks:
         for rank in range(world_size):
             backend.unmap(base + rank * span + start, size)
     backend.release(base, span * world_size)
 
 
-_heaps: dict[tuple[str, str, int], Heap | HeapUnavailable] = {}
-_groups: dict[tuple[str, str, int], ProcessGroup] = {}
+_heaps: dict[tuple[str, str, int], tuple[ProcessGroup, Heap | HeapUnavailable]] = {}
 _lock = threading.RLock()
 
 
@@ -265,23 +266,32 @@ def heap(group: Group = None, device: torch.device | str | None = None) -> Heap:
     """
     pg = resolve_group(group)
     where = torch.device(device) if device is not None else _default_device(pg)
-    index = (
-        where.index
-        if where.index is not None
-        else torch.cuda.current_device()
-        if where.type == "cuda"
-        else -1
-    )
+    index = where.index
+    if index is None:
+        index = torch.cuda.current_device() if where.type == "cuda" else -1
     key = (pg.group_name, where.type, index)
-    if _groups.get(key) is pg:  # a name may be used again after destroy_process_group
-        found = _heaps[key]
-    else:
+    known = _heaps.get(key)
+    if known is None or known[0] is not pg:  # a name may be used again after destroy_process_group
         with _lock:
-            found = _make(pg, where)
-            _heaps[key], _groups[key] = found, pg
+            known = _heaps.get(key)
+            if known is None or known[0] is not pg:
+                _forget_destroyed()
+                known = _heaps[key] = (pg, _make(pg, where))
+    found = known[1]
     if isinstance(found, HeapUnavailable):
         raise HeapUnavailable(str(found))
     return found
+
+
+def _forget_destroyed() -> None:
+    """Let go of the heaps of groups that are no more; their memory lives on while tensors lie in it."""
+    for key, (pg, _) in list(_heaps.items()):
+        try:
+            alive = resolve_group(key[0]) is pg
+        except ValueError:
+            alive = False
+        if not alive:
+            del _heaps[key]
 
 
 def _make(pg: ProcessGroup, device: torch.device) -> Heap | HeapUnavailable:

@@ -112,6 +112,9 @@ class Workspace(Generic[L]):
 
     Making one is collective over the heap's group: all ranks ask for the same layout in the same order.
 
+    Its tensors do not keep it alive: whoever uses them holds the workspace. (A tensor's way to its storage is hidden
+    from Python's garbage collector, which could not free a workspace that its own tensors keep.)
+
     Attributes:
         prepared: what launchers keep for this workspace, for as long as it lives.
     """
@@ -162,13 +165,13 @@ class Workspace(Generic[L]):
 
     def words_of(self, rank: int) -> torch.Tensor:
         """Rank's control words and flags as an int32 tensor."""
-        return self.heap.tensor(rank, self.block.offset, (self.layout.words,), torch.int32, self.block)
+        return self.heap.tensor(rank, self.block.offset, (self.layout.words,), torch.int32, None)
 
     def half(
         self: Workspace[Layout], rank: int, half: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
         """A contiguous view of the start of rank's half."""
-        return self.heap.tensor(rank, self.block.offset + self.layout.half(half), shape, dtype, self.block)
+        return self.heap.tensor(rank, self.block.offset + self.layout.half(half), shape, dtype, None)
 
 
 class HostUse:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from weft.fused_ops import last_plan
-from weft.symm_mem import Layout
+from weft.symm_mem import Layout, heap
 
 # Rounding of one product in the dtype and of its result; float32 sums of a few hundred terms.
 BOUND = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -61,10 +61,9 @@ def assert_fused() -> None:
 
 def poison(rank: int) -> None:
     """NaN into every half of every workspace, so that reading what no peer wrote shows."""
-    from weft.fused_ops.workspaces import all_workspaces
-
     dist.barrier()
-    for ws in (w for w in all_workspaces() if isinstance(w.layout, Layout)):
+    where = heap(world(), torch.get_default_device()) if dist.get_world_size() > 1 else None
+    for ws in (w for w in where.workspaces.values() if isinstance(w.layout, Layout)) if where else ():
         for half in range(2):
             ws.half(rank, half, (ws.layout.half_bytes // 4,), torch.float32).fill_(float("nan"))
     dist.barrier()

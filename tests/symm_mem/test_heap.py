@@ -339,3 +339,29 @@ def test_free_list() -> None:
     assert free.holes == [(30, 70)] and free.tail(100) == 70
     free.give(0, 30)
     assert free.holes == [(0, 100)]
+
+
+def regrouped(rank: int, world_size: int) -> None:
+    """Groups that come and go leave no memory, addresses or descriptors behind."""
+    from weft.fused_ops import one_shot_all_reduce
+
+    def held() -> tuple[int, int]:
+        gc.collect()
+        with open("/proc/self/maps") as f:
+            mapped = sum("memfd:weft" in line for line in f)
+        return mapped, len(os.listdir("/proc/self/fd"))
+
+    counts = []
+    for turn in range(5):
+        group = dist.new_group([0, 1])
+        x = torch.full((1000,), float(rank + turn))
+        assert (one_shot_all_reduce(x, "sum", group) == 1 + 2 * turn).all()
+        dist.barrier()
+        dist.destroy_process_group(group)
+        symm_mem.unavailable(dist.group.WORLD)  # any heap that is asked for later lets go of the old ones
+        counts.append(held()[0])
+    assert counts[-1] <= counts[1] + 1, counts
+
+
+def test_groups_that_are_destroyed_leave_nothing_mapped() -> None:
+    run_ranks(regrouped, 2, fresh=True)

@@ -1,0 +1,152 @@
+"""Scatters that are left alone, and why: every near miss of a known form. The graph must not change at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from left import W8, X2, X3, check_left, rs, two_ranks
+from torch import Tensor
+
+__all__ = ["two_ranks"]
+
+
+def test_an_operand_written_before_the_scatter() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        torch.ops.aten.mul_.Scalar(w, 2)
+        return rs(y)
+
+    check_left(fn, "writes to memory between", X2, W8)
+
+
+@pytest.mark.parametrize("op", ["max", "min", "product"])
+def test_other_reductions(op: str) -> None:
+    check_left(lambda x, w: rs(x @ w, op), f"reduces by '{op}'", X2, W8)
+
+
+def rs_cat(parts: list[Tensor], dim: int = 0) -> Tensor:
+    return rs(torch.cat(parts, dim))
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
+    return (x.reshape(-1, 8) @ w).reshape(2, 6, 5)
+
+
+def test_swapped_parts_before_the_scatter() -> None:
+    check_left(lambda x, w: rs_cat(list(product(x, w).split(3, 1))[::-1]), "in the order 1, 0", X3, W8)
+
+
+def test_swapped_slices_before_the_scatter() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = product(x, w)
+        return rs_cat([y[:, 3:6], y[:, 0:3]])
+
+    check_left(fn, "starts at 3, where 0 is next", X3, W8)
+
+
+def test_parts_that_cover_half() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = product(x, w)
+        return rs_cat([y[:, 0:1], y[:, 1:2]])
+
+    check_left(fn, "end at 2", X3, W8)
+
+
+def test_more_parts_than_ranks_before_the_scatter() -> None:
+    check_left(lambda x, w: rs_cat(list(product(x, w).split(1, 1))), "joins 6 parts", X3, W8)
+
+
+def test_parts_joined_along_another_dimension() -> None:
+    check_left(lambda x, w: rs_cat(list(product(x, w).split(3, 1)), 2), "along dimension 2", X3, W8)
+
+
+def test_a_part_used_alone() -> None:
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        parts = product(x, w).split(3, 1)
+        return rs_cat(list(parts)), parts[1] * 2
+
+    check_left(fn, "is also used by", X3, W8)
+
+
+def test_columns_of_another_width() -> None:
+    """Heads: the parts are cut from a shape whose rows are not the product's."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return rs_cat(list((x @ w).reshape(6, 2, 4).split(1, 1)))
+
+    check_left(fn, "rows of 4", X2, torch.randn(8, 8))
+
+
+def test_rows_that_are_cut() -> None:
+    """3 rows of 8 as 6 of 4: half of them is one row and a half."""
+    check_left(lambda x, w: rs((x @ w).reshape(6, 4)), "the 3 rows", torch.randn(3, 5), torch.randn(5, 8))
+
+
+def test_a_vector_for_half_a_row() -> None:
+    def fn(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return rs((x @ w).reshape(12, 4) + b)
+
+    check_left(fn, "not added to the rows", X2, torch.randn(8, 8), torch.randn(4))
+
+
+def test_products_of_different_shapes() -> None:
+    def fn(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+        return rs((x @ w).reshape(12, 4) + x.reshape(12, 4) @ u)
+
+    check_left(fn, "have different shapes", X2, torch.randn(8, 8), torch.randn(4, 4))
+
+
+def test_a_sum_without_a_product() -> None:
+    check_left(lambda a, b: rs(a + b), "is no matrix product", torch.randn(6), torch.randn(6))
+    check_left(lambda a, b: rs(a + b), "of another shape", torch.randn(6, 1), torch.randn(5))
+
+
+def test_a_flattened_product_and_a_vector_of_its_size() -> None:
+    check_left(lambda x, w, r: rs((x @ w).reshape(-1) + r), "is no matrix product", X2, W8, torch.randn(30))
+
+
+def test_a_product_used_elsewhere() -> None:
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = x @ w
+        return rs(y), y
+
+    check_left(fn, "is also used by the graph's output", X2, W8)
+
+
+def test_a_cast_before_the_scatter() -> None:
+    check_left(lambda x, w: rs((x @ w).half()), "not a matrix product", X2, W8)
+
+
+def test_a_residual_before_the_scatter() -> None:
+    check_left(lambda x, w, r: rs(x @ w + r), "which is no matrix product", X2, W8, torch.randn(6, 5))
+
+
+def test_a_scaled_sum() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return rs(torch.add(x @ w, x @ w, alpha=2))
+
+    check_left(fn, "scales what it adds", X2, W8)
+
+
+def test_a_column_added() -> None:
+    check_left(lambda x, w, b: rs(x @ w + b), "of another shape", X2, W8, torch.randn(6, 1))
+
+
+def test_a_bias_before_a_scatter_of_columns() -> None:
+    def fn(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return rs_cat(list(torch.addmm(b, x, w).split(2, 1)))
+
+    check_left(fn, "other columns", X2, torch.randn(8, 4), torch.randn(4))
+
+
+def test_a_permutation_whose_parts_cut_through_rows() -> None:
+    """3 x 6 x 4 moved to 3 x 4 x 6 and flattened: half of it is no half of a dimension."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return rs((x @ w).reshape(4, 3, 5).permute(1, 0, 2).reshape(12, 5))
+
+    check_left(fn, "not a matrix product", torch.randn(12, 8), W8)
+
+
+def test_a_batched_product_before_the_scatter() -> None:
+    check_left(lambda x, w: rs(torch.bmm(x, w)), "not a matrix product", X3, torch.randn(2, 8, 5))
