@@ -15,7 +15,7 @@ import torch.distributed as dist
 from opcommon import DEVICES
 from ranks import run_ranks
 from weft import symm_mem
-from weft.symm_mem.heap import FreeList
+from weft.symm_mem.free_list import FreeList
 
 
 def peers_see_each_other(rank: int, world_size: int) -> None:
