@@ -15,6 +15,7 @@ from __future__ import annotations
 import secrets
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +65,7 @@ class Heap:
         self.workspaces: dict[Any, Any] = {}  #: what the ops above keep for as long as the heap lives
         self._free = FreeList()
         self._blocks: dict[int, tuple[int, int]] = {}  # number -> (offset, size) of all that is not free
+        self._falling: deque[int] = deque()  # dropped since the last allocation: finalizers run at any moment
         self._dropped: set[int] = set()
         self._number = 0
         self._base = self._settled(
@@ -132,6 +134,8 @@ class Heap:
             raise ValueError(f"size: is {size}, must be at least 1 byte")
         want = -(-size // ALIGNMENT) * ALIGNMENT
         with self.lock:
+            while self._falling:
+                self._dropped.add(self._falling.popleft())
             # Kernels of this rank may still write to peers' copies of what it dropped.
             dropped = sorted(self._dropped) if self._dropped and self.backend.quiesce() else []
             posts = self.rendezvous.gather("allocate", [{"bytes": size, "tag": tag}, dropped])
@@ -146,7 +150,7 @@ class Heap:
             self._number += 1
             block = Block(self, offset, want, self._number)
             self._blocks[block.number] = (offset, want)
-            weakref.finalize(block, self._dropped.add, block.number)
+            weakref.finalize(block, self._falling.append, block.number)
             if zero:
                 self.backend.zero(self.address(self.rank) + offset, zero)
                 self.rendezvous.gather("zeroed", None)
