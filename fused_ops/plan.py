@@ -74,6 +74,8 @@ def heap_or_reason(x: Tensor, group: ProcessGroup, empty: bool) -> Heap | str:
         return "there is nothing to send"
     if _forced == "unfused":
         return "the caller asked for it"
+    if x.device.type == "cuda" and not _is_hopper(x.device):
+        return "the kernels are for GPUs of compute capability 9.0"
     try:
         return heap(group, x.device)
     except HeapUnavailable as e:
@@ -83,6 +85,11 @@ def heap_or_reason(x: Tensor, group: ProcessGroup, empty: bool) -> Heap | str:
 def pays(worth: bool) -> bool:
     """Whether to fuse, given that it is thought to be ``worth`` it."""
     return worth or _forced == "fused"
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache
