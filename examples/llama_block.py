@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
-from weft.fused_ops import last_plan
-from weft.fused_ops.passes import FusionPass
+from weft.fused_ops import FusionPass, last_plan
 
 # How far, relative and in norm, a result may be from the one in float64. And with weft no further than
 # WORSE times as far as without, up to a tenth of the limit.

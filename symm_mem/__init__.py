@@ -8,7 +8,7 @@
 
 from .errors import HeapUnavailable, PeerTimeout, RankMismatch, WeftError
 from .groups import Group, group_name, resolve_group
-from .heap import Block, Heap, heap, heap_of, unavailable
+from .heap import Block, Heap, check, heap, heap_of, unavailable
 from .peers import Peers, empty, rendezvous
 from .timeouts import get_timeout, set_timeout
 from .workspace import HALVES, Layout, Workspace
@@ -25,6 +25,7 @@ __all__ = [
     "RankMismatch",
     "WeftError",
     "Workspace",
+    "check",
     "empty",
     "get_timeout",
     "group_name",

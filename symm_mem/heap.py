@@ -292,6 +292,20 @@ def unavailable(group: Group = None, device: torch.device | str | None = None) -
     return None
 
 
+def check() -> None:
+    """Raise what a wait of this rank has run into, in any group: for programs that only replay CUDA graphs.
+
+    Otherwise the next call of an op says so. It reads host memory only: for the state up to now, synchronize first.
+
+    Raises:
+        PeerTimeout: a wait on a peer has expired in a workspace of an op.
+    """
+    for _, found in list(_heaps.values()):
+        if isinstance(found, Heap):
+            for workspace in list(found.workspaces.values()):
+                workspace.raise_if_broken()
+
+
 def heap_of(tensor: torch.Tensor) -> Block | None:
     """The block whose memory a tensor lies in; None if it lies on no heap."""
     owner = getattr(tensor.untyped_storage(), "_weft_owner", None)

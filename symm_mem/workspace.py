@@ -131,6 +131,7 @@ class Workspace(Generic[L]):
         self.lock = threading.Lock()  #: CPU ranks hold it through a call: threads take turns
         self.prepared: dict[Any, Any] = {}
         self._turn = 0
+        self._op = "a call"  # what was called last: a kernel's record says of which words, not of which op
         self._error: PeerTimeout | None = None
         # Kernels note here, in pinned host memory, which of their waits expired:
         # [1 once written, rank, peer, word, expected, seen, -, -]
@@ -138,8 +139,11 @@ class Workspace(Generic[L]):
         self.record = 0 if self._record is None else self._record.data_ptr()
         self._state = None if self._record is None else ctypes.c_int64.from_address(self.record)
 
-    def raise_if_broken(self, op: str) -> None:
+    def raise_if_broken(self, op: str | None = None) -> None:
         """A workspace on which a wait has expired takes no more calls: its flags can no longer be trusted.
+
+        Args:
+            op: the call that is about to be made, if one is.
 
         Raises:
             PeerTimeout: in the words of that wait.
@@ -147,9 +151,10 @@ class Workspace(Generic[L]):
         if self._error is None and self._state is not None and self._state.value:
             assert self._record is not None
             _, rank, peer, word, expected, seen, *_ = self._record.tolist()
-            self.expired(op, rank, peer, word, expected, seen)
+            self.expired(self._op, rank, peer, word, expected, seen)
         if self._error is not None:
             raise self._error
+        self._op = op or self._op
 
     def expired(self, op: str, rank: int, peer: int, word: int, expected: int, seen: int) -> PeerTimeout:
         group = self.heap.group_name

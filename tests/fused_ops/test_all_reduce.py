@@ -151,6 +151,7 @@ def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
 def late(rank: int, world_size: int) -> str | None:
     x = torch.ones(5)
     one_shot_all_reduce(x, "sum", world())
+    symm_mem.check()
     symm_mem.set_timeout(0.5)
     if rank == 1:
         return None
@@ -158,6 +159,8 @@ def late(rank: int, world_size: int) -> str | None:
         one_shot_all_reduce(x, "sum", world())
     with pytest.raises(symm_mem.PeerTimeout):
         one_shot_all_reduce(x, "sum", world())
+    with pytest.raises(symm_mem.PeerTimeout, match="one_shot_all_reduce"):
+        symm_mem.check()
     return str(error.value)
 
 

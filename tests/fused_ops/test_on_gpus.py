@@ -188,6 +188,8 @@ def missing(rank: int, world_size: int, op: str) -> str | None:
     start = time.monotonic()
     torch.cuda.synchronize()  # the kernel gives up by itself
     assert time.monotonic() - start < 3
+    with pytest.raises(symm_mem.PeerTimeout, match=op):
+        symm_mem.check()
     with pytest.raises(symm_mem.PeerTimeout) as error:
         call()
     assert (torch.ones(3) + 1).tolist() == [2, 2, 2]  # the context lives
