@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from ..kernels.all_gather_matmul import host
 from ..kernels.all_gather_matmul.reference import all_gather_matmul as unfused
 from ..symm_mem import Heap, get_timeout
-from .plan import Plan, heap_or_reason, num_sms, pays, ran
+from .plan import Plan, aligned, heap_or_reason, num_sms, pays, ran
 from .workspaces import matmul_workspace
 
 
@@ -27,6 +27,7 @@ def run(
     if a.device.type == "cpu":
         gathered, products = _on_cpu(found, a, Bs, split_k)
     else:
+        a, Bs = aligned(a), [aligned(B) for B in Bs]
         reason = _why_not_on_cuda(a, Bs, split_k, group.size())
         if reason is not None:
             return _unfused(A_shard, Bs, dim, group, return_A, reason)

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from ..kernels.matmul_reduce_scatter import host
 from ..kernels.matmul_reduce_scatter.reference import matmul_reduce_scatter as unfused
 from ..symm_mem import Heap, get_timeout
-from .plan import Plan, heap_or_reason, num_sms, pays, ran
+from .plan import Plan, aligned, heap_or_reason, num_sms, pays, ran
 from .workspaces import matmul_workspace
 
 
@@ -25,7 +25,8 @@ def run(A: Tensor, B: Tensor, reduce_op: str, dim: int, group: ProcessGroup) -> 
         return unfused(A, B, reduce_op, dim, group)
     if A.device.type == "cpu":
         return _on_cpu(found, A, B, reduce_op, dim).view(shape)
-    parts = None if dim == A.dim() - 1 else _parts(A, dim, group.size())
+    parts = None if dim == A.dim() - 1 else aligned(_parts(A, dim, group.size()))
+    B = aligned(B)
     reason = "the last dimension is scattered" if parts is None else _why_not_on_cuda(parts, B)
     if parts is None or reason is not None:
         ran(Plan("unfused", reason or ""))

@@ -6,6 +6,7 @@ and on every call, and is looked up from the second call on.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,4 +95,18 @@ def _is_hopper(device: torch.device) -> bool:
 
 @cache
 def num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """Multiprocessors that a persistent kernel may take: all but WEFT_RESERVED_SMS.
+
+    Raises:
+        ValueError: WEFT_RESERVED_SMS is not a number from 0 to what the GPU has, less one.
+    """
+    there = torch.cuda.get_device_properties(device).multi_processor_count
+    text = os.environ.get("WEFT_RESERVED_SMS", "0")
+    if not text.isdigit() or int(text) >= there:
+        raise ValueError(f"WEFT_RESERVED_SMS: is {text!r}, must be a number from 0 to {there - 1}")
+    return there - int(text)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x at an address that kernels can take. A copy, never another algorithm: the peers' x may lie better."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()

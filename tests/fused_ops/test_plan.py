@@ -1,0 +1,53 @@
+"""What a call decides before it runs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from weft.fused_ops import plan
+
+
+def test_aligned_copies_only_what_lies_badly() -> None:
+    base = torch.randn(65)
+    well = base[:64].view(8, 8).t()
+    assert plan.aligned(well) is well
+    badly = base[1:].view(8, 8).t()
+    copy = plan.aligned(badly)
+    assert copy.data_ptr() % 16 == 0 and copy.stride() == badly.stride()
+    assert torch.equal(copy, badly)
+
+
+@pytest.mark.parametrize(("text", "left"), [(None, 132), ("0", 132), ("32", 100)])
+def test_reserved_multiprocessors(monkeypatch: pytest.MonkeyPatch, text: str | None, left: int) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
+    )
+    plan.num_sms.cache_clear()
+    if text is not None:
+        monkeypatch.setenv("WEFT_RESERVED_SMS", text)
+    assert plan.num_sms(torch.device("cuda", 0)) == left
+    plan.num_sms.cache_clear()
+
+
+@pytest.mark.parametrize("text", ["132", "-1", "some"])
+def test_a_reserve_that_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
+    )
+    plan.num_sms.cache_clear()
+    monkeypatch.setenv("WEFT_RESERVED_SMS", text)
+    with pytest.raises(ValueError, match=f"WEFT_RESERVED_SMS: is '{text}', must be a number from 0 to 131"):
+        plan.num_sms(torch.device("cuda", 0))
+
+
+def test_an_algorithm_can_be_asked_for() -> None:
+    assert not plan.pays(False) and plan.pays(True)
+    with plan.forced("fused"):
+        assert plan.pays(False)
+        with plan.forced("unfused"):
+            assert not plan.pays(False)
+        assert plan.pays(False)
+    with pytest.raises(ValueError, match="algorithm: is 'fast'"), plan.forced("fast"):
+        pass
