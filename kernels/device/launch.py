@@ -13,9 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+# Later versions hand the launcher its arguments in another form: there every launch takes the long way.
+LAUNCHER_IS_KNOWN = triton.__version__.startswith("3.6.")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes: what a descriptor asks of addresses and of all strides but the last
@@ -141,10 +145,10 @@ class Launch:
 
     def _keep(self, compiled: Any) -> None:
         run = compiled.run
-        launcher = raw_launcher(getattr(run, "launch", None))
+        launcher = raw_launcher(getattr(run, "launch", None)) if LAUNCHER_IS_KNOWN else None
         descriptions = getattr(compiled.metadata, "tensordesc_meta", None)
         if launcher is None or not descriptions or run.global_scratch_size or run.profile_scratch_size:
-            return  # a Triton whose launcher looks different: every launch takes the long way
+            return
         self._descriptions = descriptions
         self._device = driver.active.get_current_device()
         function, packed = compiled.function, compiled.packed_metadata

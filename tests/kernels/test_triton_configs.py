@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from triton.tools.tensor_descriptor import TensorDescriptor
 from weft.kernels.all_gather_matmul import configs as gather
-from weft.kernels.device.launch import Operand, is_transposed, raw_launcher, why_not
+from weft.kernels.device.launch import LAUNCHER_IS_KNOWN, Operand, is_transposed, raw_launcher, why_not
 from weft.kernels.matmul_reduce_scatter import configs as scatter
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -122,6 +122,7 @@ class FakeDriver:
             return 1000 + device
 
 
+@pytest.mark.skipif(not LAUNCHER_IS_KNOWN, reason="only Triton 3.6's launcher is called directly")
 def test_repeated_launches_pass_what_triton_would_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.backends.nvidia import driver as nvidia
     from weft.kernels.device import launch
@@ -174,6 +175,37 @@ def test_repeated_launches_pass_what_triton_would_pass(monkeypatch: pytest.Monke
     op(5, (z, y), (word,), (42,))
     assert launched[-1][13][1] == z.data_ptr()
     assert len(encoded) == 5
+
+
+def test_another_triton_is_asked_for_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.kernels.device import launch
+
+    monkeypatch.setattr(launch, "LAUNCHER_IS_KNOWN", False)
+    monkeypatch.setattr(launch, "driver", FakeDriver)
+    asked: list[tuple[Any, ...]] = []
+
+    def looks_alike() -> Any:
+        launcher = asked.clear
+
+        def inner(*arguments: Any) -> None:
+            launcher()
+
+        return inner
+
+    run = SimpleNamespace(launch=looks_alike(), global_scratch_size=0, profile_scratch_size=0)
+    compiled = SimpleNamespace(
+        run=run, metadata=SimpleNamespace(tensordesc_meta=["a"]), function=1, packed_metadata=(8, 1, 4096)
+    )
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            return lambda *arguments, **_: asked.append((*grid, *arguments)) or compiled
+
+    x = torch.empty(8, 8)
+    op = launch.Launch(Kernel(), [Operand.contiguous(x.shape, (8, 8))], {"FINAL": True}, 8, 3)
+    for number in range(3):
+        op(5, (x,), (), (number,))
+    assert [(call[0], call[-1]) for call in asked] == [(5, 0), (5, 1), (5, 2)]
 
 
 def test_configs_need_no_gpu_and_no_interpreter() -> None:
