@@ -1,7 +1,7 @@
-"""Plan once, run often: which algorithm a call takes, and the call itself.
+"""Which algorithm a call takes.
 
-A plan is made from what is known without data: shapes, strides, dtypes, the group. So it is the same on every rank
-and on every call, and is looked up from the second call on.
+It is chosen from what is known without data: shapes, strides, dtypes, the group. So the choice is the same on every
+rank and on every call. What is costly to make for it, kernels and descriptors, a workspace keeps (``prepared``).
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ def last_plan() -> Plan:
     return _last
 
 
-def ran(plan: Plan) -> Plan:
+def ran(plan: Plan) -> None:
     """Note the plan that a call is about to run."""
     global _last
     _last = plan
-    return plan
 
 
 @contextmanager

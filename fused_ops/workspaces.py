@@ -41,6 +41,9 @@ def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[
     if found is not None and fits(found.layout):
         return found
     with _lock:
+        found = heap.workspaces.get(key)  # another thread may have made it meanwhile
+        if found is not None and fits(found.layout):
+            return found
         layout = grown(found.layout if found is not None else None)
         made = Workspace(heap, layout, f"{kind} workspace {layout}")
         if found is not None and key[-1]:

@@ -25,9 +25,8 @@ from .timeouts import get_timeout
 if TYPE_CHECKING:
     from .heap import Block
 
-Awaited: TypeAlias = tuple[
-    str, str, int, int, str, int
-]  # what PeerTimeout says of a wait, up to what was expected
+# What PeerTimeout says of a wait, up to what was expected.
+Awaited: TypeAlias = tuple[str, str, int, int, str, int]
 
 CHANNELS = 16
 _SPINS = 200  # tries before a waiting CPU rank offers its core to the others
@@ -55,10 +54,10 @@ def spin(address: int, expected: int, timeout: float) -> int | None:
 
 
 class Pad:
-    """The signal words at the start of one block on every rank."""
+    """The signal words at the start of one block on every rank. It does not keep the block."""
 
     def __init__(self, block: Block) -> None:
-        self._block, self._heap = block, block.heap
+        self._heap, self._offset = block.heap, block.offset
         size = self._heap.world_size
         self._puts = [[0] * size for _ in range(CHANNELS)]
         self._waits = [[0] * size for _ in range(CHANNELS)]
@@ -70,7 +69,7 @@ class Pad:
 
     def _word(self, owner: int, channel: int, writer: int) -> int:
         heap = self._heap
-        return heap.address(owner) + self._block.offset + 4 * (channel * heap.world_size + writer)
+        return heap.address(owner) + self._offset + 4 * (channel * heap.world_size + writer)
 
     def _check(self, peer: int, channel: int) -> None:
         if not (isinstance(peer, int) and 0 <= peer < self._heap.world_size):

@@ -100,6 +100,7 @@ def frees_when_all_have_freed(rank: int, world_size: int) -> list[int]:
     for _ in range(20):
         del third
         third = symm_mem.empty(6 << 20, dtype=torch.uint8)
+        symm_mem.rendezvous(third).barrier()  # peers and signals of a tensor go with it
     assert heap.capacity == capacity
     return [symm_mem.heap_of(second).offset, symm_mem.heap_of(third).offset]
 
