@@ -28,6 +28,7 @@ ARCH = "sm_90a"
 DEVICE_FOLDER = Path(__file__).parent
 
 _OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
+_ANY_SHARED = 48 << 10  # bytes of shared memory that any kernel may take
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
 _DIGEST = hashlib.sha256().digest_size
 
@@ -94,8 +95,10 @@ class Program:
                 self._cubin = _cached(self)
             return self._cubin
 
-    def function(self, name: str) -> Function:
+    def function(self, name: str, shared: int = 0) -> Function:
         """The kernel ``name`` (``extern "C"``) in the current CUDA context. Allowed while a graph is captured.
+
+        ``shared``: the most dynamic shared memory that a launch of it takes, in bytes.
 
         Raises:
             CompileError: NVRTC refuses the source.
@@ -112,6 +115,9 @@ class Program:
             handle = check(driver.cuModuleGetFunction(self._modules[context], name.encode()))
             # Loading is lazy, and a load inside a capture would end the capture: do it here.
             check(driver.cuFuncLoad(handle))
+            if shared > _ANY_SHARED:
+                most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                check(driver.cuFuncSetAttribute(handle, most, shared))
             return self._functions.setdefault((context, name), Function(name, handle))
 
 

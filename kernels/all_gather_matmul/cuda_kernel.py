@@ -1,0 +1,218 @@
+"""Launches kernel.cu, which says what it does."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ...symm_mem.workspace import Layout, Workspace
+from ..device import gemm
+from ..device.gate import leave
+from ..device.gemm import THREADS, Half, boxes_of_b, boxes_of_rows, watch
+from ..device.gemm_tiles import MOST_SHARED
+from ..device.program import Function, Program, Watch
+from ..device.tensor_map import Boxes, Maps, TensorMap, contiguous
+from .configs import PushConfig, push_flags_per_rank
+
+MOST_BS = 4  # of one launch
+
+
+class _Params(ctypes.Structure):
+    """The twin of ``Params`` in kernel.cu."""
+
+    _fields_ = (
+        ("own", TensorMap),
+        ("gathered", TensorMap),
+        ("from_", TensorMap),
+        ("to", TensorMap),
+        ("b", TensorMap * MOST_BS),
+        ("watch", Watch),
+        ("half", Half),
+        ("c", ctypes.c_uint64 * MOST_BS),
+        ("n", ctypes.c_int32 * MOST_BS),
+        ("bs", ctypes.c_int32),
+        ("columns", ctypes.c_int32 * MOST_BS),
+        ("m", ctypes.c_int32),
+        ("k", ctypes.c_int32),
+        ("band", ctypes.c_int32),
+        ("remote_band", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("push", ctypes.c_int32),
+        ("final", ctypes.c_int32),
+        ("_size_is_a_multiple_of_64", ctypes.c_int32 * 8),
+    )
+
+
+@cache
+def program(defines: tuple[tuple[str, str | int], ...]) -> Program:
+    return Program(Path(__file__).parent / "kernel.cu", defines=dict(defines))
+
+
+def defines(b: torch.Tensor, config: PushConfig) -> tuple[tuple[str, str | int], ...]:
+    """What kernel.cu is compiled with for B [K, N] and its like."""
+    return (
+        *gemm.defines(config.tile, b).items(),
+        ("EXTRA_SHARED", config.ring_bytes),
+        ("PIECE_ROWS", config.piece_rows),
+        ("PIECE_COLUMNS", config.piece_columns),
+        ("UNIT_COLUMNS", config.unit_columns),
+    )
+
+
+class AllGatherMatmulPush:
+    """This op on one problem and one workspace: prepared once, launched often.
+
+    Args:
+        workspace: with room for ``configs.push_layout``, the same call site on every rank.
+        a, bs: examples of the operands: the shard [m, K] and up to MOST_BS matrices [K, N_i], all with K contiguous
+            or all with N. Every launch gets tensors of these sizes, strides and dtype.
+        config: of ``configs.choose_push``, the same on every rank.
+        num_sms: blocks to launch. As many must find an SM each.
+
+    Raises:
+        ValueError: the workspace is too small.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace[Layout],
+        a: torch.Tensor,
+        bs: Sequence[torch.Tensor],
+        config: PushConfig,
+        *,
+        num_sms: int,
+    ) -> None:
+        (m, k), size, dtype, tile = a.shape, workspace.world_size, a.dtype, config.tile
+        layout = workspace.layout
+        flags = push_flags_per_rank(m, k, config)
+        if layout.flags_per_rank < flags or layout.half_bytes < size * m * k * dtype.itemsize:
+            raise ValueError(f"workspace: {layout} is too small for shards of {m} x {k} {dtype}")
+        shared = tile.shared(config.ring_bytes)
+        if shared > MOST_SHARED:
+            raise ValueError(
+                f"config: {config} takes {shared} bytes of shared memory, {MOST_SHARED} can be had"
+            )
+        self.workspace = workspace
+        self._blocks, self._shared = num_sms // 2 * 2, shared
+        self._function: Function | None = None
+        self._program = program(defines(bs[0], config))
+        piece = (1, 1, config.piece_rows, config.piece_columns)
+        rows = (1, 1, m, k)
+        strides = (0, 0, *a.stride())
+        self._own = Maps(boxes_of_rows(dtype, rows, strides, tile))
+        self._from = Maps(Boxes(dtype, rows, strides, piece, 0))
+        self._bs = [Maps(boxes_of_b(b, tile)) for b in bs]
+        self._params = [self._fixed(half, m, k, dtype, bs, config) for half in (0, 1)]
+
+    def _fixed(
+        self, half: int, m: int, k: int, dtype: torch.dtype, bs: Sequence[torch.Tensor], config: PushConfig
+    ) -> _Params:
+        w, tile = self.workspace, config.tile
+        offset, shape = w.layout.half(half), (w.world_size, m, k)
+        first = w.address - w.rank * w.span + offset
+        gathered = boxes_of_rows(dtype, (1, *shape), (0, *contiguous(shape)), tile)
+        everywhere = Boxes(
+            dtype,
+            (w.world_size, *shape),
+            (w.span // dtype.itemsize, *contiguous(shape)),
+            (1, 1, config.piece_rows, config.piece_columns),
+            0,
+        )
+        p = _Params()
+        p.gathered = TensorMap.from_buffer_copy(gathered.encode(w.address + offset))
+        p.to = TensorMap.from_buffer_copy(everywhere.encode(first))
+        p.watch, p.half = watch(w), Half.of(w, half)
+        p.bs, p.m, p.k = len(bs), m, k
+        for i, b in enumerate(bs):
+            p.n[i] = b.shape[1]
+            p.columns[i] = -(-b.shape[1] // tile.block_n)
+        p.band, p.group = config.band, config.group
+        p.remote_band = config.remote_band
+        return p
+
+    def launch(
+        self,
+        half: int,
+        a: torch.Tensor,
+        bs: Sequence[torch.Tensor],
+        cs: Sequence[torch.Tensor],
+        *,
+        push: bool,
+        final: bool,
+        timeout_ns: int,
+        stream: int,
+    ) -> None:
+        """Compute each ``c`` [W, m, N_i], contiguous.
+
+        Args:
+            push: send the own shard; for the first launch on this use of the half.
+            final: end the use; for the last one.
+        """
+        if self._function is None:
+            self._function = self._program.function("all_gather_matmul", shared=self._shared)
+        with self.workspace.lock:
+            p = self._params[half]
+            base, address = ctypes.addressof(p), a.data_ptr()
+            ctypes.memmove(base, self._own[address], 128)
+            ctypes.memmove(base + _Params.from_.offset, self._from[address], 128)
+            for i, (b, c) in enumerate(zip(bs, cs, strict=True)):
+                ctypes.memmove(base + _Params.b.offset + 128 * i, self._bs[i][b.data_ptr()], 128)
+                p.c[i] = c.data_ptr()
+            p.watch.timeout_ns, p.push, p.final = timeout_ns, push, final
+            self._function.launch(self._blocks, THREADS, p, stream, self._shared)
+
+
+def all_gather_matmul(
+    workspace: Workspace[Layout],
+    a: torch.Tensor,
+    bs: list[torch.Tensor],
+    config: PushConfig,
+    num_sms: int,
+    timeout_ns: int,
+    *,
+    return_A: bool,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """The gathered shards [W, m, K] if wanted, and the products, each [W, m, N_i].
+
+    Args:
+        a: the own shard, [m, K], contiguous.
+        bs: each [K, N_i], all with K contiguous or all with N; ``gemm.why_not`` holds for none.
+    """
+    size, (m, k) = workspace.world_size, a.shape
+    products = [a.new_empty(size, m, b.shape[1]) for b in bs]
+    half = workspace.next_half()
+    stream = torch.cuda.current_stream().cuda_stream
+    for first in range(0, len(bs), MOST_BS):
+        some = slice(first, first + MOST_BS)
+        final = first + MOST_BS >= len(bs) and not return_A
+        _kernel(workspace, a, bs[some], config, num_sms).launch(
+            half,
+            a,
+            bs[some],
+            products[some],
+            push=first == 0,
+            final=final,
+            timeout_ns=timeout_ns,
+            stream=stream,
+        )
+    if not return_A:
+        return None, products
+    gathered = a.new_empty(size, m, k)
+    gathered.copy_(workspace.half(workspace.rank, half, (size, m, k), a.dtype))
+    gathered[workspace.rank].copy_(a)
+    leave(workspace, half, stream)
+    return gathered, products
+
+
+def _kernel(
+    workspace: Workspace[Layout], a: torch.Tensor, bs: list[torch.Tensor], config: PushConfig, num_sms: int
+) -> AllGatherMatmulPush:
+    key = ("push", a.shape, a.dtype, *((b.shape, b.stride()) for b in bs), config, num_sms)
+    found = workspace.prepared.get(key)
+    if found is None:
+        found = workspace.prepared[key] = AllGatherMatmulPush(workspace, a, bs, config, num_sms=num_sms)
+    return found

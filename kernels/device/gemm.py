@@ -1,0 +1,87 @@
+"""The host's side of gemm.cuh: what it can take, what it is compiled with, and the structures its kernels are given."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from ...symm_mem.workspace import Layout, Workspace
+from .gemm_tiles import BLOCK_K, Tile
+from .launch import is_transposed
+from .launch import why_not as why_not_described
+from .program import Watch
+from .tensor_map import Boxes
+
+THREADS = 384
+
+DTYPES = {torch.bfloat16: ("bfloat16", '"bf16"'), torch.float16: ("float16", '"f16"')}
+
+
+def defines(tile: Tile, b: torch.Tensor) -> dict[str, str | int]:
+    """What gemm.cuh is compiled with for B [K, N] and its like."""
+    name, product = DTYPES[b.dtype]
+    return {
+        "DTYPE": name,
+        "PRODUCT_TYPE": product,
+        "BM": tile.block_m,
+        "BN": tile.block_n,
+        "STAGES": tile.stages,
+        "B_ROWS": 0 if is_transposed(b) else 1,
+    }
+
+
+def why_not(a: torch.Tensor, b: torch.Tensor) -> str | None:
+    """Why ``a @ b`` cannot be fed to these kernels; None if it can.
+
+    Args:
+        a: [..., K], at most 4-D, the last dimension contiguous.
+        b: [K, N], rows or columns contiguous.
+    """
+    if a.dtype not in DTYPES:
+        return f"dtype: is {a.dtype}, must be one of {', '.join(map(str, DTYPES))}"
+    return why_not_described(a, b)
+
+
+def boxes_of_b(b: torch.Tensor, tile: Tile) -> Boxes:
+    """Of B [K, N]: what one block of a cluster loads for both."""
+    if is_transposed(b):
+        return Boxes(b.dtype, tuple(b.t().shape), b.t().stride(), (tile.block_n // 2, BLOCK_K))
+    return Boxes(b.dtype, tuple(b.shape), b.stride(), (BLOCK_K // 2, 64))
+
+
+def boxes_of_rows(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], tile: Tile) -> Boxes:
+    """Of A, as [batch, part, m, K]."""
+    return Boxes(dtype, shape, strides, (1, 1, tile.block_m, BLOCK_K))
+
+
+class Half(ctypes.Structure):
+    """Where the words of a half are; the twin of ``weft::Half`` in gemm.cuh."""
+
+    _fields_ = (
+        ("epoch", ctypes.c_int32),
+        ("left", ctypes.c_int32),
+        ("done", ctypes.c_int32),
+        ("flags", ctypes.c_int32),
+        ("flags_per_rank", ctypes.c_int32),
+        ("world_size", ctypes.c_int32),
+        ("span", ctypes.c_uint64),
+    )
+
+    @staticmethod
+    def of(workspace: Workspace[Layout], half: int) -> Half:
+        layout = workspace.layout
+        return Half(
+            Layout.EPOCH + half,
+            Layout.LEFT + half,
+            layout.done(half),
+            layout.flags(half),
+            layout.flags_per_rank,
+            workspace.world_size,
+            workspace.span,
+        )
+
+
+def watch(workspace: Workspace[Layout]) -> Watch:
+    """What a kernel's waits are told; the launcher sets the timeout."""
+    return Watch(workspace.address, workspace.record, 0, workspace.rank)
