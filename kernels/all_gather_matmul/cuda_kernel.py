@@ -12,7 +12,7 @@ import torch
 from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm
 from ..device.gate import leave
-from ..device.gemm import THREADS, Half, boxes_of_b, boxes_of_rows, watch
+from ..device.gemm import THREADS, Half, boxes_of_b, boxes_of_rows, is_whole, resident_blocks, watch
 from ..device.gemm_tiles import MOST_SHARED
 from ..device.program import Function, Program, Watch
 from ..device.tensor_map import Boxes, Maps, TensorMap, contiguous
@@ -52,10 +52,10 @@ def program(defines: tuple[tuple[str, str | int], ...]) -> Program:
     return Program(Path(__file__).parent / "kernel.cu", defines=dict(defines))
 
 
-def defines(b: torch.Tensor, config: PushConfig) -> tuple[tuple[str, str | int], ...]:
-    """What kernel.cu is compiled with for B [K, N] and its like."""
+def defines(bs: Sequence[torch.Tensor], config: PushConfig) -> tuple[tuple[str, str | int], ...]:
+    """What kernel.cu is compiled with for these B [K, N_i] and their like."""
     return (
-        *gemm.defines(config.tile, b).items(),
+        *gemm.defines(config.tile, bs).items(),
         ("EXTRA_SHARED", config.ring_bytes),
         ("PIECE_ROWS", config.piece_rows),
         ("PIECE_COLUMNS", config.piece_columns),
@@ -97,15 +97,16 @@ class AllGatherMatmulPush:
                 f"config: {config} takes {shared} bytes of shared memory, {MOST_SHARED} can be had"
             )
         self.workspace = workspace
-        self._blocks, self._shared = num_sms // 2 * 2, shared
+        self._most_blocks, self._shared = num_sms, shared
         self._function: Function | None = None
-        self._program = program(defines(bs[0], config))
+        self._blocks = 0
+        self._program = program(defines(bs, config))
         piece = (1, 1, config.piece_rows, config.piece_columns)
         rows = (1, 1, m, k)
         strides = (0, 0, *a.stride())
         self._own = Maps(boxes_of_rows(dtype, rows, strides, tile))
         self._from = Maps(Boxes(dtype, rows, strides, piece, 0))
-        self._bs = [Maps(boxes_of_b(b, tile)) for b in bs]
+        self._bs = [Maps(boxes_of_b(b, tile, is_whole(bs))) for b in bs]
         self._params = [self._fixed(half, m, k, dtype, bs, config) for half in (0, 1)]
 
     def _fixed(
@@ -154,6 +155,7 @@ class AllGatherMatmulPush:
         """
         if self._function is None:
             self._function = self._program.function("all_gather_matmul", shared=self._shared)
+            self._blocks = resident_blocks(self._function, self._most_blocks, self._shared)
         with self.workspace.lock:
             p = self._params[half]
             base, address = ctypes.addressof(p), a.data_ptr()

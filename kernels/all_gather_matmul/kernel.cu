@@ -61,11 +61,10 @@ struct Params {
 
 struct Tile {
     int src, row, column, b;
-    bool inside;
 };
 
-// Rows of tiles stand in a list: the own ones, then group by group those of the peers, in turn. A cluster has a pair of
-// neighbours of the list, and walks through the columns of a band of pairs.
+// Rows of tiles stand in a list: the own ones, then group by group those of the peers, in turn. A step has a pair of
+// neighbours of the list.
 struct Order {
     int rows;  // of tiles, of a shard
     int columns, units;
@@ -93,10 +92,9 @@ struct Order {
             pair += own_pairs;
         }
         int place = 2 * pair + block;
-        t.inside = place < rows * p.half.world_size;
-        if (place < rows || !t.inside) {
+        if (place < rows || place >= rows * p.half.world_size) {
             t.src = rank;
-            t.row = t.inside ? place : rows;
+            t.row = min(place, rows);  // past the end of the list is past that of A: nothing is stored
         } else {
             place -= rows;
             const int first = place / (p.group * peers) * p.group;
@@ -110,18 +108,15 @@ struct Order {
     }
 };
 
-// The steps of a cluster.
-__device__ __forceinline__ int first_step() { return blockIdx.x / 2; }
-__device__ __forceinline__ int stride() { return gridDim.x / 2; }
-
 // Warp 0: what the multiplying warpgroups work on.
 __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
     const int lane = threadIdx.x % 32;
     const int depth = (p.k + weft::BK - 1) / weft::BK;
     weft::Turn<STAGES> turn;
-    for (int step = first_step(); step < order.steps(); step += stride()) {
+    for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
         const Tile t = order.tile(p, step, s.block);
         const bool own = t.src == p.watch.rank;
+        const weft::Rows rows{t.row * BM, own ? 0 : t.src, 0};
         for (int i = 0; i < depth; ++i) {
             if (!own && i % (UNIT_COLUMNS / weft::BK) == 0) {
                 const int unit = i / (UNIT_COLUMNS / weft::BK);
@@ -133,13 +128,10 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
                         p.watch, t.src, p.half.flags + t.src * p.half.flags_per_rank + flag, use, weft::WAIT_DATA);
                 }
                 __syncwarp();
-                if (lane == 0) weft::fence_proxy_async();
+                weft::fence_proxy_async();
             }
-            if (lane == 0) {
-                const weft::Rows rows{t.row * BM, own ? 0 : t.src, 0};
-                const weft::TensorMap& a = own ? p.own : p.gathered;
-                weft::load_stage(s, turn, a, rows, p.b[t.b], t.column * BN, i * weft::BK);
-            }
+            const weft::TensorMap& a = own ? p.own : p.gathered;
+            weft::load_stage(s, turn, a, rows, p.b[t.b], t.column * BN, i * weft::BK);
         }
     }
 }
@@ -220,7 +212,7 @@ __device__ __forceinline__ void push(const Params& p, const weft::Shared& s, con
 
 }  // namespace
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(weft::THREADS, 1)
+extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds__(weft::THREADS, 1)
     all_gather_matmul(const __grid_constant__ Params p) {
     extern __shared__ u8 base[];
     const weft::Shared s = weft::shared_memory(base);
@@ -237,7 +229,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(weft::THR
         weft::take_registers<weft::MULTIPLY_REGISTERS>();
         const int depth = (p.k + weft::BK - 1) / weft::BK;
         weft::Turn<STAGES> turn;
-        for (int step = first_step(); step < order.steps(); step += stride()) {
+        for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
             const Tile t = order.tile(p, step, s.block);
             float sums[weft::SUMS];
             weft::multiply(s, turn, warpgroup, depth, sums);

@@ -5,13 +5,14 @@
 // stages, warps 2 and 3 send finished tiles to peers, one for each multiplying warpgroup, and warp 1 is the kernel's own.
 // So main loops, loads and whatever is sent meanwhile run beside each other.
 //
-// Two blocks form a cluster and compute tiles of the same columns at the same time: each loads half of B for both. What
-// the L2 cache can deliver is the limit of such tiles (8 TB/s on an H200), and this takes a third off it.
+// Two blocks form a cluster and compute tiles of the same columns at the same time: each loads half of B for both, which
+// takes a third off what a tile of 128 x 256 asks of the L2 cache. (Four, that share A as well, were slower: not all
+// multiprocessors can be grouped by four.)
 //
 // Sums are float32. K past the end is zero in both operands: tensor maps fill it in.
 //
 // Defined by whoever includes this: DTYPE (bfloat16 or float16) and PRODUCT_TYPE, BM, BN, STAGES, B_ROWS (1: N is
-// contiguous in B, 0: K), ROUNDS (in how many parts a tile is staged for a peer; 0: it never is) and EXTRA_SHARED (bytes
+// contiguous in B, 0: K), B_WHOLE (N is a multiple of 64), ROUNDS (in how many parts a tile is staged for a peer; 0: it never is) and EXTRA_SHARED (bytes
 // of shared memory that the kernel has for itself).
 
 #pragma once
@@ -33,6 +34,7 @@ constexpr int A_BYTES = BM * BK * 2;
 constexpr int B_BOXES = (BN + 63) / 64;  // if N is contiguous, of 64 columns each
 constexpr int B_BYTES = (B_ROWS ? B_BOXES * 64 : BN) * BK * 2;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int CLUSTER = 2;  // blocks
 constexpr int PART_BYTES = 64 * WN * 2;  // a warpgroup's part of a finished tile
 constexpr int STAGED_BYTES = ROUNDS == 0 ? 0 : PART_BYTES / ROUNDS;
 constexpr int SERVE_REGISTERS = 56;
@@ -50,7 +52,7 @@ struct Shared {
     u64* staged;  // [2]: a warpgroup's part of a tile, or a round of it, lies in `out`
     u64* sent;  // [2]: and has been read from there
     u64* own;  // [8]: the kernel's
-    u32 block;  // of the two in the cluster
+    int block;  // of the two in the cluster
 };
 
 __device__ __forceinline__ Shared shared_memory(u8* base) {
@@ -72,7 +74,7 @@ __device__ __forceinline__ void begin(const Shared& s) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             init_barrier(s.full + i, 1);
-            init_barrier(s.empty + i, 16);  // a warp each of both multiplying warpgroups of both blocks
+            init_barrier(s.empty + i, 16);  // the multiplying warps of both blocks
         }
         for (int i = 0; i < 2; ++i) {
             init_barrier(s.staged + i, 4);
@@ -102,25 +104,31 @@ struct Rows {
     int row, part, batch;
 };
 
-// Load stage `turn` of a tile: one thread.
+// Load stage `turn` of a tile: by all lanes of a warp, together. B with N contiguous lies in shared memory as two halves of
+// k, each [columns / 64][32][64]; B_WHOLE says that N is a multiple of 64, and one box has all of a half.
 __device__ __forceinline__ void load_stage(
     const Shared& s, Turn<STAGES>& turn, const TensorMap& a, const Rows& rows, const TensorMap& b, int column, int k) {
     wait(s.empty + turn.at, turn.parity ^ 1);
     u8* stage = s.stages + turn.at * STAGE_BYTES;
     u64* full = s.full + turn.at;
+    turn.next();
+    if (!elected()) return;
     arrive_expecting(full, STAGE_BYTES);
     load_box(a, stage, full, k, rows.row, rows.part, rows.batch);
-    // Half of k, or half of the columns. The block it is loaded for may be ahead or behind: the stage is empty in both.
+    // Half of k, or half of the columns. The other block may be ahead or behind: the stage is empty in both.
     const int half = s.block;
-    if constexpr (B_ROWS) {
+    if constexpr (B_ROWS && B_WHOLE) {
+        load_box_for_both(b, stage + A_BYTES + half * (B_BYTES / 2), full, 0, k + 32 * half, column / 64);
+    } else if constexpr (B_ROWS) {
 #pragma unroll
         for (int i = 0; i < B_BOXES; ++i) {
-            load_box_for_both(b, stage + A_BYTES + i * 8192 + half * 4096, full, column + 64 * i, k + 32 * half);
+            u8* to = stage + A_BYTES + half * (B_BYTES / 2) + i * 4096;
+            load_box_for_both(b, to, full, column + 64 * i, k + 32 * half);
         }
     } else {
-        load_box_for_both(b, stage + A_BYTES + half * (BN / 2 * 128), full, k, column + half * (BN / 2));
+        u8* to = stage + A_BYTES + half * (BN / 2 * 128);
+        load_box_for_both(b, to, full, k, column + half * (BN / 2));
     }
-    turn.next();
 }
 
 // A stage is read, says a warp: to the loaders of both blocks.
@@ -136,17 +144,18 @@ __device__ __forceinline__ void multiply(
     const Shared& s, Turn<STAGES>& turn, int warpgroup, int depth, float (&sums)[SUMS]) {
     const int m = warpgroup % WARPGROUPS_M, n = warpgroup / WARPGROUPS_M;
     const bool first_lane = threadIdx.x % 32 == 0;
-    constexpr u32 LEADING = B_ROWS ? 8192 : 0;
-    constexpr u32 STEP_B = B_ROWS ? 2048 : 32;  // bytes from one 16 of K to the next
+    constexpr u32 LEADING = B_ROWS ? 4096 : 0;
+    constexpr int B_COLUMNS = B_ROWS ? WN * 64 : WN * 128;  // bytes of a warpgroup's columns, in a half of k or in all
     for (int i = 0; i < depth; ++i) {
         u8* stage = s.stages + turn.at * STAGE_BYTES;
         const u64 a = operand(stage + m * 64 * 128, 0, 1024);
-        const u64 b = operand(stage + A_BYTES + n * WN * 128, LEADING, 1024);
+        const u64 b = operand(stage + A_BYTES + n * B_COLUMNS, LEADING, 1024);
         wait(s.full + turn.at, turn.parity);
         products_begin();
 #pragma unroll
         for (int k = 0; k < BK / 16; ++k) {
-            Product<WN>::template run<B_ROWS>(sums, a + k * 2, b + k * (STEP_B >> 4), i + k);
+            const int b_at = B_ROWS ? k / 2 * (B_BYTES / 2) + k % 2 * 2048 : k * 32;
+            Product<WN>::template run<B_ROWS>(sums, a + k * 2, b + (b_at >> 4), i + k);
         }
         products_commit();
         products_wait<0>();
@@ -214,7 +223,11 @@ __device__ __forceinline__ void stage_registers(
     }
 }
 
-// Row and column of a tile. Bands of `band` rows of tiles are walked column by column: what a wave reads stays in L2.
+// Clusters walk through steps, each a pair of rows by a column of tiles.
+__device__ __forceinline__ int first_step() { return blockIdx.x / CLUSTER; }
+__device__ __forceinline__ int stride() { return gridDim.x / CLUSTER; }
+
+// Row and column of a step. Bands of `band` rows of steps are walked column by column: what a wave reads stays in L2.
 __device__ __forceinline__ void grouped(int tile, int rows, int columns, int band, int& row, int& column) {
     const int first = tile / (band * columns) * band;
     const int height = min(rows - first, band);
@@ -223,7 +236,7 @@ __device__ __forceinline__ void grouped(int tile, int rows, int columns, int ban
     column = inside / height;
 }
 
-// By all threads, at the end: the other block may still read from here and write to here.
+// By all threads, at the end: other blocks may still read from here and write to here.
 __device__ __forceinline__ void end() { sync_cluster(); }
 
 // Where the words of a half are (symm_mem/workspace.py), and how far ranks lie apart.

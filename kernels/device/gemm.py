@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
@@ -10,16 +11,23 @@ from ...symm_mem.workspace import Layout, Workspace
 from .gemm_tiles import BLOCK_K, Tile
 from .launch import is_transposed
 from .launch import why_not as why_not_described
-from .program import Watch
+from .program import Function, Watch
 from .tensor_map import Boxes
 
 THREADS = 384
+_CLUSTER = 2  # blocks
 
 DTYPES = {torch.bfloat16: ("bfloat16", '"bf16"'), torch.float16: ("float16", '"f16"')}
 
 
-def defines(tile: Tile, b: torch.Tensor) -> dict[str, str | int]:
-    """What gemm.cuh is compiled with for B [K, N] and its like."""
+def is_whole(bs: Sequence[torch.Tensor]) -> bool:
+    """Whether one box has all the columns of a tile of any of these B."""
+    return all(b.shape[1] % 64 == 0 for b in bs)
+
+
+def defines(tile: Tile, bs: Sequence[torch.Tensor]) -> dict[str, str | int]:
+    """What gemm.cuh is compiled with for these B [K, N_i] and their like, all of one order."""
+    b = bs[0]
     name, product = DTYPES[b.dtype]
     return {
         "DTYPE": name,
@@ -28,6 +36,7 @@ def defines(tile: Tile, b: torch.Tensor) -> dict[str, str | int]:
         "BN": tile.block_n,
         "STAGES": tile.stages,
         "B_ROWS": 0 if is_transposed(b) else 1,
+        "B_WHOLE": int(is_whole(bs)),
     }
 
 
@@ -43,11 +52,14 @@ def why_not(a: torch.Tensor, b: torch.Tensor) -> str | None:
     return why_not_described(a, b)
 
 
-def boxes_of_b(b: torch.Tensor, tile: Tile) -> Boxes:
-    """Of B [K, N]: what one block of a cluster loads for both."""
+def boxes_of_b(b: torch.Tensor, tile: Tile, whole: bool) -> Boxes:
+    """Of B [K, N]: what one block of a cluster loads. ``whole`` as ``is_whole`` has it for all B of a launch."""
     if is_transposed(b):
         return Boxes(b.dtype, tuple(b.t().shape), b.t().stride(), (tile.block_n // 2, BLOCK_K))
-    return Boxes(b.dtype, tuple(b.shape), b.stride(), (BLOCK_K // 2, 64))
+    (k, n), half = b.shape, BLOCK_K // 2
+    if not whole:
+        return Boxes(b.dtype, (k, n), b.stride(), (half, 64))
+    return Boxes(b.dtype, (n // 64, k, 64), (64, b.stride(0), 1), (-(-tile.block_n // 64), half, 64))
 
 
 def boxes_of_rows(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], tile: Tile) -> Boxes:
@@ -85,3 +97,8 @@ class Half(ctypes.Structure):
 def watch(workspace: Workspace[Layout]) -> Watch:
     """What a kernel's waits are told; the launcher sets the timeout."""
     return Watch(workspace.address, workspace.record, 0, workspace.rank)
+
+
+def resident_blocks(function: Function, num_sms: int, shared: int) -> int:
+    """Blocks of a launch: whole clusters, all of which the device runs at once, on ``num_sms`` multiprocessors."""
+    return min(num_sms // _CLUSTER, function.most_clusters(_CLUSTER, THREADS, shared)) * _CLUSTER

@@ -11,6 +11,8 @@ namespace weft {
 
 using u8 = unsigned char;
 
+constexpr u16 BOTH_BLOCKS = 3;  // of a cluster of two, a bit for each
+
 // A tensor map (CUtensorMap), encoded on the host, passed by value in a __grid_constant__ parameter.
 struct alignas(64) TensorMap {
     u64 opaque[16];
@@ -18,6 +20,14 @@ struct alignas(64) TensorMap {
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// One lane of a warp that is together here, always the same. (The assembler knows by it that one thread issues what
+// follows: else it puts a loop over the lanes around each tensor copy.)
+__device__ __forceinline__ bool elected() {
+    u32 chosen;
+    asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
+    return chosen != 0;
 }
 
 // ---- barriers in shared memory: `count` arrivals and all announced bytes end a phase; phases have parity 0, 1, 0 ...
@@ -95,7 +105,16 @@ __device__ __forceinline__ void load_box_for_both(const TensorMap& map, void* to
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
         "[%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
-        "l"(&map), "r"(shared_address(barrier)), "r"(x), "r"(y), "h"(static_cast<u16>(3))
+        "l"(&map), "r"(shared_address(barrier)), "r"(x), "r"(y), "h"(BOTH_BLOCKS)
+        : "memory");
+}
+
+__device__ __forceinline__ void load_box_for_both(
+    const TensorMap& map, void* to, u64* barrier, int x, int y, int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+        "l"(&map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "h"(BOTH_BLOCKS)
         : "memory");
 }
 

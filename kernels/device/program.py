@@ -56,6 +56,18 @@ class Function:
         self.name = name
         self._handle = handle
 
+    def most_clusters(self, cluster: int, block: int, shared: int) -> int:
+        """How many clusters of ``cluster`` blocks of ``block`` threads the current device runs at once."""
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes = shared
+        size = driver.CUlaunchAttribute()
+        size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size.value.clusterDim.x, size.value.clusterDim.y, size.value.clusterDim.z = cluster, 1, 1
+        config.attrs, config.numAttrs = [size], 1
+        return int(check(driver.cuOccupancyMaxActiveClusters(self._handle, config)))
+
     def launch(self, grid: int, block: int, args: ctypes.Structure, stream: int, shared: int = 0) -> None:
         """Launch ``grid`` blocks of ``block`` threads on ``stream`` (a CUstream as an integer).
 

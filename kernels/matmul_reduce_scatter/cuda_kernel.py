@@ -10,7 +10,7 @@ import torch
 
 from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm
-from ..device.gemm import THREADS, Half, boxes_of_b, boxes_of_rows, watch
+from ..device.gemm import THREADS, Half, boxes_of_b, boxes_of_rows, is_whole, resident_blocks, watch
 from ..device.gemm_tiles import MOST_SHARED
 from ..device.program import Function, Program, Watch
 from ..device.tensor_map import Maps, TensorMap
@@ -45,7 +45,7 @@ def program(defines: tuple[tuple[str, str | int], ...]) -> Program:
 def defines(b: torch.Tensor, config: BulkConfig, world_size: int) -> tuple[tuple[str, str | int], ...]:
     """What kernel.cu is compiled with for B [K, N] and its like."""
     return (
-        *gemm.defines(config.tile, b).items(),
+        *gemm.defines(config.tile, [b]).items(),
         ("EXTRA_SHARED", 0),
         ("ROUNDS", config.rounds),
         ("WORLD_SIZE", world_size),
@@ -88,12 +88,11 @@ class MatmulReduceScatterBulk:
                 f"config: {config} takes {shared} bytes of shared memory, {MOST_SHARED} can be had"
             )
         self.workspace, self._shared = workspace, shared
-        tiles = size * batches * -(-m // tile.block_m) * -(-n // tile.block_n)
-        self._blocks = min(num_sms, tiles + 1) // 2 * 2
+        self._most_blocks, self._blocks = num_sms, 0
         self._function: Function | None = None
         self._program = program(defines(b, config, size))
         self._a = Maps(boxes_of_rows(dtype, tuple(a.shape), a.stride(), tile))
-        self._b = Maps(boxes_of_b(b, tile))
+        self._b = Maps(boxes_of_b(b, tile, is_whole([b])))
         self._params = []
         for half in (0, 1):
             p = _Params()
@@ -108,6 +107,7 @@ class MatmulReduceScatterBulk:
         """Compute ``out`` [L, m, N], contiguous: a whole use of the half."""
         if self._function is None:
             self._function = self._program.function("matmul_reduce_scatter", shared=self._shared)
+            self._blocks = resident_blocks(self._function, self._most_blocks, self._shared)
         with self.workspace.lock:
             p = self._params[half]
             base = ctypes.addressof(p)

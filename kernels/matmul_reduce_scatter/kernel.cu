@@ -43,8 +43,9 @@ struct Tile {
     bool inside;
 };
 
-// Rows of tiles stand in a list: those for rank + 1, for rank + 2, ..., the own ones. A cluster has a pair of neighbours
-// of the list, and walks through the columns of a band of pairs.
+// Rows of tiles stand in a list: those for rank + 1, for rank + 2, ..., the own ones. A step has a pair of neighbours of
+// the list. A peer's tile (row, column) for this rank comes no later in its order than the own one here: what an own tile
+// waits for is never behind another wait.
 struct Order {
     int rows, columns;  // of tiles, for one rank; rows of one batch
     int each;  // tiles for one rank
@@ -65,7 +66,7 @@ struct Order {
         int pair;
         weft::grouped(step, pairs, columns, p.band, pair, t.column);
         const int place = 2 * pair + block, of_rank = p.batches * rows;
-        t.inside = place < all;
+        t.inside = place < all;  // a block without a tile loads for the other all the same, and rows past the end of A
         t.dst = t.inside ? (p.watch.rank + 1 + place / of_rank) % WORLD_SIZE : p.watch.rank;
         t.index = place % of_rank * columns + t.column;
         t.batch = place % of_rank / rows;
@@ -74,16 +75,11 @@ struct Order {
     }
 };
 
-// The steps of a cluster.
-__device__ __forceinline__ int first_step() { return blockIdx.x / 2; }
-__device__ __forceinline__ int stride() { return gridDim.x / 2; }
-
 // Warp 0: what the multiplying warpgroups work on.
 __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, const Order& order) {
-    if (threadIdx.x % 32 != 0) return;
     const int depth = (p.k + weft::BK - 1) / weft::BK;
     weft::Turn<STAGES> turn;
-    for (int step = first_step(); step < order.steps(); step += stride()) {
+    for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
         const Tile t = order.tile(p, step, s.block);
         const weft::Rows rows{t.row * BM, t.dst, t.batch};
         for (int i = 0; i < depth; ++i) weft::load_stage(s, turn, p.a, rows, p.b, t.column * BN, i * weft::BK);
@@ -98,9 +94,9 @@ __device__ __forceinline__ void send(
     weft::Turn<1> turn;
     int free = rank;  // the peer whose half was found free last
     bool broken = false;
-    for (int step = first_step(); step < order.steps(); step += stride()) {
+    for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
         const Tile t = order.tile(p, step, s.block);
-        if (t.dst == rank) continue;
+        if (t.dst == rank || !t.inside) continue;
         if (t.dst != free && !broken) {
             // Where it fails, the peer may still read what would be overwritten; it will miss the flags.
             broken = !weft::wait_flag(p.watch, t.dst, p.half.done + t.dst, use - 1, weft::WAIT_FREE);
@@ -168,7 +164,7 @@ __device__ __forceinline__ void add_parts(const uint4* part, u64 slot, int rank,
 
 }  // namespace
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(weft::THREADS, 1)
+extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds__(weft::THREADS, 1)
     matmul_reduce_scatter(const __grid_constant__ Params p) {
     extern __shared__ u8 base[];
     const weft::Shared s = weft::shared_memory(base);
@@ -187,15 +183,15 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(weft::THR
         weft::Turn<STAGES> turn;
         weft::Turn<1> staging;
         const float scale = p.average ? 1.0f / WORLD_SIZE : 1.0f;
-        for (int step = first_step(); step < order.steps(); step += stride()) {
+        for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
             const Tile t = order.tile(p, step, s.block);
             float sums[weft::SUMS];
             weft::multiply(s, turn, warpgroup, depth, sums);
+            if (!t.inside) continue;
             if (t.dst != p.watch.rank) {
                 weft::stage_registers(s, warpgroup, staging, sums);
                 continue;
             }
-            if (!t.inside) continue;
             wait_parts(p, t, warpgroup, use);
             const int row = t.row * BM, column = t.column * BN;
             weft::u16* out = p.out + (static_cast<u64>(t.batch) * p.m + row) * p.n + column;

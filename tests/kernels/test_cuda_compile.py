@@ -38,7 +38,7 @@ ORDERS = {
 
 def gather_defines(tile: Tile, order: str) -> dict[str, str | int]:
     config = replace(choose_push(1024, [1024], 1024, 4, 132), tile=tile)
-    return dict(all_gather_matmul.defines(ORDERS[order], config))
+    return dict(all_gather_matmul.defines([ORDERS[order]], config))
 
 
 def scatter_defines(tile: Tile, order: str, world_size: int) -> dict[str, str | int]:
