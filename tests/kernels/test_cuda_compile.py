@@ -8,34 +8,60 @@ import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 import triton
 import weft.kernels.device
-from weft.kernels.all_reduce import cuda_kernel
+from weft.kernels.all_reduce import copy_engine, cuda_kernel
+from weft.kernels.all_reduce_rms_norm import cuda_kernel as norm_kernel
+from weft.kernels.all_reduce_rms_norm.configs import CLUSTERS, most_per_thread
 from weft.kernels.device import gate
-from weft.kernels.device.program import compile_cubin
+from weft.kernels.device.program import Program, compile_cubin
 
 KERNELS = Path(weft.kernels.device.__file__).parent.parent
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
-ALL_REDUCE = [
-    (world_size, dtype) for world_size in (2, 3, 4, 8) for dtype in ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16")
+TORCH = {name: dtype for dtype, name in cuda_kernel.DTYPES.items()}
+# From nine ranks on, the code is another.
+ALL_REDUCE = [(size, dtype, "sum") for size in (2, 4, 8) for dtype in DTYPES]
+ALL_REDUCE += [(3, "float32", "avg"), (4, "bfloat16", "max"), (4, "float16", "min"), (9, "bfloat16", "sum")]
+COPIES = [(2, "float32", "sum"), (4, "bfloat16", "avg"), (8, "float16", "max"), (9, "bfloat16", "sum")]
+# The widest rows that fit into registers, in clusters of all sizes.
+NORM = [
+    (size, "bfloat16", cluster, most_per_thread(size))
+    for size, cluster in [(2, 1), *((4, cluster) for cluster in CLUSTERS), (8, 8)]
 ]
-PROGRAMS: dict[str, tuple[Path, dict[str, str | int]]] = {
-    "gate": (KERNELS / "device" / "gate.cu", {}),
+NORM += [(4, "float32", 8, 1)]
+
+
+def _all_reduce(kernel: ModuleType, size: int, dtype: str, reduce_op: str) -> Program:
+    return kernel.program(size, size - 1, TORCH[dtype], reduce_op)
+
+
+PROGRAMS: dict[str, Program] = {
+    "gate": Program(KERNELS / "device" / "gate.cu"),
+    **{f"all_reduce-{'-'.join(map(str, p))}": _all_reduce(cuda_kernel, *p) for p in ALL_REDUCE},
+    **{f"copies-{'-'.join(map(str, p))}": _all_reduce(copy_engine, *p) for p in COPIES},
     **{
-        f"all_reduce-{world_size}-{dtype}": (cuda_kernel.SOURCE, {"WORLD_SIZE": world_size, "DTYPE": dtype})
-        for world_size, dtype in ALL_REDUCE
+        f"norm-{size}-{dtype}-{cluster}-{held}": norm_kernel.program(size, 1, TORCH[dtype], cluster, held)
+        for size, dtype, cluster, held in NORM
     },
+}
+KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
+    "gate": ({"gate", "leave"}, gate._Params),
+    "all_reduce": ({"one_shot", "two_shot", "one_shot_any", "two_shot_any"}, cuda_kernel._Params),
+    "copies": ({"reduce_chunk", "collect"}, copy_engine._Params),
+    "norm": ({"one_shot", "two_shot"}, norm_kernel._Params),
 }
 
 
 @cache
 def cubin(name: str) -> bytes:
-    path, defines = PROGRAMS[name]
-    return compile_cubin(path, "sm_90a", defines)
+    program = PROGRAMS[name]
+    return compile_cubin(program.path, program.arch, program.defines)
 
 
 def usage(cubin: bytes, folder: Path) -> Iterator[tuple[str, dict[str, int]]]:
@@ -50,32 +76,27 @@ def usage(cubin: bytes, folder: Path) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def test_every_cu_file_is_compiled_here() -> None:
-    assert {path for path, _ in PROGRAMS.values()} == set(KERNELS.rglob("*.cu"))
+    assert {program.path for program in PROGRAMS.values()} == set(KERNELS.rglob("*.cu"))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_registers_and_spills(
+def test_registers_spills_and_the_size_of_the_argument(
     name: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     found = dict(usage(cubin(name), tmp_path))
-    assert set(found) == ({"gate", "leave"} if name == "gate" else {"one_shot", "two_shot"})
+    kernels, params = KINDS[name.split("-")[0]]
+    assert set(found) == kernels
+    before = 528  # constant bank 0 of sm_90: kernel arguments begin here
     for kernel, numbers in found.items():
         record_property(f"{name}.{kernel}.registers", numbers["REG"])
         print(f"{name} {kernel}: {numbers['REG']} registers")
         assert numbers["STACK"] == numbers["LOCAL"] == 0, f"{kernel} spills or indexes an array: {numbers}"
-        # A block of 512 threads fits twice on a multiprocessor with 64, once with 128.
-        assert numbers["REG"] <= (64 if "-8-" not in name else 104)
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_argument_has_the_size_that_the_launcher_packs(name: str, tmp_path: Path) -> None:
-    params = gate._Params if name == "gate" else cuda_kernel._Params
-    before = 528  # constant bank 0 of sm_90: kernel arguments begin here
-    for kernel, numbers in usage(cubin(name), tmp_path):
+        # A block of 512 threads fits once on a multiprocessor with 128, twice with 64.
+        assert numbers["REG"] <= (64 if "norm" not in name and "-8-" not in name else 128)
         assert numbers["CONSTANT[0]"] == before + ctypes.sizeof(params), kernel
 
 
-@pytest.mark.parametrize("name", ["all_reduce-4-bfloat16", "gate"])
+@pytest.mark.parametrize("name", ["all_reduce-4-bfloat16-sum", "gate"])
 def test_machine_code(name: str, tmp_path: Path) -> None:
     file = tmp_path / "program.cubin"
     file.write_bytes(cubin(name))
@@ -90,5 +111,5 @@ def test_machine_code(name: str, tmp_path: Path) -> None:
 
 
 def test_the_launchers_know_the_same_dtypes_as_the_source() -> None:
-    assert {dtype for _, dtype in ALL_REDUCE} == set(cuda_kernel.DTYPES.values())
+    assert set(DTYPES) == set(cuda_kernel.DTYPES.values()) == set(norm_kernel.DTYPES.values())
     assert set(cuda_kernel.DTYPES) == {torch.float32, torch.bfloat16, torch.float16}
