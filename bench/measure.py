@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contenders import LINK_BYTES_PER_US, TABLE, Bench
+from reductions import TABLE as REDUCTIONS
 from registry import Row
 from timer import Schedule, Series, over_ranks, schedule
 from torch import Tensor
@@ -74,7 +75,7 @@ def _ready(
 
 def measure(row: Row, group: str, device: torch.device, pedantic: Pedantic) -> dict[str, Any]:
     """The row's line of the table: times in microseconds, None where there is none."""
-    bench = TABLE[row.op](row, group, device)
+    bench = {**TABLE, **REDUCTIONS}[row.op](row, group, device)
     plan = schedule(device.type, bench.flops, row.N)
     ready, algorithm, error = _ready(bench, row, plan, device)
     times: dict[str, list[float]] = {name: [] for name in ready}
@@ -111,5 +112,6 @@ def measure(row: Row, group: str, device: torch.device, pedantic: Pedantic) -> d
         "unfused_us": of("unfused"),
         "torch_us": of("torch", "torch native", "torch two-shot"),
         "limit_us": limit,
+        "contenders_us": {name: of(name) for name in medians if name not in HIDDEN},
         "error": error or None,
     }

@@ -19,6 +19,7 @@ from ..kernels.all_reduce import host
 from ..kernels.all_reduce.configs import Config, choose
 from ..kernels.all_reduce.reference import all_reduce as unfused
 from ..symm_mem import Heap, Workspace, get_timeout
+from ..symm_mem.timeouts import chosen_timeout, default_timeout
 from . import plan
 from .plan import Plan, aligned, heap_or_reason, ran
 from .workspaces import all_reduce_workspace, matmul_workspace
@@ -31,6 +32,7 @@ class _Prepared:
     workspace: Workspace[Any]
     kernel: Any
     plan: Plan
+    timeout_ns: int  # where nobody has set another one
 
 
 _heaps: dict[tuple[str, int], tuple[ProcessGroup, Heap]] = {}  # by group name and device, for `again`
@@ -53,13 +55,15 @@ def again(x: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None)
     stream = torch._C._cuda_getCurrentRawStream(device)
     workspace = known[1].workspaces.get(("all_reduce", stream, 0))
     found = None if workspace is None else workspace.prepared.get((x.numel(), x.dtype, reduce_op))
-    if found is None:
+    if found is None or workspace is None:
         return None
     workspace.raise_if_broken(host.OP)
     plan._last = found.plan
     if out is None:
         out = torch.empty_like(x)
-    found.kernel.launch(x.data_ptr(), out.data_ptr(), int(get_timeout(group_name) * 1e9), stream)
+    seconds = chosen_timeout(group_name)
+    timeout_ns = found.timeout_ns if seconds is None else int(seconds * 1e9)
+    found.kernel.launch(x.data_ptr(), out.data_ptr(), timeout_ns, stream)
     return out
 
 
@@ -121,7 +125,7 @@ def _pushes(where: Heap, x: Tensor, reduce_op: str, config: Config) -> _Prepared
     if found is None:
         kernel = AllReduce(place, x.numel(), x.dtype, reduce_op, x.device, config)
         plan = Plan("push", workspace_bytes=place.layout.bytes)
-        found = place.prepared[key] = _Prepared(place, kernel, plan)
+        found = place.prepared[key] = _Prepared(place, kernel, plan, _default_ns())
         _heaps[where.group_name, x.get_device()] = (where.group, where)
     return found
 
@@ -135,8 +139,12 @@ def _copies(where: Heap, x: Tensor, reduce_op: str, config: Config) -> _Prepared
     if found is None:
         kernel = CopyEngineAllReduce(place, x.numel(), x.dtype, reduce_op, config)
         plan = Plan("copy_engine", workspace_bytes=place.layout.bytes)
-        found = place.prepared[key] = _Prepared(place, kernel, plan)
+        found = place.prepared[key] = _Prepared(place, kernel, plan, _default_ns())
     return found
+
+
+def _default_ns() -> int:
+    return int(default_timeout() * 1e9)
 
 
 @cache

@@ -73,6 +73,9 @@ def _on_cuda(where: Heap, x: Tensor, residual: Tensor, weight: Tensor, eps: floa
         ran(Plan("push", workspace_bytes=place.layout.bytes))
         normed, sums = torch.empty_like(x), torch.empty_like(x)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
-        addresses = (t.data_ptr() for t in (x, residual, weight, normed, sums))
-        kernel.launch(*addresses, timeout_ns, torch.cuda.current_stream().cuda_stream)
+        kernel.launch(
+            *(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), normed.data_ptr(), sums.data_ptr()),
+            timeout_ns=timeout_ns,
+            stream=torch.cuda.current_stream().cuda_stream,
+        )
     return normed, sums

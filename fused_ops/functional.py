@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..symm_mem import Group, group_name
-from . import ops  # noqa: F401  (defines torch.ops.weft)
+from . import ops
 
 
 def fused_all_gather_matmul(
@@ -88,7 +88,10 @@ def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
         RankMismatch: the ranks call with different sizes.
         PeerTimeout: a rank did not come.
     """
-    return torch.ops.weft.one_shot_all_reduce(x, reduce_op, group_name(group))
+    name = group_name(group)
+    if not torch.compiler.is_compiling() and (out := ops.all_reduce_again(x, reduce_op, name)) is not None:
+        return out
+    return torch.ops.weft.one_shot_all_reduce(x, reduce_op, name)
 
 
 def one_shot_all_reduce_(x: Tensor, reduce_op: str, group: Group) -> Tensor:

@@ -146,6 +146,13 @@ def _is_plain(x: Tensor) -> bool:
     )
 
 
+def all_reduce_again(x: Tensor, reduce_op: str, group_name: str) -> Tensor | None:
+    """``one_shot_all_reduce`` without the dispatcher, where it has nothing to do; None where it has."""
+    if (x.requires_grad and torch.is_grad_enabled()) or not _is_plain(x):
+        return None
+    return _ar.again(x, reduce_op, group_name)
+
+
 def _wants_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 

@@ -53,7 +53,8 @@ class _Params(ctypes.Structure):
 @cache
 def program(world_size: int, rank: int, dtype: torch.dtype, reduce_op: str) -> Program:
     """copies.cu for one rank, dtype and operation."""
-    defines = {"WORLD_SIZE": world_size, "RANK": rank, "DTYPE": DTYPES[dtype], "REDUCE": reduce_op}
+    defines: dict[str, str | int] = {"WORLD_SIZE": world_size, "RANK": rank}
+    defines |= {"DTYPE": DTYPES[dtype], "REDUCE": reduce_op}
     return Program(SOURCE, defines=defines)
 
 

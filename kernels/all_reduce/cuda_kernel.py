@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -33,7 +34,8 @@ class _Params(ctypes.Structure):
 @cache
 def program(world_size: int, rank: int, dtype: torch.dtype, reduce_op: str) -> Program:
     """kernel.cu for one rank, dtype and operation."""
-    defines = {"WORLD_SIZE": world_size, "RANK": rank, "DTYPE": DTYPES[dtype], "REDUCE": reduce_op}
+    defines: dict[str, str | int] = {"WORLD_SIZE": world_size, "RANK": rank}
+    defines |= {"DTYPE": DTYPES[dtype], "REDUCE": reduce_op}
     return Program(SOURCE, defines=defines)
 
 
@@ -76,8 +78,8 @@ class AllReduce:
         self.numel, self.dtype, self.device = numel, dtype, device
         parts = layout.world_size if config.form == "two_shot" else 1
         step = vectors(layout, config) * parts * VECTOR // width
-        # Whole vectors at aligned addresses are a kernel of their own: (bytes from the start, launch).
-        self._pieces: tuple[list[tuple[int, Function, int, int, _Params]], ...] = ([], [])
+        # Whole vectors at aligned addresses are a kernel of their own: (bytes from the start, launch, argument).
+        self._pieces: tuple[list[tuple[int, Callable[[int], None], _Params]], ...] = ([], [])
         for aligned in (False, True):
             for start in range(0, numel, step):
                 length = min(step, numel - start)
@@ -86,7 +88,8 @@ class AllReduce:
                 name = config.form if whole else f"{config.form}_any"
                 function = _function(layout.world_size, place.rank, dtype, reduce_op, name, device)
                 params = _Params(slots_of(place, 0), 0, 0, length, count, aligned)
-                self._pieces[aligned].append((start * width, function, *grid(count, layout, config), params))
+                ready = function.bound(*grid(count, layout, config), params)
+                self._pieces[aligned].append((start * width, ready, params))
 
     def launch(self, x: int, out: int, timeout_ns: int, stream: int) -> None:
         """``out`` = what all ranks' ``x`` make together, the same bits on every rank: in float32, in rank order.
@@ -102,10 +105,10 @@ class AllReduce:
         Raises:
             RuntimeError: the kernel cannot be launched.
         """
-        for start, function, blocks, threads, params in self._pieces[(x | out) % VECTOR == 0]:
+        for start, ready, params in self._pieces[(x | out) % VECTOR == 0]:
             params.x, params.out = x + start, out + start
             params.slots.watch.timeout_ns = timeout_ns
-            function.launch(blocks, threads, params, stream)
+            ready(stream)
 
 
 def launch(

@@ -16,7 +16,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +63,19 @@ class Function:
         Raises:
             RuntimeError: the driver refuses, in its words.
         """
+        self.bound(grid, block, args, shared)(stream)
+
+    def bound(self, grid: int, block: int, args: ctypes.Structure, shared: int = 0) -> Callable[[int], None]:
+        """The same launch with only the stream left open. It keeps ``args``, and takes what then stands in it."""
         places = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        (error,) = driver.cuLaunchKernel(
-            self._handle, grid, 1, 1, block, 1, 1, shared, stream, ctypes.addressof(places), 0
-        )
-        if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"launch of {self.name}: {_driver_error(error)}")
+        address, handle, launch = ctypes.addressof(places), self._handle, driver.cuLaunchKernel
+
+        def run(stream: int, _keep: object = (args, places)) -> None:
+            (error,) = launch(handle, grid, 1, 1, block, 1, 1, shared, stream, address, 0)
+            if error:
+                raise RuntimeError(f"launch of {self.name}: {_driver_error(error)}")
+
+        return run
 
 
 class Program:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -112,10 +112,13 @@ class Noted(Function):
     def __init__(self, ranks: Ranks, kernel: int) -> None:
         self.ranks, self.kernel = ranks, kernel
 
-    def launch(self, grid: int, block: int, args: ctypes.Structure, stream: int, shared: int = 0) -> None:
-        note = Launch(self.kernel, grid, block)
-        ctypes.memmove(ctypes.addressof(note) + 16, ctypes.addressof(args), ctypes.sizeof(args))
-        self.ranks.places[stream].launches.append(note)
+    def bound(self, grid: int, block: int, args: ctypes.Structure, shared: int = 0) -> Callable[[int], None]:
+        def note(rank: int) -> None:
+            launch = Launch(self.kernel, grid, block)
+            ctypes.memmove(ctypes.addressof(launch) + 16, ctypes.addressof(args), ctypes.sizeof(args))
+            self.ranks.places[rank].launches.append(launch)
+
+        return note
 
 
 def inputs(numel: int, dtype: torch.dtype, world_size: int) -> list[torch.Tensor]:
