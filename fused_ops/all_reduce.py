@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..kernels.all_reduce import host
-from ..kernels.all_reduce.configs import Config, choose
+from ..kernels.all_reduce.configs import Config, choose, pushing
 from ..kernels.all_reduce.reference import all_reduce as unfused
 from ..symm_mem import Heap, Workspace, get_timeout
 from ..symm_mem.timeouts import chosen_timeout, default_timeout
@@ -33,6 +33,7 @@ class _Prepared:
     kernel: Any
     plan: Plan
     timeout_ns: int  # where nobody has set another one
+    beside: Workspace[Any] | None = None  # of the kernels that push beside copy engines
 
 
 _heaps: dict[tuple[str, int], tuple[ProcessGroup, Heap]] = {}  # by group name and device, for `again`
@@ -131,15 +132,25 @@ def _pushes(where: Heap, x: Tensor, reduce_op: str, config: Config) -> _Prepared
 
 
 def _copies(where: Heap, x: Tensor, reduce_op: str, config: Config) -> _Prepared:
-    from ..kernels.all_reduce.copy_engine import CopyEngineAllReduce, needs
+    from ..kernels.all_reduce.copy_engine import CopyEngineAllReduce, SideBySide, front, needs
+    from ..kernels.all_reduce.cuda_kernel import AllReduce
 
-    place = matmul_workspace(where, *needs(x.nbytes, x.element_size(), where.world_size, config))
+    width, size = x.element_size(), where.world_size
+    pushed = front(x.numel(), config)
+    place = matmul_workspace(where, *needs((x.numel() - pushed) * width, width, size, config))
     key = (host.OP, x.numel(), x.dtype, reduce_op, config)
+    beside = pushing(pushed * width, size)
+    push_place = all_reduce_workspace(where, pushed * width, beside) if pushed else None
     found = place.prepared.get(key)
-    if found is None:
-        kernel = CopyEngineAllReduce(place, x.numel(), x.dtype, reduce_op, config)
+    if found is None or (push_place is not None and found.beside is not push_place):
+        kernel: Any = CopyEngineAllReduce(place, x.numel() - pushed, x.dtype, reduce_op, config)
+        if push_place is not None:
+            pushes = AllReduce(push_place, pushed, x.dtype, reduce_op, x.device, beside)
+            kernel = SideBySide(pushes, kernel)
         plan = Plan("copy_engine", workspace_bytes=place.layout.bytes)
-        found = place.prepared[key] = _Prepared(place, kernel, plan, _default_ns())
+        found = place.prepared[key] = _Prepared(place, kernel, plan, _default_ns(), push_place)
+    if push_place is not None:
+        push_place.raise_if_broken(host.OP)
     return found
 
 

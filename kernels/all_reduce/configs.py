@@ -11,12 +11,21 @@ FORMS = ("one_shot", "two_shot", "copy_engine")
 THREADS = 512  #: the largest block
 MAX_BYTES = 16 << 20  #: of the input in one launch of one_shot or two_shot; more go piece after piece
 
-# From how many bytes of input on two_shot is faster. Two ranks send as much in either form, so never there.
-# Where no measurement stands, from (W - 1) * bytes / 300 GB/s against 2 / W of that and one more trip.
-_TWO_SHOT_FROM = {3: 512 << 10, 4: 192 << 10, 5: 144 << 10, 6: 104 << 10, 7: 80 << 10, 8: 64 << 10}
+# From how many bytes of input on two_shot is faster. Two ranks send as much in either form; there it is less that is
+# received and kept. Measured on 2 and 4 H200; else from (W - 1) * bytes / 300 GB/s against 2 / W of that and one trip.
+_TWO_SHOT_FROM = {
+    2: 3 << 20,
+    3: 512 << 10,
+    4: 192 << 10,
+    5: 144 << 10,
+    6: 104 << 10,
+    7: 80 << 10,
+    8: 64 << 10,
+}
 _TWO_SHOT_FROM_MANY = 32 << 10
-# From how many bytes on copy engines are: what multiprocessors store over NVLink ends at 325 GB/s.
-_COPY_ENGINE_FROM = 12 << 20
+# From how many bytes on copy engines help: what multiprocessors store over NVLink ends at 320 GB/s.
+_COPY_ENGINE_FROM = 1 << 40
+_COPIED = 50
 _BESIDE_COPY_ENGINE_FROM = 4 << 20
 _BESIDE_BLOCKS = 32
 
@@ -30,13 +39,15 @@ class Config:
         blocks, threads: what the grid of a kernel may have at most.
         chunks: copy_engine only: pieces of each rank's part that follow each other through its three steps.
         streams: copy_engine only: streams over which the copies to the peers are spread.
+        copied: copy_engine only: percent of the input that engines take; kernels push the rest meanwhile.
     """
 
     form: str
     blocks: int = BLOCKS
     threads: int = THREADS
     chunks: int = 2
-    streams: int = 3
+    streams: int = 1
+    copied: int = 100
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
@@ -47,22 +58,30 @@ class Config:
             raise ValueError(f"threads: is {self.threads}, must be a multiple of {WARP} up to {THREADS}")
         if self.chunks < 1 or self.streams < 1:
             raise ValueError(f"chunks, streams: are {self.chunks}, {self.streams}, must be 1 or more")
+        if not 1 <= self.copied <= 100:
+            raise ValueError(f"copied: is {self.copied}, must be from 1 to 100 percent")
 
 
 @lru_cache(maxsize=4096)
 def choose(nbytes: int, world_size: int) -> Config:
     """The configuration for an input of ``nbytes`` on ``world_size`` ranks; the same on every rank."""
     if nbytes >= _COPY_ENGINE_FROM:
-        return Config("copy_engine", chunks=2 if nbytes < 48 << 20 else 4)
+        return Config("copy_engine", chunks=2, copied=_COPIED)
+    return pushing(nbytes, world_size)
+
+
+@lru_cache(maxsize=4096)
+def pushing(nbytes: int, world_size: int) -> Config:
+    """The same without copy engines."""
     two_shot_from = _TWO_SHOT_FROM.get(world_size, _TWO_SHOT_FROM_MANY)
-    return Config("two_shot" if world_size > 2 and nbytes >= two_shot_from else "one_shot")
+    return Config("two_shot" if nbytes >= two_shot_from else "one_shot")
 
 
 def beside(nbytes: int, world_size: int) -> Config:
     """The same for an all-reduce beside a matrix product, which wants the multiprocessors for itself."""
     if nbytes >= _BESIDE_COPY_ENGINE_FROM:
         return Config("copy_engine", chunks=1)
-    return Config(choose(nbytes, world_size).form, _BESIDE_BLOCKS)
+    return Config(pushing(nbytes, world_size).form, _BESIDE_BLOCKS)
 
 
 def _parts(config: Config, world_size: int) -> int:

@@ -30,7 +30,7 @@ from ..device.gate import gate
 from ..device.program import Function, Program, Watch
 from ..device.push import up
 from .configs import Config
-from .cuda_kernel import DTYPES
+from .cuda_kernel import DTYPES, AllReduce
 
 SOURCE = Path(__file__).with_name("copies.cu")
 PIECE = 64 << 20  #: bytes of the input that travel in one use of a half
@@ -179,3 +179,31 @@ class CopyEngineAllReduce:
         for handle, end in zip(streams.handles, streams.ends, strict=True):
             check(driver.cuEventRecord(end, handle))
             check(driver.cuStreamWaitEvent(stream, end, 0))
+
+
+class SideBySide:
+    """The front of x by kernels that push, the rest by copy engines at the same time, which are slow to start.
+
+    Args:
+        pushes, copies: on workspaces of their own; together they have x's elements, in this order.
+    """
+
+    def __init__(self, pushes: AllReduce, copies: CopyEngineAllReduce) -> None:
+        self._pushes, self._copies = pushes, copies
+        self._front = pushes.numel * pushes.dtype.itemsize
+        side = Streams(1, 0)
+        (self._side,), self._begin, (self._end,) = side.handles, side.begin, side.ends
+
+    def launch(self, x: int, out: int, timeout_ns: int, stream: int) -> None:
+        """As ``CopyEngineAllReduce.launch``."""
+        check(driver.cuEventRecord(self._begin, stream))
+        check(driver.cuStreamWaitEvent(self._side, self._begin, 0))
+        self._copies.launch(x + self._front, out + self._front, timeout_ns, self._side)
+        self._pushes.launch(x, out, timeout_ns, stream)
+        check(driver.cuEventRecord(self._end, self._side))
+        check(driver.cuStreamWaitEvent(stream, self._end, 0))
+
+
+def front(numel: int, config: Config) -> int:
+    """Elements in front that kernels push."""
+    return numel * (100 - config.copied) // 100 // _GRAIN * _GRAIN

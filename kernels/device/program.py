@@ -17,6 +17,7 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Function:
 
     def __init__(self, name: str, handle: driver.CUfunction) -> None:
         self.name = name
-        self._handle = handle
+        self._address = int(handle)
 
     def launch(self, grid: int, block: int, args: ctypes.Structure, stream: int, shared: int = 0) -> None:
         """Launch ``grid`` blocks of ``block`` threads on ``stream`` (a CUstream as an integer).
@@ -68,14 +69,24 @@ class Function:
     def bound(self, grid: int, block: int, args: ctypes.Structure, shared: int = 0) -> Callable[[int], None]:
         """The same launch with only the stream left open. It keeps ``args``, and takes what then stands in it."""
         places = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        address, handle, launch = ctypes.addressof(places), self._handle, driver.cuLaunchKernel
+        before = (self._address, *(ctypes.c_uint(n) for n in (grid, 1, 1, block, 1, 1, shared)))
+        behind = (ctypes.addressof(places), None)
+        launch = _launcher()
 
         def run(stream: int, _keep: object = (args, places)) -> None:
-            (error,) = launch(handle, grid, 1, 1, block, 1, 1, shared, stream, address, 0)
-            if error:
-                raise RuntimeError(f"launch of {self.name}: {_driver_error(error)}")
+            if error := launch(*before, stream, *behind):
+                raise RuntimeError(f"launch of {self.name}: {_driver_error(driver.CUresult(error))}")
 
         return run
+
+
+@cache
+def _launcher() -> Callable[..., int]:
+    """cuLaunchKernel itself: the bindings' wrapper makes objects of its arguments and of its result, every time."""
+    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+    launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+    launch.restype = ctypes.c_int
+    return launch
 
 
 class Program:
