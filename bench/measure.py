@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contenders import LINK_BYTES_PER_US, TABLE, Bench
+from reductions import TABLE as REDUCTIONS
 from registry import Row
 from timer import Schedule, Series, over_ranks, schedule
 from torch import Tensor
@@ -74,9 +75,10 @@ def _ready(
 
 def measure(row: Row, group: str, device: torch.device, pedantic: Pedantic) -> dict[str, Any]:
     """The row's line of the table: times in microseconds, None where there is none."""
-    bench = TABLE[row.op](row, group, device)
+    bench = {**TABLE, **REDUCTIONS}[row.op](row, group, device)
     plan = schedule(device.type, bench.flops, row.N)
     ready, algorithm, error = _ready(bench, row, plan, device)
+    host_us = {name: round(series.host_us, 1) for name, series in ready.items() if series.host_us}
     times: dict[str, list[float]] = {name: [] for name in ready}
     order = list(ready)
 
@@ -111,5 +113,7 @@ def measure(row: Row, group: str, device: torch.device, pedantic: Pedantic) -> d
         "unfused_us": of("unfused"),
         "torch_us": of("torch", "torch native", "torch two-shot"),
         "limit_us": limit,
+        "contenders_us": {name: of(name) for name in medians if name not in HIDDEN},
+        "host_us": {name: us for name, us in host_us.items() if name not in HIDDEN},
         "error": error or None,
     }

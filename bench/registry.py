@@ -6,13 +6,20 @@ from dataclasses import dataclass
 
 import torch
 
-OPS = ("all_gather_matmul", "matmul_reduce_scatter", "all_reduce")
+OPS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "all_reduce",
+    "all_reduce_rms_norm",
+    "matmul_all_reduce",
+)
 MODES = ("eager", "graph")
 
 # K and N of the whole layer; a rank holds N / world of the first kind and K / world of the second.
 LAYERS = {
     "all_gather_matmul": {
         "llama8b.qkv": (4096, 6144),
+        "llama8b.q_k_v": (4096, 6144),
         "llama8b.upgate": (4096, 28672),
         "llama70b.qkv": (8192, 10240),
         "llama70b.upgate": (8192, 57344),
@@ -26,9 +33,17 @@ LAYERS = {
         "gpt3.fc2": (49152, 12288),
     },
 }
+# Several matrices are multiplied by one gathered A: the shares of their columns.
+SPLITS = {"llama8b.q_k_v": (4, 1, 1)}
+LAYERS["matmul_all_reduce"] = LAYERS["matmul_reduce_scatter"]
 M_SIZES = {"cuda": (512, 1024, 2048, 4096, 8192, 16384), "cpu": (32, 128)}
+# Decoding, where nothing can be cut along the rows.
+M_SIZES_ALL_REDUCE = {"cuda": (1, 16, 64, 256, 1024, 4096), "cpu": (1, 32)}
+TOKENS = {"cuda": (1, 4, 16, 64, 128, 256, 512), "cpu": (1, 16)}
+HIDDEN_SIZES = {"cuda": (4096, 6144, 8192), "cpu": (512,)}
+# Every power of two; between them 3 / 4 of it, as rows of 6144 elements have.
 KIB_SIZES = {
-    "cuda": (2, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384, 65536),
+    "cuda": tuple(sorted({*(2**i for i in range(1, 17)), *(3 * 2**i for i in range(2, 12))})),
     "cpu": (2, 32, 256, 1024),
 }
 DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
@@ -37,7 +52,7 @@ CPU_SCALE = 16  # a layer's K and N are divided by this on the CPU
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. ``K`` is None for all_reduce, whose input is [M, N] = [1, elements]."""
+    """One line of the table. ``K`` is None without a product; all_reduce has [M, N] = [1, elements]."""
 
     op: str
     name: str
@@ -87,12 +102,17 @@ def rows(
                 ("all_reduce", 1, None, kib * 1024 // dtype.itemsize)
                 for kib in kib_sizes or KIB_SIZES[device]
             ]
+        elif op == "all_reduce_rms_norm":
+            shapes = [
+                (op, m, None, hidden) for hidden in HIDDEN_SIZES[device] for m in m_sizes or TOKENS[device]
+            ]
         else:
+            sizes = M_SIZES_ALL_REDUCE if op == "matmul_all_reduce" else M_SIZES
             shapes = [
                 (name, m, k // scale, n // scale)
                 for name, (k, n) in LAYERS[op].items()
                 if not layers or any(part in name for part in layers)
-                for m in m_sizes or M_SIZES[device]
+                for m in m_sizes or sizes[device]
             ]
         found += [Row(op, *shape, dtype, mode) for shape in shapes for mode in modes or known]
     return found

@@ -1,6 +1,13 @@
 """Fused tensor-parallel ops: as functions, in ``torch.ops.weft``, and found in compiled graphs by a pass."""
 
-from .functional import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
+from .functional import (
+    fused_all_gather_matmul,
+    fused_all_reduce_rms_norm,
+    fused_matmul_all_reduce,
+    fused_matmul_reduce_scatter,
+    one_shot_all_reduce,
+    one_shot_all_reduce_,
+)
 from .layers import ColumnParallelLinear, RowParallelLinear
 from .passes import FusionError, FusionPass, Report
 from .plan import Plan, last_plan
@@ -13,7 +20,10 @@ __all__ = [
     "Report",
     "RowParallelLinear",
     "fused_all_gather_matmul",
+    "fused_all_reduce_rms_norm",
+    "fused_matmul_all_reduce",
     "fused_matmul_reduce_scatter",
     "last_plan",
     "one_shot_all_reduce",
+    "one_shot_all_reduce_",
 ]

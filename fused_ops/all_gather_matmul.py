@@ -68,12 +68,12 @@ def _on_cuda(
     from ..kernels.all_gather_matmul import on_cuda
 
     sms, size = num_sms(a.device), where.world_size
-    if (reason := on_cuda.refuses(a, Bs)) is not None:
-        return reason
-    if not pays(on_cuda.pays(a, Bs, size, sms)):
+    choice = on_cuda.choose(a, Bs, size, sms)
+    if isinstance(choice, str):
+        return choice
+    if not pays(choice.pays):
         return "too little is gathered and multiplied"
     with torch.cuda.device(a.device):
-        choice = on_cuda.choose(a, Bs, size, sms)
         workspace = matmul_workspace(where, choice.half_bytes, choice.flags)
         workspace.raise_if_broken(host.OP)
         ran(Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes))

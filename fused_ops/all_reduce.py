@@ -1,37 +1,173 @@
-"""one_shot_all_reduce: from the op's tensor to a kernel's, and back."""
+"""one_shot_all_reduce: from the op's tensor to a kernel's, and back.
+
+A call of a size that was seen before costs the host no more than three look-ups and a launch: ``again``.
+"""
 
 from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..kernels.all_reduce import host
+from ..kernels.all_reduce.configs import Config, choose, pushing
 from ..kernels.all_reduce.reference import all_reduce as unfused
-from ..symm_mem import get_timeout
-from .plan import Plan, heap_or_reason, ran
+from ..symm_mem import Heap, Workspace, get_timeout
+from ..symm_mem.timeouts import chosen_timeout, default_timeout
+from . import plan
+from .plan import Plan, aligned, heap_or_reason, ran
 from .workspaces import all_reduce_workspace, matmul_workspace
 
 
-def run(x: Tensor, reduce_op: str, group: ProcessGroup) -> Tensor:
-    """As the op; the arguments are checked."""
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What a workspace keeps for one number of elements, dtype and operation."""
+
+    workspace: Workspace[Any]
+    kernel: Any
+    plan: Plan
+    timeout_ns: int  # where nobody has set another one
+    beside: Workspace[Any] | None = None  # of the kernels that push beside copy engines
+
+
+_heaps: dict[tuple[str, int], tuple[ProcessGroup, Heap]] = {}  # by group name and device, for `again`
+
+
+def again(x: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None) -> Tensor | None:
+    """The result, if x is a contiguous CUDA tensor and such a call was made before; else None, and nothing happened.
+
+    The way is chosen by the workspace that the stream has now, never by what this rank remembers: so a rank that
+    comes here and one that takes the long way use the same memory.
+    """
+    device = x.get_device()
+    known = _heaps.get((group_name, device))
+    if known is None or plan._forced is not None or not x.is_contiguous():
+        return None
+    if torch._C._cuda_getDevice() != device or torch._C._cuda_isCurrentStreamCapturing():
+        return None
+    if _resolve_process_group(group_name) is not known[0]:  # type: ignore[arg-type]
+        return None
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    workspace = known[1].workspaces.get(("all_reduce", stream, 0))
+    found = None if workspace is None else workspace.prepared.get((x.numel(), x.dtype, reduce_op))
+    if found is None or workspace is None:
+        return None
+    workspace.raise_if_broken(host.OP)
+    plan._last = found.plan
+    if out is None:
+        out = torch.empty_like(x)
+    seconds = chosen_timeout(group_name)
+    timeout_ns = found.timeout_ns if seconds is None else int(seconds * 1e9)
+    found.kernel.launch(x.data_ptr(), out.data_ptr(), timeout_ns, stream)
+    return out
+
+
+def in_place(x: Tensor, reduce_op: str, group: ProcessGroup, config: Config | None = None) -> Tensor:
+    """x, contiguous, overwritten."""
+    if config is None and again(x, reduce_op, group.group_name, x) is not None:
+        return x
+    return run(x, reduce_op, group, x, config)
+
+
+def run(
+    x: Tensor,
+    reduce_op: str,
+    group: ProcessGroup,
+    out: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """As the op; the arguments are checked. ``out``: contiguous, like x, and may be x."""
     found = heap_or_reason(x, group, empty=x.numel() == 0)
+    if not isinstance(found, str) and x.is_cuda and x.nbytes >= _nccl_from():
+        found = f"WEFT_NCCL_ALL_REDUCE_FROM is {_nccl_from()} bytes"
     if isinstance(found, str):
         ran(Plan("unfused", found))
-        return unfused(x, reduce_op, group)
+        result = unfused(x, reduce_op, group)
+        return result if out is None else out.copy_(result)
     source = x.contiguous()
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.device.type == "cpu":
         workspace = matmul_workspace(found, *host.needs(x.nbytes, found.world_size))
         ran(Plan("host", workspace_bytes=workspace.layout.bytes))
         host.all_reduce(workspace, source.view(-1), out.view(-1), reduce_op)
         return out
-    from ..kernels.all_reduce.cuda_kernel import launch
-
     with torch.cuda.device(x.device):
-        place = all_reduce_workspace(found, source.nbytes)
-        place.raise_if_broken(host.OP)
-        ran(Plan("push", workspace_bytes=place.layout.bytes))
+        config = config or choose(source.nbytes, found.world_size)
+        prepare = _copies if config.form == "copy_engine" else _pushes
+        if config.form == "copy_engine":
+            source = aligned(source)
+        target = out if config.form != "copy_engine" or out.data_ptr() % 16 == 0 else torch.empty_like(source)
+        prepared = prepare(found, source, reduce_op, config)
+        prepared.workspace.raise_if_broken(host.OP)
+        ran(prepared.plan)
         timeout_ns = int(get_timeout(found.group_name) * 1e9)
-        launch(place, source, out, reduce_op, timeout_ns, torch.cuda.current_stream().cuda_stream)
+        stream = torch.cuda.current_stream().cuda_stream
+        prepared.kernel.launch(source.data_ptr(), target.data_ptr(), timeout_ns, stream)
+        if target is not out:
+            out.copy_(target)
     return out
+
+
+def _pushes(where: Heap, x: Tensor, reduce_op: str, config: Config) -> _Prepared:
+    from ..kernels.all_reduce.cuda_kernel import AllReduce
+
+    place = all_reduce_workspace(where, x.nbytes, config)
+    key: Any = (x.numel(), x.dtype, reduce_op)
+    if config != choose(x.nbytes, where.world_size):
+        key = (*key, config)
+    found = place.prepared.get(key)
+    if found is None:
+        kernel = AllReduce(place, x.numel(), x.dtype, reduce_op, x.device, config)
+        plan = Plan("push", workspace_bytes=place.layout.bytes)
+        found = place.prepared[key] = _Prepared(place, kernel, plan, _default_ns())
+        _heaps[where.group_name, x.get_device()] = (where.group, where)
+    return found
+
+
+def _copies(where: Heap, x: Tensor, reduce_op: str, config: Config) -> _Prepared:
+    from ..kernels.all_reduce.copy_engine import CopyEngineAllReduce, SideBySide, front, needs
+    from ..kernels.all_reduce.cuda_kernel import AllReduce
+
+    width, size = x.element_size(), where.world_size
+    pushed = front(x.numel(), config)
+    place = matmul_workspace(where, *needs((x.numel() - pushed) * width, width, size, config))
+    key = (host.OP, x.numel(), x.dtype, reduce_op, config)
+    beside = pushing(pushed * width, size)
+    push_place = all_reduce_workspace(where, pushed * width, beside) if pushed else None
+    found = place.prepared.get(key)
+    if found is None or (push_place is not None and found.beside is not push_place):
+        kernel: Any = CopyEngineAllReduce(place, x.numel() - pushed, x.dtype, reduce_op, config)
+        if push_place is not None:
+            pushes = AllReduce(push_place, pushed, x.dtype, reduce_op, x.device, beside)
+            kernel = SideBySide(pushes, kernel)
+        plan = Plan("copy_engine", workspace_bytes=place.layout.bytes)
+        found = place.prepared[key] = _Prepared(place, kernel, plan, _default_ns(), push_place)
+    if push_place is not None:
+        push_place.raise_if_broken(host.OP)
+    return found
+
+
+def _default_ns() -> int:
+    return int(default_timeout() * 1e9)
+
+
+@cache
+def _nccl_from() -> float:
+    """Bytes from which on the group's own collective is asked for.
+
+    Raises:
+        ValueError: WEFT_NCCL_ALL_REDUCE_FROM is not a number of bytes.
+    """
+    text = os.environ.get("WEFT_NCCL_ALL_REDUCE_FROM")
+    if text is None:
+        return float("inf")
+    if not text.isdigit():
+        raise ValueError(f"WEFT_NCCL_ALL_REDUCE_FROM: is {text!r}, must be a number of bytes")
+    return int(text)

@@ -93,3 +93,45 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> Any:
         return _ops.one_shot_all_reduce(grad, ctx.reduce_op, ctx.group_name), None, None  # type: ignore[attr-defined]
+
+
+class AllReduceRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
+    ) -> tuple[Tensor, Tensor]:
+        ctx.eps, ctx.group_name = eps, group_name
+        with torch._C._AutoDispatchBelowAutograd():
+            normed, sums = _ops.fused_all_reduce_rms_norm(x, residual, weight, eps, group_name)
+        ctx.save_for_backward(sums, weight)
+        return normed, sums
+
+    @staticmethod
+    def backward(ctx: Any, grad_normed: Tensor, grad_sums: Tensor) -> Any:
+        sums, weight = ctx.saved_tensors
+        wide = sums.float()
+        scale = (wide.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
+        unit, grad = wide * scale, grad_normed.float()
+        through = grad * weight
+        inner = scale * (through - unit * (through * unit).mean(-1, keepdim=True))
+        total = (inner + grad_sums).to(sums.dtype)
+        grad_x = _ops.one_shot_all_reduce(total, "sum", ctx.group_name) if ctx.needs_input_grad[0] else None
+        grad_weight = (grad * unit).flatten(0, -2).sum(0).to(weight.dtype)
+        return grad_x, total, grad_weight, None, None
+
+
+class MatmulAllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor:
+        ctx.save_for_backward(A, B)
+        ctx.reduce_op, ctx.group_name = reduce_op, group_name
+        with torch._C._AutoDispatchBelowAutograd():
+            return _ops.fused_matmul_all_reduce(A, B, reduce_op, group_name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        A, B = ctx.saved_tensors
+        total = _ops.one_shot_all_reduce(grad, ctx.reduce_op, ctx.group_name)
+        grad_A = total @ B.t() if ctx.needs_input_grad[0] else None
+        grad_B = _rows(A).t() @ _rows(total) if ctx.needs_input_grad[1] else None
+        return grad_A, grad_B, None, None

@@ -14,6 +14,7 @@ from ..symm_mem import resolve_group
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REDUCE_OPS = ("sum", "avg")
+ALL_REDUCE_OPS = (*REDUCE_OPS, "max", "min")
 
 
 def _dtype(name: str, tensor: torch.Tensor) -> None:
@@ -95,5 +96,47 @@ def all_reduce(x: torch.Tensor, reduce_op: str, group_name: str) -> ProcessGroup
     """
     group = resolve_group(group_name)
     _dtype("x", x)
+    if reduce_op not in ALL_REDUCE_OPS:
+        raise ValueError(f"reduce_op: is {reduce_op!r}, must be one of 'sum', 'avg', 'max' or 'min'")
+    return group
+
+
+def all_reduce_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group_name: str
+) -> ProcessGroup:
+    """The group.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it was and what it must be.
+    """
+    group = resolve_group(group_name)
+    if x.dim() < 1:
+        raise ValueError("x: has no dimension, must have 1 or more")
+    _dtype("x", x)
+    for name, tensor, shape in (("residual", residual, x.shape), ("weight", weight, x.shape[-1:])):
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{name}: has shape {tuple(tensor.shape)}, must have {tuple(shape)} to go with x"
+            )
+        if tensor.dtype != x.dtype:
+            raise TypeError(f"{name}: is {tensor.dtype}, must be {x.dtype} like x")
+        if tensor.device != x.device:
+            raise ValueError(f"{name}: lies on {tensor.device}, must lie on {x.device} like x")
+    if not eps >= 0:
+        raise ValueError(f"eps: is {eps!r}, must be 0 or more")
+    return group
+
+
+def matmul_all_reduce(A: torch.Tensor, B: torch.Tensor, reduce_op: str, group_name: str) -> ProcessGroup:
+    """The group.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it was and what it must be.
+    """
+    group = resolve_group(group_name)
+    if A.dim() < 2:
+        raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
+    _dtype("A", A)
+    _matrix("B", B, A.shape[-1], A, "A")
     _reduce_op(reduce_op)
     return group

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..symm_mem import Group, group_name
-from . import ops  # noqa: F401  (defines torch.ops.weft)
+from . import ops
 
 
 def fused_all_gather_matmul(
@@ -67,14 +67,17 @@ def fused_matmul_reduce_scatter(
 
 
 def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
-    """``x`` summed over ranks: every rank sends its x to every rank, and each sums them all.
+    """What all ranks' ``x`` make together, the same bits on every rank.
 
-    The sum is taken in float32, in rank order: the same bits on every rank and in every run. Differentiable: the
-    gradient is all-reduced, as by torch's functional collectives. Works under torch.compile and in a CUDA graph.
+    Taken in float32, in rank order, rounded once: the same bits also in every run and from every algorithm. Small
+    inputs go from every rank to every rank, larger ones by parts, the largest by copy engines. With
+    WEFT_NCCL_ALL_REDUCE_FROM set to a number of bytes, inputs from that size on are left to NCCL, which sums in
+    another order. Differentiable for "sum" and "avg": the gradient is all-reduced, as by torch's functional
+    collectives. Works under torch.compile and in a CUDA graph.
 
     Args:
         x: any shape, strides and alignment; float32, bfloat16 or float16. It need not lie on the heap.
-        reduce_op: "sum", or "avg" for the sum divided by the number of ranks.
+        reduce_op: "sum", "avg" for the sum divided by the number of ranks, "max" or "min" (NaN if one of them is).
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
 
     Returns:
@@ -85,4 +88,64 @@ def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
         RankMismatch: the ranks call with different sizes.
         PeerTimeout: a rank did not come.
     """
-    return torch.ops.weft.one_shot_all_reduce(x, reduce_op, group_name(group))
+    name = group_name(group)
+    if not torch.compiler.is_compiling() and (out := ops.all_reduce_again(x, reduce_op, name)) is not None:
+        return out
+    return torch.ops.weft.one_shot_all_reduce(x, reduce_op, name)
+
+
+def one_shot_all_reduce_(x: Tensor, reduce_op: str, group: Group) -> Tensor:
+    """The same in place: ``x`` is overwritten and returned. It must not require a gradient."""
+    torch.ops.weft.one_shot_all_reduce_(x, reduce_op, group_name(group))
+    return x
+
+
+def fused_all_reduce_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: Group
+) -> tuple[Tensor, Tensor]:
+    """``sums = residual + all_reduce(x)`` and ``normed = sums / sqrt(mean(sums ** 2) + eps) * weight``, row by row.
+
+    Ranks and residual are summed in float32, in rank order, and rounded once; the norm is taken in float32 of what was
+    rounded: the same bits on every rank and in every run. Differentiable. Works under torch.compile and in a CUDA
+    graph. Every rank must call it with the same shapes.
+
+    Args:
+        x: [..., hidden], any strides; float32, bfloat16 or float16.
+        residual: like x, with the same values on every rank.
+        weight: [hidden], of the same dtype, with the same values on every rank.
+        eps: 0 or more.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
+
+    Returns:
+        (normed, sums), contiguous; sums is the next residual.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it.
+        RankMismatch: the ranks call with different sizes.
+        PeerTimeout: a rank did not come.
+    """
+    return torch.ops.weft.fused_all_reduce_rms_norm(x, residual, weight, eps, group_name(group))
+
+
+def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: Group) -> Tensor:
+    """``A @ B`` summed over ranks, on every rank: rows are all-reduced while the next ones are multiplied.
+
+    Partial products are rounded to the dtype, then summed in float32, in rank order: the same bits on every rank and in
+    every run. Differentiable. Works under torch.compile and in a CUDA graph. Every rank must call it with the same
+    shapes.
+
+    Args:
+        A: [..., K], 2 or more dimensions; float32, bfloat16 or float16; any strides.
+        B: [K, N] of the same dtype.
+        reduce_op: "sum", or "avg" for the sum divided by the number of ranks.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
+
+    Returns:
+        [..., N], contiguous.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it.
+        RankMismatch: the ranks call with different sizes.
+        PeerTimeout: a rank did not come.
+    """
+    return torch.ops.weft.fused_matmul_all_reduce(A, B, reduce_op, group_name(group))

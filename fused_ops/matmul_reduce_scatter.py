@@ -59,12 +59,12 @@ def _on_cuda(where: Heap, parts: Tensor, B: Tensor, reduce_op: str) -> Tensor | 
     from ..kernels.matmul_reduce_scatter import on_cuda
 
     sms = num_sms(B.device)
-    if (reason := on_cuda.refuses(parts, B)) is not None:
-        return reason
-    if not pays(on_cuda.pays(parts, B, sms)):
+    choice = on_cuda.choose(parts, B, sms)
+    if isinstance(choice, str):
+        return choice
+    if not pays(choice.pays):
         return "too little is multiplied and scattered"
     with torch.cuda.device(B.device):
-        choice = on_cuda.choose(parts, B, sms)
         workspace = matmul_workspace(where, choice.half_bytes, choice.flags)
         workspace.raise_if_broken(host.OP)
         ran(Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes))

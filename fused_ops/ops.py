@@ -13,9 +13,17 @@ from torch import Tensor
 
 from . import all_gather_matmul as _ag
 from . import all_reduce as _ar
+from . import all_reduce_rms_norm as _arn
 from . import checks
+from . import matmul_all_reduce as _mar
 from . import matmul_reduce_scatter as _rs
-from .autograd import AllGatherMatmul, AllReduce, MatmulReduceScatter
+from .autograd import (
+    AllGatherMatmul,
+    AllReduce,
+    AllReduceRmsNorm,
+    MatmulAllReduce,
+    MatmulReduceScatter,
+)
 
 _lib = torch.library.Library("weft", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -30,10 +38,22 @@ _lib.define(
     tags=_TAGS,
 )
 _lib.define("one_shot_all_reduce(Tensor x, str reduce_op, str group_name) -> Tensor", tags=_TAGS)
+_lib.define(
+    "fused_all_reduce_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, str group_name)"
+    " -> (Tensor, Tensor)",
+    tags=_TAGS,
+)
+_lib.define(
+    "fused_matmul_all_reduce(Tensor A, Tensor B, str reduce_op, str group_name) -> Tensor", tags=_TAGS
+)
+_lib.define("one_shot_all_reduce_(Tensor(a!) x, str reduce_op, str group_name) -> ()", tags=_TAGS)
 
 all_gather_matmul = torch.ops.weft.fused_all_gather_matmul.default
 matmul_reduce_scatter = torch.ops.weft.fused_matmul_reduce_scatter.default
 all_reduce = torch.ops.weft.one_shot_all_reduce.default
+all_reduce_ = torch.ops.weft.one_shot_all_reduce_.default
+all_reduce_rms_norm = torch.ops.weft.fused_all_reduce_rms_norm.default
+matmul_all_reduce = torch.ops.weft.fused_matmul_all_reduce.default
 
 
 def _all_gather_matmul_fake(
@@ -65,6 +85,22 @@ def _all_reduce_fake(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _all_reduce_in_place_fake(x: Tensor, reduce_op: str, group_name: str) -> None:
+    checks.all_reduce(x, reduce_op, group_name)
+
+
+def _all_reduce_rms_norm_fake(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
+) -> tuple[Tensor, Tensor]:
+    checks.all_reduce_rms_norm(x, residual, weight, eps, group_name)
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+def _matmul_all_reduce_fake(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    checks.matmul_all_reduce(A, B, reduce_op, group_name)
+    return A.new_empty((*A.shape[:-1], B.shape[1]))
+
+
 def _all_gather_matmul(
     A_shard: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
@@ -78,7 +114,43 @@ def _matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: in
 
 
 def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    return _ar.run(x, reduce_op, checks.all_reduce(x, reduce_op, group_name))
+    out = _ar.again(x, reduce_op, group_name)
+    return _ar.run(x, reduce_op, checks.all_reduce(x, reduce_op, group_name)) if out is None else out
+
+
+def _all_reduce_in_place(x: Tensor, reduce_op: str, group_name: str) -> None:
+    if _ar.again(x, reduce_op, group_name, x) is not None:
+        return
+    group = checks.all_reduce(x, reduce_op, group_name)
+    if x.is_contiguous():
+        _ar.run(x, reduce_op, group, x)
+    else:
+        x.copy_(_ar.run(x, reduce_op, group))
+
+
+def _all_reduce_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
+) -> tuple[Tensor, Tensor]:
+    group = checks.all_reduce_rms_norm(x, residual, weight, eps, group_name)
+    return _arn.run(x, residual, weight, eps, group)
+
+
+def _matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    return _mar.run(A, B, reduce_op, checks.matmul_all_reduce(A, B, reduce_op, group_name))
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether nothing lies between autograd and the kernels: no tracing, no subclass. It saves a dispatch."""
+    return (
+        type(x) is Tensor and not torch._C._len_torch_dispatch_stack() and not torch._is_functional_tensor(x)
+    )
+
+
+def all_reduce_again(x: Tensor, reduce_op: str, group_name: str) -> Tensor | None:
+    """``one_shot_all_reduce`` without the dispatcher, where it has nothing to do; None where it has."""
+    if (x.requires_grad and torch.is_grad_enabled()) or not _is_plain(x):
+        return None
+    return _ar.again(x, reduce_op, group_name)
 
 
 def _wants_grad(*tensors: Tensor) -> bool:
@@ -106,9 +178,40 @@ def _matmul_reduce_scatter_autograd(
 
 def _all_reduce_autograd(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
     if not _wants_grad(x):
+        if _is_plain(x):
+            return _all_reduce(x, reduce_op, group_name)
         with torch._C._AutoDispatchBelowAutograd():
             return all_reduce(x, reduce_op, group_name)
+    if reduce_op in ("max", "min"):
+        raise ValueError(
+            f"reduce_op: is {reduce_op!r}, must be 'sum' or 'avg' for an x that requires a gradient"
+        )
     return AllReduce.apply(x, reduce_op, group_name)
+
+
+def _all_reduce_rms_norm_autograd(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
+) -> tuple[Tensor, Tensor]:
+    if not _wants_grad(x, residual, weight):
+        with torch._C._AutoDispatchBelowAutograd():
+            return all_reduce_rms_norm(x, residual, weight, eps, group_name)
+    return AllReduceRmsNorm.apply(x, residual, weight, eps, group_name)
+
+
+def _matmul_all_reduce_autograd(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    if not _wants_grad(A, B):
+        with torch._C._AutoDispatchBelowAutograd():
+            return matmul_all_reduce(A, B, reduce_op, group_name)
+    return MatmulAllReduce.apply(A, B, reduce_op, group_name)
+
+
+def _all_reduce_in_place_autograd(x: Tensor, reduce_op: str, group_name: str) -> None:
+    if _wants_grad(x):
+        raise ValueError("x: requires a gradient, must not where it is overwritten; use one_shot_all_reduce")
+    if _is_plain(x):
+        return _all_reduce_in_place(x, reduce_op, group_name)
+    with torch._C._AutoDispatchBelowAutograd():
+        return all_reduce_(x, reduce_op, group_name)
 
 
 for _name, _fake, _real, _autograd in (
@@ -120,6 +223,19 @@ for _name, _fake, _real, _autograd in (
         _matmul_reduce_scatter_autograd,
     ),
     ("one_shot_all_reduce", _all_reduce_fake, _all_reduce, _all_reduce_autograd),
+    (
+        "fused_all_reduce_rms_norm",
+        _all_reduce_rms_norm_fake,
+        _all_reduce_rms_norm,
+        _all_reduce_rms_norm_autograd,
+    ),
+    ("fused_matmul_all_reduce", _matmul_all_reduce_fake, _matmul_all_reduce, _matmul_all_reduce_autograd),
+    (
+        "one_shot_all_reduce_",
+        _all_reduce_in_place_fake,
+        _all_reduce_in_place,
+        _all_reduce_in_place_autograd,
+    ),
 ):
     torch.library.register_fake(f"weft::{_name}", _fake, lib=_lib)
     for _key in ("CPU", "CUDA"):

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..kernels.all_reduce.configs import Layout as AllReduceLayout
-from ..kernels.all_reduce.configs import layout_for
+from ..kernels.all_reduce.configs import Config, layout_for
+from ..kernels.device.push import Layout as PushLayout
 from ..symm_mem import Heap, Layout, Workspace
 
 _GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace
@@ -77,11 +77,19 @@ def matmul_workspace(heap: Heap, half_bytes: int, flags: int) -> Workspace[Layou
     )
 
 
-def all_reduce_workspace(heap: Heap, nbytes: int) -> Workspace[AllReduceLayout]:
-    """The workspace of this stream for all-reduce kernels on CUDA, for inputs of ``nbytes``.
+def push_workspace(heap: Heap, kind: str, wanted: PushLayout) -> Workspace[PushLayout]:
+    """The workspace of this stream for kernels that push, with as many slots as ``wanted`` or more.
 
     Raises:
         RankMismatch, PeerTimeout: the ranks do not grow it together.
     """
-    wanted = layout_for(nbytes, heap.world_size)
-    return _fetch(heap, "all_reduce", lambda layout: layout.slots >= wanted.slots, lambda _: wanted)
+    return _fetch(heap, kind, lambda layout: layout.slots >= wanted.slots, lambda _: wanted)
+
+
+def all_reduce_workspace(heap: Heap, nbytes: int, config: Config) -> Workspace[PushLayout]:
+    """That of all-reduce kernels on CUDA, for inputs of ``nbytes``.
+
+    Raises:
+        RankMismatch, PeerTimeout: the ranks do not grow it together.
+    """
+    return push_workspace(heap, "all_reduce", layout_for(nbytes, heap.world_size, config))

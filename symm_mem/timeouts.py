@@ -9,7 +9,8 @@ from .groups import Group, group_name
 _per_group: dict[str, float] = {}
 
 
-def _default() -> float:
+def default_timeout() -> float:
+    """Seconds where ``set_timeout`` said nothing: WEFT_TIMEOUT, else 300."""
     text = os.environ.get("WEFT_TIMEOUT", "300")
     try:
         seconds = float(text)
@@ -24,7 +25,12 @@ def get_timeout(group: Group = None) -> float:
     """Seconds a wait inside ``group`` may take: what ``set_timeout`` said, else WEFT_TIMEOUT, else 300."""
     if _per_group and (found := _per_group.get(group_name(group))) is not None:
         return found
-    return _default()
+    return default_timeout()
+
+
+def chosen_timeout(group: str) -> float | None:
+    """What ``set_timeout`` said for the group of this name; None if it said nothing."""
+    return _per_group.get(group)
 
 
 def set_timeout(seconds: float, group: Group = None) -> None:

@@ -14,7 +14,7 @@ from ..device import gemm
 from ..device.gate import leave
 from ..device.gemm import THREADS, Half, boxes_of_b, boxes_of_rows, is_whole, resident_blocks, watch
 from ..device.gemm_tiles import MOST_SHARED
-from ..device.program import Function, Program, Watch
+from ..device.program import Program, Watch
 from ..device.tensor_map import Boxes, Maps, TensorMap, contiguous
 from .configs import PushConfig, push_flags_per_rank
 
@@ -97,10 +97,6 @@ class AllGatherMatmulPush:
                 f"config: {config} takes {shared} bytes of shared memory, {MOST_SHARED} can be had"
             )
         self.workspace = workspace
-        self._most_blocks, self._shared = num_sms, shared
-        self._function: Function | None = None
-        self._blocks = 0
-        self._program = program(defines(bs, config))
         piece = (1, 1, config.piece_rows, config.piece_columns)
         rows = (1, 1, m, k)
         strides = (0, 0, *a.stride())
@@ -108,6 +104,9 @@ class AllGatherMatmulPush:
         self._from = Maps(Boxes(dtype, rows, strides, piece, 0))
         self._bs = [Maps(boxes_of_b(b, tile, is_whole(bs))) for b in bs]
         self._params = [self._fixed(half, m, k, dtype, bs, config) for half in (0, 1)]
+        function = program(defines(bs, config)).function("all_gather_matmul", shared=shared)
+        blocks = resident_blocks(function, num_sms, shared)
+        self._launches = [function.bound(blocks, THREADS, p, shared) for p in self._params]
 
     def _fixed(
         self, half: int, m: int, k: int, dtype: torch.dtype, bs: Sequence[torch.Tensor], config: PushConfig
@@ -124,8 +123,8 @@ class AllGatherMatmulPush:
             0,
         )
         p = _Params()
-        p.gathered = TensorMap.from_buffer_copy(gathered.encode(w.address + offset))
-        p.to = TensorMap.from_buffer_copy(everywhere.encode(first))
+        p.gathered = gathered.encode(w.address + offset)
+        p.to = everywhere.encode(first)
         p.watch, p.half = watch(w), Half.of(w, half)
         p.bs, p.m, p.k = len(bs), m, k
         for i, b in enumerate(bs):
@@ -138,83 +137,76 @@ class AllGatherMatmulPush:
     def launch(
         self,
         half: int,
-        a: torch.Tensor,
-        bs: Sequence[torch.Tensor],
-        cs: Sequence[torch.Tensor],
+        a: int,
+        bs: Sequence[int],
+        cs: Sequence[int],
         *,
         push: bool,
         final: bool,
         timeout_ns: int,
         stream: int,
     ) -> None:
-        """Compute each ``c`` [W, m, N_i], contiguous.
+        """Compute each ``c`` [W, m, N_i], contiguous, from tensors at these addresses.
 
         Args:
             push: send the own shard; for the first launch on this use of the half.
             final: end the use; for the last one.
         """
-        if self._function is None:
-            self._function = self._program.function("all_gather_matmul", shared=self._shared)
-            self._blocks = resident_blocks(self._function, self._most_blocks, self._shared)
         with self.workspace.lock:
             p = self._params[half]
-            base, address = ctypes.addressof(p), a.data_ptr()
-            ctypes.memmove(base, self._own[address], 128)
-            ctypes.memmove(base + _Params.from_.offset, self._from[address], 128)
-            for i, (b, c) in enumerate(zip(bs, cs, strict=True)):
-                ctypes.memmove(base + _Params.b.offset + 128 * i, self._bs[i][b.data_ptr()], 128)
-                p.c[i] = c.data_ptr()
+            p.own, p.from_ = self._own[a], self._from[a]
+            for i, b in enumerate(bs):
+                p.b[i], p.c[i] = self._bs[i][b], cs[i]
             p.watch.timeout_ns, p.push, p.final = timeout_ns, push, final
-            self._function.launch(self._blocks, THREADS, p, stream, self._shared)
+            self._launches[half](stream)
+
+
+def prepare(
+    workspace: Workspace[Layout], a: torch.Tensor, bs: list[torch.Tensor], config: PushConfig, num_sms: int
+) -> list[AllGatherMatmulPush]:
+    """A kernel for each MOST_BS of these Bs, for ``all_gather_matmul``."""
+    return [
+        AllGatherMatmulPush(workspace, a, bs[i : i + MOST_BS], config, num_sms=num_sms)
+        for i in range(0, len(bs), MOST_BS)
+    ]
 
 
 def all_gather_matmul(
     workspace: Workspace[Layout],
+    kernels: list[AllGatherMatmulPush],
     a: torch.Tensor,
     bs: list[torch.Tensor],
-    config: PushConfig,
-    num_sms: int,
     timeout_ns: int,
     *,
     return_A: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """The gathered shards [W, m, K] if wanted, and the products, each [W, m, N_i].
+    """The gathered shards [W, m, K] if wanted, and the products, each [W, m, N_i], on the current stream.
 
     Args:
+        kernels: what ``prepare`` made for such tensors.
         a: the own shard, [m, K], contiguous.
-        bs: each [K, N_i], all with K contiguous or all with N; ``gemm.why_not`` holds for none.
+        bs: each [K, N_i], all with K contiguous or all with N.
     """
     size, (m, k) = workspace.world_size, a.shape
-    products = [a.new_empty(size, m, b.shape[1]) for b in bs]
+    products = [a.new_empty((size, m, b.shape[1])) for b in bs]
     half = workspace.next_half()
-    stream = torch.cuda.current_stream().cuda_stream
-    for first in range(0, len(bs), MOST_BS):
-        some = slice(first, first + MOST_BS)
-        final = first + MOST_BS >= len(bs) and not return_A
-        _kernel(workspace, a, bs[some], config, num_sms).launch(
+    stream = torch._C._cuda_getCurrentRawStream(a.get_device())
+    for i, kernel in enumerate(kernels):
+        some = slice(i * MOST_BS, (i + 1) * MOST_BS)
+        kernel.launch(
             half,
-            a,
-            bs[some],
-            products[some],
-            push=first == 0,
-            final=final,
+            a.data_ptr(),
+            [b.data_ptr() for b in bs[some]],
+            [c.data_ptr() for c in products[some]],
+            push=i == 0,
+            final=i == len(kernels) - 1 and not return_A,
             timeout_ns=timeout_ns,
             stream=stream,
         )
     if not return_A:
         return None, products
-    gathered = a.new_empty(size, m, k)
+    gathered = a.new_empty((size, m, k))
     gathered.copy_(workspace.half(workspace.rank, half, (size, m, k), a.dtype))
     gathered[workspace.rank].copy_(a)
     leave(workspace, half, stream)
     return gathered, products
-
-
-def _kernel(
-    workspace: Workspace[Layout], a: torch.Tensor, bs: list[torch.Tensor], config: PushConfig, num_sms: int
-) -> AllGatherMatmulPush:
-    key = ("push", a.shape, a.dtype, *((b.shape, b.stride()) for b in bs), config, num_sms)
-    found = workspace.prepared.get(key)
-    if found is None:
-        found = workspace.prepared[key] = AllGatherMatmulPush(workspace, a, bs, config, num_sms=num_sms)
-    return found

@@ -1,60 +1,114 @@
-"""Launches kernel.cu: ``out = sum over ranks of x`` for any contiguous CUDA tensors, piece after piece."""
+"""Launches kernel.cu for any contiguous CUDA tensors, piece after piece."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
-from ..device.program import Function, Program, Watch
-from .configs import VECTOR, Config, Layout, choose
+from ..device.program import Function, Program
+from ..device.push import VECTOR, Layout, Place, Slots, slots_of
+from .configs import Config, choose, grid, vectors
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-REDUCE_OPS = ("sum", "avg")
+REDUCE_OPS = ("sum", "avg", "max", "min")
 SOURCE = Path(__file__).with_name("kernel.cu")
-
-
-class Place(Protocol):
-    """A ``Workspace`` made with this folder's ``Layout``."""
-
-    layout: Layout
-    address: int
-    span: int
-    rank: int
-    record: int
 
 
 class _Params(ctypes.Structure):
     """The twin of ``Params`` in kernel.cu."""
 
     _fields_ = (
-        ("watch", Watch),
-        ("span", ctypes.c_uint64),
+        ("slots", Slots),
         ("x", ctypes.c_uint64),
         ("out", ctypes.c_uint64),
         ("numel", ctypes.c_uint64),
         ("vectors", ctypes.c_uint32),
-        ("capacity", ctypes.c_uint32),
-        ("epochs", ctypes.c_uint32),
-        ("slots", ctypes.c_uint32),
-        ("average", ctypes.c_uint32),
         ("aligned", ctypes.c_uint32),
     )
 
 
 @cache
-def program(world_size: int, dtype: torch.dtype) -> Program:
-    """kernel.cu for one world size and dtype."""
-    return Program(SOURCE, defines={"WORLD_SIZE": world_size, "DTYPE": DTYPES[dtype]})
+def program(world_size: int, rank: int, dtype: torch.dtype, reduce_op: str) -> Program:
+    """kernel.cu for one rank, dtype and operation."""
+    defines: dict[str, str | int] = {"WORLD_SIZE": world_size, "RANK": rank}
+    defines |= {"DTYPE": DTYPES[dtype], "REDUCE": reduce_op}
+    return Program(SOURCE, defines=defines)
 
 
 @cache
-def _function(world_size: int, dtype: torch.dtype, form: str, device: torch.device) -> Function:
+def _function(
+    world_size: int, rank: int, dtype: torch.dtype, reduce_op: str, name: str, device: torch.device
+) -> Function:
     with torch.cuda.device(device):
-        return program(world_size, dtype).function(form)
+        return program(world_size, rank, dtype, reduce_op).function(name)
+
+
+class AllReduce:
+    """This op on one workspace, number of elements, dtype and operation: prepared once, launched often.
+
+    Args:
+        place: a workspace with room for ``configs.layout_for``; the same call site on every rank.
+        numel: elements of x, 1 or more.
+        reduce_op: "sum", "avg" (divided by the number of ranks), "max" or "min".
+        config: one_shot or two_shot, the same on every rank.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it was and what it must be.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        numel: int,
+        dtype: torch.dtype,
+        reduce_op: str,
+        device: torch.device,
+        config: Config | None = None,
+    ) -> None:
+        layout, width = place.layout, dtype.itemsize
+        if reduce_op not in REDUCE_OPS:
+            raise ValueError(f"reduce_op: is {reduce_op!r}, must be one of {', '.join(REDUCE_OPS)}")
+        if dtype not in DTYPES:
+            raise TypeError(f"x: is {dtype}, must be float32, bfloat16 or float16")
+        config = config or choose(numel * width, layout.world_size)
+        self.numel, self.dtype, self.device = numel, dtype, device
+        parts = layout.world_size if config.form == "two_shot" else 1
+        step = vectors(layout, config) * parts * VECTOR // width
+        # Whole vectors at aligned addresses are a kernel of their own: (bytes from the start, launch, argument).
+        self._pieces: tuple[list[tuple[int, Callable[[int], None], _Params]], ...] = ([], [])
+        for aligned in (False, True):
+            for start in range(0, numel, step):
+                length = min(step, numel - start)
+                count = -(-length * width // (VECTOR * parts))
+                whole = aligned and length * width == count * VECTOR * parts
+                name = config.form if whole else f"{config.form}_any"
+                function = _function(layout.world_size, place.rank, dtype, reduce_op, name, device)
+                params = _Params(slots_of(place, 0), 0, 0, length, count, aligned)
+                ready = function.bound(*grid(count, layout, config), params)
+                self._pieces[aligned].append((start * width, ready, params))
+
+    def launch(self, x: int, out: int, timeout_ns: int, stream: int) -> None:
+        """``out`` = what all ranks' ``x`` make together, the same bits on every rank: in float32, in rank order.
+
+        Every rank makes the same calls on a workspace, in one order and on one stream at a time. Safe to capture
+        in a CUDA graph. The current device must be that of the tensors.
+
+        Args:
+            x, out: addresses of contiguous tensors, aligned like their elements; out may be x.
+            timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
+            stream: a CUstream as an integer.
+
+        Raises:
+            RuntimeError: the kernel cannot be launched.
+        """
+        for start, ready, params in self._pieces[(x | out) % VECTOR == 0]:
+            params.x, params.out = x + start, out + start
+            params.slots.watch.timeout_ns = timeout_ns
+            ready(stream)
 
 
 def launch(
@@ -66,53 +120,11 @@ def launch(
     stream: int,
     config: Config | None = None,
 ) -> None:
-    """``out = sum over ranks of x``, the same bits on every rank; sums in float32, in rank order, rounded once.
-
-    Every rank makes the same calls on a workspace, in one order and on one stream at a time. Safe to capture
-    in a CUDA graph. The current device must be x's.
-
-    Args:
-        x, out: contiguous, of the same dtype and number of elements, at any address; out may be x.
-        reduce_op: "sum", or "avg": divided by the number of ranks.
-        timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
-        stream: a CUstream as an integer.
-        config: what ``choose`` says, if None; the same on every rank.
+    """The same for tensors, once: see ``AllReduce``.
 
     Raises:
         TypeError, ValueError: naming the argument, what it was and what it must be.
-        RuntimeError: the kernel cannot be compiled or launched.
     """
-    layout = place.layout
-    _check(x, out, reduce_op, layout)
-    numel, width = x.numel(), x.element_size()
-    config = config or choose(numel * width, layout.world_size)
-    parts = layout.world_size if config.form == "two_shot" else 1
-    step = layout.vectors(config) * parts * VECTOR // width
-    x_at, out_at = x.data_ptr(), out.data_ptr()
-    params = _Params(
-        watch=Watch(place.address, place.record, timeout_ns, place.rank),
-        span=place.span,
-        capacity=layout.slots,
-        epochs=Layout.EPOCHS,
-        slots=Layout.SLOTS,
-        average=reduce_op == "avg",
-        aligned=(x_at | out_at) % VECTOR == 0,
-    )
-    for start in range(0, numel, step):
-        length = min(step, numel - start)
-        vectors = -(-length * width // (VECTOR * parts))
-        params.x, params.out = x_at + start * width, out_at + start * width
-        params.numel, params.vectors = length, vectors
-        blocks, threads = layout.grid(vectors, config)
-        function = _function(layout.world_size, x.dtype, config.form, x.device)
-        function.launch(blocks, threads, params, stream)
-
-
-def _check(x: torch.Tensor, out: torch.Tensor, reduce_op: str, layout: Layout) -> None:
-    if reduce_op not in REDUCE_OPS:
-        raise ValueError(f"reduce_op: is {reduce_op!r}, must be 'sum' or 'avg'")
-    if x.dtype not in DTYPES:
-        raise TypeError(f"x: is {x.dtype}, must be float32, bfloat16 or float16")
     if out.dtype != x.dtype:
         raise TypeError(f"out: is {out.dtype}, must be {x.dtype} like x")
     if out.numel() != x.numel():
@@ -122,5 +134,8 @@ def _check(x: torch.Tensor, out: torch.Tensor, reduce_op: str, layout: Layout) -
     for name, tensor in (("x", x), ("out", out)):
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: has strides {tensor.stride()}, must be contiguous")
-    if layout.world_size < 2:
-        raise ValueError("the workspace's group has one rank, must have 2 to 8")
+    kernel = AllReduce(place, x.numel(), x.dtype, reduce_op, x.device, config)
+    kernel.launch(x.data_ptr(), out.data_ptr(), timeout_ns, stream)
+
+
+__all__ = ["DTYPES", "REDUCE_OPS", "SOURCE", "AllReduce", "Layout", "launch", "program"]

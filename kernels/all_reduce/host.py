@@ -1,4 +1,4 @@
-"""CPU ranks: every rank writes its input into every peer's half, sets a flag, and sums what came, in rank order.
+"""CPU ranks: every rank writes its input into every peer's half, sets a flag, and reduces what came, in rank order.
 
 Who writes: rank r, its elements into slot r of every peer's half, then flag 0 of rank r there. Who waits: each rank,
 for every peer's flag. Inputs larger than a half are sent piece after piece.
@@ -20,7 +20,7 @@ def needs(nbytes: int, world_size: int) -> tuple[int, int]:
 
 
 def all_reduce(workspace: Workspace, x: torch.Tensor, out: torch.Tensor, reduce_op: str) -> None:
-    """``out = sum over ranks of x``; both 1-D and contiguous, of equal length."""
+    """``out`` = what all ranks' x make together; both 1-D and contiguous, of equal length."""
     step = max(1, PIECE // x.element_size())
     with workspace.lock:
         for start in range(0, x.numel(), step):
@@ -41,7 +41,8 @@ def _piece(workspace: Workspace, x: torch.Tensor, out: torch.Tensor, reduce_op: 
             use.wait(peer, 0)
     slots[rank] = x
     total = slots[0].to(torch.float32, copy=True)
+    combine = {"max": torch.maximum, "min": torch.minimum}.get(reduce_op, torch.add)
     for src in range(1, size):
-        total += slots[src]
+        combine(total, slots[src].to(torch.float32), out=total)
     use.leave()
     out.copy_(total / size if reduce_op == "avg" else total)

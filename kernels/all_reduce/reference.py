@@ -8,10 +8,11 @@ from torch.distributed import ProcessGroup
 
 
 def all_reduce(x: torch.Tensor, reduce_op: str, group: ProcessGroup) -> torch.Tensor:
-    """``sum over ranks of x`` (``avg``: divided by their number), contiguous."""
+    """``sum over ranks of x`` (``avg``: divided by their number), or their ``max`` or ``min``; contiguous."""
     out = x.clone(memory_format=torch.contiguous_format)
     if out.numel():
-        dist.all_reduce(out, group=group)
+        op = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(reduce_op, dist.ReduceOp.SUM)
+        dist.all_reduce(out, op=op, group=group)
     if reduce_op == "avg":
         out /= group.size()
     return out

@@ -16,7 +16,8 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class Function:
 
     def __init__(self, name: str, handle: driver.CUfunction) -> None:
         self.name = name
-        self._handle = handle
+        self._address = int(handle)
 
     def most_clusters(self, cluster: int, block: int, shared: int) -> int:
         """How many clusters of ``cluster`` blocks of ``block`` threads the current device runs at once."""
@@ -66,7 +67,7 @@ class Function:
         size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         size.value.clusterDim.x, size.value.clusterDim.y, size.value.clusterDim.z = cluster, 1, 1
         config.attrs, config.numAttrs = [size], 1
-        return int(check(driver.cuOccupancyMaxActiveClusters(self._handle, config)))
+        return int(check(driver.cuOccupancyMaxActiveClusters(driver.CUfunction(self._address), config)))
 
     def launch(self, grid: int, block: int, args: ctypes.Structure, stream: int, shared: int = 0) -> None:
         """Launch ``grid`` blocks of ``block`` threads on ``stream`` (a CUstream as an integer).
@@ -76,12 +77,29 @@ class Function:
         Raises:
             RuntimeError: the driver refuses, in its words.
         """
+        self.bound(grid, block, args, shared)(stream)
+
+    def bound(self, grid: int, block: int, args: ctypes.Structure, shared: int = 0) -> Callable[[int], None]:
+        """The same launch with only the stream left open. It keeps ``args``, and takes what then stands in it."""
         places = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        (error,) = driver.cuLaunchKernel(
-            self._handle, grid, 1, 1, block, 1, 1, shared, stream, ctypes.addressof(places), 0
-        )
-        if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"launch of {self.name}: {_driver_error(error)}")
+        before = (self._address, *(ctypes.c_uint(n) for n in (grid, 1, 1, block, 1, 1, shared)))
+        behind = (ctypes.addressof(places), None)
+        launch = _launcher()
+
+        def run(stream: int, _keep: object = (args, places)) -> None:
+            if error := launch(*before, stream, *behind):
+                raise RuntimeError(f"launch of {self.name}: {_driver_error(driver.CUresult(error))}")
+
+        return run
+
+
+@cache
+def _launcher() -> Callable[..., int]:
+    """cuLaunchKernel itself: the bindings' wrapper makes objects of its arguments and of its result, every time."""
+    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+    launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+    launch.restype = ctypes.c_int
+    return launch
 
 
 class Program:

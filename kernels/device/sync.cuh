@@ -60,6 +60,32 @@ __device__ __forceinline__ void store_payload(uint4* slot, uint4 v) {
                  : "memory");
 }
 
+// The same again where `wanted`, else v stays: a load without a branch around it.
+__device__ __forceinline__ void reload_payload(bool wanted, const uint4* slot, uint4& v) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.u32 p, %5, 0;\n"
+        "@p ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+        : "l"(slot), "r"(static_cast<u32>(wanted))
+        : "memory");
+}
+
+// Memory that no other GPU writes to during the kernel. They stay in the order in which they are written here:
+// a load is under way before what stands behind it.
+__device__ __forceinline__ uint4 load_vector(const uint4* place) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(place)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void store_vector(uint4* place, uint4 v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
 __device__ __forceinline__ u32 load_relaxed(const u32* word) {
     u32 value;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
@@ -107,7 +133,14 @@ struct Patience {
     // what it waited for. `word` is the index of what was waited for, in 32-bit words from watch.words.
     __device__ __forceinline__ bool expired(
         const Watch& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
-        if (++polls % 32 != 0) return false;
+        return due() && overdue(watch, peer, word, expected, seen, kind);
+    }
+
+    // The two halves of it, for who finds out only then what is missing.
+    __device__ __forceinline__ bool due() { return ++polls % 32 == 0; }
+
+    __device__ __forceinline__ bool overdue(
+        const Watch& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
         if (load_relaxed(watch.words + BROKEN) != 0) return true;
         const u64 now = nanoseconds();
         if (start == 0) start = now;

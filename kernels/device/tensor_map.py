@@ -43,7 +43,7 @@ class Boxes:
     box: tuple[int, ...]
     swizzle: int = 128
 
-    def encode(self, address: int) -> bytes:
+    def encode(self, address: int) -> ctypes.Array[ctypes.c_uint64]:
         """The map of a tensor of these sizes at ``address``.
 
         Raises:
@@ -70,7 +70,7 @@ class Boxes:
                 driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
         )
-        return ctypes.string_at(made.getPtr(), ctypes.sizeof(TensorMap))
+        return TensorMap.from_buffer_copy(ctypes.string_at(made.getPtr(), ctypes.sizeof(TensorMap)))
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -86,9 +86,9 @@ class Maps:
 
     def __init__(self, boxes: Boxes) -> None:
         self.boxes = boxes
-        self._known: dict[int, bytes] = {}
+        self._known: dict[int, ctypes.Array[ctypes.c_uint64]] = {}
 
-    def __getitem__(self, address: int) -> bytes:
+    def __getitem__(self, address: int) -> ctypes.Array[ctypes.c_uint64]:
         known = self._known.get(address)
         if known is None:
             if len(self._known) >= _MOST_KEPT:

@@ -12,7 +12,7 @@ from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm
 from ..device.gemm import THREADS, Half, boxes_of_b, boxes_of_rows, is_whole, resident_blocks, watch
 from ..device.gemm_tiles import MOST_SHARED
-from ..device.program import Function, Program, Watch
+from ..device.program import Program, Watch
 from ..device.tensor_map import Maps, TensorMap
 from .configs import BulkConfig, bulk_needs
 
@@ -87,10 +87,7 @@ class MatmulReduceScatterBulk:
             raise ValueError(
                 f"config: {config} takes {shared} bytes of shared memory, {MOST_SHARED} can be had"
             )
-        self.workspace, self._shared = workspace, shared
-        self._most_blocks, self._blocks = num_sms, 0
-        self._function: Function | None = None
-        self._program = program(defines(b, config, size))
+        self.workspace = workspace
         self._a = Maps(boxes_of_rows(dtype, tuple(a.shape), a.stride(), tile))
         self._b = Maps(boxes_of_b(b, tile, is_whole([b])))
         self._params = []
@@ -100,47 +97,16 @@ class MatmulReduceScatterBulk:
             p.inbox = workspace.address + layout.half(half)
             p.batches, p.m, p.n, p.k, p.band, p.average = batches, m, n, k, config.band, average
             self._params.append(p)
+        function = program(defines(b, config, size)).function("matmul_reduce_scatter", shared=shared)
+        blocks = resident_blocks(function, num_sms, shared)
+        self._launches = [function.bound(blocks, THREADS, p, shared) for p in self._params]
 
     def launch(
-        self, half: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, timeout_ns: int, stream: int
+        self, half: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, timeout_ns: int
     ) -> None:
-        """Compute ``out`` [L, m, N], contiguous: a whole use of the half."""
-        if self._function is None:
-            self._function = self._program.function("matmul_reduce_scatter", shared=self._shared)
-            self._blocks = resident_blocks(self._function, self._most_blocks, self._shared)
+        """Compute ``out`` [L, m, N], contiguous, on the current stream: a whole use of the half."""
         with self.workspace.lock:
             p = self._params[half]
-            base = ctypes.addressof(p)
-            ctypes.memmove(base, self._a[a.data_ptr()], 128)
-            ctypes.memmove(base + 128, self._b[b.data_ptr()], 128)
-            p.out = out.data_ptr()
+            p.a, p.b, p.out = self._a[a.data_ptr()], self._b[b.data_ptr()], out.data_ptr()
             p.watch.timeout_ns = timeout_ns
-            self._function.launch(self._blocks, THREADS, p, stream, self._shared)
-
-
-def matmul_reduce_scatter(
-    workspace: Workspace[Layout],
-    a: torch.Tensor,
-    b: torch.Tensor,
-    config: BulkConfig,
-    num_sms: int,
-    timeout_ns: int,
-    *,
-    average: bool,
-) -> torch.Tensor:
-    """The own part of the sum, [L, m, N].
-
-    Args:
-        a: [L, W, m, K] with K contiguous. b: [K, N], rows or columns contiguous; ``gemm.why_not`` holds for neither.
-    """
-    batches, _, m, _ = a.shape
-    out = a.new_empty(batches, m, b.shape[1])
-    key = ("bulk", a.shape, a.stride(), a.dtype, b.shape, b.stride(), average, config, num_sms)
-    kernel = workspace.prepared.get(key)
-    if kernel is None:
-        kernel = workspace.prepared[key] = MatmulReduceScatterBulk(
-            workspace, a, b, config, average=average, num_sms=num_sms
-        )
-    stream = torch.cuda.current_stream().cuda_stream
-    kernel.launch(workspace.next_half(), a, b, out, timeout_ns=timeout_ns, stream=stream)
-    return out
+            self._launches[half](torch._C._cuda_getCurrentRawStream(a.get_device()))

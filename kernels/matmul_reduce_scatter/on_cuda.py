@@ -12,42 +12,57 @@ import torch
 from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm
 from ..device.launch import why_not
-from . import configs, cuda_kernel
+from . import configs
+from .cuda_kernel import MatmulReduceScatterBulk
 from .triton_kernel import MatmulReduceScatter
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Choice:
-    """How a call is run. ``half_bytes`` of a half of the workspace and ``flags`` for each rank are what it takes."""
+    """How calls of one kind are run.
+
+    ``half_bytes`` of a half of the workspace and ``flags`` for each rank are what it takes. ``pays``: it is thought
+    to be faster than a reduce-scatter behind the product.
+    """
 
     algorithm: str
     config: configs.BulkConfig | configs.Config
     half_bytes: int
     flags: int
+    pays: bool
 
 
-def refuses(a: torch.Tensor, b: torch.Tensor) -> str | None:
-    """Why no kernel can take A [L, W, m, K] and B [K, N]; None if one can."""
-    return why_not(a, b)
+_choices: dict[tuple[object, ...], Choice | str] = {}
+_MOST_CHOICES = 4096  # kept before all are forgotten
 
 
-def pays(a: torch.Tensor, b: torch.Tensor, num_sms: int) -> bool:
-    """Whether fusing is thought to be faster than a reduce-scatter behind the product."""
-    batches, world_size, m, k = a.shape
-    if a.dtype in gemm.DTYPES:
-        return configs.bulk_pays(m, b.shape[1], k, world_size, num_sms, batches)
-    return batches * m >= 64
+def choose(a: torch.Tensor, b: torch.Tensor, num_sms: int) -> Choice | str:
+    """How to run a call, or why no kernel can.
+
+    The same on all ranks whose tensors have the same sizes, strides and dtypes.
+
+    Args:
+        a: [L, W, m, K]. b: [K, N]. Both begin at multiples of 16 bytes.
+    """
+    key = (a.shape, a.stride(), a.dtype, b.shape, b.stride(), num_sms)
+    found = _choices.get(key)
+    if found is None:
+        if len(_choices) >= _MOST_CHOICES:
+            _choices.clear()
+        found = _choices[key] = why_not(a, b) or _chosen(a, b, num_sms)
+    return found
 
 
-def choose(a: torch.Tensor, b: torch.Tensor, num_sms: int) -> Choice:
-    """The same on all ranks whose tensors have the same sizes, strides and dtypes."""
+def _chosen(a: torch.Tensor, b: torch.Tensor, num_sms: int) -> Choice:
     (batches, world_size, m, k), n = a.shape, b.shape[1]
     if a.dtype in gemm.DTYPES:
         config = configs.choose_bulk(m, n, k, world_size, num_sms, batches)
-        return Choice("bulk", config, *configs.bulk_needs(m, n, config, world_size, batches))
+        pays = configs.bulk_pays(m, n, k, world_size, num_sms, batches)
+        return Choice("bulk", config, *configs.bulk_needs(m, n, config, world_size, batches), pays)
     stored = configs.choose(m, n, k, world_size, a.dtype, num_sms, batches)
     nbytes = world_size * batches * m * n * a.element_size()
-    return Choice("tma_store", stored, nbytes, configs.flags_per_rank(m, n, stored, batches))
+    flags = configs.flags_per_rank(m, n, stored, batches)
+    return Choice("tma_store", stored, nbytes, flags, batches * m >= 64)
 
 
 def run(
@@ -61,16 +76,14 @@ def run(
     average: bool,
 ) -> torch.Tensor:
     """The own part of the sum, or of the mean, [L, m, N]."""
-    config = choice.config
-    if isinstance(config, configs.BulkConfig):
-        call = cuda_kernel.matmul_reduce_scatter
-        return call(workspace, a, b, config, num_sms, timeout_ns, average=average)
-    out = a.new_empty(a.shape[0], a.shape[2], b.shape[1])
-    key = ("tma_store", a.shape, a.stride(), a.dtype, b.shape, b.stride(), average, config, num_sms)
+    config, key = choice.config, (choice, average)
+    out = a.new_empty((a.shape[0], a.shape[2], b.shape[1]))
     kernel = workspace.prepared.get(key)
     if kernel is None:
-        kernel = workspace.prepared[key] = MatmulReduceScatter(
-            workspace, a, b, config, average=average, num_sms=num_sms
-        )
+        if isinstance(config, configs.BulkConfig):
+            kernel = MatmulReduceScatterBulk(workspace, a, b, config, average=average, num_sms=num_sms)
+        else:
+            kernel = MatmulReduceScatter(workspace, a, b, config, average=average, num_sms=num_sms)
+        workspace.prepared[key] = kernel
     kernel.launch(workspace.next_half(), a, b, out, timeout_ns=timeout_ns)
     return out

@@ -11,6 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
+import plot
 import registry
 import report
 import timer
@@ -20,9 +21,11 @@ def test_the_whole_table() -> None:
     rows = registry.rows("cuda")
     of = {op: [r for r in rows if r.op == op] for op in registry.OPS}
     assert {op: len(found) for op, found in of.items()} == {
-        "all_gather_matmul": 5 * 6 * 2,
+        "all_gather_matmul": 6 * 6 * 2,
         "matmul_reduce_scatter": 5 * 6 * 2,
-        "all_reduce": 12 * 2,
+        "all_reduce": 26 * 2,
+        "all_reduce_rms_norm": 3 * 7 * 2,
+        "matmul_all_reduce": 5 * 6 * 2,
     }
     assert len({r.id for r in rows}) == len(rows)
     largest = max(of["all_reduce"], key=lambda r: r.N)
@@ -32,7 +35,7 @@ def test_the_whole_table() -> None:
 def test_every_row_divides_by_up_to_8_ranks() -> None:
     for row in registry.rows("cuda"):
         if row.K is not None:
-            assert row.M % 8 == 0
+            assert row.M % 8 == 0 or row.op == "matmul_all_reduce"
             assert (row.N if row.op == "all_gather_matmul" else row.K) % 8 == 0
 
 
@@ -68,7 +71,8 @@ def test_long_products_get_fewer_calls() -> None:
 def row(**change: Any) -> dict[str, Any]:
     base = {
         "name": "a", "op": "all_reduce", "M": 1, "K": None, "N": 8, "dtype": "bfloat16", "mode": "eager",
-        "algorithm": "push", "weft_us": 2.0, "unfused_us": 8.0, "torch_us": 4.0, "limit_us": 1.0, "error": None,
+        "algorithm": "push", "weft_us": 2.0, "unfused_us": 8.0, "torch_us": 4.0, "limit_us": 1.0,
+        "contenders_us": {"weft": 2.0, "unfused": 8.0, "torch": 4.0}, "error": None,
     }  # fmt: skip
     return base | change
 
@@ -97,3 +101,27 @@ def test_write_keeps_ops_apart(tmp_path: Path) -> None:
     paths = report.write(rows, meta, tmp_path / "new")
     assert [p.name for p in paths] == ["h200-x4-all_gather_matmul.json", "h200-x4-all_reduce.json"]
     assert json.loads(paths[1].read_text()) == {"meta": meta, "rows": [rows[0], rows[2]]}
+
+
+def test_curves_are_of_one_op_and_mode() -> None:
+    rows = [row(N=16), row(), row(mode="graph"), row(op="all_gather_matmul"), row(N=32, limit_us=None)]
+    assert plot.curves(rows, "eager") == {
+        "weft": [(16, 2.0), (32, 2.0), (64, 2.0)],
+        "unfused": [(16, 8.0), (32, 8.0), (64, 8.0)],
+        "torch": [(16, 4.0), (32, 4.0), (64, 4.0)],
+        "limit": [(16, 1.0), (32, 1.0)],
+    }
+    with pytest.raises(ValueError, match="mode: no row"):
+        plot.curves(rows, "captured")
+
+
+def test_the_picture_shows_every_contender(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    meta = {"device": "h200", "world": 4, "date": "2026-11-21 12:00 UTC"}
+    content = {"meta": meta, "rows": [row(), row(N=16, contenders_us={"weft": 3.0, "torch two-shot": 5.0})]}
+    pictures = []
+    for name in ("a.svg", "b.svg"):
+        plot.draw(content, "eager", tmp_path / name)
+        pictures.append((tmp_path / name).read_text())
+    assert all(f">{name}<" in pictures[0] for name in ("weft", "NCCL", "torch one-shot", "torch two-shot"))
+    assert pictures[0] == pictures[1], "the same numbers give the same file"

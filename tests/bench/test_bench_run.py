@@ -25,6 +25,7 @@ SCHEMA: dict[str, Any] = {
     "unfused_us": (*NUMBER, type(None)),
     "torch_us": (*NUMBER, type(None)),
     "limit_us": (*NUMBER, type(None)),
+    "contenders_us": dict,
     "error": (str, type(None)),
 }
 
@@ -43,7 +44,13 @@ def bench(results: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[s
 def test_run_writes_every_op(tmp_path: Path) -> None:
     process, written = bench(tmp_path, "--layers=llama8b.qkv,llama8b.o", "--m-sizes=6", "--kib-sizes=2")
     assert process.returncode == 0, process.stdout + process.stderr
-    assert set(written) == {"all_gather_matmul", "matmul_reduce_scatter", "all_reduce"}
+    assert set(written) == {
+        "all_gather_matmul",
+        "matmul_reduce_scatter",
+        "all_reduce",
+        "all_reduce_rms_norm",
+        "matmul_all_reduce",
+    }
     for content in written.values():
         meta = content["meta"]
         assert set(meta) == {"date", "device", "world", "torch", "triton", "command"}

@@ -9,29 +9,33 @@ import torch
 from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, world
 from ranks import run_ranks
 from weft import symm_mem
-from weft.fused_ops import one_shot_all_reduce
+from weft.fused_ops import one_shot_all_reduce, one_shot_all_reduce_
 from weft.kernels.all_reduce import host
 
 
 def right(rank: int, world_size: int) -> None:
     for shape in [(), (1,), (7,), (3, 5), (2, 3, 129), (0, 4), (1000, 33)]:
         for dtype in DTYPES:
-            for reduce_op in ("sum", "avg"):
+            for reduce_op in ("sum", "avg", "max", "min"):
                 poison(rank)
                 x = torch.randn(shape).to(dtype)
                 parts = [part / (world_size if reduce_op == "avg" else 1) for part in gather(x)]
+                want = torch.stack(parts)
+                want = want.sum(0) if reduce_op in ("sum", "avg") else getattr(want, f"a{reduce_op}")(0)
                 out = one_shot_all_reduce(x, reduce_op, world())
                 if x.numel() and world_size > 1:
                     assert_fused()
                 assert (
                     out.dtype == dtype and out.is_contiguous() and out.data_ptr() != x.data_ptr()
                 ) or not x.numel()
-                check(f"{shape} {dtype} {reduce_op}", out, sum(parts), BOUND[dtype], parts)
+                check(f"{shape} {dtype} {reduce_op}", out, want, BOUND[dtype], parts)
                 bits = gather(out.view(torch.int16 if dtype.itemsize == 2 else torch.int32))
                 assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
                 assert torch.equal(out, one_shot_all_reduce(x, reduce_op, world())), (
                     "other bits in another run"
                 )
+                assert one_shot_all_reduce_(x, reduce_op, world()) is x
+                assert torch.equal(out, x), "other bits in place"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -48,6 +52,10 @@ def any_layout(rank: int, world_size: int) -> None:
         check(str(x.stride()), one_shot_all_reduce(x, "sum", world()), sum(parts), BOUND[x.dtype], parts)
     expanded = torch.full((1, 3), float(rank + 1)).expand(4, 3)
     assert (one_shot_all_reduce(expanded, "sum", world()) == sum(range(1, world_size + 1))).all()
+    for x in (base.clone().transpose(0, 2), base.clone()[::2, 1:8:3], odd.clone()):
+        parts = gather(x)
+        one_shot_all_reduce_(x, "sum", world())
+        check(f"in place {x.stride()}", x, sum(parts), BOUND[x.dtype], parts)
     on_heap = symm_mem.empty(13)
     on_heap.fill_(rank)
     assert (one_shot_all_reduce(on_heap, "sum", world()) == sum(range(world_size))).all()
@@ -92,6 +100,12 @@ def gradients(rank: int, world_size: int) -> None:
         (one_shot_all_reduce(x, reduce_op, world()) * weight).sum().backward()
         scale = world_size if reduce_op == "avg" else 1
         check("x.grad", x.grad, sum(gather(weight)) / scale, 1e-6)
+    with pytest.raises(ValueError, match="reduce_op: is 'max', must be 'sum' or 'avg'"):
+        one_shot_all_reduce(x, "max", world())
+    with pytest.raises(ValueError, match="x: requires a gradient"):
+        one_shot_all_reduce_(x, "sum", world())
+    with torch.no_grad():
+        one_shot_all_reduce_(x, "sum", world())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -112,6 +126,15 @@ def compiled(rank: int, world_size: int) -> None:
             x = torch.randn(n, 3)
             check("compiled", g(x), sum(gather(x)) * 2 + 1, 1e-6)
 
+    def in_place(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        one_shot_all_reduce_(y, "max", group)
+        return y + 1
+
+    x = torch.randn(5, 3)
+    want = torch.stack(gather(x)).amax(0) * 2 + 1
+    check("compiled in place", torch.compile(in_place, fullgraph=True)(x), want, 1e-6)
+
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_under_torch_compile(device: str) -> None:
@@ -123,6 +146,8 @@ def opcheck(rank: int, world_size: int) -> None:
         x = torch.randn(5, 6, requires_grad=grad)
         torch.library.opcheck(torch.ops.weft.one_shot_all_reduce, (x, "sum", world().group_name))
         torch.library.opcheck(torch.ops.weft.one_shot_all_reduce, (x.t(), "avg", world().group_name))
+    x = torch.randn(5, 6)
+    torch.library.opcheck(torch.ops.weft.one_shot_all_reduce_, (x, "min", world().group_name))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -134,7 +159,11 @@ def refused(rank: int, world_size: int) -> None:
     x, name = torch.randn(4), world().group_name
     for args, kind, words in [
         ((x.double(), "sum", name), TypeError, "x: is torch.float64, must be float32, bfloat16 or float16"),
-        ((x, "product", name), ValueError, "reduce_op: is 'product', must be 'sum' or 'avg'"),
+        (
+            (x, "product", name),
+            ValueError,
+            "reduce_op: is 'product', must be one of 'sum', 'avg', 'max' or 'min'",
+        ),
         ((x, "sum", "nobody"), ValueError, "group: no process group is named"),
     ]:
         with pytest.raises(kind, match=words):

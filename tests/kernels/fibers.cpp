@@ -1,6 +1,6 @@
-// Runs kernels/all_reduce/kernel.cu on the CPU: every thread of every rank is a fiber, and a seeded scheduler
-// decides who goes on wherever a kernel polls, stores to a peer or meets a barrier. Compiled with WORLD_SIZE,
-// DTYPE and KERNEL defined, and this file's stand-ins in place of sync.cuh and numbers.cuh.
+// Runs a .cu file of kernels that push on the CPU: every thread of every rank is a fiber, and a seeded scheduler
+// decides who goes on wherever a kernel polls, stores to a peer or meets a barrier. fibers.py compiles it, with
+// this file's stand-ins in place of sync.cuh, numbers.cuh, reduce.cuh and team.cuh.
 
 #include <ucontext.h>
 
@@ -17,7 +17,8 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __grid_constant__
-#define __launch_bounds__(n)
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
 
 struct uint4 {
     unsigned x, y, z, w;
@@ -28,10 +29,19 @@ struct Index {
 
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+static float rsqrtf(float x) { return 1 / std::sqrt(x); }
 static Index threadIdx, blockIdx, blockDim, gridDim;
 
 static void go_on_later();
 static void __syncthreads();
+static void __syncwarp() {}
+static void __threadfence() {}
+
+static unsigned atomicAdd(unsigned* place, unsigned more) {
+    const unsigned before = *place;
+    *place += more;
+    return before;
+}
 
 namespace weft {
 
@@ -57,11 +67,19 @@ static void store_payload(uint4* slot, uint4 v) {
     }
 }
 static uint4 load_payload(const uint4* slot) { return *slot; }
+static void reload_payload(bool wanted, const uint4* slot, uint4& v) {
+    if (wanted) v = *slot;
+}
+static uint4 load_vector(const uint4* place) { return *place; }
+static void store_vector(uint4* place, uint4 v) { *place = v; }
+static u32 load_relaxed(const u32* word) { return *word; }
+static void post_flag(u32* word, u32 value) { *word = value; }
 
 // Polls take the place of nanoseconds.
 struct Patience {
     u64 polls = 0;
-    bool expired(const Watch& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
+    bool due() { return true; }
+    bool overdue(const Watch& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
         if (watch.words[0] != 0) return true;
         if (++polls <= watch.timeout_ns) {
             go_on_later();
@@ -73,6 +91,15 @@ struct Patience {
         return true;
     }
 };
+
+static bool wait_flag(const Watch& watch, int peer, u32 word, u32 expected, int kind) {
+    Patience patience;
+    for (;;) {
+        const u32 seen = watch.words[word];
+        if (static_cast<int>(seen - expected) >= 0) return true;
+        if (patience.overdue(watch, peer, word, expected, seen, kind)) return false;
+    }
+}
 
 static float as_float(u32 bits) {
     float value;
@@ -106,9 +133,73 @@ struct bfloat16 {
     static u32 pack(const float* in) { return half(in[0]) | half(in[1]) << 16; }
 };
 
+namespace reduce {
+struct sum {
+    static float combine(float a, float b) { return a + b; }
+    static float finish(float total, int) { return total; }
+};
+struct avg : sum {
+    static float finish(float total, int ranks) { return total / ranks; }
+};
+struct max {
+    static float combine(float a, float b) { return std::isnan(a) || a > b ? a : b; }
+    static float finish(float total, int) { return total; }
+};
+struct min {
+    static float combine(float a, float b) { return std::isnan(a) || a < b ? a : b; }
+    static float finish(float total, int) { return total; }
+};
+}  // namespace reduce
+
+// Sums over a warp and a cluster, by way of memory that the fibers of a launch share.
+static float* shared_terms(int block, int count);
+static float* warp_lanes();
+static void meet_warp();
+static void meet_blocks(int blocks);
+
+static float warp_sum(float x) {
+    float* lanes = warp_lanes();
+    const int lane = threadIdx.x % 32;
+    for (int mask = 16; mask > 0; mask /= 2) {
+        lanes[lane] = x;
+        meet_warp();
+        x += lanes[lane ^ mask];
+        meet_warp();
+    }
+    return x;
+}
+
+template <int BLOCKS, int ROUND>
+struct Team {
+    int round = 0;
+    bool gathered = BLOCKS == 1;
+
+    static int rank() { return blockIdx.x % BLOCKS; }
+    void gather() { gathered = true; }
+    void publish(int term, float value) {
+        if (!gathered || term >= ROUND) std::abort();
+        const int lane = threadIdx.x % 32;
+        if (lane >= BLOCKS) return;
+        shared_terms(blockIdx.x / BLOCKS * BLOCKS + lane, 2 * ROUND)[round % 2 * ROUND + term] = value;
+        go_on_later();
+    }
+    void meet() {
+        meet_blocks(BLOCKS);
+        ++round;
+    }
+    float total(int first, int count) {
+        const float* published = shared_terms(blockIdx.x, 2 * ROUND) + (round - 1) % 2 * ROUND + first;
+        float sum = 0;
+        for (int i = threadIdx.x % 32; i < count; i += 32) sum += published[i];
+        return warp_sum(sum);
+    }
+};
+
 }  // namespace weft
 
-#include KERNEL
+// The kernels once for each rank, whose number is a constant of the program:
+// namespace rank_<r> { void call(int kernel, const void* params); }, and RANK_CALLS, a list of them.
+#include "ranks.inc"
 
 struct Fiber {
     ucontext_t context;
@@ -118,15 +209,27 @@ struct Fiber {
 };
 
 struct Launch {
-    int form, blocks, threads, reserved;
-    Params params;
+    int kernel, blocks, threads, reserved;
+    char params[248];
+};
+
+struct Warp {
+    float lanes[32];
+    unsigned waiting = 0;
+};
+
+struct Meeting {
+    unsigned waiting = 0;  // threads at the barrier
+    std::vector<float> terms;
 };
 
 struct Rank {
     std::vector<Launch> launches;
     size_t next = 0;
     std::vector<std::unique_ptr<Fiber>> fibers;
-    std::vector<unsigned> waiting;  // threads of each block at its barrier
+    std::vector<Meeting> blocks;
+    std::vector<Warp> warps;
+    int number = 0;
 };
 
 static ucontext_t scheduler;
@@ -135,28 +238,63 @@ static Rank* current;
 
 static void go_on_later() { swapcontext(&running->context, &scheduler); }
 
-static void __syncthreads() {
-    const unsigned block = running->block;
+static const Launch& launched() { return current->launches[current->next]; }
+
+// All fibers for which `mine` holds come here before one goes on.
+template <typename Mine>
+static void meet(unsigned& waiting, unsigned all, const Mine& mine) {
     running->at_barrier = true;
-    if (++current->waiting[block] == current->launches[current->next].threads) {
+    if (++waiting == all) {
+        waiting = 0;
         for (auto& fiber : current->fibers) {
-            if (fiber->block == block) fiber->at_barrier = false;
+            if (mine(*fiber)) fiber->at_barrier = false;
         }
     } else {
         while (running->at_barrier) go_on_later();
     }
 }
 
+static void __syncthreads() { weft::meet_blocks(1); }
+
+namespace weft {
+
+static void meet_blocks(int blocks) {
+    const unsigned first = running->block / blocks * blocks;
+    meet(current->blocks[first].waiting, launched().threads * blocks,
+         [&](const Fiber& f) { return f.block / blocks * blocks == first; });
+}
+
+static Warp& warp() {
+    return current->warps[running->block * (launched().threads / 32) + running->thread / 32];
+}
+
+static void meet_warp() {
+    const unsigned block = running->block, number = running->thread / 32;
+    meet(warp().waiting, 32, [&](const Fiber& f) { return f.block == block && f.thread / 32 == number; });
+}
+
+static float* warp_lanes() { return warp().lanes; }
+
+static float* shared_terms(int block, int count) {
+    auto& terms = current->blocks[block].terms;
+    if (terms.empty()) terms.assign(count, NAN);
+    return terms.data();
+}
+
+}  // namespace weft
+
+static void (*const calls[])(int, const void*) = {RANK_CALLS};
+
 static void body() {
-    const Launch& launch = current->launches[current->next];
-    (launch.form ? two_shot : one_shot)(launch.params);
+    calls[current->number](launched().kernel, launched().params);
     running->done = true;
     go_on_later();
 }
 
 static void start(Rank& rank) {
     const Launch& launch = rank.launches[rank.next];
-    rank.waiting.assign(launch.blocks, 0);
+    rank.blocks.assign(launch.blocks, Meeting());
+    rank.warps.assign(launch.blocks * ((launch.threads + 31) / 32), Warp());
     for (int i = 0; i < launch.blocks * launch.threads; ++i) {
         auto fiber = std::make_unique<Fiber>();
         constexpr size_t STACK = 16 << 10;
@@ -172,13 +310,14 @@ static void start(Rank& rank) {
     }
 }
 
-extern "C" size_t size_of_params() { return sizeof(Params); }
-
 // Run `count` launches on each of `ranks` ranks; `launches` holds them rank after rank. Those of one rank
 // follow each other, as on a stream.
 extern "C" void run(const Launch* launches, int ranks, int count, unsigned seed) {
     std::vector<Rank> all(ranks);
-    for (int r = 0; r < ranks; ++r) all[r].launches.assign(launches + r * count, launches + (r + 1) * count);
+    for (int r = 0; r < ranks; ++r) {
+        all[r].number = r;
+        all[r].launches.assign(launches + r * count, launches + (r + 1) * count);
+    }
     std::mt19937 random(seed);
     std::vector<int> busy;
     for (int r = 0; r < ranks; ++r) busy.push_back(r);

@@ -1,0 +1,127 @@
+"""The contenders of the ops fused around an all-reduce; contenders.py says who is who.
+
+all_reduce_rms_norm: the others all-reduce first, then add and norm by torch.compile (on the CPU by plain torch).
+matmul_all_reduce: the others multiply first. "torch" is torch's one-shot, "torch two-shot" its two-shot all-reduce.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from contenders import Bench, _divisible, _random, _sets, _torch_symm
+from registry import Row
+from timer import Call
+from torch import Tensor
+from weft.fused_ops import fused_all_reduce_rms_norm, fused_matmul_all_reduce
+
+EPS = 1e-6
+
+
+def _add_and_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    sums = x + residual
+    return torch.nn.functional.rms_norm(sums, (sums.shape[-1],), weight, EPS), sums
+
+
+@cache
+def _compiled(shape: torch.Size) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """One for each shape: no contender pays for dynamic sizes."""
+    return torch.compile(_add_and_norm, dynamic=False)
+
+
+def all_reduce_rms_norm(row: Row, group: str, device: torch.device) -> Bench:
+    world, shape = dist.get_world_size(), (row.M, row.N)
+    source = _random(shape, row.dtype, device)
+    residual, weight = _random(shape, row.dtype, device), _random((row.N,), row.dtype, device)
+    dist.broadcast(residual, 0)
+    dist.broadcast(weight, 0)
+    sums = source.double()
+    dist.all_reduce(sums)
+    sums += residual
+    reference = sums * (sums.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
+    plain = torch.empty_like(source)
+    norm = _compiled(source.shape) if device.type == "cuda" else _add_and_norm
+
+    def after_producer(x: Tensor, call: Callable[[], Tensor]) -> Call:
+        def produce_and_call(i: int) -> Tensor:
+            x.copy_(source)
+            return call()
+
+        return produce_and_call
+
+    def unfused() -> Tensor:
+        dist.all_reduce(plain)
+        return norm(plain, residual, weight)[0]
+
+    def weft() -> Tensor:
+        return fused_all_reduce_rms_norm(plain, residual, weight, EPS, group)[0]
+
+    calls = {
+        "weft": after_producer(plain, weft),
+        "unfused": after_producer(plain, unfused),
+        "producer": after_producer(plain, lambda: plain),
+    }
+    if _torch_symm(group, device):
+        import torch.distributed._symmetric_memory as torch_symm
+
+        symmetric = torch_symm.empty(shape, dtype=row.dtype, device=device)
+        torch_symm.rendezvous(symmetric, group)  # type: ignore[arg-type]
+        one, two = torch.ops.symm_mem.one_shot_all_reduce, torch.ops.symm_mem.two_shot_all_reduce_
+
+        def normed(reduce: Callable[[Tensor, str, str], Tensor]) -> Call:
+            return after_producer(
+                symmetric, lambda: norm(reduce(symmetric, "sum", group), residual, weight)[0]
+            )
+
+        calls |= {"torch": normed(one), "torch two-shot": normed(two)}
+    return Bench(calls, reference, 1, 0.0, 2 * (world - 1) / world * source.nbytes)
+
+
+def matmul_all_reduce(row: Row, group: str, device: torch.device) -> Bench:
+    assert row.K is not None
+    world = dist.get_world_size()
+    k, size = _divisible(row.K, world, "K", row), row.dtype.itemsize
+    sets = _sets((row.M * k + k * row.N) * size, device)
+    lefts = [_random((row.M, k), row.dtype, device) for _ in range(sets)]
+    weights = [_random((k, row.N), row.dtype, device) / math.sqrt(row.K) for _ in range(sets)]
+    reference = lefts[0].double() @ weights[0].double()
+    dist.all_reduce(reference)
+
+    def weft(i: int) -> Tensor:
+        return fused_matmul_all_reduce(lefts[i], weights[i], "sum", group)
+
+    def unfused(i: int) -> Tensor:
+        out = torch.mm(lefts[i], weights[i])
+        dist.all_reduce(out)
+        return out
+
+    def product(i: int) -> Tensor:
+        return torch.mm(lefts[i], weights[i])
+
+    calls: dict[str, Call] = {"weft": weft, "unfused": unfused, "product": product}
+    if _torch_symm(group, device):
+        import torch.distributed._symmetric_memory as torch_symm
+
+        symmetric = torch_symm.empty((row.M, row.N), dtype=row.dtype, device=device)
+        torch_symm.rendezvous(symmetric, group)  # type: ignore[arg-type]
+
+        def behind(reduce: Callable[[Tensor, str, str], Tensor]) -> Call:
+            def call(i: int) -> Tensor:
+                torch.mm(lefts[i], weights[i], out=symmetric)
+                return reduce(symmetric, "sum", group)
+
+            return call
+
+        calls["torch"] = behind(torch.ops.symm_mem.one_shot_all_reduce)
+        calls["torch two-shot"] = behind(torch.ops.symm_mem.two_shot_all_reduce_)
+    received = 2 * (world - 1) / world * row.M * row.N * size
+    return Bench(calls, reference, sets, 2.0 * row.M * k * row.N, received)
+
+
+TABLE: dict[str, Callable[[Row, str, torch.device], Bench]] = {
+    "all_reduce_rms_norm": all_reduce_rms_norm,
+    "matmul_all_reduce": matmul_all_reduce,
+}

@@ -1,0 +1,81 @@
+"""fused_all_reduce_rms_norm: from the op's tensors to a kernel's, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..kernels.all_reduce_rms_norm import host
+from ..kernels.all_reduce_rms_norm.reference import rms_norm
+from ..symm_mem import Heap, get_timeout
+from . import all_reduce
+from .plan import Plan, aligned, heap_or_reason, ran
+from .workspaces import matmul_workspace, push_workspace
+
+
+def run(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """As the op; the arguments are checked."""
+    found = heap_or_reason(x, group, empty=x.numel() == 0)
+    reason = found if isinstance(found, str) else _why_not(x, found.world_size)
+    if isinstance(found, str) or reason is not None:
+        return _unfused(x, residual, weight, eps, group, reason or "")
+    hidden = x.shape[-1]
+    rows = x.numel() // hidden
+    x2, residual2 = x.reshape(rows, hidden).contiguous(), residual.reshape(rows, hidden).contiguous()
+    weight = weight.contiguous()
+    if x.device.type == "cpu":
+        workspace = matmul_workspace(found, *host.needs(rows, hidden * x.element_size(), found.world_size))
+        ran(Plan("host", workspace_bytes=workspace.layout.bytes))
+        normed, sums = host.all_reduce_rms_norm(workspace, x2, residual2, weight, eps)
+    else:
+        normed, sums = _on_cuda(found, aligned(x2), aligned(residual2), aligned(weight), eps)
+    return normed.view(x.shape), sums.view(x.shape)
+
+
+def _unfused(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: ProcessGroup, reason: str
+) -> tuple[Tensor, Tensor]:
+    """The all-reduce by itself, which may well be fused with nothing and still be ours."""
+    total = all_reduce.run(x, "sum", group)
+    ran(Plan("unfused", reason))
+    sums = torch.add(total, residual).contiguous()
+    return rms_norm(sums, weight, eps), sums
+
+
+def _why_not(x: Tensor, world_size: int) -> str | None:
+    if x.device.type == "cpu":
+        return None
+    from ..kernels.all_reduce_rms_norm.cuda_kernel import supports
+
+    return supports(x.shape[-1], x.dtype, world_size)
+
+
+def _on_cuda(where: Heap, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from ..kernels.all_reduce_rms_norm.configs import choose, layout_for
+    from ..kernels.all_reduce_rms_norm.cuda_kernel import AllReduceRmsNorm
+
+    rows, hidden = x.shape
+    vectors = hidden * x.element_size() // 16
+    config = choose(rows, vectors, where.world_size)
+    with torch.cuda.device(x.device):
+        place = push_workspace(where, "all_reduce", layout_for(rows, vectors, where.world_size, config))
+        place.raise_if_broken(host.OP)
+        key: Any = (host.OP, rows, hidden, x.dtype, eps)
+        kernel = place.prepared.get(key)
+        if kernel is None:
+            kernel = AllReduceRmsNorm(place, rows, hidden, x.dtype, eps, config)
+            place.prepared[key] = kernel
+        ran(Plan("push", workspace_bytes=place.layout.bytes))
+        normed, sums = torch.empty_like(x), torch.empty_like(x)
+        timeout_ns = int(get_timeout(where.group_name) * 1e9)
+        kernel.launch(
+            *(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), normed.data_ptr(), sums.data_ptr()),
+            timeout_ns=timeout_ns,
+            stream=torch.cuda.current_stream().cuda_stream,
+        )
+    return normed, sums

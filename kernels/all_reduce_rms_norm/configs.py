@@ -1,0 +1,92 @@
+"""How rows are dealt to blocks, and what that needs in memory. Pure functions, no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..device.push import BLOCKS, VECTOR, WARP, Layout, up
+
+FORMS = ("one_shot", "two_shot")
+CLUSTERS = (1, 2, 4, 8)  #: blocks of a team
+THREADS = 512  #: the largest block
+MAX_WORLD_SIZE = 8
+MAX_BYTES = 16 << 20  #: of x in one launch; more rows go piece after piece
+
+# From how many bytes of x on two_shot is faster; two ranks send as much in either form, so never there.
+_TWO_SHOT_FROM = {3: 384 << 10, 4: 192 << 10, 5: 144 << 10, 6: 104 << 10, 7: 80 << 10, 8: 64 << 10}
+
+
+@dataclass(frozen=True)
+class Config:
+    """``form``: the kernel. ``cluster``: blocks that work on a row together, or on a group of world_size rows."""
+
+    form: str
+    cluster: int
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ValueError(f"form: is {self.form!r}, must be one of {FORMS}")
+        if self.cluster not in CLUSTERS:
+            raise ValueError(f"cluster: is {self.cluster}, must be one of {CLUSTERS}")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a launch looks like: ``per_thread`` vectors of a row; ``slots`` of each sender; ``rows`` at most."""
+
+    blocks: int
+    threads: int
+    per_thread: int
+    slots: int
+    rows: int
+
+
+def most_per_thread(world_size: int) -> int:
+    """Vectors of a row that a thread can hold in registers, from every rank at once."""
+    return 2 if world_size <= 4 else 1
+
+
+def most_vectors(world_size: int) -> int:
+    """Vectors that a row may have."""
+    return CLUSTERS[-1] * THREADS * most_per_thread(world_size)
+
+
+def _units(rows: int, world_size: int, form: str) -> int:
+    """What teams take in turn: rows, or groups of them."""
+    return rows if form == "one_shot" else -(-rows // world_size)
+
+
+@lru_cache(maxsize=4096)
+def choose(rows: int, vectors: int, world_size: int) -> Config:
+    """The configuration for ``rows`` of ``vectors`` vectors each; the same on every rank.
+
+    As many multiprocessors as a cluster can bring together, and clusters of one where there are rows enough.
+    """
+    nbytes = rows * vectors * VECTOR
+    two_shot = world_size in _TWO_SHOT_FROM and nbytes >= _TWO_SHOT_FROM[world_size]
+    form = "two_shot" if two_shot else "one_shot"
+    pieces = -(-vectors // WARP)
+    fitting = [c for c in CLUSTERS if c <= pieces]
+    held = [c for c in fitting if c * THREADS * most_per_thread(world_size) >= vectors]
+    spread = [c for c in held if c * _units(rows, world_size, form) <= BLOCKS]
+    return Config(form, spread[-1] if spread else held[0])
+
+
+def shape(rows: int, vectors: int, world_size: int, config: Config) -> Shape:
+    """The launches for ``rows`` of ``vectors`` vectors."""
+    pieces = -(-vectors // WARP)
+    mine = -(-pieces // config.cluster)  # of a block
+    per_thread = -(-mine * WARP // THREADS)
+    threads = -(-mine // per_thread) * WARP
+    step = world_size if config.form == "two_shot" else 1
+    most = max(step, MAX_BYTES // (vectors * VECTOR) // step * step)
+    units = _units(min(rows, most), world_size, config.form)
+    teams = min(units, BLOCKS // config.cluster)
+    slots = -(-units // teams) * per_thread * threads * (2 if config.form == "two_shot" else 1)
+    return Shape(teams * config.cluster, threads, per_thread, up(slots, 2 * WARP), most)
+
+
+def layout_for(rows: int, vectors: int, world_size: int, config: Config) -> Layout:
+    """The workspace for that."""
+    return Layout(world_size, shape(rows, vectors, world_size, config).slots)

@@ -1,0 +1,117 @@
+"""Launches kernel.cu for contiguous CUDA tensors, as many rows at a time as a workspace takes."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ..device.program import Function, Program
+from ..device.push import VECTOR, Place, Slots, slots_of
+from .configs import MAX_WORLD_SIZE, Config, choose, most_vectors, shape
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+SOURCE = Path(__file__).with_name("kernel.cu")
+
+
+class _Params(ctypes.Structure):
+    """The twin of ``Params`` in kernel.cu."""
+
+    _fields_ = (
+        ("slots", Slots),
+        *((name, ctypes.c_uint64) for name in ("x", "residual", "weight", "normed", "sums")),
+        *((name, ctypes.c_uint32) for name in ("rows", "vectors")),
+        *((name, ctypes.c_float) for name in ("eps", "elements")),
+    )
+
+
+def supports(hidden: int, dtype: torch.dtype, world_size: int) -> str | None:
+    """Why the kernel cannot take rows of ``hidden`` elements on so many ranks; None if it can."""
+    if world_size > MAX_WORLD_SIZE:
+        return f"the group has {world_size} ranks, the kernel takes up to {MAX_WORLD_SIZE}"
+    if hidden * dtype.itemsize % VECTOR:
+        return f"rows of {hidden} x {dtype} are no multiple of {VECTOR} bytes"
+    if hidden * dtype.itemsize // VECTOR > most_vectors(world_size):
+        return f"rows of {hidden} x {dtype} are longer than {most_vectors(world_size) * VECTOR} bytes"
+    return None
+
+
+def program(world_size: int, rank: int, dtype: torch.dtype, cluster: int, per_thread: int) -> Program:
+    """kernel.cu for one rank, dtype and way to deal a row."""
+    return Program(
+        SOURCE,
+        defines={
+            "WORLD_SIZE": world_size,
+            "RANK": rank,
+            "DTYPE": DTYPES[dtype],
+            "CLUSTER": cluster,
+            "VECTORS": per_thread,
+        },
+    )
+
+
+_program = cache(program)
+
+
+class AllReduceRmsNorm:
+    """This op on one workspace, number of rows, row and dtype: prepared once, launched often.
+
+    Args:
+        place: a workspace with room for ``configs.layout_for``; the same call site on every rank.
+        rows, hidden: x is [rows, hidden], 1 or more each; ``supports`` must hold.
+        config: of ``configs.choose``, the same on every rank.
+
+    Raises:
+        ValueError: the kernel does not take such rows, or the workspace is too small.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        rows: int,
+        hidden: int,
+        dtype: torch.dtype,
+        eps: float,
+        config: Config | None = None,
+    ) -> None:
+        size = place.layout.world_size
+        if (problem := supports(hidden, dtype, size)) is not None:
+            raise ValueError(f"all_reduce_rms_norm: {problem}")
+        vectors = hidden * dtype.itemsize // VECTOR
+        config = config or choose(rows, vectors, size)
+        wanted = shape(rows, vectors, size, config)
+        if place.layout.slots < wanted.slots:
+            raise ValueError(f"workspace: has {place.layout.slots} slots, must have {wanted.slots} or more")
+        self._pieces: list[tuple[int, int, Function, _Params]] = []
+        for start in range(0, rows, wanted.rows):
+            count = min(wanted.rows, rows - start)
+            now = shape(count, vectors, size, config)
+            kernels = _program(size, place.rank, dtype, config.cluster, now.per_thread)
+            function = kernels.function(config.form)
+            params = _Params(slots_of(place, 0), rows=count, vectors=vectors, eps=eps, elements=hidden)
+            self._pieces.append((start * hidden * dtype.itemsize, now.blocks, function, params))
+        self._threads = wanted.threads
+
+    def launch(
+        self, x: int, residual: int, weight: int, normed: int, sums: int, timeout_ns: int, stream: int
+    ) -> None:
+        """``sums`` = residual + all_reduce(x), ``normed`` = rms_norm(sums) * weight; the same bits on every rank.
+
+        Safe to capture in a CUDA graph. The current device must be that of the tensors.
+
+        Args:
+            x, residual, weight, normed, sums: addresses of contiguous tensors, multiples of 16; sums may be
+                residual or x.
+            timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
+            stream: a CUstream as an integer.
+
+        Raises:
+            RuntimeError: the kernel cannot be launched.
+        """
+        for start, blocks, function, params in self._pieces:
+            params.x, params.residual, params.weight = x + start, residual + start, weight
+            params.normed, params.sums = normed + start, sums + start
+            params.slots.watch.timeout_ns = timeout_ns
+            function.launch(blocks, self._threads, params, stream)

@@ -1,0 +1,75 @@
+"""CPU ranks: two_shot of kernel.cu with flags. Rows are dealt to the ranks; each adds its rows up and sends the sums.
+
+Who writes: rank r, the rows of owner q into slot r of q's half, then flag 0 of rank r there; then the sums of its own
+rows into slot r of every peer's results, then flag 1. Who waits: each rank, for every peer's flags. Owner q has the
+rows q, q + W, q + 2 W, ...; more rows than a half takes go piece after piece.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...symm_mem.workspace import HostUse, Workspace
+from .reference import rms_norm
+
+OP = "fused_all_reduce_rms_norm"
+PIECE = 4 << 20  #: bytes of x that travel in one use of a half
+
+
+def _rows(rows: int, row_bytes: int, world_size: int) -> tuple[int, int]:
+    """Rows of x in one use of a half, and of one owner at most."""
+    most = max(1, min(rows, PIECE // max(row_bytes, 1)))
+    return most, -(-most // world_size)
+
+
+def needs(rows: int, row_bytes: int, world_size: int) -> tuple[int, int]:
+    """Bytes of a half, and flags for each rank."""
+    return 2 * world_size * _rows(rows, row_bytes, world_size)[1] * row_bytes, 2
+
+
+def all_reduce_rms_norm(
+    workspace: Workspace, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normed, sums) of x and residual, both [rows, hidden] and contiguous."""
+    rows, hidden = x.shape
+    sums = torch.empty_like(x)
+    step, _ = _rows(rows, hidden * x.element_size(), workspace.world_size)
+    with workspace.lock:
+        for start in range(0, rows, step):
+            piece = slice(start, start + step)
+            _piece(workspace, x[piece], residual[piece], sums[piece])
+    return rms_norm(sums, weight, eps), sums
+
+
+def _piece(workspace: Workspace, x: torch.Tensor, residual: torch.Tensor, sums: torch.Tensor) -> None:
+    size, rank = workspace.world_size, workspace.rank
+    peers = [(rank + step) % size for step in range(1, size)]
+    use = HostUse(workspace, OP)
+    most, hidden = -(-x.shape[0] // size), x.shape[1]
+
+    def slots(owner: int) -> torch.Tensor:
+        """What came in, and the results: [2, W, rows, hidden]."""
+        return workspace.half(owner, use.half, (2, size, most, hidden), x.dtype)
+
+    for peer in peers:
+        use.wait_free(peer)
+        theirs = x[peer::size]
+        slots(peer)[0, rank, : theirs.shape[0]] = theirs
+        use.post(peer, 0)
+    mine = slots(rank)
+    own = x[rank::size]
+    for peer in peers:
+        use.wait(peer, 0)
+    total = torch.zeros(own.shape, dtype=torch.float32)
+    for src in range(size):
+        total += own if src == rank else mine[0, src, : own.shape[0]]
+    total += residual[rank::size]
+    sums[rank::size] = total.to(x.dtype)
+    for peer in peers:
+        slots(peer)[1, rank, : own.shape[0]] = sums[rank::size]
+        use.post(peer, 1)
+    for peer in peers:
+        use.wait(peer, 1)
+        theirs = sums[peer::size]
+        theirs.copy_(mine[1, peer, : theirs.shape[0]])
+    use.leave()

@@ -1,0 +1,254 @@
+// sums = residual + the sum over ranks of x, normed = sums / rms(sums) * weight, row by row, in one kernel.
+//
+// push.cuh has the protocol and its proof. The sum over ranks and the residual are added in float32, in rank
+// order, and rounded once: those are `sums`, which the norm is taken of. The same bits on all ranks and from both
+// forms:
+//   one_shot  every rank sends its rows to all, and does everything for every row.
+//   two_shot  row g * WORLD_SIZE + q of group g belongs to rank q, which adds up the ranks' and sends the sum to
+//             all; every rank norms every row. That is less on the wire than to send what is normed, too. A group's
+//             rows past the end are zeros: so every block of every rank hears from every rank.
+//
+// A row is worked on by a team of CLUSTER blocks; piece j of 32 vectors by one of its warps, and its sum of squares
+// is term j of the row's. Teams take rows, or groups, in turn.
+
+#include "push.cuh"
+#include "team.cuh"
+
+#ifndef CLUSTER
+#error "CLUSTER, VECTORS: blocks of a team; vectors of a row that a thread holds"
+#endif
+
+namespace {
+
+using weft::ELEMENTS;
+using weft::Numbers;
+using weft::u32;
+using weft::Use;
+using Sum = weft::reduce::sum;
+
+constexpr int WARPS = 16;  // of a block, at most
+constexpr int TERMS = CLUSTER * WARPS * VECTORS;  // of a row, at most
+using OneRow = weft::Team<CLUSTER, TERMS>;
+using Group = weft::Team<CLUSTER, TERMS * WORLD_SIZE>;
+
+struct Params {
+    weft::Slots slots;
+    const uint4* x;
+    const uint4* residual;
+    const uint4* weight;
+    uint4* normed;
+    uint4* sums;
+    u32 rows;
+    u32 vectors;  // of a row
+    float eps;
+    float elements;  // of a row
+};
+
+// Where this thread's vectors lie: `piece(v)` among the row's pieces, `at(v)` in the row, `index(v)` in a slot row.
+struct Share {
+    u32 first, step, vectors;
+
+    __device__ __forceinline__ Share(const Params& p, u32 block) {
+        first = threadIdx.x / 32 * CLUSTER + block;
+        step = blockDim.x / 32 * CLUSTER;
+        vectors = p.vectors;
+    }
+
+    __device__ __forceinline__ u32 piece(int v) const { return first + v * step; }
+    __device__ __forceinline__ u32 at(int v) const { return piece(v) * 32 + threadIdx.x % 32; }
+    __device__ __forceinline__ bool has(int v) const { return at(v) < vectors; }
+    __device__ __forceinline__ bool has_piece(int v) const { return piece(v) * 32 < vectors; }
+    __device__ __forceinline__ u32 index(int v) const { return v * blockDim.x + threadIdx.x; }
+    __device__ __forceinline__ u32 pieces() const { return (vectors + 31) / 32; }
+};
+
+__device__ __forceinline__ float squares(const uint4& v) {
+    const Numbers numbers(v);
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) sum += numbers.of[i] * numbers.of[i];
+    return sum;
+}
+
+__device__ __forceinline__ uint4 plus(Numbers total, const uint4& residual) {
+    const Numbers more(residual);
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) total.of[i] += more.of[i];
+    return total.rounded();
+}
+
+__device__ __forceinline__ uint4 scaled(const uint4& sums, float scale, const uint4& weight) {
+    Numbers result(sums);
+    const Numbers w(weight);
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) result.of[i] = result.of[i] * scale * w.of[i];
+    return result.rounded();
+}
+
+__device__ __forceinline__ float scale_of(const Params& p, float squares) {
+    return rsqrtf(squares / p.elements + p.eps);
+}
+
+__device__ __forceinline__ const uint4* vector(const uint4* rows, const Params& p, u32 row, u32 at) {
+    return rows + static_cast<weft::u64>(row) * p.vectors + at;
+}
+
+__device__ __forceinline__ uint4* vector(uint4* rows, const Params& p, u32 row, u32 at) {
+    return rows + static_cast<weft::u64>(row) * p.vectors + at;
+}
+
+__device__ __forceinline__ uint4 row_or_zeros(const uint4* rows, const Params& p, u32 row, u32 at) {
+    return row < p.rows ? weft::load_vector(vector(rows, p, row, at)) : make_uint4(0, 0, 0, 0);
+}
+
+}  // namespace
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512, 1)
+    one_shot(const __grid_constant__ Params p) {
+    OneRow team;
+    const Share s(p, team.rank());
+    const u32 first = blockIdx.x / CLUSTER, teams = gridDim.x / CLUSTER;
+    const u32 slots = VECTORS * blockDim.x;  // of a row
+
+    uint4 x[VECTORS];
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+        if (s.has(v)) x[v] = weft::load_vector(vector(p.x, p, first, s.at(v)));
+    }
+    const Use use(p.slots);
+
+    u32 base = 0;
+    for (u32 row = first; row < p.rows; row += teams, base += slots) {
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            if (!s.has(v)) continue;
+            if (row != first) x[v] = weft::load_vector(vector(p.x, p, row, s.at(v)));
+            use.send_to_all(base + s.index(v), weft::to_wire(x[v]));
+        }
+    }
+
+    uint4 weight[VECTORS];
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+        if (s.has(v)) weight[v] = weft::load_vector(p.weight + s.at(v));
+    }
+    base = 0;
+    for (u32 row = first; row < p.rows; row += teams, base += slots) {
+        uint4 sums[VECTORS];
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            float term = 0;
+            if (s.has(v)) {
+                const uint4 own = weft::load_vector(vector(p.x, p, row, s.at(v)));
+                const uint4 residual = weft::load_vector(vector(p.residual, p, row, s.at(v)));
+                sums[v] = plus(weft::take_reduced<Sum>(use, base + s.index(v), own), residual);
+                weft::store_vector(vector(p.sums, p, row, s.at(v)), sums[v]);
+                term = squares(sums[v]);
+            }
+            __syncwarp();
+            team.gather();
+            if (s.has_piece(v)) team.publish(s.piece(v), weft::warp_sum(term));
+        }
+        team.meet();
+        const float scale = scale_of(p, team.total(0, s.pieces()));
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            if (s.has(v)) {
+                weft::store_vector(vector(p.normed, p, row, s.at(v)), scaled(sums[v], scale, weight[v]));
+            }
+        }
+    }
+    use.leave();
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512, 1)
+    two_shot(const __grid_constant__ Params p) {
+    Group team;
+    const Share s(p, team.rank());
+    const u32 first = blockIdx.x / CLUSTER, teams = gridDim.x / CLUSTER;
+    const u32 groups = (p.rows + WORLD_SIZE - 1) / WORLD_SIZE;
+    const u32 slots = VECTORS * blockDim.x;
+    const u32 results = p.slots.capacity / 2;  // the second half of a sender's slots is for results
+
+    uint4 x[VECTORS][WORLD_SIZE];
+    auto load = [&](u32 group) {
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+#pragma unroll
+            for (int i = 1; i < WORLD_SIZE; ++i) {
+                if (s.has(v)) x[v][i] = row_or_zeros(p.x, p, group * WORLD_SIZE + weft::peer_of(i), s.at(v));
+            }
+        }
+    };
+    load(first);
+    const Use use(p.slots);
+
+    u32 base = 0;
+    for (u32 group = first; group < groups; base += slots) {
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+#pragma unroll
+            for (int i = 1; i < WORLD_SIZE; ++i) {
+                if (s.has(v)) use.send(weft::peer_of(i), base + s.index(v), weft::to_wire(x[v][i]));
+            }
+        }
+        group += teams;
+        if (group < groups) load(group);
+    }
+
+    base = 0;
+    for (u32 group = first; group < groups; group += teams, base += slots) {
+        const u32 row = group * WORLD_SIZE + RANK;
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            if (!s.has(v)) continue;
+            const uint4 own = row_or_zeros(p.x, p, row, s.at(v));
+            const uint4 residual = row_or_zeros(p.residual, p, row, s.at(v));
+            const uint4 sums = plus(weft::take_reduced<Sum>(use, base + s.index(v), own), residual);
+            use.send_to_all(results + base + s.index(v), weft::to_wire(sums));
+            if (row < p.rows) weft::store_vector(vector(p.sums, p, row, s.at(v)), sums);
+        }
+    }
+
+    uint4 weight[VECTORS];
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+        if (s.has(v)) weight[v] = weft::load_vector(p.weight + s.at(v));
+    }
+    base = 0;
+    for (u32 group = first; group < groups; group += teams, base += slots) {
+        uint4 sums[VECTORS][WORLD_SIZE];
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            float terms[WORLD_SIZE] = {};
+            if (s.has(v)) {
+                sums[v][RANK] = row_or_zeros(p.sums, p, group * WORLD_SIZE + RANK, s.at(v));
+                use.take_all(results + base + s.index(v), sums[v]);
+#pragma unroll
+                for (int q = 0; q < WORLD_SIZE; ++q) terms[q] = squares(sums[v][q]);
+            }
+            __syncwarp();
+            team.gather();
+            if (s.has_piece(v)) {
+#pragma unroll
+                for (int q = 0; q < WORLD_SIZE; ++q) {
+                    team.publish(q * TERMS + s.piece(v), weft::warp_sum(terms[q]));
+                }
+            }
+        }
+        team.meet();
+#pragma unroll
+        for (int q = 0; q < WORLD_SIZE; ++q) {
+            const u32 row = group * WORLD_SIZE + q;
+            if (row >= p.rows) continue;
+            const float scale = scale_of(p, team.total(q * TERMS, s.pieces()));
+#pragma unroll
+            for (int v = 0; v < VECTORS; ++v) {
+                if (!s.has(v)) continue;
+                if (q != RANK) weft::store_vector(vector(p.sums, p, row, s.at(v)), sums[v][q]);
+                weft::store_vector(vector(p.normed, p, row, s.at(v)), scaled(sums[v][q], scale, weight[v]));
+            }
+        }
+    }
+    use.leave();
+}

@@ -1,0 +1,204 @@
+// Pushing vectors that announce themselves: no flag, no barrier. What the all-reduce kernels are made of.
+//
+// The wire. A slot is a 16-byte vector of 32-bit words in the receiver's memory. A word that is 0 is empty.
+// The sender inverts each word of its payload, so empty would be the word 0xffffffff, a NaN in every dtype
+// here; it is sent as the NaN 0xfffffffe instead. A sum turns every NaN into the same NaN, so any input
+// survives bit for bit: NaN, -0.0, and the empty word itself. Nothing but payload is sent, and nothing is
+// assumed of a store but that a 32-bit word of it arrives whole.
+//
+// Who writes: thread t of block b on rank r writes slot (half, r, i) of block b on a peer. Who waits: thread t
+// of block b on that peer, until none of the words is empty; it then empties the slot again.
+//
+// Why no barrier. Every block b has its own slots, in two halves, and its own count of uses, EPOCH[b], which
+// it advances when it leaves; use e takes half e & 1. All ranks launch the same grid for the same size and
+// make their calls in the same order, one after the other, so use e of block b belongs to the same call on
+// every rank, whatever calls without a block b lie between. Claim: when rank p sends for use e of block b,
+// its slots on rank r are empty. They were used for e - 2. In its use e - 1, block b of p waited for what
+// block b of r sent for e - 1: no block is launched that does not hear from every peer. r sent that after its
+// use e - 2 had ended, as kernels of one stream do, and that use emptied the slots. A block waits only for the
+// blocks of its own number, which send before they wait: the grid need not be resident at once.
+//
+// RANK is a constant of the program: no register and no branch is spent on who is who.
+
+#include "numbers.cuh"
+#include "reduce.cuh"
+#include "sync.cuh"
+
+#if !defined(WORLD_SIZE) || !defined(RANK)
+#error "WORLD_SIZE, RANK: ranks of the group, 2 or more, and which of them this is"
+#endif
+#ifndef DTYPE
+#error "DTYPE: float32, bfloat16 or float16"
+#endif
+
+namespace weft {
+
+using Number = DTYPE;
+
+constexpr int WORDS = 4;  // of a vector
+constexpr int ELEMENTS = WORDS * Number::PER_WORD;
+constexpr bool FEW = WORLD_SIZE <= 8;  // a vector of each rank fits into a thread's registers
+
+// A workspace for pushes; the host's twin is `Slots` in push.py.
+struct Slots {
+    Watch watch;
+    u64 span;  // bytes from this rank's copy of an address to the next rank's
+    u32 capacity;  // slots of a block, for each half and sender
+    u32 epochs;  // index of EPOCH[0] in words
+    u32 first;  // index of the first slot in words
+    u32 reserved;
+};
+
+__device__ __forceinline__ u32& word(uint4& v, int i) {
+    return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+__device__ __forceinline__ bool has_empty(const uint4& v) {
+    return v.x == 0 || v.y == 0 || v.z == 0 || v.w == 0;
+}
+
+__device__ __forceinline__ uint4 to_wire(const uint4& v) {
+    return make_uint4(max(~v.x, 1u), max(~v.y, 1u), max(~v.z, 1u), max(~v.w, 1u));
+}
+
+__device__ __forceinline__ uint4 from_wire(const uint4& v) { return make_uint4(~v.x, ~v.y, ~v.z, ~v.w); }
+
+// The i-th peer to send to, i from 1 on: no two ranks send to the same one at the same time.
+__device__ __forceinline__ constexpr int peer_of(int i) { return (RANK + i) % WORLD_SIZE; }
+
+// One block's use of its slots.
+struct Use {
+    const Slots& s;
+    u32 epoch;
+    u32 mine;  // slot 0 of sender 0 in this use's half
+
+    __device__ __forceinline__ explicit Use(const Slots& slots) : s(slots) {
+        epoch = load_relaxed(s.watch.words + s.epochs + blockIdx.x) + 1;
+        mine = (2 * blockIdx.x + (epoch & 1)) * (WORLD_SIZE * s.capacity);
+    }
+
+    __device__ __forceinline__ uint4* place(int sender, u32 index) const {
+        return reinterpret_cast<uint4*>(s.watch.words + s.first) + (mine + sender * s.capacity + index);
+    }
+
+    __device__ __forceinline__ void send(int peer, u32 index, const uint4& wire) const {
+        char* here = reinterpret_cast<char*>(place(RANK, index));
+        store_payload(reinterpret_cast<uint4*>(here + static_cast<long long>(s.span) * (peer - RANK)), wire);
+    }
+
+    __device__ __forceinline__ void send_to_all(u32 index, const uint4& wire) const {
+#pragma unroll(FEW ? 8 : 4)
+        for (int i = 1; i < WORLD_SIZE; ++i) send(peer_of(i), index, wire);
+    }
+
+    // The k-th poll for slot `index` of `sender` failed. True: go on without it.
+    __device__ __forceinline__ bool expired(Patience& patience, int sender, u32 index) const {
+        const u32 slot = s.first + (mine + sender * s.capacity + index) * WORDS;
+        return patience.overdue(s.watch, sender, slot, epoch, epoch - 1, WAIT_DATA);
+    }
+
+    // Slot `index` of one sender as it comes, empty again behind it.
+    __device__ __forceinline__ uint4 take(int sender, u32 index) const {
+        uint4 v = load_payload(place(sender, index));
+        Patience patience;
+        while (has_empty(v)) {
+            if (patience.due() && expired(patience, sender, index)) break;
+            v = load_payload(place(sender, index));
+        }
+        // A later use's data cannot come before these zeros: see the claim above.
+        store_vector(place(sender, index), make_uint4(0, 0, 0, 0));
+        return from_wire(v);
+    }
+
+    // The same of every peer at once; in[RANK] stays as it is.
+    __device__ __forceinline__ void take_all(u32 index, uint4 (&in)[WORLD_SIZE]) const {
+#pragma unroll
+        for (int src = 0; src < WORLD_SIZE; ++src) {
+            if (src != RANK) in[src] = load_payload(place(src, index));
+        }
+        Patience patience;
+        for (;;) {
+            bool missing = false;
+#pragma unroll
+            for (int src = 0; src < WORLD_SIZE; ++src) missing |= src != RANK && has_empty(in[src]);
+            if (!missing) break;
+            if (patience.due()) {
+                int sender = RANK;
+#pragma unroll
+                for (int src = 0; src < WORLD_SIZE; ++src) {
+                    if (src != RANK && has_empty(in[src])) sender = src;
+                }
+                if (expired(patience, sender, index)) break;
+            }
+#pragma unroll
+            for (int src = 0; src < WORLD_SIZE; ++src) {
+                if (src != RANK) reload_payload(has_empty(in[src]), place(src, index), in[src]);
+            }
+        }
+#pragma unroll
+        for (int src = 0; src < WORLD_SIZE; ++src) {
+            if (src != RANK) {
+                store_vector(place(src, index), make_uint4(0, 0, 0, 0));
+                in[src] = from_wire(in[src]);
+            }
+        }
+    }
+
+    // After the last thing that a thread of the block sends or takes.
+    __device__ __forceinline__ void leave() const {
+        __syncthreads();  // every thread has read the epoch
+        if (threadIdx.x == 0) s.watch.words[s.epochs + blockIdx.x] = epoch;
+    }
+};
+
+// A vector's numbers in float32.
+struct Numbers {
+    float of[ELEMENTS];
+
+    __device__ __forceinline__ explicit Numbers(uint4 v) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            float pair[Number::PER_WORD];
+            Number::unpack(word(v, i), pair);
+#pragma unroll
+            for (int k = 0; k < Number::PER_WORD; ++k) of[i * Number::PER_WORD + k] = pair[k];
+        }
+    }
+
+    __device__ __forceinline__ uint4 rounded() const {
+        uint4 v;
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) word(v, i) = Number::pack(of + i * Number::PER_WORD);
+        return v;
+    }
+};
+
+// What all ranks' vectors make together, in rank order; `take(src)` gives that of a rank.
+template <typename Reduce, typename Take>
+__device__ __forceinline__ Numbers reduced(const Take& take) {
+    Numbers total(take(0));
+#pragma unroll(FEW ? 8 : 1)
+    for (int src = 1; src < WORLD_SIZE; ++src) {
+        const Numbers next(take(src));
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i) total.of[i] = Reduce::combine(total.of[i], next.of[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) total.of[i] = Reduce::finish(total.of[i], WORLD_SIZE);
+    return total;
+}
+
+// The same of this rank's `own` and of what the others send to slot `index`.
+template <typename Reduce>
+__device__ __forceinline__ Numbers take_reduced(const Use& use, u32 index, const uint4& own) {
+    if constexpr (FEW) {
+        uint4 in[WORLD_SIZE];
+        in[RANK] = own;
+        use.take_all(index, in);
+        return reduced<Reduce>([&](int src) { return in[src]; });
+    } else {
+        return reduced<Reduce>([&](int src) { return src == RANK ? own : use.take(src, index); });
+    }
+}
+
+}  // namespace weft

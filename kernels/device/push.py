@@ -1,0 +1,88 @@
+"""A workspace for vectors that announce themselves: the host's side of push.cuh. Pure functions, no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Protocol
+
+from .program import Watch
+
+VECTOR = 16  #: bytes that travel in one slot
+BLOCKS = 132  #: the largest grid: one block for each multiprocessor of an H100 or H200
+WARP = 32
+
+
+class Slots(ctypes.Structure):
+    """The twin of ``weft::Slots``."""
+
+    _fields_ = (
+        ("watch", Watch),
+        ("span", ctypes.c_uint64),
+        ("capacity", ctypes.c_uint32),
+        ("epochs", ctypes.c_uint32),
+        ("first", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things lie in such a workspace, in 32-bit words from its start; all of it starts as zeros.
+
+    ``[control words][EPOCH of each block][slots: block, half, sender, index]``. Takes the place of
+    ``symm_mem.Layout`` in a ``Workspace``.
+
+    Attributes: ``slots``: vectors that a block takes from one sender in one use.
+    """
+
+    world_size: int
+    slots: int
+
+    BROKEN = 0  #: not 0 once a wait has expired; every later wait gives up at once
+    EPOCHS = 64  #: + block: uses of the block's slots that this rank has left
+    FIRST = EPOCHS + 192  #: the first slot
+
+    def __post_init__(self) -> None:
+        if self.world_size < 2:
+            raise ValueError(f"world_size: is {self.world_size}, must be 2 or more")
+        if self.slots < 2 * WARP or self.slots % (2 * WARP):
+            raise ValueError(f"slots: is {self.slots}, must be a multiple of 64")
+
+    @property
+    def bytes(self) -> int:
+        return 4 * self.FIRST + BLOCKS * 2 * self.world_size * self.slots * VECTOR
+
+    @property
+    def words(self) -> int:
+        """Words that must be zero before the first use: all."""
+        return self.bytes // 4
+
+    def describe(self, word: int) -> str:
+        """What a word is, for an error message about a wait for it."""
+        if word < self.FIRST:
+            return f"word {word}"
+        row, _ = divmod((word - self.FIRST) * 4 // VECTOR, self.slots)
+        row, sender = divmod(row, self.world_size)
+        return f"use count of the payload of rank {sender} for block {row // 2} (half {row % 2})"
+
+
+class Place(Protocol):
+    """A ``Workspace`` made with this ``Layout``."""
+
+    layout: Layout
+    address: int
+    span: int
+    rank: int
+    record: int
+
+
+def slots_of(place: Place, timeout_ns: int) -> Slots:
+    """What kernels are told of ``place``; a wait for a peer expires after ``timeout_ns`` nanoseconds."""
+    watch = Watch(place.address, place.record, timeout_ns, place.rank)
+    return Slots(watch, place.span, place.layout.slots, Layout.EPOCHS, Layout.FIRST)
+
+
+def up(n: int, to: int) -> int:
+    """``n``, or the next multiple of ``to`` above it."""
+    return -(-n // to) * to

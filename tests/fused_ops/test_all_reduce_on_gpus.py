@@ -1,0 +1,183 @@
+"""All-reduces on CUDA under stress: sizes, dtypes and forms at random, late ranks, eager calls between replays."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from opcommon import check, gather, same_on_all, world
+from ranks import run_ranks
+from weft import symm_mem
+from weft.fused_ops import (
+    fused_all_reduce_rms_norm,
+    fused_matmul_all_reduce,
+    last_plan,
+    one_shot_all_reduce,
+    one_shot_all_reduce_,
+)
+from weft.kernels.all_reduce_rms_norm.reference import rms_norm
+
+pytestmark = pytest.mark.gpu
+
+CALLS = 10_000
+MOST = 12 << 20  # elements
+
+
+def late(delays: random.Random) -> None:
+    """Hold this rank's stream up for up to a millisecond, now and then."""
+    if delays.random() < 0.03:
+        torch.cuda._sleep(delays.randrange(2_000_000))
+
+
+class Pattern:
+    """Inputs whose sums are small whole numbers, exact in every dtype, and other ones for every call and rank."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.numbers = (torch.arange(MOST + 64) % 13).to(torch.int8)
+
+    def fill(self, x: torch.Tensor, call: int) -> None:
+        x.copy_(self.numbers[call % 61 : call % 61 + x.numel()])
+        x += self.rank + call % 3
+
+    def wrong(self, out: torch.Tensor, call: int, reduce_op: str) -> torch.Tensor:
+        """Elements that are wrong, still on the device."""
+        own = self.numbers[call % 61 : call % 61 + out.numel()].to(out.dtype) + call % 3
+        if reduce_op == "max":
+            return (out != own + self.world_size - 1).sum()
+        return (out != self.world_size * own + sum(range(self.world_size))).sum()
+
+
+def stressed(rank: int, world_size: int) -> None:
+    order, delays = random.Random(0), random.Random(rank)
+    pattern = Pattern(rank, world_size)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+
+    def size() -> int:
+        # Mostly small, now and then so large that copy engines are taken.
+        top = order.choices((1 << 12, 1 << 17, 1 << 21, MOST), (50, 35, 14, 1))[0]
+        return order.randrange(1, top)
+
+    def reduced(x: torch.Tensor, reduce_op: str) -> torch.Tensor:
+        if order.random() < 0.5:
+            return one_shot_all_reduce_(x, reduce_op, world())
+        return one_shot_all_reduce(x, reduce_op, world())
+
+    graphs = []
+    for _ in range(12):
+        inputs = [torch.empty(size(), dtype=order.choice(dtypes)) for _ in range(3)]
+        ops = [order.choice(("sum", "max")) for _ in inputs]
+        for x, reduce_op in zip(inputs, ops, strict=True):
+            one_shot_all_reduce(x, reduce_op, world())
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            outs = [reduced(x, reduce_op) for x, reduce_op in zip(inputs, ops, strict=True)]
+        graphs.append((graph, inputs, outs, ops))
+
+    wrong = torch.zeros((), dtype=torch.int64)
+    call = 0
+    while call < CALLS:
+        late(delays)
+        if order.random() < 0.4:
+            graph, inputs, outs, ops = order.choice(graphs)
+            for x in inputs:
+                pattern.fill(x, call)
+            late(delays)
+            graph.replay()
+            for out, reduce_op in zip(outs, ops, strict=True):
+                wrong += pattern.wrong(out, call, reduce_op)
+            call += len(outs)
+        else:
+            reduce_op, shift = order.choice(("sum", "max")), order.randrange(3)
+            x = torch.empty(size() + shift, dtype=order.choice(dtypes))[shift:]
+            pattern.fill(x, call)
+            wrong += pattern.wrong(reduced(x, reduce_op), call, reduce_op)
+            call += 1
+        if order.random() < 0.005:
+            assert wrong.item() == 0, f"{wrong.item()} wrong elements after {call} calls"
+            symm_mem.check()
+    assert wrong.item() == 0, f"{wrong.item()} wrong elements"
+    symm_mem.check()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ten_thousand_calls(world_size: int) -> None:
+    run_ranks(stressed, world_size, device="cuda", fresh=True)
+
+
+def large(rank: int, world_size: int) -> None:
+    """Every algorithm gives the bits of a sum in float32, in rank order."""
+    taken = set()
+    for numel in (100, 300_000, 3 << 20, (10 << 20) + 3, 40 << 20):
+        x = torch.randn(numel).bfloat16()
+        parts = [p.float() for p in gather(x)]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        assert torch.equal(one_shot_all_reduce(x, "sum", world()), total.bfloat16())
+        taken.add(last_plan().algorithm)
+    assert "push" in taken
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_algorithm_gives_the_same_bits(world_size: int) -> None:
+    run_ranks(large, world_size, device="cuda")
+
+
+def fused(rank: int, world_size: int) -> None:
+    order, delays = random.Random(1), random.Random(rank)
+    graphs: list[tuple[torch.cuda.CUDAGraph, Callable[[], None]]] = []
+    for step in range(120):
+        late(delays)
+        hidden = order.choice([64, 1000, 4096, 6144, 8192])
+        rows = order.choice([1, 2, 5, 16, 37, 130, 400])
+        x, weight = torch.randn(rows, hidden).bfloat16(), same_on_all(hidden, dtype=torch.bfloat16)
+        residual = same_on_all(rows, hidden, dtype=torch.bfloat16)
+        normed, sums = fused_all_reduce_rms_norm(x, residual, weight, 1e-6, world())
+        assert last_plan().algorithm == "push"
+        total = gather(x)[0].float()
+        for part in gather(x)[1:]:
+            total = total + part.float()
+        assert torch.equal(sums, (total + residual.float()).bfloat16())
+        check("normed", normed, rms_norm(sums.double(), weight.double(), 1e-6), 4e-3)
+        if step % 20 == 0:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                again = fused_all_reduce_rms_norm(x, residual, weight, 1e-6, world())
+
+            def same(again=again, first=(normed, sums)) -> None:
+                assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+            graphs.append((graph, same))
+        for graph, same in graphs:
+            graph.replay()
+            same()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_reduce_rms_norm(world_size: int) -> None:
+    run_ranks(fused, world_size, device="cuda")
+
+
+def product(rank: int, world_size: int) -> None:
+    for m, k, n in [(1, 512, 4096), (300, 1024, 4096), (4096, 2048, 4096), (5000, 1024, 8192)]:
+        A, B = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16().t()
+        out = fused_matmul_all_reduce(A, B, "sum", world())
+        parts = [(a @ b) for a, b in zip(gather(A), gather(B), strict=True)]
+        check(f"{m} {k} {n}", out, sum(parts), 4e-3, parts)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            again = fused_matmul_all_reduce(A, B, "sum", world())
+        for _ in range(3):
+            again.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(again, out)
+            assert torch.equal(fused_matmul_all_reduce(A, B, "sum", world()), out)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_matmul_all_reduce(world_size: int) -> None:
+    run_ranks(product, world_size, device="cuda")

@@ -1,0 +1,174 @@
+"""fused_all_reduce_rms_norm on real CPU processes, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, same_on_all, world
+from ranks import run_ranks
+from weft import symm_mem
+from weft.fused_ops import fused_all_reduce_rms_norm
+from weft.kernels.all_reduce_rms_norm import host
+from weft.kernels.all_reduce_rms_norm.reference import rms_norm
+
+EPS = 1e-5
+
+
+def right(rank: int, world_size: int) -> None:
+    for shape in [(8,), (1, 8), (7, 24), (2, 3, 136), (0, 8), (5, 33), (130, 200), (66, 512)]:
+        for dtype in DTYPES:
+            poison(rank)
+            x = torch.randn(shape).to(dtype)
+            residual, weight = same_on_all(*shape, dtype=dtype), same_on_all(shape[-1], dtype=dtype)
+            parts = [*gather(x), residual.double()]
+            normed, sums = fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
+            if x.numel() and world_size > 1:
+                assert_fused()
+            what = f"{shape} {dtype}"
+            assert normed.is_contiguous() and sums.is_contiguous() and normed.dtype == sums.dtype == dtype
+            check(f"sums {what}", sums, sum(parts), BOUND[dtype], parts)
+            # The norm is that of the rounded sums: what is added to their error is one rounding.
+            check(f"normed {what}", normed, rms_norm(sums.double(), weight.double(), EPS), BOUND[dtype])
+            for out in (normed, sums):
+                bits = gather(out.view(torch.int16 if dtype.itemsize == 2 else torch.int32))
+                assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
+            again = fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
+            assert torch.equal(again[0], normed) and torch.equal(again[1], sums), "other bits in another run"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_fused_all_reduce_rms_norm(world_size: int, device: str) -> None:
+    run_ranks(right, world_size, device=device)
+
+
+def any_layout(rank: int, world_size: int) -> None:
+    base = torch.randn(9, 11, 16)
+    residual = same_on_all(9, 11, 16, dtype=torch.float32)
+    weight = same_on_all(2, 16, dtype=torch.float32)
+    odd = base.bfloat16().view(-1)[1:17]  # begins 2 bytes behind an aligned address
+    cases = [
+        (base.transpose(0, 1), residual.transpose(0, 1), weight[1]),
+        (base[::2, 1:8:3], residual[::2, 1:8:3], weight.t().contiguous().t()[0]),
+        (odd, residual.bfloat16().view(-1)[3:19], weight[0].bfloat16()),
+    ]
+    for x, r, w in cases:
+        parts = [*gather(x), r.double()]
+        normed, sums = fused_all_reduce_rms_norm(x, r, w, 0.0, world())
+        check(f"sums {x.stride()}", sums, sum(parts), BOUND[x.dtype], parts)
+        check(f"normed {x.stride()}", normed, rms_norm(sums.double(), w.double(), 0.0), BOUND[x.dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_strides_and_alignment(device: str) -> None:
+    run_ranks(any_layout, 3, device=device)
+
+
+def pieces(rank: int, world_size: int) -> None:
+    host.PIECE = 1000
+    for rows in (1, 4, 30):
+        x, residual = torch.randn(rows, 64), same_on_all(rows, 64, dtype=torch.float32)
+        parts = [*gather(x), residual.double()]
+        for _ in range(3):
+            _, sums = fused_all_reduce_rms_norm(x, residual, torch.ones(64), EPS, world())
+            check("pieces", sums, sum(parts), 1e-6, parts)
+
+
+def test_many_rows_travel_in_pieces() -> None:
+    run_ranks(pieces, 3, fresh=True)
+
+
+def gradients(rank: int, world_size: int) -> None:
+    x = torch.randn(6, 5, 8).requires_grad_()
+    residual = same_on_all(6, 5, 8, dtype=torch.float32).requires_grad_()
+    weight = same_on_all(8, dtype=torch.float32).requires_grad_()
+    on_normed, on_sums = torch.randn(6, 5, 8), torch.randn(6, 5, 8)
+    normed, sums = fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
+    ((normed * on_normed).sum() + (sums * on_sums).sum()).backward()
+    wide = (sum(gather(x)) + residual.detach().double()).requires_grad_()
+    w = weight.detach().double().requires_grad_()
+    ((rms_norm(wide, w, EPS) * on_normed).sum() + (wide * on_sums).sum()).backward()
+    check("residual.grad", residual.grad, wide.grad, 1e-6)
+    check("weight.grad", weight.grad, w.grad, 1e-6)
+    check("x.grad", x.grad, sum(gather(wide.grad)), 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients(device: str) -> None:
+    run_ranks(gradients, 3, device=device)
+
+
+def compiled(rank: int, world_size: int) -> None:
+    group = world()
+    weight = same_on_all(8, dtype=torch.float32)
+
+    def f(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        normed, sums = fused_all_reduce_rms_norm(x * 2, residual, weight, EPS, group)
+        return normed + sums
+
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        g = torch.compile(f, dynamic=dynamic, fullgraph=True)
+        for rows in (4, 7):
+            x, residual = torch.randn(rows, 8), same_on_all(rows, 8, dtype=torch.float32)
+            wide = sum(gather(x)) * 2 + residual.double()
+            check("compiled", g(x, residual), rms_norm(wide, weight.double(), EPS) + wide, 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_under_torch_compile(device: str) -> None:
+    run_ranks(compiled, 2, device=device)
+
+
+def opcheck(rank: int, world_size: int) -> None:
+    for grad in (False, True):
+        x, weight = torch.randn(5, 8, requires_grad=grad), torch.randn(8, requires_grad=grad)
+        residual = torch.randn(5, 8)
+        args = (x, residual, weight, EPS, world().group_name)
+        torch.library.opcheck(torch.ops.weft.fused_all_reduce_rms_norm, args)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    run_ranks(opcheck, 2, device=device)
+
+
+def refused(rank: int, world_size: int) -> None:
+    x, weight, name = torch.randn(4, 8), torch.randn(8), world().group_name
+    for args, kind, words in [
+        ((x.double(), x, weight, EPS, name), TypeError, "x: is torch.float64, must be float32"),
+        ((x.new_empty(()), x, weight, EPS, name), ValueError, "x: has no dimension, must have 1 or more"),
+        ((x, x[:3], weight, EPS, name), ValueError, r"residual: has shape \(3, 8\), must have \(4, 8\)"),
+        ((x, x.half(), weight, EPS, name), TypeError, "residual: is torch.float16, must be torch.float32"),
+        ((x, x, weight[:4], EPS, name), ValueError, r"weight: has shape \(4,\), must have \(8,\)"),
+        ((x, x, weight.double(), EPS, name), TypeError, "weight: is torch.float64, must be torch.float32"),
+        ((x, x, weight, -1.0, name), ValueError, "eps: is -1.0, must be 0 or more"),
+        ((x, x, weight, EPS, "nobody"), ValueError, "group: no process group is named"),
+    ]:
+        with pytest.raises(kind, match=words):
+            torch.ops.weft.fused_all_reduce_rms_norm(*args)
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
+            with pytest.raises(kind, match=words):
+                torch.ops.weft.fused_all_reduce_rms_norm(*fakes)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
+    run_ranks(refused, 1, device=device)
+
+
+def late(rank: int, world_size: int) -> str | None:
+    x = torch.ones(5, 8)
+    fused_all_reduce_rms_norm(x, x, x[0], EPS, world())
+    symm_mem.set_timeout(0.5)
+    if rank == 1:
+        return None
+    with pytest.raises(symm_mem.PeerTimeout) as error:
+        fused_all_reduce_rms_norm(x, x, x[0], EPS, world())
+    return str(error.value)
+
+
+def test_a_missing_rank_is_an_error_with_a_name() -> None:
+    text = run_ranks(late, 2, fresh=True)[0]
+    assert text.startswith("fused_all_reduce_rms_norm: rank 0") and "waited 0.5 s for rank 1" in text

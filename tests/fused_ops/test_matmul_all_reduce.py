@@ -1,0 +1,157 @@
+"""fused_matmul_all_reduce on real CPU processes, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, world
+from ranks import run_ranks
+from weft import symm_mem
+from weft.fused_ops import fused_matmul_all_reduce
+from weft.kernels.matmul_all_reduce.configs import choose, rows_of
+
+SHAPES = [
+    ((5, 7), 11),
+    ((1, 16), 1),
+    ((2, 3, 6), 10),
+    ((0, 7), 4),
+    ((4, 0), 3),
+    ((3, 0, 5), 2),
+    ((65, 257), 130),
+    ((3, 70, 64), 72),
+]
+
+
+def right(rank: int, world_size: int) -> None:
+    for shape, n in SHAPES:
+        for dtype in DTYPES:
+            for reduce_op in ("sum", "avg"):
+                poison(rank)
+                A, B = torch.randn(*shape).to(dtype), torch.randn(shape[-1], n).to(dtype)
+                scale = world_size if reduce_op == "avg" else 1
+                parts = [a @ b / scale for a, b in zip(gather(A), gather(B), strict=True)]
+                out = fused_matmul_all_reduce(A, B, reduce_op, world())
+                if out.numel() and world_size > 1:
+                    assert_fused()
+                assert out.dtype == dtype and out.is_contiguous()
+                check(f"{shape} {dtype} {reduce_op}", out, sum(parts), BOUND[dtype], parts)
+                bits = gather(out.view(torch.int16 if dtype.itemsize == 2 else torch.int32))
+                assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
+                again = fused_matmul_all_reduce(A, B, reduce_op, world())
+                assert torch.equal(out, again), "other bits in another run"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_fused_matmul_all_reduce(world_size: int, device: str) -> None:
+    run_ranks(right, world_size, device=device)
+
+
+def any_layout(rank: int, world_size: int) -> None:
+    base, weight = torch.randn(6, 5, 9), torch.randn(12, 9)
+    for A in (base.transpose(0, 1), base[::2, 1:], base[0]):
+        parts = [a @ b.t() for a, b in zip(gather(A), gather(weight), strict=True)]
+        got = fused_matmul_all_reduce(A, weight.t(), "sum", world())
+        check(str(A.stride()), got, sum(parts), 1e-6, parts)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_strides(device: str) -> None:
+    run_ranks(any_layout, 3, device=device)
+
+
+def gradients(rank: int, world_size: int) -> None:
+    for reduce_op in ("sum", "avg"):
+        A, B = torch.randn(2, 5, 4, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+        weight = torch.randn(2, 5, 3)
+        (fused_matmul_all_reduce(A, B, reduce_op, world()) * weight).sum().backward()
+        grad = sum(gather(weight)) / (world_size if reduce_op == "avg" else 1)
+        check("A.grad", A.grad, grad @ B.detach().double().t(), 1e-6)
+        want = A.detach().double().flatten(0, 1).t() @ grad.flatten(0, 1)
+        check("B.grad", B.grad, want, 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients(device: str) -> None:
+    run_ranks(gradients, 3, device=device)
+
+
+def compiled(rank: int, world_size: int) -> None:
+    group = world()
+    B = torch.randn(6, 4)
+
+    def f(A: torch.Tensor) -> torch.Tensor:
+        return fused_matmul_all_reduce(A * 2, B, "sum", group) + 1
+
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        g = torch.compile(f, dynamic=dynamic, fullgraph=True)
+        for m in (4, 7):
+            A = torch.randn(m, 6)
+            parts = [2 * a @ b for a, b in zip(gather(A), gather(B), strict=True)]
+            check("compiled", g(A), sum(parts) + 1, 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_under_torch_compile(device: str) -> None:
+    run_ranks(compiled, 2, device=device)
+
+
+def opcheck(rank: int, world_size: int) -> None:
+    for grad in (False, True):
+        A, B = torch.randn(3, 5, 4, requires_grad=grad), torch.randn(4, 6, requires_grad=grad)
+        args = (A, B, "avg", world().group_name)
+        torch.library.opcheck(torch.ops.weft.fused_matmul_all_reduce, args)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    run_ranks(opcheck, 2, device=device)
+
+
+def refused(rank: int, world_size: int) -> None:
+    A, B, name = torch.randn(4, 8), torch.randn(8, 2), world().group_name
+    for args, kind, words in [
+        ((A.double(), B, "sum", name), TypeError, "A: is torch.float64, must be float32"),
+        ((A[0], B, "sum", name), ValueError, "A: has 1 dimensions, must have 2 or more"),
+        ((A, B[:7], "sum", name), ValueError, "B: has 7 rows, must have 8"),
+        ((A, B.half(), "sum", name), TypeError, "B: is torch.float16, must be torch.float32"),
+        ((A, B, "max", name), ValueError, "reduce_op: is 'max', must be 'sum' or 'avg'"),
+        ((A, B, "sum", "nobody"), ValueError, "group: no process group is named"),
+    ]:
+        with pytest.raises(kind, match=words):
+            torch.ops.weft.fused_matmul_all_reduce(*args)
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
+            with pytest.raises(kind, match=words):
+                torch.ops.weft.fused_matmul_all_reduce(*fakes)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
+    run_ranks(refused, 1, device=device)
+
+
+def late(rank: int, world_size: int) -> str | None:
+    A, B = torch.ones(5, 4), torch.ones(4, 3)
+    fused_matmul_all_reduce(A, B, "sum", world())
+    symm_mem.set_timeout(0.5)
+    if rank == 1:
+        return None
+    with pytest.raises(symm_mem.PeerTimeout) as error:
+        fused_matmul_all_reduce(A, B, "sum", world())
+    return str(error.value)
+
+
+def test_a_missing_rank_is_an_error_with_a_name() -> None:
+    text = run_ranks(late, 2, fresh=True)[0]
+    assert text.startswith("fused_matmul_all_reduce: rank 0") and "waited 0.5 s for rank 1" in text
+
+
+def test_pieces_cover_the_rows() -> None:
+    for m in (1, 127, 128, 1000, 4096, 5001):
+        for n, k in ((4096, 1024), (12288, 12288)):
+            for pieces in {1, 2, 4, choose(m, n, k, 4, 2).pieces}:
+                rows = rows_of(m, pieces)
+                assert [first for first, _ in rows[1:]] == [end for _, end in rows[:-1]]
+                assert rows[0][0] == 0 and rows[-1][1] == m and 1 <= len(rows) <= pieces

@@ -1,0 +1,136 @@
+"""Kernels that push, and their launchers, on the CPU: fibers.cpp's Python side."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import weft.kernels.device
+from weft.kernels.device.program import Function
+from weft.kernels.device.push import Layout
+
+DEVICE = Path(weft.kernels.device.__file__).parent
+STAND_INS = ("sync.cuh", "numbers.cuh", "reduce.cuh", "team.cuh")
+PATIENT = 100_000  # polls of one wait: far more than any takes
+TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Launch(ctypes.Structure):
+    _fields_ = (
+        ("kernel", ctypes.c_int32),
+        ("blocks", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("params", ctypes.c_char * 248),
+    )
+
+
+@dataclass
+class Library:
+    """A compiled .cu file: its kernels by name, and ``run``."""
+
+    kernels: tuple[str, ...]
+    library: ctypes.CDLL
+
+
+def build(
+    folder: Path, source: Path, kernels: Sequence[str], params: type, defines: Mapping[str, str | int]
+) -> Library:
+    """Compile ``source`` for every rank of ``defines["WORLD_SIZE"]``; its Params must be as large as ``params``."""
+    folder.mkdir(exist_ok=True)
+    for stand_in in STAND_INS:
+        (folder / stand_in).touch()
+    # Beside the stand-ins, so that it includes them and not its neighbours.
+    (folder / "push.cuh").write_text((DEVICE / "push.cuh").read_text())
+    size = int(defines["WORLD_SIZE"])
+    text = []
+    for rank in range(size):
+        cases = " ".join(f"case {i}: {name}(p); break;" for i, name in enumerate(kernels))
+        names = [f"#define {name} {name}_{rank}" for name in kernels]
+        text += [f"#define RANK {rank}", *names]
+        text += [f"namespace rank_{rank} {{", "namespace weft { using namespace ::weft; }"]
+        text += [f'#include "{source}"', "static void call(int kernel, const void* params) {"]
+        text += [
+            "const Params& p = *static_cast<const Params*>(params);",
+            f"switch (kernel) {{ {cases} }} }}",
+        ]
+        text += [f"static_assert(sizeof(Params) == {ctypes.sizeof(params)});", "}"]
+        text += ["#undef RANK", *(f"#undef {name}" for name in kernels)]
+    text.append(f"#define RANK_CALLS {', '.join(f'rank_{rank}::call' for rank in range(size))}")
+    (folder / "ranks.inc").write_text("\n".join(text) + "\n")
+    library = folder / "fibers.so"
+    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{folder}"]
+    options = [f"-D{name}={value}" for name, value in defines.items()]
+    program = Path(__file__).with_name("fibers.cpp")
+    subprocess.run(["g++", *flags, *options, program, "-o", library], check=True)
+    return Library(tuple(kernels), ctypes.CDLL(str(library)))
+
+
+@dataclass
+class Place:
+    """A workspace in plain memory, and what the launchers asked for on it."""
+
+    layout: Layout
+    address: int
+    span: int
+    rank: int
+    record: int = 0
+    launches: list[Launch] = field(default_factory=list)
+
+
+class Ranks:
+    """``world_size`` workspaces side by side; ``run`` runs what was launched, with the rank for a stream."""
+
+    def __init__(self, library: Library, layout: Layout) -> None:
+        self.library, self.layout = library, layout
+        span = layout.bytes + 256
+        self.memory = torch.zeros(layout.world_size, span, dtype=torch.uint8)
+        self.records = torch.zeros(layout.world_size, 8, dtype=torch.int64)
+        self.places = [
+            Place(layout, self.memory[r].data_ptr(), span, r, self.records[r].data_ptr())
+            for r in range(layout.world_size)
+        ]
+
+    def function(self, name: str) -> Function:
+        """A stand-in for a loaded kernel."""
+        return Noted(self, self.library.kernels.index(name))
+
+    def run(self, seed: int) -> None:
+        launches = [launch for place in self.places for launch in place.launches]
+        count = len(self.places[0].launches)
+        self.library.library.run((Launch * len(launches))(*launches), len(self.places), count, seed)
+
+    def slots_are_empty(self) -> bool:
+        return not self.memory[:, 4 * Layout.FIRST : self.layout.bytes].any()
+
+
+class Noted(Function):
+    def __init__(self, ranks: Ranks, kernel: int) -> None:
+        self.ranks, self.kernel = ranks, kernel
+
+    def bound(self, grid: int, block: int, args: ctypes.Structure, shared: int = 0) -> Callable[[int], None]:
+        def note(rank: int) -> None:
+            launch = Launch(self.kernel, grid, block)
+            ctypes.memmove(ctypes.addressof(launch) + 16, ctypes.addressof(args), ctypes.sizeof(args))
+            self.ranks.places[rank].launches.append(launch)
+
+        return note
+
+
+def inputs(numel: int, dtype: torch.dtype, world_size: int) -> list[torch.Tensor]:
+    """Random bits: every NaN, infinities, zeros of both signs, and runs of the word that stands for empty."""
+    words = torch.randint(-(2**31), 2**31, (world_size, numel + 1), dtype=torch.int64)
+    special = torch.tensor([-1, 0, 1, -(2**31), 0x7F800000, 0x3F80BF80])
+    chosen = special[torch.randint(len(special), words.shape)]
+    words = torch.where(torch.rand(words.shape) < 0.3, chosen, words).to(torch.int32)
+    return list(words.view(dtype)[:, :numel])
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """The same numbers, zeros with their signs; any NaN is a NaN."""
+    a, b = a.float(), b.float()
+    return bool((((a == b) & (a.signbit() == b.signbit())) | (a.isnan() & b.isnan())).all())

@@ -1,0 +1,102 @@
+"""The CUDA all-reduce + RMSNorm and its launcher on the CPU, threads as fibers."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from fibers import PATIENT, TORCH, Ranks, build, inputs, same
+from opcommon import BOUND, check
+from weft.kernels.all_reduce_rms_norm import configs, cuda_kernel
+from weft.kernels.all_reduce_rms_norm.configs import CLUSTERS, FORMS, Config, choose, layout_for, shape
+from weft.kernels.all_reduce_rms_norm.reference import rms_norm
+from weft.kernels.device.push import BLOCKS, Layout
+
+EPS = 1e-5
+
+
+class Kernels:
+    """A stand-in for a loaded program."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.function = ranks.function
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "cluster", "pieces"),
+    [(2, "bfloat16", 2, 3), (3, "float32", 1, 2), (4, "bfloat16", 4, 5)],
+)
+def test_calls_of_changing_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, dtype: str, cluster: int, pieces: int
+) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    torch.manual_seed(seed)
+    choice = random.Random(seed)
+    # A team takes several rows, and a thread two vectors of each.
+    monkeypatch.setattr(configs, "BLOCKS", 2 * cluster)
+    monkeypatch.setattr(configs, "THREADS", 32)
+    vectors = 32 * (pieces * cluster - 1) - 5 if pieces * cluster > 2 else 40
+    per_thread = shape(1, vectors, world_size, Config("one_shot", cluster)).per_thread
+    defines: dict[str, str | int] = {"WORLD_SIZE": world_size, "DTYPE": dtype}
+    defines |= {"CLUSTER": cluster, "VECTORS": per_thread}
+    library = build(tmp_path, cuda_kernel.SOURCE, FORMS, cuda_kernel._Params, defines)
+    ranks = Ranks(library, Layout(world_size, 64 * 20 * per_thread))
+    monkeypatch.setattr(cuda_kernel, "_program", lambda *a: Kernels(ranks))
+    monkeypatch.setattr(cuda_kernel, "supports", lambda *a: None)
+    hidden = vectors * 16 // TORCH[dtype].itemsize
+    calls = []
+    for _ in range(8):
+        rows, config = choice.randrange(1, 9), Config(choice.choice(FORMS), cluster)
+        xs = inputs(rows * hidden, TORCH[dtype], world_size)
+        if choice.random() < 0.7:
+            xs = [torch.randn(rows * hidden).to(TORCH[dtype]) for _ in xs]
+        xs = [x.view(rows, hidden).contiguous() for x in xs]
+        residual, weight = torch.randn(rows, hidden).to(xs[0].dtype), torch.randn(hidden).to(xs[0].dtype)
+        outs = []
+        for rank in range(world_size):
+            normed, sums = (torch.full((rows, hidden), 7.0, dtype=residual.dtype) for _ in range(2))
+            kernel = cuda_kernel.AllReduceRmsNorm(ranks.places[rank], rows, hidden, TORCH[dtype], EPS, config)
+            tensors = (xs[rank], residual, weight, normed, sums)
+            kernel.launch(*(t.data_ptr() for t in tensors), PATIENT, rank)
+            outs.append((normed, sums))
+        calls.append((xs, residual, weight, outs, config))
+    ranks.run(seed)
+    assert not ranks.records.any(), f"a wait has expired: {ranks.records.tolist()}"
+    for xs, residual, weight, outs, config in calls:
+        total = xs[0].float()
+        for x in xs[1:]:
+            total = total + x.float()
+        want = (total + residual.float()).to(residual.dtype)
+        for normed, sums in outs:
+            assert same(sums, want), config
+            assert same(normed, outs[0][0]), "ranks got other bits"
+        finite = want.isfinite().all(-1)
+        reference = rms_norm(want[finite].double(), weight.double(), EPS)
+        if bool(reference.isfinite().all()):
+            check(str(config), outs[0][0][finite], reference, BOUND[residual.dtype])
+    assert ranks.slots_are_empty()
+
+
+def test_every_block_hears_from_every_rank_and_has_room() -> None:
+    for world_size in (2, 3, 4, 8):
+        for rows in (1, 3, 16, 131, 133, 512, 5000):
+            for vectors in (1, 31, 33, 360, 512, 1024, 4000):
+                config = choose(rows, vectors, world_size)
+                got = shape(rows, vectors, world_size, config)
+                pieces = -(-vectors // 32)
+                assert config.cluster in CLUSTERS and config.cluster <= pieces, "a block without a vector"
+                assert got.threads * got.per_thread * config.cluster >= pieces * 32
+                assert got.threads <= configs.THREADS and got.blocks <= BLOCKS
+                assert got.per_thread <= configs.most_per_thread(world_size)
+                units = min(rows, got.rows)
+                units = units if config.form == "one_shot" else -(-units // world_size)
+                teams = got.blocks // config.cluster
+                assert 1 <= teams <= units, "a team without a row"
+                room = got.slots // (2 if config.form == "two_shot" else 1)
+                assert -(-units // teams) * got.per_thread * got.threads <= room
+                assert layout_for(rows, vectors, world_size, config).slots == got.slots
