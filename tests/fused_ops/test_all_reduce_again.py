@@ -1,0 +1,100 @@
+"""The short way of an all-reduce that was made before, without a GPU: when it is taken, and what it then launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from weft import symm_mem
+from weft.fused_ops import all_reduce, plan
+
+NAME = "a group"
+
+
+@dataclass
+class Kernel:
+    launched: list[tuple[int, int, int, int]] = field(default_factory=list)
+
+    def launch(self, x: int, out: int, timeout_ns: int, stream: int) -> None:
+        self.launched.append((x, out, timeout_ns, stream))
+
+
+class Workspace:
+    def __init__(self) -> None:
+        self.prepared: dict[Any, Any] = {}
+        self.error: Exception | None = None
+
+    def raise_if_broken(self, op: str) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU, a group and a workspace that are none; x has no device number on the CPU, -1."""
+    group, kernel, workspace = object(), Kernel(), Workspace()
+    x = torch.randn(5, 3)
+    stage = SimpleNamespace(group=group, stream=7, capturing=False, device=-1)
+    workspace.prepared[15, x.dtype, "sum"] = all_reduce._Prepared(workspace, kernel, plan.Plan("push"), 123)
+    where = SimpleNamespace(workspaces={("all_reduce", 7, 0): workspace})
+    monkeypatch.setattr(all_reduce, "_heaps", {(NAME, -1): (group, where)})
+    monkeypatch.setattr(all_reduce, "_resolve_process_group", lambda name: stage.group)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stage.stream, raising=False)
+    stage.x, stage.kernel, stage.workspace, stage.workspaces = x, kernel, workspace, where.workspaces
+    return stage
+
+
+def test_it_is_taken(stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = stage.x
+    out = all_reduce.again(x, "sum", NAME)
+    assert out is not None and out.shape == x.shape and out.data_ptr() != x.data_ptr()
+    assert all_reduce.again(x, "sum", NAME, x) is x
+    monkeypatch.setattr(all_reduce, "chosen_timeout", lambda name: 0.5)
+    all_reduce.again(x, "sum", NAME, x)
+    assert stage.kernel.launched == [
+        (x.data_ptr(), out.data_ptr(), 123, 7),
+        (x.data_ptr(), x.data_ptr(), 123, 7),
+        (x.data_ptr(), x.data_ptr(), 500_000_000, 7),
+    ]
+    assert plan.last_plan().algorithm == "push"
+
+
+@pytest.mark.parametrize(
+    "why", ["capturing", "device", "group", "stream", "grown", "strides", "op", "size", "forced"]
+)
+def test_it_is_not_taken(stage: SimpleNamespace, why: str) -> None:
+    x, reduce_op = stage.x, "sum"
+    if why == "capturing":
+        stage.capturing = True
+    elif why == "device":
+        stage.device = 0
+    elif why == "group":
+        stage.group = object()  # another one with the name of one that was destroyed
+    elif why == "stream":
+        stage.stream = 8
+    elif why == "grown":
+        stage.workspaces["all_reduce", 7, 0] = Workspace()
+    elif why == "strides":
+        x = x.t()
+    elif why == "op":
+        reduce_op = "max"
+    elif why == "size":
+        x = x[:4]
+    if why == "forced":
+        with plan.forced("unfused"):
+            assert all_reduce.again(x, reduce_op, NAME) is None
+    else:
+        assert all_reduce.again(x, reduce_op, NAME) is None
+    assert not stage.kernel.launched
+
+
+def test_a_broken_workspace_is_not_used(stage: SimpleNamespace) -> None:
+    stage.workspace.error = symm_mem.WeftError("a wait has expired")
+    with pytest.raises(symm_mem.WeftError, match="expired"):
+        all_reduce.again(stage.x, "sum", NAME)
+    assert not stage.kernel.launched
