@@ -102,7 +102,7 @@ class AllGatherMatmulPush:
         strides = (0, 0, *a.stride())
         self._own = Maps(boxes_of_rows(dtype, rows, strides, tile))
         self._from = Maps(Boxes(dtype, rows, strides, piece, 0))
-        self._bs = [Maps(boxes_of_b(b, tile, is_whole(bs))) for b in bs]
+        self._bs = [Maps(boxes_of_b(b, tile, is_whole(bs, tile))) for b in bs]
         self._params = [self._fixed(half, m, k, dtype, bs, config) for half in (0, 1)]
         function = program(defines(bs, config)).function("all_gather_matmul", shared=shared)
         blocks = resident_blocks(function, num_sms, shared)

@@ -41,6 +41,7 @@ constexpr int SERVE_REGISTERS = 56;
 constexpr int MULTIPLY_REGISTERS = 224;
 
 static_assert(BM == 64 || BM == 128);
+static_assert(!B_WHOLE || BN % 64 == 0, "a box begins at a whole group of 64 columns");
 static_assert(WN % 32 == 0 && (!B_ROWS || WARPGROUPS_M == 2 || WN % 64 == 0));
 
 struct Shared {

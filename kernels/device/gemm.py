@@ -20,9 +20,9 @@ _CLUSTER = 2  # blocks
 DTYPES = {torch.bfloat16: ("bfloat16", '"bf16"'), torch.float16: ("float16", '"f16"')}
 
 
-def is_whole(bs: Sequence[torch.Tensor]) -> bool:
-    """Whether one box has all the columns of a tile of any of these B."""
-    return all(b.shape[1] % 64 == 0 for b in bs)
+def is_whole(bs: Sequence[torch.Tensor], tile: Tile) -> bool:
+    """Whether one box, of whole groups of 64 columns, has all the columns of a tile of any of these B."""
+    return tile.block_n % 64 == 0 and all(b.shape[1] % 64 == 0 for b in bs)
 
 
 def defines(tile: Tile, bs: Sequence[torch.Tensor]) -> dict[str, str | int]:
@@ -36,7 +36,7 @@ def defines(tile: Tile, bs: Sequence[torch.Tensor]) -> dict[str, str | int]:
         "BN": tile.block_n,
         "STAGES": tile.stages,
         "B_ROWS": 0 if is_transposed(b) else 1,
-        "B_WHOLE": int(is_whole(bs)),
+        "B_WHOLE": int(is_whole(bs, tile)),
     }
 
 

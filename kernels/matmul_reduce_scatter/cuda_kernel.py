@@ -89,7 +89,7 @@ class MatmulReduceScatterBulk:
             )
         self.workspace = workspace
         self._a = Maps(boxes_of_rows(dtype, tuple(a.shape), a.stride(), tile))
-        self._b = Maps(boxes_of_b(b, tile, is_whole([b])))
+        self._b = Maps(boxes_of_b(b, tile, is_whole([b], tile)))
         self._params = []
         for half in (0, 1):
             p = _Params()
