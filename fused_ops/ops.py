@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..symm_mem import is_checked
+from ..symm_mem.calls import whole
 from . import all_gather_matmul as _ag
 from . import all_reduce as _ar
 from . import checks
 from . import matmul_reduce_scatter as _rs
 from .autograd import AllGatherMatmul, AllReduce, MatmulReduceScatter
+from .checked import compare_call
 
 _lib = torch.library.Library("weft", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -65,20 +68,31 @@ def _all_reduce_fake(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+@whole
 def _all_gather_matmul(
     A_shard: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
     dim, group = checks.all_gather_matmul(A_shard, Bs, gather_dim, group_name)
+    if is_checked():
+        given = {"A_shard": A_shard, "Bs": Bs, "gather_dim": dim, "return_A": return_A}
+        compare_call(_ag.host.OP, group, A_shard.device, **given)
     return _ag.run(A_shard, Bs, dim, group, return_A)
 
 
+@whole
 def _matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
     dim, group = checks.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+    if is_checked():
+        compare_call(_rs.host.OP, group, A.device, A=A, B=B, reduce_op=reduce_op, scatter_dim=dim)
     return _rs.run(A, B, reduce_op, dim, group)
 
 
+@whole
 def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    return _ar.run(x, reduce_op, checks.all_reduce(x, reduce_op, group_name))
+    group = checks.all_reduce(x, reduce_op, group_name)
+    if is_checked():
+        compare_call(_ar.host.OP, group, x.device, x=x, reduce_op=reduce_op)
+    return _ar.run(x, reduce_op, group)
 
 
 def _wants_grad(*tensors: Tensor) -> bool:

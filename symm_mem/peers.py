@@ -7,7 +7,8 @@ import weakref
 import torch
 
 from .groups import Group, resolve_group
-from .heap import Block, heap, heap_of
+from .heap import Block, heap_of
+from .registry import heap
 from .signals import Pad
 
 _pads: weakref.WeakKeyDictionary[Block, Pad] = weakref.WeakKeyDictionary()
