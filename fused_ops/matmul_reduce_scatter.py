@@ -64,6 +64,7 @@ def _why_not_on_cuda(parts: Tensor, B: Tensor) -> str | None:
 
 
 def _on_cuda(where: Heap, parts: Tensor, B: Tensor, reduce_op: str) -> Tensor:
+    from ..kernels.device.launch import compiling
     from ..kernels.matmul_reduce_scatter.configs import choose, flags_per_rank
     from ..kernels.matmul_reduce_scatter.triton_kernel import MatmulReduceScatter
 
@@ -78,10 +79,16 @@ def _on_cuda(where: Heap, parts: Tensor, B: Tensor, reduce_op: str) -> Tensor:
         ran(Plan("tma_store", workspace_bytes=workspace.layout.bytes))
         key = (host.OP, parts.shape, parts.stride(), parts.dtype, B.shape, B.stride(), average, config)
         kernel = workspace.prepared.get(key)
-        if kernel is None:
-            kernel = workspace.prepared[key] = MatmulReduceScatter(
-                workspace, parts, B, config, average=average, num_sms=sms
-            )
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
+        if kernel is None:
+            kernel = MatmulReduceScatter(workspace, parts, B, config, average=average, num_sms=sms)
+
+            def compile_it() -> None:
+                with compiling():
+                    kernel.launch(0, parts, B, out, timeout_ns=timeout_ns)
+
+            # Not the strides: of those each rank may have others.
+            where.prepare(host.OP, (host.OP, parts.shape, n, parts.dtype, average, config, sms), compile_it)
+            workspace.prepared[key] = kernel
         kernel.launch(workspace.next_half(), parts, B, out, timeout_ns=timeout_ns)
     return out

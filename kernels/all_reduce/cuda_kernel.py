@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from ..device.program import Function, Program, Watch
-from .configs import VECTOR, Config, Layout, choose
+from .configs import FORMS, VECTOR, Config, Layout, choose
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 REDUCE_OPS = ("sum", "avg")
@@ -55,6 +55,12 @@ def program(world_size: int, dtype: torch.dtype) -> Program:
 def _function(world_size: int, dtype: torch.dtype, form: str, device: torch.device) -> Function:
     with torch.cuda.device(device):
         return program(world_size, dtype).function(form)
+
+
+def load(world_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile and load both forms, without a launch."""
+    for form in FORMS:
+        _function(world_size, dtype, form, device)
 
 
 def launch(
