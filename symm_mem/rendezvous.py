@@ -15,7 +15,6 @@ import json
 import secrets
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 from torch.distributed import ProcessGroup, Store
@@ -130,34 +129,22 @@ class Rendezvous:
 
     def _read(self, step: int, rank: int, what: str, begin: float, seconds: float) -> Any:
         key = self._key(step, rank)
-        ended = False
-        while not self._posted(key, min(_SLICE, begin + seconds - time.monotonic())):
-            waited = time.monotonic() - begin
-            if waited < seconds and not ended:
-                ended = processes.has_ended(self.processes[rank])  # it may have posted just before
-                continue
-            raise PeerTimeout(
-                what,
-                self.group_name,
-                self.rank,
-                rank,
-                f"step {step} in the store",
-                "a post",
-                "nothing",
-                waited if ended else seconds,
-                text(call_site()),
-                ended,
-            )
+        pause, look, ended = _SHORTEST, begin + _LOOK, False
+        # Not the store's own wait: it lets no other thread's question through, and no Ctrl-C.
+        while not self._store.check([key]):
+            now = time.monotonic()
+            if ended or now - begin > seconds:
+                waited, site = now - begin if ended else seconds, text(call_site())
+                flag = f"step {step} in the store"
+                raise PeerTimeout(
+                    *(what, self.group_name, self.rank, rank, flag, "a post", "nothing", waited, site, ended)
+                )
+            if now > look:
+                ended = processes.has_ended(self.processes[rank])  # it may have posted before: look once more
+                look = now + _LOOK
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST)
         return json.loads(self._store.get(key))
-
-    def _posted(self, key: str, seconds: float) -> bool:
-        try:
-            self._store.wait([key], timedelta(seconds=max(0.001, seconds)))
-        except Exception as e:
-            if "imeout" not in str(e) and "imed out" not in str(e):
-                raise
-            return False
-        return True
 
 
 def come_together(
@@ -178,7 +165,7 @@ def come_together(
     rank, size = group.rank(), group.size()
     tokens = [f"weft/{group.group_name}/together/{r}" for r in range(size)]
     views = [f"{key}/seen" for key in tokens]
-    begin, pause = time.monotonic(), 0.001
+    begin, pause = time.monotonic(), _SHORTEST
     missing = 0
     store.set(tokens[rank], secrets.token_hex(16))
     try:
@@ -211,7 +198,7 @@ def come_together(
                     ended,
                 )
             time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+            pause = min(1.5 * pause, _LONGEST)
     except BaseException:
         store.set(tokens[rank], "")
         raise
