@@ -24,9 +24,8 @@ from . import processes
 from .errors import CallAbandoned, PeerTimeout, RankMismatch, WeftError, describe
 from .sites import call_site, text
 
-_SLICE = (
-    0.25  # seconds: how long a wait in the store keeps Ctrl-C waiting, and the news that a peer has ended
-)
+_SHORTEST, _LONGEST = 0.0002, 0.01  # seconds between two looks into the store
+_LOOK = 0.05  # seconds between two looks whether the awaited rank's process is still there
 
 _sessions: dict[str, tuple[ProcessGroup, str]] = {}  # of groups that have been reset
 
@@ -83,7 +82,7 @@ class Rendezvous:
                 self._store.delete_key(self._key(step - 1, self.rank))
         except BaseException as e:
             self.abandon(what, e)
-            if isinstance(e, WeftError) or not isinstance(e, Exception):
+            if isinstance(e, WeftError) or not isinstance(e, RuntimeError):
                 raise
             raise WeftError(
                 f"{what} in group {self.group_name!r}: rank {self.rank} cannot reach the group's store "
