@@ -15,11 +15,13 @@ class WeftError(RuntimeError):
 
 
 class PeerTimeout(WeftError):
-    """A wait on another rank passed its deadline.
+    """A wait on another rank passed its deadline, or cannot be met any more.
 
     Attributes: ``op`` (what waited), ``group``, ``rank`` (who waited), ``peer`` (the rank waited for),
     ``flag`` (which word or message), ``expected``, ``seen``, ``seconds`` (how long), ``site`` (file and line of the
-    call outside weft; None where nobody called), ``ended`` (the wait was given up early: the peer's process has ended).
+    call outside weft; None where nobody called), ``ended`` (the wait was given up early: the peer's process has ended),
+    ``blames`` (the wait was given up early: the peer takes no further part, and this is the rank that it blames; itself
+    after an exception), ``culprit`` (the rank at fault, as far as this one knows).
     """
 
     def __init__(
@@ -34,19 +36,28 @@ class PeerTimeout(WeftError):
         seconds: float,
         site: str | None = None,
         ended: bool = False,
+        blames: int | None = None,
     ) -> None:
+        if ended:
+            more = ", and its process has ended"
+        elif blames is not None:
+            more = f", and it has given up{'' if blames == peer else f' on rank {blames}'}"
+        else:
+            more = ""
         super().__init__(
-            f"{op}: rank {rank} of group {group!r} waited {seconds:.3g} s for rank {peer}: {flag} is {seen}, "
-            f"expected {expected}{', and its process has ended' if ended else ''}{_called_at(site)}"
+            f"{op}: rank {rank} of group {group!r} waited {round(seconds, 3):g} s for rank {peer}: {flag} is {seen}, "
+            f"expected {expected}{more}{_called_at(site)}"
         )
         self.op, self.group, self.rank, self.peer = op, group, rank, peer
         self.flag, self.expected, self.seen, self.seconds = flag, expected, seen, seconds
-        self.site, self.ended = site, ended
+        self.site, self.ended, self.blames = site, ended, blames
+        self.culprit = peer if blames is None else blames
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (
             *(self.op, self.group, self.rank, self.peer),
-            *(self.flag, self.expected, self.seen, self.seconds, self.site, self.ended),
+            *(self.flag, self.expected, self.seen, self.seconds),
+            *(self.site, self.ended, self.blames),
         )
 
 
@@ -69,7 +80,7 @@ class RankMismatch(WeftError):
 class CallAbandoned(WeftError):
     """A call on this rank ended half-way by an exception of another kind; what it has told its peers stands.
 
-    Attributes: ``op``, ``group``, ``rank`` (this one), ``cause`` (that exception's text), ``site``.
+    Attributes: ``op``, ``group``, ``rank`` and ``culprit`` (this one), ``cause`` (that exception's text), ``site``.
     """
 
     def __init__(self, op: str, group: str, rank: int, cause: str, site: str | None = None) -> None:
@@ -78,6 +89,7 @@ class CallAbandoned(WeftError):
             "symm_mem.reset on all ranks makes the group usable again"
         )
         self.op, self.group, self.rank, self.cause, self.site = op, group, rank, cause, site
+        self.culprit = rank
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.op, self.group, self.rank, self.cause, self.site)

@@ -15,6 +15,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed import ProcessGroup, Store
@@ -59,6 +60,9 @@ class Rendezvous:
     def _key(self, step: int, rank: int) -> str:
         return f"{self._prefix}/{step}/{rank}"
 
+    def _farewell(self, rank: int) -> str:
+        return f"{self._prefix}/gave up/{rank}"
+
     def gather(self, what: str, value: Any, timeout: float | None = None) -> list[Any]:
         """Every rank's ``value`` (JSON), by rank.
 
@@ -94,9 +98,11 @@ class Rendezvous:
         return [post[1] for post in posts]
 
     def abandon(self, what: str, cause: BaseException) -> None:
-        """This rank does not complete a step: no further ones until ``begin``."""
+        """This rank does not complete a step: no further ones until ``begin``, and the others are told."""
         if self._broken is not None:
             return
+        with suppress(RuntimeError):  # the store may be what has failed
+            self._store.set(self._farewell(self.rank), str(getattr(cause, "culprit", self.rank)))
         if isinstance(cause, WeftError):
             self._broken = cause.again()
         else:
@@ -128,18 +134,22 @@ class Rendezvous:
 
     def _read(self, step: int, rank: int, what: str, begin: float, seconds: float) -> Any:
         key = self._key(step, rank)
-        pause, look, ended = _SHORTEST, begin + _LOOK, False
+        pause, look = _SHORTEST, begin + _LOOK
+        ended, blames = False, None
         # Not the store's own wait: it lets no other thread's question through, and no Ctrl-C.
         while not self._store.check([key]):
             now = time.monotonic()
-            if ended or now - begin > seconds:
-                waited, site = now - begin if ended else seconds, text(call_site())
-                flag = f"step {step} in the store"
+            if ended or blames is not None or now - begin > seconds:
+                waited, site = min(now - begin, seconds), text(call_site())
+                where = f"step {step} in the store"
+                name, me = self.group_name, self.rank
                 raise PeerTimeout(
-                    *(what, self.group_name, self.rank, rank, flag, "a post", "nothing", waited, site, ended)
+                    what, name, me, rank, where, "a post", "nothing", waited, site, ended, blames
                 )
-            if now > look:
-                ended = processes.has_ended(self.processes[rank])  # it may have posted before: look once more
+            if now > look:  # it may have posted just before: look for that once more
+                ended = processes.has_ended(self.processes[rank])
+                if not ended and self._store.check([self._farewell(rank)]):
+                    blames = int(self._store.get(self._farewell(rank)))
                 look = now + _LOOK
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST)

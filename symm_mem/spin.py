@@ -22,9 +22,9 @@ def reached(seen: int, expected: int) -> bool:
 class Expired(Exception):
     """What ``spin`` saw in the end, after the deadline or a shorter time; callers make a PeerTimeout of it."""
 
-    def __init__(self, seen: int, seconds: float, ended: bool) -> None:
-        super().__init__(seen, seconds, ended)
-        self.seen, self.seconds, self.ended = seen, seconds, ended
+    def __init__(self, seen: int, seconds: float, ended: bool = False, blames: int | None = None) -> None:
+        super().__init__(seen, seconds, ended, blames)
+        self.seen, self.seconds, self.ended, self.blames = seen, seconds, ended, blames
 
 
 def spin(
@@ -32,6 +32,7 @@ def spin(
     expected: int,
     timeout: float,
     process: dict[str, Any] | None = None,
+    gave_up: int | None = None,
     give_up: Callable[[], None] | None = None,
 ) -> None:
     """Wait until the word at a CPU address has reached ``expected``.
@@ -39,30 +40,33 @@ def spin(
     Args:
         timeout: seconds.
         process: that of the rank that writes the word; once it has ended nobody waits for it.
+        gave_up: address of the word in which that rank says that it takes no further part: 1 + whom it blames.
         give_up: called now and then; what it raises ends the wait.
 
     Raises:
-        Expired: the deadline has passed, or the process has ended and the word is not there.
+        Expired: the deadline has passed, or the word is not there and its writer is gone or has given up.
     """
     word = ctypes.c_uint32.from_address(address)
     begin = look = 0.0
-    ended = False
+    farewell = None if gave_up is None else ctypes.c_uint32.from_address(gave_up)
+    ended, blames = False, 0
     while True:
         for _ in range(_SPINS):
             if reached(word.value, expected):
                 return
         now = time.monotonic()
-        if ended:
-            raise Expired(word.value, now - begin, True)
+        if ended or blames:
+            raise Expired(word.value, now - begin, ended, None if ended else blames - 1)
         if give_up is not None:
             give_up()
         if not begin:
             begin, look = now, now + _LOOK
         elif now - begin > timeout:
-            raise Expired(word.value, timeout, False)
+            raise Expired(word.value, timeout)
+        # The peer may have written the word just before it went: look at that once more.
+        elif farewell is not None and farewell.value:
+            blames = farewell.value
         elif now > look:
-            ended = processes.has_ended(
-                process
-            )  # it may have written just before: look at the word once more
+            ended = processes.has_ended(process)
             look = now + _LOOK
         os.sched_yield()

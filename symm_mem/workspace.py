@@ -65,6 +65,9 @@ class Layout:
     EPOCH = 8  #: + half: uses of the half that this rank has left
     TICKET = 16  #: + half: uses of the half that this rank's pushes have begun
     LEFT = 24  #: + half: blocks that have left the running kernel; the last one puts it back to 0
+    # Rank p writes + p, between CPU ranks: 1 + the rank it blames, once it takes no more calls here.
+    GAVE_UP = 32
+    MOST_FAREWELLS = 32
     _DONE = 64
 
     def done(self, half: int) -> int:
@@ -192,7 +195,7 @@ class Workspace(Generic[L]):
         """The error of a CPU rank's wait, also that of all later calls."""
         error = PeerTimeout(
             *(op, self.heap.group_name, self.rank, peer, self.layout.describe(word), expected),
-            *(waited.seen, waited.seconds, self._calls.site, waited.ended),
+            *(waited.seen, waited.seconds, self._calls.site, waited.ended, waited.blames),
         )
         return self.breaks(error)
 
@@ -200,7 +203,15 @@ class Workspace(Generic[L]):
         """No more calls, in these words. The first error counts; returns it."""
         if self._error is None:
             self._error = error
+            if self._record is None and isinstance(self.layout, Layout) and self.rank < Layout.MOST_FAREWELLS:
+                blamed = getattr(error, "culprit", self.rank)
+                for rank in range(self.world_size):
+                    self.word(rank, Layout.GAVE_UP + self.rank).value = 1 + blamed
         return self._error
+
+    def word(self, rank: int, index: int) -> ctypes.c_uint32:
+        """A word of rank's copy, on the CPU."""
+        return ctypes.c_uint32.from_address(self.address + (rank - self.rank) * self.span + WORD * index)
 
     def abandon(self, cause: BaseException) -> None:
         """An exception has ended a call half-way: no more calls, because the peers may have seen a part of it."""
@@ -249,7 +260,7 @@ class HostUse:
         workspace.raise_if_broken(op)
         self.ws, self.op = workspace, op
         self.half = workspace.next_half()
-        self.epoch = (self._word(workspace.rank, Layout.EPOCH + self.half).value + 1) & 0xFFFFFFFF
+        self.epoch = (self.ws.word(workspace.rank, Layout.EPOCH + self.half).value + 1) & 0xFFFFFFFF
         self._timeout = get_timeout(workspace.heap.group_name)
 
     def __enter__(self) -> HostUse:
@@ -263,16 +274,13 @@ class HostUse:
         else:
             self.ws.abandon(error)
 
-    def _word(self, rank: int, index: int) -> ctypes.c_uint32:
-        ws = self.ws
-        return ctypes.c_uint32.from_address(ws.address + (rank - ws.rank) * ws.span + 4 * index)
-
     def _wait(self, peer: int, index: int, expected: int) -> None:
         ws = self.ws
         process = ws.heap.rendezvous.processes[peer]
+        farewell = ws.address + WORD * (Layout.GAVE_UP + peer) if peer < Layout.MOST_FAREWELLS else None
         try:
             # Of the two threads of a call one may have failed: the other one need not wait.
-            spin(ws.address + 4 * index, expected, self._timeout, process, ws.raise_if_broken)
+            spin(ws.address + WORD * index, expected, self._timeout, process, farewell, ws.raise_if_broken)
         except Expired as e:
             raise ws.expired(self.op, peer, index, expected, e).again() from None
 
@@ -285,7 +293,7 @@ class HostUse:
 
     def post(self, peer: int, i: int) -> None:
         """Tell peer that what belongs to flag ``i`` lies in its half."""
-        self._word(peer, self._flag(self.ws.rank, i)).value = self.epoch
+        self.ws.word(peer, self._flag(self.ws.rank, i)).value = self.epoch
 
     def wait(self, peer: int, i: int) -> None:
         """Until what belongs to flag ``i`` of peer lies in the own half."""
@@ -294,6 +302,6 @@ class HostUse:
     def leave(self) -> None:
         """Nothing of the own half is read any more."""
         ws = self.ws
-        self._word(ws.rank, Layout.EPOCH + self.half).value = self.epoch
+        self.ws.word(ws.rank, Layout.EPOCH + self.half).value = self.epoch
         for rank in range(ws.world_size):
-            self._word(rank, ws.layout.done(self.half) + ws.rank).value = self.epoch
+            self.ws.word(rank, ws.layout.done(self.half) + ws.rank).value = self.epoch

@@ -11,27 +11,32 @@ from ...symm_mem.workspace import Workspace
 
 @contextmanager
 def copying(workspace: Workspace, push: Callable[[], None]) -> Iterator[None]:
-    """Run ``push`` beside the body; the end of the body waits for it and raises what it raised.
+    """Run ``push`` beside the body. The end of the body waits for it, and raises what the first of the two raised.
 
-    When one of the two fails, so does the workspace: then the other one waits for no peer any more.
+    When one of them fails, so does the workspace: then the other one waits for no peer any more.
     """
-    failure: list[BaseException] = []
+    failures: list[BaseException] = []
+
+    def failed(error: BaseException) -> None:
+        failures.append(error)
+        workspace.abandon(error)
 
     def run() -> None:
         try:
             push()
         except BaseException as e:
-            failure.append(e)
-            workspace.abandon(e)
+            failed(e)
 
     thread = threading.Thread(target=run, name="weft-copy", daemon=True)
     thread.start()
     try:
         yield
     except BaseException as e:
-        workspace.abandon(e)
-        raise
-    finally:
+        failed(e)
+    try:
         thread.join()  # its waits are bounded
-    if failure:
-        raise failure[0]
+    except BaseException as e:  # Ctrl-C
+        failed(e)
+        thread.join()
+    if failures:
+        raise failures[0]
