@@ -6,6 +6,7 @@ Sizes may be symbolic: nothing here looks at data.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -14,6 +15,48 @@ from ..symm_mem import resolve_group
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REDUCE_OPS = ("sum", "avg")
+
+
+def _kind(value: Any) -> str:
+    return "a tensor" if isinstance(value, torch.Tensor) else f"of type {type(value).__name__}"
+
+
+def tensor(name: str, value: Any, ndim: int = 0) -> None:
+    """``value`` is a dense tensor of ``ndim`` or more dimensions. What is none would not reach an op's own checks."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: is {_kind(value)}, must be a tensor")
+    if value.layout != torch.strided:
+        raise ValueError(f"{name}: has layout {value.layout}, must be strided")
+    if value.dim() < ndim:
+        raise ValueError(f"{name}: has {value.dim()} dimensions, must have {ndim} or more")
+
+
+def tensors(name: str, values: Any) -> list[torch.Tensor]:
+    """``values`` as a list of dense tensors."""
+    if isinstance(values, torch.Tensor) or not hasattr(values, "__iter__"):
+        raise TypeError(f"{name}: is of type {type(values).__name__}, must be a sequence of tensors")
+    found = list(values)
+    for i, value in enumerate(found):
+        tensor(f"{name}[{i}]", value)
+    return found
+
+
+def dimension(name: str, value: Any, tensor_name: str, ndim: int) -> None:
+    """``value`` is one of ``ndim`` dimensions, counted from either end."""
+    if not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: is {_kind(value)}, must be an integer")
+    _dim(name, int(value), tensor_name, ndim)
+
+
+def flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: is {_kind(value)}, must be True or False")
+
+
+def reduction(reduce_op: Any) -> None:
+    if not isinstance(reduce_op, str):
+        raise TypeError(f"reduce_op: is {_kind(reduce_op)}, must be 'sum' or 'avg'")
+    _reduce_op(reduce_op)
 
 
 def _dtype(name: str, tensor: torch.Tensor) -> None:

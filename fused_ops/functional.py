@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..symm_mem import Group, group_name
-from . import ops  # noqa: F401  (defines torch.ops.weft)
+from . import checks, ops  # noqa: F401  (defines torch.ops.weft)
 
 
 def fused_all_gather_matmul(
@@ -34,8 +34,12 @@ def fused_all_gather_matmul(
         RankMismatch: the ranks call with different sizes.
         PeerTimeout: a rank did not come.
     """
+    checks.tensor("A_shard", A_shard, 2)
+    matrices = checks.tensors("Bs", Bs)
+    checks.dimension("gather_dim", gather_dim, "A_shard", A_shard.dim())
+    checks.flag("return_A", return_A)
     return torch.ops.weft.fused_all_gather_matmul(
-        A_shard, list(Bs), gather_dim, group_name(group), return_A=return_A
+        A_shard, matrices, gather_dim, group_name(group), return_A=return_A
     )
 
 
@@ -63,6 +67,10 @@ def fused_matmul_reduce_scatter(
         RankMismatch: the ranks call with different sizes.
         PeerTimeout: a rank did not come.
     """
+    checks.tensor("A", A, 2)
+    checks.tensor("B", B)
+    checks.reduction(reduce_op)
+    checks.dimension("scatter_dim", scatter_dim, "A", A.dim())
     return torch.ops.weft.fused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name(group))
 
 
@@ -85,4 +93,6 @@ def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
         RankMismatch: the ranks call with different sizes.
         PeerTimeout: a rank did not come.
     """
+    checks.tensor("x", x)
+    checks.reduction(reduce_op)
     return torch.ops.weft.one_shot_all_reduce(x, reduce_op, group_name(group))
