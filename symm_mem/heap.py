@@ -84,15 +84,23 @@ class Heap:
         self._number = 0
         self._chunks: list[tuple[int, int]] = []  # (offset, size)
 
+        unmap: list[Callable[[], Any]] = []
+
         def reserve() -> int:
             base = self.backend.reserve(self.span * self.world_size)
-            unmap = weakref.finalize(
+            end = weakref.finalize(
                 self, _unmap_all, self.backend, base, self.span, self.world_size, self._chunks
             )
-            unmap.atexit = False  # the process's end unmaps everything anyway, and tensors may outlive this
+            end.atexit = False  # the process's end unmaps everything anyway, and tensors may outlive this
+            unmap.append(end)
             return base
 
-        self._base = self.settled("reserve addresses", reserve)
+        try:
+            self._base = self.settled("reserve addresses", reserve)
+        except BaseException:
+            for end in unmap:  # now: the error's traceback keeps this heap
+                end()
+            raise
 
     def _open(self, device: torch.device) -> tuple[Backend, str]:
         """The backend and the group's secret, or HeapUnavailable on every rank, in the same words."""
