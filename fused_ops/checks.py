@@ -41,16 +41,40 @@ def tensors(name: str, values: Any) -> list[torch.Tensor]:
     return found
 
 
-def dimension(name: str, value: Any, tensor_name: str, ndim: int) -> None:
-    """``value`` is one of ``ndim`` dimensions, counted from either end."""
+def integer(name: str, value: Any) -> None:
     if not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: is {_kind(value)}, must be an integer")
-    _dim(name, int(value), tensor_name, ndim)
 
 
-def flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: is {_kind(value)}, must be True or False")
+def dimension(name: str, value: Any, tensor_name: str, ndim: int) -> None:
+    """``value`` is one of ``ndim`` dimensions, counted from either end."""
+    integer(name, value)
+    _dim(name, value, tensor_name, ndim)
+
+
+def sizes(**values: Any) -> None:
+    for name, value in values.items():
+        integer(name, value)
+        if not 1 <= value < 1 << 63:
+            raise ValueError(f"{name}: is {value}, must be at least 1 and below 2**63")
+
+
+def flags(**values: Any) -> None:
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: is {_kind(value)}, must be True or False")
+
+
+def place(device: Any, dtype: Any) -> None:
+    """Where parameters may lie, and their dtype; None is torch's default."""
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"dtype: is {dtype!r}, must be float32, bfloat16 or float16")
+    if device is not None and not isinstance(device, (torch.device, str)):
+        raise TypeError(f"device: is {device!r}, must be a torch.device or its name")
+    try:
+        torch.device(device or "cpu")
+    except RuntimeError as e:
+        raise ValueError(f"device: torch knows none that is called {device!r}") from e
 
 
 def reduction(reduce_op: Any) -> None:

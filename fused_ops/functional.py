@@ -37,7 +37,7 @@ def fused_all_gather_matmul(
     checks.tensor("A_shard", A_shard, 2)
     matrices = checks.tensors("Bs", Bs)
     checks.dimension("gather_dim", gather_dim, "A_shard", A_shard.dim())
-    checks.flag("return_A", return_A)
+    checks.flags(return_A=return_A)
     return torch.ops.weft.fused_all_gather_matmul(
         A_shard, matrices, gather_dim, group_name(group), return_A=return_A
     )
