@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup
 
 from . import processes
@@ -386,6 +387,14 @@ def _unmap_all(
 
 
 def heap_of(tensor: torch.Tensor) -> Block | None:
-    """The block whose memory a tensor lies in; None if it lies on no heap."""
+    """The block whose memory a tensor lies in; None if it lies on no heap.
+
+    Raises:
+        TypeError: it is not a tensor.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor: is of type {type(tensor).__name__}, must be a tensor")
+    if tensor.layout != torch.strided or isinstance(tensor, FakeTensor):
+        return None
     owner = getattr(tensor.untyped_storage(), "_weft_owner", None)
     return owner if isinstance(owner, Block) else None

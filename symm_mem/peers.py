@@ -36,10 +36,12 @@ def empty(
     """
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
     for size in sizes:
-        if not isinstance(size, int):
+        if not isinstance(size, int) or isinstance(size, bool):
             raise TypeError(f"shape: {sizes} has an entry of type {type(size).__name__}, must be integers")
         if size < 0:
             raise ValueError(f"shape: {tuple(sizes)} has a negative size")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype: is {dtype!r}, must be a torch.dtype")
     dtype = dtype or torch.get_default_dtype()
     where = heap(group, device)
     count = 1
@@ -112,6 +114,7 @@ def rendezvous(tensor: torch.Tensor, group: Group = None) -> Peers:
 
     Raises:
         ValueError: the tensor does not lie on a heap, or on that of another group.
+        TypeError: it is not a tensor.
     """
     block = heap_of(tensor)
     if block is None:

@@ -191,20 +191,12 @@ def come_together(
                     return session
                 missing = seen.index(False)
             waited = time.monotonic() - begin
-            ended = known is not None and processes.has_ended(known[missing])
-            if waited > seconds or ended:
-                name, site = group.group_name, text(call_site())
+            gone = [r for r in range(size) if known is not None and processes.has_ended(known[r])]
+            if waited > seconds or gone:
+                missing = gone[0] if gone else missing
+                name, site, waited = group.group_name, text(call_site()), min(waited, seconds)
                 raise PeerTimeout(
-                    what,
-                    name,
-                    rank,
-                    missing,
-                    "its call",
-                    "made",
-                    "not made",
-                    min(waited, seconds),
-                    site,
-                    ended,
+                    what, name, rank, missing, "its call", "made", "not made", waited, site, bool(gone)
                 )
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST)

@@ -25,8 +25,9 @@ _known: dict[str, bool] = {}
 
 
 def _is_library(file: str) -> bool:
-    # Inductor's programs stand in a cache folder of this name; "<...>" is code without a file.
-    found = file.startswith(("<", *_LIBRARIES)) or "torchinductor_" in file
+    # Inductor's programs stand in a cache folder; "<...>" is code without a file.
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or "torchinductor_"
+    found = file.startswith(("<", *_LIBRARIES)) or cache in file
     return _known.setdefault(file, found)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from faults.inject import Fault
@@ -20,7 +21,7 @@ from weft.fused_ops.plan import forced
 
 STEPS = 5
 STRIKES_AT = 2
-PATIENCE = 60.0  # seconds: the deadline of everything that is expected to work
+PATIENCE = 30.0  # seconds: the deadline of everything that is expected to work
 
 
 def numbers(seed: int, *shape: int) -> torch.Tensor:
@@ -146,6 +147,9 @@ def strike(rank: int, size: int, op: str, fault: Fault, deadline: float, checked
             seen.again = str(e)
     symm_mem.set_timeout(PATIENCE, world)
     if fault.kind == "kill":
+        with pytest.raises(symm_mem.PeerTimeout) as error:  # no group is reset without one of its ranks
+            symm_mem.reset(world)
+        assert error.value.culprit == fault.rank and error.value.ended, error.value
         return seen
     none = Fault("delay", -1, -1)
     beside = steps(rank, size, op, none, other, PATIENCE)  # another group of the same ranks does not notice

@@ -118,6 +118,49 @@ def test_a_captured_graph_works_again_after_a_reset(world_size: int) -> None:
     assert text.startswith("fused_all_gather_matmul: rank 0 of group '0' waited"), text
 
 
+def grows_in_a_capture(rank: int, world_size: int) -> None:
+    """A graph's workspace is made while it is captured. If a rank cannot, no rank has captured that call."""
+    heap = symm_mem.heap(None, "cuda")
+    x = torch.ones(1 << 22)
+    one_shot_all_reduce(x[:100], "sum", None)
+    torch.cuda.synchronize()
+    filler = symm_mem.empty(heap.capacity, dtype=torch.uint8)  # so that the workspace needs another chunk
+    create = heap.backend.create
+
+    def full(size: int) -> None:
+        raise MemoryError("no memory is left")
+
+    def capture() -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with forced("fused"), torch.cuda.graph(graph):
+            out = one_shot_all_reduce(x, "sum", None)
+        return graph, out
+
+    while True:  # until nothing of the heap is free
+        before = heap.capacity
+        filler = (filler, symm_mem.empty(1 << 20, dtype=torch.uint8))
+        if heap.capacity > before:
+            break
+    filler = (filler, symm_mem.empty(heap._free.tail(heap.capacity) - (1 << 20), dtype=torch.uint8))
+    before = heap.capacity
+    heap.backend.create = full if rank == CULPRIT else create
+    with pytest.raises(symm_mem.WeftError, match="rank 1: MemoryError: no memory is left"):
+        capture()
+    assert heap.capacity == before
+    heap.backend.create = create
+    graph, out = capture()
+    assert heap.capacity > before
+    for turn in range(3):
+        x.fill_(turn + rank)
+        graph.replay()
+        assert (out == world_size * turn + sum(range(world_size))).all()
+    del filler
+
+
+def test_growth_during_a_capture_works_or_is_refused() -> None:
+    run_ranks(grows_in_a_capture, 2, device="cuda", fresh=True)
+
+
 def compiles_slowly(rank: int, world_size: int) -> None:
     from weft.kernels.all_reduce import cuda_kernel
     from weft.kernels.device.launch import Launch
