@@ -25,7 +25,8 @@ def tensor(name: str, value: Any, ndim: int = 0) -> None:
     """``value`` is a dense tensor of ``ndim`` or more dimensions. What is none would not reach an op's own checks."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: is {_kind(value)}, must be a tensor")
-    if value.layout != torch.strided:
+    # Dynamo does not let a backward ask for the layout; what it traces is strided.
+    if not torch.compiler.is_compiling() and value.layout != torch.strided:
         raise ValueError(f"{name}: has layout {value.layout}, must be strided")
     if value.dim() < ndim:
         raise ValueError(f"{name}: has {value.dim()} dimensions, must have {ndim} or more")
