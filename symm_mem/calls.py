@@ -23,11 +23,14 @@ class Calls:
     """What was called on one workspace, by half and count of use.
 
     Args:
+        timeout: the deadline that a call begins with.
         replayed: the calls are those of a captured graph, whose replays use the halves in the same way again.
     """
 
-    def __init__(self, halves: int, replayed: bool) -> None:
+    def __init__(self, halves: int, timeout: Callable[[], float], replayed: bool) -> None:
         self.op = "a call"
+        self._timeout = timeout
+        self._captured_timeout = 0.0
         self._site: Site | None = None
         self._replayed = replayed
         self._kept: list[deque[tuple[str, Site | None]]] = [deque(maxlen=_KEPT) for _ in range(halves)]
@@ -40,6 +43,13 @@ class Calls:
 
     def begins(self, op: str, site: Site | None) -> None:
         self.op, self._site = op, site
+        if self._replayed:
+            self._captured_timeout = self._timeout()
+
+    @property
+    def seconds(self) -> float:
+        """The deadline; of a captured graph the one that it was captured with."""
+        return self._captured_timeout or self._timeout()
 
     def takes(self, half: int) -> None:
         """The call that began last takes a half."""
@@ -47,7 +57,10 @@ class Calls:
         self._kept[half].append((self.op, self._site))
 
     def find(self, half: int | None, use: int) -> tuple[str, str | None]:
-        """Op and site of the ``use``-th use of a half, the first one being 1; of the last call if that is not known."""
+        """Op and site of the ``use``-th use of a half, the first one being 1; of the last call if that is not known.
+
+        It is not where the kernels count by block and not by half, as those of the all-reduce do.
+        """
         if half is not None and (uses := self._uses[half]):
             at = (use - 1) % uses if self._replayed else use - 1
             back = uses - at  # 1: the newest

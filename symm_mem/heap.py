@@ -12,8 +12,6 @@ is used again once every rank has dropped it: what a late rank still writes goes
 
 from __future__ import annotations
 
-import os
-import secrets
 import threading
 import weakref
 from collections import deque
@@ -26,12 +24,11 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup
 
-from . import processes
-from .backends import open_backend
 from .backends.base import Backend, tensor_over
 from .descriptors import close_fds, exchange
-from .errors import HeapUnavailable, WeftError, describe
+from .errors import WeftError, describe
 from .free_list import FreeList
+from .opening import open_together
 from .rendezvous import Rendezvous
 from .timeouts import get_timeout, preparing_timeout
 
@@ -69,7 +66,7 @@ class Heap:
         self.rank, self.world_size = group.rank(), group.size()
         self.lock = threading.RLock()
         self.rendezvous = Rendezvous(group, f"heap-{device.type}", lambda: get_timeout(self.group_name))
-        self.backend, self.secret = self._open(device)
+        self.backend, self.secret = open_together(self.rendezvous, device)
         self.device = self.backend.device
         self.span = self.backend.span
         self.capacity = 0
@@ -102,40 +99,6 @@ class Heap:
             for end in unmap:  # now: the error's traceback keeps this heap
                 end()
             raise
-
-    def _open(self, device: torch.device) -> tuple[Backend, str]:
-        """The backend and the group's secret, or HeapUnavailable on every rank, in the same words."""
-        backend: Backend | None = None
-        problem: str | None = None
-        identity: dict[str, Any] = {}
-        try:
-            backend = open_backend(device)
-            identity = backend.identity()
-        except Exception as e:
-            problem = describe(e)
-        posts = self.rendezvous.gather(
-            "make a heap",
-            {
-                "problem": problem,
-                "identity": identity,
-                "process": processes.identity(),
-                "settings": _settings(),
-                "secret": secrets.token_hex(32),
-            },
-        )
-        self.rendezvous.processes = [post["process"] for post in posts]
-        self.rendezvous.check_equal("make a heap", [post["settings"] for post in posts])
-        for rank, post in enumerate(posts):
-            if post["problem"] is not None:
-                raise HeapUnavailable(
-                    f"no heap for group {self.group_name!r}: rank {rank}: {post['problem']}"
-                )
-        assert backend is not None
-        reason = backend.refuse([post["identity"] for post in posts], self.rank)
-        for answer in self.rendezvous.gather("share memory", reason):
-            if answer is not None:
-                raise HeapUnavailable(f"no heap for group {self.group_name!r}: {answer}")
-        return backend, posts[0]["secret"]
 
     def settled(self, what: str, step: Callable[[], Any]) -> Any:
         """Run a step that may fail here; if it fails on any rank, every rank raises. Collective."""
@@ -368,12 +331,6 @@ class Heap:
             return tensor.reshape(shape)
         storage = tensor_over(self.address(rank) + offset, count * dtype.itemsize, self.device, owner)
         return tensor.set_(storage, 0, shape, strides[::-1])
-
-
-def _settings() -> dict[str, str]:
-    """What must be the same in every rank's environment: a choice may depend on it."""
-    private = ("WEFT_TIMEOUT", "WEFT_CACHE_DIR")
-    return {k: v for k, v in sorted(os.environ.items()) if k.startswith("WEFT_") and k not in private}
 
 
 def _unmap_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
 
 
@@ -31,5 +32,8 @@ def _stat(pid: int) -> tuple[str, int]:
     return fields[0], int(fields[19])
 
 
+@cache
 def _namespace() -> str:
-    return os.readlink("/proc/self/ns/pid")
+    """Where a process number means something: this boot of this machine, and the namespace in it."""
+    with open("/proc/sys/kernel/random/boot_id") as f:
+        return f"{f.read().strip()} {os.readlink('/proc/self/ns/pid')}"

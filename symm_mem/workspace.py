@@ -35,6 +35,7 @@ import torch
 
 from .calls import Calls, running
 from .errors import CallAbandoned, PeerTimeout, WeftError, describe
+from .processes import has_ended
 from .sites import call_site
 from .spin import Expired, spin
 from .timeouts import get_timeout
@@ -154,7 +155,7 @@ class Workspace(Generic[L]):
         self.lock = threading.Lock()  #: CPU ranks hold it through a call: threads take turns
         self.prepared: dict[Any, Any] = {}
         self._turn = 0
-        self._calls = Calls(HALVES, replayed)
+        self._calls = Calls(HALVES, lambda: get_timeout(heap.group_name), replayed)
         self._error: WeftError | None = None
         # Kernels note here, in pinned host memory, which of their waits expired:
         # [1 once written, rank, peer, word, expected, seen, kind, -]
@@ -182,7 +183,7 @@ class Workspace(Generic[L]):
             name, site = self._calls.find(half, expected + (kind == _WAIT_FREE))
             self._error = PeerTimeout(
                 *(name, self.heap.group_name, rank, peer, self.layout.describe(word), expected, seen),
-                *(get_timeout(self.heap.group_name), site),
+                *(self._calls.seconds, site, has_ended(self.heap.rendezvous.processes[peer])),
             )
         if self._error is not None:
             raise self._error.again()
