@@ -32,7 +32,7 @@ def empty(
         HeapUnavailable: the ranks cannot address each other's memory.
         RankMismatch: the ranks ask for different sizes or dtypes.
         PeerTimeout: a rank does not come.
-        ValueError, TypeError: a size is negative or no integer.
+        ValueError, TypeError: a size is negative or no integer, there is no such group, dtype or device.
     """
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
     for size in sizes:
@@ -40,6 +40,8 @@ def empty(
             raise TypeError(f"shape: {sizes} has an entry of type {type(size).__name__}, must be integers")
         if size < 0:
             raise ValueError(f"shape: {tuple(sizes)} has a negative size")
+        if size >= 1 << 63:
+            raise ValueError(f"shape: {tuple(sizes)} has a size of 2**63 or more")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype: is {dtype!r}, must be a torch.dtype")
     dtype = dtype or torch.get_default_dtype()

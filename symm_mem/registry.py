@@ -25,12 +25,13 @@ def heap(group: Group = None, device: torch.device | str | None = None) -> Heap:
     Raises:
         HeapUnavailable: the ranks cannot address each other's memory: several hosts, no peer access, a
             process group without processes. Every rank gets the same answer, at once from then on.
+        ValueError, TypeError: there is no such group, or ``device`` is neither a CUDA device nor the CPU.
     """
     pg = resolve_group(group)
-    where = torch.device(device) if device is not None else _default_device(pg)
+    where = _device(device) if device is not None else _default_device(pg)
     index = where.index
     if index is None:
-        index = torch.cuda.current_device() if where.type == "cuda" else -1
+        index = torch.cuda.current_device() if where.type == "cuda" and torch.cuda.is_available() else -1
     key = (pg.group_name, where.type, index)
     known = _heaps.get(key)
     if known is None or known[0] is not pg:  # a name may be used again after destroy_process_group
@@ -42,6 +43,18 @@ def heap(group: Group = None, device: torch.device | str | None = None) -> Heap:
     found = known[1]
     if isinstance(found, HeapUnavailable):
         raise HeapUnavailable(str(found))
+    return found
+
+
+def _device(device: torch.device | str) -> torch.device:
+    if not isinstance(device, (torch.device, str)):
+        raise TypeError(f"device: is {device!r}, must be a torch.device or its name")
+    try:
+        found = torch.device(device)
+    except RuntimeError as e:
+        raise ValueError(f"device: torch knows none that is called {device!r}") from e
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: is {str(found)!r}, must be a CUDA device or the CPU")
     return found
 
 
