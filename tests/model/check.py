@@ -71,6 +71,7 @@ LARGE = [
     Case("workspace", "W=2 CALLS=7 CHUNKS=2 GROWTHS=0"),
     Case("workspace", "W=2 CALLS=5 CHUNKS=1 GROWTHS=2"),
     Case("workspace", "W=3 CALLS=3 CHUNKS=1 GROWTHS=0"),
+    Case("workspace", "W=3 CALLS=2 CHUNKS=1 GROWTHS=1"),
     Case("workspace", _W2, WRONG, "REUSE_LATE"),
     Case("workspace", _W2, WRONG, "DONE"),
     Case("workspace", "W=3 CALLS=3 CHUNKS=1 GROWTHS=0", WRONG, "REUSE"),
@@ -84,7 +85,7 @@ LARGE = [
     Case("all_reduce", "W=2 CALLS=3 BLOCKS=1 WORDS=2 FORMS=1 LEAST=1 RESIDENT=1", WRONG, "WORDS"),
     Case("all_reduce", _REDUCED, WRONG, "EMPTY"),
     Case("all_reduce", _REDUCED, STUCK, "ZEROS"),
-    Case("all_reduce", _REDUCED, WRONG, "VECTOR"),
+    Case("all_reduce", _REDUCED, STUCK, "VECTOR"),
 ]
 
 

@@ -79,13 +79,12 @@ class Call:
         return self.dim == len(self.lead)
 
 
-def draw(rng: random.Random, device: str, big: bool = False) -> Call:
-    """A random call. On CUDA it is one that the fused kernels take: rows of 16 bytes, not the last dimension.
+def draw(rng: random.Random, device: str, op: str, big: bool = False) -> Call:
+    """A random call of an op. On CUDA it is one that the fused kernels take: rows of 16 bytes, not the last dimension.
 
     ``big``: an all_reduce that makes workspaces grow.
     """
     cuda = device == "cuda"
-    op = "all_reduce" if big else rng.choice(OPS)
     others = tuple(
         rng.randint(1, 2 if cuda else 6) for _ in range(rng.choice((0, 1) if cuda else (0, 0, 1, 2)))
     )

@@ -17,12 +17,25 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from traffic import Options, Traffic
 
 GRACE = 20.0  # seconds that the other ranks have, once one has failed, to say what they saw
+ENVIRONMENT = {
+    "WEFT_TIMEOUT": "60",
+    "OMP_NUM_THREADS": "1",
+    # With 8 queues a stream may wait behind another one's kernel that waits for a peer.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # Kernels of two streams must find room for all their blocks at once.
+    "WEFT_RESERVED_SMS": "68",
+    # torch's own caches of CPU programs would grow for a long time.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "LRU_CACHE_CAPACITY": "64",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
 STARTING = 120.0  # seconds beyond --seconds: processes, heaps, the first compilation of kernels
 
 
@@ -56,15 +69,16 @@ def soak(world_size: int, options: Options) -> list[dict[str, Any]]:
     context = multiprocessing.get_context("spawn")
     pipes: dict[Any, int] = {}
     processes = []
-    for rank in range(world_size):
-        mine, theirs = context.Pipe()
-        process = context.Process(
-            target=serve, args=(rank, world_size, store.port, options, theirs), daemon=True
-        )
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes[mine] = rank
+    with mock.patch.dict(os.environ, {**ENVIRONMENT, **os.environ}):
+        for rank in range(world_size):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=serve, args=(rank, world_size, store.port, options, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes[mine] = rank
     results: list[Any] = [None] * world_size
     failures = []
     deadline = time.monotonic() + options.seconds + STARTING
@@ -77,7 +91,7 @@ def soak(world_size: int, options: Options) -> list[dict[str, Any]]:
             for pipe in ready:
                 rank = pipes.pop(pipe)
                 try:
-                    fine, value = pipe.recv()  # type: ignore[union-attr]
+                    fine, value = pipe.recv()  # type: ignore[call-arg, union-attr]
                 except EOFError:
                     fine, value = False, "the process died without a word"
                 results[rank] = value
@@ -112,14 +126,6 @@ def main() -> None:
     if args.ranks < 2 or args.calls < 1 or args.lanes < 1 or not args.seconds > 0:
         parser.error("--ranks must be at least 2, --calls and --lanes at least 1, --seconds above 0")
     device = args.device or ("cuda" if torch.cuda.device_count() >= args.ranks else "cpu")
-    os.environ.setdefault("WEFT_TIMEOUT", "60")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # With 8 queues a stream may wait behind another one's kernel that waits for a peer.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    # torch's own caches of CPU programs would grow for a long time.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-    os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     print(f"{args.ranks} {device} ranks, {args.calls} calls, seed {args.seed}", flush=True)
     try:
         results = soak(args.ranks, Options(device, args.calls, args.seconds, args.seed, args.lanes))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from calls import Call, Pool, differs, draw, expected, operands, run
+from calls import OPS, Call, Pool, differs, draw, expected, operands, run
 from torch import Tensor
 from usage import Usage
 from weft import symm_mem
@@ -27,7 +27,7 @@ LATE = 0.004  #: chance that a rank is late for a call
 CHURN = 0.002  #: chance that memory of the heap is taken and dropped instead
 REPLAY = 0.2  #: chance that a captured graph is replayed instead
 IN_GRAPH = 8  #: calls of a captured graph
-PALETTE = 24  #: different calls on CUDA, where a kernel is prepared for each
+PALETTE = 12  #: different calls on CUDA, where kernels are compiled for each in each group
 WATCHED = 256  #: calls on CUDA between two looks at the results
 GROW_UNTIL = 0.1  #: of the calls: until then some are large and make workspaces grow
 
@@ -89,6 +89,16 @@ class Judge:
             raise AssertionError("wrong result: " + "; ".join(what for wrong, what in notes if wrong))
 
 
+@dataclass
+class Captured:
+    """A graph of some calls and of their checks; it counts in ``wrong`` those that came out wrong."""
+
+    graph: torch.cuda.CUDAGraph
+    stream: torch.cuda.Stream
+    inputs: Pool  # of its own: exchanged before each replay, while other graphs may run
+    wrong: Tensor
+
+
 class Lane:
     """A sequence of calls, the same on every rank."""
 
@@ -102,44 +112,47 @@ class Lane:
         self.churned = self.replayed = self.late = 0
         cuda = options.device == "cuda"
         self.streams = [torch.cuda.Stream(), torch.cuda.Stream()] if cuda else [None]
-        self.palette = [draw(self.shared, "cuda") for _ in range(PALETTE)] if cuda else []
-        self.graphs: list[tuple[torch.cuda.CUDAGraph, torch.cuda.Stream, Tensor]] = []
+        ops = [OPS[i % len(OPS)] for i in range(PALETTE if cuda else 0)]
+        self.palette = [draw(self.shared, "cuda", op) for op in ops]
+        self.graphs: list[Captured] = []
 
     def on(self, stream: torch.cuda.Stream | None) -> torch.cuda.StreamContext | nullcontext[None]:
         return nullcontext() if stream is None else torch.cuda.stream(stream)
 
     def prepare(self) -> None:
         """CUDA: every call of the palette in every group on every stream, so that all is made; then the graphs."""
-        for stream in self.streams if self.palette else ():
-            for group in self.groups:
-                for call in self.palette:
-                    with self.on(stream):
+        if not self.palette:
+            return
+        torch.cuda.synchronize()  # the pool is filled
+        for stream in self.streams:
+            with self.on(stream):
+                for group in self.groups:
+                    for call in self.palette:
                         self.call(call, group)
-                torch.cuda.synchronize()
-        if self.palette:
             self.judge.look()
-            self.inputs = Pool(self.options.seed + 1, self.judge.device)
-            for stream in self.streams:
-                self.graphs += [self.capture(stream) for _ in range(2)]
+        for stream in self.streams:
+            assert stream is not None
+            self.graphs += [self.capture(stream) for _ in range(2)]
 
-    def capture(
-        self, stream: torch.cuda.Stream | None
-    ) -> tuple[torch.cuda.CUDAGraph, torch.cuda.Stream, Tensor]:
-        """A graph of some calls and of their checks, on operands that are exchanged before each replay."""
-        assert stream is not None
+    def capture(self, stream: torch.cuda.Stream) -> Captured:
         chosen = [
             (self.shared.choice(self.palette), self.shared.choice(self.groups)) for _ in range(IN_GRAPH)
         ]
-        wrong = torch.zeros((), dtype=torch.int64, device=self.judge.device)
+        inputs = Pool(self.options.seed + 1, self.judge.device)
+        made = Captured(
+            torch.cuda.CUDAGraph(),
+            stream,
+            inputs,
+            torch.zeros((), dtype=torch.int64, device=self.judge.device),
+        )
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(made.graph, stream=stream):
             for call, group in chosen:
                 if self.rank in group.ranks:
                     me = group.ranks.index(self.rank)
-                    a, bs = operands(call, self.inputs, len(group.ranks))
-                    wrong += differs(run(call, a, bs, me, group.pg), expected(call, a, bs, me))
-        return graph, stream, wrong
+                    a, bs = operands(call, inputs, len(group.ranks))
+                    made.wrong += differs(run(call, a, bs, me, group.pg), expected(call, a, bs, me))
+        return made
 
     def go(self, count: int) -> None:
         """The next ``count`` calls."""
@@ -156,14 +169,14 @@ class Lane:
         if self.palette:
             call = dataclasses.replace(shared.choice(self.palette), starts=(shared.random(), shared.random()))
         else:
-            call = draw(shared, "cpu", big)
+            call = draw(shared, "cpu", "all_reduce" if big else shared.choice(OPS), big)
         with self.on(stream):
             if self.own.random() < LATE:
                 self.delay()
             if kind < CHURN:
                 self.churn(group, shared.randint(1, 2000))
             elif self.graphs and kind < CHURN + REPLAY:
-                self.replay(*shared.choice(self.graphs), shared.randrange(1 << 20))
+                self.replay(shared.choice(self.graphs), shared.randrange(1 << 20))
             else:
                 self.call(call, group)
 
@@ -182,20 +195,18 @@ class Lane:
         a, bs = operands(call, self.pool, len(group.ranks))
         got = run(call, a, bs, me, group.pg)
         if number == self.options.corrupt and self.rank == 0:
-            got[0].view(-1)[0] += 1
+            got[0][(0,) * got[0].dim()] += 1
         what = f"call {number} of lane {self.number} on rank {self.rank}, group {group.ranks}: {call}"
         self.judge.compare(what, got, expected(call, a, bs, me))
 
-    def replay(
-        self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, wrong: Tensor, shift: int
-    ) -> None:
-        with torch.cuda.stream(stream):
-            for dtype, inputs in self.inputs.by_dtype.items():
+    def replay(self, captured: Captured, shift: int) -> None:
+        with torch.cuda.stream(captured.stream):
+            for dtype, inputs in captured.inputs.by_dtype.items():
                 fresh = self.pool.by_dtype[dtype]
                 inputs[shift:].copy_(fresh[: len(fresh) - shift])
                 inputs[:shift].copy_(fresh[len(fresh) - shift :])
-            graph.replay()
-            self.judge.note(f"a replayed graph of lane {self.number} on rank {self.rank}", wrong > 0)
+            captured.graph.replay()
+            self.judge.note(f"a replayed graph of lane {self.number} on rank {self.rank}", captured.wrong > 0)
         self.made += IN_GRAPH
         self.judge.checked += IN_GRAPH
         self.replayed += 1
