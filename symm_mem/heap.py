@@ -256,25 +256,32 @@ class Heap:
         """
         with self.lock, ExitStack() as stack:
             self.rendezvous.begin(session)
-            users = list(self.users)
-            problem = self._come_to_rest(users, stack)
-            blocks = {str(number): list(placed) for number, placed in self._blocks.items()}
-            posts = self.rendezvous.gather("reset", [problem, blocks, self._chunks, self._number])
-            self.rendezvous.refuse("reset", [post[0] for post in posts])
-            self._keep_what_all_have([post[1] for post in posts], [post[2] for post in posts])
-            self._number = max(post[3] for post in posts)
+            try:
+                self._reset(stack)
+            except BaseException as e:  # what is half-made is used by nobody until a reset has succeeded
+                self.rendezvous.abandon("reset", e)
+                raise
 
-            def zero() -> None:
-                for placed in self._blocks.values():
-                    if placed.zero:
-                        self.backend.zero(self.address(self.rank) + placed.offset, placed.zero)
-                for user in users:
-                    user.forget()
-                if self.board is not None:
-                    self.board.forget()
+    def _reset(self, stack: ExitStack) -> None:
+        users = list(self.users)
+        problem = self._come_to_rest(users, stack)
+        blocks = {str(number): list(placed) for number, placed in self._blocks.items()}
+        posts = self.rendezvous.gather("reset", [problem, blocks, self._chunks, self._number])
+        self.rendezvous.refuse("reset", [post[0] for post in posts])
+        self._keep_what_all_have([post[1] for post in posts], [post[2] for post in posts])
+        self._number = max(post[3] for post in posts)
+        self._ready.clear()
 
-            self._ready.clear()
-            self.settled("reset", zero)
+        def zero() -> None:
+            for placed in self._blocks.values():
+                if placed.zero:
+                    self.backend.zero(self.address(self.rank) + placed.offset, placed.zero)
+            for user in users:
+                user.forget()
+            if self.board is not None:
+                self.board.forget()
+
+        self.settled("reset", zero)
 
     def _come_to_rest(self, users: list[Any], stack: ExitStack) -> str | None:
         """Until nothing of this rank writes to a peer any more; why that cannot be had, if so."""

@@ -175,7 +175,7 @@ def come_together(
     tokens = [f"weft/{group.group_name}/together/{r}" for r in range(size)]
     views = [f"{key}/seen" for key in tokens]
     begin, pause = time.monotonic(), _SHORTEST
-    missing = 0
+    missing, session = 0, ""
     store.set(tokens[rank], secrets.token_hex(16))
     try:
         while True:
@@ -183,8 +183,10 @@ def come_together(
             if "" in here:
                 missing = here.index("")
             else:
-                session = hashlib.sha256("".join(here).encode()).hexdigest()[:16]
-                store.set(views[rank], session)
+                now = hashlib.sha256("".join(here).encode()).hexdigest()[:16]
+                if now != session:
+                    session = now
+                    store.set(views[rank], session)
                 seen = [_get(store, key) == session for key in views]
                 if all(seen):
                     _sessions[group.group_name] = (group, session)

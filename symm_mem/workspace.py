@@ -189,8 +189,8 @@ class Workspace(Generic[L]):
             raise self._error.again()
         if op is not None:
             self._calls.begins(op, call_site())
-            if running.inside:
-                running.workspace = self
+            if not isinstance(self.layout, Layout):  # it has no halves to take
+                self._taken()
 
     def expired(self, op: str, peer: int, word: int, expected: int, waited: Expired) -> WeftError:
         """The error of a CPU rank's wait, also that of all later calls."""
@@ -234,7 +234,13 @@ class Workspace(Generic[L]):
         """The half that the next call uses: the halves take turns."""
         self._turn ^= 1
         self._calls.takes(self._turn)
+        self._taken()
         return self._turn
+
+    def _taken(self) -> None:
+        """From here on the running call must come to its end, or the workspace is broken."""
+        if running.inside:
+            running.workspace = self
 
     def words_of(self, rank: int) -> torch.Tensor:
         """Rank's control words and flags as an int32 tensor."""
