@@ -18,6 +18,10 @@
    BREAK_VECTOR  a block may be launched without a vector
    BREAK_ORDER   blocks start in any order: with fewer RESIDENT than BLOCKS, ranks may wait for each other */
 
+#if W != 2 && W != 3
+#error "W: must be 2 or 3"
+#endif
+
 #define SLOTS (W * BLOCKS * 2 * FORMS * W)
 #define AT(owner, block, half, trip, writer) (((((owner) * BLOCKS + (block)) * 2 + (half)) * FORMS + (trip)) * W + (writer))
 #define WRITER(i) ((i) % W)

@@ -116,7 +116,7 @@ def check(case: Case, seconds: float) -> Finding:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="weft-model-") as folder:
         model = shutil.copy(HERE / f"{case.model}.pml", folder)
-        # States are kept as 96-bit hashes: two of 10^8 are taken for one with a chance below 10^-12.
+        # States are kept as 64-bit hashes: that two of 10^7 are taken for one has a chance of about 10^-6 or 10^-5.
         options = ["-O2", "-w", "-DSAFETY", "-DHC4", "-DVECTORSZ=4096", f"-DMEMLIM={MEMORY}"]
         for command in (
             [program, *case.defines(), "-a", model],

@@ -18,6 +18,10 @@
    BREAK_AGREE      memory is used again though a rank has not dropped it
    BREAK_ZEROED     a new workspace is used before all ranks have zeroed their words */
 
+#if W != 2 && W != 3
+#error "W: must be 2 or 3"
+#endif
+
 #define BLOCKS (GROWTHS + 1)
 #define PLACES (W * BLOCKS * 2 * W)
 #define AT(owner, block, half, writer) ((((owner) * BLOCKS + (block)) * 2 + (half)) * W + (writer))
