@@ -35,7 +35,9 @@ def open_together(rendezvous: Rendezvous, device: torch.device) -> tuple[Backend
             "secret": secrets.token_hex(32),
         },
     )
-    rendezvous.processes = [post["process"] for post in posts]
+    # One that cannot be seen although it has just posted is hidden from this one: nothing is known of its end.
+    found = [post["process"] for post in posts]
+    rendezvous.processes = [None if processes.has_ended(process) else process for process in found]
     rendezvous.check_equal("make a heap", [post["settings"] for post in posts])
     for rank, post in enumerate(posts):
         if post["problem"] is not None:

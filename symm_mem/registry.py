@@ -15,6 +15,8 @@ from .heap import Heap
 from .rendezvous import Rendezvous, come_together
 from .timeouts import get_timeout
 
+_WITHOUT_PROCESSES = ("fake", "threaded")  # backends of groups that have no heap
+
 _heaps: dict[tuple[str, str, int], tuple[ProcessGroup, Heap | HeapUnavailable]] = {}
 _making: dict[Any, threading.RLock] = {}  # by heap: threads may make those of different groups in any order
 
@@ -71,7 +73,7 @@ def _forget_destroyed() -> None:
 
 
 def _make(pg: ProcessGroup, device: torch.device) -> Heap | HeapUnavailable:
-    if pg.name() in ("fake", "threaded"):
+    if pg.name() in _WITHOUT_PROCESSES:
         return HeapUnavailable(
             f"no heap for group {pg.group_name!r}: its backend {pg.name()!r} has no processes"
         )
@@ -120,6 +122,8 @@ def reset(group: Group = None) -> None:
         WeftError: a rank is capturing a CUDA graph, or has lost its device.
     """
     pg = resolve_group(group)
+    if pg.name() in _WITHOUT_PROCESSES:
+        return
     heaps = _named_heaps(pg)
     known = next((h.rendezvous.processes for h in heaps.values()), None)
 
