@@ -9,13 +9,10 @@ from typing import Any
 
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.pattern_matcher import stable_topological_sort
 
 from ...symm_mem import Group, group_name
-from .all_gather_matmul import AllGatherMatmul
-from .match import Collective, LeftAlone, aten, c10d, calls, collectives, flat, group_of, kind_of, what
-from .matmul_reduce_scatter import MatmulReduceScatter
-from .merge import merge, repeats
+from . import forms
+from .match import Collective, LeftAlone, collectives, group_of, kind_of
 from .report import Entry, Report, source_of
 
 _log = logging.getLogger("weft.passes")
@@ -114,47 +111,13 @@ class FusionPass(CustomGraphPass):
         self, node: fx.Node, told: dict[fx.Node, dict[str, Any]], entries: dict[fx.Node, Entry]
     ) -> None:
         """Fuses one collective if it can be, and enters what became of it and of those merged with it."""
-        graph = node.graph
-        merged: list[fx.Node] = []
         try:
-            match = _match(Collective.from_node(node, self.groups))
-            if isinstance(match, AllGatherMatmul):
-                match, merged = self._with_repeats(match)
+            match = forms.match(Collective.from_node(node, self.groups), self.groups)
             match.replace()
         except LeftAlone as e:
             entries[node] = Entry(**told[node], reason=str(e))
             return
-        # A product's right operand may stand behind the fused op, which stands where the first product stood.
-        stable_topological_sort(graph)
         into: dict[str, Any] = {"dim": match.dim, "fused_into": str(match.op._schema.name)}
         entries[node] = Entry(**told[node], **into, detail=match.detail)
-        for other in merged:
+        for other in match.others:
             entries[other] = Entry(**told[other], **into, detail=f"merged with {told[node]['node']}")
-
-    def _with_repeats(self, match: AllGatherMatmul) -> tuple[AllGatherMatmul, list[fx.Node]]:
-        """The match that has the products of those, too, which gather the same; and those."""
-        others = []
-        for node in repeats(match.collective.node):
-            try:
-                other = AllGatherMatmul.from_collective(Collective.from_node(node, self.groups))
-            except LeftAlone:
-                continue
-            if (other.dim, other.permutation) == (match.dim, match.permutation):
-                others.append(other.collective)
-        if not others:
-            return match, []
-        merge(match.collective, others)
-        return AllGatherMatmul.from_collective(match.collective), [c.node for c in others]
-
-
-def _match(c: Collective) -> AllGatherMatmul | MatmulReduceScatter:
-    if c.node.target is c10d.all_gather_into_tensor.default:
-        return AllGatherMatmul.from_collective(c)
-    if c.node.target is c10d.reduce_scatter_tensor.default:
-        return MatmulReduceScatter.from_collective(c)
-    x = c.x
-    while flat(x):
-        x = x.args[0]  # type: ignore[assignment]
-    if calls(x, aten.mm.default, aten.addmm.default):
-        raise LeftAlone("weft has no fused matmul + all_reduce yet")
-    raise LeftAlone(f"its input is {what(x)}, not a matrix product")

@@ -32,6 +32,8 @@ FLAT = {
     aten.squeeze.dims,
     aten.unsqueeze.default,
     aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
 }
 _FUSIBLE = {c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_reduce.default}
 
@@ -169,11 +171,7 @@ def group_of(node: fx.Node) -> str | None:
 
 def collectives(graph: fx.Graph) -> Iterator[fx.Node]:
     """Every node that communicates by a functional collective."""
-    for node in graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-            namespaced = node.target.namespace in ("_c10d_functional", "_c10d_functional_autograd")
-            if namespaced and node.target._opname not in ("wait_tensor", "_wrap_tensor_autograd"):
-                yield node
+    return (n for n in graph.nodes if communicates(n) and n.target.namespace != "weft")
 
 
 def closure(node: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
@@ -187,22 +185,43 @@ def closure(node: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[
     return seen
 
 
-def check_no_mutation(first: fx.Node, last: fx.Node) -> None:
+def communicates(node: fx.Node) -> bool:
+    """Whether the node starts a collective: a functional one, or one of weft's ops."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target.namespace == "weft":
+        return True
+    namespaced = node.target.namespace in ("_c10d_functional", "_c10d_functional_autograd")
+    return namespaced and node.target._opname not in ("wait_tensor", "_wrap_tensor_autograd")
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether the node writes to memory or has another effect: what reads memory must not be moved across it."""
+    if node.op in ("call_module", "call_method"):
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in _EFFECTS
+
+
+_EFFECTS = ("with_effects", "triton_kernel_wrapper_mutation", "call_torchbind")
+
+
+def first_write(first: fx.Node, last: fx.Node) -> fx.Node | None:
+    """The first node after ``first``, up to ``last``, that writes to memory."""
+    node = first
+    while node is not last:
+        node = node.next
+        if writes(node):
+            return node
+    return None
+
+
+def check_no_write(first: fx.Node, last: fx.Node) -> None:
     """Between the two nodes, in graph order, nothing writes to memory: they can be moved against each other.
 
     Raises:
         LeftAlone: something does.
     """
-    node = first
-    while node is not last:
-        node = node.next
-        target = node.target
-        if node.op in ("call_module", "call_method") or (
-            isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-        ):
-            raise LeftAlone(f"{what(node)} writes to memory between {first.name} and {last.name}")
-        if isinstance(target, torch._ops.HigherOrderOperator) and target.name() in _EFFECTS:
-            raise LeftAlone(f"{what(node)} has an effect between {first.name} and {last.name}")
-
-
-_EFFECTS = ("with_effects", "triton_kernel_wrapper_mutation", "call_torchbind")
+    if (node := first_write(first, last)) is not None:
+        raise LeftAlone(f"{what(node)} writes to memory between {first.name} and {last.name}")

@@ -15,7 +15,7 @@ from torch import fx
 
 from .match import LeftAlone, Size, argument, aten, calls, is_val, known, val, what
 
-_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,16 @@ class Parts:
 
     cat: fx.Node
     source: fx.Node
+    count: int
     cut_dim: int
     join_dim: int
     nodes: tuple[fx.Node, ...]  # those between source and cat
 
     @classmethod
-    def from_cat(cls, cat: fx.Node, count: int) -> Parts:
+    def from_cat(cls, cat: fx.Node) -> Parts:
         """
         Args:
             cat: an aten.cat.
-            count: how many parts there must be.
 
         Raises:
             LeftAlone: it does not join exactly the parts of one tensor, once each and in order.
@@ -45,8 +45,8 @@ class Parts:
         if not isinstance(inputs, (list, tuple)) or not all(is_val(n) for n in inputs):
             raise LeftAlone(f"the inputs of {what(cat)} are not known")
         parts: list[fx.Node] = list(inputs)  # type: ignore[arg-type]
-        if len(parts) != count:
-            raise LeftAlone(f"{what(cat)} joins {len(parts)} parts, not one for each of {count} ranks")
+        if not parts:
+            raise LeftAlone(f"{what(cat)} joins nothing")
         if calls(parts[0], operator.getitem):
             source, cut_dim, nodes = _split(cat, parts)
         elif calls(parts[0], aten.slice.Tensor):
@@ -57,11 +57,7 @@ class Parts:
         # Parts can be joined only if their sizes are the same in every other dimension. So the parts cut along one
         # dimension and joined along another are equal, and those of a split cover all of it. Joined along the
         # dimension they were cut along, they are the tensor itself.
-        for node in nodes:
-            for user in node.users:
-                if user is not cat and user not in nodes:
-                    raise LeftAlone(f"{what(node)} is also used by {what(user)}")
-        return cls(cat, source, cut_dim, join_dim, nodes)
+        return cls(cat, source, len(parts), cut_dim, join_dim, nodes)
 
 
 def _in_order(cat: fx.Node, order: list[int]) -> None:
@@ -71,7 +67,7 @@ def _in_order(cat: fx.Node, order: list[int]) -> None:
 
 def _split(cat: fx.Node, parts: list[fx.Node]) -> tuple[fx.Node, int, tuple[fx.Node, ...]]:
     split = parts[0].args[0]
-    if not isinstance(split, fx.Node) or not calls(split, *_SPLITS):
+    if not isinstance(split, fx.Node) or not calls(split, *SPLITS):
         raise LeftAlone(f"{what(cat)} joins {what(parts[0])}, not a part of a tensor")
     for part in parts:
         if not calls(part, operator.getitem) or part.args[0] is not split:

@@ -1,0 +1,190 @@
+"""A gathered tensor in its graph: what is made of it, who uses it, and what of it must stay."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from .dims import Dims, flat, gathered, same
+from .insert import call, erase_unused
+from .match import (
+    Collective,
+    LeftAlone,
+    aten,
+    calls,
+    closure,
+    communicates,
+    contiguous,
+    first_write,
+    group_of,
+    known,
+    val,
+    what,
+)
+from .views import View, views
+
+
+@dataclass
+class Gathered:
+    """``collectives`` gather the same; ``views`` hold what they gathered, whatever its order and dtype."""
+
+    collectives: list[Collective]
+    views: dict[fx.Node, View]
+    reasons: list[str]  # why what joins its parts is none of them
+    cut: dict[fx.Node, fx.Node]  # parts of views that other views join, and what they are cut from
+    roots: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of each view, which gathered tensor it is
+
+    @classmethod
+    def by(cls, c: Collective, groups: frozenset[str] | None) -> Gathered:
+        """
+        Raises:
+            LeftAlone: the input is a number.
+        """
+        if val(c.x).dim() == 0:
+            raise LeftAlone("its input is a number")
+        result = cls([c, *_repeats(c, groups)], {}, [], {})
+        for each in result.collectives:
+            found, reasons = views(each.wait, gathered(val(c.x).shape, c.world))
+            result.views |= found
+            result.roots |= dict.fromkeys(found, each.wait)
+            result.reasons += reasons
+        for view in result.views.values():
+            if view.step is not None:
+                result.cut |= dict.fromkeys(view.step.between, view.step.source)
+        return result
+
+    def is_first(self, view: View) -> bool:
+        """Whether it is a view of the tensor gathered first."""
+        return self.roots[view.node] is self.collectives[0].wait
+
+    def outside(self) -> list[fx.Node]:
+        """The users, in the order of the graph, that are no views."""
+        inside = self.views.keys() | self.cut.keys()
+        found = {u for n in inside for u in n.users if u not in inside and not self._size(u)}
+        return sorted(found)
+
+    def first_user(self) -> fx.Node:
+        """Where the fused op can stand: before the first user and the next collective of the group.
+
+        So the order of the group's collectives stays.
+        """
+        c, own = self.collectives[0], self._gathers()
+        first = self.outside()[0]
+        node = c.node.next
+        while node is not first and (node in own or not communicates(node) or group_of(node) != c.group):
+            node = node.next
+        return node
+
+    def _gathers(self) -> set[fx.Node]:
+        return {c.node for c in self.collectives}
+
+    def needed_before(self, at: fx.Node, operand: fx.Node) -> set[fx.Node]:
+        """The nodes that must be moved to before ``at`` for an operand to be there.
+
+        Raises:
+            LeftAlone: one of them cannot be.
+        """
+
+        def step(node: fx.Node) -> Iterable[fx.Node]:
+            return () if node < at else node.all_input_nodes
+
+        needed = {n for n in closure(operand, step) if not n < at}
+        gathered = self.views.keys() | self.cut.keys() | self._gathers()
+        if any(n in gathered for m in needed for n in (m, *m.all_input_nodes)):
+            raise LeftAlone(f"{what(operand)}, the other operand, depends on the gathered tensor, too")
+        for node in sorted(needed):
+            if communicates(node) or calls(node, torch.ops._c10d_functional.wait_tensor.default):
+                raise LeftAlone(f"{what(operand)}, the other operand, needs {what(node)}, which comes later")
+        return needed
+
+    def kept(
+        self, products: Mapping[fx.Node, fx.Node | None], casts: tuple[torch.dtype, ...], joined: Dims
+    ) -> dict[fx.Node, View]:
+        """The views from which everything is made that others than the ``products`` use.
+
+        Args:
+            products: that use the gathered tensor as an operand, and what they add.
+            casts, joined: of the gathered tensor that the op returns.
+
+        Raises:
+            LeftAlone: one cannot be made from what the op returns.
+        """
+        for gather in self._gathers():
+            for user in gather.users:
+                if user not in self.views and not self._size(user):
+                    raise LeftAlone(f"{what(user)} reads a size of it that is not known from its input")
+        used: dict[fx.Node, fx.Node] = {}
+        for node in (*self.views, *self.cut):
+            for user in node.users:
+                if user in self.views or user in self.cut or self._size(user):
+                    continue
+                if user not in products or products[user] is node:
+                    used.setdefault(self.cut.get(node, node), user)
+        result = {}
+        for node, user in used.items():
+            view = self._ancestor(node, casts, joined)
+            if view is None:
+                raise LeftAlone(f"{what(user)} uses the gathered tensor before it is cast")
+            result[view.node] = view
+        return result
+
+    def _ancestor(self, node: fx.Node, casts: tuple[torch.dtype, ...], joined: Dims) -> View | None:
+        """The view that is the easiest to make of those that a view is made of, itself included."""
+        best = None
+        view: View | None = self.views[node]
+        while view is not None:
+            if view.casts == casts and contiguous(val(view.node)):
+                if same(flat(view.dims), flat(joined)):
+                    return view
+                best = view
+            view = self.views[view.step.source] if view.step is not None else None
+        return best
+
+    def _size(self, user: fx.Node) -> tuple[int, int] | None:
+        """For a node that reads a size of a view: the dimension of the shard and the factor that give it, too."""
+        if not calls(user, aten.sym_size.int):
+            return None
+        size = user.meta.get("val")
+        for dim, own in enumerate(val(self.collectives[0].x).shape):
+            if isinstance(own, torch.SymInt) and isinstance(size, torch.SymInt):
+                a, b = own.node.hint, size.node.hint
+                factor = b // a if a and b else 1
+                if known(own * factor == size):
+                    return dim, factor
+        return None
+
+    def forget(self, after: fx.Node) -> None:
+        """Erases what is not used any more; what stays is moved behind the node that it is made of now."""
+        x = self.collectives[0].x
+        nodes = [*self._gathers(), *self.views, *self.cut]
+        for user in dict.fromkeys(u for n in nodes for u in n.users):
+            if (found := self._size(user)) is not None:
+                size = call(user, aten.sym_size.int, x, found[0])
+                if found[1] != 1:
+                    size = call(user, operator.mul, found[1], size)
+                user.replace_all_uses_with(size)
+                user.graph.erase_node(user)
+        for node in erase_unused(nodes):
+            if node < after:
+                after.append(node)
+                after = node
+
+
+def _repeats(c: Collective, groups: frozenset[str] | None) -> list[Collective]:
+    """The later gathers of the same tensor over the same group, which have the same result."""
+    nodes = sorted(n for n in c.x.users if n.target is c.node.target and n.args == c.node.args and c.node < n)
+    found = []
+    before = c.node
+    for node in nodes:
+        if first_write(before, node) is not None:
+            break
+        before = node
+        try:
+            found.append(Collective.from_node(node, groups))
+        except LeftAlone:
+            continue
+    return found
