@@ -90,6 +90,10 @@ class AllGatherMatmul:
         return self.layout.dim
 
     @property
+    def last_dim(self) -> bool:
+        return self.layout.contracted
+
+    @property
     def form(self) -> str:
         count = len(self.uses)
         how = "all_gather of what is contracted" if self.layout.contracted else "all_gather"

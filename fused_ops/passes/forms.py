@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from .all_gather_matmul import AllGatherMatmul
-from .match import Collective, LeftAlone, aten, c10d, calls, flat, what
+from .all_reduce import AllReduce
+from .match import Collective, c10d
 from .matmul_reduce_scatter import MatmulReduceScatter
 
-Form: TypeAlias = AllGatherMatmul | MatmulReduceScatter
+Form: TypeAlias = AllGatherMatmul | MatmulReduceScatter | AllReduce
 
 
 def match(c: Collective, groups: frozenset[str] | None = None) -> Form:
@@ -24,9 +25,4 @@ def match(c: Collective, groups: frozenset[str] | None = None) -> Form:
         return AllGatherMatmul.from_collective(c, groups)
     if c.node.target is c10d.reduce_scatter_tensor.default:
         return MatmulReduceScatter.from_collective(c)
-    x = c.x
-    while flat(x):
-        x = x.args[0]  # type: ignore[assignment]
-    if calls(x, aten.mm.default, aten.addmm.default):
-        raise LeftAlone("weft has no fused matmul + all_reduce yet")
-    raise LeftAlone(f"its input is {what(x)}, not a matrix product")
+    return AllReduce.from_collective(c, groups)

@@ -47,9 +47,19 @@ def known(fact: Any) -> bool:
     return statically_known_true(fact)
 
 
+def hint(size: Size) -> int:
+    """What a size is in the example that the graph was made with."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
 def same_shape(a: Iterable[Size], b: Iterable[Size]) -> bool:
     a, b = list(a), list(b)
     return len(a) == len(b) and all(known(x == y) for x, y in zip(a, b, strict=True))
+
+
+def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether both have the same dtype and are known to have the same shape."""
+    return a.dtype == b.dtype and same_shape(a.shape, b.shape)
 
 
 def contiguous(tensor: torch.Tensor) -> bool:

@@ -36,9 +36,13 @@ class MatmulReduceScatter:
     others = ()
 
     @property
+    def last_dim(self) -> bool:
+        return self.dim == len(self.part) - 1
+
+    @property
     def form(self) -> str:
         cast = " → cast" if self.sum.dtype != val(self.collective.x).dtype else ""
-        where = " of columns" if self.dim == len(self.part) - 1 else ""
+        where = " of columns" if self.last_dim else ""
         return f"{self.sum.form}{cast} → reduce_scatter{where}"
 
     @property

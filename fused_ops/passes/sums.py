@@ -63,6 +63,19 @@ class Sum:
         """The first of the products in the graph."""
         return min(p.node for p in self.products)
 
+    def join(self, other: Sum) -> None:
+        """Adds what another reduction sums up.
+
+        Raises:
+            LeftAlone: its products have another shape or dtype.
+        """
+        alike = same(self.rows, other.rows) and same(self.columns, other.columns)
+        if not alike or self.dtype != other.dtype:
+            raise LeftAlone("the products that are summed have different shapes or dtypes")
+        self.products += other.products
+        self.vectors += other.vectors
+        self.nodes += other.nodes
+
     def operands(self, at: fx.Node) -> tuple[fx.Node, fx.Node]:
         """``A`` [m, k] and ``B`` [k, n], before the given node."""
         As = [insert.reshape(p.left, [self.m, val(p.left).shape[-1]], at, [p.left]) for p in self.products]
