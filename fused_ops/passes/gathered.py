@@ -134,15 +134,16 @@ class Gathered:
 
     def _ancestor(self, node: fx.Node, casts: tuple[torch.dtype, ...], joined: Dims) -> View | None:
         """The view that is the easiest to make of those that a view is made of, itself included."""
-        best = None
+        best: tuple[bool, View] | None = None
         view: View | None = self.views[node]
         while view is not None:
             if view.casts == casts and contiguous(val(view.node)):
-                if same(flat(view.dims), flat(joined)):
-                    return view
-                best = view
+                # In the order in which the op gives it; of several the first made, from which the others follow.
+                in_order = same(flat(view.dims), flat(joined))
+                if best is None or in_order >= best[0]:
+                    best = in_order, view
             view = self.views[view.step.source] if view.step is not None else None
-        return best
+        return best and best[1]
 
     def _size(self, user: fx.Node) -> tuple[int, int] | None:
         """For a node that reads a size of a view: the dimension of the shard and the factor that give it, too."""
@@ -157,18 +158,20 @@ class Gathered:
                     return dim, factor
         return None
 
-    def forget(self, after: fx.Node) -> None:
-        """Erases what is not used any more; what stays is moved behind the node that it is made of now."""
+    def read_sizes_from_shard(self) -> None:
+        """A size of the gathered tensor is read from its input: it is no reason to return it."""
         x = self.collectives[0].x
-        nodes = [*self._gathers(), *self.views, *self.cut]
-        for user in dict.fromkeys(u for n in nodes for u in n.users):
+        for user in dict.fromkeys(u for n in (*self._gathers(), *self.views, *self.cut) for u in n.users):
             if (found := self._size(user)) is not None:
                 size = call(user, aten.sym_size.int, x, found[0])
                 if found[1] != 1:
                     size = call(user, operator.mul, found[1], size)
                 user.replace_all_uses_with(size)
                 user.graph.erase_node(user)
-        for node in erase_unused(nodes):
+
+    def forget(self, after: fx.Node) -> None:
+        """Erases what is not used any more; what stays is moved behind the node that it is made of now."""
+        for node in erase_unused([*self._gathers(), *self.views, *self.cut]):
             if node < after:
                 after.append(node)
                 after = node

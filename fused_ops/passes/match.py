@@ -130,7 +130,9 @@ class Collective:
             LeftAlone: it is none that can be fused.
         """
         if node.target not in _FUSIBLE:
-            raise LeftAlone("weft fuses all_gather_into_tensor and reduce_scatter_tensor of one tensor only")
+            raise LeftAlone(
+                "weft fuses all_gather, reduce_scatter and all_reduce of one tensor into new memory only"
+            )
         group = group_of(node)
         if group is None:
             raise LeftAlone(f"its group is not given by name but as {type(_group(node)).__name__}")

@@ -11,7 +11,7 @@ from torch import fx
 
 from .dims import Dims, moved, permuted, reshaped
 from .match import FLAT, LeftAlone, aten, calls, is_val, same_shape, val
-from .parts import SPLITS, Parts
+from .parts import SLICES, SPLITS, Parts
 
 CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 _PERMUTES = (aten.permute.default, aten.transpose.int, aten.t.default)
@@ -49,13 +49,19 @@ def step(node: fx.Node) -> Step | None:
     if calls(node, aten.cat.default):
         parts = Parts.from_cat(node)
         cut, join, count = parts.cut_dim, parts.join_dim, parts.count
-        return Step(
-            node,
-            parts.source,
-            lambda dims: moved(dims, count, cut, join),
-            lambda dims: moved(dims, count, join, cut),
-            parts.nodes,
-        )
+
+        def forward(dims: Dims) -> Dims:
+            if not parts.dropped:
+                return moved(dims, count, cut, join)
+            dims = moved(dims, count, cut, join + (join >= cut))
+            return (*dims[:cut], *dims[cut + 1 :])
+
+        def backward(dims: Dims) -> Dims:
+            if not parts.dropped:
+                return moved(dims, count, join, cut)
+            return moved((*dims[:cut], (), *dims[cut:]), count, join + (join >= cut), cut)
+
+        return Step(node, parts.source, forward, backward, parts.nodes)
     source = node.args[0]
     if not is_val(source):
         return None
@@ -126,7 +132,7 @@ def _next(node: fx.Node) -> Iterator[fx.Node]:
         yield user
         if calls(user, *SPLITS):
             parts = [p for p in user.users if calls(p, operator.getitem)]
-        elif calls(user, aten.slice.Tensor):
+        elif calls(user, *SLICES):
             parts = [user]
         else:
             continue

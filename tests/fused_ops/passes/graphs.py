@@ -171,7 +171,8 @@ class Ranks:
             return first
         if target is c10d.all_gather_into_tensor.default:
             return [torch.cat(first) for _ in first]
-        if target is torch.ops.prims.convert_element_type.default and args[0][0][1].is_floating_point:
+        casts = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+        if target in casts and (args[0][1].get("dtype") or args[0][0][1]).is_floating_point:
             # All in float64: what is compared is what is computed, not how it is rounded.
             return first
         if target is c10d.reduce_scatter_tensor.default:
