@@ -85,6 +85,12 @@ class Machine:
             parts = aten.split_with_sizes.default(x, [step] * (x.shape[dim] // step), dim)
         return [parts[a // step] for a, _ in bounds]
 
+    def unbind(self, i: int, count: int, order: list[int]) -> list[Tensor]:
+        """Dimension 0, seen as ``count`` parts."""
+        x = self.values[i]
+        parts = x.reshape(count, x.shape[0] // count, *x.shape[1:]).unbind(0)
+        return [parts[k] for k in order]
+
     def cat(self, parts: list[int], dim: int) -> Tensor:
         return torch.cat([self.values[i] for i in parts], dim)
 
@@ -130,6 +136,12 @@ class Machine:
 
     def unary(self, i: int, name: str) -> Tensor:
         return getattr(torch, name)(self.values[i])
+
+    def rms_norm(self, i: int, weight: int) -> Tensor:
+        """In float32, as Hugging Face's Llama has it."""
+        x = self.values[i].to(torch.float32)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return self.values[weight] * x.to(self.values[i].dtype)
 
     def write(self, i: int) -> Tensor:
         """A mutation. The value stands in the list a second time."""

@@ -101,6 +101,10 @@ class Writer:
             bounds = [(k * (step - 1), (k + 1) * (step - 1)) for k in range(count)]
         elif wrong == "fewer":
             bounds = bounds[:-1]
+        if dim == 0 and whole % count == 0 and wrong in ("", "swap", "repeat") and self.size(0, 4) == 4:
+            parts = [a // step for a, _ in bounds]
+            first = self.do("unbind", i, count, parts)
+            return self.do("cat", [first + k for k in range(count)], to)
         even = whole % count == 0 and all(b - a == step and a % step == 0 for a, b in bounds)
         spelling = self.draw("split", "sizes", "slice") if even else "slice"
         first = self.do("cut", i, dim, spelling, bounds)
@@ -262,13 +266,28 @@ class Writer:
         return out if back is None else self.do("permute", out, back)
 
     def matmul_all_reduce(self, source: int | None) -> list[int]:
+        """One or several that are summed, perhaps with a residual and a norm behind them."""
         lead, _ = self.lead(source)
-        y = self.sum_of_products(lead, self.size(1, 5), source)
+        columns, group = self.size(1, 5), self.draw(0, 0, 0, 1)
+        y = self.all_reduced(lead, columns, group, source)
+        for _ in range(self.draw(0, 0, 0, 1, 2)):
+            other = self.all_reduced(lead, columns, self.draw(group, group, group, 1), source)
+            if self.shape(other) == self.shape(y) and self.dtype_of(other) == self.dtype_of(y):
+                y = self.noise(self.do("add", y, other, self.draw(1, 1, 1, 2)))
+        if self.size(0, 3) == 3 and self.shape(y):
+            shape, dtype = self.shape(y), self.dtype_of(y)
+            x = self.do("add", y, self.new(*shape, dtype=dtype))
+            weight = self.new(shape[-1], dtype=dtype)
+            return [x, self.do("rms_norm", x, weight)]
+        return [y]
+
+    def all_reduced(self, lead: list[int], columns: int, group: int, source: int | None) -> int:
+        y = self.sum_of_products(lead, columns, source)
         if self.product_of(list(self.shape(y))) == self.product_of([*lead, self.shape(y)[-1]]):
             y = self.noise(self.do("reshape", y, [*lead, self.shape(y)[-1]]))
         op = self.draw("sum", "sum", "sum", "sum", "avg", "max", "product")
         spelling = self.draw("", "", "", "in place")
-        return [self.do("reduce", y, op, self.draw(0, 0, 0, 1), spelling)]
+        return self.do("reduce", y, op, group, spelling)
 
     def write(self) -> Random:
         ends: list[int] = []
