@@ -117,6 +117,8 @@ class Writer:
 
     def gathered(self, x: int) -> int:
         """x, gathered along some dimension."""
+        if not self.shape(x):
+            x = self.do("reshape", x, [1])
         dims = len(self.shape(x))
         group = self.draw(0, 0, 0, 1)
         to = self.size(0, dims - 1)
