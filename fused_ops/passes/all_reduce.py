@@ -168,13 +168,13 @@ class AllReduce:
                 for term in self.rest:
                     out = call(result, aten.add.Tensor, term, out)
                 new = {result: out}
-        for old, node in new.items():
-            old.replace_all_uses_with(node)
-        gone = [*self.added, *(n for c in self.collectives for n in (c.node, c.wait))]
         for c in self.collectives:
             for user in [u for u in c.node.users if u is not c.wait]:
                 # The sizes of what is pending are those of its input.
-                user.replace_input_with(c.node, c.x)
+                user.replace_input_with(c.node, c.x if calls(user, aten.sym_size.int) else c.wait)
+        for old, node in new.items():
+            old.replace_all_uses_with(node)
+        gone = [*self.added, *(n for c in self.collectives for n in (c.node, c.wait))]
         gone += self.norm.nodes if self.norm is not None else []
         insert.erase_unused([*gone, *(self.sum.nodes if self.sum is not None else [])])
 
@@ -209,7 +209,7 @@ def _feeding_one_sum(
     met: list[fx.Node] = []
     also: list[fx.Node] = []
     node = c.wait
-    while len(node.users) == 1:
+    while len(node.users) == 1 and c.only_waited_for:
         (add,) = node.users
         if not calls(add, aten.add.Tensor) or argument(add, 9, "alpha", 1) != 1 or add.args[0] is add.args[1]:
             break
@@ -236,4 +236,5 @@ def _other(c: Collective, wait: fx.Node, groups: frozenset[str] | None) -> Colle
     except LeftAlone:
         return None
     same = (other.group, other.reduce_op) == (c.group, c.reduce_op) and alike(val(other.x), val(c.x))
-    return other if same and len(wait.users) == 1 and has_product(other.x) else None
+    same = same and other.wait is wait and other.only_waited_for and len(wait.users) == 1
+    return other if same and has_product(other.x) else None

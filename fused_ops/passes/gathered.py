@@ -64,7 +64,9 @@ class Gathered:
     def outside(self) -> list[fx.Node]:
         """The users, in the order of the graph, that are no views."""
         inside = self.views.keys() | self.cut.keys()
-        found = {u for n in inside for u in n.users if u not in inside and not self._size(u)}
+        found = {
+            u for n in (*inside, *self._gathers()) for u in n.users if u not in inside and not self._size(u)
+        }
         return sorted(found)
 
     def first_user(self) -> fx.Node:
@@ -113,11 +115,10 @@ class Gathered:
         Raises:
             LeftAlone: one cannot be made from what the op returns.
         """
-        for gather in self._gathers():
-            for user in gather.users:
-                if user not in self.views and not self._size(user):
-                    raise LeftAlone(f"{what(user)} reads a size of it that is not known from its input")
         used: dict[fx.Node, fx.Node] = {}
+        for c in self.collectives:
+            if any(user is not c.wait and not self._size(user) for user in c.node.users):
+                used[c.wait] = c.node
         for node in (*self.views, *self.cut):
             for user in node.users:
                 if user in self.views or user in self.cut or self._size(user):
@@ -157,6 +158,12 @@ class Gathered:
                 if known(own * factor == size):
                     return dim, factor
         return None
+
+    def wait_for_all(self) -> None:
+        """What uses a pending tensor uses the one that was waited for."""
+        for c in self.collectives:
+            for user in [u for u in c.node.users if u is not c.wait]:
+                user.replace_input_with(c.node, c.wait)
 
     def read_sizes_from_shard(self) -> None:
         """A size of the gathered tensor is read from its input: it is no reason to return it."""

@@ -123,6 +123,11 @@ class Collective:
     def kind(self) -> str:
         return kind_of(self.node)
 
+    @property
+    def only_waited_for(self) -> bool:
+        """Whether nothing else uses what is pending, but for its sizes."""
+        return all(u is self.wait or calls(u, aten.sym_size.int) for u in self.node.users)
+
     @classmethod
     def from_node(cls, node: fx.Node, groups: frozenset[str] | None) -> Collective:
         """
@@ -155,11 +160,14 @@ class Collective:
         reduce_op = "" if node.target is c10d.all_gather_into_tensor.default else str(node.args[1])
         if reduce_op and reduce_op not in checks.REDUCE_OPS:
             raise LeftAlone(f"it reduces by {reduce_op!r}, not 'sum' or 'avg'")
-        waits = [u for u in node.users if calls(u, c10d.wait_tensor.default)]
-        others = [u for u in node.users if u not in waits and not calls(u, aten.sym_size.int)]
-        if len(waits) != 1 or others:
+        waits = sorted(u for u in node.users if calls(u, c10d.wait_tensor.default))
+        # What is pending may be returned, too: whoever waits for what is there does not wait.
+        others = [
+            u for u in node.users if u not in waits and u.op != "output" and not calls(u, aten.sym_size.int)
+        ]
+        if not waits or others:
             raise LeftAlone(
-                f"it has not one wait_tensor as its only user but {some(node.users) or 'no user'}"
+                f"it is used without waiting, by {some(others)}" if others else "nobody waits for it"
             )
         val(waits[0])
         return cls(node, waits[0], x, group, world, reduce_op)

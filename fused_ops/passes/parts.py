@@ -1,7 +1,7 @@
 """The spelling of a gather or scatter along a dimension other than 0: a tensor cut into parts, joined along another.
 
-``split`` (or ``split_with_sizes``) with one ``getitem`` a part, or one ``slice`` a part; then ``cat``. Or ``unbind``, or
-one ``select`` a part, which have no dimension any more where they were cut.
+``split`` (or ``split_with_sizes``) with one ``getitem`` a part, or one ``slice`` a part; then ``cat``. Or ``unbind``,
+or one ``select`` a part, which have no dimension any more where they were cut.
 """
 
 from __future__ import annotations

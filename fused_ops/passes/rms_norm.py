@@ -48,7 +48,7 @@ class RmsNorm:
     def after(cls, c: Collective) -> RmsNorm | None:
         """What follows a collective, if it is exactly that."""
         add = _only_user(c.wait)
-        if not calls(add, aten.add.Tensor) or argument(add, 9, "alpha", 1) != 1:
+        if not calls(add, aten.add.Tensor) or argument(add, 9, "alpha", 1) != 1 or not c.only_waited_for:
             return None
         residual = add.args[1] if add.args[0] is c.wait else add.args[0]
         if residual is c.wait or not is_val(residual) or not alike(val(residual), val(c.wait)):

@@ -248,6 +248,24 @@ def test_sums_that_are_no_sum_of_all_reduces_only(fn: Callable[..., Any]) -> Non
     check_same(seen, 2)
 
 
+def pending_returned(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    pending = c10d.all_reduce(x @ w, "sum", "0")
+    return c10d.wait_tensor(pending).sin(), pending
+
+
+def pending_returned_of_two(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    pending = c10d.all_reduce(x @ w, "sum", "0")
+    return c10d.wait_tensor(pending) + ar(x.sin() @ w), pending
+
+
+@pytest.mark.parametrize("fn", [pending_returned, pending_returned_of_two], ids=lambda f: f.__name__)
+def test_what_is_pending_is_returned_too(fn: Callable[..., Any]) -> None:
+    seen = only(fn, X, W)
+    assert set(seen.fused) == {AR}
+    assert not any("merged" in e.detail for e in seen.entries)
+    check_same(seen, 2)
+
+
 @pytest.mark.usefixtures("matmul_op")
 def test_a_product_that_is_used_elsewhere_is_only_reduced() -> None:
     def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

@@ -204,6 +204,34 @@ def test_gathered_again_for_something_else() -> None:
     assert any(n.target is torch.ops.aten.clone.default for n in seen.after.nodes)
 
 
+def tensor_written(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = ag(x)
+    out, view, joined = torch.cat(y.split(2), 1).reshape(-1, 8) @ w, y.view(-1, 8), torch.cat(y.split(2), 1)
+    torch.ops.aten.add_.Tensor(y, 1)
+    return out, view.sin(), joined, y @ w
+
+
+def view_written(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = ag(x)
+    view = y.transpose(0, 1)
+    out = y.reshape(-1, 8) @ w
+    torch.ops.aten.mul_.Tensor(view, 2)
+    return out, y.sin(), torch.cat(y.split(2), 1)
+
+
+def second_written(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    first, again = ag(x), ag(x)
+    out, view = first.view(-1, 8) @ w, again.view(-1, 8)
+    torch.ops.aten.add_.Tensor(again, 1)
+    return out, view @ w, first
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("fn", [tensor_written, view_written, second_written], ids=lambda f: f.__name__)
+def test_what_is_written_to_is_seen_by_its_views_only(fn: Fn) -> None:
+    assert only(fn, (2, 6, 8), (8, 5)).fused[0] == AG
+
+
 def cast_twice(x: Tensor, w: Tensor) -> Tensor:
     return ag(x).bfloat16().float() @ w
 
