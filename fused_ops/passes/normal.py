@@ -40,13 +40,13 @@ def prepare(
     """
     reasons: dict[fx.Node, str] = {}
     for node in [n for n in graph.nodes if n.op == "call_function" and n.target in (*_COALESCED, *_OUT)]:
+        out = node.kwargs.get("out")
         try:
             parts = _parts(node) if node.target in _COALESCED else {node: _own_memory(node)}
             _replace_if_fused(parts, groups, accepts)
         except LeftAlone as e:
             reasons[node] = str(e)
             continue
-        out = node.kwargs.get("out")
         for gone in (*parts, node, out):
             if isinstance(gone, fx.Node) and not gone._erased and not gone.users:
                 graph.erase_node(gone)
@@ -64,10 +64,14 @@ def _replace_if_fused(
         LeftAlone: not all of them are fused. The graph is as it was.
     """
     new: dict[fx.Node, fx.Node] = {}
+    (at,) = {old.args[0] if calls(old, operator.getitem) else old for old in parts}
+    assert isinstance(at, fx.Node)
+    # Meanwhile it uses nothing.
+    saved, after = (at.args, at.kwargs), at.next
+    at.args, at.kwargs = (), {}
     for old, (target, *args) in parts.items():
-        at = old.args[0] if calls(old, operator.getitem) else old
-        new[old] = call(at, target, *args)  # type: ignore[arg-type]
-        new[old].meta["stack_trace"] = at.meta.get("stack_trace")  # type: ignore[union-attr]
+        new[old] = call(after, target, *args)
+        new[old].meta["stack_trace"] = at.meta.get("stack_trace")
         old.replace_all_uses_with(new[old])
     try:
         for i, single in enumerate(new.values()):
@@ -82,6 +86,7 @@ def _replace_if_fused(
         for old, single in new.items():
             single.replace_all_uses_with(old)
             single.graph.erase_node(single)
+        at.args, at.kwargs = saved
         raise
 
 

@@ -171,6 +171,17 @@ class Ranks:
             return first
         if target is c10d.all_gather_into_tensor.default:
             return [torch.cat(first) for _ in first]
+        if isinstance(target, torch._ops.OpOverload) and target._opname.endswith("_coalesced"):
+            single = getattr(c10d, target._opname.removesuffix("_coalesced")).default
+            each = [[((x, *a[0][1:]), a[1]) for x in a[0][0]] for a in args]
+            return [
+                list(r)
+                for r in zip(*(self.call(single, list(e)) for e in zip(*each, strict=True)), strict=True)
+            ]
+        if target is torch.ops.aten.empty.memory_format:
+            return [torch.full(a[0], math.nan, dtype=torch.float64) for a, _ in args]
+        if target is c10d.all_gather_into_tensor_out.default:
+            return [a[1]["out"].copy_(torch.cat(first)) for a in args]
         casts = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
         if target in casts and (args[0][1].get("dtype") or args[0][0][1]).is_floating_point:
             # All in float64: what is compared is what is computed, not how it is rounded.

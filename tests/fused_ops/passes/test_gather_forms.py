@@ -322,6 +322,13 @@ def test_into_new_memory() -> None:
         out = torch.empty(12, 8)
         return c10d.wait_tensor(c10d.all_gather_into_tensor_out(x, 2, "0", out=out)) @ w
 
-    seen = applied(traced(fn, torch.randn(6, 8), torch.randn(8, 5)))
+    def fn_that_returns_it(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.empty(12, 8)
+        return c10d.wait_tensor(c10d.all_gather_into_tensor_out(x, 2, "0", out=out)) @ w, out
+
+    seen = only(fn, (6, 8), (8, 5))
     assert seen.fused == [AG], seen.reasons
     assert not any(n.target is torch.ops.aten.empty.memory_format for n in seen.after.nodes)
+    seen = only(fn_that_returns_it, (6, 8), (8, 5))
+    assert "which others may use" in seen.reasons
+    assert str(seen.after) == str(seen.before)
