@@ -21,10 +21,10 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet --constraint con
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test programs fuzz bench forms lint format format-check typecheck clean
+.PHONY: help setup demo test programs fuzz-pass bench forms lint format format-check typecheck clean
 
 help:
-	@echo "make demo | test | programs | fuzz | bench | forms | lint | format | format-check | typecheck | clean"
+	@echo "make demo | test | programs | fuzz-pass | bench | forms | lint | format | format-check | typecheck | clean"
 
 setup: $(STAMP)
 
@@ -50,7 +50,7 @@ programs: $(STAMP)
 	$(PY) -m pytest -m "slow or not slow" tests/fused_ops/passes/programs $(PYTEST_ARGS)
 
 # 2,000 random programs, each with and without the pass.
-fuzz: $(STAMP)
+fuzz-pass: $(STAMP)
 	$(PY) -m pytest -m slow -s tests/fused_ops/passes/test_random_programs.py $(PYTEST_ARGS)
 
 bench: $(STAMP)
