@@ -11,7 +11,7 @@ graphs end. And *to agree once, at a graph's first run*, does not cover the rank
 step.
 
 So the ranks agree whenever a graph runs, before it does anything: one look at memory that they share (``board``). It
-takes some ten microseconds, and a rank's host waits there for the slowest one's. Where they do not stand before the
+takes some 50 microseconds, and a rank's host waits there for the slowest one's. Where they do not stand before the
 same graph, each runs its own as it was before the pass (``choice``). Nothing needs to be undone, no form of fusion
 has to keep to the plain collectives' order or layout, and what a rank runs in eager mode, over the backend, is what
 it meets.
@@ -33,13 +33,21 @@ import torch
 import torch.distributed as dist
 from torch import fx
 from torch._inductor import config as inductor_config
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ...symm_mem import resolve_group
 from .board import begun
 from .choice import Asked, pack
-from .lowering import agree
 from .match import collectives, group_of, kind_of
 from .report import Entry
+
+_lib = torch.library.Library("weft", "FRAGMENT")
+_lib.define("agree(str packed, bool fused) -> ()")
+_lib.impl(
+    "agree", lambda packed, fused: None, "CompositeExplicitAutograd"
+)  # a graph that is interpreted does not ask
+_agree = torch.ops.weft.agree.default
+fx.node.has_side_effect(_agree)
 
 _CONSTANT_BYTES = 1 << 20
 _SIGNATURE = re.compile(r"^def forward\(self.*?\)[^\n()]*:\n", re.DOTALL | re.MULTILINE)
@@ -55,7 +63,7 @@ def why_not_asked(group: str) -> str | None:
     try:
         begun(pg)
     except RuntimeError:
-        return f"its backend {dist.get_backend(pg)!r} does not count collectives, so the ranks cannot agree on running fused"
+        return f"its backend {dist.get_backend(pg)!r} does not count collectives, so ranks cannot agree"
     return None
 
 
@@ -94,24 +102,31 @@ class Original:
         return None
 
     def ask_first(self, graph: fx.Graph, entries: Iterable[Entry]) -> None:
-        """Puts the question in front of ``graph``, which is this one after the pass."""
+        """Puts the question in front of ``graph``, which is this one after the pass.
+
+        Collectives that were taken apart but not fused count as fused: they are not what other ranks run.
+        """
         entries = tuple(entries)
         order = [g for g in self._counts if has_ranks(g)]
         if not order:
             return
+        from . import lowering  # noqa: F401  (tells Inductor what the node is)
+
         index = {g: i for i, g in enumerate(self._counts)}
         fused = {e.group for e in entries if e.fused_into is not None}
+        if [kind_of(n) for n in collectives(self._graph)] != [e.collective for e in entries]:
+            fused |= self._counts.keys()
         what = [_what(e, index) for e in entries]
         asked = [Asked(g, self._counts[g], g in fused) for g in order]
         kept = any(a.fused for a in asked)
         text = "\n".join([*what, *_communication(graph, index)])
         signature = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
-        packed = pack(
-            asked, signature, what, self._code() if kept else None, self._constants() if kept else {}
-        )
+        code = self._code() if kept else None
+        with unset_fake_temporarily():  # the constants are real
+            packed = pack(asked, signature, what, code, self._constants() if kept else {})
         first = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(first):
-            graph.call_function(agree, (packed, kept)).meta["val"] = None
+            graph.call_function(_agree, (packed, kept)).meta["val"] = None
 
     def _code(self) -> str:
         names = [n.name for n in self._graph.nodes if n.op == "placeholder"]
@@ -155,12 +170,12 @@ def _what(entry: Entry, index: dict[str, int]) -> str:
 
 
 def _communication(graph: fx.Graph, index: dict[str, int]) -> list[str]:
-    """The nodes that communicate, in order, with those arguments that are numbers or words."""
+    """The nodes that communicate, in order: their arguments, and of tensors the dtype."""
     lines = []
     plain = set(collectives(graph))
     for node in graph.nodes:
         namespace = getattr(node.target, "namespace", "")
-        if node in plain or (namespace == "weft" and node.target is not agree):
+        if node in plain or (namespace == "weft" and node.target is not _agree):
             words = [_word(a, index) for a in (*node.args, *node.kwargs.values())]
             lines.append(f"{kind_of(node)} {' '.join(words)}")
     return lines
@@ -171,4 +186,6 @@ def _word(value: Any, index: dict[str, int]) -> str:
         return f"[{len(value)}]"
     if isinstance(value, str):
         return f"group {index[value]}" if value in index else value
+    if isinstance(value, fx.Node):
+        return str(getattr(value.meta.get("val"), "dtype", "-"))
     return str(value) if isinstance(value, (bool, int, float)) else "-"

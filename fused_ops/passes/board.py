@@ -28,7 +28,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -139,22 +139,27 @@ class Board:
         key = f"{self._prefix}/graph/{self._words[self._row(rank) + _SIGNATURE]}"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def ask(self, post: Post, timeout: float) -> Answer:
+    def ask(self, post: Post, timeout: Callable[[], float]) -> Answer:
         """Post, and wait for the answer, for ``timeout`` seconds at most. Who is not willing does not wait."""
-        deadline = time.monotonic() + (timeout if post.willing else 0.0)
-        pause = _pauses()
+        deadline: float | None = None
+
+        def over() -> bool:
+            nonlocal deadline
+            if deadline is None:  # asked for only now: most often the others are there at once
+                deadline = time.monotonic() + (timeout() if post.willing else 0.0)
+            return time.monotonic() >= deadline
+
         while not self.attached():
-            if time.monotonic() >= deadline:
-                return Answer(
-                    False, NO_BOARD if post.willing else UNWILLING, 0 if post.willing else self.rank
-                )
+            if over():
+                return Answer(False, NO_BOARD, 0) if post.willing else Answer(False, UNWILLING, self.rank)
             time.sleep(0.01)
         with self._thread_lock:
             with self._lock() as words:
                 self._post(words, post)
             answer = self._answer()
+            pause = _pauses()
             while answer is None:
-                if time.monotonic() >= deadline:
+                if over():
                     with self._lock() as words:
                         if words[self._row(self.rank) + _ANSWER] == UNDECIDED:
                             self._decide(words, self.rank, PLAIN, LATE, self._missing(words, post))

@@ -177,7 +177,7 @@ class Choice:
             where.tell(signature, json.dumps(self._what))
             self._told.add(asked.name)
         post = Post(where.turns, begun(group), asked.count, signature, willing)
-        answer = where.ask(post, min(PATIENCE, get_timeout(asked.name)))
+        answer = where.ask(post, lambda: _patience(asked.name))
         if willing and answer.why in (LATE, NO_BOARD):
             self._late[asked.name] = (answer.peer, post)
         return answer
@@ -199,7 +199,7 @@ class Choice:
         if answer.why == UNWILLING and peer == where.rank:
             reason = self._given_up or "another group's ranks differ"
         elif answer.why == LATE:
-            reason = f"rank {peer} did not come within {min(PATIENCE, get_timeout(name)):g} s"
+            reason = f"rank {peer} did not come within {_patience(name):g} s"
         elif answer.why == NO_BOARD:
             reason = f"rank {peer} has not run a graph of this pass, or is not to be seen from here"
         elif answer.why == PASSED_BY:
@@ -235,6 +235,10 @@ class Choice:
         if self._constants is None:
             return SimpleNamespace()
         return SimpleNamespace(**torch.load(io.BytesIO(base64.b64decode(self._constants))))
+
+
+def _patience(group: str) -> float:
+    return min(PATIENCE, get_timeout(group))
 
 
 def _restrided(value: Any, stride: tuple[int, ...] | None) -> Any:

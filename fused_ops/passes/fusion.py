@@ -22,6 +22,7 @@ from . import forms
 from .agree import Original, has_ranks, why_not_asked
 from .choice import disagreements, forget
 from .match import Collective, LeftAlone, collectives, group_of, kind_of, val
+from .normal import prepare
 from .report import Entry, Report, source_of
 
 _log = logging.getLogger("weft.passes")
@@ -70,7 +71,7 @@ class FusionPass(CustomGraphPass):
             order: where they do not, a fused op waits for a rank that does not come, until its deadline.
 
     Raises:
-        TypeError: ``groups`` is one name, not several.
+        TypeError: ``groups`` is one name or no list, ``strict`` or ``agree`` is not True or False.
         ValueError: ``fuse`` is neither "auto" nor "always".
     """
 
@@ -84,6 +85,11 @@ class FusionPass(CustomGraphPass):
     ) -> None:
         if isinstance(groups, str):
             raise TypeError(f"groups: is the string {groups!r}, must be a list of groups")
+        if groups is not None and not isinstance(groups, Iterable):
+            raise TypeError(f"groups: is {groups!r}, must be a list of groups")
+        for name, given in (("strict", strict), ("agree", agree)):
+            if not isinstance(given, bool):
+                raise TypeError(f"{name}: is {given!r}, must be True or False")
         if fuse not in FUSE:
             raise ValueError(f"fuse: is {fuse!r}, must be 'auto' or 'always'")
         self.groups = None if groups is None else frozenset(group_name(g) for g in groups)
@@ -121,11 +127,17 @@ class FusionPass(CustomGraphPass):
         self._graphs += 1
         if not nodes:
             return
-        told = {n: self._told(n) for n in nodes}
         original = Original(graph, nodes) if self.agree else None
         why_not = None if original is None else original.why_not_kept()
-        entries: dict[fx.Node, Entry] = {}
-        for node in nodes:
+        left = prepare(
+            graph, self.groups, lambda match: self._why_not(match, _problem(match), why_not) is None
+        )
+        nodes = list(collectives(graph))
+        told = {n: self._told(n) for n in nodes}
+        entries = {n: Entry(**told[n], reason=reason) for n, reason in left.items()}
+        # Reductions first: a product between two collectives is fused with the one behind it. The one before it may
+        # gather a weight, which can be there early.
+        for node in sorted(nodes, key=lambda n: "gather" in kind_of(n)):
             if node not in entries:
                 self._fuse(node, told, entries, why_not)
         report = Report(entries[n] for n in nodes)
@@ -159,7 +171,7 @@ class FusionPass(CustomGraphPass):
             match = forms.match(Collective.from_node(node, self.groups), self.groups)
             found = {"form": match.form}
             problem = _problem(match)
-            reason = self._why_not(match, problem) or self._why_no_way_back(match, why_not_kept)
+            reason = self._why_not(match, problem, why_not_kept)
             if reason is not None:
                 raise LeftAlone(reason)
             match.replace()
@@ -169,30 +181,25 @@ class FusionPass(CustomGraphPass):
         into: dict[str, Any] = {"dim": match.dim, "fused_into": str(match.op._schema.name), **found}
         gain: dict[str, Any] = {}
         if problem is not None:
-            m, n, k = problem
-            gain = {
-                "m": m,
-                "n": n,
-                "k": k,
-                "gain": worth.expected_gain(_word(match.op), m, n, k, *_where(match)),
-            }
+            gain = dict(zip("mnk", problem, strict=True))
+            gain["gain"] = worth.expected_gain(_word(match.op), *problem, *_where(match))
         entries[node] = Entry(**told[node], **into, **gain, detail=match.detail)
         for other in match.others:
             entries[other] = Entry(**told[other], **into, detail=f"merged with {told[node]['node']}")
 
-    def _why_not(self, match: forms.Form, problem: tuple[int, int, int] | None) -> str | None:
-        if self.fuse == "always" or problem is None:
-            return None
-        return worth.worth_fusing(
-            _word(match.op), *problem, *_where(match), last_dim=getattr(match, "last_dim", False)
-        )
-
-    def _why_no_way_back(self, match: forms.Form, why_not_kept: str | None) -> str | None:
+    def _why_not(
+        self, match: forms.Form, problem: tuple[int, int, int] | None, why_not_kept: str | None
+    ) -> str | None:
+        """Why what could be fused should not be."""
+        if self.fuse == "auto" and problem is not None and not getattr(match, "decided", False):
+            word = _word(match.op)
+            reason = worth.worth_fusing(word, *problem, *_where(match), last_dim=match.last_dim)
+            if reason is not None:
+                return reason
         if not self.agree:
             return None
         group = match.collective.group
-        reason = why_not_asked(group)
-        return reason or (why_not_kept if has_ranks(group) else None)
+        return why_not_asked(group) or (why_not_kept if has_ranks(group) else None)
 
 
 @cache

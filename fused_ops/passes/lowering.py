@@ -1,4 +1,7 @@
-"""What Inductor is told about weft's ops: they are collectives; and where the question goes in its code."""
+"""What Inductor is told about weft's ops: they are collectives; and where the question goes in its code.
+
+Imported when the pass first runs, which is inside of Inductor: it takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,19 @@ from typing import Any
 
 import torch
 from torch._inductor import config, ir
-from torch._inductor.lowering import register_lowering
+from torch._inductor.lowering import add_needs_realized_inputs, register_lowering
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
+from torch.utils._pytree import tree_map
 
-_lib = torch.library.Library("weft", "FRAGMENT")
-_lib.define("agree(str packed, bool fused) -> ()")
-_lib.impl("agree", lambda packed, fused: None, "CompositeExplicitAutograd")
-
-agree = torch.ops.weft.agree.default
-torch.fx.node.has_side_effect(agree)
+_AGREE = torch.ops.weft.agree.default
+_COMMUNICATING = (
+    "fused_all_gather_matmul",
+    "fused_matmul_reduce_scatter",
+    "fused_matmul_all_reduce",
+    "fused_all_reduce_rms_norm",
+    "one_shot_all_reduce",
+)
 
 
 class _Agree(ir.ExternKernel):
@@ -66,8 +72,26 @@ def _stride(wrapper: Any, out: Any) -> str:
         return "None"  # a size, or nothing
 
 
-@register_lowering(agree, type_promotion_kind=None)
+@register_lowering(_AGREE, type_promotion_kind=None)
 def _lower_agree(packed: str, fused: bool) -> None:
     node = _Agree(packed, fused)
     node.name = V.graph.register_buffer(node)
     V.graph.register_operation(node)
+
+
+class _Fused(ir._CollectiveKernel):
+    """A collective for the scheduler, which keeps these in the order of the graph: on every rank the same."""
+
+
+def _lower_fused(op: torch._ops.OpOverload) -> None:
+    add_needs_realized_inputs(op)
+
+    @register_lowering(op, type_promotion_kind=None)
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        created = _Fused.create(op, *args, **kwargs)
+        return tree_map(lambda x: ir.TensorBox.create(x) if isinstance(x, ir.IRNode) else x, created)
+
+
+for _name in _COMMUNICATING:
+    if hasattr(torch.ops.weft, _name):
+        _lower_fused(getattr(torch.ops.weft, _name).default)

@@ -72,7 +72,7 @@ def post(begun: int, count: int = 2, signature: int = 7, willing: bool = True, t
 
 
 def ask_all(where: list[Board], posts: list[Post], timeout: float = 10.0) -> list[Answer]:
-    return at_once(*(lambda b=b, p=p: b.ask(p, timeout) for b, p in zip(where, posts, strict=True)))
+    return at_once(*(lambda b=b, p=p: b.ask(p, lambda: timeout) for b, p in zip(where, posts, strict=True)))
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
@@ -93,41 +93,41 @@ def test_another_graph() -> None:
 
 def test_a_graph_that_begins_within() -> None:
     where = make(2)
-    first = threading.Thread(target=where[0].ask, args=(post(4, count=3), 10.0), daemon=True)
+    first = threading.Thread(target=where[0].ask, args=(post(4, count=3), lambda: 10.0), daemon=True)
     first.start()
-    assert where[1].ask(post(5, count=2, signature=8), 10.0).why in (ANOTHER_GRAPH, LATE)
+    assert where[1].ask(post(5, count=2, signature=8), lambda: 10.0).why == ANOTHER_GRAPH
     first.join(10)
     assert not first.is_alive()
 
 
 def test_who_is_not_willing_does_not_wait_and_stops_the_others() -> None:
     where = make(2)
-    assert where[0].ask(post(0, willing=False), 10.0).why == UNWILLING
+    assert where[0].ask(post(0, willing=False), lambda: 10.0).why == UNWILLING
     begin = time.monotonic()
-    assert where[1].ask(post(0), 10.0) == Answer(False, UNWILLING, 0)
+    assert where[1].ask(post(0), lambda: 10.0) == Answer(False, UNWILLING, 0)
     assert time.monotonic() - begin < 5
 
 
 def test_who_has_passed_by_is_not_waited_for() -> None:
     where = make(2)
     waiting: list[Answer] = []
-    thread = threading.Thread(target=lambda: waiting.append(where[0].ask(post(4), 10.0)), daemon=True)
+    thread = threading.Thread(target=lambda: waiting.append(where[0].ask(post(4), lambda: 10.0)), daemon=True)
     thread.start()
     time.sleep(0.05)
-    assert where[1].ask(post(6, willing=False), 10.0).why == UNWILLING
+    assert where[1].ask(post(6, willing=False), lambda: 10.0).why == UNWILLING
     thread.join(5)
     assert waiting == [Answer(False, PASSED_BY, 1)]
     # And when the other one has come and gone before.
-    assert where[0].ask(post(4), 10.0) == Answer(False, PASSED_BY, 1)
+    assert where[0].ask(post(4), lambda: 10.0) == Answer(False, PASSED_BY, 1)
 
 
 def test_who_does_not_come_is_waited_for_once_and_may_be_late() -> None:
     where = make(2)
     where[1].attached()
     missed = post(4)
-    assert where[0].ask(missed, 0.05) == Answer(False, LATE, 1)
+    assert where[0].ask(missed, lambda: 0.05) == Answer(False, LATE, 1)
     assert where[0].came_after_all(1, missed) is None
-    assert not where[1].ask(missed, 10.0).fused  # late: it gets the answer that rank 0 has
+    assert not where[1].ask(missed, lambda: 10.0).fused  # late: it gets the answer that rank 0 has
     assert where[0].came_after_all(1, missed) is True
     assert [a.fused for a in ask_all(where, [post(6)] * 2)] == [True] * 2
 
@@ -135,15 +135,15 @@ def test_who_does_not_come_is_waited_for_once_and_may_be_late() -> None:
 def test_who_ran_something_else_was_not_late() -> None:
     where = make(2)
     missed = post(4)
-    assert where[0].ask(missed, 0.05).why == LATE
-    where[1].ask(post(6, willing=False), 10.0)
+    assert where[0].ask(missed, lambda: 0.05).why == LATE
+    where[1].ask(post(6, willing=False), lambda: 10.0)
     assert where[0].came_after_all(1, missed) is False
 
 
 def test_a_board_that_is_not_there() -> None:
     store = dist.HashStore()
     lonely = Board(Group(1, 2, store))  # type: ignore[arg-type]
-    assert lonely.ask(post(0), 0.05) == Answer(False, NO_BOARD, 0)
+    assert lonely.ask(post(0), lambda: 0.05) == Answer(False, NO_BOARD, 0)
     Board(Group(0, 2, store))  # type: ignore[arg-type]
     assert lonely.attached()
 
@@ -151,7 +151,7 @@ def test_a_board_that_is_not_there() -> None:
 def test_what_stands_behind_a_signature() -> None:
     where = make(2)
     where[0].tell(8, "a gather")
-    where[0].ask(post(0, signature=8, willing=False), 1.0)
+    where[0].ask(post(0, signature=8, willing=False), lambda: 1.0)
     assert where[1].attached()
     assert where[1].told(0) == "a gather"
     assert where[1].told(1) is None
@@ -186,7 +186,7 @@ def rank_main(where: Board, meeting: Meeting, program: list[Part], seed: int) ->
         runs_fused = False
         if how != "eager":
             asked = Post(where.turns, begun, count, 100 + count, how == "graph")
-            runs_fused = where.ask(asked, 0.15).fused
+            runs_fused = where.ask(asked, lambda: 0.15).fused
         if runs_fused:
             meeting.run(place, True, count)
             fused += 1

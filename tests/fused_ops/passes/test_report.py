@@ -115,6 +115,14 @@ def test_only_the_given_groups(group: str) -> None:
 def test_groups_must_be_a_list() -> None:
     with pytest.raises(TypeError, match="groups: is the string 'tp'"):
         FusionPass(groups="tp")
+    with pytest.raises(TypeError, match=r"groups: is 1\.5, must be a list of groups"):
+        FusionPass(groups=1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["strict", "agree"])
+def test_switches_are_true_or_false(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name}: is 'no', must be True or False"):
+        FusionPass(**{name: "no"})
 
 
 def test_fuse_must_be_known() -> None:
