@@ -188,9 +188,11 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
             Form("along the last dimension", lambda x, w: rs(x @ w, 1), ((4, 8), (8, 6))),
             Form("with bias", lambda x, w, b: rs(F.linear(x, w, b), 1), ((2, 12, 8), l3, (5,))),
             Form("sum of two products", lambda x, y, w, v: rs(x @ w + y @ v), ((12, 8), (12, 4), w, (4, 5))),
-            Form("cast after the product", lambda x, w: rs((x @ w).bfloat16()), ((12, 8), w)),
-            Form("bmm of batch 1", lambda x, w: rs(torch.bmm(x[None], w[None])[0]), ((12, 8), w)),
-            Form("product also used", also_given, ((12, 8), w)),
+            Form(
+                "cast after the product", lambda x, w: rs((x.bfloat16() @ w.bfloat16()).float()), ((12, 8), w)
+            ),
+            Form("bmm of batch 1", lambda x, w: rs(torch.bmm(x[None], w[None]).squeeze(0)), ((12, 8), w)),
+            Form("result also used", lambda x, w: ((y := rs(x @ w)), y.sum()), ((12, 8), w)),
             Form("average", lambda x, w: rs(x @ w, 0, "avg"), ((12, 8), w)),
             Form("reshaped otherwise", lambda x, w: scattered(rows(x, w).reshape(4, 6, 5)), ((2, 12, 8), w)),
         ],
@@ -236,6 +238,7 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
                 lambda x, w: scattered(torch.cat([(y := F.linear(x, w))[:, :3], y[:, 3:6]])),
                 ((2, 12, 8), l3),
             ),
+            Form("a product that is also used", also_given, ((12, 8), w)),
             Form("reduced by max", lambda x, w: rs(x @ w, 0, "max"), ((12, 8), w)),
             Form("all-reduced by max", lambda x, w: ar(x @ w, "max"), ((12, 8), w)),
             Form(
