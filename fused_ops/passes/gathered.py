@@ -152,11 +152,12 @@ class Gathered:
             return None
         size = user.meta.get("val")
         for dim, own in enumerate(val(self.collectives[0].x).shape):
-            if isinstance(own, torch.SymInt) and isinstance(size, torch.SymInt):
-                a, b = own.node.hint, size.node.hint
-                factor = b // a if a and b else 1
-                if known(own * factor == size):
-                    return dim, factor
+            if not (isinstance(own, torch.SymInt) and isinstance(size, torch.SymInt)):
+                continue
+            hints = own.node.has_hint() and size.node.has_hint() and own.node.hint
+            factor = size.node.hint // own.node.hint if hints else 1
+            if known(own * factor == size):
+                return dim, factor
         return None
 
     def wait_for_all(self) -> None:

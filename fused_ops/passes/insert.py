@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .dims import Digits, flat, refined
 from .match import LeftAlone, Size, aten, is_val, known, same_shape, val
@@ -21,18 +22,22 @@ from .match import contiguous as is_contiguous
 
 
 def call(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A call of ``target`` before the given node."""
+    """A call of ``target`` before the given node.
+
+    Raises:
+        LeftAlone: whether it can be called with these sizes depends on data.
+    """
 
     def value(node: fx.Node) -> Any:
         return node.meta["val"]
 
     fake_args, fake_kwargs = fx.map_arg(args, value), fx.map_arg(kwargs, value)
     mode = detect_fake_mode(torch.utils._pytree.tree_leaves((fake_args, fake_kwargs)))
-    if mode is None:
-        result = target(*fake_args, **fake_kwargs)
-    else:
-        with mode:
+    try:
+        with mode or contextlib.nullcontext():
             result = target(*fake_args, **fake_kwargs)
+    except GuardOnDataDependentSymNode as e:
+        raise LeftAlone(f"whether {target} takes its sizes depends on data") from e
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, args, kwargs)
     node.meta["val"] = result
@@ -95,9 +100,8 @@ def sizes(shape: Iterable[Size], before: fx.Node, near: Sequence[fx.Node] = ()) 
     result: list[Any] = list(shape)
     holders = {i: _holder(s, before, near) for i, s in enumerate(result) if isinstance(s, torch.SymInt)}
     # With a size of 0 what is left out could be anything.
-    left_out = (
-        min(holders, key=lambda i: (holders[i] is not None, i), default=None) if 0 not in result else None
-    )
+    empty = any(known(size == 0) for size in result)
+    left_out = None if empty else min(holders, key=lambda i: (holders[i] is not None, i), default=None)
     for i, holder in holders.items():
         if i == left_out:
             result[i] = -1

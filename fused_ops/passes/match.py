@@ -48,8 +48,16 @@ def known(fact: Any) -> bool:
 
 
 def hint(size: Size) -> int:
-    """What a size is in the example that the graph was made with."""
-    return size if isinstance(size, int) else int(size.node.hint)
+    """What a size is in the example that the graph was made with.
+
+    Raises:
+        LeftAlone: it depends on data.
+    """
+    if isinstance(size, int):
+        return size
+    if not size.node.has_hint():
+        raise LeftAlone(f"the size {size} depends on data")
+    return int(size.node.hint)
 
 
 def same_shape(a: Iterable[Size], b: Iterable[Size]) -> bool:
@@ -155,6 +163,8 @@ class Collective:
         x = node.args[0]
         if not is_val(x):
             raise LeftAlone("the shape of its input is not known")
+        if val(x).device.type not in ("cpu", "cuda"):
+            raise LeftAlone(f"its input lies on {val(x).device}")
         if val(x).dtype not in checks.DTYPES:
             raise LeftAlone(f"its input is {val(x).dtype}, not float32, bfloat16 or float16")
         reduce_op = "" if node.target is c10d.all_gather_into_tensor.default else str(node.args[1])

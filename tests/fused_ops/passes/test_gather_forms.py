@@ -332,3 +332,16 @@ def test_into_new_memory() -> None:
     seen = only(fn_that_returns_it, (6, 8), (8, 5))
     assert "which others may use" in seen.reasons
     assert str(seen.after) == str(seen.before)
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_size_that_depends_on_data(dim: int) -> None:
+    def fn(x: Tensor, w: Tensor, kept: Tensor) -> Tensor:
+        rows = x[kept]
+        return F.linear(gather(rows if dim == 0 else rows[None], dim), w)
+
+    kept = torch.tensor([True, False, True, True, False, True])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        (seen,) = captured(fn, torch.randn(6, 8), torch.randn(5, 8), kept, dynamic=True)
+    assert seen.fused == [AG], seen.reasons
