@@ -73,7 +73,14 @@ def step(node: fx.Node) -> Step | None:
         inverse = [permutation.index(i) for i in range(len(have))]
         return Step(node, source, lambda d: permuted(d, permutation), lambda d: permuted(d, inverse))
     if calls(node, *CASTS) and val(node).device == val(source).device:
-        return Step(node, source, lambda dims: dims, lambda dims: dims, dtype=val(node).dtype)
+        dtype = val(node).dtype
+        return Step(
+            node,
+            source,
+            lambda dims: dims,
+            lambda dims: dims,
+            dtype=None if dtype == val(source).dtype else dtype,
+        )
     return None
 
 
