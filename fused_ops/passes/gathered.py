@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,17 +15,21 @@ from .match import (
     Collective,
     LeftAlone,
     aten,
+    c10d,
     calls,
-    closure,
     communicates,
     contiguous,
     first_write,
     group_of,
+    is_random,
     known,
     val,
     what,
 )
 from .views import View, views
+
+# Nodes that are computed before a gather instead of behind it, for one operand: a weight that is cast and transposed.
+_MOST_MOVED = 64
 
 
 @dataclass
@@ -90,17 +94,21 @@ class Gathered:
         Raises:
             LeftAlone: one of them cannot be.
         """
-
-        def step(node: fx.Node) -> Iterable[fx.Node]:
-            return () if node < at else node.all_input_nodes
-
-        needed = {n for n in closure(operand, step) if not n < at}
-        gathered = self.views.keys() | self.cut.keys() | self._gathers()
-        if any(n in gathered for m in needed for n in (m, *m.all_input_nodes)):
-            raise LeftAlone(f"{what(operand)}, the other operand, depends on the gathered tensor, too")
-        for node in sorted(needed):
-            if communicates(node) or calls(node, torch.ops._c10d_functional.wait_tensor.default):
+        own = self.views.keys() | self.cut.keys() | self._gathers()
+        needed: set[fx.Node] = set()
+        pending = [operand]
+        while pending:
+            node = pending.pop()
+            if node in own:
+                raise LeftAlone(f"{what(operand)}, the other operand, depends on the gathered tensor, too")
+            if node < at or node in needed:
+                continue
+            if communicates(node) or calls(node, c10d.wait_tensor.default) or is_random(node):
                 raise LeftAlone(f"{what(operand)}, the other operand, needs {what(node)}, which comes later")
+            if len(needed) == _MOST_MOVED:
+                raise LeftAlone(f"{what(operand)}, the other operand, needs too much that comes later")
+            needed.add(node)
+            pending += node.all_input_nodes
         return needed
 
     def kept(

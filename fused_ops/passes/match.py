@@ -5,7 +5,7 @@ Sizes may be symbolic. What is not known to be true is taken to be false: the pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -204,17 +204,6 @@ def collectives(graph: fx.Graph) -> Iterator[fx.Node]:
     return (n for n in graph.nodes if communicates(n) and n.target.namespace != "weft")
 
 
-def closure(node: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """The node and all that ``step`` leads to from it."""
-    seen, pending = {node}, [node]
-    while pending:
-        for other in step(pending.pop()):
-            if other not in seen:
-                seen.add(other)
-                pending.append(other)
-    return seen
-
-
 def communicates(node: fx.Node) -> bool:
     """Whether the node starts a collective: a functional one, or one of weft's ops."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
@@ -235,6 +224,12 @@ def writes(node: fx.Node) -> bool:
 
 
 _EFFECTS = ("with_effects", "triton_kernel_wrapper_mutation", "call_torchbind")
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node takes from a generator, so that it must keep its place among others that do."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def first_write(first: fx.Node, last: fx.Node) -> fx.Node | None:

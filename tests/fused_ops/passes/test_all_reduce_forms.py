@@ -131,15 +131,16 @@ def check_blocks(seen: list[Seen], name: str, op: str) -> None:
         check_same(s, 2)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", BLOCKS)
+CASES = [(name, False) for name in BLOCKS] + [("swiglu", True), ("cast", True)]
+
+
+@pytest.mark.parametrize(("name", "dynamic"), CASES)
 def test_small_ones_are_reduced_in_one_shot(name: str, dynamic: bool) -> None:
     check_blocks(graphs(name, dynamic), name, "one_shot_all_reduce")
 
 
 @pytest.mark.usefixtures("matmul_op")
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("name", "dynamic"), CASES)
 def test_others_are_fused_into_the_product(name: str, dynamic: bool) -> None:
     check_blocks(graphs(name, dynamic), name, MM_AR)
 

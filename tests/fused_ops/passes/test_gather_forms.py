@@ -102,16 +102,24 @@ def for_world(name: str, world: int) -> Shapes:
 def test_form(name: str, world: int) -> None:
     fn, _, backward_too = FORMS[name]
     with fake_ranks(world):
-        (seen,) = captured(fn, *(torch.randn(s) for s in for_world(name, world)))
-        assert set(seen.fused) == {AG}, seen.reasons
-        assert seen.count("_c10d_functional::wait_tensor") == 0
-        check_same(seen, world)
         inputs = [torch.randn(s, requires_grad=True) for s in for_world(name, world)]
         forward, backward = captured(fn, *inputs)
         assert set(forward.fused) == {AG}, forward.reasons
+        assert forward.count("_c10d_functional::wait_tensor") == 0
         assert all(backward.fused) or not backward_too, backward.reasons
         for each in (forward, backward):
             check_same(each, world)
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize(
+    "name", ["cast for each of two products", "a weight", "contracted", "parts bound and joined"]
+)
+def test_form_without_gradients(name: str) -> None:
+    (seen,) = captured(FORMS[name][0], *(torch.randn(s) for s in for_world(name, 2)))
+    assert set(seen.fused) == {AG}, seen.reasons
+    assert not any(e.detail.endswith("A returned") for e in seen.entries)
+    check_same(seen, 2)
 
 
 DYNAMIC = ["cast", "einsum", "heads merged", "also summed and indexed", "a weight", "parts stacked"]
@@ -284,6 +292,26 @@ def test_an_operand_that_needs_a_later_collective_stays() -> None:
     seen = only(fn, (6, 8), (8, 5))
     assert "which comes later" in seen.reasons
     assert str(seen.after) == str(seen.before)
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize(
+    ("operand", "reason"),
+    [
+        (lambda w: torch.bernoulli(w.sigmoid()), "which comes later"),
+        (lambda w: [w := w.sin() for _ in range(80)][-1], "needs too much that comes later"),
+    ],
+    ids=["random", "long"],
+)
+def test_an_operand_that_is_not_moved(operand: Fn, reason: str) -> None:
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = ag(x)
+        return y.sum(), y @ operand(w)
+
+    seen = applied(traced(fn, torch.randn(6, 8), torch.randn(8, 5)))
+    assert reason in seen.reasons
+    assert str(seen.after) == str(seen.before)
+    assert only(lambda x, w: (ag(x).sum(), ag(x) @ w.sin()), (6, 8), (8, 5)).fused == [AG, AG]
 
 
 @pytest.mark.usefixtures("two")
