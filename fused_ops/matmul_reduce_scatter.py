@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from math import prod
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
