@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from traffic import Options, Traffic
 
-GRACE = 20.0  # seconds that the other ranks have, once one has failed, to say what they saw
+GRACE = 5.0  # seconds that the other ranks have, once one has failed, to say what they saw
 ENVIRONMENT = {
     "WEFT_TIMEOUT": "60",
     "OMP_NUM_THREADS": "1",
