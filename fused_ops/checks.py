@@ -44,7 +44,7 @@ def tensors(name: str, values: Any) -> list[torch.Tensor]:
 
 
 def integer(name: str, value: Any) -> None:
-    if not isinstance(value, (int, torch.SymInt)):
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: is {_kind(value)}, must be an integer")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import threading
@@ -28,7 +29,9 @@ def ones() -> torch.Tensor:
 
 CALLS: dict[str, Callable[[], object]] = {
     "fused_all_gather_matmul": lambda: fused_all_gather_matmul(ones(), [ones()], 0, None),
-    "fused_matmul_reduce_scatter": lambda: fused_matmul_reduce_scatter(ones(), ones(), "sum", 0, None),
+    "fused_matmul_reduce_scatter": lambda: fused_matmul_reduce_scatter(
+        torch.ones(12, 4), ones(), "sum", 0, None
+    ),
     "one_shot_all_reduce": lambda: one_shot_all_reduce(ones(), "sum", None),
     "allocate": lambda: symm_mem.empty(100),
 }
@@ -124,6 +127,37 @@ def test_a_store_that_is_lost_with_rank_0() -> None:
     for rank in (1, 2):
         ours = rf"rank {rank} (of group '0' waited [\d.]+ s for rank 0|cannot reach the group's store \(rank 0's)"
         assert re.search(ours, texts[rank]), texts[rank]
+
+
+def killed_anywhere(rank: int, world_size: int, after: float) -> str | None:
+    """Calls, allocations that grow the heap, and a rank that is gone in the midst of whatever it was doing."""
+    symm_mem.set_timeout(LONG)
+    for call in CALLS.values():
+        call()
+    dist.barrier()
+    if rank == 1:
+        threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    begin = time.monotonic()
+    kept = []
+    with pytest.raises(symm_mem.PeerTimeout) as error:  # noqa: PT012
+        while time.monotonic() - begin < 20:
+            for turn in range(20):
+                x = torch.randn(turn + 1, 4, generator=torch.Generator().manual_seed(turn))
+                assert torch.equal(one_shot_all_reduce(x, "sum", None), x * 3)
+                assert torch.equal(
+                    fused_all_gather_matmul(x, [torch.eye(4)], 0, None)[1][0], torch.cat([x] * 3)
+                )
+            kept = [symm_mem.empty(9 << 20, dtype=torch.uint8), *kept[:8]]
+    assert time.monotonic() - begin < after + 5
+    assert error.value.culprit == 1, error.value
+    return str(error.value)
+
+
+def test_a_rank_that_is_killed_at_any_moment_is_named_at_once() -> None:
+    for after in [0.0, *(random.uniform(0, 0.4) for _ in range(3))]:
+        texts = run_ranks(killed_anywhere, 3, after, expect_dead=(1,), store="tcp")
+        for rank in (0, 2):
+            assert "its process has ended" in texts[rank] or "it has given up on rank 1" in texts[rank], texts
 
 
 def prepares(rank: int, world_size: int) -> list[str]:

@@ -168,22 +168,23 @@ def compiles_slowly(rank: int, world_size: int) -> None:
     compile_it, load = Launch._compile, cuda_kernel.load
 
     def slow_compile(*args: object) -> None:
-        time.sleep(3 * DEADLINE * (rank == CULPRIT))
+        time.sleep(4.0 * (rank == CULPRIT))
         compile_it(*args)  # type: ignore[arg-type]
 
     def slow_load(*args: object) -> None:
-        time.sleep(3 * DEADLINE * (rank == CULPRIT))
+        time.sleep(4.0 * (rank == CULPRIT))
         load(*args)  # type: ignore[arg-type]
 
     symm_mem.set_timeout(60)
     symm_mem.heap(None, "cuda")
-    symm_mem.set_timeout(DEADLINE)
+    dist.barrier()
+    symm_mem.set_timeout(2.0)
     with (
         mock.patch.object(Launch, "_compile", slow_compile),
         mock.patch.object(cuda_kernel, "load", slow_load),
     ):
         for op, make in OPS.items():
-            case = make(rank, world_size, 0, 64, None)
+            case = make(rank, world_size, 0, 64, None, 0)
             with forced("fused"):
                 got = case.call()
             torch.cuda.synchronize()

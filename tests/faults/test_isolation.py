@@ -27,7 +27,7 @@ def opposite_orders(rank: int, world_size: int) -> None:
             for turn in range(3):
                 time.sleep(0.1 * ((rank + nth) % 2))
                 for op in OPS.values():  # each turn's calls are larger: the workspace grows
-                    case = op(group.rank(), group.size(), 40 * turn, 1, group)
+                    case = op(group.rank(), group.size(), turn, 1, group, 40 * turn)
                     assert torch.equal(case.call(), case.want())
                 symm_mem.rendezvous(symm_mem.empty(3 << 20, dtype=torch.uint8, group=group)).barrier()
         except BaseException as e:
@@ -53,7 +53,7 @@ def overlapping(rank: int, world_size: int) -> None:
 
     def right(group: Any, step: int) -> None:
         for op in OPS.values():
-            case = op(group.rank(), group.size(), step, 1, group)
+            case = op(group.rank(), group.size(), step, 1, group, step)
             assert torch.equal(case.call(), case.want())
 
     right(all_ranks, 0)

@@ -106,7 +106,7 @@ def litter() -> set[str]:
 
 
 def alive(rank: int, world_size: int) -> bool:
-    case = OPS["one_shot_all_reduce"](rank, world_size, 0, 1, None)
+    case = OPS["one_shot_all_reduce"](rank, world_size, 0, 1, None, 0)
     return bool((case.call() == case.want()).all())
 
 

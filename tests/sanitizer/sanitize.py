@@ -126,7 +126,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tools", default="memcheck,racecheck,synccheck")
+    parser.add_argument("--tools", default="memcheck,racecheck", help="synccheck, too")
     parser.add_argument("--seconds", type=float, default=60, help="for each tool")
     parser.add_argument("--broken", action="store_true", help="store past the end of a tensor: must fail")
     args = parser.parse_args()

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from traffic import Options, Traffic
 
-GRACE = 20.0  # seconds that the other ranks have, once one has failed, to say what they saw
+GRACE = 5.0  # seconds that the other ranks have, once one has failed, to say what they saw
 ENVIRONMENT = {
     "WEFT_TIMEOUT": "60",
     "OMP_NUM_THREADS": "1",
@@ -31,6 +31,8 @@ ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     # Kernels of two streams must find room for all their blocks at once.
     "WEFT_RESERVED_SMS": "68",
+    # The C library gives threads that meet each other ever more arenas, and each keeps what was freed in it.
+    "MALLOC_ARENA_MAX": "2",
     # torch's own caches of CPU programs would grow for a long time.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "LRU_CACHE_CAPACITY": "64",
