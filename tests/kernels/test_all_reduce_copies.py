@@ -165,9 +165,9 @@ def test_calls_in_any_order(
             total = total + x.float()
         expected = (total / world_size if reduce_op == "avg" else total).to(xs[0].dtype)
         outs = []
-        for gpu, x in zip(gpus, xs, strict=True):
+        for gpu, values in zip(gpus, xs, strict=True):
             driver.gpu = gpu
-            x = torch.cat([x, torch.zeros(8, dtype=x.dtype)])  # aligned, and what lies behind it shows
+            x = torch.cat([values, torch.zeros(8, dtype=values.dtype)])  # aligned; what lies behind it shows
             out = x if in_place else torch.full_like(x, 1.5)
             out[numel:] = 1.5
             kernel = copy_engine.CopyEngineAllReduce(gpu, numel, x.dtype, reduce_op, config)
