@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from registry import Row
+from registry import SPLITS, Row
 from timer import Call
 from torch import Tensor
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
@@ -84,25 +84,31 @@ def all_gather_matmul(row: Row, group: str, device: torch.device) -> Bench:
     size = row.dtype.itemsize
     sets = _sets((m * row.K + row.K * n) * size, device)
     shards = [_random((m, row.K), row.dtype, device) for _ in range(sets)]
-    weights = [_random((row.K, n), row.dtype, device) / math.sqrt(row.K) for _ in range(sets)]
+    split = SPLITS.get(row.name, (1,))
+    columns = [n * share // sum(split) for share in split]
+    weights = [
+        [_random((row.K, c), row.dtype, device) / math.sqrt(row.K) for c in columns] for _ in range(sets)
+    ]
     gathered = torch.empty(row.M, row.K, dtype=row.dtype, device=device)
     dist.all_gather_into_tensor(gathered, shards[0])
-    reference = gathered.double() @ weights[0].double()
+    reference = gathered.double() @ weights[0][0].double()
 
+    # The first product is looked at; the tests look at all.
     def weft(i: int) -> Tensor:
-        return fused_all_gather_matmul(shards[i], [weights[i]], 0, group, return_A=False)[1][0]
+        return fused_all_gather_matmul(shards[i], weights[i], 0, group, return_A=False)[1][0]
 
     def unfused(i: int) -> Tensor:
         dist.all_gather_into_tensor(gathered, shards[i])
-        return torch.mm(gathered, weights[i])
+        return product(i)
 
     def product(i: int) -> Tensor:
-        return torch.mm(gathered, weights[i])
+        products = [torch.mm(gathered, w) for w in weights[i]]
+        return products[0]
 
     def torch_(i: int) -> Tensor:
-        return torch.ops.symm_mem.fused_all_gather_matmul(shards[i], [weights[i]], 0, group, return_A=False)[
-            1
-        ][0]
+        return torch.ops.symm_mem.fused_all_gather_matmul(shards[i], weights[i], 0, group, return_A=False)[1][
+            0
+        ]
 
     calls: dict[str, Call] = {"weft": weft, "unfused": unfused, "product": product}
     if _torch_symm(group, device):

@@ -78,6 +78,7 @@ def measure(row: Row, group: str, device: torch.device, pedantic: Pedantic) -> d
     bench = {**TABLE, **REDUCTIONS}[row.op](row, group, device)
     plan = schedule(device.type, bench.flops, row.N)
     ready, algorithm, error = _ready(bench, row, plan, device)
+    host_us = {name: round(series.host_us, 1) for name, series in ready.items() if series.host_us}
     times: dict[str, list[float]] = {name: [] for name in ready}
     order = list(ready)
 
@@ -113,5 +114,6 @@ def measure(row: Row, group: str, device: torch.device, pedantic: Pedantic) -> d
         "torch_us": of("torch", "torch native", "torch two-shot"),
         "limit_us": limit,
         "contenders_us": {name: of(name) for name in medians if name not in HIDDEN},
+        "host_us": {name: us for name, us in host_us.items() if name not in HIDDEN},
         "error": error or None,
     }

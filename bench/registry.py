@@ -19,6 +19,7 @@ MODES = ("eager", "graph")
 LAYERS = {
     "all_gather_matmul": {
         "llama8b.qkv": (4096, 6144),
+        "llama8b.q_k_v": (4096, 6144),
         "llama8b.upgate": (4096, 28672),
         "llama70b.qkv": (8192, 10240),
         "llama70b.upgate": (8192, 57344),
@@ -32,6 +33,8 @@ LAYERS = {
         "gpt3.fc2": (49152, 12288),
     },
 }
+# Several matrices are multiplied by one gathered A: the shares of their columns.
+SPLITS = {"llama8b.q_k_v": (4, 1, 1)}
 LAYERS["matmul_all_reduce"] = LAYERS["matmul_reduce_scatter"]
 M_SIZES = {"cuda": (512, 1024, 2048, 4096, 8192, 16384), "cpu": (32, 128)}
 # Decoding, where nothing can be cut along the rows.

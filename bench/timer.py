@@ -49,7 +49,8 @@ class Series:
     """``calls`` calls of one contender, eager or captured once into a CUDA graph.
 
     Call i works on set ``(calls - 1 - i) % sets``: ``last`` is always the result of set 0.
-    ``head_start_us`` is how long the device sleeps before a series; it must be the same on all ranks.
+    ``head_start_us`` is how long the device sleeps before a series; it must be the same on all ranks. ``host_us`` is
+    what a call takes on the host, in eager mode.
     """
 
     def __init__(self, call: Call, sets: int, plan: Schedule, mode: str, device: torch.device) -> None:
@@ -59,6 +60,7 @@ class Series:
         self._device = device
         self._graph: torch.cuda.CUDAGraph | None = None
         self.head_start_us = _HEAD_START_US
+        self.host_us: float | None = None
         self.last = torch.empty(0)
         for _ in range(plan.warmup):
             self.last = call(0)
@@ -77,9 +79,11 @@ class Series:
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._calls()
             return
+        self._calls()
         start = time.perf_counter()
         self._calls()
         host_us = (time.perf_counter() - start) * 1e6
+        self.host_us = host_us / self._plan.calls
         self.head_start_us = min(1.5 * host_us + _HEAD_START_US, _MAX_HEAD_START_US)
 
     def run(self) -> Tensor:

@@ -27,11 +27,12 @@ def run(
     if a.device.type == "cpu":
         gathered, products = _on_cpu(found, a, Bs, split_k)
     else:
-        a, Bs = aligned(a), [aligned(B) for B in Bs]
-        reason = _why_not_on_cuda(a, Bs, split_k, group.size())
-        if reason is not None:
-            return _unfused(A_shard, Bs, dim, group, return_A, reason)
-        gathered, products = _on_cuda(found, a, Bs, return_A)
+        if split_k:
+            return _unfused(A_shard, Bs, dim, group, return_A, "the last dimension is gathered")
+        done = _on_cuda(found, aligned(a), [aligned(B) for B in Bs], return_A)
+        if isinstance(done, str):
+            return _unfused(A_shard, Bs, dim, group, return_A, done)
+        gathered, products = done
     if split_k:
         wanted = gathered if return_A else None
         shape = (*A_shard.shape[:-1], group.size() * A_shard.shape[-1])
@@ -60,31 +61,21 @@ def _on_cpu(where: Heap, a: Tensor, Bs: list[Tensor], split_k: bool) -> tuple[Te
     return host.all_gather_matmul(workspace, a, Bs, split_k=split_k)
 
 
-def _why_not_on_cuda(a: Tensor, Bs: list[Tensor], split_k: bool, world_size: int) -> str | None:
-    from ..kernels.all_gather_matmul.configs import pays as copies_pay
-    from ..kernels.all_gather_matmul.triton_kernel import supports
-
-    if split_k:
-        return "the last dimension is gathered"
-    for i, B in enumerate(Bs):
-        if B.shape[1] == 0:
-            return f"Bs[{i}] has no columns"
-        if (reason := supports(a, B)) is not None:
-            return f"Bs[{i}]: {reason}"
-    columns = sum(B.shape[1] for B in Bs)
-    if not pays(copies_pay(a.shape[0], columns, a.shape[1], world_size, a.element_size())):
-        return "too little is gathered and multiplied for copy engines"
-    return None
-
-
-def _on_cuda(where: Heap, a: Tensor, Bs: list[Tensor], return_A: bool) -> tuple[Tensor | None, list[Tensor]]:
-    from ..kernels.all_gather_matmul import pipeline
+def _on_cuda(
+    where: Heap, a: Tensor, Bs: list[Tensor], return_A: bool
+) -> tuple[Tensor | None, list[Tensor]] | str:
+    """The result, or why it is better computed unfused."""
+    from ..kernels.all_gather_matmul import on_cuda
 
     sms, size = num_sms(a.device), where.world_size
+    choice = on_cuda.choose(a, Bs, size, sms)
+    if isinstance(choice, str):
+        return choice
+    if not pays(choice.pays):
+        return "too little is gathered and multiplied"
     with torch.cuda.device(a.device):
-        config = pipeline.configure(a, Bs, size, sms)
-        workspace = matmul_workspace(where, *pipeline.needs(a, config, size))
+        workspace = matmul_workspace(where, choice.half_bytes, choice.flags)
         workspace.raise_if_broken(host.OP)
-        ran(Plan("copy_engine", workspace_bytes=workspace.layout.bytes))
+        ran(Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes))
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
-        return pipeline.all_gather_matmul(workspace, a, Bs, config, sms, timeout_ns, return_A=return_A)
+        return on_cuda.run(choice, workspace, a, Bs, sms, timeout_ns, return_A=return_A)

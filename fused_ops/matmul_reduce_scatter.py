@@ -25,13 +25,14 @@ def run(A: Tensor, B: Tensor, reduce_op: str, dim: int, group: ProcessGroup) -> 
         return unfused(A, B, reduce_op, dim, group)
     if A.device.type == "cpu":
         return _on_cpu(found, A, B, reduce_op, dim).view(shape)
-    parts = None if dim == A.dim() - 1 else aligned(_parts(A, dim, group.size()))
-    B = aligned(B)
-    reason = "the last dimension is scattered" if parts is None else _why_not_on_cuda(parts, B)
-    if parts is None or reason is not None:
-        ran(Plan("unfused", reason or ""))
+    if dim == A.dim() - 1:
+        done: Tensor | str = "the last dimension is scattered"
+    else:
+        done = _on_cuda(found, aligned(_parts(A, dim, group.size())), aligned(B), reduce_op)
+    if isinstance(done, str):
+        ran(Plan("unfused", done))
         return unfused(A, B, reduce_op, dim, group)
-    return _on_cuda(found, parts, B, reduce_op).view(shape)
+    return done.view(shape)
 
 
 def _on_cpu(where: Heap, A: Tensor, B: Tensor, reduce_op: str, dim: int) -> Tensor:
@@ -53,35 +54,19 @@ def _parts(A: Tensor, dim: int, size: int) -> Tensor:
     return A.reshape(lead, size, A.shape[:-1].numel() // (lead * size), k)
 
 
-def _why_not_on_cuda(parts: Tensor, B: Tensor) -> str | None:
-    from ..kernels.matmul_reduce_scatter.triton_kernel import supports
+def _on_cuda(where: Heap, parts: Tensor, B: Tensor, reduce_op: str) -> Tensor | str:
+    """The result, or why it is better computed unfused."""
+    from ..kernels.matmul_reduce_scatter import on_cuda
 
-    if (reason := supports(parts, B)) is not None:
-        return reason
-    if not pays(parts.shape[0] * parts.shape[2] >= 64):
-        return "too few rows for tiles"
-    return None
-
-
-def _on_cuda(where: Heap, parts: Tensor, B: Tensor, reduce_op: str) -> Tensor:
-    from ..kernels.matmul_reduce_scatter.configs import choose, flags_per_rank
-    from ..kernels.matmul_reduce_scatter.triton_kernel import MatmulReduceScatter
-
-    sms, size = num_sms(B.device), where.world_size
-    lead, _, m, k = parts.shape
-    n, average = B.shape[1], reduce_op == "avg"
+    sms = num_sms(B.device)
+    choice = on_cuda.choose(parts, B, sms)
+    if isinstance(choice, str):
+        return choice
+    if not pays(choice.pays):
+        return "too little is multiplied and scattered"
     with torch.cuda.device(B.device):
-        config = choose(m, n, k, size, parts.dtype, sms, lead)
-        out = parts.new_empty(lead, m, n)
-        workspace = matmul_workspace(where, size * out.nbytes, flags_per_rank(m, n, config, lead))
+        workspace = matmul_workspace(where, choice.half_bytes, choice.flags)
         workspace.raise_if_broken(host.OP)
-        ran(Plan("tma_store", workspace_bytes=workspace.layout.bytes))
-        key = (host.OP, parts.shape, parts.stride(), parts.dtype, B.shape, B.stride(), average, config)
-        kernel = workspace.prepared.get(key)
-        if kernel is None:
-            kernel = workspace.prepared[key] = MatmulReduceScatter(
-                workspace, parts, B, config, average=average, num_sms=sms
-            )
+        ran(Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes))
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
-        kernel.launch(workspace.next_half(), parts, B, out, timeout_ns=timeout_ns)
-    return out
+        return on_cuda.run(choice, workspace, parts, B, sms, timeout_ns, average=reduce_op == "avg")

@@ -55,7 +55,8 @@ def test_no_multicast() -> None:
     found = [
         f"{f.relative_to(ROOT)}: {match.group()}"
         for f in files(("symm_mem", "kernels", "fused_ops", "examples", "bench"), ".py", ".cu", ".cuh")
-        if (match := pattern.search(code(f)))
+        # Copies to two blocks of one GPU's cluster are called so, too.
+        if (match := pattern.search(code(f).replace("multicast::cluster", "")))
     ]
     # Assembly is written in strings.
     found += [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ...symm_mem.workspace import Layout
+from ..device import gemm_tiles
 from ..device.tile_table import Tile, pick
 
 # A copy engine takes some microseconds for each copy, and as many again for the flag behind it: a second chunk
@@ -14,6 +16,7 @@ from ..device.tile_table import Tile, pick
 _SPLIT_BYTES = 16 << 20
 _LINK = 364e3  # bytes a microsecond, measured between H200s
 _PRODUCTS = 350e6  # multiply-adds a microsecond
+_BAND = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
 
 
 @dataclass(frozen=True)
@@ -51,3 +54,59 @@ def flags_per_rank(m: int, config: Config) -> int:
 def layout(m: int, k: int, dtype: torch.dtype, world_size: int, config: Config) -> Layout:
     """The workspace of shards [m, K]: a half holds ``[W, m, K]``."""
     return Layout(world_size, flags_per_rank(m, config), world_size * m * k * dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class PushConfig:
+    """How the kernel that sends by itself (kernel.cu) is run.
+
+    ``ring_bytes`` of shared memory hold pieces of ``piece_rows`` x ``piece_columns`` on their way;
+    ``unit_columns`` of K are waited for at once; ``group`` rows of tiles of each rank are sent and multiplied
+    together; ``band`` pairs of own rows of tiles and ``remote_band`` pairs of the peers' are walked together.
+    """
+
+    tile: gemm_tiles.Tile
+    piece_rows: int
+    piece_columns: int
+    unit_columns: int
+    ring_bytes: int
+    group: int
+    band: int
+    remote_band: int
+
+
+def choose_push(m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int) -> PushConfig:
+    """The configuration for A shards [m, K] and Bs [K, N_i] of 16 bits. A pure function: all ranks choose alike.
+
+    A group is as many rows of tiles of all peers as keep every multiprocessor busy once: where the data is waited for,
+    the tiles of the last group then advance together as it comes.
+    """
+    tile, _ = _push_tile(m, ns, k, world_size, num_sms)
+    rows, columns, peers = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns), world_size - 1
+    group = max(1, min(rows, round(num_sms / (peers * columns))))
+    remote_band = max(_BAND, -(-group * peers // 2))
+    return PushConfig(tile, 64, 64, 1024, 32 << 10, group, _BAND, remote_band)
+
+
+def push_pays(m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int) -> bool:
+    """Whether that kernel is thought to beat an all-gather in front of the products."""
+    moved = (world_size - 1) * m * k * 2
+    _, product = _push_tile(m, ns, k, world_size, num_sms)
+    return max(product, moved / _LINK) + 10 < gemm_tiles.unfused_us(world_size * m, sum(ns), k, moved)
+
+
+def _push_tile(
+    m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int
+) -> tuple[gemm_tiles.Tile, float]:
+    return gemm_tiles.pick(lambda tile: world_size * -(-m // tile.block_m), ns, k, num_sms)
+
+
+def push_flags_per_rank(m: int, k: int, config: PushConfig) -> int:
+    """Flags that one rank sets in a peer's workspace in one use: one for each piece."""
+    units = -(-m // config.tile.block_m) * -(-k // config.unit_columns)
+    return units * (config.tile.block_m // config.piece_rows) * (config.unit_columns // config.piece_columns)
+
+
+def push_layout(m: int, k: int, world_size: int, config: PushConfig) -> Layout:
+    """The workspace of shards [m, K] of 16 bits: a half holds ``[W, m, K]``."""
+    return Layout(world_size, push_flags_per_rank(m, k, config), world_size * m * k * 2)

@@ -29,6 +29,7 @@ ARCH = "sm_90a"
 DEVICE_FOLDER = Path(__file__).parent
 
 _OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
+_ANY_SHARED = 48 << 10  # bytes of shared memory that any kernel may take
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
 _DIGEST = hashlib.sha256().digest_size
 
@@ -55,6 +56,18 @@ class Function:
     def __init__(self, name: str, handle: driver.CUfunction) -> None:
         self.name = name
         self._address = int(handle)
+
+    def most_clusters(self, cluster: int, block: int, shared: int) -> int:
+        """How many clusters of ``cluster`` blocks of ``block`` threads the current device runs at once."""
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes = shared
+        size = driver.CUlaunchAttribute()
+        size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size.value.clusterDim.x, size.value.clusterDim.y, size.value.clusterDim.z = cluster, 1, 1
+        config.attrs, config.numAttrs = [size], 1
+        return int(check(driver.cuOccupancyMaxActiveClusters(driver.CUfunction(self._address), config)))
 
     def launch(self, grid: int, block: int, args: ctypes.Structure, stream: int, shared: int = 0) -> None:
         """Launch ``grid`` blocks of ``block`` threads on ``stream`` (a CUstream as an integer).
@@ -112,8 +125,10 @@ class Program:
                 self._cubin = _cached(self)
             return self._cubin
 
-    def function(self, name: str) -> Function:
+    def function(self, name: str, shared: int = 0) -> Function:
         """The kernel ``name`` (``extern "C"``) in the current CUDA context. Allowed while a graph is captured.
+
+        ``shared``: the most dynamic shared memory that a launch of it takes, in bytes.
 
         Raises:
             CompileError: NVRTC refuses the source.
@@ -130,6 +145,9 @@ class Program:
             handle = check(driver.cuModuleGetFunction(self._modules[context], name.encode()))
             # Loading is lazy, and a load inside a capture would end the capture: do it here.
             check(driver.cuFuncLoad(handle))
+            if shared > _ANY_SHARED:
+                most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                check(driver.cuFuncSetAttribute(handle, most, shared))
             return self._functions.setdefault((context, name), Function(name, handle))
 
 

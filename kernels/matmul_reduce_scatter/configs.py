@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from ...symm_mem.workspace import Layout
+from ..device import gemm_tiles
 from ..device.tile_table import Tile, count, pick
 
 # Behind its last tile a block waits for the peers' and adds them up: as long as a main loop of this depth.
 _TAIL_DEPTH = 1800
+_LINK = 364e3  # bytes a microsecond, measured between H200s
 
 
 @dataclass(frozen=True)
@@ -38,3 +40,46 @@ def layout(m: int, n: int, dtype: torch.dtype, world_size: int, config: Config, 
     """The workspace of results [L, m, N]: a half holds ``[W, L, m, N]``."""
     size = world_size * batches * m * n * dtype.itemsize
     return Layout(world_size, flags_per_rank(m, n, config, batches), size)
+
+
+@dataclass(frozen=True)
+class BulkConfig:
+    """How the CUDA kernel (kernel.cu) is run.
+
+    ``band`` pairs of rows of tiles are walked together; a warpgroup's part of a tile for a peer leaves in ``rounds``.
+    """
+
+    tile: gemm_tiles.Tile
+    band: int
+    rounds: int
+
+    @property
+    def staged_bytes(self) -> int:
+        """Of shared memory, for what is on its way."""
+        return 2 * self.tile.part_bytes // self.rounds
+
+
+def choose_bulk(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> BulkConfig:
+    """The configuration for A [L, W, m, K] and B [K, N] of 16 bits. A pure function: all ranks choose alike."""
+    tile, _ = _bulk_tile(m, n, k, world_size, num_sms, batches)
+    rounds = 1 if tile.shared(2 * tile.part_bytes) <= gemm_tiles.MOST_SHARED else 2
+    return BulkConfig(tile, 4, rounds)
+
+
+def bulk_pays(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> bool:
+    """Whether that kernel is thought to beat a product and a reduce-scatter behind it."""
+    moved = (world_size - 1) * batches * m * n * 2
+    _, product = _bulk_tile(m, n, k, world_size, num_sms, batches)
+    return max(product, moved / _LINK) + 10 < gemm_tiles.unfused_us(world_size * batches * m, n, k, moved)
+
+
+def _bulk_tile(
+    m: int, n: int, k: int, world_size: int, num_sms: int, batches: int
+) -> tuple[gemm_tiles.Tile, float]:
+    return gemm_tiles.pick(lambda tile: world_size * batches * -(-m // tile.block_m), [n], k, num_sms)
+
+
+def bulk_needs(m: int, n: int, config: BulkConfig, world_size: int, batches: int = 1) -> tuple[int, int]:
+    """Bytes of a half, and flags for each rank: a slot for each peer, whole tiles, each in two parts."""
+    tiles = batches * -(-m // config.tile.block_m) * -(-n // config.tile.block_n)
+    return (world_size - 1) * tiles * 2 * config.tile.part_bytes, 2 * tiles

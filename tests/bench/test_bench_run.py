@@ -26,6 +26,7 @@ SCHEMA: dict[str, Any] = {
     "torch_us": (*NUMBER, type(None)),
     "limit_us": (*NUMBER, type(None)),
     "contenders_us": dict,
+    "host_us": dict,
     "error": (str, type(None)),
 }
 

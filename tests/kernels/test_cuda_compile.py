@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import test_gemm_compile
 import torch
-import triton
-import weft.kernels.device
+from cubins import ARGUMENTS, KERNELS, disassembled, usage
 from weft.kernels.all_reduce import copy_engine, cuda_kernel
 from weft.kernels.all_reduce_rms_norm import cuda_kernel as norm_kernel
 from weft.kernels.all_reduce_rms_norm.configs import CLUSTERS, most_per_thread
 from weft.kernels.device import gate
-from weft.kernels.device.program import Program, compile_cubin
-
-KERNELS = Path(weft.kernels.device.__file__).parent.parent
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+from weft.kernels.device.program import Program
 
 DTYPES = ("float32", "bfloat16", "float16")
 TORCH = {name: dtype for dtype, name in cuda_kernel.DTYPES.items()}
@@ -58,49 +53,30 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
 }
 
 
-@cache
-def cubin(name: str) -> bytes:
-    program = PROGRAMS[name]
-    return compile_cubin(program.path, program.arch, program.defines)
-
-
-def usage(cubin: bytes, folder: Path) -> Iterator[tuple[str, dict[str, int]]]:
-    """(kernel, {"REG": .., "STACK": .., "LOCAL": .., "CONSTANT[0]": ..}) for each kernel of a cubin."""
-    file = folder / "program.cubin"
-    file.write_bytes(cubin)
-    text = subprocess.run(
-        [TOOLS / "cuobjdump", "-res-usage", file], check=True, capture_output=True, text=True
-    ).stdout
-    for name, numbers in re.findall(r"Function (\w+):\s*\n\s*(.*)", text):
-        yield name, {key: int(value) for key, value in re.findall(r"(\S+):(\d+)", numbers)}
-
-
 def test_every_cu_file_is_compiled_here() -> None:
-    assert {program.path for program in PROGRAMS.values()} == set(KERNELS.rglob("*.cu"))
+    programs = [*PROGRAMS.values(), *test_gemm_compile.PROGRAMS.values()]
+    assert {program.path for program in programs} == set(KERNELS.rglob("*.cu"))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_registers_spills_and_the_size_of_the_argument(
     name: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    found = dict(usage(cubin(name), tmp_path))
+    found = dict(usage(PROGRAMS[name], tmp_path))
     kernels, params = KINDS[name.split("-")[0]]
     assert set(found) == kernels
-    before = 528  # constant bank 0 of sm_90: kernel arguments begin here
     for kernel, numbers in found.items():
         record_property(f"{name}.{kernel}.registers", numbers["REG"])
         print(f"{name} {kernel}: {numbers['REG']} registers")
         assert numbers["STACK"] == numbers["LOCAL"] == 0, f"{kernel} spills or indexes an array: {numbers}"
         # A block of 512 threads fits once on a multiprocessor with 128, twice with 64.
         assert numbers["REG"] <= (64 if "norm" not in name and "-8-" not in name else 128)
-        assert numbers["CONSTANT[0]"] == before + ctypes.sizeof(params), kernel
+        assert numbers["CONSTANT[0]"] == ARGUMENTS + ctypes.sizeof(params), kernel
 
 
 @pytest.mark.parametrize("name", ["all_reduce-4-bfloat16-sum", "gate"])
 def test_machine_code(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "program.cubin"
-    file.write_bytes(cubin(name))
-    code = subprocess.run([TOOLS / "nvdisasm", "-c", file], check=True, capture_output=True, text=True).stdout
+    code = disassembled(PROGRAMS[name], tmp_path)
     assert "MULTIMEM" not in code.upper()
     if name == "gate":
         assert re.search(r"LD\S*\.E\.STRONG\.SYS", code), "the flag is acquired at system scope"

@@ -1,0 +1,270 @@
+// The matrix product that the fused kernels share: one persistent block on an SM, its warps specialised.
+//
+// A tile of C [BM, BN] is A [BM, K] @ B [K, N]. Warpgroups 0 and 1 multiply: with BM = 128 each has 64 rows of the tile,
+// with BM = 64 each has half of its columns. Warpgroup 2 serves them: warp 0 loads A and B through a ring of STAGES
+// stages, warps 2 and 3 send finished tiles to peers, one for each multiplying warpgroup, and warp 1 is the kernel's own.
+// So main loops, loads and whatever is sent meanwhile run beside each other.
+//
+// Two blocks form a cluster and compute tiles of the same columns at the same time: each loads half of B for both, which
+// takes a third off what a tile of 128 x 256 asks of the L2 cache. (Four, that share A as well, were slower: not all
+// multiprocessors can be grouped by four.)
+//
+// Sums are float32. K past the end is zero in both operands: tensor maps fill it in.
+//
+// Defined by whoever includes this: DTYPE (bfloat16 or float16) and PRODUCT_TYPE, BM, BN, STAGES, B_ROWS (1: N is
+// contiguous in B, 0: K), B_WHOLE (N is a multiple of 64), ROUNDS (in how many parts a tile is staged for a peer; 0: it never is) and EXTRA_SHARED (bytes
+// of shared memory that the kernel has for itself).
+
+#pragma once
+
+#include "hopper.cuh"
+#include "numbers.cuh"
+
+namespace weft {
+
+using Number = DTYPE;
+
+constexpr int BK = 64;  // 128 bytes: the width of a swizzled row
+constexpr int THREADS = 384;
+constexpr int GROUP = 128;  // threads of a warpgroup
+constexpr int WARPGROUPS_M = BM / 64;
+constexpr int WN = BN / (2 / WARPGROUPS_M);  // columns of a warpgroup
+constexpr int SUMS = WN / 2;  // registers of a thread
+constexpr int A_BYTES = BM * BK * 2;
+constexpr int B_BOXES = (BN + 63) / 64;  // if N is contiguous, of 64 columns each
+constexpr int B_BYTES = (B_ROWS ? B_BOXES * 64 : BN) * BK * 2;
+constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int CLUSTER = 2;  // blocks
+constexpr int PART_BYTES = 64 * WN * 2;  // a warpgroup's part of a finished tile
+constexpr int STAGED_BYTES = ROUNDS == 0 ? 0 : PART_BYTES / ROUNDS;
+constexpr int SERVE_REGISTERS = 56;
+constexpr int MULTIPLY_REGISTERS = 224;
+
+static_assert(BM == 64 || BM == 128);
+static_assert(!B_WHOLE || BN % 64 == 0, "a box begins at a whole group of 64 columns");
+static_assert(WN % 32 == 0 && (!B_ROWS || WARPGROUPS_M == 2 || WN % 64 == 0));
+
+struct Shared {
+    u8* stages;
+    u8* out;  // [2][STAGED_BYTES]
+    u8* extra;
+    u64* full;  // [STAGES]
+    u64* empty;  // [STAGES]
+    u64* staged;  // [2]: a warpgroup's part of a tile, or a round of it, lies in `out`
+    u64* sent;  // [2]: and has been read from there
+    u64* own;  // [8]: the kernel's
+    int block;  // of the two in the cluster
+};
+
+__device__ __forceinline__ Shared shared_memory(u8* base) {
+    Shared s;
+    s.stages = base + (1024 - (shared_address(base) & 1023)) % 1024;
+    s.out = s.stages + STAGES * STAGE_BYTES;
+    s.extra = s.out + 2 * STAGED_BYTES;
+    s.full = reinterpret_cast<u64*>(s.extra + EXTRA_SHARED);
+    s.empty = s.full + STAGES;
+    s.staged = s.empty + STAGES;
+    s.sent = s.staged + 2;
+    s.own = s.sent + 2;
+    s.block = rank_in_cluster();
+    return s;
+}
+
+// By all threads; `own` barriers are for one arrival each.
+__device__ __forceinline__ void begin(const Shared& s) {
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            init_barrier(s.full + i, 1);
+            init_barrier(s.empty + i, 16);  // the multiplying warps of both blocks
+        }
+        for (int i = 0; i < 2; ++i) {
+            init_barrier(s.staged + i, 4);
+            init_barrier(s.sent + i, 1);
+        }
+        for (int i = 0; i < 8; ++i) init_barrier(s.own + i, 1);
+        publish_barriers();
+    }
+    sync_cluster();
+}
+
+// Where a role is in a ring of `N` buffers.
+template <int N>
+struct Turn {
+    int at = 0;
+    u32 parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++at == N) {
+            at = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// Where a tile's rows of A lie: box coordinates (k is added), for the map that the caller names.
+struct Rows {
+    int row, part, batch;
+};
+
+// Load stage `turn` of a tile: by all lanes of a warp, together. B with N contiguous lies in shared memory as two halves of
+// k, each [columns / 64][32][64]; B_WHOLE says that N is a multiple of 64, and one box has all of a half.
+__device__ __forceinline__ void load_stage(
+    const Shared& s, Turn<STAGES>& turn, const TensorMap& a, const Rows& rows, const TensorMap& b, int column, int k) {
+    wait(s.empty + turn.at, turn.parity ^ 1);
+    u8* stage = s.stages + turn.at * STAGE_BYTES;
+    u64* full = s.full + turn.at;
+    turn.next();
+    if (!elected()) return;
+    arrive_expecting(full, STAGE_BYTES);
+    load_box(a, stage, full, k, rows.row, rows.part, rows.batch);
+    // Half of k, or half of the columns. The other block may be ahead or behind: the stage is empty in both.
+    const int half = s.block;
+    if constexpr (B_ROWS && B_WHOLE) {
+        load_box_for_both(b, stage + A_BYTES + half * (B_BYTES / 2), full, 0, k + 32 * half, column / 64);
+    } else if constexpr (B_ROWS) {
+#pragma unroll
+        for (int i = 0; i < B_BOXES; ++i) {
+            u8* to = stage + A_BYTES + half * (B_BYTES / 2) + i * 4096;
+            load_box_for_both(b, to, full, column + 64 * i, k + 32 * half);
+        }
+    } else {
+        u8* to = stage + A_BYTES + half * (BN / 2 * 128);
+        load_box_for_both(b, to, full, k, column + half * (BN / 2));
+    }
+}
+
+// A stage is read, says a warp: to the loaders of both blocks.
+__device__ __forceinline__ void release(u64* empty) {
+    arrive_at(empty, 0);
+    arrive_at(empty, 1);
+}
+
+// The product of a tile, by a multiplying warpgroup, its stages as they come. It waits for its products of a stage before
+// it takes the next: the other warpgroup's keep the tensor cores busy meanwhile, and the stage is released a stage's time
+// earlier, on which the loads depend: one takes as long as two stages' products.
+__device__ __forceinline__ void multiply(
+    const Shared& s, Turn<STAGES>& turn, int warpgroup, int depth, float (&sums)[SUMS]) {
+    const int m = warpgroup % WARPGROUPS_M, n = warpgroup / WARPGROUPS_M;
+    const bool first_lane = threadIdx.x % 32 == 0;
+    constexpr u32 LEADING = B_ROWS ? 4096 : 0;
+    constexpr int B_COLUMNS = B_ROWS ? WN * 64 : WN * 128;  // bytes of a warpgroup's columns, in a half of k or in all
+    for (int i = 0; i < depth; ++i) {
+        u8* stage = s.stages + turn.at * STAGE_BYTES;
+        const u64 a = operand(stage + m * 64 * 128, 0, 1024);
+        const u64 b = operand(stage + A_BYTES + n * B_COLUMNS, LEADING, 1024);
+        wait(s.full + turn.at, turn.parity);
+        products_begin();
+#pragma unroll
+        for (int k = 0; k < BK / 16; ++k) {
+            const int b_at = B_ROWS ? k / 2 * (B_BYTES / 2) + k % 2 * 2048 : k * 32;
+            Product<WN>::template run<B_ROWS>(sums, a + k * 2, b + (b_at >> 4), i + k);
+        }
+        products_commit();
+        products_wait<0>();
+        if (first_lane) release(s.empty + turn.at);
+        turn.next();
+    }
+}
+
+// Four lanes side by side hold words of four vectors, lane i word i of each: afterwards lane i holds vector i.
+__device__ __forceinline__ uint4 transposed(u32 a, u32 b, u32 c, u32 d) {
+    const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+    const u32 ab = __shfl_xor_sync(~0u, odd ? a : b, 1);
+    const u32 cd = __shfl_xor_sync(~0u, odd ? c : d, 1);
+    (odd ? a : b) = ab;
+    (odd ? c : d) = cd;
+    const u32 first = __shfl_xor_sync(~0u, high ? a : c, 2);
+    const u32 second = __shfl_xor_sync(~0u, high ? b : d, 2);
+    return high ? make_uint4(first, second, c, d) : make_uint4(a, b, first, second);
+}
+
+// Write a warpgroup's part of a tile to `out`, where the tile begins in a matrix with rows of `stride` elements, as far as
+// it has `rows` and `columns`. `finish(i, values)` is given vector i of 8 values before they are rounded: sums[8 i] and on.
+template <typename Finish>
+__device__ __forceinline__ void store_rows(
+    u16* out, u64 stride, int rows, int columns, int warpgroup, const float (&sums)[SUMS], const Finish& finish) {
+    const int thread = threadIdx.x % GROUP, lane = thread % 32;
+    const int row = warpgroup % WARPGROUPS_M * 64 + thread / 32 * 16 + lane / 4;
+    const int column = warpgroup / WARPGROUPS_M * WN + lane % 4 * 8;
+#pragma unroll
+    for (int i = 0; i < WN / 32; ++i) {
+        float v[16];
+#pragma unroll
+        for (int e = 0; e < 16; ++e) v[e] = sums[16 * i + e];
+        finish(2 * i, v);
+        finish(2 * i + 1, v + 8);
+        const uint4 upper = transposed(Number::pack(v), Number::pack(v + 4), Number::pack(v + 8), Number::pack(v + 12));
+        const uint4 lower =
+            transposed(Number::pack(v + 2), Number::pack(v + 6), Number::pack(v + 10), Number::pack(v + 14));
+        u16* to = out + row * stride + column + 32 * i;
+        if (column + 32 * i < columns) {
+            if (row < rows) *reinterpret_cast<uint4*>(to) = upper;
+            if (row + 8 < rows) *reinterpret_cast<uint4*>(to + 8 * stride) = lower;
+        }
+    }
+}
+
+// Stage a warpgroup's part of a tile in the order in which threads hold it: vectors of 16 bytes, [WN / 16][128]. Each
+// round waits until the last one has been read from there.
+__device__ __forceinline__ void stage_registers(
+    const Shared& s, int warpgroup, Turn<1>& turn, const float (&sums)[SUMS]) {
+    constexpr int VECTORS = WN / 16 / (ROUNDS == 0 ? 1 : ROUNDS);  // of a thread, in a round
+    uint4* out = reinterpret_cast<uint4*>(s.out + warpgroup * STAGED_BYTES) + threadIdx.x % GROUP;
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) {
+        wait(s.sent + warpgroup, turn.parity ^ 1);
+        turn.next();
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const float* v = sums + 8 * (round * VECTORS + i);
+            out[i * GROUP] = make_uint4(Number::pack(v), Number::pack(v + 2), Number::pack(v + 4), Number::pack(v + 6));
+        }
+        fence_staged();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(s.staged + warpgroup);
+    }
+}
+
+// Clusters walk through steps, each a pair of rows by a column of tiles.
+__device__ __forceinline__ int first_step() { return blockIdx.x / CLUSTER; }
+__device__ __forceinline__ int stride() { return gridDim.x / CLUSTER; }
+
+// Row and column of a step. Bands of `band` rows of steps are walked column by column: what a wave reads stays in L2.
+__device__ __forceinline__ void grouped(int tile, int rows, int columns, int band, int& row, int& column) {
+    const int first = tile / (band * columns) * band;
+    const int height = min(rows - first, band);
+    const int inside = tile % (band * columns);
+    row = first + inside % height;
+    column = inside / height;
+}
+
+// By all threads, at the end: other blocks may still read from here and write to here.
+__device__ __forceinline__ void end() { sync_cluster(); }
+
+// Where the words of a half are (symm_mem/workspace.py), and how far ranks lie apart.
+struct Half {
+    int epoch, left;  // indices of EPOCH[half] and LEFT[half]
+    int done, flags, flags_per_rank;  // of the first done word and the first flag
+    int world_size;
+    u64 span;  // bytes from this rank's copy of an address to the next rank's
+};
+
+template <typename T>
+__device__ __forceinline__ T* on_rank(T* mine, const Watch& watch, const Half& half, int rank) {
+    const u64 there = static_cast<u64>(static_cast<long long>(rank - watch.rank)) * half.span;
+    return reinterpret_cast<T*>(reinterpret_cast<u64>(mine) + there);
+}
+
+// Behind `end`, by all threads of every block, when nothing of the half is read any more: the last one ends the use.
+__device__ __forceinline__ void leave(const Watch& watch, const Half& half, u32 use) {
+    if (threadIdx.x != 0) return;
+    __threadfence();
+    if (atomicAdd(watch.words + half.left, 1) != gridDim.x - 1) return;
+    __threadfence();
+    watch.words[half.left] = 0;
+    watch.words[half.epoch] = use;
+    for (int rank = 0; rank < half.world_size; ++rank) {
+        post_flag(on_rank(watch.words, watch, half, rank) + half.done + watch.rank, use);
+    }
+}
+
+}  // namespace weft

@@ -1,0 +1,104 @@
+"""The host's side of gemm.cuh: what it can take, what it is compiled with, and the structures its kernels are given."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from ...symm_mem.workspace import Layout, Workspace
+from .gemm_tiles import BLOCK_K, Tile
+from .launch import is_transposed
+from .launch import why_not as why_not_described
+from .program import Function, Watch
+from .tensor_map import Boxes
+
+THREADS = 384
+_CLUSTER = 2  # blocks
+
+DTYPES = {torch.bfloat16: ("bfloat16", '"bf16"'), torch.float16: ("float16", '"f16"')}
+
+
+def is_whole(bs: Sequence[torch.Tensor], tile: Tile) -> bool:
+    """Whether one box, of whole groups of 64 columns, has all the columns of a tile of any of these B."""
+    return tile.block_n % 64 == 0 and all(b.shape[1] % 64 == 0 for b in bs)
+
+
+def defines(tile: Tile, bs: Sequence[torch.Tensor]) -> dict[str, str | int]:
+    """What gemm.cuh is compiled with for these B [K, N_i] and their like, all of one order."""
+    b = bs[0]
+    name, product = DTYPES[b.dtype]
+    return {
+        "DTYPE": name,
+        "PRODUCT_TYPE": product,
+        "BM": tile.block_m,
+        "BN": tile.block_n,
+        "STAGES": tile.stages,
+        "B_ROWS": 0 if is_transposed(b) else 1,
+        "B_WHOLE": int(is_whole(bs, tile)),
+    }
+
+
+def why_not(a: torch.Tensor, b: torch.Tensor) -> str | None:
+    """Why ``a @ b`` cannot be fed to these kernels; None if it can.
+
+    Args:
+        a: [..., K], at most 4-D, the last dimension contiguous.
+        b: [K, N], rows or columns contiguous.
+    """
+    if a.dtype not in DTYPES:
+        return f"dtype: is {a.dtype}, must be one of {', '.join(map(str, DTYPES))}"
+    return why_not_described(a, b)
+
+
+def boxes_of_b(b: torch.Tensor, tile: Tile, whole: bool) -> Boxes:
+    """Of B [K, N]: what one block of a cluster loads. ``whole`` as ``is_whole`` has it for all B of a launch."""
+    if is_transposed(b):
+        return Boxes(b.dtype, tuple(b.t().shape), b.t().stride(), (tile.block_n // 2, BLOCK_K))
+    (k, n), half = b.shape, BLOCK_K // 2
+    if not whole:
+        return Boxes(b.dtype, (k, n), b.stride(), (half, 64))
+    return Boxes(b.dtype, (n // 64, k, 64), (64, b.stride(0), 1), (-(-tile.block_n // 64), half, 64))
+
+
+def boxes_of_rows(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], tile: Tile) -> Boxes:
+    """Of A, as [batch, part, m, K]."""
+    return Boxes(dtype, shape, strides, (1, 1, tile.block_m, BLOCK_K))
+
+
+class Half(ctypes.Structure):
+    """Where the words of a half are; the twin of ``weft::Half`` in gemm.cuh."""
+
+    _fields_ = (
+        ("epoch", ctypes.c_int32),
+        ("left", ctypes.c_int32),
+        ("done", ctypes.c_int32),
+        ("flags", ctypes.c_int32),
+        ("flags_per_rank", ctypes.c_int32),
+        ("world_size", ctypes.c_int32),
+        ("span", ctypes.c_uint64),
+    )
+
+    @staticmethod
+    def of(workspace: Workspace[Layout], half: int) -> Half:
+        layout = workspace.layout
+        return Half(
+            Layout.EPOCH + half,
+            Layout.LEFT + half,
+            layout.done(half),
+            layout.flags(half),
+            layout.flags_per_rank,
+            workspace.world_size,
+            workspace.span,
+        )
+
+
+def watch(workspace: Workspace[Layout]) -> Watch:
+    """What a kernel's waits are told; the launcher sets the timeout."""
+    return Watch(workspace.address, workspace.record, 0, workspace.rank)
+
+
+def resident_blocks(function: Function, num_sms: int, shared: int) -> int:
+    """Blocks of a launch: whole clusters, all of which the device runs at once, on ``num_sms`` multiprocessors."""
+    return min(num_sms // _CLUSTER, function.most_clusters(_CLUSTER, THREADS, shared)) * _CLUSTER

@@ -1,0 +1,87 @@
+"""Which tiles gemm.cuh can be compiled for, and which one a product gets: a table, and pure functions over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+BLOCK_K = 64
+MOST_SHARED = 227 * 1024  # bytes a block may have
+_BARRIERS = 256  # bytes, rounded up
+_ALIGNMENT = 1024
+_TILE_US = 1.0  # from the last stage of a tile to the first of the next
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of the product: ``block_m`` x ``block_n``, and how many stages of depth 64 lie in shared memory.
+    ``stage_us``: microseconds a stage takes when all multiprocessors work, as measured on an H200.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    stage_us: float
+
+    @property
+    def warpgroup_n(self) -> int:
+        """Columns of one of the two multiplying warpgroups."""
+        return self.block_n * self.block_m // 128
+
+    @property
+    def part_bytes(self) -> int:
+        """A warpgroup's part of a finished tile."""
+        return 64 * self.warpgroup_n * 2
+
+    def shared(self, staged: int) -> int:
+        """Bytes of shared memory with ``staged`` for what the kernel sends."""
+        columns = -(-self.block_n // 64) * 64
+        stage = (self.block_m + columns) * BLOCK_K * 2
+        return self.stages * stage + staged + _BARRIERS + _ALIGNMENT
+
+
+TILES = (
+    Tile(128, 256, 4, 0.74),
+    Tile(128, 192, 4, 0.59),
+    Tile(128, 128, 6, 0.41),
+    Tile(64, 256, 4, 0.50),
+    Tile(64, 128, 6, 0.33),
+    Tile(128, 96, 5, 0.40),
+)
+
+
+def estimate_us(tile: Tile, rows: int, ns: Sequence[int], k: int, num_sms: int) -> float:
+    """Microseconds that a product takes by itself.
+
+    Args:
+        rows: of tiles, in all.
+        ns: columns of each B; no tile lies in two of them.
+    """
+    steps = -(-rows // 2) * sum(-(-n // tile.block_n) for n in ns)  # of clusters of two blocks
+    waves = -(-steps // max(1, num_sms // 2))
+    return waves * (-(-k // BLOCK_K) * tile.stage_us + _TILE_US)
+
+
+def pick(
+    rows: Callable[[Tile], int], ns: Sequence[int], k: int, num_sms: int, tiles: Sequence[Tile] = TILES
+) -> tuple[Tile, float]:
+    """The tile with which a product is done first, and the microseconds it takes then.
+
+    Args:
+        rows: of tiles, in all, for a tile.
+    """
+    times = [(estimate_us(tile, rows(tile), ns, k, num_sms), i) for i, tile in enumerate(tiles)]
+    time, best = min(times)
+    return tiles[best], time
+
+
+def unfused_us(m: int, n: int, k: int, moved: int) -> float:
+    """Microseconds of cuBLAS's product [m, K] @ [K, N] in 16 bits and NCCL's collective behind or in front of it.
+
+    A plain model of what was measured on H200s; it decides only whether fusing pays.
+
+    Args:
+        moved: bytes that a rank receives.
+    """
+    product = max(2 * m * n * k / 720e6, 2 * k * n / 3.5e6) + 4
+    return product + 22 + moved / 330e3

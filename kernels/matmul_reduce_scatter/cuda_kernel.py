@@ -1,0 +1,112 @@
+"""Launches kernel.cu, which says what it does."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ...symm_mem.workspace import Layout, Workspace
+from ..device import gemm
+from ..device.gemm import THREADS, Half, boxes_of_b, boxes_of_rows, is_whole, resident_blocks, watch
+from ..device.gemm_tiles import MOST_SHARED
+from ..device.program import Program, Watch
+from ..device.tensor_map import Maps, TensorMap
+from .configs import BulkConfig, bulk_needs
+
+
+class _Params(ctypes.Structure):
+    """The twin of ``Params`` in kernel.cu."""
+
+    _fields_ = (
+        ("a", TensorMap),
+        ("b", TensorMap),
+        ("watch", Watch),
+        ("half", Half),
+        ("inbox", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("batches", ctypes.c_int32),
+        ("m", ctypes.c_int32),
+        ("n", ctypes.c_int32),
+        ("k", ctypes.c_int32),
+        ("band", ctypes.c_int32),
+        ("average", ctypes.c_int32),
+        ("_size_is_a_multiple_of_64", ctypes.c_int32 * 6),
+    )
+
+
+@cache
+def program(defines: tuple[tuple[str, str | int], ...]) -> Program:
+    return Program(Path(__file__).parent / "kernel.cu", defines=dict(defines))
+
+
+def defines(b: torch.Tensor, config: BulkConfig, world_size: int) -> tuple[tuple[str, str | int], ...]:
+    """What kernel.cu is compiled with for B [K, N] and its like."""
+    return (
+        *gemm.defines(config.tile, [b]).items(),
+        ("EXTRA_SHARED", 0),
+        ("ROUNDS", config.rounds),
+        ("WORLD_SIZE", world_size),
+    )
+
+
+class MatmulReduceScatterBulk:
+    """This op on one problem and one workspace: prepared once, launched often.
+
+    Args:
+        workspace: with room for ``configs.bulk_needs``, the same call site on every rank.
+        a, b: examples of the operands: A [L, W, m, K] and B [K, N]. Every launch gets tensors of these sizes,
+            strides and dtype.
+        config: of ``configs.choose_bulk``, the same on every rank.
+        average: the mean of the ranks instead of the sum.
+        num_sms: blocks to launch at most. As many must find an SM each.
+
+    Raises:
+        ValueError: the workspace is too small.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace[Layout],
+        a: torch.Tensor,
+        b: torch.Tensor,
+        config: BulkConfig,
+        *,
+        average: bool,
+        num_sms: int,
+    ) -> None:
+        (batches, size, m, k), n, dtype, tile = a.shape, b.shape[1], a.dtype, config.tile
+        nbytes, flags = bulk_needs(m, n, config, size, batches)
+        layout = workspace.layout
+        if layout.flags_per_rank < flags or layout.half_bytes < nbytes:
+            raise ValueError(f"workspace: {layout} is too small for results of {batches} x {m} x {n} {dtype}")
+        shared = tile.shared(config.staged_bytes)
+        if shared > MOST_SHARED:
+            raise ValueError(
+                f"config: {config} takes {shared} bytes of shared memory, {MOST_SHARED} can be had"
+            )
+        self.workspace = workspace
+        self._a = Maps(boxes_of_rows(dtype, tuple(a.shape), a.stride(), tile))
+        self._b = Maps(boxes_of_b(b, tile, is_whole([b], tile)))
+        self._params = []
+        for half in (0, 1):
+            p = _Params()
+            p.watch, p.half = watch(workspace), Half.of(workspace, half)
+            p.inbox = workspace.address + layout.half(half)
+            p.batches, p.m, p.n, p.k, p.band, p.average = batches, m, n, k, config.band, average
+            self._params.append(p)
+        function = program(defines(b, config, size)).function("matmul_reduce_scatter", shared=shared)
+        blocks = resident_blocks(function, num_sms, shared)
+        self._launches = [function.bound(blocks, THREADS, p, shared) for p in self._params]
+
+    def launch(
+        self, half: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, timeout_ns: int
+    ) -> None:
+        """Compute ``out`` [L, m, N], contiguous, on the current stream: a whole use of the half."""
+        with self.workspace.lock:
+            p = self._params[half]
+            p.a, p.b, p.out = self._a[a.data_ptr()], self._b[b.data_ptr()], out.data_ptr()
+            p.watch.timeout_ns = timeout_ns
+            self._launches[half](torch._C._cuda_getCurrentRawStream(a.get_device()))

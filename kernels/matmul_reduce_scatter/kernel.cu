@@ -1,0 +1,207 @@
+// reduce_scatter(A @ B) in one kernel that sends each tile where it is summed.
+//
+// Computes out = sum over ranks src of A_src[:, rank] @ B_src: A [L, W, m, K] (L: the product of the dimensions before
+// the one that is scattered, W: the ranks), B [K, N], out [L, m, N]. Products are summed in float32 and rounded to A's
+// dtype once to be sent; the W partial results are summed in float32 in the order of the ranks and rounded once.
+//
+// Who writes: a tile for rank dst leaves in two parts, one of each multiplying warpgroup, by a bulk store of warp 2 or 3
+// straight into dst's half, viewed [W - 1][tiles][2][PART_BYTES] (the sender's slot: its rank, less one behind dst).
+// A part lies there as its threads hold it: the same thread of the same warpgroup adds it up. When it lies there, the
+// lane sets flags(half)[src][2 tile + part] = e on dst. Before the first store to dst, done(half)[dst] >= e - 1 was seen.
+// Who waits: a multiplying warpgroup with its part of an own tile in registers, for the same part from every peer.
+// Use e = EPOCH[half] + 1 is read when the kernel starts; its last block ends the use (weft::leave).
+//
+// Order: tiles for rank + 1, rank + 2, ..., the own ones last. What a block waits for, a peer's block computes before it
+// waits for any data itself. So the kernels of all ranks come to their end if all their blocks are resident together:
+// launch no more blocks than there are SMs to be had.
+
+#include "gemm.cuh"
+
+using weft::u32;
+using weft::u64;
+using weft::u8;
+
+namespace {
+
+constexpr int VECTORS = weft::PART_BYTES / 16;  // of a part
+
+struct Params {
+    weft::TensorMap a;  // [L, W, m, K], boxes of a stage
+    weft::TensorMap b;
+    weft::Watch watch;
+    weft::Half half;
+    u8* inbox;  // the own half
+    weft::u16* out;  // [L, m, N]
+    int batches, m, n, k;
+    int band;  // pairs of rows of tiles walked together
+    int average;
+};
+
+struct Tile {
+    int dst, index;  // of the tiles for one rank
+    int batch, row, column;
+    bool inside;
+};
+
+// Rows of tiles stand in a list: those for rank + 1, for rank + 2, ..., the own ones. A step has a pair of neighbours of
+// the list. A peer's tile (row, column) for this rank comes no later in its order than the own one here: what an own tile
+// waits for is never behind another wait.
+struct Order {
+    int rows, columns;  // of tiles, for one rank; rows of one batch
+    int each;  // tiles for one rank
+    int all, pairs;  // rows of the list
+
+    __device__ explicit Order(const Params& p) {
+        rows = (p.m + BM - 1) / BM;
+        columns = (p.n + BN - 1) / BN;
+        each = p.batches * rows * columns;
+        all = p.batches * rows * WORLD_SIZE;
+        pairs = (all + 1) / 2;
+    }
+
+    __device__ int steps() const { return pairs * columns; }
+
+    __device__ Tile tile(const Params& p, int step, int block) const {
+        Tile t;
+        int pair;
+        weft::grouped(step, pairs, columns, p.band, pair, t.column);
+        const int place = 2 * pair + block, of_rank = p.batches * rows;
+        t.inside = place < all;  // a block without a tile loads for the other all the same, and rows past the end of A
+        t.dst = t.inside ? (p.watch.rank + 1 + place / of_rank) % WORLD_SIZE : p.watch.rank;
+        t.index = place % of_rank * columns + t.column;
+        t.batch = place % of_rank / rows;
+        t.row = t.inside ? place % rows : rows;
+        return t;
+    }
+};
+
+// Warp 0: what the multiplying warpgroups work on.
+__device__ __forceinline__ void load(const Params& p, const weft::Shared& s, const Order& order) {
+    const int depth = (p.k + weft::BK - 1) / weft::BK;
+    weft::Turn<STAGES> turn;
+    for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
+        const Tile t = order.tile(p, step, s.block);
+        const weft::Rows rows{t.row * BM, t.dst, t.batch};
+        for (int i = 0; i < depth; ++i) weft::load_stage(s, turn, p.a, rows, p.b, t.column * BN, i * weft::BK);
+    }
+}
+
+// Warps 2 and 3: a warpgroup's parts to the peers' halves.
+__device__ __forceinline__ void send(
+    const Params& p, const weft::Shared& s, const Order& order, int warpgroup, u32 use) {
+    if (threadIdx.x % 32 != 0) return;
+    const int rank = p.watch.rank;
+    weft::Turn<1> turn;
+    int free = rank;  // the peer whose half was found free last
+    bool broken = false;
+    for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
+        const Tile t = order.tile(p, step, s.block);
+        if (t.dst == rank || !t.inside) continue;
+        if (t.dst != free && !broken) {
+            // Where it fails, the peer may still read what would be overwritten; it will miss the flags.
+            broken = !weft::wait_flag(p.watch, t.dst, p.half.done + t.dst, use - 1, weft::WAIT_FREE);
+            weft::fence_proxy_async();
+            free = t.dst;
+        }
+        const u64 slot = static_cast<u64>(rank < t.dst ? rank : rank - 1) * order.each;
+        u8* to = weft::on_rank(p.inbox, p.watch, p.half, t.dst) + ((slot + t.index) * 2 + warpgroup) * weft::PART_BYTES;
+        for (int round = 0; round < ROUNDS; ++round) {
+            weft::wait(s.staged + warpgroup, turn.parity);
+            turn.next();
+            if (!broken) {
+                const u8* from = s.out + warpgroup * weft::STAGED_BYTES;
+                weft::store_bulk(to + round * weft::STAGED_BYTES, from, weft::STAGED_BYTES);
+                weft::commit_stores();
+                weft::wait_stores_read<0>();
+            }
+            weft::arrive(s.sent + warpgroup);
+        }
+        if (!broken) {
+            weft::wait_stores<0>();
+            weft::fence_proxy_async();
+            const int flag = p.half.flags + rank * p.half.flags_per_rank + 2 * t.index + warpgroup;
+            weft::post_flag(weft::on_rank(p.watch.words, p.watch, p.half, t.dst) + flag, use);
+        }
+    }
+}
+
+// Wait for a warpgroup's part of an own tile from every peer: by each of its warps.
+__device__ __forceinline__ void wait_parts(const Params& p, const Tile& t, int warpgroup, u32 use) {
+    const int lane = threadIdx.x % 32;
+    if (lane < WORLD_SIZE && lane != p.watch.rank) {
+        const int flag = p.half.flags + lane * p.half.flags_per_rank + 2 * t.index + warpgroup;
+        weft::wait_flag(p.watch, lane, flag, use, weft::WAIT_DATA);
+    }
+    __syncwarp();
+}
+
+// own = the sum of all ranks' parts in their order, of which `own` is one, and `part` (this thread's vector of it in slot
+// 0) and what lies `slot` vectors apart are the others.
+__device__ __forceinline__ void add_parts(const uint4* part, u64 slot, int rank, float scale, float* own) {
+    uint4 parts[WORLD_SIZE - 1];
+#pragma unroll
+    for (int i = 0; i < WORLD_SIZE - 1; ++i) parts[i] = weft::load_payload(part + i * slot);
+    float total[8] = {};
+#pragma unroll
+    for (int i = 0; i < WORLD_SIZE; ++i) {
+        if (i == rank) {  // in front of slot `rank`
+#pragma unroll
+            for (int e = 0; e < 8; ++e) total[e] += own[e];
+        }
+        if (i == WORLD_SIZE - 1) break;
+        const u32 words[4] = {parts[i].x, parts[i].y, parts[i].z, parts[i].w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            float pair[2];
+            weft::Number::unpack(words[w], pair);
+            total[2 * w] += pair[0];
+            total[2 * w + 1] += pair[1];
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < 8; ++e) own[e] = total[e] * scale;
+}
+
+}  // namespace
+
+extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds__(weft::THREADS, 1)
+    matmul_reduce_scatter(const __grid_constant__ Params p) {
+    extern __shared__ u8 base[];
+    const weft::Shared s = weft::shared_memory(base);
+    weft::begin(s);
+    const u32 use = p.watch.words[p.half.epoch] + 1;
+    const Order order(p);
+    const int warpgroup = threadIdx.x / weft::GROUP;
+    if (warpgroup == 2) {
+        weft::give_registers<weft::SERVE_REGISTERS>();
+        const int warp = threadIdx.x / 32 % 4;
+        if (warp == 0) load(p, s, order);
+        if (warp >= 2) send(p, s, order, warp - 2, use);
+    } else {
+        weft::take_registers<weft::MULTIPLY_REGISTERS>();
+        const int depth = (p.k + weft::BK - 1) / weft::BK;
+        weft::Turn<STAGES> turn;
+        weft::Turn<1> staging;
+        const float scale = p.average ? 1.0f / WORLD_SIZE : 1.0f;
+        for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
+            const Tile t = order.tile(p, step, s.block);
+            float sums[weft::SUMS];
+            weft::multiply(s, turn, warpgroup, depth, sums);
+            if (!t.inside) continue;
+            if (t.dst != p.watch.rank) {
+                weft::stage_registers(s, warpgroup, staging, sums);
+                continue;
+            }
+            wait_parts(p, t, warpgroup, use);
+            const int row = t.row * BM, column = t.column * BN;
+            weft::u16* out = p.out + (static_cast<u64>(t.batch) * p.m + row) * p.n + column;
+            const uint4* part = reinterpret_cast<const uint4*>(p.inbox) + (2 * t.index + warpgroup) * u64{VECTORS}
+                + threadIdx.x % weft::GROUP;
+            weft::store_rows(out, p.n, p.m - row, p.n - column, warpgroup, sums, [&](int i, float* values) {
+                add_parts(part + i * weft::GROUP, 2 * order.each * u64{VECTORS}, p.watch.rank, scale, values);
+            });
+        }
+    }
+    weft::end();
+    weft::leave(p.watch, p.half, use);
+}

@@ -1,0 +1,115 @@
+"""The CUDA products: every tile at odd sizes, long mixed runs with late ranks, each result compared to the last bit.
+
+Operands are small whole numbers and sums stay below 256: every rounding on the way is exact, in any order.
+"""
+
+from __future__ import annotations
+
+import random
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from opcommon import poison, world
+from ranks import run_ranks
+from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, last_plan
+from weft.fused_ops.plan import forced
+from weft.kernels.device import gemm_tiles
+from weft.kernels.device.gemm_tiles import TILES, Tile
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [  # m, K, N of each B
+    (1, 8, [8]),
+    (100, 72, [40]),
+    (257, 1000, [520, 1032]),
+    (64, 520, [256, 64, 64]),
+    (300, 2048, [1544]),
+    (1024, 512, [768]),
+    (129, 64, [2048]),
+    (33, 1024, [128, 136, 8, 64, 72]),
+    (640, 192, [3072]),
+]
+
+
+def whole(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Mostly zeros, some ones and minus ones."""
+    return torch.randint(-9, 10, shape).div(9, rounding_mode="trunc").to(dtype)
+
+
+def gathered(x: torch.Tensor) -> torch.Tensor:
+    out = x.new_empty(world().size(), *x.shape)
+    dist.all_gather_into_tensor(out, x.contiguous())
+    return out
+
+
+def matrix(k: int, n: int, dtype: torch.dtype, transposed: bool) -> torch.Tensor:
+    return whole(n, k, dtype=dtype).t() if transposed else whole(k, n, dtype=dtype)
+
+
+def both_ops(m: int, k: int, ns: list[int], dtype: torch.dtype, transposed: bool, what: str) -> None:
+    rank, size = world().rank(), world().size()
+    shard, Bs = whole(m, k, dtype=dtype), [matrix(k, n, dtype, transposed) for n in ns]
+    A, outs = fused_all_gather_matmul(shard, Bs, 0, world())
+    assert last_plan().algorithm == "push", last_plan()
+    want = gathered(shard).flatten(0, 1)
+    assert A is not None and torch.equal(A, want), f"gathered A, {what}"
+    for out, B in zip(outs, Bs, strict=True):
+        assert torch.equal(out, (want.float() @ B.float()).to(dtype)), f"all-gather + matmul, {what}"
+    wide, B = whole(size * m, k, dtype=dtype), Bs[0]
+    got = fused_matmul_reduce_scatter(wide, B, "sum", 0, world())
+    assert last_plan().algorithm == "bulk", last_plan()
+    parts = [
+        a.chunk(size)[rank].float() @ b.float() for a, b in zip(gathered(wide), gathered(B), strict=True)
+    ]
+    assert torch.equal(got, sum(parts).to(dtype)), f"matmul + reduce-scatter, {what}"
+
+
+def one_tile(rank: int, world_size: int, index: int) -> None:
+    def only(*args: object, **kwargs: object) -> tuple[Tile, float]:
+        return TILES[index], 1.0
+
+    with mock.patch.object(gemm_tiles, "pick", only), forced("fused"):
+        for m, k, ns in SHAPES:
+            for dtype, transposed in ((torch.bfloat16, False), (torch.float16, True)):
+                poison(rank)
+                both_ops(m, k, ns, dtype, transposed, f"{TILES[index]} {m, k, ns} {dtype}")
+
+
+@pytest.mark.parametrize("index", range(len(TILES)))
+def test_every_tile(index: int) -> None:
+    run_ranks(one_tile, 2, index, device="cuda", fresh=True)
+
+
+def mixed(rank: int, world_size: int, calls: int) -> None:
+    order, mine = random.Random(2), random.Random(rank)
+    with forced("fused"):
+        for call in range(calls):
+            if mine.random() < 0.1:  # this rank comes late
+                torch.cuda._sleep(mine.randrange(2_000_000))
+            m, k, ns = order.choice(SHAPES)
+            dtype, transposed = order.choice((torch.bfloat16, torch.float16)), order.random() < 0.5
+            both_ops(m, k, ns, dtype, transposed, f"call {call}: {m, k, ns} {dtype}")
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_thousand_calls_of_random_shapes_with_late_ranks(world_size: int) -> None:
+    run_ranks(mixed, world_size, 500, device="cuda")
+
+
+def leading(rank: int, world_size: int) -> None:
+    """Dimensions in front of the scattered one, and an average."""
+    for lead, m, k, n in [(3, 65, 200, 136), (2, 128, 256, 512)]:
+        A, B = whole(lead, world_size * m, k, dtype=torch.bfloat16), whole(k, n, dtype=torch.bfloat16)
+        with forced("fused"):
+            got = fused_matmul_reduce_scatter(A, B, "avg", 1, world())
+        assert last_plan().algorithm == "bulk"
+        products = [a.float() @ b.float() for a, b in zip(gathered(A), gathered(B), strict=True)]
+        want = sum(p.chunk(world_size, 1)[rank] for p in products) / world_size
+        assert torch.equal(got, want.bfloat16())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_scattered_inner_dimension(world_size: int) -> None:
+    run_ranks(leading, world_size, device="cuda")

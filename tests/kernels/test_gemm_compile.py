@@ -1,0 +1,86 @@
+"""The products of gemm.cuh compiled for sm_90a: registers, spills, and what lies between tensor instructions."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cubins import ARGUMENTS, disassembled, usage
+from weft.kernels.all_gather_matmul import cuda_kernel as all_gather_matmul
+from weft.kernels.all_gather_matmul.configs import choose_push
+from weft.kernels.device.gemm_tiles import MOST_SHARED, TILES, Tile
+from weft.kernels.device.program import Program
+from weft.kernels.matmul_reduce_scatter import cuda_kernel as matmul_reduce_scatter
+from weft.kernels.matmul_reduce_scatter.configs import choose_bulk
+
+# B as it lies in memory: rows contiguous, of whole boxes or not, or columns.
+ORDERS = {
+    "rows": torch.empty(256, 256, dtype=torch.bfloat16),
+    "odd_rows": torch.empty(256, 264, dtype=torch.bfloat16),
+    "columns": torch.empty(256, 256, dtype=torch.float16).t(),
+}
+
+
+def gather(tile: Tile, order: str) -> Program:
+    config = replace(choose_push(1024, [1024], 1024, 4, 132), tile=tile)
+    return all_gather_matmul.program(all_gather_matmul.defines([ORDERS[order]], config))
+
+
+def scatter(tile: Tile, order: str, world_size: int) -> Program:
+    rounds = 1 if tile.shared(2 * tile.part_bytes) <= MOST_SHARED else 2
+    config = replace(choose_bulk(1024, 1024, 1024, world_size, 132), tile=tile, rounds=rounds)
+    return matmul_reduce_scatter.program(matmul_reduce_scatter.defines(ORDERS[order], config, world_size))
+
+
+LARGEST, *OTHERS = TILES
+PROGRAMS: dict[str, Program] = {
+    **{f"all_gather_matmul-{order}": gather(LARGEST, order) for order in ORDERS},
+    **{
+        f"all_gather_matmul-{tile.block_m}x{tile.block_n}": gather(tile, list(ORDERS)[i % 3])
+        for i, tile in enumerate(OTHERS)
+    },
+    **{
+        f"matmul_reduce_scatter-{order}-{size}": scatter(LARGEST, order, size)
+        for order, size in (("rows", 4), ("columns", 2), ("odd_rows", 8))
+    },
+    **{
+        f"matmul_reduce_scatter-{tile.block_m}x{tile.block_n}": scatter(tile, list(ORDERS)[-i % 3], 4)
+        for i, tile in enumerate(OTHERS)
+    },
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_registers_spills_and_the_size_of_the_argument(
+    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    op = name.split("-")[0]
+    params = all_gather_matmul._Params if op == "all_gather_matmul" else matmul_reduce_scatter._Params
+    ((kernel, numbers),) = usage(PROGRAMS[name], tmp_path)
+    assert kernel == op
+    record_property(f"{name}.registers", numbers["REG"])
+    print(f"{name}: {numbers['REG']} registers")
+    assert numbers["STACK"] == numbers["LOCAL"] == 0, f"{name} spills or indexes an array: {numbers}"
+    assert numbers["REG"] <= 65536 // 384, (
+        "a block of 384 threads; its warpgroups trade registers when it runs"
+    )
+    # Tensor maps in the argument begin at a multiple of 64.
+    assert numbers["CONSTANT[0]"] == -(-ARGUMENTS // 64) * 64 + ctypes.sizeof(params)
+
+
+@pytest.mark.parametrize("name", ["all_gather_matmul-rows", "matmul_reduce_scatter-rows-4"])
+def test_machine_code(name: str, tmp_path: Path) -> None:
+    code = disassembled(PROGRAMS[name], tmp_path)
+    # Copies to both blocks of a cluster say MULTICAST as well; to several GPUs would be MULTIMEM.
+    assert "MULTIMEM" not in code.upper()
+    assert len(re.findall(r"HGMMA\.64x256x16", code)) == 4, "a stage's products, in one loop"
+    loop = code[code.index("HGMMA") : code.rindex("HGMMA")]
+    assert not re.search(r"MEMBAR|CCTL|LDL|STL", loop), "no fence and no spilled sum between products"
+    # The loader issues one copy for A and one for B, without a loop over lanes around either.
+    loads = code[code.index("UTMALDG.4D") : code.index("UTMALDG.3D")]
+    assert "BRA" not in loads
