@@ -113,6 +113,18 @@ class Kernel:
         self.driver.gpu.enqueue(stream, "kernel", self.name, launch, copy)
 
 
+class Pushes:
+    """A stand-in for the kernels beside the copies: the current stream comes to what they would have written."""
+
+    def __init__(self, driver: Driver, expected: torch.Tensor) -> None:
+        self.driver, self.expected = driver, expected
+        self.numel, self.dtype = expected.numel(), expected.dtype
+
+    def launch(self, x: int, out: int, timeout_ns: int, stream: int) -> None:
+        size = self.numel * self.dtype.itemsize
+        self.driver.gpu.enqueue(stream, "copy", out, self.expected.data_ptr(), size)
+
+
 def finish(gpus: list[Gpu], choice: random.Random) -> None:
     """Run everything, in any order in which the streams allow it."""
     while any(stream for gpu in gpus for stream in gpu.streams.values()):
@@ -123,8 +135,8 @@ def finish(gpus: list[Gpu], choice: random.Random) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "dtype", "reduce_op", "chunks", "streams"),
-    [(2, "bfloat16", "sum", 1, 1), (3, "float32", "avg", 3, 2), (4, "bfloat16", "sum", 2, 3)],
+    ("world_size", "dtype", "reduce_op", "chunks", "streams", "copied"),
+    [(2, "bfloat16", "sum", 1, 1, 30), (3, "float32", "avg", 3, 2, 100), (4, "bfloat16", "sum", 2, 3, 100)],
 )
 def test_calls_in_any_order(
     tmp_path: Path,
@@ -134,6 +146,7 @@ def test_calls_in_any_order(
     reduce_op: str,
     chunks: int,
     streams: int,
+    copied: int,
 ) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
@@ -150,7 +163,7 @@ def test_calls_in_any_order(
     monkeypatch.setattr(copy_engine, "_GRAIN", 16)
     width = TORCH[dtype].itemsize
     monkeypatch.setattr(copy_engine, "PIECE", 4096 * width)  # larger inputs go piece after piece
-    config = Config("copy_engine", chunks=chunks, streams=streams)
+    config = Config("copy_engine", chunks=chunks, streams=streams, copied=copied)
     half_bytes, flags = copy_engine.needs(1 << 20, width, world_size, config)
     layout = Layout(world_size, flags, half_bytes)
     memory = torch.zeros(world_size, layout.bytes + 256, dtype=torch.uint8)
@@ -170,7 +183,10 @@ def test_calls_in_any_order(
             x = torch.cat([values, torch.zeros(8, dtype=values.dtype)])  # aligned; what lies behind it shows
             out = x if in_place else torch.full_like(x, 1.5)
             out[numel:] = 1.5
-            kernel = copy_engine.CopyEngineAllReduce(gpu, numel, x.dtype, reduce_op, config)
+            pushed = copy_engine.front(numel, config)
+            kernel: Any = copy_engine.CopyEngineAllReduce(gpu, numel - pushed, x.dtype, reduce_op, config)
+            if pushed:
+                kernel = copy_engine.SideBySide(Pushes(driver, expected[:pushed]), kernel)
             kernel.launch(x.data_ptr(), out.data_ptr(), PATIENT, CURRENT)
             outs.append((x, out))
         pending.append((outs, expected, numel, in_place))
