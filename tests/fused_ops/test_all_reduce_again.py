@@ -98,3 +98,14 @@ def test_a_broken_workspace_is_not_used(stage: SimpleNamespace) -> None:
     with pytest.raises(symm_mem.WeftError, match="expired"):
         all_reduce.again(stage.x, "sum", NAME)
     assert not stage.kernel.launched
+
+
+def test_nccl_is_taken_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = all_reduce._nccl_from.__wrapped__
+    monkeypatch.delenv("WEFT_NCCL_ALL_REDUCE_FROM", raising=False)
+    assert asked() == float("inf")
+    monkeypatch.setenv("WEFT_NCCL_ALL_REDUCE_FROM", "4096")
+    assert asked() == 4096
+    monkeypatch.setenv("WEFT_NCCL_ALL_REDUCE_FROM", "4 MiB")
+    with pytest.raises(ValueError, match="WEFT_NCCL_ALL_REDUCE_FROM: is '4 MiB', must be a number of bytes"):
+        asked()
