@@ -7,6 +7,9 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+SOAK_ARGS ?=
+SANITIZER_ARGS ?=
+FUZZ ?= 1000
 # torch's CUDA build brings the triton it was built with; its CPU build brings none.
 TRITON_FOR_CPU := triton==3.6.0
 
@@ -21,10 +24,10 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet --constraint con
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test bench lint format format-check typecheck clean
+.PHONY: help setup demo test bench model soak fuzz sanitize lint format format-check typecheck clean
 
 help:
-	@echo "make demo | test | bench | lint | format | format-check | typecheck | clean"
+	@echo "make demo | test | bench | model | soak | fuzz | sanitize | lint | format | format-check | typecheck | clean"
 
 setup: $(STAMP)
 
@@ -47,6 +50,22 @@ test: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) bench/run.py $(BENCH_ARGS)
+
+# Needs SPIN (apt install spin) and a C compiler: some minutes.
+model: $(STAMP)
+	$(PY) tests/model/check.py
+
+# 100,000 calls, on GPUs where there are enough: SOAK_ARGS="--ranks 4".
+soak: $(STAMP)
+	$(PY) tests/soak/soak.py $(SOAK_ARGS)
+
+# FUZZ cases of each test; `make test` takes 60.
+fuzz: $(STAMP)
+	WEFT_FUZZ=$(FUZZ) $(PY) -m pytest tests/fuzz --timeout 3600
+
+# Needs GPUs and compute-sanitizer, which comes with the CUDA toolkit.
+sanitize: $(STAMP)
+	$(PY) tests/sanitizer/sanitize.py $(SANITIZER_ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -104,6 +104,9 @@ def run(
         if config.form == "copy_engine":
             source = aligned(source)
         target = out if config.form != "copy_engine" or out.data_ptr() % 16 == 0 else torch.empty_like(source)
+        # The ranks compile together: what a wait counts is not what a peer still compiles.
+        key = (host.OP, config.form, x.dtype, reduce_op)
+        found.prepare(host.OP, key, lambda: prepare(found, source, reduce_op, config))
         prepared = prepare(found, source, reduce_op, config)
         prepared.workspace.raise_if_broken(host.OP)
         ran(prepared.plan)

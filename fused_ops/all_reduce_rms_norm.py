@@ -67,10 +67,16 @@ def _on_cuda(where: Heap, x: Tensor, residual: Tensor, weight: Tensor, eps: floa
         place.raise_if_broken(host.OP)
         key: Any = (host.OP, rows, hidden, x.dtype, eps)
         kernel = place.prepared.get(key)
-        if kernel is None:
-            kernel = AllReduceRmsNorm(place, rows, hidden, x.dtype, eps, config)
-            place.prepared[key] = kernel
         ran(Plan("push", workspace_bytes=place.layout.bytes))
+        if kernel is None:
+
+            def make() -> AllReduceRmsNorm:
+                return AllReduceRmsNorm(place, rows, hidden, x.dtype, eps, config)
+
+            where.prepare(
+                host.OP, key, make
+            )  # ranks compile together: no wait counts what a peer still compiles
+            kernel = place.prepared[key] = make()
         normed, sums = torch.empty_like(x), torch.empty_like(x)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
         kernel.launch(

@@ -6,6 +6,7 @@ Sizes may be symbolic: nothing here looks at data.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -15,6 +16,83 @@ from ..symm_mem import resolve_group
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REDUCE_OPS = ("sum", "avg")
 ALL_REDUCE_OPS = (*REDUCE_OPS, "max", "min")
+
+
+def _kind(value: Any) -> str:
+    return "a tensor" if isinstance(value, torch.Tensor) else f"of type {type(value).__name__}"
+
+
+def tensor(name: str, value: Any, ndim: int = 0) -> None:
+    """``value`` is a dense tensor of ``ndim`` or more dimensions. What is none would not reach an op's own checks."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: is {_kind(value)}, must be a tensor")
+    # Dynamo does not let a backward ask for the layout; what it traces is strided.
+    if not torch.compiler.is_compiling() and value.layout != torch.strided:
+        raise ValueError(f"{name}: has layout {value.layout}, must be strided")
+    if value.dim() < ndim:
+        raise ValueError(f"{name}: has {value.dim()} dimensions, must have {ndim} or more")
+
+
+def tensors(name: str, values: Any) -> list[torch.Tensor]:
+    """``values`` as a list of dense tensors."""
+    if isinstance(values, torch.Tensor) or not hasattr(values, "__iter__"):
+        raise TypeError(f"{name}: is of type {type(values).__name__}, must be a sequence of tensors")
+    found = list(values)
+    for i, value in enumerate(found):
+        tensor(f"{name}[{i}]", value)
+    return found
+
+
+def integer(name: str, value: Any) -> None:
+    if not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: is {_kind(value)}, must be an integer")
+
+
+def dimension(name: str, value: Any, tensor_name: str, ndim: int) -> None:
+    """``value`` is one of ``ndim`` dimensions, counted from either end."""
+    integer(name, value)
+    _dim(name, value, tensor_name, ndim)
+
+
+def sizes(**values: Any) -> None:
+    for name, value in values.items():
+        integer(name, value)
+        if not 1 <= value < 1 << 63:
+            raise ValueError(f"{name}: is {value}, must be at least 1 and below 2**63")
+
+
+def flags(**values: Any) -> None:
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: is {_kind(value)}, must be True or False")
+
+
+def place(device: Any, dtype: Any) -> None:
+    """Where parameters may lie, and their dtype; None is torch's default."""
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"dtype: is {dtype!r}, must be float32, bfloat16 or float16")
+    if device is not None and not isinstance(device, (torch.device, str)):
+        raise TypeError(f"device: is {device!r}, must be a torch.device or its name")
+    try:
+        torch.device(device or "cpu")
+    except RuntimeError as e:
+        raise ValueError(f"device: torch knows none that is called {device!r}") from e
+
+
+def reduction(reduce_op: Any, allowed: Sequence[str] = REDUCE_OPS) -> None:
+    if not isinstance(reduce_op, str):
+        raise TypeError(f"reduce_op: is {_kind(reduce_op)}, must be {_one_of(allowed)}")
+    if reduce_op not in allowed:
+        raise ValueError(f"reduce_op: is {reduce_op!r}, must be {_one_of(allowed)}")
+
+
+def number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: is {_kind(value)}, must be a number")
+
+
+def _one_of(names: Sequence[str]) -> str:
+    return " or ".join([", ".join(map(repr, names[:-1])), repr(names[-1])])
 
 
 def _dtype(name: str, tensor: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..symm_mem import Group, group_name
-from . import ops
+from . import checks, ops
 
 
 def fused_all_gather_matmul(
@@ -34,8 +34,12 @@ def fused_all_gather_matmul(
         RankMismatch: the ranks call with different sizes.
         PeerTimeout: a rank did not come.
     """
+    checks.tensor("A_shard", A_shard, 2)
+    matrices = checks.tensors("Bs", Bs)
+    checks.dimension("gather_dim", gather_dim, "A_shard", A_shard.dim())
+    checks.flags(return_A=return_A)
     return torch.ops.weft.fused_all_gather_matmul(
-        A_shard, list(Bs), gather_dim, group_name(group), return_A=return_A
+        A_shard, matrices, gather_dim, group_name(group), return_A=return_A
     )
 
 
@@ -63,6 +67,10 @@ def fused_matmul_reduce_scatter(
         RankMismatch: the ranks call with different sizes.
         PeerTimeout: a rank did not come.
     """
+    checks.tensor("A", A, 2)
+    checks.tensor("B", B)
+    checks.reduction(reduce_op)
+    checks.dimension("scatter_dim", scatter_dim, "A", A.dim())
     return torch.ops.weft.fused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name(group))
 
 
@@ -88,6 +96,8 @@ def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
         RankMismatch: the ranks call with different sizes.
         PeerTimeout: a rank did not come.
     """
+    checks.tensor("x", x)
+    checks.reduction(reduce_op, checks.ALL_REDUCE_OPS)
     name = group_name(group)
     if not torch.compiler.is_compiling() and (out := ops.all_reduce_again(x, reduce_op, name)) is not None:
         return out
@@ -96,6 +106,8 @@ def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
 
 def one_shot_all_reduce_(x: Tensor, reduce_op: str, group: Group) -> Tensor:
     """The same in place: ``x`` is overwritten and returned. It must not require a gradient."""
+    checks.tensor("x", x)
+    checks.reduction(reduce_op, checks.ALL_REDUCE_OPS)
     torch.ops.weft.one_shot_all_reduce_(x, reduce_op, group_name(group))
     return x
 
@@ -124,6 +136,9 @@ def fused_all_reduce_rms_norm(
         RankMismatch: the ranks call with different sizes.
         PeerTimeout: a rank did not come.
     """
+    for name, value in (("x", x), ("residual", residual), ("weight", weight)):
+        checks.tensor(name, value)
+    checks.number("eps", eps)
     return torch.ops.weft.fused_all_reduce_rms_norm(x, residual, weight, eps, group_name(group))
 
 
@@ -148,4 +163,7 @@ def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: Group) 
         RankMismatch: the ranks call with different sizes.
         PeerTimeout: a rank did not come.
     """
+    checks.tensor("A", A, 2)
+    checks.tensor("B", B)
+    checks.reduction(reduce_op)
     return torch.ops.weft.fused_matmul_all_reduce(A, B, reduce_op, group_name(group))

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from typing_extensions import Self
 
 from ..symm_mem import Group, group_name, resolve_group
+from . import checks
 from .functional import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
 
 
@@ -99,6 +100,10 @@ class _ParallelLinear(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
+        checks.sizes(in_features=in_features, out_features=out_features)
+        checks.flags(bias=bias, sequence_parallel=sequence_parallel)
+        checks.integer("sequence_dim", sequence_dim)
+        checks.place(device, dtype)
         # The name and not the ProcessGroup: the module can be copied and saved.
         self.group = group_name(group)
         self.rank, self.world_size = resolve_group(group).rank(), resolve_group(group).size()
@@ -143,6 +148,15 @@ class _ParallelLinear(nn.Module):
         layer._take(linear)
         return layer.train(linear.training)
 
+    def _check(self, x: Tensor, columns: int) -> None:
+        checks.tensor("x", x, 1)
+        if x.shape[-1] != columns:
+            raise ValueError(f"x: has {x.shape[-1]} columns, must have {columns}")
+        if x.device != self.weight.device:
+            raise ValueError(f"x: lies on {x.device}, must lie on {self.weight.device} like the weight")
+        if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"x: is {x.dtype}, must be {self.weight.dtype} like the weight")
+
     def _along_sequence(self, x: Tensor) -> int:
         if not (-x.dim() <= self.sequence_dim < x.dim() and self.sequence_dim % x.dim() < x.dim() - 1):
             raise ValueError(
@@ -179,7 +193,7 @@ class ColumnParallelLinear(_ParallelLinear):
         bias: [out_features / W], or None.
 
     Raises:
-        ValueError: ``out_features`` is not a multiple of W.
+        ValueError, TypeError: naming the argument; ``out_features`` is not a multiple of W.
     """
 
     shard_dim = 0
@@ -207,6 +221,7 @@ class ColumnParallelLinear(_ParallelLinear):
             device=device,
             dtype=dtype,
         )
+        checks.flags(gather_output=gather_output)
         self.gather_output = gather_output
 
     def forward(self, x: Tensor) -> Tensor:
@@ -221,6 +236,7 @@ class ColumnParallelLinear(_ParallelLinear):
         Raises:
             ValueError, TypeError: x does not fit.
         """
+        self._check(x, self.in_features)
         if self.sequence_parallel:
             _, (y,) = fused_all_gather_matmul(
                 x, [self.weight.t()], self._along_sequence(x), self.group, return_A=False
@@ -252,7 +268,7 @@ class RowParallelLinear(_ParallelLinear):
         bias: [out_features], or None.
 
     Raises:
-        ValueError: ``in_features`` is not a multiple of W.
+        ValueError, TypeError: naming the argument; ``in_features`` is not a multiple of W.
     """
 
     shard_dim = 1
@@ -280,6 +296,7 @@ class RowParallelLinear(_ParallelLinear):
             device=device,
             dtype=dtype,
         )
+        checks.flags(input_is_parallel=input_is_parallel)
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -294,9 +311,8 @@ class RowParallelLinear(_ParallelLinear):
         Raises:
             ValueError, TypeError: x does not fit.
         """
+        self._check(x, self.weight.shape[1] if self.input_is_parallel else self.in_features)
         if not self.input_is_parallel:
-            if x.shape[-1] != self.in_features:
-                raise ValueError(f"x: has {x.shape[-1]} columns, must have {self.in_features}")
             x = _Split.apply(x, self.group)
         if not self.sequence_parallel:
             y = _Sum.apply(F.linear(x, self.weight), self.group)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..symm_mem import is_checked
+from ..symm_mem.calls import whole
 from . import all_gather_matmul as _ag
 from . import all_reduce as _ar
 from . import all_reduce_rms_norm as _arn
@@ -24,6 +26,7 @@ from .autograd import (
     MatmulAllReduce,
     MatmulReduceScatter,
 )
+from .checked import compare_call
 
 _lib = torch.library.Library("weft", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -101,42 +104,64 @@ def _matmul_all_reduce_fake(A: Tensor, B: Tensor, reduce_op: str, group_name: st
     return A.new_empty((*A.shape[:-1], B.shape[1]))
 
 
+@whole
 def _all_gather_matmul(
     A_shard: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
     dim, group = checks.all_gather_matmul(A_shard, Bs, gather_dim, group_name)
+    if is_checked():
+        given = {"A_shard": A_shard, "Bs": Bs, "gather_dim": dim, "return_A": return_A}
+        compare_call(_ag.host.OP, group, A_shard.device, **given)
     return _ag.run(A_shard, Bs, dim, group, return_A)
 
 
+@whole
 def _matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
     dim, group = checks.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+    if is_checked():
+        compare_call(_rs.host.OP, group, A.device, A=A, B=B, reduce_op=reduce_op, scatter_dim=dim)
     return _rs.run(A, B, reduce_op, dim, group)
 
 
+@whole
 def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    out = _ar.again(x, reduce_op, group_name)
-    return _ar.run(x, reduce_op, checks.all_reduce(x, reduce_op, group_name)) if out is None else out
+    if not is_checked() and (out := _ar.again(x, reduce_op, group_name)) is not None:
+        return out
+    group = checks.all_reduce(x, reduce_op, group_name)
+    if is_checked():
+        compare_call(_ar.host.OP, group, x.device, x=x, reduce_op=reduce_op)
+    return _ar.run(x, reduce_op, group)
 
 
+@whole
 def _all_reduce_in_place(x: Tensor, reduce_op: str, group_name: str) -> None:
-    if _ar.again(x, reduce_op, group_name, x) is not None:
+    if not is_checked() and _ar.again(x, reduce_op, group_name, x) is not None:
         return
     group = checks.all_reduce(x, reduce_op, group_name)
+    if is_checked():
+        compare_call(f"{_ar.host.OP}_", group, x.device, x=x, reduce_op=reduce_op)
     if x.is_contiguous():
         _ar.run(x, reduce_op, group, x)
     else:
         x.copy_(_ar.run(x, reduce_op, group))
 
 
+@whole
 def _all_reduce_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
 ) -> tuple[Tensor, Tensor]:
     group = checks.all_reduce_rms_norm(x, residual, weight, eps, group_name)
+    if is_checked():
+        compare_call(_arn.host.OP, group, x.device, x=x, residual=residual, weight=weight, eps=eps)
     return _arn.run(x, residual, weight, eps, group)
 
 
+@whole
 def _matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    return _mar.run(A, B, reduce_op, checks.matmul_all_reduce(A, B, reduce_op, group_name))
+    group = checks.matmul_all_reduce(A, B, reduce_op, group_name)
+    if is_checked():
+        compare_call(_mar.host.OP, group, A.device, A=A, B=B, reduce_op=reduce_op)
+    return _mar.run(A, B, reduce_op, group)
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -148,7 +173,7 @@ def _is_plain(x: Tensor) -> bool:
 
 def all_reduce_again(x: Tensor, reduce_op: str, group_name: str) -> Tensor | None:
     """``one_shot_all_reduce`` without the dispatcher, where it has nothing to do; None where it has."""
-    if (x.requires_grad and torch.is_grad_enabled()) or not _is_plain(x):
+    if (x.requires_grad and torch.is_grad_enabled()) or is_checked() or not _is_plain(x):
         return None
     return _ar.again(x, reduce_op, group_name)
 

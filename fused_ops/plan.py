@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..symm_mem import Heap, HeapUnavailable, heap
+from ..symm_mem import Heap, HeapUnavailable, heap, is_checked
+from .checked import compare_plan
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,11 @@ def last_plan() -> Plan:
 
 
 def ran(plan: Plan) -> None:
-    """Note the plan that a call is about to run."""
+    """Note the plan that a call is about to run. In the checked mode all ranks must have the same one."""
     global _last
     _last = plan
+    if is_checked():
+        compare_plan(plan)
 
 
 @contextmanager

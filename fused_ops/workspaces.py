@@ -6,7 +6,6 @@ more: collectively, so all ranks must make their calls in the same order, as wit
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,6 @@ from ..kernels.device.push import Layout as PushLayout
 from ..symm_mem import Heap, Layout, Workspace
 
 _GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace
-
-_lock = threading.RLock()
 
 
 def _stream_key(heap: Heap) -> tuple[int, int]:
@@ -40,12 +37,14 @@ def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[
     found = heap.workspaces.get(key)
     if found is not None and fits(found.layout):
         return found
-    with _lock:
+    with heap.lock:  # of this heap alone: another group's workspace may have to come first on another rank
         found = heap.workspaces.get(key)  # another thread may have made it meanwhile
         if found is not None and fits(found.layout):
             return found
+        if found is not None:
+            found.raise_if_broken()  # growing is no way around a reset
         layout = grown(found.layout if found is not None else None)
-        made = Workspace(heap, layout, f"{kind} workspace {layout}")
+        made = Workspace(heap, layout, f"{kind} workspace {layout}", replayed=bool(key[-1]))
         if found is not None and key[-1]:
             made.prepared["outgrown"] = found  # earlier nodes of the captured graph still write to it
         heap.workspaces[key] = made

@@ -6,16 +6,19 @@
 >>> peers.barrier()  # everybody has written
 """
 
-from .errors import HeapUnavailable, PeerTimeout, RankMismatch, WeftError
+from .board import is_checked, set_checked
+from .errors import CallAbandoned, HeapUnavailable, PeerTimeout, RankMismatch, WeftError
 from .groups import Group, group_name, resolve_group
-from .heap import Block, Heap, check, heap, heap_of, unavailable
+from .heap import Block, Heap, heap_of
 from .peers import Peers, empty, rendezvous
+from .registry import check, heap, reset, unavailable
 from .timeouts import get_timeout, set_timeout
 from .workspace import HALVES, Layout, Workspace
 
 __all__ = [
     "HALVES",
     "Block",
+    "CallAbandoned",
     "Group",
     "Heap",
     "HeapUnavailable",
@@ -31,8 +34,11 @@ __all__ = [
     "group_name",
     "heap",
     "heap_of",
+    "is_checked",
     "rendezvous",
+    "reset",
     "resolve_group",
+    "set_checked",
     "set_timeout",
     "unavailable",
 ]

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 
 class WeftError(RuntimeError):
-    """Base of weft's own errors."""
+    """Base of weft's own errors. They can be pickled, so a launcher may hand them on."""
+
+    def again(self) -> WeftError:
+        """The same error without the traceback of the first: for a state that goes on refusing."""
+        kind, fields, *_ = cast("tuple[Any, ...]", self.__reduce__())
+        return kind(*fields)
 
 
 class PeerTimeout(WeftError):
-    """A wait on another rank passed its deadline.
+    """A wait on another rank passed its deadline, or cannot be met any more.
 
     Attributes: ``op`` (what waited), ``group``, ``rank`` (who waited), ``peer`` (the rank waited for),
-    ``flag`` (which word or message), ``expected``, ``seen``, ``seconds`` (how long).
+    ``flag`` (which word or message), ``expected``, ``seen``, ``seconds`` (how long), ``site`` (file and line of the
+    call outside weft; None where nobody called), ``ended`` (the wait was given up early: the peer's process has ended),
+    ``blames`` (the wait was given up early: the peer takes no further part, and this is the rank that it blames; itself
+    after an exception), ``culprit`` (the rank at fault, as far as this one knows).
     """
 
     def __init__(
@@ -24,13 +34,31 @@ class PeerTimeout(WeftError):
         expected: object,
         seen: object,
         seconds: float,
+        site: str | None = None,
+        ended: bool = False,
+        blames: int | None = None,
     ) -> None:
+        if ended:
+            more = ", and its process has ended"
+        elif blames is not None:
+            more = f", and it has given up{'' if blames == peer else f' on rank {blames}'}"
+        else:
+            more = ""
         super().__init__(
-            f"{op}: rank {rank} of group {group!r} waited {seconds:g} s for rank {peer}: "
-            f"{flag} is {seen}, expected {expected}"
+            f"{op}: rank {rank} of group {group!r} waited {round(seconds, 3):g} s for rank {peer}: {flag} is {seen}, "
+            f"expected {expected}{more}{_called_at(site)}"
         )
         self.op, self.group, self.rank, self.peer = op, group, rank, peer
         self.flag, self.expected, self.seen, self.seconds = flag, expected, seen, seconds
+        self.site, self.ended, self.blames = site, ended, blames
+        self.culprit = peer if blames is None else blames
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (
+            *(self.op, self.group, self.rank, self.peer),
+            *(self.flag, self.expected, self.seen, self.seconds),
+            *(self.site, self.ended, self.blames),
+        )
 
 
 class RankMismatch(WeftError):
@@ -42,8 +70,39 @@ class RankMismatch(WeftError):
 
     def __init__(self, what: str, group: str, rank: int, value: str, expected: str) -> None:
         super().__init__(f"{what} in group {group!r}: rank {rank} asked for {value}, rank 0 for {expected}")
+        self.what, self.group = what, group
         self.rank, self.value, self.expected = rank, value, expected
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.what, self.group, self.rank, self.value, self.expected)
+
+
+class CallAbandoned(WeftError):
+    """A call on this rank ended half-way by an exception of another kind; what it has told its peers stands.
+
+    Attributes: ``op``, ``group``, ``rank`` and ``culprit`` (this one), ``cause`` (that exception's text), ``site``.
+    """
+
+    def __init__(self, op: str, group: str, rank: int, cause: str, site: str | None = None) -> None:
+        super().__init__(
+            f"{op}: rank {rank} of group {group!r} left a call half-way: {cause}{_called_at(site)}; "
+            "symm_mem.reset on all ranks makes the group usable again"
+        )
+        self.op, self.group, self.rank, self.cause, self.site = op, group, rank, cause, site
+        self.culprit = rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.op, self.group, self.rank, self.cause, self.site)
 
 
 class HeapUnavailable(WeftError):
     """The group's ranks cannot address each other's memory; the message says why."""
+
+
+def describe(error: BaseException) -> str:
+    """An exception as one line: its kind, and what it says."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _called_at(site: str | None) -> str:
+    return f" (called at {site})" if site else ""

@@ -21,7 +21,8 @@ def resolve_group(group: Group = None) -> ProcessGroup:
 
     Raises:
         TypeError: it is none of these.
-        ValueError: the name is unknown, the mesh has more than one dimension, or no group was initialised.
+        ValueError: the name is unknown, the mesh has more than one dimension or not this one, or no group was
+            initialised.
     """
     if isinstance(group, ProcessGroup):
         return group
@@ -43,11 +44,21 @@ def resolve_group(group: Group = None) -> ProcessGroup:
             )
         return group.get_group()
     if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
-        mesh, dim = group
-        return mesh.get_group(dim)
+        return _of_dimension(*group)
     raise TypeError(
         f"group: must be a name, a ProcessGroup, a 1-D DeviceMesh or (DeviceMesh, dim), not {type(group).__name__}"
     )
+
+
+def _of_dimension(mesh: DeviceMesh, dim: int | str) -> ProcessGroup:
+    if isinstance(dim, bool) or not isinstance(dim, (int, str)):
+        raise TypeError(f"group: the dimension of the mesh is {dim!r}, must be an index or a name")
+    names = mesh.mesh_dim_names or ()
+    known = dim in names if isinstance(dim, str) else -mesh.ndim <= dim < mesh.ndim
+    if not known:
+        named = f" named {', '.join(map(repr, names))}" if names else ""
+        raise ValueError(f"group: the mesh has no dimension {dim!r}, it has {mesh.ndim}{named}")
+    return mesh.get_group(dim if isinstance(dim, str) else dim % mesh.ndim)
 
 
 def group_name(group: Group = None) -> str:

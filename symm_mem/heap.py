@@ -7,32 +7,40 @@ or compiled with them stays valid.
 
 Allocating is collective: ranks compare what they ask for through the group's store. Freeing is not: tensors die
 at different times on different ranks, so each rank reports at the next allocation what it has dropped, and memory
-is used again once every rank has dropped it.
+is used again once every rank has dropped it: what a late rank still writes goes where nobody else reads.
 """
 
 from __future__ import annotations
 
-import secrets
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup
 
-from .backends import open_backend
 from .backends.base import Backend, tensor_over
-from .errors import HeapUnavailable
+from .descriptors import close_fds, exchange
+from .errors import WeftError, describe
 from .free_list import FreeList
-from .groups import Group, resolve_group
-from .rendezvous import Rendezvous, close_fds
-from .timeouts import get_timeout
+from .opening import open_together
+from .rendezvous import Rendezvous
+from .timeouts import get_timeout, preparing_timeout
 
 ALIGNMENT = 256
+
+
+class Placed(NamedTuple):
+    """Where a block lies. Its first ``zero`` bytes are words that ranks count in."""
+
+    offset: int
+    size: int
+    zero: int
 
 
 @dataclass(eq=False)
@@ -58,58 +66,48 @@ class Heap:
         self.rank, self.world_size = group.rank(), group.size()
         self.lock = threading.RLock()
         self.rendezvous = Rendezvous(group, f"heap-{device.type}", lambda: get_timeout(self.group_name))
-        self.backend, self._secret = self._open(device)
+        self.backend, self.secret = open_together(self.rendezvous, device)
         self.device = self.backend.device
         self.span = self.backend.span
         self.capacity = 0
         self.workspaces: dict[Any, Any] = {}  #: what the ops above keep for as long as the heap lives
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  #: what counts along with words on the heap
+        self.watch: Any = None  #: of stream waits, on CUDA
+        self.board: Any = None  #: of the checked mode
+        self._ready: set[Any] = set()
         self._free = FreeList()
-        self._blocks: dict[int, tuple[int, int]] = {}  # number -> (offset, size) of all that is not free
+        self._blocks: dict[int, Placed] = {}  # by number: all that is not free
         self._falling: deque[int] = deque()  # dropped since the last allocation: finalizers run at any moment
         self._dropped: set[int] = set()
         self._number = 0
-        self._base = self._settled(
-            "reserve addresses", lambda: self.backend.reserve(self.span * self.world_size)
-        )
         self._chunks: list[tuple[int, int]] = []  # (offset, size)
-        unmap = weakref.finalize(
-            self, _unmap_all, self.backend, self._base, self.span, self.world_size, self._chunks
-        )
-        unmap.atexit = False  # the process's end unmaps everything anyway, and tensors may outlive this
 
-    def _open(self, device: torch.device) -> tuple[Backend, str]:
-        """The backend and the group's secret, or HeapUnavailable on every rank, in the same words."""
-        backend: Backend | None = None
-        problem: str | None = None
-        identity: dict[str, Any] = {}
+        unmap: list[Callable[[], Any]] = []
+
+        def reserve() -> int:
+            base = self.backend.reserve(self.span * self.world_size)
+            end = weakref.finalize(
+                self, _unmap_all, self.backend, base, self.span, self.world_size, self._chunks
+            )
+            end.atexit = False  # the process's end unmaps everything anyway, and tensors may outlive this
+            unmap.append(end)
+            return base
+
         try:
-            backend = open_backend(device)
-            identity = backend.identity()
-        except Exception as e:
-            problem = f"{type(e).__name__}: {e}"
-        posts = self.rendezvous.gather(
-            "make a heap", {"problem": problem, "identity": identity, "secret": secrets.token_hex(32)}
-        )
-        for rank, post in enumerate(posts):
-            if post["problem"] is not None:
-                raise HeapUnavailable(
-                    f"no heap for group {self.group_name!r}: rank {rank}: {post['problem']}"
-                )
-        assert backend is not None
-        reason = backend.refuse([post["identity"] for post in posts], self.rank)
-        for answer in self.rendezvous.gather("share memory", reason):
-            if answer is not None:
-                raise HeapUnavailable(f"no heap for group {self.group_name!r}: {answer}")
-        return backend, posts[0]["secret"]
+            self._base = self.settled("reserve addresses", reserve)
+        except BaseException:
+            for end in unmap:  # now: the error's traceback keeps this heap
+                end()
+            raise
 
-    def _settled(self, what: str, step: Callable[[], Any]) -> Any:
-        """Run a step that may fail here; if it fails on any rank, every rank raises."""
+    def settled(self, what: str, step: Callable[[], Any]) -> Any:
+        """Run a step that may fail here; if it fails on any rank, every rank raises. Collective."""
         problem: str | None = None
         result: Any = None
         try:
             result = step()
         except Exception as e:
-            problem = f"{type(e).__name__}: {e}"
+            problem = describe(e)
         self.rendezvous.settle(what, problem)
         return result
 
@@ -132,29 +130,69 @@ class Heap:
         """
         if size < 1:
             raise ValueError(f"size: is {size}, must be at least 1 byte")
-        want = -(-size // ALIGNMENT) * ALIGNMENT
         with self.lock:
-            while self._falling:
-                self._dropped.add(self._falling.popleft())
-            # Kernels of this rank may still write to peers' copies of what it dropped.
-            dropped = sorted(self._dropped) if self._dropped and self.backend.quiesce() else []
-            posts = self.rendezvous.gather("allocate", [{"bytes": size, "tag": tag}, dropped])
-            self.rendezvous.check_equal("allocate", [post[0] for post in posts])
-            for number in sorted(set.intersection(*(set(post[1]) for post in posts))):
-                self._dropped.discard(number)
-                self._free.give(*self._blocks.pop(number))
-            if (offset := self._free.take(want)) is None:
-                self._grow(want - self._free.tail(self.capacity))
-                offset = self._free.take(want)
-                assert offset is not None
-            self._number += 1
-            block = Block(self, offset, want, self._number)
-            self._blocks[block.number] = (offset, want)
-            weakref.finalize(block, self._falling.append, block.number)
-            if zero:
-                self.backend.zero(self.address(self.rank) + offset, zero)
-                self.rendezvous.gather("zeroed", None)
-            return block
+            try:
+                return self._allocate(size, tag, zero)
+            except WeftError:
+                raise  # every rank has it, or the rendezvous refuses from now on
+            except BaseException as e:
+                self.rendezvous.abandon("allocate", e)
+                raise
+
+    def _allocate(self, size: int, tag: str, zero: int) -> Block:
+        want = -(-size // ALIGNMENT) * ALIGNMENT
+        while self._falling:
+            self._dropped.add(self._falling.popleft())
+        self._dropped &= self._blocks.keys()
+        # Kernels of this rank may still write to peers' copies of what it dropped.
+        dropped = sorted(self._dropped) if self._dropped and self.backend.quiesce() else []
+        posts = self.rendezvous.gather("allocate", [{"bytes": size, "tag": tag}, dropped])
+        self.rendezvous.check_equal("allocate", [post[0] for post in posts])
+        for number in sorted(set.intersection(*(set(post[1]) for post in posts))):
+            self._dropped.discard(number)
+            placed = self._blocks.pop(number)
+            self._free.give(placed.offset, placed.size)
+        if (offset := self._free.take(want)) is None:
+            self._grow(want - self._free.tail(self.capacity))
+            offset = self._free.take(want)
+            assert offset is not None
+        self._number += 1
+        block = Block(self, offset, want, self._number)
+        self._blocks[block.number] = Placed(offset, want, zero)
+        weakref.finalize(block, self._falling.append, block.number)
+        if zero:
+            self.backend.zero(self.address(self.rank) + offset, zero)
+            self.rendezvous.gather("zeroed", None)
+        return block
+
+    def prepare(self, what: str, key: Any, step: Callable[[], Any]) -> None:
+        """Run what takes its time, a compilation, before the first call that needs it. Collective, once for each key.
+
+        Ranks take different times for it, so they go on together: no wait for a peer counts what it still compiles.
+
+        Args:
+            key: what is prepared for. Ranks that make the same calls come with the same keys in the same order.
+
+        Raises:
+            PeerTimeout: a rank does not come, or takes longer than half an hour.
+            WeftError: it failed on a rank.
+        """
+        if key in self._ready:
+            return
+        with self.lock:
+            if key in self._ready:
+                return
+            self.rendezvous.gather(f"prepare {what}", None)
+            problem: str | None = None
+            try:
+                step()
+            except Exception as e:
+                problem = describe(e)
+            except BaseException as e:
+                self.rendezvous.abandon(f"prepare {what}", e)
+                raise
+            self.rendezvous.settle(f"prepare {what}", problem, preparing_timeout(self.group_name))
+            self._ready.add(key)
 
     def _grow(self, need: int) -> None:
         """Map another chunk behind the last one, on all ranks or on none."""
@@ -177,10 +215,10 @@ class Heap:
                 mine = create()
                 problem = None
             except Exception as e:
-                problem = f"{type(e).__name__}: {e}"
+                problem = describe(e)
             self.rendezvous.settle(f"grow the heap by {size} bytes", problem)
             assert mine is not None
-            fds = self.rendezvous.exchange_fds(mine[0], self._secret)
+            fds = exchange(self.rendezvous, mine[0], self.secret)
 
             def map_all() -> None:
                 for rank, fd in enumerate(fds):
@@ -193,7 +231,7 @@ class Heap:
                         if rank != self.rank:
                             self.backend.drop(handle)
 
-            self._settled("map memory", map_all)
+            self.settled("map memory", map_all)
         except BaseException:
             for address in mapped:
                 self.backend.unmap(address, size)
@@ -205,6 +243,87 @@ class Heap:
         self._chunks.append((start, size))
         self.capacity += size
         self._free.give(start, size)
+
+    def reset(self, session: str) -> None:
+        """Zero every word that ranks count in, on all ranks, and agree on what lies where. Collective.
+
+        What an error has left half-made is dropped: an allocation or a chunk that not every rank has. Memory and
+        addresses of everything else stay, so captured graphs stay valid.
+
+        Raises:
+            PeerTimeout: a rank did not come.
+            WeftError: a rank could not zero its words, in the driver's words.
+        """
+        with self.lock, ExitStack() as stack:
+            self.rendezvous.begin(session)
+            try:
+                self._reset(stack)
+            except BaseException as e:  # what is half-made is used by nobody until a reset has succeeded
+                self.rendezvous.abandon("reset", e)
+                raise
+
+    def _reset(self, stack: ExitStack) -> None:
+        users = list(self.users)
+        problem = self._come_to_rest(users, stack)
+        blocks = {str(number): list(placed) for number, placed in self._blocks.items()}
+        posts = self.rendezvous.gather("reset", [problem, blocks, self._chunks, self._number])
+        self.rendezvous.refuse("reset", [post[0] for post in posts])
+        self._keep_what_all_have([post[1] for post in posts], [post[2] for post in posts])
+        self._number = max(post[3] for post in posts)
+        self._ready.clear()
+
+        def zero() -> None:
+            for placed in self._blocks.values():
+                if placed.zero:
+                    self.backend.zero(self.address(self.rank) + placed.offset, placed.zero)
+            for user in users:
+                user.forget()
+            if self.board is not None:
+                self.board.forget()
+
+        self.settled("reset", zero)
+
+    def _come_to_rest(self, users: list[Any], stack: ExitStack) -> str | None:
+        """Until nothing of this rank writes to a peer any more; why that cannot be had, if so."""
+        try:
+            for user in users:
+                if (lock := getattr(user, "lock", None)) is not None:
+                    # A thread in a call comes out of it: its waits are bounded.
+                    if not lock.acquire(timeout=get_timeout(self.group_name)):
+                        return "another thread is in a call"
+                    stack.callback(lock.release)
+            if not self.backend.quiesce():
+                return "a CUDA graph is being captured"
+        except Exception as e:
+            return describe(e)
+        return None
+
+    def _keep_what_all_have(self, blocks: list[dict[str, list[int]]], chunks: list[list[list[int]]]) -> None:
+        """Nobody was given a block that one rank lacks: every rank has entered it before any returns it."""
+        common = 0
+        while all(len(c) > common and c[common] == chunks[0][common] for c in chunks):
+            common += 1
+        for start, size in self._chunks[common:]:
+            for rank in range(self.world_size):
+                self.backend.unmap(self.address(rank) + start, size)
+        del self._chunks[common:]
+        self.capacity = sum(size for _, size in self._chunks)
+        self._blocks = {
+            number: placed
+            for number, placed in self._blocks.items()
+            if all(b.get(str(number)) == list(placed) for b in blocks)
+        }
+        self._free = FreeList()
+        at = 0
+        for placed in sorted(self._blocks.values()):
+            if placed.offset > at:
+                self._free.give(at, placed.offset - at)
+            at = placed.offset + placed.size
+        if self.capacity > at:
+            self._free.give(at, self.capacity - at)
+        for key, workspace in list(self.workspaces.items()):
+            if workspace.block.number not in self._blocks:
+                del self.workspaces[key]
 
     def tensor(
         self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype, owner: object
@@ -231,87 +350,15 @@ def _unmap_all(
     backend.release(base, span * world_size)
 
 
-_heaps: dict[tuple[str, str, int], tuple[ProcessGroup, Heap | HeapUnavailable]] = {}
-_lock = threading.RLock()
-
-
-def heap(group: Group = None, device: torch.device | str | None = None) -> Heap:
-    """The heap of ``group`` on ``device`` (default: what its backend is for). The first call is collective.
-
-    Raises:
-        HeapUnavailable: the ranks cannot address each other's memory: several hosts, no peer access, a
-            process group without processes. Every rank gets the same answer, at once from then on.
-    """
-    pg = resolve_group(group)
-    where = torch.device(device) if device is not None else _default_device(pg)
-    index = where.index
-    if index is None:
-        index = torch.cuda.current_device() if where.type == "cuda" else -1
-    key = (pg.group_name, where.type, index)
-    known = _heaps.get(key)
-    if known is None or known[0] is not pg:  # a name may be used again after destroy_process_group
-        with _lock:
-            known = _heaps.get(key)
-            if known is None or known[0] is not pg:
-                _forget_destroyed()
-                known = _heaps[key] = (pg, _make(pg, where))
-    found = known[1]
-    if isinstance(found, HeapUnavailable):
-        raise HeapUnavailable(str(found))
-    return found
-
-
-def _forget_destroyed() -> None:
-    """Let go of the heaps of groups that are no more; their memory lives on while tensors lie in it."""
-    for key, (pg, _) in list(_heaps.items()):
-        try:
-            alive = resolve_group(key[0]) is pg
-        except ValueError:
-            alive = False
-        if not alive:
-            del _heaps[key]
-
-
-def _make(pg: ProcessGroup, device: torch.device) -> Heap | HeapUnavailable:
-    if pg.name() in ("fake", "threaded"):
-        return HeapUnavailable(
-            f"no heap for group {pg.group_name!r}: its backend {pg.name()!r} has no processes"
-        )
-    try:
-        return Heap(pg, device)
-    except HeapUnavailable as e:
-        return e
-
-
-def unavailable(group: Group = None, device: torch.device | str | None = None) -> str | None:
-    """Why ``group`` has no heap on ``device``; None if it has one. The first call is collective."""
-    try:
-        heap(group, device)
-    except HeapUnavailable as e:
-        return str(e)
-    return None
-
-
-def check() -> None:
-    """Raise what a wait of this rank has run into, in any group: for programs that only replay CUDA graphs.
-
-    Otherwise the next call of an op says so. It reads host memory only: for the state up to now, synchronize first.
-
-    Raises:
-        PeerTimeout: a wait on a peer has expired in a workspace of an op.
-    """
-    for _, found in list(_heaps.values()):
-        if isinstance(found, Heap):
-            for workspace in list(found.workspaces.values()):
-                workspace.raise_if_broken()
-
-
 def heap_of(tensor: torch.Tensor) -> Block | None:
-    """The block whose memory a tensor lies in; None if it lies on no heap."""
+    """The block whose memory a tensor lies in; None if it lies on no heap.
+
+    Raises:
+        TypeError: it is not a tensor.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor: is of type {type(tensor).__name__}, must be a tensor")
+    if tensor.layout != torch.strided or isinstance(tensor, FakeTensor):
+        return None
     owner = getattr(tensor.untyped_storage(), "_weft_owner", None)
     return owner if isinstance(owner, Block) else None
-
-
-def _default_device(pg: ProcessGroup) -> torch.device:
-    """The current CUDA device for a group with NCCL, the CPU for others."""
-    return torch.device("cuda" if "nccl" in dist.get_backend_config(pg) else "cpu")

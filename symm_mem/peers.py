@@ -7,7 +7,8 @@ import weakref
 import torch
 
 from .groups import Group, resolve_group
-from .heap import Block, heap, heap_of
+from .heap import Block, heap_of
+from .registry import heap
 from .signals import Pad
 
 _pads: weakref.WeakKeyDictionary[Block, Pad] = weakref.WeakKeyDictionary()
@@ -31,14 +32,18 @@ def empty(
         HeapUnavailable: the ranks cannot address each other's memory.
         RankMismatch: the ranks ask for different sizes or dtypes.
         PeerTimeout: a rank does not come.
-        ValueError, TypeError: a size is negative or no integer.
+        ValueError, TypeError: a size is negative or no integer, there is no such group, dtype or device.
     """
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
     for size in sizes:
-        if not isinstance(size, int):
+        if not isinstance(size, int) or isinstance(size, bool):
             raise TypeError(f"shape: {sizes} has an entry of type {type(size).__name__}, must be integers")
         if size < 0:
             raise ValueError(f"shape: {tuple(sizes)} has a negative size")
+        if size >= 1 << 63:
+            raise ValueError(f"shape: {tuple(sizes)} has a size of 2**63 or more")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype: is {dtype!r}, must be a torch.dtype")
     dtype = dtype or torch.get_default_dtype()
     where = heap(group, device)
     count = 1
@@ -111,6 +116,7 @@ def rendezvous(tensor: torch.Tensor, group: Group = None) -> Peers:
 
     Raises:
         ValueError: the tensor does not lie on a heap, or on that of another group.
+        TypeError: it is not a tensor.
     """
     block = heap_of(tensor)
     if block is None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from numbers import Real
 
 from .groups import Group, group_name
+
+_LONGEST = 1e9  # seconds; kernels count nanoseconds in 64 bits
+_PREPARING = 1800.0
 
 _per_group: dict[str, float] = {}
 
@@ -16,8 +20,10 @@ def default_timeout() -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not seconds > 0:
-        raise ValueError(f"WEFT_TIMEOUT: is {text!r}, must be a number of seconds above 0")
+    if not 0 < seconds <= _LONGEST:
+        raise ValueError(
+            f"WEFT_TIMEOUT: is {text!r}, must be a number of seconds above 0, at most {_LONGEST:g}"
+        )
     return seconds
 
 
@@ -33,12 +39,20 @@ def chosen_timeout(group: str) -> float | None:
     return _per_group.get(group)
 
 
+def preparing_timeout(group: Group = None) -> float:
+    """Seconds that ranks wait for one that is still compiling: half an hour, or the deadline if that is longer."""
+    return max(get_timeout(group), _PREPARING)
+
+
 def set_timeout(seconds: float, group: Group = None) -> None:
     """Set the deadline of every wait inside ``group``, in seconds. A captured graph keeps the old one.
 
     Raises:
-        ValueError: ``seconds`` is not above 0.
+        ValueError: ``seconds`` is not above 0, or above 1e9.
+        TypeError: ``seconds`` is not a number.
     """
-    if not seconds > 0:
-        raise ValueError(f"seconds: is {seconds!r}, must be above 0")
+    if not isinstance(seconds, Real) or isinstance(seconds, bool):
+        raise TypeError(f"seconds: is {seconds!r}, must be a number")
+    if not 0 < seconds <= _LONGEST:
+        raise ValueError(f"seconds: is {seconds!r}, must be above 0 and at most {_LONGEST:g}")
     _per_group[group_name(group)] = float(seconds)

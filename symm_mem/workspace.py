@@ -17,6 +17,10 @@ I am done             when nothing of my half h is read any more: ``EPOCH[h] = e
 
 A rank that takes the same half twice in a row is right, too: it only waits longer. So the half may be
 chosen on the host and frozen into a graph.
+
+A use that does not come to its end, because a wait in it expired or an exception left it, leaves the ranks at
+different counts. The workspace then takes no more calls until all ranks have reset the group together: then every
+word is zero again on every rank, before any rank goes on.
 """
 
 from __future__ import annotations
@@ -24,12 +28,16 @@ from __future__ import annotations
 import ctypes
 import threading
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
-from .errors import PeerTimeout
-from .signals import spin
+from .calls import Calls, running
+from .errors import CallAbandoned, PeerTimeout, WeftError, describe
+from .processes import has_ended
+from .sites import call_site
+from .spin import Expired, spin
 from .timeouts import get_timeout
 
 if TYPE_CHECKING:
@@ -37,6 +45,7 @@ if TYPE_CHECKING:
 
 HALVES = 2
 WORD = 4
+_WAIT_FREE = 2  # the kind of a record, see kernels/device/sync.cuh
 _ALIGN = 256
 
 
@@ -57,6 +66,9 @@ class Layout:
     EPOCH = 8  #: + half: uses of the half that this rank has left
     TICKET = 16  #: + half: uses of the half that this rank's pushes have begun
     LEFT = 24  #: + half: blocks that have left the running kernel; the last one puts it back to 0
+    # Rank p writes + p, between CPU ranks: 1 + the rank it blames, once it takes no more calls here.
+    GAVE_UP = 32
+    MOST_FAREWELLS = 32
     _DONE = 64
 
     def done(self, half: int) -> int:
@@ -79,6 +91,15 @@ class Layout:
     @property
     def bytes(self) -> int:
         return self.half(HALVES)
+
+    def half_of(self, word: int) -> int | None:
+        """The half that a 'done' word or a flag belongs to."""
+        for half in range(HALVES):
+            if (word - self.done(half)) in range(self.world_size) or (word - self.flags(half)) in range(
+                self.world_size * self.flags_per_rank
+            ):
+                return half
+        return None
 
     def describe(self, word: int) -> str:
         """What a word is, for an error message."""
@@ -115,11 +136,14 @@ class Workspace(Generic[L]):
     Its tensors do not keep it alive: whoever uses them holds the workspace. (A tensor's way to its storage is hidden
     from Python's garbage collector, which could not free a workspace that its own tensors keep.)
 
+    Args:
+        replayed: it belongs to one captured graph, whose replays repeat the calls that were captured.
+
     Attributes:
         prepared: what launchers keep for this workspace, for as long as it lives.
     """
 
-    def __init__(self, heap: Heap, layout: L, tag: str) -> None:
+    def __init__(self, heap: Heap, layout: L, tag: str, *, replayed: bool = False) -> None:
         self.heap = heap
         self.layout = layout
         self.rank = heap.rank
@@ -131,13 +155,14 @@ class Workspace(Generic[L]):
         self.lock = threading.Lock()  #: CPU ranks hold it through a call: threads take turns
         self.prepared: dict[Any, Any] = {}
         self._turn = 0
-        self._op = "a call"  # what was called last: a kernel's record says of which words, not of which op
-        self._error: PeerTimeout | None = None
+        self._calls = Calls(HALVES, lambda: get_timeout(heap.group_name), replayed)
+        self._error: WeftError | None = None
         # Kernels note here, in pinned host memory, which of their waits expired:
-        # [1 once written, rank, peer, word, expected, seen, -, -]
+        # [1 once written, rank, peer, word, expected, seen, kind, -]
         self._record = heap.backend.new_record()
         self.record = 0 if self._record is None else self._record.data_ptr()
         self._state = None if self._record is None else ctypes.c_int64.from_address(self.record)
+        heap.users.add(self)
 
     def raise_if_broken(self, op: str | None = None) -> None:
         """A workspace on which a wait has expired takes no more calls: its flags can no longer be trusted.
@@ -146,27 +171,76 @@ class Workspace(Generic[L]):
             op: the call that is about to be made, if one is.
 
         Raises:
-            PeerTimeout: in the words of that wait.
+            PeerTimeout: in the words of that wait, until the group is reset.
+            CallAbandoned: likewise, of a call that another exception ended.
         """
         if self._error is None and self._state is not None and self._state.value:
             assert self._record is not None
-            _, rank, peer, word, expected, seen, *_ = self._record.tolist()
-            self.expired(self._op, rank, peer, word, expected, seen)
+            _, rank, peer, word, expected, seen, kind, _ = self._record.tolist()
+            half_of = getattr(self.layout, "half_of", None)
+            half = None if half_of is None else half_of(word)
+            # A wait for a half to become free expects the count of the use before.
+            name, site = self._calls.find(half, expected + (kind == _WAIT_FREE))
+            self._error = PeerTimeout(
+                *(name, self.heap.group_name, rank, peer, self.layout.describe(word), expected, seen),
+                *(self._calls.seconds, site, has_ended(self.heap.rendezvous.processes[peer])),
+            )
         if self._error is not None:
-            raise self._error
-        self._op = op or self._op
+            raise self._error.again()
+        if op is not None:
+            self._calls.begins(op, call_site())
+            if not isinstance(self.layout, Layout):  # it has no halves to take
+                self._taken()
 
-    def expired(self, op: str, rank: int, peer: int, word: int, expected: int, seen: int) -> PeerTimeout:
-        group = self.heap.group_name
-        self._error = PeerTimeout(
-            op, group, rank, peer, self.layout.describe(word), expected, seen, get_timeout(group)
+    def expired(self, op: str, peer: int, word: int, expected: int, waited: Expired) -> WeftError:
+        """The error of a CPU rank's wait, also that of all later calls."""
+        error = PeerTimeout(
+            *(op, self.heap.group_name, self.rank, peer, self.layout.describe(word), expected),
+            *(waited.seen, waited.seconds, self._calls.site, waited.ended, waited.blames),
         )
+        return self.breaks(error)
+
+    def breaks(self, error: WeftError) -> WeftError:
+        """No more calls, in these words. The first error counts; returns it."""
+        if self._error is None:
+            self._error = error
+            if self._record is None and isinstance(self.layout, Layout) and self.rank < Layout.MOST_FAREWELLS:
+                blamed = getattr(error, "culprit", self.rank)
+                for rank in range(self.world_size):
+                    self.word(rank, Layout.GAVE_UP + self.rank).value = 1 + blamed
         return self._error
+
+    def word(self, rank: int, index: int) -> ctypes.c_uint32:
+        """A word of rank's copy, on the CPU."""
+        return ctypes.c_uint32.from_address(self.address + (rank - self.rank) * self.span + WORD * index)
+
+    def abandon(self, cause: BaseException) -> None:
+        """An exception has ended a call half-way: no more calls, because the peers may have seen a part of it."""
+        if isinstance(cause, WeftError):
+            self.breaks(cause.again())
+        else:
+            calls, group = self._calls, self.heap.group_name
+            self.breaks(CallAbandoned(calls.op, group, self.rank, describe(cause), calls.site))
+
+    def forget(self) -> None:
+        """As new: the heap is being reset, and the words are zero on every rank."""
+        self._turn = 0
+        self._error = None
+        self._calls.forget()
+        if self._record is not None:
+            self._record.zero_()
 
     def next_half(self) -> int:
         """The half that the next call uses: the halves take turns."""
         self._turn ^= 1
+        self._calls.takes(self._turn)
+        self._taken()
         return self._turn
+
+    def _taken(self) -> None:
+        """From here on the running call must come to its end, or the workspace is broken."""
+        if running.inside:
+            running.workspace = self
 
     def words_of(self, rank: int) -> torch.Tensor:
         """Rank's control words and flags as an int32 tensor."""
@@ -182,6 +256,10 @@ class Workspace(Generic[L]):
 class HostUse:
     """One use of a half by a CPU rank: the protocol above in plain stores, whose order x86-64 keeps.
 
+        with HostUse(workspace, "an_op") as use:
+            ...
+
+    The end of the body is the end of the use. An exception in it breaks the workspace: the use has no end then.
     Raises PeerTimeout from its waits, in words that name ``op``.
     """
 
@@ -189,17 +267,29 @@ class HostUse:
         workspace.raise_if_broken(op)
         self.ws, self.op = workspace, op
         self.half = workspace.next_half()
-        self.epoch = (self._word(workspace.rank, Layout.EPOCH + self.half).value + 1) & 0xFFFFFFFF
+        self.epoch = (self.ws.word(workspace.rank, Layout.EPOCH + self.half).value + 1) & 0xFFFFFFFF
+        self._timeout = get_timeout(workspace.heap.group_name)
 
-    def _word(self, rank: int, index: int) -> ctypes.c_uint32:
-        ws = self.ws
-        return ctypes.c_uint32.from_address(ws.address + (rank - ws.rank) * ws.span + 4 * index)
+    def __enter__(self) -> HostUse:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.leave()
+        else:
+            self.ws.abandon(error)
 
     def _wait(self, peer: int, index: int, expected: int) -> None:
         ws = self.ws
-        seen = spin(ws.address + 4 * index, expected, get_timeout(ws.heap.group_name))
-        if seen is not None:
-            raise ws.expired(self.op, ws.rank, peer, index, expected, seen)
+        process = ws.heap.rendezvous.processes[peer]
+        farewell = ws.address + WORD * (Layout.GAVE_UP + peer) if peer < Layout.MOST_FAREWELLS else None
+        try:
+            # Of the two threads of a call one may have failed: the other one need not wait.
+            spin(ws.address + WORD * index, expected, self._timeout, process, farewell, ws.raise_if_broken)
+        except Expired as e:
+            raise ws.expired(self.op, peer, index, expected, e).again() from None
 
     def _flag(self, writer: int, i: int) -> int:
         return self.ws.layout.flags(self.half) + writer * self.ws.layout.flags_per_rank + i
@@ -210,7 +300,7 @@ class HostUse:
 
     def post(self, peer: int, i: int) -> None:
         """Tell peer that what belongs to flag ``i`` lies in its half."""
-        self._word(peer, self._flag(self.ws.rank, i)).value = self.epoch
+        self.ws.word(peer, self._flag(self.ws.rank, i)).value = self.epoch
 
     def wait(self, peer: int, i: int) -> None:
         """Until what belongs to flag ``i`` of peer lies in the own half."""
@@ -219,6 +309,6 @@ class HostUse:
     def leave(self) -> None:
         """Nothing of the own half is read any more."""
         ws = self.ws
-        self._word(ws.rank, Layout.EPOCH + self.half).value = self.epoch
+        self.ws.word(ws.rank, Layout.EPOCH + self.half).value = self.epoch
         for rank in range(ws.world_size):
-            self._word(rank, ws.layout.done(self.half) + ws.rank).value = self.epoch
+            self.ws.word(rank, ws.layout.done(self.half) + ws.rank).value = self.epoch

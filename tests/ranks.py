@@ -4,8 +4,9 @@
     run_ranks(check, 3, 17)
 
 The function must be importable (a top-level function of a test file). The first failure is raised with its traceback.
-Starting processes and importing torch takes seconds, so ranks stay for the next run; a run that leaves them in another
-state than it found them asks for ``fresh`` ones.
+Importing torch takes seconds, so ranks stay for the next run; a run that leaves them in another state than it found
+them asks for ``fresh`` ones. On the CPU ranks are forked from a server that has imported torch and has done nothing
+with it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import socket
 import sys
 import tempfile
 import time
@@ -24,6 +26,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = 240.0  # seconds until a whole run counts as hung
@@ -39,6 +42,7 @@ def run_ranks(
     env: dict[str, str] | None = None,
     expect_dead: tuple[int, ...] = (),
     fresh: bool = False,
+    store: str = "file",
 ) -> list[Any]:
     """``[fn(rank, world_size, *args) for each rank]``, run at the same time in processes of one process group.
 
@@ -48,13 +52,14 @@ def run_ranks(
         env: set before torch is imported in the ranks.
         expect_dead: ranks that may die without a result (None).
         fresh: the ranks are started for this run and end with it.
+        store: "file", "tcp" (this process keeps it, as torchrun does) or "rank 0" (TCP, kept by that rank).
     """
     if device == "cuda" and torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs, here are {torch.cuda.device_count()}")
-    key = (world_size, device, tuple(sorted((env or {}).items())))
+    key = (world_size, device, tuple(sorted((env or {}).items())), store)
     fresh = fresh or bool(expect_dead)
     team = None if fresh else _teams.pop(key, None)
-    team = team or _Team(world_size, device, env or {})
+    team = team or _Team(world_size, device, env or {}, store)
     healthy = False
     try:
         results = team.run(fn, args, timeout, expect_dead)
@@ -72,18 +77,23 @@ def run_ranks(
 class _Team:
     """The processes of one process group."""
 
-    def __init__(self, world_size: int, device: str, env: dict[str, str]) -> None:
-        context = mp.get_context("spawn")
+    def __init__(self, world_size: int, device: str, env: dict[str, str], store: str) -> None:
+        # What is forked has the server's environment; a process that may use CUDA is not forked.
+        context = mp.get_context("spawn" if env or device == "cuda" else "forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "weft.fused_ops"])
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
         self._pipes: list[Connection] = []
-        self._processes = []
+        self._processes: list[Any] = []
+        if store == "tcp":
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        place = f"file://{self._folder.name}/store" if store == "file" else f"tcp://{store}"
+        port = 0 if store == "file" else self._store.port if store == "tcp" else _free_port()
         saved = {k: os.environ.get(k) for k in env}
         os.environ.update(env)
         for rank in range(world_size):
             mine, theirs = context.Pipe()
-            store = f"file://{self._folder.name}/store"
             process = context.Process(
-                target=_rank_main, args=(rank, world_size, store, device, theirs), daemon=True
+                target=_rank_main, args=(rank, world_size, place, port, device, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -146,9 +156,21 @@ def _texts(failures: list[tuple[int, str]]) -> str:
     return "\n".join(f"--- rank {rank}\n{text}" for rank, text in failures)
 
 
-def _rank_main(rank: int, world_size: int, store: str, device: str, pipe: Connection) -> None:
-    import torch.distributed as dist
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
 
+
+def _connect(place: str, port: int, rank: int) -> dict[str, Any]:
+    """How ``init_process_group`` finds the store."""
+    if place.startswith("file:"):
+        return {"init_method": place}
+    keeps = place == "tcp://rank 0" and rank == 0
+    return {"store": dist.TCPStore("127.0.0.1", port, is_master=keeps, wait_for_workers=False)}
+
+
+def _rank_main(rank: int, world_size: int, place: str, port: int, device: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     # torch.empty gives NaN: what an op leaves unwritten shows.
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -165,7 +187,7 @@ def _rank_main(rank: int, world_size: int, store: str, device: str, pipe: Connec
                     torch.set_default_device("cuda")
                 dist.init_process_group(
                     "nccl" if device == "cuda" else "gloo",
-                    init_method=store,
+                    **_connect(place, port, rank),
                     rank=rank,
                     world_size=world_size,
                     timeout=timedelta(seconds=120),

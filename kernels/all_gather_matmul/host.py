@@ -36,8 +36,7 @@ def all_gather_matmul(
     """
     m, k = a.shape
     size, rank = workspace.world_size, workspace.rank
-    with workspace.lock:
-        use = HostUse(workspace, OP)
+    with workspace.lock, HostUse(workspace, OP) as use:
         slots = [workspace.half(peer, use.half, (size, m, k), a.dtype) for peer in range(size)]
         rows = [slice(c * m // CHUNKS, (c + 1) * m // CHUNKS) for c in range(CHUNKS)]
 
@@ -49,12 +48,11 @@ def all_gather_matmul(
                     slots[peer][rank, rows[c]] = a[rows[c]]
                     use.post(peer, c)
 
-        with copying(push):
+        with copying(workspace, push):
             gathered = torch.empty(size, m, k, dtype=a.dtype)
             gathered[rank] = a
             multiply = _add_products if split_k else _products
             outs = multiply(use, slots[rank], gathered, bs, rows)
-        use.leave()
     return gathered, outs
 
 

@@ -20,7 +20,10 @@
 
 #define ROUNDS 0
 #include "gemm.cuh"
+#include "order.cuh"
 
+using weft::PIECES;
+using weft::PIECES_K;
 using weft::u32;
 using weft::u64;
 using weft::u8;
@@ -31,12 +34,9 @@ constexpr int MOST_BS = 4;
 constexpr int PIECE_BYTES = PIECE_ROWS * PIECE_COLUMNS * 2;
 constexpr int RING = EXTRA_SHARED / PIECE_BYTES;  // pieces in shared memory
 constexpr int LAG = RING - 2;  // pieces on their way behind the newest, before the oldest is waited for
-constexpr int PIECES_M = BM / PIECE_ROWS;  // of a row of tiles
-constexpr int PIECES_K = UNIT_COLUMNS / PIECE_COLUMNS;  // of a unit
-constexpr int PIECES = PIECES_M * PIECES_K;
 
 static_assert(RING >= 2 && RING <= 8);
-static_assert(PIECES <= 32, "a lane waits for each");
+static_assert(weft::PIECES <= 32, "a lane waits for each");
 static_assert(BM % PIECE_ROWS == 0 && UNIT_COLUMNS % PIECE_COLUMNS == 0 && UNIT_COLUMNS % weft::BK == 0);
 
 struct Params {
@@ -59,54 +59,9 @@ struct Params {
     int final;  // and ends the use
 };
 
-struct Tile {
-    int src, row, column, b;
-};
-
-// Rows of tiles stand in a list: the own ones, then group by group those of the peers, in turn. A step has a pair of
-// neighbours of the list.
-struct Order {
-    int rows;  // of tiles, of a shard
-    int columns, units;
-    int pairs, own_pairs;
-
-    __device__ explicit Order(const Params& p) {
-        rows = (p.m + BM - 1) / BM;
-        units = (p.k + UNIT_COLUMNS - 1) / UNIT_COLUMNS;
-        pairs = (rows * p.half.world_size + 1) / 2;
-        own_pairs = rows / 2;
-        columns = 0;
-        for (int i = 0; i < p.bs; ++i) columns += p.columns[i];
-    }
-
-    __device__ int steps() const { return pairs * columns; }
-
-    __device__ Tile tile(const Params& p, int step, int block) const {
-        Tile t;
-        const int own = own_pairs * columns, peers = p.half.world_size - 1, rank = p.watch.rank;
-        int pair;
-        if (step < own) {
-            weft::grouped(step, own_pairs, columns, p.band, pair, t.column);
-        } else {
-            weft::grouped(step - own, pairs - own_pairs, columns, p.remote_band, pair, t.column);
-            pair += own_pairs;
-        }
-        int place = 2 * pair + block;
-        if (place < rows || place >= rows * p.half.world_size) {
-            t.src = rank;
-            t.row = min(place, rows);  // past the end of the list is past that of A: nothing is stored
-        } else {
-            place -= rows;
-            const int first = place / (p.group * peers) * p.group;
-            place -= first * peers;
-            t.row = first + place / peers;
-            t.src = (rank + 1 + place % peers) % p.half.world_size;
-        }
-        t.b = 0;
-        while (t.column >= p.columns[t.b]) t.column -= p.columns[t.b++];
-        return t;
-    }
-};
+using Order = weft::GatherOrder<Params>;
+using Piece = weft::GatherPiece<Params>;
+using Tile = weft::GatherTile;
 
 // Warp 0: what the multiplying warpgroups work on.
 __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
@@ -135,27 +90,6 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
         }
     }
 }
-
-// Where piece `index` of the sending order lies.
-struct Piece {
-    int row, column, flag;
-    bool inside;
-
-    __device__ Piece(const Params& p, const Order& order, int index) {
-        const int of_group = p.group * order.units * PIECES;
-        const int first = index / of_group * p.group;
-        const int height = min(p.group, order.rows - first);
-        index %= of_group;
-        const int unit = index / (height * PIECES);
-        index %= height * PIECES;
-        const int tile_row = first + index / PIECES;
-        index %= PIECES;
-        row = tile_row * BM + index / PIECES_K * PIECE_ROWS;
-        column = unit * UNIT_COLUMNS + index % PIECES_K * PIECE_COLUMNS;
-        flag = (tile_row * order.units + unit) * PIECES + index;
-        inside = row < p.m && column < p.k;
-    }
-};
 
 // Warp 1: lane l serves peer rank - 1 - l, lane 0 also fetches.
 __device__ __forceinline__ void push(const Params& p, const weft::Shared& s, const Order& order, u32 use) {

@@ -13,7 +13,7 @@ import torch
 from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm
 from ..device.launch import is_transposed, why_not
-from . import configs, cuda_kernel, pipeline
+from . import configs, cuda_kernel, host, pipeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +85,18 @@ def run(
     return_A: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """The gathered shards [W, m, K] if wanted, and the products, each [W, m, N_i]."""
-    if isinstance(choice.config, configs.PushConfig):
+    config = choice.config
+    if isinstance(config, configs.PushConfig):
         kernels = workspace.prepared.get(choice)
         if kernels is None:
-            kernels = workspace.prepared[choice] = cuda_kernel.prepare(
-                workspace, a, bs, choice.config, num_sms
-            )
+
+            def make() -> list[cuda_kernel.AllGatherMatmulPush]:
+                return cuda_kernel.prepare(workspace, a, bs, config, num_sms)
+
+            # Ranks compile together: no wait counts what a peer still compiles. The strides are left out: each rank
+            # may have others.
+            key = (host.OP, a.shape, *(b.shape for b in bs), a.dtype, config, num_sms)
+            workspace.heap.prepare(host.OP, key, make)
+            kernels = workspace.prepared[choice] = make()
         return cuda_kernel.all_gather_matmul(workspace, kernels, a, bs, timeout_ns, return_A=return_A)
-    return pipeline.all_gather_matmul(workspace, a, bs, choice.config, num_sms, timeout_ns, return_A=return_A)
+    return pipeline.all_gather_matmul(workspace, a, bs, config, num_sms, timeout_ns, return_A=return_A)

@@ -10,7 +10,8 @@ import torch
 
 from ...symm_mem.workspace import Layout, Workspace
 from ..device.copy_engine import CopyEngine
-from ..device.gate import leave
+from ..device.gate import leave, load
+from ..device.launch import compiling
 from .configs import Config, choose, flags_per_rank
 from .triton_kernel import AllGatherMatmul
 
@@ -48,6 +49,16 @@ def all_gather_matmul(
         engine = workspace.prepared["copy engine"] = CopyEngine(workspace)
     kernels = [_kernel(workspace, a, b, config, num_sms) for b in bs]
     products = [a.new_empty(size, m, b.shape[1]) for b in bs]
+
+    def compile_all() -> None:
+        load()
+        with compiling():
+            for i, (kernel, b, c) in enumerate(zip(kernels, bs, products, strict=True)):
+                kernel.launch(0, a, b, c, final=i == len(bs) - 1 and not return_A, timeout_ns=timeout_ns)
+
+    shapes = (a.shape, *(b.shape for b in bs))
+    key = ("all_gather_matmul", *shapes, a.dtype, config, num_sms, return_A)
+    workspace.heap.prepare("fused_all_gather_matmul", key, compile_all)
     half = workspace.next_half()
     gathered: torch.Tensor | None = None
     with engine.pushing(half, a, config.chunk_rows, timeout_ns):

@@ -29,20 +29,19 @@ def all_reduce(workspace: Workspace, x: torch.Tensor, out: torch.Tensor, reduce_
 
 def _piece(workspace: Workspace, x: torch.Tensor, out: torch.Tensor, reduce_op: str) -> None:
     size, rank = workspace.world_size, workspace.rank
-    use = HostUse(workspace, OP)
-    for step in range(1, size):
-        peer = (rank + step) % size
-        use.wait_free(peer)
-        workspace.half(peer, use.half, (size, x.numel()), x.dtype)[rank] = x
-        use.post(peer, 0)
-    slots = workspace.half(rank, use.half, (size, x.numel()), x.dtype)
-    for peer in range(size):
-        if peer != rank:
-            use.wait(peer, 0)
-    slots[rank] = x
-    total = slots[0].to(torch.float32, copy=True)
-    combine = {"max": torch.maximum, "min": torch.minimum}.get(reduce_op, torch.add)
-    for src in range(1, size):
-        combine(total, slots[src].to(torch.float32), out=total)
-    use.leave()
+    with HostUse(workspace, OP) as use:
+        for step in range(1, size):
+            peer = (rank + step) % size
+            use.wait_free(peer)
+            workspace.half(peer, use.half, (size, x.numel()), x.dtype)[rank] = x
+            use.post(peer, 0)
+        slots = workspace.half(rank, use.half, (size, x.numel()), x.dtype)
+        for peer in range(size):
+            if peer != rank:
+                use.wait(peer, 0)
+        slots[rank] = x
+        total = slots[0].to(torch.float32, copy=True)
+        combine = {"max": torch.maximum, "min": torch.minimum}.get(reduce_op, torch.add)
+        for src in range(1, size):
+            combine(total, slots[src].to(torch.float32), out=total)
     out.copy_(total / size if reduce_op == "avg" else total)

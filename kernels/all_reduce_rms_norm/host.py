@@ -44,32 +44,31 @@ def all_reduce_rms_norm(
 def _piece(workspace: Workspace, x: torch.Tensor, residual: torch.Tensor, sums: torch.Tensor) -> None:
     size, rank = workspace.world_size, workspace.rank
     peers = [(rank + step) % size for step in range(1, size)]
-    use = HostUse(workspace, OP)
-    most, hidden = -(-x.shape[0] // size), x.shape[1]
+    with HostUse(workspace, OP) as use:
+        most, hidden = -(-x.shape[0] // size), x.shape[1]
 
-    def slots(owner: int) -> torch.Tensor:
-        """What came in, and the results: [2, W, rows, hidden]."""
-        return workspace.half(owner, use.half, (2, size, most, hidden), x.dtype)
+        def slots(owner: int) -> torch.Tensor:
+            """What came in, and the results: [2, W, rows, hidden]."""
+            return workspace.half(owner, use.half, (2, size, most, hidden), x.dtype)
 
-    for peer in peers:
-        use.wait_free(peer)
-        theirs = x[peer::size]
-        slots(peer)[0, rank, : theirs.shape[0]] = theirs
-        use.post(peer, 0)
-    mine = slots(rank)
-    own = x[rank::size]
-    for peer in peers:
-        use.wait(peer, 0)
-    total = torch.zeros(own.shape, dtype=torch.float32)
-    for src in range(size):
-        total += own if src == rank else mine[0, src, : own.shape[0]]
-    total += residual[rank::size]
-    sums[rank::size] = total.to(x.dtype)
-    for peer in peers:
-        slots(peer)[1, rank, : own.shape[0]] = sums[rank::size]
-        use.post(peer, 1)
-    for peer in peers:
-        use.wait(peer, 1)
-        theirs = sums[peer::size]
-        theirs.copy_(mine[1, peer, : theirs.shape[0]])
-    use.leave()
+        for peer in peers:
+            use.wait_free(peer)
+            theirs = x[peer::size]
+            slots(peer)[0, rank, : theirs.shape[0]] = theirs
+            use.post(peer, 0)
+        mine = slots(rank)
+        own = x[rank::size]
+        for peer in peers:
+            use.wait(peer, 0)
+        total = torch.zeros(own.shape, dtype=torch.float32)
+        for src in range(size):
+            total += own if src == rank else mine[0, src, : own.shape[0]]
+        total += residual[rank::size]
+        sums[rank::size] = total.to(x.dtype)
+        for peer in peers:
+            slots(peer)[1, rank, : own.shape[0]] = sums[rank::size]
+            use.post(peer, 1)
+        for peer in peers:
+            use.wait(peer, 1)
+            theirs = sums[peer::size]
+            theirs.copy_(mine[1, peer, : theirs.shape[0]])

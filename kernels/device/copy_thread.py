@@ -6,23 +6,37 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ...symm_mem.workspace import Workspace
+
 
 @contextmanager
-def copying(push: Callable[[], None]) -> Iterator[None]:
-    """Run ``push`` beside the body; the end of the body waits for it and raises what it raised."""
-    failure: list[BaseException] = []
+def copying(workspace: Workspace, push: Callable[[], None]) -> Iterator[None]:
+    """Run ``push`` beside the body. The end of the body waits for it, and raises what the first of the two raised.
+
+    When one of them fails, so does the workspace: then the other one waits for no peer any more.
+    """
+    failures: list[BaseException] = []
+
+    def failed(error: BaseException) -> None:
+        failures.append(error)
+        workspace.abandon(error)
 
     def run() -> None:
         try:
             push()
         except BaseException as e:
-            failure.append(e)
+            failed(e)
 
     thread = threading.Thread(target=run, name="weft-copy", daemon=True)
     thread.start()
     try:
         yield
-    finally:
+    except BaseException as e:
+        failed(e)
+    try:
         thread.join()  # its waits are bounded
-    if failure:
-        raise failure[0]
+    except BaseException as e:  # Ctrl-C
+        failed(e)
+        thread.join()
+    if failures:
+        raise failures[0]

@@ -51,6 +51,12 @@ def leave(workspace: Workspace, half: int, stream: int) -> None:
     _launch("leave", workspace, half, 0, stream)
 
 
+def load() -> None:
+    """Compile both kernels and load them into the current context, without a launch."""
+    for name in ("gate", "leave"):
+        _program.function(name)
+
+
 def _launch(name: str, workspace: Workspace, half: int, timeout_ns: int, stream: int) -> None:
     layout = workspace.layout
     watch = Watch(workspace.address, workspace.record, timeout_ns, workspace.rank)

@@ -19,6 +19,7 @@
 
 #include "hopper.cuh"
 #include "numbers.cuh"
+#include "walk.cuh"
 
 namespace weft {
 
@@ -41,7 +42,7 @@ constexpr int SERVE_REGISTERS = 56;
 constexpr int MULTIPLY_REGISTERS = 224;
 
 static_assert(BM == 64 || BM == 128);
-static_assert(!B_WHOLE || BN % 64 == 0, "a box begins at a whole group of 64 columns");
+static_assert(!B_ROWS || !B_WHOLE || BN % 64 == 0, "a box begins at a whole group of 64 columns");
 static_assert(WN % 32 == 0 && (!B_ROWS || WARPGROUPS_M == 2 || WN % 64 == 0));
 
 struct Shared {
@@ -227,15 +228,6 @@ __device__ __forceinline__ void stage_registers(
 // Clusters walk through steps, each a pair of rows by a column of tiles.
 __device__ __forceinline__ int first_step() { return blockIdx.x / CLUSTER; }
 __device__ __forceinline__ int stride() { return gridDim.x / CLUSTER; }
-
-// Row and column of a step. Bands of `band` rows of steps are walked column by column: what a wave reads stays in L2.
-__device__ __forceinline__ void grouped(int tile, int rows, int columns, int band, int& row, int& column) {
-    const int first = tile / (band * columns) * band;
-    const int height = min(rows - first, band);
-    const int inside = tile % (band * columns);
-    row = first + inside % height;
-    column = inside / height;
-}
 
 // By all threads, at the end: other blocks may still read from here and write to here.
 __device__ __forceinline__ void end() { sync_cluster(); }

@@ -8,7 +8,9 @@ each address it has met.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +105,29 @@ class Operand:
         return TensorDescriptor(tensor, list(self.shape), list(self.strides), list(self.block))
 
 
+class _Mode(threading.local):
+    compiles_only = False
+
+
+_mode = _Mode()
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Inside the body every ``Launch`` of this thread compiles and loads its kernel and launches nothing.
+
+    Allowed while a CUDA graph is captured: none of it goes into the graph.
+    """
+    from ...symm_mem.backends.vmm import relaxed_capture
+
+    with relaxed_capture():
+        _mode.compiles_only = True
+        try:
+            yield
+        finally:
+            _mode.compiles_only = False
+
+
 class Launch:
     """Launches of one kernel on one problem: the same numbers every time, tensors at any address.
 
@@ -127,7 +152,10 @@ class Launch:
         tensors: Sequence[torch.Tensor],
         numbers: Sequence[int],
     ) -> None:
-        """Launch ``programs`` blocks on the current stream of the current device."""
+        """Launch ``programs`` blocks on the current stream of the current device; inside ``compiling``, none."""
+        if _mode.compiles_only:
+            self._compile(programs, described, tensors, numbers)
+            return
         if self._fast is not None and not _hooked():
             flat: list[Any] = []
             for i, tensor in enumerate(described):
@@ -142,6 +170,20 @@ class Launch:
         )
         if compiled is not None and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
             self._keep(compiled)
+
+    def _compile(
+        self,
+        programs: int,
+        described: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[int],
+    ) -> None:
+        descriptors = [o.describe(t) for o, t in zip(self.operands, described, strict=True)]
+        compiled = self.kernel.warmup(
+            *descriptors, *tensors, *numbers, grid=(programs,), **self.constants, **self._options
+        )
+        if compiled is not None:
+            _ = compiled.run  # loads it
 
     def _keep(self, compiled: Any) -> None:
         run = compiled.run

@@ -31,8 +31,7 @@ def matmul_all_reduce(workspace: Workspace, a: torch.Tensor, b: torch.Tensor, re
     rows = [slice(min(q * part, m), min((q + 1) * part, m)) for q in range(size)]
     peers = [(rank + step) % size for step in range(1, size)]
     out = torch.empty(m, n, dtype=dtype)
-    with workspace.lock:
-        use = HostUse(workspace, OP)
+    with workspace.lock, HostUse(workspace, OP) as use:
         halves = [workspace.half(peer, use.half, (2, size, part, n), dtype) for peer in range(size)]
         finished: queue.SimpleQueue[tuple[int, torch.Tensor] | None] = queue.SimpleQueue()
 
@@ -43,7 +42,7 @@ def matmul_all_reduce(workspace: Workspace, a: torch.Tensor, b: torch.Tensor, re
                 halves[peer][0, rank, : partial.shape[0]] = partial
                 use.post(peer, 0)
 
-        with copying(push):
+        with copying(workspace, push):
             try:
                 for peer in peers:
                     finished.put((peer, torch.mm(a[rows[peer]], b)))
@@ -66,5 +65,4 @@ def matmul_all_reduce(workspace: Workspace, a: torch.Tensor, b: torch.Tensor, re
             use.wait(peer, 1)
             theirs = out[rows[peer]]
             theirs.copy_(halves[rank][1, peer, : theirs.shape[0]])
-        use.leave()
     return out

@@ -35,8 +35,7 @@ def matmul_reduce_scatter(
     """
     rows, n, dtype = parts[0][0].shape[0], parts[0][1].shape[1], parts[0][0].dtype
     size, rank = workspace.world_size, workspace.rank
-    with workspace.lock:
-        use = HostUse(workspace, OP)
+    with workspace.lock, HostUse(workspace, OP) as use:
         slots = [workspace.half(peer, use.half, (size, rows, n), dtype) for peer in range(size)]
         finished: queue.SimpleQueue[tuple[int, torch.Tensor] | None] = queue.SimpleQueue()
 
@@ -47,7 +46,7 @@ def matmul_reduce_scatter(
                 slots[peer][rank] = partial
                 use.post(peer, 0)
 
-        with copying(push):
+        with copying(workspace, push):
             try:
                 for step in range(1, size):
                     peer = (rank + step) % size
@@ -62,7 +61,6 @@ def matmul_reduce_scatter(
                 if src != rank:
                     use.wait(src, 0)
                 total += own if src == rank else slots[rank][src]
-        use.leave()
     if reduce_op == "avg":
         total /= size
     return total.to(dtype)

@@ -16,6 +16,7 @@
 // launch no more blocks than there are SMs to be had.
 
 #include "gemm.cuh"
+#include "order.cuh"
 
 using weft::u32;
 using weft::u64;
@@ -37,43 +38,8 @@ struct Params {
     int average;
 };
 
-struct Tile {
-    int dst, index;  // of the tiles for one rank
-    int batch, row, column;
-    bool inside;
-};
-
-// Rows of tiles stand in a list: those for rank + 1, for rank + 2, ..., the own ones. A step has a pair of neighbours of
-// the list. A peer's tile (row, column) for this rank comes no later in its order than the own one here: what an own tile
-// waits for is never behind another wait.
-struct Order {
-    int rows, columns;  // of tiles, for one rank; rows of one batch
-    int each;  // tiles for one rank
-    int all, pairs;  // rows of the list
-
-    __device__ explicit Order(const Params& p) {
-        rows = (p.m + BM - 1) / BM;
-        columns = (p.n + BN - 1) / BN;
-        each = p.batches * rows * columns;
-        all = p.batches * rows * WORLD_SIZE;
-        pairs = (all + 1) / 2;
-    }
-
-    __device__ int steps() const { return pairs * columns; }
-
-    __device__ Tile tile(const Params& p, int step, int block) const {
-        Tile t;
-        int pair;
-        weft::grouped(step, pairs, columns, p.band, pair, t.column);
-        const int place = 2 * pair + block, of_rank = p.batches * rows;
-        t.inside = place < all;  // a block without a tile loads for the other all the same, and rows past the end of A
-        t.dst = t.inside ? (p.watch.rank + 1 + place / of_rank) % WORLD_SIZE : p.watch.rank;
-        t.index = place % of_rank * columns + t.column;
-        t.batch = place % of_rank / rows;
-        t.row = t.inside ? place % rows : rows;
-        return t;
-    }
-};
+using Order = weft::ScatterOrder<Params>;
+using Tile = weft::ScatterTile;
 
 // Warp 0: what the multiplying warpgroups work on.
 __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, const Order& order) {

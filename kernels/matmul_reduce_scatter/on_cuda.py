@@ -11,8 +11,8 @@ import torch
 
 from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm
-from ..device.launch import why_not
-from . import configs
+from ..device.launch import compiling, why_not
+from . import configs, host
 from .cuda_kernel import MatmulReduceScatterBulk
 from .triton_kernel import MatmulReduceScatter
 
@@ -80,10 +80,19 @@ def run(
     out = a.new_empty((a.shape[0], a.shape[2], b.shape[1]))
     kernel = workspace.prepared.get(key)
     if kernel is None:
-        if isinstance(config, configs.BulkConfig):
-            kernel = MatmulReduceScatterBulk(workspace, a, b, config, average=average, num_sms=num_sms)
-        else:
-            kernel = MatmulReduceScatter(workspace, a, b, config, average=average, num_sms=num_sms)
-        workspace.prepared[key] = kernel
+
+        def make() -> MatmulReduceScatterBulk | MatmulReduceScatter:
+            if isinstance(config, configs.BulkConfig):
+                return MatmulReduceScatterBulk(workspace, a, b, config, average=average, num_sms=num_sms)
+            made = MatmulReduceScatter(workspace, a, b, config, average=average, num_sms=num_sms)
+            with compiling():  # Triton compiles at a launch
+                made.launch(0, a, b, out, timeout_ns=timeout_ns)
+            return made
+
+        # Ranks compile together: no wait counts what a peer still compiles. The strides are left out: each rank may
+        # have others.
+        same = (host.OP, a.shape, b.shape, a.dtype, average, config, num_sms)
+        workspace.heap.prepare(host.OP, same, make)
+        kernel = workspace.prepared[key] = make()
     kernel.launch(workspace.next_half(), a, b, out, timeout_ns=timeout_ns)
     return out

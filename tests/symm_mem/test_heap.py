@@ -302,7 +302,12 @@ def bad_arguments(rank: int, world_size: int) -> None:
         (lambda: symm_mem.empty(2.5), TypeError, "shape: .* float"),
         (lambda: symm_mem.empty(2, group="nobody"), ValueError, "group: no process group is named 'nobody'"),
         (lambda: symm_mem.empty(2, group=7), TypeError, "group: must be a name"),
-        (lambda: symm_mem.empty(2, device="meta"), symm_mem.HeapUnavailable, "not on 'meta'"),
+        (lambda: symm_mem.empty(2, device="meta"), ValueError, "device: is 'meta'"),
+        (lambda: symm_mem.empty(2, device="bogus"), ValueError, "device: torch knows none"),
+        (lambda: symm_mem.empty(2, dtype="float32"), TypeError, "dtype: is 'float32'"),
+        (lambda: symm_mem.rendezvous(7), TypeError, "tensor: is of type int"),
+        (lambda: symm_mem.set_timeout("5"), TypeError, "seconds: is '5'"),
+        (lambda: symm_mem.set_timeout(float("nan")), ValueError, "seconds: is nan"),
         (lambda: symm_mem.set_timeout(0), ValueError, "seconds: is 0"),
     ]:
         with pytest.raises(kind, match=words):

@@ -1,0 +1,87 @@
+// Which tiles a cluster computes in which order, and in which order pieces of the own rows are sent; kernel.cu says why.
+// Plain arithmetic: it is tested on the CPU as it is. `Params` has m, k, bs, columns, band, remote_band, group,
+// half.world_size and watch.rank; BM, UNIT_COLUMNS, PIECE_ROWS, PIECE_COLUMNS are defined.
+
+#pragma once
+
+#include "../device/walk.cuh"
+
+namespace weft {
+
+constexpr int PIECES_M = BM / PIECE_ROWS;  // of a row of tiles
+constexpr int PIECES_K = UNIT_COLUMNS / PIECE_COLUMNS;  // of a unit
+constexpr int PIECES = PIECES_M * PIECES_K;
+
+struct GatherTile {
+    int src, row, column, b;
+};
+
+// Rows of tiles stand in a list: the own ones, then group by group those of the peers, in turn. A step has a pair of
+// neighbours of the list.
+template <typename Params>
+struct GatherOrder {
+    int rows;  // of tiles, of a shard
+    int columns, units;
+    int pairs, own_pairs;
+
+    __device__ explicit GatherOrder(const Params& p) {
+        rows = (p.m + BM - 1) / BM;
+        units = (p.k + UNIT_COLUMNS - 1) / UNIT_COLUMNS;
+        pairs = (rows * p.half.world_size + 1) / 2;
+        own_pairs = rows / 2;
+        columns = 0;
+        for (int i = 0; i < p.bs; ++i) columns += p.columns[i];
+    }
+
+    __device__ int steps() const { return pairs * columns; }
+
+    __device__ GatherTile tile(const Params& p, int step, int block) const {
+        GatherTile t;
+        const int own = own_pairs * columns, peers = p.half.world_size - 1, rank = p.watch.rank;
+        int pair;
+        if (step < own) {
+            grouped(step, own_pairs, columns, p.band, pair, t.column);
+        } else {
+            grouped(step - own, pairs - own_pairs, columns, p.remote_band, pair, t.column);
+            pair += own_pairs;
+        }
+        int place = 2 * pair + block;
+        if (place < rows || place >= rows * p.half.world_size) {
+            t.src = rank;
+            t.row = min(place, rows);  // past the end of the list is past that of A: nothing is stored
+        } else {
+            place -= rows;
+            const int first = place / (p.group * peers) * p.group;
+            place -= first * peers;
+            t.row = first + place / peers;
+            t.src = (rank + 1 + place % peers) % p.half.world_size;
+        }
+        t.b = 0;
+        while (t.column >= p.columns[t.b]) t.column -= p.columns[t.b++];
+        return t;
+    }
+};
+
+// Where piece `index` of the sending order lies.
+template <typename Params>
+struct GatherPiece {
+    int row, column, flag;
+    bool inside;
+
+    __device__ GatherPiece(const Params& p, const GatherOrder<Params>& order, int index) {
+        const int of_group = p.group * order.units * PIECES;
+        const int first = index / of_group * p.group;
+        const int height = min(p.group, order.rows - first);
+        index %= of_group;
+        const int unit = index / (height * PIECES);
+        index %= height * PIECES;
+        const int tile_row = first + index / PIECES;
+        index %= PIECES;
+        row = tile_row * BM + index / PIECES_K * PIECE_ROWS;
+        column = unit * UNIT_COLUMNS + index % PIECES_K * PIECE_COLUMNS;
+        flag = (tile_row * order.units + unit) * PIECES + index;
+        inside = row < p.m && column < p.k;
+    }
+};
+
+}  // namespace weft

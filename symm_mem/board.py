@@ -1,0 +1,161 @@
+"""The checked mode: ranks compare each call before anything is launched.
+
+Every rank has a page of host memory that all ranks of the group can read, also beside a heap on CUDA. Before a call
+each rank writes down what it is about to do and counts up; it reads what the others wrote once they have counted as
+far, and whoever differs from rank 0 is named on every rank. The host of a rank thus waits for the hosts of the others
+at every call, within the group's deadline; nothing is put into a stream, so a captured graph is checked at its capture
+and its replays cost nothing.
+
+A page has two places for texts, used in turn: a rank writes the n-th text only after all have read the n-2nd one,
+which they say by counting n-1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+from .descriptors import close_fds, exchange
+from .errors import PeerTimeout, RankMismatch, WeftError
+from .sites import call_site, text
+from .spin import Expired, spin
+from .timeouts import get_timeout
+
+if TYPE_CHECKING:
+    from .heap import Heap
+
+_PLACE = 4096  #: bytes of a text, with its digest in front
+_FIRST = 64  #: where the first place begins; the count stands before it
+_BYTES = _FIRST + 2 * _PLACE
+_DIGEST = 16
+
+_on: bool | None = None
+
+
+def is_checked() -> bool:
+    """Whether calls are compared across ranks: what ``set_checked`` said, else WEFT_CHECK=1."""
+    global _on
+    if _on is None:
+        said = os.environ.get("WEFT_CHECK", "0")
+        if said not in ("0", "1"):
+            raise ValueError(f"WEFT_CHECK: is {said!r}, must be 0 or 1")
+        _on = said == "1"
+    return _on
+
+
+def set_checked(on: bool) -> None:
+    """Compare each call of an op across ranks before it is launched, or stop doing so, in all groups.
+
+    All ranks must say so between the same calls. A call that differs raises RankMismatch on every rank, and names the
+    first rank that differs from rank 0, the number of the call, and both calls with their file and line.
+
+    Raises:
+        TypeError: ``on`` is not a bool.
+    """
+    global _on
+    if not isinstance(on, bool):
+        raise TypeError(f"on: is {on!r}, must be True or False")
+    _on = on
+
+
+def board_of(heap: Heap) -> Board:
+    """The heap's board; made by all ranks together at the first call."""
+    with heap.lock:
+        if heap.board is None:
+            heap.board = Board(heap)
+        return heap.board
+
+
+class Board:
+    """The pages of one group's ranks."""
+
+    def __init__(self, heap: Heap) -> None:
+        self._rank, self._size, self._group = heap.rank, heap.world_size, heap.group_name
+        self._rendezvous = heap.rendezvous
+        self._lock = heap.lock
+        fds = [heap.settled("make a board", _page)]
+        try:
+            fds = exchange(heap.rendezvous, fds[0], heap.secret)
+            self._pages = heap.settled("map the boards", lambda: [mmap.mmap(fd, _BYTES) for fd in fds])
+        finally:
+            close_fds(fds)
+        # A ctypes object over a page keeps it mapped.
+        self._counts = [ctypes.c_uint32.from_buffer(page) for page in self._pages]
+        self._error: WeftError | None = None
+        self._count = self._calls = 0
+
+    def forget(self) -> None:
+        """Count from 0 again: the heap is being reset."""
+        self._count = self._calls = self._counts[self._rank].value = 0
+        self._error = None
+
+    def compare(self, op: str, said: str, remark: str = "", *, begins: bool = True) -> None:
+        """Every rank must say the same of its next call.
+
+        Args:
+            op: for the error of a rank that does not come.
+            said: what is compared.
+            begins: this is the first that is said of the call.
+            remark: what is shown along with it and may differ.
+
+        Raises:
+            RankMismatch: on every rank, naming the first rank that differs from rank 0.
+            PeerTimeout: a rank did not come; until the group is reset.
+        """
+        site = text(call_site())
+        where = f" at {site}" if site else ""
+        with self._lock:
+            if self._error is not None:
+                raise self._error.again()
+            self._calls += begins
+            digest = hashlib.blake2b(said.encode(), digest_size=_DIGEST).digest()
+            shown = f"{said}{remark}{where}".encode()[: _PLACE - _DIGEST - 2]
+            entries = self._post(op, digest + len(shown).to_bytes(2, "little") + shown, site)
+            first = entries[0]
+            for rank, entry in enumerate(entries):
+                if entry[:_DIGEST] != first[:_DIGEST]:
+                    raise RankMismatch(f"call {self._calls}", self._group, rank, _shown(entry), _shown(first))
+
+    def _post(self, op: str, entry: bytes, site: str | None) -> list[bytes]:
+        self._count += 1
+        count = self._count & 0xFFFFFFFF
+        at = _FIRST + (count & 1) * _PLACE
+        self._pages[self._rank][at : at + len(entry)] = entry
+        self._counts[self._rank].value = count
+        timeout = get_timeout(self._group)
+        entries = []
+        for rank, page in enumerate(self._pages):
+            if rank != self._rank:
+                try:
+                    spin(
+                        ctypes.addressof(self._counts[rank]),
+                        count,
+                        timeout,
+                        self._rendezvous.processes[rank],
+                    )
+                except Expired as e:
+                    self._error = PeerTimeout(
+                        *(op, self._group, self._rank, rank, "its count of checked calls"),
+                        *(count, e.seen, e.seconds, site, e.ended),
+                    )
+                    raise self._error.again() from None
+            entries.append(page[at : at + _PLACE])
+        return entries
+
+
+def _page() -> int:
+    fd = os.memfd_create("weft-board", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, _BYTES)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _shown(entry: bytes) -> str:
+    length = int.from_bytes(entry[_DIGEST : _DIGEST + 2], "little")
+    return entry[_DIGEST + 2 : _DIGEST + 2 + length].decode(errors="replace")

@@ -1,0 +1,157 @@
+"""Which heap a group has, and what concerns all of a group's memory: its state, its reset."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from .errors import HeapUnavailable
+from .groups import Group, resolve_group
+from .heap import Heap
+from .rendezvous import Rendezvous, come_together
+from .timeouts import get_timeout
+
+_WITHOUT_PROCESSES = ("fake", "threaded")  # backends of groups that have no heap
+
+_heaps: dict[tuple[str, str, int], tuple[ProcessGroup, Heap | HeapUnavailable]] = {}
+_making: dict[Any, threading.RLock] = {}  # by heap: threads may make those of different groups in any order
+
+
+def heap(group: Group = None, device: torch.device | str | None = None) -> Heap:
+    """The heap of ``group`` on ``device`` (default: what its backend is for). The first call is collective.
+
+    Raises:
+        HeapUnavailable: the ranks cannot address each other's memory: several hosts, no peer access, a
+            process group without processes. Every rank gets the same answer, at once from then on.
+        ValueError, TypeError: there is no such group, or ``device`` is neither a CUDA device nor the CPU.
+    """
+    pg = resolve_group(group)
+    where = _device(device) if device is not None else _default_device(pg)
+    index = where.index
+    if index is None:
+        index = torch.cuda.current_device() if where.type == "cuda" and torch.cuda.is_available() else -1
+    key = (pg.group_name, where.type, index)
+    known = _heaps.get(key)
+    if known is None or known[0] is not pg:  # a name may be used again after destroy_process_group
+        with _making.setdefault(key, threading.RLock()):
+            known = _heaps.get(key)
+            if known is None or known[0] is not pg:
+                _forget_destroyed()
+                known = _heaps[key] = (pg, _make(pg, where))
+    found = known[1]
+    if isinstance(found, HeapUnavailable):
+        raise HeapUnavailable(str(found))
+    return found
+
+
+def _device(device: torch.device | str) -> torch.device:
+    if not isinstance(device, (torch.device, str)):
+        raise TypeError(f"device: is {device!r}, must be a torch.device or its name")
+    try:
+        found = torch.device(device)
+    except RuntimeError as e:
+        raise ValueError(f"device: torch knows none that is called {device!r}") from e
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: is {str(found)!r}, must be a CUDA device or the CPU")
+    return found
+
+
+def _forget_destroyed() -> None:
+    """Let go of the heaps of groups that are no more; their memory lives on while tensors lie in it."""
+    for key, (pg, _) in list(_heaps.items()):
+        try:
+            alive = resolve_group(key[0]) is pg
+        except ValueError:
+            alive = False
+        if not alive:
+            _heaps.pop(key, None)
+            _making.pop(key, None)
+
+
+def _make(pg: ProcessGroup, device: torch.device) -> Heap | HeapUnavailable:
+    if pg.name() in _WITHOUT_PROCESSES:
+        return HeapUnavailable(
+            f"no heap for group {pg.group_name!r}: its backend {pg.name()!r} has no processes"
+        )
+    try:
+        return Heap(pg, device)
+    except HeapUnavailable as e:
+        return e
+
+
+def unavailable(group: Group = None, device: torch.device | str | None = None) -> str | None:
+    """Why ``group`` has no heap on ``device``; None if it has one. The first call is collective."""
+    try:
+        heap(group, device)
+    except HeapUnavailable as e:
+        return str(e)
+    return None
+
+
+def check() -> None:
+    """Raise what a wait of this rank has run into, in any group: for programs that only replay CUDA graphs.
+
+    Otherwise the next call says so. It reads host memory only: for the state up to now, synchronize first.
+
+    Raises:
+        PeerTimeout: a wait on a peer has expired in a workspace of an op, or in the signals of a tensor.
+    """
+    for _, found in list(_heaps.values()):
+        if isinstance(found, Heap):
+            for user in list(found.users):
+                user.raise_if_broken()
+
+
+def reset(group: Group = None) -> None:
+    """Make a group's memory usable again after an error. Collective: every rank of the group must call it.
+
+    Waits until this rank's work is done, then counts every flag, signal and call of the group from 0 again, on all
+    ranks before any of them returns. Tensors keep their memory and what is in it, captured graphs stay valid (but for
+    one that an error interrupted while it was captured), other groups do not notice. What ranks did before the reset
+    and others did not is over: they go on with the same call.
+
+    Args:
+        group: name, ProcessGroup, 1-D DeviceMesh or (mesh, dim); default the default group.
+
+    Raises:
+        PeerTimeout: a rank does not come. The group may be reset again.
+        WeftError: a rank is capturing a CUDA graph, or has lost its device.
+    """
+    pg = resolve_group(group)
+    if pg.name() in _WITHOUT_PROCESSES:
+        return
+    heaps = _named_heaps(pg)
+    known = next((h.rendezvous.processes for h in heaps.values()), None)
+
+    def timeout() -> float:
+        return get_timeout(pg.group_name)
+
+    session = come_together(pg, "reset", timeout(), known)
+    here = Rendezvous(pg, "reset", timeout).gather("reset", sorted(heaps))
+    everywhere = set.intersection(*map(set, here))
+    for name in sorted(heaps):
+        if name in everywhere:
+            heaps[name].reset(session)
+    for key, (owner, found) in list(_heaps.items()):
+        # A heap that another rank failed to make.
+        if owner is pg and isinstance(found, Heap) and not any(found is heaps[n] for n in everywhere):
+            del _heaps[key]
+
+
+def _named_heaps(pg: ProcessGroup) -> dict[str, Heap]:
+    """A group's heaps under names that do not tell the ranks' devices apart."""
+    named: dict[str, Heap] = {}
+    for key, (owner, found) in sorted(_heaps.items(), key=lambda item: item[0]):
+        if owner is pg and isinstance(found, Heap):
+            nth = sum(name.startswith(key[1]) for name in named)
+            named[f"{key[1]} {nth}"] = found
+    return named
+
+
+def _default_device(pg: ProcessGroup) -> torch.device:
+    """The current CUDA device for a group with NCCL, the CPU for others."""
+    return torch.device("cuda" if "nccl" in dist.get_backend_config(pg) else "cpu")

@@ -1,0 +1,103 @@
+"""Stream memory operations whose waits end.
+
+A wait of the stream for a word cannot be given a deadline. So a thread looks after those that are under way: when a
+deadline passes it tells whoever asked for the wait, and writes the awaited count itself, so that the stream goes on and
+the context stays usable. One thread for each heap, and only while there is something to look after.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from .spin import reached
+
+if TYPE_CHECKING:
+    from .heap import Heap
+
+# What is told of an expired wait: the word's value, and the seconds waited.
+Expiry: TypeAlias = Callable[[int, float], object]
+
+_PERIOD = 0.02  # seconds between two looks
+
+
+def watch_of(heap: Heap) -> Watch | None:
+    """The watch of a heap's stream waits; None on the CPU, where a wait bounds itself."""
+    if heap.device.type != "cuda":
+        return None
+    with heap.lock:
+        if heap.watch is None:
+            heap.watch = Watch(heap.device)
+        return heap.watch
+
+
+class Watch:
+    """Writes to and waits for words in the order of the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        from cuda.bindings import driver
+
+        from .backends.vmm import check
+
+        self._driver, self._call, self._device = driver, check, device
+        self._waiting: list[tuple[torch.cuda.Event, float, int, int, float, Expiry]] = []
+        self._lock = threading.Lock()
+        self._side = torch.cuda.Stream(device)
+        self._running = False
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self._device).cuda_stream
+
+    def write(self, address: int, value: int) -> None:
+        # The default flag orders everything earlier in the stream before the word, for the whole system.
+        self._call(self._driver.cuStreamWriteValue32(self._stream(), address, value, 0))
+
+    def wait(self, address: int, value: int, timeout: float, expiry: Expiry) -> None:
+        greater_or_equal = self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        self._call(self._driver.cuStreamWaitValue32(self._stream(), address, value, int(greater_or_equal)))
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        with self._lock:
+            self._waiting.append((event, time.monotonic() + timeout, address, value, timeout, expiry))
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, name="weft-signals", daemon=True).start()
+
+    def _run(self) -> None:
+        from .backends.vmm import relaxed_capture
+
+        torch.cuda.set_device(self._device)
+        with relaxed_capture():  # a look at an event must not end another thread's capture
+            while True:
+                with self._lock:
+                    self._waiting = [w for w in self._waiting if not w[0].query()]
+                    if not self._waiting:
+                        self._running = False
+                        return
+                    late = next((w for w in self._waiting if time.monotonic() > w[1]), None)
+                if late is not None:
+                    self._release(*late)
+                time.sleep(_PERIOD)
+
+    def _release(
+        self,
+        event: torch.cuda.Event,
+        _deadline: float,
+        address: int,
+        value: int,
+        timeout: float,
+        expiry: Expiry,
+    ) -> None:
+        seen = ctypes.c_uint32()
+        stream = self._side.cuda_stream
+        self._call(self._driver.cuMemcpyDtoHAsync(ctypes.addressof(seen), address, 4, stream))
+        self._call(self._driver.cuStreamSynchronize(stream))
+        if not reached(seen.value, value):
+            expiry(seen.value, timeout)
+            self._call(self._driver.cuMemsetD32Async(address, value, 1, stream))
+        event.synchronize()

@@ -1,0 +1,121 @@
+"""What a user sees of each fault, and after how long, as a table for the README.
+
+python tests/faults/table.py                            # CPU ranks
+python tests/faults/table.py --device cuda --ranks 4    # GPUs
+python tests/faults/table.py --cost                     # what the checked mode adds to a call
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from faults.cases import OPS, STRIKES_AT, Seen, strike, strikes
+from faults.inject import Fault
+from ranks import run_ranks
+from weft import symm_mem
+from weft.fused_ops import one_shot_all_reduce
+
+CULPRIT = 1
+CHECKED = ("skip", "corrupt")  # without the checked mode ranks that differ may agree on wrong numbers
+
+ROWS = {
+    ("delay", "before the call"): "a rank comes {late} s late",
+    ("stop", "before the call"): "a rank is stopped (SIGSTOP) for {late} s",
+    ("raise", "after a push"): "an exception inside a call of one rank",
+    ("kill", "before the call"): "a rank is killed (SIGKILL) between calls",
+    ("kill", "after a push"): "a rank is killed inside a call",
+    ("skip", "before the call"): "a rank leaves a call out (checked mode)",
+    ("corrupt", "before the call"): "a rank calls with another argument (checked mode)",
+}
+
+
+def faults(device: str, deadline: float) -> Iterator[tuple[str, Fault]]:
+    for (kind, point), row in ROWS.items():
+        if device == "cpu" or point == "before the call":
+            late = 3 * deadline
+            yield row.format(late=f"{late:g}"), Fault(kind, CULPRIT, STRIKES_AT, late, point)
+
+
+def sees(error: dict[str, Any]) -> str:
+    """What stands behind the names of ranks, flags and lines."""
+    if error["kind"] == "RankMismatch":
+        return "RankMismatch on every rank, with both calls"
+    if error["kind"] != "PeerTimeout":
+        return str(error["kind"])
+    how = "ended" if error["ended"] else "given up" if error.get("blames") is not None else "late"
+    return {
+        "ended": "PeerTimeout: its process has ended",
+        "given up": "PeerTimeout: it has given up",
+        "late": "PeerTimeout after the deadline",
+    }[how]
+
+
+def measure(size: int, device: str, deadline: float) -> dict[str, list[Seen]]:
+    """What the other ranks see, by row, over all ops."""
+    found: dict[str, list[Seen]] = {}
+    rows = list(faults(device, deadline))
+    for op in OPS:
+        alive = [(row, fault) for row, fault in rows if fault.kind != "kill"]
+        by_rank = run_ranks(
+            strikes, size, op, [f for _, f in alive], deadline, fresh=True, store="tcp", device=device
+        )
+        for i, (row, _) in enumerate(alive):
+            found.setdefault(row, []).extend(seen[i] for r, seen in enumerate(by_rank) if r != CULPRIT)
+        for row, fault in rows:
+            if fault.kind == "kill":
+                arguments = (op, fault, deadline, False)
+                seen = run_ranks(strike, size, *arguments, expect_dead=(CULPRIT,), store="tcp", device=device)
+                found.setdefault(row, []).extend(s for r, s in enumerate(seen) if r != CULPRIT)
+    return {row: found[row] for row, _ in rows}
+
+
+def compared(rank: int, size: int, calls: int) -> tuple[float, float]:
+    """Microseconds of an all-reduce of 10 numbers, plain and checked: the best of many short rounds each."""
+    x = torch.ones(10)
+    best = [float("inf"), float("inf")]
+    for _ in range(100):
+        for checked in (False, True):
+            symm_mem.set_checked(checked)
+            one_shot_all_reduce(x, "sum", None)
+            begin = time.perf_counter()
+            for _ in range(calls):
+                one_shot_all_reduce(x, "sum", None)
+            best[checked] = min(best[checked], (time.perf_counter() - begin) / calls * 1e6)
+    symm_mem.set_checked(False)
+    return best[0], best[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--deadline", type=float, default=1.0, help="seconds, of the calls that fail")
+    parser.add_argument("--cost", action="store_true", help="of the checked mode, instead of the table")
+    options = parser.parse_args()
+    if options.cost:
+        for size in (2, options.ranks):
+            plain, checked = run_ranks(compared, size, 20, fresh=True, device=options.device)[0]
+            print(f"{size} ranks: {plain:.0f} us a call, {checked:.0f} us checked", flush=True)
+        return
+    print(f"{len(OPS)} ops, {options.ranks} ranks on {options.device}, deadline {options.deadline:g} s\n")
+    print("| fault | what the other ranks see | after |\n|---|---|---|")
+    for row, seen in measure(options.ranks, options.device, options.deadline).items():
+        kinds = sorted({sees(s.error) if s.error else "nothing" for s in seen})
+        wrong = sum(len(s.wrong) for s in seen)
+        times = sorted(s.seconds for s in seen)
+        remark = f"; {wrong} wrong results" if wrong else ""
+        print(f"| {row} | {'; '.join(kinds)}{remark} | {times[0]:.3f} to {times[-1]:.3f} s |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

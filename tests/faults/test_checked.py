@@ -1,0 +1,189 @@
+"""The checked mode: ranks that call differently are told at once, with both calls, and nothing is broken."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from weft import symm_mem
+from weft.fused_ops import (
+    fused_all_gather_matmul,
+    fused_matmul_reduce_scatter,
+    last_plan,
+    one_shot_all_reduce,
+    plan,
+)
+
+ODD = 1  # the rank that differs
+
+Call = Callable[[], object]
+
+
+def gather(
+    m: int = 4, dim: int = 0, n: tuple[int, ...] = (5,), dtype: torch.dtype | None = None, **named: bool
+) -> Call:
+    a = torch.ones(m, 6, dtype=dtype)
+    return lambda: fused_all_gather_matmul(a, [torch.ones(6, c, dtype=dtype) for c in n], dim, None, **named)
+
+
+def scatter(k: int = 6, dim: int = 0, op: str = "sum") -> Call:
+    return lambda: fused_matmul_reduce_scatter(torch.ones(9, k), torch.ones(k, 3), op, dim, None)
+
+
+def reduce(n: int = 5, op: str = "sum") -> Call:
+    return lambda: one_shot_all_reduce(torch.ones(n), op, None)
+
+
+# What the others call, what the odd one calls, and what the error shows of each.
+PAIRS: list[tuple[Call, Call, str, str]] = [
+    (gather(), gather(5), "A_shard=float32[4, 6]", "A_shard=float32[5, 6]"),
+    (gather(), gather(dtype=torch.bfloat16), "float32[4, 6]", "bfloat16[4, 6]"),
+    (gather(), gather(n=(5, 2)), "Bs=[float32[6, 5]]", "Bs=[float32[6, 5], float32[6, 2]]"),
+    (gather(), gather(return_A=False), "return_A=True", "return_A=False"),
+    (scatter(), scatter(dim=1), "scatter_dim=0", "scatter_dim=1"),
+    (scatter(), scatter(7), "A=float32[9, 6]", "A=float32[9, 7]"),
+    (scatter(), scatter(op="avg"), "reduce_op='sum'", "reduce_op='avg'"),
+    (reduce(), reduce(6), "x=float32[5]", "x=float32[6]"),
+    (gather(), scatter(), "fused_all_gather_matmul(", "fused_matmul_reduce_scatter("),
+    (reduce(), gather(), "one_shot_all_reduce(", "fused_all_gather_matmul("),
+]
+
+
+def differ(rank: int, world_size: int) -> None:
+    symm_mem.set_checked(True)
+    for nth, (usual, odd, others, mine) in enumerate(PAIRS):
+        with pytest.raises(symm_mem.RankMismatch) as error:
+            (odd if rank == ODD else usual)()
+        text = str(error.value)
+        here = rf"at {re.escape(__file__)}:\d+"
+        assert re.fullmatch(
+            rf"call {2 * nth + 1} in group '0': rank {ODD} asked for .*{re.escape(mine)}.* {here}, "
+            rf"rank 0 for .*{re.escape(others)}.* {here}",
+            text,
+        ), text
+        assert error.value.rank == ODD
+        assert (one_shot_all_reduce(torch.ones(nth + 1), "sum", None) == world_size).all()
+    # Not an argument but what is made of it: another algorithm.
+    with mock.patch.object(plan, "_forced", "unfused" if rank == ODD else None):
+        with pytest.raises(
+            symm_mem.RankMismatch, match=r"rank 1 asked for one_shot_all_reduce by Plan\(.*unfused"
+        ) as e:
+            reduce()()
+        assert "the caller asked for it" in str(e.value) and "'host'" in str(e.value)
+    # Operands may lie in memory as each rank likes.
+    a = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    mine = a.t().contiguous().t() if rank == ODD else a
+    for out in fused_all_gather_matmul(mine, [torch.eye(6)], 0, None)[1]:
+        torch.testing.assert_close(out, a.repeat(world_size, 1))
+    assert last_plan().algorithm == "host"
+    # A rank that makes no call.
+    symm_mem.set_timeout(0.4)
+    if rank != ODD:
+        with pytest.raises(
+            symm_mem.PeerTimeout, match=r"waited 0.4 s for rank 1: its count of checked calls is"
+        ) as late:
+            reduce()()
+        with pytest.raises(symm_mem.PeerTimeout, match=re.escape(str(late.value))):
+            reduce()()
+    symm_mem.set_timeout(60)
+    symm_mem.reset()
+    reduce()()
+    symm_mem.set_checked(False)
+
+
+def test_calls_that_differ_are_named_and_nothing_breaks() -> None:
+    run_ranks(differ, 3, fresh=True)
+
+
+def one_alone(rank: int, world_size: int) -> str:
+    """The mode itself, and any other setting, must be the same on all ranks."""
+    words = r"make a heap .* asked for WEFT_RESERVED_SMS=8, rank 0 for .*=0"
+    with (
+        mock.patch.dict(os.environ, {"WEFT_RESERVED_SMS": str(8 * rank)}),
+        pytest.raises(symm_mem.RankMismatch, match=words),
+    ):
+        reduce()()
+    reduce()()
+    symm_mem.set_timeout(0.4)
+    if rank == ODD:
+        symm_mem.set_checked(True)
+    with pytest.raises(symm_mem.PeerTimeout) as error:
+        reduce()()
+    symm_mem.set_timeout(60)
+    symm_mem.set_checked(False)
+    symm_mem.reset()
+    reduce()()
+    return str(error.value)
+
+
+def test_settings_that_differ_are_found() -> None:
+    usual, odd = run_ranks(one_alone, 2, fresh=True)
+    assert odd.startswith("make a board: rank 1 of group '0' waited 0.4 s for rank 0")
+    assert usual.startswith("one_shot_all_reduce: rank 0 of group '0' waited 0.4 s for rank 1")
+
+
+def environment(rank: int, world_size: int) -> None:
+    os.environ["WEFT_CHECK"] = "1"  # it is read at the first call
+    assert symm_mem.is_checked()
+    with pytest.raises(symm_mem.RankMismatch, match="call 1 in group"):
+        reduce(5 + rank)()
+
+
+def test_the_environment_switches_it_on() -> None:
+    run_ranks(environment, 2, fresh=True)
+
+
+def test_bad_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match="on: is 1, must be True or False"):
+        symm_mem.set_checked(1)  # type: ignore[arg-type]
+    monkeypatch.setattr("weft.symm_mem.board._on", None)
+    monkeypatch.setenv("WEFT_CHECK", "yes")
+    with pytest.raises(ValueError, match="WEFT_CHECK: is 'yes', must be 0 or 1"):
+        symm_mem.is_checked()
+
+
+def in_threads_and_graphs(rank: int, world_size: int) -> None:
+    """Groups are compared for themselves; compiled and differentiated calls like others."""
+    symm_mem.set_checked(True)
+    groups = [dist.new_group(list(range(world_size))) for _ in range(2)]
+    failures: list[BaseException] = []
+
+    def work(i: int) -> None:
+        try:
+            for n in range(1, 40):
+                time.sleep(0.001 * ((rank + i) % 2))
+                assert (one_shot_all_reduce(torch.full((n + i,), 1.0), "sum", groups[i]) == world_size).all()
+        except BaseException as e:
+            failures.append(e)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failures, failures
+
+    @torch.compile(backend="aot_eager")
+    def f(x: torch.Tensor, n: int) -> torch.Tensor:
+        return one_shot_all_reduce(x * 2, "sum", "0")[:n]
+
+    x = torch.ones(6, requires_grad=True)
+    f(x, 3).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [2.0 * world_size] * 3 + [0.0] * 3
+    with pytest.raises(symm_mem.RankMismatch) as error:
+        f(torch.ones(7 + rank), 3)
+    assert Path(__file__).name in str(error.value), "the call site is the model's line, not Inductor's"
+    symm_mem.set_checked(False)
+
+
+def test_threads_compiled_and_differentiated_calls() -> None:
+    run_ranks(in_threads_and_graphs, 2, fresh=True, store="tcp")

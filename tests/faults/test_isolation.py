@@ -1,0 +1,79 @@
+"""Groups, threads and jobs do not get into each other's way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults.cases import OPS
+from ranks import run_ranks
+from weft import symm_mem
+
+
+def opposite_orders(rank: int, world_size: int) -> None:
+    """Two threads with a group each make and grow their memory; each rank lets another thread go first."""
+    symm_mem.set_timeout(60)
+    groups = [dist.new_group([0, 1]), dist.new_group([1, 0, 2]), dist.new_group([1, 2])]
+    mine = [g for g in groups if g is not dist.GroupMember.NON_GROUP_MEMBER]
+    failures: list[BaseException] = []
+
+    def work(nth: int, group: Any) -> None:
+        try:
+            symm_mem.set_timeout(60, group)
+            for turn in range(3):
+                time.sleep(0.1 * ((rank + nth) % 2))
+                for op in OPS.values():  # each turn's calls are larger: the workspace grows
+                    case = op(group.rank(), group.size(), 40 * turn, 1, group)
+                    assert torch.equal(case.call(), case.want())
+                symm_mem.rendezvous(symm_mem.empty(3 << 20, dtype=torch.uint8, group=group)).barrier()
+        except BaseException as e:
+            failures.append(e)
+
+    threads = [threading.Thread(target=work, args=(n, g)) for n, g in enumerate(mine)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if failures:
+        raise failures[0]
+
+
+def test_threads_with_groups_of_their_own_in_any_order() -> None:
+    run_ranks(opposite_orders, 3, fresh=True, store="tcp")
+
+
+def overlapping(rank: int, world_size: int) -> None:
+    """A fault in one group: others of the same ranks go on while it is broken, and while it is reset."""
+    pair, all_ranks = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
+    symm_mem.set_timeout(60, all_ranks)
+
+    def right(group: Any, step: int) -> None:
+        for op in OPS.values():
+            case = op(group.rank(), group.size(), step, 1, group)
+            assert torch.equal(case.call(), case.want())
+
+    right(all_ranks, 0)
+    if rank < 2:
+        symm_mem.set_timeout(60, pair)
+        right(pair, 0)
+    dist.barrier()
+    if rank == 0:
+        symm_mem.set_timeout(0.3, pair)
+        with pytest.raises(symm_mem.PeerTimeout) as error:
+            right(pair, 1)
+        assert error.value.group == pair.group_name and error.value.peer == 1
+    right(all_ranks, 2)
+    if rank < 2:
+        symm_mem.set_timeout(60, pair)
+        symm_mem.reset(pair)
+    right(all_ranks, 3)  # its counts have gone on
+    if rank < 2:
+        right(pair, 4)
+
+
+def test_an_overlapping_group_goes_on_beside_a_broken_one() -> None:
+    run_ranks(overlapping, 3, fresh=True)

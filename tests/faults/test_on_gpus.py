@@ -1,0 +1,230 @@
+"""Faults on GPUs: waits inside kernels end, and say for whom; a reset brings streams and captured graphs back."""
+
+from __future__ import annotations
+
+import re
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults.cases import OPS, STRIKES_AT, Seen, other_group, strike, strikes
+from faults.inject import Fault
+from ranks import run_ranks
+from weft import symm_mem
+from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
+from weft.fused_ops.plan import forced
+
+pytestmark = pytest.mark.gpu
+
+DEADLINE = 0.5
+SLOW = 3.0
+CULPRIT = 1
+
+FAULTS = [
+    Fault("delay", CULPRIT, STRIKES_AT, seconds=3 * DEADLINE),
+    Fault("skip", CULPRIT, STRIKES_AT),
+    Fault("corrupt", CULPRIT, STRIKES_AT),
+]
+
+
+def expect_timeout(op: str, seen: Seen) -> None:
+    error = seen.error
+    assert error is not None and error["kind"] == "PeerTimeout" and error["op"] == op, seen
+    assert error["peer"] == CULPRIT or error["culprit"] == CULPRIT, error
+    assert re.search(r"faults/cases\.py:\d+$", error["site"]), error
+    assert seen.seconds < DEADLINE + SLOW, seen
+    assert seen.again == error["text"]
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
+@pytest.mark.parametrize("op", OPS)
+def test_faults_that_a_group_survives(op: str, world_size: int) -> None:
+    by_rank = run_ranks(strikes, world_size, op, FAULTS, DEADLINE, device="cuda", fresh=True)
+    for i, fault in enumerate(FAULTS):
+        seen = [rank[i] for rank in by_rank]
+        assert not any(s.wrong for s in seen), (fault, seen)
+        for rank, s in enumerate(seen):
+            if fault.kind != "delay":
+                assert s.error is not None and s.error["kind"] == "RankMismatch", seen
+                assert s.error["rank"] == CULPRIT and s.error["text"].count(f"{op}(") == 2, s
+            elif rank == 0:
+                expect_timeout(op, s)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_killed_rank_is_named_within_the_deadline(op: str) -> None:
+    fault = Fault("kill", CULPRIT, STRIKES_AT)
+    seen = run_ranks(strike, 2, op, fault, DEADLINE, False, device="cuda", expect_dead=(CULPRIT,))
+    assert not seen[0].wrong
+    expect_timeout(op, seen[0])
+
+
+def graph_survives(rank: int, world_size: int) -> str | None:
+    up, down = torch.randn(1024, 512).bfloat16().t(), torch.randn(512, 1024).bfloat16().t()
+    x = torch.randn(256, 512).bfloat16()
+    group = dist.group.WORLD
+
+    def layer() -> torch.Tensor:
+        with forced("fused"):
+            _, (h,) = fused_all_gather_matmul(x, [up], 0, group, return_A=False)
+            return one_shot_all_reduce(fused_matmul_reduce_scatter(h, down, "sum", 0, group), "avg", group)
+
+    layer()
+    beside = torch.ones(1000)
+    symm_mem.set_timeout(DEADLINE)  # a graph keeps the deadline that it was captured with
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer()
+    symm_mem.set_timeout(60)
+
+    def right() -> None:
+        x.normal_()
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, layer())
+
+    for _ in range(5):
+        right()
+    torch.cuda.synchronize()
+    dist.barrier()
+    text = None
+    if rank == 0:  # the others leave a replay out
+        begin = time.monotonic()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert time.monotonic() - begin < 3 * DEADLINE + SLOW
+        with pytest.raises(symm_mem.PeerTimeout) as error:
+            symm_mem.check()
+        text = str(error.value)
+        with pytest.raises(symm_mem.PeerTimeout):
+            symm_mem.check()
+    # Another group of the same ranks goes on meanwhile.
+    assert (one_shot_all_reduce(beside, "sum", other_group()) == world_size).all()
+    symm_mem.reset()
+    symm_mem.check()
+    for _ in range(5):
+        right()
+    return text
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
+def test_a_captured_graph_works_again_after_a_reset(world_size: int) -> None:
+    text = run_ranks(graph_survives, world_size, device="cuda", fresh=True)[0]
+    assert re.search(r" \(called at .*tests/faults/test_on_gpus\.py:\d+\)$", text), text
+    assert text.startswith("fused_all_gather_matmul: rank 0 of group '0' waited"), text
+
+
+def grows_in_a_capture(rank: int, world_size: int) -> None:
+    """A graph's workspace is made while it is captured. If a rank cannot, no rank has captured that call."""
+    heap = symm_mem.heap(None, "cuda")
+    x = torch.ones(1 << 22)
+    one_shot_all_reduce(x[:100], "sum", None)
+    torch.cuda.synchronize()
+    filler = symm_mem.empty(heap.capacity, dtype=torch.uint8)  # so that the workspace needs another chunk
+    create = heap.backend.create
+
+    def full(size: int) -> None:
+        raise MemoryError("no memory is left")
+
+    def capture() -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with forced("fused"), torch.cuda.graph(graph):
+            out = one_shot_all_reduce(x, "sum", None)
+        return graph, out
+
+    while True:  # until nothing of the heap is free
+        before = heap.capacity
+        filler = (filler, symm_mem.empty(1 << 20, dtype=torch.uint8))
+        if heap.capacity > before:
+            break
+    filler = (filler, symm_mem.empty(heap._free.tail(heap.capacity) - (1 << 20), dtype=torch.uint8))
+    before = heap.capacity
+    heap.backend.create = full if rank == CULPRIT else create
+    with pytest.raises(symm_mem.WeftError, match="rank 1: MemoryError: no memory is left"):
+        capture()
+    assert heap.capacity == before
+    heap.backend.create = create
+    graph, out = capture()
+    assert heap.capacity > before
+    for turn in range(3):
+        x.fill_(turn + rank)
+        graph.replay()
+        assert (out == world_size * turn + sum(range(world_size))).all()
+    del filler
+
+
+def test_growth_during_a_capture_works_or_is_refused() -> None:
+    run_ranks(grows_in_a_capture, 2, device="cuda", fresh=True)
+
+
+def compiles_slowly(rank: int, world_size: int) -> None:
+    from weft.kernels.all_reduce import cuda_kernel
+    from weft.kernels.device.launch import Launch
+
+    compile_it, load = Launch._compile, cuda_kernel.load
+
+    def slow_compile(*args: object) -> None:
+        time.sleep(3 * DEADLINE * (rank == CULPRIT))
+        compile_it(*args)  # type: ignore[arg-type]
+
+    def slow_load(*args: object) -> None:
+        time.sleep(3 * DEADLINE * (rank == CULPRIT))
+        load(*args)  # type: ignore[arg-type]
+
+    symm_mem.set_timeout(60)
+    symm_mem.heap(None, "cuda")
+    symm_mem.set_timeout(DEADLINE)
+    with (
+        mock.patch.object(Launch, "_compile", slow_compile),
+        mock.patch.object(cuda_kernel, "load", slow_load),
+    ):
+        for op, make in OPS.items():
+            case = make(rank, world_size, 0, 64, None)
+            with forced("fused"):
+                got = case.call()
+            torch.cuda.synchronize()
+            symm_mem.check()
+            assert torch.equal(got, case.want()), op
+
+
+def test_compiling_does_not_count_against_the_deadline() -> None:
+    run_ranks(compiles_slowly, 2, device="cuda", fresh=True)
+
+
+def signals_expire(rank: int, world_size: int) -> str | None:
+    symm_mem.set_timeout(60)
+    peers = symm_mem.rendezvous(symm_mem.empty(64))
+    peers.barrier()
+    torch.cuda.synchronize()
+    dist.barrier()
+    text = None
+    if rank == 0:
+        symm_mem.set_timeout(DEADLINE)
+        begin = time.monotonic()
+        peers.wait(1)
+        torch.cuda.synchronize()  # the stream goes on
+        assert time.monotonic() - begin < DEADLINE + SLOW
+        with pytest.raises(symm_mem.PeerTimeout) as error:
+            symm_mem.check()
+        with pytest.raises(symm_mem.PeerTimeout, match=re.escape(str(error.value))):
+            peers.put(1)
+        text = str(error.value)
+        symm_mem.set_timeout(60)
+    symm_mem.reset()
+    for turn in range(20):
+        peers.tensors[rank].fill_(turn)
+        peers.barrier()
+        assert all((t == turn).all() for t in peers.tensors)
+        peers.barrier()
+    torch.cuda.synchronize()
+    return text
+
+
+def test_signals_work_again_after_a_reset() -> None:
+    text = run_ranks(signals_expire, 2, device="cuda", fresh=True)[0]
+    assert text.startswith("wait: rank 0 of group '0' waited 0.5 s for rank 1: channel 0 is 1, expected 2")
+    assert "test_on_gpus.py:" in text

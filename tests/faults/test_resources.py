@@ -1,0 +1,156 @@
+"""What a machine can run out of: a clear error on every rank, and the heap as before."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from ranks import run_ranks
+from weft import symm_mem
+from weft.fused_ops import fused_all_gather_matmul, one_shot_all_reduce
+from weft.kernels.all_gather_matmul import host
+
+SHORT = 1  # the rank that runs out
+MORE = 40 << 20  # bytes: the heap must grow for so many
+
+
+@contextmanager
+def limit(which: int, value: int) -> Iterator[None]:
+    before = resource.getrlimit(which)
+    resource.setrlimit(which, (value, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(which, before)
+
+
+@contextmanager
+def no_descriptors(but: int) -> Iterator[None]:
+    """So many files can still be opened."""
+    with ExitStack() as stack:
+        top = max(map(int, os.listdir("/proc/self/fd"))) + 8
+        stack.enter_context(limit(resource.RLIMIT_NOFILE, top))
+        taken: list[int] = []
+        try:
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            pass
+        for fd in taken[len(taken) - but :]:
+            os.close(fd)
+        try:
+            yield
+        finally:
+            for fd in taken[: len(taken) - but]:
+                os.close(fd)
+
+
+def state() -> tuple[int, ...]:
+    gc.collect()
+    heap = symm_mem.heap()
+    with open("/proc/self/maps") as f:
+        mapped = sum("memfd:weft" in line for line in f)
+    return heap.capacity, mapped, len(os.listdir("/proc/self/fd"))
+
+
+def works(rank: int, world_size: int) -> None:
+    x = torch.full((1000,), float(rank))
+    assert (one_shot_all_reduce(x, "sum", None) == sum(range(world_size))).all()
+    peers = symm_mem.rendezvous(symm_mem.empty(100))
+    peers.tensors[rank].fill_(rank)
+    peers.barrier()
+    assert [int(t[99]) for t in peers.tensors] == list(range(world_size))
+    peers.barrier()
+
+
+def runs_out(rank: int, world_size: int, what: str, left: int) -> str:
+    works(rank, world_size)
+    symm_mem.empty(1)  # whatever has been dropped so far is reported
+    before = state()
+    with ExitStack() as stack:
+        if rank == SHORT and what == "files":
+            stack.enter_context(no_descriptors(left))
+        elif rank == SHORT:
+            stack.enter_context(limit(resource.RLIMIT_FSIZE, left))
+        with pytest.raises(symm_mem.WeftError) as error:
+            symm_mem.empty(MORE, dtype=torch.uint8)
+    assert state() == before
+    works(rank, world_size)
+    symm_mem.rendezvous(symm_mem.empty(MORE, dtype=torch.uint8)).barrier()
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+# With none left there is no memory file, with one no socket, with two no connection, with three no peer's descriptor.
+@pytest.mark.parametrize(
+    ("what", "left", "words"),
+    [("memory", 1 << 20, "no shared memory for [0-9]+ bytes: File too large")]
+    + [("files", left, "Too many open files") for left in range(4)],
+)
+def test_a_rank_that_runs_out_is_named_on_every_rank(what: str, left: int, words: str) -> None:
+    texts = run_ranks(runs_out, 3, what, left, fresh=True, store="tcp", timeout=60)
+    assert len(set(texts)) == 1, texts
+    text = texts[0]
+    assert text.startswith("WeftError: ") and " in group '0': " in text, text
+    assert re.search(rf"rank {SHORT}: OSError: (\[Errno \d+\] )?{words}", text), text
+
+
+def no_addresses(rank: int, world_size: int) -> str:
+    x = torch.full((10,), float(rank))
+    with open("/proc/self/statm") as f:
+        mapped = int(f.read().split()[0]) * resource.getpagesize()
+    with ExitStack() as stack:
+        if rank == SHORT:
+            stack.enter_context(limit(resource.RLIMIT_AS, mapped + (8 << 30)))
+        with pytest.raises(symm_mem.WeftError) as error:
+            one_shot_all_reduce(x, "sum", None)
+    with open("/proc/self/statm") as f:
+        assert int(f.read().split()[0]) * resource.getpagesize() < mapped + (1 << 30), (
+            "a reservation was left"
+        )
+    works(rank, world_size)
+    return str(error.value)
+
+
+def test_a_range_that_cannot_be_reserved() -> None:
+    texts = run_ranks(no_addresses, 2, fresh=True)
+    assert texts[0] == texts[1]
+    assert f"reserve addresses in group '0': rank {SHORT}: OSError" in texts[0]
+    assert "cannot reserve" in texts[0] and "Cannot allocate memory" in texts[0]
+
+
+def out_of_memory_inside(rank: int, world_size: int) -> str:
+    """An allocation of torch fails in the middle of a call: this rank gets that error, the others its name."""
+    symm_mem.set_timeout(20)
+    a, b = torch.ones(4, 4), torch.ones(4, 4)
+    fused_all_gather_matmul(a, [b], 0, None)
+
+    def empty(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("not enough memory: you tried to allocate 17 bytes")
+
+    with ExitStack() as stack:
+        if rank == SHORT:
+            stack.enter_context(mock.patch.object(host.torch, "empty", empty))
+        with pytest.raises(RuntimeError) as error:  # noqa: PT012  (the others may come one call further)
+            for _ in range(3):
+                fused_all_gather_matmul(a, [b], 0, None)
+    with pytest.raises(symm_mem.WeftError) as again:
+        fused_all_gather_matmul(a, [b], 0, None)
+    symm_mem.reset()
+    assert (fused_all_gather_matmul(a, [b], 0, None)[1][0] == 4).all()
+    return f"{error.value} | {again.value}"
+
+
+def test_an_exception_inside_a_call() -> None:
+    other, short = run_ranks(out_of_memory_inside, 2, fresh=True)
+    assert short.startswith(
+        "not enough memory: you tried to allocate 17 bytes | fused_all_gather_matmul: rank 1 "
+    )
+    assert "left a call half-way: RuntimeError: not enough memory" in short
+    assert "waited 0" in other and "for rank 1: " in other and "it has given up (called at " in other

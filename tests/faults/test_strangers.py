@@ -1,0 +1,89 @@
+"""Memory goes to the group's own processes: to no other process of the user, and to no other user."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from weft import symm_mem
+from weft.symm_mem import descriptors
+
+STRANGER = Path(__file__).with_name("stranger.py")
+
+
+def grow_beside_a_stranger(rank: int, world_size: int, arguments: list[str]) -> tuple[int, int] | None:
+    stranger = None
+    if rank == 0:
+        command = [sys.executable, str(STRANGER), "3", *arguments]
+        stranger = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    heap = symm_mem.heap()
+    for _ in range(60):
+        symm_mem.rendezvous(symm_mem.empty(9 << 20, dtype=torch.uint8)).barrier()
+        heap._free.holes.clear()  # so that each turn grows the heap
+        ended = [None] * world_size
+        torch.distributed.all_gather_object(ended, stranger is not None and stranger.poll() is not None)
+        if any(ended):
+            break
+    if stranger is None:
+        return None
+    asked, given = stranger.communicate(timeout=20)[0].split()
+    return int(asked), int(given)
+
+
+@pytest.mark.parametrize(
+    "user",
+    [
+        [],
+        pytest.param(
+            ["65534"], marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root to be another user")
+        ),
+    ],
+)
+def test_a_process_outside_the_group_gets_no_memory_and_holds_nobody_up(user: list[str]) -> None:
+    asked, given = run_ranks(grow_beside_a_stranger, 2, user, fresh=True)[0]
+    assert asked > 0, "the stranger found no socket to ask"
+    assert given == 0
+
+
+class Trap:
+    """Unpickling this leaves a trace."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.putenv, ("WEFT_TRAPPED", "1")
+
+
+def forged(rank: int, world_size: int) -> None:
+    """What comes from the store or a socket is data, whoever wrote it."""
+    heap = symm_mem.heap()
+    symm_mem.rendezvous(symm_mem.empty(4)).barrier()
+    meeting = heap.rendezvous
+    if rank == 0:
+        meeting._store.set(meeting._key(meeting._step, 1), pickle.dumps(Trap()))
+    torch.distributed.barrier()
+    if rank == 0:
+        with pytest.raises(ValueError, match=r"codec|Expecting|utf"):
+            meeting.gather("allocate", None)
+        with pytest.raises(symm_mem.CallAbandoned, match="rank 0 of group '0' left a call half-way"):
+            symm_mem.empty(4)
+    torch.distributed.barrier()
+    symm_mem.reset()
+    symm_mem.rendezvous(symm_mem.empty(4)).barrier()
+
+
+def test_a_forged_post_is_not_unpickled() -> None:
+    run_ranks(forged, 2, fresh=True)
+
+
+def test_nothing_received_is_interpreted() -> None:
+    folder = Path(descriptors.__file__).parent
+    for file in folder.rglob("*.py"):
+        source = file.read_text()
+        assert not any(
+            word in source for word in ("pickle.", "import pickle", "eval(", "exec(", "marshal")
+        ), file

@@ -1,0 +1,166 @@
+"""Any arguments to the ops: the right result, or an error that names the argument; fake tensors say the same."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from opcommon import BOUND, check, world
+from ranks import run_ranks
+from torch._subclasses import FakeTensorMode
+from weft import fused_ops
+from weft.fused_ops import plan
+
+sys.path.insert(0, str(Path(__file__).parent))
+import values as v
+
+RANKS = 2
+ENV = {"WEFT_TIMEOUT": "20"}
+NAMES = {
+    "fused_all_gather_matmul": r"A_shard|Bs(\[\d+\])?|gather_dim|group|return_A",
+    "fused_matmul_reduce_scatter": "A|B|reduce_op|scatter_dim|group",
+    "one_shot_all_reduce": "x|reduce_op|group",
+}
+
+
+@st.composite
+def all_gather_matmul(draw: st.DrawFn) -> list[Any]:
+    lead = draw(st.lists(v.sizes, min_size=1, max_size=3))
+    dim, k, dtype = draw(st.integers(0, len(lead))), draw(v.sizes), draw(v.dtypes)
+    rows = RANKS * k if dim == len(lead) else k
+    Bs = [
+        v.Tensor((rows, draw(v.sizes)), dtype, draw(v.layouts), draw(v.seeds))
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    dim -= draw(st.sampled_from((0, len(lead) + 1)))
+    A = v.Tensor((*lead, k), dtype, draw(v.layouts), draw(v.seeds))
+    return [A, Bs, dim, draw(v.groups), draw(st.booleans())]
+
+
+@st.composite
+def matmul_reduce_scatter(draw: st.DrawFn) -> list[Any]:
+    lead = draw(st.lists(v.sizes, min_size=1, max_size=3))
+    dim, k, n, dtype = draw(st.integers(0, len(lead))), draw(v.sizes), draw(v.sizes), draw(v.dtypes)
+    if dim == len(lead):
+        n *= RANKS
+    else:
+        lead[dim] *= RANKS
+    A = v.Tensor((*lead, k), dtype, draw(v.layouts), draw(v.seeds))
+    B = v.Tensor((k, n), dtype, draw(v.layouts), draw(v.seeds))
+    dim -= draw(st.sampled_from((0, len(lead) + 1)))
+    return [A, B, draw(st.sampled_from(("sum", "avg"))), dim, draw(v.groups)]
+
+
+@st.composite
+def all_reduce(draw: st.DrawFn) -> list[Any]:
+    shape = tuple(draw(st.lists(v.sizes, max_size=4)))
+    x = v.Tensor(shape, draw(v.dtypes), draw(v.layouts), draw(v.seeds))
+    return [x, draw(st.sampled_from(("sum", "avg"))), draw(v.groups)]
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[str, list[Any]]:
+    """An op and arguments that fit, up to two of which are then exchanged."""
+    op, args = draw(
+        st.one_of(
+            all_gather_matmul().map(lambda a: ("fused_all_gather_matmul", a)),
+            matmul_reduce_scatter().map(lambda a: ("fused_matmul_reduce_scatter", a)),
+            all_reduce().map(lambda a: ("one_shot_all_reduce", a)),
+        )
+    )
+    for _ in range(draw(st.integers(0, 2))):
+        i = draw(st.integers(0, len(args) - 1))
+        if isinstance(args[i], v.Group):
+            args[i] = draw(v.bad_groups)
+        elif isinstance(args[i], list) and args[i] and draw(st.booleans()):
+            args[i] = [*args[i][1:], draw(st.one_of(v.bad_tensors, v.junk))]
+        else:
+            args[i] = draw(st.one_of(v.bad_tensors, v.junk, v.numbers))
+    return op, args
+
+
+def invoke(op: str, args: list[Any]) -> Any:
+    *args, last = args
+    if op == "fused_all_gather_matmul":
+        return fused_ops.fused_all_gather_matmul(*args, return_A=last)
+    return getattr(fused_ops, op)(*args, last)
+
+
+def described(value: Any) -> Any:
+    """What a fake result must tell rightly; strides where they mean something."""
+    if isinstance(value, torch.Tensor):
+        strides = (
+            [s for s, n in zip(value.stride(), value.shape, strict=True) if n > 1] if value.numel() else []
+        )
+        return tuple(value.shape), strides, value.dtype, value.requires_grad
+    return [described(x) for x in value] if isinstance(value, (list, tuple)) else value
+
+
+def outcome(op: str, args: list[Any]) -> tuple[str, Any, Any]:
+    try:
+        got = invoke(op, args)
+    except Exception as e:
+        return type(e).__name__, str(e).replace("FakeTensor", "Tensor"), None
+    return "fine", described(got), got
+
+
+def reference(op: str, every: list[list[Any]], rank: int) -> Any:
+    """In float64, from what every rank gives. Strides of the shards aside, this is what the docstrings promise."""
+    first = [args[0].detach().double() for args in every]
+    if op == "one_shot_all_reduce":
+        return sum(first) / (len(every) if every[0][1] == "avg" else 1), first
+    if op == "fused_all_gather_matmul":
+        A = torch.cat(first, every[rank][2])
+        return [A if every[rank][4] else None, [A @ B.detach().double() for B in every[rank][1]]], None
+    products = [a @ args[1].detach().double() for a, args in zip(first, every, strict=True)]
+    mine = [p.chunk(len(every), int(every[0][3]))[rank] if p.shape[int(every[0][3])] else p for p in products]
+    return sum(mine) / (len(every) if every[0][2] == "avg" else 1), mine
+
+
+def compare(op: str, got: Any, want: Any, parts: list[torch.Tensor] | None) -> None:
+    if isinstance(want, list):
+        assert len(got) == len(want)
+        for g, w in zip(got, want, strict=True):
+            compare(op, g, w, parts)
+    elif want is None:
+        assert got is None
+    else:
+        # Of few terms any may be rounded at its worst.
+        check(op, got.detach(), want, 4 * BOUND[got.dtype], parts)
+
+
+def attempt(rank: int, world_size: int, op: str, args: list[Any]) -> tuple[Any, Any]:
+    """What the op says to real and to fake tensors. Whatever it says, the next call is right."""
+    every = [[v.build(a, r) for a in args] for r in range(world_size)]
+    untouched = plan.Plan("nothing was launched")
+    plan.ran(untouched)
+    kind, text, got = outcome(op, every[rank])
+    launched = plan.last_plan() is not untouched
+    if kind == "fine" and launched:
+        want, parts = reference(op, every, rank)
+        compare(op, got, want, parts)
+    assert kind == "fine" or not launched, f"{text}: refused after {plan.last_plan()}"
+
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it tells of every refusal
+    with FakeTensorMode() as mode:
+        fake = outcome(op, torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, every[rank]))[:2]
+    x = torch.full((7,), float(rank))
+    assert fused_ops.one_shot_all_reduce(x, "sum", world()).tolist() == [float(sum(range(world_size)))] * 7
+    return (kind, text), fake
+
+
+@v.SETTINGS
+@given(calls())
+def test_any_arguments(call: tuple[str, list[Any]]) -> None:
+    op, args = call
+    for real, fake in run_ranks(attempt, RANKS, op, args, env=ENV):
+        assert fake == real, f"fake tensors say {fake}, real ones {real}"
+        if real[0] != "fine":
+            assert real[0] in ("ValueError", "TypeError"), real
+            assert re.match(rf"({NAMES[op]}): ", real[1]), f"names no argument: {real}"

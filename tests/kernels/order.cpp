@@ -1,0 +1,119 @@
+// The orders of the CUDA products on the CPU: who computes, sends and waits for what. Prints what is wrong, or nothing.
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <random>
+#include <set>
+#include <tuple>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+using std::max;
+using std::min;
+
+#include GATHER
+#include SCATTER
+
+struct Half {
+    int world_size;
+};
+struct Watch {
+    int rank;
+};
+struct Params {
+    int m, n, k, bs, batches;
+    int columns[4];
+    int band, remote_band, group;
+    Half half;
+    Watch watch;
+};
+
+static int failures = 0;
+static void expect(bool good, const char* what, const Params& p) {
+    if (good) return;
+    std::printf(
+        "%s: m=%d n=%d k=%d bs=%d columns=%d batches=%d bands=%d,%d group=%d ranks=%d rank=%d\n", what, p.m, p.n, p.k,
+        p.bs, p.columns[0], p.batches, p.band, p.remote_band, p.group, p.half.world_size, p.watch.rank);
+    if (++failures > 20) std::exit(1);
+}
+
+static void gather(const Params& p) {
+    using namespace weft;
+    const GatherOrder<Params> order(p);
+    std::set<std::tuple<int, int, int, int>> tiles;
+    for (int step = 0; step < order.steps(); ++step) {
+        for (int block = 0; block < 2; ++block) {
+            const GatherTile t = order.tile(p, step, block);
+            expect(t.b < p.bs && t.column < p.columns[t.b], "a column that no B has", p);
+            if (t.row >= order.rows) continue;  // a block without a tile
+            expect(tiles.insert({t.src, t.row, t.b, t.column}).second, "a tile twice", p);
+        }
+    }
+    expect(
+        tiles.size() == size_t(order.rows) * order.columns * p.half.world_size, "not every tile of every rank", p);
+
+    const int all = order.rows * order.units * PIECES;
+    std::vector<int> sent(all);
+    std::set<std::pair<int, int>> places;
+    for (int i = 0; i < all; ++i) {
+        const GatherPiece<Params> piece(p, order, i);
+        expect(piece.flag >= 0 && piece.flag < all, "a flag past the end", p);
+        if (piece.flag < 0 || piece.flag >= all) return;
+        expect(!sent[piece.flag]++, "a flag twice", p);
+        expect(places.insert({piece.row, piece.column}).second, "a piece twice", p);
+        expect(piece.inside == (piece.row < p.m && piece.column < p.k), "outside", p);
+        // What the loader waits for: lane l of unit u of row r, as kernel.cu computes it.
+        const int lane = piece.flag % PIECES, unit = piece.flag / PIECES % order.units;
+        const int row = piece.flag / PIECES / order.units;
+        expect(row * BM + lane / PIECES_K * PIECE_ROWS == piece.row, "a lane waits for other rows", p);
+        expect(
+            unit * UNIT_COLUMNS + lane % PIECES_K * PIECE_COLUMNS == piece.column, "a lane waits for other columns", p);
+    }
+}
+
+static void scatter(Params p) {
+    using namespace weft;
+    std::map<std::tuple<int, int, int>, int> steps;  // (rank, dst, tile) -> step
+    for (int rank = 0; rank < WORLD_SIZE; ++rank) {
+        p.watch.rank = rank;
+        const ScatterOrder<Params> order(p);
+        std::set<std::tuple<int, int, int, int>> places;
+        for (int step = 0; step < order.steps(); ++step) {
+            for (int block = 0; block < 2; ++block) {
+                const ScatterTile t = order.tile(p, step, block);
+                expect(t.column < order.columns, "a column past the end", p);
+                if (!t.inside) continue;
+                expect(t.index >= 0 && t.index < order.each, "a tile past the end", p);
+                expect(places.insert({t.dst, t.batch, t.row, t.column}).second, "a tile twice", p);
+                expect(steps.insert({{rank, t.dst, t.index}, step}).second, "an index twice", p);
+            }
+        }
+        expect(places.size() == size_t(order.each) * WORLD_SIZE, "not every tile for every rank", p);
+    }
+    // No own tile waits for one that a peer computes behind a wait of its own: their steps are not later.
+    for (const auto& [key, step] : steps) {
+        const auto [rank, dst, index] = key;
+        if (rank != dst) expect(step <= steps.at({dst, dst, index}), "a tile is waited for before it is due", p);
+    }
+}
+
+int main() {
+    std::mt19937 random(std::random_device{}());
+    const auto pick = [&](int low, int high) { return int(random() % (high - low + 1)) + low; };
+    for (int round = 0; round < 400; ++round) {
+        Params p{};
+        p.m = pick(1, 1500), p.n = pick(1, 3000), p.k = pick(1, 5000);
+        p.bs = pick(1, 4), p.batches = pick(1, 3);
+        for (int i = 0; i < p.bs; ++i) p.columns[i] = pick(1, 9);
+        p.band = pick(1, 9), p.remote_band = pick(1, 12);
+        p.group = pick(1, (p.m + BM - 1) / BM);
+        p.half.world_size = pick(2, 8);
+        p.watch.rank = pick(0, p.half.world_size - 1);
+        gather(p);
+        scatter(p);
+    }
+    return failures != 0;
+}

@@ -1,0 +1,247 @@
+/* The protocol of symm_mem/workspace.py: halves, epochs, `done`, and growth with deferred release.
+
+   Every rank makes the same CALLS calls. Which half each takes, and before which of them the workspace grows, is
+   chosen at the start in all ways. In each call a pusher (copy thread, copy engine, a kernel's stores) sends to every
+   peer while the rank itself waits for what comes, reads it, and leaves the half; it may leave before its own pushes
+   are over. The next call begins after both.
+
+   A store into another rank's memory is under way for any time, and stores overtake each other, but for what release
+   and acquire forbid: a flag does not arrive before its data. `Wire` delivers them.
+
+   Data is the number of the call that sent it. Reading anything else is an overwrite of unread data, or a flag ahead
+   of its data. A rank that waits for ever is an invalid end state.
+
+   W ranks, CALLS, CHUNKS of a shard, GROWTHS of the workspace at most. What must fail is named BREAK_...:
+   BREAK_REUSE      nobody waits until a half is free        BREAK_REUSE_LATE  one use too few is waited for
+   BREAK_FLAG       a flag overtakes its data                BREAK_DONE        `done` is said before the data is read
+   BREAK_LOST_DONE  `done` is not told to one peer           BREAK_QUIESCE     memory is given up with stores under way
+   BREAK_AGREE      memory is used again though a rank has not dropped it
+   BREAK_ZEROED     a new workspace is used before all ranks have zeroed their words */
+
+#if W != 2 && W != 3
+#error "W: must be 2 or 3"
+#endif
+
+#define BLOCKS (GROWTHS + 1)
+#define PLACES (W * BLOCKS * 2 * W)
+#define AT(owner, block, half, writer) ((((owner) * BLOCKS + (block)) * 2 + (half)) * W + (writer))
+#define WRITER(i) ((i) % W)
+#define OWNER(i) ((i) / (W * 2 * BLOCKS))
+
+byte half_of[CALLS];
+bool grow_at[CALLS];
+
+byte epoch[W * BLOCKS * 2];  /* own words of each rank */
+byte done_at[PLACES];           /* at the owner, written by the writer */
+byte flag[PLACES * CHUNKS];
+byte data[PLACES * CHUNKS];
+byte done_sent[PLACES];      /* stores under way; 0 is none */
+byte flag_sent[PLACES * CHUNKS];
+byte data_sent[PLACES * CHUNKS];
+byte under_way[W];           /* how many, by writer */
+
+byte pushing[W], pushed[W];  /* calls whose pushes were begun, are over */
+byte block_of[W], use_of[W];
+byte met[W];                 /* how often a rank has come to the store */
+byte posted[W];              /* bits: blocks that a rank has dropped */
+bool started;
+
+#define ALL_CAME(n) (met[0] >= (n) && met[1] >= (n) && met[W - 1] >= (n))
+
+#ifdef BREAK_FLAG
+#define FLAG_MAY_COME(i) flag_sent[i]
+#else
+#define FLAG_MAY_COME(i) (flag_sent[i] && !data_sent[i])
+#endif
+#ifdef BREAK_LOST_DONE
+#define TOLD(peer) (peer != me && (me != 0 || peer != 1))
+#else
+#define TOLD(peer) (peer != me)
+#endif
+
+proctype Wire(byte i) {
+    byte c;
+end:
+    do
+    :: atomic { done_sent[i] -> done_at[i] = done_sent[i]; done_sent[i] = 0; under_way[WRITER(i)]-- }
+    :: atomic { data_sent[i * CHUNKS] ->
+        data[i * CHUNKS] = data_sent[i * CHUNKS]; data_sent[i * CHUNKS] = 0; under_way[WRITER(i)]-- }
+    :: atomic { FLAG_MAY_COME(i * CHUNKS) -> flag[i * CHUNKS] = flag_sent[i * CHUNKS]; flag_sent[i * CHUNKS] = 0; under_way[WRITER(i)]-- }
+#if CHUNKS > 1
+    :: atomic { data_sent[i * CHUNKS + 1] ->
+        data[i * CHUNKS + 1] = data_sent[i * CHUNKS + 1]; data_sent[i * CHUNKS + 1] = 0; under_way[WRITER(i)]-- }
+    :: atomic { FLAG_MAY_COME(i * CHUNKS + 1) ->
+        flag[i * CHUNKS + 1] = flag_sent[i * CHUNKS + 1]; flag_sent[i * CHUNKS + 1] = 0; under_way[WRITER(i)]-- }
+#endif
+    od
+}
+
+/* A word has one writer and is never sent again while it is under way: its last store was seen to arrive. */
+inline send(there, value) {
+    if
+    :: there == 0 -> under_way[me]++
+    :: else
+    fi;
+    there = value
+}
+
+#if defined(BREAK_REUSE)
+#define FREE(peer) true
+#elif defined(BREAK_REUSE_LATE)
+#define FREE(peer) (done_at[AT(me, block_of[me], half_of[k], peer)] + 2 >= use_of[me])
+#else
+#define FREE(peer) (done_at[AT(me, block_of[me], half_of[k], peer)] + 1 >= use_of[me])
+#endif
+#define PEER ((me + W - step) % W)
+
+proctype Pusher(byte me) {
+    byte k, c, place;
+    byte step = 1;
+    do
+    :: k == CALLS -> break
+    :: k < CALLS ->
+        atomic {
+            (pushing[me] > k && FREE(PEER));
+            place = AT(PEER, block_of[me], half_of[k], me);
+            do
+            :: c < CHUNKS ->
+                send(data_sent[place * CHUNKS + c], k + 1);
+                send(flag_sent[place * CHUNKS + c], use_of[me]);
+                c++
+            :: else -> break
+            od;
+            c = 0; place = 0;
+            step++;
+            if
+            :: step == W -> step = 1; k++; pushed[me]++
+            :: else
+            fi
+        }
+    od
+}
+
+inline check_all() {
+    for (src : 0 .. (W - 1)) {
+        for (c : 0 .. (CHUNKS - 1)) {
+            assert(src == me || data[AT(me, b, h, src) * CHUNKS + c] == k + 1)
+        }
+    }
+    src = 0; c = 0
+}
+
+inline leave() {
+    epoch[(me * BLOCKS + b) * 2 + h] = use_of[me];
+    done_at[AT(me, b, h, me)] = use_of[me];
+    peer = 0;
+    do
+    :: peer < W ->
+        if
+        :: TOLD(peer) -> send(done_sent[AT(peer, b, h, me)], use_of[me])
+        :: else
+        fi;
+        peer++
+    :: else -> break
+    od;
+    peer = 0
+}
+
+#define CAME(src) (src == me || (flag[AT(me, b, h, src) * CHUNKS] >= use_of[me] \
+    && flag[AT(me, b, h, src) * CHUNKS + CHUNKS - 1] >= use_of[me]))
+#define ALL_DATA_CAME (CAME(0) && CAME(1) && CAME(W - 1))
+
+proctype Rank(byte me) {
+    byte k, b, h, peer, c, src, meetings, free, dropped, chosen;
+    free = (1 << BLOCKS) - 2;  /* block 0 is in use */
+    started;
+    do
+    :: k == CALLS -> break
+    :: k < CALLS ->
+#if GROWTHS > 0
+        if
+        :: grow_at[k] ->
+            /* Finalizers may have run or not: what is posted is nothing, or all that was dropped. */
+            atomic {
+                if
+                :: posted[me] = 0
+                :: dropped -> posted[me] = dropped
+                fi
+            }
+#ifndef BREAK_QUIESCE
+            (posted[me] == 0 || under_way[me] == 0);
+#endif
+            atomic { met[me]++; meetings++ }
+            atomic {
+                ALL_CAME(meetings);
+#ifdef BREAK_AGREE
+                c = posted[0] | posted[1] | posted[W - 1];
+#else
+                c = posted[0] & posted[1] & posted[W - 1];
+#endif
+                free = free | c;
+                dropped = dropped & ~c;
+                assert(free);
+                chosen = 0;
+                do
+                :: (free >> chosen) & 1 -> break
+                :: else -> chosen++
+                od;
+                free = free & ~(1 << chosen);
+            }
+            d_step {
+                for (h : 0 .. 1) {
+                    epoch[(me * BLOCKS + chosen) * 2 + h] = 0;
+                    for (src : 0 .. (W - 1)) {
+                        done_at[AT(me, chosen, h, src)] = 0;
+                        for (c : 0 .. (CHUNKS - 1)) { flag[AT(me, chosen, h, src) * CHUNKS + c] = 0 }
+                    }
+                }
+                c = 0; src = 0; h = 0
+            }
+#ifndef BREAK_ZEROED
+            atomic { met[me]++; meetings++ }
+            ALL_CAME(meetings);
+#endif
+            atomic { dropped = dropped | (1 << b); b = chosen; chosen = 0 }
+        :: else
+        fi;
+#endif
+        atomic {
+            h = half_of[k];
+            use_of[me] = epoch[(me * BLOCKS + b) * 2 + h] + 1;
+            block_of[me] = b;
+            pushing[me]++
+        }
+#ifdef BREAK_DONE
+        atomic { leave() }
+#endif
+        atomic { ALL_DATA_CAME; check_all() }
+#ifndef BREAK_DONE
+        atomic { check_all(); leave() }  /* it is read until the end */
+#endif
+        atomic { pushed[me] > k -> k++; h = 0 }
+    od
+}
+
+init {
+    byte i, grown;
+    atomic {
+        for (i : 0 .. (CALLS - 1)) {
+            if
+            :: half_of[i] = 0
+            :: i > 0 -> half_of[i] = 1  /* the halves are alike */
+            fi;
+            if
+            :: grow_at[i] = false
+            :: i > 0 && grown < GROWTHS -> grow_at[i] = true; grown++
+            fi
+        }
+        for (i : 0 .. (PLACES - 1)) {
+            if
+            :: OWNER(i) != WRITER(i) -> run Wire(i)
+            :: else
+            fi
+        }
+        for (i : 0 .. (W - 1)) { run Rank(i); run Pusher(i) }
+        i = 0; grown = 0; started = true
+    }
+}

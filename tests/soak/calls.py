@@ -1,0 +1,184 @@
+"""One call of the soak: what is asked for, its operands for every rank, and what must come out, exactly.
+
+All numbers are small integers, so products and sums are exact in every dtype and the result is compared bit for bit.
+Operands are windows into a pool of random integers that is the same on every rank: each rank knows them all, and
+computes the expected result by itself, without any communication that could fail in the same way.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "all_reduce")
+POOL = 1 << 22  #: elements
+
+
+class Pool:
+    """Random integers on a device, by dtype, the same on every rank.
+
+    One element in four is 1 or -1, the others are 0: sums of a thousand products stay far below 256, up to which
+    bfloat16 has every integer.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        numbers = torch.randint(
+            0, 8, (POOL,), generator=torch.Generator("cpu").manual_seed(seed), device="cpu"
+        )
+        signs = (numbers == 0).int() - (numbers == 1).int()
+        self.by_dtype = {dtype: signs.to(device=device, dtype=dtype) for dtype in DTYPES}
+
+    def window(self, dtype: torch.dtype, start: float, *shape: int, grain: int = 1) -> Tensor:
+        """A contiguous view of ``shape``, from a multiple of ``grain`` elements; ``start`` from 0 to 1 says which."""
+        count = 1
+        for size in shape:
+            count *= size
+        first = int(start * (POOL - count)) // grain * grain
+        return self.by_dtype[dtype][first : first + count].view(shape)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What all ranks of a group ask for.
+
+    Attributes:
+        lead: sizes of the shard (all-gather) or of the own part (reduce-scatter) without the last one.
+        k, n: of the product [k, n]; for all_reduce ``n`` is the number of elements.
+        dim: gathered or scattered; may be the last one.
+        starts: where in the pool the operands lie, from 0 to 1.
+        grain: operands begin at a multiple of so many elements.
+        columns: B's columns are contiguous, not its rows.
+        average: where the number of ranks is a power of 2, so that the average is exact.
+    """
+
+    op: str
+    dtype: torch.dtype
+    lead: tuple[int, ...]
+    k: int
+    n: int
+    dim: int
+    average: bool
+    products: int
+    return_A: bool
+    columns: bool
+    grain: int
+    starts: tuple[float, float]
+
+    def reduce_op(self, world_size: int) -> str:
+        return "avg" if self.average and world_size & (world_size - 1) == 0 else "sum"
+
+    @property
+    def split(self) -> bool:
+        """Whether the last dimension is gathered or scattered."""
+        return self.dim == len(self.lead)
+
+
+def draw(rng: random.Random, device: str, op: str, big: bool = False) -> Call:
+    """A random call of an op. On CUDA it is one that the fused kernels take: rows of 16 bytes, not the last dimension.
+
+    ``big``: an all_reduce that makes workspaces grow.
+    """
+    cuda = device == "cuda"
+    others = tuple(
+        rng.randint(1, 2 if cuda else 6) for _ in range(rng.choice((0, 1) if cuda else (0, 0, 1, 2)))
+    )
+    dtype = rng.choice(DTYPES)
+    # On the CPU torch keeps a program for each shape of a 16-bit product: few of them, or it is they that grow.
+    few = not cuda and dtype != torch.float32
+    rows = (
+        rng.choice((64, 100, 129, 200, 300))
+        if cuda
+        else rng.choice((1, 5, 24))
+        if few
+        else rng.randint(1, 24)
+    )
+    lead = (rows, *others) if rng.random() < 0.5 else (*others, rows)
+    k = rng.choice((64, 72, 128, 256)) if cuda else rng.choice((1, 17, 48)) if few else rng.randint(1, 48)
+    n = rng.choice((64, 72, 136, 264)) if cuda else rng.choice((1, 16, 33)) if few else rng.randint(1, 40)
+    if op == "all_reduce":
+        n = (
+            rng.randint(POOL // 64, POOL // 8)
+            if big
+            else rng.choice((1, 7, 1000, 4096, 16384, rng.randint(1, 3000)))
+        )
+    return Call(
+        op,
+        dtype,
+        lead,
+        k,
+        n,
+        rng.randrange(len(lead) + (not cuda)),
+        rng.random() < 0.3,
+        rng.choice((1, 1, 1, 2)),
+        rng.random() < 0.3,
+        rng.random() < 0.7,
+        8 if cuda and rng.random() < 0.9 else 1,
+        (rng.random(), rng.random()),
+    )
+
+
+def operands(call: Call, pool: Pool, world_size: int) -> tuple[Tensor, list[Tensor]]:
+    """The left operand and the right ones of every rank: [W, ...] each."""
+    where, w = (call.dtype, call.starts[0]), world_size
+    if call.op == "all_reduce":
+        return pool.window(*where, w, call.n, grain=call.grain), []
+    lead, k, n = list(call.lead), call.k, call.n
+    if call.op == "matmul_reduce_scatter":
+        if call.split:
+            n *= w
+        else:
+            lead[call.dim] *= w
+    elif call.split:
+        k *= w
+    a = pool.window(*where, w, *lead, call.k, grain=call.grain)
+    bs = []
+    for i in range(call.products if call.op == "all_gather_matmul" else 1):
+        start = (call.starts[1] + i / 7) % 1
+        if call.columns:
+            bs.append(pool.window(call.dtype, start, w, n, k, grain=call.grain).transpose(1, 2))
+        else:
+            bs.append(pool.window(call.dtype, start, w, k, n, grain=call.grain))
+    return a, bs
+
+
+def run(call: Call, a: Tensor, bs: list[Tensor], rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+    """This rank's results."""
+    if call.op == "all_reduce":
+        return [one_shot_all_reduce(a[rank], call.reduce_op(a.shape[0]), group)]
+    if call.op == "matmul_reduce_scatter":
+        return [
+            fused_matmul_reduce_scatter(a[rank], bs[0][rank], call.reduce_op(a.shape[0]), call.dim, group)
+        ]
+    gathered, outs = fused_all_gather_matmul(
+        a[rank], [b[rank] for b in bs], call.dim, group, return_A=call.return_A
+    )
+    return outs if gathered is None else [gathered, *outs]
+
+
+def expected(call: Call, a: Tensor, bs: list[Tensor], rank: int) -> list[Tensor]:
+    """What ``run`` must give."""
+    w = a.shape[0]
+    scale = w if call.reduce_op(w) == "avg" else 1
+    if call.op == "all_reduce":
+        return [(a.float().sum(0) / scale).to(call.dtype)]
+    if call.op == "matmul_reduce_scatter":
+        products = torch.bmm(a.flatten(1, -2).float(), bs[0].float()).view(*a.shape[:-1], bs[0].shape[-1])
+        return [(products.sum(0).chunk(w, call.dim)[rank] / scale).to(call.dtype)]
+    whole = torch.cat(list(a), call.dim)
+    outs = [(whole.float() @ b[rank].float()).to(call.dtype) for b in bs]
+    return [whole, *outs] if call.return_A else outs
+
+
+def differs(got: list[Tensor], want: list[Tensor]) -> Tensor:
+    """Whether any element differs, as a bool tensor on the device; NaN differs."""
+    if [x.shape for x in got] != [x.shape for x in want]:
+        raise AssertionError(
+            f"shapes {[tuple(x.shape) for x in got]}, expected {[tuple(x.shape) for x in want]}"
+        )
+    return torch.stack([(x != y).any() for x, y in zip(got, want, strict=True)]).any()

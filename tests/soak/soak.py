@@ -1,0 +1,144 @@
+"""Random mixed calls for as long as you like, every result checked: `python tests/soak/soak.py --calls 100000`.
+
+All three ops, random sizes, dtypes and dimensions, several overlapping groups, threads (CPU) or streams and replayed
+graphs (CUDA), ranks that are late. It fails when a result is wrong in any bit, when a wait expires, or when a rank
+holds more memory, descriptors or threads at the end than after the first third. The seed is printed; the same seed
+makes the same calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from traffic import Options, Traffic
+
+GRACE = 20.0  # seconds that the other ranks have, once one has failed, to say what they saw
+ENVIRONMENT = {
+    "WEFT_TIMEOUT": "60",
+    "OMP_NUM_THREADS": "1",
+    # With 8 queues a stream may wait behind another one's kernel that waits for a peer.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # Kernels of two streams must find room for all their blocks at once.
+    "WEFT_RESERVED_SMS": "68",
+    # torch's own caches of CPU programs would grow for a long time.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "LRU_CACHE_CAPACITY": "64",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+STARTING = 120.0  # seconds beyond --seconds: processes, heaps, the first compilation of kernels
+
+
+def serve(rank: int, world_size: int, port: int, options: Options, pipe: Connection) -> None:
+    """A rank's process."""
+    try:
+        torch.set_num_threads(1)
+        # torch.empty gives NaN: what an op leaves unwritten shows.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        backend = "gloo"
+        if options.device == "cuda":
+            backend = "nccl"
+            torch.cuda.set_device(rank)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=STARTING))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        pipe.send((True, Traffic(options, rank, world_size).run()))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        pipe.close()
+        os._exit(0)  # a failed rank may have a lane that still waits
+
+
+def soak(world_size: int, options: Options) -> list[dict[str, Any]]:
+    """What every rank says at its end.
+
+    Raises:
+        AssertionError: a rank has failed, died, or did not end in time.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[Any, int] = {}
+    processes = []
+    with mock.patch.dict(os.environ, {**ENVIRONMENT, **os.environ}):
+        for rank in range(world_size):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=serve, args=(rank, world_size, store.port, options, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes[mine] = rank
+    results: list[Any] = [None] * world_size
+    failures = []
+    deadline = time.monotonic() + options.seconds + STARTING
+    try:
+        while pipes:
+            ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failures.append(f"ranks {sorted(pipes.values())} did not end in time")
+                break
+            for pipe in ready:
+                rank = pipes.pop(pipe)
+                try:
+                    fine, value = pipe.recv()  # type: ignore[call-arg, union-attr]
+                except EOFError:
+                    fine, value = False, "the process died without a word"
+                results[rank] = value
+                if not fine:
+                    failures.append(f"--- rank {rank}\n{value}")
+                    deadline = min(deadline, time.monotonic() + GRACE)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+    if failures:
+        raise AssertionError("\n".join(failures))
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are enough GPUs")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--calls", type=int, default=100_000)
+    parser.add_argument(
+        "--seconds", type=float, default=3600, help="stop after so long, whatever --calls says"
+    )
+    parser.add_argument(
+        "--lanes", type=int, default=2, help="threads of a CPU rank, each with groups of its own"
+    )
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "big"))
+    args = parser.parse_args()
+    if args.ranks < 2 or args.calls < 1 or args.lanes < 1 or not args.seconds > 0:
+        parser.error("--ranks must be at least 2, --calls and --lanes at least 1, --seconds above 0")
+    device = args.device or ("cuda" if torch.cuda.device_count() >= args.ranks else "cpu")
+    print(f"{args.ranks} {device} ranks, {args.calls} calls, seed {args.seed}", flush=True)
+    try:
+        results = soak(args.ranks, Options(device, args.calls, args.seconds, args.seed, args.lanes))
+    except AssertionError as e:
+        sys.exit(f"FAILED, seed {args.seed}\n{e}")
+    for said in results:
+        print(
+            f"rank {said['rank']}: {said['calls']} calls in {said['seconds']:.0f} s, {said['checked']} results "
+            f"checked, {said['replayed']} graphs replayed, {said['churned']} allocations, late {said['late']} times\n"
+            f"  before: {said['before']}\n  after:  {said['after']}"
+        )
+    print("every result was right, and nothing has grown")
+
+
+if __name__ == "__main__":
+    main()

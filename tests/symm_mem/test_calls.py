@@ -1,0 +1,117 @@
+"""Errors: which call they name, and that they travel between processes."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import random
+
+import pytest
+from weft import symm_mem
+from weft.symm_mem.calls import Calls, running, whole
+from weft.symm_mem.sites import call_site
+
+
+def test_the_count_of_a_use_tells_which_call_it_was() -> None:
+    order = random.Random()
+    calls = Calls(2, lambda: 7.0, replayed=False)
+    made: tuple[list[int], list[int]] = ([], [])
+    for line in range(200):
+        half = order.randrange(2)
+        calls.begins(f"op {line % 3}", ("model.py", line))
+        calls.takes(half)
+        made[half].append(line)
+    for half, lines in enumerate(made):
+        for use, line in enumerate(lines, start=1):
+            assert calls.find(half, use) == (f"op {line % 3}", f"model.py:{line}")
+    last = ("op 1", "model.py:199")
+    assert calls.find(None, 5) == last, "where halves are not counted it is the last call"
+    assert calls.find(0, len(made[0]) + 7) == last, "a use that was never taken"
+    calls.forget()
+    calls.begins("op x", ("model.py", 500))
+    calls.takes(1)
+    assert calls.find(1, 1) == ("op x", "model.py:500"), "a reset counts from 0 again"
+
+
+def test_replays_of_a_graph_repeat_its_calls() -> None:
+    deadline = [0.5]
+    calls = Calls(2, lambda: deadline[0], replayed=True)
+    for line, half in enumerate([1, 0, 1, 1]):
+        calls.begins("op", ("model.py", line))
+        calls.takes(half)
+    deadline[0] = 300.0
+    assert calls.seconds == 0.5, "a graph keeps the deadline that it was captured with"
+    for replay in range(5):
+        assert [calls.find(1, 3 * replay + use) for use in (1, 2, 3)] == [
+            ("op", f"model.py:{line}") for line in (0, 2, 3)
+        ]
+        assert calls.find(0, replay + 1) == ("op", "model.py:1")
+    calls.forget()
+    assert calls.find(1, 2) == ("op", "model.py:2"), "a reset leaves a graph's calls as they are"
+
+
+def test_old_calls_are_forgotten_and_never_mistaken() -> None:
+    calls = Calls(1, lambda: 1.0, replayed=False)
+    for line in range(10000):
+        calls.begins("op", ("model.py", line))
+        calls.takes(0)
+    assert calls.find(0, 9000) == ("op", "model.py:8999")
+    assert calls.find(0, 3) == ("op", "model.py:9999")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        symm_mem.PeerTimeout("op", "0", 1, 2, "flag 3", 4, 5, 0.25, "model.py:12"),
+        symm_mem.PeerTimeout("op", "0", 1, 2, "flag 3", 4, 5, 0.25, None, True),
+        symm_mem.PeerTimeout("op", "0", 1, 2, "flag 3", 4, 5, 0.25, "model.py:12", False, 7),
+        symm_mem.RankMismatch("call 3", "0", 1, "this", "that"),
+        symm_mem.CallAbandoned("op", "0", 1, "MemoryError", "model.py:12"),
+        symm_mem.HeapUnavailable("no heap"),
+    ],
+)
+def test_errors_travel_and_come_again(error: symm_mem.WeftError) -> None:
+    for other in (pickle.loads(pickle.dumps(error)), error.again()):
+        assert other is not error and type(other) is type(error)
+        assert str(other) == str(error) and vars(other) == vars(error)
+    assert getattr(error, "culprit", None) in (None, 1, 2, 7)
+
+
+def test_the_call_site_is_the_nearest_line_outside() -> None:
+    frame = inspect.currentframe()
+    assert frame is not None
+    assert call_site() == (__file__, frame.f_lineno)
+
+
+class Broken:
+    """What ``whole`` needs of a workspace."""
+
+    cause: BaseException | None = None
+
+    def abandon(self, cause: BaseException) -> None:
+        self.cause = cause
+
+
+@pytest.mark.parametrize(
+    ("error", "takes", "breaks"),
+    [
+        (KeyboardInterrupt(), True, True),
+        (MemoryError(), True, True),
+        (MemoryError(), False, False),  # nothing was begun
+        (symm_mem.RankMismatch("call 1", "0", 1, "this", "that"), True, False),  # every rank has it
+    ],
+)
+def test_an_exception_breaks_what_its_call_has_taken(error: BaseException, takes: bool, breaks: bool) -> None:
+    workspace = Broken()
+
+    @whole
+    def call() -> None:
+        assert running.inside
+        if takes:
+            running.workspace = workspace  # type: ignore[assignment]
+        raise error
+
+    with pytest.raises(type(error)):
+        call()
+    assert workspace.cause is (error if breaks else None)
+    assert not running.inside and running.workspace is None
