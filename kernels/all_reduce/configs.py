@@ -14,7 +14,7 @@ MAX_BYTES = 16 << 20  #: of the input in one launch of one_shot or two_shot; mor
 # From how many bytes of input on two_shot is faster. Two ranks send as much in either form; there it is less that is
 # received and kept. Measured on 2 and 4 H200; else from (W - 1) * bytes / 300 GB/s against 2 / W of that and one trip.
 _TWO_SHOT_FROM = {
-    2: 3 << 20,
+    2: 4 << 20,
     3: 512 << 10,
     4: 192 << 10,
     5: 144 << 10,
