@@ -24,10 +24,11 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet --constraint con
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test bench model soak fuzz sanitize lint format format-check typecheck clean
+.PHONY: help setup demo test programs bench forms model soak fuzz fuzz-pass sanitize lint format format-check typecheck clean
 
 help:
-	@echo "make demo | test | bench | model | soak | fuzz | sanitize | lint | format | format-check | typecheck | clean"
+	@echo "make demo | test | bench | lint | format | format-check | typecheck | clean"
+	@echo "long: make programs | forms | model | soak | fuzz | fuzz-pass | sanitize"
 
 setup: $(STAMP)
 
@@ -48,6 +49,14 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PY) -m pytest $(PYTEST_ARGS)
 
+# Whole programs with the code that Inductor writes, which takes minutes to compile.
+programs: $(STAMP)
+	$(PY) -m pytest -m "slow or not slow" tests/fused_ops/passes/programs $(PYTEST_ARGS)
+
+# 2,000 random programs, each with and without the pass.
+fuzz-pass: $(STAMP)
+	$(PY) -m pytest -m slow -s tests/fused_ops/passes/test_random_programs.py $(PYTEST_ARGS)
+
 bench: $(STAMP)
 	$(PY) bench/run.py $(BENCH_ARGS)
 
@@ -66,6 +75,10 @@ fuzz: $(STAMP)
 # Needs GPUs and compute-sanitizer, which comes with the CUDA toolkit.
 sanitize: $(STAMP)
 	$(PY) tests/sanitizer/sanitize.py $(SANITIZER_ARGS)
+
+# The table of forms, from weft's pass and torch's own on the same graphs.
+forms: $(STAMP)
+	$(PY) bench/pass_forms.py
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

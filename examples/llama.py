@@ -1,4 +1,4 @@
-"""A Llama block in plain PyTorch, sharded by torch's own parallelize_module. Nothing in it knows of weft."""
+"""Llama in plain PyTorch, sharded by torch's own parallelize_module. Nothing in it knows of weft."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Sizes:
+    layers: int
+    vocabulary: int
     dim: int
     heads: int
     kv_heads: int
@@ -29,8 +31,21 @@ class Sizes:
     dtype: str
 
 
-SMALL = Sizes(dim=256, heads=8, kv_heads=4, hidden=768, seq=128, batch=2, dtype="float32")
-LLAMA_8B = Sizes(dim=4096, heads=32, kv_heads=8, hidden=14336, seq=4096, batch=1, dtype="bfloat16")
+SMALL = Sizes(
+    layers=2, vocabulary=512, dim=256, heads=8, kv_heads=4, hidden=768, seq=128, batch=2, dtype="float32"
+)
+# Four of the 32 blocks of Llama 3.1 8B, and a quarter of its vocabulary.
+LLAMA_8B = Sizes(
+    layers=4,
+    vocabulary=32064,
+    dim=4096,
+    heads=32,
+    kv_heads=8,
+    hidden=14336,
+    seq=4096,
+    batch=1,
+    dtype="bfloat16",
+)
 
 
 class Attention(nn.Module):
@@ -80,6 +95,23 @@ class LlamaBlock(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
+class Llama(nn.Module):
+    """Tokens [batch, seq] to logits [batch, seq, vocabulary]."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.dim)
+        self.layers = nn.ModuleList(LlamaBlock(sizes) for _ in range(sizes.layers))
+        self.norm = nn.RMSNorm(sizes.dim, eps=1e-5)
+        self.head = nn.Linear(sizes.dim, sizes.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.head(self.norm(x))
+
+
 def rotary_tables(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin, [seq, head_dim / 2], in float64."""
     half = sizes.dim // sizes.heads // 2
@@ -94,22 +126,45 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
-def shard(block: LlamaBlock, mesh: DeviceMesh) -> None:
-    """Cut the weights over the ranks, and the activations between the products along the sequence."""
+def shard(model: Llama, mesh: DeviceMesh, sequence: bool = True, loss: bool = True) -> None:
+    """Cut the weights over the ranks.
+
+    Args:
+        sequence: the activations between the products are cut, too, along the sequence.
+        loss: the logits stay cut along the vocabulary, for a loss under ``loss_parallel()``.
+    """
     whole, cut = Replicate(), Shard(1)
+    between = cut if sequence else whole
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "embedding": RowwiseParallel(input_layouts=whole, output_layouts=between),
+            "head": ColwiseParallel(
+                input_layouts=between,
+                output_layouts=Shard(-1) if loss else whole,
+                use_local_output=not loss,
+            ),
+            **({"norm": SequenceParallel()} if sequence else {}),
+        },
+    )
     plan = {
-        "attention_norm": SequenceParallel(),
-        "attention": PrepareModuleInput(
-            input_layouts=(cut, None, None), desired_input_layouts=(whole, None, None)
-        ),
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
-        "attention.wo": RowwiseParallel(output_layouts=cut),
-        "ffn_norm": SequenceParallel(),
-        "feed_forward": PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(whole,)),
+        "attention.wo": RowwiseParallel(output_layouts=between),
         "feed_forward.w1": ColwiseParallel(),
         "feed_forward.w3": ColwiseParallel(),
-        "feed_forward.w2": RowwiseParallel(output_layouts=cut),
+        "feed_forward.w2": RowwiseParallel(output_layouts=between),
     }
-    parallelize_module(block, mesh, plan)
+    if sequence:
+        plan |= {
+            "attention_norm": SequenceParallel(),
+            "attention": PrepareModuleInput(
+                input_layouts=(cut, None, None), desired_input_layouts=(whole, None, None)
+            ),
+            "ffn_norm": SequenceParallel(),
+            "feed_forward": PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(whole,)),
+        }
+    for layer in model.layers:
+        parallelize_module(layer, mesh, plan)

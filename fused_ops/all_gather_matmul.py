@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..kernels.all_gather_matmul import host
 from ..kernels.all_gather_matmul.reference import all_gather_matmul as unfused
 from ..symm_mem import Heap, get_timeout
-from .plan import Plan, aligned, heap_or_reason, num_sms, pays, ran
+from .plan import Plan, aligned, heap_or_reason, num_sms, on, pays, ran
 from .workspaces import matmul_workspace
 
 
@@ -73,7 +72,7 @@ def _on_cuda(
         return choice
     if not pays(choice.pays):
         return "too little is gathered and multiplied"
-    with torch.cuda.device(a.device):
+    with on(a.device):
         workspace = matmul_workspace(where, choice.half_bytes, choice.flags)
         workspace.raise_if_broken(host.OP)
         ran(Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes))

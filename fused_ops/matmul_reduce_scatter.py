@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from math import prod
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..kernels.matmul_reduce_scatter import host
 from ..kernels.matmul_reduce_scatter.reference import matmul_reduce_scatter as unfused
 from ..symm_mem import Heap, get_timeout
-from .plan import Plan, aligned, heap_or_reason, num_sms, pays, ran
+from .plan import Plan, aligned, heap_or_reason, num_sms, on, pays, ran
 from .workspaces import matmul_workspace
 
 
@@ -64,7 +63,7 @@ def _on_cuda(where: Heap, parts: Tensor, B: Tensor, reduce_op: str) -> Tensor | 
         return choice
     if not pays(choice.pays):
         return "too little is multiplied and scattered"
-    with torch.cuda.device(B.device):
+    with on(B.device):
         workspace = matmul_workspace(where, choice.half_bytes, choice.flags)
         workspace.raise_if_broken(host.OP)
         ran(Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes))

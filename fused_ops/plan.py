@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -88,6 +88,13 @@ def heap_or_reason(x: Tensor, group: ProcessGroup, empty: bool) -> Heap | str:
 def pays(worth: bool) -> bool:
     """Whether to fuse, given that it is thought to be ``worth`` it."""
     return worth or _forced == "fused"
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a CUDA device the current one, if it is not."""
+    if torch._C._cuda_getDevice() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 @cache

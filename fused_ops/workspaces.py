@@ -22,8 +22,9 @@ def _stream_key(heap: Heap) -> tuple[int, int]:
     """The stream of this call, and the graph it is being captured into (0: none)."""
     if heap.device.type != "cuda":
         return 0, 0
-    stream = torch.cuda.current_stream(heap.device).cuda_stream
-    if not torch.cuda.is_current_stream_capturing():
+    # As torch.cuda says it, without the objects that it makes: this is asked at every call.
+    stream: int = torch._C._cuda_getCurrentRawStream(heap.device.index)
+    if not torch._C._cuda_isCurrentStreamCapturing():
         return stream, 0
     from cuda.bindings import driver
 

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 from collections.abc import Iterable
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ...symm_mem import Group, group_name
-from .all_gather_matmul import AllGatherMatmul
-from .match import Collective, LeftAlone, aten, c10d, calls, collectives, flat, group_of, kind_of, what
-from .matmul_reduce_scatter import MatmulReduceScatter
-from .merge import merge, repeats
+from .. import worth
+from . import forms
+from .agree import Original, has_ranks, why_not_asked
+from .choice import disagreements, forget
+from .match import Collective, LeftAlone, collectives, group_of, kind_of, val
+from .normal import prepare
 from .report import Entry, Report, source_of
 
 _log = logging.getLogger("weft.passes")
-_HERE = Path(__file__).parent
-# What decides which nodes are inserted, and what their fake implementations say.
-_SOURCES = tuple(
-    str(p) for p in (*sorted(_HERE.glob("*.py")), _HERE.parent / "ops.py", _HERE.parent / "checks.py")
-)
+_ROOT = Path(__file__).parents[2]
+FUSE = ("auto", "always")
+# How weft waits, not what it puts into a graph.
+_NOT_IN_THE_GRAPH = {"WEFT_TIMEOUT"}
 
 
 class FusionError(RuntimeError):
@@ -45,24 +51,49 @@ class FusionPass(CustomGraphPass):
     What is not exactly the function that a fused op computes is left alone, and the report says why. Exactly, but for
     rounding: a sum of products may be summed in another order, and in float32 where it was rounded between.
 
+    Before each run a graph asks whether the other ranks of its groups are about to run the same one; if not, all of
+    them run theirs unfused, and the report says what differs (``agree.py`` has the reasons).
+
     Inductor keeps compiled graphs in a cache. A graph that it takes from there is as this pass made it (``uuid``
-    covers the sources of the pass and its configuration), but the pass does not run then, and **the report stays
-    empty**. To see one: ``TORCHINDUCTOR_FORCE_DISABLE_CACHES=1``.
+    covers weft's sources, the pass's configuration, the sizes of the groups, and the environment that weft reads),
+    but the pass does not run then, and **the report has no entries**. To see them:
+    ``TORCHINDUCTOR_FORCE_DISABLE_CACHES=1``.
+
+    The logger ``weft.passes`` writes a line for each graph (INFO) and for each new disagreement (WARNING).
 
     Args:
         groups: fuse collectives of these groups only: names, ProcessGroups, 1-D DeviceMeshes or (mesh, dim).
             None for all.
         strict: raise FusionError, out of the compilation, when a collective is left alone.
+        fuse: "auto" fuses where it pays, "always" wherever it is right.
+        agree: whether graphs ask. False is for programs of which you know that all ranks run the same graphs in the
+        same
+            order: where they do not, a fused op waits for a rank that does not come, until its deadline.
 
     Raises:
-        TypeError: ``groups`` is one name, not several.
+        TypeError: ``groups`` is one name or no list, ``strict`` or ``agree`` is not True or False.
+        ValueError: ``fuse`` is neither "auto" nor "always".
     """
 
-    def __init__(self, groups: Iterable[Group] | None = None, strict: bool = False) -> None:
+    def __init__(
+        self,
+        groups: Iterable[Group] | None = None,
+        strict: bool = False,
+        *,
+        fuse: str = "auto",
+        agree: bool = True,
+    ) -> None:
         if isinstance(groups, str):
             raise TypeError(f"groups: is the string {groups!r}, must be a list of groups")
+        if groups is not None and not isinstance(groups, Iterable):
+            raise TypeError(f"groups: is {groups!r}, must be a list of groups")
+        for name, given in (("strict", strict), ("agree", agree)):
+            if not isinstance(given, bool):
+                raise TypeError(f"{name}: is {given!r}, must be True or False")
+        if fuse not in FUSE:
+            raise ValueError(f"fuse: is {fuse!r}, must be 'auto' or 'always'")
         self.groups = None if groups is None else frozenset(group_name(g) for g in groups)
-        self.strict = strict
+        self.strict, self.fuse, self.agree = strict, fuse, agree
         self._entries: list[Entry] = []
         self._graphs = 0
 
@@ -72,38 +103,55 @@ class FusionPass(CustomGraphPass):
         return {"post_grad_custom_post_pass": self}
 
     def report(self) -> Report:
-        """What became of every collective of the graphs seen since the pass was made or cleared."""
-        return Report(self._entries)
+        """What became of every collective of the graphs seen since the pass was made or cleared.
+
+        The disagreements are those of the process: a graph that comes from a cache belongs to no pass.
+        """
+        return Report(self._entries, disagreements())
 
     def clear(self) -> None:
         """Empties the report; graphs are counted from 0 again."""
         self._entries.clear()
         self._graphs = 0
+        forget()
 
     def uuid(self) -> Any:
         names = "all" if self.groups is None else sorted(self.groups)
-        return get_hash_for_files(_SOURCES, f"groups={names} strict={self.strict}")
+        return (
+            f"weft {_version()} {_sources()} groups={names} strict={self.strict} fuse={self.fuse} agree={self.agree} "
+            f"sizes={_group_sizes()} environment={_environment()}"
+        )
 
     def __call__(self, graph: fx.Graph) -> None:
         nodes = list(collectives(graph))
-        told = {n: self._told(n) for n in nodes}
-        entries: dict[fx.Node, Entry] = {}
-        for node in nodes:
-            if node not in entries:
-                self._fuse(node, told, entries)
         self._graphs += 1
-        if not entries:
+        if not nodes:
             return
-        graph.lint()
+        original = Original(graph, nodes) if self.agree else None
+        why_not = None if original is None else original.why_not_kept()
+        left = prepare(
+            graph, self.groups, lambda match: self._why_not(match, _problem(match), why_not) is None
+        )
+        nodes = list(collectives(graph))
+        told = {n: self._told(n) for n in nodes}
+        entries = {n: Entry(**told[n], reason=reason) for n, reason in left.items()}
+        # Reductions first: a product between two collectives is fused with the one behind it. The one before it may
+        # gather a weight, which can be there early.
+        for node in sorted(nodes, key=lambda n: "gather" in kind_of(n)):
+            if node not in entries:
+                self._fuse(node, told, entries, why_not)
         report = Report(entries[n] for n in nodes)
+        if original is not None:
+            original.ask_first(graph, report.entries)
+        graph.lint()
         self._entries += report.entries
-        _log.info("graph %d: %d of %d collectives fused", self._graphs - 1, report.fused, len(nodes))
+        _log.info("%s", _line(self._graphs - 1, report))
         if self.strict and report.left:
             raise FusionError(report)
 
     def _told(self, node: fx.Node) -> dict[str, Any]:
         return {
-            "graph": self._graphs,
+            "graph": self._graphs - 1,
             "node": node.name,
             "collective": kind_of(node),
             "group": group_of(node),
@@ -111,50 +159,117 @@ class FusionPass(CustomGraphPass):
         }
 
     def _fuse(
-        self, node: fx.Node, told: dict[fx.Node, dict[str, Any]], entries: dict[fx.Node, Entry]
+        self,
+        node: fx.Node,
+        told: dict[fx.Node, dict[str, Any]],
+        entries: dict[fx.Node, Entry],
+        why_not_kept: str | None,
     ) -> None:
-        """Fuses one collective if it can be, and enters what became of it and of those merged with it."""
-        graph = node.graph
-        merged: list[fx.Node] = []
+        """Fuses one collective if it can be and should be, and enters what became of it and of those merged with it."""
+        found: dict[str, Any] = {}
         try:
-            match = _match(Collective.from_node(node, self.groups))
-            if isinstance(match, AllGatherMatmul):
-                match, merged = self._with_repeats(match)
+            match = forms.match(Collective.from_node(node, self.groups), self.groups)
+            found = {"form": match.form}
+            problem = _problem(match)
+            reason = self._why_not(match, problem, why_not_kept)
+            if reason is not None:
+                raise LeftAlone(reason)
             match.replace()
         except LeftAlone as e:
-            entries[node] = Entry(**told[node], reason=str(e))
+            entries[node] = Entry(**told[node], **found, reason=str(e))
             return
-        # A product's right operand may stand behind the fused op, which stands where the first product stood.
-        stable_topological_sort(graph)
-        into: dict[str, Any] = {"dim": match.dim, "fused_into": str(match.op._schema.name)}
-        entries[node] = Entry(**told[node], **into, detail=match.detail)
-        for other in merged:
+        into: dict[str, Any] = {"dim": match.dim, "fused_into": str(match.op._schema.name), **found}
+        gain: dict[str, Any] = {}
+        if problem is not None:
+            gain = dict(zip("mnk", problem, strict=True))
+            gain["gain"] = worth.expected_gain(_word(match.op), *problem, *_where(match))
+        entries[node] = Entry(**told[node], **into, **gain, detail=match.detail)
+        for other in match.others:
             entries[other] = Entry(**told[other], **into, detail=f"merged with {told[node]['node']}")
 
-    def _with_repeats(self, match: AllGatherMatmul) -> tuple[AllGatherMatmul, list[fx.Node]]:
-        """The match that has the products of those, too, which gather the same; and those."""
-        others = []
-        for node in repeats(match.collective.node):
-            try:
-                other = AllGatherMatmul.from_collective(Collective.from_node(node, self.groups))
-            except LeftAlone:
-                continue
-            if (other.dim, other.permutation) == (match.dim, match.permutation):
-                others.append(other.collective)
-        if not others:
-            return match, []
-        merge(match.collective, others)
-        return AllGatherMatmul.from_collective(match.collective), [c.node for c in others]
+    def _why_not(
+        self, match: forms.Form, problem: tuple[int, int, int] | None, why_not_kept: str | None
+    ) -> str | None:
+        """Why what could be fused should not be."""
+        if self.fuse == "auto" and problem is not None and not getattr(match, "decided", False):
+            word = _word(match.op)
+            reason = worth.worth_fusing(word, *problem, *_where(match), last_dim=match.last_dim)
+            if reason is not None:
+                return reason
+        if not self.agree:
+            return None
+        group = match.collective.group
+        return why_not_asked(group) or (why_not_kept if has_ranks(group) else None)
 
 
-def _match(c: Collective) -> AllGatherMatmul | MatmulReduceScatter:
-    if c.node.target is c10d.all_gather_into_tensor.default:
-        return AllGatherMatmul.from_collective(c)
-    if c.node.target is c10d.reduce_scatter_tensor.default:
-        return MatmulReduceScatter.from_collective(c)
-    x = c.x
-    while flat(x):
-        x = x.args[0]  # type: ignore[assignment]
-    if calls(x, aten.mm.default, aten.addmm.default):
-        raise LeftAlone("weft has no fused matmul + all_reduce yet")
-    raise LeftAlone(f"its input is {what(x)}, not a matrix product")
+@cache
+def _sources() -> str:
+    """Of all that decides which nodes are put in, what they are said to return, and what a cached graph calls."""
+    digest = hashlib.sha256()
+    for top in ("fused_ops", "kernels", "symm_mem"):
+        for path in sorted((_ROOT / top).rglob("*")):
+            if path.suffix in (".py", ".cu", ".cuh"):
+                digest.update(f"{path.relative_to(_ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _version() -> str:
+    try:
+        return metadata.version("weft")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _group_sizes() -> list[tuple[str, int, str]]:
+    """A graph of an all-reduce does not say for how many ranks it is, but what it is fused into depends on it."""
+    if not dist.is_initialized():
+        return []
+    known = dist.distributed_c10d._world.pg_names
+    return sorted(
+        (name, pg.size(), dist.get_backend(pg))
+        for pg, name in known.items()
+        if isinstance(pg, dist.ProcessGroup)
+    )
+
+
+def _environment() -> dict[str, str]:
+    names = (n for n in sorted(os.environ) if n.startswith("WEFT_") and n not in _NOT_IN_THE_GRAPH)
+    return {n: os.environ[n] for n in names}
+
+
+_WORDS = {
+    "weft::fused_all_gather_matmul": "all_gather_matmul",
+    "weft::fused_matmul_reduce_scatter": "matmul_reduce_scatter",
+    "weft::fused_matmul_all_reduce": "matmul_all_reduce",
+}
+
+
+def _word(op: Any) -> str:
+    """The word by which ``worth`` knows an op; what reduces without a product is an all_reduce."""
+    return _WORDS.get(str(op._schema.name), "all_reduce")
+
+
+def _where(match: forms.Form) -> tuple[int, torch.dtype, str]:
+    x = val(match.collective.x)
+    return match.collective.world, x.dtype, x.device.type
+
+
+def _problem(match: forms.Form) -> tuple[int, int, int] | None:
+    """The sizes of the product, symbolic ones as they are now; None if one is not known before the run."""
+    sizes = []
+    for size in (match.m, match.n, match.k):
+        if isinstance(size, torch.SymInt) and not size.node.has_hint():
+            return None
+        hint = size.node.hint if isinstance(size, torch.SymInt) else size
+        sizes.append(0 if hint is None else int(hint))
+    m, n, k = sizes
+    return m, n, k
+
+
+def _line(number: int, report: Report) -> str:
+    text = f"graph {number}: {report.fused} of {len(report.entries)} collectives fused"
+    if report.gain:
+        text += f", should save {report.gain:.3g} us"
+    left = [e for e in report.entries if e.fused_into is None]
+    return f"{text}; {left[0].node} left alone: {left[0].reason}" if left else text

@@ -6,33 +6,62 @@ would be wrong for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from .match import LeftAlone, Size, aten, contiguous, is_val, known, same_shape, val
+from .dims import Digits, flat, refined
+from .match import LeftAlone, Size, aten, is_val, known, same_shape, val
+from .match import contiguous as is_contiguous
 
 
 def call(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A call of ``target`` before the given node."""
+    """A call of ``target`` before the given node.
+
+    Raises:
+        LeftAlone: whether it can be called with these sizes depends on data.
+    """
 
     def value(node: fx.Node) -> Any:
         return node.meta["val"]
 
     fake_args, fake_kwargs = fx.map_arg(args, value), fx.map_arg(kwargs, value)
     mode = detect_fake_mode(torch.utils._pytree.tree_leaves((fake_args, fake_kwargs)))
-    if mode is None:
-        result = target(*fake_args, **fake_kwargs)
-    else:
-        with mode:
+    try:
+        with mode or contextlib.nullcontext():
             result = target(*fake_args, **fake_kwargs)
+    except GuardOnDataDependentSymNode as e:
+        raise LeftAlone(f"whether {target} takes its sizes depends on data") from e
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, args, kwargs)
     node.meta["val"] = result
+    for created in _created:
+        created.append(node)
     return node
+
+
+_created: list[list[fx.Node]] = []
+
+
+@contextlib.contextmanager
+def undone_if_left() -> Iterator[None]:
+    """Inside the body nodes are inserted, and none replaced: if it raises LeftAlone, the graph is as it was."""
+    created: list[fx.Node] = []
+    _created.append(created)
+    try:
+        yield
+    except LeftAlone:
+        for node in created[::-1]:
+            node.graph.erase_node(node)
+        raise
+    finally:
+        _created.pop()
 
 
 def _holder(
@@ -43,18 +72,19 @@ def _holder(
     def is_it(other: Any) -> bool:
         return isinstance(other, torch.SymInt) and known(other == size)
 
-    inputs = []
-    for node in before.graph.nodes:
-        if node is before:
-            break
+    def in_shape(node: fx.Node) -> tuple[fx.Node, int | None] | None:
+        return next(((node, dim) for dim, other in enumerate(val(node).shape) if is_it(other)), None)
+
+    inputs = list(itertools.takewhile(lambda n: n.op == "placeholder", before.graph.nodes))
+    for node in inputs:
         if is_it(node.meta.get("val")):
             return node, None
-        if node.op == "placeholder" and is_val(node):
-            inputs.append(node)
-    for node in (*near, *inputs):
-        for dim, other in enumerate(val(node).shape):
-            if is_it(other):
-                return node, dim
+    for node in (*near, *filter(is_val, inputs)):
+        if (found := in_shape(node)) is not None:
+            return found
+    for node in itertools.takewhile(lambda n: n is not before, before.graph.nodes):
+        if is_it(node.meta.get("val")):
+            return node, None
     return None
 
 
@@ -70,9 +100,8 @@ def sizes(shape: Iterable[Size], before: fx.Node, near: Sequence[fx.Node] = ()) 
     result: list[Any] = list(shape)
     holders = {i: _holder(s, before, near) for i, s in enumerate(result) if isinstance(s, torch.SymInt)}
     # With a size of 0 what is left out could be anything.
-    left_out = (
-        min(holders, key=lambda i: (holders[i] is not None, i), default=None) if 0 not in result else None
-    )
+    empty = any(known(size == 0) for size in result)
+    left_out = None if empty else min(holders, key=lambda i: (holders[i] is not None, i), default=None)
     for i, holder in holders.items():
         if i == left_out:
             result[i] = -1
@@ -85,24 +114,65 @@ def sizes(shape: Iterable[Size], before: fx.Node, near: Sequence[fx.Node] = ()) 
 
 
 def reshape(node: fx.Node, shape: Sequence[Size], before: fx.Node, near: Sequence[fx.Node] = ()) -> fx.Node:
-    """The node with this shape, in row-major order and contiguous, where it has or is not known to have it."""
-    value = val(node)
-    if same_shape(value.shape, shape) and contiguous(value):
+    """The node with this shape, in row-major order; the node itself where it has it."""
+    if same_shape(val(node).shape, shape):
         return node
-    if same_shape(value.shape, shape):
-        return call(before, aten.clone.default, node, memory_format=torch.contiguous_format)
-    return call(before, aten.reshape.default, node, sizes(shape, before, near))
+    return call(before, aten.reshape.default, node, sizes(shape, before, (node, *near)))
+
+
+def contiguous(node: fx.Node, before: fx.Node) -> fx.Node:
+    """The node, or a contiguous copy of it where it is not known to be contiguous."""
+    if is_contiguous(val(node)):
+        return node
+    return call(before, aten.clone.default, node, memory_format=torch.contiguous_format)
+
+
+def permute(node: fx.Node, permutation: Sequence[int], before: fx.Node) -> fx.Node:
+    if list(permutation) == list(range(len(permutation))):
+        return node
+    return call(before, aten.permute.default, node, list(permutation))
+
+
+def cast(node: fx.Node, dtypes: Iterable[torch.dtype], before: fx.Node) -> fx.Node:
+    """The node, cast to one dtype after the other."""
+    for dtype in dtypes:
+        if val(node).dtype != dtype:
+            node = call(before, torch.ops.prims.convert_element_type.default, node, dtype)
+    return node
+
+
+def rearrange(
+    node: fx.Node,
+    have: Iterable[Digits],
+    want: Iterable[Digits],
+    shape: Sequence[Size],
+    before: fx.Node,
+    near: Sequence[fx.Node] = (),
+) -> fx.Node:
+    """A node of dimensions ``have`` as one of dimensions ``want``, whose sizes are ``shape``; any strides.
+
+    Raises:
+        LeftAlone: it is not known how one is made from the other.
+    """
+    ours, theirs = refined(flat(have), flat(want))
+    order = [ours.index(piece) for piece in theirs]
+    if order != sorted(order):
+        node = permute(reshape(node, [piece.size for piece in ours], before, near), order, before)
+    return reshape(node, shape, before, near)
+
+
+def hoist(nodes: Iterable[fx.Node], before: fx.Node) -> None:
+    """Moves the nodes, in their order in the graph, to before the given one."""
+    for node in sorted(nodes):
+        before.prepend(node)
 
 
 def erase_unused(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Erases those of the nodes that nothing uses, and then those that nothing uses any more; returns the others."""
-    left = list(dict.fromkeys(nodes))
-    progress = True
-    while progress:
-        progress = False
-        for node in left[::-1]:
-            if not node.users:
-                node.graph.erase_node(node)
-                left.remove(node)
-                progress = True
-    return left
+    left = []
+    for node in sorted(dict.fromkeys(nodes), reverse=True):
+        if node.users:
+            left.append(node)
+        else:
+            node.graph.erase_node(node)
+    return left[::-1]

@@ -5,7 +5,7 @@ Sizes may be symbolic. What is not known to be true is taken to be false: the pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -32,6 +32,8 @@ FLAT = {
     aten.squeeze.dims,
     aten.unsqueeze.default,
     aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
 }
 _FUSIBLE = {c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_reduce.default}
 
@@ -45,9 +47,27 @@ def known(fact: Any) -> bool:
     return statically_known_true(fact)
 
 
+def hint(size: Size) -> int:
+    """What a size is in the example that the graph was made with.
+
+    Raises:
+        LeftAlone: it depends on data.
+    """
+    if isinstance(size, int):
+        return size
+    if not size.node.has_hint():
+        raise LeftAlone(f"the size {size} depends on data")
+    return int(size.node.hint)
+
+
 def same_shape(a: Iterable[Size], b: Iterable[Size]) -> bool:
     a, b = list(a), list(b)
     return len(a) == len(b) and all(known(x == y) for x, y in zip(a, b, strict=True))
+
+
+def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether both have the same dtype and are known to have the same shape."""
+    return a.dtype == b.dtype and same_shape(a.shape, b.shape)
 
 
 def contiguous(tensor: torch.Tensor) -> bool:
@@ -111,6 +131,11 @@ class Collective:
     def kind(self) -> str:
         return kind_of(self.node)
 
+    @property
+    def only_waited_for(self) -> bool:
+        """Whether nothing else uses what is pending, but for its sizes."""
+        return all(u is self.wait or calls(u, aten.sym_size.int) for u in self.node.users)
+
     @classmethod
     def from_node(cls, node: fx.Node, groups: frozenset[str] | None) -> Collective:
         """
@@ -118,7 +143,9 @@ class Collective:
             LeftAlone: it is none that can be fused.
         """
         if node.target not in _FUSIBLE:
-            raise LeftAlone("weft fuses all_gather_into_tensor and reduce_scatter_tensor of one tensor only")
+            raise LeftAlone(
+                "weft fuses all_gather, reduce_scatter and all_reduce of one tensor into new memory only"
+            )
         group = group_of(node)
         if group is None:
             raise LeftAlone(f"its group is not given by name but as {type(_group(node)).__name__}")
@@ -136,16 +163,21 @@ class Collective:
         x = node.args[0]
         if not is_val(x):
             raise LeftAlone("the shape of its input is not known")
+        if val(x).device.type not in ("cpu", "cuda"):
+            raise LeftAlone(f"its input lies on {val(x).device}")
         if val(x).dtype not in checks.DTYPES:
             raise LeftAlone(f"its input is {val(x).dtype}, not float32, bfloat16 or float16")
         reduce_op = "" if node.target is c10d.all_gather_into_tensor.default else str(node.args[1])
         if reduce_op and reduce_op not in checks.REDUCE_OPS:
             raise LeftAlone(f"it reduces by {reduce_op!r}, not 'sum' or 'avg'")
-        waits = [u for u in node.users if calls(u, c10d.wait_tensor.default)]
-        others = [u for u in node.users if u not in waits and not calls(u, aten.sym_size.int)]
-        if len(waits) != 1 or others:
+        waits = sorted(u for u in node.users if calls(u, c10d.wait_tensor.default))
+        # What is pending may be returned, too: whoever waits for what is there does not wait.
+        others = [
+            u for u in node.users if u not in waits and u.op != "output" and not calls(u, aten.sym_size.int)
+        ]
+        if not waits or others:
             raise LeftAlone(
-                f"it has not one wait_tensor as its only user but {some(node.users) or 'no user'}"
+                f"it is used without waiting, by {some(others)}" if others else "nobody waits for it"
             )
         val(waits[0])
         return cls(node, waits[0], x, group, world, reduce_op)
@@ -169,40 +201,52 @@ def group_of(node: fx.Node) -> str | None:
 
 def collectives(graph: fx.Graph) -> Iterator[fx.Node]:
     """Every node that communicates by a functional collective."""
-    for node in graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-            namespaced = node.target.namespace in ("_c10d_functional", "_c10d_functional_autograd")
-            if namespaced and node.target._opname not in ("wait_tensor", "_wrap_tensor_autograd"):
-                yield node
+    return (n for n in graph.nodes if communicates(n) and n.target.namespace != "weft")
 
 
-def closure(node: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """The node and all that ``step`` leads to from it."""
-    seen, pending = {node}, [node]
-    while pending:
-        for other in step(pending.pop()):
-            if other not in seen:
-                seen.add(other)
-                pending.append(other)
-    return seen
+def communicates(node: fx.Node) -> bool:
+    """Whether the node starts a collective: a functional one, or one of weft's ops."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target.namespace == "weft":
+        return True
+    namespaced = node.target.namespace in ("_c10d_functional", "_c10d_functional_autograd")
+    return namespaced and node.target._opname not in ("wait_tensor", "_wrap_tensor_autograd")
 
 
-def check_no_mutation(first: fx.Node, last: fx.Node) -> None:
+def writes(node: fx.Node) -> bool:
+    """Whether the node writes to memory or has another effect: what reads memory must not be moved across it."""
+    if node.op in ("call_module", "call_method"):
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in _EFFECTS
+
+
+_EFFECTS = ("with_effects", "triton_kernel_wrapper_mutation", "call_torchbind")
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node takes from a generator, so that it must keep its place among others that do."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def first_write(first: fx.Node, last: fx.Node) -> fx.Node | None:
+    """The first node after ``first``, up to ``last``, that writes to memory."""
+    node = first
+    while node is not last:
+        node = node.next
+        if writes(node):
+            return node
+    return None
+
+
+def check_no_write(first: fx.Node, last: fx.Node) -> None:
     """Between the two nodes, in graph order, nothing writes to memory: they can be moved against each other.
 
     Raises:
         LeftAlone: something does.
     """
-    node = first
-    while node is not last:
-        node = node.next
-        target = node.target
-        if node.op in ("call_module", "call_method") or (
-            isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-        ):
-            raise LeftAlone(f"{what(node)} writes to memory between {first.name} and {last.name}")
-        if isinstance(target, torch._ops.HigherOrderOperator) and target.name() in _EFFECTS:
-            raise LeftAlone(f"{what(node)} has an effect between {first.name} and {last.name}")
-
-
-_EFFECTS = ("with_effects", "triton_kernel_wrapper_mutation", "call_torchbind")
+    if (node := first_write(first, last)) is not None:
+        raise LeftAlone(f"{what(node)} writes to memory between {first.name} and {last.name}")

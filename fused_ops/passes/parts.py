@@ -1,6 +1,7 @@
 """The spelling of a gather or scatter along a dimension other than 0: a tensor cut into parts, joined along another.
 
-``split`` (or ``split_with_sizes``) with one ``getitem`` a part, or one ``slice`` a part; then ``cat``.
+``split`` (or ``split_with_sizes``) with one ``getitem`` a part, or one ``slice`` a part; then ``cat``. Or ``unbind``,
+or one ``select`` a part, which have no dimension any more where they were cut.
 """
 
 from __future__ import annotations
@@ -15,28 +16,30 @@ from torch import fx
 
 from .match import LeftAlone, Size, argument, aten, calls, is_val, known, val, what
 
-_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
+SLICES = (aten.slice.Tensor, aten.select.int)
 
 
 @dataclass(frozen=True)
 class Parts:
     """All of ``source``, cut along ``cut_dim``, the parts joined in order along ``join_dim``.
 
-    The parts are equal if the two differ; else they may be anything.
+    The parts are equal if the two differ, and if they have not that dimension (``dropped``); else they may be anything.
     """
 
     cat: fx.Node
     source: fx.Node
+    count: int
     cut_dim: int
     join_dim: int
+    dropped: bool
     nodes: tuple[fx.Node, ...]  # those between source and cat
 
     @classmethod
-    def from_cat(cls, cat: fx.Node, count: int) -> Parts:
+    def from_cat(cls, cat: fx.Node) -> Parts:
         """
         Args:
             cat: an aten.cat.
-            count: how many parts there must be.
 
         Raises:
             LeftAlone: it does not join exactly the parts of one tensor, once each and in order.
@@ -45,11 +48,11 @@ class Parts:
         if not isinstance(inputs, (list, tuple)) or not all(is_val(n) for n in inputs):
             raise LeftAlone(f"the inputs of {what(cat)} are not known")
         parts: list[fx.Node] = list(inputs)  # type: ignore[arg-type]
-        if len(parts) != count:
-            raise LeftAlone(f"{what(cat)} joins {len(parts)} parts, not one for each of {count} ranks")
+        if not parts:
+            raise LeftAlone(f"{what(cat)} joins nothing")
         if calls(parts[0], operator.getitem):
             source, cut_dim, nodes = _split(cat, parts)
-        elif calls(parts[0], aten.slice.Tensor):
+        elif calls(parts[0], *SLICES):
             source, cut_dim, nodes = _slices(cat, parts)
         else:
             raise LeftAlone(f"{what(cat)} joins {what(parts[0])}, not a part of a tensor")
@@ -57,11 +60,8 @@ class Parts:
         # Parts can be joined only if their sizes are the same in every other dimension. So the parts cut along one
         # dimension and joined along another are equal, and those of a split cover all of it. Joined along the
         # dimension they were cut along, they are the tensor itself.
-        for node in nodes:
-            for user in node.users:
-                if user is not cat and user not in nodes:
-                    raise LeftAlone(f"{what(node)} is also used by {what(user)}")
-        return cls(cat, source, cut_dim, join_dim, nodes)
+        dropped = calls(nodes[0], aten.unbind.int, aten.select.int)
+        return cls(cat, source, len(parts), cut_dim, join_dim, dropped, nodes)
 
 
 def _in_order(cat: fx.Node, order: list[int]) -> None:
@@ -71,7 +71,7 @@ def _in_order(cat: fx.Node, order: list[int]) -> None:
 
 def _split(cat: fx.Node, parts: list[fx.Node]) -> tuple[fx.Node, int, tuple[fx.Node, ...]]:
     split = parts[0].args[0]
-    if not isinstance(split, fx.Node) or not calls(split, *_SPLITS):
+    if not isinstance(split, fx.Node) or not calls(split, *SPLITS):
         raise LeftAlone(f"{what(cat)} joins {what(parts[0])}, not a part of a tensor")
     for part in parts:
         if not calls(part, operator.getitem) or part.args[0] is not split:
@@ -84,7 +84,8 @@ def _split(cat: fx.Node, parts: list[fx.Node]) -> tuple[fx.Node, int, tuple[fx.N
     source = split.args[0]
     if not isinstance(source, fx.Node):
         raise LeftAlone(f"what {what(split)} cuts is not known")
-    dim = argument(split, 2, "dim", 0) % val(source).dim()
+    at = 1 if calls(split, aten.unbind.int) else 2
+    dim = argument(split, at, "dim", 0) % val(source).dim()
     return source, dim, (split, *parts)
 
 
@@ -94,15 +95,20 @@ def _slices(cat: fx.Node, parts: list[fx.Node]) -> tuple[fx.Node, int, tuple[fx.
         raise LeftAlone(f"what {what(parts[0])} cuts is not known")
     dims = set()
     for part in parts:
-        if not calls(part, aten.slice.Tensor) or part.args[0] is not source:
+        if part.target is not parts[0].target or part.args[0] is not source:
             raise LeftAlone(f"{what(cat)} joins {what(part)}, which is no part of {what(source)}")
-        dims.add(argument(part, 1, "dim", 0) % val(source).dim())
-        if argument(part, 4, "step", 1) != 1:
+        dims.add(int(argument(part, 1, "dim", 0)) % val(source).dim())
+        if calls(part, aten.slice.Tensor) and argument(part, 4, "step", 1) != 1:
             raise LeftAlone(f"{what(part)} takes not every element")
     if len(dims) != 1:
         raise LeftAlone(f"{what(cat)} joins parts cut along different dimensions")
     (dim,) = dims
     whole = val(source).shape[dim]
+    if calls(parts[0], aten.select.int):
+        _in_order(cat, [part.args[2] for part in parts])  # type: ignore[misc]
+        if not known(whole == len(parts)):
+            raise LeftAlone(f"{what(cat)} joins {len(parts)} of the {whole} parts of {what(source)}")
+        return source, dim, tuple(parts)
     end: Size = 0
     for part, (start, stop) in zip(parts, _bounds(parts, whole), strict=True):
         if not known(start == end):

@@ -1,4 +1,4 @@
-"""What the pass did with each collective of the graphs it saw."""
+"""What the pass did with each collective of the graphs it saw, and what became of the graphs at run time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from .choice import Disagreement
+
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -18,10 +20,20 @@ _TORCH = str(Path(torch.__file__).parent)
 class Entry:
     """One collective: fused into ``fused_into``, or left alone because of ``reason``.
 
-    ``graph`` counts the graphs that the pass saw, from 0. ``node`` is the collective's name in the graph and
-    ``source`` the line of the model that it comes from ("" where torch kept none). ``dim`` is the dimension along
-    which the fused op gathers or scatters, None when left alone. For a fused one ``reason`` is "" and ``detail``
-    says how many products were fused, and what else.
+    Attributes:
+        graph: counts the graphs that the pass saw, from 0.
+        node: the collective's name in the graph.
+        collective: its kind, as torch calls it.
+        group: over which it is.
+        dim: the dimension along which the fused op gathers or scatters; None when left alone or where there is none.
+        fused_into: the op, None when left alone.
+        reason: the first condition that failed; "" when fused.
+        detail: of a fused one: how many products were fused, and what else.
+        source: the line of the model that it comes from; "" where torch kept none.
+        form: what was found around the collective, in words; also of one that was found but does not pay.
+        m, n, k: the product that this rank computes, [m, k] @ [k, n]; None when left alone, or not known before the
+        run.
+        gain: microseconds that fusing should save by ``worth.expected_gain``; None like m, n, k.
     """
 
     graph: int
@@ -33,23 +45,43 @@ class Entry:
     reason: str = ""
     detail: str = ""
     source: str = ""
+    form: str = ""
+    m: int | None = None
+    n: int | None = None
+    k: int | None = None
+    gain: float | None = None
 
     def __str__(self) -> str:
         kind = "" if self.node.startswith(self.collective) else f" ({self.collective})"
         group = "" if self.group is None else f" over group {self.group!r}"
         head = f"graph {self.graph}: {self.node}{kind}{group}"
         if self.fused_into is not None:
-            body = f"fused into {self.fused_into}, dim {self.dim}{f', {self.detail}' if self.detail else ''}"
+            parts = [f"fused into {self.fused_into}"]
+            parts += [] if self.dim is None else [f"dim {self.dim}"]
+            parts += [self.detail] if self.detail else []
+            if self.gain is not None:
+                parts.append(f"{self.m} x {self.k} @ {self.k} x {self.n} should save {self.gain:.3g} us")
+            body = ", ".join(parts)
         else:
             body = f"left alone: {self.reason}"
-        return f"{head}: {body}{f'  [{self.source}]' if self.source else ''}"
+        form = f"  ({self.form})" if self.form else ""
+        return f"{head}: {body}{form}{f'  [{self.source}]' if self.source else ''}"
 
 
+@dataclass(frozen=True)
 class Report:
-    """The entries in the order of graphs and of collectives in a graph; ``str()`` gives one line each."""
+    """The entries in the order of graphs and of collectives in a graph; ``str()`` gives one line each.
 
-    def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        self.entries = tuple(entries)
+    Attributes:
+        disagreements: graphs that ran unfused in this process because the ranks stood before different ones.
+    """
+
+    entries: tuple[Entry, ...] = ()
+    disagreements: tuple[Disagreement, ...] = ()
+
+    def __init__(self, entries: Iterable[Entry] = (), disagreements: Iterable[Disagreement] = ()) -> None:
+        object.__setattr__(self, "entries", tuple(entries))
+        object.__setattr__(self, "disagreements", tuple(disagreements))
 
     @property
     def fused(self) -> int:
@@ -61,14 +93,21 @@ class Report:
         """How many collectives were left alone."""
         return len(self.entries) - self.fused
 
+    @property
+    def gain(self) -> float:
+        """Microseconds that one run of every graph should save, as far as that is known."""
+        return sum(e.gain or 0.0 for e in self.entries)
+
     def __str__(self) -> str:
         if not self.entries:
-            return "no collectives were seen"
+            return "\n".join(["no collectives were seen", *map(str, self.disagreements)])
         lines = [str(e) for e in self.entries]
-        return "\n".join([*lines, f"{self.fused} of {len(self.entries)} collectives fused"])
+        return "\n".join(
+            [*lines, f"{self.fused} of {len(lines)} collectives fused", *map(str, self.disagreements)]
+        )
 
     def __repr__(self) -> str:
-        return f"Report(fused={self.fused}, left={self.left})"
+        return f"Report(fused={self.fused}, left={self.left}, disagreements={len(self.disagreements)})"
 
 
 def source_of(node: fx.Node) -> str:

@@ -13,12 +13,25 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from ranks import run_ranks
-from torch import nn
 from weft.fused_ops.passes.report import Entry, Report
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEMO = str(EXAMPLES / "llama_block.py")
-SMALL = ["--dim", "64", "--heads", "4", "--kv-heads", "2", "--hidden", "96", "--seq", "32"]
+SMALL = [
+    "--layers",
+    "2",
+    "--vocabulary",
+    "64",
+    "--dim",
+    "64",
+    "--heads",
+    "4",
+    "--kv-heads",
+    "2",
+    "--hidden",
+    "96",
+]
+SMALL += ["--seq", "32", "--updates", "4"]
 
 
 def run(*args: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
@@ -39,6 +52,7 @@ def test_two_ranks() -> None:
     done = run(*SMALL)
     assert done.returncode == 0, done.stdout
     assert "speed-up" in done.stdout, done.stdout
+    assert "loss in training" in done.stdout, done.stdout
     assert "TOO FAR" not in done.stdout
     for op in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
         assert op in done.stdout, done.stdout
@@ -51,6 +65,7 @@ def test_two_ranks() -> None:
         (["--ranks", "3"], "--kv-heads: is 4, must be a multiple of 3 ranks"),
         (["--heads", "6"], "--heads: is 6, must be a multiple of 4 kv heads"),
         (["--dim", "250"], "--dim: is 250, must be a multiple of twice 8 heads"),
+        (["--updates", "1"], "--updates: is 1, must be 2 or more"),
     ],
 )
 def test_sizes_that_do_not_divide(args: list[str], wanted: str) -> None:
@@ -59,13 +74,27 @@ def test_sizes_that_do_not_divide(args: list[str], wanted: str) -> None:
     assert wanted in done.stdout
 
 
-def eager(model: nn.Module, **options: Any) -> nn.Module:
-    return model
+def eager(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return fn
 
 
-def off_by_a_thousandth(model: nn.Module, **options: Any) -> Callable[..., torch.Tensor]:
-    """A wrong output wherever a pass is at work."""
-    return lambda *args: model(*args) * (1.001 if "options" in options else 1.0)
+def off_by_a_thousandth(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A wrong loss and wrong logits wherever a pass is at work."""
+    scale = 1.001 if "options" in options else 1.0
+    return lambda *args: tuple(t * scale for t in fn(*args))
+
+
+def off_in_training(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Wrong from the second update on, wherever a pass is at work: the first weights give what they should."""
+    first: list[torch.Tensor] = []
+
+    def run(model: Any, *args: Any) -> Any:
+        weight = model.get_parameter("norm.weight").to_local().detach()
+        first[:] = first or [weight.clone()]
+        logits, loss = fn(model, *args)
+        return logits, loss * (1.0 if torch.equal(weight, first[0]) else 1.001)
+
+    return run if "options" in options else fn
 
 
 class PassThatSays:
@@ -86,15 +115,31 @@ def verdict(rank: int, world_size: int, compile_: Callable[..., Any], fused_into
 
     torch.compile = compile_
     llama_block.FusionPass = lambda: PassThatSays(fused_into)  # type: ignore[assignment,misc]
-    sizes = llama.Sizes(dim=64, heads=4, kv_heads=2, hidden=96, seq=32, batch=1, dtype="float32")
+    sizes = llama.Sizes(
+        layers=1,
+        vocabulary=64,
+        dim=64,
+        heads=4,
+        kv_heads=2,
+        hidden=96,
+        seq=32,
+        batch=1,
+        dtype="float32",
+    )
     # Each rank asks for another seed, as under torchrun.
-    return llama_block.demo(argparse.Namespace(iterations=1, seed=rank), sizes, torch.device("cpu"))
+    args = argparse.Namespace(iterations=1, updates=2, seed=rank)
+    return llama_block.demo(args, sizes, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
     ("compile_", "fused_into", "good"),
-    [(eager, "an op", True), (eager, None, False), (off_by_a_thousandth, "an op", False)],
-    ids=["right", "nothing fused", "wrong output"],
+    [
+        (eager, "an op", True),
+        (eager, None, False),
+        (off_by_a_thousandth, "an op", False),
+        (off_in_training, "an op", False),
+    ],
+    ids=["right", "nothing fused", "wrong loss", "wrong in training"],
 )
 def test_verdict(compile_: Callable[..., Any], fused_into: str | None, good: bool) -> None:
     # The ranks' torch.compile is replaced: nobody else may get them.

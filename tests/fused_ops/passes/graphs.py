@@ -87,7 +87,7 @@ def count(graph: fx.Graph, op: str) -> int:
 
 def applied(graph: fx.Graph, fusion: FusionPass | None = None) -> Seen:
     """The pass, applied to a copy of the graph."""
-    fusion = fusion or FusionPass()
+    fusion = fusion or FusionPass(agree=False)
     known = len(fusion.report().entries)
     after = copied(graph)
     fusion(after)
@@ -171,10 +171,31 @@ class Ranks:
             return first
         if target is c10d.all_gather_into_tensor.default:
             return [torch.cat(first) for _ in first]
+        if isinstance(target, torch._ops.OpOverload) and target._opname.endswith("_coalesced"):
+            single = getattr(c10d, target._opname.removesuffix("_coalesced")).default
+            each = [[((x, *a[0][1:]), a[1]) for x in a[0][0]] for a in args]
+            return [
+                list(r)
+                for r in zip(*(self.call(single, list(e)) for e in zip(*each, strict=True)), strict=True)
+            ]
+        if target is torch.ops.aten.empty.memory_format:
+            return [torch.full(a[0], math.nan, dtype=torch.float64) for a, _ in args]
+        if target is c10d.all_gather_into_tensor_out.default:
+            return [a[1]["out"].copy_(torch.cat(first)) for a in args]
+        casts = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+        if target in casts and (args[0][1].get("dtype") or args[0][0][1]).is_floating_point:
+            # All in float64: what is compared is what is computed, not how it is rounded.
+            return first
         if target is c10d.reduce_scatter_tensor.default:
             return list(self.reduced(first, args[0][0][1]).contiguous().chunk(self.world))
         if target is c10d.all_reduce.default or target is torch.ops.weft.one_shot_all_reduce.default:
             return [self.reduced(first, args[0][0][1]) for _ in first]
+        if isinstance(target, torch._ops.OpOverload) and target._opname == "fused_matmul_all_reduce":
+            whole = self.reduced([a[0][0] @ a[0][1] for a in args], args[0][0][2])
+            return [whole.clone() for _ in args]
+        if isinstance(target, torch._ops.OpOverload) and target._opname == "fused_all_reduce_rms_norm":
+            total = self.reduced(first, "sum")
+            return [self.rms_norm(total + a[0][1], *a[0][2:4]) for a in args]
         if target is torch.ops.weft.fused_all_gather_matmul.default:
             return [self.all_gather_matmul(first, *a[0][1:3], **a[1]) for a in args]
         if target is torch.ops.weft.fused_matmul_reduce_scatter.default:
@@ -186,6 +207,9 @@ class Ranks:
     def reduced(self, values: list[Tensor], op: str) -> Tensor:
         total = torch.stack(values).sum(0)
         return total / self.world if op == "avg" else total
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight, x
 
     def all_gather_matmul(
         self, shards: list[Tensor], Bs: list[Tensor], dim: int, return_A: bool = True

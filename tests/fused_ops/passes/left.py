@@ -39,7 +39,7 @@ def check_left(
     found = seen(fn, *inputs, fusion=fusion)
     assert found.entries
     assert set(found.fused) == {None}
-    assert reason in found.reasons
+    assert reason in found.reasons, found.reasons
     assert str(found.after) == str(found.before)
 
 

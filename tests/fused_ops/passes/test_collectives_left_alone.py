@@ -11,13 +11,6 @@ from weft.fused_ops.passes import FusionPass
 __all__ = ["two_ranks"]
 
 
-def test_all_reduce() -> None:
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        return c10d.wait_tensor(c10d.all_reduce(x @ w, "sum", GROUP[0]))
-
-    check_left(fn, "no fused matmul + all_reduce yet", X2, W8)
-
-
 def test_all_reduce_of_something_else() -> None:
     def fn(x: Tensor) -> Tensor:
         return c10d.wait_tensor(c10d.all_reduce(x.sin(), "sum", GROUP[0]))
@@ -27,16 +20,21 @@ def test_all_reduce_of_something_else() -> None:
 
 def test_coalesced() -> None:
     def fn(x: Tensor, w: Tensor) -> list[Tensor]:
-        return [c10d.wait_tensor(t) @ w for t in c10d.all_gather_into_tensor_coalesced([x, x], 2, GROUP[0])]
+        gathered = c10d.all_gather_into_tensor_coalesced([x, x], 2, GROUP[0])
+        return [c10d.wait_tensor(gathered[0]) @ w]
 
-    check_left(fn, "of one tensor only", X2, W8)
+    check_left(fn, "of which number 1: nobody waits for it", X2, W8)
+
+
+def test_nobody_waits() -> None:
+    check_left(lambda x, w: c10d.all_gather_into_tensor(x @ w, 2, GROUP[0]), "nobody waits", X2, W8)
 
 
 def test_into_given_memory() -> None:
     def fn(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
         return c10d.wait_tensor(c10d.all_gather_into_tensor_out(x, 2, GROUP[0], out=out)) @ w
 
-    check_left(fn, "of one tensor only", X2, W8, torch.randn(12, 8))
+    check_left(fn, "it writes into out_1 (placeholder), which others may use", X2, W8, torch.randn(12, 8))
 
 
 def test_used_without_waiting() -> None:
@@ -44,7 +42,7 @@ def test_used_without_waiting() -> None:
         pending = c10d.all_gather_into_tensor(x, 2, GROUP[0])
         return c10d.wait_tensor(pending) @ w, pending + 1
 
-    check_left(fn, "one wait_tensor as its only user", X2, W8)
+    check_left(fn, "used without waiting, by add", X2, W8)
 
 
 def test_for_another_number_of_ranks() -> None:

@@ -56,10 +56,6 @@ def test_slices_that_end_early() -> None:
     check_left(fn, "end at 2", X3, W8)
 
 
-def test_more_parts_than_ranks() -> None:
-    check_left(lambda x, w: cat_mm(list(ag(x).split(1)), w), "joins 4 parts", X3, W8)
-
-
 def test_some_of_more_parts() -> None:
     check_left(lambda x, w: cat_mm(list(ag(x).split(1))[:2], w), "makes 4 parts, not 2", X3, W8)
 
@@ -71,29 +67,6 @@ def test_parts_of_two_tensors() -> None:
     check_left(fn, "no part of", X3, X3, W8)
 
 
-def test_parts_cut_along_another_dimension() -> None:
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        return cat_mm(list(ag(x).split(3, 1)), w, 0)
-
-    check_left(fn, "does not join the shards", X3, W8)
-
-
-def test_a_shard_that_is_used_alone() -> None:
-    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        parts = ag(x).split(2)
-        return cat_mm(list(parts), w), parts[0] + 1
-
-    check_left(fn, "is also used by", X3, W8)
-
-
-def test_the_gathered_tensor_used_before_it_is_joined() -> None:
-    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        y = ag(x)
-        return cat_mm(list(y.split(2)), w), y + 1
-
-    check_left(fn, "used before its shards are joined", X3, W8)
-
-
 def test_trimmed_rows() -> None:
     check_left(lambda x, w: ag(x)[:10] @ w, "no matrix product takes", X2, W8)
 
@@ -103,25 +76,17 @@ def test_trimmed_columns() -> None:
 
 
 def test_a_cast_between() -> None:
-    check_left(lambda x, w: ag(x).double() @ w.double(), "no matrix product takes", X2, W8)
+    check_left(lambda x, w: ag(x).double() @ w.double(), "another dtype or layout", X2, W8)
 
 
 def test_scaled_between() -> None:
     check_left(lambda x, w: (ag(x) * 2) @ w, "no matrix product takes", X2, W8)
 
 
-def test_the_right_operand() -> None:
-    check_left(lambda x, w: w @ ag(x), "is the right operand of mm", X2, torch.randn(5, 12))
-
-
 def test_the_addend() -> None:
     check_left(
         lambda x, a, b: torch.addmm(ag(x), a, b), "no matrix product takes", X2, torch.randn(12, 3), W3
     )
-
-
-def test_the_transposed_left_operand() -> None:
-    check_left(lambda x, w: ag(x).t() @ w, "no matrix product takes", X2, torch.randn(12, 5))
 
 
 def test_both_operands() -> None:
@@ -132,16 +97,9 @@ def test_both_operands() -> None:
     check_left(fn, "depends on the gathered tensor", torch.randn(4, 8))
 
 
-def test_rows_of_another_length() -> None:
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        return torch.cat(ag(x).split(2), 1).reshape(-1, 16) @ w
-
-    check_left(fn, "rows of 16", X3, torch.randn(16, 5))
-
-
 def test_more_rows_than_the_shards_make() -> None:
     """12 x 8 as 3 x 32 cuts through a shard."""
-    check_left(lambda x, w: ag(x).reshape(3, 32) @ w, "3 rows", X2, torch.randn(32, 5))
+    check_left(lambda x, w: ag(x).reshape(3, 32) @ w, "3 x 32 cuts through", X2, torch.randn(32, 5))
 
 
 def test_a_scaled_addmm() -> None:
@@ -149,7 +107,9 @@ def test_a_scaled_addmm() -> None:
 
 
 def test_batched_products() -> None:
-    check_left(lambda x, w: torch.bmm(ag(x), w), "no matrix product takes", X3, torch.randn(4, 8, 5))
+    check_left(
+        lambda x, w: torch.bmm(ag(x), w), "a batch of products with different", X3, torch.randn(4, 8, 5)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])
@@ -182,7 +142,7 @@ def test_a_weight_written_between() -> None:
         torch.ops.aten.copy_.default(x, x + 1)
         return c10d.wait_tensor(pending) @ w, x
 
-    check_left(fn, "writes to memory between", X2, W8)
+    check_left(fn, "writes to memory before mm", X2, W8)
 
 
 def test_a_tensor_gathered_again_after_it_was_written() -> None:

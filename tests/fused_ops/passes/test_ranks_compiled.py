@@ -60,6 +60,39 @@ def columns(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return scatter(torch.tanh(gather(x, 1) @ a) @ b, 1)
 
 
+class Reduced(torch.autograd.Function):
+    """all_reduce forward, nothing backward; ``Copied`` the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        import torch.distributed._functional_collectives as funcol
+
+        return funcol.all_reduce(x, "sum", dist.distributed_c10d._get_default_group())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return Reduced.forward(ctx, grad)
+
+
+def without_sequence_parallelism(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    h = F.silu(F.linear(Copied.apply(x), a)) * F.linear(Copied.apply(x), b)
+    return x + Reduced.apply(F.linear(h, c))
+
+
+def gathered_weight(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, gather(w, 0))
+
+
 # The function, the shapes of its inputs, how many collectives its forward and backward graphs have.
 PROGRAMS: dict[str, tuple[Callable[..., Any], Shapes, int]] = {
     "q k v": (qkv, ((3, 5, 24), (8, 24), (16, 24), (7, 24)), 2),
@@ -67,6 +100,8 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Shapes, int]] = {
     "batch 1": (swiglu, ((1, 9, 24), (20, 24), (20, 24), (24, 20)), 4),
     "rows": (swiglu0, ((17, 24), (24, 20), (24, 20), (20, 24)), 4),
     "biases": (with_biases, ((2, 9, 24), (20, 24), (20,), (24, 20), (24,)), 4),
+    "all_reduce": (without_sequence_parallelism, ((2, 9, 24), (20, 24), (20, 24), (24, 20)), 3),
+    "weight": (gathered_weight, ((2, 9, 24), (10, 24)), 2),
     "last dimension": (columns, ((6, 12), (24, 10), (10, 14)), 4),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
@@ -58,6 +59,10 @@ def test_entries_and_text() -> None:
         "graph 0: all_gather_into_tensor over group '0': fused into weft::fused_all_gather_matmul, dim 1"
     )
     assert "left alone: no matrix product takes the gathered tensor, but sin" in lines[1]
+    assert [(e.m, e.n, e.k) for e in report.entries] == [(24, 5, 8), *[(None, None, None)] * 2, (4, 4, 4)]
+    assert "24 x 8 @ 8 x 5 should save" in lines[0]
+    assert report.gain == sum(e.gain for e in report.entries if e.gain is not None) > 0
+    assert all(e.form for e in report.entries if e.fused_into)
     assert lines[-1] == "2 of 4 collectives fused"
 
 
@@ -110,33 +115,50 @@ def test_only_the_given_groups(group: str) -> None:
 def test_groups_must_be_a_list() -> None:
     with pytest.raises(TypeError, match="groups: is the string 'tp'"):
         FusionPass(groups="tp")
+    with pytest.raises(TypeError, match=r"groups: is 1\.5, must be a list of groups"):
+        FusionPass(groups=1.5)  # type: ignore[arg-type]
 
 
-def test_the_cache_key_covers_the_configuration() -> None:
-    keys = [
-        FusionPass().uuid(),
-        FusionPass(strict=True).uuid(),
-        FusionPass(groups=["a"]).uuid(),
-        FusionPass(groups=["a", "b"]).uuid(),
-        FusionPass(groups=[]).uuid(),
-    ]
-    assert len(set(keys)) == len(keys)
-    assert FusionPass(groups=["b", "a"]).uuid() == keys[3]
+@pytest.mark.parametrize("name", ["strict", "agree"])
+def test_switches_are_true_or_false(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name}: is 'no', must be True or False"):
+        FusionPass(**{name: "no"})
 
 
-def test_the_cache_key_covers_the_sources() -> None:
-    from weft.fused_ops.passes import fusion
+def test_fuse_must_be_known() -> None:
+    with pytest.raises(ValueError, match="fuse: is 'sometimes', must be 'auto' or 'always'"):
+        FusionPass(fuse="sometimes")
 
-    names = {p.rsplit("/", 1)[-1] for p in fusion._SOURCES}
-    assert {"fusion.py", "match.py", "parts.py", "insert.py", "all_gather_matmul.py", "ops.py"} <= names
+
+def test_what_does_not_pay_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def worth_fusing(*args: object, **kwargs: object) -> str:
+        asked.append((args, kwargs))
+        return "it is too small"
+
+    monkeypatch.setattr("weft.fused_ops.worth.worth_fusing", worth_fusing)
+    (entry,) = captured(good, X, W)[0].entries
+    assert (entry.fused_into, entry.reason) == (None, "it is too small")
+    assert "product" in entry.form
+    assert asked == [(("all_gather_matmul", 24, 5, 8, 2, torch.float32, "cpu"), {"last_dim": False})]
+    assert captured(good, X, W, fusion=FusionPass(fuse="always"))[0].fused == [AG]
 
 
 def test_one_line_a_graph_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "weft.passes"):
-        captured(good, X, W)
+        (seen,) = captured(good, X, W)
     assert [r.getMessage() for r in caplog.records if r.name == "weft.passes"] == [
-        "graph 0: 1 of 1 collectives fused"
+        f"graph 0: 1 of 1 collectives fused, should save {seen.entries[0].gain:.3g} us"
     ]
+
+
+def test_the_first_that_is_left_alone_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "weft.passes"):
+        captured(mixed, torch.randn(4, 4), torch.randn(4, 4))
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "weft.passes"]
+    assert line.startswith("graph 0: 1 of 3 collectives fused")
+    assert "left alone: no matrix product takes the gathered tensor, but sin" in line
 
 
 def test_report_is_data() -> None:
@@ -147,3 +169,6 @@ def test_report_is_data() -> None:
     )
     assert str(report.entries[1]) == "graph 3: x (all_reduce): left alone: because"
     assert (report.fused, report.left) == (1, 1)
+    with pytest.raises(FrozenInstanceError):
+        report.entries = ()  # type: ignore[misc]
+    assert report == Report([entry, report.entries[1]])

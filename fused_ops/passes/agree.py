@@ -1,0 +1,191 @@
+"""Ranks whose graphs differ never meet a fused op on one side and a plain collective on the other.
+
+Every rank compiles for itself, and real programs make ranks compile different graphs: a warning printed on rank 0 alone
+ends its graph there, a guard fails on one rank only, one rank's collective runs in eager mode. Then one rank's graph
+holds a gather and its product, and fuses them; another rank's holds the gather alone.
+
+*To agree while compiling* is no way out: a rank that loads its graph from Inductor's cache runs no pass, ranks that
+differ compile another number of graphs, and while one compiles, another may stand in a collective of a graph that the
+first one has not got. *To choose by what all ranks share* is none either: a rank does not know where the others'
+graphs end. And *to agree once, at a graph's first run*, does not cover the rank that takes another path in the tenth
+step.
+
+So the ranks agree whenever a graph runs, before it does anything: one look at memory that they share (``board``). It
+takes some 50 microseconds, and a rank's host waits there for the slowest one's. Where they do not stand before the
+same graph, each runs its own as it was before the pass (``choice``). Nothing needs to be undone, no form of fusion
+has to keep to the plain collectives' order or layout, and what a rank runs in eager mode, over the backend, is what
+it meets.
+
+A wait for a rank that does not come ends after half a minute, once for a graph; its collectives are then plain.
+
+What is left to the user: a CUDA graph holds what was chosen when it was captured, unless Inductor keeps the question
+outside of it (``graph_partition``). Where the generated code cannot ask (the C++ wrapper), nothing is fused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._inductor import config as inductor_config
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from ...symm_mem import resolve_group
+from .board import begun
+from .choice import Asked, pack
+from .match import collectives, group_of, kind_of
+from .report import Entry
+
+_lib = torch.library.Library("weft", "FRAGMENT")
+_lib.define("agree(str packed, bool fused) -> ()")
+_lib.impl(
+    "agree", lambda packed, fused: None, "CompositeExplicitAutograd"
+)  # a graph that is interpreted does not ask
+_agree = torch.ops.weft.agree.default
+fx.node.has_side_effect(_agree)
+
+_CONSTANT_BYTES = 1 << 20
+_SIGNATURE = re.compile(r"^def forward\(self.*?\)[^\n()]*:\n", re.DOTALL | re.MULTILINE)
+
+
+def why_not_asked(group: str) -> str | None:
+    """Why ranks of ``group`` cannot be asked at run time; None if they can, or if there are no other ranks to ask."""
+    pg = resolve_group(group)
+    if dist.get_backend(pg) == "fake":
+        return None
+    if inductor_config.cpp_wrapper:
+        return "the C++ wrapper cannot ask the other ranks whether they run the same graph"
+    try:
+        begun(pg)
+    except RuntimeError:
+        return f"its backend {dist.get_backend(pg)!r} does not count collectives, so ranks cannot agree"
+    return None
+
+
+class Original:
+    """A graph as it is before the pass, to be run by ranks that do not agree."""
+
+    def __init__(self, graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+        self._graph = fx.Graph()
+        self._graph.output(self._graph.graph_copy(graph, {}))
+        self._owner = graph.owning_module
+        self._counts: dict[str, int] = {}
+        for node in nodes:
+            group = group_of(node)
+            if group is not None:
+                self._counts[group] = self._counts.get(group, 0) + 1
+
+    def why_not_kept(self) -> str | None:
+        """Why the graph cannot be kept as text; None if it can."""
+        size = 0
+        for node in self._graph.nodes:
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                return (
+                    f"the graph calls {node.target.name()}, which cannot be kept for ranks that do not agree"
+                )
+            if node.op == "get_attr":
+                value = _attribute(self._owner, node.target)
+                if not isinstance(value, torch.Tensor):
+                    return f"the graph reads {node.target}, which cannot be kept for ranks that do not agree"
+                size += value.nbytes
+            elif node.op == "call_module":
+                return f"the graph calls the module {node.target}"
+        if size > _CONSTANT_BYTES:
+            return (
+                f"the graph holds {size} bytes of constants, too many to be kept for ranks that do not agree"
+            )
+        return None
+
+    def ask_first(self, graph: fx.Graph, entries: Iterable[Entry]) -> None:
+        """Puts the question in front of ``graph``, which is this one after the pass.
+
+        Collectives that were taken apart but not fused count as fused: they are not what other ranks run.
+        """
+        entries = tuple(entries)
+        order = [g for g in self._counts if has_ranks(g)]
+        if not order:
+            return
+        from . import lowering  # noqa: F401  (tells Inductor what the node is)
+
+        index = {g: i for i, g in enumerate(self._counts)}
+        fused = {e.group for e in entries if e.fused_into is not None}
+        if [kind_of(n) for n in collectives(self._graph)] != [e.collective for e in entries]:
+            fused |= self._counts.keys()
+        what = [_what(e, index) for e in entries]
+        asked = [Asked(g, self._counts[g], g in fused) for g in order]
+        kept = any(a.fused for a in asked)
+        text = "\n".join([*what, *_communication(graph, index)])
+        signature = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+        code = self._code() if kept else None
+        with unset_fake_temporarily():  # the constants are real
+            packed = pack(asked, signature, what, code, self._constants() if kept else {})
+        first = next(n for n in graph.nodes if n.op != "placeholder")
+        with graph.inserting_before(first):
+            graph.call_function(_agree, (packed, kept)).meta["val"] = None
+
+    def _code(self) -> str:
+        names = [n.name for n in self._graph.nodes if n.op == "placeholder"]
+        for node in self._graph.nodes:
+            node.type = None
+        text = self._graph.python_code("self").src
+        unpack = f"    {', '.join(names)}, = args; args.clear()\n" if names else ""
+        body, replaced = _SIGNATURE.subn(lambda _: f"def forward(self, args):\n{unpack}", text, count=1)
+        assert replaced == 1
+        return body[body.index("def forward") :]
+
+    def _constants(self) -> dict[str, torch.Tensor]:
+        names = dict.fromkeys(str(n.target) for n in self._graph.nodes if n.op == "get_attr")
+        return {name: _attribute(self._owner, name).detach() for name in names}
+
+
+def has_ranks(group: str) -> bool:
+    """Whether there are other ranks that can be asked: a fake group has none."""
+    try:
+        pg = resolve_group(group)
+    except ValueError:
+        return False
+    return dist.get_backend(pg) != "fake" and pg.size() > 1 and why_not_asked(group) is None
+
+
+def _attribute(owner: Any, target: Any) -> Any:
+    value = owner
+    for part in str(target).split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def _what(entry: Entry, index: dict[str, int]) -> str:
+    """An entry in words that are the same on every rank: without names of groups and nodes."""
+    where = f"{entry.collective} over group {index.get(entry.group or '', '?')}"
+    return (
+        f"{where} fused into {entry.fused_into}, dim {entry.dim}"
+        if entry.fused_into
+        else f"{where} left alone"
+    )
+
+
+def _communication(graph: fx.Graph, index: dict[str, int]) -> list[str]:
+    """The nodes that communicate, in order: their arguments, and of tensors the dtype."""
+    lines = []
+    plain = set(collectives(graph))
+    for node in graph.nodes:
+        namespace = getattr(node.target, "namespace", "")
+        if node in plain or (namespace == "weft" and node.target is not _agree):
+            words = [_word(a, index) for a in (*node.args, *node.kwargs.values())]
+            lines.append(f"{kind_of(node)} {' '.join(words)}")
+    return lines
+
+
+def _word(value: Any, index: dict[str, int]) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{len(value)}]"
+    if isinstance(value, str):
+        return f"group {index[value]}" if value in index else value
+    if isinstance(value, fx.Node):
+        return str(getattr(value.meta.get("val"), "dtype", "-"))
+    return str(value) if isinstance(value, (bool, int, float)) else "-"

@@ -1,0 +1,309 @@
+"""Where the ranks of a group see which graph each is about to run.
+
+One page of shared memory of the group's rank 0, found by the others through the group's store when it is there: nobody
+waits for its making. Every change is made under a lock of the file, so it is seen whole or not at all. A rank's place
+in the program is told by two counts that are the same on all ranks wherever these are at the same point, because
+neither needs weft on the other side: how many collectives its backend has begun in the group, and how many graphs the
+group has run fused. A rank posts ``Post`` and learns one of two answers:
+
+======  ====================================================================================================
+FUSED   every rank of the group stands at the same place before a graph with the same signature, and is willing
+PLAIN   else: another rank posted another graph for these collectives, is past them without having posted, is not
+        willing, or has not come in time
+======  ====================================================================================================
+
+FUSED is written for all ranks at once by the last one to post, and only over posts that no rank has withdrawn; PLAIN
+for a rank by itself or by whoever sees the conflict. So ranks at one place never get different answers, however late
+one is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+UNDECIDED, FUSED, PLAIN = range(3)
+#: Why PLAIN; ``peer`` is the rank that it is about.
+NOTHING, UNWILLING, ANOTHER_GRAPH, PASSED_BY, LATE, NO_BOARD = range(6)
+
+# A rank's words: its post (from which a count of 1 on there is one), the answer, and digests of its last posts.
+_TURNS, _BEGUN, _COUNT, _SIGNATURE, _WILLING, _ANSWER, _WHY, _PEER, _POSTS = range(9)
+_HISTORY, _KEPT = 16, 112
+_ROW = _HISTORY + _KEPT
+_HEADER = 16  # words, the first four hold the board's secret
+
+
+@dataclass(frozen=True)
+class Post:
+    """A graph that a rank is about to run.
+
+    Attributes:
+        turns: graphs that the group has run fused.
+        begun: collectives that the rank's backend has begun in the group.
+        count: collectives of the group in the graph as it was written.
+        signature: 64 bits; equal for graphs that communicate alike when fused.
+        willing: whether the rank could run it fused.
+    """
+
+    turns: int
+    begun: int
+    count: int
+    signature: int
+    willing: bool
+
+    @property
+    def digest(self) -> int:
+        text = f"{self.turns} {self.begun} {self.count} {self.signature}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") or 1
+
+
+@dataclass(frozen=True)
+class Answer:
+    fused: bool
+    why: int = NOTHING
+    peer: int = -1
+
+
+class Board:
+    """One rank's view of its group's board. Calls of several threads take turns."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self.turns = 0  # as in Post
+        self._name = group.group_name
+        self._store = _get_process_group_store(group)
+        # A store may outlive a group of this name: each rank counts its own boards, so that keys are new.
+        prefix = f"weft/{self._name}/agree"
+        self._prefix = f"{prefix}/{self._store.add(f'{prefix}/made/{self.rank}', 1)}"
+        self._fd = -1
+        self._words: memoryview | None = None
+        self._thread_lock = threading.Lock()
+        if self.rank == 0:
+            self._make()
+
+    def _make(self) -> None:
+        self._fd = os.memfd_create("weft-agree", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, 8 * (_HEADER + self.size * _ROW))
+        secret = secrets.token_bytes(32)
+        self._map()[:4] = memoryview(secret).cast("Q")
+        where = {"host": _host(), "pid": os.getpid(), "fd": self._fd, "secret": secret.hex()}
+        self._store.set(f"{self._prefix}/where", json.dumps(where))
+
+    def _map(self) -> memoryview:
+        self._words = memoryview(mmap.mmap(self._fd, 8 * (_HEADER + self.size * _ROW))).cast("Q")
+        return self._words
+
+    def attached(self) -> bool:
+        """Whether the board is there and this rank can see it; looks for it if it has not been found yet."""
+        if self._words is not None:
+            return True
+        key = f"{self._prefix}/where"
+        if self._fd == -2 or not self._store.check([key]):
+            return False
+        where = json.loads(self._store.get(key))
+        try:
+            if where["host"] != _host():
+                raise OSError("on another host")
+            self._fd = os.open(f"/proc/{where['pid']}/fd/{where['fd']}", os.O_RDWR | os.O_CLOEXEC)
+            if os.fstat(self._fd).st_size != 8 * (_HEADER + self.size * _ROW):
+                raise OSError("not the board")
+            if self._map()[:4].tobytes().hex() != where["secret"]:
+                self._words = None
+                raise OSError("not the board")
+        except OSError:
+            self._fd = -2  # for good
+            return False
+        return True
+
+    def tell(self, signature: int, text: str) -> None:
+        """Let the others know what stands behind a signature of this rank."""
+        self._store.set(f"{self._prefix}/graph/{signature}", text)
+
+    def told(self, rank: int) -> str | None:
+        """What stands behind the signature that ``rank`` posted last."""
+        if self._words is None:
+            return None
+        key = f"{self._prefix}/graph/{self._words[self._row(rank) + _SIGNATURE]}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def ask(self, post: Post, timeout: Callable[[], float]) -> Answer:
+        """Post, and wait for the answer, for ``timeout`` seconds at most. Who is not willing does not wait."""
+        deadline: float | None = None
+
+        def over() -> bool:
+            nonlocal deadline
+            if deadline is None:  # asked for only now: most often the others are there at once
+                deadline = time.monotonic() + (timeout() if post.willing else 0.0)
+            return time.monotonic() >= deadline
+
+        while not self.attached():
+            if over():
+                return Answer(False, NO_BOARD, 0) if post.willing else Answer(False, UNWILLING, self.rank)
+            time.sleep(0.01)
+        with self._thread_lock:
+            with self._lock() as words:
+                self._post(words, post)
+            answer = self._answer()
+            pause = _pauses()
+            while answer is None:
+                if over():
+                    with self._lock() as words:
+                        if words[self._row(self.rank) + _ANSWER] == UNDECIDED:
+                            self._decide(words, self.rank, PLAIN, LATE, self._missing(words, post))
+                            self._spread(words)
+                else:
+                    time.sleep(next(pause))
+                answer = self._answer()
+            self.turns += answer.fused
+        return answer
+
+    def came_after_all(self, peer: int, post: Post) -> bool | None:
+        """Whether ``peer``, for which this rank once waited in vain, has posted the same since; None: not known yet."""
+        words = self._words
+        if words is None:
+            return None
+        row = self._row(peer)
+        if post.digest in words[row + _HISTORY : row + _ROW].tolist():
+            return True
+        past = words[row + _POSTS] and (words[row + _TURNS], words[row + _BEGUN]) > (post.turns, post.begun)
+        return False if past else None
+
+    def _row(self, rank: int) -> int:
+        return _HEADER + rank * _ROW
+
+    @contextmanager
+    def _lock(self) -> Iterator[memoryview]:
+        assert self._words is not None
+        fcntl.flock(self._fd, fcntl.LOCK_EX)  # given back by the kernel if the holder dies
+        try:
+            yield self._words
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _answer(self) -> Answer | None:
+        assert self._words is not None
+        row = self._row(self.rank)
+        answer = self._words[row + _ANSWER]
+        if answer == UNDECIDED:
+            return None
+        return Answer(answer == FUSED, self._words[row + _WHY], self._words[row + _PEER])
+
+    def _decide(self, words: memoryview, rank: int, answer: int, why: int, peer: int) -> None:
+        row = self._row(rank)
+        words[row + _WHY], words[row + _PEER] = why, peer
+        words[row + _ANSWER] = answer
+
+    def _post(self, words: memoryview, post: Post) -> None:
+        row = self._row(self.rank)
+        mine = (post.turns, post.begun, post.count, post.signature)
+        words[row + _ANSWER] = UNDECIDED
+        words[row + _TURNS], words[row + _BEGUN], words[row + _COUNT], words[row + _SIGNATURE] = mine
+        words[row + _WILLING] = int(post.willing)
+        words[row + _HISTORY + words[row + _POSTS] % _KEPT] = post.digest
+        words[row + _POSTS] += 1
+        if not post.willing:
+            self._decide(words, self.rank, PLAIN, UNWILLING, self.rank)
+        for peer in range(self.size):
+            if peer != self.rank:
+                self._meet(words, post, peer)
+        self._spread(words)
+        rows = [self._row(r) for r in range(self.size)]
+        if all(words[r + _ANSWER] == UNDECIDED and self._post_of(words, r) == mine for r in rows):
+            for rank in range(self.size):
+                self._decide(words, rank, FUSED, NOTHING, rank)
+
+    @staticmethod
+    def _post_of(words: memoryview, row: int) -> tuple[int, ...]:
+        return tuple(words[row + _TURNS : row + _SIGNATURE + 1])
+
+    def _meet(self, words: memoryview, post: Post, peer: int) -> None:
+        """What the peer's last post says about this one, and the other way round."""
+        row, own = self._row(peer), self._row(self.rank)
+        if not words[row + _POSTS] or words[row + _ANSWER] == FUSED:
+            return  # it has not come yet
+        turns, begun, count, signature = self._post_of(words, row)
+        undecided = words[row + _ANSWER] == UNDECIDED
+        own_why = NOTHING
+        if (turns, begun, count, signature) == (post.turns, post.begun, post.count, post.signature):
+            return  # the answer to one is the answer to the other
+        if turns == post.turns and begun + count <= post.begun:
+            if undecided:  # it waits where this rank has been without a post
+                self._decide(words, peer, PLAIN, PASSED_BY, self.rank)
+            return
+        if turns == post.turns and post.begun + post.count <= begun:
+            own_why = PASSED_BY
+        else:
+            own_why = ANOTHER_GRAPH
+            if undecided:
+                self._decide(words, peer, PLAIN, ANOTHER_GRAPH, self.rank)
+        if words[own + _ANSWER] == UNDECIDED:
+            self._decide(words, self.rank, PLAIN, own_why, peer)
+
+    def _spread(self, words: memoryview) -> None:
+        """Equal posts have the same answer."""
+        rows = [self._row(r) for r in range(self.size) if words[self._row(r) + _POSTS]]
+        plain = {self._post_of(words, r): r for r in rows if words[r + _ANSWER] == PLAIN}
+        for row in rows:
+            source = plain.get(self._post_of(words, row))
+            if source is not None and words[row + _ANSWER] == UNDECIDED:
+                rank = (row - _HEADER) // _ROW
+                self._decide(words, rank, PLAIN, words[source + _WHY], words[source + _PEER])
+
+    def _missing(self, words: memoryview, post: Post) -> int:
+        mine = (post.turns, post.begun, post.count, post.signature)
+        return next(r for r in range(self.size) if self._post_of(words, self._row(r)) != mine)
+
+
+def _pauses() -> Iterator[float]:
+    """Short at first: the others usually come within microseconds."""
+    for _ in range(50):
+        yield 0.0
+    pause = 2e-5
+    while True:
+        yield pause
+        pause = min(2 * pause, 1e-3)
+
+
+def _host() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{socket.gethostname()} {file.read().strip()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def begun(group: ProcessGroup) -> int:
+    """Collectives that the backend has begun in the group.
+
+    Raises:
+        RuntimeError: the backend does not count them.
+    """
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
+
+_boards: dict[str, tuple[ProcessGroup, Board]] = {}
+_making = threading.Lock()
+
+
+def board(group: ProcessGroup) -> Board:
+    """The group's board, as this rank sees it."""
+    known = _boards.get(group.group_name)
+    if known is None or known[0] is not group:  # a name may be used again after destroy_process_group
+        with _making:
+            known = _boards.get(group.group_name)
+            if known is None or known[0] is not group:
+                known = _boards[group.group_name] = (group, Board(group))
+    return known[1]

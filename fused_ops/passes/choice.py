@@ -1,0 +1,261 @@
+"""What a compiled graph asks each time before it runs: may it run fused, or do the ranks stand before different graphs?
+
+Inductor writes the question in front of everything else in the function that it generates, and with it the way out:
+
+    if not weft_choice.fused():
+        return weft_choice.plain([arg0_1, arg1_1], ...)
+
+``plain`` computes what the graph would without the pass: it has the graph as it was, as source text. So the collectives
+of that run are those that the other ranks meet in whatever they run instead: the same ones, in the same order, with the
+same layouts. Everything is in the generated file, which is what Inductor's caches keep: a rank that takes its graph
+from there asks like one that compiled it.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import logging
+import threading
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...symm_mem import get_timeout, resolve_group
+from .board import ANOTHER_GRAPH, LATE, NO_BOARD, PASSED_BY, UNWILLING, Answer, Post, begun, board
+
+_log = logging.getLogger("weft.passes")
+#: Seconds until a rank that does not come is taken to run something else; less if the group's deadline is less.
+PATIENCE = 30.0
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """A graph that ran unfused because the ranks stood before different graphs.
+
+    Attributes:
+        graph: the signature of this rank's graph.
+        group: in which group the ranks differed.
+        peer: the rank that this one differs from.
+        reason: what differs.
+        runs: how often so far.
+    """
+
+    graph: str
+    group: str
+    peer: int
+    reason: str
+    runs: int = 1
+
+    def __str__(self) -> str:
+        times = f"{self.runs} times" if self.runs > 1 else "once"
+        return f"graph {self.graph} ran unfused {times}: in group {self.group!r}, {self.reason}"
+
+
+_seen: dict[tuple[str, str, int, str], int] = {}
+_lock = threading.Lock()
+
+
+def disagreements() -> tuple[Disagreement, ...]:
+    """Those of this process since it started or ``forget`` was called, in the order in which they first came up."""
+    with _lock:
+        return tuple(Disagreement(*key, runs=runs) for key, runs in _seen.items())
+
+
+def forget() -> None:
+    """Empties ``disagreements``."""
+    with _lock:
+        _seen.clear()
+
+
+def _note(graph: str, group: str, peer: int, reason: str) -> None:
+    key = (graph, group, peer, reason)
+    with _lock:
+        first = key not in _seen
+        _seen[key] = _seen.get(key, 0) + 1
+    if first:
+        _log.warning("%s", Disagreement(*key))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A group: how many collectives the graph had in it before the pass, and whether any of them was fused."""
+
+    name: str
+    count: int
+    fused: bool
+
+
+def pack(
+    groups: Sequence[Asked], signature: int, what: Sequence[str], code: str | None, constants: dict[str, Any]
+) -> str:
+    """The argument of ``Choice``.
+
+    Args:
+        groups: in the order in which they first occur in the graph.
+        signature: 63 bits; equal for graphs that communicate alike.
+        what: what became of each collective, for the other ranks' reports.
+        code: ``def forward(self, args)``, the graph as it was; it empties ``args``. None if nothing was fused.
+        constants: the graph's attributes that the code reads.
+    """
+    buffer = io.BytesIO()
+    torch.save(constants, buffer)
+    data = {
+        "groups": [[g.name, g.count, g.fused] for g in groups],
+        "signature": signature,
+        "what": list(what),
+        "code": code,
+        "constants": base64.b64encode(buffer.getvalue()).decode() if constants else None,
+    }
+    return base64.b64encode(zlib.compress(json.dumps(data).encode(), 6)).decode()
+
+
+class Choice:
+    """Asks for one compiled graph. Made once by the generated module; used by whatever thread runs the graph."""
+
+    def __init__(self, packed: str) -> None:
+        data = json.loads(zlib.decompress(base64.b64decode(packed)))
+        self._groups = [Asked(*g) for g in data["groups"]]
+        self._signature: int = data["signature"]
+        self._what: list[str] = data["what"]
+        self._code: str | None = data["code"]
+        self._constants: str | None = data["constants"]
+        fused = [g for g in self._groups if g.fused]
+        # Each group's answer depends on the others': they go round until every rank that shares any of them has the
+        # same.
+        self._rounds = [*fused, *fused[-2::-1]]
+        self._told: set[str] = set()
+        self._late: dict[str, tuple[int, Post]] = {}
+        self._given_up: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self._signature:016x}"
+
+    def fused(self) -> bool:
+        """Whether every rank is about to run this graph, and so may run it fused. Every rank gets the same answer.
+
+        A rank that does not come is waited for once: ``PATIENCE`` seconds, or the group's deadline if that is less.
+        If it turns out to have run something else meanwhile, the graph runs unfused from then on.
+        """
+        for asked in self._groups:
+            if not asked.fused:
+                self._ask(asked, 0, willing=False)
+        willing = True
+        for i, asked in enumerate(self._rounds):
+            if willing:
+                self._look_back(asked.name)
+            answer = self._ask(asked, i, willing and self._given_up is None)
+            if willing and not answer.fused:
+                self._explain(asked.name, answer)
+            willing = willing and answer.fused
+        return willing and bool(self._rounds)
+
+    def insist(self) -> None:
+        """
+        Raises:
+            RuntimeError: the graph may not run fused, and cannot run otherwise here.
+        """
+        if not self.fused():
+            reasons = "; ".join(str(d) for d in disagreements() if d.graph == self.name)
+            raise RuntimeError(
+                f"weft: the ranks run different graphs, and this one can only run fused: {reasons}"
+            )
+
+    def _ask(self, asked: Asked, turn: int, willing: bool) -> Answer:
+        group = resolve_group(asked.name)
+        where = board(group)
+        signature = (self._signature + turn) % (1 << 63)
+        if asked.name not in self._told:
+            where.tell(signature, json.dumps(self._what))
+            self._told.add(asked.name)
+        post = Post(where.turns, begun(group), asked.count, signature, willing)
+        answer = where.ask(post, lambda: _patience(asked.name))
+        if willing and answer.why in (LATE, NO_BOARD):
+            self._late[asked.name] = (answer.peer, post)
+        return answer
+
+    def _look_back(self, name: str) -> None:
+        """A rank that was waited for in vain: was it late, or does it run something else?"""
+        if name not in self._late:
+            return
+        peer, post = self._late[name]
+        came = board(resolve_group(name)).came_after_all(peer, post)
+        if came is not None:
+            del self._late[name]
+        if came is False:
+            self._given_up = f"rank {peer} did not come to this graph but ran something else"
+
+    def _explain(self, name: str, answer: Answer) -> None:
+        where = board(resolve_group(name))
+        peer = answer.peer
+        if answer.why == UNWILLING and peer == where.rank:
+            reason = self._given_up or "another group's ranks differ"
+        elif answer.why == LATE:
+            reason = f"rank {peer} did not come within {_patience(name):g} s"
+        elif answer.why == NO_BOARD:
+            reason = f"rank {peer} has not run a graph of this pass, or is not to be seen from here"
+        elif answer.why == PASSED_BY:
+            reason = f"rank {peer} does this graph's collectives outside of a graph of this pass"
+        elif answer.why == ANOTHER_GRAPH and peer != where.rank:
+            reason = f"rank {peer} runs another graph: {_difference(self._what, where.told(peer), peer)}"
+        elif answer.why == UNWILLING:
+            reason = f"rank {peer} runs this graph unfused"
+        else:
+            reason = "ranks run different graphs"
+        _note(self.name, name, peer, reason)
+
+    def plain(self, args: list[Any], strides: Sequence[tuple[int, ...] | None]) -> tuple[Any, ...]:
+        """What the graph would return without the pass.
+
+        Args:
+            args: the graph's inputs. The list is emptied: what is not needed any more may be freed.
+            strides: of the outputs, as the generated code gives them and the next graph expects them.
+        """
+        with torch.no_grad():
+            outputs = self._run(self._namespace, args)
+            return tuple(_restrided(o, s) for o, s in zip(outputs, strides, strict=True))
+
+    @cached_property
+    def _run(self) -> Any:
+        assert self._code is not None
+        scope = {name: b.obj for name, b in fx.graph._custom_builtins.items()}
+        exec(compile(self._code, f"<unfused graph {self.name}>", "exec"), scope)
+        return scope["forward"]
+
+    @cached_property
+    def _namespace(self) -> SimpleNamespace:
+        if self._constants is None:
+            return SimpleNamespace()
+        return SimpleNamespace(**torch.load(io.BytesIO(base64.b64decode(self._constants))))
+
+
+def _patience(group: str) -> float:
+    return min(PATIENCE, get_timeout(group))
+
+
+def _restrided(value: Any, stride: tuple[int, ...] | None) -> Any:
+    if not isinstance(value, torch.Tensor) or stride is None or value.stride() == stride or not value.numel():
+        return value
+    out = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
+    return out.copy_(value)
+
+
+def _difference(own: list[str], told: str | None, peer: int) -> str:
+    """The first collective in which two graphs differ."""
+    if told is None:
+        return "which one is not known"
+    other = json.loads(told)
+    for i, (a, b) in enumerate(zip(own, other, strict=False)):
+        if a != b:
+            return f"collective {i} is {b} there, {a} here"
+    if len(own) != len(other):
+        return f"it has {len(other)} collectives, this one {len(own)}"
+    return "with the same collectives"

@@ -1,0 +1,28 @@
+"""Which form a collective and its neighbourhood have: what the pass asks for each collective of a graph."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from .all_gather_matmul import AllGatherMatmul
+from .all_reduce import AllReduce
+from .match import Collective, c10d
+from .matmul_reduce_scatter import MatmulReduceScatter
+
+Form: TypeAlias = AllGatherMatmul | MatmulReduceScatter | AllReduce
+
+
+def match(c: Collective, groups: frozenset[str] | None = None) -> Form:
+    """What the collective can be fused into; the graph is not changed.
+
+    Args:
+        groups: the other collectives that it takes along are of these groups only. None for all.
+
+    Raises:
+        LeftAlone: it is none that can be fused exactly.
+    """
+    if c.node.target is c10d.all_gather_into_tensor.default:
+        return AllGatherMatmul.from_collective(c, groups)
+    if c.node.target is c10d.reduce_scatter_tensor.default:
+        return MatmulReduceScatter.from_collective(c)
+    return AllReduce.from_collective(c, groups)

@@ -1,0 +1,112 @@
+"""Other spellings of a collective, brought into the one that the forms are found for."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from . import forms
+from .insert import call
+from .match import Collective, LeftAlone, alike, aten, c10d, calls, contiguous, is_val, val, what
+
+_COALESCED = {
+    c10d.all_gather_into_tensor_coalesced.default: c10d.all_gather_into_tensor.default,
+    c10d.reduce_scatter_tensor_coalesced.default: c10d.reduce_scatter_tensor.default,
+    c10d.all_reduce_coalesced.default: c10d.all_reduce.default,
+}
+_OUT = {
+    c10d.all_gather_into_tensor_out.default: c10d.all_gather_into_tensor.default,
+    c10d.reduce_scatter_tensor_out.default: c10d.reduce_scatter_tensor.default,
+}
+_EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_strided.default)
+
+
+def prepare(
+    graph: fx.Graph,
+    groups: frozenset[str] | None = None,
+    accepts: Callable[[forms.Form], bool] = lambda form: True,
+) -> dict[fx.Node, str]:
+    """Takes coalesced collectives apart, and gives those with an ``out`` new memory, where all of them will be fused.
+
+    Args:
+        groups: collectives of these groups only are fused. None for all.
+        accepts: whether a form that was found will be used.
+
+    Returns:
+        why others stay as they are.
+    """
+    reasons: dict[fx.Node, str] = {}
+    for node in [n for n in graph.nodes if n.op == "call_function" and n.target in (*_COALESCED, *_OUT)]:
+        out = node.kwargs.get("out")
+        try:
+            parts = _parts(node) if node.target in _COALESCED else {node: _own_memory(node)}
+            _replace_if_fused(parts, groups, accepts)
+        except LeftAlone as e:
+            reasons[node] = str(e)
+            continue
+        for gone in (*parts, node, out):
+            if isinstance(gone, fx.Node) and not gone._erased and not gone.users:
+                graph.erase_node(gone)
+    return reasons
+
+
+def _replace_if_fused(
+    parts: dict[fx.Node, tuple[Any, ...]],
+    groups: frozenset[str] | None,
+    accepts: Callable[[forms.Form], bool],
+) -> None:
+    """Puts collectives, as (target, arguments), in place of nodes.
+
+    Raises:
+        LeftAlone: not all of them are fused. The graph is as it was.
+    """
+    new: dict[fx.Node, fx.Node] = {}
+    (at,) = {old.args[0] if calls(old, operator.getitem) else old for old in parts}
+    assert isinstance(at, fx.Node)
+    # Meanwhile it uses nothing.
+    saved, after = (at.args, at.kwargs), at.next
+    at.args, at.kwargs = (), {}
+    for old, (target, *args) in parts.items():
+        new[old] = call(after, target, *args)
+        new[old].meta["stack_trace"] = at.meta.get("stack_trace")
+        old.replace_all_uses_with(new[old])
+    try:
+        for i, single in enumerate(new.values()):
+            which = f"coalesced with others, of which number {i}: " if len(new) > 1 else ""
+            try:
+                form = forms.match(Collective.from_node(single, groups), groups)
+            except LeftAlone as e:
+                raise LeftAlone(f"{which}{e}") from e
+            if not accepts(form):
+                raise LeftAlone(f"{which}does not pay")
+    except LeftAlone:
+        for old, single in new.items():
+            single.replace_all_uses_with(old)
+            single.graph.erase_node(single)
+        at.args, at.kwargs = saved
+        raise
+
+
+def _parts(node: fx.Node) -> dict[fx.Node, tuple[Any, ...]]:
+    """The results of a coalesced collective, and the collective that each would be alone."""
+    inputs: Any
+    inputs, *rest = node.args
+    results = {user.args[1]: user for user in node.users if calls(user, operator.getitem)}
+    if len(results) != len(node.users) or results.keys() != {*range(len(inputs))}:
+        raise LeftAlone("not each of its results is used once")
+    return {results[i]: (_COALESCED[node.target], x, *rest) for i, x in enumerate(inputs)}  # type: ignore[index]
+
+
+def _own_memory(node: fx.Node) -> tuple[Any, ...]:
+    """The collective that returns new memory instead of writing to some that nobody else sees."""
+    out: Any = node.kwargs.get("out")
+    if not calls(out, *_EMPTY) or len(out.users) != 1 or not is_val(node) or not alike(val(out), val(node)):
+        raise LeftAlone(
+            f"it writes into {what(out) if isinstance(out, fx.Node) else out}, which others may use"
+        )
+    if not contiguous(val(out)):
+        raise LeftAlone(f"it writes into {what(out)}, which has strides of its own")
+    return (_OUT[node.target], *node.args)  # type: ignore[index]

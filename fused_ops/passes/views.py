@@ -1,0 +1,146 @@
+"""Nodes that hold the elements of another one in another order or dtype, and what is said of their dimensions."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from .dims import Dims, moved, permuted, reshaped
+from .match import FLAT, LeftAlone, aten, calls, is_val, same_shape, val
+from .parts import SLICES, SPLITS, Parts
+
+CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+_PERMUTES = (aten.permute.default, aten.transpose.int, aten.t.default)
+_WHOLE = (aten.slice.Tensor, aten.expand.default)
+
+
+@dataclass(frozen=True)
+class Step:
+    """``node`` has the elements of ``source``, cast to ``dtype`` if that is not None.
+
+    ``forward`` gives the dimensions of the node from those of the source, ``backward`` the other way. ``between`` are
+    the parts of the source that the node joins.
+    """
+
+    node: fx.Node
+    source: fx.Node
+    forward: Callable[[Dims], Dims]
+    backward: Callable[[Dims], Dims]
+    between: tuple[fx.Node, ...] = ()
+    dtype: torch.dtype | None = None
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return (*self.between, self.node)
+
+
+def step(node: fx.Node) -> Step | None:
+    """The step to this node from what it is made of; None if it holds other elements than that.
+
+    Raises:
+        LeftAlone: it joins parts, but not all of one tensor in order.
+    """
+    if not is_val(node) or node.op != "call_function" or not node.args:
+        return None
+    if calls(node, aten.cat.default):
+        parts = Parts.from_cat(node)
+        cut, join, count = parts.cut_dim, parts.join_dim, parts.count
+
+        def forward(dims: Dims) -> Dims:
+            if not parts.dropped:
+                return moved(dims, count, cut, join)
+            dims = moved(dims, count, cut, join + (join >= cut))
+            return (*dims[:cut], *dims[cut + 1 :])
+
+        def backward(dims: Dims) -> Dims:
+            if not parts.dropped:
+                return moved(dims, count, join, cut)
+            return moved((*dims[:cut], (), *dims[cut:]), count, join + (join >= cut), cut)
+
+        return Step(node, parts.source, forward, backward, parts.nodes)
+    source = node.args[0]
+    if not is_val(source):
+        return None
+    have, want = val(source).shape, val(node).shape
+    if node.target in FLAT or (node.target in _WHOLE and _same_but_ones(have, want)):
+        return Step(node, source, lambda dims: reshaped(dims, want), lambda dims: reshaped(dims, have))
+    if calls(node, *_PERMUTES):
+        permutation = _permutation(node, len(have))
+        inverse = [permutation.index(i) for i in range(len(have))]
+        return Step(node, source, lambda d: permuted(d, permutation), lambda d: permuted(d, inverse))
+    if calls(node, *CASTS) and val(node).device == val(source).device:
+        dtype = val(node).dtype
+        return Step(
+            node,
+            source,
+            lambda dims: dims,
+            lambda dims: dims,
+            dtype=None if dtype == val(source).dtype else dtype,
+        )
+    return None
+
+
+def _same_but_ones(have: torch.Size, want: torch.Size) -> bool:
+    """A slice of everything, or an expansion that adds dimensions of size 1."""
+    extra = len(want) - len(have)
+    return extra >= 0 and same_shape((*[1] * extra, *have), want)
+
+
+def _permutation(node: fx.Node, ndim: int) -> list[int]:
+    if calls(node, aten.permute.default):
+        return [int(p) % ndim for p in node.args[1]]  # type: ignore[arg-type, union-attr]
+    order = list(range(ndim))
+    if ndim > 1:
+        a, b = (0, 1) if calls(node, aten.t.default) else (int(p) % ndim for p in node.args[1:3])  # type: ignore[arg-type]
+        order[a], order[b] = order[b], order[a]
+    return order
+
+
+@dataclass(frozen=True)
+class View:
+    """A node with all elements of the gathered tensor: where they lie, and which dtypes they were cast to."""
+
+    node: fx.Node
+    dims: Dims
+    casts: tuple[torch.dtype, ...]
+    step: Step | None  # None for the gathered tensor itself
+
+
+def views(root: fx.Node, dims: Dims) -> tuple[dict[fx.Node, View], list[str]]:
+    """The node and all that is made of it by steps, in the order found; and why others that join its parts are none."""
+    found = {root: View(root, dims, (), None)}
+    reasons: dict[fx.Node, str] = {}
+    pending = [root]
+    while pending:
+        view = found[pending.pop()]
+        for node in _next(view.node):
+            if node in found:
+                continue
+            try:
+                taken = step(node)
+                if taken is None or taken.source is not view.node:
+                    continue
+                casts = view.casts if taken.dtype is None else (*view.casts, taken.dtype)
+                found[node] = View(node, taken.forward(view.dims), casts, taken)
+            except LeftAlone as e:
+                reasons[node] = str(e)
+                continue
+            pending.append(node)
+    return found, list(dict.fromkeys(reasons.values()))
+
+
+def _next(node: fx.Node) -> Iterator[fx.Node]:
+    """The users of a node, and the cats of what they cut from it."""
+    for user in list(node.users):
+        yield user
+        if calls(user, *SPLITS):
+            parts = [p for p in user.users if calls(p, operator.getitem)]
+        elif calls(user, *SLICES):
+            parts = [user]
+        else:
+            continue
+        yield from dict.fromkeys(n for part in parts for n in part.users if calls(n, aten.cat.default))

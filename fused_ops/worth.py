@@ -1,0 +1,92 @@
+"""Whether fusing pays for a problem, and what it should bring: asked by the graph pass, before there are tensors.
+
+Pure functions of what is the same on every rank. They are to say no where the op itself would run unfused, and where it
+would be slower than what it takes the place of.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from ..kernels.all_gather_matmul.configs import pays as copies_pay
+from ..kernels.all_gather_matmul.configs import push_pays
+from ..kernels.matmul_reduce_scatter.configs import bulk_pays
+
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_reduce")
+_ROW = 16  # bytes; the kernels' descriptors want rows of a multiple
+_LEAST_ROWS = 64  # of a rank's result of a float32 matmul_reduce_scatter, for its tiles
+_NUM_SMS = 132  # of Hopper; that some are reserved on a machine does not change what pays
+_MOST_REDUCED = 8 << 20  # bytes; beyond, the backend's all-reduce is faster (bench/NOTES.md)
+# bytes and multiply-adds a microsecond: measured between H200s; of the order of one core each between CPU ranks.
+_RATES = {"cuda": (364e3, 350e6), "cpu": (5e3, 30e3)}
+
+
+def worth_fusing(
+    op: str,
+    m: int,
+    n: int,
+    k: int,
+    world_size: int,
+    dtype: torch.dtype,
+    device_type: str,
+    *,
+    last_dim: bool = False,
+) -> str | None:
+    """Why the op should not be fused; None if it should.
+
+    Args:
+        op: one of ``OPS``.
+        m, n, k: the product that a rank computes, [m, k] @ [k, n]: of all_gather_matmul all gathered rows and the
+            columns of all Bs, of the others the own partial product. all_reduce alone reduces [m, n]; its k is 0.
+        last_dim: whether the last dimension is gathered or scattered.
+
+    Raises:
+        ValueError: there is no such op.
+    """
+    if op not in OPS:
+        raise ValueError(f"op: is {op!r}, must be one of {', '.join(OPS)}")
+    if device_type != "cuda":
+        return None
+    if not _is_hopper():
+        return "the kernels are for GPUs of compute capability 9.0"
+    if op in ("all_reduce", "matmul_all_reduce"):
+        size = m * n * dtype.itemsize
+        return (
+            None
+            if size <= _MOST_REDUCED
+            else f"{size >> 20} MiB are reduced: the backend's own is faster from 8 MiB on"
+        )
+    if last_dim:
+        return "the kernels do not take the last dimension"
+    if k * dtype.itemsize % _ROW:
+        return f"rows of {k} x {dtype} are no multiple of {_ROW} bytes"
+    rows, halves = m // world_size, dtype.itemsize == 2
+    if op == "all_gather_matmul":
+        if halves:
+            pays = push_pays(rows, [n], k, world_size, _NUM_SMS)
+        else:
+            pays = copies_pay(rows, n, k, world_size, dtype.itemsize)
+        return None if pays else f"too little is gathered and multiplied ({m} x {k} @ {k} x {n})"
+    pays = bulk_pays(rows, n, k, world_size, _NUM_SMS) if halves else rows >= _LEAST_ROWS
+    return None if pays else f"too little is multiplied and scattered ({m} x {k} @ {k} x {n})"
+
+
+def expected_gain(
+    op: str, m: int, n: int, k: int, world_size: int, dtype: torch.dtype, device_type: str
+) -> float:
+    """Microseconds that fusing should save: the shorter of sending and multiplying, which is hidden behind the other.
+
+    Sending takes bytes / link, multiplying m * n * k / rate; the link and the rate are constants of the device type.
+    Launches and how well either runs are left out. An all_reduce alone hides nothing: 0.
+    """
+    link, rate = _RATES.get(device_type, _RATES["cpu"])
+    columns = {"all_gather_matmul": k, "matmul_reduce_scatter": n}.get(op, 2 * n)
+    sent = m * columns * dtype.itemsize * (world_size - 1) / world_size
+    return min(sent / link, m * n * k / rate)
+
+
+@cache
+def _is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -1,0 +1,138 @@
+"""A DTensor Llama, sharded as torchtitan does it: whole or block by block, with and without what can be left out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiled import Outcome, check, program
+from ranks import run_ranks
+from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+EXAMPLES = str(Path(__file__).parents[4] / "examples")
+WORLD, LAYERS = 2, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    sequence: bool = True
+    loss: bool = True
+    blocks: bool = False  # compiled one by one, as torchtitan does it
+    checkpoint: bool = False  # the backward pass computes again what torchtitan does not save
+
+
+def selective() -> Any:
+    """What torchtitan saves: the outcome of reduce-scatters, and of every second product."""
+    products = {False: 0, True: 0}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        save = op in (
+            torch.ops._c10d_functional.reduce_scatter_tensor.default,
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        )
+        if op is torch.ops.aten.mm.default:
+            products[context.is_recompute] += 1
+            save = products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def step(model: Any, tokens: Tensor, labels: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens, cos, sin).flatten(0, 1), labels.flatten())
+
+
+def train(rank: int, world: int, case: Case, codegen: bool) -> Outcome:
+    sys.path.insert(0, EXAMPLES)
+    from llama import Llama, Sizes, rotary_tables, shard
+
+    torch.manual_seed(os.getppid())
+    sizes = Sizes(
+        layers=LAYERS,
+        vocabulary=96,
+        dim=32,
+        heads=4,
+        kv_heads=2,
+        hidden=48,
+        seq=10,
+        batch=2,
+        dtype="float32",
+    )
+    exact, model = Llama(sizes).double(), Llama(sizes)
+    model.load_state_dict(exact.state_dict())
+    tokens = torch.randint(sizes.vocabulary, (sizes.batch, sizes.seq + 1))
+    given = tokens[:, :-1], tokens[:, 1:]
+    tables = rotary_tables(sizes, torch.device("cpu"))
+    step(exact, *given, *tables).backward()
+
+    shard(model, init_device_mesh("cpu", (world,)), case.sequence, case.loss)
+    with program(codegen) as p, loss_parallel() if case.loss else contextlib.nullcontext():
+        for i in range(LAYERS):
+            if case.checkpoint:
+                wrapped = checkpoint_wrapper(model.layers[i], context_fn=selective, preserve_rng_state=False)
+                model.layers[i] = wrapped
+            if case.blocks:
+                model.layers[i] = p.compile(model.layers[i], fullgraph=True)
+        if case.blocks:
+            # Uncompiled it gives a tensor that is still awaited, which torch 2.13's compiled block gives no gradient.
+            model.embedding = p.compile(model.embedding, fullgraph=True)
+        run = step if case.blocks else p.compile(step, fullgraph=True)
+        loss = run(model, *given, *(t.float() for t in tables))
+        loss.backward()
+        p.compare("loss", loss, step(exact, *given, *tables))
+        p.compare_gradients(model, exact)
+        return p.outcome()
+
+
+def expected(case: Case) -> tuple[int, list[str]]:
+    """How many collectives of the graphs can be fused, and the kinds of those that cannot."""
+    # One graph serves all blocks that are compiled by themselves.
+    layers = 1 if case.blocks else LAYERS
+    # In front of attention and feed-forward and behind them, forward and backward; without sequence parallelism behind
+    # them only, and backward each column-wise layer has its own.
+    fused = (8 if case.sequence else 2 + 5) * layers
+    if case.checkpoint:
+        fused += 2 * layers  # gathered again
+    # What the embedding's rows are reduced with, and their gradients gathered.
+    left = ["reduce_scatter_tensor", "all_gather_into_tensor"] if case.sequence else ["all_reduce"]
+    if not case.blocks:
+        fused += 2 if case.sequence else 1  # of the head
+        # Maximum, sum and the label's logit of each row; or the logits, gathered along the vocabulary.
+        left += ["all_reduce"] * 3 if case.loss else ["all_gather_into_tensor"]
+    return fused, left
+
+
+SLOW = pytest.mark.slow
+CASES = {
+    "whole": Case(),
+    "without sequence parallelism": Case(sequence=False),
+    "blocks, checkpointed": Case(blocks=True, checkpoint=True),
+    "whole, checkpointed": Case(checkpoint=True),
+    "without loss parallelism": Case(loss=False),
+    "neither": Case(sequence=False, loss=False),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "codegen"),
+    [
+        *(
+            pytest.param(c, False, id=n, marks=[] if i < 3 else SLOW)
+            for i, (n, c) in enumerate(CASES.items())
+        ),
+        *(pytest.param(c, True, id=f"{n}, inductor", marks=SLOW) for n, c in CASES.items()),
+    ],
+)
+def test_training(case: Case, codegen: bool) -> None:
+    check(run_ranks(train, WORLD, case, codegen), *expected(case))

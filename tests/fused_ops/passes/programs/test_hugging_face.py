@@ -1,0 +1,124 @@
+"""Hugging Face's Llama under its own tensor-parallel plan: saved, loaded by every rank, and run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiled import Outcome, check, program
+from ranks import run_ranks
+
+pytest.importorskip("transformers")
+
+WORLD, LAYERS, VOCABULARY = 2, 2, 96
+ENV = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the model is saved."""
+    saved = {k: os.environ.get(k) for k in ENV}
+    os.environ.update(ENV)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    path = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(config).save_pretrained(path)
+    for k, v in saved.items():
+        os.environ.pop(k) if v is None else os.environ.__setitem__(k, v)
+    return path
+
+
+def load(folder: Path, world: int) -> tuple[Any, Any]:
+    """The model as the plan shards it, and the unsharded one in float64."""
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    plan = DistributedConfig(tp_plan="auto", tp_size=world)
+    model = LlamaForCausalLM.from_pretrained(folder, distributed_config=plan)
+    return model, LlamaForCausalLM.from_pretrained(folder).double()
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(os.getppid()))
+
+
+def infer(rank: int, world: int, folder: Path, codegen: bool) -> Outcome:
+    model, exact = load(folder, world)
+    with program(codegen) as p, torch.no_grad():
+        got = p.compile(model)(input_ids=tokens(), use_cache=False).logits
+        p.compare("logits", got, exact(input_ids=tokens()).logits)
+        return p.outcome()
+
+
+def train(rank: int, world: int, folder: Path, codegen: bool) -> Outcome:
+    model, exact = load(folder, world)
+    with program(codegen) as p:
+        compiled = p.compile(model)
+        # The second step accumulates the gradients of the first.
+        for shift in (0, 1):
+            ids = (tokens() + shift) % VOCABULARY
+            got, want = (m(input_ids=ids, labels=ids, use_cache=False).loss for m in (compiled, exact))
+            p.compare(f"loss {shift}", got, want)
+            got.backward()
+            want.backward()
+        p.compare_gradients(model, exact)
+        return p.outcome()
+
+
+def generate(rank: int, world: int, folder: Path, codegen: bool) -> Outcome:
+    model, exact = load(folder, world)
+    options: dict[str, Any] = {
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    with program(codegen) as p, torch.no_grad():
+        model.forward = p.compile(model.forward)
+        got = model.generate(tokens(), cache_implementation="static", **options)
+        want = exact.generate(tokens(), **options)
+        for i, (a, b) in enumerate(zip(got.logits, want.logits, strict=True)):
+            p.compare(f"logits {i}", a, b)
+        assert torch.equal(got.sequences, want.sequences)
+        return p.outcome()
+
+
+# Forward: what the plan's row-wise layers reduce. The embedding's reduction and the gather of the logits' vocabulary
+# belong to no product.
+FORWARD, NOT = 2 * LAYERS, ["all_reduce", "all_gather_into_tensor"]
+# Backward: one reduction for each column-wise layer's input, the last of them the head's.
+BACKWARD = 5 * LAYERS + 1
+
+CODEGEN = pytest.mark.parametrize(
+    "codegen", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["passes", "inductor"]
+)
+
+
+@CODEGEN
+def test_inference(folder: Path, codegen: bool) -> None:
+    check(run_ranks(infer, WORLD, folder, codegen, env=ENV), FORWARD, NOT)
+
+
+@CODEGEN
+def test_training(folder: Path, codegen: bool) -> None:
+    check(run_ranks(train, WORLD, folder, codegen, env=ENV), FORWARD + BACKWARD, NOT)
+
+
+@CODEGEN
+def test_generation_with_a_static_cache(folder: Path, codegen: bool) -> None:
+    # Two graphs: of the prompt, and of one token more.
+    check(run_ranks(generate, WORLD, folder, codegen, env=ENV), 2 * FORWARD, 2 * NOT)

@@ -1,0 +1,163 @@
+"""What a graph keeps to be able to run unfused, and what is left alone because it could not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from graphs import c10d, copied, fake_ranks, traced
+from torch import Tensor, fx
+from torch._inductor import config as inductor_config
+from weft.fused_ops.passes import FusionPass, agree
+from weft.fused_ops.passes.choice import Choice
+
+
+@pytest.fixture(autouse=True)
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A group that looks as if there were other ranks to be asked."""
+    with fake_ranks(2) as name:
+        monkeypatch.setattr(agree.dist, "get_backend", lambda group: "gloo")
+        monkeypatch.setattr(agree, "begun", lambda group: 0)
+        yield name
+
+
+def program(x: Tensor, w: Tensor) -> Tensor:
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0")) @ w
+
+
+X, W = torch.randn(6, 8), torch.randn(8, 5)
+
+
+def with_constant(constant: Tensor) -> fx.GraphModule:
+    graph = traced(lambda x, w, c: (program(x, w) * c,), X, W, constant)
+    module = fx.GraphModule({}, graph)
+    module.register_buffer("constant", constant)
+    old = [n for n in module.graph.nodes if n.op == "placeholder"][-1]
+    with module.graph.inserting_before(old):
+        new = module.graph.get_attr("constant")
+    new.meta = old.meta
+    old.replace_all_uses_with(new)
+    module.graph.erase_node(old)
+    return module
+
+
+def questions(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.target is torch.ops.weft.agree.default]
+
+
+def passed(graph: fx.Graph, **options: Any) -> tuple[list[str], fx.Graph]:
+    """The reasons, and the graph after the pass."""
+    fusion, after = FusionPass(**options), copied(graph)
+    after.owning_module = graph.owning_module
+    fusion(after)
+    return [e.reason for e in fusion.report().entries], after
+
+
+def test_the_question_comes_first_and_holds_the_graph() -> None:
+    graph = traced(program, X, W)
+    _, after = passed(graph)
+    (question,) = questions(after)
+    assert question.prev.op == "placeholder"
+    assert question.args[1] is True
+    after.eliminate_dead_code()
+    assert questions(after)
+    choice = Choice(str(question.args[0]))
+    code = str(choice._code)
+    assert "all_gather_into_tensor" in code
+    assert "weft" not in code
+
+
+def test_the_kept_graph_runs(group: str) -> None:
+    module = with_constant(torch.randn(5))
+    _, after = passed(module.graph)
+    (question,) = questions(after)
+    args = [X, W]
+    # The fake group gathers nothing, so only what is done with it can be compared.
+    (out,) = Choice(str(question.args[0])).plain(args, [(1, 12)])
+    assert args == []
+    assert out.shape == (12, 5)
+    assert out.stride() == (1, 12)
+
+
+def test_a_graph_in_which_nothing_is_fused_asks_without_a_way_out() -> None:
+    graph = traced(lambda x: c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0")).sin(), X)
+    _, after = passed(graph)
+    (question,) = questions(after)
+    assert question.args[1] is False
+    assert Choice(str(question.args[0]))._code is None
+
+
+def signature(fn: Any, *inputs: Tensor) -> str:
+    (question,) = questions(passed(traced(fn, *inputs))[1])
+    return Choice(str(question.args[0])).name
+
+
+def test_graphs_that_communicate_alike_have_equal_signatures() -> None:
+    """What a rank does on its own, such as to take its part of a table, is its own affair."""
+    name = signature(program, X, W)
+    assert name == signature(program, torch.randn(4, 8), torch.randn(8, 3))
+    assert name == signature(lambda x, w: program(x, w) + 7, X, W)
+
+
+def test_other_graphs_have_other_signatures() -> None:
+    names = [
+        signature(program, X, W),
+        signature(program, X.bfloat16(), W.bfloat16()),
+        signature(lambda x, w: program(x, w) + program(x * 2, w), X, W),
+        signature(
+            lambda x, w: (program(x, w), c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0"))), X, W
+        ),
+        signature(lambda x, w: c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0")) + w.sum(), X, W),
+        signature(lambda x, w: c10d.wait_tensor(c10d.reduce_scatter_tensor(x @ w, "sum", 2, "0")), X, W),
+        signature(lambda x, w: c10d.wait_tensor(c10d.reduce_scatter_tensor(x @ w, "avg", 2, "0")), X, W),
+    ]
+    assert len(set(names)) == len(names)
+
+
+def test_no_question_without_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = traced(program, X, W)
+    assert not questions(passed(graph, agree=False)[1])
+    monkeypatch.setattr(agree.dist, "get_backend", lambda group: "fake")
+    assert not questions(passed(graph)[1])
+    assert not questions(passed(traced(torch.sin, X))[1])
+
+
+def check_left(graph: fx.Graph, reason: str) -> None:
+    before = str(graph)
+    (why,), after = passed(graph)
+    assert reason in why
+    assert [n for n in after.nodes if n.target is c10d.all_gather_into_tensor.default]
+    for question in questions(after):
+        after.erase_node(question)
+    assert str(after) == before
+    assert passed(graph, agree=False)[0] == [""]
+
+
+def test_a_part_that_is_no_text() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = program(x, w)
+        return torch.cond(y.sum() > 0, lambda t: t + 1, lambda t: t - 1, (y,))
+
+    check_left(traced(fn, X, W), "which cannot be kept for ranks that do not agree")
+
+
+def test_many_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agree, "_CONSTANT_BYTES", 16)
+    module = with_constant(torch.randn(5))
+    check_left(module.graph, "20 bytes of constants")
+
+
+def test_the_cpp_wrapper() -> None:
+    with inductor_config.patch(cpp_wrapper=True):
+        check_left(traced(program, X, W), "the C++ wrapper cannot ask the other ranks")
+
+
+def test_a_backend_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begun(group: dist.ProcessGroup) -> int:
+        raise RuntimeError("no sequence number")
+
+    monkeypatch.setattr(agree, "begun", begun)
+    check_left(traced(program, X, W), "its backend 'gloo' does not count collectives")

@@ -1,0 +1,373 @@
+"""all_reduce of matrix products: alone, several that feed one sum, with the norm behind it; and what is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from graphs import AR, Seen, applied, c10d, captured, check_same, fake_ranks, traced
+from torch import Tensor
+from weft.fused_ops.passes import all_reduce as form
+
+MM_AR, AR_NORM = "fused_matmul_all_reduce", "fused_all_reduce_rms_norm"
+LIBRARY = torch.library.Library("weft_stand_in", "FRAGMENT")
+LIBRARY.define(f"{MM_AR}(Tensor A, Tensor B, str reduce_op, str group_name) -> Tensor")
+LIBRARY.define(
+    f"{AR_NORM}(Tensor x, Tensor residual, Tensor weight, float eps, str group_name) -> (Tensor, Tensor)"
+)
+torch.library.register_fake(f"weft_stand_in::{MM_AR}", lambda A, B, op, group: A @ B, lib=LIBRARY)
+torch.library.register_fake(
+    f"weft_stand_in::{AR_NORM}",
+    lambda x, residual, weight, eps, group: (torch.empty_like(x), torch.empty_like(x)),
+    lib=LIBRARY,
+)
+
+
+def stand_in(name: str) -> Any:
+    """weft's op, or where it has none yet, one with its schema."""
+    return getattr(torch.ops.weft, name, getattr(torch.ops.weft_stand_in, name)).default
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[str]:
+    with fake_ranks(2) as name:
+        yield name
+
+
+@pytest.fixture(autouse=True)
+def only_one_shot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form, "_op", lambda name: None)
+
+
+@pytest.fixture
+def matmul_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form, "_op", lambda name: stand_in(name) if name == MM_AR else None)
+    monkeypatch.setattr(form, "_MATMUL_FROM", 0)
+
+
+@pytest.fixture
+def norm_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form, "_op", lambda name: stand_in(name) if name == AR_NORM else None)
+
+
+def reduced(x: Tensor, op: str = "sum") -> Tensor:
+    return funcol.all_reduce(x, op, dist.distributed_c10d._get_default_group())
+
+
+class Reduced(torch.autograd.Function):
+    """What stands behind a row-parallel layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return reduced(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Copied(torch.autograd.Function):
+    """What stands before a column-parallel layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return reduced(grad)
+
+
+def swiglu(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Each column-parallel layer copies for itself, as in Hugging Face's plans."""
+    h = F.silu(F.linear(Copied.apply(x), a)) * F.linear(Copied.apply(x), b)
+    return x + Reduced.apply(F.linear(h, c))
+
+
+def attention(x: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
+    heads = [F.linear(Copied.apply(x), w).unflatten(-1, (2, 8)).transpose(1, 2) for w in (q, k, v)]
+    z = F.scaled_dot_product_attention(*heads, is_causal=True)
+    return x + Reduced.apply(F.linear(z.transpose(1, 2).flatten(2), o))
+
+
+def cast(x: Tensor, w: Tensor) -> Tensor:
+    """What autocast makes of a layer: a product in bfloat16 whose gradient is cast before it is reduced."""
+    return F.linear(Copied.apply(x).bfloat16(), w.bfloat16()).float()
+
+
+SWIGLU = ((2, 6, 8), (5, 8), (5, 8), (8, 5))
+BLOCKS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], int, int]] = {
+    "swiglu": (swiglu, SWIGLU, 1, 2),
+    "swiglu of 2-D": (swiglu, ((6, 8), *SWIGLU[1:]), 1, 2),
+    "swiglu of 4-D": (swiglu, ((2, 2, 3, 8), *SWIGLU[1:]), 1, 2),
+    "attention": (attention, ((2, 6, 8), (16, 8), (16, 8), (16, 8), (8, 16)), 1, 3),
+    "cast": (cast, ((2, 6, 8), (5, 8)), 0, 1),
+}
+
+
+def graphs(name: str, dynamic: bool = False) -> list[Seen]:
+    fn, shapes, _, _ = BLOCKS[name]
+    inputs = [torch.randn(s, requires_grad=True) for s in shapes]
+    if dynamic:
+        torch._dynamo.mark_dynamic(inputs[0], inputs[0].dim() - 2)
+    return captured(fn, *inputs, dynamic=dynamic)
+
+
+def check_blocks(seen: list[Seen], name: str, op: str) -> None:
+    """All fused, and those of the backward pass that feed one sum into one."""
+    forward, backward = BLOCKS[name][2:]
+    assert [len(s.entries) for s in seen] == [forward, backward]
+    for s, number in zip(seen, (forward, backward), strict=True):
+        assert all(into is not None and into.endswith(op) for into in s.fused), s.reasons
+        assert sum(n.target.__name__.startswith(op) for n in s.after.nodes if n.op == "call_function") == min(
+            number, 1
+        )
+        assert not any(n.target is c10d.wait_tensor.default for n in s.after.nodes)
+        check_same(s, 2)
+
+
+CASES = [(name, False) for name in BLOCKS] + [("swiglu", True), ("cast", True)]
+
+
+@pytest.mark.parametrize(("name", "dynamic"), CASES)
+def test_small_ones_are_reduced_in_one_shot(name: str, dynamic: bool) -> None:
+    check_blocks(graphs(name, dynamic), name, "one_shot_all_reduce")
+
+
+@pytest.mark.usefixtures("matmul_op")
+@pytest.mark.parametrize(("name", "dynamic"), CASES)
+def test_others_are_fused_into_the_product(name: str, dynamic: bool) -> None:
+    check_blocks(graphs(name, dynamic), name, MM_AR)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "attention"])
+def test_where_no_op_pays_those_that_feed_one_sum_are_still_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(form, "worth_fusing", lambda *args, **kwargs: "too large")
+    forward, backward = graphs(name)
+    assert forward.fused == [None]
+    assert forward.reasons == "too large"
+    assert set(backward.fused) == {"_c10d_functional::all_reduce"}
+    assert backward.count("_c10d_functional::all_reduce") == 1
+    check_same(backward, 2)
+
+
+X, W, U = torch.randn(6, 8), torch.randn(8, 5), torch.randn(8, 5)
+
+
+def ar(x: Tensor, op: str = "sum") -> Tensor:
+    return c10d.wait_tensor(c10d.all_reduce(x, op, "0"))
+
+
+def only(fn: Callable[..., Any], *inputs: Tensor) -> Seen:
+    return applied(traced(fn, *inputs))
+
+
+def test_average() -> None:
+    seen = only(lambda x, w: ar(x @ w, "avg"), X, W)
+    assert seen.fused == [AR]
+    check_same(seen, 2)
+
+
+@pytest.mark.parametrize("op", ["max", "min", "product"])
+def test_other_reductions(op: str) -> None:
+    seen = only(lambda x, w: ar(x @ w, op), X, W)
+    assert seen.fused == [None]
+    assert f"reduces by '{op}'" in seen.reasons
+    assert str(seen.after) == str(seen.before)
+
+
+LEFT: dict[str, Callable[..., Tensor]] = {
+    "a loss": lambda x, w: ar((x @ w).sum()),
+    "an amax": lambda x, w: ar((x @ w).amax(-1)),
+    "an embedding": lambda x, w: ar(torch.where(x > 0, x, torch.zeros_like(x))),
+    "an expert's tokens": lambda x, w: ar(torch.zeros(9, 5).index_add(0, torch.arange(6), x @ w)),
+    "what was put at an index": lambda x, w: ar(
+        torch.ops.aten.index_put.default(x, [torch.arange(3)], x[:3] @ w @ w.t())
+    ),
+    "rows of a product": lambda x, w: ar((x @ w)[:3]),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_no_product_is_left_alone(name: str) -> None:
+    seen = only(LEFT[name], X, W)
+    assert seen.fused == [None]
+    assert "not a matrix product" in seen.reasons
+    assert str(seen.after) == str(seen.before)
+
+
+def twice(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+    return ar(x @ w) + ar(x @ u)
+
+
+def used_alone(x: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    y = ar(x @ w)
+    return y + ar(x @ u), y.sin()
+
+
+def scaled(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+    return torch.add(ar(x @ w), ar(x @ u), alpha=2)
+
+
+def of_two_kinds(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+    return ar(x @ w) + ar(x @ u, "avg")
+
+
+def of_two_shapes(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+    return ar(x @ w) + ar(x[:1] @ u)
+
+
+def written_between(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+    y = ar(x @ w)
+    torch.ops.aten.mul_.Scalar(w, 2)
+    return y + ar(x @ u)
+
+
+def with_a_loss(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+    return ar(x @ w) + ar((x @ u).sin())
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [used_alone, scaled, of_two_kinds, of_two_shapes, written_between, with_a_loss],
+    ids=lambda f: f.__name__,
+)
+def test_sums_that_are_no_sum_of_all_reduces_only(fn: Callable[..., Any]) -> None:
+    assert [e.detail for e in only(twice, X, W, U).entries] == [
+        "2 all-reduces as one",
+        "merged with all_reduce",
+    ]
+    seen = only(fn, X, W, U)
+    assert not any("merged" in e.detail for e in seen.entries)
+    check_same(seen, 2)
+
+
+def pending_returned(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    pending = c10d.all_reduce(x @ w, "sum", "0")
+    return c10d.wait_tensor(pending).sin(), pending
+
+
+def pending_returned_of_two(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    pending = c10d.all_reduce(x @ w, "sum", "0")
+    return c10d.wait_tensor(pending) + ar(x.sin() @ w), pending
+
+
+@pytest.mark.parametrize("fn", [pending_returned, pending_returned_of_two], ids=lambda f: f.__name__)
+def test_what_is_pending_is_returned_too(fn: Callable[..., Any]) -> None:
+    seen = only(fn, X, W)
+    assert set(seen.fused) == {AR}
+    assert not any("merged" in e.detail for e in seen.entries)
+    check_same(seen, 2)
+
+
+@pytest.mark.usefixtures("matmul_op")
+def test_a_product_that_is_used_elsewhere_is_only_reduced() -> None:
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = x @ w
+        return ar(y), y.sin()
+
+    assert only(lambda x, w: ar(x @ w), X, W).fused[0] != AR
+    seen = only(fn, X, W)
+    assert seen.fused == [AR]
+    check_same(seen, 2)
+
+
+@pytest.mark.usefixtures("matmul_op")
+@pytest.mark.parametrize("bias", [(5,), (6, 5)], ids=["vector", "matrix"])
+def test_a_bias_is_only_reduced(bias: tuple[int, ...]) -> None:
+    seen = only(lambda x, w, b: ar(torch.addmm(b, x, w)), X, W, torch.randn(bias))
+    assert seen.fused == [AR]
+    check_same(seen, 2)
+
+
+def hf_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return weight * wide.to(x.dtype)
+
+
+def torch_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, 1e-6)
+
+
+Norm = Callable[[Tensor, Tensor], Tensor]
+
+
+def layer(norm: Norm) -> Callable[..., tuple[Tensor, Tensor]]:
+    def fn(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        y = residual + reduced(F.linear(x, w))
+        return norm(y, weight), y
+
+    return fn
+
+
+def norm_inputs(dtype: torch.dtype = torch.float32, grad: bool = False) -> list[Tensor]:
+    shapes = ((2, 6, 8), (5, 8), (2, 6, 5), (5,))
+    return [torch.randn(s).to(dtype).requires_grad_(grad) for s in shapes]
+
+
+@pytest.mark.usefixtures("norm_op")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", [hf_norm, torch_norm], ids=["hugging face", "torch"])
+def test_the_norm_behind_it(norm: Norm, dtype: torch.dtype) -> None:
+    (seen,) = captured(layer(norm), *norm_inputs(dtype))
+    assert [f and f.endswith(AR_NORM) for f in seen.fused] == [True], seen.reasons
+    assert not any(n.target is torch.ops.aten.rsqrt.default for n in seen.after.nodes)
+    check_same(seen, 2)
+
+
+@pytest.mark.usefixtures("norm_op")
+def test_the_norm_in_training_stays() -> None:
+    forward, _ = captured(layer(hf_norm), *norm_inputs(grad=True))
+    assert forward.fused == [AR]
+    check_same(forward, 2)
+
+
+def over_rows(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + 1e-6))
+
+
+def cubed(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x * torch.rsqrt(x.abs().pow(3).mean(-1, keepdim=True) + 1e-6))
+
+
+def of_a_sum(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6))
+
+
+def of_something_else(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x.sin() * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def shifted(x: Tensor, weight: Tensor) -> Tensor:
+    return weight + x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def scale_used(x: Tensor, weight: Tensor) -> Tensor:
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return weight * (x * scale) + scale
+
+
+@pytest.mark.usefixtures("norm_op")
+@pytest.mark.parametrize(
+    "norm", [over_rows, cubed, of_a_sum, of_something_else, shifted, scale_used], ids=lambda f: f.__name__
+)
+def test_other_norms_stay(norm: Norm) -> None:
+    (seen,) = captured(layer(norm), *norm_inputs())
+    assert seen.fused == [AR]
+    check_same(seen, 2)
+
+
+@pytest.mark.usefixtures("norm_op")
+def test_a_residual_that_is_broadcast_stays() -> None:
+    x, w, residual, weight = norm_inputs()
+    (seen,) = captured(layer(hf_norm), x, w, residual[:1], weight)
+    assert seen.fused == [AR]
+    check_same(seen, 2)

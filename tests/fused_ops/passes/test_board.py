@@ -1,0 +1,237 @@
+"""The ranks' agreement by itself: threads take the ranks' parts, collectives are barriers that know who came how."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from weft.fused_ops.passes import board as boards
+from weft.fused_ops.passes.board import (
+    ANOTHER_GRAPH,
+    LATE,
+    NO_BOARD,
+    PASSED_BY,
+    UNWILLING,
+    Answer,
+    Board,
+    Post,
+)
+
+
+@dataclass
+class Group:
+    """As much of a ProcessGroup as a board asks for."""
+
+    number: int
+    count: int
+    store: Any
+    group_name: str = "g"
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.count
+
+
+@pytest.fixture(autouse=True)
+def stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boards, "_get_process_group_store", lambda group: group.store)
+
+
+def make(count: int) -> list[Board]:
+    store = dist.HashStore()
+    return [Board(Group(rank, count, store)) for rank in range(count)]  # type: ignore[arg-type]
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    results: list[Any] = [None] * len(calls)
+
+    def run(i: int) -> None:
+        results[i] = calls[i]()
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(calls))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(30)
+        assert not t.is_alive(), "a rank hangs"
+    return results
+
+
+def post(begun: int, count: int = 2, signature: int = 7, willing: bool = True, turns: int = 0) -> Post:
+    return Post(turns, begun, count, signature, willing)
+
+
+def ask_all(where: list[Board], posts: list[Post], timeout: float = 10.0) -> list[Answer]:
+    return at_once(*(lambda b=b, p=p: b.ask(p, lambda: timeout) for b, p in zip(where, posts, strict=True)))
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_the_same_graph_runs_fused(count: int) -> None:
+    where = make(count)
+    for turn in range(20):
+        answers = ask_all(where, [post(turn // 3, turns=turn)] * count)
+        assert [a.fused for a in answers] == [True] * count
+    assert [b.turns for b in where] == [20] * count
+
+
+def test_another_graph() -> None:
+    answers = ask_all(make(3), [post(4), post(4, signature=8), post(4)])
+    assert [a.fused for a in answers] == [False] * 3
+    assert {a.why for a in answers} == {ANOTHER_GRAPH}
+    assert answers[1].peer in (0, 2)
+
+
+def test_a_graph_that_begins_within() -> None:
+    where = make(2)
+    first = threading.Thread(target=where[0].ask, args=(post(4, count=3), lambda: 10.0), daemon=True)
+    first.start()
+    assert where[1].ask(post(5, count=2, signature=8), lambda: 10.0).why == ANOTHER_GRAPH
+    first.join(10)
+    assert not first.is_alive()
+
+
+def test_who_is_not_willing_does_not_wait_and_stops_the_others() -> None:
+    where = make(2)
+    assert where[0].ask(post(0, willing=False), lambda: 10.0).why == UNWILLING
+    begin = time.monotonic()
+    assert where[1].ask(post(0), lambda: 10.0) == Answer(False, UNWILLING, 0)
+    assert time.monotonic() - begin < 5
+
+
+def test_who_has_passed_by_is_not_waited_for() -> None:
+    where = make(2)
+    waiting: list[Answer] = []
+    thread = threading.Thread(target=lambda: waiting.append(where[0].ask(post(4), lambda: 10.0)), daemon=True)
+    thread.start()
+    time.sleep(0.05)
+    assert where[1].ask(post(6, willing=False), lambda: 10.0).why == UNWILLING
+    thread.join(5)
+    assert waiting == [Answer(False, PASSED_BY, 1)]
+    # And when the other one has come and gone before.
+    assert where[0].ask(post(4), lambda: 10.0) == Answer(False, PASSED_BY, 1)
+
+
+def test_who_does_not_come_is_waited_for_once_and_may_be_late() -> None:
+    where = make(2)
+    where[1].attached()
+    missed = post(4)
+    assert where[0].ask(missed, lambda: 0.05) == Answer(False, LATE, 1)
+    assert where[0].came_after_all(1, missed) is None
+    assert not where[1].ask(missed, lambda: 10.0).fused  # late: it gets the answer that rank 0 has
+    assert where[0].came_after_all(1, missed) is True
+    assert [a.fused for a in ask_all(where, [post(6)] * 2)] == [True] * 2
+
+
+def test_who_ran_something_else_was_not_late() -> None:
+    where = make(2)
+    missed = post(4)
+    assert where[0].ask(missed, lambda: 0.05).why == LATE
+    where[1].ask(post(6, willing=False), lambda: 10.0)
+    assert where[0].came_after_all(1, missed) is False
+
+
+def test_a_board_that_is_not_there() -> None:
+    store = dist.HashStore()
+    lonely = Board(Group(1, 2, store))  # type: ignore[arg-type]
+    assert lonely.ask(post(0), lambda: 0.05) == Answer(False, NO_BOARD, 0)
+    Board(Group(0, 2, store))  # type: ignore[arg-type]
+    assert lonely.attached()
+
+
+def test_what_stands_behind_a_signature() -> None:
+    where = make(2)
+    where[0].tell(8, "a gather")
+    where[0].ask(post(0, signature=8, willing=False), lambda: 1.0)
+    assert where[1].attached()
+    assert where[1].told(0) == "a gather"
+    assert where[1].told(1) is None
+
+
+@dataclass
+class Meeting:
+    """Where the ranks of a simulated program run a collective: all of them plainly, or all of them fused."""
+
+    size: int
+    came: dict[int, list[tuple[bool, int]]] = field(default_factory=dict)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def run(self, place: int, fused: bool, length: int) -> None:
+        with self.changed:
+            here = self.came.setdefault(place, [])
+            here.append((fused, length))
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: len(here) == self.size, 20), f"place {place}: {here}"
+            assert len(set(here)) == 1, f"place {place}: {here}"
+
+
+Part = tuple[int, str]  # collectives, and how they are run: "graph" (which may fuse), "eager", "plain graph"
+
+
+def rank_main(where: Board, meeting: Meeting, program: list[Part], seed: int) -> int:
+    """Runs a program, whose parts need not be those of the other ranks; gives the number of graphs that ran fused."""
+    noise = random.Random(seed)
+    place = begun = fused = 0
+    for count, how in program:
+        time.sleep(noise.choice([0, 0, 1e-4, 1e-3]))
+        runs_fused = False
+        if how != "eager":
+            asked = Post(where.turns, begun, count, 100 + count, how == "graph")
+            runs_fused = where.ask(asked, lambda: 0.15).fused
+        if runs_fused:
+            meeting.run(place, True, count)
+            fused += 1
+        else:
+            for i in range(count):
+                begun += 1
+                meeting.run(place + i, False, 1)
+        place += count
+    return fused
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[list[Part]]:
+    """For each rank the same number of collectives, cut into parts: often alike, sometimes not."""
+    size = draw(st.integers(2, 3))
+    result: list[list[Part]] = [[] for _ in range(size)]
+    for _ in range(draw(st.integers(1, 8))):
+        total = draw(st.integers(1, 4))
+        alike = draw(st.integers(0, 2)) > 0
+        cut = _cut(draw, total)
+        for parts in result:
+            parts.extend(cut if alike else _cut(draw, total))
+    return result
+
+
+def _cut(draw: st.DrawFn, total: int) -> list[Part]:
+    parts: list[Part] = []
+    while total:
+        count = draw(st.integers(1, total))
+        parts.append(
+            (count, draw(st.sampled_from(["graph", "graph", "graph", "graph", "plain graph", "eager"])))
+        )
+        total -= count
+    return parts
+
+
+@settings(max_examples=40, deadline=None)
+@given(programs(), st.integers(0, 1 << 20))
+def test_fused_never_meets_plain(parts: list[list[Part]], seed: int) -> None:
+    where, meeting = make(len(parts)), Meeting(len(parts))
+    fused = at_once(
+        *(
+            lambda r=r: rank_main(where[r], meeting, parts[r], seed + r)  # type: ignore[misc]
+            for r in range(len(parts))
+        )
+    )
+    assert None not in fused, "a rank failed"
+    assert len(set(fused)) == 1

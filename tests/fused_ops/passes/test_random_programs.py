@@ -1,0 +1,146 @@
+"""Random sharded programs on ranks that communicate: the pass changes nothing, to the last bit where that is exact."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from graphs import copied
+from hypothesis import HealthCheck, given, settings
+from random_programs import Random, interpreted
+from random_writer import programs
+from ranks import run_ranks
+from torch import Tensor, fx
+from torch._inductor.fx_passes.post_grad import view_to_reshape
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
+from weft.fused_ops.passes import FusionPass
+
+# Up to here every whole number is exact. Inputs are whole numbers, so that a sum is the same in any order.
+EXACT = {torch.float32: 2**24, torch.bfloat16: 2**8, torch.float16: 2**11}
+# Beyond it, relative to the norm: some roundings on the way to each result.
+ROUNDED = {torch.float32: 1e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
+# A rank that waits for a peer which does something else must not wait for long.
+ENV = {"WEFT_TIMEOUT": "30"}
+
+_groups: list[str] = []
+
+
+def groups() -> list[str]:
+    """Two groups of all ranks."""
+    if not _groups:
+        second = dist.new_group(list(range(dist.get_world_size())))
+        _groups[:] = [dist.distributed_c10d._get_default_group().group_name, second.group_name]
+    return _groups
+
+
+class Watch(fx.Interpreter):
+    """Runs a graph, and notes whether everything in it was exact, and how much the coarsest of its dtypes rounds."""
+
+    exact = True
+    rounded = 0.0
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and t.numel():
+                # An average of two halves what is exact, and a fused op may round a sum of several to the dtype of one.
+                self.exact &= bool(t.abs().max() * 16 <= EXACT.get(t.dtype, 0))
+                self.rounded = max(self.rounded, ROUNDED.get(t.dtype, 0.0))
+        return result
+
+
+def values(program: Random, rank: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return [torch.randint(-2, 3, s, generator=generator).to(d) for s, d in program.inputs]
+
+
+def strides(t: Tensor) -> list[int]:
+    return [] if 0 in t.shape else [s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1]
+
+
+def aliases(tensors: list[Tensor]) -> list[int]:
+    """For each tensor the first that has the same memory."""
+    first: dict[int, int] = {}
+    where = [t.untyped_storage().data_ptr() if t.numel() else -1 - i for i, t in enumerate(tensors)]
+    return [first.setdefault(p, i) for i, p in enumerate(where)]
+
+
+def differences(program: Random, rank: int, seed: int) -> tuple[str, Counter[str]]:
+    """What differs with the pass and without it, "" for nothing; and what the pass did."""
+    inputs = values(program, rank, seed)
+    mode = "symbolic" if program.dynamic else "fake"
+    traced = make_fx(interpreted(program, groups()), tracing_mode=mode)(*[t.clone() for t in inputs])
+    if program.normalized:
+        view_to_reshape(traced)
+    fusion = FusionPass()
+    after = copied(traced.graph)
+    fusion(after)
+    did = Counter(e.fused_into or f"left: {e.collective}" for e in fusion.report().entries)
+    plain = Watch(traced)
+    mine, theirs = [t.clone() for t in inputs], [t.clone() for t in inputs]
+    want = [*theirs, *plain.run(*theirs)]
+    got = [*mine, *Watch(fx.GraphModule(torch.nn.Module(), after)).run(*mine)]
+    # What is no whole number, but a third or a root.
+    thirds = program.world == 3 and any("avg" in step for step in program.steps)
+    whole = not thirds and all(step[0] != "rms_norm" for step in program.steps)
+    texts = []
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        name = f"input {i}" if i < len(inputs) else f"output {i - len(inputs)}"
+        if (a.shape, a.dtype, strides(a)) != (b.shape, b.dtype, strides(b)):
+            texts.append(
+                f"{name} is {a.dtype} {tuple(a.shape)} {a.stride()}, not {b.dtype} {tuple(b.shape)} {b.stride()}"
+            )
+        elif plain.exact and whole:
+            if not torch.equal(a, b):
+                texts.append(f"{name} is\n{a}\nnot\n{b}")
+        elif b.isfinite().all():
+            error = ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1)).item()
+            if not error <= plain.rounded:
+                texts.append(f"{name} differs by {error}")
+    if aliases(got) != aliases(want):
+        texts.append(f"tensors share memory as in {aliases(got)}, not {aliases(want)}")
+    if texts:
+        texts.append(f"{fusion.report()}\n{traced.graph}\n--- with the pass\n{after}")
+    return "\n".join(texts), did
+
+
+def compared(rank: int, world: int, program: Random, seed: int) -> tuple[str, Counter[str]]:
+    # An exception, too, is to leave the ranks as they are, for the next program.
+    try:
+        return differences(program, rank, seed)
+    except Exception:
+        return traceback.format_exc(), Counter()
+
+
+@pytest.mark.parametrize(
+    "count", [100, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
+def test_the_pass_changes_nothing(count: int) -> None:
+    did: Counter[str] = Counter()
+    seen = fused = 0
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs())
+    def check(program: Random) -> None:
+        nonlocal seen, fused
+        seen += 1
+        results = run_ranks(compared, program.world, program, seen, env=ENV)
+        for rank, (text, _) in enumerate(results):
+            assert not text, f"rank {rank}\n{text}"
+        assert all(r[1] == results[0][1] for r in results), "the ranks fused differently"
+        did.update(results[0][1])
+        fused += any(not k.startswith("left") for k in results[0][1])
+
+    check()
+    print(f"{seen} programs, {fused} with something fused; collectives: {dict(did)}")
+    assert fused >= seen / 8, "too few programs with a form that the pass knows"

@@ -1,0 +1,277 @@
+"""Ranks that run different graphs: the results are right, nobody hangs, and the report says what differs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from weft.fused_ops import Plan, last_plan, plan
+
+
+@contextlib.contextmanager
+def compiler(cached: bool = False, patience: float | None = None) -> Iterator[None]:
+    """Without Inductor's caches or with them, and with another patience; everything is put back at the end."""
+    from weft.fused_ops.passes import choice
+
+    before = choice.PATIENCE
+    choice.PATIENCE = patience or before
+    choice.forget()
+    torch._dynamo.reset()
+    try:
+        with (
+            functorch_config.patch(enable_autograd_cache=cached),
+            inductor_config.patch(fx_graph_cache=cached, force_disable_caches=not cached),
+        ):
+            yield
+    finally:
+        choice.PATIENCE = before
+        torch._dynamo.reset()
+
+
+def gather(x: Tensor, group: Any, dim: int = 0) -> Tensor:
+    import torch.distributed._functional_collectives as funcol
+
+    return funcol.all_gather_tensor_autograd(x, dim, group)
+
+
+def scatter(x: Tensor, group: Any, dim: int = 0) -> Tensor:
+    import torch.distributed._functional_collectives as funcol
+
+    return funcol.reduce_scatter_tensor_autograd(x, "sum", dim, group)
+
+
+def world() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()
+
+
+def layer(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return scatter(gather(x, world()) @ a @ b, world())
+
+
+def broken_layer(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    y = gather(x, world())
+    torch._dynamo.graph_break()
+    return scatter(y @ a @ b, world())
+
+
+def inputs() -> list[Tensor]:
+    return [torch.randn(s, dtype=torch.float64).float().requires_grad_() for s in ((3, 8), (8, 6), (6, 4))]
+
+
+def results(fn: Callable[..., Tensor], tensors: list[Tensor], grad: Tensor) -> list[Tensor]:
+    own = [t.detach().clone().requires_grad_() for t in tensors]
+    y = fn(*own)
+    y.backward(grad.to(y.dtype))
+    return [y.detach(), *(t.grad for t in own if t.grad is not None)]
+
+
+def check(fn: Callable[..., Tensor], reference: Callable[..., Tensor] = layer) -> None:
+    """Forward and backward, against the same in eager mode and float64. All ranks must come."""
+    tensors = inputs()
+    grad = torch.randn(3, 4)
+    got = results(fn, tensors, grad)
+    want = results(reference, [t.double() for t in tensors], grad.double())
+    for a, b in zip(got, want, strict=True):
+        assert ((a.double() - b).norm() / b.norm()).item() < 3e-6
+
+
+def one_graph_is_broken(rank: int, size: int) -> tuple[str, list[str], str]:
+    from weft.fused_ops.passes import FusionPass
+
+    with compiler():
+        fusion = FusionPass()
+        mine = torch.compile(broken_layer if rank == 0 else layer, options=fusion.options)
+        plan.ran(Plan("none"))
+        for _ in range(3):
+            check(mine)
+        unfused = last_plan().algorithm
+        reasons = [str(d) for d in fusion.report().disagreements]
+        torch._dynamo.reset()
+        check(torch.compile(layer, options=fusion.options))  # and then all ranks the same
+        return unfused, reasons, last_plan().algorithm
+
+
+def test_a_graph_that_is_broken_on_one_rank() -> None:
+    for rank, (unfused, reasons, then) in enumerate(run_ranks(one_graph_is_broken, 2)):
+        assert unfused == "none"  # no op of weft has run
+        assert then == "host"
+        assert any(f"rank {1 - rank} runs another graph: " in r for r in reasons), reasons
+        assert any("ran unfused 3 times" in r for r in reasons), reasons
+        assert (
+            rank == 0 or "collective 0 is all_gather_into_tensor over group 0 left alone there" in reasons[0]
+        )
+
+
+def now_and_then_in_eager_mode(rank: int, size: int) -> tuple[list[str], list[float], str]:
+    from weft.fused_ops.passes import FusionPass
+
+    with compiler(patience=1.0):
+        fusion = FusionPass()
+        mine = torch.compile(layer, options=fusion.options)
+        check(torch.compile(layer, backend="eager"))  # what torch does once is done
+        dist.barrier()
+        seconds = []
+        for step in range(6):
+            begin = time.monotonic()
+            check(layer if rank == 0 and step in (2, 3) else mine)
+            seconds.append(time.monotonic() - begin)
+            if step == 1:
+                fused = last_plan().algorithm
+            dist.barrier()
+        return [str(d) for d in fusion.report().disagreements], seconds, fused
+
+
+def test_a_rank_that_leaves_its_graph_in_some_steps() -> None:
+    results = run_ranks(now_and_then_in_eager_mode, 2)
+    assert [r[2] for r in results] == ["host"] * 2
+    for _, seconds, _ in results:
+        # It is waited for once for the forward and once for the backward graph, not in every step.
+        assert sum(seconds[3:]) < seconds[2] + 1, seconds
+    reasons = "\n".join(results[1][0])
+    assert "rank 0 did not come within 1 s" in reasons
+    assert "rank 0 did not come to this graph but ran something else" in reasons
+    assert "rank 1 runs this graph unfused" in "\n".join(results[0][0])
+
+
+def from_the_cache(rank: int, size: int, folder: str) -> list[tuple[int, str, list[str]]]:
+    from weft.fused_ops.passes import FusionPass
+
+    seen = []
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    try:
+        for fn in (layer, layer, broken_layer if rank == 0 else layer):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{rank}"
+            with compiler(cached=True):
+                fusion = FusionPass()
+                plan.ran(Plan("none"))
+                check(torch.compile(fn, options=fusion.options))
+                report = fusion.report()
+                seen.append(
+                    (len(report.entries), last_plan().algorithm, [str(d) for d in report.disagreements])
+                )
+    finally:
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR")
+        if before is not None:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+    return seen
+
+
+def test_one_rank_compiles_and_another_loads(tmp_path: Path) -> None:
+    first, again, differ = zip(*run_ranks(from_the_cache, 2, str(tmp_path)), strict=True)
+    assert [(entries, algorithm) for entries, algorithm, _ in first] == [(4, "host")] * 2
+    assert [(entries, algorithm) for entries, algorithm, _ in again] == [
+        (0, "host")
+    ] * 2  # the pass did not run
+    compiled, loaded = differ
+    assert compiled[:2] == (4, "none")
+    assert loaded[:2] == (0, "none")
+    assert "rank 0 runs another graph: " in loaded[2][0]
+    assert "rank 1 runs another graph: " in compiled[2][0]
+
+
+def crossed(x: Tensor, a: Tensor, b: Tensor, row: Any, column: Any) -> Tensor:
+    return scatter(gather(x, row) @ a @ b, column)
+
+
+def broken_crossed(x: Tensor, a: Tensor, b: Tensor, row: Any, column: Any) -> Tensor:
+    y = gather(x, row) @ a
+    torch._dynamo.graph_break()
+    return scatter(y @ b, column)
+
+
+def two_groups(rank: int, size: int) -> list[tuple[int, str]]:
+    """A mesh of 2 x 2: rank 3 shares no group with rank 0, and yet it must do as rank 0's neighbours do."""
+    from weft.fused_ops.passes import FusionPass
+
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
+    row, column = mesh.get_group("row"), mesh.get_group("column")
+    seen = []
+    answers: list[bool] = []
+    with compiler(), listening(answers):
+        for broken in (False, True):
+            torch._dynamo.reset()
+            fusion = FusionPass()
+            fn = broken_crossed if broken and rank == 0 else crossed
+            mine = torch.compile(lambda *t, fn=fn: fn(*t, row, column), options=fusion.options)
+            answers.clear()
+            check(mine, lambda *t: crossed(*t, row, column))
+            seen.append((sum(answers), "; ".join(str(d) for d in fusion.report().disagreements)))
+    return seen
+
+
+@contextlib.contextmanager
+def listening(answers: list[bool]) -> Iterator[None]:
+    """Every answer that a graph gets is noted."""
+    from weft.fused_ops.passes.choice import Choice
+
+    asked = Choice.fused
+
+    def fused(self: Choice) -> bool:
+        answers.append(asked(self))
+        return answers[-1]
+
+    Choice.fused = fused  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Choice.fused = asked  # type: ignore[method-assign]
+
+
+def test_groups_that_cross() -> None:
+    found = run_ranks(two_groups, 4)
+    assert [whole for (whole, _), _ in found] == [2] * 4  # forward and backward, fused on all ranks
+    assert [parts for _, (parts, _) in found] == [0] * 4
+    assert "another graph" in found[1][1][1] + found[2][1][1]
+    assert "ran unfused" in found[3][1][1]
+
+
+def updates(x: Tensor, a: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, int]:
+    y = gather(x, world(), 1).flatten(0, 1) @ a
+    seen.copy_(y[0])
+    return y.t(), scatter(x.flatten(0, 1) @ a, world()), y.shape[0]
+
+
+def without_agreement(rank: int, size: int) -> None:
+    """Every other run takes the way out: what it returns and writes is what a fused run does, to the stride."""
+    from weft.fused_ops.passes import FusionPass
+    from weft.fused_ops.passes.choice import Choice
+
+    asked, answer = Choice.fused, [True]
+    Choice.fused = lambda self: answer[0]  # type: ignore[method-assign]
+    try:
+        for dynamic in (False, True):
+            with compiler():
+                fusion = FusionPass()
+                mine = torch.compile(updates, options=fusion.options, dynamic=dynamic)
+                for rows in (4, 6) if dynamic else (4,):
+                    compare(mine, [torch.randn(2, rows, 8), torch.randn(8, 6), torch.zeros(6)], answer)
+                assert fusion.report().fused == 2, fusion.report()
+    finally:
+        Choice.fused = asked  # type: ignore[method-assign]
+
+
+def compare(mine: Callable[..., Any], tensors: list[Tensor], answer: list[bool]) -> None:
+    outs = []
+    for answer[0] in (True, False):
+        own = [t.clone() for t in tensors]
+        outs.append([*mine(*own), own[2]])
+    for a, b in zip(*outs, strict=True):
+        if isinstance(a, Tensor):
+            torch.testing.assert_close(a, b)
+            assert a.stride() == b.stride()
+        else:
+            assert a == b
+
+
+def test_the_way_out_returns_the_same() -> None:
+    run_ranks(without_agreement, 2)

@@ -1,0 +1,236 @@
+"""Scatters that are fused beyond the plain spellings of test_patterns.py: sums, casts, orders, heads.
+
+Where a graph can be written in torch it is compiled, forward and backward; each has twins that differ in one condition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import AG, RS, Seen, applied, c10d, captured, check_same, fake_ranks, gather, scatter, traced
+from torch import Tensor
+
+Fn = Callable[..., Any]
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@pytest.fixture
+def two() -> Iterator[None]:
+    with fake_ranks(2):
+        yield
+
+
+def from_bfloat16(x: Tensor, w: Tensor) -> Tensor:
+    return scatter(F.linear(x.bfloat16(), w.bfloat16()).float(), 1)
+
+
+def saved(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = scatter(F.linear(x, w), 1)
+    return y, y.sin() * y
+
+
+def heads_scattered(x: Tensor, w: Tensor) -> Tensor:
+    """[batch, sequence, heads, size], each rank gets some of the heads: columns of the product."""
+    return scatter((x @ w).unflatten(-1, (6, 2)), 2)
+
+
+def heads_moved(x: Tensor, w: Tensor) -> Tensor:
+    """[batch, heads, sequence, size], each rank gets a part of the sequence."""
+    return scatter((x @ w).unflatten(-1, (3, 4)).transpose(1, 2), 2)
+
+
+def of_two(x: Tensor, z: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return scatter(F.linear(x, a) + F.linear(z, b), 1)
+
+
+def of_three(x: Tensor, z: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return scatter(F.linear(x, a) + F.linear(z, b) + F.linear(x * z, a), 1)
+
+
+def sequence_first(x: Tensor, w: Tensor) -> Tensor:
+    """Megatron's layout: [sequence, batch, hidden], scattered along the first dimension."""
+    return scatter(F.linear(x.transpose(0, 1), w).transpose(0, 1).contiguous(), 0)
+
+
+# Of the function and the shapes of its inputs; the backward's gather is fused, too, where it is one.
+FORMS: dict[str, tuple[Fn, Shapes]] = {
+    "cast up": (from_bfloat16, ((2, 12, 8), (5, 8))),
+    "saved": (saved, ((2, 12, 8), (5, 8))),
+    "some of the heads": (heads_scattered, ((2, 4, 8), (8, 12))),
+    "heads in front": (heads_moved, ((2, 12, 8), (8, 12))),
+    "sequence first": (sequence_first, ((2, 12, 8), (5, 8))),
+    "sum of two": (of_two, ((2, 12, 8), (2, 12, 8), (5, 8), (5, 8))),
+    "sum of three": (of_three, ((2, 12, 8), (2, 12, 8), (5, 8), (5, 8))),
+    "einsum": (lambda x, w: scatter(torch.einsum("bsk,kn->bsn", x, w), 1), ((2, 12, 8), (8, 5))),
+    "einsum from heads": (
+        lambda x, w: scatter(torch.einsum("bshd,hdk->bsk", x, w), 1),
+        ((2, 12, 3, 4), (3, 4, 5)),
+    ),
+    "bmm of batch 1": (lambda x, w: scatter(torch.bmm(x, w[None]), 1), ((1, 12, 8), (8, 5))),
+    "parts bound": (
+        lambda x, w: scatter(torch.cat((x @ w).unflatten(1, (-1, 6)).unbind(1), 0), 0),
+        ((2, 12, 8), (8, 5)),
+    ),
+    "last of 4-D": (lambda x, w: scatter(x @ w, 3), ((2, 2, 3, 8), (8, 12))),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [(n, 2) for n in FORMS] + [(n, 3) for n in ("heads in front", "some of the heads", "cast up")],
+)
+def test_form(name: str, world: int) -> None:
+    fn, shapes = FORMS[name]
+    with fake_ranks(world):
+        forward, backward = captured(fn, *(torch.randn(s, requires_grad=True) for s in shapes))
+        assert forward.fused == [RS], forward.reasons
+        assert set(backward.fused) == {AG}, backward.reasons
+        for seen in (forward, backward):
+            assert seen.count("_c10d_functional::wait_tensor") == 0
+            check_same(seen, world)
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("name", ["cast up", "heads in front", "sum of two", "sequence first", "einsum"])
+def test_form_with_a_dynamic_size(name: str) -> None:
+    fn, shapes = FORMS[name]
+    inputs = [torch.randn(s, requires_grad=True) for s in shapes]
+    for x in inputs:
+        if x.shape[:2] == (2, 12):
+            torch._dynamo.mark_dynamic(x, 1)
+    for seen in captured(fn, *inputs, dynamic=True):
+        assert set(seen.fused) <= {RS, AG}, seen.reasons
+        assert any(isinstance(n.meta.get("val"), torch.SymInt) for n in seen.before.nodes)
+        check_same(seen, 2)
+
+
+def qkv(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    return tuple(F.linear(gather(x, 1).bfloat16(), w.bfloat16()).float() for w in weights)
+
+
+@pytest.mark.usefixtures("two")
+def test_gradients_cast_one_by_one_are_one_sum() -> None:
+    """Under autocast each of the three gradients is cast before they are added."""
+    shapes = ((2, 6, 8), (5, 8), (7, 8), (3, 8))
+    _, backward = captured(qkv, *(torch.randn(s, requires_grad=True) for s in shapes))
+    assert set(backward.fused) == {RS}, backward.reasons
+    check_same(backward, 2)
+
+
+def rs(x: Tensor, op: str = "sum") -> Tensor:
+    return c10d.wait_tensor(c10d.reduce_scatter_tensor(x, op, 2, "0"))
+
+
+def only(fn: Fn, *shapes: tuple[int, ...]) -> Seen:
+    seen = applied(traced(fn, *(torch.randn(s) for s in shapes)))
+    check_same(seen, 2)
+    return seen
+
+
+@pytest.mark.usefixtures("two")
+def test_parts_in_any_order_that_is_known() -> None:
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        return (x.reshape(-1, 8) @ w).reshape(2, 6, 5)
+
+    for fn in (
+        lambda x, w: rs(torch.cat(product(x, w).split(1, 1))),
+        lambda x, w: rs(torch.cat(product(x, w).split(3, 1), 2)),
+        lambda x, w: rs(torch.cat(product(x, w).split(1, 2), 1).contiguous()),
+    ):
+        assert only(fn, (2, 6, 8), (8, 5)).fused == [RS]
+    # Half of 5 columns is no number of columns.
+    seen = only(lambda x, w: rs((x @ w).t().reshape(2, -1)), (6, 8), (8, 5))
+    assert "cuts through" in seen.reasons
+
+
+@pytest.mark.usefixtures("two")
+def test_columns() -> None:
+    assert only(lambda x, w: rs((x @ w).t().contiguous()), (6, 8), (8, 4)).fused == [RS]
+    # 2 columns of each of 2 heads: not side by side.
+    seen = only(lambda x, w: rs((x @ w).reshape(6, 2, 4).permute(2, 0, 1).contiguous()), (6, 8), (8, 8))
+    assert "do not stand side by side" in seen.reasons
+
+
+@pytest.mark.usefixtures("two")
+def test_addmm() -> None:
+    """Inductor folds a sum into addmm: a vector as bias, and a product as a full matrix."""
+
+    def fold(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return rs(torch.addmm(torch.addmm(b / 2, x, w), x.sin(), w))
+
+    seen = only(fold, (6, 8), (8, 5), (5,))
+    assert seen.fused == [RS]
+    assert seen.entries[0].detail == "2 products, summed as one, 1 added vector"
+    assert only(lambda x, w, b: rs(torch.addmm(b[None], x, w)), (6, 8), (8, 5), (5,)).fused == [RS]
+    seen = only(lambda x, w, b: rs(torch.addmm(b, x, w)), (6, 8), (8, 5), (6, 5))
+    assert "adds b_1 (placeholder), not a matrix product" in seen.reasons
+    seen = only(lambda x, w, b: rs(torch.addmm(b, x, w, beta=2)), (6, 8), (8, 5), (5,))
+    assert "scales what it adds" in seen.reasons
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        (torch.bfloat16, torch.float32, None),
+        (torch.float32, torch.bfloat16, "twice as many bytes"),
+        (torch.float16, torch.float32, "may be too large for torch.float16"),
+        (torch.float16, torch.bfloat16, "may be too large for torch.float16"),
+        (torch.float32, torch.float32, None),
+    ],
+    ids=str,
+)
+def test_casts(before: torch.dtype, after: torch.dtype, reason: str | None) -> None:
+    seen = only(lambda x, w: rs((x.to(before) @ w.to(before)).to(after)), (6, 8), (8, 5))
+    assert seen.fused == [None if reason else RS], seen.reasons
+    assert (reason or "") in seen.reasons
+
+
+@pytest.mark.usefixtures("two")
+def test_a_bias_added_after_the_cast_is_left() -> None:
+    def fn(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return rs((x.bfloat16() @ w.bfloat16()).float() + b)
+
+    assert "not added to the rows of the product" in only(fn, (6, 8), (8, 5), (5,)).reasons
+    assert only(lambda x, w, b: rs(x @ w + b), (6, 8), (8, 5), (5,)).fused == [RS]
+
+
+@pytest.mark.usefixtures("two")
+def test_products_in_different_orders_are_left() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        return rs(y + (x.sin() @ w).reshape(2, 4, 8).transpose(0, 1).reshape(8, 8))
+
+    assert "different shapes" in only(fn, (8, 8), (8, 8)).reasons
+
+
+@pytest.mark.usefixtures("two")
+def test_a_part_or_the_product_used_elsewhere() -> None:
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = x @ w
+        return rs(torch.cat(y.split(2, 1))), y.split(2, 1)[0]
+
+    assert "is also used by" in only(fn, (6, 8), (8, 4)).reasons
+
+
+@pytest.mark.usefixtures("two")
+def test_what_is_pending_is_returned_too() -> None:
+    """Selective checkpointing saves it so."""
+
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        pending = c10d.reduce_scatter_tensor(x @ w, "sum", 2, "0")
+        return c10d.wait_tensor(pending).sin(), pending
+
+    assert only(fn, (6, 8), (8, 5)).fused == [RS]
+
+
+@pytest.mark.usefixtures("two")
+def test_coalesced() -> None:
+    def fn(x: Tensor, w: Tensor, u: Tensor) -> list[Tensor]:
+        return [*map(c10d.wait_tensor, c10d.reduce_scatter_tensor_coalesced([x @ w, x @ u], "sum", 2, "0"))]
+
+    assert only(fn, (6, 8), (8, 5), (8, 3)).fused == [RS, RS]
