@@ -59,6 +59,7 @@ def draw(content: dict[str, Any], mode: str, output: Path) -> None:
         axes.plot(*zip(*points, strict=True), style, label=label, linewidth=2 if name == "weft" else 1)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.set_ylim(bottom=1)
     axes.set_xlabel("bytes")
     axes.set_ylabel("microseconds")
     axes.set_title(f"all-reduce on {meta['world']} {meta['device'].upper()}, {mode}, {meta['date']}")

@@ -58,13 +58,17 @@ def again(x: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None)
     found = None if workspace is None else workspace.prepared.get((x.numel(), x.dtype, reduce_op))
     if found is None or workspace is None:
         return None
-    workspace.raise_if_broken(host.OP)
-    plan._last = found.plan
     if out is None:
         out = torch.empty_like(x)
+    workspace.raise_if_broken(host.OP)
+    plan._last = found.plan
     seconds = chosen_timeout(group_name)
     timeout_ns = found.timeout_ns if seconds is None else int(seconds * 1e9)
-    found.kernel.launch(x.data_ptr(), out.data_ptr(), timeout_ns, stream)
+    try:
+        found.kernel.launch(x.data_ptr(), out.data_ptr(), timeout_ns, stream)
+    except BaseException as e:
+        workspace.abandon(e)  # the peers may wait for what was not launched
+        raise
     return out
 
 

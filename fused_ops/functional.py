@@ -96,19 +96,23 @@ def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
         RankMismatch: the ranks call with different sizes.
         PeerTimeout: a rank did not come.
     """
-    checks.tensor("x", x)
-    checks.reduction(reduce_op, checks.ALL_REDUCE_OPS)
     name = group_name(group)
+    # What was called before has been checked before.
     if not torch.compiler.is_compiling() and (out := ops.all_reduce_again(x, reduce_op, name)) is not None:
         return out
+    checks.tensor("x", x)
+    checks.reduction(reduce_op, checks.ALL_REDUCE_OPS)
     return torch.ops.weft.one_shot_all_reduce(x, reduce_op, name)
 
 
 def one_shot_all_reduce_(x: Tensor, reduce_op: str, group: Group) -> Tensor:
     """The same in place: ``x`` is overwritten and returned. It must not require a gradient."""
+    name = group_name(group)
+    if not torch.compiler.is_compiling() and ops.all_reduce_again(x, reduce_op, name, x) is x:
+        return x
     checks.tensor("x", x)
     checks.reduction(reduce_op, checks.ALL_REDUCE_OPS)
-    torch.ops.weft.one_shot_all_reduce_(x, reduce_op, group_name(group))
+    torch.ops.weft.one_shot_all_reduce_(x, reduce_op, name)
     return x
 
 

@@ -171,11 +171,16 @@ def _is_plain(x: Tensor) -> bool:
     )
 
 
-def all_reduce_again(x: Tensor, reduce_op: str, group_name: str) -> Tensor | None:
-    """``one_shot_all_reduce`` without the dispatcher, where it has nothing to do; None where it has."""
-    if (x.requires_grad and torch.is_grad_enabled()) or is_checked() or not _is_plain(x):
+def all_reduce_again(x: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None) -> Tensor | None:
+    """``one_shot_all_reduce`` without the dispatcher, where it has nothing to do; None where it has.
+
+    The arguments may be anything; ``out`` may be x.
+    """
+    if not _is_plain(x) or type(reduce_op) is not str or is_checked():
         return None
-    return _ar.again(x, reduce_op, group_name)
+    if x.requires_grad and torch.is_grad_enabled():
+        return None
+    return _ar.again(x, reduce_op, group_name, out)
 
 
 def _wants_grad(*tensors: Tensor) -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from ..device.program import Function, Program
-from ..device.push import VECTOR, Layout, Place, Slots, slots_of
-from .configs import Config, choose, grid, vectors
+from ..device.push import VECTOR, Place, Slots, slots_of
+from .configs import Config, grid, pushing, vectors
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 REDUCE_OPS = ("sum", "avg", "max", "min")
@@ -54,7 +54,7 @@ class AllReduce:
         place: a workspace with room for ``configs.layout_for``; the same call site on every rank.
         numel: elements of x, 1 or more.
         reduce_op: "sum", "avg" (divided by the number of ranks), "max" or "min".
-        config: one_shot or two_shot, the same on every rank.
+        config: one_shot or two_shot, the same on every rank; what ``pushing`` says, if None.
 
     Raises:
         TypeError, ValueError: naming the argument, what it was and what it must be.
@@ -74,7 +74,7 @@ class AllReduce:
             raise ValueError(f"reduce_op: is {reduce_op!r}, must be one of {', '.join(REDUCE_OPS)}")
         if dtype not in DTYPES:
             raise TypeError(f"x: is {dtype}, must be float32, bfloat16 or float16")
-        config = config or choose(numel * width, layout.world_size)
+        config = config or pushing(numel * width, layout.world_size)
         self.numel, self.dtype, self.device = numel, dtype, device
         parts = layout.world_size if config.form == "two_shot" else 1
         step = vectors(layout, config) * parts * VECTOR // width
@@ -136,6 +136,3 @@ def launch(
             raise ValueError(f"{name}: has strides {tensor.stride()}, must be contiguous")
     kernel = AllReduce(place, x.numel(), x.dtype, reduce_op, x.device, config)
     kernel.launch(x.data_ptr(), out.data_ptr(), timeout_ns, stream)
-
-
-__all__ = ["DTYPES", "REDUCE_OPS", "SOURCE", "AllReduce", "Layout", "launch", "program"]

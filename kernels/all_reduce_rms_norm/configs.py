@@ -13,8 +13,16 @@ THREADS = 512  #: the largest block
 MAX_WORLD_SIZE = 8
 MAX_BYTES = 16 << 20  #: of x in one launch; more rows go piece after piece
 
-# From how many bytes of x on two_shot is faster; two ranks send as much in either form, so never there.
-_TWO_SHOT_FROM = {3: 384 << 10, 4: 192 << 10, 5: 144 << 10, 6: 104 << 10, 7: 80 << 10, 8: 64 << 10}
+# From how many bytes of x on two_shot is faster: measured on 2 H200, else what all_reduce has.
+_TWO_SHOT_FROM = {
+    2: 5 << 20,
+    3: 384 << 10,
+    4: 192 << 10,
+    5: 144 << 10,
+    6: 104 << 10,
+    7: 80 << 10,
+    8: 64 << 10,
+}
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,8 @@ def _units(rows: int, world_size: int, form: str) -> int:
 def choose(rows: int, vectors: int, world_size: int) -> Config:
     """The configuration for ``rows`` of ``vectors`` vectors each; the same on every rank.
 
-    As many multiprocessors as a cluster can bring together, and clusters of one where there are rows enough.
+    As many multiprocessors as a cluster can bring together; clusters of one where there are rows enough, or where one
+    block sends a row in one vector a thread.
     """
     nbytes = rows * vectors * VECTOR
     two_shot = world_size in _TWO_SHOT_FROM and nbytes >= _TWO_SHOT_FROM[world_size]
@@ -69,6 +78,8 @@ def choose(rows: int, vectors: int, world_size: int) -> Config:
     pieces = -(-vectors // WARP)
     fitting = [c for c in CLUSTERS if c <= pieces]
     held = [c for c in fitting if c * THREADS * most_per_thread(world_size) >= vectors]
+    if vectors * (world_size - 1) <= THREADS:
+        return Config(form, 1)
     spread = [c for c in held if c * _units(rows, world_size, form) <= BLOCKS]
     return Config(form, spread[-1] if spread else held[0])
 

@@ -17,7 +17,6 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ class Function:
 
     def __init__(self, name: str, handle: driver.CUfunction) -> None:
         self.name = name
-        self._address = int(handle)
+        self._handle = handle
 
     def most_clusters(self, cluster: int, block: int, shared: int) -> int:
         """How many clusters of ``cluster`` blocks of ``block`` threads the current device runs at once."""
@@ -67,7 +66,7 @@ class Function:
         size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         size.value.clusterDim.x, size.value.clusterDim.y, size.value.clusterDim.z = cluster, 1, 1
         config.attrs, config.numAttrs = [size], 1
-        return int(check(driver.cuOccupancyMaxActiveClusters(driver.CUfunction(self._address), config)))
+        return int(check(driver.cuOccupancyMaxActiveClusters(self._handle, config)))
 
     def launch(self, grid: int, block: int, args: ctypes.Structure, stream: int, shared: int = 0) -> None:
         """Launch ``grid`` blocks of ``block`` threads on ``stream`` (a CUstream as an integer).
@@ -82,24 +81,15 @@ class Function:
     def bound(self, grid: int, block: int, args: ctypes.Structure, shared: int = 0) -> Callable[[int], None]:
         """The same launch with only the stream left open. It keeps ``args``, and takes what then stands in it."""
         places = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        before = (self._address, *(ctypes.c_uint(n) for n in (grid, 1, 1, block, 1, 1, shared)))
-        behind = (ctypes.addressof(places), None)
-        launch = _launcher()
+        address, handle, launch = ctypes.addressof(places), self._handle, driver.cuLaunchKernel
+        success = driver.CUresult.CUDA_SUCCESS
 
         def run(stream: int, _keep: object = (args, places)) -> None:
-            if error := launch(*before, stream, *behind):
-                raise RuntimeError(f"launch of {self.name}: {_driver_error(driver.CUresult(error))}")
+            (error,) = launch(handle, grid, 1, 1, block, 1, 1, shared, stream, address, 0)
+            if error != success:
+                raise RuntimeError(f"launch of {self.name}: {_driver_error(error)}")
 
         return run
-
-
-@cache
-def _launcher() -> Callable[..., int]:
-    """cuLaunchKernel itself: the bindings' wrapper makes objects of its arguments and of its result, every time."""
-    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
-    launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
-    launch.restype = ctypes.c_int
-    return launch
 
 
 class Program:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from weft import symm_mem
-from weft.fused_ops import all_reduce, plan
+from weft.fused_ops import all_reduce, one_shot_all_reduce, one_shot_all_reduce_, plan
 
 NAME = "a group"
 
@@ -23,6 +23,9 @@ class Kernel:
 
 
 class Workspace:
+    def abandon(self, cause: BaseException) -> None:
+        self.error = symm_mem.WeftError(f"a call was ended by {cause!r}")
+
     def __init__(self) -> None:
         self.prepared: dict[Any, Any] = {}
         self.error: Exception | None = None
@@ -98,3 +101,41 @@ def test_a_broken_workspace_is_not_used(stage: SimpleNamespace) -> None:
     with pytest.raises(symm_mem.WeftError, match="expired"):
         all_reduce.again(stage.x, "sum", NAME)
     assert not stage.kernel.launched
+
+
+def test_a_launch_that_fails_breaks_the_workspace(
+    stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: int) -> None:
+        raise RuntimeError("the driver refuses")
+
+    monkeypatch.setattr(stage.kernel, "launch", refused)
+    with pytest.raises(RuntimeError, match="refuses"):
+        all_reduce.again(stage.x, "sum", NAME)
+    with pytest.raises(symm_mem.WeftError, match="ended by RuntimeError"):
+        all_reduce.again(stage.x, "sum", NAME)
+
+
+def test_the_function_takes_it_without_the_dispatcher(stage: SimpleNamespace) -> None:
+    x = stage.x
+    out = one_shot_all_reduce(x, "sum", NAME)
+    assert one_shot_all_reduce_(x, "sum", NAME) is x
+    assert [launch[:2] for launch in stage.kernel.launched] == [
+        (x.data_ptr(), out.data_ptr()),
+        (x.data_ptr(), x.data_ptr()),
+    ]
+    for wrong in ((x.tolist(), "sum"), (x, ["sum"])):
+        with pytest.raises(TypeError):
+            one_shot_all_reduce(*wrong, NAME)
+    assert one_shot_all_reduce(x.requires_grad_(), "sum", NAME).grad_fn is not None
+
+
+def test_nccl_is_taken_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = all_reduce._nccl_from.__wrapped__
+    monkeypatch.delenv("WEFT_NCCL_ALL_REDUCE_FROM", raising=False)
+    assert asked() == float("inf")
+    monkeypatch.setenv("WEFT_NCCL_ALL_REDUCE_FROM", "4096")
+    assert asked() == 4096
+    monkeypatch.setenv("WEFT_NCCL_ALL_REDUCE_FROM", "4 MiB")
+    with pytest.raises(ValueError, match="WEFT_NCCL_ALL_REDUCE_FROM: is '4 MiB', must be a number of bytes"):
+        asked()

@@ -310,17 +310,10 @@ static void start(Rank& rank) {
     }
 }
 
-// Run `count` launches on each of `ranks` ranks; `launches` holds them rank after rank. Those of one rank
-// follow each other, as on a stream.
-extern "C" void run(const Launch* launches, int ranks, int count, unsigned seed) {
-    std::vector<Rank> all(ranks);
-    for (int r = 0; r < ranks; ++r) {
-        all[r].number = r;
-        all[r].launches.assign(launches + r * count, launches + (r + 1) * count);
-    }
+static void run_all(std::vector<Rank>& all, unsigned seed) {
     std::mt19937 random(seed);
     std::vector<int> busy;
-    for (int r = 0; r < ranks; ++r) busy.push_back(r);
+    for (size_t r = 0; r < all.size(); ++r) busy.push_back(r);
     while (!busy.empty()) {
         // A rank runs for a while before another one does: they drift apart by whole calls.
         const size_t pick = random() % busy.size();
@@ -344,4 +337,23 @@ extern "C" void run(const Launch* launches, int ranks, int count, unsigned seed)
         }
         if (rank.next == rank.launches.size()) busy.erase(busy.begin() + pick);
     }
+}
+
+// Run `count` launches on each of `ranks` ranks; `launches` holds them rank after rank. Those of one rank
+// follow each other, as on a stream.
+extern "C" void run(const Launch* launches, int ranks, int count, unsigned seed) {
+    std::vector<Rank> all(ranks);
+    for (int r = 0; r < ranks; ++r) {
+        all[r].number = r;
+        all[r].launches.assign(launches + r * count, launches + (r + 1) * count);
+    }
+    run_all(all, seed);
+}
+
+// Run one launch on one rank, whose waits are all over.
+extern "C" void run_one(const Launch* launch, int rank) {
+    std::vector<Rank> all(1);
+    all[0].number = rank;
+    all[0].launches.assign(launch, launch + 1);
+    run_all(all, 0);
 }

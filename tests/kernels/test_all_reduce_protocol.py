@@ -68,15 +68,18 @@ def test_calls_of_changing_size(
     choice = random.Random(seed)
     ranks = Ranks(compiled(tmp_path, world_size, dtype, reduce_op), Layout(world_size, 64))
     calls = []
-    for _ in range(100 // world_size):
+    for call in range(100 // world_size):
         whole = 16 * choice.randrange(1, 100) * world_size
         numel = choice.choice([1, 3, 31, 127, 129, 500, choice.randrange(1, 3000), 5000, whole, whole])
-        config = Config(choice.choice(FORMS), choice.choice([1, 3, 5]), choice.choice([32, 64]))
+        if call < 4:  # each kernel at least once
+            numel = whole if call < 2 else 31
+        form = FORMS[call % 2] if call < 4 else choice.choice(FORMS)
+        config = Config(form, choice.choice([1, 3, 5]), choice.choice([32, 64]))
         xs = inputs(numel, TORCH[dtype], world_size)
         outs = []
         for rank in range(world_size):
             # Any address: a rank's own input may be aligned where another's is not.
-            shift = choice.randrange(2)
+            shift = choice.randrange(2) if call >= 2 else 0
             x = torch.cat([xs[rank][:1].expand(shift), xs[rank]])[shift:]
             out = torch.full((numel + shift + 1,), float("nan"), dtype=x.dtype)
             out[-1] = 1.5
