@@ -18,7 +18,9 @@ OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_r
 _ROW = 16  # bytes; the kernels' descriptors want rows of a multiple
 _LEAST_ROWS = 64  # of a rank's result of a float32 matmul_reduce_scatter, for its tiles
 _NUM_SMS = 132  # of Hopper; that some are reserved on a machine does not change what pays
-_MOST_REDUCED = 8 << 20  # bytes; beyond, the backend's all-reduce is faster (bench/NOTES.md)
+_MOST_REDUCED = (
+    8 << 20
+)  # bytes; beyond, from three ranks on, the backend's all-reduce is faster (bench/NOTES.md)
 # bytes and multiply-adds a microsecond: measured between H200s; of the order of one core each between CPU ranks.
 _RATES = {"cuda": (364e3, 350e6), "cpu": (5e3, 30e3)}
 
@@ -55,7 +57,7 @@ def worth_fusing(
         size = m * n * dtype.itemsize
         return (
             None
-            if size <= _MOST_REDUCED
+            if size <= _MOST_REDUCED or world_size == 2
             else f"{size >> 20} MiB are reduced: the backend's own is faster from 8 MiB on"
         )
     if last_dim:

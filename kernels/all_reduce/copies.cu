@@ -74,9 +74,9 @@ __device__ __forceinline__ void store(Element* place, uint4 v, u64 count) {
     }
 }
 
-__device__ __forceinline__ void wait(const Params& p, u32 expected, int peer, u32 flag) {
+__device__ __forceinline__ bool wait(const Params& p, u32 expected, int peer, u32 flag) {
     const u32 word = p.flags + peer * p.flags_per_rank + flag;
-    weft::wait_flag(p.watch, peer, word, expected, weft::WAIT_DATA);
+    return weft::wait_flag(p.watch, peer, word, expected, weft::WAIT_DATA);
 }
 
 }  // namespace
@@ -84,7 +84,8 @@ __device__ __forceinline__ void wait(const Params& p, u32 expected, int peer, u3
 extern "C" __global__ void __launch_bounds__(512, 1) reduce_chunk(const __grid_constant__ Params p) {
     const u32 use = p.watch.words[p.ticket];
     for (int peer = threadIdx.x; peer < WORLD_SIZE; peer += blockDim.x) {
-        if (peer != RANK) wait(p, use, peer, p.which);
+        // The flags that are copied behind the result then announce nothing, and the peers miss it.
+        if (peer != RANK && !wait(p, use, peer, p.which)) p.watch.words[p.ticket] = use - 1;
     }
     __syncthreads();
 

@@ -71,6 +71,7 @@ struct Use {
     const Slots& s;
     u32 epoch;
     u32 mine;  // slot 0 of sender 0 in this use's half
+    mutable bool lost = false;  // this thread went on without something: what it makes of it must not reach a peer
 
     __device__ __forceinline__ explicit Use(const Slots& slots) : s(slots) {
         epoch = load_relaxed(s.watch.words + s.epochs + blockIdx.x) + 1;
@@ -86,6 +87,12 @@ struct Use {
         store_payload(reinterpret_cast<uint4*>(here + static_cast<long long>(s.span) * (peer - RANK)), wire);
     }
 
+    // What was made of what others sent. A thread that had to go on without some of it sends nothing: the peers then miss
+    // it, and say so, instead of taking a wrong number for a right one.
+    __device__ __forceinline__ void pass_on_to_all(u32 index, const uint4& wire) const {
+        if (!lost) send_to_all(index, wire);
+    }
+
     __device__ __forceinline__ void send_to_all(u32 index, const uint4& wire) const {
 #pragma unroll(FEW ? 8 : 4)
         for (int i = 1; i < WORLD_SIZE; ++i) send(peer_of(i), index, wire);
@@ -94,7 +101,9 @@ struct Use {
     // The k-th poll for slot `index` of `sender` failed. True: go on without it.
     __device__ __forceinline__ bool expired(Patience& patience, int sender, u32 index) const {
         const u32 slot = s.first + (mine + sender * s.capacity + index) * WORDS;
-        return patience.overdue(s.watch, sender, slot, epoch, epoch - 1, WAIT_DATA);
+        if (!patience.overdue(s.watch, sender, slot, epoch, epoch - 1, WAIT_DATA)) return false;
+        lost = true;
+        return true;
     }
 
     // Slot `index` of one sender as it comes, empty again behind it.

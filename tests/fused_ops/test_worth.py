@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weft.fused_ops import worth
 from weft.fused_ops.worth import OPS, expected_gain, worth_fusing
-from weft.kernels.all_gather_matmul.configs import pays
+from weft.kernels.all_gather_matmul.configs import pays, push_pays
+from weft.kernels.matmul_reduce_scatter.configs import bulk_pays
 
 SIZES = st.integers(1, 1 << 15)
 BF16 = torch.bfloat16
@@ -30,9 +31,19 @@ def test_cpu_ranks_always_fuse(op: str, m: int, n: int, k: int, world: int, last
 @pytest.mark.parametrize("n", [1024, 28672])
 def test_all_gather_matmul_asks_the_kernels_rule(world: int, m: int, n: int) -> None:
     reason = worth_fusing("all_gather_matmul", m, n, 4096, world, BF16, "cuda")
-    assert (reason is None) is pays(m // world, n, 4096, world, BF16.itemsize)
+    assert (reason is None) is push_pays(m // world, [n], 4096, world, 132)
     if reason is not None:
         assert f"({m} x 4096 @ 4096 x {n})" in reason
+    exact = worth_fusing("all_gather_matmul", m, n, 4096, world, torch.float32, "cuda")
+    assert (exact is None) is pays(m // world, n, 4096, world, 4)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("m", [64, 1024, 8192])
+def test_matmul_reduce_scatter_asks_the_kernels_rule(world: int, m: int) -> None:
+    reason = worth_fusing("matmul_reduce_scatter", m, 4096, 4096, world, BF16, "cuda")
+    assert (reason is None) is bulk_pays(m // world, 4096, 4096, world, 132)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -43,8 +54,9 @@ def test_what_the_kernels_do_not_take() -> None:
     for op in ("all_gather_matmul", "matmul_reduce_scatter"):
         assert "last dimension" in str(worth_fusing(op, *big, last_dim=True))
         assert "multiple of 16 bytes" in str(worth_fusing(op, 8192, 28672, 4097, 4, BF16, "cuda"))
-    assert "63 rows" in str(worth_fusing("matmul_reduce_scatter", 4 * 63, 4096, 4096, 4, BF16, "cuda"))
-    assert worth_fusing("matmul_reduce_scatter", 4 * 64, 4096, 4096, 4, BF16, "cuda") is None
+    few = (4 * 63, 4096, 4096, 4, torch.float32, "cuda")
+    assert "too little" in str(worth_fusing("matmul_reduce_scatter", *few))
+    assert worth_fusing("matmul_reduce_scatter", 4 * 64, *few[1:]) is None
 
 
 @pytest.mark.usefixtures("hopper")
@@ -52,6 +64,7 @@ def test_what_the_kernels_do_not_take() -> None:
 def test_large_all_reduces_are_left_to_the_backend(op: str) -> None:
     assert worth_fusing(op, 1024, 4096, 0, 4, BF16, "cuda") is None
     assert "8 MiB" in str(worth_fusing(op, 1025, 4096, 0, 4, BF16, "cuda"))
+    assert worth_fusing(op, 1025, 4096, 0, 2, BF16, "cuda") is None
 
 
 def test_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
