@@ -16,7 +16,8 @@
 // its slots on rank r are empty. They were used for e - 2. In its use e - 1, block b of p waited for what
 // block b of r sent for e - 1: no block is launched that does not hear from every peer. r sent that after its
 // use e - 2 had ended, as kernels of one stream do, and that use emptied the slots. A block waits only for the
-// blocks of its own number, which send before they wait: the grid need not be resident at once.
+// blocks of its own number, which send before they wait: the grid need not be resident at once, as long as blocks
+// start in the order of their numbers, as they do.
 //
 // RANK is a constant of the program: no register and no branch is spent on who is who.
 

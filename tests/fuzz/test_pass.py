@@ -15,10 +15,7 @@ from weft.fused_ops import FusionPass
 sys.path.insert(0, str(Path(__file__).parent))
 import values as v
 
-WHY = "the pass does not look at its options yet"
 
-
-@pytest.mark.xfail(reason=WHY)
 @v.SETTINGS
 @given(st.one_of(v.junk, v.numbers, st.lists(st.one_of(v.junk, st.just("tp")), max_size=2)), st.booleans())
 def test_any_groups(groups: Any, strict: bool) -> None:
@@ -32,7 +29,6 @@ def test_any_groups(groups: Any, strict: bool) -> None:
     assert re.match("groups?: |$", problem), f"names no argument: {problem}"
 
 
-@pytest.mark.xfail(reason=WHY)
 @pytest.mark.parametrize("strict", [None, "no", 1])
 def test_strict_is_true_or_false(strict: Any) -> None:
     with pytest.raises(TypeError, match="strict: "):
