@@ -66,6 +66,8 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], list[str
     "gathered flat": (lambda x, w: ag(x).reshape(-1, 8) @ w, ((24,), (8, 5)), [AG]),
     "no rows": (lambda x, w: ag(x) @ w, ((0, 8), (8, 5)), [AG]),
     "no rows scattered": (lambda x, w: rs(x @ w), ((0, 8), (8, 5)), [RS]),
+    "no columns reduced": (lambda x, w: ar(x @ w), ((3, 8), (8, 0)), [AR]),
+    "no columns": (lambda x, w: ag(x) @ w, ((3, 8), (8, 0)), [AG]),
     "one row": (lambda x, w: ag(x) @ w, ((1, 8), (8, 5)), [AG]),
     "one contracted": (lambda x, w: ag(x) @ w, ((3, 1), (1, 5)), [AG]),
     "one column": (lambda x, w: rs(x @ w), ((4, 3), (3, 1)), [RS]),
