@@ -109,9 +109,9 @@ def program(codegen: bool = False, **options: Any) -> Iterator[Program]:
     torch._dynamo.reset()
 
 
-def outcomes(fn: Any, world: int, *args: Any, **options: Any) -> list[Outcome]:
+def outcomes(fn: Any, world: int, *args: Any) -> list[Outcome]:
     """Of ``fn(rank, world, *args, codegen)`` on each rank; ``codegen`` is the last of ``args``."""
-    return run_ranks(fn, world, *args, timeout=PATIENCE if args[-1] else 240.0, **options)
+    return run_ranks(fn, world, *args, timeout=PATIENCE if args[-1] else 240.0)
 
 
 def check(found: Iterable[Outcome], fused: int, left: Iterable[str] | None) -> None:
