@@ -8,6 +8,7 @@ loss or an embedding, is left alone.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +81,7 @@ class AllReduce:
 
     @property
     def m(self) -> Size:
-        return val(self.collective.x).numel() // self.n if self.sum is None else self.sum.m
+        return math.prod(val(self.collective.x).shape[:-1]) if self.sum is None else self.sum.m
 
     @property
     def n(self) -> Size:

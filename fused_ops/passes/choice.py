@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import TorchDynamoException
 
 from ...symm_mem import get_timeout, resolve_group
 from .board import ANOTHER_GRAPH, LATE, NO_BOARD, PASSED_BY, UNWILLING, Answer, Post, begun, board
@@ -34,6 +35,7 @@ from .board import ANOTHER_GRAPH, LATE, NO_BOARD, PASSED_BY, UNWILLING, Answer, 
 _log = logging.getLogger("weft.passes")
 #: Seconds until a rank that does not come is taken to run something else; less if the group's deadline is less.
 PATIENCE = 30.0
+_OP_BY_OP = 2  # runs of an unfused graph until it is compiled
 
 
 @dataclass(frozen=True)
@@ -131,9 +133,10 @@ class Choice:
         # Each group's answer depends on the others': they go round until every rank that shares any of them has the
         # same.
         self._rounds = [*fused, *fused[-2::-1]]
-        self._told: set[str] = set()
+        self._plain_runs = 0
+        self._told: set[tuple[str, int]] = set()
         self._late: dict[str, tuple[int, Post]] = {}
-        self._given_up: str | None = None
+        self._unwilling: str | None = None
 
     @property
     def name(self) -> str:
@@ -143,16 +146,15 @@ class Choice:
         """Whether every rank is about to run this graph, and so may run it fused. Every rank gets the same answer.
 
         A rank that does not come is waited for once: ``PATIENCE`` seconds, or the group's deadline if that is less.
-        If it turns out to have run something else meanwhile, the graph runs unfused from then on.
+        Then the graph runs unfused until that rank has shown that it was only late, or for good if it ran something
+        else.
         """
         for asked in self._groups:
             if not asked.fused:
                 self._ask(asked, 0, willing=False)
         willing = True
         for i, asked in enumerate(self._rounds):
-            if willing:
-                self._look_back(asked.name)
-            answer = self._ask(asked, i, willing and self._given_up is None)
+            answer = self._ask(asked, i, willing and self._may_wait(asked.name))
             if willing and not answer.fused:
                 self._explain(asked.name, answer)
             willing = willing and answer.fused
@@ -173,31 +175,36 @@ class Choice:
         group = resolve_group(asked.name)
         where = board(group)
         signature = (self._signature + turn) % (1 << 63)
-        if asked.name not in self._told:
+        if (asked.name, turn) not in self._told:
             where.tell(signature, json.dumps(self._what))
-            self._told.add(asked.name)
+            self._told.add((asked.name, turn))
         post = Post(where.turns, begun(group), asked.count, signature, willing)
         answer = where.ask(post, lambda: _patience(asked.name))
         if willing and answer.why in (LATE, NO_BOARD):
             self._late[asked.name] = (answer.peer, post)
         return answer
 
-    def _look_back(self, name: str) -> None:
-        """A rank that was waited for in vain: was it late, or does it run something else?"""
-        if name not in self._late:
-            return
-        peer, post = self._late[name]
-        came = board(resolve_group(name)).came_after_all(peer, post)
-        if came is not None:
+    def _may_wait(self, name: str) -> bool:
+        """Whether no rank has been waited for in vain, or only one that was late."""
+        if self._unwilling is not None and name not in self._late:
+            return False
+        if name in self._late:
+            peer, post = self._late[name]
+            came = board(resolve_group(name)).came_after_all(peer, post)
+            if came is None:
+                self._unwilling = f"rank {peer} has not come since it was waited for"
+                return False
             del self._late[name]
-        if came is False:
-            self._given_up = f"rank {peer} did not come to this graph but ran something else"
+            self._unwilling = (
+                None if came else f"rank {peer} did not come to this graph but ran something else"
+            )
+        return self._unwilling is None
 
     def _explain(self, name: str, answer: Answer) -> None:
         where = board(resolve_group(name))
         peer = answer.peer
         if answer.why == UNWILLING and peer == where.rank:
-            reason = self._given_up or "another group's ranks differ"
+            reason = self._unwilling or "another group's ranks differ"
         elif answer.why == LATE:
             reason = f"rank {peer} did not come within {_patience(name):g} s"
         elif answer.why == NO_BOARD:
@@ -219,9 +226,26 @@ class Choice:
             args: the graph's inputs. The list is emptied: what is not needed any more may be freed.
             strides: of the outputs, as the generated code gives them and the next graph expects them.
         """
+        self._plain_runs += 1
         with torch.no_grad():
-            outputs = self._run(self._namespace, args)
+            outputs = self._outputs(args)
             return tuple(_restrided(o, s) for o, s in zip(outputs, strides, strict=True))
+
+    def _outputs(self, args: list[Any]) -> Sequence[Any]:
+        """Op by op at first: ranks that differ once need no second compilation."""
+        if self._plain_runs <= _OP_BY_OP or self._compiled is None:
+            return self._run(self._namespace, args)
+        inputs = list(args)  # they are needed again if this cannot be compiled
+        try:
+            return self._compiled(self._namespace, args)
+        except TorchDynamoException as e:  # raised before anything has run
+            _log.warning("graph %s: cannot be compiled as it was, and runs op by op: %s", self.name, e)
+            self._compiled = None
+        return self._run(self._namespace, inputs)
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return torch.compile(self._run)
 
     @cached_property
     def _run(self) -> Any:

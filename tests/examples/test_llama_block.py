@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 DEMO = str(EXAMPLES / "llama_block.py")
 SMALL = [
     "--layers",
-    "2",
+    "1",
     "--vocabulary",
     "64",
     "--dim",

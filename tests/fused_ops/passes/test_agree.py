@@ -74,12 +74,28 @@ def test_the_kept_graph_runs(group: str) -> None:
     module = with_constant(torch.randn(5))
     _, after = passed(module.graph)
     (question,) = questions(after)
-    args = [X, W]
-    # The fake group gathers nothing, so only what is done with it can be compared.
-    (out,) = Choice(str(question.args[0])).plain(args, [(1, 12)])
-    assert args == []
-    assert out.shape == (12, 5)
-    assert out.stride() == (1, 12)
+    choice = Choice(str(question.args[0]))
+    for _ in range(2):
+        args = [X, W]
+        # The fake group gathers nothing, so only what is done with it can be compared.
+        (out,) = choice.plain(args, [(1, 12)])
+        assert args == []
+        assert out.shape == (12, 5)
+        assert out.stride() == (1, 12)
+
+
+def test_a_kept_graph_that_cannot_be_compiled_runs_op_by_op(caplog: pytest.LogCaptureFixture) -> None:
+    _, after = passed(with_constant(torch.randn(5)).graph)
+    (question,) = questions(after)
+    choice = Choice(str(question.args[0]))
+
+    def broken(*args: object) -> None:
+        raise torch._dynamo.exc.Unsupported("no", case_name="none")
+
+    choice._compiled = broken
+    for _ in range(4):
+        assert choice.plain([X, W], [(1, 12)])[0].shape == (12, 5)
+    assert sum("cannot be compiled as it was" in r.getMessage() for r in caplog.records) == 1
 
 
 def test_a_graph_in_which_nothing_is_fused_asks_without_a_way_out() -> None:

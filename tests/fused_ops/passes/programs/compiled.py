@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
@@ -24,6 +26,12 @@ from weft.fused_ops.passes import FusionPass
 
 # Relative to the norm of the float64 result, of anything that a few layers of these sizes compute in float32.
 BOUND = 1e-5
+# Inductor's code for one program takes a minute to compile, and several on a busy machine.
+PATIENCE = 1000.0  # seconds
+SLOW = [pytest.mark.slow, pytest.mark.timeout(PATIENCE + 100)]
+CODEGEN = pytest.mark.parametrize(
+    "codegen", [False, pytest.param(True, marks=SLOW)], ids=["passes", "inductor"]
+)
 
 
 def run_as_it_is(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
@@ -101,15 +109,20 @@ def program(codegen: bool = False, **options: Any) -> Iterator[Program]:
     torch._dynamo.reset()
 
 
-def check(outcomes: Iterable[Outcome], fused: int, left: Iterable[str] | None) -> None:
+def outcomes(fn: Any, world: int, *args: Any) -> list[Outcome]:
+    """Of ``fn(rank, world, *args, codegen)`` on each rank; ``codegen`` is the last of ``args``."""
+    return run_ranks(fn, world, *args, timeout=PATIENCE if args[-1] else 240.0)
+
+
+def check(found: Iterable[Outcome], fused: int, left: Iterable[str] | None) -> None:
     """Results are the unsharded model's, and of the collectives only these kinds were left alone.
 
     Args:
-        outcomes: of all ranks.
+        found: of all ranks.
         fused: how many collectives of the program can be fused.
         left: the kinds of those that cannot, in any order. None for any.
     """
-    first, *others = outcomes
+    first, *others = found
     for other in others:
         assert (other.fused, other.left) == (first.fused, first.left), f"{first.text}\n--- and\n{other.text}"
     assert first.errors

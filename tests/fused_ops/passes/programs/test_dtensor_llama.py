@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import Outcome, check, program
-from ranks import run_ranks
+from compiled import SLOW, Outcome, check, outcomes, program
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -113,7 +112,6 @@ def expected(case: Case) -> tuple[int, list[str]]:
     return fused, left
 
 
-SLOW = pytest.mark.slow
 CASES = {
     "whole": Case(),
     "without sequence parallelism": Case(sequence=False),
@@ -135,4 +133,4 @@ CASES = {
     ],
 )
 def test_training(case: Case, codegen: bool) -> None:
-    check(run_ranks(train, WORLD, case, codegen), *expected(case))
+    check(outcomes(train, WORLD, case, codegen), *expected(case))

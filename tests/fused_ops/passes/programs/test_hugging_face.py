@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import Outcome, check, program
-from ranks import run_ranks
+from compiled import CODEGEN, Outcome, check, outcomes, program
 
 pytest.importorskip("transformers")
 
@@ -42,6 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(folder: Path, world: int) -> tuple[Any, Any]:
     """The model as the plan shards it, and the unsharded one in float64."""
+    # Read when transformers is imported. The ranks stay for other tests, to which it means nothing.
+    os.environ.update(ENV)
     from transformers import LlamaForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -103,22 +104,18 @@ FORWARD, NOT = 2 * LAYERS, ["all_reduce", "all_gather_into_tensor"]
 # Backward: one reduction for each column-wise layer's input, the last of them the head's.
 BACKWARD = 5 * LAYERS + 1
 
-CODEGEN = pytest.mark.parametrize(
-    "codegen", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["passes", "inductor"]
-)
-
 
 @CODEGEN
 def test_inference(folder: Path, codegen: bool) -> None:
-    check(run_ranks(infer, WORLD, folder, codegen, env=ENV), FORWARD, NOT)
+    check(outcomes(infer, WORLD, folder, codegen), FORWARD, NOT)
 
 
 @CODEGEN
 def test_training(folder: Path, codegen: bool) -> None:
-    check(run_ranks(train, WORLD, folder, codegen, env=ENV), FORWARD + BACKWARD, NOT)
+    check(outcomes(train, WORLD, folder, codegen), FORWARD + BACKWARD, NOT)
 
 
 @CODEGEN
 def test_generation_with_a_static_cache(folder: Path, codegen: bool) -> None:
     # Two graphs: of the prompt, and of one token more.
-    check(run_ranks(generate, WORLD, folder, codegen, env=ENV), 2 * FORWARD, 2 * NOT)
+    check(outcomes(generate, WORLD, folder, codegen), 2 * FORWARD, 2 * NOT)

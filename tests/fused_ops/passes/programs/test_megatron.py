@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from compiled import Outcome, check, program
-from ranks import run_ranks
+from compiled import CODEGEN, Outcome, check, outcomes, program
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -208,10 +207,8 @@ CASES: dict[str, tuple[type[Block], int, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "codegen", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["passes", "inductor"]
-)
+@CODEGEN
 @pytest.mark.parametrize("name", CASES)
 def test_training(name: str, codegen: bool) -> None:
     kind, fused, left = CASES[name]
-    check(run_ranks(train, WORLD, kind, codegen), fused, left)
+    check(outcomes(train, WORLD, kind, codegen), fused, left)

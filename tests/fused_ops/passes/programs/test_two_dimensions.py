@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from compiled import Outcome, check, program
-from ranks import run_ranks
+from compiled import CODEGEN, Outcome, check, outcomes, program
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -107,23 +105,18 @@ def one_graph(rank: int, world: int, only_tensor: bool, codegen: bool) -> Outcom
         return p.outcome()
 
 
-CODEGEN = pytest.mark.parametrize(
-    "codegen", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["passes", "inductor"]
-)
-
-
 @CODEGEN
 def test_fsdp_around_compiled_blocks(codegen: bool) -> None:
     # One graph serves both blocks. FSDP's own collectives run outside of the graphs.
-    check(run_ranks(fsdp, RANKS, codegen), 8, ["reduce_scatter_tensor", "all_gather_into_tensor"])
+    check(outcomes(fsdp, RANKS, codegen), 8, ["reduce_scatter_tensor", "all_gather_into_tensor"])
 
 
 @CODEGEN
 def test_two_groups_in_one_graph(codegen: bool) -> None:
     left = ["all_gather_into_tensor", "reduce_scatter_tensor"] * 2
-    check(run_ranks(one_graph, RANKS, True, codegen), 4, left)
+    check(outcomes(one_graph, RANKS, True, codegen), 4, left)
 
 
 def test_both_groups_of_one_graph() -> None:
     # Six products for eight collectives: each way forward a product stands between two of them, and one gets it.
-    check(run_ranks(one_graph, RANKS, False, False), 6, None)
+    check(outcomes(one_graph, RANKS, False, False), 6, None)

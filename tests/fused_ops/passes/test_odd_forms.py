@@ -1,0 +1,108 @@
+"""Forms at the edge: sizes of 0 and 1, batches, chains of collectives, products of products. Traced op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from graphs import AG, AR, RS, applied, c10d, check_same, fake_ranks, traced
+from torch import Tensor
+
+
+@pytest.fixture(autouse=True)
+def two_ranks() -> Iterator[None]:
+    with fake_ranks(2):
+        yield
+
+
+def ag(x: Tensor) -> Tensor:
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0"))
+
+
+def rs(x: Tensor) -> Tensor:
+    return c10d.wait_tensor(c10d.reduce_scatter_tensor(x, "sum", 2, "0"))
+
+
+def ar(x: Tensor) -> Tensor:
+    return c10d.wait_tensor(c10d.all_reduce(x, "sum", "0"))
+
+
+def chain_of_two(x: Tensor, w: Tensor) -> Tensor:
+    y = ar(x @ w)
+    return y + ar(y.sin() @ w)
+
+
+def twice_the_same(x: Tensor, w: Tensor) -> Tensor:
+    y = ar(x @ w)
+    return y + y
+
+
+def four(w: Tensor) -> Tensor:
+    return w.expand(4, *w.shape)
+
+
+# The function, the shapes of its inputs, into what its collectives are fused.
+FORMS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], list[str | None]]] = {
+    "batch, right operand": (lambda x, w: torch.bmm(four(w), ag(x)), ((2, 6, 8), (5, 6)), [AG]),
+    "batch plus batch": (
+        lambda x, w, b: torch.baddbmm(b, ag(x), four(w)),
+        ((2, 6, 8), (8, 5), (4, 6, 5)),
+        [AG],
+    ),
+    "scattered batch": (lambda x, w: rs(torch.bmm(x, four(w))), ((4, 6, 8), (8, 5)), [RS]),
+    "scattered batch plus vector": (
+        lambda x, w, b: rs(torch.baddbmm(b, x, four(w))),
+        ((4, 6, 8), (8, 5), (1, 1, 5)),
+        [RS],
+    ),
+    "addmm, right operand": (lambda x, w, b: torch.addmm(b, w, ag(x)), ((3, 8), (5, 6), (8,)), [AG]),
+    "addmm, transposed right operand": (
+        lambda x, w, b: torch.addmm(b, w, ag(x).t()),
+        ((3, 8), (5, 8), (6,)),
+        [AG],
+    ),
+    "gathered flat": (lambda x, w: ag(x).reshape(-1, 8) @ w, ((24,), (8, 5)), [AG]),
+    "no rows": (lambda x, w: ag(x) @ w, ((0, 8), (8, 5)), [AG]),
+    "no rows scattered": (lambda x, w: rs(x @ w), ((0, 8), (8, 5)), [RS]),
+    "no columns reduced": (lambda x, w: ar(x @ w), ((3, 8), (8, 0)), [AR]),
+    "no columns": (lambda x, w: ag(x) @ w, ((3, 8), (8, 0)), [AG]),
+    "one row": (lambda x, w: ag(x) @ w, ((1, 8), (8, 5)), [AG]),
+    "one contracted": (lambda x, w: ag(x) @ w, ((3, 1), (1, 5)), [AG]),
+    "one column": (lambda x, w: rs(x @ w), ((4, 3), (3, 1)), [RS]),
+    "one column of each rank": (lambda x, w: rs((x @ w).t().contiguous()), ((4, 3), (3, 2)), [RS]),
+    "a product is gathered": (lambda x, w: ag(x @ w) @ w, ((3, 8), (8, 8)), [AG]),
+    "gathered and scattered": (lambda x, w: rs(ag(x) @ w), ((3, 8), (8, 8)), [None, RS]),
+    "gathered and reduced": (lambda x, w: ar(ag(x) @ w), ((3, 8), (8, 8)), [AG, AR]),
+    "reduced in another order": (
+        lambda x, w: ar((x @ w).reshape(2, 3, 2, 4).permute(0, 2, 1, 3).contiguous()),
+        ((6, 8), (8, 8)),
+        [AR],
+    ),
+    "reduced one after the other": (chain_of_two, ((6, 8), (8, 8)), [AR, AR]),
+    "reduced side by side": (lambda x, w: x + ar(x @ w) + ar(x.sin() @ w), ((6, 8), (8, 8)), [AR, AR]),
+    "reduced once and added twice": (twice_the_same, ((6, 8), (8, 8)), [AR]),
+    "joined along the dimension it was cut": (
+        lambda x, w: torch.cat(ag(x).split([5, 7])) @ w,
+        ((6, 8), (8, 5)),
+        [AG],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_form(name: str) -> None:
+    fn, shapes, into = FORMS[name]
+    seen = applied(traced(fn, *(torch.randn(s) for s in shapes)))
+    assert seen.fused == into, seen.reasons
+    check_same(seen, 2)
+
+
+def test_only_what_stands_side_by_side_is_merged() -> None:
+    def ops(name: str) -> int:
+        fn, shapes, _ = FORMS[name]
+        return applied(traced(fn, *(torch.randn(s) for s in shapes))).count(AR)
+
+    assert ops("reduced side by side") == 1
+    assert ops("reduced one after the other") == 2
