@@ -68,11 +68,13 @@ class FusionPass(CustomGraphPass):
         strict: raise FusionError, out of the compilation, when a collective is left alone.
         fuse: "auto" fuses where it pays, "always" wherever it is right.
         agree: whether graphs ask. False is for programs of which you know that all ranks run the same graphs in the
-        same
-            order: where they do not, a fused op waits for a rank that does not come, until its deadline.
+            same order: where they do not, a fused op waits for a rank that does not come, until its deadline.
+        replicated: you promise that a residual which is added to a reduced tensor in front of a norm is the same on all
+            ranks, as in tensor-parallel transformers: all_reduce, add and rms_norm then become one op. No graph shows
+            it, so by default they do not.
 
     Raises:
-        TypeError: ``groups`` is one name or no list, ``strict`` or ``agree`` is not True or False.
+        TypeError: ``groups`` is one name or no list, ``strict``, ``agree`` or ``replicated`` is not True or False.
         ValueError: ``fuse`` is neither "auto" nor "always".
     """
 
@@ -83,18 +85,19 @@ class FusionPass(CustomGraphPass):
         *,
         fuse: str = "auto",
         agree: bool = True,
+        replicated: bool = False,
     ) -> None:
         if isinstance(groups, str):
             raise TypeError(f"groups: is the string {groups!r}, must be a list of groups")
         if groups is not None and not isinstance(groups, Iterable):
             raise TypeError(f"groups: is {groups!r}, must be a list of groups")
-        for name, given in (("strict", strict), ("agree", agree)):
+        for name, given in (("strict", strict), ("agree", agree), ("replicated", replicated)):
             if not isinstance(given, bool):
                 raise TypeError(f"{name}: is {given!r}, must be True or False")
         if fuse not in FUSE:
             raise ValueError(f"fuse: is {fuse!r}, must be 'auto' or 'always'")
         self.groups = None if groups is None else frozenset(group_name(g) for g in groups)
-        self.strict, self.fuse, self.agree = strict, fuse, agree
+        self.strict, self.fuse, self.agree, self.replicated = strict, fuse, agree, replicated
         self._entries: list[Entry] = []
         self._graphs = 0
 
@@ -120,6 +123,7 @@ class FusionPass(CustomGraphPass):
         names = "all" if self.groups is None else sorted(self.groups)
         return (
             f"weft {_version()} {_sources()} groups={names} strict={self.strict} fuse={self.fuse} agree={self.agree} "
+            f"replicated={self.replicated} "
             f"sizes={_group_sizes()} environment={_environment()}"
         )
 
@@ -169,7 +173,8 @@ class FusionPass(CustomGraphPass):
         """Fuses one collective if it can be and should be, and enters what became of it and of those merged with it."""
         found: dict[str, Any] = {}
         try:
-            match = forms.match(Collective.from_node(node, self.groups), self.groups)
+            collective = Collective.from_node(node, self.groups)
+            match = forms.match(collective, self.groups, replicated=self.replicated)
             found = {"form": match.form}
             problem = _problem(match)
             reason = self._why_not(match, problem, why_not_kept)
