@@ -37,8 +37,14 @@ CALLS: dict[str, Callable[[], object]] = {
 }
 
 
+def hear_ctrl_c() -> None:
+    """What runs in the background of a script has it switched off, and so have its children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def interrupted(rank: int, world_size: int) -> None:
     """Rank 0 presses Ctrl-C while it waits for rank 1, which has not come."""
+    hear_ctrl_c()
     symm_mem.set_timeout(LONG)
     for name, call in CALLS.items():
         call()
@@ -71,6 +77,7 @@ def test_an_interrupted_rank_comes_out_at_once_and_the_others_are_told() -> None
 
 def waits_for_ever(rank: int, store: str, pipe: Connection) -> None:
     """A job's process: its second call waits for rank 1, which does something else."""
+    hear_ctrl_c()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     call = CALLS["fused_all_gather_matmul"]
     call()
