@@ -58,6 +58,7 @@ def _why_not(x: Tensor, world_size: int) -> str | None:
 def _on_cuda(where: Heap, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     from ..kernels.all_reduce_rms_norm.configs import choose, layout_for
     from ..kernels.all_reduce_rms_norm.cuda_kernel import AllReduceRmsNorm
+    from ..kernels.device.choice import make_together
 
     rows, hidden = x.shape
     vectors = hidden * x.element_size() // 16
@@ -73,10 +74,7 @@ def _on_cuda(where: Heap, x: Tensor, residual: Tensor, weight: Tensor, eps: floa
             def make() -> AllReduceRmsNorm:
                 return AllReduceRmsNorm(place, rows, hidden, x.dtype, eps, config)
 
-            where.prepare(
-                host.OP, key, make
-            )  # ranks compile together: no wait counts what a peer still compiles
-            kernel = place.prepared[key] = make()
+            kernel = make_together(place, host.OP, key, key, make)
         normed, sums = torch.empty_like(x), torch.empty_like(x)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
         kernel.launch(

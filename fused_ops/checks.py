@@ -92,7 +92,8 @@ def number(name: str, value: Any) -> None:
 
 
 def _one_of(names: Sequence[str]) -> str:
-    return " or ".join([", ".join(map(repr, names[:-1])), repr(names[-1])])
+    some = "one of " if len(names) > 2 else ""
+    return some + " or ".join([", ".join(map(repr, names[:-1])), repr(names[-1])])
 
 
 def _dtype(name: str, tensor: torch.Tensor) -> None:
@@ -104,11 +105,6 @@ def _dim(name: str, dim: int, tensor_name: str, ndim: int) -> int:
     if not -ndim <= dim < ndim:
         raise ValueError(f"{name}: is {dim}, must be from {-ndim} to {ndim - 1} for a {ndim}-D {tensor_name}")
     return dim % ndim
-
-
-def _reduce_op(reduce_op: str) -> None:
-    if reduce_op not in REDUCE_OPS:
-        raise ValueError(f"reduce_op: is {reduce_op!r}, must be 'sum' or 'avg'")
 
 
 def _matrix(name: str, B: torch.Tensor, k: int, like: torch.Tensor, like_name: str) -> None:
@@ -156,7 +152,7 @@ def matmul_reduce_scatter(
         raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
     _dtype("A", A)
     _matrix("B", B, A.shape[-1], A, "A")
-    _reduce_op(reduce_op)
+    reduction(reduce_op)
     dim = _dim("scatter_dim", scatter_dim, "A", A.dim())
     size = B.shape[1] if dim == A.dim() - 1 else A.shape[dim]
     if size % group.size():
@@ -174,8 +170,7 @@ def all_reduce(x: torch.Tensor, reduce_op: str, group_name: str) -> ProcessGroup
     """
     group = resolve_group(group_name)
     _dtype("x", x)
-    if reduce_op not in ALL_REDUCE_OPS:
-        raise ValueError(f"reduce_op: is {reduce_op!r}, must be one of 'sum', 'avg', 'max' or 'min'")
+    reduction(reduce_op, ALL_REDUCE_OPS)
     return group
 
 
@@ -216,5 +211,5 @@ def matmul_all_reduce(A: torch.Tensor, B: torch.Tensor, reduce_op: str, group_na
         raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
     _dtype("A", A)
     _matrix("B", B, A.shape[-1], A, "A")
-    _reduce_op(reduce_op)
+    reduction(reduce_op)
     return group

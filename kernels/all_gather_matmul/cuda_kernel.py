@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -12,13 +11,15 @@ import torch
 from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm
 from ..device.gate import leave
-from ..device.gemm import THREADS, Half, boxes_of_b, boxes_of_rows, is_whole, resident_blocks, watch
-from ..device.gemm_tiles import MOST_SHARED
-from ..device.program import Program, Watch
+from ..device.gemm import Half, boxes_of_b, boxes_of_rows, is_whole, watch
+from ..device.program import Watch
 from ..device.tensor_map import Boxes, Maps, TensorMap, contiguous
 from .configs import PushConfig, push_flags_per_rank
 
 MOST_BS = 4  # of one launch
+
+
+SOURCE = Path(__file__).parent / "kernel.cu"
 
 
 class _Params(ctypes.Structure):
@@ -47,12 +48,7 @@ class _Params(ctypes.Structure):
     )
 
 
-@cache
-def program(defines: tuple[tuple[str, str | int], ...]) -> Program:
-    return Program(Path(__file__).parent / "kernel.cu", defines=dict(defines))
-
-
-def defines(bs: Sequence[torch.Tensor], config: PushConfig) -> tuple[tuple[str, str | int], ...]:
+def defines(bs: Sequence[torch.Tensor], config: PushConfig) -> gemm.Defines:
     """What kernel.cu is compiled with for these B [K, N_i] and their like."""
     return (
         *gemm.defines(config.tile, bs).items(),
@@ -92,10 +88,6 @@ class AllGatherMatmulPush:
         if layout.flags_per_rank < flags or layout.half_bytes < size * m * k * dtype.itemsize:
             raise ValueError(f"workspace: {layout} is too small for shards of {m} x {k} {dtype}")
         shared = tile.shared(config.ring_bytes)
-        if shared > MOST_SHARED:
-            raise ValueError(
-                f"config: {config} takes {shared} bytes of shared memory, {MOST_SHARED} can be had"
-            )
         self.workspace = workspace
         piece = (1, 1, config.piece_rows, config.piece_columns)
         rows = (1, 1, m, k)
@@ -104,9 +96,8 @@ class AllGatherMatmulPush:
         self._from = Maps(Boxes(dtype, rows, strides, piece, 0))
         self._bs = [Maps(boxes_of_b(b, tile, is_whole(bs, tile))) for b in bs]
         self._params = [self._fixed(half, m, k, dtype, bs, config) for half in (0, 1)]
-        function = program(defines(bs, config)).function("all_gather_matmul", shared=shared)
-        blocks = resident_blocks(function, num_sms, shared)
-        self._launches = [function.bound(blocks, THREADS, p, shared) for p in self._params]
+        program = gemm.program(SOURCE, defines(bs, config))
+        self._launches = gemm.launches(program, "all_gather_matmul", self._params, num_sms, shared)
 
     def _fixed(
         self, half: int, m: int, k: int, dtype: torch.dtype, bs: Sequence[torch.Tensor], config: PushConfig

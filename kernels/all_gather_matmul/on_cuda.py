@@ -6,36 +6,20 @@ Triton kernel, for which copy engines send.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm
+from ..device.choice import Choice, Choices, make_together
 from ..device.launch import is_transposed, why_not
 from . import configs, cuda_kernel, host, pipeline
 
-
-@dataclass(frozen=True, eq=False)
-class Choice:
-    """How calls of one kind are run.
-
-    ``half_bytes`` of a half of the workspace and ``flags`` for each rank are what it takes. ``pays``: it is thought
-    to be faster than an all-gather in front of the products.
-    """
-
-    algorithm: str
-    config: configs.PushConfig | configs.Config
-    half_bytes: int
-    flags: int
-    pays: bool
+_choices: Choices[configs.PushConfig | configs.Config] = Choices()
 
 
-_choices: dict[tuple[object, ...], Choice | str] = {}
-_MOST_CHOICES = 4096  # kept before all are forgotten
-
-
-def choose(a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: int) -> Choice | str:
+def choose(
+    a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: int
+) -> Choice[configs.PushConfig | configs.Config] | str:
     """How to run a call, or why no kernel can.
 
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
@@ -44,25 +28,17 @@ def choose(a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: in
         a: the own shard, [m, K], contiguous. bs: each [K, N_i]. All begin at multiples of 16 bytes.
     """
     key = (a.shape, a.dtype, world_size, num_sms, *((b.shape, b.stride()) for b in bs))
-    found = _choices.get(key)
-    if found is None:
-        if len(_choices) >= _MOST_CHOICES:
-            _choices.clear()
-        found = _choices[key] = _refuses(a, bs) or _chosen(a, bs, world_size, num_sms)
-    return found
+    return _choices.get(key, _choose, a, bs, world_size, num_sms)
 
 
-def _refuses(a: torch.Tensor, bs: list[torch.Tensor]) -> str | None:
-    """Why no kernel can take a shard [m, K] and these Bs; None if one can."""
+def _choose(
+    a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: int
+) -> Choice[configs.PushConfig | configs.Config] | str:
     for i, b in enumerate(bs):
         if b.shape[1] == 0:
             return f"Bs[{i}] has no columns"
         if (reason := why_not(a, b)) is not None:
             return f"Bs[{i}]: {reason}"
-    return None
-
-
-def _chosen(a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: int) -> Choice:
     (m, k), ns = a.shape, [b.shape[1] for b in bs]
     if a.dtype in gemm.DTYPES and len({is_transposed(b) for b in bs}) == 1:
         config = configs.choose_push(m, ns, k, world_size, num_sms)
@@ -75,7 +51,7 @@ def _chosen(a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: i
 
 
 def run(
-    choice: Choice,
+    choice: Choice[configs.PushConfig | configs.Config],
     workspace: Workspace[Layout],
     a: torch.Tensor,
     bs: list[torch.Tensor],
@@ -93,10 +69,7 @@ def run(
             def make() -> list[cuda_kernel.AllGatherMatmulPush]:
                 return cuda_kernel.prepare(workspace, a, bs, config, num_sms)
 
-            # Ranks compile together: no wait counts what a peer still compiles. The strides are left out: each rank
-            # may have others.
-            key = (host.OP, a.shape, *(b.shape for b in bs), a.dtype, config, num_sms)
-            workspace.heap.prepare(host.OP, key, make)
-            kernels = workspace.prepared[choice] = make()
+            same = (host.OP, a.shape, *(b.shape for b in bs), a.dtype, config, num_sms)
+            kernels = make_together(workspace, host.OP, choice, same, make)
         return cuda_kernel.all_gather_matmul(workspace, kernels, a, bs, timeout_ns, return_A=return_A)
     return pipeline.all_gather_matmul(workspace, a, bs, config, num_sms, timeout_ns, return_A=return_A)

@@ -109,30 +109,3 @@ class AllReduce:
             params.x, params.out = x + start, out + start
             params.slots.watch.timeout_ns = timeout_ns
             ready(stream)
-
-
-def launch(
-    place: Place,
-    x: torch.Tensor,
-    out: torch.Tensor,
-    reduce_op: str,
-    timeout_ns: int,
-    stream: int,
-    config: Config | None = None,
-) -> None:
-    """The same for tensors, once: see ``AllReduce``.
-
-    Raises:
-        TypeError, ValueError: naming the argument, what it was and what it must be.
-    """
-    if out.dtype != x.dtype:
-        raise TypeError(f"out: is {out.dtype}, must be {x.dtype} like x")
-    if out.numel() != x.numel():
-        raise ValueError(f"out: has {out.numel()} elements, must have {x.numel()} like x")
-    if out.device != x.device:
-        raise ValueError(f"out: lies on {out.device}, must lie on {x.device} like x")
-    for name, tensor in (("x", x), ("out", out)):
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name}: has strides {tensor.stride()}, must be contiguous")
-    kernel = AllReduce(place, x.numel(), x.dtype, reduce_op, x.device, config)
-    kernel.launch(x.data_ptr(), out.data_ptr(), timeout_ns, stream)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
 from ...symm_mem.workspace import Layout, Workspace
-from .gemm_tiles import BLOCK_K, Tile
+from .gemm_tiles import BLOCK_K, MOST_SHARED, Tile
 from .launch import is_transposed
-from .launch import why_not as why_not_described
-from .program import Function, Watch
+from .program import Program, Watch
 from .tensor_map import Boxes
+
+Defines: TypeAlias = tuple[tuple[str, str | int], ...]
 
 THREADS = 384
 _CLUSTER = 2  # blocks
@@ -38,18 +42,6 @@ def defines(tile: Tile, bs: Sequence[torch.Tensor]) -> dict[str, str | int]:
         "B_ROWS": 0 if is_transposed(b) else 1,
         "B_WHOLE": int(is_whole(bs, tile)),
     }
-
-
-def why_not(a: torch.Tensor, b: torch.Tensor) -> str | None:
-    """Why ``a @ b`` cannot be fed to these kernels; None if it can.
-
-    Args:
-        a: [..., K], at most 4-D, the last dimension contiguous.
-        b: [K, N], rows or columns contiguous.
-    """
-    if a.dtype not in DTYPES:
-        return f"dtype: is {a.dtype}, must be one of {', '.join(map(str, DTYPES))}"
-    return why_not_described(a, b)
 
 
 def boxes_of_b(b: torch.Tensor, tile: Tile, whole: bool) -> Boxes:
@@ -99,6 +91,22 @@ def watch(workspace: Workspace[Layout]) -> Watch:
     return Watch(workspace.address, workspace.record, 0, workspace.rank)
 
 
-def resident_blocks(function: Function, num_sms: int, shared: int) -> int:
-    """Blocks of a launch: whole clusters, all of which the device runs at once, on ``num_sms`` multiprocessors."""
-    return min(num_sms // _CLUSTER, function.most_clusters(_CLUSTER, THREADS, shared)) * _CLUSTER
+@cache
+def program(path: Path, defines: Defines) -> Program:
+    """A kernel around gemm.cuh; one for each set of defines."""
+    return Program(path, defines=dict(defines))
+
+
+def launches(
+    program: Program, name: str, params: Sequence[ctypes.Structure], num_sms: int, shared: int
+) -> list[Callable[[int], None]]:
+    """A launch for each argument, on a stream: whole clusters on ``num_sms`` multiprocessors, which all run at once.
+
+    Raises:
+        ValueError: ``shared`` bytes of shared memory are more than a block may have.
+    """
+    if shared > MOST_SHARED:
+        raise ValueError(f"shared: is {shared} bytes, must be at most {MOST_SHARED}")
+    function = program.function(name, shared=shared)
+    clusters = min(num_sms // _CLUSTER, function.most_clusters(_CLUSTER, THREADS, shared))
+    return [function.bound(clusters * _CLUSTER, THREADS, p, shared) for p in params]

@@ -15,6 +15,7 @@ _TILE_US = 1.0  # from the last stage of a tile to the first of the next
 @dataclass(frozen=True)
 class Tile:
     """A tile of the product: ``block_m`` x ``block_n``, and how many stages of depth 64 lie in shared memory.
+
     ``stage_us``: microseconds a stage takes when all multiprocessors work, as measured on an H200.
     """
 

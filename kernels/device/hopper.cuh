@@ -73,17 +73,10 @@ __device__ __forceinline__ void arrive_at(u64* barrier, u32 block) {
         : "memory");
 }
 
-// Until the phase of this parity is over. TRAP_AFTER_NS is for the development of kernels: a wait that never ends is
-// a mistake in one, and ends its context then.
+// Until the phase of this parity is over.
 __device__ __forceinline__ void wait(u64* barrier, u32 parity) {
     u32 done;
-#ifdef TRAP_AFTER_NS
-    const u64 start = nanoseconds();
-#endif
     do {
-#ifdef TRAP_AFTER_NS
-        if (nanoseconds() - start > TRAP_AFTER_NS) __trap();
-#endif
         asm volatile(
             "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
             : "=r"(done)

@@ -53,6 +53,12 @@ class BulkConfig:
     band: int
     rounds: int
 
+    @staticmethod
+    def of(tile: gemm_tiles.Tile) -> BulkConfig:
+        """As few rounds as shared memory has room for."""
+        rounds = 1 if tile.shared(2 * tile.part_bytes) <= gemm_tiles.MOST_SHARED else 2
+        return BulkConfig(tile, 4, rounds)
+
     @property
     def staged_bytes(self) -> int:
         """Of shared memory, for what is on its way."""
@@ -62,8 +68,7 @@ class BulkConfig:
 def choose_bulk(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> BulkConfig:
     """The configuration for A [L, W, m, K] and B [K, N] of 16 bits. A pure function: all ranks choose alike."""
     tile, _ = _bulk_tile(m, n, k, world_size, num_sms, batches)
-    rounds = 1 if tile.shared(2 * tile.part_bytes) <= gemm_tiles.MOST_SHARED else 2
-    return BulkConfig(tile, 4, rounds)
+    return BulkConfig.of(tile)
 
 
 def bulk_pays(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> bool:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from pathlib import Path
 
 import torch
 
 from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm
-from ..device.gemm import THREADS, Half, boxes_of_b, boxes_of_rows, is_whole, resident_blocks, watch
-from ..device.gemm_tiles import MOST_SHARED
-from ..device.program import Program, Watch
+from ..device.gemm import Half, boxes_of_b, boxes_of_rows, is_whole, watch
+from ..device.program import Watch
 from ..device.tensor_map import Maps, TensorMap
 from .configs import BulkConfig, bulk_needs
+
+SOURCE = Path(__file__).parent / "kernel.cu"
 
 
 class _Params(ctypes.Structure):
@@ -37,12 +37,7 @@ class _Params(ctypes.Structure):
     )
 
 
-@cache
-def program(defines: tuple[tuple[str, str | int], ...]) -> Program:
-    return Program(Path(__file__).parent / "kernel.cu", defines=dict(defines))
-
-
-def defines(b: torch.Tensor, config: BulkConfig, world_size: int) -> tuple[tuple[str, str | int], ...]:
+def defines(b: torch.Tensor, config: BulkConfig, world_size: int) -> gemm.Defines:
     """What kernel.cu is compiled with for B [K, N] and its like."""
     return (
         *gemm.defines(config.tile, [b]).items(),
@@ -83,10 +78,6 @@ class MatmulReduceScatterBulk:
         if layout.flags_per_rank < flags or layout.half_bytes < nbytes:
             raise ValueError(f"workspace: {layout} is too small for results of {batches} x {m} x {n} {dtype}")
         shared = tile.shared(config.staged_bytes)
-        if shared > MOST_SHARED:
-            raise ValueError(
-                f"config: {config} takes {shared} bytes of shared memory, {MOST_SHARED} can be had"
-            )
         self.workspace = workspace
         self._a = Maps(boxes_of_rows(dtype, tuple(a.shape), a.stride(), tile))
         self._b = Maps(boxes_of_b(b, tile, is_whole([b], tile)))
@@ -97,9 +88,8 @@ class MatmulReduceScatterBulk:
             p.inbox = workspace.address + layout.half(half)
             p.batches, p.m, p.n, p.k, p.band, p.average = batches, m, n, k, config.band, average
             self._params.append(p)
-        function = program(defines(b, config, size)).function("matmul_reduce_scatter", shared=shared)
-        blocks = resident_blocks(function, num_sms, shared)
-        self._launches = [function.bound(blocks, THREADS, p, shared) for p in self._params]
+        program = gemm.program(SOURCE, defines(b, config, size))
+        self._launches = gemm.launches(program, "matmul_reduce_scatter", self._params, num_sms, shared)
 
     def launch(
         self, half: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, timeout_ns: int

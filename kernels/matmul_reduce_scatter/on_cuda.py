@@ -5,38 +5,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm
+from ..device.choice import Choice, Choices, make_together
 from ..device.launch import compiling, why_not
 from . import configs, host
 from .cuda_kernel import MatmulReduceScatterBulk
 from .triton_kernel import MatmulReduceScatter
 
-
-@dataclass(frozen=True, eq=False)
-class Choice:
-    """How calls of one kind are run.
-
-    ``half_bytes`` of a half of the workspace and ``flags`` for each rank are what it takes. ``pays``: it is thought
-    to be faster than a reduce-scatter behind the product.
-    """
-
-    algorithm: str
-    config: configs.BulkConfig | configs.Config
-    half_bytes: int
-    flags: int
-    pays: bool
+_choices: Choices[configs.BulkConfig | configs.Config] = Choices()
 
 
-_choices: dict[tuple[object, ...], Choice | str] = {}
-_MOST_CHOICES = 4096  # kept before all are forgotten
-
-
-def choose(a: torch.Tensor, b: torch.Tensor, num_sms: int) -> Choice | str:
+def choose(
+    a: torch.Tensor, b: torch.Tensor, num_sms: int
+) -> Choice[configs.BulkConfig | configs.Config] | str:
     """How to run a call, or why no kernel can.
 
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
@@ -45,15 +29,14 @@ def choose(a: torch.Tensor, b: torch.Tensor, num_sms: int) -> Choice | str:
         a: [L, W, m, K]. b: [K, N]. Both begin at multiples of 16 bytes.
     """
     key = (a.shape, a.stride(), a.dtype, b.shape, b.stride(), num_sms)
-    found = _choices.get(key)
-    if found is None:
-        if len(_choices) >= _MOST_CHOICES:
-            _choices.clear()
-        found = _choices[key] = why_not(a, b) or _chosen(a, b, num_sms)
-    return found
+    return _choices.get(key, _choose, a, b, num_sms)
 
 
-def _chosen(a: torch.Tensor, b: torch.Tensor, num_sms: int) -> Choice:
+def _choose(
+    a: torch.Tensor, b: torch.Tensor, num_sms: int
+) -> Choice[configs.BulkConfig | configs.Config] | str:
+    if (reason := why_not(a, b)) is not None:
+        return reason
     (batches, world_size, m, k), n = a.shape, b.shape[1]
     if a.dtype in gemm.DTYPES:
         config = configs.choose_bulk(m, n, k, world_size, num_sms, batches)
@@ -66,7 +49,7 @@ def _chosen(a: torch.Tensor, b: torch.Tensor, num_sms: int) -> Choice:
 
 
 def run(
-    choice: Choice,
+    choice: Choice[configs.BulkConfig | configs.Config],
     workspace: Workspace[Layout],
     a: torch.Tensor,
     b: torch.Tensor,
@@ -89,10 +72,7 @@ def run(
                 made.launch(0, a, b, out, timeout_ns=timeout_ns)
             return made
 
-        # Ranks compile together: no wait counts what a peer still compiles. The strides are left out: each rank may
-        # have others.
         same = (host.OP, a.shape, b.shape, a.dtype, average, config, num_sms)
-        workspace.heap.prepare(host.OP, same, make)
-        kernel = workspace.prepared[key] = make()
+        kernel = make_together(workspace, host.OP, key, same, make)
     kernel.launch(workspace.next_half(), a, b, out, timeout_ns=timeout_ns)
     return out

@@ -36,7 +36,8 @@ def launch(
     polls: int = PATIENT,
 ) -> None:
     monkeypatch.setattr(cuda_kernel, "_function", lambda w, r, d, op, name, device: ranks.function(name))
-    cuda_kernel.launch(ranks.places[rank], x, out, reduce_op, polls, rank, config)
+    kernel = cuda_kernel.AllReduce(ranks.places[rank], x.numel(), x.dtype, reduce_op, x.device, config)
+    kernel.launch(x.data_ptr(), out.data_ptr(), polls, rank)
 
 
 def reference(xs: list[torch.Tensor], reduce_op: str) -> torch.Tensor:

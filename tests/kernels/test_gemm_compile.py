@@ -13,10 +13,11 @@ import torch
 from cubins import ARGUMENTS, disassembled, usage
 from weft.kernels.all_gather_matmul import cuda_kernel as all_gather_matmul
 from weft.kernels.all_gather_matmul.configs import choose_push
-from weft.kernels.device.gemm_tiles import MOST_SHARED, TILES, Tile
+from weft.kernels.device import gemm
+from weft.kernels.device.gemm_tiles import TILES, Tile
 from weft.kernels.device.program import Program
 from weft.kernels.matmul_reduce_scatter import cuda_kernel as matmul_reduce_scatter
-from weft.kernels.matmul_reduce_scatter.configs import choose_bulk
+from weft.kernels.matmul_reduce_scatter.configs import BulkConfig
 
 # B as it lies in memory: rows contiguous, of whole boxes or not, or columns.
 ORDERS = {
@@ -28,13 +29,12 @@ ORDERS = {
 
 def gather(tile: Tile, order: str) -> Program:
     config = replace(choose_push(1024, [1024], 1024, 4, 132), tile=tile)
-    return all_gather_matmul.program(all_gather_matmul.defines([ORDERS[order]], config))
+    return gemm.program(all_gather_matmul.SOURCE, all_gather_matmul.defines([ORDERS[order]], config))
 
 
 def scatter(tile: Tile, order: str, world_size: int) -> Program:
-    rounds = 1 if tile.shared(2 * tile.part_bytes) <= MOST_SHARED else 2
-    config = replace(choose_bulk(1024, 1024, 1024, world_size, 132), tile=tile, rounds=rounds)
-    return matmul_reduce_scatter.program(matmul_reduce_scatter.defines(ORDERS[order], config, world_size))
+    defines = matmul_reduce_scatter.defines(ORDERS[order], BulkConfig.of(tile), world_size)
+    return gemm.program(matmul_reduce_scatter.SOURCE, defines)
 
 
 LARGEST, *OTHERS = TILES
