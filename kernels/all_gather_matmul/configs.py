@@ -60,8 +60,7 @@ def layout(m: int, k: int, dtype: torch.dtype, world_size: int, config: Config) 
 class PushConfig:
     """How the kernel that sends by itself (kernel.cu) is run.
 
-    ``ring_bytes`` of shared memory hold pieces of ``piece_rows`` x ``piece_columns`` on their way;
-    ``unit_columns`` of K are waited for at once; ``group`` rows of tiles of each rank are sent and multiplied
+    ``senders`` blocks send pieces of ``piece_rows`` x ``piece_columns``; ``unit_columns`` of K are waited for at once; ``group`` rows of tiles of each rank are sent and multiplied
     together; ``band`` pairs of own rows of tiles and ``remote_band`` pairs of the peers' are walked together.
     """
 
@@ -69,7 +68,7 @@ class PushConfig:
     piece_rows: int
     piece_columns: int
     unit_columns: int
-    ring_bytes: int
+    senders: int
     group: int
     band: int
     remote_band: int
@@ -85,7 +84,7 @@ def choose_push(m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int
     rows, columns, peers = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns), world_size - 1
     group = max(1, min(rows, round(num_sms / (peers * columns))))
     remote_band = max(_BAND, -(-group * peers // 2))
-    return PushConfig(tile, 64, 64, 1024, 32 << 10, group, _BAND, remote_band)
+    return PushConfig(tile, 64, 64, 1024, 8, group, _BAND, remote_band)
 
 
 def push_pays(m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int) -> bool:

@@ -13,7 +13,7 @@ from ..device import gemm
 from ..device.gate import leave
 from ..device.gemm import Half, boxes_of_b, boxes_of_rows, is_whole, watch
 from ..device.program import Watch
-from ..device.tensor_map import Boxes, Maps, TensorMap, contiguous
+from ..device.tensor_map import Maps, TensorMap, contiguous
 from .configs import PushConfig, push_flags_per_rank
 
 MOST_BS = 4  # of one launch
@@ -28,11 +28,11 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("own", TensorMap),
         ("gathered", TensorMap),
-        ("from_", TensorMap),
-        ("to", TensorMap),
         ("b", TensorMap * MOST_BS),
         ("watch", Watch),
         ("half", Half),
+        ("a", ctypes.c_uint64),
+        ("data", ctypes.c_uint64),
         ("c", ctypes.c_uint64 * MOST_BS),
         ("n", ctypes.c_int32 * MOST_BS),
         ("bs", ctypes.c_int32),
@@ -42,9 +42,10 @@ class _Params(ctypes.Structure):
         ("band", ctypes.c_int32),
         ("remote_band", ctypes.c_int32),
         ("group", ctypes.c_int32),
+        ("senders", ctypes.c_int32),
         ("push", ctypes.c_int32),
         ("final", ctypes.c_int32),
-        ("_size_is_a_multiple_of_64", ctypes.c_int32 * 8),
+        ("_size_is_a_multiple_of_64", ctypes.c_int32 * 3),
     )
 
 
@@ -52,7 +53,6 @@ def defines(bs: Sequence[torch.Tensor], config: PushConfig) -> gemm.Defines:
     """What kernel.cu is compiled with for these B [K, N_i] and their like."""
     return (
         *gemm.defines(config.tile, bs).items(),
-        ("EXTRA_SHARED", config.ring_bytes),
         ("PIECE_ROWS", config.piece_rows),
         ("PIECE_COLUMNS", config.piece_columns),
         ("UNIT_COLUMNS", config.unit_columns),
@@ -87,35 +87,24 @@ class AllGatherMatmulPush:
         flags = push_flags_per_rank(m, k, config)
         if layout.flags_per_rank < flags or layout.half_bytes < size * m * k * dtype.itemsize:
             raise ValueError(f"workspace: {layout} is too small for shards of {m} x {k} {dtype}")
-        shared = tile.shared(config.ring_bytes)
-        self.workspace = workspace
-        piece = (1, 1, config.piece_rows, config.piece_columns)
+        self.workspace, self._senders = workspace, config.senders
         rows = (1, 1, m, k)
         strides = (0, 0, *a.stride())
         self._own = Maps(boxes_of_rows(dtype, rows, strides, tile))
-        self._from = Maps(Boxes(dtype, rows, strides, piece, 0))
         self._bs = [Maps(boxes_of_b(b, tile, is_whole(bs, tile))) for b in bs]
         self._params = [self._fixed(half, m, k, dtype, bs, config) for half in (0, 1)]
         program = gemm.program(SOURCE, defines(bs, config))
-        self._launches = gemm.launches(program, "all_gather_matmul", self._params, num_sms, shared)
+        self._launches = gemm.launches(program, "all_gather_matmul", self._params, num_sms, tile.shared)
 
     def _fixed(
         self, half: int, m: int, k: int, dtype: torch.dtype, bs: Sequence[torch.Tensor], config: PushConfig
     ) -> _Params:
         w, tile = self.workspace, config.tile
         offset, shape = w.layout.half(half), (w.world_size, m, k)
-        first = w.address - w.rank * w.span + offset
         gathered = boxes_of_rows(dtype, (1, *shape), (0, *contiguous(shape)), tile)
-        everywhere = Boxes(
-            dtype,
-            (w.world_size, *shape),
-            (w.span // dtype.itemsize, *contiguous(shape)),
-            (1, 1, config.piece_rows, config.piece_columns),
-            0,
-        )
         p = _Params()
         p.gathered = gathered.encode(w.address + offset)
-        p.to = everywhere.encode(first)
+        p.data = w.address + offset
         p.watch, p.half = watch(w), Half.of(w, half)
         p.bs, p.m, p.k = len(bs), m, k
         for i, b in enumerate(bs):
@@ -145,10 +134,12 @@ class AllGatherMatmulPush:
         """
         with self.workspace.lock:
             p = self._params[half]
-            p.own, p.from_ = self._own[a], self._from[a]
+            p.own, p.a = self._own[a], a
             for i, b in enumerate(bs):
                 p.b[i], p.c[i] = self._bs[i][b], cs[i]
-            p.watch.timeout_ns, p.push, p.final = timeout_ns, push, final
+            p.watch.timeout_ns, p.final = timeout_ns, final
+            p.senders = self._senders if push else 0
+            p.push = push and self._senders == 0
             self._launches[half](stream)
 
 

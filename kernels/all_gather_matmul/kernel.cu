@@ -1,25 +1,28 @@
-// all_gather(A) @ B in one kernel: every block sends its part of the own rows while it multiplies.
+// all_gather(A) @ B in one kernel, which sends the own rows while it multiplies.
 //
 // Computes C[src] = A[src] @ B for every rank src: A[src] [m, K] are the rows of rank src, B [K, N] is this rank's,
 // C [W, m, N]. Up to MOST_BS Bs are multiplied by the same A. Products are summed in float32.
 //
-// Who writes: warp 1 of every block, pieces of PIECE_ROWS x PIECE_COLUMNS of the own rows, into slot `rank` of every
-// peer's half, viewed [W, m, K]: from memory to shared memory once, from there by a bulk store to each peer, by a lane
-// for each. When a store lies there, the lane sets flags(half)[rank][piece] = e on that peer. Before anything is sent
-// to peer p, done(half)[p] >= e - 1 was seen.
-// Who waits: the loader (warp 0), before it loads of a peer's rows the next UNIT_COLUMNS of K: a lane for each piece
-// that these lie in. Own rows are read from the input.
+// Who writes: pushing warps, pieces of PIECE_ROWS x PIECE_COLUMNS of the own rows, into slot `rank` of every peer's half,
+// viewed [W, m, K]; behind them the block's posting warp sets flags(half)[rank][piece] = e on the peers. Before anything
+// is sent, done(half)[p] >= e - 1 was seen of every peer p. Either every block has one pushing warp beside its
+// multiplying ones (`senders` is 0), or the first `senders` blocks do nothing else, with all their warps: eight blocks fill
+// the links, and what the other blocks load does not wait behind what is sent.
+// Who waits: warp 2 of every multiplying block, for every UNIT_COLUMNS of K of a peer's rows, a lane for each piece that
+// these lie in; it tells the loader (warp 0). Own rows are read from the input.
 // Use e = EPOCH[half] + 1 is read when the kernel starts; its last block ends the use (weft::leave), if `final`.
 //
 // Order: rows are sent and multiplied in groups of `group` rows of tiles from every rank, the own rows first. Inside a
 // group pieces are sent by columns, then by rows: all tiles of a group advance along K as the data comes, and what
 // remains to be done behind the last byte is the last columns' share of a tile, not a tile.
 //
-// Every block waits for what blocks of the other ranks send, so all blocks of a launch must be resident at once: no
-// more than there are SMs to be had.
+// Blocks wait for what blocks of the other ranks send, so all blocks of a launch must run at once: no more than there
+// are SMs to be had.
 
-#define ROUNDS 0
-#include "gemm.cuh"
+// Of a thread; what is pushed is on its way in them.
+#define SERVE_REGISTERS 72
+#define MULTIPLY_REGISTERS 216
+#include "../device/gemm.cuh"
 #include "order.cuh"
 
 using weft::PIECES;
@@ -31,22 +34,24 @@ using weft::u8;
 namespace {
 
 constexpr int MOST_BS = 4;
-constexpr int PIECE_BYTES = PIECE_ROWS * PIECE_COLUMNS * 2;
-constexpr int RING = EXTRA_SHARED / PIECE_BYTES;  // pieces in shared memory
-constexpr int LAG = RING - 2;  // pieces on their way behind the newest, before the oldest is waited for
+constexpr int PUSHERS = weft::THREADS / 32 - 1;  // warps of a block that only sends; the last one posts
+// Which of s.counts: units of peers' rows that lie here, in the loader's order; and, of each pushing warp from SENT on,
+// pieces that have been sent.
+constexpr int ARRIVED = 0, SENT = 1;
+constexpr u32 NOTHING = ~0u;  // stands there if nothing will be sent
 
-static_assert(RING >= 2 && RING <= 8);
+static_assert(SENT + PUSHERS <= weft::COUNTS);
 static_assert(weft::PIECES <= 32, "a lane waits for each");
 static_assert(BM % PIECE_ROWS == 0 && UNIT_COLUMNS % PIECE_COLUMNS == 0 && UNIT_COLUMNS % weft::BK == 0);
 
 struct Params {
     weft::TensorMap own;  // A [1, 1, m, K], boxes of a stage
     weft::TensorMap gathered;  // the own half [1, W, m, K], boxes of a stage
-    weft::TensorMap from;  // A [1, 1, m, K], boxes of a piece
-    weft::TensorMap to;  // all halves [W, W, m, K], boxes of a piece; rank and slot lead
     weft::TensorMap b[MOST_BS];
     weft::Watch watch;
     weft::Half half;
+    const weft::u16* a;  // A [m, K]
+    weft::u16* data;  // the own half [W, m, K]
     weft::u16* c[MOST_BS];  // [W, m, N]
     int n[MOST_BS];
     int bs;  // how many
@@ -55,7 +60,8 @@ struct Params {
     int band;  // pairs of own rows of tiles walked together
     int remote_band;  // and of the peers'
     int group;  // rows of tiles of a rank that are sent together
-    int push;  // this launch sends
+    int senders;  // blocks that only send
+    int push;  // every block sends beside its products
     int final;  // and ends the use
 };
 
@@ -63,85 +69,129 @@ using Order = weft::GatherOrder<Params>;
 using Piece = weft::GatherPiece<Params>;
 using Tile = weft::GatherTile;
 
+// Pushing warp `pusher` of the launch's `pushers`: its pieces, from the own rows to all peers. Ordinary stores:
+// where bulk copies wait for a link, what the same SM loads for its products waits behind them.
+__device__ __forceinline__ void push(const Params& p, const Order& order, u32 use, int pusher, int pushers, u32* sent) {
+    const int lane = threadIdx.x % 32, world_size = p.half.world_size, rank = p.watch.rank;
+    bool free = true;
+    if (lane < world_size && lane != rank) {
+        free = weft::wait_flag(p.watch, lane, p.half.done + lane, use - 1, weft::WAIT_FREE);
+    }
+    if (!__all_sync(~0u, free)) {  // a peer may still read what would be overwritten; it will miss the flags
+        if (lane == 0) weft::set_count(sent, NOTHING);
+        return;
+    }
+    constexpr int LANES = PIECE_COLUMNS / 8;  // of a row of a piece
+    constexpr int ROWS = 32 / LANES;  // at once
+    constexpr int VECTORS = 8;  // of a lane, on their way at once
+    static_assert(PIECE_ROWS % (ROWS * VECTORS) == 0);
+    const u64 stride = static_cast<u64>(ROWS) * p.k;
+    u32 count = 0;
+    for (int index = pusher; index < order.pieces; index += pushers) {
+        const Piece piece(p, order, index);
+        const int column = piece.column + lane % LANES * 8;
+        if (piece.inside && column < p.k) {
+#pragma unroll 1
+            for (int row = piece.row + lane / LANES; row < piece.row + PIECE_ROWS; row += ROWS * VECTORS) {
+                uint4 v[VECTORS];
+                const int left = p.m - row;
+                const u64 at = static_cast<u64>(row) * p.k + column;
+                const weft::u16* from = p.a + at;
+#pragma unroll
+                for (int i = 0; i < VECTORS; ++i) {
+                    if (i * ROWS < left) v[i] = __ldg(reinterpret_cast<const uint4*>(from + i * stride));
+                }
+                weft::u16* slot = p.data + static_cast<u64>(rank) * p.m * p.k + at;
+#pragma unroll 1
+                for (int turn = 1; turn < world_size; ++turn) {
+                    const int peer = rank >= turn ? rank - turn : rank - turn + world_size;
+                    weft::u16* to = weft::on_rank(slot, p.watch, p.half, peer);
+#pragma unroll
+                    for (int i = 0; i < VECTORS; ++i) {
+                        if (i * ROWS < left) *reinterpret_cast<uint4*>(to + i * stride) = v[i];
+                    }
+                }
+            }
+        }
+        __syncwarp();
+        if (lane == 0) weft::set_count(sent, ++count);
+    }
+}
+
+// The posting warp of a block, for its `mine` pushing warps from number `first` on, a lane for each: as many flags behind
+// one fence as there are, for it takes microseconds. (With a release behind every piece, links stood still half the time.)
+__device__ __forceinline__ void post(
+    const Params& p, const Order& order, u32 use, int first, int mine, int pushers, const u32* sent) {
+    const int lane = threadIdx.x % 32, rank = p.watch.rank;
+    u32* flags = p.watch.words + p.half.flags + rank * p.half.flags_per_rank;
+    u32 posted = 0;
+    int index = lane < mine ? first + lane : order.pieces;
+    while (__any_sync(~0u, index < order.pieces)) {
+        const u32 there = lane < mine ? weft::read_count(sent + lane) : 0;
+        if (there == NOTHING) index = order.pieces;
+        const bool more = index < order.pieces && there > posted;
+        if (!__any_sync(~0u, more)) continue;
+        __threadfence_system();
+        if (!more) continue;
+        for (; posted < there; ++posted, index += pushers) {
+            const Piece piece(p, order, index);
+            if (!piece.inside) continue;
+            for (int peer = 0; peer < p.half.world_size; ++peer) {
+                if (peer == rank) continue;
+                weft::post_behind_fence(weft::on_rank(flags, p.watch, p.half, peer) + piece.flag, use);
+            }
+        }
+    }
+}
+
+// A block that only sends.
+__device__ __forceinline__ void send(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
+    const int warp = threadIdx.x / 32, first = blockIdx.x * PUSHERS, pushers = p.senders * PUSHERS;
+    if (warp < PUSHERS) {
+        push(p, order, use, first + warp, pushers, s.counts + SENT + warp);
+    } else {
+        post(p, order, use, first, PUSHERS, pushers, s.counts + SENT);
+    }
+}
+
 // Warp 0: what the multiplying warpgroups work on.
-__device__ __forceinline__ void load(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
-    const int lane = threadIdx.x % 32;
+__device__ __forceinline__ void load(const Params& p, const weft::Shared& s, const Order& order) {
     const int depth = (p.k + weft::BK - 1) / weft::BK;
     weft::Turn<STAGES> turn;
-    for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
+    u32 needed = 0;
+    for (int step = weft::first_step(p.senders); step < order.steps(); step += weft::stride(p.senders)) {
         const Tile t = order.tile(p, step, s.block);
         const bool own = t.src == p.watch.rank;
         const weft::Rows rows{t.row * BM, own ? 0 : t.src, 0};
+        const weft::TensorMap& a = own ? p.own : p.gathered;
         for (int i = 0; i < depth; ++i) {
-            if (!own && i % (UNIT_COLUMNS / weft::BK) == 0) {
-                const int unit = i / (UNIT_COLUMNS / weft::BK);
-                const int row = t.row * BM + lane / PIECES_K * PIECE_ROWS;
-                const int column = unit * UNIT_COLUMNS + lane % PIECES_K * PIECE_COLUMNS;
-                if (lane < PIECES && row < p.m && column < p.k) {
-                    const int flag = (t.row * order.units + unit) * PIECES + lane;
-                    weft::wait_flag(
-                        p.watch, t.src, p.half.flags + t.src * p.half.flags_per_rank + flag, use, weft::WAIT_DATA);
-                }
-                __syncwarp();
-                weft::fence_proxy_async();
-            }
-            const weft::TensorMap& a = own ? p.own : p.gathered;
+            if (!own && i % (UNIT_COLUMNS / weft::BK) == 0) weft::wait_count(s.counts + ARRIVED, ++needed);
             weft::load_stage(s, turn, a, rows, p.b[t.b], t.column * BN, i * weft::BK);
         }
     }
 }
 
-// Warp 1: lane l serves peer rank - 1 - l, lane 0 also fetches.
-__device__ __forceinline__ void push(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
-    const int lane = threadIdx.x % 32, world_size = p.half.world_size, rank = p.watch.rank;
-    const bool serves = lane < world_size - 1;
-    const int peer = (rank + world_size - 1 - lane % world_size) % world_size;
-    bool free = true;
-    if (serves) free = weft::wait_flag(p.watch, peer, p.half.done + peer, use - 1, weft::WAIT_FREE);
-    if (!__all_sync(~0u, free)) return;  // a peer may still read what would be overwritten; it will miss the flags
-    weft::fence_proxy_async();
-    u32* flags = weft::on_rank(p.watch.words, p.watch, p.half, peer) + p.half.flags + rank * p.half.flags_per_rank;
-
-    const int all = order.rows * order.units * PIECES;
-    int fetched = blockIdx.x, sent = blockIdx.x, posted = blockIdx.x;
-    weft::Turn<RING> in, out;
-    const auto fetch = [&] {
-        const Piece piece(p, order, fetched);
-        if (lane == 0) {
-            if (piece.inside) {
-                weft::arrive_expecting(s.own + in.at, PIECE_BYTES);
-                weft::load_box(p.from, s.extra + in.at * PIECE_BYTES, s.own + in.at, piece.column, piece.row, 0, 0);
-            } else {
-                weft::arrive(s.own + in.at);
+// Warp 2: tells the loader how many units of peers' rows lie here, in its order. It goes ahead of the loader, which a
+// look at a flag and a fence, some microseconds for each unit, would hold up.
+__device__ __forceinline__ void watch(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
+    const int lane = threadIdx.x % 32;
+    u32 arrived = 0;
+    for (int step = weft::first_step(p.senders); step < order.steps(); step += weft::stride(p.senders)) {
+        const Tile t = order.tile(p, step, s.block);
+        if (t.src == p.watch.rank) continue;
+        const int row = t.row * BM + lane / PIECES_K * PIECE_ROWS;
+        for (int unit = 0; unit < order.units; ++unit) {
+            const int column = unit * UNIT_COLUMNS + lane % PIECES_K * PIECE_COLUMNS;
+            if (lane < PIECES && row < p.m && column < p.k) {
+                const int flag = (t.row * order.units + unit) * PIECES + lane;
+                weft::wait_flag(
+                    p.watch, t.src, p.half.flags + t.src * p.half.flags_per_rank + flag, use, weft::WAIT_DATA);
             }
-        }
-        in.next();
-        fetched += gridDim.x;
-    };
-    const auto post = [&] {
-        const Piece piece(p, order, posted);
-        weft::fence_proxy_async();
-        if (serves && piece.inside) weft::post_flag(flags + piece.flag, use);
-        posted += gridDim.x;
-    };
-    for (int i = 0; i < RING && fetched < all; ++i) fetch();
-    for (int i = 0; sent < all; ++i, sent += gridDim.x) {
-        const Piece piece(p, order, sent);
-        weft::wait(s.own + out.at, out.parity);
-        if (serves && piece.inside) {
-            weft::store_box(p.to, s.extra + out.at * PIECE_BYTES, piece.column, piece.row, rank, peer);
-        }
-        weft::commit_stores();
-        out.next();
-        if (i >= LAG) {
-            weft::wait_stores<LAG>();
-            __syncwarp();  // of all lanes: the oldest piece's place is free
-            if (fetched < all) fetch();
-            post();
+            weft::fence_proxy_async();
+            __syncwarp();
+            if (lane == 0) weft::set_count(s.counts + ARRIVED, ++arrived);
         }
     }
-    weft::wait_stores<0>();
-    while (posted < sent) post();
 }
 
 }  // namespace
@@ -154,16 +204,20 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
     const u32 use = p.watch.words[p.half.epoch] + 1;
     const Order order(p);
     const int warpgroup = threadIdx.x / weft::GROUP;
-    if (warpgroup == 2) {
-        weft::give_registers<weft::SERVE_REGISTERS>();
+    if (static_cast<int>(blockIdx.x) < p.senders) {
+        send(p, s, order, use);
+    } else if (warpgroup == 2) {
+        weft::give_registers<SERVE_REGISTERS>();
         const int warp = threadIdx.x / 32 % 4;
-        if (warp == 0) load(p, s, order, use);
-        if (warp == 1 && p.push) push(p, s, order, use);
+        if (warp == 0) load(p, s, order);
+        if (warp == 1 && p.push) push(p, order, use, blockIdx.x, gridDim.x, s.counts + SENT);
+        if (warp == 2) watch(p, s, order, use);
+        if (warp == 3 && p.push) post(p, order, use, blockIdx.x, 1, gridDim.x, s.counts + SENT);
     } else {
-        weft::take_registers<weft::MULTIPLY_REGISTERS>();
+        weft::take_registers<MULTIPLY_REGISTERS>();
         const int depth = (p.k + weft::BK - 1) / weft::BK;
         weft::Turn<STAGES> turn;
-        for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
+        for (int step = weft::first_step(p.senders); step < order.steps(); step += weft::stride(p.senders)) {
             const Tile t = order.tile(p, step, s.block);
             float sums[weft::SUMS];
             weft::multiply(s, turn, warpgroup, depth, sums);

@@ -23,12 +23,14 @@ struct GatherOrder {
     int rows;  // of tiles, of a shard
     int columns, units;
     int pairs, own_pairs;
+    int pieces;  // that are sent
 
     __device__ explicit GatherOrder(const Params& p) {
         rows = (p.m + BM - 1) / BM;
         units = (p.k + UNIT_COLUMNS - 1) / UNIT_COLUMNS;
         pairs = (rows * p.half.world_size + 1) / 2;
         own_pairs = rows / 2;
+        pieces = rows * units * PIECES;
         columns = 0;
         for (int i = 0; i < p.bs; ++i) columns += p.columns[i];
     }

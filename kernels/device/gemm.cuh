@@ -2,8 +2,7 @@
 //
 // A tile of C [BM, BN] is A [BM, K] @ B [K, N]. Warpgroups 0 and 1 multiply: with BM = 128 each has 64 rows of the tile,
 // with BM = 64 each has half of its columns. Warpgroup 2 serves them: warp 0 loads A and B through a ring of STAGES
-// stages, warps 2 and 3 send finished tiles to peers, one for each multiplying warpgroup, and warp 1 is the kernel's own.
-// So main loops, loads and whatever is sent meanwhile run beside each other.
+// stages, the others are the kernel's own.
 //
 // Two blocks form a cluster and compute tiles of the same columns at the same time: each loads half of B for both, which
 // takes a third off what a tile of 128 x 256 asks of the L2 cache. (Four, that share A as well, were slower: not all
@@ -12,8 +11,8 @@
 // Sums are float32. K past the end is zero in both operands: tensor maps fill it in.
 //
 // Defined by whoever includes this: DTYPE (bfloat16 or float16) and PRODUCT_TYPE, BM, BN, STAGES, B_ROWS (1: N is
-// contiguous in B, 0: K), B_WHOLE (N is a multiple of 64), ROUNDS (in how many parts a tile is staged for a peer; 0: it never is) and EXTRA_SHARED (bytes
-// of shared memory that the kernel has for itself).
+// contiguous in B, 0: K) and B_WHOLE (N is a multiple of 64); SERVE_REGISTERS and MULTIPLY_REGISTERS of a thread of
+// warpgroup 2 and of the others, 64512 in all.
 
 #pragma once
 
@@ -37,52 +36,40 @@ constexpr int B_BYTES = (B_ROWS ? B_BOXES * 64 : BN) * BK * 2;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int CLUSTER = 2;  // blocks
 constexpr int PART_BYTES = 64 * WN * 2;  // a warpgroup's part of a finished tile
-constexpr int STAGED_BYTES = ROUNDS == 0 ? 0 : PART_BYTES / ROUNDS;
-constexpr int SERVE_REGISTERS = 56;
-constexpr int MULTIPLY_REGISTERS = 224;
 
+static_assert(128 * SERVE_REGISTERS + 256 * MULTIPLY_REGISTERS <= 168 * THREADS, "registers of the block");
 static_assert(BM == 64 || BM == 128);
 static_assert(!B_ROWS || !B_WHOLE || BN % 64 == 0, "a box begins at a whole group of 64 columns");
 static_assert(WN % 32 == 0 && (!B_ROWS || WARPGROUPS_M == 2 || WN % 64 == 0));
 
+constexpr int COUNTS = 16;
+
 struct Shared {
     u8* stages;
-    u8* out;  // [2][STAGED_BYTES]
-    u8* extra;
     u64* full;  // [STAGES]
     u64* empty;  // [STAGES]
-    u64* staged;  // [2]: a warpgroup's part of a tile, or a round of it, lies in `out`
-    u64* sent;  // [2]: and has been read from there
-    u64* own;  // [8]: the kernel's
+    u32* counts;  // [COUNTS]: the kernel's, 0 at first
     int block;  // of the two in the cluster
 };
 
 __device__ __forceinline__ Shared shared_memory(u8* base) {
     Shared s;
     s.stages = base + (1024 - (shared_address(base) & 1023)) % 1024;
-    s.out = s.stages + STAGES * STAGE_BYTES;
-    s.extra = s.out + 2 * STAGED_BYTES;
-    s.full = reinterpret_cast<u64*>(s.extra + EXTRA_SHARED);
+    s.full = reinterpret_cast<u64*>(s.stages + STAGES * STAGE_BYTES);
     s.empty = s.full + STAGES;
-    s.staged = s.empty + STAGES;
-    s.sent = s.staged + 2;
-    s.own = s.sent + 2;
+    s.counts = reinterpret_cast<u32*>(s.empty + STAGES);
     s.block = rank_in_cluster();
     return s;
 }
 
-// By all threads; `own` barriers are for one arrival each.
+// By all threads.
 __device__ __forceinline__ void begin(const Shared& s) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             init_barrier(s.full + i, 1);
             init_barrier(s.empty + i, 16);  // the multiplying warps of both blocks
         }
-        for (int i = 0; i < 2; ++i) {
-            init_barrier(s.staged + i, 4);
-            init_barrier(s.sent + i, 1);
-        }
-        for (int i = 0; i < 8; ++i) init_barrier(s.own + i, 1);
+        for (int i = 0; i < COUNTS; ++i) s.counts[i] = 0;
         publish_barriers();
     }
     sync_cluster();
@@ -204,30 +191,23 @@ __device__ __forceinline__ void store_rows(
     }
 }
 
-// Stage a warpgroup's part of a tile in the order in which threads hold it: vectors of 16 bytes, [WN / 16][128]. Each
-// round waits until the last one has been read from there.
-__device__ __forceinline__ void stage_registers(
-    const Shared& s, int warpgroup, Turn<1>& turn, const float (&sums)[SUMS]) {
-    constexpr int VECTORS = WN / 16 / (ROUNDS == 0 ? 1 : ROUNDS);  // of a thread, in a round
-    uint4* out = reinterpret_cast<uint4*>(s.out + warpgroup * STAGED_BYTES) + threadIdx.x % GROUP;
+// Write a warpgroup's part of a tile in the order in which threads hold it: vectors of 16 bytes, [WN / 16][GROUP].
+__device__ __forceinline__ void store_registers(uint4* part, const float (&sums)[SUMS]) {
+    part += threadIdx.x % GROUP;
 #pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {
-        wait(s.sent + warpgroup, turn.parity ^ 1);
-        turn.next();
-#pragma unroll
-        for (int i = 0; i < VECTORS; ++i) {
-            const float* v = sums + 8 * (round * VECTORS + i);
-            out[i * GROUP] = make_uint4(Number::pack(v), Number::pack(v + 2), Number::pack(v + 4), Number::pack(v + 6));
-        }
-        fence_staged();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(s.staged + warpgroup);
+    for (int i = 0; i < WN / 16; ++i) {
+        const float* v = sums + 8 * i;
+        part[i * GROUP] = make_uint4(Number::pack(v), Number::pack(v + 2), Number::pack(v + 4), Number::pack(v + 6));
     }
 }
 
-// Clusters walk through steps, each a pair of rows by a column of tiles.
-__device__ __forceinline__ int first_step() { return blockIdx.x / CLUSTER; }
-__device__ __forceinline__ int stride() { return gridDim.x / CLUSTER; }
+// Clusters walk through steps, each a pair of rows by a column of tiles. The first `senders` blocks do not.
+__device__ __forceinline__ int first_step(int senders = 0) {
+    return (static_cast<int>(blockIdx.x) - senders) / CLUSTER;
+}
+__device__ __forceinline__ int stride(int senders = 0) {
+    return (static_cast<int>(gridDim.x) - senders) / CLUSTER;
+}
 
 // By all threads, at the end: other blocks may still read from here and write to here.
 __device__ __forceinline__ void end() { sync_cluster(); }

@@ -51,6 +51,26 @@ __device__ __forceinline__ void arrive_expecting(u64* barrier, u32 bytes) {
                  : "memory");
 }
 
+// ---- counts in shared memory, that one warp sets and another one of the block waits for
+
+__device__ __forceinline__ void set_count(u32* count, u32 value) {
+    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(count)), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ u32 read_count(const u32* count) {
+    u32 seen;
+    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(seen) : "r"(shared_address(count)) : "memory");
+    return seen;
+}
+
+// Until it is at least `needed`: what it is then.
+__device__ __forceinline__ u32 wait_count(const u32* count, u32 needed) {
+    for (;;) {
+        const u32 seen = read_count(count);
+        if (seen >= needed) return seen;
+    }
+}
+
 // ---- clusters of two blocks
 
 __device__ __forceinline__ u32 rank_in_cluster() {
@@ -87,9 +107,6 @@ __device__ __forceinline__ void wait(u64* barrier, u32 parity) {
 
 // ---- copies. A thread's bulk stores form groups; waits are for its own groups.
 
-// This thread's ordinary stores to shared memory before, bulk copies from there after.
-__device__ __forceinline__ void fence_staged() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // This thread's ordinary accesses to any memory before, bulk copies after (and the other way round).
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
@@ -120,31 +137,9 @@ __device__ __forceinline__ void load_box(
         : "memory");
 }
 
-__device__ __forceinline__ void store_box(const TensorMap& map, const void* from, int x, int y, int z, int w) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
-        "r"(shared_address(from)), "r"(x), "r"(y), "r"(z), "r"(w)
-        : "memory");
-}
-
-__device__ __forceinline__ void store_bulk(void* to, const void* from, u32 bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
-                 "r"(bytes)
-                 : "memory");
-}
-
-__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Until all but the newest N groups have been read from shared memory.
-template <int N>
-__device__ __forceinline__ void wait_stores_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
-}
-
-// Until all but the newest N groups lie where they go.
-template <int N>
-__device__ __forceinline__ void wait_stores() {
-    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+// The threads of a multiplying warpgroup have come here, and see what the others wrote before.
+__device__ __forceinline__ void sync_warpgroup(int warpgroup) {
+    asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
 }
 
 // ---- registers of a warpgroup

@@ -43,6 +43,11 @@ __device__ __forceinline__ void post_flag(u32* word, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
+// The same of a thread behind its own __threadfence_system, which serves any number of flags.
+__device__ __forceinline__ void post_behind_fence(u32* word, u32 value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
 // Words of a payload that announces itself: each 32-bit word is written once and whole, the four of a vector
 // in no order, so the reader must look at each. Relaxed, system scope: it orders nothing around it.
 __device__ __forceinline__ uint4 load_payload(const uint4* slot) {

@@ -13,6 +13,7 @@ from ..device.tile_table import Tile, count, pick
 # Behind its last tile a block waits for the peers' and adds them up: as long as a main loop of this depth.
 _TAIL_DEPTH = 1800
 _LINK = 364e3  # bytes a microsecond, measured between H200s
+_BAND = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
 
 
 @dataclass(frozen=True)
@@ -46,29 +47,17 @@ def layout(m: int, n: int, dtype: torch.dtype, world_size: int, config: Config, 
 class BulkConfig:
     """How the CUDA kernel (kernel.cu) is run.
 
-    ``band`` pairs of rows of tiles are walked together; a warpgroup's part of a tile for a peer leaves in ``rounds``.
+    ``band`` pairs of rows of tiles are walked together.
     """
 
     tile: gemm_tiles.Tile
     band: int
-    rounds: int
-
-    @staticmethod
-    def of(tile: gemm_tiles.Tile) -> BulkConfig:
-        """As few rounds as shared memory has room for."""
-        rounds = 1 if tile.shared(2 * tile.part_bytes) <= gemm_tiles.MOST_SHARED else 2
-        return BulkConfig(tile, 4, rounds)
-
-    @property
-    def staged_bytes(self) -> int:
-        """Of shared memory, for what is on its way."""
-        return 2 * self.tile.part_bytes // self.rounds
 
 
 def choose_bulk(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> BulkConfig:
     """The configuration for A [L, W, m, K] and B [K, N] of 16 bits. A pure function: all ranks choose alike."""
     tile, _ = _bulk_tile(m, n, k, world_size, num_sms, batches)
-    return BulkConfig.of(tile)
+    return BulkConfig(tile, _BAND)
 
 
 def bulk_pays(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> bool:
@@ -81,7 +70,10 @@ def bulk_pays(m: int, n: int, k: int, world_size: int, num_sms: int, batches: in
 def _bulk_tile(
     m: int, n: int, k: int, world_size: int, num_sms: int, batches: int
 ) -> tuple[gemm_tiles.Tile, float]:
-    return gemm_tiles.pick(lambda tile: world_size * batches * -(-m // tile.block_m), [n], k, num_sms)
+    def rows(tile: gemm_tiles.Tile) -> int:
+        return world_size * batches * -(-m // tile.block_m)
+
+    return gemm_tiles.pick(rows, [n], k, num_sms)
 
 
 def bulk_needs(m: int, n: int, config: BulkConfig, world_size: int, batches: int = 1) -> tuple[int, int]:

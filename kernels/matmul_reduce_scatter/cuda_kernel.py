@@ -41,8 +41,6 @@ def defines(b: torch.Tensor, config: BulkConfig, world_size: int) -> gemm.Define
     """What kernel.cu is compiled with for B [K, N] and its like."""
     return (
         *gemm.defines(config.tile, [b]).items(),
-        ("EXTRA_SHARED", 0),
-        ("ROUNDS", config.rounds),
         ("WORLD_SIZE", world_size),
     )
 
@@ -77,7 +75,6 @@ class MatmulReduceScatterBulk:
         layout = workspace.layout
         if layout.flags_per_rank < flags or layout.half_bytes < nbytes:
             raise ValueError(f"workspace: {layout} is too small for results of {batches} x {m} x {n} {dtype}")
-        shared = tile.shared(config.staged_bytes)
         self.workspace = workspace
         self._a = Maps(boxes_of_rows(dtype, tuple(a.shape), a.stride(), tile))
         self._b = Maps(boxes_of_b(b, tile, is_whole([b], tile)))
@@ -89,7 +86,7 @@ class MatmulReduceScatterBulk:
             p.batches, p.m, p.n, p.k, p.band, p.average = batches, m, n, k, config.band, average
             self._params.append(p)
         program = gemm.program(SOURCE, defines(b, config, size))
-        self._launches = gemm.launches(program, "matmul_reduce_scatter", self._params, num_sms, shared)
+        self._launches = gemm.launches(program, "matmul_reduce_scatter", self._params, num_sms, tile.shared)
 
     def launch(
         self, half: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, timeout_ns: int

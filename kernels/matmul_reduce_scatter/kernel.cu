@@ -4,18 +4,21 @@
 // the one that is scattered, W: the ranks), B [K, N], out [L, m, N]. Products are summed in float32 and rounded to A's
 // dtype once to be sent; the W partial results are summed in float32 in the order of the ranks and rounded once.
 //
-// Who writes: a tile for rank dst leaves in two parts, one of each multiplying warpgroup, by a bulk store of warp 2 or 3
-// straight into dst's half, viewed [W - 1][tiles][2][PART_BYTES] (the sender's slot: its rank, less one behind dst).
-// A part lies there as its threads hold it: the same thread of the same warpgroup adds it up. When it lies there, the
-// lane sets flags(half)[src][2 tile + part] = e on dst. Before the first store to dst, done(half)[dst] >= e - 1 was seen.
+// Who writes: a tile for rank dst leaves in two parts, one of each multiplying warpgroup, from its registers straight
+// into dst's half, viewed [W - 1][tiles][2][PART_BYTES] (the sender's slot: its rank, less one behind dst). A part lies
+// there as its threads hold it: the same thread of the same warpgroup adds it up. Behind it warp 2 or 3 sets
+// flags(half)[src][2 tile + part] = e on dst. Before the first store, done(half)[p] >= e - 1 was seen of every peer p.
+// (Ordinary stores: where bulk copies wait for a link, what the same SM loads for its products waits behind them.)
 // Who waits: a multiplying warpgroup with its part of an own tile in registers, for the same part from every peer.
 // Use e = EPOCH[half] + 1 is read when the kernel starts; its last block ends the use (weft::leave).
 //
-// Order: tiles for rank + 1, rank + 2, ..., the own ones last. What a block waits for, a peer's block computes before it
-// waits for any data itself. So the kernels of all ranks come to their end if all their blocks are resident together:
-// launch no more blocks than there are SMs to be had.
+// Order: tiles for peers, the own ones last. What a block waits for, a peer's block computes before it waits for any
+// data itself. So the kernels of all ranks come to their end if all their blocks are resident together: launch no more
+// blocks than there are SMs to be had.
 
-#include "gemm.cuh"
+#define SERVE_REGISTERS 56
+#define MULTIPLY_REGISTERS 224
+#include "../device/gemm.cuh"
 #include "order.cuh"
 
 using weft::u32;
@@ -25,6 +28,7 @@ using weft::u8;
 namespace {
 
 constexpr int VECTORS = weft::PART_BYTES / 16;  // of a part
+constexpr u32 NOTHING = ~0u;  // a count of what is sent: nothing will be
 
 struct Params {
     weft::TensorMap a;  // [L, W, m, K], boxes of a stage
@@ -41,6 +45,54 @@ struct Params {
 using Order = weft::ScatterOrder<Params>;
 using Tile = weft::ScatterTile;
 
+// Nobody reads any more what will be overwritten at the peers: by all lanes of a warp.
+__device__ __forceinline__ bool may_begin(const Params& p, u32 use) {
+    const int lane = threadIdx.x % 32;
+    bool free = true;
+    if (lane < WORLD_SIZE && lane != p.watch.rank) {
+        free = weft::wait_flag(p.watch, lane, p.half.done + lane, use - 1, weft::WAIT_FREE);
+    }
+    return __all_sync(~0u, free);
+}
+
+// Where a part of a tile goes at the peer that it is for, and the flag of it there.
+__device__ __forceinline__ u8* inbox(const Params& p, const Order& order, const Tile& t, int part) {
+    const int slot = p.watch.rank - (p.watch.rank > t.dst);
+    const u64 place = (static_cast<u64>(slot) * order.each + t.index) * 2 + part;
+    return weft::on_rank(p.inbox, p.watch, p.half, t.dst) + place * weft::PART_BYTES;
+}
+
+__device__ __forceinline__ u32* flag(const Params& p, const Tile& t, int part) {
+    const int index = p.half.flags + p.watch.rank * p.half.flags_per_rank + 2 * t.index + part;
+    return weft::on_rank(p.watch.words, p.watch, p.half, t.dst) + index;
+}
+
+// Warps 2 and 3: the flags of what their warpgroup has stored at the peers. Here, because a fence takes microseconds.
+__device__ __forceinline__ void post(
+    const Params& p, const weft::Shared& s, const Order& order, int warpgroup, u32 use) {
+    u32 stored = 0;
+    for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
+        const Tile t = order.tile(p, step, s.block);
+        if (!t.inside || t.dst == p.watch.rank) continue;
+        if (weft::wait_count(s.counts + warpgroup, ++stored) == NOTHING) return;
+        __threadfence_system();
+        if (threadIdx.x % 32 == 0) weft::post_behind_fence(flag(p, t, warpgroup), use);
+    }
+}
+
+// A multiplying warpgroup's part of a tile, to the peer that it is for. `stored` counts them.
+__device__ __forceinline__ void send(
+    const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 use, u32& stored,
+    const float (&sums)[weft::SUMS]) {
+    if (stored == 0 && !may_begin(p, use)) stored = NOTHING;  // the peers will miss the flags
+    if (stored != NOTHING) {
+        weft::store_registers(reinterpret_cast<uint4*>(inbox(p, order, t, warpgroup)), sums);
+        ++stored;
+    }
+    weft::sync_warpgroup(warpgroup);
+    if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + warpgroup, stored);
+}
+
 // Warp 0: what the multiplying warpgroups work on.
 __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, const Order& order) {
     const int depth = (p.k + weft::BK - 1) / weft::BK;
@@ -49,45 +101,6 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
         const Tile t = order.tile(p, step, s.block);
         const weft::Rows rows{t.row * BM, t.dst, t.batch};
         for (int i = 0; i < depth; ++i) weft::load_stage(s, turn, p.a, rows, p.b, t.column * BN, i * weft::BK);
-    }
-}
-
-// Warps 2 and 3: a warpgroup's parts to the peers' halves.
-__device__ __forceinline__ void send(
-    const Params& p, const weft::Shared& s, const Order& order, int warpgroup, u32 use) {
-    if (threadIdx.x % 32 != 0) return;
-    const int rank = p.watch.rank;
-    weft::Turn<1> turn;
-    int free = rank;  // the peer whose half was found free last
-    bool broken = false;
-    for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
-        const Tile t = order.tile(p, step, s.block);
-        if (t.dst == rank || !t.inside) continue;
-        if (t.dst != free && !broken) {
-            // Where it fails, the peer may still read what would be overwritten; it will miss the flags.
-            broken = !weft::wait_flag(p.watch, t.dst, p.half.done + t.dst, use - 1, weft::WAIT_FREE);
-            weft::fence_proxy_async();
-            free = t.dst;
-        }
-        const u64 slot = static_cast<u64>(rank < t.dst ? rank : rank - 1) * order.each;
-        u8* to = weft::on_rank(p.inbox, p.watch, p.half, t.dst) + ((slot + t.index) * 2 + warpgroup) * weft::PART_BYTES;
-        for (int round = 0; round < ROUNDS; ++round) {
-            weft::wait(s.staged + warpgroup, turn.parity);
-            turn.next();
-            if (!broken) {
-                const u8* from = s.out + warpgroup * weft::STAGED_BYTES;
-                weft::store_bulk(to + round * weft::STAGED_BYTES, from, weft::STAGED_BYTES);
-                weft::commit_stores();
-                weft::wait_stores_read<0>();
-            }
-            weft::arrive(s.sent + warpgroup);
-        }
-        if (!broken) {
-            weft::wait_stores<0>();
-            weft::fence_proxy_async();
-            const int flag = p.half.flags + rank * p.half.flags_per_rank + 2 * t.index + warpgroup;
-            weft::post_flag(weft::on_rank(p.watch.words, p.watch, p.half, t.dst) + flag, use);
-        }
     }
 }
 
@@ -139,23 +152,23 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
     const Order order(p);
     const int warpgroup = threadIdx.x / weft::GROUP;
     if (warpgroup == 2) {
-        weft::give_registers<weft::SERVE_REGISTERS>();
+        weft::give_registers<SERVE_REGISTERS>();
         const int warp = threadIdx.x / 32 % 4;
         if (warp == 0) load(p, s, order);
-        if (warp >= 2) send(p, s, order, warp - 2, use);
+        if (warp >= 2) post(p, s, order, warp - 2, use);
     } else {
-        weft::take_registers<weft::MULTIPLY_REGISTERS>();
+        weft::take_registers<MULTIPLY_REGISTERS>();
         const int depth = (p.k + weft::BK - 1) / weft::BK;
         weft::Turn<STAGES> turn;
-        weft::Turn<1> staging;
         const float scale = p.average ? 1.0f / WORLD_SIZE : 1.0f;
+        u32 stored = 0;
         for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
             const Tile t = order.tile(p, step, s.block);
             float sums[weft::SUMS];
             weft::multiply(s, turn, warpgroup, depth, sums);
             if (!t.inside) continue;
             if (t.dst != p.watch.rank) {
-                weft::stage_registers(s, warpgroup, staging, sums);
+                send(p, s, order, t, warpgroup, use, stored, sums);
                 continue;
             }
             wait_parts(p, t, warpgroup, use);

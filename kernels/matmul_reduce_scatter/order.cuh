@@ -13,8 +13,8 @@ struct ScatterTile {
     bool inside;
 };
 
-// Rows of tiles stand in a list: those for rank + 1, for rank + 2, ..., the own ones. A step has a pair of neighbours of
-// the list. A peer's tile (row, column) for this rank comes no later in its order than the own one here: what an own tile
+// Rows of tiles stand in a list: those for the peers, to each in turn, then the own ones. A step has a pair of neighbours
+// of the list. A peer's tile (row, column) for this rank comes no later in its order than the own one here: what an own tile
 // waits for is never behind another wait.
 template <typename Params>
 struct ScatterOrder {
@@ -36,12 +36,14 @@ struct ScatterOrder {
         ScatterTile t;
         int pair;
         grouped(step, pairs, columns, p.band, pair, t.column);
-        const int place = 2 * pair + block, of_rank = p.batches * rows;
+        const int place = 2 * pair + block, peers = WORLD_SIZE - 1, of_peers = all / WORLD_SIZE * peers;
         t.inside = place < all;  // a block without a tile loads for the other all the same, and rows past the end of A
-        t.dst = t.inside ? (p.watch.rank + 1 + place / of_rank) % WORLD_SIZE : p.watch.rank;
-        t.index = place % of_rank * columns + t.column;
-        t.batch = place % of_rank / rows;
-        t.row = t.inside ? place % rows : rows;
+        const bool own = place >= of_peers;
+        const int row = own ? place - of_peers : place / peers;  // of tiles, of all batches
+        t.dst = own ? p.watch.rank : (p.watch.rank + 1 + place % peers) % WORLD_SIZE;
+        t.index = row * columns + t.column;
+        t.batch = row / rows;
+        t.row = t.inside ? row % rows : rows;
         return t;
     }
 };

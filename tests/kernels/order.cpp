@@ -55,7 +55,7 @@ static void gather(const Params& p) {
     expect(
         tiles.size() == size_t(order.rows) * order.columns * p.half.world_size, "not every tile of every rank", p);
 
-    const int all = order.rows * order.units * PIECES;
+    const int all = order.pieces;
     std::vector<int> sent(all);
     std::set<std::pair<int, int>> places;
     for (int i = 0; i < all; ++i) {

@@ -17,7 +17,7 @@ from weft.kernels.device import gemm
 from weft.kernels.device.gemm_tiles import TILES, Tile
 from weft.kernels.device.program import Program
 from weft.kernels.matmul_reduce_scatter import cuda_kernel as matmul_reduce_scatter
-from weft.kernels.matmul_reduce_scatter.configs import BulkConfig
+from weft.kernels.matmul_reduce_scatter.configs import choose_bulk
 
 # B as it lies in memory: rows contiguous, of whole boxes or not, or columns.
 ORDERS = {
@@ -33,7 +33,8 @@ def gather(tile: Tile, order: str) -> Program:
 
 
 def scatter(tile: Tile, order: str, world_size: int) -> Program:
-    defines = matmul_reduce_scatter.defines(ORDERS[order], BulkConfig.of(tile), world_size)
+    config = replace(choose_bulk(1024, 1024, 1024, world_size, 132), tile=tile)
+    defines = matmul_reduce_scatter.defines(ORDERS[order], config, world_size)
     return gemm.program(matmul_reduce_scatter.SOURCE, defines)
 
 
