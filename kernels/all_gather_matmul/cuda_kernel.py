@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from cuda.bindings import driver
 
+from ...symm_mem.backends.vmm import check
 from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm
-from ..device.gate import leave
+from ..device.gate import leaving
 from ..device.gemm import Half, boxes_of_b, boxes_of_rows, is_whole, watch
 from ..device.program import Watch
 from ..device.tensor_map import Boxes, Maps, TensorMap, contiguous
@@ -96,6 +98,8 @@ class AllGatherMatmulPush:
         self._from = Maps(Boxes(dtype, rows, strides, piece, 0))
         self._bs = [Maps(boxes_of_b(b, tile, is_whole(bs, tile))) for b in bs]
         self._params = [self._fixed(half, m, k, dtype, bs, config) for half in (0, 1)]
+        # ctypes makes such a view anew each time it is asked for one.
+        self._views = [(p, p.b, p.c, p.watch) for p in self._params]
         program = gemm.program(SOURCE, defines(bs, config))
         self._launches = gemm.launches(program, "all_gather_matmul", self._params, num_sms, shared)
 
@@ -144,60 +148,73 @@ class AllGatherMatmulPush:
             final: end the use; for the last one.
         """
         with self.workspace.lock:
-            p = self._params[half]
+            p, maps, outs, watched = self._views[half]
             p.own, p.from_ = self._own[a], self._from[a]
             for i, b in enumerate(bs):
-                p.b[i], p.c[i] = self._bs[i][b], cs[i]
-            p.watch.timeout_ns, p.push, p.final = timeout_ns, push, final
+                maps[i], outs[i] = self._bs[i][b], cs[i]
+            watched.timeout_ns, p.push, p.final = timeout_ns, push, final
             self._launches[half](stream)
 
 
-def prepare(
-    workspace: Workspace[Layout], a: torch.Tensor, bs: list[torch.Tensor], config: PushConfig, num_sms: int
-) -> list[AllGatherMatmulPush]:
-    """A kernel for each MOST_BS of these Bs, for ``all_gather_matmul``."""
-    return [
-        AllGatherMatmulPush(workspace, a, bs[i : i + MOST_BS], config, num_sms=num_sms)
-        for i in range(0, len(bs), MOST_BS)
-    ]
+class AllGatherMatmulPushes:
+    """This op on one problem and one workspace, for any number of Bs: a launch for each MOST_BS of them.
 
-
-def all_gather_matmul(
-    workspace: Workspace[Layout],
-    kernels: list[AllGatherMatmulPush],
-    a: torch.Tensor,
-    bs: list[torch.Tensor],
-    timeout_ns: int,
-    *,
-    return_A: bool,
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """The gathered shards [W, m, K] if wanted, and the products, each [W, m, N_i], on the current stream.
-
-    Args:
-        kernels: what ``prepare`` made for such tensors.
-        a: the own shard, [m, K], contiguous.
-        bs: each [K, N_i], all with K contiguous or all with N.
+    Args: as for ``AllGatherMatmulPush``.
     """
-    size, (m, k) = workspace.world_size, a.shape
-    products = [a.new_empty((size, m, b.shape[1])) for b in bs]
-    half = workspace.next_half()
-    stream = torch._C._cuda_getCurrentRawStream(a.get_device())
-    for i, kernel in enumerate(kernels):
-        some = slice(i * MOST_BS, (i + 1) * MOST_BS)
-        kernel.launch(
-            half,
-            a.data_ptr(),
-            [b.data_ptr() for b in bs[some]],
-            [c.data_ptr() for c in products[some]],
-            push=i == 0,
-            final=i == len(kernels) - 1 and not return_A,
-            timeout_ns=timeout_ns,
-            stream=stream,
-        )
-    if not return_A:
-        return None, products
-    gathered = a.new_empty((size, m, k))
-    gathered.copy_(workspace.half(workspace.rank, half, (size, m, k), a.dtype))
-    gathered[workspace.rank].copy_(a)
-    leave(workspace, half, stream)
-    return gathered, products
+
+    def __init__(
+        self,
+        workspace: Workspace[Layout],
+        a: torch.Tensor,
+        bs: Sequence[torch.Tensor],
+        config: PushConfig,
+        *,
+        num_sms: int,
+    ) -> None:
+        self._kernels = [
+            AllGatherMatmulPush(workspace, a, bs[i : i + MOST_BS], config, num_sms=num_sms)
+            for i in range(0, len(bs), MOST_BS)
+        ]
+        shard = a.numel() * a.element_size()
+        self._own = workspace.rank * shard  # bytes from the start of the gathered shards, and their ends
+        self._behind, self._end = self._own + shard, workspace.world_size * shard
+        self._halves = [workspace.address + workspace.layout.half(half) for half in (0, 1)]
+        self._leave = [leaving(workspace, half) for half in (0, 1)]
+
+    def launch(
+        self, half: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
+    ) -> None:
+        """A whole use of the half.
+
+        Args:
+            operands: addresses of the own shard, [m, K], contiguous, and of the Bs.
+            results: addresses of the products, each [W, m, N_i], and behind them of the gathered shards [W, m, K] if
+                they are wanted.
+            stream: a CUstream as an integer.
+        """
+        a, bs = operands[0], operands[1:]
+        return_A, last = len(results) > len(bs), len(self._kernels) - 1
+        for i, kernel in enumerate(self._kernels):
+            some = slice(i * MOST_BS, min((i + 1) * MOST_BS, len(bs)))
+            kernel.launch(
+                half,
+                a,
+                bs[some],
+                results[some],
+                push=i == 0,
+                final=i == last and not return_A,
+                timeout_ns=timeout_ns,
+                stream=stream,
+            )
+        if return_A:
+            self._copy(results[-1], self._halves[half], a, stream)
+            self._leave[half](stream)
+
+    def _copy(self, to: int, half: int, a: int, stream: int) -> None:
+        """The peers' shards from the half, and the own one, which is not there."""
+        own, behind, end, copy = self._own, self._behind, self._end, driver.cuMemcpyDtoDAsync
+        check(copy(to + own, a, behind - own, stream))
+        if own:
+            check(copy(to, half, own, stream))
+        if behind < end:
+            check(copy(to + behind, half + behind, end - behind, stream))

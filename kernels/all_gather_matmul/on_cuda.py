@@ -62,14 +62,28 @@ def run(
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """The gathered shards [W, m, K] if wanted, and the products, each [W, m, N_i]."""
     config = choice.config
-    if isinstance(config, configs.PushConfig):
-        kernels = workspace.prepared.get(choice)
-        if kernels is None:
+    if not isinstance(config, configs.PushConfig):
+        return pipeline.all_gather_matmul(workspace, a, bs, config, num_sms, timeout_ns, return_A=return_A)
+    kernels = workspace.prepared.get(choice)
+    if kernels is None:
 
-            def make() -> list[cuda_kernel.AllGatherMatmulPush]:
-                return cuda_kernel.prepare(workspace, a, bs, config, num_sms)
+        def make() -> cuda_kernel.AllGatherMatmulPushes:
+            return cuda_kernel.AllGatherMatmulPushes(workspace, a, bs, config, num_sms=num_sms)
 
-            same = (host.OP, a.shape, *(b.shape for b in bs), a.dtype, config, num_sms)
-            kernels = make_together(workspace, host.OP, choice, same, make)
-        return cuda_kernel.all_gather_matmul(workspace, kernels, a, bs, timeout_ns, return_A=return_A)
-    return pipeline.all_gather_matmul(workspace, a, bs, config, num_sms, timeout_ns, return_A=return_A)
+        same = (host.OP, a.shape, *(b.shape for b in bs), a.dtype, config, num_sms)
+        kernels = make_together(workspace, host.OP, choice, same, make)
+    size, (m, k) = workspace.world_size, a.shape
+    products = [a.new_empty((size, m, b.shape[1])) for b in bs]
+    gathered = a.new_empty((size, m, k)) if return_A else None
+    results = products if gathered is None else [*products, gathered]
+    operands, addresses = [x.data_ptr() for x in (a, *bs)], [x.data_ptr() for x in results]
+    stream = torch._C._cuda_getCurrentRawStream(a.get_device())
+    kernels.launch(workspace.next_half(), operands, addresses, timeout_ns, stream)
+    return gathered, products
+
+
+def launcher(
+    choice: Choice[configs.PushConfig | configs.Config], workspace: Workspace[Layout]
+) -> cuda_kernel.AllGatherMatmulPushes | None:
+    """What ``run`` launched, for tensors at other addresses; None for copy engines, which take tensors."""
+    return workspace.prepared[choice] if isinstance(choice.config, configs.PushConfig) else None

@@ -80,17 +80,15 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-class Maps:
-    """The maps of one operand, by address."""
+class Maps(dict[int, "ctypes.Array[ctypes.c_uint64]"]):
+    """The maps of one operand, by address: ``maps[address]`` makes what is missing."""
 
     def __init__(self, boxes: Boxes) -> None:
+        super().__init__()
         self.boxes = boxes
-        self._known: dict[int, ctypes.Array[ctypes.c_uint64]] = {}
 
-    def __getitem__(self, address: int) -> ctypes.Array[ctypes.c_uint64]:
-        known = self._known.get(address)
-        if known is None:
-            if len(self._known) >= _MOST_KEPT:
-                self._known.clear()
-            known = self._known[address] = self.boxes.encode(address)
-        return known
+    def __missing__(self, address: int) -> ctypes.Array[ctypes.c_uint64]:
+        if len(self) >= _MOST_KEPT:
+            self.clear()
+        made = self[address] = self.boxes.encode(address)
+        return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -92,11 +93,14 @@ class MatmulReduceScatterBulk:
         self._launches = gemm.launches(program, "matmul_reduce_scatter", self._params, num_sms, shared)
 
     def launch(
-        self, half: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, timeout_ns: int
+        self, half: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
-        """Compute ``out`` [L, m, N], contiguous, on the current stream: a whole use of the half."""
+        """A whole use of the half, from the addresses of A and B, to that of out [L, m, N], contiguous.
+
+        ``stream``: a CUstream as an integer.
+        """
         with self.workspace.lock:
             p = self._params[half]
-            p.a, p.b, p.out = self._a[a.data_ptr()], self._b[b.data_ptr()], out.data_ptr()
+            p.a, p.b, p.out = self._a[operands[0]], self._b[operands[1]], results[0]
             p.watch.timeout_ns = timeout_ns
-            self._launches[half](torch._C._cuda_getCurrentRawStream(a.get_device()))
+            self._launches[half](stream)
