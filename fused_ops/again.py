@@ -9,9 +9,9 @@ make a difference is asked anew each time, and sends the call the long way, whic
   heap and the workspace that the stream has now are looked up, never what this rank remembers. So a rank that comes
   here and one that takes the long way use the same memory.
 - another stream, another current device, a graph being captured: likewise, they have workspaces of their own.
-- gradients; tensor subclasses, fake, functional and lazily negated tensors, those of torch.func; modes, tracing:
-  ``goes_straight`` knows the dispatch keys that lead to the kernels at once, and refuses all others. Dynamo and
-  function modes are looked for where they come in, in functional.py.
+- modes, transforms, tracing: the thread's dispatch keys are none but those that lead to the kernels at once. Dynamo
+  and function modes are looked for where they come in, in functional.py.
+- gradients; subclasses, fake, functional and lazily negated tensors, those of torch.func: by type, flags and address.
 - addresses that are no multiple of 16 bytes: the long way copies.
 - the checked mode and ``forced``. WEFT_RESERVED_SMS is read once in a process, on the long way, too.
 
@@ -54,8 +54,10 @@ _TYPES = frozenset((Tensor, Parameter))
 
 
 def goes_straight(*tensors: Any) -> bool:
-    """Whether nothing lies between a call with these, which may be anything, and the kernels: no gradient, mode,
-    transform or tracing, no subclass, nothing that is to be done before a tensor's memory is what it says."""
+    """Whether nothing lies between a call with these, which may be anything, and the kernels.
+
+    No gradient, mode, transform or tracing, no subclass, nothing to be done before memory is what a tensor says.
+    """
     if torch._C._dispatch_tls_local_include_set().raw_repr() & ~_OF_THREADS:
         return False
     grad = torch.is_grad_enabled()
@@ -114,26 +116,29 @@ def again(op: str, arguments: Hashable, tensors: Sequence[Any], group_name: str)
         arguments: whatever else than tensors makes a difference, of exactly the types that the op takes.
         tensors: of one dtype, on one device, or anything: then the answer is None.
     """
-    if not goes_straight(*tensors):
+    if torch._C._dispatch_tls_local_include_set().raw_repr() & ~_OF_THREADS:
+        return None
+    grad, key, operands, together = torch.is_grad_enabled(), [op, arguments], [], 0
+    try:
+        for t in tensors:
+            # By kind, not by dispatch keys as in ``goes_straight``: less work, and there is memory at the address.
+            if type(t) not in _TYPES or t.is_neg() or (grad and t.requires_grad):
+                return None
+            key += (t.shape, t.stride(), t.dtype, t.device)
+            operands.append(address := t.data_ptr())
+            together |= address
+    except RuntimeError:  # sparse, nested, of torch.func: without strides, or without memory
         return None
     first = tensors[0]
-    device = first.get_device()
-    here = place("matmul", group_name, device)
-    if here is None:
+    here = place("matmul", group_name, first.get_device())
+    if here is None or together % _ALIGNMENT or 0 in operands:
         return None
     workspace, stream = here
-    found = workspace.prepared.get(_key(op, arguments, tensors))
+    found = workspace.prepared.get(tuple(key))
     if found is None or not (found.pays or plan._forced == "fused"):
         return None
-    operands, together = [], 0
-    for t in tensors:
-        operands.append(address := t.data_ptr())
-        together |= address
-    if together % _ALIGNMENT:
-        return None
-    dtype, on = first.dtype, first.device
-    results = [torch.empty_strided(size, strides, dtype=dtype, device=on) for size, strides in found.results]
-    workspace.raise_if_broken(op)
+    results = [first.new_empty_strided(size, strides) for size, strides in found.results]
+    workspace.raise_if_broken(op, inside=2)  # this and the op's own ``again``
     plan._last = found.plan
     try:
         half, addresses = workspace.next_half(), [r.data_ptr() for r in results]
@@ -152,6 +157,7 @@ def remember(
     results: Sequence[Tensor],
     workspace: Workspace[Any],
     launcher: Launcher,
+    ran: plan.Plan,
     *,
     pays: bool,
 ) -> None:
@@ -166,12 +172,12 @@ def remember(
     if any(g.data_ptr() != u.data_ptr() for g, u in zip(given, used, strict=True)):
         return
     shapes = tuple((r.shape, r.stride()) for r in results)
-    ready = _Ready(launcher, plan.last_plan(), pays, shapes, default_ns())
+    ready = _Ready(launcher, ran, pays, shapes, default_ns())
     workspace.prepared[_key(op, arguments, given)] = ready
 
 
 def _key(op: str, arguments: Hashable, tensors: Sequence[Tensor]) -> Hashable:
     key: list[Any] = [op, arguments]
     for t in tensors:
-        key += (t.shape, t.stride(), t.dtype, t.get_device())
+        key += (t.shape, t.stride(), t.dtype, t.device)
     return tuple(key)

@@ -78,13 +78,16 @@ def _on_cuda(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A:
     with on(a.device):
         workspace = matmul_workspace(where, choice.half_bytes, choice.flags)
         workspace.raise_if_broken(host.OP)
-        ran(Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes))
+        plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes)
+        ran(plan)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
         gathered, products = on_cuda.run(choice, workspace, a, bs, sms, timeout_ns, return_A=return_A)
     A, outs = _shaped(gathered, products, front, dim, size)
     if (launcher := on_cuda.launcher(choice, workspace)) is not None:
         given, results = (A_shard, *Bs), outs if A is None else [*outs, A]
-        short.remember(host.OP, (dim, return_A), given, used, results, workspace, launcher, pays=choice.pays)
+        short.remember(
+            host.OP, (dim, return_A), given, used, results, workspace, launcher, plan, pays=choice.pays
+        )
     return A, outs
 
 

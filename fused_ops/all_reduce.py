@@ -49,7 +49,7 @@ def again(x: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None)
         return None
     if out is None:
         out = torch.empty_like(x)
-    workspace.raise_if_broken(host.OP)
+    workspace.raise_if_broken(host.OP, inside=1)
     plan._last = found.plan
     try:
         found.kernel.launch(x.data_ptr(), out.data_ptr(), timeout(group_name, found.timeout_ns), stream)

@@ -11,6 +11,8 @@ from ..symm_mem import Group, group_name
 from . import all_gather_matmul, all_reduce, checks, matmul_reduce_scatter, ops
 from .again import goes_straight
 
+_LISTS = (list, tuple)
+
 
 def _known_name(group: Group) -> str | None:
     """The group's name, if a call may go round ``torch.ops``; None where Dynamo or a function mode wants to see it,
@@ -46,10 +48,11 @@ def fused_all_gather_matmul(
         RankMismatch: the ranks call with different sizes.
         PeerTimeout: a rank did not come.
     """
-    # What was called before has been checked before. True is not 1 here.
-    if type(Bs) in (list, tuple) and type(gather_dim) is int and type(return_A) is bool:
-        name = _known_name(group)
-        if name is not None and (done := all_gather_matmul.again(A_shard, Bs, gather_dim, name, return_A)):
+    # What was called before has been checked before. True is not 1 there.
+    name = _known_name(group)
+    if name is not None and type(Bs) in _LISTS and type(gather_dim) is int and type(return_A) is bool:
+        done = all_gather_matmul.again(A_shard, Bs, gather_dim, name, return_A)
+        if done is not None:
             return done
     checks.tensor("A_shard", A_shard, 2)
     matrices = checks.tensors("Bs", Bs)
@@ -82,7 +85,8 @@ def fused_matmul_reduce_scatter(
         RankMismatch: the ranks call with different sizes.
         PeerTimeout: a rank did not come.
     """
-    if type(reduce_op) is str and type(scatter_dim) is int and (name := _known_name(group)) is not None:
+    name = _known_name(group)
+    if name is not None and type(reduce_op) is str and type(scatter_dim) is int:
         done = matmul_reduce_scatter.again(A, B, reduce_op, scatter_dim, name)
         if done is not None:
             return done
@@ -115,7 +119,8 @@ def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
         RankMismatch: the ranks call with different sizes.
         PeerTimeout: a rank did not come.
     """
-    if type(reduce_op) is str and (name := _known_name(group)) is not None and goes_straight(x):
+    name = _known_name(group)
+    if name is not None and type(reduce_op) is str and goes_straight(x):
         out = all_reduce.again(x, reduce_op, name)
         if out is not None:
             return out
@@ -126,7 +131,8 @@ def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
 
 def one_shot_all_reduce_(x: Tensor, reduce_op: str, group: Group) -> Tensor:
     """The same in place: ``x`` is overwritten and returned. It must not require a gradient."""
-    if type(reduce_op) is str and (name := _known_name(group)) is not None and goes_straight(x):
+    name = _known_name(group)
+    if name is not None and type(reduce_op) is str and goes_straight(x):
         out = all_reduce.again(x, reduce_op, name, x)
         if out is not None:
             return out

@@ -78,10 +78,11 @@ def _on_cuda(where: Heap, A: Tensor, B: Tensor, reduce_op: str, dim: int, shape:
     with on(b.device):
         workspace = matmul_workspace(where, choice.half_bytes, choice.flags)
         workspace.raise_if_broken(host.OP)
-        ran(Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes))
+        plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes)
+        ran(plan)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
         out = on_cuda.run(choice, workspace, parts, b, sms, timeout_ns, average=average).view(shape)
     if (launcher := on_cuda.launcher(choice, workspace, average=average)) is not None:
         arguments = (dim, reduce_op)
-        short.remember(host.OP, arguments, (A, B), used, [out], workspace, launcher, pays=choice.pays)
+        short.remember(host.OP, arguments, (A, B), used, [out], workspace, launcher, plan, pays=choice.pays)
     return out

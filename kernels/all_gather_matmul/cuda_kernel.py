@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
+from operator import getitem
 from pathlib import Path
 
 import torch
@@ -15,7 +17,7 @@ from ..device import gemm
 from ..device.gate import leaving
 from ..device.gemm import Half, boxes_of_b, boxes_of_rows, is_whole, watch
 from ..device.program import Watch
-from ..device.tensor_map import Boxes, Maps, TensorMap, contiguous
+from ..device.tensor_map import Boxes, Maps, TensorMap, contiguous, put_map, put_maps
 from .configs import PushConfig, push_flags_per_rank
 
 MOST_BS = 4  # of one launch
@@ -48,6 +50,9 @@ class _Params(ctypes.Structure):
         ("final", ctypes.c_int32),
         ("_size_is_a_multiple_of_64", ctypes.c_int32 * 8),
     )
+
+
+_OWN, _FROM, _B, _C = (getattr(_Params, name).offset for name in ("own", "from_", "b", "c"))
 
 
 def defines(bs: Sequence[torch.Tensor], config: PushConfig) -> gemm.Defines:
@@ -98,8 +103,7 @@ class AllGatherMatmulPush:
         self._from = Maps(Boxes(dtype, rows, strides, piece, 0))
         self._bs = [Maps(boxes_of_b(b, tile, is_whole(bs, tile))) for b in bs]
         self._params = [self._fixed(half, m, k, dtype, bs, config) for half in (0, 1)]
-        # ctypes makes such a view anew each time it is asked for one.
-        self._views = [(p, p.b, p.c, p.watch) for p in self._params]
+        self._put_bs, self._put_cs = put_maps(len(bs)), struct.Struct(f"{len(bs)}Q").pack_into
         program = gemm.program(SOURCE, defines(bs, config))
         self._launches = gemm.launches(program, "all_gather_matmul", self._params, num_sms, shared)
 
@@ -135,7 +139,6 @@ class AllGatherMatmulPush:
         a: int,
         bs: Sequence[int],
         cs: Sequence[int],
-        *,
         push: bool,
         final: bool,
         timeout_ns: int,
@@ -148,11 +151,12 @@ class AllGatherMatmulPush:
             final: end the use; for the last one.
         """
         with self.workspace.lock:
-            p, maps, outs, watched = self._views[half]
-            p.own, p.from_ = self._own[a], self._from[a]
-            for i, b in enumerate(bs):
-                maps[i], outs[i] = self._bs[i][b], cs[i]
-            watched.timeout_ns, p.push, p.final = timeout_ns, push, final
+            p = self._params[half]
+            put_map(p, _OWN, self._own[a])
+            put_map(p, _FROM, self._from[a])
+            self._put_bs(p, _B, *map(getitem, self._bs, bs))
+            self._put_cs(p, _C, *cs)
+            p.watch.timeout_ns, p.push, p.final = timeout_ns, push, final
             self._launches[half](stream)
 
 
@@ -171,10 +175,11 @@ class AllGatherMatmulPushes:
         *,
         num_sms: int,
     ) -> None:
-        self._kernels = [
-            AllGatherMatmulPush(workspace, a, bs[i : i + MOST_BS], config, num_sms=num_sms)
-            for i in range(0, len(bs), MOST_BS)
-        ]
+        self._steps = []  # (kernel, its Bs, whether it sends, whether it is the last one)
+        for first in range(0, len(bs), MOST_BS):
+            some = slice(first, min(first + MOST_BS, len(bs)))
+            kernel = AllGatherMatmulPush(workspace, a, bs[some], config, num_sms=num_sms)
+            self._steps.append((kernel, some, first == 0, some.stop == len(bs)))
         shard = a.numel() * a.element_size()
         self._own = workspace.rank * shard  # bytes from the start of the gathered shards, and their ends
         self._behind, self._end = self._own + shard, workspace.world_size * shard
@@ -193,19 +198,10 @@ class AllGatherMatmulPushes:
             stream: a CUstream as an integer.
         """
         a, bs = operands[0], operands[1:]
-        return_A, last = len(results) > len(bs), len(self._kernels) - 1
-        for i, kernel in enumerate(self._kernels):
-            some = slice(i * MOST_BS, min((i + 1) * MOST_BS, len(bs)))
-            kernel.launch(
-                half,
-                a,
-                bs[some],
-                results[some],
-                push=i == 0,
-                final=i == last and not return_A,
-                timeout_ns=timeout_ns,
-                stream=stream,
-            )
+        return_A = len(results) > len(bs)
+        for kernel, some, push, last in self._steps:
+            final = last and not return_A
+            kernel.launch(half, a, bs[some], results[some], push, final, timeout_ns, stream)
         if return_A:
             self._copy(results[-1], self._halves[half], a, stream)
             self._leave[half](stream)

@@ -12,7 +12,7 @@ from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm
 from ..device.gemm import Half, boxes_of_b, boxes_of_rows, is_whole, watch
 from ..device.program import Watch
-from ..device.tensor_map import Maps, TensorMap
+from ..device.tensor_map import Maps, TensorMap, put_map
 from .configs import BulkConfig, bulk_needs
 
 SOURCE = Path(__file__).parent / "kernel.cu"
@@ -36,6 +36,9 @@ class _Params(ctypes.Structure):
         ("average", ctypes.c_int32),
         ("_size_is_a_multiple_of_64", ctypes.c_int32 * 6),
     )
+
+
+_A, _B = _Params.a.offset, _Params.b.offset
 
 
 def defines(b: torch.Tensor, config: BulkConfig, world_size: int) -> gemm.Defines:
@@ -101,6 +104,7 @@ class MatmulReduceScatterBulk:
         """
         with self.workspace.lock:
             p = self._params[half]
-            p.a, p.b, p.out = self._a[operands[0]], self._b[operands[1]], results[0]
-            p.watch.timeout_ns = timeout_ns
+            put_map(p, _A, self._a[operands[0]])
+            put_map(p, _B, self._b[operands[1]])
+            p.out, p.watch.timeout_ns = results[0], timeout_ns
             self._launches[half](stream)

@@ -31,7 +31,7 @@ class Workspace:
         self.prepared: dict[Any, Any] = {}
         self.error: Exception | None = None
 
-    def raise_if_broken(self, op: str) -> None:
+    def raise_if_broken(self, op: str, inside: int) -> None:
         if self.error is not None:
             raise self.error
 
