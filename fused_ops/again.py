@@ -69,6 +69,13 @@ def goes_straight(*tensors: Any) -> bool:
     return True
 
 
+def may_be_short(x: Any) -> bool:
+    """As ``goes_straight`` for an x that has memory at its address: by kind, not by dispatch keys, is less work."""
+    if torch._C._dispatch_tls_local_include_set().raw_repr() & ~_OF_THREADS:
+        return False
+    return type(x) in _TYPES and not x.is_neg() and not (x.requires_grad and torch.is_grad_enabled())
+
+
 class Launcher(Protocol):
     """What kernels leave behind for more calls of one kind."""
 
@@ -120,8 +127,7 @@ def again(op: str, arguments: Hashable, tensors: Sequence[Any], group_name: str)
         return None
     grad, key, operands, together = torch.is_grad_enabled(), [op, arguments], [], 0
     try:
-        for t in tensors:
-            # By kind, not by dispatch keys as in ``goes_straight``: less work, and there is memory at the address.
+        for t in tensors:  # each as in ``may_be_short``
             if type(t) not in _TYPES or t.is_neg() or (grad and t.requires_grad):
                 return None
             key += (t.shape, t.stride(), t.dtype, t.device)

@@ -40,8 +40,13 @@ def again(x: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None)
 
     again.py says what is looked at each time, and why.
     """
-    device = x.get_device()
-    if not x.is_contiguous() or (here := place("all_reduce", group_name, device)) is None:
+    try:
+        if not x.is_contiguous() or not (address := x.data_ptr()):
+            return None
+    except RuntimeError:  # sparse, nested, of torch.func: without strides, or without memory
+        return None
+    here = place("all_reduce", group_name, x.get_device())
+    if here is None:
         return None
     workspace, stream = here
     found = workspace.prepared.get((x.numel(), x.dtype, reduce_op))
@@ -49,10 +54,11 @@ def again(x: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None)
         return None
     if out is None:
         out = torch.empty_like(x)
+    to = address if out is x else out.data_ptr()
     workspace.raise_if_broken(host.OP, inside=1)
     plan._last = found.plan
     try:
-        found.kernel.launch(x.data_ptr(), out.data_ptr(), timeout(group_name, found.timeout_ns), stream)
+        found.kernel.launch(address, to, timeout(group_name, found.timeout_ns), stream)
     except BaseException as e:
         workspace.abandon(e)  # the peers may wait for what was not launched
         raise

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..symm_mem import Group, group_name
 from . import all_gather_matmul, all_reduce, checks, matmul_reduce_scatter, ops
-from .again import goes_straight
+from .again import may_be_short
 
 _LISTS = (list, tuple)
 
@@ -120,7 +120,7 @@ def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
         PeerTimeout: a rank did not come.
     """
     name = _known_name(group)
-    if name is not None and type(reduce_op) is str and goes_straight(x):
+    if name is not None and type(reduce_op) is str and may_be_short(x):
         out = all_reduce.again(x, reduce_op, name)
         if out is not None:
             return out
@@ -132,7 +132,7 @@ def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
 def one_shot_all_reduce_(x: Tensor, reduce_op: str, group: Group) -> Tensor:
     """The same in place: ``x`` is overwritten and returned. It must not require a gradient."""
     name = _known_name(group)
-    if name is not None and type(reduce_op) is str and goes_straight(x):
+    if name is not None and type(reduce_op) is str and may_be_short(x):
         out = all_reduce.again(x, reduce_op, name, x)
         if out is not None:
             return out

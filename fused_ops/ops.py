@@ -19,7 +19,7 @@ from . import all_reduce_rms_norm as _arn
 from . import checks
 from . import matmul_all_reduce as _mar
 from . import matmul_reduce_scatter as _rs
-from .again import goes_straight
+from .again import goes_straight, may_be_short
 from .autograd import (
     AllGatherMatmul,
     AllReduce,
@@ -139,20 +139,26 @@ def _matmul_reduce_scatter_anew(
     return _rs.run(A, B, reduce_op, dim, group)
 
 
-@whole
 def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    if (out := _ar.again(x, reduce_op, group_name)) is not None:
-        return out
+    done = _ar.again(x, reduce_op, group_name)
+    return _all_reduce_anew(x, reduce_op, group_name) if done is None else done
+
+
+@whole
+def _all_reduce_anew(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
     group = checks.all_reduce(x, reduce_op, group_name)
     if is_checked():
         compare_call(_ar.host.OP, group, x.device, x=x, reduce_op=reduce_op)
     return _ar.run(x, reduce_op, group)
 
 
-@whole
 def _all_reduce_in_place(x: Tensor, reduce_op: str, group_name: str) -> None:
-    if _ar.again(x, reduce_op, group_name, x) is not None:
-        return
+    if _ar.again(x, reduce_op, group_name, x) is None:
+        _all_reduce_in_place_anew(x, reduce_op, group_name)
+
+
+@whole
+def _all_reduce_in_place_anew(x: Tensor, reduce_op: str, group_name: str) -> None:
     group = checks.all_reduce(x, reduce_op, group_name)
     if is_checked():
         compare_call(f"{_ar.host.OP}_", group, x.device, x=x, reduce_op=reduce_op)
@@ -212,9 +218,11 @@ def _matmul_reduce_scatter_autograd(
 
 
 def _all_reduce_autograd(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    if may_be_short(x) and (out := _ar.again(x, reduce_op, group_name)) is not None:
+        return out
     if not _wants_grad(x):
         if goes_straight(x):
-            return _all_reduce(x, reduce_op, group_name)
+            return _all_reduce_anew(x, reduce_op, group_name)
         with torch._C._AutoDispatchBelowAutograd():
             return all_reduce(x, reduce_op, group_name)
     if reduce_op in ("max", "min"):
@@ -241,10 +249,12 @@ def _matmul_all_reduce_autograd(A: Tensor, B: Tensor, reduce_op: str, group_name
 
 
 def _all_reduce_in_place_autograd(x: Tensor, reduce_op: str, group_name: str) -> None:
+    if may_be_short(x) and _ar.again(x, reduce_op, group_name, x) is not None:
+        return None
     if _wants_grad(x):
         raise ValueError("x: requires a gradient, must not where it is overwritten; use one_shot_all_reduce")
     if goes_straight(x):
-        return _all_reduce_in_place(x, reduce_op, group_name)
+        return _all_reduce_in_place_anew(x, reduce_op, group_name)
     with torch._C._AutoDispatchBelowAutograd():
         return all_reduce_(x, reduce_op, group_name)
 

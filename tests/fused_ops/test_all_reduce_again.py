@@ -131,6 +131,26 @@ def test_the_function_takes_it_without_the_dispatcher(stage: SimpleNamespace) ->
     assert one_shot_all_reduce(x.requires_grad_(), "sum", NAME).grad_fn is not None
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: torch._efficientzerotensor(x.shape),
+        lambda x: x.to_sparse(),
+        lambda x: torch.nested.nested_tensor([x, x]),
+    ],
+)
+def test_the_function_leaves_other_tensors_to_the_dispatcher(stage: SimpleNamespace, other: Any) -> None:
+    with pytest.raises((ValueError, RuntimeError)):  # the group is none
+        one_shot_all_reduce(other(stage.x), "sum", NAME)
+    assert not stage.kernel.launched
+
+
+def test_what_is_lazily_negated_is_negated_first(stage: SimpleNamespace) -> None:
+    one_shot_all_reduce(torch._neg_view(stage.x), "sum", NAME)
+    assert stage.kernel.launched.pop()[0] != stage.x.data_ptr()
+
+
 def test_nccl_is_taken_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = all_reduce._nccl_from.__wrapped__
     monkeypatch.delenv("WEFT_NCCL_ALL_REDUCE_FROM", raising=False)
