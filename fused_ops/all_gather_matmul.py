@@ -2,72 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..kernels.all_gather_matmul import host
 from ..kernels.all_gather_matmul.reference import all_gather_matmul as unfused
 from ..symm_mem import Heap, get_timeout
+from . import again as short
 from .plan import Plan, aligned, heap_or_reason, num_sms, on, pays, ran
 from .workspaces import matmul_workspace
 
+Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
 
-def run(
-    A_shard: Tensor, Bs: list[Tensor], dim: int, group: ProcessGroup, return_A: bool
-) -> tuple[Tensor | None, list[Tensor]]:
+
+def again(A_shard: Tensor, Bs: Sequence[Tensor], dim: int, group_name: str, return_A: bool) -> Result | None:
+    """As the op, if such a call was made before on CUDA; else None, and nothing happened.
+
+    Tensors and dimension may be anything.
+    """
+    if dim < 0 and isinstance(A_shard, Tensor):
+        dim += A_shard.dim()
+    results = short.again(host.OP, (dim, return_A), (A_shard, *Bs), group_name)
+    if results is None:
+        return None
+    return (results.pop() if return_A else None), results
+
+
+def run(A_shard: Tensor, Bs: list[Tensor], dim: int, group: ProcessGroup, return_A: bool) -> Result:
     """As the op; the arguments are checked and ``dim`` is not negative."""
     found = heap_or_reason(A_shard, group, empty=A_shard.numel() == 0)
     if isinstance(found, str):
-        return _unfused(A_shard, Bs, dim, group, return_A, found)
-    split_k = dim == A_shard.dim() - 1
+        done: Result | str = found
+    elif A_shard.device.type == "cpu":
+        done = _on_cpu(found, A_shard, Bs, dim, return_A)
+    elif dim == A_shard.dim() - 1:
+        done = "the last dimension is gathered"
+    else:
+        done = _on_cuda(found, A_shard, Bs, dim, return_A)
+    if isinstance(done, str):
+        ran(Plan("unfused", done))
+        A, outs = unfused(A_shard, Bs, dim, group)
+        return (A if return_A else None), outs
+    return done
+
+
+def _on_cpu(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A: bool) -> Result:
+    split_k, size = dim == A_shard.dim() - 1, where.world_size
     front = A_shard if split_k else A_shard.movedim(dim, 0)
     a = front.flatten(0, -2).contiguous()
-    gathered: Tensor | None
-    if a.device.type == "cpu":
-        gathered, products = _on_cpu(found, a, Bs, split_k)
-    else:
-        if split_k:
-            return _unfused(A_shard, Bs, dim, group, return_A, "the last dimension is gathered")
-        done = _on_cuda(found, aligned(a), [aligned(B) for B in Bs], return_A)
-        if isinstance(done, str):
-            return _unfused(A_shard, Bs, dim, group, return_A, done)
-        gathered, products = done
-    if split_k:
-        wanted = gathered if return_A else None
-        shape = (*A_shard.shape[:-1], group.size() * A_shard.shape[-1])
-        A = None if wanted is None else wanted.movedim(0, 1).reshape(-1).view(shape)
-        return A, [p.view(*A_shard.shape[:-1], p.shape[-1]) for p in products]
-
-    def shaped(flat: Tensor) -> Tensor:
-        return flat.view(group.size() * front.shape[0], *front.shape[1:-1], flat.shape[-1]).movedim(0, dim)
-
-    return (shaped(gathered) if return_A and gathered is not None else None), [shaped(p) for p in products]
-
-
-def _unfused(
-    A_shard: Tensor, Bs: list[Tensor], dim: int, group: ProcessGroup, return_A: bool, reason: str
-) -> tuple[Tensor | None, list[Tensor]]:
-    ran(Plan("unfused", reason))
-    A, outs = unfused(A_shard, Bs, dim, group)
-    return (A if return_A else None), outs
-
-
-def _on_cpu(where: Heap, a: Tensor, Bs: list[Tensor], split_k: bool) -> tuple[Tensor, list[Tensor]]:
-    workspace = matmul_workspace(
-        where, *host.needs(a.shape[0], a.shape[1], a.element_size(), where.world_size)
-    )
+    workspace = matmul_workspace(where, *host.needs(a.shape[0], a.shape[1], a.element_size(), size))
     ran(Plan("host", workspace_bytes=workspace.layout.bytes))
-    return host.all_gather_matmul(workspace, a, Bs, split_k=split_k)
+    gathered, products = host.all_gather_matmul(workspace, a, Bs, split_k=split_k)
+    if not split_k:
+        return _shaped(gathered if return_A else None, products, front, dim, size)
+    shape = (*A_shard.shape[:-1], size * A_shard.shape[-1])
+    A = gathered.movedim(0, 1).reshape(-1).view(shape) if return_A else None
+    return A, [p.view(*A_shard.shape[:-1], p.shape[-1]) for p in products]
 
 
-def _on_cuda(
-    where: Heap, a: Tensor, Bs: list[Tensor], return_A: bool
-) -> tuple[Tensor | None, list[Tensor]] | str:
+def _on_cuda(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A: bool) -> Result | str:
     """The result, or why it is better computed unfused."""
     from ..kernels.all_gather_matmul import on_cuda
 
+    front = A_shard.movedim(dim, 0)
+    a, *bs = used = [aligned(x) for x in (front.flatten(0, -2).contiguous(), *Bs)]
     sms, size = num_sms(a.device), where.world_size
-    choice = on_cuda.choose(a, Bs, size, sms)
+    choice = on_cuda.choose(a, bs, size, sms)
     if isinstance(choice, str):
         return choice
     if not pays(choice.pays):
@@ -75,6 +78,23 @@ def _on_cuda(
     with on(a.device):
         workspace = matmul_workspace(where, choice.half_bytes, choice.flags)
         workspace.raise_if_broken(host.OP)
-        ran(Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes))
+        plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes)
+        ran(plan)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
-        return on_cuda.run(choice, workspace, a, Bs, sms, timeout_ns, return_A=return_A)
+        gathered, products = on_cuda.run(choice, workspace, a, bs, sms, timeout_ns, return_A=return_A)
+    A, outs = _shaped(gathered, products, front, dim, size)
+    if (launcher := on_cuda.launcher(choice, workspace)) is not None:
+        given, results = (A_shard, *Bs), outs if A is None else [*outs, A]
+        short.remember(
+            host.OP, (dim, return_A), given, used, results, workspace, launcher, plan, pays=choice.pays
+        )
+    return A, outs
+
+
+def _shaped(gathered: Tensor | None, products: list[Tensor], front: Tensor, dim: int, size: int) -> Result:
+    """Rows of all ranks as the op returns them; ``front`` is the shard with ``dim`` in front."""
+
+    def shaped(flat: Tensor) -> Tensor:
+        return flat.view(size * front.shape[0], *front.shape[1:-1], flat.shape[-1]).movedim(0, dim)
+
+    return (None if gathered is None else shaped(gathered)), [shaped(p) for p in products]

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..kernels.all_reduce import host
 from ..kernels.all_reduce.configs import Config, choose, pushing
 from ..kernels.all_reduce.reference import all_reduce as unfused
 from ..symm_mem import Heap, Workspace, get_timeout
-from ..symm_mem.timeouts import chosen_timeout, default_timeout
 from . import plan
+from .again import default_ns, place, timeout
 from .plan import Plan, aligned, heap_or_reason, ran
 from .workspaces import all_reduce_workspace, matmul_workspace
 
@@ -36,36 +35,30 @@ class _Prepared:
     beside: Workspace[Any] | None = None  # of the kernels that push beside copy engines
 
 
-_heaps: dict[tuple[str, int], tuple[ProcessGroup, Heap]] = {}  # by group name and device, for `again`
-
-
 def again(x: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None) -> Tensor | None:
     """The result, if x is a contiguous CUDA tensor and such a call was made before; else None, and nothing happened.
 
-    The way is chosen by the workspace that the stream has now, never by what this rank remembers: so a rank that
-    comes here and one that takes the long way use the same memory.
+    again.py says what is looked at each time, and why.
     """
-    device = x.get_device()
-    known = _heaps.get((group_name, device))
-    if known is None or plan._forced is not None or not x.is_contiguous():
+    try:
+        if not x.is_contiguous() or not (address := x.data_ptr()):
+            return None
+    except RuntimeError:  # sparse, nested, of torch.func: without strides, or without memory
         return None
-    if torch._C._cuda_getDevice() != device or torch._C._cuda_isCurrentStreamCapturing():
+    here = place("all_reduce", group_name, x.get_device())
+    if here is None:
         return None
-    if _resolve_process_group(group_name) is not known[0]:  # type: ignore[arg-type]
-        return None
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    workspace = known[1].workspaces.get(("all_reduce", stream, 0))
-    found = None if workspace is None else workspace.prepared.get((x.numel(), x.dtype, reduce_op))
-    if found is None or workspace is None:
+    workspace, stream = here
+    found = workspace.prepared.get((x.numel(), x.dtype, reduce_op))
+    if found is None:
         return None
     if out is None:
         out = torch.empty_like(x)
-    workspace.raise_if_broken(host.OP)
+    to = address if out is x else out.data_ptr()
+    workspace.raise_if_broken(host.OP, inside=1)
     plan._last = found.plan
-    seconds = chosen_timeout(group_name)
-    timeout_ns = found.timeout_ns if seconds is None else int(seconds * 1e9)
     try:
-        found.kernel.launch(x.data_ptr(), out.data_ptr(), timeout_ns, stream)
+        found.kernel.launch(address, to, timeout(group_name, found.timeout_ns), stream)
     except BaseException as e:
         workspace.abandon(e)  # the peers may wait for what was not launched
         raise
@@ -133,8 +126,7 @@ def _pushes(where: Heap, x: Tensor, reduce_op: str, config: Config) -> _Prepared
     if found is None:
         kernel = AllReduce(place, x.numel(), x.dtype, reduce_op, x.device, config)
         plan = Plan("push", workspace_bytes=place.layout.bytes)
-        found = place.prepared[key] = _Prepared(place, kernel, plan, _default_ns())
-        _heaps[where.group_name, x.get_device()] = (where.group, where)
+        found = place.prepared[key] = _Prepared(place, kernel, plan, default_ns())
     return found
 
 
@@ -155,14 +147,10 @@ def _copies(where: Heap, x: Tensor, reduce_op: str, config: Config) -> _Prepared
             pushes = AllReduce(push_place, pushed, x.dtype, reduce_op, x.device, beside)
             kernel = SideBySide(pushes, kernel)
         plan = Plan("copy_engine", workspace_bytes=place.layout.bytes)
-        found = place.prepared[key] = _Prepared(place, kernel, plan, _default_ns(), push_place)
+        found = place.prepared[key] = _Prepared(place, kernel, plan, default_ns(), push_place)
     if push_place is not None:
         push_place.raise_if_broken(host.OP)
     return found
-
-
-def _default_ns() -> int:
-    return int(default_timeout() * 1e9)
 
 
 @cache

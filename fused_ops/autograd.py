@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from ..symm_mem import resolve_group
+from . import all_gather_matmul, matmul_reduce_scatter
 
 _ops = torch.ops.weft
 
@@ -33,10 +34,13 @@ class AllGatherMatmul(torch.autograd.Function):
         ctx: Any, A_shard: Tensor, gather_dim: int, group_name: str, return_A: bool, *Bs: Tensor
     ) -> Any:
         needs_A = any(ctx.needs_input_grad[4:])
-        with torch._C._AutoDispatchBelowAutograd():
-            A, outs = _ops.fused_all_gather_matmul(
-                A_shard, list(Bs), gather_dim, group_name, return_A=return_A or needs_A
-            )
+        done = all_gather_matmul.again(A_shard, Bs, gather_dim, group_name, return_A or needs_A)
+        if done is None:
+            with torch._C._AutoDispatchBelowAutograd():
+                done = _ops.fused_all_gather_matmul(
+                    A_shard, list(Bs), gather_dim, group_name, return_A=return_A or needs_A
+                )
+        A, outs = done
         ctx.set_materialize_grads(False)
         ctx.gather_dim, ctx.group_name = gather_dim, group_name
         ctx.save_for_backward(A if needs_A else None, *Bs)
@@ -68,6 +72,8 @@ class MatmulReduceScatter(torch.autograd.Function):
     def forward(ctx: Any, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
         ctx.save_for_backward(A, B)
         ctx.reduce_op, ctx.scatter_dim, ctx.group_name = reduce_op, scatter_dim, group_name
+        if (done := matmul_reduce_scatter.again(A, B, reduce_op, scatter_dim, group_name)) is not None:
+            return done
         with torch._C._AutoDispatchBelowAutograd():
             return _ops.fused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
 

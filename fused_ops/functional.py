@@ -8,7 +8,21 @@ import torch
 from torch import Tensor
 
 from ..symm_mem import Group, group_name
-from . import checks, ops
+from . import all_gather_matmul, all_reduce, checks, matmul_reduce_scatter, ops
+from .again import may_be_short
+
+_LISTS = (list, tuple)
+
+
+def _known_name(group: Group) -> str | None:
+    """The group's name, if a call may go round ``torch.ops``; None where Dynamo or a function mode wants to see it,
+    and for what is no group."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_function_stack():
+        return None
+    try:
+        return group_name(group)
+    except (TypeError, ValueError):  # in its turn, after the arguments in front of it
+        return None
 
 
 def fused_all_gather_matmul(
@@ -34,13 +48,17 @@ def fused_all_gather_matmul(
         RankMismatch: the ranks call with different sizes.
         PeerTimeout: a rank did not come.
     """
+    # What was called before has been checked before. True is not 1 there.
+    name = _known_name(group)
+    if name is not None and type(Bs) in _LISTS and type(gather_dim) is int and type(return_A) is bool:
+        done = all_gather_matmul.again(A_shard, Bs, gather_dim, name, return_A)
+        if done is not None:
+            return done
     checks.tensor("A_shard", A_shard, 2)
     matrices = checks.tensors("Bs", Bs)
     checks.dimension("gather_dim", gather_dim, "A_shard", A_shard.dim())
     checks.flags(return_A=return_A)
-    return torch.ops.weft.fused_all_gather_matmul(
-        A_shard, matrices, gather_dim, group_name(group), return_A=return_A
-    )
+    return ops.all_gather_matmul(A_shard, matrices, gather_dim, group_name(group), return_A=return_A)
 
 
 def fused_matmul_reduce_scatter(
@@ -67,11 +85,16 @@ def fused_matmul_reduce_scatter(
         RankMismatch: the ranks call with different sizes.
         PeerTimeout: a rank did not come.
     """
+    name = _known_name(group)
+    if name is not None and type(reduce_op) is str and type(scatter_dim) is int:
+        done = matmul_reduce_scatter.again(A, B, reduce_op, scatter_dim, name)
+        if done is not None:
+            return done
     checks.tensor("A", A, 2)
     checks.tensor("B", B)
     checks.reduction(reduce_op)
     checks.dimension("scatter_dim", scatter_dim, "A", A.dim())
-    return torch.ops.weft.fused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name(group))
+    return ops.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name(group))
 
 
 def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
@@ -96,23 +119,26 @@ def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
         RankMismatch: the ranks call with different sizes.
         PeerTimeout: a rank did not come.
     """
-    name = group_name(group)
-    # What was called before has been checked before.
-    if not torch.compiler.is_compiling() and (out := ops.all_reduce_again(x, reduce_op, name)) is not None:
-        return out
+    name = _known_name(group)
+    if name is not None and type(reduce_op) is str and may_be_short(x):
+        out = all_reduce.again(x, reduce_op, name)
+        if out is not None:
+            return out
     checks.tensor("x", x)
     checks.reduction(reduce_op, checks.ALL_REDUCE_OPS)
-    return torch.ops.weft.one_shot_all_reduce(x, reduce_op, name)
+    return ops.all_reduce(x, reduce_op, group_name(group))
 
 
 def one_shot_all_reduce_(x: Tensor, reduce_op: str, group: Group) -> Tensor:
     """The same in place: ``x`` is overwritten and returned. It must not require a gradient."""
-    name = group_name(group)
-    if not torch.compiler.is_compiling() and ops.all_reduce_again(x, reduce_op, name, x) is x:
-        return x
+    name = _known_name(group)
+    if name is not None and type(reduce_op) is str and may_be_short(x):
+        out = all_reduce.again(x, reduce_op, name, x)
+        if out is not None:
+            return out
     checks.tensor("x", x)
     checks.reduction(reduce_op, checks.ALL_REDUCE_OPS)
-    torch.ops.weft.one_shot_all_reduce_(x, reduce_op, name)
+    ops.all_reduce_(x, reduce_op, group_name(group))
     return x
 
 
@@ -143,7 +169,7 @@ def fused_all_reduce_rms_norm(
     for name, value in (("x", x), ("residual", residual), ("weight", weight)):
         checks.tensor(name, value)
     checks.number("eps", eps)
-    return torch.ops.weft.fused_all_reduce_rms_norm(x, residual, weight, eps, group_name(group))
+    return ops.all_reduce_rms_norm(x, residual, weight, eps, group_name(group))
 
 
 def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: Group) -> Tensor:
@@ -170,4 +196,4 @@ def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: Group) 
     checks.tensor("A", A, 2)
     checks.tensor("B", B)
     checks.reduction(reduce_op)
-    return torch.ops.weft.fused_matmul_all_reduce(A, B, reduce_op, group_name(group))
+    return ops.matmul_all_reduce(A, B, reduce_op, group_name(group))

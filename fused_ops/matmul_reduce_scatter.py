@@ -10,8 +10,20 @@ from torch.distributed import ProcessGroup
 from ..kernels.matmul_reduce_scatter import host
 from ..kernels.matmul_reduce_scatter.reference import matmul_reduce_scatter as unfused
 from ..symm_mem import Heap, get_timeout
+from . import again as short
 from .plan import Plan, aligned, heap_or_reason, num_sms, on, pays, ran
 from .workspaces import matmul_workspace
+
+
+def again(A: Tensor, B: Tensor, reduce_op: str, dim: int, group_name: str) -> Tensor | None:
+    """As the op, if such a call was made before on CUDA; else None, and nothing happened.
+
+    Tensors, dimension and operation may be anything.
+    """
+    if dim < 0 and isinstance(A, Tensor):
+        dim += A.dim()
+    results = short.again(host.OP, (dim, reduce_op), (A, B), group_name)
+    return None if results is None else results[0]
 
 
 def run(A: Tensor, B: Tensor, reduce_op: str, dim: int, group: ProcessGroup) -> Tensor:
@@ -20,18 +32,17 @@ def run(A: Tensor, B: Tensor, reduce_op: str, dim: int, group: ProcessGroup) -> 
     shape[dim] //= group.size()
     found = heap_or_reason(A, group, empty=0 in shape)
     if isinstance(found, str):
-        ran(Plan("unfused", found))
-        return unfused(A, B, reduce_op, dim, group)
-    if A.device.type == "cpu":
-        return _on_cpu(found, A, B, reduce_op, dim).view(shape)
-    if dim == A.dim() - 1:
-        done: Tensor | str = "the last dimension is scattered"
+        done: Tensor | str = found
+    elif A.device.type == "cpu":
+        done = _on_cpu(found, A, B, reduce_op, dim).view(shape)
+    elif dim == A.dim() - 1:
+        done = "the last dimension is scattered"
     else:
-        done = _on_cuda(found, aligned(_parts(A, dim, group.size())), aligned(B), reduce_op)
+        done = _on_cuda(found, A, B, reduce_op, dim, shape)
     if isinstance(done, str):
         ran(Plan("unfused", done))
         return unfused(A, B, reduce_op, dim, group)
-    return done.view(shape)
+    return done
 
 
 def _on_cpu(where: Heap, A: Tensor, B: Tensor, reduce_op: str, dim: int) -> Tensor:
@@ -53,19 +64,25 @@ def _parts(A: Tensor, dim: int, size: int) -> Tensor:
     return A.reshape(lead, size, A.shape[:-1].numel() // (lead * size), k)
 
 
-def _on_cuda(where: Heap, parts: Tensor, B: Tensor, reduce_op: str) -> Tensor | str:
+def _on_cuda(where: Heap, A: Tensor, B: Tensor, reduce_op: str, dim: int, shape: list[int]) -> Tensor | str:
     """The result, or why it is better computed unfused."""
     from ..kernels.matmul_reduce_scatter import on_cuda
 
-    sms = num_sms(B.device)
-    choice = on_cuda.choose(parts, B, sms)
+    parts, b = used = aligned(_parts(A, dim, where.world_size)), aligned(B)
+    sms, average = num_sms(b.device), reduce_op == "avg"
+    choice = on_cuda.choose(parts, b, sms)
     if isinstance(choice, str):
         return choice
     if not pays(choice.pays):
         return "too little is multiplied and scattered"
-    with on(B.device):
+    with on(b.device):
         workspace = matmul_workspace(where, choice.half_bytes, choice.flags)
         workspace.raise_if_broken(host.OP)
-        ran(Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes))
+        plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes)
+        ran(plan)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
-        return on_cuda.run(choice, workspace, parts, B, sms, timeout_ns, average=reduce_op == "avg")
+        out = on_cuda.run(choice, workspace, parts, b, sms, timeout_ns, average=average).view(shape)
+    if (launcher := on_cuda.launcher(choice, workspace, average=average)) is not None:
+        arguments = (dim, reduce_op)
+        short.remember(host.OP, arguments, (A, B), used, [out], workspace, launcher, plan, pays=choice.pays)
+    return out

@@ -19,6 +19,7 @@ from . import all_reduce_rms_norm as _arn
 from . import checks
 from . import matmul_all_reduce as _mar
 from . import matmul_reduce_scatter as _rs
+from .again import goes_straight, may_be_short
 from .autograd import (
     AllGatherMatmul,
     AllReduce,
@@ -104,10 +105,18 @@ def _matmul_all_reduce_fake(A: Tensor, B: Tensor, reduce_op: str, group_name: st
     return A.new_empty((*A.shape[:-1], B.shape[1]))
 
 
-@whole
 def _all_gather_matmul(
     A_shard: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
-) -> tuple[Tensor | None, list[Tensor]]:
+) -> _ag.Result:
+    # From compiled graphs: others have been here before, in the Autograd implementation.
+    done = _ag.again(A_shard, Bs, gather_dim, group_name, return_A)
+    return done or _all_gather_matmul_anew(A_shard, Bs, gather_dim, group_name, return_A)
+
+
+@whole
+def _all_gather_matmul_anew(
+    A_shard: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, return_A: bool
+) -> _ag.Result:
     dim, group = checks.all_gather_matmul(A_shard, Bs, gather_dim, group_name)
     if is_checked():
         given = {"A_shard": A_shard, "Bs": Bs, "gather_dim": dim, "return_A": return_A}
@@ -115,28 +124,41 @@ def _all_gather_matmul(
     return _ag.run(A_shard, Bs, dim, group, return_A)
 
 
-@whole
 def _matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+    done = _rs.again(A, B, reduce_op, scatter_dim, group_name)
+    return _matmul_reduce_scatter_anew(A, B, reduce_op, scatter_dim, group_name) if done is None else done
+
+
+@whole
+def _matmul_reduce_scatter_anew(
+    A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
+) -> Tensor:
     dim, group = checks.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
     if is_checked():
         compare_call(_rs.host.OP, group, A.device, A=A, B=B, reduce_op=reduce_op, scatter_dim=dim)
     return _rs.run(A, B, reduce_op, dim, group)
 
 
-@whole
 def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    if not is_checked() and (out := _ar.again(x, reduce_op, group_name)) is not None:
-        return out
+    done = _ar.again(x, reduce_op, group_name)
+    return _all_reduce_anew(x, reduce_op, group_name) if done is None else done
+
+
+@whole
+def _all_reduce_anew(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
     group = checks.all_reduce(x, reduce_op, group_name)
     if is_checked():
         compare_call(_ar.host.OP, group, x.device, x=x, reduce_op=reduce_op)
     return _ar.run(x, reduce_op, group)
 
 
-@whole
 def _all_reduce_in_place(x: Tensor, reduce_op: str, group_name: str) -> None:
-    if not is_checked() and _ar.again(x, reduce_op, group_name, x) is not None:
-        return
+    if _ar.again(x, reduce_op, group_name, x) is None:
+        _all_reduce_in_place_anew(x, reduce_op, group_name)
+
+
+@whole
+def _all_reduce_in_place_anew(x: Tensor, reduce_op: str, group_name: str) -> None:
     group = checks.all_reduce(x, reduce_op, group_name)
     if is_checked():
         compare_call(f"{_ar.host.OP}_", group, x.device, x=x, reduce_op=reduce_op)
@@ -164,25 +186,6 @@ def _matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group_name: str) ->
     return _mar.run(A, B, reduce_op, group)
 
 
-def _is_plain(x: Tensor) -> bool:
-    """Whether nothing lies between autograd and the kernels: no tracing, no subclass. It saves a dispatch."""
-    return (
-        type(x) is Tensor and not torch._C._len_torch_dispatch_stack() and not torch._is_functional_tensor(x)
-    )
-
-
-def all_reduce_again(x: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None) -> Tensor | None:
-    """``one_shot_all_reduce`` without the dispatcher, where it has nothing to do; None where it has.
-
-    The arguments may be anything; ``out`` may be x.
-    """
-    if not _is_plain(x) or type(reduce_op) is not str or is_checked():
-        return None
-    if x.requires_grad and torch.is_grad_enabled():
-        return None
-    return _ar.again(x, reduce_op, group_name, out)
-
-
 def _wants_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
@@ -190,7 +193,11 @@ def _wants_grad(*tensors: Tensor) -> bool:
 def _all_gather_matmul_autograd(
     A_shard: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
+    if (done := _ag.again(A_shard, Bs, gather_dim, group_name, return_A)) is not None:
+        return done
     if not _wants_grad(A_shard, *Bs):
+        if goes_straight(A_shard, *Bs):
+            return _all_gather_matmul_anew(A_shard, Bs, gather_dim, group_name, return_A)
         with torch._C._AutoDispatchBelowAutograd():
             return all_gather_matmul(A_shard, Bs, gather_dim, group_name, return_A=return_A)
     A, *outs = AllGatherMatmul.apply(A_shard, gather_dim, group_name, return_A, *Bs)
@@ -200,16 +207,22 @@ def _all_gather_matmul_autograd(
 def _matmul_reduce_scatter_autograd(
     A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> Tensor:
+    if (done := _rs.again(A, B, reduce_op, scatter_dim, group_name)) is not None:
+        return done
     if not _wants_grad(A, B):
+        if goes_straight(A, B):
+            return _matmul_reduce_scatter_anew(A, B, reduce_op, scatter_dim, group_name)
         with torch._C._AutoDispatchBelowAutograd():
             return matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
     return MatmulReduceScatter.apply(A, B, reduce_op, scatter_dim, group_name)
 
 
 def _all_reduce_autograd(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    if may_be_short(x) and (out := _ar.again(x, reduce_op, group_name)) is not None:
+        return out
     if not _wants_grad(x):
-        if _is_plain(x):
-            return _all_reduce(x, reduce_op, group_name)
+        if goes_straight(x):
+            return _all_reduce_anew(x, reduce_op, group_name)
         with torch._C._AutoDispatchBelowAutograd():
             return all_reduce(x, reduce_op, group_name)
     if reduce_op in ("max", "min"):
@@ -236,10 +249,12 @@ def _matmul_all_reduce_autograd(A: Tensor, B: Tensor, reduce_op: str, group_name
 
 
 def _all_reduce_in_place_autograd(x: Tensor, reduce_op: str, group_name: str) -> None:
+    if may_be_short(x) and _ar.again(x, reduce_op, group_name, x) is not None:
+        return None
     if _wants_grad(x):
         raise ValueError("x: requires a gradient, must not where it is overwritten; use one_shot_all_reduce")
-    if _is_plain(x):
-        return _all_reduce_in_place(x, reduce_op, group_name)
+    if goes_straight(x):
+        return _all_reduce_in_place_anew(x, reduce_op, group_name)
     with torch._C._AutoDispatchBelowAutograd():
         return all_reduce_(x, reduce_op, group_name)
 

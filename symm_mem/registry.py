@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .errors import HeapUnavailable
 from .groups import Group, resolve_group
@@ -46,6 +47,18 @@ def heap(group: Group = None, device: torch.device | str | None = None) -> Heap:
     if isinstance(found, HeapUnavailable):
         raise HeapUnavailable(str(found))
     return found
+
+
+def known_heap(group_name: str, device: int) -> Heap | None:
+    """The heap on a CUDA device that ``heap`` would answer with at once, for the group that has this name now."""
+    known = _heaps.get((group_name, "cuda", device))
+    if known is None or isinstance(known[1], HeapUnavailable):
+        return None
+    try:
+        group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    except Exception:  # destroyed
+        return None
+    return known[1] if group is known[0] else None
 
 
 def _device(device: torch.device | str) -> torch.device:

@@ -31,9 +31,12 @@ def _is_library(file: str) -> bool:
     return _known.setdefault(file, found)
 
 
-def call_site() -> Site | None:
-    """The caller of weft in this thread. None on a thread without one: that of autograd on CUDA, say."""
-    frame: FrameType | None = sys._getframe(1)
+def call_site(skip: int = 1) -> Site | None:
+    """The caller of weft in this thread. None on a thread without one: that of autograd on CUDA, say.
+
+    ``skip``: so many frames from this one up are weft's for certain. They are not looked at: each look costs.
+    """
+    frame: FrameType | None = sys._getframe(skip)
     known = _known
     while frame is not None:
         file = frame.f_code.co_filename

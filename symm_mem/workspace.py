@@ -164,11 +164,12 @@ class Workspace(Generic[L]):
         self._state = None if self._record is None else ctypes.c_int64.from_address(self.record)
         heap.users.add(self)
 
-    def raise_if_broken(self, op: str | None = None) -> None:
+    def raise_if_broken(self, op: str | None = None, inside: int = 0) -> None:
         """A workspace on which a wait has expired takes no more calls: its flags can no longer be trusted.
 
         Args:
             op: the call that is about to be made, if one is.
+            inside: so many frames above this one are weft's for certain.
 
         Raises:
             PeerTimeout: in the words of that wait, until the group is reset.
@@ -188,7 +189,7 @@ class Workspace(Generic[L]):
         if self._error is not None:
             raise self._error.again()
         if op is not None:
-            self._calls.begins(op, call_site())
+            self._calls.begins(op, call_site(inside + 2))
             if not isinstance(self.layout, Layout):  # it has no halves to take
                 self._taken()
 

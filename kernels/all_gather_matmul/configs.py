@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -17,6 +18,12 @@ _SPLIT_BYTES = 16 << 20
 _LINK = 364e3  # bytes a microsecond, measured between H200s
 _PRODUCTS = 350e6  # multiply-adds a microsecond
 _BAND = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
+
+# Of estimate_push_us, microseconds: a launch; between two tiles; how much slower products are beside pushing.
+_LAUNCH, _TILE_ENDS, _PUSH_HINDERS = 12.0, 3.1, 0.27
+# Bytes a microsecond, by senders. All blocks together are never waited for between two GPUs.
+_MOST_WAVES = 256
+_PUSH_RATE = {0: 2000e3, 4: 148e3, 8: 380e3}
 
 
 @dataclass(frozen=True)
@@ -60,44 +67,102 @@ def layout(m: int, k: int, dtype: torch.dtype, world_size: int, config: Config) 
 class PushConfig:
     """How the kernel that sends by itself (kernel.cu) is run.
 
-    ``senders`` blocks send pieces of ``piece_rows`` x ``piece_columns``; ``unit_columns`` of K are waited for at once; ``group`` rows of tiles of each rank are sent and multiplied
-    together; ``band`` pairs of own rows of tiles and ``remote_band`` pairs of the peers' are walked together.
+    Pieces of ``piece_rows`` x ``piece_columns`` are sent by ``senders`` blocks that do nothing else, or, if that is 0,
+    by every block beside its products; ``unit_columns`` of K are waited for at once; ``group`` rows of tiles of each
+    rank are sent and multiplied together; ``band`` pairs of own rows of tiles and ``remote_band`` pairs of the peers'
+    are walked together.
     """
 
     tile: gemm_tiles.Tile
-    piece_rows: int
-    piece_columns: int
-    unit_columns: int
     senders: int
     group: int
-    band: int
-    remote_band: int
+    piece_rows: int = 64
+    piece_columns: int = 64
+    unit_columns: int = 1024
+    band: int = _BAND
+    remote_band: int = _BAND
 
 
 def choose_push(m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int) -> PushConfig:
-    """The configuration for A shards [m, K] and Bs [K, N_i] of 16 bits. A pure function: all ranks choose alike.
-
-    A group is as many rows of tiles of all peers as keep every multiprocessor busy once: where the data is waited for,
-    the tiles of the last group then advance together as it comes.
-    """
-    tile, _ = _push_tile(m, ns, k, world_size, num_sms)
-    rows, columns, peers = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns), world_size - 1
-    group = max(1, min(rows, round(num_sms / (peers * columns))))
-    remote_band = max(_BAND, -(-group * peers // 2))
-    return PushConfig(tile, 64, 64, 1024, 8, group, _BAND, remote_band)
+    """The configuration for A shards [m, K] and Bs [K, N_i] of 16 bits. A pure function: all ranks choose alike."""
+    return _push_choice(m, tuple(ns), k, world_size, num_sms)[0]
 
 
 def push_pays(m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int) -> bool:
     """Whether that kernel is thought to beat an all-gather in front of the products."""
     moved = (world_size - 1) * m * k * 2
-    _, product = _push_tile(m, ns, k, world_size, num_sms)
-    return max(product, moved / _LINK) + 10 < gemm_tiles.unfused_us(world_size * m, sum(ns), k, moved)
+    return _push_choice(m, tuple(ns), k, world_size, num_sms)[1] < gemm_tiles.unfused_us(
+        world_size * m, sum(ns), k, moved
+    )
 
 
-def _push_tile(
-    m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int
-) -> tuple[gemm_tiles.Tile, float]:
-    return gemm_tiles.pick(lambda tile: world_size * -(-m // tile.block_m), ns, k, num_sms)
+@cache
+def _push_choice(
+    m: int, ns: tuple[int, ...], k: int, world_size: int, num_sms: int
+) -> tuple[PushConfig, float]:
+    """The configuration that ``estimate_push_us`` takes for the fastest, and its microseconds."""
+    estimated = [
+        (estimate_push_us(config, m, ns, k, world_size, num_sms), i, config)
+        for i, config in enumerate(push_candidates(m, ns, k, world_size, num_sms))
+    ]
+    us, _, config = min(estimated)
+    return config, us
+
+
+def push_candidates(m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int) -> list[PushConfig]:
+    """What may be fastest. A group is one or two rows of tiles of all peers, or as many as keep every block busy once:
+    where the data is waited for, the tiles of the last group then advance together as it comes."""
+    configs, peers = [], world_size - 1
+    for tile in gemm_tiles.suited(world_size * m, sum(ns), k):
+        rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
+        # Between two GPUs all blocks together send fast enough not to be missed.
+        for senders in (0,) if peers == 1 or num_sms < 32 else (4, 8):
+            for group in sorted({1, 2, (num_sms - senders) // (peers * columns)} & set(range(1, rows + 1))):
+                remote_band = max(_BAND, -(-group * peers // 2))
+                configs.append(PushConfig(tile, senders, group, remote_band=remote_band))
+    return configs
+
+
+def estimate_push_us(
+    config: PushConfig, m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int
+) -> float:
+    """Microseconds, by a walk through the waves of tiles that meets the pieces as they come.
+
+    All clusters are thought to work in step; the constants are fitted to measurements on 2 and 4 H200.
+    """
+    tile, peers = config.tile, world_size - 1
+    rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
+    units = -(-k // config.unit_columns)
+    moved = peers * m * k * 2
+    rate = _PUSH_RATE[config.senders]  # bytes a microsecond
+    row_us = moved / rows / rate
+    end = moved / _LINK
+    clusters = max(1, (num_sms - config.senders) // 2)
+    own = rows // 2 * columns  # steps of pairs of rows of tiles
+    pairs = (rows * world_size + 1) // 2 - rows // 2
+    steps = own + pairs * columns
+    at_once = -(
+        -steps // (clusters * _MOST_WAVES)
+    )  # waves; more than one only of products that take very long
+    now = 0.0
+    for first in range(0, steps, clusters * at_once):
+        last, sent, height = min(steps, first + clusters * at_once) - 1, 0, 0
+        if last >= own:
+            band, inside = divmod(last - own, config.remote_band * columns)
+            tall = min(pairs - band * config.remote_band, config.remote_band)
+            pair = band * config.remote_band + min(inside, tall - 1)
+            sent = min((2 * pair + 1) // (config.group * peers), (rows - 1) // config.group) * config.group
+            height = min(config.group, rows - sent)
+        for unit in range(units):
+            if height:
+                now = max(now, (sent + height * (unit + 1) / units) * row_us)
+            us = min(config.unit_columns, k - unit * config.unit_columns) / gemm_tiles.BLOCK_K
+            us *= tile.stage_us * at_once
+            if not config.senders:
+                us += _PUSH_HINDERS * max(0.0, min(us, end - now))
+            now += us
+        now += _TILE_ENDS * at_once
+    return _LAUNCH + now
 
 
 def push_flags_per_rank(m: int, k: int, config: PushConfig) -> int:

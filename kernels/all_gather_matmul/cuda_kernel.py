@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
+from operator import getitem
 from pathlib import Path
 
 import torch
+from cuda.bindings import driver
 
+from ...symm_mem.backends.vmm import check
 from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm
-from ..device.gate import leave
+from ..device.gate import leaving
 from ..device.gemm import Half, boxes_of_b, boxes_of_rows, is_whole, watch
 from ..device.program import Watch
-from ..device.tensor_map import Maps, TensorMap, contiguous
+from ..device.tensor_map import Maps, TensorMap, contiguous, put_map, put_maps
 from .configs import PushConfig, push_flags_per_rank
 
 MOST_BS = 4  # of one launch
@@ -47,6 +51,9 @@ class _Params(ctypes.Structure):
         ("final", ctypes.c_int32),
         ("_size_is_a_multiple_of_64", ctypes.c_int32 * 3),
     )
+
+
+_OWN, _B, _C = (getattr(_Params, name).offset for name in ("own", "b", "c"))
 
 
 def defines(bs: Sequence[torch.Tensor], config: PushConfig) -> gemm.Defines:
@@ -93,6 +100,7 @@ class AllGatherMatmulPush:
         self._own = Maps(boxes_of_rows(dtype, rows, strides, tile))
         self._bs = [Maps(boxes_of_b(b, tile, is_whole(bs, tile))) for b in bs]
         self._params = [self._fixed(half, m, k, dtype, bs, config) for half in (0, 1)]
+        self._put_bs, self._put_cs = put_maps(len(bs)), struct.Struct(f"{len(bs)}Q").pack_into
         program = gemm.program(SOURCE, defines(bs, config))
         self._launches = gemm.launches(program, "all_gather_matmul", self._params, num_sms, tile.shared)
 
@@ -120,7 +128,6 @@ class AllGatherMatmulPush:
         a: int,
         bs: Sequence[int],
         cs: Sequence[int],
-        *,
         push: bool,
         final: bool,
         timeout_ns: int,
@@ -134,61 +141,65 @@ class AllGatherMatmulPush:
         """
         with self.workspace.lock:
             p = self._params[half]
-            p.own, p.a = self._own[a], a
-            for i, b in enumerate(bs):
-                p.b[i], p.c[i] = self._bs[i][b], cs[i]
-            p.watch.timeout_ns, p.final = timeout_ns, final
-            p.senders = self._senders if push else 0
-            p.push = push and self._senders == 0
+            put_map(p, _OWN, self._own[a])
+            self._put_bs(p, _B, *map(getitem, self._bs, bs))
+            self._put_cs(p, _C, *cs)
+            p.a, p.watch.timeout_ns, p.final = a, timeout_ns, final
+            p.senders, p.push = (self._senders, not self._senders) if push else (0, False)
             self._launches[half](stream)
 
 
-def prepare(
-    workspace: Workspace[Layout], a: torch.Tensor, bs: list[torch.Tensor], config: PushConfig, num_sms: int
-) -> list[AllGatherMatmulPush]:
-    """A kernel for each MOST_BS of these Bs, for ``all_gather_matmul``."""
-    return [
-        AllGatherMatmulPush(workspace, a, bs[i : i + MOST_BS], config, num_sms=num_sms)
-        for i in range(0, len(bs), MOST_BS)
-    ]
+class AllGatherMatmulPushes:
+    """This op on one problem and one workspace, for any number of Bs: a launch for each MOST_BS of them.
 
-
-def all_gather_matmul(
-    workspace: Workspace[Layout],
-    kernels: list[AllGatherMatmulPush],
-    a: torch.Tensor,
-    bs: list[torch.Tensor],
-    timeout_ns: int,
-    *,
-    return_A: bool,
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """The gathered shards [W, m, K] if wanted, and the products, each [W, m, N_i], on the current stream.
-
-    Args:
-        kernels: what ``prepare`` made for such tensors.
-        a: the own shard, [m, K], contiguous.
-        bs: each [K, N_i], all with K contiguous or all with N.
+    Args: as for ``AllGatherMatmulPush``.
     """
-    size, (m, k) = workspace.world_size, a.shape
-    products = [a.new_empty((size, m, b.shape[1])) for b in bs]
-    half = workspace.next_half()
-    stream = torch._C._cuda_getCurrentRawStream(a.get_device())
-    for i, kernel in enumerate(kernels):
-        some = slice(i * MOST_BS, (i + 1) * MOST_BS)
-        kernel.launch(
-            half,
-            a.data_ptr(),
-            [b.data_ptr() for b in bs[some]],
-            [c.data_ptr() for c in products[some]],
-            push=i == 0,
-            final=i == len(kernels) - 1 and not return_A,
-            timeout_ns=timeout_ns,
-            stream=stream,
-        )
-    if not return_A:
-        return None, products
-    gathered = a.new_empty((size, m, k))
-    gathered.copy_(workspace.half(workspace.rank, half, (size, m, k), a.dtype))
-    gathered[workspace.rank].copy_(a)
-    leave(workspace, half, stream)
-    return gathered, products
+
+    def __init__(
+        self,
+        workspace: Workspace[Layout],
+        a: torch.Tensor,
+        bs: Sequence[torch.Tensor],
+        config: PushConfig,
+        *,
+        num_sms: int,
+    ) -> None:
+        self._steps = []  # (kernel, its Bs, whether it sends, whether it is the last one)
+        for first in range(0, len(bs), MOST_BS):
+            some = slice(first, min(first + MOST_BS, len(bs)))
+            kernel = AllGatherMatmulPush(workspace, a, bs[some], config, num_sms=num_sms)
+            self._steps.append((kernel, some, first == 0, some.stop == len(bs)))
+        shard = a.numel() * a.element_size()
+        self._own = workspace.rank * shard  # bytes from the start of the gathered shards, and their ends
+        self._behind, self._end = self._own + shard, workspace.world_size * shard
+        self._halves = [workspace.address + workspace.layout.half(half) for half in (0, 1)]
+        self._leave = [leaving(workspace, half) for half in (0, 1)]
+
+    def launch(
+        self, half: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
+    ) -> None:
+        """A whole use of the half.
+
+        Args:
+            operands: addresses of the own shard, [m, K], contiguous, and of the Bs.
+            results: addresses of the products, each [W, m, N_i], and behind them of the gathered shards [W, m, K] if
+                they are wanted.
+            stream: a CUstream as an integer.
+        """
+        a, bs = operands[0], operands[1:]
+        return_A = len(results) > len(bs)
+        for kernel, some, push, last in self._steps:
+            final = last and not return_A
+            kernel.launch(half, a, bs[some], results[some], push, final, timeout_ns, stream)
+        if return_A:
+            self._copy(results[-1], self._halves[half], a, stream)
+            self._leave[half](stream)
+
+    def _copy(self, to: int, half: int, a: int, stream: int) -> None:
+        """The peers' shards from the half, and the own one, which is not there."""
+        own, behind, end, copy = self._own, self._behind, self._end, driver.cuMemcpyDtoDAsync
+        check(copy(to + own, a, behind - own, stream))
+        if own:
+            check(copy(to, half, own, stream))
+        if behind < end:
+            check(copy(to + behind, half + behind, end - behind, stream))

@@ -6,6 +6,8 @@ Triton kernel, for which copy engines send.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...symm_mem.workspace import Layout, Workspace
@@ -13,6 +15,7 @@ from ..device import gemm
 from ..device.choice import Choice, Choices, make_together
 from ..device.launch import is_transposed, why_not
 from . import configs, cuda_kernel, host, pipeline
+from .triton_kernel import AllGatherMatmul
 
 _choices: Choices[configs.PushConfig | configs.Config] = Choices()
 
@@ -62,14 +65,32 @@ def run(
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """The gathered shards [W, m, K] if wanted, and the products, each [W, m, N_i]."""
     config = choice.config
-    if isinstance(config, configs.PushConfig):
-        kernels = workspace.prepared.get(choice)
-        if kernels is None:
+    pushes = isinstance(config, configs.PushConfig)
+    key = choice if pushes else (choice, return_A)
+    kernels: Any = workspace.prepared.get(key)
+    if kernels is None:
 
-            def make() -> list[cuda_kernel.AllGatherMatmulPush]:
-                return cuda_kernel.prepare(workspace, a, bs, config, num_sms)
+        def make() -> cuda_kernel.AllGatherMatmulPushes | list[AllGatherMatmul]:
+            if isinstance(config, configs.PushConfig):
+                return cuda_kernel.AllGatherMatmulPushes(workspace, a, bs, config, num_sms=num_sms)
+            return pipeline.prepare(workspace, a, bs, config, num_sms, timeout_ns, return_A=return_A)
 
-            same = (host.OP, a.shape, *(b.shape for b in bs), a.dtype, config, num_sms)
-            kernels = make_together(workspace, host.OP, choice, same, make)
-        return cuda_kernel.all_gather_matmul(workspace, kernels, a, bs, timeout_ns, return_A=return_A)
-    return pipeline.all_gather_matmul(workspace, a, bs, config, num_sms, timeout_ns, return_A=return_A)
+        same = (host.OP, a.shape, *(b.shape for b in bs), a.dtype, config, num_sms, pushes or return_A)
+        kernels = make_together(workspace, host.OP, key, same, make)
+    if not isinstance(config, configs.PushConfig):
+        return pipeline.all_gather_matmul(workspace, kernels, a, bs, config, timeout_ns, return_A=return_A)
+    size, (m, k) = workspace.world_size, a.shape
+    products = [a.new_empty((size, m, b.shape[1])) for b in bs]
+    gathered = a.new_empty((size, m, k)) if return_A else None
+    results = products if gathered is None else [*products, gathered]
+    operands, addresses = [x.data_ptr() for x in (a, *bs)], [x.data_ptr() for x in results]
+    stream = torch._C._cuda_getCurrentRawStream(a.get_device())
+    kernels.launch(workspace.next_half(), operands, addresses, timeout_ns, stream)
+    return gathered, products
+
+
+def launcher(
+    choice: Choice[configs.PushConfig | configs.Config], workspace: Workspace[Layout]
+) -> cuda_kernel.AllGatherMatmulPushes | None:
+    """What ``run`` launched, for tensors at other addresses; None for copy engines, which take tensors."""
+    return workspace.prepared[choice] if isinstance(choice.config, configs.PushConfig) else None

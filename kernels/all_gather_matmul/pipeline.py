@@ -27,7 +27,7 @@ def needs(a: torch.Tensor, config: Config, world_size: int) -> tuple[int, int]:
     return world_size * a.numel() * a.element_size(), flags_per_rank(a.shape[0], config)
 
 
-def all_gather_matmul(
+def prepare(
     workspace: Workspace[Layout],
     a: torch.Tensor,
     bs: list[torch.Tensor],
@@ -36,29 +36,44 @@ def all_gather_matmul(
     timeout_ns: int,
     *,
     return_A: bool,
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """The gathered shards [W, m, K] if wanted, and the products, each [W, m, N_i].
+) -> list[AllGatherMatmul]:
+    """A kernel for each B, compiled, for ``all_gather_matmul``.
 
     Args:
         a: the own shard, [m, K], contiguous.
         bs: each [K, N_i], rows or columns contiguous; ``triton_kernel.supports`` holds for all.
     """
-    size, m = workspace.world_size, a.shape[0]
-    engine = workspace.prepared.get("copy engine")
-    if engine is None:
-        engine = workspace.prepared["copy engine"] = CopyEngine(workspace)
-    kernels = [_kernel(workspace, a, b, config, num_sms) for b in bs]
-    products = [a.new_empty(size, m, b.shape[1]) for b in bs]
+    if "copy engine" not in workspace.prepared:
+        workspace.prepared["copy engine"] = CopyEngine(workspace)
+    kernels = []
+    load()
+    with compiling():  # Triton compiles at a launch
+        for i, b in enumerate(bs):
+            kernel = AllGatherMatmul(workspace, a, b, config, num_sms=num_sms)
+            final = i == len(bs) - 1 and not return_A
+            c = a.new_empty(workspace.world_size, a.shape[0], b.shape[1])
+            kernel.launch(0, a, b, c, final=final, timeout_ns=timeout_ns)
+            kernels.append(kernel)
+    return kernels
 
-    def compile_all() -> None:
-        load()
-        with compiling():
-            for i, (kernel, b, c) in enumerate(zip(kernels, bs, products, strict=True)):
-                kernel.launch(0, a, b, c, final=i == len(bs) - 1 and not return_A, timeout_ns=timeout_ns)
 
-    shapes = (a.shape, *(b.shape for b in bs))
-    key = ("all_gather_matmul", *shapes, a.dtype, config, num_sms, return_A)
-    workspace.heap.prepare("fused_all_gather_matmul", key, compile_all)
+def all_gather_matmul(
+    workspace: Workspace[Layout],
+    kernels: list[AllGatherMatmul],
+    a: torch.Tensor,
+    bs: list[torch.Tensor],
+    config: Config,
+    timeout_ns: int,
+    *,
+    return_A: bool,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """The gathered shards [W, m, K] if wanted, and the products, each [W, m, N_i].
+
+    Args:
+        kernels: what ``prepare`` made for such tensors.
+    """
+    engine: CopyEngine = workspace.prepared["copy engine"]
+    products = [a.new_empty(workspace.world_size, a.shape[0], b.shape[1]) for b in bs]
     half = workspace.next_half()
     gathered: torch.Tensor | None = None
     with engine.pushing(half, a, config.chunk_rows, timeout_ns):
@@ -71,14 +86,3 @@ def all_gather_matmul(
             gathered[workspace.rank].copy_(a)
             leave(workspace, half, torch.cuda.current_stream().cuda_stream)
     return gathered, products
-
-
-def _kernel(
-    workspace: Workspace[Layout], a: torch.Tensor, b: torch.Tensor, config: Config, num_sms: int
-) -> AllGatherMatmul:
-    key = ("all_gather_matmul", a.shape, a.dtype, b.shape, b.stride(), config, num_sms)
-    found = workspace.prepared.get(key)
-    if found is None:
-        found = AllGatherMatmul(workspace, a, b, config, num_sms=num_sms)
-        workspace.prepared[key] = found
-    return found

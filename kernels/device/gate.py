@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 from ...symm_mem.workspace import Layout, Workspace
 from .program import DEVICE_FOLDER, Program, Watch
@@ -51,6 +52,11 @@ def leave(workspace: Workspace, half: int, stream: int) -> None:
     _launch("leave", workspace, half, 0, stream)
 
 
+def leaving(workspace: Workspace, half: int) -> Callable[[int], None]:
+    """``leave`` with only the stream left open: what can be made once."""
+    return _program.function("leave").bound(1, 32, _params(workspace, half, 0))
+
+
 def load() -> None:
     """Compile both kernels and load them into the current context, without a launch."""
     for name in ("gate", "leave"):
@@ -58,14 +64,16 @@ def load() -> None:
 
 
 def _launch(name: str, workspace: Workspace, half: int, timeout_ns: int, stream: int) -> None:
+    _program.function(name).launch(1, 32, _params(workspace, half, timeout_ns), stream)
+
+
+def _params(workspace: Workspace, half: int, timeout_ns: int) -> _Params:
     layout = workspace.layout
-    watch = Watch(workspace.address, workspace.record, timeout_ns, workspace.rank)
-    params = _Params(
-        watch,
+    return _Params(
+        Watch(workspace.address, workspace.record, timeout_ns, workspace.rank),
         workspace.world_size,
         Layout.TICKET + half,
         layout.done(half),
         Layout.EPOCH + half,
         workspace.span,
     )
-    _program.function(name).launch(1, 32, params, stream)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 BLOCK_K = 64
 MOST_SHARED = 227 * 1024  # bytes a block may have
 _BARRIERS = 256  # bytes, rounded up
 _ALIGNMENT = 1024
-_TILE_US = 1.0  # from the last stage of a tile to the first of the next
 
 
 @dataclass(frozen=True)
 class Tile:
     """A tile of the product: ``block_m`` x ``block_n``, and how many stages of depth 64 lie in shared memory.
 
-    ``stage_us``: microseconds a stage takes when all multiprocessors work, as measured on an H200.
+    ``stage_us``: microseconds of a stage when all multiprocessors work, fitted to whole kernels on H200s.
     """
 
     block_m: int
@@ -43,13 +42,18 @@ class Tile:
 
 
 TILES = (
-    Tile(128, 256, 4, 0.70),
+    Tile(128, 256, 4, 0.72),
     Tile(128, 192, 5, 0.55),
-    Tile(128, 128, 6, 0.36),
-    Tile(64, 256, 5, 0.50),
-    Tile(64, 128, 6, 0.33),
-    Tile(128, 96, 5, 0.40),
+    Tile(128, 128, 6, 0.368),
+    Tile(64, 256, 5, 0.362),
+    Tile(64, 128, 6, 0.31),
+    Tile(128, 96, 5, 0.34),
 )
+
+
+def suited(m: int, n: int, k: int) -> list[Tile]:
+    """What is worth a look for [m, K] @ [K, N]. Long products want tiles that load little for what they multiply."""
+    return [tile for tile in TILES if tile.block_m == 128 or m * n * k < 50e9]
 
 
 def estimate_us(tile: Tile, rows: int, ns: Sequence[int], k: int, num_sms: int) -> float:
@@ -61,20 +65,7 @@ def estimate_us(tile: Tile, rows: int, ns: Sequence[int], k: int, num_sms: int) 
     """
     steps = -(-rows // 2) * sum(-(-n // tile.block_n) for n in ns)  # of clusters of two blocks
     waves = -(-steps // max(1, num_sms // 2))
-    return waves * (-(-k // BLOCK_K) * tile.stage_us + _TILE_US)
-
-
-def pick(
-    rows: Callable[[Tile], int], ns: Sequence[int], k: int, num_sms: int, tiles: Sequence[Tile] = TILES
-) -> tuple[Tile, float]:
-    """The tile with which a product is done first, and the microseconds it takes then.
-
-    Args:
-        rows: of tiles, in all, for a tile.
-    """
-    times = [(estimate_us(tile, rows(tile), ns, k, num_sms), i) for i, tile in enumerate(tiles)]
-    time, best = min(times)
-    return tiles[best], time
+    return waves * -(-k // BLOCK_K) * tile.stage_us
 
 
 def unfused_us(m: int, n: int, k: int, moved: int) -> float:

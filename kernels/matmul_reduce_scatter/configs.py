@@ -13,6 +13,7 @@ from ..device.tile_table import Tile, count, pick
 # Behind its last tile a block waits for the peers' and adds them up: as long as a main loop of this depth.
 _TAIL_DEPTH = 1800
 _LINK = 364e3  # bytes a microsecond, measured between H200s
+_LAUNCH = 13.0  # microseconds
 _BAND = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
 
 
@@ -56,24 +57,39 @@ class BulkConfig:
 
 def choose_bulk(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> BulkConfig:
     """The configuration for A [L, W, m, K] and B [K, N] of 16 bits. A pure function: all ranks choose alike."""
-    tile, _ = _bulk_tile(m, n, k, world_size, num_sms, batches)
-    return BulkConfig(tile, _BAND)
+    return min(_bulk_estimates(m, n, k, world_size, num_sms, batches))[2]
 
 
 def bulk_pays(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> bool:
     """Whether that kernel is thought to beat a product and a reduce-scatter behind it."""
     moved = (world_size - 1) * batches * m * n * 2
-    _, product = _bulk_tile(m, n, k, world_size, num_sms, batches)
-    return max(product, moved / _LINK) + 10 < gemm_tiles.unfused_us(world_size * batches * m, n, k, moved)
+    fused, _, _ = min(_bulk_estimates(m, n, k, world_size, num_sms, batches))
+    return fused < gemm_tiles.unfused_us(world_size * batches * m, n, k, moved)
 
 
-def _bulk_tile(
+def _bulk_estimates(
     m: int, n: int, k: int, world_size: int, num_sms: int, batches: int
-) -> tuple[gemm_tiles.Tile, float]:
-    def rows(tile: gemm_tiles.Tile) -> int:
-        return world_size * batches * -(-m // tile.block_m)
+) -> list[tuple[float, int, BulkConfig]]:
+    tiles = gemm_tiles.suited(world_size * batches * m, n, k)
+    configs = [BulkConfig(tile, _BAND) for tile in tiles]
+    return [(estimate_bulk_us(c, m, n, k, world_size, num_sms, batches), i, c) for i, c in enumerate(configs)]
 
-    return gemm_tiles.pick(rows, [n], k, num_sms)
+
+def estimate_bulk_us(
+    config: BulkConfig, m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1
+) -> float:
+    """Microseconds; the constants are fitted to measurements on 2 and 4 H200.
+
+    Sending begins behind the first tile's main loop, and it and the products hinder each other: less, the smaller the
+    tiles.
+    """
+    tile = config.tile
+    rows = world_size * batches * -(-m // tile.block_m)
+    product = gemm_tiles.estimate_us(tile, rows, [n], k, num_sms)
+    first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
+    sending = (world_size - 1) * batches * m * n * 2 / _LINK
+    hinders = 0.35 + 0.2 * tile.block_m * tile.block_n / (128 * 256)
+    return _LAUNCH + max(product, first + sending) + hinders * min(product, sending)
 
 
 def bulk_needs(m: int, n: int, config: BulkConfig, world_size: int, batches: int = 1) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm
 from ..device.gemm import Half, boxes_of_b, boxes_of_rows, is_whole, watch
 from ..device.program import Watch
-from ..device.tensor_map import Maps, TensorMap
+from ..device.tensor_map import Maps, TensorMap, put_map
 from .configs import BulkConfig, bulk_needs
 
 SOURCE = Path(__file__).parent / "kernel.cu"
@@ -35,6 +36,9 @@ class _Params(ctypes.Structure):
         ("average", ctypes.c_int32),
         ("_size_is_a_multiple_of_64", ctypes.c_int32 * 6),
     )
+
+
+_A, _B = _Params.a.offset, _Params.b.offset
 
 
 def defines(b: torch.Tensor, config: BulkConfig, world_size: int) -> gemm.Defines:
@@ -89,11 +93,15 @@ class MatmulReduceScatterBulk:
         self._launches = gemm.launches(program, "matmul_reduce_scatter", self._params, num_sms, tile.shared)
 
     def launch(
-        self, half: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, timeout_ns: int
+        self, half: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
-        """Compute ``out`` [L, m, N], contiguous, on the current stream: a whole use of the half."""
+        """A whole use of the half, from the addresses of A and B, to that of out [L, m, N], contiguous.
+
+        ``stream``: a CUstream as an integer.
+        """
         with self.workspace.lock:
             p = self._params[half]
-            p.a, p.b, p.out = self._a[a.data_ptr()], self._b[b.data_ptr()], out.data_ptr()
-            p.watch.timeout_ns = timeout_ns
-            self._launches[half](torch._C._cuda_getCurrentRawStream(a.get_device()))
+            put_map(p, _A, self._a[operands[0]])
+            put_map(p, _B, self._b[operands[1]])
+            p.out, p.watch.timeout_ns = results[0], timeout_ns
+            self._launches[half](stream)

@@ -74,5 +74,17 @@ def run(
 
         same = (host.OP, a.shape, b.shape, a.dtype, average, config, num_sms)
         kernel = make_together(workspace, host.OP, key, same, make)
-    kernel.launch(workspace.next_half(), a, b, out, timeout_ns=timeout_ns)
+    half = workspace.next_half()
+    if isinstance(kernel, MatmulReduceScatterBulk):
+        stream = torch._C._cuda_getCurrentRawStream(a.get_device())
+        kernel.launch(half, (a.data_ptr(), b.data_ptr()), (out.data_ptr(),), timeout_ns, stream)
+    else:
+        kernel.launch(half, a, b, out, timeout_ns=timeout_ns)
     return out
+
+
+def launcher(
+    choice: Choice[configs.BulkConfig | configs.Config], workspace: Workspace[Layout], *, average: bool
+) -> MatmulReduceScatterBulk | None:
+    """What ``run`` launched, for tensors at other addresses; None for the Triton kernel, which takes tensors."""
+    return workspace.prepared[choice, average] if isinstance(choice.config, configs.BulkConfig) else None

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from weft import symm_mem
-from weft.fused_ops import all_reduce, one_shot_all_reduce, one_shot_all_reduce_, plan
+from weft.fused_ops import again, all_reduce, one_shot_all_reduce, one_shot_all_reduce_, plan
+from weft.symm_mem import registry
 
 NAME = "a group"
 
@@ -30,7 +31,7 @@ class Workspace:
         self.prepared: dict[Any, Any] = {}
         self.error: Exception | None = None
 
-    def raise_if_broken(self, op: str) -> None:
+    def raise_if_broken(self, op: str, inside: int) -> None:
         if self.error is not None:
             raise self.error
 
@@ -43,8 +44,8 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     stage = SimpleNamespace(group=group, stream=7, capturing=False, device=-1)
     workspace.prepared[15, x.dtype, "sum"] = all_reduce._Prepared(workspace, kernel, plan.Plan("push"), 123)
     where = SimpleNamespace(workspaces={("all_reduce", 7, 0): workspace})
-    monkeypatch.setattr(all_reduce, "_heaps", {(NAME, -1): (group, where)})
-    monkeypatch.setattr(all_reduce, "_resolve_process_group", lambda name: stage.group)
+    monkeypatch.setitem(registry._heaps, (NAME, "cuda", -1), (group, where))
+    monkeypatch.setattr(registry, "_resolve_process_group", lambda name: stage.group)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stage.stream, raising=False)
@@ -57,7 +58,7 @@ def test_it_is_taken(stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) ->
     out = all_reduce.again(x, "sum", NAME)
     assert out is not None and out.shape == x.shape and out.data_ptr() != x.data_ptr()
     assert all_reduce.again(x, "sum", NAME, x) is x
-    monkeypatch.setattr(all_reduce, "chosen_timeout", lambda name: 0.5)
+    monkeypatch.setattr(again, "chosen_timeout", lambda name: 0.5)
     all_reduce.again(x, "sum", NAME, x)
     assert stage.kernel.launched == [
         (x.data_ptr(), out.data_ptr(), 123, 7),
@@ -128,6 +129,26 @@ def test_the_function_takes_it_without_the_dispatcher(stage: SimpleNamespace) ->
         with pytest.raises(TypeError):
             one_shot_all_reduce(*wrong, NAME)
     assert one_shot_all_reduce(x.requires_grad_(), "sum", NAME).grad_fn is not None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: torch._efficientzerotensor(x.shape),
+        lambda x: x.to_sparse(),
+        lambda x: torch.nested.nested_tensor([x, x]),
+    ],
+)
+def test_the_function_leaves_other_tensors_to_the_dispatcher(stage: SimpleNamespace, other: Any) -> None:
+    with pytest.raises((ValueError, RuntimeError)):  # the group is none
+        one_shot_all_reduce(other(stage.x), "sum", NAME)
+    assert not stage.kernel.launched
+
+
+def test_what_is_lazily_negated_is_negated_first(stage: SimpleNamespace) -> None:
+    one_shot_all_reduce(torch._neg_view(stage.x), "sum", NAME)
+    assert stage.kernel.launched.pop()[0] != stage.x.data_ptr()
 
 
 def test_nccl_is_taken_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

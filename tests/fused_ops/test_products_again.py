@@ -1,0 +1,393 @@
+"""The short way of a product that was called before, without a GPU: when it is taken, and what it then launches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from weft import symm_mem
+from weft.fused_ops import (
+    again,
+    all_gather_matmul,
+    fused_all_gather_matmul,
+    fused_matmul_reduce_scatter,
+    matmul_reduce_scatter,
+    plan,
+)
+from weft.kernels.device.choice import Choice
+from weft.symm_mem import registry
+
+NAME = "a group"
+WORLD_SIZE = 2
+LONG = r"no process group is named 'a group'"  # what the long way says here, where there is none
+
+
+@dataclass
+class Launcher:
+    launched: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def launch(self, *args: Any) -> None:
+        self.launched.append(args)
+
+
+class Workspace:
+    layout = SimpleNamespace(bytes=0)
+
+    def __init__(self) -> None:
+        self.prepared: dict[Any, Any] = {}
+        self.error: Exception | None = None
+
+    def raise_if_broken(self, op: str, inside: int = 0) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def next_half(self) -> int:
+        return 1
+
+    def abandon(self, cause: BaseException) -> None:
+        self.error = symm_mem.WeftError(f"a call was ended by {cause!r}")
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU, a group and a workspace that are none; tensors have no device number on the CPU, -1."""
+    stage = SimpleNamespace(group=object(), stream=7, capturing=False, device=-1, workspace=Workspace())
+    stage.launcher = Launcher()
+    stage.workspaces = {("matmul", 7, 0): stage.workspace}
+    where = SimpleNamespace(workspaces=stage.workspaces, world_size=WORLD_SIZE, group_name=NAME)
+    stage.where = where
+
+    def resolve(name: str) -> object:
+        if stage.group is None:
+            raise RuntimeError("destroyed")
+        return stage.group
+
+    monkeypatch.setitem(registry._heaps, (NAME, "cuda", -1), (stage.group, where))
+    monkeypatch.setattr(registry, "_resolve_process_group", resolve)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stage.stream, raising=False)
+    for module, kernels in (
+        (all_gather_matmul, "weft.kernels.all_gather_matmul.on_cuda"),
+        (matmul_reduce_scatter, "weft.kernels.matmul_reduce_scatter.on_cuda"),
+    ):
+        monkeypatch.setattr(module, "num_sms", lambda device: 132)
+        monkeypatch.setattr(module, "on", lambda device: nullcontext())
+        monkeypatch.setattr(module, "matmul_workspace", lambda *_: stage.workspace)
+        monkeypatch.setattr(f"{kernels}.choose", lambda *_: Choice("push", None, 0, 0, pays=True))
+        monkeypatch.setattr(f"{kernels}.launcher", lambda *_, **__: stage.launcher)
+
+    def gathered(
+        choice: object, workspace: object, a: torch.Tensor, bs: list[torch.Tensor], *_: int, return_A: bool
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        A = a.new_empty(WORLD_SIZE, *a.shape) if return_A else None
+        return A, [a.new_empty(WORLD_SIZE, len(a), b.shape[1]) for b in bs]
+
+    def scattered(
+        choice: object, workspace: object, a: torch.Tensor, b: torch.Tensor, *_: int, average: bool
+    ) -> torch.Tensor:
+        return a.new_empty(a.shape[0], a.shape[2], b.shape[1])
+
+    monkeypatch.setattr("weft.kernels.all_gather_matmul.on_cuda.run", gathered)
+    monkeypatch.setattr("weft.kernels.matmul_reduce_scatter.on_cuda.run", scattered)
+    return stage
+
+
+@dataclass
+class Op:
+    """One of both ops: ``first`` is a call of the long way on CUDA, without what looks for a heap."""
+
+    given: list[torch.Tensor]
+    first: Callable[..., Any]
+    call: Callable[..., Any]
+    through_torch: Callable[..., Any]
+
+
+@pytest.fixture(params=["all_gather_matmul", "matmul_reduce_scatter"])
+def op(request: pytest.FixtureRequest, stage: SimpleNamespace) -> Op:
+    """Called once before: on [3, 4, 8] shards and two matrices, or [6, 4, 8] and one."""
+    if request.param == "all_gather_matmul":
+        given = [torch.randn(3, 4, 8), torch.randn(8, 16), torch.randn(24, 8).t()]
+        made = Op(
+            given,
+            lambda A, *Bs: all_gather_matmul._on_cuda(stage.where, A, list(Bs), 0, True),
+            lambda A, *Bs, **named: fused_all_gather_matmul(
+                A, Bs, **{"gather_dim": 0, "group": NAME} | named
+            ),
+            lambda A, *Bs: torch.ops.weft.fused_all_gather_matmul(A, Bs, 0, NAME),
+        )
+    else:
+        given = [torch.randn(6, 4, 8), torch.randn(8, 16)]
+        made = Op(
+            given,
+            lambda A, B: matmul_reduce_scatter._on_cuda(stage.where, A, B, "sum", 0, [3, 4, 16]),
+            lambda A, B, **named: fused_matmul_reduce_scatter(
+                A, B, **{"reduce_op": "sum", "scatter_dim": 0, "group": NAME} | named
+            ),
+            lambda A, B: torch.ops.weft.fused_matmul_reduce_scatter(A, B, "sum", 0, NAME),
+        )
+    made.first(*given)
+    return made
+
+
+def flat(results: Any) -> list[torch.Tensor]:
+    """In the order of the launch: the gathered A is the last one."""
+    return [results] if isinstance(results, torch.Tensor) else [*results[1], results[0]]
+
+
+def test_it_launches_what_the_long_way_would(
+    stage: SimpleNamespace, op: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = flat(op.first(*op.given))
+    moved = [x.clone() for x in op.given]  # elsewhere, with the same strides
+    for way in (op.call, op.through_torch):
+        stage.launcher.launched.clear()
+        got = flat(way(*moved))
+        assert [(x.shape, x.stride(), x.dtype) for x in got] == [
+            (x.shape, x.stride(), x.dtype) for x in expected
+        ]
+        operands, results = [x.data_ptr() for x in moved], [x.data_ptr() for x in got]
+        assert stage.launcher.launched == [(1, operands, results, 300_000_000_000, 7)]
+        assert plan.last_plan().algorithm == "push"
+    monkeypatch.setattr(again, "chosen_timeout", lambda name: 0.5)
+    op.call(*moved)
+    assert stage.launcher.launched[-1][3] == 500_000_000
+
+
+def test_dimensions_count_from_either_end(stage: SimpleNamespace) -> None:
+    A, B = torch.randn(1, 4, 8), torch.randn(8, 16)
+    _, (first,) = all_gather_matmul._on_cuda(stage.where, A, [B], 1, False)
+    for dim in (1, -2):
+        none, (got,) = fused_all_gather_matmul(A, [B], dim, NAME, return_A=False)
+        assert none is None and (got.shape, got.stride()) == (first.shape, first.stride())
+    assert len(stage.launcher.launched) == 2
+    for dim in (-5, 3):
+        with pytest.raises(ValueError, match="gather_dim: is"):
+            fused_all_gather_matmul(A, [B], dim, NAME, return_A=False)
+
+
+def test_few_python_calls(stage: SimpleNamespace, op: Op) -> None:
+    """What the host's time is made of. Of the fakes there are nine."""
+    count = 0
+
+    def counted(frame: object, event: str, arg: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    op.call(*op.given)
+    sys.setprofile(counted)
+    try:
+        op.call(*op.given)
+    finally:
+        sys.setprofile(None)
+    assert count < 30
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        "capturing",
+        "device",
+        "another group",
+        "destroyed",
+        "stream",
+        "grown",
+        "reset",
+        "unfused",
+        "checked",
+    ],
+)
+def test_it_is_not_taken_when_the_world_has_changed(stage: SimpleNamespace, op: Op, why: str) -> None:
+    with ExitStack() as stack:
+        if why == "capturing":
+            stage.capturing = True
+        elif why == "device":
+            stage.device = 0
+        elif why == "another group":
+            stage.group = object()
+        elif why == "destroyed":
+            stage.group = None
+        elif why == "stream":
+            stage.stream = 8
+        elif why == "grown":
+            stage.workspaces["matmul", 7, 0] = Workspace()
+        elif why == "reset":
+            stage.workspaces.clear()
+        elif why == "unfused":
+            stack.enter_context(plan.forced("unfused"))
+        else:
+            symm_mem.set_checked(True)
+            stack.callback(symm_mem.set_checked, False)
+        for way in (op.call, op.through_torch):
+            with pytest.raises(ValueError, match=LONG):
+                way(*op.given)
+    assert not stage.launcher.launched
+    stage.capturing, stage.device, stage.stream = False, -1, 7
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+def misaligned(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "size": lambda x: x[:2],
+    "strides": lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0),
+    "dtype": lambda x: x.bfloat16(),
+    "device": lambda x: x.to("meta"),
+    "subclass": lambda x: x.as_subclass(Sub),
+    "negated": torch._neg_view,
+    "functional": torch._to_functional_tensor,
+    "zero": lambda x: torch._efficientzerotensor(x.shape),
+    "sparse": lambda x: x.to_sparse(),
+    "nested": lambda x: torch.nested.nested_tensor([x[0], x[0]]),
+    "misaligned": misaligned,
+    "gradient": lambda x: x.clone().requires_grad_(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("position", [0, 1])
+def test_other_tensors_go_the_long_way(
+    stage: SimpleNamespace, op: Op, other: str, position: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = list(op.given)
+    given[position] = OTHERS[other](given[position])
+    short = all_gather_matmul.again if len(given) == 3 else matmul_reduce_scatter.again
+    arguments = ([given[1], given[2]], 0, NAME, True) if len(given) == 3 else (given[1], "sum", 0, NAME)
+    assert short(given[0], *arguments) is None
+    assert not stage.launcher.launched
+
+
+def test_gradients_are_recorded(stage: SimpleNamespace, op: Op) -> None:
+    """Below autograd the short way is taken, too."""
+    A, *rest = op.given
+    A.requires_grad_()
+    for way in (op.call, op.through_torch):
+        first = flat(way(A, *rest))[0]
+        assert first.grad_fn is not None
+        with torch.no_grad():
+            assert flat(way(A, *rest))[0].grad_fn is None
+    assert len(stage.launcher.launched) == 4
+
+
+class Seen(Exception):
+    pass
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "weft":
+            raise Seen
+        return func(*args, **(kwargs or {}))
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "weft" in str(func):
+            raise Seen
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [DispatchMode, FunctionMode])
+def test_modes_see_the_call(stage: SimpleNamespace, op: Op, mode: type) -> None:
+    for way in (op.call, op.through_torch):
+        with pytest.raises(Seen), mode():
+            way(*op.given)
+    assert not stage.launcher.launched
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+def test_traces_hold_the_call(stage: SimpleNamespace, op: Op) -> None:
+    A, *rest = op.given
+    if len(op.given) == 2:  # an optional result is beyond it
+        assert "weft::fused" in str(torch.jit.trace(op.call, tuple(op.given), check_trace=False).graph)
+    assert "torch.ops.weft.fused" in make_fx(lambda A: op.call(A, *rest))(A).code
+    stage.launcher.launched.clear()  # below these traces the short way is right
+    with pytest.raises(ValueError, match=LONG):
+        make_fx(lambda A: op.call(A, *rest), pre_dispatch=True)(A)
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match=LONG):
+        op.call(*op.given)
+    with pytest.raises(Exception, match=LONG):
+        torch.compile(op.call, backend="eager", fullgraph=True)(*op.given)
+    assert not stage.launcher.launched
+
+
+def test_wrong_arguments_are_refused_as_ever(stage: SimpleNamespace, op: Op) -> None:
+    dim = "gather_dim" if len(op.given) == 3 else "scatter_dim"
+    for value in (False, 0.0, None):
+        with pytest.raises(TypeError, match=f"{dim}: is .*must be an integer"):
+            op.call(*op.given, **{dim: value})
+    with pytest.raises(TypeError, match="must be a tensor"):
+        op.call(*op.given[:-1], op.given[-1].tolist())
+    with pytest.raises(ValueError, match="must be strided"):
+        op.call(op.given[0].to_sparse(), *op.given[1:])
+    with pytest.raises(TypeError, match="group: must be"):
+        op.call(*op.given, group=3)
+    if len(op.given) == 3:
+        with pytest.raises(TypeError, match="return_A: is"):
+            op.call(*op.given, return_A=1)
+    else:
+        with pytest.raises(ValueError, match=LONG):  # another kernel
+            op.call(*op.given, reduce_op="avg")
+        with pytest.raises(ValueError, match="reduce_op: is 'max'"):
+            op.call(*op.given, reduce_op="max")
+    assert not stage.launcher.launched
+
+
+def test_what_does_not_pay_is_fused_only_where_it_is_asked_for(
+    stage: SimpleNamespace, op: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = Choice("push", None, 0, 0, pays=False)
+    for kernels in ("all_gather_matmul", "matmul_reduce_scatter"):
+        monkeypatch.setattr(f"weft.kernels.{kernels}.on_cuda.choose", lambda *_: choice)
+    with plan.forced("fused"):
+        op.first(*op.given)
+        op.call(*op.given)
+    assert len(stage.launcher.launched) == 1
+    with pytest.raises(ValueError, match=LONG):
+        op.call(*op.given)
+    assert len(stage.launcher.launched) == 1
+
+
+def test_what_was_copied_is_not_remembered(stage: SimpleNamespace, op: Op) -> None:
+    stage.workspace.prepared.clear()
+    A, *rest = op.given
+    for given in ([misaligned(A), *rest], [A, *rest[:-1], misaligned(rest[-1].contiguous())]):
+        op.first(*given)
+        assert not stage.workspace.prepared
+
+
+def test_a_broken_workspace_is_not_used(stage: SimpleNamespace, op: Op) -> None:
+    stage.workspace.error = symm_mem.WeftError("a wait has expired")
+    with pytest.raises(symm_mem.WeftError, match="expired"):
+        op.call(*op.given)
+    assert not stage.launcher.launched
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the driver refuses"), KeyboardInterrupt()])
+def test_a_launch_that_fails_breaks_the_workspace(
+    stage: SimpleNamespace, op: Op, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(stage.launcher, "launch", refused)
+    with pytest.raises(type(error)):
+        op.call(*op.given)
+    with pytest.raises(symm_mem.WeftError, match="a call was ended by"):
+        op.call(*op.given)

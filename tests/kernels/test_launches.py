@@ -1,0 +1,105 @@
+"""What the launchers of both products write into a kernel's arguments, without a driver: maps, addresses, order."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from weft.kernels.all_gather_matmul import configs as gather_configs
+from weft.kernels.all_gather_matmul import cuda_kernel as gather
+from weft.kernels.device import gemm, tensor_map
+from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
+from weft.kernels.matmul_reduce_scatter import cuda_kernel as scatter
+from weft.symm_mem.workspace import Layout
+
+WORLD_SIZE, M, K, N = 3, 64, 64, 64
+SHARD = M * K * 2
+A, OUT, HALF, STREAM = 0x1000, 0x900000, 0x100000, 7
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What reaches the driver, in order: (name of the program, arguments), ("copy", to, from, bytes), "leave"."""
+    done: list[tuple[Any, ...]] = []
+
+    def launches(
+        program: object, name: str, params: Sequence[ctypes.Structure], *_: int
+    ) -> list[Callable[[int], None]]:
+        return [lambda stream, p=p: done.append((name, type(p).from_buffer_copy(p), stream)) for p in params]
+
+    def encode(boxes: tensor_map.Boxes, address: int) -> Any:
+        return tensor_map.TensorMap(address, *boxes.box)
+
+    monkeypatch.setattr(gemm, "program", lambda *_: None)
+    monkeypatch.setattr(gemm, "launches", launches)
+    monkeypatch.setattr(tensor_map.Boxes, "encode", encode)
+    monkeypatch.setattr(gather, "leaving", lambda workspace, half: lambda s: done.append(("leave", half, s)))
+    monkeypatch.setattr(gather, "check", lambda result: None)
+    copies = SimpleNamespace(cuMemcpyDtoDAsync=lambda *args: done.append(("copy", *args)))
+    monkeypatch.setattr(gather, "driver", copies)
+    return done
+
+
+class Lock:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def workspace(rank: int) -> Any:
+    layout = Layout(WORLD_SIZE, 1 << 14, 1 << 20)
+    made = SimpleNamespace(rank=rank, world_size=WORLD_SIZE, span=1 << 30, record=0, lock=Lock())
+    made.layout, made.address = layout, HALF - layout.half(1)
+    return made
+
+
+def bfloat16(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("rank", range(WORLD_SIZE))
+@pytest.mark.parametrize("return_A", [False, True])
+@pytest.mark.parametrize("count", [1, 4, 6])
+def test_all_gather_matmul(done: list[tuple[Any, ...]], count: int, return_A: bool, rank: int) -> None:
+    bs = [bfloat16(K, N) for _ in range(count)]
+    config = gather_configs.choose_push(M, [N] * count, K, WORLD_SIZE, 132)
+    kernels = gather.AllGatherMatmulPushes(workspace(rank), bfloat16(M, K), bs, config, num_sms=132)
+    for turn in (1, 2):  # other addresses at every launch
+        done.clear()
+        at = [turn << 20 | i << 12 for i in range(1, count + 1)]
+        to = [address << 4 for address in at]
+        results = [*to, OUT] if return_A else to
+        kernels.launch(1, [A * turn, *at], results, 5 * turn, STREAM)
+        launched = [params for name, params, stream in done[: -(-count // gather.MOST_BS)]]
+        assert [p.own[0] for p in launched] == [p.a for p in launched] == [A * turn] * len(launched)
+        assert [p.b[i][0] for p in launched for i in range(p.bs)] == at
+        assert [p.c[i] for p in launched for i in range(p.bs)] == to
+        assert {p.watch.timeout_ns for p in launched} == {5 * turn}
+        assert [p.final for p in launched] == [0] * (len(launched) - 1) + [not return_A]
+        behind = done[len(launched) :]
+        if not return_A:
+            assert not behind
+            continue
+        assert behind.pop() == ("leave", 1, STREAM)
+        got = {}
+        for _, dst, src, nbytes, stream in behind:
+            assert stream == STREAM and nbytes % SHARD == 0
+            got |= {dst + i: src + i for i in range(0, nbytes, SHARD)}
+        from_half = {OUT + p * SHARD: HALF + p * SHARD for p in range(WORLD_SIZE)}
+        assert got == from_half | {OUT + rank * SHARD: A * turn}
+
+
+def test_matmul_reduce_scatter(done: list[tuple[Any, ...]]) -> None:
+    config = scatter_configs.choose_bulk(M, N, K, WORLD_SIZE, 132)
+    a, b = bfloat16(1, WORLD_SIZE, M, K), bfloat16(K, N)
+    kernel = scatter.MatmulReduceScatterBulk(workspace(0), a, b, config, average=False, num_sms=132)
+    for turn in (1, 2):
+        kernel.launch(1, [A * turn, A * turn + 64], [OUT * turn], turn, STREAM)
+        name, params, stream = done.pop()
+        assert (name, stream) == ("matmul_reduce_scatter", STREAM)
+        assert (params.a[0], params.b[0], params.out) == (A * turn, A * turn + 64, OUT * turn)
+        assert params.watch.timeout_ns == turn
