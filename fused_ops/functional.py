@@ -121,14 +121,14 @@ def fused_all_reduce_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """``sums = residual + all_reduce(x)`` and ``normed = sums / sqrt(mean(sums ** 2) + eps) * weight``, row by row.
 
-    Ranks and residual are summed in float32, in rank order, and rounded once; the norm is taken in float32 of what was
-    rounded: the same bits on every rank and in every run. Differentiable. Works under torch.compile and in a CUDA
-    graph. Every rank must call it with the same shapes.
+    ``sums`` is bit for bit ``one_shot_all_reduce(x, "sum", group) + residual``, on each rank of its own residual; the
+    norm is taken of it in float32. So ranks whose residuals and weights are equal get the same bits. Differentiable.
+    Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes.
 
     Args:
         x: [..., hidden], any strides; float32, bfloat16 or float16.
-        residual: like x, with the same values on every rank.
-        weight: [hidden], of the same dtype, with the same values on every rank.
+        residual: like x; the ranks' may differ.
+        weight: [hidden], of the same dtype; the ranks' may differ.
         eps: 0 or more.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
 

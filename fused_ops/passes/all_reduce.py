@@ -92,14 +92,8 @@ class AllReduce:
         return 0 if self.sum is None else self.sum.k
 
     @classmethod
-    def from_collective(
-        cls, c: Collective, groups: frozenset[str] | None = None, *, replicated: bool = False
-    ) -> AllReduce:
+    def from_collective(cls, c: Collective, groups: frozenset[str] | None = None) -> AllReduce:
         """
-        Args:
-            replicated: a residual that is added behind it is the same on all ranks. No graph shows that, and the op
-                with the norm adds one rank's.
-
         Raises:
             LeftAlone: it reduces no product, or no op of weft is faster.
         """
@@ -110,7 +104,7 @@ class AllReduce:
             raise LeftAlone("its input is a number")
         result = cls(*_feeding_one_sum(c, groups))
         try:
-            result._choose(replicated)
+            result._choose()
         except LeftAlone:
             if len(result.collectives) == 1:
                 raise
@@ -118,7 +112,7 @@ class AllReduce:
             result.op = c10d.all_reduce.default
         return result
 
-    def _choose(self, replicated: bool) -> None:
+    def _choose(self) -> None:
         c = self.collective
         size = hint(val(c.x).numel()) * val(c.x).dtype.itemsize
         matmul = _op("fused_matmul_all_reduce")
@@ -137,7 +131,7 @@ class AllReduce:
         except LeftAlone as e:
             raise LeftAlone("; ".join([*reasons, str(e)])) from e
         norm_op = _op("fused_all_reduce_rms_norm")
-        if replicated and norm_op is not None and len(self.collectives) == 1 and c.reduce_op == "sum":
+        if norm_op is not None and len(self.collectives) == 1 and c.reduce_op == "sum":
             self.norm = RmsNorm.after(c)
             self.op = norm_op if self.norm is not None else self.op
 

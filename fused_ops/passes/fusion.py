@@ -69,12 +69,9 @@ class FusionPass(CustomGraphPass):
         fuse: "auto" fuses where it pays, "always" wherever it is right.
         agree: whether graphs ask. False is for programs of which you know that all ranks run the same graphs in the
             same order: where they do not, a fused op waits for a rank that does not come, until its deadline.
-        replicated: you promise that a residual which is added to a reduced tensor in front of a norm is the same on all
-            ranks, as in tensor-parallel transformers: all_reduce, add and rms_norm then become one op. No graph shows
-            it, so by default they do not.
 
     Raises:
-        TypeError: ``groups`` is one name or no list, ``strict``, ``agree`` or ``replicated`` is not True or False.
+        TypeError: ``groups`` is one name or no list, ``strict`` or ``agree`` is not True or False.
         ValueError: ``fuse`` is neither "auto" nor "always".
     """
 
@@ -85,19 +82,18 @@ class FusionPass(CustomGraphPass):
         *,
         fuse: str = "auto",
         agree: bool = True,
-        replicated: bool = False,
     ) -> None:
         if isinstance(groups, str):
             raise TypeError(f"groups: is the string {groups!r}, must be a list of groups")
         if groups is not None and not isinstance(groups, Iterable):
             raise TypeError(f"groups: is {groups!r}, must be a list of groups")
-        for name, given in (("strict", strict), ("agree", agree), ("replicated", replicated)):
+        for name, given in (("strict", strict), ("agree", agree)):
             if not isinstance(given, bool):
                 raise TypeError(f"{name}: is {given!r}, must be True or False")
         if fuse not in FUSE:
             raise ValueError(f"fuse: is {fuse!r}, must be 'auto' or 'always'")
         self.groups = None if groups is None else frozenset(group_name(g) for g in groups)
-        self.strict, self.fuse, self.agree, self.replicated = strict, fuse, agree, replicated
+        self.strict, self.fuse, self.agree = strict, fuse, agree
         self._entries: list[Entry] = []
         self._graphs = 0
 
@@ -123,7 +119,6 @@ class FusionPass(CustomGraphPass):
         names = "all" if self.groups is None else sorted(self.groups)
         return (
             f"weft {_version()} {_sources()} groups={names} strict={self.strict} fuse={self.fuse} agree={self.agree} "
-            f"replicated={self.replicated} "
             f"sizes={_group_sizes()} environment={_environment()}"
         )
 
@@ -174,7 +169,7 @@ class FusionPass(CustomGraphPass):
         found: dict[str, Any] = {}
         try:
             collective = Collective.from_node(node, self.groups)
-            match = forms.match(collective, self.groups, replicated=self.replicated)
+            match = forms.match(collective, self.groups)
             found = {"form": match.form}
             problem = _problem(match)
             reason = self._why_not(match, problem, why_not_kept)

@@ -12,7 +12,6 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from graphs import AR, Seen, applied, c10d, captured, check_same, fake_ranks, traced
 from torch import Tensor
-from weft.fused_ops.passes import FusionPass
 from weft.fused_ops.passes import all_reduce as form
 
 MM_AR, AR_NORM = "fused_matmul_all_reduce", "fused_all_reduce_rms_norm"
@@ -318,24 +317,15 @@ def norm_inputs(dtype: torch.dtype = torch.float32, grad: bool = False) -> list[
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("norm", [hf_norm, torch_norm], ids=["hugging face", "torch"])
 def test_the_norm_behind_it(norm: Norm, dtype: torch.dtype) -> None:
-    replicated = FusionPass(agree=False, replicated=True)
-    (seen,) = captured(layer(norm), *norm_inputs(dtype), fusion=replicated)
+    (seen,) = captured(layer(norm), *norm_inputs(dtype))
     assert [f and f.endswith(AR_NORM) for f in seen.fused] == [True], seen.reasons
     assert not any(n.target is torch.ops.aten.rsqrt.default for n in seen.after.nodes)
     check_same(seen, 2)
 
 
 @pytest.mark.usefixtures("norm_op")
-def test_the_norm_of_a_residual_that_may_differ_between_ranks_stays() -> None:
-    (seen,) = captured(layer(hf_norm), *norm_inputs())
-    assert seen.fused == [AR]
-    check_same(seen, 2)
-
-
-@pytest.mark.usefixtures("norm_op")
 def test_the_norm_in_training_stays() -> None:
-    replicated = FusionPass(agree=False, replicated=True)
-    forward, _ = captured(layer(hf_norm), *norm_inputs(grad=True), fusion=replicated)
+    forward, _ = captured(layer(hf_norm), *norm_inputs(grad=True))
     assert forward.fused == [AR]
     check_same(forward, 2)
 
@@ -370,7 +360,7 @@ def scale_used(x: Tensor, weight: Tensor) -> Tensor:
     "norm", [over_rows, cubed, of_a_sum, of_something_else, shifted, scale_used], ids=lambda f: f.__name__
 )
 def test_other_norms_stay(norm: Norm) -> None:
-    (seen,) = captured(layer(norm), *norm_inputs(), fusion=FusionPass(agree=False, replicated=True))
+    (seen,) = captured(layer(norm), *norm_inputs())
     assert seen.fused == [AR]
     check_same(seen, 2)
 
@@ -378,7 +368,6 @@ def test_other_norms_stay(norm: Norm) -> None:
 @pytest.mark.usefixtures("norm_op")
 def test_a_residual_that_is_broadcast_stays() -> None:
     x, w, residual, weight = norm_inputs()
-    replicated = FusionPass(agree=False, replicated=True)
-    (seen,) = captured(layer(hf_norm), x, w, residual[:1], weight, fusion=replicated)
+    (seen,) = captured(layer(hf_norm), x, w, residual[:1], weight)
     assert seen.fused == [AR]
     check_same(seen, 2)
