@@ -66,7 +66,8 @@ class FusionPass(CustomGraphPass):
         groups: fuse collectives of these groups only: names, ProcessGroups, 1-D DeviceMeshes or (mesh, dim).
             None for all.
         strict: raise FusionError, out of the compilation, when a collective is left alone.
-        fuse: "auto" fuses where it pays, "always" wherever it is right.
+        fuse: "auto" fuses where it pays, "always" wherever it is right: an all-reduce then into the product that it
+            reduces, if that can be.
         agree: whether graphs ask. False is for programs of which you know that all ranks run the same graphs in the
             same order: where they do not, a fused op waits for a rank that does not come, until its deadline.
 
@@ -130,7 +131,7 @@ class FusionPass(CustomGraphPass):
         original = Original(graph, nodes) if self.agree else None
         why_not = None if original is None else original.why_not_kept()
         left = prepare(
-            graph, self.groups, lambda match: self._why_not(match, _problem(match), why_not) is None
+            graph, self._find, lambda match: self._why_not(match, _problem(match), why_not) is None
         )
         nodes = list(collectives(graph))
         told = {n: self._told(n) for n in nodes}
@@ -158,6 +159,10 @@ class FusionPass(CustomGraphPass):
             "source": source_of(node),
         }
 
+    def _find(self, node: fx.Node) -> forms.Form:
+        collective = Collective.from_node(node, self.groups)
+        return forms.match(collective, self.groups, always=self.fuse == "always")
+
     def _fuse(
         self,
         node: fx.Node,
@@ -168,8 +173,7 @@ class FusionPass(CustomGraphPass):
         """Fuses one collective if it can be and should be, and enters what became of it and of those merged with it."""
         found: dict[str, Any] = {}
         try:
-            collective = Collective.from_node(node, self.groups)
-            match = forms.match(collective, self.groups)
+            match = self._find(node)
             found = {"form": match.form}
             problem = _problem(match)
             reason = self._why_not(match, problem, why_not_kept)

@@ -10,7 +10,7 @@ from torch import fx
 
 from . import forms
 from .insert import call
-from .match import Collective, LeftAlone, alike, aten, c10d, calls, contiguous, is_val, val, what
+from .match import LeftAlone, alike, aten, c10d, calls, contiguous, is_val, val, what
 
 _COALESCED = {
     c10d.all_gather_into_tensor_coalesced.default: c10d.all_gather_into_tensor.default,
@@ -25,14 +25,12 @@ _EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_strided.d
 
 
 def prepare(
-    graph: fx.Graph,
-    groups: frozenset[str] | None = None,
-    accepts: Callable[[forms.Form], bool] = lambda form: True,
+    graph: fx.Graph, find: Callable[[fx.Node], forms.Form], accepts: Callable[[forms.Form], bool]
 ) -> dict[fx.Node, str]:
     """Takes coalesced collectives apart, and gives those with an ``out`` new memory, where all of them will be fused.
 
     Args:
-        groups: collectives of these groups only are fused. None for all.
+        find: the form of a collective.
         accepts: whether a form that was found will be used.
 
     Returns:
@@ -43,7 +41,7 @@ def prepare(
         out = node.kwargs.get("out")
         try:
             parts = _parts(node) if node.target in _COALESCED else {node: _own_memory(node)}
-            _replace_if_fused(parts, groups, accepts)
+            _replace_if_fused(parts, find, accepts)
         except LeftAlone as e:
             reasons[node] = str(e)
             continue
@@ -55,7 +53,7 @@ def prepare(
 
 def _replace_if_fused(
     parts: dict[fx.Node, tuple[Any, ...]],
-    groups: frozenset[str] | None,
+    find: Callable[[fx.Node], forms.Form],
     accepts: Callable[[forms.Form], bool],
 ) -> None:
     """Puts collectives, as (target, arguments), in place of nodes.
@@ -77,7 +75,7 @@ def _replace_if_fused(
         for i, single in enumerate(new.values()):
             which = f"coalesced with others, of which number {i}: " if len(new) > 1 else ""
             try:
-                form = forms.match(Collective.from_node(single, groups), groups)
+                form = find(single)
             except LeftAlone as e:
                 raise LeftAlone(f"{which}{e}") from e
             if not accepts(form):
