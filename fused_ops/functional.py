@@ -44,7 +44,13 @@ def fused_all_gather_matmul(
 
 
 def fused_matmul_reduce_scatter(
-    A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group: Group
+    A: Tensor,
+    B: Tensor,
+    reduce_op: str,
+    scatter_dim: int,
+    group: Group,
+    *,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """This rank's part of ``A @ B`` summed over ranks: each part travels while the next one is computed.
 
@@ -58,6 +64,7 @@ def fused_matmul_reduce_scatter(
         scatter_dim: the dimension of ``A @ B`` that is cut into one part a rank; may be negative. Its size must be a
             multiple of the number of ranks.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
+        out_dtype: of the result: that of A, or float32. Partial products travel in A's dtype in any case.
 
     Returns:
         the own part, contiguous.
@@ -71,7 +78,11 @@ def fused_matmul_reduce_scatter(
     checks.tensor("B", B)
     checks.reduction(reduce_op)
     checks.dimension("scatter_dim", scatter_dim, "A", A.dim())
-    return torch.ops.weft.fused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name(group))
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype: is {out_dtype!r}, must be a torch.dtype")
+    return torch.ops.weft.fused_matmul_reduce_scatter(
+        A, B, reduce_op, scatter_dim, group_name(group), out_dtype=out_dtype
+    )
 
 
 def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:

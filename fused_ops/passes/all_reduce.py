@@ -80,6 +80,10 @@ class AllReduce:
         return ", ".join(t for t in (text, merged) if t)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return val(self.collective.x).dtype
+
+    @property
     def m(self) -> Size:
         return math.prod(val(self.collective.x).shape[:-1]) if self.sum is None else self.sum.m
 

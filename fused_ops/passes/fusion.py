@@ -49,8 +49,7 @@ class FusionPass(CustomGraphPass):
         print(fusion.report())
 
     What is not exactly the function that a fused op computes is left alone, and the report says why. Exactly, but for
-    rounding: a sum of products may be summed in another order, and in float32 where it was rounded between; a sum over
-    ranks of bfloat16 products that were cast to float32 first is taken in float32 and rounded once to bfloat16.
+    rounding: a sum of products may be summed in another order, and in float32 where it was rounded between.
 
     Before each run a graph asks whether the other ranks of its groups are about to run the same one; if not, all of
     them run theirs unfused, and the report says what differs (``agree.py`` has the reasons).
@@ -256,8 +255,7 @@ def _word(op: Any) -> str:
 
 
 def _where(match: forms.Form) -> tuple[int, torch.dtype, str]:
-    x = val(match.collective.x)
-    return match.collective.world, x.dtype, x.device.type
+    return match.collective.world, match.dtype, val(match.collective.x).device.type
 
 
 def _problem(match: forms.Form) -> tuple[int, int, int] | None:

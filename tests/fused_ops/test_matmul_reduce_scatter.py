@@ -71,6 +71,40 @@ def test_sums_in_float32_in_rank_order() -> None:
     run_ranks(order, 3)
 
 
+def wide(rank: int, world_size: int) -> None:
+    """A float32 result of 16-bit operands: parts are rounded as they were, their sum is not."""
+    for shape, n, dim in shapes(world_size):
+        for dtype in (torch.bfloat16, torch.float16):
+            for algorithm in ("fused", "unfused"):
+                poison(rank)
+                A, B = torch.randn(*shape).to(dtype), torch.randn(shape[-1], n).to(dtype)
+                products = [a @ b for a, b in zip(gather(A), gather(B), strict=True)]
+                parts = [p.chunk(world_size, dim)[rank] for p in products]
+                with forced(algorithm):
+                    out = fused_matmul_reduce_scatter(A, B, "sum", dim, world(), out_dtype=torch.float32)
+                what = f"{shape} {dim} {dtype} {algorithm}"
+                assert out.dtype == torch.float32 and out.is_contiguous()
+                check(what, out, sum(parts), BOUND[dtype], parts)
+                if out.numel() >= 64 and world_size > 1:
+                    assert not torch.equal(out, out.to(dtype).float()), f"the sum is rounded, {what}"
+                again = fused_matmul_reduce_scatter(A, B, "sum", dim, world(), out_dtype=dtype)
+                assert again.dtype == dtype
+    A, B = torch.randn(4 * world_size, 8), torch.randn(8, 5)
+    A16, B16 = (t.bfloat16().requires_grad_() for t in (A, B))
+    out = fused_matmul_reduce_scatter(A16, B16, "sum", 0, world(), out_dtype=torch.float32)
+    weight = torch.randn(out.shape).bfloat16().float()
+    (out * weight).sum().backward()
+    grad = torch.cat(gather(weight))
+    check("A.grad", A16.grad, grad @ B16.detach().double().t(), BOUND[torch.bfloat16])
+    check("B.grad", B16.grad, A16.detach().double().t() @ grad, BOUND[torch.bfloat16])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_wider_result(world_size: int, device: str) -> None:
+    run_ranks(wide, world_size, device=device)
+
+
 def strides(rank: int, world_size: int) -> None:
     for shape, n, dim in shapes(world_size):
         if 0 in shape:
