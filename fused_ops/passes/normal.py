@@ -64,9 +64,9 @@ def _replace_if_fused(
     new: dict[fx.Node, fx.Node] = {}
     (at,) = {old.args[0] if calls(old, operator.getitem) else old for old in parts}
     assert isinstance(at, fx.Node)
-    # Meanwhile it uses nothing.
-    saved, after = (at.args, at.kwargs), at.next
-    at.args, at.kwargs = (), {}
+    # Meanwhile it uses nothing, and does nothing that others must not be moved across.
+    saved, after = (at.target, at.args, at.kwargs), at.next
+    at.target, at.args, at.kwargs = operator.pos, (), {}
     for old, (target, *args) in parts.items():
         new[old] = call(after, target, *args)
         new[old].meta["stack_trace"] = at.meta.get("stack_trace")
@@ -84,7 +84,7 @@ def _replace_if_fused(
         for old, single in new.items():
             single.replace_all_uses_with(old)
             single.graph.erase_node(single)
-        at.args, at.kwargs = saved
+        at.target, at.args, at.kwargs = saved
         raise
 
 
