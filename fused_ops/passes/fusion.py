@@ -20,9 +20,9 @@ from ...symm_mem import Group, group_name
 from .. import worth
 from . import forms
 from .agree import Original, has_ranks, why_not_asked
-from .choice import disagreements, forget
 from .match import Collective, LeftAlone, collectives, group_of, kind_of, val
 from .normal import prepare
+from .outcomes import disagreements, forget, questions
 from .report import Entry, Report, source_of
 
 _log = logging.getLogger("weft.passes")
@@ -105,9 +105,9 @@ class FusionPass(CustomGraphPass):
     def report(self) -> Report:
         """What became of every collective of the graphs seen since the pass was made or cleared.
 
-        The disagreements are those of the process: a graph that comes from a cache belongs to no pass.
+        The disagreements and questions are those of the process: a graph that comes from a cache belongs to no pass.
         """
-        return Report(self._entries, disagreements())
+        return Report(self._entries, disagreements(), questions())
 
     def clear(self) -> None:
         """Empties the report; graphs are counted from 0 again."""

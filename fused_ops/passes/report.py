@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from .choice import Disagreement
+from .outcomes import Disagreement, Questions
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
+NONE_ASKED = Questions()
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -75,14 +76,22 @@ class Report:
 
     Attributes:
         disagreements: graphs that ran unfused in this process because the ranks stood before different ones.
+        questions: how often this process's graphs asked the other ranks, and what that cost.
     """
 
     entries: tuple[Entry, ...] = ()
     disagreements: tuple[Disagreement, ...] = ()
+    questions: Questions = NONE_ASKED
 
-    def __init__(self, entries: Iterable[Entry] = (), disagreements: Iterable[Disagreement] = ()) -> None:
+    def __init__(
+        self,
+        entries: Iterable[Entry] = (),
+        disagreements: Iterable[Disagreement] = (),
+        questions: Questions = NONE_ASKED,
+    ) -> None:
         object.__setattr__(self, "entries", tuple(entries))
         object.__setattr__(self, "disagreements", tuple(disagreements))
+        object.__setattr__(self, "questions", questions)
 
     @property
     def fused(self) -> int:

@@ -16,15 +16,15 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from weft.fused_ops import Plan, last_plan, plan
-from weft.fused_ops.passes import choice
-from weft.fused_ops.passes.choice import Disagreement
+from weft.fused_ops.passes import choice, outcomes
+from weft.fused_ops.passes.outcomes import Disagreement
 
 
 @contextlib.contextmanager
 def compiler(cached: bool = False) -> Iterator[None]:
     """Without Inductor's caches or with them; everything is put back at the end, the ranks' patience, too."""
     before = choice.PATIENCE
-    choice.forget()
+    outcomes.forget()
     torch._dynamo.reset()
     try:
         with (
