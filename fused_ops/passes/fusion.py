@@ -21,7 +21,7 @@ from .. import worth
 from . import forms
 from .agree import Original, has_ranks, why_not_asked
 from .match import Collective, LeftAlone, collectives, group_of, kind_of, val
-from .normal import prepare
+from .normal import make_functional, prepare
 from .outcomes import disagreements, forget, questions
 from .report import Entry, Report, source_of
 
@@ -123,6 +123,7 @@ class FusionPass(CustomGraphPass):
         )
 
     def __call__(self, graph: fx.Graph) -> None:
+        make_functional(graph)
         nodes = list(collectives(graph))
         self._graphs += 1
         if not nodes:

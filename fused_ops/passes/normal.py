@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from . import forms
@@ -21,7 +22,29 @@ _OUT = {
     c10d.all_gather_into_tensor_out.default: c10d.all_gather_into_tensor.default,
     c10d.reduce_scatter_tensor_out.default: c10d.reduce_scatter_tensor.default,
 }
+_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 _EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_strided.default)
+
+
+def make_functional(graph: fx.Graph) -> None:
+    """A collective whose ``out`` torch.compile has found to be new memory becomes one that returns new memory.
+
+    The two are the same, and what else the pass does with a graph, such as to keep it as text, has no words for a
+    higher-order operator.
+    """
+    for node in list(graph.nodes):
+        if not calls(node, _FUNCTIONALIZED) or node.args[0] not in _OUT:
+            continue
+        if node.kwargs.get("_all_bases") != [] or not is_val(node) or not contiguous(val(node)):
+            continue
+        target = _OUT[node.args[0]]  # type: ignore[index]
+        new = call(node, target, *(node.kwargs[a.name] for a in target._schema.arguments))
+        if not alike(val(new), val(node)):
+            graph.erase_node(new)
+            continue
+        new.meta["stack_trace"] = node.meta.get("stack_trace")
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
 
 
 def prepare(
