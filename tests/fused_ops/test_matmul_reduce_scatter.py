@@ -188,6 +188,9 @@ def opcheck(rank: int, world_size: int) -> None:
             A = torch.randn(4, 6, 5, requires_grad=grad)
             B = torch.randn(5, 8, requires_grad=grad)
             torch.library.opcheck(torch.ops.weft.fused_matmul_reduce_scatter, (A, B, "avg", dim, name))
+        A, B = (t.detach().bfloat16().requires_grad_(grad) for t in (A, B))
+        kwargs = {"out_dtype": torch.float32}
+        torch.library.opcheck(torch.ops.weft.fused_matmul_reduce_scatter, (A, B, "sum", 0, name), kwargs)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -215,6 +218,12 @@ def refused(rank: int, world_size: int) -> None:
             op(*args)
         with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(kind, match=words):
             op(*torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.new_empty(t.shape), args))
+    for out_dtype, words in (
+        (torch.float16, "out_dtype: is torch.float16, must be torch.float32 like A, or float32"),
+        ("float32", "out_dtype: is 'float32', must be a torch.dtype"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            fused_matmul_reduce_scatter(A, B, "sum", 0, name, out_dtype=out_dtype)  # type: ignore[arg-type]
     want = sum(gather(A @ B)).chunk(2)[rank]
     check("afterwards", fused_matmul_reduce_scatter(A, B, "sum", 0, name), want, 1e-5)
 
