@@ -131,6 +131,26 @@ def coalesced(x: Tensor, y: Tensor, w: Tensor) -> list[Tensor]:
     return [c10d.wait_tensor(p) @ w for p in parts]
 
 
+def coalesced_after(x: Tensor, w: Tensor, v: Tensor) -> list[Tensor]:
+    parts = c10d.reduce_scatter_tensor_coalesced([x @ w, x @ v], "sum", WORLD, group().group_name)
+    return [c10d.wait_tensor(p) for p in parts]
+
+
+def into_new_memory(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    out = y.new_empty(y.shape[0] // WORLD, *y.shape[1:])
+    return c10d.wait_tensor(c10d.reduce_scatter_tensor_out(y, "sum", WORLD, group().group_name, out=out))
+
+
+def normed(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    y = residual + ar(x @ w)
+    return F.rms_norm(y, y.shape[-1:], weight, 1e-6), y
+
+
+def of_experts(x: Tensor, w: Tensor) -> Tensor:
+    return ar(torch.zeros(9, 5).index_add(0, torch.arange(12) % 9, x @ w))
+
+
 def also_given(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     y = x @ w
     return rs(y), y
@@ -166,6 +186,7 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
             Form("slices instead of split", lambda x, w: sliced(x, (0, 2), 2) @ w, (x3, w)),
             Form("moved to dimension 0 and back", moved, (x3, l3)),
             Form("one gather, three products", of_one, (x3, l3, l3, l3)),
+            Form("one gather, four products", of_one, (x3, l3, l3, l3, l3)),
             Form("three gathers of one tensor", each, (x3, l3, l3, l3)),
             Form("with bias", lambda x, w, b: F.linear(ag(x, 1), w, b), (x3, l3, (5,))),
             Form("gathered tensor also used", lambda x, w: ((y := ag(x)) @ w, y.sum()), (x2, w)),
@@ -192,6 +213,19 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
                 "cast after the product", lambda x, w: rs((x.bfloat16() @ w.bfloat16()).float()), ((12, 8), w)
             ),
             Form("bmm of batch 1", lambda x, w: rs(torch.bmm(x[None], w[None]).squeeze(0)), ((12, 8), w)),
+            Form("einsum", lambda x, w: rs(torch.einsum("bsd,df->bsf", x, w), 1), ((2, 12, 8), w)),
+            Form(
+                "slices instead of split",
+                lambda x, w: scattered(torch.cat([(y := F.linear(x, w))[:, :6], y[:, 6:]])),
+                ((2, 12, 8), l3),
+            ),
+            Form(
+                "moved to dimension 0 and back",
+                lambda x, w: rs(F.linear(x, w).movedim(1, 0).contiguous()).movedim(0, 1),
+                ((2, 12, 8), l3),
+            ),
+            Form("coalesced", coalesced_after, ((12, 8), w, (8, 3))),
+            Form("into new memory (_out)", into_new_memory, ((12, 8), w)),
             Form("result also used", lambda x, w: ((y := rs(x @ w)), y.sum()), ((12, 8), w)),
             Form("average", lambda x, w: rs(x @ w, 0, "avg"), ((12, 8), w)),
             Form("reshaped otherwise", lambda x, w: scattered(rows(x, w).reshape(4, 6, 5)), ((2, 12, 8), w)),
@@ -203,6 +237,10 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
             Form("mm", lambda x, w: ar(x @ w), ((12, 8), w)),
             Form("linear of 3-D", lambda x, w: ar(F.linear(x, w)), ((2, 12, 8), l3)),
             Form("with bias afterwards", lambda x, w, b: ar(F.linear(x, w)) + b, ((2, 12, 8), l3, (5,))),
+            Form("sum of two products", lambda x, y, w, v: ar(x @ w + y @ v), ((12, 8), (12, 4), w, (4, 5))),
+            Form("bmm of batch 1", lambda x, w: ar(torch.bmm(x[None], w[None])), ((12, 8), w)),
+            Form("average", lambda x, w: ar(x @ w, "avg"), ((12, 8), w)),
+            Form("residual and norm behind it", normed, ((12, 8), w, (12, 5), (5,))),
             Form("three that feed one sum", three_sums, ((2, 12, 8), l3, l3, l3)),
         ],
     )
@@ -248,6 +286,8 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
             ),
             Form("a bias computed from the gathered tensor", biased_after, (x2, w)),
             Form("gathered after the product", lambda x, w: ag(x @ w, 1), (x2, w)),
+            Form("an embedding's rows", lambda x, w: ar(torch.where(x > 0, x, 0) + w), (x2, x2)),
+            Form("a mixture of experts", of_experts, ((12, 8), w)),
             Form("a sum of no product", lambda x, w: ar((x @ w).sum(0)), ((12, 8), w)),
         ],
     )

@@ -73,11 +73,15 @@ def graphs_of(form: Form) -> list[fx.Graph]:
 
 def collectives(graph: fx.Graph) -> int:
     """How many unfused collectives the graph has."""
+    # An op that writes to its arguments stands behind an operator of higher order.
+    ops = [
+        n.args[0] if isinstance(n.target, torch._ops.HigherOrderOperator) else n.target for n in graph.nodes
+    ]
     return sum(
-        isinstance(n.target, torch._ops.OpOverload)
-        and n.target.namespace == "_c10d_functional"
-        and n.target._opname.startswith(_COLLECTIVES)
-        for n in graph.nodes
+        isinstance(op, torch._ops.OpOverload)
+        and op.namespace == "_c10d_functional"
+        and op._opname.startswith(_COLLECTIVES)
+        for op in ops
     )
 
 

@@ -76,12 +76,14 @@ def demo(args: argparse.Namespace, sizes: Sizes, device: torch.device) -> bool:
         good = good and fine
         say(f"{name:44}{plain_errors[name]:10.1e}{ours:10.1e}{allowed:10.1e}{'' if fine else '   TOO FAR'}")
 
+    begun = fusion.report().questions
     before, after = timed(
         f"\n{args.iterations} steps of each", lambda: task.times([plain, fused], args.iterations)
     )
     say(f"\n{'ms, median, slowest rank':44}{'plain':>10}{'weft':>10}{'speed-up':>10}")
     for name, a, b in zip(("forward", "backward", "both"), before, after, strict=True):
         say(f"{name:44}{a:10.2f}{b:10.2f}{a / b:10.2f}")
+    asked = fusion.report().questions
 
     # A difference can also arise late, when memory is used again.
     last = task.errors(fused(), reference)
@@ -103,6 +105,14 @@ def demo(args: argparse.Namespace, sizes: Sizes, device: torch.device) -> bool:
         good = False
         say("NOTHING LEARNT")
     say(f"\nweft's last op ran as {last_plan()}")
+    if count := asked.count - begun.count:
+        microseconds = (asked.seconds - begun.seconds) / count * 1e6
+        say(f"while timed, {count} graphs asked the other ranks, {microseconds:.0f} us each on the host")
+    for disagreement in fusion.report().disagreements:
+        say(str(disagreement))
+    say(
+        f"a step takes {before[2]:.2f} ms without weft, {after[2]:.2f} ms with it: {before[2] / after[2]:.2f} x"
+    )
     say("ok" if good else "FAILED")
     return good
 

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 HEAD_START = (
     10_000_000  # cycles that a GPU waits before a timed step, so that the whole step is queued by then
 )
-LEARNING_RATE = 1e-3
+# Of a model of dim 1. Adam's first updates move each weight by the rate: the more a sum has, the further it goes.
+LEARNING_RATE = 0.016
 
 
 @dataclass
@@ -103,7 +104,8 @@ class Task:
             for i, step in enumerate(steps):
                 done = step()
                 losses.append(whole(done.loss).item())
-                optimizer = optimizers[i] or torch.optim.AdamW(done.model.parameters(), lr=LEARNING_RATE)
+                rate = LEARNING_RATE / self.sizes.dim**0.5
+                optimizer = optimizers[i] or torch.optim.AdamW(done.model.parameters(), lr=rate)
                 optimizer.step()
                 optimizers[i] = optimizer
             yield losses

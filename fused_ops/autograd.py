@@ -69,13 +69,23 @@ class AllGatherMatmul(torch.autograd.Function):
 
 class MatmulReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+    def forward(
+        ctx: Any,
+        A: Tensor,
+        B: Tensor,
+        reduce_op: str,
+        scatter_dim: int,
+        group_name: str,
+        out_dtype: torch.dtype | None,
+    ) -> Tensor:
         ctx.save_for_backward(A, B)
         ctx.reduce_op, ctx.scatter_dim, ctx.group_name = reduce_op, scatter_dim, group_name
         if (done := matmul_reduce_scatter.again(A, B, reduce_op, scatter_dim, group_name)) is not None:
             return done
         with torch._C._AutoDispatchBelowAutograd():
-            return _ops.fused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+            return _ops.fused_matmul_reduce_scatter(
+                A, B, reduce_op, scatter_dim, group_name, out_dtype=out_dtype
+            )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -83,10 +93,10 @@ class MatmulReduceScatter(torch.autograd.Function):
         if ctx.reduce_op == "avg":
             grad = grad / resolve_group(ctx.group_name).size()
         gathered, (grad_A,) = _ops.fused_all_gather_matmul(
-            grad, [B.t()], ctx.scatter_dim, ctx.group_name, return_A=ctx.needs_input_grad[1]
+            grad.to(A.dtype), [B.t()], ctx.scatter_dim, ctx.group_name, return_A=ctx.needs_input_grad[1]
         )
         grad_B = _rows(A).t() @ _rows(gathered) if ctx.needs_input_grad[1] else None
-        return grad_A, grad_B, None, None, None
+        return grad_A, grad_B, None, None, None, None
 
 
 class AllReduce(torch.autograd.Function):

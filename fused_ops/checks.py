@@ -140,7 +140,12 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
+    A: torch.Tensor,
+    B: torch.Tensor,
+    reduce_op: str,
+    scatter_dim: int,
+    group_name: str,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[int, ProcessGroup]:
     """The dimension, not negative, and the group.
 
@@ -153,6 +158,8 @@ def matmul_reduce_scatter(
     _dtype("A", A)
     _matrix("B", B, A.shape[-1], A, "A")
     reduction(reduce_op)
+    if out_dtype not in (None, A.dtype, torch.float32):
+        raise TypeError(f"out_dtype: is {out_dtype}, must be {A.dtype} like A, or float32")
     dim = _dim("scatter_dim", scatter_dim, "A", A.dim())
     size = B.shape[1] if dim == A.dim() - 1 else A.shape[dim]
     if size % group.size():

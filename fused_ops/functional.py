@@ -62,7 +62,13 @@ def fused_all_gather_matmul(
 
 
 def fused_matmul_reduce_scatter(
-    A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group: Group
+    A: Tensor,
+    B: Tensor,
+    reduce_op: str,
+    scatter_dim: int,
+    group: Group,
+    *,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """This rank's part of ``A @ B`` summed over ranks: each part travels while the next one is computed.
 
@@ -76,6 +82,7 @@ def fused_matmul_reduce_scatter(
         scatter_dim: the dimension of ``A @ B`` that is cut into one part a rank; may be negative. Its size must be a
             multiple of the number of ranks.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
+        out_dtype: of the result: that of A, or float32. Partial products travel in A's dtype in any case.
 
     Returns:
         the own part, contiguous.
@@ -86,7 +93,7 @@ def fused_matmul_reduce_scatter(
         PeerTimeout: a rank did not come.
     """
     name = _known_name(group)
-    if name is not None and type(reduce_op) is str and type(scatter_dim) is int:
+    if name is not None and out_dtype is None and type(reduce_op) is str and type(scatter_dim) is int:
         done = matmul_reduce_scatter.again(A, B, reduce_op, scatter_dim, name)
         if done is not None:
             return done
@@ -94,7 +101,10 @@ def fused_matmul_reduce_scatter(
     checks.tensor("B", B)
     checks.reduction(reduce_op)
     checks.dimension("scatter_dim", scatter_dim, "A", A.dim())
-    return ops.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name(group))
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype: is {out_dtype!r}, must be a torch.dtype")
+    name = group_name(group)
+    return ops.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, name, out_dtype=out_dtype)
 
 
 def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
@@ -147,14 +157,14 @@ def fused_all_reduce_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """``sums = residual + all_reduce(x)`` and ``normed = sums / sqrt(mean(sums ** 2) + eps) * weight``, row by row.
 
-    Ranks and residual are summed in float32, in rank order, and rounded once; the norm is taken in float32 of what was
-    rounded: the same bits on every rank and in every run. Differentiable. Works under torch.compile and in a CUDA
-    graph. Every rank must call it with the same shapes.
+    ``sums`` is bit for bit ``one_shot_all_reduce(x, "sum", group) + residual``, on each rank of its own residual; the
+    norm is taken of it in float32. So ranks whose residuals and weights are equal get the same bits. Differentiable.
+    Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes.
 
     Args:
         x: [..., hidden], any strides; float32, bfloat16 or float16.
-        residual: like x, with the same values on every rank.
-        weight: [hidden], of the same dtype, with the same values on every rank.
+        residual: like x; the ranks' may differ.
+        weight: [hidden], of the same dtype; the ranks' may differ.
         eps: 0 or more.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -16,7 +18,8 @@ from .workspaces import matmul_workspace
 
 
 def again(A: Tensor, B: Tensor, reduce_op: str, dim: int, group_name: str) -> Tensor | None:
-    """As the op, if such a call was made before on CUDA; else None, and nothing happened.
+    """As the op with a result of the operands' dtype, if such a call was made before on CUDA; else None, and nothing
+    happened.
 
     Tensors, dimension and operation may be anything.
     """
@@ -26,7 +29,9 @@ def again(A: Tensor, B: Tensor, reduce_op: str, dim: int, group_name: str) -> Te
     return None if results is None else results[0]
 
 
-def run(A: Tensor, B: Tensor, reduce_op: str, dim: int, group: ProcessGroup) -> Tensor:
+def run(
+    A: Tensor, B: Tensor, reduce_op: str, dim: int, group: ProcessGroup, out_dtype: torch.dtype
+) -> Tensor:
     """As the op; the arguments are checked and ``dim`` is not negative."""
     shape = [*A.shape[:-1], B.shape[1]]
     shape[dim] //= group.size()
@@ -34,18 +39,18 @@ def run(A: Tensor, B: Tensor, reduce_op: str, dim: int, group: ProcessGroup) -> 
     if isinstance(found, str):
         done: Tensor | str = found
     elif A.device.type == "cpu":
-        done = _on_cpu(found, A, B, reduce_op, dim).view(shape)
+        done = _on_cpu(found, A, B, reduce_op, dim, out_dtype).view(shape)
     elif dim == A.dim() - 1:
         done = "the last dimension is scattered"
     else:
-        done = _on_cuda(found, A, B, reduce_op, dim, shape)
+        done = _on_cuda(found, A, B, reduce_op, dim, shape, out_dtype)
     if isinstance(done, str):
         ran(Plan("unfused", done))
-        return unfused(A, B, reduce_op, dim, group)
+        return unfused(A, B, reduce_op, dim, group, out_dtype)
     return done
 
 
-def _on_cpu(where: Heap, A: Tensor, B: Tensor, reduce_op: str, dim: int) -> Tensor:
+def _on_cpu(where: Heap, A: Tensor, B: Tensor, reduce_op: str, dim: int, out_dtype: torch.dtype) -> Tensor:
     size = where.world_size
     if dim == A.dim() - 1:
         rows = A.flatten(0, -2)
@@ -55,7 +60,7 @@ def _on_cpu(where: Heap, A: Tensor, B: Tensor, reduce_op: str, dim: int) -> Tens
     m, n = parts[0][0].shape[0], parts[0][1].shape[1]
     workspace = matmul_workspace(where, *host.needs(m, n, A.element_size(), size))
     ran(Plan("host", workspace_bytes=workspace.layout.bytes))
-    return host.matmul_reduce_scatter(workspace, parts, reduce_op)
+    return host.matmul_reduce_scatter(workspace, parts, reduce_op, out_dtype)
 
 
 def _parts(A: Tensor, dim: int, size: int) -> Tensor:
@@ -64,7 +69,9 @@ def _parts(A: Tensor, dim: int, size: int) -> Tensor:
     return A.reshape(lead, size, A.shape[:-1].numel() // (lead * size), k)
 
 
-def _on_cuda(where: Heap, A: Tensor, B: Tensor, reduce_op: str, dim: int, shape: list[int]) -> Tensor | str:
+def _on_cuda(
+    where: Heap, A: Tensor, B: Tensor, reduce_op: str, dim: int, shape: list[int], out_dtype: torch.dtype
+) -> Tensor | str:
     """The result, or why it is better computed unfused."""
     from ..kernels.matmul_reduce_scatter import on_cuda
 
@@ -81,8 +88,10 @@ def _on_cuda(where: Heap, A: Tensor, B: Tensor, reduce_op: str, dim: int, shape:
         plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes)
         ran(plan)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
-        out = on_cuda.run(choice, workspace, parts, b, sms, timeout_ns, average=average).view(shape)
-    if (launcher := on_cuda.launcher(choice, workspace, average=average)) is not None:
+        compute = partial(on_cuda.run, average=average, out_dtype=out_dtype)
+        out = compute(choice, workspace, parts, b, sms, timeout_ns).view(shape)
+    launcher = on_cuda.launcher(choice, workspace, average=average, out_dtype=out_dtype)
+    if launcher is not None and out_dtype == A.dtype:
         arguments = (dim, reduce_op)
         short.remember(host.OP, arguments, (A, B), used, [out], workspace, launcher, plan, pays=choice.pays)
     return out

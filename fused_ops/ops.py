@@ -38,7 +38,8 @@ _lib.define(
     tags=_TAGS,
 )
 _lib.define(
-    "fused_matmul_reduce_scatter(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name) -> Tensor",
+    "fused_matmul_reduce_scatter(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name, *,"
+    " ScalarType? out_dtype=None) -> Tensor",
     tags=_TAGS,
 )
 _lib.define("one_shot_all_reduce(Tensor x, str reduce_op, str group_name) -> Tensor", tags=_TAGS)
@@ -76,12 +77,18 @@ def _all_gather_matmul_fake(
 
 
 def _matmul_reduce_scatter_fake(
-    A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
+    A: Tensor,
+    B: Tensor,
+    reduce_op: str,
+    scatter_dim: int,
+    group_name: str,
+    *,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    dim, group = checks.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+    dim, group = checks.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name, out_dtype)
     shape = [*A.shape[:-1], B.shape[1]]
     shape[dim] = shape[dim] // group.size()
-    return A.new_empty(shape)
+    return A.new_empty(shape, dtype=out_dtype or A.dtype)
 
 
 def _all_reduce_fake(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
@@ -124,19 +131,30 @@ def _all_gather_matmul_anew(
     return _ag.run(A_shard, Bs, dim, group, return_A)
 
 
-def _matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
-    done = _rs.again(A, B, reduce_op, scatter_dim, group_name)
-    return _matmul_reduce_scatter_anew(A, B, reduce_op, scatter_dim, group_name) if done is None else done
+def _matmul_reduce_scatter(
+    A: Tensor,
+    B: Tensor,
+    reduce_op: str,
+    scatter_dim: int,
+    group_name: str,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    if out_dtype is None and (done := _rs.again(A, B, reduce_op, scatter_dim, group_name)) is not None:
+        return done
+    return _matmul_reduce_scatter_anew(A, B, reduce_op, scatter_dim, group_name, out_dtype)
 
 
 @whole
 def _matmul_reduce_scatter_anew(
-    A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
+    A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str, out_dtype: torch.dtype | None
 ) -> Tensor:
-    dim, group = checks.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+    dim, group = checks.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name, out_dtype)
+    out_dtype = out_dtype or A.dtype
     if is_checked():
-        compare_call(_rs.host.OP, group, A.device, A=A, B=B, reduce_op=reduce_op, scatter_dim=dim)
-    return _rs.run(A, B, reduce_op, dim, group)
+        given = {"A": A, "B": B, "reduce_op": reduce_op, "scatter_dim": dim, "out_dtype": out_dtype}
+        compare_call(_rs.host.OP, group, A.device, **given)
+    return _rs.run(A, B, reduce_op, dim, group, out_dtype)
 
 
 def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
@@ -205,16 +223,22 @@ def _all_gather_matmul_autograd(
 
 
 def _matmul_reduce_scatter_autograd(
-    A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
+    A: Tensor,
+    B: Tensor,
+    reduce_op: str,
+    scatter_dim: int,
+    group_name: str,
+    *,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    if (done := _rs.again(A, B, reduce_op, scatter_dim, group_name)) is not None:
+    if out_dtype is None and (done := _rs.again(A, B, reduce_op, scatter_dim, group_name)) is not None:
         return done
     if not _wants_grad(A, B):
         if goes_straight(A, B):
-            return _matmul_reduce_scatter_anew(A, B, reduce_op, scatter_dim, group_name)
+            return _matmul_reduce_scatter_anew(A, B, reduce_op, scatter_dim, group_name, out_dtype)
         with torch._C._AutoDispatchBelowAutograd():
-            return matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
-    return MatmulReduceScatter.apply(A, B, reduce_op, scatter_dim, group_name)
+            return matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name, out_dtype=out_dtype)
+    return MatmulReduceScatter.apply(A, B, reduce_op, scatter_dim, group_name, out_dtype)
 
 
 def _all_reduce_autograd(x: Tensor, reduce_op: str, group_name: str) -> Tensor:

@@ -107,6 +107,10 @@ class AllGatherMatmul:
         return f"{count} product{'s' if count > 1 else ''}{', A returned' if self.kept else ''}"
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.casts[-1] if self.layout.casts else val(self.collective.x).dtype
+
+    @property
     def m(self) -> Size:
         return numel(self.uses[0].rows)
 

@@ -80,6 +80,10 @@ class AllReduce:
         return ", ".join(t for t in (text, merged) if t)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return val(self.collective.x).dtype
+
+    @property
     def m(self) -> Size:
         return math.prod(val(self.collective.x).shape[:-1]) if self.sum is None else self.sum.m
 
@@ -93,12 +97,11 @@ class AllReduce:
 
     @classmethod
     def from_collective(
-        cls, c: Collective, groups: frozenset[str] | None = None, *, replicated: bool = False
+        cls, c: Collective, groups: frozenset[str] | None = None, *, always: bool = False
     ) -> AllReduce:
         """
         Args:
-            replicated: a residual that is added behind it is the same on all ranks. No graph shows that, and the op
-                with the norm adds one rank's.
+            always: into the product where that is right, else in one shot, whether it pays or not.
 
         Raises:
             LeftAlone: it reduces no product, or no op of weft is faster.
@@ -110,7 +113,7 @@ class AllReduce:
             raise LeftAlone("its input is a number")
         result = cls(*_feeding_one_sum(c, groups))
         try:
-            result._choose(replicated)
+            result._choose(always)
         except LeftAlone:
             if len(result.collectives) == 1:
                 raise
@@ -118,28 +121,27 @@ class AllReduce:
             result.op = c10d.all_reduce.default
         return result
 
-    def _choose(self, replicated: bool) -> None:
+    def _choose(self, always: bool) -> None:
         c = self.collective
         size = hint(val(c.x).numel()) * val(c.x).dtype.itemsize
-        matmul = _op("fused_matmul_all_reduce")
         reasons = []
-        if matmul is not None and size >= _MATMUL_FROM:
+        if always or size >= _MATMUL_FROM:
             try:
                 self.sum = self._products()
-                self._check_worth("matmul_all_reduce")
-                self.op = matmul
+                if not always:
+                    self._check_worth("matmul_all_reduce")
+                self.op = ops.matmul_all_reduce
                 return
             except LeftAlone as e:
                 self.sum = None
                 reasons.append(str(e))
         try:
-            self._check_worth("all_reduce")
+            if not always:
+                self._check_worth("all_reduce")
         except LeftAlone as e:
             raise LeftAlone("; ".join([*reasons, str(e)])) from e
-        norm_op = _op("fused_all_reduce_rms_norm")
-        if replicated and norm_op is not None and len(self.collectives) == 1 and c.reduce_op == "sum":
-            self.norm = RmsNorm.after(c)
-            self.op = norm_op if self.norm is not None else self.op
+        if len(self.collectives) == 1 and c.reduce_op == "sum" and (norm := RmsNorm.after(c)) is not None:
+            self.norm, self.op = norm, ops.all_reduce_rms_norm
 
     def _check_worth(self, op: str) -> None:
         x = val(self.collective.x)
@@ -156,6 +158,8 @@ class AllReduce:
             total.join(other)
         if total.vectors:
             raise LeftAlone(f"{what(total.vectors[0])} is added to the product")
+        if total.dtype != val(self.collective.x).dtype:
+            raise LeftAlone(f"the product is cast before it is reduced, and the op returns {total.dtype}")
         check_no_write(total.first(), self.collectives[-1].node)
         return total
 
@@ -192,7 +196,7 @@ class AllReduce:
             A, B = self.sum.operands(at)
             out = call(at, self.op, A, B, last.reduce_op, last.group)
             out = insert.rearrange(out, (self.sum.rows, self.sum.columns), plain(shape), shape, at, [A])
-            return insert.cast(insert.contiguous(out, at), [val(last.wait).dtype], at)
+            return insert.contiguous(out, at)
         x, *others = (c.x for c in self.collectives)
         for other in others:
             x = call(at, aten.add.Tensor, x, other)
@@ -200,12 +204,6 @@ class AllReduce:
         if self.op is c10d.all_reduce.default:
             out = call(at, c10d.wait_tensor.default, out)
         return insert.contiguous(out, at)
-
-
-def _op(name: str) -> Any:
-    """weft's op of that name, None where this version has none."""
-    packet = getattr(torch.ops.weft, name, None)
-    return None if packet is None else packet.default
 
 
 def _feeding_one_sum(

@@ -89,6 +89,7 @@ class Board:
         prefix = f"weft/{self._name}/agree"
         self._prefix = f"{prefix}/{self._store.add(f'{prefix}/made/{self.rank}', 1)}"
         self._fd = -1
+        self._blind = -1  # a rank that cannot see the board, and never will
         self._words: memoryview | None = None
         self._thread_lock = threading.Lock()
         if self.rank == 0:
@@ -111,7 +112,7 @@ class Board:
         if self._words is not None:
             return True
         key = f"{self._prefix}/where"
-        if self._fd == -2 or not self._store.check([key]):
+        if self._blind == self.rank or not self._store.check([key]):
             return False
         where = json.loads(self._store.get(key))
         try:
@@ -124,9 +125,17 @@ class Board:
                 self._words = None
                 raise OSError("not the board")
         except OSError:
-            self._fd = -2  # for good
+            self._blind = self.rank
+            self._store.set(f"{self._prefix}/blind", str(self.rank))
             return False
         return True
+
+    def _all_see(self) -> bool:
+        """Whether no rank is known that cannot see the board: one of another host, say."""
+        key = f"{self._prefix}/blind"
+        if self._blind < 0 and self._store.check([key]):
+            self._blind = int(self._store.get(key))
+        return self._blind < 0
 
     def tell(self, signature: int, text: str) -> None:
         """Let the others know what stands behind a signature of this rank."""
@@ -150,22 +159,25 @@ class Board:
             return time.monotonic() >= deadline
 
         while not self.attached():
-            if over():
+            if over() or self._blind == self.rank:
                 return Answer(False, NO_BOARD, 0) if post.willing else Answer(False, UNWILLING, self.rank)
             time.sleep(0.01)
         with self._thread_lock:
             with self._lock() as words:
                 self._post(words, post)
             answer = self._answer()
-            pause = _pauses()
+            pauses = _pauses()
             while answer is None:
-                if over():
+                pause = next(pauses)
+                in_vain = pause is None and not self._all_see()
+                if over() or in_vain:
                     with self._lock() as words:
                         if words[self._row(self.rank) + _ANSWER] == UNDECIDED:
-                            self._decide(words, self.rank, PLAIN, LATE, self._missing(words, post))
+                            why = (NO_BOARD, self._blind) if in_vain else (LATE, self._missing(words, post))
+                            self._decide(words, self.rank, PLAIN, *why)
                             self._spread(words)
                 else:
-                    time.sleep(next(pause))
+                    time.sleep(pause or 0.0)
                 answer = self._answer()
             self.turns += answer.fused
         return answer
@@ -267,14 +279,16 @@ class Board:
         return next(r for r in range(self.size) if self._post_of(words, self._row(r)) != mine)
 
 
-def _pauses() -> Iterator[float]:
-    """Short at first: the others usually come within microseconds."""
+def _pauses() -> Iterator[float | None]:
+    """Short at first: the others usually come within microseconds. Now and then None: time to look further."""
     for _ in range(50):
         yield 0.0
     pause = 2e-5
     while True:
-        yield pause
-        pause = min(2 * pause, 1e-3)
+        for _ in range(20):
+            yield pause
+            pause = min(2 * pause, 1e-3)
+        yield None
 
 
 def _host() -> str:

@@ -17,7 +17,7 @@ import base64
 import io
 import json
 import logging
-import threading
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,60 +30,13 @@ from torch import fx
 from torch._dynamo.exc import TorchDynamoException
 
 from ...symm_mem import get_timeout, resolve_group
+from . import outcomes
 from .board import ANOTHER_GRAPH, LATE, NO_BOARD, PASSED_BY, UNWILLING, Answer, Post, begun, board
 
 _log = logging.getLogger("weft.passes")
 #: Seconds until a rank that does not come is taken to run something else; less if the group's deadline is less.
 PATIENCE = 30.0
 _OP_BY_OP = 2  # runs of an unfused graph until it is compiled
-
-
-@dataclass(frozen=True)
-class Disagreement:
-    """A graph that ran unfused because the ranks stood before different graphs.
-
-    Attributes:
-        graph: the signature of this rank's graph.
-        group: in which group the ranks differed.
-        peer: the rank that this one differs from.
-        reason: what differs.
-        runs: how often so far.
-    """
-
-    graph: str
-    group: str
-    peer: int
-    reason: str
-    runs: int = 1
-
-    def __str__(self) -> str:
-        times = f"{self.runs} times" if self.runs > 1 else "once"
-        return f"graph {self.graph} ran unfused {times}: in group {self.group!r}, {self.reason}"
-
-
-_seen: dict[tuple[str, str, int, str], int] = {}
-_lock = threading.Lock()
-
-
-def disagreements() -> tuple[Disagreement, ...]:
-    """Those of this process since it started or ``forget`` was called, in the order in which they first came up."""
-    with _lock:
-        return tuple(Disagreement(*key, runs=runs) for key, runs in _seen.items())
-
-
-def forget() -> None:
-    """Empties ``disagreements``."""
-    with _lock:
-        _seen.clear()
-
-
-def _note(graph: str, group: str, peer: int, reason: str) -> None:
-    key = (graph, group, peer, reason)
-    with _lock:
-        first = key not in _seen
-        _seen[key] = _seen.get(key, 0) + 1
-    if first:
-        _log.warning("%s", Disagreement(*key))
 
 
 @dataclass(frozen=True)
@@ -149,6 +102,12 @@ class Choice:
         Then the graph runs unfused until that rank has shown that it was only late, or for good if it ran something
         else.
         """
+        begin = time.perf_counter()
+        answer = self._agreed()
+        outcomes.count(answer, time.perf_counter() - begin)
+        return answer
+
+    def _agreed(self) -> bool:
         for asked in self._groups:
             if not asked.fused:
                 self._ask(asked, 0, willing=False)
@@ -166,7 +125,7 @@ class Choice:
             RuntimeError: the graph may not run fused, and cannot run otherwise here.
         """
         if not self.fused():
-            reasons = "; ".join(str(d) for d in disagreements() if d.graph == self.name)
+            reasons = "; ".join(str(d) for d in outcomes.disagreements() if d.graph == self.name)
             raise RuntimeError(
                 f"weft: the ranks run different graphs, and this one can only run fused: {reasons}"
             )
@@ -217,7 +176,7 @@ class Choice:
             reason = f"rank {peer} runs this graph unfused"
         else:
             reason = "ranks run different graphs"
-        _note(self.name, name, peer, reason)
+        outcomes.note(self.name, name, peer, reason)
 
     def plain(self, args: list[Any], strides: Sequence[tuple[int, ...] | None]) -> tuple[Any, ...]:
         """What the graph would return without the pass.

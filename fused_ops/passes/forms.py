@@ -12,12 +12,12 @@ from .matmul_reduce_scatter import MatmulReduceScatter
 Form: TypeAlias = AllGatherMatmul | MatmulReduceScatter | AllReduce
 
 
-def match(c: Collective, groups: frozenset[str] | None = None, *, replicated: bool = False) -> Form:
+def match(c: Collective, groups: frozenset[str] | None = None, *, always: bool = False) -> Form:
     """What the collective can be fused into; the graph is not changed.
 
     Args:
         groups: the other collectives that it takes along are of these groups only. None for all.
-        replicated: what is added to a reduced tensor is the same on all ranks.
+        always: where several ops could take it, the one that takes most, whether that pays or not.
 
     Raises:
         LeftAlone: it is none that can be fused exactly.
@@ -26,4 +26,4 @@ def match(c: Collective, groups: frozenset[str] | None = None, *, replicated: bo
         return AllGatherMatmul.from_collective(c, groups)
     if c.node.target is c10d.reduce_scatter_tensor.default:
         return MatmulReduceScatter.from_collective(c)
-    return AllReduce.from_collective(c, groups, replicated=replicated)
+    return AllReduce.from_collective(c, groups, always=always)

@@ -20,9 +20,9 @@ from ...symm_mem import Group, group_name
 from .. import worth
 from . import forms
 from .agree import Original, has_ranks, why_not_asked
-from .choice import disagreements, forget
 from .match import Collective, LeftAlone, collectives, group_of, kind_of, val
-from .normal import prepare
+from .normal import make_functional, prepare
+from .outcomes import disagreements, forget, questions
 from .report import Entry, Report, source_of
 
 _log = logging.getLogger("weft.passes")
@@ -49,8 +49,8 @@ class FusionPass(CustomGraphPass):
         print(fusion.report())
 
     What is not exactly the function that a fused op computes is left alone, and the report says why. Exactly, but for
-    rounding: a sum of products may be summed in another order, and in float32 where it was rounded between; a sum over
-    ranks of bfloat16 products that were cast to float32 first is taken in float32 and rounded once to bfloat16.
+    rounding: a sum of products may be summed in another order, and in float32 where it was rounded between; a norm is
+    taken in float32 and rounded once.
 
     Before each run a graph asks whether the other ranks of its groups are about to run the same one; if not, all of
     them run theirs unfused, and the report says what differs (``agree.py`` has the reasons).
@@ -66,15 +66,13 @@ class FusionPass(CustomGraphPass):
         groups: fuse collectives of these groups only: names, ProcessGroups, 1-D DeviceMeshes or (mesh, dim).
             None for all.
         strict: raise FusionError, out of the compilation, when a collective is left alone.
-        fuse: "auto" fuses where it pays, "always" wherever it is right.
+        fuse: "auto" fuses where it pays, "always" wherever it is right: an all-reduce then into the product that it
+            reduces, if that can be.
         agree: whether graphs ask. False is for programs of which you know that all ranks run the same graphs in the
             same order: where they do not, a fused op waits for a rank that does not come, until its deadline.
-        replicated: you promise that a residual which is added to a reduced tensor in front of a norm is the same on all
-            ranks, as in tensor-parallel transformers: all_reduce, add and rms_norm then become one op. No graph shows
-            it, so by default they do not.
 
     Raises:
-        TypeError: ``groups`` is one name or no list, ``strict``, ``agree`` or ``replicated`` is not True or False.
+        TypeError: ``groups`` is one name or no list, ``strict`` or ``agree`` is not True or False.
         ValueError: ``fuse`` is neither "auto" nor "always".
     """
 
@@ -85,19 +83,18 @@ class FusionPass(CustomGraphPass):
         *,
         fuse: str = "auto",
         agree: bool = True,
-        replicated: bool = False,
     ) -> None:
         if isinstance(groups, str):
             raise TypeError(f"groups: is the string {groups!r}, must be a list of groups")
         if groups is not None and not isinstance(groups, Iterable):
             raise TypeError(f"groups: is {groups!r}, must be a list of groups")
-        for name, given in (("strict", strict), ("agree", agree), ("replicated", replicated)):
+        for name, given in (("strict", strict), ("agree", agree)):
             if not isinstance(given, bool):
                 raise TypeError(f"{name}: is {given!r}, must be True or False")
         if fuse not in FUSE:
             raise ValueError(f"fuse: is {fuse!r}, must be 'auto' or 'always'")
         self.groups = None if groups is None else frozenset(group_name(g) for g in groups)
-        self.strict, self.fuse, self.agree, self.replicated = strict, fuse, agree, replicated
+        self.strict, self.fuse, self.agree = strict, fuse, agree
         self._entries: list[Entry] = []
         self._graphs = 0
 
@@ -109,9 +106,9 @@ class FusionPass(CustomGraphPass):
     def report(self) -> Report:
         """What became of every collective of the graphs seen since the pass was made or cleared.
 
-        The disagreements are those of the process: a graph that comes from a cache belongs to no pass.
+        The disagreements and questions are those of the process: a graph that comes from a cache belongs to no pass.
         """
-        return Report(self._entries, disagreements())
+        return Report(self._entries, disagreements(), questions())
 
     def clear(self) -> None:
         """Empties the report; graphs are counted from 0 again."""
@@ -123,11 +120,11 @@ class FusionPass(CustomGraphPass):
         names = "all" if self.groups is None else sorted(self.groups)
         return (
             f"weft {_version()} {_sources()} groups={names} strict={self.strict} fuse={self.fuse} agree={self.agree} "
-            f"replicated={self.replicated} "
             f"sizes={_group_sizes()} environment={_environment()}"
         )
 
     def __call__(self, graph: fx.Graph) -> None:
+        make_functional(graph)
         nodes = list(collectives(graph))
         self._graphs += 1
         if not nodes:
@@ -135,7 +132,7 @@ class FusionPass(CustomGraphPass):
         original = Original(graph, nodes) if self.agree else None
         why_not = None if original is None else original.why_not_kept()
         left = prepare(
-            graph, self.groups, lambda match: self._why_not(match, _problem(match), why_not) is None
+            graph, self._find, lambda match: self._why_not(match, _problem(match), why_not) is None
         )
         nodes = list(collectives(graph))
         told = {n: self._told(n) for n in nodes}
@@ -163,6 +160,10 @@ class FusionPass(CustomGraphPass):
             "source": source_of(node),
         }
 
+    def _find(self, node: fx.Node) -> forms.Form:
+        collective = Collective.from_node(node, self.groups)
+        return forms.match(collective, self.groups, always=self.fuse == "always")
+
     def _fuse(
         self,
         node: fx.Node,
@@ -173,8 +174,7 @@ class FusionPass(CustomGraphPass):
         """Fuses one collective if it can be and should be, and enters what became of it and of those merged with it."""
         found: dict[str, Any] = {}
         try:
-            collective = Collective.from_node(node, self.groups)
-            match = forms.match(collective, self.groups, replicated=self.replicated)
+            match = self._find(node)
             found = {"form": match.form}
             problem = _problem(match)
             reason = self._why_not(match, problem, why_not_kept)
@@ -257,8 +257,7 @@ def _word(op: Any) -> str:
 
 
 def _where(match: forms.Form) -> tuple[int, torch.dtype, str]:
-    x = val(match.collective.x)
-    return match.collective.world, x.dtype, x.device.type
+    return match.collective.world, match.dtype, val(match.collective.x).device.type
 
 
 def _problem(match: forms.Form) -> tuple[int, int, int] | None:

@@ -93,5 +93,4 @@ def _lower_fused(op: torch._ops.OpOverload) -> None:
 
 
 for _name in _COMMUNICATING:
-    if hasattr(torch.ops.weft, _name):
-        _lower_fused(getattr(torch.ops.weft, _name).default)
+    _lower_fused(getattr(torch.ops.weft, _name).default)

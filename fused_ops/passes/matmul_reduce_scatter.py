@@ -5,14 +5,15 @@ of the product or columns that stand side by side: both are ``fused_matmul_reduc
 reshaped, permuted and cast. A sum of products is one product. A vector added to each row is summed by an all-reduce of
 its own: it is the same for all rows.
 
-Products cast up before they are reduced, bfloat16 to float32, are reduced as they are: summed in float32 and rounded
-once, as each of them was, so that the error is of the size it had; half the bytes are sent.
+Products cast up to float32 before they are reduced travel as they are, which is half the bytes, and are summed to a
+float32 result.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from .. import ops
@@ -52,6 +53,10 @@ class MatmulReduceScatter:
     @property
     def adds(self) -> tuple[str, ...]:
         return ("one_shot_all_reduce",) * len(self.sum.vectors)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.sum.dtype
 
     @property
     def m(self) -> Size:
@@ -98,12 +103,14 @@ class MatmulReduceScatter:
             if len(self.part) > 2:
                 lead = [numel(self.part[0]), c.world * numel(self.part[1])]
                 A = insert.reshape(A, [*lead, val(A).shape[-1]], at, near)
-            out = call(at, self.op, A, B, c.reduce_op, self.dim, c.group)
+            want = val(c.wait).dtype
+            cast = {"out_dtype": want} if want != self.sum.dtype else {}
+            out = call(at, self.op, A, B, c.reduce_op, self.dim, c.group, **cast)
             for vector in self.sum.vectors:
-                bias = insert.reshape(vector, [val(vector).shape[-1]], at)
+                bias = insert.cast(insert.reshape(vector, [val(vector).shape[-1]], at), [want], at)
                 out = call(at, aten.add.Tensor, out, call(at, ops.all_reduce, bias, c.reduce_op, c.group))
             out = insert.rearrange(out, self.part, plain(val(c.wait).shape), val(c.wait).shape, at, near)
-            out = insert.cast(insert.contiguous(out, at), [val(c.wait).dtype], at)
+            out = insert.contiguous(out, at)
         replace_result(c, out)
         insert.erase_unused([*self.sum.nodes, c.node, c.wait])
 

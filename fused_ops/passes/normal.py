@@ -6,11 +6,12 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from . import forms
 from .insert import call
-from .match import Collective, LeftAlone, alike, aten, c10d, calls, contiguous, is_val, val, what
+from .match import LeftAlone, alike, aten, c10d, calls, contiguous, is_val, val, what
 
 _COALESCED = {
     c10d.all_gather_into_tensor_coalesced.default: c10d.all_gather_into_tensor.default,
@@ -21,18 +22,38 @@ _OUT = {
     c10d.all_gather_into_tensor_out.default: c10d.all_gather_into_tensor.default,
     c10d.reduce_scatter_tensor_out.default: c10d.reduce_scatter_tensor.default,
 }
+_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 _EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_strided.default)
 
 
+def make_functional(graph: fx.Graph) -> None:
+    """A collective whose ``out`` torch.compile has found to be new memory becomes one that returns new memory.
+
+    The two are the same, and what else the pass does with a graph, such as to keep it as text, has no words for a
+    higher-order operator.
+    """
+    for node in list(graph.nodes):
+        if not calls(node, _FUNCTIONALIZED) or node.args[0] not in _OUT:
+            continue
+        if node.kwargs.get("_all_bases") != [] or not is_val(node) or not contiguous(val(node)):
+            continue
+        target = _OUT[node.args[0]]  # type: ignore[index]
+        new = call(node, target, *(node.kwargs[a.name] for a in target._schema.arguments))
+        if not alike(val(new), val(node)):
+            graph.erase_node(new)
+            continue
+        new.meta["stack_trace"] = node.meta.get("stack_trace")
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+
 def prepare(
-    graph: fx.Graph,
-    groups: frozenset[str] | None = None,
-    accepts: Callable[[forms.Form], bool] = lambda form: True,
+    graph: fx.Graph, find: Callable[[fx.Node], forms.Form], accepts: Callable[[forms.Form], bool]
 ) -> dict[fx.Node, str]:
     """Takes coalesced collectives apart, and gives those with an ``out`` new memory, where all of them will be fused.
 
     Args:
-        groups: collectives of these groups only are fused. None for all.
+        find: the form of a collective.
         accepts: whether a form that was found will be used.
 
     Returns:
@@ -43,7 +64,7 @@ def prepare(
         out = node.kwargs.get("out")
         try:
             parts = _parts(node) if node.target in _COALESCED else {node: _own_memory(node)}
-            _replace_if_fused(parts, groups, accepts)
+            _replace_if_fused(parts, find, accepts)
         except LeftAlone as e:
             reasons[node] = str(e)
             continue
@@ -55,7 +76,7 @@ def prepare(
 
 def _replace_if_fused(
     parts: dict[fx.Node, tuple[Any, ...]],
-    groups: frozenset[str] | None,
+    find: Callable[[fx.Node], forms.Form],
     accepts: Callable[[forms.Form], bool],
 ) -> None:
     """Puts collectives, as (target, arguments), in place of nodes.
@@ -66,9 +87,9 @@ def _replace_if_fused(
     new: dict[fx.Node, fx.Node] = {}
     (at,) = {old.args[0] if calls(old, operator.getitem) else old for old in parts}
     assert isinstance(at, fx.Node)
-    # Meanwhile it uses nothing.
-    saved, after = (at.args, at.kwargs), at.next
-    at.args, at.kwargs = (), {}
+    # Meanwhile it uses nothing, and does nothing that others must not be moved across.
+    saved, after = (at.target, at.args, at.kwargs), at.next
+    at.target, at.args, at.kwargs = operator.pos, (), {}
     for old, (target, *args) in parts.items():
         new[old] = call(after, target, *args)
         new[old].meta["stack_trace"] = at.meta.get("stack_trace")
@@ -77,7 +98,7 @@ def _replace_if_fused(
         for i, single in enumerate(new.values()):
             which = f"coalesced with others, of which number {i}: " if len(new) > 1 else ""
             try:
-                form = forms.match(Collective.from_node(single, groups), groups)
+                form = find(single)
             except LeftAlone as e:
                 raise LeftAlone(f"{which}{e}") from e
             if not accepts(form):
@@ -86,7 +107,7 @@ def _replace_if_fused(
         for old, single in new.items():
             single.replace_all_uses_with(old)
             single.graph.erase_node(single)
-        at.args, at.kwargs = saved
+        at.target, at.args, at.kwargs = saved
         raise
 
 

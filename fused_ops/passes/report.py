@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from .choice import Disagreement
+from .outcomes import Disagreement, Questions
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
+NONE_ASKED = Questions()
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -31,8 +32,8 @@ class Entry:
         detail: of a fused one: how many products were fused, and what else.
         source: the line of the model that it comes from; "" where torch kept none.
         form: what was found around the collective, in words; also of one that was found but does not pay.
-        m, n, k: the product that this rank computes, [m, k] @ [k, n]; None when left alone, or not known before the
-        run.
+        m, n, k: the product that this rank computes, [m, k] @ [k, n], with k = 0 what is reduced without its product;
+        None when left alone, or not known before the run.
         gain: microseconds that fusing should save by ``worth.expected_gain``; None like m, n, k.
     """
 
@@ -60,7 +61,8 @@ class Entry:
             parts += [] if self.dim is None else [f"dim {self.dim}"]
             parts += [self.detail] if self.detail else []
             if self.gain is not None:
-                parts.append(f"{self.m} x {self.k} @ {self.k} x {self.n} should save {self.gain:.3g} us")
+                sizes = f"{self.m} x {self.k} @ {self.k} x {self.n}" if self.k else f"{self.m} x {self.n}"
+                parts.append(sizes + (f" should save {self.gain:.3g} us" if self.gain else ""))
             body = ", ".join(parts)
         else:
             body = f"left alone: {self.reason}"
@@ -74,14 +76,22 @@ class Report:
 
     Attributes:
         disagreements: graphs that ran unfused in this process because the ranks stood before different ones.
+        questions: how often this process's graphs asked the other ranks, and what that cost.
     """
 
     entries: tuple[Entry, ...] = ()
     disagreements: tuple[Disagreement, ...] = ()
+    questions: Questions = NONE_ASKED
 
-    def __init__(self, entries: Iterable[Entry] = (), disagreements: Iterable[Disagreement] = ()) -> None:
+    def __init__(
+        self,
+        entries: Iterable[Entry] = (),
+        disagreements: Iterable[Disagreement] = (),
+        questions: Questions = NONE_ASKED,
+    ) -> None:
         object.__setattr__(self, "entries", tuple(entries))
         object.__setattr__(self, "disagreements", tuple(disagreements))
+        object.__setattr__(self, "questions", questions)
 
     @property
     def fused(self) -> int:

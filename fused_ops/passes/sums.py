@@ -138,6 +138,8 @@ def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> Sum:
         raise LeftAlone("the products that it sums have different shapes")
     if len({val(p.node).dtype for p in total.products}) > 1:
         raise LeftAlone("the products that it sums have different dtypes")
+    if total.dtype == torch.float16 != wanted and len(total.products) > 1:
+        raise LeftAlone("the sum may be too large for torch.float16, to which it would be rounded")
     for vector, columns in zip(total.vectors, rows_of_vectors, strict=True):
         if not same(columns, total.columns) or val(vector).dtype != total.dtype:
             raise LeftAlone(f"{what(vector)} is not added to the rows of the product")
@@ -174,8 +176,8 @@ def _check_dtype(have: torch.dtype, want: torch.dtype) -> None:
         raise LeftAlone(f"the product is {have}, not float32, bfloat16 or float16")
     if have.itemsize > want.itemsize:
         raise LeftAlone(f"reduced before it is cast to {want}, twice as many bytes would be sent")
-    if have != want and have != torch.bfloat16:
-        raise LeftAlone(f"the sum may be too large for {have}, to which it would be rounded")
+    if have != want and want != torch.float32:
+        raise LeftAlone(f"the product is cast from {have} to {want}, and the op gives {have} or float32")
 
 
 def _is_vector(term: object, node: fx.Node) -> bool:

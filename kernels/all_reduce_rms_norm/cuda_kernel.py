@@ -97,7 +97,7 @@ class AllReduceRmsNorm:
     def launch(
         self, x: int, residual: int, weight: int, normed: int, sums: int, timeout_ns: int, stream: int
     ) -> None:
-        """``sums`` = residual + all_reduce(x), ``normed`` = rms_norm(sums) * weight; the same bits on every rank.
+        """``sums`` = the own residual + all_reduce(x), ``normed`` = rms_norm(sums) * the own weight.
 
         Safe to capture in a CUDA graph. The current device must be that of the tensors.
 

@@ -1,8 +1,8 @@
-"""CPU ranks: two_shot of kernel.cu with flags. Rows are dealt to the ranks; each adds its rows up and sends the sums.
+"""CPU ranks: two_shot of kernel.cu with flags. Rows are dealt to the ranks; each adds its rows up and sends the totals.
 
-Who writes: rank r, the rows of owner q into slot r of q's half, then flag 0 of rank r there; then the sums of its own
+Who writes: rank r, the rows of owner q into slot r of q's half, then flag 0 of rank r there; then the totals of its own
 rows into slot r of every peer's results, then flag 1. Who waits: each rank, for every peer's flags. Owner q has the
-rows q, q + W, q + 2 W, ...; more rows than a half takes go piece after piece.
+rows q, q + W, q + 2 W, ...; more rows than a half takes go piece after piece. Each rank adds its own residual.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ def all_reduce_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(normed, sums) of x and residual, both [rows, hidden] and contiguous."""
     rows, hidden = x.shape
-    sums = torch.empty_like(x)
+    total = torch.empty_like(x)
     step, _ = _rows(rows, hidden * x.element_size(), workspace.world_size)
     with workspace.lock:
         for start in range(0, rows, step):
             piece = slice(start, start + step)
-            _piece(workspace, x[piece], residual[piece], sums[piece])
+            _piece(workspace, x[piece], total[piece])
+    sums = total.add_(residual)
     return rms_norm(sums, weight, eps), sums
 
 
-def _piece(workspace: Workspace, x: torch.Tensor, residual: torch.Tensor, sums: torch.Tensor) -> None:
+def _piece(workspace: Workspace, x: torch.Tensor, total: torch.Tensor) -> None:
     size, rank = workspace.world_size, workspace.rank
     peers = [(rank + step) % size for step in range(1, size)]
     with HostUse(workspace, OP) as use:
@@ -60,15 +61,14 @@ def _piece(workspace: Workspace, x: torch.Tensor, residual: torch.Tensor, sums: 
         own = x[rank::size]
         for peer in peers:
             use.wait(peer, 0)
-        total = torch.zeros(own.shape, dtype=torch.float32)
+        wide = torch.zeros(own.shape, dtype=torch.float32)
         for src in range(size):
-            total += own if src == rank else mine[0, src, : own.shape[0]]
-        total += residual[rank::size]
-        sums[rank::size] = total.to(x.dtype)
+            wide += own if src == rank else mine[0, src, : own.shape[0]]
+        total[rank::size] = wide.to(x.dtype)
         for peer in peers:
-            slots(peer)[1, rank, : own.shape[0]] = sums[rank::size]
+            slots(peer)[1, rank, : own.shape[0]] = total[rank::size]
             use.post(peer, 1)
         for peer in peers:
             use.wait(peer, 1)
-            theirs = sums[peer::size]
+            theirs = total[peer::size]
             theirs.copy_(mine[1, peer, : theirs.shape[0]])

@@ -1,12 +1,12 @@
 // sums = residual + the sum over ranks of x, normed = sums / rms(sums) * weight, row by row, in one kernel.
 //
-// push.cuh has the protocol and its proof. The sum over ranks and the residual are added in float32, in rank
-// order, and rounded once: those are `sums`, which the norm is taken of. The same bits on all ranks and from both
-// forms:
+// push.cuh has the protocol and its proof. The sum over ranks is taken in float32, in rank order, and rounded, as an
+// all-reduce gives it; every rank adds its own residual, which need not be the others', and norms the rounded sum.
+// The same bits from both forms:
 //   one_shot  every rank sends its rows to all, and does everything for every row.
-//   two_shot  row g * WORLD_SIZE + q of group g belongs to rank q, which adds up the ranks' and sends the sum to
-//             all; every rank norms every row. That is less on the wire than to send what is normed, too. A group's
-//             rows past the end are zeros: so every block of every rank hears from every rank.
+//   two_shot  row g * WORLD_SIZE + q of group g belongs to rank q, which adds up the ranks' and sends the total to
+//             all; every rank adds its residual to every row and norms it. A group's rows past the end are zeros: so
+//             every block of every rank hears from every rank.
 //
 // A row is worked on by a team of CLUSTER blocks; piece j of 32 vectors by one of its warps, and its sum of squares
 // is term j of the row's. Teams take rows, or groups, in turn.
@@ -70,7 +70,8 @@ __device__ __forceinline__ float squares(const uint4& v) {
     return sum;
 }
 
-__device__ __forceinline__ uint4 plus(Numbers total, const uint4& residual) {
+__device__ __forceinline__ uint4 plus(const uint4& reduced, const uint4& residual) {
+    Numbers total(reduced);
     const Numbers more(residual);
 #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) total.of[i] += more.of[i];
@@ -141,7 +142,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
             if (s.has(v)) {
                 const uint4 own = weft::load_vector(vector(p.x, p, row, s.at(v)));
                 const uint4 residual = weft::load_vector(vector(p.residual, p, row, s.at(v)));
-                sums[v] = plus(weft::take_reduced<Sum>(use, base + s.index(v), own), residual);
+                sums[v] = plus(weft::take_reduced<Sum>(use, base + s.index(v), own).rounded(), residual);
                 weft::store_vector(vector(p.sums, p, row, s.at(v)), sums[v]);
                 term = squares(sums[v]);
             }
@@ -204,9 +205,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
             if (!s.has(v)) continue;
             const uint4 own = row_or_zeros(p.x, p, row, s.at(v));
             const uint4 residual = row_or_zeros(p.residual, p, row, s.at(v));
-            const uint4 sums = plus(weft::take_reduced<Sum>(use, base + s.index(v), own), residual);
-            use.pass_on_to_all(results + base + s.index(v), weft::to_wire(sums));
-            if (row < p.rows) weft::store_vector(vector(p.sums, p, row, s.at(v)), sums);
+            const uint4 total = weft::take_reduced<Sum>(use, base + s.index(v), own).rounded();
+            use.pass_on_to_all(results + base + s.index(v), weft::to_wire(total));
+            if (row < p.rows) weft::store_vector(vector(p.sums, p, row, s.at(v)), plus(total, residual));
         }
     }
 
@@ -222,10 +223,19 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
         for (int v = 0; v < VECTORS; ++v) {
             float terms[WORLD_SIZE] = {};
             if (s.has(v)) {
-                sums[v][RANK] = row_or_zeros(p.sums, p, group * WORLD_SIZE + RANK, s.at(v));
+                // The residuals are under way while the totals come.
+                uint4 residual[WORLD_SIZE];
+#pragma unroll
+                for (int q = 0; q < WORLD_SIZE; ++q) {
+                    const uint4* from = q == RANK ? p.sums : p.residual;
+                    residual[q] = row_or_zeros(from, p, group * WORLD_SIZE + q, s.at(v));
+                }
                 use.take_all(results + base + s.index(v), sums[v]);
 #pragma unroll
-                for (int q = 0; q < WORLD_SIZE; ++q) terms[q] = squares(sums[v][q]);
+                for (int q = 0; q < WORLD_SIZE; ++q) {
+                    sums[v][q] = q == RANK ? residual[q] : plus(sums[v][q], residual[q]);
+                    terms[q] = squares(sums[v][q]);
+                }
             }
             __syncwarp();
             team.gather();

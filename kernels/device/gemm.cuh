@@ -191,6 +191,32 @@ __device__ __forceinline__ void store_rows(
     }
 }
 
+// The same in float32, each number where its thread holds it: four lanes fill 32 bytes of a row.
+template <typename Finish>
+__device__ __forceinline__ void store_rows(
+    float* out, u64 stride, int rows, int columns, int warpgroup, const float (&sums)[SUMS], const Finish& finish) {
+    const int thread = threadIdx.x % GROUP, lane = thread % 32;
+    const int row = warpgroup % WARPGROUPS_M * 64 + thread / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < WN / 16; ++i) {
+        float v[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) v[e] = sums[8 * i + e];
+        finish(i, v);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int column = warpgroup / WARPGROUPS_M * WN + 16 * i + 8 * j + lane % 4 * 2;
+            float* to = out + row * stride + column;
+            if (column < columns) {
+                if (row < rows) *reinterpret_cast<float2*>(to) = make_float2(v[4 * j], v[4 * j + 1]);
+                if (row + 8 < rows) {
+                    *reinterpret_cast<float2*>(to + 8 * stride) = make_float2(v[4 * j + 2], v[4 * j + 3]);
+                }
+            }
+        }
+    }
+}
+
 // Write a warpgroup's part of a tile in the order in which threads hold it: vectors of 16 bytes, [WN / 16][GROUP].
 __device__ __forceinline__ void store_registers(uint4* part, const float (&sums)[SUMS]) {
     part += threadIdx.x % GROUP;

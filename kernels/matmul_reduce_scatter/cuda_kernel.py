@@ -41,11 +41,14 @@ class _Params(ctypes.Structure):
 _A, _B = _Params.a.offset, _Params.b.offset
 
 
-def defines(b: torch.Tensor, config: BulkConfig, world_size: int) -> gemm.Defines:
-    """What kernel.cu is compiled with for B [K, N] and its like."""
+def defines(
+    b: torch.Tensor, config: BulkConfig, world_size: int, out_dtype: torch.dtype | None = None
+) -> gemm.Defines:
+    """What kernel.cu is compiled with for B [K, N] and its like; the result is float32 or, by default, like B."""
     return (
         *gemm.defines(config.tile, [b]).items(),
         ("WORLD_SIZE", world_size),
+        ("OUT_FLOAT32", int(out_dtype == torch.float32)),
     )
 
 
@@ -58,6 +61,7 @@ class MatmulReduceScatterBulk:
             strides and dtype.
         config: of ``configs.choose_bulk``, the same on every rank.
         average: the mean of the ranks instead of the sum.
+        out_dtype: of the result: float32, or that of the operands.
         num_sms: blocks to launch at most. As many must find an SM each.
 
     Raises:
@@ -72,6 +76,7 @@ class MatmulReduceScatterBulk:
         config: BulkConfig,
         *,
         average: bool,
+        out_dtype: torch.dtype,
         num_sms: int,
     ) -> None:
         (batches, size, m, k), n, dtype, tile = a.shape, b.shape[1], a.dtype, config.tile
@@ -89,7 +94,7 @@ class MatmulReduceScatterBulk:
             p.inbox = workspace.address + layout.half(half)
             p.batches, p.m, p.n, p.k, p.band, p.average = batches, m, n, k, config.band, average
             self._params.append(p)
-        program = gemm.program(SOURCE, defines(b, config, size))
+        program = gemm.program(SOURCE, defines(b, config, size, out_dtype))
         self._launches = gemm.launches(program, "matmul_reduce_scatter", self._params, num_sms, tile.shared)
 
     def launch(

@@ -23,7 +23,10 @@ def needs(rows: int, n: int, itemsize: int, world_size: int) -> tuple[int, int]:
 
 
 def matmul_reduce_scatter(
-    workspace: Workspace, parts: list[tuple[torch.Tensor, torch.Tensor]], reduce_op: str
+    workspace: Workspace,
+    parts: list[tuple[torch.Tensor, torch.Tensor]],
+    reduce_op: str,
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """The sum over ranks of the partial products meant for this one.
 
@@ -31,7 +34,7 @@ def matmul_reduce_scatter(
         parts: for each rank the factors of what it shall own: [rows, K] and [K, n].
 
     Returns:
-        [rows, n].
+        [rows, n] of ``out_dtype``.
     """
     rows, n, dtype = parts[0][0].shape[0], parts[0][1].shape[1], parts[0][0].dtype
     size, rank = workspace.world_size, workspace.rank
@@ -63,4 +66,4 @@ def matmul_reduce_scatter(
                 total += own if src == rank else slots[rank][src]
     if reduce_op == "avg":
         total /= size
-    return total.to(dtype)
+    return total.to(out_dtype)

@@ -2,7 +2,8 @@
 //
 // Computes out = sum over ranks src of A_src[:, rank] @ B_src: A [L, W, m, K] (L: the product of the dimensions before
 // the one that is scattered, W: the ranks), B [K, N], out [L, m, N]. Products are summed in float32 and rounded to A's
-// dtype once to be sent; the W partial results are summed in float32 in the order of the ranks and rounded once.
+// dtype once to be sent; the W partial results are summed in float32 in the order of the ranks and rounded once to A's
+// dtype, or with OUT_FLOAT32 not at all.
 //
 // Who writes: a tile for rank dst leaves in two parts, one of each multiplying warpgroup, from its registers straight
 // into dst's half, viewed [W - 1][tiles][2][PART_BYTES] (the sender's slot: its rank, less one behind dst). A part lies
@@ -30,13 +31,19 @@ namespace {
 constexpr int VECTORS = weft::PART_BYTES / 16;  // of a part
 constexpr u32 NOTHING = ~0u;  // a count of what is sent: nothing will be
 
+#if OUT_FLOAT32
+using Out = float;
+#else
+using Out = weft::u16;
+#endif
+
 struct Params {
     weft::TensorMap a;  // [L, W, m, K], boxes of a stage
     weft::TensorMap b;
     weft::Watch watch;
     weft::Half half;
     u8* inbox;  // the own half
-    weft::u16* out;  // [L, m, N]
+    Out* out;  // [L, m, N]
     int batches, m, n, k;
     int band;  // pairs of rows of tiles walked together
     int average;
@@ -173,7 +180,7 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
             }
             wait_parts(p, t, warpgroup, use);
             const int row = t.row * BM, column = t.column * BN;
-            weft::u16* out = p.out + (static_cast<u64>(t.batch) * p.m + row) * p.n + column;
+            Out* out = p.out + (static_cast<u64>(t.batch) * p.m + row) * p.n + column;
             const uint4* part = reinterpret_cast<const uint4*>(p.inbox) + (2 * t.index + warpgroup) * u64{VECTORS}
                 + threadIdx.x % weft::GROUP;
             weft::store_rows(out, p.n, p.m - row, p.n - column, warpgroup, sums, [&](int i, float* values) {

@@ -57,22 +57,25 @@ def run(
     timeout_ns: int,
     *,
     average: bool,
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The own part of the sum, or of the mean, [L, m, N]."""
-    config, key = choice.config, (choice, average)
-    out = a.new_empty((a.shape[0], a.shape[2], b.shape[1]))
+    """The own part of the sum, or of the mean, [L, m, N]; of float32, or of the operands' dtype."""
+    config, key = choice.config, (choice, average, out_dtype)
+    out = a.new_empty((a.shape[0], a.shape[2], b.shape[1]), dtype=out_dtype)
     kernel = workspace.prepared.get(key)
     if kernel is None:
 
         def make() -> MatmulReduceScatterBulk | MatmulReduceScatter:
             if isinstance(config, configs.BulkConfig):
-                return MatmulReduceScatterBulk(workspace, a, b, config, average=average, num_sms=num_sms)
+                return MatmulReduceScatterBulk(
+                    workspace, a, b, config, average=average, out_dtype=out_dtype, num_sms=num_sms
+                )
             made = MatmulReduceScatter(workspace, a, b, config, average=average, num_sms=num_sms)
             with compiling():  # Triton compiles at a launch
                 made.launch(0, a, b, out, timeout_ns=timeout_ns)
             return made
 
-        same = (host.OP, a.shape, b.shape, a.dtype, average, config, num_sms)
+        same = (host.OP, a.shape, b.shape, a.dtype, average, out_dtype, config, num_sms)
         kernel = make_together(workspace, host.OP, key, same, make)
     half = workspace.next_half()
     if isinstance(kernel, MatmulReduceScatterBulk):
@@ -84,7 +87,12 @@ def run(
 
 
 def launcher(
-    choice: Choice[configs.BulkConfig | configs.Config], workspace: Workspace[Layout], *, average: bool
+    choice: Choice[configs.BulkConfig | configs.Config],
+    workspace: Workspace[Layout],
+    *,
+    average: bool,
+    out_dtype: torch.dtype,
 ) -> MatmulReduceScatterBulk | None:
     """What ``run`` launched, for tensors at other addresses; None for the Triton kernel, which takes tensors."""
-    return workspace.prepared[choice, average] if isinstance(choice.config, configs.BulkConfig) else None
+    is_bulk = isinstance(choice.config, configs.BulkConfig)
+    return workspace.prepared[choice, average, out_dtype] if is_bulk else None

@@ -11,20 +11,26 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def matmul_reduce_scatter(
-    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group: ProcessGroup
+    A: torch.Tensor,
+    B: torch.Tensor,
+    reduce_op: str,
+    scatter_dim: int,
+    group: ProcessGroup,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The own part of ``sum over ranks of A @ B`` (``avg``: divided by their number), cut along ``scatter_dim``.
 
     Args:
         A: [..., K], ``scatter_dim`` not negative.
         B: [K, N].
+        out_dtype: of what is summed and of the result, if not that of A.
 
     Returns:
         contiguous, ``(A @ B).shape`` with ``scatter_dim`` divided by the world size.
     """
     shape = [*A.shape[:-1], B.shape[1]]
     shape[scatter_dim] //= group.size()
-    product = (A @ B).movedim(scatter_dim, 0).contiguous()
+    product = (A @ B).to(out_dtype or A.dtype).movedim(scatter_dim, 0).contiguous()
     out = product.new_empty(product.shape[0] // group.size(), *product.shape[1:])
     if out.numel():
         _reduce_scatter(out, product, group=group)

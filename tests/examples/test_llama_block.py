@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,6 +53,11 @@ def test_two_ranks() -> None:
     done = run(*SMALL)
     assert done.returncode == 0, done.stdout
     assert "speed-up" in done.stdout, done.stdout
+    # Forward and backward, twice.
+    assert "4 graphs asked the other ranks" in done.stdout, done.stdout
+    assert re.search(r"a step takes \S+ ms without weft, \S+ ms with it: \S+ x\nok\n$", done.stdout), (
+        done.stdout
+    )
     assert "loss in training" in done.stdout, done.stdout
     assert "TOO FAR" not in done.stdout
     for op in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):

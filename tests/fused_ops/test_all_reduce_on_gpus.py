@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from opcommon import check, gather, same_on_all, world
+from opcommon import check, gather, world
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import (
@@ -134,14 +134,14 @@ def fused(rank: int, world_size: int) -> None:
         late(delays)
         hidden = order.choice([64, 1000, 4096, 6144, 8192])
         rows = order.choice([1, 2, 5, 16, 37, 130, 400])
-        x, weight = torch.randn(rows, hidden).bfloat16(), same_on_all(hidden, dtype=torch.bfloat16)
-        residual = same_on_all(rows, hidden, dtype=torch.bfloat16)
+        x, residual = (torch.randn(rows, hidden).bfloat16() for _ in range(2))
+        weight = torch.randn(hidden).bfloat16()
         normed, sums = fused_all_reduce_rms_norm(x, residual, weight, 1e-6, world())
         assert last_plan().algorithm == "push"
         total = gather(x)[0].float()
         for part in gather(x)[1:]:
             total = total + part.float()
-        assert torch.equal(sums, (total + residual.float()).bfloat16())
+        assert torch.equal(sums, total.bfloat16() + residual)
         check("normed", normed, rms_norm(sums.double(), weight.double(), 1e-6), 4e-3)
         if step % 20 == 0:
             graph = torch.cuda.CUDAGraph()

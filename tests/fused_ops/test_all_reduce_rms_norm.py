@@ -7,7 +7,7 @@ import torch
 from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, same_on_all, world
 from ranks import run_ranks
 from weft import symm_mem
-from weft.fused_ops import fused_all_reduce_rms_norm
+from weft.fused_ops import fused_all_reduce_rms_norm, one_shot_all_reduce
 from weft.kernels.all_reduce_rms_norm import host
 from weft.kernels.all_reduce_rms_norm.reference import rms_norm
 
@@ -19,21 +19,25 @@ def right(rank: int, world_size: int) -> None:
         for dtype in DTYPES:
             poison(rank)
             x = torch.randn(shape).to(dtype)
-            residual, weight = same_on_all(*shape, dtype=dtype), same_on_all(shape[-1], dtype=dtype)
+            # Each rank adds its own residual and scales with its own weight.
+            residual, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
             parts = [*gather(x), residual.double()]
+            total = one_shot_all_reduce(x, "sum", world())
             normed, sums = fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
             if x.numel() and world_size > 1:
                 assert_fused()
             what = f"{shape} {dtype}"
             assert normed.is_contiguous() and sums.is_contiguous() and normed.dtype == sums.dtype == dtype
+            assert torch.equal(sums, total + residual), f"sums {what}"
             check(f"sums {what}", sums, sum(parts), BOUND[dtype], parts)
             # The norm is that of the rounded sums: what is added to their error is one rounding.
             check(f"normed {what}", normed, rms_norm(sums.double(), weight.double(), EPS), BOUND[dtype])
-            for out in (normed, sums):
-                bits = gather(out.view(torch.int16 if dtype.itemsize == 2 else torch.int32))
-                assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
             again = fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
             assert torch.equal(again[0], normed) and torch.equal(again[1], sums), "other bits in another run"
+            same = same_on_all(*shape, dtype=dtype), same_on_all(shape[-1], dtype=dtype)
+            for out in fused_all_reduce_rms_norm(x, *same, EPS, world()):
+                bits = gather(out.view(torch.int16 if dtype.itemsize == 2 else torch.int32))
+                assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -79,9 +83,8 @@ def test_many_rows_travel_in_pieces() -> None:
 
 
 def gradients(rank: int, world_size: int) -> None:
-    x = torch.randn(6, 5, 8).requires_grad_()
-    residual = same_on_all(6, 5, 8, dtype=torch.float32).requires_grad_()
-    weight = same_on_all(8, dtype=torch.float32).requires_grad_()
+    x, residual = (torch.randn(6, 5, 8).requires_grad_() for _ in range(2))
+    weight = torch.randn(8).requires_grad_()
     on_normed, on_sums = torch.randn(6, 5, 8), torch.randn(6, 5, 8)
     normed, sums = fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
     ((normed * on_normed).sum() + (sums * on_sums).sum()).backward()

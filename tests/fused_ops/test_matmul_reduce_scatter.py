@@ -71,6 +71,40 @@ def test_sums_in_float32_in_rank_order() -> None:
     run_ranks(order, 3)
 
 
+def wide(rank: int, world_size: int) -> None:
+    """A float32 result of 16-bit operands: parts are rounded as they were, their sum is not."""
+    for shape, n, dim in shapes(world_size):
+        for dtype in (torch.bfloat16, torch.float16):
+            for algorithm in ("fused", "unfused"):
+                poison(rank)
+                A, B = torch.randn(*shape).to(dtype), torch.randn(shape[-1], n).to(dtype)
+                products = [a @ b for a, b in zip(gather(A), gather(B), strict=True)]
+                parts = [p.chunk(world_size, dim)[rank] for p in products]
+                with forced(algorithm):
+                    out = fused_matmul_reduce_scatter(A, B, "sum", dim, world(), out_dtype=torch.float32)
+                what = f"{shape} {dim} {dtype} {algorithm}"
+                assert out.dtype == torch.float32 and out.is_contiguous()
+                check(what, out, sum(parts), BOUND[dtype], parts)
+                if out.numel() >= 64 and world_size > 1:
+                    assert not torch.equal(out, out.to(dtype).float()), f"the sum is rounded, {what}"
+                again = fused_matmul_reduce_scatter(A, B, "sum", dim, world(), out_dtype=dtype)
+                assert again.dtype == dtype
+    A, B = torch.randn(4 * world_size, 8), torch.randn(8, 5)
+    A16, B16 = (t.bfloat16().requires_grad_() for t in (A, B))
+    out = fused_matmul_reduce_scatter(A16, B16, "sum", 0, world(), out_dtype=torch.float32)
+    weight = torch.randn(out.shape).bfloat16().float()
+    (out * weight).sum().backward()
+    grad = torch.cat(gather(weight))
+    check("A.grad", A16.grad, grad @ B16.detach().double().t(), BOUND[torch.bfloat16])
+    check("B.grad", B16.grad, A16.detach().double().t() @ grad, BOUND[torch.bfloat16])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_wider_result(world_size: int, device: str) -> None:
+    run_ranks(wide, world_size, device=device)
+
+
 def strides(rank: int, world_size: int) -> None:
     for shape, n, dim in shapes(world_size):
         if 0 in shape:
@@ -154,6 +188,9 @@ def opcheck(rank: int, world_size: int) -> None:
             A = torch.randn(4, 6, 5, requires_grad=grad)
             B = torch.randn(5, 8, requires_grad=grad)
             torch.library.opcheck(torch.ops.weft.fused_matmul_reduce_scatter, (A, B, "avg", dim, name))
+        A, B = (t.detach().bfloat16().requires_grad_(grad) for t in (A, B))
+        kwargs = {"out_dtype": torch.float32}
+        torch.library.opcheck(torch.ops.weft.fused_matmul_reduce_scatter, (A, B, "sum", 0, name), kwargs)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -181,6 +218,12 @@ def refused(rank: int, world_size: int) -> None:
             op(*args)
         with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(kind, match=words):
             op(*torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.new_empty(t.shape), args))
+    for out_dtype, words in (
+        (torch.float16, "out_dtype: is torch.float16, must be torch.float32 like A, or float32"),
+        ("float32", "out_dtype: is 'float32', must be a torch.dtype"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            fused_matmul_reduce_scatter(A, B, "sum", 0, name, out_dtype=out_dtype)  # type: ignore[arg-type]
     want = sum(gather(A @ B)).chunk(2)[rank]
     check("afterwards", fused_matmul_reduce_scatter(A, B, "sum", 0, name), want, 1e-5)
 

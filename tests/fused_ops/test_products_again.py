@@ -94,9 +94,9 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return A, [a.new_empty(WORLD_SIZE, len(a), b.shape[1]) for b in bs]
 
     def scattered(
-        choice: object, workspace: object, a: torch.Tensor, b: torch.Tensor, *_: int, average: bool
+        choice: object, workspace: object, a: torch.Tensor, b: torch.Tensor, *_: int, **given: Any
     ) -> torch.Tensor:
-        return a.new_empty(a.shape[0], a.shape[2], b.shape[1])
+        return a.new_empty(a.shape[0], a.shape[2], b.shape[1], dtype=given["out_dtype"])
 
     monkeypatch.setattr("weft.kernels.all_gather_matmul.on_cuda.run", gathered)
     monkeypatch.setattr("weft.kernels.matmul_reduce_scatter.on_cuda.run", scattered)
@@ -130,7 +130,7 @@ def op(request: pytest.FixtureRequest, stage: SimpleNamespace) -> Op:
         given = [torch.randn(6, 4, 8), torch.randn(8, 16)]
         made = Op(
             given,
-            lambda A, B: matmul_reduce_scatter._on_cuda(stage.where, A, B, "sum", 0, [3, 4, 16]),
+            lambda A, B: matmul_reduce_scatter._on_cuda(stage.where, A, B, "sum", 0, [3, 4, 16], A.dtype),
             lambda A, B, **named: fused_matmul_reduce_scatter(
                 A, B, **{"reduce_op": "sum", "scatter_dim": 0, "group": NAME} | named
             ),

@@ -64,6 +64,10 @@ def both_ops(m: int, k: int, ns: list[int], dtype: torch.dtype, transposed: bool
         a.chunk(size)[rank].float() @ b.float() for a, b in zip(gathered(wide), gathered(B), strict=True)
     ]
     assert torch.equal(got, sum(parts).to(dtype)), f"matmul + reduce-scatter, {what}"
+    # A half or a quarter of a large sum is no 16-bit number.
+    got = fused_matmul_reduce_scatter(wide, B, "avg", 0, world(), out_dtype=torch.float32)
+    assert last_plan().algorithm == "bulk", last_plan()
+    assert torch.equal(got, sum(parts) * (1 / size)), f"matmul + reduce-scatter in float32, {what}"
 
 
 def one_tile(rank: int, world_size: int, index: int) -> None:

@@ -56,29 +56,32 @@ def test_calls_of_changing_size(
         if choice.random() < 0.7:
             xs = [torch.randn(rows * hidden).to(TORCH[dtype]) for _ in xs]
         xs = [x.view(rows, hidden).contiguous() for x in xs]
-        residual, weight = torch.randn(rows, hidden).to(xs[0].dtype), torch.randn(hidden).to(xs[0].dtype)
+        residuals = [torch.randn(rows, hidden).to(xs[0].dtype) for _ in xs]
+        weight = torch.randn(hidden).to(xs[0].dtype)
         outs = []
-        for rank in range(world_size):
+        for rank, residual in enumerate(residuals):
             normed, sums = (torch.full((rows, hidden), 7.0, dtype=residual.dtype) for _ in range(2))
             kernel = cuda_kernel.AllReduceRmsNorm(ranks.places[rank], rows, hidden, TORCH[dtype], EPS, config)
-            tensors = (xs[rank], residual, weight, normed, sums)
+            # The sums may take the place of the residual or of x.
+            mine = (xs[rank].clone(), residual.clone())
+            sums = choice.choice((sums, *mine))
+            tensors = (*mine, weight, normed, sums)
             kernel.launch(*(t.data_ptr() for t in tensors), PATIENT, rank)
-            outs.append((normed, sums))
-        calls.append((xs, residual, weight, outs, config))
+            outs.append((normed, sums, mine))
+        calls.append((xs, residuals, weight, outs, config))
     ranks.run(seed)
     assert not ranks.records.any(), f"a wait has expired: {ranks.records.tolist()}"
-    for xs, residual, weight, outs, config in calls:
+    for xs, residuals, weight, outs, config in calls:
         total = xs[0].float()
         for x in xs[1:]:
             total = total + x.float()
-        want = (total + residual.float()).to(residual.dtype)
-        for normed, sums in outs:
+        for residual, (normed, sums, _) in zip(residuals, outs, strict=True):
+            want = total.to(residual.dtype) + residual
             assert same(sums, want), config
-            assert same(normed, outs[0][0]), "ranks got other bits"
-        finite = want.isfinite().all(-1)
-        reference = rms_norm(want[finite].double(), weight.double(), EPS)
-        if bool(reference.isfinite().all()):
-            check(str(config), outs[0][0][finite], reference, BOUND[residual.dtype])
+            finite = want.isfinite().all(-1)
+            reference = rms_norm(want[finite].double(), weight.double(), EPS)
+            if bool(reference.isfinite().all()):
+                check(str(config), normed[finite], reference, BOUND[residual.dtype])
     assert ranks.slots_are_empty()
 
 

@@ -32,9 +32,9 @@ def gather(tile: Tile, order: str) -> Program:
     return gemm.program(all_gather_matmul.SOURCE, all_gather_matmul.defines([ORDERS[order]], config))
 
 
-def scatter(tile: Tile, order: str, world_size: int) -> Program:
+def scatter(tile: Tile, order: str, world_size: int, out_dtype: torch.dtype | None = None) -> Program:
     config = replace(choose_bulk(1024, 1024, 1024, world_size, 132), tile=tile)
-    defines = matmul_reduce_scatter.defines(ORDERS[order], config, world_size)
+    defines = matmul_reduce_scatter.defines(ORDERS[order], config, world_size, out_dtype)
     return gemm.program(matmul_reduce_scatter.SOURCE, defines)
 
 
@@ -49,6 +49,7 @@ PROGRAMS: dict[str, Program] = {
         f"matmul_reduce_scatter-{order}-{size}": scatter(LARGEST, order, size)
         for order, size in (("rows", 4), ("columns", 2), ("odd_rows", 8))
     },
+    "matmul_reduce_scatter-float32": scatter(LARGEST, "rows", 4, torch.float32),
     **{
         f"matmul_reduce_scatter-{tile.block_m}x{tile.block_n}": scatter(tile, list(ORDERS)[-i % 3], 4)
         for i, tile in enumerate(OTHERS)

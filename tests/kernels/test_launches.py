@@ -96,7 +96,9 @@ def test_all_gather_matmul(done: list[tuple[Any, ...]], count: int, return_A: bo
 def test_matmul_reduce_scatter(done: list[tuple[Any, ...]]) -> None:
     config = scatter_configs.choose_bulk(M, N, K, WORLD_SIZE, 132)
     a, b = bfloat16(1, WORLD_SIZE, M, K), bfloat16(K, N)
-    kernel = scatter.MatmulReduceScatterBulk(workspace(0), a, b, config, average=False, num_sms=132)
+    kernel = scatter.MatmulReduceScatterBulk(
+        workspace(0), a, b, config, average=False, out_dtype=a.dtype, num_sms=132
+    )
     for turn in (1, 2):
         kernel.launch(1, [A * turn, A * turn + 64], [OUT * turn], turn, STREAM)
         name, params, stream = done.pop()

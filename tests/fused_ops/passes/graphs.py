@@ -182,6 +182,9 @@ class Ranks:
             return [torch.full(a[0], math.nan, dtype=torch.float64) for a, _ in args]
         if target is c10d.all_gather_into_tensor_out.default:
             return [a[1]["out"].copy_(torch.cat(first)) for a in args]
+        if target is c10d.reduce_scatter_tensor_out.default:
+            parts = self.reduced(first, args[0][0][1]).chunk(self.world)
+            return [a[1]["out"].copy_(part) for a, part in zip(args, parts, strict=True)]
         casts = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
         if target in casts and (args[0][1].get("dtype") or args[0][0][1]).is_floating_point:
             # All in float64: what is compared is what is computed, not how it is rounded.

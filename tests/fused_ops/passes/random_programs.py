@@ -65,12 +65,18 @@ class Machine:
         where = (op, self.world, self.groups[group])
         if spelling == "coalesced":
             return [c10d.wait_tensor(t) for t in c10d.reduce_scatter_tensor_coalesced([x, x + 1], *where)]
+        if spelling == "out":
+            out = x.new_empty([x.shape[0] // self.world, *x.shape[1:]])
+            return c10d.wait_tensor(c10d.reduce_scatter_tensor_out(x, *where, out=out))
         return c10d.wait_tensor(c10d.reduce_scatter_tensor(x, *where))
 
-    def reduce(self, i: int, op: str, group: int, spelling: str = "") -> Tensor:
+    def reduce(self, i: int, op: str, group: int, spelling: str = "") -> Tensor | list[Tensor]:
         x = self.values[i]
         if self.groups is None:
-            return torch.empty_like(x)
+            return [torch.empty_like(x)] * (2 if spelling == "coalesced" else 1)
+        if spelling == "coalesced":
+            both = c10d.all_reduce_coalesced([x, x + 1], op, self.groups[group])
+            return [c10d.wait_tensor(t) for t in both]
         if spelling == "in place":
             return c10d.wait_tensor(c10d.all_reduce_(x, op, self.groups[group]))
         return c10d.wait_tensor(c10d.all_reduce(x, op, self.groups[group]))

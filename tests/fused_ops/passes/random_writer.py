@@ -264,7 +264,7 @@ class Writer:
             if self.shape(y)[0] < self.program.world:
                 return y
             y = self.do("slice", y, 0, 0, self.shape(y)[0] - rest)
-        out = self.do("scatter", y, op, group, self.draw("", "", "", "", "", "coalesced"))
+        out = self.do("scatter", y, op, group, self.draw("", "", "", "", "coalesced", "out"))
         return out if back is None else self.do("permute", out, back)
 
     def matmul_all_reduce(self, source: int | None) -> list[int]:
@@ -288,7 +288,7 @@ class Writer:
         if self.product_of(list(self.shape(y))) == self.product_of([*lead, self.shape(y)[-1]]):
             y = self.noise(self.do("reshape", y, [*lead, self.shape(y)[-1]]))
         op = self.draw("sum", "sum", "sum", "sum", "avg", "max", "product")
-        spelling = self.draw("", "", "", "in place")
+        spelling = self.draw("", "", "", "", "in place", "coalesced")
         return self.do("reduce", y, op, group, spelling)
 
     def write(self) -> Random:

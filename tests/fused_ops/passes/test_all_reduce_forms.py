@@ -16,22 +16,6 @@ from weft.fused_ops.passes import FusionPass
 from weft.fused_ops.passes import all_reduce as form
 
 MM_AR, AR_NORM = "fused_matmul_all_reduce", "fused_all_reduce_rms_norm"
-LIBRARY = torch.library.Library("weft_stand_in", "FRAGMENT")
-LIBRARY.define(f"{MM_AR}(Tensor A, Tensor B, str reduce_op, str group_name) -> Tensor")
-LIBRARY.define(
-    f"{AR_NORM}(Tensor x, Tensor residual, Tensor weight, float eps, str group_name) -> (Tensor, Tensor)"
-)
-torch.library.register_fake(f"weft_stand_in::{MM_AR}", lambda A, B, op, group: A @ B, lib=LIBRARY)
-torch.library.register_fake(
-    f"weft_stand_in::{AR_NORM}",
-    lambda x, residual, weight, eps, group: (torch.empty_like(x), torch.empty_like(x)),
-    lib=LIBRARY,
-)
-
-
-def stand_in(name: str) -> Any:
-    """weft's op, or where it has none yet, one with its schema."""
-    return getattr(torch.ops.weft, name, getattr(torch.ops.weft_stand_in, name)).default
 
 
 @pytest.fixture(autouse=True)
@@ -40,20 +24,10 @@ def group() -> Iterator[str]:
         yield name
 
 
-@pytest.fixture(autouse=True)
-def only_one_shot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(form, "_op", lambda name: None)
-
-
 @pytest.fixture
-def matmul_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(form, "_op", lambda name: stand_in(name) if name == MM_AR else None)
+def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No product is too small for its all-reduce to be hidden behind it."""
     monkeypatch.setattr(form, "_MATMUL_FROM", 0)
-
-
-@pytest.fixture
-def norm_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(form, "_op", lambda name: stand_in(name) if name == AR_NORM else None)
 
 
 def reduced(x: Tensor, op: str = "sum") -> Tensor:
@@ -140,10 +114,45 @@ def test_small_ones_are_reduced_in_one_shot(name: str, dynamic: bool) -> None:
     check_blocks(graphs(name, dynamic), name, "one_shot_all_reduce")
 
 
-@pytest.mark.usefixtures("matmul_op")
+@pytest.mark.usefixtures("of_any_size")
 @pytest.mark.parametrize(("name", "dynamic"), CASES)
 def test_others_are_fused_into_the_product(name: str, dynamic: bool) -> None:
-    check_blocks(graphs(name, dynamic), name, MM_AR)
+    # What is cast to float32 is to be reduced and returned in float32.
+    op = "one_shot_all_reduce" if name == "cast" else MM_AR
+    check_blocks(graphs(name, dynamic), name, op)
+
+
+def always(fn: Callable[..., Any], *inputs: Tensor) -> Seen:
+    return applied(traced(fn, *inputs), FusionPass(agree=False, fuse="always"))
+
+
+def test_always_fuses_whatever_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form, "worth_fusing", lambda *args, **kwargs: "too large")
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        return ar(x @ w)
+
+    def with_norm(x: Tensor, w: Tensor) -> Tensor:
+        weight = w[0]
+        return hf_norm(x[:, :5] + ar(torch.addmm(weight, x, w)), weight)
+
+    assert only(product, X, W).reasons == "too large"
+    for fn, op in (
+        (product, MM_AR),
+        (lambda x, w: ar(x @ w) + ar((x + 1) @ w), MM_AR),
+        (lambda x, w: ar(F.pad(x @ w, (0, 1)) + (x @ w)[:, :1]), None),
+        (lambda x, w: ar(torch.addmm(w[0], x, w)), "one_shot_all_reduce"),
+        (with_norm, AR_NORM),
+    ):
+        seen = always(fn, X, W)
+        assert {e and e.partition("::")[2] for e in seen.fused} == {op}, seen.reasons
+        check_same(seen, 2)
+
+
+def test_the_report_tells_what_is_reduced() -> None:
+    (entry,) = only(lambda x, w: ar(x @ w), X, W).entries
+    assert (entry.m, entry.n, entry.k) == (6, 5, 0)
+    assert str(entry).endswith("fused into weft::one_shot_all_reduce, 6 x 5  (product → all_reduce)")
 
 
 @pytest.mark.parametrize("name", ["swiglu", "attention"])
@@ -268,7 +277,7 @@ def test_what_is_pending_is_returned_too(fn: Callable[..., Any]) -> None:
     check_same(seen, 2)
 
 
-@pytest.mark.usefixtures("matmul_op")
+@pytest.mark.usefixtures("of_any_size")
 def test_a_product_that_is_used_elsewhere_is_only_reduced() -> None:
     def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         y = x @ w
@@ -280,7 +289,7 @@ def test_a_product_that_is_used_elsewhere_is_only_reduced() -> None:
     check_same(seen, 2)
 
 
-@pytest.mark.usefixtures("matmul_op")
+@pytest.mark.usefixtures("of_any_size")
 @pytest.mark.parametrize("bias", [(5,), (6, 5)], ids=["vector", "matrix"])
 def test_a_bias_is_only_reduced(bias: tuple[int, ...]) -> None:
     seen = only(lambda x, w, b: ar(torch.addmm(b, x, w)), X, W, torch.randn(bias))
@@ -314,28 +323,17 @@ def norm_inputs(dtype: torch.dtype = torch.float32, grad: bool = False) -> list[
     return [torch.randn(s).to(dtype).requires_grad_(grad) for s in shapes]
 
 
-@pytest.mark.usefixtures("norm_op")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("norm", [hf_norm, torch_norm], ids=["hugging face", "torch"])
 def test_the_norm_behind_it(norm: Norm, dtype: torch.dtype) -> None:
-    replicated = FusionPass(agree=False, replicated=True)
-    (seen,) = captured(layer(norm), *norm_inputs(dtype), fusion=replicated)
+    (seen,) = captured(layer(norm), *norm_inputs(dtype))
     assert [f and f.endswith(AR_NORM) for f in seen.fused] == [True], seen.reasons
     assert not any(n.target is torch.ops.aten.rsqrt.default for n in seen.after.nodes)
     check_same(seen, 2)
 
 
-@pytest.mark.usefixtures("norm_op")
-def test_the_norm_of_a_residual_that_may_differ_between_ranks_stays() -> None:
-    (seen,) = captured(layer(hf_norm), *norm_inputs())
-    assert seen.fused == [AR]
-    check_same(seen, 2)
-
-
-@pytest.mark.usefixtures("norm_op")
 def test_the_norm_in_training_stays() -> None:
-    replicated = FusionPass(agree=False, replicated=True)
-    forward, _ = captured(layer(hf_norm), *norm_inputs(grad=True), fusion=replicated)
+    forward, _ = captured(layer(hf_norm), *norm_inputs(grad=True))
     assert forward.fused == [AR]
     check_same(forward, 2)
 
@@ -365,20 +363,17 @@ def scale_used(x: Tensor, weight: Tensor) -> Tensor:
     return weight * (x * scale) + scale
 
 
-@pytest.mark.usefixtures("norm_op")
 @pytest.mark.parametrize(
     "norm", [over_rows, cubed, of_a_sum, of_something_else, shifted, scale_used], ids=lambda f: f.__name__
 )
 def test_other_norms_stay(norm: Norm) -> None:
-    (seen,) = captured(layer(norm), *norm_inputs(), fusion=FusionPass(agree=False, replicated=True))
+    (seen,) = captured(layer(norm), *norm_inputs())
     assert seen.fused == [AR]
     check_same(seen, 2)
 
 
-@pytest.mark.usefixtures("norm_op")
 def test_a_residual_that_is_broadcast_stays() -> None:
     x, w, residual, weight = norm_inputs()
-    replicated = FusionPass(agree=False, replicated=True)
-    (seen,) = captured(layer(hf_norm), x, w, residual[:1], weight, fusion=replicated)
+    (seen,) = captured(layer(hf_norm), x, w, residual[:1], weight)
     assert seen.fused == [AR]
     check_same(seen, 2)

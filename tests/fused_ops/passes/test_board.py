@@ -148,6 +148,18 @@ def test_a_board_that_is_not_there() -> None:
     assert lonely.attached()
 
 
+def test_a_rank_that_cannot_see_the_board_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = make(3)
+    assert where[2].attached()
+    monkeypatch.setattr(boards, "_host", lambda: "another host")
+    begin = time.monotonic()
+    answers = ask_all(where, [post(4)] * 3, timeout=20.0)
+    assert answers[1] == Answer(False, NO_BOARD, 0)
+    # One of the two finds out, and the other has the same answer.
+    assert answers[0] == answers[2] == Answer(False, NO_BOARD, 1)
+    assert time.monotonic() - begin < 5
+
+
 def test_what_stands_behind_a_signature() -> None:
     where = make(2)
     where[0].tell(8, "a gather")

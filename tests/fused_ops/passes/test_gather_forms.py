@@ -326,42 +326,6 @@ def test_the_order_of_collectives_stays() -> None:
     assert order == ["fused_all_gather_matmul_default", "all_reduce"]
 
 
-def both(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
-    gathered = c10d.all_gather_into_tensor_coalesced([x, y], 2, "0")
-    return [c10d.wait_tensor(g) @ w for g, w in zip(gathered, (a, b), strict=True)]
-
-
-@pytest.mark.usefixtures("two")
-def test_coalesced() -> None:
-    assert only(both, (6, 8), (4, 8), (8, 5), (8, 3)).fused == [AG, AG]
-
-    def fn(x: Tensor, y: Tensor, w: Tensor) -> list[Tensor]:
-        first, second = map(c10d.wait_tensor, c10d.all_gather_into_tensor_coalesced([x, y], 2, "0"))
-        return [first @ w, second.sin()]
-
-    seen = only(fn, (6, 8), (4, 8), (8, 5))
-    assert "coalesced with others, of which number 1" in seen.reasons
-    assert str(seen.after) == str(seen.before)
-
-
-@pytest.mark.usefixtures("two")
-def test_into_new_memory() -> None:
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        out = torch.empty(12, 8)
-        return c10d.wait_tensor(c10d.all_gather_into_tensor_out(x, 2, "0", out=out)) @ w
-
-    def fn_that_returns_it(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        out = torch.empty(12, 8)
-        return c10d.wait_tensor(c10d.all_gather_into_tensor_out(x, 2, "0", out=out)) @ w, out
-
-    seen = only(fn, (6, 8), (8, 5))
-    assert seen.fused == [AG], seen.reasons
-    assert not any(n.target is torch.ops.aten.empty.memory_format for n in seen.after.nodes)
-    seen = only(fn_that_returns_it, (6, 8), (8, 5))
-    assert "which others may use" in seen.reasons
-    assert str(seen.after) == str(seen.before)
-
-
 @pytest.mark.usefixtures("two")
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_size_that_depends_on_data(dim: int) -> None:

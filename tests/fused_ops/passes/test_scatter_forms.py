@@ -178,8 +178,9 @@ def test_addmm() -> None:
     [
         (torch.bfloat16, torch.float32, None),
         (torch.float32, torch.bfloat16, "twice as many bytes"),
-        (torch.float16, torch.float32, "may be too large for torch.float16"),
-        (torch.float16, torch.bfloat16, "may be too large for torch.float16"),
+        (torch.float16, torch.float32, None),
+        (torch.float16, torch.bfloat16, "cast from torch.float16 to torch.bfloat16"),
+        (torch.bfloat16, torch.float16, "cast from torch.bfloat16 to torch.float16"),
         (torch.float32, torch.float32, None),
     ],
     ids=str,
@@ -188,6 +189,30 @@ def test_casts(before: torch.dtype, after: torch.dtype, reason: str | None) -> N
     seen = only(lambda x, w: rs((x.to(before) @ w.to(before)).to(after)), (6, 8), (8, 5))
     assert seen.fused == [None if reason else RS], seen.reasons
     assert (reason or "") in seen.reasons
+    (op,) = [
+        n for n in seen.after.nodes if n.target is torch.ops.weft.fused_matmul_reduce_scatter.default
+    ] or [None]
+    assert op is None or op.meta["val"].dtype == after, "the result is rounded"
+
+
+@pytest.mark.usefixtures("two")
+def test_a_sum_of_float16_products_stays_in_float32() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        x, w = x.half(), w.half()
+        return rs((x @ w).float() + (x @ w.sin()).float())
+
+    assert "may be too large for torch.float16" in only(fn, (6, 8), (8, 5)).reasons
+
+
+@pytest.mark.usefixtures("two")
+def test_a_bias_is_summed_in_the_dtype_of_the_result() -> None:
+    def fn(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return rs(torch.addmm(b.bfloat16(), x.bfloat16(), w.bfloat16()).float())
+
+    seen = only(fn, (6, 8), (8, 5), (5,))
+    assert seen.fused == [RS]
+    (summed,) = [n for n in seen.after.nodes if n.target is torch.ops.weft.one_shot_all_reduce.default]
+    assert summed.meta["val"].dtype == torch.float32
 
 
 @pytest.mark.usefixtures("two")

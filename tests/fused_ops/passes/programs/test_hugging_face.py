@@ -107,7 +107,10 @@ BACKWARD = 5 * LAYERS + 1
 
 @CODEGEN
 def test_inference(folder: Path, codegen: bool) -> None:
-    check(outcomes(infer, WORLD, folder, codegen), FORWARD, NOT)
+    found = outcomes(infer, WORLD, folder, codegen)
+    check(found, FORWARD, NOT)
+    # The residual and the norm behind it belong to each of them.
+    assert found[0].text.count("fused into weft::fused_all_reduce_rms_norm") == FORWARD, found[0].text
 
 
 @CODEGEN

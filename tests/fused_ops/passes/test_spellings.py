@@ -1,0 +1,78 @@
+"""Collectives that are coalesced or write to an ``out``: other spellings of those that the forms are found for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from graphs import AG, RS, Seen, applied, c10d, captured, check_same, fake_ranks, traced
+from torch import Tensor
+
+
+@pytest.fixture(autouse=True)
+def two() -> Iterator[None]:
+    with fake_ranks(2):
+        yield
+
+
+def only(fn: object, *shapes: tuple[int, ...]) -> Seen:
+    seen = applied(traced(fn, *(torch.randn(s) for s in shapes)))  # type: ignore[arg-type]
+    check_same(seen, 2)
+    return seen
+
+
+def both(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+    gathered = c10d.all_gather_into_tensor_coalesced([x, y], 2, "0")
+    return [c10d.wait_tensor(g) @ w for g, w in zip(gathered, (a, b), strict=True)]
+
+
+def test_coalesced() -> None:
+    assert only(both, (6, 8), (4, 8), (8, 5), (8, 3)).fused == [AG, AG]
+
+    def fn(x: Tensor, y: Tensor, w: Tensor) -> list[Tensor]:
+        first, second = map(c10d.wait_tensor, c10d.all_gather_into_tensor_coalesced([x, y], 2, "0"))
+        return [first @ w, second.sin()]
+
+    seen = only(fn, (6, 8), (4, 8), (8, 5))
+    assert "coalesced with others, of which number 1" in seen.reasons
+    assert str(seen.after) == str(seen.before)
+
+
+def test_into_new_memory() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        out = torch.empty(12, 8)
+        return c10d.wait_tensor(c10d.all_gather_into_tensor_out(x, 2, "0", out=out)) @ w
+
+    def fn_that_returns_it(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.empty(12, 8)
+        return c10d.wait_tensor(c10d.all_gather_into_tensor_out(x, 2, "0", out=out)) @ w, out
+
+    seen = only(fn, (6, 8), (8, 5))
+    assert seen.fused == [AG], seen.reasons
+    assert not any(n.target is torch.ops.aten.empty.memory_format for n in seen.after.nodes)
+    seen = only(fn_that_returns_it, (6, 8), (8, 5))
+    assert "which others may use" in seen.reasons
+    assert str(seen.after) == str(seen.before)
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("returned", [False, True])
+def test_into_new_memory_under_torch_compile(scattered: bool, returned: bool) -> None:
+    """torch.compile makes a higher-order operator of a collective that writes to its ``out``."""
+
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y = x @ w if scattered else x
+        if scattered:
+            out = y.new_empty(y.shape[0] // 2, y.shape[1])
+            done = c10d.wait_tensor(c10d.reduce_scatter_tensor_out(y, "sum", 2, "0", out=out))
+        else:
+            out = y.new_empty(2 * y.shape[0], y.shape[1])
+            done = c10d.wait_tensor(c10d.all_gather_into_tensor_out(y, 2, "0", out=out)) @ w
+        return (done, out) if returned else (done,)
+
+    (seen,) = captured(fn, torch.randn(6, 8), torch.randn(8, 5))
+    if "auto_functionalized" in str(seen.before) and "_out_size" not in str(seen.before):
+        pytest.skip("this torch says otherwise that the memory is new")
+    assert seen.fused == [RS if scattered else AG], seen.reasons
+    assert "auto_functionalized" not in str(seen.after)
