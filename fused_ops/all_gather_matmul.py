@@ -73,7 +73,8 @@ def _on_cuda(
     if not pays(choice.pays):
         return "too little is gathered and multiplied"
     with on(a.device):
-        workspace = matmul_workspace(where, choice.half_bytes, choice.flags)
+        copied = choice.algorithm == "copy_engine"
+        workspace = matmul_workspace(where, choice.half_bytes, choice.flags, copied=copied)
         workspace.raise_if_broken(host.OP)
         ran(Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes))
         timeout_ns = int(get_timeout(where.group_name) * 1e9)

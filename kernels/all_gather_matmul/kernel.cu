@@ -96,8 +96,8 @@ __device__ __forceinline__ void push(const Params& p, const weft::Shared& s, con
     const int lane = threadIdx.x % 32, world_size = p.half.world_size, rank = p.watch.rank;
     const bool serves = lane < world_size - 1;
     const int peer = (rank + world_size - 1 - lane % world_size) % world_size;
-    bool free = true;
-    if (serves) free = weft::wait_flag(p.watch, peer, p.half.done + peer, use - 1, weft::WAIT_FREE);
+    bool free = !weft::is_broken(p.watch);  // else the own rows may be worth nothing
+    if (serves && free) free = weft::wait_flag(p.watch, peer, p.half.done + peer, use - 1, weft::WAIT_FREE);
     if (!__all_sync(~0u, free)) return;  // a peer may still read what would be overwritten; it will miss the flags
     weft::fence_proxy_async();
     u32* flags = weft::on_rank(p.watch.words, p.watch, p.half, peer) + p.half.flags + rank * p.half.flags_per_rank;

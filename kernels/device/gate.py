@@ -7,7 +7,8 @@ import ctypes
 from ...symm_mem.workspace import Layout, Workspace
 from .program import DEVICE_FOLDER, Program, Watch
 
-_program = Program(DEVICE_FOLDER / "gate.cu")
+_SOURCE = DEVICE_FOLDER / "gate.cu"
+_program = Program(_SOURCE)
 
 
 class _Params(ctypes.Structure):

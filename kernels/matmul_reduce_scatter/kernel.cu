@@ -59,7 +59,7 @@ __device__ __forceinline__ void send(
     const int rank = p.watch.rank;
     weft::Turn<1> turn;
     int free = rank;  // the peer whose half was found free last
-    bool broken = false;
+    bool broken = weft::is_broken(p.watch);  // then the operands may be worth nothing
     for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
         const Tile t = order.tile(p, step, s.block);
         if (t.dst == rank || !t.inside) continue;
