@@ -142,7 +142,9 @@ class Workspace(Generic[L]):
         replayed: it belongs to one captured graph, whose replays repeat the calls that were captured.
 
     Attributes:
-        prepared: what launchers keep for this workspace, for as long as it lives.
+        prepared: what launchers have made for calls of this workspace, until a reset: an error may have come to a part
+            of the ranks before they had made theirs, and ranks make them together.
+        copy_streams: those that launchers keep for as long as it lives.
     """
 
     def __init__(self, heap: Heap, layout: L, tag: str, *, replayed: bool = False) -> None:
@@ -156,6 +158,7 @@ class Workspace(Generic[L]):
         self.words = self.words_of(self.rank)
         self.lock = threading.Lock()  #: CPU ranks hold it through a call: threads take turns
         self.prepared: dict[Any, Any] = {}
+        self.copy_streams: dict[Any, Any] = {}
         self._turn = 0
         self._calls = Calls(HALVES, lambda: get_timeout(heap.group_name), replayed)
         self._error: WeftError | None = None
@@ -234,6 +237,8 @@ class Workspace(Generic[L]):
         self._turn = 0
         self._error = None
         self._calls.forget()
+        if not self._calls.replayed:  # a captured graph runs what was made for it
+            self.prepared.clear()
         if self._record is not None:
             self._record.zero_()
 

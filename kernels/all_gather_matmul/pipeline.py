@@ -44,9 +44,9 @@ def all_gather_matmul(
         bs: each [K, N_i], rows or columns contiguous; ``triton_kernel.supports`` holds for all.
     """
     size, m = workspace.world_size, a.shape[0]
-    engine = workspace.prepared.get("copy engine")
+    engine = workspace.copy_streams.get("copy engine")
     if engine is None:
-        engine = workspace.prepared["copy engine"] = CopyEngine(workspace)
+        engine = workspace.copy_streams["copy engine"] = CopyEngine(workspace)
     kernels = [_kernel(workspace, a, b, config, num_sms) for b in bs]
     products = [a.new_empty(size, m, b.shape[1]) for b in bs]
 
