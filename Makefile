@@ -49,9 +49,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-# Whole programs with the code that Inductor writes, which takes minutes to compile.
+# Whole programs with the code that Inductor writes, which takes minutes to compile, and what the pass adds to that.
 programs: $(STAMP)
-	$(PY) -m pytest -m "slow or not slow" tests/fused_ops/passes/programs $(PYTEST_ARGS)
+	$(PY) -m pytest -m "slow or not slow" tests/fused_ops/passes/programs tests/fused_ops/passes/test_cost.py \
+		tests/fused_ops/passes/test_ranks_that_differ.py $(PYTEST_ARGS)
 
 # 2,000 random programs, each with and without the pass.
 fuzz-pass: $(STAMP)

@@ -39,6 +39,20 @@ def twice_the_same(x: Tensor, w: Tensor) -> Tensor:
     return y + y
 
 
+def sliced_and_scattered(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    return rs(torch.cat([y[:, :3], y[:, 3:]]))
+
+
+def scattered_into_new_memory(x: Tensor, w: Tensor) -> Tensor:
+    out = torch.empty(6, 5)
+    return c10d.wait_tensor(c10d.reduce_scatter_tensor_out(x @ w, "sum", 2, "0", out=out))
+
+
+def reduced_together(x: Tensor, w: Tensor) -> list[Tensor]:
+    return [*map(c10d.wait_tensor, c10d.all_reduce_coalesced([x @ w, x.sin() @ w], "sum", "0"))]
+
+
 def four(w: Tensor) -> Tensor:
     return w.expand(4, *w.shape)
 
@@ -80,6 +94,12 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], list[str
         ((6, 8), (8, 8)),
         [AR],
     ),
+    "reduced bmm": (lambda x, w: ar(torch.bmm(x, four(w))), ((4, 6, 8), (8, 5)), [AR]),
+    "reduced einsum": (lambda x, w: ar(torch.einsum("bhd,hdk->bk", x, w)), ((6, 3, 4), (3, 4, 5)), [AR]),
+    "reduced sum of three": (lambda x, w: ar(x @ w + x.sin() @ w + x.cos() @ w), ((6, 8), (8, 5)), [AR]),
+    "reduced together": (reduced_together, ((6, 8), (8, 5)), [AR, AR]),
+    "slices scattered": (sliced_and_scattered, ((2, 6, 8), (8, 5)), [RS]),
+    "scattered into new memory": (scattered_into_new_memory, ((12, 8), (8, 5)), [RS]),
     "reduced one after the other": (chain_of_two, ((6, 8), (8, 8)), [AR, AR]),
     "reduced side by side": (lambda x, w: x + ar(x @ w) + ar(x.sin() @ w), ((6, 8), (8, 8)), [AR, AR]),
     "reduced once and added twice": (twice_the_same, ((6, 8), (8, 8)), [AR]),

@@ -158,12 +158,16 @@ def test_half_precision(dtype: torch.dtype) -> None:
         assert seen.fused == ops, seen.reasons
 
 
-def test_three_products_of_one_gather_are_one_op_and_their_gradients_too() -> None:
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_products_of_one_gather_are_one_op_and_their_gradients_too(count: int) -> None:
     with fake_ranks(2):
-        forward, backward = captured(qkv(1), *inputs(((2, 6, 8), (5, 8), (7, 8), (3, 8)), grad=True))
+        weights = [(5 + i, 8) for i in range(count)]
+        forward, backward = captured(qkv(1), *inputs(((2, 6, 8), *weights), grad=True))
         assert forward.count(AG) == backward.count(RS) == 1
-        assert forward.entries[0].detail == "3 products, A returned"
-        assert backward.entries[0].detail == "3 products, summed as one"
+        assert forward.entries[0].detail == f"{count} products, A returned"
+        assert backward.entries[0].detail == f"{count} products, summed as one"
+        for seen in (forward, backward):
+            check_same(seen, 2)
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
