@@ -137,20 +137,23 @@ def post_stored(flag, value):
 
 
 @triton.jit
-def leave(words, half, done_at, epoch, rank, record, span_words, WORLD_SIZE: tl.constexpr):
+def leave(
+    words, half, done_at, epoch, rank, record, span_words, WORLD_SIZE: tl.constexpr, COPIED: tl.constexpr
+):
     """The end of a block in the launch that ends use ``epoch`` of the half: call it last, in every block.
 
     The last block to come counts the use in ``EPOCH[half]`` and tells every rank so: ``done(half)[rank] =
-    epoch``, release, system scope. Whoever reads that may overwrite this rank's half. Before, it listens for farewells
-    (farewell.cuh): who has said one may have overwritten the half while it was read.
+    epoch``, release, system scope. Whoever reads that may overwrite this rank's half. Where copy engines write the half
+    (COPIED) it listens for farewells before (farewell.cuh): who has said one may have overwritten what was read.
     """
     block_barrier()  # other threads' reads of the half are before this thread's count
     before = tl.atomic_add(words + LEFT + half, 1, sem="acq_rel", scope="gpu")
     if before == tl.num_programs(0) - 1:
-        for peer in range(WORLD_SIZE):
-            said = load_acquire(words + GAVE_UP + peer)
-            if (said != 0) & (peer != rank):
-                _report(words, done_at + peer, epoch, said, rank, peer, FAREWELL, record)
+        if COPIED:
+            for peer in range(WORLD_SIZE):
+                said = load_acquire(words + GAVE_UP + peer)
+                if (said != 0) & (peer != rank):
+                    _report(words, done_at + peer, epoch, said, rank, peer, FAREWELL, record)
         tl.store(words + LEFT + half, 0)
         tl.store(words + EPOCH + half, epoch)
         for peer in range(WORLD_SIZE):
