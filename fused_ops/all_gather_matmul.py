@@ -76,7 +76,8 @@ def _on_cuda(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A:
     if not pays(choice.pays):
         return "too little is gathered and multiplied"
     with on(a.device):
-        workspace = matmul_workspace(where, choice.half_bytes, choice.flags)
+        copied = choice.algorithm == "copy_engine"
+        workspace = matmul_workspace(where, choice.half_bytes, choice.flags, copied=copied)
         workspace.raise_if_broken(host.OP)
         plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes)
         ran(plan)

@@ -136,7 +136,7 @@ def _copies(where: Heap, x: Tensor, reduce_op: str, config: Config) -> _Prepared
 
     width, size = x.element_size(), where.world_size
     pushed = front(x.numel(), config)
-    place = matmul_workspace(where, *needs((x.numel() - pushed) * width, width, size, config))
+    place = matmul_workspace(where, *needs((x.numel() - pushed) * width, width, size, config), copied=True)
     key = (host.OP, x.numel(), x.dtype, reduce_op, config)
     beside = pushing(pushed * width, size)
     push_place = all_reduce_workspace(where, pushed * width, beside) if pushed else None

@@ -52,12 +52,14 @@ def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[
         return made
 
 
-def matmul_workspace(heap: Heap, half_bytes: int, flags: int) -> Workspace[Layout]:
+def matmul_workspace(heap: Heap, half_bytes: int, flags: int, *, copied: bool = False) -> Workspace[Layout]:
     """The workspace of this stream for the ops around a matrix product, with room for one call.
 
     Args:
         half_bytes: what the call writes into one half.
         flags: words for each rank and half.
+        copied: copy engines write it. They have one of their own: at the end of each use in it ranks look whether one
+            of them has written too late (kernels/device/farewell.cuh), which other kernels need not do.
 
     Raises:
         RankMismatch, PeerTimeout: the ranks do not grow it together.
@@ -71,7 +73,7 @@ def matmul_workspace(heap: Heap, half_bytes: int, flags: int) -> Workspace[Layou
 
     return _fetch(
         heap,
-        "matmul",
+        "copied" if copied else "matmul",
         lambda layout: layout.half_bytes >= half_bytes and layout.flags_per_rank >= flags,
         grown,
     )

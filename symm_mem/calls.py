@@ -32,7 +32,7 @@ class Calls:
         self._timeout = timeout
         self._captured_timeout = 0.0
         self._site: Site | None = None
-        self._replayed = replayed
+        self.replayed = replayed
         self._kept: list[deque[tuple[str, Site | None]]] = [deque(maxlen=_KEPT) for _ in range(halves)]
         self._uses = [0] * halves
 
@@ -43,7 +43,7 @@ class Calls:
 
     def begins(self, op: str, site: Site | None) -> None:
         self.op, self._site = op, site
-        if self._replayed:
+        if self.replayed:
             self._captured_timeout = self._timeout()
 
     @property
@@ -62,7 +62,7 @@ class Calls:
         It is not where the kernels count by block and not by half, as those of the all-reduce do.
         """
         if half is not None and (uses := self._uses[half]):
-            at = (use - 1) % uses if self._replayed else use - 1
+            at = (use - 1) % uses if self.replayed else use - 1
             back = uses - at  # 1: the newest
             kept = self._kept[half]
             if 1 <= back <= len(kept):
@@ -72,7 +72,7 @@ class Calls:
 
     def forget(self) -> None:
         """Uses count from 0 again. A captured graph keeps its calls."""
-        if not self._replayed:
+        if not self.replayed:
             self._uses = [0] * len(self._uses)
             for kept in self._kept:
                 kept.clear()

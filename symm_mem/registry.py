@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .errors import HeapUnavailable
+from .errors import HeapUnavailable, WeftError
 from .groups import Group, resolve_group
 from .heap import Heap
 from .rendezvous import Rendezvous, come_together
@@ -105,18 +105,30 @@ def unavailable(group: Group = None, device: torch.device | str | None = None) -
     return None
 
 
-def check() -> None:
-    """Raise what a wait of this rank has run into, in any group: for programs that only replay CUDA graphs.
+def check(group: Group = None) -> None:
+    """Raise what a wait of this rank has run into: for programs that only replay CUDA graphs.
 
-    Otherwise the next call says so. It reads host memory only: for the state up to now, synchronize first.
+    Otherwise the next call says so. It reads host memory only: for the state up to now, synchronize first. Where
+    several waits have expired, each for want of what the one before did not get, the first one is raised.
+
+    Args:
+        group: look at this one only; default every group.
 
     Raises:
         PeerTimeout: a wait on a peer has expired in a workspace of an op, or in the signals of a tensor.
     """
-    for _, found in list(_heaps.values()):
-        if isinstance(found, Heap):
+    wanted = None if group is None else resolve_group(group)
+    first: tuple[int, WeftError] | None = None
+    for pg, found in list(_heaps.values()):
+        if isinstance(found, Heap) and wanted in (None, pg):
             for user in list(found.users):
-                user.raise_if_broken()
+                try:
+                    user.raise_if_broken()
+                except WeftError as e:
+                    if first is None or user.broken_at < first[0]:
+                        first = user.broken_at, e
+    if first is not None:
+        raise first[1].again()
 
 
 def reset(group: Group = None) -> None:

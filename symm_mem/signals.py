@@ -11,6 +11,7 @@ On CPU ranks a wait spins. On CUDA put and wait are stream memory operations: th
 from __future__ import annotations
 
 import ctypes
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,6 +44,7 @@ class Pad:
         self._puts = [[0] * size for _ in range(CHANNELS)]
         self._waits = [[0] * size for _ in range(CHANNELS)]
         self._error = None
+        self.broken_at = 0
 
     @staticmethod
     def bytes(world_size: int) -> int:
@@ -87,6 +89,7 @@ class Pad:
 
         def expired(seen: int, seconds: float, ended: bool = False) -> PeerTimeout:
             flag = f"channel {channel}"
+            self.broken_at = time.time_ns()
             self._error = PeerTimeout(
                 *(op, heap.group_name, heap.rank, peer, flag, count, seen, seconds, site, ended)
             )

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 HALVES = 2
 WORD = 4
-_WAIT_FREE = 2  # the kind of a record, see kernels/device/sync.cuh
+_WAIT_FREE, _FAREWELL = 2, 3  # kinds of a record, see kernels/device/sync.cuh
 _ALIGN = 256
 
 
@@ -66,7 +67,8 @@ class Layout:
     EPOCH = 8  #: + half: uses of the half that this rank has left
     TICKET = 16  #: + half: uses of the half that this rank's pushes have begun
     LEFT = 24  #: + half: blocks that have left the running kernel; the last one puts it back to 0
-    # Rank p writes + p, between CPU ranks: 1 + the rank it blames, once it takes no more calls here.
+    # Rank p writes + p: 1 + the rank it blames, once it takes no more calls here. On CUDA only in front of copies that
+    # it can no longer hold back.
     GAVE_UP = 32
     MOST_FAREWELLS = 32
     _DONE = 64
@@ -140,7 +142,9 @@ class Workspace(Generic[L]):
         replayed: it belongs to one captured graph, whose replays repeat the calls that were captured.
 
     Attributes:
-        prepared: what launchers keep for this workspace, for as long as it lives.
+        prepared: what launchers have made for calls of this workspace, until a reset: an error may have come to a part
+            of the ranks before they had made theirs, and ranks make them together.
+        copy_streams: those that launchers keep for as long as it lives.
     """
 
     def __init__(self, heap: Heap, layout: L, tag: str, *, replayed: bool = False) -> None:
@@ -154,11 +158,13 @@ class Workspace(Generic[L]):
         self.words = self.words_of(self.rank)
         self.lock = threading.Lock()  #: CPU ranks hold it through a call: threads take turns
         self.prepared: dict[Any, Any] = {}
+        self.copy_streams: dict[Any, Any] = {}
         self._turn = 0
         self._calls = Calls(HALVES, lambda: get_timeout(heap.group_name), replayed)
         self._error: WeftError | None = None
+        self.broken_at = 0  #: nanoseconds since 1970, as GPUs count them, too
         # Kernels note here, in pinned host memory, which of their waits expired:
-        # [1 once written, rank, peer, word, expected, seen, kind, -]
+        # [1 once written, rank, peer, word, expected, seen, kind, when]
         self._record = heap.backend.new_record()
         self.record = 0 if self._record is None else self._record.data_ptr()
         self._state = None if self._record is None else ctypes.c_int64.from_address(self.record)
@@ -177,14 +183,18 @@ class Workspace(Generic[L]):
         """
         if self._error is None and self._state is not None and self._state.value:
             assert self._record is not None
-            _, rank, peer, word, expected, seen, kind, _ = self._record.tolist()
+            _, rank, peer, word, expected, seen, kind, self.broken_at = self._record.tolist()
             half_of = getattr(self.layout, "half_of", None)
             half = None if half_of is None else half_of(word)
             # A wait for a half to become free expects the count of the use before.
             name, site = self._calls.find(half, expected + (kind == _WAIT_FREE))
+            flag, seconds, blames = self.layout.describe(word), self._calls.seconds, None
+            if kind == _FAREWELL:  # nothing was waited for; what it says is 1 + the rank that it blames
+                flag, expected, seconds, blames = f"'gave up' of rank {peer}", 0, 0.0, seen - 1
+            ended = blames is None and has_ended(self.heap.rendezvous.processes[peer])
             self._error = PeerTimeout(
-                *(name, self.heap.group_name, rank, peer, self.layout.describe(word), expected, seen),
-                *(self._calls.seconds, site, has_ended(self.heap.rendezvous.processes[peer])),
+                *(name, self.heap.group_name, rank, peer, flag, expected, seen),
+                *(seconds, site, ended, blames),
             )
         if self._error is not None:
             raise self._error.again()
@@ -204,7 +214,7 @@ class Workspace(Generic[L]):
     def breaks(self, error: WeftError) -> WeftError:
         """No more calls, in these words. The first error counts; returns it."""
         if self._error is None:
-            self._error = error
+            self._error, self.broken_at = error, time.time_ns()
             if self._record is None and isinstance(self.layout, Layout) and self.rank < Layout.MOST_FAREWELLS:
                 blamed = getattr(error, "culprit", self.rank)
                 for rank in range(self.world_size):
@@ -228,6 +238,8 @@ class Workspace(Generic[L]):
         self._turn = 0
         self._error = None
         self._calls.forget()
+        if not self._calls.replayed:  # a captured graph runs what was made for it
+            self.prepared.clear()
         if self._record is not None:
             self._record.zero_()
 

@@ -73,8 +73,8 @@ using Tile = weft::GatherTile;
 // where bulk copies wait for a link, what the same SM loads for its products waits behind them.
 __device__ __forceinline__ void push(const Params& p, const Order& order, u32 use, int pusher, int pushers, u32* sent) {
     const int lane = threadIdx.x % 32, world_size = p.half.world_size, rank = p.watch.rank;
-    bool free = true;
-    if (lane < world_size && lane != rank) {
+    bool free = !weft::is_broken(p.watch);  // else the own rows may be worth nothing
+    if (free && lane < world_size && lane != rank) {
         free = weft::wait_flag(p.watch, lane, p.half.done + lane, use - 1, weft::WAIT_FREE);
     }
     if (!__all_sync(~0u, free)) {  // a peer may still read what would be overwritten; it will miss the flags

@@ -43,8 +43,8 @@ def prepare(
         a: the own shard, [m, K], contiguous.
         bs: each [K, N_i], rows or columns contiguous; ``triton_kernel.supports`` holds for all.
     """
-    if "copy engine" not in workspace.prepared:
-        workspace.prepared["copy engine"] = CopyEngine(workspace)
+    if "copy engine" not in workspace.copy_streams:
+        workspace.copy_streams["copy engine"] = CopyEngine(workspace)
     kernels = []
     load()
     with compiling():  # Triton compiles at a launch
@@ -72,7 +72,7 @@ def all_gather_matmul(
     Args:
         kernels: what ``prepare`` made for such tensors.
     """
-    engine: CopyEngine = workspace.prepared["copy engine"]
+    engine: CopyEngine = workspace.copy_streams["copy engine"]
     products = [a.new_empty(workspace.world_size, a.shape[0], b.shape[1]) for b in bs]
     half = workspace.next_half()
     gathered: torch.Tensor | None = None

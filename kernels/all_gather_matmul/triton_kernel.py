@@ -101,7 +101,7 @@ def all_gather_matmul(
         _store(c, src, row, column, acc, BM, BN, PIECES)
 
     if FINAL:
-        sync.leave(words, half, done_at, epoch, rank, span_words, WORLD_SIZE)
+        sync.leave(words, half, done_at, epoch, rank, record, span_words, WORLD_SIZE, True)
 
 
 def supports(a: torch.Tensor, b: torch.Tensor) -> str | None:

@@ -8,6 +8,7 @@
 // thread p of each block of reduce_chunk, thread 0 of each block of collect. Sums are those of kernel.cu: in
 // float32, in rank order.
 
+#include "farewell.cuh"
 #include "push.cuh"
 
 #ifndef REDUCE
@@ -144,6 +145,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) collect(const __grid_consta
     if (threadIdx.x == 0) {
         __threadfence();
         if (atomicAdd(p.watch.words + p.left, 1u) == gridDim.x - 1) {
+            __threadfence();
+            for (int i = 0; i < WORLD_SIZE; ++i) weft::hear_farewell(p.watch, i, p.done, use);
             p.watch.words[p.left] = 0;
             p.watch.words[p.epoch] = use;
             for (int i = 0; i < WORLD_SIZE; ++i) {

@@ -88,6 +88,15 @@ class Streams:
         self.ends = [int(check(driver.cuEventCreate(timing))) for _ in range(streams)]
 
 
+def _streams(workspace: Workspace[Layout], streams: int, chunks: int) -> Streams:
+    """Those that a workspace keeps."""
+    key = ("copies", streams, chunks)
+    if key not in workspace.copy_streams:
+        workspace.copy_streams[key] = Streams(streams, chunks)
+    kept: Streams = workspace.copy_streams[key]
+    return kept
+
+
 class CopyEngineAllReduce:
     """This op on one workspace, number of elements, dtype and operation: prepared once, launched often.
 
@@ -101,15 +110,13 @@ class CopyEngineAllReduce:
     def __init__(
         self, workspace: Workspace[Layout], numel: int, dtype: torch.dtype, reduce_op: str, config: Config
     ) -> None:
-        self._workspace, self._numel, self._dtype, self._chunks = workspace, numel, dtype, config.chunks
+        self._numel, self._dtype, self._chunks = numel, dtype, config.chunks
         half_bytes, flags = needs(numel * dtype.itemsize, dtype.itemsize, workspace.world_size, config)
         layout = workspace.layout
         if layout.half_bytes < half_bytes or layout.flags_per_rank < flags:
             raise ValueError(f"workspace: {layout} is too small for {numel} elements of {dtype}")
-        key = ("copies", config.streams, config.chunks)
-        if key not in workspace.prepared:
-            workspace.prepared[key] = Streams(config.streams, config.chunks)
-        self._streams: Streams = workspace.prepared[key]
+        self.workspace = workspace
+        self._streams = _streams(workspace, config.streams, config.chunks)
         kernels = program(workspace.world_size, workspace.rank, dtype, reduce_op)
         self._reduce: Function = kernels.function("reduce_chunk")
         self._collect: Function = kernels.function("collect")
@@ -133,7 +140,7 @@ class CopyEngineAllReduce:
             self._piece(x + start * size, out + start * size, count, timeout_ns, stream)
 
     def _piece(self, x: int, out: int, numel: int, timeout_ns: int, stream: int) -> None:
-        w, chunks, streams = self._workspace, self._chunks, self._streams
+        w, chunks, streams = self.workspace, self._chunks, self._streams
         layout, half, size = w.layout, w.next_half(), self._dtype.itemsize
         part, chunk = parts(numel, w.world_size, chunks)
         slots = w.address + layout.half(half)
@@ -191,7 +198,7 @@ class SideBySide:
     def __init__(self, pushes: AllReduce, copies: CopyEngineAllReduce) -> None:
         self._pushes, self._copies = pushes, copies
         self._front = pushes.numel * pushes.dtype.itemsize
-        side = Streams(1, 0)
+        side = _streams(copies.workspace, 1, 0)
         (self._side,), self._begin, (self._end,) = side.handles, side.begin, side.ends
 
     def launch(self, x: int, out: int, timeout_ns: int, stream: int) -> None:

@@ -149,7 +149,7 @@ __device__ __forceinline__ void two_shot_of(const Params& p) {
     for (Share s; s.at < p.vectors; s.next()) {
         const u64 own = static_cast<u64>(RANK) * p.vectors + s.at;
         const uint4 result = weft::take_reduced<Reduce>(use, s.index, load<WHOLE>(p, own)).rounded();
-        use.pass_on_to_all(results + s.index, weft::to_wire(result));
+        use.send_to_all(results + s.index, weft::to_wire(result));
         store<WHOLE>(p, own, result);
     }
 

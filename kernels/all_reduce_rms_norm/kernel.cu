@@ -206,7 +206,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
             const uint4 own = row_or_zeros(p.x, p, row, s.at(v));
             const uint4 residual = row_or_zeros(p.residual, p, row, s.at(v));
             const uint4 total = weft::take_reduced<Sum>(use, base + s.index(v), own).rounded();
-            use.pass_on_to_all(results + base + s.index(v), weft::to_wire(total));
+            use.send_to_all(results + base + s.index(v), weft::to_wire(total));
             if (row < p.rows) weft::store_vector(vector(p.sums, p, row, s.at(v)), plus(total, residual));
         }
     }

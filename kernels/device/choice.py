@@ -57,11 +57,9 @@ def make_together(
             as strides: who comes again with others makes its own alone.
     """
 
-    def step() -> None:
-        workspace.prepared[key] = make()
-
-    workspace.heap.prepare(op, same, step)
-    if key not in workspace.prepared:
-        step()
-    made: T = workspace.prepared[key]
-    return made
+    made: list[T] = []
+    workspace.heap.prepare(op, same, lambda: made.append(make()))
+    # Kept once all ranks have theirs: a rank that the others have given up on meanwhile comes here again, as they do.
+    kept: T = made[0] if made else make()
+    workspace.prepared[key] = kept
+    return kept

@@ -9,6 +9,9 @@ up. The copy reads the word when it runs, so a captured graph goes on counting, 
 data is there before its flag. Peers are served in the order rank-1, rank-2, ...: each rank receives from rank+1
 first, and no link carries two shards at a time. Who waits: the gate, until every peer's half is free.
 
+Copies cannot be called off: those behind a gate that was not opened overwrite what a late rank may be reading
+(farewell.cuh). So nothing but copies goes into a workspace of which a copy engine writes a half.
+
 The gate lies on the current stream in front of the kernels: on a stream beside them it might find no SM free, and
 they would wait for what is behind it.
 """

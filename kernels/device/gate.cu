@@ -8,13 +8,14 @@
 // the TICKET[half] word into the peer's flag word. That copy reads the word when it runs, so a captured graph
 // goes on counting when it is replayed, and the stream keeps data before flag.
 //
-// When a wait has expired the ticket stands still: the flags that follow announce nothing, and a peer that
-// waits for them reports this rank instead of using data that may have been overwritten.
+// When a wait has expired, here or in an earlier kernel, the ticket stands still: the flags that follow announce
+// nothing, and a peer that waits for them reports this rank. The copies behind the gate cannot be called off; for
+// a peer that still reads what they overwrite, the gate says farewell first (farewell.cuh).
 //
 // leave: what came before it on the stream has read all it wanted of the half. EPOCH[half] + 1 uses are over,
 // and every rank is told: done(half)[rank], by its lane of the warp. Nobody is waited for.
 
-#include "sync.cuh"
+#include "farewell.cuh"
 
 struct Params {
     weft::Watch watch;
@@ -28,11 +29,15 @@ struct Params {
 extern "C" __global__ void __launch_bounds__(32) gate(const __grid_constant__ Params p) {
     const int peer = threadIdx.x;
     const weft::u32 last = p.watch.words[p.epoch];
-    bool free = true;
-    if (peer < p.world_size && peer != p.watch.rank) {
-        free = weft::wait_flag(p.watch, peer, p.done + peer, last, weft::WAIT_FREE);
+    const bool serves = peer < p.world_size && peer != p.watch.rank;
+    bool free = !weft::is_broken(p.watch);
+    if (serves && free) free = weft::wait_flag(p.watch, peer, p.done + peer, last, weft::WAIT_FREE);
+    const unsigned late = __ballot_sync(~0u, !free);
+    if (late == 0) {
+        if (peer == 0) p.watch.words[p.ticket] = last + 1;
+    } else if (serves) {  // all lanes are late where it was broken before
+        weft::say_farewell(p.watch, p.span, peer, late == ~0u ? p.watch.rank : __ffs(late) - 1);
     }
-    if (__all_sync(~0u, free) && peer == 0) p.watch.words[p.ticket] = last + 1;
 }
 
 extern "C" __global__ void __launch_bounds__(32) leave(const __grid_constant__ Params p) {
@@ -43,6 +48,7 @@ extern "C" __global__ void __launch_bounds__(32) leave(const __grid_constant__ P
     __syncwarp();
     if (peer == 0) *epoch = use;
     if (peer < p.world_size) {
+        weft::hear_farewell(p.watch, peer, p.done, use);
         const weft::u64 there = static_cast<weft::u64>(static_cast<long long>(peer - rank)) * p.span;
         char* words = reinterpret_cast<char*>(p.watch.words) + there;
         weft::post_flag(reinterpret_cast<weft::u32*>(words) + p.done + rank, use);

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from ...symm_mem.workspace import Layout, Workspace
 from .program import DEVICE_FOLDER, Program, Watch
 
-_program = Program(DEVICE_FOLDER / "gate.cu")
+_SOURCE = DEVICE_FOLDER / "gate.cu"
+_program = Program(_SOURCE)
 
 
 class _Params(ctypes.Structure):

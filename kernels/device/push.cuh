@@ -72,9 +72,11 @@ struct Use {
     const Slots& s;
     u32 epoch;
     u32 mine;  // slot 0 of sender 0 in this use's half
-    mutable bool lost = false;  // this thread went on without something: what it makes of it must not reach a peer
+    // This thread, or a kernel before, went on without something that a peer should have sent: what is made of it must
+    // not reach a peer, which will miss it, and say so, instead of taking a wrong number for a right one.
+    mutable bool lost;
 
-    __device__ __forceinline__ explicit Use(const Slots& slots) : s(slots) {
+    __device__ __forceinline__ explicit Use(const Slots& slots) : s(slots), lost(is_broken(slots.watch)) {
         epoch = load_relaxed(s.watch.words + s.epochs + blockIdx.x) + 1;
         mine = (2 * blockIdx.x + (epoch & 1)) * (WORLD_SIZE * s.capacity);
     }
@@ -84,14 +86,9 @@ struct Use {
     }
 
     __device__ __forceinline__ void send(int peer, u32 index, const uint4& wire) const {
+        if (lost) return;
         char* here = reinterpret_cast<char*>(place(RANK, index));
         store_payload(reinterpret_cast<uint4*>(here + static_cast<long long>(s.span) * (peer - RANK)), wire);
-    }
-
-    // What was made of what others sent. A thread that had to go on without some of it sends nothing: the peers then miss
-    // it, and say so, instead of taking a wrong number for a right one.
-    __device__ __forceinline__ void pass_on_to_all(u32 index, const uint4& wire) const {
-        if (!lost) send_to_all(index, wire);
     }
 
     __device__ __forceinline__ void send_to_all(u32 index, const uint4& wire) const {

@@ -4,9 +4,10 @@
 // reset by the host and no epoch is a kernel argument: all of it is safe to capture in a CUDA graph.
 //
 // A wait that expires writes one record of eight 64-bit words to pinned host memory,
-// [1, rank, peer, word, expected, seen, kind, 0], the leading 1 last, and sets words[BROKEN]. From then on
+// [1, rank, peer, word, expected, seen, kind, when], the leading 1 last, and sets words[BROKEN]. From then on
 // every wait on these words gives up after a few polls: kernels run to their end, their results are worth
-// nothing, and the host raises what the record says. Only the first expiry is recorded.
+// nothing, and the host raises what the record says. Only the first expiry is recorded. Kernels that begin
+// after it, those of a replayed graph, say, send nothing: what they work on may be worth nothing already.
 
 #pragma once
 
@@ -19,6 +20,7 @@ using u64 = unsigned long long;
 constexpr int BROKEN = 0;  // word 0 of every workspace
 constexpr int WAIT_DATA = 1;  // kind of a record: a peer's data did not arrive
 constexpr int WAIT_FREE = 2;  // kind of a record: a peer did not leave the last use of its half
+constexpr int FAREWELL = 3;  // kind of a record: a peer gave up during a use, see farewell.cuh
 
 // What every kernel that waits is told, by value. The host's twin is `Watch` in program.py.
 struct Watch {
@@ -97,6 +99,9 @@ __device__ __forceinline__ u32 load_relaxed(const u32* word) {
     return value;
 }
 
+// Whether a wait on these words has expired. For a kernel that is about to send.
+__device__ __forceinline__ bool is_broken(const Watch& watch) { return load_relaxed(watch.words + BROKEN) != 0; }
+
 __device__ __forceinline__ u32 set_once(u32* word) {
     u32 before;
     asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], 0, 1;" : "=r"(before) : "l"(word) : "memory");
@@ -123,7 +128,7 @@ __device__ __noinline__ void report(
     store_host(watch.record + 4, expected);
     store_host(watch.record + 5, seen);
     store_host(watch.record + 6, static_cast<u64>(kind));
-    store_host(watch.record + 7, 0);
+    store_host(watch.record + 7, nanoseconds());
     __threadfence_system();
     store_host(watch.record, 1);
 }
@@ -146,7 +151,7 @@ struct Patience {
 
     __device__ __forceinline__ bool overdue(
         const Watch& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
-        if (load_relaxed(watch.words + BROKEN) != 0) return true;
+        if (is_broken(watch)) return true;
         const u64 now = nanoseconds();
         if (start == 0) start = now;
         if (now - start <= watch.timeout_ns) return false;

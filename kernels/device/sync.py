@@ -6,7 +6,7 @@ memory and nothing is ever reset. A scalar expression of Triton is computed by e
 each thread of a block acquires for itself: no barrier is needed between a wait and the loads behind it.
 
 A wait that expires writes one record of eight 64-bit words to pinned host memory, ``[1, rank, peer, word,
-expected, seen, kind, 0]``, the leading 1 last, and sets ``words[BROKEN]``. From then on every wait of this
+expected, seen, kind, when]``, the leading 1 last, and sets ``words[BROKEN]``. From then on every wait of this
 workspace on this rank gives up at once: the kernels run to their end, their results are worth nothing, and
 the host raises what the record says. Only the first expiry is recorded.
 """
@@ -20,10 +20,12 @@ from ...symm_mem.workspace import Layout
 
 WAIT_DATA = tl.constexpr(1)  #: kind of a record: a peer's data did not arrive
 WAIT_FREE = tl.constexpr(2)  #: kind of a record: a peer did not leave the last use of its half
+FAREWELL = tl.constexpr(3)  #: kind of a record: a peer gave up during a use, see farewell.cuh
 
 BROKEN = tl.constexpr(Layout.BROKEN)
 EPOCH = tl.constexpr(Layout.EPOCH)
 LEFT = tl.constexpr(Layout.LEFT)
+GAVE_UP = tl.constexpr(Layout.GAVE_UP)
 
 LOAD_ACQUIRE = tl.constexpr("ld.acquire.sys.global.u32 $0, [$1];")
 LOAD_RELAXED = tl.constexpr("ld.relaxed.sys.global.u32 $0, [$1];")
@@ -135,15 +137,23 @@ def post_stored(flag, value):
 
 
 @triton.jit
-def leave(words, half, done_at, epoch, rank, span_words, WORLD_SIZE: tl.constexpr):
+def leave(
+    words, half, done_at, epoch, rank, record, span_words, WORLD_SIZE: tl.constexpr, COPIED: tl.constexpr
+):
     """The end of a block in the launch that ends use ``epoch`` of the half: call it last, in every block.
 
     The last block to come counts the use in ``EPOCH[half]`` and tells every rank so: ``done(half)[rank] =
-    epoch``, release, system scope. Whoever reads that may overwrite this rank's half.
+    epoch``, release, system scope. Whoever reads that may overwrite this rank's half. Where copy engines write the half
+    (COPIED) it listens for farewells before (farewell.cuh): who has said one may have overwritten what was read.
     """
     block_barrier()  # other threads' reads of the half are before this thread's count
     before = tl.atomic_add(words + LEFT + half, 1, sem="acq_rel", scope="gpu")
     if before == tl.num_programs(0) - 1:
+        if COPIED:
+            for peer in range(WORLD_SIZE):
+                said = load_acquire(words + GAVE_UP + peer)
+                if (said != 0) & (peer != rank):
+                    _report(words, done_at + peer, epoch, said, rank, peer, FAREWELL, record)
         tl.store(words + LEFT + half, 0)
         tl.store(words + EPOCH + half, epoch)
         for peer in range(WORLD_SIZE):
@@ -178,6 +188,6 @@ def _report(words, index, expected, seen, rank, peer, kind, record):
         _store_host(record, 4, expected)
         _store_host(record, 5, seen)
         _store_host(record, 6, kind)
-        _store_host(record, 7, 0)
+        _store_host(record, 7, _clock())
         tl.inline_asm_elementwise(FENCE_SYSTEM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
         _store_host(record, 0, 1)

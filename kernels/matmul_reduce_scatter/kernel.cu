@@ -55,8 +55,8 @@ using Tile = weft::ScatterTile;
 // Nobody reads any more what will be overwritten at the peers: by all lanes of a warp.
 __device__ __forceinline__ bool may_begin(const Params& p, u32 use) {
     const int lane = threadIdx.x % 32;
-    bool free = true;
-    if (lane < WORLD_SIZE && lane != p.watch.rank) {
+    bool free = !weft::is_broken(p.watch);  // else the operands may be worth nothing
+    if (free && lane < WORLD_SIZE && lane != p.watch.rank) {
         free = weft::wait_flag(p.watch, lane, p.half.done + lane, use - 1, weft::WAIT_FREE);
     }
     return __all_sync(~0u, free);

@@ -187,7 +187,7 @@ def matmul_reduce_scatter(
             WORLD_SIZE,
         )
         _sum_up(out, inbox, slot, batch, row, column, acc, m, n, RANK, WORLD_SIZE, AVERAGE, BM, BN, PIECES)
-    sync.leave(words, half, done_at, epoch, RANK, span_words, WORLD_SIZE)
+    sync.leave(words, half, done_at, epoch, RANK, record, span_words, WORLD_SIZE, False)
 
 
 def supports(a: torch.Tensor, b: torch.Tensor) -> str | None:

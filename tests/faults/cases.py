@@ -5,6 +5,8 @@ Numbers are so small that every sum is exact: a result that a call returns is ri
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -55,7 +57,8 @@ def _gathered(rank: int, size: int, step: int, unit: int, group: Any, more: int)
 
 
 def _scattered(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
-    m, k, n = (unit + more) * size * (64 if unit > 1 else 1), 8 * unit, 6 * unit if unit == 1 else 8 * unit
+    rows = unit + more if unit == 1 else 2 * unit + 8 * more
+    m, k, n = rows * size, 8 * unit, 6 * unit if unit == 1 else 8 * unit
     a = [numbers(100 * step + r, m, k) for r in range(size)]
     b = [numbers(1000 + r, k, n) for r in range(size)]
     wide = torch.cat([b[rank], b[rank][:, : 8 if unit > 1 else 1]], 1)
@@ -88,7 +91,12 @@ OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
 
 @dataclass
 class Seen:
-    """What one rank saw. ``error``: class, text and attributes of what its call raised, ``seconds`` after it began."""
+    """What one rank saw.
+
+    ``error``: class, text and attributes of what its call raised, ``seconds`` after it began, in ``step``; ``again``:
+    what the next call said; ``wrong``: steps with a wrong result. ``beside`` and ``after``: the same of the program in
+    another group, and of the one behind a reset. ``events``: what it did, by the machine's clock.
+    """
 
     error: dict[str, Any] | None = None
     seconds: float = 0.0
@@ -96,6 +104,19 @@ class Seen:
     again: str = ""
     wrong: list[int] = field(default_factory=list)
     threads: int = 0
+    beside: Seen | None = None
+    after: Seen | None = None
+    events: list[tuple[float, str]] = field(default_factory=list)
+
+    def note(self, what: str) -> None:
+        self.events.append((time.monotonic(), what))
+
+
+def story(seen: list[Seen | None]) -> str:
+    """What the ranks did, in the order of time, for the message of a failed test."""
+    told = [(when, rank, what) for rank, s in enumerate(seen) if s is not None for when, what in s.events]
+    begin = min(told, default=(0.0,))[0]
+    return "\n".join(f"{when - begin:7.3f} s  rank {rank}: {what}" for when, rank, what in sorted(told))
 
 
 def _fields(e: BaseException) -> dict[str, Any]:
@@ -103,16 +124,33 @@ def _fields(e: BaseException) -> dict[str, Any]:
     return {"kind": type(e).__name__, "text": str(e), **named}
 
 
-def _finish(device: str) -> None:
-    """On CUDA a call has come to its end now, and what its waits ran into is raised."""
+def _finish(device: str, group: Any) -> None:
+    """On CUDA a call has come to its end now, and what its group's waits ran into is raised."""
     if device == "cuda":
         torch.cuda.synchronize()
-        symm_mem.check()
+        symm_mem.check(group)
 
 
-def steps(rank: int, size: int, op: str, fault: Fault, group: Any, deadline: float) -> Seen:
+def attempt(seen: Seen, step: int, call: Callable[[], torch.Tensor], group: Any) -> torch.Tensor | None:
+    """A call to its end. What it raises is noted, with the time it took."""
+    begin = time.monotonic()
+    try:
+        with forced("fused"):
+            got = call()
+            _finish(torch.get_default_device().type, group)
+    except Exception as e:
+        seen.error, seen.seconds, seen.step = _fields(e), time.monotonic() - begin, step
+        seen.note(f"step {step} in group {group.group_name} raises {type(e).__name__}: {e}")
+        return None
+    seen.note(f"step {step} in group {group.group_name} is over after {time.monotonic() - begin:.3f} s")
+    return got
+
+
+def steps(
+    rank: int, size: int, op: str, fault: Fault, group: Any, deadline: float, events: list[Any]
+) -> Seen:
     """The program: STEPS calls, until one fails."""
-    seen = Seen()
+    seen = Seen(events=events)
     device = torch.get_default_device().type
     unit = 1 if device == "cpu" else 64
     for step in range(STEPS):
@@ -122,15 +160,18 @@ def steps(rank: int, size: int, op: str, fault: Fault, group: Any, deadline: flo
         case = OPS[op](rank, size, step, unit, group, more)
         if step == fault.step:
             symm_mem.set_timeout(deadline, group)
-        begin = time.monotonic()
-        try:
-            with forced("fused"), fault.at(rank, step) as struck:
-                if struck and fault.kind == "skip":
-                    continue
-                got = case.other() if struck and fault.kind == "corrupt" else case.call()
-                _finish(device)
-        except Exception as e:
-            seen.error, seen.seconds, seen.step = _fields(e), time.monotonic() - begin, step
+        struck = fault.strikes(rank, step)
+        if struck:
+            seen.note(f"{fault.kind} {fault.point} of step {step}")
+        if struck and fault.kind == "skip":
+            continue
+
+        def call(case: Case = case, step: int = step) -> torch.Tensor:
+            with fault.at(rank, step) as struck:
+                return case.other() if struck and fault.kind == "corrupt" else case.call()
+
+        got = attempt(seen, step, call, group)
+        if got is None:
             break
         if not torch.equal(got, case.want()) and not (struck and fault.kind == "corrupt"):
             seen.wrong.append(step)
@@ -139,33 +180,85 @@ def steps(rank: int, size: int, op: str, fault: Fault, group: Any, deadline: flo
 
 def strike(rank: int, size: int, op: str, fault: Fault, deadline: float, checked: bool) -> Seen:
     """The program with a fault; then the same words again, another group, a reset, and the program without a fault."""
+    events: list[Any] = []
+    try:
+        return _strike(rank, size, op, fault, deadline, checked, events)
+    except Exception as e:
+        raise AssertionError(story([*[None] * rank, Seen(events=events)])) from e
+
+
+def _strike(
+    rank: int, size: int, op: str, fault: Fault, deadline: float, checked: bool, events: list[Any]
+) -> Seen:
     world, other = dist.group.WORLD, other_group()
-    device = torch.get_default_device().type
     symm_mem.set_timeout(PATIENCE, world)
     symm_mem.set_checked(checked)
     dist.barrier()
-    seen = steps(rank, size, op, fault, world, deadline)
+    seen = steps(rank, size, op, fault, world, deadline, events)
     if seen.error is not None and seen.error["kind"] != "RankMismatch":
+        unit = 1 if torch.get_default_device().type == "cpu" else 64
         try:
-            OPS[op](rank, size, 0, 1 if device == "cpu" else 64, world, 0).call()
+            with forced("fused"):
+                OPS[op](rank, size, 0, unit, world, 0).call()
         except Exception as e:
             seen.again = str(e)
     symm_mem.set_timeout(PATIENCE, world)
     if fault.kind == "kill":
-        with pytest.raises(symm_mem.PeerTimeout) as error:  # no group is reset without one of its ranks
-            symm_mem.reset(world)
-        assert error.value.culprit == fault.rank and error.value.ended, error.value
+        expect_no_reset(world, fault.rank)
         return seen
     none = Fault("delay", -1, -1)
-    beside = steps(rank, size, op, none, other, PATIENCE)  # another group of the same ranks does not notice
-    assert beside.error is None and not beside.wrong, beside
+    seen.note("goes on in another group of the same ranks, which has not noticed")
+    seen.beside = steps(rank, size, op, none, other, PATIENCE, events)
     if not checked:  # ranks that compare have all refused the same call, and nothing is broken
+        seen.note("comes to the reset")
         symm_mem.reset(world)
-    after = steps(rank, size, op, none, world, PATIENCE)
-    assert after.error is None and not after.wrong, after
+    seen.note("begins anew")
+    seen.after = steps(rank, size, op, none, world, PATIENCE, events)
     symm_mem.set_checked(False)
     seen.threads = sum(t.name.startswith("weft") for t in threading.enumerate())
     return seen
+
+
+def expect_no_reset(group: Any, dead: int) -> None:
+    """No group is reset without one of its ranks."""
+    with pytest.raises(symm_mem.PeerTimeout) as error:
+        symm_mem.reset(group)
+    assert error.value.culprit == dead and error.value.ended, error.value
+
+
+def expect_whole(seen: list[Seen]) -> None:
+    """No result of any rank was wrong; the other group did not notice, and after the reset all was well."""
+    for s in seen:
+        assert not s.wrong, story(seen)
+        for program in (s.beside, s.after):
+            assert program is not None and program.error is None and not program.wrong, story(seen)
+
+
+def kills(rank: int, size: int, culprit: int, deadline: float) -> list[Seen]:
+    """Every op in a group of its own, all well; then a rank is killed, and the others call once more."""
+    found = []
+    groups = {op: dist.new_group(list(range(size))) for op in OPS}
+    unit = 1 if torch.get_default_device().type == "cpu" else 64
+    for op, group in groups.items():
+        symm_mem.set_timeout(PATIENCE, group)
+        seen = steps(rank, size, op, Fault("delay", -1, -1), group, PATIENCE, [])
+        assert seen.error is None and not seen.wrong, story([seen])
+    dist.barrier()
+    if rank == culprit:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for op, group in groups.items():
+        seen = Seen()
+        symm_mem.set_timeout(deadline, group)
+        case = OPS[op](rank, size, 0, unit, group, 0)
+        attempt(seen, 0, case.call, group)
+        with pytest.raises(symm_mem.PeerTimeout) as error, forced("fused"):
+            case.call()
+        seen.again = str(error.value)
+        found.append(seen)
+    for group in groups.values():
+        symm_mem.set_timeout(PATIENCE, group)  # a process with a GPU takes its time to end
+        expect_no_reset(group, culprit)
+    return found
 
 
 _other: list[Any] = []

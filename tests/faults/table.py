@@ -1,7 +1,7 @@
 """What a user sees of each fault, and after how long, as a table for the README.
 
 python tests/faults/table.py                            # CPU ranks
-python tests/faults/table.py --device cuda --ranks 4    # GPUs
+python tests/faults/table.py --device cuda --ranks 4 --deadline 0.5 --output faults.md    # GPUs
 python tests/faults/table.py --cost                     # what the checked mode adds to a call
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from faults.cases import OPS, STRIKES_AT, Seen, strike, strikes
+from faults.cases import OPS, STRIKES_AT, Seen, kills, strike, strikes
 from faults.inject import Fault
 from ranks import run_ranks
 from weft import symm_mem
@@ -62,15 +62,19 @@ def measure(size: int, device: str, deadline: float) -> dict[str, list[Seen]]:
     """What the other ranks see, by row, over all ops."""
     found: dict[str, list[Seen]] = {}
     rows = list(faults(device, deadline))
+    alive = [(row, fault) for row, fault in rows if fault.kind != "kill"]
     for op in OPS:
-        alive = [(row, fault) for row, fault in rows if fault.kind != "kill"]
-        by_rank = run_ranks(
-            strikes, size, op, [f for _, f in alive], deadline, fresh=True, store="tcp", device=device
-        )
+        by_rank = run_ranks(strikes, size, op, [f for _, f in alive], deadline, store="tcp", device=device)
         for i, (row, _) in enumerate(alive):
             found.setdefault(row, []).extend(seen[i] for r, seen in enumerate(by_rank) if r != CULPRIT)
-        for row, fault in rows:
-            if fault.kind == "kill":
+    for row, fault in rows:
+        if fault.kind == "kill" and fault.point == "before the call":
+            seen = run_ranks(
+                kills, size, CULPRIT, deadline, expect_dead=(CULPRIT,), store="tcp", device=device
+            )
+            found.setdefault(row, []).extend(s for r, of in enumerate(seen) if r != CULPRIT for s in of)
+        elif fault.kind == "kill":
+            for op in OPS:
                 arguments = (op, fault, deadline, False)
                 seen = run_ranks(strike, size, *arguments, expect_dead=(CULPRIT,), store="tcp", device=device)
                 found.setdefault(row, []).extend(s for r, s in enumerate(seen) if r != CULPRIT)
@@ -101,20 +105,37 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--deadline", type=float, default=1.0, help="seconds, of the calls that fail")
     parser.add_argument("--cost", action="store_true", help="of the checked mode, instead of the table")
+    parser.add_argument("--output", type=Path, help="write it to this file, too")
     options = parser.parse_args()
+    size, device = options.ranks, options.device
+    if device == "cuda" and torch.cuda.device_count() < size:
+        sys.exit(f"--ranks: is {size}, here are {torch.cuda.device_count()} GPUs")
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
+        if options.output is not None:
+            options.output.write_text("\n".join(lines) + "\n")
+
     if options.cost:
-        for size in (2, options.ranks):
-            plain, checked = run_ranks(compared, size, 20, fresh=True, device=options.device)[0]
-            print(f"{size} ranks: {plain:.0f} us a call, {checked:.0f} us checked", flush=True)
+        for ranks in sorted({2, size}):
+            plain, checked = run_ranks(compared, ranks, 20, device=device)[0]
+            say(f"{ranks} ranks on {device}: {plain:.0f} us a call, {checked:.0f} us checked")
         return
-    print(f"{len(OPS)} ops, {options.ranks} ranks on {options.device}, deadline {options.deadline:g} s\n")
-    print("| fault | what the other ranks see | after |\n|---|---|---|")
-    for row, seen in measure(options.ranks, options.device, options.deadline).items():
+    begin = time.monotonic()
+    found = measure(size, device, options.deadline)
+    say(f"{len(OPS)} ops, {size} ranks on {device}, deadline {options.deadline:g} s\n")
+    say("| fault | what the other ranks see | after |\n|---|---|---|")
+    for row, seen in found.items():
         kinds = sorted({sees(s.error) if s.error else "nothing" for s in seen})
-        wrong = sum(len(s.wrong) for s in seen)
+        programs = [p for s in seen for p in (s, s.beside, s.after) if p is not None]
+        wrong = sum(len(p.wrong) for p in programs)
+        unwell = sum(p.error is not None for s in seen for p in (s.beside, s.after) if p is not None)
         times = sorted(s.seconds for s in seen)
-        remark = f"; {wrong} wrong results" if wrong else ""
-        print(f"| {row} | {'; '.join(kinds)}{remark} | {times[0]:.3f} to {times[-1]:.3f} s |", flush=True)
+        remark = f"; {wrong} wrong results" * bool(wrong) + f"; {unwell} errors elsewhere" * bool(unwell)
+        say(f"| {row} | {'; '.join(kinds)}{remark} | {times[0]:.3f} to {times[-1]:.3f} s |")
+    say(f"\nmeasured in {time.monotonic() - begin:.0f} s")
 
 
 if __name__ == "__main__":

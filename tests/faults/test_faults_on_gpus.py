@@ -1,20 +1,26 @@
-"""Faults on GPUs: waits inside kernels end, and say for whom; a reset brings streams and captured graphs back."""
+"""Faults on GPUs: waits inside kernels end, and say for whom; a reset brings streams and captured graphs back.
+
+The tests share their ranks, whom it takes longer to start than the tests to run: each leaves them as it found them.
+"""
 
 from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from faults.cases import OPS, STRIKES_AT, Seen, other_group, strike, strikes
+from faults.cases import OPS, STRIKES_AT, Seen, expect_whole, kills, other_group, story, strikes
 from faults.inject import Fault
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
 from weft.fused_ops.plan import forced
+from weft.symm_mem import Heap
 
 pytestmark = pytest.mark.gpu
 
@@ -29,36 +35,29 @@ FAULTS = [
 ]
 
 
-def expect_timeout(op: str, seen: Seen) -> None:
+def expect_timeout(op: str, seen: Seen, told: str) -> None:
     error = seen.error
-    assert error is not None and error["kind"] == "PeerTimeout" and error["op"] == op, seen
-    assert error["peer"] == CULPRIT or error["culprit"] == CULPRIT, error
+    assert error is not None and error["kind"] == "PeerTimeout" and error["op"] == op, told
+    assert error["peer"] == CULPRIT or error["culprit"] == CULPRIT, told
     assert re.search(r"faults/cases\.py:\d+$", error["site"]), error
-    assert seen.seconds < DEADLINE + SLOW, seen
+    assert seen.seconds < DEADLINE + SLOW, told
     assert seen.again == error["text"]
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
 @pytest.mark.parametrize("op", OPS)
 def test_faults_that_a_group_survives(op: str, world_size: int) -> None:
-    by_rank = run_ranks(strikes, world_size, op, FAULTS, DEADLINE, device="cuda", fresh=True)
+    by_rank = run_ranks(strikes, world_size, op, FAULTS, DEADLINE, device="cuda")
     for i, fault in enumerate(FAULTS):
         seen = [rank[i] for rank in by_rank]
-        assert not any(s.wrong for s in seen), (fault, seen)
+        told = f"{fault}\n{story(seen)}"
+        expect_whole(seen)
         for rank, s in enumerate(seen):
             if fault.kind != "delay":
-                assert s.error is not None and s.error["kind"] == "RankMismatch", seen
-                assert s.error["rank"] == CULPRIT and s.error["text"].count(f"{op}(") == 2, s
+                assert s.error is not None and s.error["kind"] == "RankMismatch", told
+                assert s.error["rank"] == CULPRIT and s.error["text"].count(f"{op}(") == 2, told
             elif rank == 0:
-                expect_timeout(op, s)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_a_killed_rank_is_named_within_the_deadline(op: str) -> None:
-    fault = Fault("kill", CULPRIT, STRIKES_AT)
-    seen = run_ranks(strike, 2, op, fault, DEADLINE, False, device="cuda", expect_dead=(CULPRIT,))
-    assert not seen[0].wrong
-    expect_timeout(op, seen[0])
+                expect_timeout(op, s, told)
 
 
 def graph_survives(rank: int, world_size: int) -> str | None:
@@ -108,14 +107,84 @@ def graph_survives(rank: int, world_size: int) -> str | None:
     symm_mem.check()
     for _ in range(5):
         right()
+    torch.cuda.synchronize()
+    symm_mem.check()
     return text
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
 def test_a_captured_graph_works_again_after_a_reset(world_size: int) -> None:
-    text = run_ranks(graph_survives, world_size, device="cuda", fresh=True)[0]
+    text = run_ranks(graph_survives, world_size, device="cuda")[0]
     assert re.search(r" \(called at .*tests/faults/test_faults_on_gpus\.py:\d+\)$", text), text
     assert text.startswith("fused_all_gather_matmul: rank 0 of group '0' waited"), text
+
+
+def compiles_slowly(rank: int, world_size: int) -> None:
+    """One rank takes three deadlines for each kernel that is made."""
+    symm_mem.set_timeout(60)
+    symm_mem.heap(None, "cuda")
+    symm_mem.reset()  # whatever earlier calls have made is made again
+    prepare, made = Heap.prepare, []
+
+    def slow_prepare(heap: Heap, what: str, key: Any, step: Callable[[], Any]) -> None:
+        def slowly() -> None:
+            made.append(what)
+            time.sleep(3 * DEADLINE * (rank == CULPRIT))
+            step()
+
+        prepare(heap, what, key, slowly)
+
+    symm_mem.set_timeout(DEADLINE)
+    with mock.patch.object(Heap, "prepare", slow_prepare):
+        for op, make in OPS.items():
+            case = make(rank, world_size, 0, 64, None, 0)
+            dist.barrier()
+            with forced("fused"):
+                got = case.call()
+            torch.cuda.synchronize()
+            symm_mem.check()
+            assert torch.equal(got, case.want()), op
+    assert made == list(OPS)
+    symm_mem.set_timeout(60)
+
+
+def test_compiling_does_not_count_against_the_deadline() -> None:
+    run_ranks(compiles_slowly, 2, device="cuda")
+
+
+def signals_expire(rank: int, world_size: int) -> str | None:
+    symm_mem.set_timeout(60)
+    peers = symm_mem.rendezvous(symm_mem.empty(64))
+    peers.barrier()
+    torch.cuda.synchronize()
+    dist.barrier()
+    text = None
+    if rank == 0:
+        symm_mem.set_timeout(DEADLINE)
+        begin = time.monotonic()
+        peers.wait(1)
+        torch.cuda.synchronize()  # the stream goes on
+        assert time.monotonic() - begin < DEADLINE + SLOW
+        with pytest.raises(symm_mem.PeerTimeout) as error:
+            symm_mem.check()
+        with pytest.raises(symm_mem.PeerTimeout, match=re.escape(str(error.value))):
+            peers.put(1)
+        text = str(error.value)
+        symm_mem.set_timeout(60)
+    symm_mem.reset()
+    for turn in range(20):
+        peers.tensors[rank].fill_(turn)
+        peers.barrier()
+        assert all((t == turn).all() for t in peers.tensors)
+        peers.barrier()
+    torch.cuda.synchronize()
+    return text
+
+
+def test_signals_work_again_after_a_reset() -> None:
+    text = run_ranks(signals_expire, 2, device="cuda")[0]
+    assert text.startswith("wait: rank 0 of group '0' waited 0.5 s for rank 1: channel 0 is 1, expected 2")
+    assert re.search(r"tests/faults/test_faults_on_gpus\.py:\d+\)$", text), text
 
 
 def grows_in_a_capture(rank: int, world_size: int) -> None:
@@ -158,74 +227,10 @@ def grows_in_a_capture(rank: int, world_size: int) -> None:
 
 
 def test_growth_during_a_capture_works_or_is_refused() -> None:
-    run_ranks(grows_in_a_capture, 2, device="cuda", fresh=True)
+    run_ranks(grows_in_a_capture, 2, device="cuda")
 
 
-def compiles_slowly(rank: int, world_size: int) -> None:
-    from weft.kernels.all_reduce import cuda_kernel
-    from weft.kernels.device.launch import Launch
-
-    compile_it, load = Launch._compile, cuda_kernel.load
-
-    def slow_compile(*args: object) -> None:
-        time.sleep(4.0 * (rank == CULPRIT))
-        compile_it(*args)  # type: ignore[arg-type]
-
-    def slow_load(*args: object) -> None:
-        time.sleep(4.0 * (rank == CULPRIT))
-        load(*args)  # type: ignore[arg-type]
-
-    symm_mem.set_timeout(60)
-    symm_mem.heap(None, "cuda")
-    dist.barrier()
-    symm_mem.set_timeout(2.0)
-    with (
-        mock.patch.object(Launch, "_compile", slow_compile),
-        mock.patch.object(cuda_kernel, "load", slow_load),
-    ):
-        for op, make in OPS.items():
-            case = make(rank, world_size, 0, 64, None, 0)
-            with forced("fused"):
-                got = case.call()
-            torch.cuda.synchronize()
-            symm_mem.check()
-            assert torch.equal(got, case.want()), op
-
-
-def test_compiling_does_not_count_against_the_deadline() -> None:
-    run_ranks(compiles_slowly, 2, device="cuda", fresh=True)
-
-
-def signals_expire(rank: int, world_size: int) -> str | None:
-    symm_mem.set_timeout(60)
-    peers = symm_mem.rendezvous(symm_mem.empty(64))
-    peers.barrier()
-    torch.cuda.synchronize()
-    dist.barrier()
-    text = None
-    if rank == 0:
-        symm_mem.set_timeout(DEADLINE)
-        begin = time.monotonic()
-        peers.wait(1)
-        torch.cuda.synchronize()  # the stream goes on
-        assert time.monotonic() - begin < DEADLINE + SLOW
-        with pytest.raises(symm_mem.PeerTimeout) as error:
-            symm_mem.check()
-        with pytest.raises(symm_mem.PeerTimeout, match=re.escape(str(error.value))):
-            peers.put(1)
-        text = str(error.value)
-        symm_mem.set_timeout(60)
-    symm_mem.reset()
-    for turn in range(20):
-        peers.tensors[rank].fill_(turn)
-        peers.barrier()
-        assert all((t == turn).all() for t in peers.tensors)
-        peers.barrier()
-    torch.cuda.synchronize()
-    return text
-
-
-def test_signals_work_again_after_a_reset() -> None:
-    text = run_ranks(signals_expire, 2, device="cuda", fresh=True)[0]
-    assert text.startswith("wait: rank 0 of group '0' waited 0.5 s for rank 1: channel 0 is 1, expected 2")
-    assert "test_on_gpus.py:" in text
+def test_a_killed_rank_is_named_within_the_deadline() -> None:
+    of_rank_0 = run_ranks(kills, 2, CULPRIT, DEADLINE, device="cuda", expect_dead=(CULPRIT,))[0]
+    for op, seen in zip(OPS, of_rank_0, strict=True):
+        expect_timeout(op, seen, story([seen]))

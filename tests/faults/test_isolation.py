@@ -12,6 +12,8 @@ import torch.distributed as dist
 from faults.cases import OPS
 from ranks import run_ranks
 from weft import symm_mem
+from weft.kernels.device.choice import make_together
+from weft.symm_mem import Layout, Workspace
 
 
 def opposite_orders(rank: int, world_size: int) -> None:
@@ -77,3 +79,40 @@ def overlapping(rank: int, world_size: int) -> None:
 
 def test_an_overlapping_group_goes_on_beside_a_broken_one() -> None:
     run_ranks(overlapping, 3, fresh=True)
+
+
+def made_in_part(rank: int, world_size: int) -> None:
+    """A rank comes when the others no longer wait for what is made together: behind a reset all make it once more."""
+    space: Workspace[Layout] = Workspace(symm_mem.heap(), Layout(world_size, 4, 1024), "site")
+    made = []
+
+    def come() -> None:
+        if "kernel" not in space.prepared:  # as launchers do
+            make_together(space, "an_op", "kernel", "the same", lambda: made.append(rank))
+        made.append("called")
+
+    symm_mem.set_timeout(0.3)
+    if rank == 1:
+        dist.barrier()
+    with pytest.raises(symm_mem.PeerTimeout):
+        come()
+    if rank != 1:
+        dist.barrier()
+    symm_mem.set_timeout(5)
+    symm_mem.reset()
+    made.clear()
+    for _ in range(2):
+        come()
+    assert made == [rank, "called", "called"]
+    if rank == 0:  # made on a part of the ranks alone, which an error may leave behind, too
+        symm_mem.set_timeout(0.3)
+        space.prepared["late"] = "kernel"
+        with pytest.raises(symm_mem.PeerTimeout):
+            symm_mem.empty(8)
+    symm_mem.set_timeout(5)
+    symm_mem.reset()
+    assert not space.prepared
+
+
+def test_what_ranks_make_together_they_make_again_after_a_reset() -> None:
+    run_ranks(made_in_part, 3, fresh=True)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from faults.cases import OPS, STEPS, STRIKES_AT, Seen, strike, strikes
+from faults.cases import OPS, STEPS, STRIKES_AT, Seen, expect_whole, kills, strike, strikes
 from faults.inject import Fault
 from ranks import run_ranks
 
@@ -66,7 +66,7 @@ def test_faults_that_a_group_survives(op: str) -> None:
     checked = 0
     for i, fault in enumerate(SURVIVABLE):
         seen = [rank[i] for rank in by_rank]
-        assert not any(s.wrong for s in seen), (fault, seen)
+        expect_whole(seen)
         if fault.kind in ("skip", "corrupt"):
             for s in seen:
                 expect_mismatch(op, s, checked)
@@ -99,6 +99,14 @@ def test_a_killed_rank_is_named_at_once(op: str, point: str) -> None:
             assert not s.wrong
             expect_timeout(op, s, 0.0)
             assert s.error["ended"] or s.error["blames"] == CULPRIT
+
+
+def test_a_killed_rank_is_named_by_every_op_in_a_group_of_its_own() -> None:
+    by_rank = run_ranks(kills, 3, CULPRIT, 60.0, expect_dead=(CULPRIT,))
+    for rank, of_ops in enumerate(by_rank):
+        if rank != CULPRIT:
+            for op, seen in zip(OPS, of_ops, strict=True):
+                expect_timeout(op, seen, 0.0)
 
 
 def litter() -> set[str]:

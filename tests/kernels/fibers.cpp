@@ -35,6 +35,8 @@ static Index threadIdx, blockIdx, blockDim, gridDim;
 static void go_on_later();
 static void __syncthreads();
 static void __syncwarp() {}
+static unsigned __ballot_sync(unsigned, bool said);
+static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 static void __threadfence() {}
 
 static unsigned atomicAdd(unsigned* place, unsigned more) {
@@ -48,7 +50,7 @@ namespace weft {
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
-constexpr int WAIT_DATA = 1;
+constexpr int BROKEN = 0, WAIT_DATA = 1, WAIT_FREE = 2, FAREWELL = 3;
 
 struct Watch {
     u32* words;
@@ -73,21 +75,28 @@ static void reload_payload(bool wanted, const uint4* slot, uint4& v) {
 static uint4 load_vector(const uint4* place) { return *place; }
 static void store_vector(uint4* place, uint4 v) { *place = v; }
 static u32 load_relaxed(const u32* word) { return *word; }
+static u32 load_acquire(const u32* word) { return *word; }
 static void post_flag(u32* word, u32 value) { *word = value; }
+static bool is_broken(const Watch& watch) { return watch.words[BROKEN] != 0; }
+
+static void report(const Watch& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
+    if (is_broken(watch)) return;
+    watch.words[BROKEN] = 1;
+    const u64 record[8] = {1, u64(watch.rank), u64(peer), word, expected, seen, u64(kind), 0};
+    std::memcpy(watch.record, record, sizeof record);
+}
 
 // Polls take the place of nanoseconds.
 struct Patience {
     u64 polls = 0;
     bool due() { return true; }
     bool overdue(const Watch& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
-        if (watch.words[0] != 0) return true;
+        if (is_broken(watch)) return true;
         if (++polls <= watch.timeout_ns) {
             go_on_later();
             return false;
         }
-        watch.words[0] = 1;
-        const u64 record[8] = {1, u64(watch.rank), u64(peer), word, expected, seen, u64(kind), 0};
-        std::memcpy(watch.record, record, sizeof record);
+        report(watch, peer, word, expected, seen, kind);
         return true;
     }
 };
@@ -209,8 +218,9 @@ struct Fiber {
 };
 
 struct Launch {
-    int kernel, blocks, threads, reserved;
-    char params[248];
+    int kernel, blocks, threads;
+    unsigned broken;  // whether a wait of this rank had expired when it ended
+    char params[248];  // begins with the Watch
 };
 
 struct Warp {
@@ -224,7 +234,7 @@ struct Meeting {
 };
 
 struct Rank {
-    std::vector<Launch> launches;
+    std::vector<Launch*> launches;
     size_t next = 0;
     std::vector<std::unique_ptr<Fiber>> fibers;
     std::vector<Meeting> blocks;
@@ -238,7 +248,7 @@ static Rank* current;
 
 static void go_on_later() { swapcontext(&running->context, &scheduler); }
 
-static const Launch& launched() { return current->launches[current->next]; }
+static const Launch& launched() { return *current->launches[current->next]; }
 
 // All fibers for which `mine` holds come here before one goes on.
 template <typename Mine>
@@ -254,7 +264,11 @@ static void meet(unsigned& waiting, unsigned all, const Mine& mine) {
     }
 }
 
+namespace weft {
+static unsigned ballot(bool said);
+}
 static void __syncthreads() { weft::meet_blocks(1); }
+static unsigned __ballot_sync(unsigned, bool said) { return weft::ballot(said); }
 
 namespace weft {
 
@@ -275,6 +289,16 @@ static void meet_warp() {
 
 static float* warp_lanes() { return warp().lanes; }
 
+static unsigned ballot(bool said) {
+    float* lanes = warp_lanes();
+    lanes[running->thread % 32] = said;
+    meet_warp();
+    unsigned bits = 0;
+    for (int i = 0; i < 32; ++i) bits |= unsigned(lanes[i] != 0) << i;
+    meet_warp();
+    return bits;
+}
+
 static float* shared_terms(int block, int count) {
     auto& terms = current->blocks[block].terms;
     if (terms.empty()) terms.assign(count, NAN);
@@ -292,7 +316,7 @@ static void body() {
 }
 
 static void start(Rank& rank) {
-    const Launch& launch = rank.launches[rank.next];
+    const Launch& launch = *rank.launches[rank.next];
     rank.blocks.assign(launch.blocks, Meeting());
     rank.warps.assign(launch.blocks * ((launch.threads + 31) / 32), Warp());
     for (int i = 0; i < launch.blocks * launch.threads; ++i) {
@@ -310,17 +334,25 @@ static void start(Rank& rank) {
     }
 }
 
-static void run_all(std::vector<Rank>& all, unsigned seed) {
+// Rank `late` begins when the others have had so many turns, or are at their end.
+static void run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long wanted = 0) {
     std::mt19937 random(seed);
     std::vector<int> busy;
-    for (size_t r = 0; r < all.size(); ++r) busy.push_back(r);
-    while (!busy.empty()) {
+    for (int r = 0; r < int(all.size()); ++r) {
+        if (r != late) busy.push_back(r);
+    }
+    bool begun = late < 0;
+    while (!busy.empty() || !begun) {
+        if (!begun && (wanted <= 0 || busy.empty())) {
+            begun = true;
+            busy.push_back(late);
+        }
         // A rank runs for a while before another one does: they drift apart by whole calls.
         const size_t pick = random() % busy.size();
         Rank& rank = all[busy[pick]];
         for (int turns = random() % 2000; turns >= 0 && rank.next < rank.launches.size(); --turns) {
             if (rank.fibers.empty()) start(rank);
-            const Launch& launch = rank.launches[rank.next];
+            Launch& launch = *rank.launches[rank.next];
             const size_t i = random() % rank.fibers.size();
             current = &rank;
             running = rank.fibers[i].get();
@@ -329,10 +361,14 @@ static void run_all(std::vector<Rank>& all, unsigned seed) {
             blockDim.x = launch.threads;
             gridDim.x = launch.blocks;
             swapcontext(&scheduler, &running->context);
+            --wanted;
             if (running->done) {
                 std::swap(rank.fibers[i], rank.fibers.back());
                 rank.fibers.pop_back();
-                if (rank.fibers.empty()) ++rank.next;
+                if (rank.fibers.empty()) {
+                    launch.broken = reinterpret_cast<const weft::Watch*>(launch.params)->words[weft::BROKEN];
+                    ++rank.next;
+                }
             }
         }
         if (rank.next == rank.launches.size()) busy.erase(busy.begin() + pick);
@@ -341,19 +377,19 @@ static void run_all(std::vector<Rank>& all, unsigned seed) {
 
 // Run `count` launches on each of `ranks` ranks; `launches` holds them rank after rank. Those of one rank
 // follow each other, as on a stream.
-extern "C" void run(const Launch* launches, int ranks, int count, unsigned seed) {
+extern "C" void run(Launch* launches, int ranks, int count, unsigned seed, int late, long turns) {
     std::vector<Rank> all(ranks);
     for (int r = 0; r < ranks; ++r) {
         all[r].number = r;
-        all[r].launches.assign(launches + r * count, launches + (r + 1) * count);
+        for (int i = 0; i < count; ++i) all[r].launches.push_back(launches + r * count + i);
     }
-    run_all(all, seed);
+    run_all(all, seed, late, turns);
 }
 
 // Run one launch on one rank, whose waits are all over.
-extern "C" void run_one(const Launch* launch, int rank) {
+extern "C" void run_one(Launch* launch, int rank) {
     std::vector<Rank> all(1);
     all[0].number = rank;
-    all[0].launches.assign(launch, launch + 1);
+    all[0].launches.push_back(launch);
     run_all(all, 0);
 }

@@ -24,7 +24,7 @@ class Launch(ctypes.Structure):
         ("kernel", ctypes.c_int32),
         ("blocks", ctypes.c_int32),
         ("threads", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("broken", ctypes.c_uint32),
         ("params", ctypes.c_char * 248),
     )
 
@@ -44,8 +44,10 @@ def build(
     folder.mkdir(exist_ok=True)
     for stand_in in STAND_INS:
         (folder / stand_in).touch()
-    # Beside the stand-ins, so that it includes them and not its neighbours.
-    (folder / "push.cuh").write_text((DEVICE / "push.cuh").read_text())
+    # Beside the stand-ins, so that they include them and not their neighbours; each rank's program, a namespace of one
+    # file, includes them for itself.
+    for file in (DEVICE / "push.cuh", DEVICE / "farewell.cuh", source):
+        (folder / file.name).write_text(file.read_text().replace("#pragma once", ""))
     size = int(defines["WORLD_SIZE"])
     text = []
     for rank in range(size):
@@ -53,7 +55,7 @@ def build(
         names = [f"#define {name} {name}_{rank}" for name in kernels]
         text += [f"#define RANK {rank}", *names]
         text += [f"namespace rank_{rank} {{", "namespace weft { using namespace ::weft; }"]
-        text += [f'#include "{source}"', "static void call(int kernel, const void* params) {"]
+        text += [f'#include "{source.name}"', "static void call(int kernel, const void* params) {"]
         text += [
             "const Params& p = *static_cast<const Params*>(params);",
             f"switch (kernel) {{ {cases} }} }}",
@@ -100,9 +102,18 @@ class Ranks:
         return Noted(self, self.library.kernels.index(name))
 
     def run(self, seed: int) -> None:
+        self.run_late(seed, -1, 0)
+
+    def run_late(self, seed: int, late: int, turns: int) -> list[list[bool]]:
+        """Rank ``late`` begins when the others have had so many turns of a fiber, or are at their end.
+
+        Returns, by rank and launch, whether the rank had been told of an expired wait when the launch ended.
+        """
         launches = [launch for place in self.places for launch in place.launches]
-        count = len(self.places[0].launches)
-        self.library.library.run((Launch * len(launches))(*launches), len(self.places), count, seed)
+        count, size = len(self.places[0].launches), len(self.places)
+        run = (Launch * len(launches))(*launches)
+        self.library.library.run(run, size, count, seed, late, ctypes.c_long(turns))
+        return [[bool(run[rank * count + i].broken) for i in range(count)] for rank in range(size)]
 
     def slots_are_empty(self) -> bool:
         return not self.memory[:, 4 * Layout.FIRST : self.layout.bytes].any()

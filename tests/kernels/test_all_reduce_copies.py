@@ -30,7 +30,7 @@ class Gpu:
         self.library, self.layout, self.rank, self.world_size = library, layout, rank, layout.world_size
         self.address, self.span, self.record = memory[rank].data_ptr(), memory.stride(0), 0
         self.words = memory[rank][: layout.words * 4].view(torch.int32)
-        self.prepared: dict[Any, Any] = {}
+        self.copy_streams: dict[Any, Any] = {}
         self.streams: dict[int, deque[tuple[Any, ...]]] = {CURRENT: deque()}
         self.recorded: dict[int, int] = {}  # event -> times it was enqueued, and below times it was passed
         self.passed: dict[int, int] = {}

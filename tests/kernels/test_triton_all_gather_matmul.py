@@ -182,7 +182,31 @@ def check_timeout(rank: int, world_size: int) -> Any:
 
 
 def test_a_missing_peer_is_recorded_and_the_kernel_ends() -> None:
-    record, broken, epoch, seconds, word = run_ranks(check_timeout, 2, env=ENV, timeout=120)[0]
-    assert record == [1, 0, 1, word, 1, 0, sync.WAIT_DATA.value, 0]
+    (*record, when), broken, epoch, seconds, word = run_ranks(check_timeout, 2, env=ENV, timeout=120)[0]
+    assert record == [1, 0, 1, word, 1, 0, sync.WAIT_DATA.value] and when > 0
     assert (broken, epoch) == (1, 1)
     assert 0.5 <= seconds < 10, "later waits must give up at once"
+
+
+def check_farewell(rank: int, world_size: int) -> list[int] | None:
+    """Copies of rank 0's next use come while rank 1 is still at this one, behind a gate that was not opened."""
+    site = Site(40, 32, 32, torch.float32, False, 64)
+    a, b = site.shard(40, 32), site.operand(32, 32, False)
+    c = torch.empty(world_size, 40, 32)
+    site.push(0, a, 0.0)
+    dist.barrier()
+    if rank == 0:
+        theirs = site.workspace.words_of(1)
+        theirs[site.layout.GAVE_UP] = 1 + 1
+        site.workspace.half(1, 0, site.shape, site.dtype)[0] = 7.0
+    dist.barrier()
+    site.op.launch(0, a, b, c, final=True, timeout_ns=20 * SECOND)
+    dist.barrier()
+    return site.record.tolist()
+
+
+def test_who_reads_what_a_peer_has_overwritten_is_told() -> None:
+    unharmed, told = run_ranks(check_farewell, 2, env=ENV, timeout=120)
+    assert not any(unharmed)
+    written, by, peer, _, use, said, kind, _ = told
+    assert (written, by, peer, use, said, kind) == (1, 1, 0, 1, 2, sync.FAREWELL.value)

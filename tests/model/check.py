@@ -55,6 +55,9 @@ class Finding:
 
 _W2 = "W=2 CALLS=4 CHUNKS=1 GROWTHS=0"
 _GROWN = "W=2 CALLS=4 CHUNKS=1 GROWTHS=2"
+# Memory used again by three ranks: of the stores on their way only those of 'done', which alone can be late for it, one
+# half, and growth before calls 1 and 2, so that calls 2, 3 and 4 use the memory of call 0.
+_AGAIN = "W=3 CALLS=5 CHUNKS=1 GROWTHS=2 HALVES=1 ALWAYS_GROW=1 PROMPT=1"
 _REDUCED = "W=2 CALLS=3 BLOCKS=2 WORDS=1 FORMS=1 LEAST=1 RESIDENT=1"
 
 #: Seconds together: part of `make test` where SPIN is there.
@@ -72,12 +75,16 @@ LARGE = [
     Case("workspace", "W=2 CALLS=5 CHUNKS=1 GROWTHS=2"),
     Case("workspace", "W=3 CALLS=3 CHUNKS=1 GROWTHS=0"),
     Case("workspace", "W=3 CALLS=2 CHUNKS=1 GROWTHS=1"),
+    Case("workspace", _AGAIN),
     Case("workspace", _W2, WRONG, "REUSE_LATE"),
     Case("workspace", _W2, WRONG, "DONE"),
     Case("workspace", "W=3 CALLS=3 CHUNKS=1 GROWTHS=0", WRONG, "REUSE"),
     Case("workspace", _GROWN, WRONG, "QUIESCE"),
     Case("workspace", _GROWN, WRONG, "AGREE"),
     Case("workspace", _GROWN, STUCK, "ZEROED"),
+    Case("workspace", _AGAIN, WRONG, "QUIESCE"),
+    Case("workspace", _AGAIN, WRONG, "AGREE"),
+    Case("workspace", _AGAIN, STUCK, "ZEROED"),
     Case("all_reduce", "W=2 CALLS=3 BLOCKS=2 WORDS=2 FORMS=2 LEAST=1 RESIDENT=1"),
     Case("all_reduce", "W=2 CALLS=3 BLOCKS=2 WORDS=2 FORMS=1 LEAST=1 RESIDENT=2"),
     Case("all_reduce", "W=3 CALLS=3 BLOCKS=1 WORDS=1 FORMS=2 LEAST=2 RESIDENT=1"),

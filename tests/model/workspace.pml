@@ -11,7 +11,11 @@
    Data is the number of the call that sent it. Reading anything else is an overwrite of unread data, or a flag ahead
    of its data. A rank that waits for ever is an invalid end state.
 
-   W ranks, CALLS, CHUNKS of a shard, GROWTHS of the workspace at most. What must fail is named BREAK_...:
+   W ranks, CALLS, CHUNKS of a shard, GROWTHS of the workspace at most. Three ranks with memory used again are too much for
+   all of it: HALVES=1 is one half for all calls, ALWAYS_GROW grows before the first calls that may, and with PROMPT data
+   and flags of a rank reach all peers at once, while `done` travels for any time. Data and flags of an old use of the memory have arrived
+   everywhere before a growth is over, as all have come to it; `done` may not, of which only that of memory used more than
+   once is ever looked at: that of block 1 comes at once, too. What must fail is named BREAK_...:
    BREAK_REUSE      nobody waits until a half is free        BREAK_REUSE_LATE  one use too few is waited for
    BREAK_FLAG       a flag overtakes its data                BREAK_DONE        `done` is said before the data is read
    BREAK_LOST_DONE  `done` is not told to one peer           BREAK_QUIESCE     memory is given up with stores under way
@@ -22,16 +26,20 @@
 #error "W: must be 2 or 3"
 #endif
 
+#ifndef HALVES
+#define HALVES 2
+#endif
+
 #define BLOCKS (GROWTHS + 1)
-#define PLACES (W * BLOCKS * 2 * W)
-#define AT(owner, block, half, writer) ((((owner) * BLOCKS + (block)) * 2 + (half)) * W + (writer))
+#define PLACES (W * BLOCKS * HALVES * W)
+#define AT(owner, block, half, writer) ((((owner) * BLOCKS + (block)) * HALVES + (half)) * W + (writer))
 #define WRITER(i) ((i) % W)
-#define OWNER(i) ((i) / (W * 2 * BLOCKS))
+#define OWNER(i) ((i) / (W * HALVES * BLOCKS))
 
 byte half_of[CALLS];
 bool grow_at[CALLS];
 
-byte epoch[W * BLOCKS * 2];  /* own words of each rank */
+byte epoch[W * BLOCKS * HALVES];  /* own words of each rank */
 byte done_at[PLACES];           /* at the owner, written by the writer */
 byte flag[PLACES * CHUNKS];
 byte data[PLACES * CHUNKS];
@@ -64,10 +72,12 @@ proctype Wire(byte i) {
 end:
     do
     :: atomic { done_sent[i] -> done_at[i] = done_sent[i]; done_sent[i] = 0; under_way[WRITER(i)]-- }
+#ifndef PROMPT
     :: atomic { data_sent[i * CHUNKS] ->
         data[i * CHUNKS] = data_sent[i * CHUNKS]; data_sent[i * CHUNKS] = 0; under_way[WRITER(i)]-- }
     :: atomic { FLAG_MAY_COME(i * CHUNKS) -> flag[i * CHUNKS] = flag_sent[i * CHUNKS]; flag_sent[i * CHUNKS] = 0; under_way[WRITER(i)]-- }
-#if CHUNKS > 1
+#endif
+#if CHUNKS > 1 && !defined(PROMPT)
     :: atomic { data_sent[i * CHUNKS + 1] ->
         data[i * CHUNKS + 1] = data_sent[i * CHUNKS + 1]; data_sent[i * CHUNKS + 1] = 0; under_way[WRITER(i)]-- }
     :: atomic { FLAG_MAY_COME(i * CHUNKS + 1) ->
@@ -101,6 +111,17 @@ proctype Pusher(byte me) {
     :: k == CALLS -> break
     :: k < CALLS ->
         atomic {
+#ifdef PROMPT
+            (pushing[me] > k && FREE((me + 1) % W) && FREE((me + W - 1) % W));
+            do
+            :: step < W ->
+                place = AT(PEER, block_of[me], half_of[k], me) * CHUNKS;
+                for (c : 0 .. (CHUNKS - 1)) { data[place + c] = k + 1; flag[place + c] = use_of[me] }
+                step++
+            :: else -> break
+            od;
+            c = 0; place = 0; step = 1; k++; pushed[me]++
+#else
             (pushing[me] > k && FREE(PEER));
             place = AT(PEER, block_of[me], half_of[k], me);
             do
@@ -116,6 +137,7 @@ proctype Pusher(byte me) {
             :: step == W -> step = 1; k++; pushed[me]++
             :: else
             fi
+#endif
         }
     od
 }
@@ -130,13 +152,18 @@ inline check_all() {
 }
 
 inline leave() {
-    epoch[(me * BLOCKS + b) * 2 + h] = use_of[me];
+    epoch[(me * BLOCKS + b) * HALVES + h] = use_of[me];
     done_at[AT(me, b, h, me)] = use_of[me];
     peer = 0;
     do
     :: peer < W ->
         if
+#ifdef PROMPT
+        :: TOLD(peer) && b == 1 -> done_at[AT(peer, b, h, me)] = use_of[me]
+        :: TOLD(peer) && b != 1 -> send(done_sent[AT(peer, b, h, me)], use_of[me])
+#else
         :: TOLD(peer) -> send(done_sent[AT(peer, b, h, me)], use_of[me])
+#endif
         :: else
         fi;
         peer++
@@ -149,6 +176,17 @@ inline leave() {
     && flag[AT(me, b, h, src) * CHUNKS + CHUNKS - 1] >= use_of[me]))
 #define ALL_DATA_CAME (CAME(0) && CAME(1) && CAME(W - 1))
 
+#ifdef BREAK_QUIESCE
+#define QUIET true
+#else
+#define QUIET (under_way[me] == 0)
+#endif
+#ifdef BREAK_ZEROED
+#define ZEROED(n) true
+#else
+#define ZEROED(n) ALL_CAME(n)
+#endif
+
 proctype Rank(byte me) {
     byte k, b, h, peer, c, src, meetings, free, dropped, chosen;
     free = (1 << BLOCKS) - 2;  /* block 0 is in use */
@@ -159,17 +197,14 @@ proctype Rank(byte me) {
 #if GROWTHS > 0
         if
         :: grow_at[k] ->
-            /* Finalizers may have run or not: what is posted is nothing, or all that was dropped. */
+            /* Finalizers may have run or not: what is posted is nothing, or all that was dropped, once it is quiet. */
             atomic {
                 if
                 :: posted[me] = 0
-                :: dropped -> posted[me] = dropped
-                fi
+                :: dropped && QUIET -> posted[me] = dropped
+                fi;
+                met[me]++; meetings++
             }
-#ifndef BREAK_QUIESCE
-            (posted[me] == 0 || under_way[me] == 0);
-#endif
-            atomic { met[me]++; meetings++ }
             atomic {
                 ALL_CAME(meetings);
 #ifdef BREAK_AGREE
@@ -186,28 +221,26 @@ proctype Rank(byte me) {
                 :: else -> chosen++
                 od;
                 free = free & ~(1 << chosen);
-            }
-            d_step {
-                for (h : 0 .. 1) {
-                    epoch[(me * BLOCKS + chosen) * 2 + h] = 0;
+                for (h : 0 .. (HALVES - 1)) {
+                    epoch[(me * BLOCKS + chosen) * HALVES + h] = 0;
                     for (src : 0 .. (W - 1)) {
                         done_at[AT(me, chosen, h, src)] = 0;
                         for (c : 0 .. (CHUNKS - 1)) { flag[AT(me, chosen, h, src) * CHUNKS + c] = 0 }
                     }
                 }
-                c = 0; src = 0; h = 0
+                c = 0; src = 0; h = 0;
+                met[me]++; meetings++
             }
-#ifndef BREAK_ZEROED
-            atomic { met[me]++; meetings++ }
-            ALL_CAME(meetings);
-#endif
-            atomic { dropped = dropped | (1 << b); b = chosen; chosen = 0 }
+            atomic {
+                ZEROED(meetings);
+                dropped = dropped | (1 << b); b = chosen; chosen = 0
+            }
         :: else
         fi;
 #endif
         atomic {
             h = half_of[k];
-            use_of[me] = epoch[(me * BLOCKS + b) * 2 + h] + 1;
+            use_of[me] = epoch[(me * BLOCKS + b) * HALVES + h] + 1;
             block_of[me] = b;
             pushing[me]++
         }
@@ -228,10 +261,14 @@ init {
         for (i : 0 .. (CALLS - 1)) {
             if
             :: half_of[i] = 0
-            :: i > 0 -> half_of[i] = 1  /* the halves are alike */
+            :: i > 0 && HALVES > 1 -> half_of[i] = 1  /* the halves are alike */
             fi;
             if
+#ifdef ALWAYS_GROW
+            :: i == 0 || grown == GROWTHS -> grow_at[i] = false
+#else
             :: grow_at[i] = false
+#endif
             :: i > 0 && grown < GROWTHS -> grow_at[i] = true; grown++
             fi
         }

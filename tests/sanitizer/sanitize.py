@@ -127,7 +127,7 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tools", default="memcheck,racecheck", help="synccheck, too")
-    parser.add_argument("--seconds", type=float, default=60, help="for each tool")
+    parser.add_argument("--seconds", type=float, default=280, help="for each tool")
     parser.add_argument("--broken", action="store_true", help="store past the end of a tensor: must fail")
     args = parser.parse_args()
     tools = args.tools.split(",")

@@ -9,6 +9,7 @@ results are exact in every dtype. ``--cpu``: on CPU ranks, to try this file out.
 from __future__ import annotations
 
 import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -18,16 +19,22 @@ import triton.language as tl
 from weft import symm_mem
 from weft.fused_ops import (
     fused_all_gather_matmul,
+    fused_all_reduce_rms_norm,
     fused_matmul_reduce_scatter,
     last_plan,
     one_shot_all_reduce,
 )
+from weft.fused_ops.all_reduce import run as run_all_reduce
+from weft.fused_ops.matmul_all_reduce import run as run_matmul_all_reduce
 from weft.fused_ops.plan import forced
+from weft.kernels.all_reduce.configs import Config
+from weft.kernels.matmul_all_reduce.configs import Config as Pieces
 
 USES = 3  # of a workspace: both halves, one of them again
 DTYPES = (torch.bfloat16, torch.float32)
 CPU = "--cpu" in sys.argv
-BIGGEST = 512 << 10  # bytes: from here on three ranks and more reduce in two trips
+# What larger inputs take; here on small ones.
+CONFIGS = (Config("two_shot"), Config("copy_engine"), Config("copy_engine", chunks=3, streams=2, copied=50))
 
 
 def numbers(seed: int, rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -50,33 +57,45 @@ def same(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def all_gather_matmul(rank: int, size: int, seed: int) -> None:
-    # A tile more or less than a chunk, columns that no tile divides, both layouts of B, two Bs on one gathered A.
-    for m, k, n, dtype in [(64, 64, 64, DTYPES[0]), (129, 72, 136, DTYPES[0]), (100, 36, 68, DTYPES[1])]:
+    # A tile more or less than a chunk, columns that no tile divides, both layouts of B, and both at once, which is the
+    # Triton kernel's; several Bs on one gathered A.
+    both = (True, False)
+    for m, k, n, dtype, layouts, return_A in [
+        (64, 64, 64, DTYPES[0], both[:1], False),
+        (129, 72, 136, DTYPES[0], both[1:], True),
+        (129, 72, 136, DTYPES[0], both[:1] * 2, False),
+        (65, 72, 40, DTYPES[0], both, True),
+        (100, 36, 68, DTYPES[1], both[:1], False),
+        (70, 36, 36, DTYPES[1], both, True),
+    ]:
         shards = [numbers(seed, r, dtype, m, k) for r in range(size)]
-        Bs = [numbers(seed + 1, rank, dtype, n, k).t(), numbers(seed + 2, rank, dtype, k, n)]
-        for count, return_A in [(1, False), (2, True)]:
-            on_gpu = [put(B) for B in Bs[:count]]
-            A, outs = fused_all_gather_matmul(
-                put(shards[rank]), on_gpu, 0, dist.group.WORLD, return_A=return_A
-            )
-            fused()
-            whole = torch.cat(shards)
-            if A is not None:
-                same("gathered A", A, whole)
-            for B, out in zip(Bs, outs, strict=False):
-                same("all-gather + matmul", out, whole.float() @ B.float())
+        Bs = [
+            numbers(seed + i, rank, dtype, n, k).t() if transposed else numbers(seed + i, rank, dtype, k, n)
+            for i, transposed in enumerate(layouts, start=1)
+        ]
+        on_gpu = [put(B) for B in Bs]
+        A, outs = fused_all_gather_matmul(put(shards[rank]), on_gpu, 0, dist.group.WORLD, return_A=return_A)
+        fused()
+        whole = torch.cat(shards)
+        if A is not None:
+            same("gathered A", A, whole)
+        for B, out in zip(Bs, outs, strict=True):
+            same("all-gather + matmul", out, whole.float() @ B.float())
 
 
 def matmul_reduce_scatter(rank: int, size: int, seed: int) -> None:
-    for m, k, n, dtype, reduce_op in [
-        (64, 64, 64, DTYPES[0], "sum"),
-        (67, 72, 136, DTYPES[0], "sum"),
-        (65, 36, 68, DTYPES[1], "avg"),
+    for m, k, n, dtype, transposed, reduce_op in [
+        (64, 64, 64, DTYPES[0], True, "sum"),
+        (67, 72, 136, DTYPES[0], False, "sum"),
+        (65, 36, 68, DTYPES[1], True, "avg"),
     ]:
         for dim in (0, 1):
             shape = (size * m, 2, k) if dim == 0 else (2, size * m, k)
             As = [numbers(seed, r, dtype, *shape) for r in range(size)]
-            Bs = [numbers(seed + 1, r, dtype, n, k).t() for r in range(size)]
+            Bs = [
+                numbers(seed + 1, r, dtype, n, k).t() if transposed else numbers(seed + 1, r, dtype, k, n)
+                for r in range(size)
+            ]
             out = fused_matmul_reduce_scatter(put(As[rank]), put(Bs[rank]), reduce_op, dim, dist.group.WORLD)
             fused()
             total = sum(a.float() @ b.float() for a, b in zip(As, Bs, strict=True))
@@ -87,13 +106,45 @@ def matmul_reduce_scatter(rank: int, size: int, seed: int) -> None:
 
 def all_reduce(rank: int, size: int, seed: int) -> None:
     for dtype in (*DTYPES, torch.float16):
-        for count in (1, 7, 1000, 4099, BIGGEST // dtype.itemsize + 3):
-            xs = [numbers(seed, r, dtype, count + 1)[1:] for r in range(size)]
-            on_gpu = put(numbers(seed, rank, dtype, count + 1))[1:]  # at an address that no vector fits
-            for x in (on_gpu, on_gpu.clone()):
-                out = one_shot_all_reduce(x, "sum", dist.group.WORLD)
-                fused()
-                same("all-reduce", out, sum(part.float() for part in xs))
+        for config in (None, *CONFIGS):
+            for count in (1, 1000, 20_011):
+                xs = [numbers(seed, r, dtype, count + 1)[1:] for r in range(size)]
+                on_gpu = put(numbers(seed, rank, dtype, count + 1))[1:]  # at an address that no vector fits
+                for x in (on_gpu, on_gpu.clone()):
+                    if config is None:
+                        out = one_shot_all_reduce(x, "sum", dist.group.WORLD)
+                    else:
+                        out = run_all_reduce(x, "sum", dist.group.WORLD, config=config)
+                    fused()
+                    same(f"all-reduce {config}", out, sum(part.float() for part in xs))
+
+
+def all_reduce_rms_norm(rank: int, size: int, seed: int) -> None:
+    # Rows of a block and of a cluster; few rows in one shot, many in two.
+    for rows, hidden in [(3, 72), (5, 4096), (65, 4096)] + [(700, 4096)] * (seed == 0):
+        xs = [numbers(seed, r, DTYPES[0], rows, hidden) for r in range(size)]
+        residual = numbers(seed + 1, 0, DTYPES[0], rows, hidden)
+        weight = torch.ones(hidden, dtype=DTYPES[0])
+        normed, sums = fused_all_reduce_rms_norm(
+            put(xs[rank]), put(residual), put(weight), 1e-5, dist.group.WORLD
+        )
+        fused()
+        want = sum(x.float() for x in xs) + residual.float()
+        same("all-reduce + norm: residual", sums, want)
+        scaled = want * torch.rsqrt(want.square().mean(-1, keepdim=True) + 1e-5)
+        torch.testing.assert_close(normed.cpu().float(), scaled, rtol=2e-2, atol=1e-3)
+
+
+def matmul_all_reduce(rank: int, size: int, seed: int) -> None:
+    As = [numbers(seed, r, DTYPES[0], 300, 64) for r in range(size)]
+    Bs = [numbers(seed + 1, r, DTYPES[0], 64, 72) for r in range(size)]
+    total = sum(a.float() @ b.float() for a, b in zip(As, Bs, strict=True))
+    for pieces in (1, 2):
+        out = run_matmul_all_reduce(
+            put(As[rank]), put(Bs[rank]), "sum", dist.group.WORLD, None if CPU else Pieces(pieces)
+        )
+        fused()
+        same("matmul + all-reduce", out, total)
 
 
 @triton.jit
@@ -110,8 +161,16 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     with forced("fused"):
         for use in range(USES):
-            for run in (all_gather_matmul, matmul_reduce_scatter, all_reduce):
+            for run in (
+                all_gather_matmul,
+                matmul_reduce_scatter,
+                all_reduce,
+                all_reduce_rms_norm,
+                matmul_all_reduce,
+            ):
+                begin = time.monotonic()
                 run(rank, size, 10 * use)
+                print(f"rank {rank}: {run.__name__} {use}: {time.monotonic() - begin:.1f} s", flush=True)
     if not CPU:
         torch.cuda.synchronize()
     symm_mem.check()

@@ -105,7 +105,8 @@ def draw(rng: random.Random, device: str, op: str, big: bool = False) -> Call:
         n = (
             rng.randint(POOL // 64, POOL // 8)
             if big
-            else rng.choice((1, 7, 1000, 4096, 16384, rng.randint(1, 3000)))
+            # The largest is reduced in two trips by four ranks.
+            else rng.choice((1, 7, 1000, 4096, 200_000 if cuda else 16384, rng.randint(1, 3000)))
         )
     return Call(
         op,

@@ -16,6 +16,7 @@ import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -38,7 +39,7 @@ ENVIRONMENT = {
     "LRU_CACHE_CAPACITY": "64",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
-STARTING = 120.0  # seconds beyond --seconds: processes, heaps, the first compilation of kernels
+STARTING = 240.0  # seconds beyond --seconds: processes, heaps, the first compilation of kernels
 
 
 def serve(rank: int, world_size: int, port: int, options: Options, pipe: Connection) -> None:
@@ -123,23 +124,33 @@ def main() -> None:
     parser.add_argument(
         "--lanes", type=int, default=2, help="threads of a CPU rank, each with groups of its own"
     )
+    parser.add_argument("--output", type=Path, help="write the figures to this file, too")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "big"))
     args = parser.parse_args()
     if args.ranks < 2 or args.calls < 1 or args.lanes < 1 or not args.seconds > 0:
         parser.error("--ranks must be at least 2, --calls and --lanes at least 1, --seconds above 0")
     device = args.device or ("cuda" if torch.cuda.device_count() >= args.ranks else "cpu")
-    print(f"{args.ranks} {device} ranks, {args.calls} calls, seed {args.seed}", flush=True)
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
+        if args.output is not None:
+            args.output.write_text("\n".join(lines) + "\n")
+
+    say(f"{args.ranks} {device} ranks, {args.calls} calls, seed {args.seed}")
     try:
         results = soak(args.ranks, Options(device, args.calls, args.seconds, args.seed, args.lanes))
     except AssertionError as e:
-        sys.exit(f"FAILED, seed {args.seed}\n{e}")
+        say(f"FAILED, seed {args.seed}\n{e}")
+        sys.exit(1)
     for said in results:
-        print(
+        say(
             f"rank {said['rank']}: {said['calls']} calls in {said['seconds']:.0f} s, {said['checked']} results "
             f"checked, {said['replayed']} graphs replayed, {said['churned']} allocations, late {said['late']} times\n"
             f"  before: {said['before']}\n  after:  {said['after']}"
         )
-    print("every result was right, and nothing has grown")
+    say("every result was right, and nothing has grown")
 
 
 if __name__ == "__main__":

@@ -280,8 +280,10 @@ class Traffic:
             start = time.monotonic()
             for lane in self.lanes:
                 lane.prepare()
+            if self.rank == 0:
+                print(f"prepared in {time.monotonic() - start:.0f} s", flush=True)
             usages: list[Usage] = []
-            told = time.monotonic()
+            start = told = time.monotonic()
             while (made := sum(lane.made for lane in self.lanes)) < self.options.calls and self.goes_on(
                 start
             ):

@@ -1,0 +1,109 @@
+"""A rank that comes after the others have given up on it: it computes right numbers, or it is told.
+
+The kernels that push, on the CPU (fibers.cpp). One rank begins late, in the midst of what the others do: their waits
+for it expire, they go on with what was launched already, as a graph's replays do, and what they work on then is worth
+nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from fibers import PATIENT, Library, Ranks, build
+from test_all_reduce_protocol import compiled, launch, reference
+from weft.kernels.all_reduce.configs import Config
+from weft.kernels.all_reduce_rms_norm import configs, cuda_kernel
+from weft.kernels.device.push import Layout
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+LATE = 1
+IMPATIENT = 30  # polls: the others' deadline, long before the late rank comes
+
+
+def right_or_told(
+    told: list[list[bool]], chains: list[list[torch.Tensor]], want: list[torch.Tensor], seed: int
+) -> list[bool]:
+    """Each result of each rank is right, or its rank has been told when the call ends. Returns which are right."""
+    outcomes = []
+    for rank, chain in enumerate(chains):
+        for call, (out, expected) in enumerate(zip(chain[1:], want, strict=True)):
+            outcomes.append(torch.equal(out, expected))
+            assert outcomes[-1] or told[rank][call], f"seed {seed}: call {call} of rank {rank} is wrong"
+    return outcomes
+
+
+@pytest.mark.parametrize("form", ["one_shot", "two_shot"])
+def test_a_chain_of_all_reduces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """Each call takes what the one before has given: a wrong number would travel on."""
+    library = compiled(tmp_path, 3, "float32", "sum")
+    outcomes = []
+    for seed in range(12):
+        choice = random.Random(seed)
+        ranks = Ranks(library, Layout(3, 64))
+        numel, calls = choice.choice([64, 200]), 5
+        xs = [torch.randint(1, 9, (numel,)).float() for _ in range(3)]
+        want = [reference(xs, "sum") * 3**call for call in range(calls)]
+        chains = [[x, *(torch.full_like(x, float("nan")) for _ in range(calls))] for x in xs]
+        for rank, chain in enumerate(chains):
+            for x, out in pairwise(chain):
+                # One of the others is patient: what reaches it must be right, too.
+                polls = IMPATIENT if rank == 0 else 20 * IMPATIENT
+                launch(monkeypatch, ranks, rank, x, out, "sum", Config(form), polls)
+        told = ranks.run_late(seed, LATE, turns=choice.randrange(4000))
+        outcomes += right_or_told(told, chains, want, seed)
+    assert not all(outcomes), "nobody was late"
+
+
+def norms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
+    monkeypatch.setattr(configs, "BLOCKS", 2)
+    monkeypatch.setattr(configs, "THREADS", 32)
+    defines: dict[str, str | int] = {"WORLD_SIZE": 3, "DTYPE": "float32", "CLUSTER": 1, "VECTORS": 1}
+    return build(folder, cuda_kernel.SOURCE, configs.FORMS, cuda_kernel._Params, defines)
+
+
+@pytest.mark.parametrize("form", configs.FORMS)
+def test_a_chain_of_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """As above: the new residual of a call is the input of the next one."""
+    library = norms(tmp_path, monkeypatch)
+    rows, hidden, calls = 5, 128, 4
+    zeros, ones = torch.zeros(rows, hidden), torch.ones(hidden)
+    outcomes = []
+    for seed in range(12):
+        ranks = Ranks(library, Layout(3, 64 * 20))
+        functions = type("Kernels", (), {"function": staticmethod(ranks.function)})
+        monkeypatch.setattr(cuda_kernel, "_program", lambda *a, found=functions: found)
+        monkeypatch.setattr(cuda_kernel, "supports", lambda *a: None)
+        xs = [torch.randint(1, 9, (rows, hidden)).float() for _ in range(3)]
+        want = [reference(xs, "sum") * 3**call for call in range(calls)]
+        chains = [[x, *(torch.full_like(x, float("nan")) for _ in range(calls))] for x in xs]
+        normed = torch.empty_like(zeros)
+        for rank, chain in enumerate(chains):
+            kernel = cuda_kernel.AllReduceRmsNorm(
+                ranks.places[rank], rows, hidden, torch.float32, 1e-5, configs.Config(form, 1)
+            )
+            for x, sums in pairwise(chain):
+                tensors = (x, zeros, ones, normed, sums)
+                kernel.launch(
+                    *(t.data_ptr() for t in tensors), IMPATIENT if rank == 0 else 20 * IMPATIENT, rank
+                )
+        told = ranks.run_late(seed, LATE, turns=random.Random(seed).randrange(4000))
+        outcomes += right_or_told(told, chains, want, seed)
+    assert not all(outcomes), "nobody was late"
+
+
+def test_nobody_is_told_where_all_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = compiled(tmp_path, 3, "float32", "sum")
+    ranks = Ranks(library, Layout(3, 64))
+    xs = [torch.ones(100) for _ in range(3)]
+    outs = [torch.empty(100) for _ in range(3)]
+    for rank in range(3):
+        launch(monkeypatch, ranks, rank, xs[rank], outs[rank], "sum", Config("two_shot"), PATIENT)
+    ranks.run_late(5, LATE, turns=300)
+    assert all((out == 3).all() for out in outs)
+    assert not ranks.records.any()
