@@ -15,8 +15,10 @@ from opcommon import poison, world
 from ranks import run_ranks
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, last_plan
 from weft.fused_ops.plan import forced
+from weft.kernels.all_gather_matmul import configs as gather_configs
+from weft.kernels.all_gather_matmul.configs import PushConfig
 from weft.kernels.device import gemm_tiles
-from weft.kernels.device.gemm_tiles import TILES, Tile
+from weft.kernels.device.gemm_tiles import TILES
 
 pytestmark = pytest.mark.gpu
 
@@ -71,10 +73,17 @@ def both_ops(m: int, k: int, ns: list[int], dtype: torch.dtype, transposed: bool
 
 
 def one_tile(rank: int, world_size: int, index: int) -> None:
-    def only(*args: object, **kwargs: object) -> tuple[Tile, float]:
-        return TILES[index], 1.0
+    tile = TILES[index]
 
-    with mock.patch.object(gemm_tiles, "pick", only), forced("fused"):
+    def only(m: int, *_: object) -> list[PushConfig]:
+        """Sent by all blocks, or by some that do nothing else."""
+        return [PushConfig(tile, senders=8 * (m % 2), group=min(2, -(-m // tile.block_m)))]
+
+    with (
+        mock.patch.object(gather_configs, "push_candidates", only),
+        mock.patch.object(gemm_tiles, "TILES", (tile,)),
+        forced("fused"),
+    ):
         for m, k, ns in SHAPES:
             for dtype, transposed in ((torch.bfloat16, False), (torch.float16, True)):
                 poison(rank)
