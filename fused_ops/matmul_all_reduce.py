@@ -30,7 +30,7 @@ def run(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup, config: Confi
         workspace = matmul_workspace(found, *needs)
         ran(Plan("host", workspace_bytes=workspace.layout.bytes))
         return host.matmul_all_reduce(workspace, a, B, reduce_op).view(shape)
-    config = config or choose(a.shape[0], B.shape[1], a.shape[1])
+    config = config or choose(a.shape[0], B.shape[1], a.shape[1], found.world_size)
     with torch.cuda.device(A.device):
         return _on_cuda(a, B, reduce_op, group, config).view(shape)
 

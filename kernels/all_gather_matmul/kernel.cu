@@ -62,7 +62,7 @@ struct Params {
     int group;  // rows of tiles of a rank that are sent together
     int senders;  // blocks that only send
     int push;  // every block sends beside its products
-    int final;  // and ends the use
+    int final;  // this launch ends the use
 };
 
 using Order = weft::GatherOrder<Params>;
