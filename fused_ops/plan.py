@@ -107,12 +107,12 @@ def num_sms(device: torch.device) -> int:
     """Multiprocessors that a persistent kernel may take: all but WEFT_RESERVED_SMS.
 
     Raises:
-        ValueError: WEFT_RESERVED_SMS is not a number from 0 to what the GPU has, less one.
+        ValueError: WEFT_RESERVED_SMS is not a number from 0 to what the GPU has, less the two of a cluster.
     """
     there = torch.cuda.get_device_properties(device).multi_processor_count
     text = os.environ.get("WEFT_RESERVED_SMS", "0")
-    if not text.isdigit() or int(text) >= there:
-        raise ValueError(f"WEFT_RESERVED_SMS: is {text!r}, must be a number from 0 to {there - 1}")
+    if not text.isdigit() or int(text) > there - 2:
+        raise ValueError(f"WEFT_RESERVED_SMS: is {text!r}, must be a number from 0 to {there - 2}")
     return there - int(text)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import torch
 
@@ -96,7 +96,7 @@ def push_pays(m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int) 
     )
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _push_choice(
     m: int, ns: tuple[int, ...], k: int, world_size: int, num_sms: int
 ) -> tuple[PushConfig, float]:

@@ -81,6 +81,7 @@ __device__ __forceinline__ void push(const Params& p, const Order& order, u32 us
         if (lane == 0) weft::set_count(sent, NOTHING);
         return;
     }
+    __syncwarp();  // each lane has looked at one peer, and stores to all
     constexpr int LANES = PIECE_COLUMNS / 8;  // of a row of a piece
     constexpr int ROWS = 32 / LANES;  // at once
     constexpr int VECTORS = 8;  // of a lane, on their way at once

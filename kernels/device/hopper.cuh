@@ -142,6 +142,17 @@ __device__ __forceinline__ void sync_warpgroup(int warpgroup) {
     asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
 }
 
+// The same, and whether all of them say so.
+__device__ __forceinline__ bool all_of_warpgroup(int warpgroup, bool mine) {
+    u32 all;
+    asm volatile(
+        "{\n .reg .pred p, q;\n setp.ne.u32 p, %1, 0;\n bar.red.and.pred q, %2, 128, p;\n selp.u32 %0, 1, 0, q;\n}"
+        : "=r"(all)
+        : "r"(static_cast<u32>(mine)), "r"(warpgroup + 1)
+        : "memory");
+    return all != 0;
+}
+
 // ---- registers of a warpgroup
 
 template <int N>

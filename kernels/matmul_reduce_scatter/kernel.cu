@@ -91,7 +91,8 @@ __device__ __forceinline__ void post(
 __device__ __forceinline__ void send(
     const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 use, u32& stored,
     const float (&sums)[weft::SUMS]) {
-    if (stored == 0 && !may_begin(p, use)) stored = NOTHING;  // the peers will miss the flags
+    // Warps may see different things around a deadline: all send, or none does and the peers will miss the flags.
+    if (stored == 0 && !weft::all_of_warpgroup(warpgroup, may_begin(p, use))) stored = NOTHING;
     if (stored != NOTHING) {
         weft::store_registers(reinterpret_cast<uint4*>(inbox(p, order, t, warpgroup)), sums);
         ++stored;

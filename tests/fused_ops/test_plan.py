@@ -38,7 +38,7 @@ def test_a_reserve_that_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatc
     )
     plan.num_sms.cache_clear()
     monkeypatch.setenv("WEFT_RESERVED_SMS", text)
-    with pytest.raises(ValueError, match=f"WEFT_RESERVED_SMS: is '{text}', must be a number from 0 to 131"):
+    with pytest.raises(ValueError, match=f"WEFT_RESERVED_SMS: is '{text}', must be a number from 0 to 130"):
         plan.num_sms(torch.device("cuda", 0))
 
 
