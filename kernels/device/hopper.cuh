@@ -41,10 +41,6 @@ __device__ __forceinline__ void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void arrive(u64* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
 // One arrival that announces `bytes` to come by copies.
 __device__ __forceinline__ void arrive_expecting(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
@@ -105,7 +101,7 @@ __device__ __forceinline__ void wait(u64* barrier, u32 parity) {
     } while (done == 0);
 }
 
-// ---- copies. A thread's bulk stores form groups; waits are for its own groups.
+// ---- copies
 
 // This thread's ordinary accesses to any memory before, bulk copies after (and the other way round).
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
