@@ -58,6 +58,7 @@ struct Rank {
 };
 
 constexpr long MOST_TURNS = 1'000'000'000;  // of a run: far more than any takes
+static unsigned turns_a_rank = 2000;  // at most, before another rank's
 static ucontext_t scheduler;
 static Fiber* running;
 static Rank* current;
@@ -220,7 +221,7 @@ static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long w
         const size_t pick = dice() % busy.size();
         Rank& rank = all[busy[pick]];
         if (all_turns > MOST_TURNS) return false;
-        for (int turns = dice() % 2000; turns >= 0 && rank.next < rank.launches.size(); --turns) {
+        for (int turns = dice() % turns_a_rank; turns >= 0 && rank.next < rank.launches.size(); --turns) {
             if (rank.fibers.empty()) start(rank);
             Launch& launch = *rank.launches[rank.next];
             const size_t i = dice() % rank.fibers.size();

@@ -28,7 +28,7 @@ struct Late {
 struct Barrier {
     Meeting meeting;
     Clock gathering, gathered;
-    unsigned saying = 0, said = 0;  // a bit of each lane
+    unsigned saying = 0, said = 0;  // a bit of each lane, or how many are against it
     unsigned lanes[2][32];
 };
 
@@ -46,12 +46,13 @@ static std::vector<State> states;
 static char *memory, *memory_end;  // of all workspaces
 static unsigned turns_a_store;
 
-// For the runs that follow: the workspaces, and how long what is stored there takes.
-extern "C" void use(char* first, uint64_t bytes, int ranks, unsigned turns) {
+// For the runs that follow: the workspaces, how long what is stored there takes, and how far ranks drift apart.
+extern "C" void use(char* first, uint64_t bytes, int ranks, unsigned a_store, unsigned a_rank) {
     memory = first;
     memory_end = first + bytes;
     states.assign(ranks, State());
-    turns_a_store = turns;
+    turns_a_store = a_store;
+    turns_a_rank = a_rank;
 }
 
 static State& state() { return states[current->number]; }
@@ -240,6 +241,17 @@ static void sync_cluster() {
     meet_and_tell(state().clusters[running->block / CLUSTER_BLOCKS], launched().threads * CLUSTER_BLOCKS);
 }
 static void sync_warpgroup(int) { meet_and_tell(group(state().warpgroups, 128), 128); }
+static bool all_of_warpgroup(int warpgroup, bool mine) {
+    Barrier& w = group(state().warpgroups, 128);
+    w.saying += !mine;
+    meet(w.meeting, 128, [&] {
+        w.said = w.saying;
+        w.saying = 0;
+    });
+    const bool all = w.said == 0;
+    sync_warpgroup(warpgroup);
+    return all;
+}
 template <int N>
 static void give_registers() {}
 template <int N>

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import torch
 from fibers import DEVICE, Library, Ranks
 from weft.kernels.device import gemm
 from weft.kernels.device.gemm_tiles import Tile
@@ -55,7 +54,17 @@ def build(
     }
     subprocess.run(
         [
-            *("g++", "-std=c++17", "-O2", "-ftree-vectorize", "-fno-strict-aliasing", "-w", "-Wno-psabi", "-shared", "-fPIC"),
+            *(
+                "g++",
+                "-std=c++17",
+                "-O2",
+                "-ftree-vectorize",
+                "-fno-strict-aliasing",
+                "-w",
+                "-Wno-psabi",
+                "-shared",
+                "-fPIC",
+            ),
             *(f"-D{key}={value}" for key, value in options.items()),
             *(Path(__file__).with_name("products.cpp"), "-o", library),
         ],
@@ -76,20 +85,24 @@ def encoded(boxes: Boxes, address: int) -> ctypes.Array[ctypes.c_uint64]:
 
 
 class Products(Ranks):
-    """Ranks with poisoned halves, on which the launchers' kernels run; a store takes about so many turns."""
+    """Ranks with poisoned halves, on which the launchers' kernels run.
+
+    Args:
+        pace: turns between two stores' becoming visible, and at most of a rank before another one has some.
+    """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, library: Library, layout: Layout, turns_a_store: int
+        self, monkeypatch: pytest.MonkeyPatch, library: Library, layout: Layout, pace: tuple[int, int]
     ) -> None:
         super().__init__(library, layout)
         self.memory[:, layout.half(0) :] = 0xFF
-        self.turns_a_store = turns_a_store
+        self.pace = pace
         monkeypatch.setattr(gemm, "program", lambda path, defines: Loaded(self))
         monkeypatch.setattr(Boxes, "encode", encoded)
 
     def use(self) -> None:
         first, size = ctypes.c_void_p(self.memory.data_ptr()), ctypes.c_uint64(self.memory.numel())
-        self.library.library.use(first, size, len(self.places), self.turns_a_store)
+        self.library.library.use(first, size, len(self.places), *self.pace)
 
     def run_late(self, seed: int, late: int, turns: int) -> list[list[bool]]:
         self.use()

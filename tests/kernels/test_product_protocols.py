@@ -1,7 +1,7 @@
-"""The products that send by themselves, on the CPU, threads as fibers: every row and part is the right one when it is read.
+"""The products that send by themselves, on the CPU, threads as fibers: what is read is the right row or part.
 
-The kernels and their launchers run as they are but for tensor copies, products of warpgroups and assembly; stores to peers
-become visible late and in any order (products.cpp). Operands are small whole numbers: all sums are exact.
+The kernels and their launchers run as they are but for tensor copies, products of warpgroups and assembly; stores to
+peers become visible late and in any order (products.cpp). Operands are small whole numbers: all sums are exact.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Gather:
     def compiled(self, folder: Path, instead: Mapping[str, str] | None = None) -> Library:
         return build(folder, gather.SOURCE, gather._Params, gather.defines(self.bs(), self.config), instead)
 
-    def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, turns: int) -> Products:
+    def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
         layout = gather_configs.push_layout(self.m, self.k, self.size, self.config)
-        self.ranks = Products(monkeypatch, library, layout, turns)
+        self.ranks = Products(monkeypatch, library, layout, pace)
         a, bs = torch.empty(self.m, self.k, dtype=torch.bfloat16), self.bs()
         self.kernels = [
             gather.AllGatherMatmulPush(place, a, bs, self.config, num_sms=self.blocks)
@@ -96,9 +96,9 @@ class Scatter:
         defines = scatter.defines(b, self.config, self.size, self.out_dtype)
         return build(folder, scatter.SOURCE, scatter._Params, defines, instead)
 
-    def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, turns: int) -> Products:
+    def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
         nbytes, flags = scatter_configs.bulk_needs(self.m, self.n, self.config, self.size, self.batches)
-        self.ranks = Products(monkeypatch, library, scatter.Layout(self.size, flags, nbytes), turns)
+        self.ranks = Products(monkeypatch, library, scatter.Layout(self.size, flags, nbytes), pace)
         a, b = numbers(self.batches, self.size, self.m, self.k), numbers(self.n, self.k).t()
         self.kernels = [
             scatter.MatmulReduceScatterBulk(
@@ -150,7 +150,7 @@ def uses(op: Op, monkeypatch: pytest.MonkeyPatch, library: Library, seed: int, c
     """Random halves: the same one twice in a row, too."""
     choice = random.Random(seed)
     torch.manual_seed(seed)
-    ranks = op.prepare(monkeypatch, library, choice.choice([1, 4, 16]))
+    ranks = op.prepare(monkeypatch, library, (choice.choice([1, 10, 100]), choice.choice([2000, 200_000])))
     for _ in range(count):
         half = choice.randrange(2)
         if isinstance(op, Gather):
@@ -174,3 +174,80 @@ def test_uses_of_both_halves(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyP
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     assert not wrong(op, uses(op, monkeypatch, op.compiled(tmp_path), seed))
+
+
+@pytest.mark.parametrize(
+    "op", [GATHERS["beside"], GATHERS["senders"], SCATTERS["3"]], ids=["beside", "senders", "parts"]
+)
+@pytest.mark.parametrize("told", [False, True], ids=["expires", "had-expired"])
+def test_a_rank_that_gives_up_sends_nothing(
+    op: Op, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = op.prepare(monkeypatch, op.compiled(tmp_path), (1, 2000))
+    op.launch(0, polls=100)
+    layout, words = ranks.layout, ranks.memory.view(torch.int32)
+    # As if this were the second use, and the last rank were still in the first one.
+    words[0, layout.EPOCH] = 1
+    words[0, layout.done(0) : layout.done(0) + op.size - 1] = 1
+    words[0, layout.BROKEN] = int(told)
+    if told:
+        words[0, layout.done(0) + op.size - 1] = 1
+    before = ranks.memory.clone()
+    ranks.run_alone(0)
+    after = ranks.memory[1:].view(torch.int32)
+    assert (after[:, layout.done(0)] == 2).all()  # it ends the use all the same
+    after[:, layout.done(0)] = 0
+    assert torch.equal(ranks.memory[1:], before[1:])
+    # A wait for data may expire as soon as the one for the half does.
+    assert ranks.records[0, :2].tolist() == [int(not told), 0]
+
+
+@pytest.mark.parametrize(
+    "op", [GATHERS["beside"], GATHERS["senders"], SCATTERS["3"]], ids=["beside", "senders", "parts"]
+)
+def test_a_late_rank_is_right_or_told(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 begins in the midst of what the others do, one of which waits for longer than the other."""
+    library, outcomes = op.compiled(tmp_path), []
+    for seed in range(4):
+        choice = random.Random(seed)
+        torch.manual_seed(seed)
+        ranks = op.prepare(monkeypatch, library, (choice.choice([1, 10]), 20_000))
+        for call in range(4):
+            op.launch(call // 2, polls=choice.choice([20, 200]))
+        told = ranks.run_late(seed, late=1, turns=choice.randrange(1_000_000))
+        each = len(op.wanted) // (4 * op.size)
+        for i, (got, want) in enumerate(op.wanted):
+            call, rank = divmod(i // each, op.size)
+            outcomes.append(torch.equal(got, want))
+            assert outcomes[-1] or told[rank][call], f"seed {seed}: call {call} of rank {rank} is wrong"
+    assert not all(outcomes), "nobody was late"
+
+
+# What must stand in the kernels' text, and what a mistake would look like there.
+MISTAKES = {
+    "gather-no-fence": ("__threadfence_system();\n        if (!more) continue;", "if (!more) continue;"),
+    "gather-lanes-not-awaited": (
+        "__syncwarp();\n        if (lane == 0) weft::set_count(sent, ++count);",
+        "if (lane == 0) weft::set_count(sent, ++count);",
+    ),
+    "gather-posted-ahead": ("posted < there;", "posted <= there && index < order.pieces;"),
+    "gather-flags-not-awaited": ("weft::fence_proxy_async();\n            __syncwarp();", ""),
+    "gather-count-not-awaited": ("weft::wait_count(s.counts + ARRIVED, ++needed)", "++needed"),
+    "gather-half-not-free": ("p.half.done + lane, use - 1", "p.half.done + lane, use - 2"),
+    "scatter-no-fence": ("__threadfence_system();", ""),
+    "scatter-warps-not-awaited": ("weft::sync_warpgroup(warpgroup);", ""),
+    "scatter-posted-ahead": ("s.counts + warpgroup, ++stored)", "s.counts + warpgroup, stored++)"),
+    "scatter-flags-not-awaited": ("    }\n    __syncwarp();\n}", "    }\n}"),
+    "scatter-other-part-awaited": ("2 * t.index + warpgroup;", "2 * t.index + 1 - warpgroup;"),
+    "scatter-half-not-free": ("p.half.done + lane, use - 1", "p.half.done + lane, use - 2"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    op: Op = Scatter(2, 67, 72, 72)
+    if mistake.startswith("gather"):
+        op = Gather(2, 147, (8,), 264, push(WIDE, 0, 1), blocks=2)  # little to multiply until rows come
+    right, broken = MISTAKES[mistake]
+    library = op.compiled(tmp_path, {right: broken})
+    assert any(wrong(op, uses(op, monkeypatch, library, seed)) for seed in range(40))
