@@ -1,9 +1,10 @@
-"""Kernels that push, and their launchers, on the CPU: fibers.cpp's Python side."""
+"""Kernels and their launchers on the CPU: the Python side of fibers.h, and of fibers.cpp for kernels that push."""
 
 from __future__ import annotations
 
 import ctypes
 import subprocess
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import weft.kernels.device
 from weft.kernels.device.program import Function
 from weft.kernels.device.push import Layout
+from weft.symm_mem import workspace
 
 DEVICE = Path(weft.kernels.device.__file__).parent
 STAND_INS = ("sync.cuh", "numbers.cuh", "reduce.cuh", "team.cuh")
@@ -25,7 +27,7 @@ class Launch(ctypes.Structure):
         ("blocks", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("broken", ctypes.c_uint32),
-        ("params", ctypes.c_char * 248),
+        ("params", ctypes.c_char * 1008),
     )
 
 
@@ -76,18 +78,23 @@ def build(
 class Place:
     """A workspace in plain memory, and what the launchers asked for on it."""
 
-    layout: Layout
+    layout: Layout | workspace.Layout
     address: int
     span: int
     rank: int
     record: int = 0
     launches: list[Launch] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
 
 
 class Ranks:
     """``world_size`` workspaces side by side; ``run`` runs what was launched, with the rank for a stream."""
 
-    def __init__(self, library: Library, layout: Layout) -> None:
+    def __init__(self, library: Library, layout: Layout | workspace.Layout) -> None:
         self.library, self.layout = library, layout
         span = layout.bytes + 256
         self.memory = torch.zeros(layout.world_size, span, dtype=torch.uint8)
@@ -112,7 +119,8 @@ class Ranks:
         launches = [launch for place in self.places for launch in place.launches]
         count, size = len(self.places[0].launches), len(self.places)
         run = (Launch * len(launches))(*launches)
-        self.library.library.run(run, size, count, seed, late, ctypes.c_long(turns))
+        ended = self.library.library.run(run, size, count, seed, late, ctypes.c_long(turns))
+        assert ended, f"seed {seed}: a launch does not end"
         return [[bool(run[rank * count + i].broken) for i in range(count)] for rank in range(size)]
 
     def slots_are_empty(self) -> bool:
@@ -122,6 +130,9 @@ class Ranks:
 class Noted(Function):
     def __init__(self, ranks: Ranks, kernel: int) -> None:
         self.ranks, self.kernel = ranks, kernel
+
+    def most_clusters(self, cluster: int, block: int, shared: int) -> int:
+        return 1 << 20
 
     def bound(self, grid: int, block: int, args: ctypes.Structure, shared: int = 0) -> Callable[[int], None]:
         def note(rank: int) -> None:

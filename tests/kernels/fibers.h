@@ -1,0 +1,272 @@
+// Runs kernels on the CPU: every thread of every rank is a fiber, and a seeded scheduler decides who goes on wherever
+// one waits. fibers.cpp and products.cpp include it, each with its own stand-ins for what a kernel includes; what both
+// have in common of sync.cuh and numbers.cuh is here.
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __noinline__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+
+struct Index {
+    unsigned x;
+};
+
+static Index threadIdx, blockIdx, blockDim, gridDim;
+
+struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    unsigned thread, block, number;
+    std::vector<unsigned> knows;  // products.cpp: how many stores of each fiber of the launch lie before what it does next
+    bool done = false;
+    // What it waits for: while it is not so, the fiber's turns are not worth a switch.
+    bool (*over)(const void*) = nullptr;
+    const void* condition;
+};
+
+struct Launch {
+    int kernel, blocks, threads;
+    unsigned broken;  // whether a wait of this rank had expired when it ended
+    char params[1008];
+};
+
+struct Meeting {
+    unsigned waiting = 0, round = 0;
+    std::vector<float> values;  // of those who meet
+};
+
+struct Rank {
+    alignas(64) char params[sizeof(Launch::params)];  // of the launch that runs
+    std::vector<Launch*> launches;
+    size_t next = 0;
+    std::vector<std::unique_ptr<Fiber>> fibers;
+    std::vector<Meeting> blocks, warps;
+    int number = 0;
+};
+
+constexpr long MOST_TURNS = 1'000'000'000;  // of a run: far more than any takes
+static unsigned turns_a_rank = 2000;  // at most, before another rank's
+static ucontext_t scheduler;
+static Fiber* running;
+static Rank* current;
+static std::mt19937 dice;
+
+static void go_on_later() { swapcontext(&running->context, &scheduler); }
+
+template <typename Condition>
+static void go_on_when(const Condition& condition) {
+    running->condition = &condition;
+    running->over = [](const void* c) { return (*static_cast<const Condition*>(c))(); };
+    while (!condition()) go_on_later();
+    running->over = nullptr;
+}
+
+static const Launch& launched() { return *current->launches[current->next]; }
+
+// All fibers of a meeting come here before one goes on. The last one does `what` first.
+template <typename What>
+static void meet(Meeting& meeting, unsigned all, const What& what) {
+    if (++meeting.waiting == all) {
+        what();
+        meeting.waiting = 0;
+        ++meeting.round;
+    } else {
+        go_on_when([&, round = meeting.round] { return meeting.round != round; });
+    }
+}
+
+static void meet(Meeting& meeting, unsigned all) {
+    meet(meeting, all, [] {});
+}
+
+namespace weft {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+constexpr int BROKEN = 0, WAIT_DATA = 1, WAIT_FREE = 2, FAREWELL = 3;
+
+struct Watch {
+    u32* words;
+    u64* record;
+    u64 timeout_ns;
+    int rank;
+    int reserved;
+};
+
+static u32 load_acquire(const u32* word) { return *word; }
+static bool is_broken(const Watch& watch) { return watch.words[BROKEN] != 0; }
+
+static void report(const Watch& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
+    if (is_broken(watch)) return;
+    watch.words[BROKEN] = 1;
+    const u64 record[8] = {1, u64(watch.rank), u64(peer), word, expected, seen, u64(kind), 0};
+    std::memcpy(watch.record, record, sizeof record);
+}
+
+// Polls take the place of nanoseconds.
+struct Patience {
+    u64 polls = 0;
+    bool due() { return true; }
+    bool overdue(const Watch& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
+        if (is_broken(watch)) return true;
+        if (++polls <= watch.timeout_ns) {
+            go_on_later();
+            return false;
+        }
+        report(watch, peer, word, expected, seen, kind);
+        return true;
+    }
+};
+
+static bool wait_flag(const Watch& watch, int peer, u32 word, u32 expected, int kind) {
+    Patience patience;
+    for (;;) {
+        const u32 seen = load_acquire(watch.words + word);
+        if (static_cast<int>(seen - expected) >= 0) return true;
+        if (patience.overdue(watch, peer, word, expected, seen, kind)) return false;
+    }
+}
+
+static float as_float(u32 bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+static u32 as_bits(float value) {
+    u32 bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+
+struct bfloat16 {
+    using Storage = u16;
+    static constexpr int PER_WORD = 2;
+    static void unpack(u32 word, float* out) {
+        out[0] = as_float(word << 16);
+        out[1] = as_float(word & 0xffff0000u);
+    }
+    static u32 half(float value) {
+        const u32 bits = as_bits(value);
+        return std::isnan(value) ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+    }
+    static u32 pack(const float* in) { return half(in[0]) | half(in[1]) << 16; }
+};
+
+}  // namespace weft
+
+// What the file that includes this one adds: the kernels, and what happens to memory.
+static void call(int rank, int kernel, const void* params);
+static const weft::Watch& watch_of(const void* params);
+static void launch_begins(Rank& rank);
+static void launch_ends(Rank& rank);
+static void between_turns();
+
+static void body() {
+    call(current->number, launched().kernel, current->params);
+    running->done = true;
+    go_on_later();
+}
+
+static void start(Rank& rank) {
+    const Launch& launch = *rank.launches[rank.next];
+    std::memcpy(rank.params, launch.params, sizeof rank.params);
+    rank.blocks.assign(launch.blocks, Meeting());
+    rank.warps.assign(launch.blocks * ((launch.threads + 31) / 32), Meeting());
+    launch_begins(rank);
+    for (int i = 0; i < launch.blocks * launch.threads; ++i) {
+        auto fiber = std::make_unique<Fiber>();
+        constexpr size_t STACK = 16 << 10;
+        fiber->stack.reset(new char[STACK]);
+        fiber->number = i;
+        fiber->thread = i % launch.threads;
+        fiber->block = i / launch.threads;
+        getcontext(&fiber->context);
+        fiber->context.uc_stack.ss_sp = fiber->stack.get();
+        fiber->context.uc_stack.ss_size = STACK;
+        fiber->context.uc_link = nullptr;
+        makecontext(&fiber->context, body, 0);
+        rank.fibers.push_back(std::move(fiber));
+    }
+}
+
+// Rank `late` begins when the others have had so many turns, or are at their end. False: not all comes to its end.
+static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long wanted = 0) {
+    dice.seed(seed);
+    std::vector<int> busy;
+    for (int r = 0; r < int(all.size()); ++r) {
+        if (r != late) busy.push_back(r);
+    }
+    bool begun = late < 0;
+    long all_turns = 0;
+    while (!busy.empty() || !begun) {
+        if (!begun && (wanted <= 0 || busy.empty())) {
+            begun = true;
+            busy.push_back(late);
+        }
+        // A rank runs for a while before another one does: they drift apart by whole calls.
+        const size_t pick = dice() % busy.size();
+        Rank& rank = all[busy[pick]];
+        if (all_turns > MOST_TURNS) return false;
+        for (int turns = dice() % turns_a_rank; turns >= 0 && rank.next < rank.launches.size(); --turns) {
+            if (rank.fibers.empty()) start(rank);
+            Launch& launch = *rank.launches[rank.next];
+            const size_t i = dice() % rank.fibers.size();
+            --wanted;
+            ++all_turns;
+            between_turns();
+            Fiber& fiber = *rank.fibers[i];
+            if (fiber.over != nullptr && !fiber.over(fiber.condition)) continue;
+            current = &rank;
+            running = &fiber;
+            threadIdx.x = fiber.thread;
+            blockIdx.x = fiber.block;
+            blockDim.x = launch.threads;
+            gridDim.x = launch.blocks;
+            swapcontext(&scheduler, &fiber.context);
+            if (fiber.done) {
+                std::swap(rank.fibers[i], rank.fibers.back());
+                rank.fibers.pop_back();
+                if (rank.fibers.empty()) {
+                    launch_ends(rank);
+                    launch.broken = watch_of(rank.params).words[weft::BROKEN];
+                    ++rank.next;
+                }
+            }
+        }
+        if (rank.next == rank.launches.size()) busy.erase(busy.begin() + pick);
+    }
+    return true;
+}
+
+// Run `count` launches on each of `ranks` ranks; `launches` holds them rank after rank. Those of one rank
+// follow each other, as on a stream.
+extern "C" int run(Launch* launches, int ranks, int count, unsigned seed, int late, long turns) {
+    std::vector<Rank> all(ranks);
+    for (int r = 0; r < ranks; ++r) {
+        all[r].number = r;
+        for (int i = 0; i < count; ++i) all[r].launches.push_back(launches + r * count + i);
+    }
+    return run_all(all, seed, late, turns);
+}
+
+// Run one launch on one rank, whose waits are all over.
+extern "C" void run_one(Launch* launch, int rank) {
+    std::vector<Rank> all(1);
+    all[0].number = rank;
+    all[0].launches.push_back(launch);
+    run_all(all, 0);
+}

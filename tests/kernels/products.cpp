@@ -1,0 +1,328 @@
+// Runs a kernel around gemm.cuh on the CPU (fibers.h): products.py compiles it as it is, with this file's stand-ins in
+// place of hopper.cuh, sync.cuh and numbers.cuh. Tensor copies and products of warpgroups are done by plain arithmetic.
+//
+// What a thread stores at a peer becomes visible late, in any order, unless a fence of system scope orders it: that of
+// a thread which knows of the store, because it is its own or because barriers or counts lie between. (Votes and shuffles
+// tell nothing of memory.) Loads are never early: a reader that looks at data before its flag is found by what it reads
+// only if the program's order is wrong, not if merely an acquire is missing.
+
+#include "fibers.h"
+
+#include <unordered_map>
+
+using Clock = std::vector<unsigned>;
+
+static void join(Clock& clock, const Clock& other) {
+    if (clock.size() < other.size()) clock.resize(other.size());
+    for (size_t i = 0; i < other.size(); ++i) clock[i] = std::max(clock[i], other[i]);
+}
+
+struct Late {
+    char* to;
+    char bytes[16];
+    int size;
+    unsigned by, number;  // of the fiber's stores
+};
+
+// A meeting behind which each knows what all have done.
+struct Barrier {
+    Meeting meeting;
+    Clock gathering, gathered;
+    unsigned saying = 0, said = 0;  // a bit of each lane, or how many are against it
+    unsigned lanes[2][32];
+};
+
+constexpr size_t SHARED = 128 << 10;
+constexpr int CLUSTER_BLOCKS = 2;
+
+struct State {
+    std::vector<char> shared;
+    std::vector<Barrier> warps, warpgroups, clusters;
+    std::unordered_map<const unsigned*, Clock> counts;
+    std::vector<Late> late;
+};
+
+static std::vector<State> states;
+static char *memory, *memory_end;  // of all workspaces
+static unsigned turns_a_store;
+
+// For the runs that follow: the workspaces, how long what is stored there takes, and how far ranks drift apart.
+extern "C" void use(char* first, uint64_t bytes, int ranks, unsigned a_store, unsigned a_rank) {
+    memory = first;
+    memory_end = first + bytes;
+    states.assign(ranks, State());
+    turns_a_store = a_store;
+    turns_a_rank = a_rank;
+}
+
+static State& state() { return states[current->number]; }
+
+static void arrive_late(const Late& store) { std::memcpy(store.to, store.bytes, store.size); }
+
+static void store(void* place, const void* value, int size) {
+    char* to = static_cast<char*>(place);
+    if (to < memory || to >= memory_end) {
+        std::memcpy(to, value, size);
+        return;
+    }
+    Clock& knows = running->knows;
+    if (knows.size() <= running->number) knows.resize(running->number + 1);
+    Late late{to, {}, size, running->number, ++knows[running->number]};
+    std::memcpy(late.bytes, value, size);
+    state().late.push_back(late);
+    if (dice() % 16 == 0) go_on_later();
+}
+
+static void between_turns() {
+    auto& late = states[dice() % states.size()].late;
+    if (late.empty() || dice() % turns_a_store != 0) return;
+    std::swap(late[dice() % late.size()], late.back());
+    arrive_late(late.back());
+    late.pop_back();
+}
+
+static void __threadfence_system() {
+    const Clock& knows = running->knows;
+    auto& late = state().late;
+    const auto behind = std::partition(late.begin(), late.end(), [&](const Late& store) {
+        return store.by >= knows.size() || knows[store.by] < store.number;
+    });
+    std::for_each(behind, late.end(), arrive_late);
+    late.erase(behind, late.end());
+}
+
+static void __threadfence() {}
+
+static void launch_begins(Rank& rank) {
+    const Launch& launch = *rank.launches[rank.next];
+    State& s = states[rank.number];
+    s.shared.assign(launch.blocks * SHARED, 0);
+    s.warps.assign(launch.blocks * launch.threads / 32, Barrier());
+    s.warpgroups.assign(launch.blocks * launch.threads / 128, Barrier());
+    s.clusters.assign(launch.blocks / CLUSTER_BLOCKS, Barrier());
+    s.counts.clear();
+}
+
+static void launch_ends(Rank& rank) {
+    auto& late = states[rank.number].late;
+    std::for_each(late.begin(), late.end(), arrive_late);
+    late.clear();
+}
+
+static Barrier& group(std::vector<Barrier>& barriers, unsigned threads) {
+    return barriers[(running->block * launched().threads + running->thread) / threads];
+}
+
+static void meet_and_tell(Barrier& barrier, unsigned all) {
+    join(barrier.gathering, running->knows);
+    meet(barrier.meeting, all, [&] {
+        barrier.gathered.swap(barrier.gathering);
+        barrier.gathering.clear();
+    });
+    join(running->knows, barrier.gathered);
+}
+
+static Barrier& warp() { return group(state().warps, 32); }
+static void __syncwarp() { meet_and_tell(warp(), 32); }
+
+static unsigned vote(bool said) {
+    Barrier& w = warp();
+    w.saying |= unsigned(said) << running->thread % 32;
+    meet(w.meeting, 32, [&] {
+        w.said = w.saying;
+        w.saying = 0;
+    });
+    return w.said;
+}
+static bool __any_sync(unsigned, bool said) { return vote(said) != 0; }
+static bool __all_sync(unsigned, bool said) { return vote(said) == ~0u; }
+
+static unsigned __shfl_xor_sync(unsigned, unsigned value, int mask) {
+    Barrier& w = warp();
+    const unsigned lane = running->thread % 32;
+    unsigned* lanes = w.lanes[w.meeting.round % 2];
+    lanes[lane] = value;
+    meet(w.meeting, 32);
+    return lanes[lane ^ mask];
+}
+
+static unsigned atomicAdd(unsigned* place, unsigned more) {
+    const unsigned before = *place;
+    *place += more;
+    return before;
+}
+
+struct uint4 {
+    unsigned x, y, z, w;
+    uint4& operator=(const uint4& other) {
+        store(this, &other, sizeof other);
+        return *this;
+    }
+};
+struct float2 {
+    float x, y;
+};
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
+static uint4 __ldg(const uint4* place) { return *place; }
+static int min(int a, int b) { return a < b ? a : b; }
+
+namespace weft {
+
+using u8 = unsigned char;
+
+static uint4 load_payload(const uint4* slot) { return *slot; }
+static void post_behind_fence(u32* word, u32 value) { store(word, &value, sizeof value); }
+static void post_flag(u32* word, u32 value) {
+    __threadfence_system();
+    post_behind_fence(word, value);
+}
+
+static u32 shared_address(const void* pointer) { return static_cast<u32>(reinterpret_cast<u64>(pointer)); }
+static u8* shared_base() { return reinterpret_cast<u8*>(state().shared.data() + running->block * SHARED); }
+static u32 rank_in_cluster() { return running->block % CLUSTER_BLOCKS; }
+
+template <typename T>
+static T* in_block(T* mine, u32 block) {
+    return reinterpret_cast<T*>(reinterpret_cast<u64>(mine) + (u64(block) - rank_in_cluster()) * SHARED);
+}
+
+static void set_count(u32* count, u32 value) {
+    state().counts[count] = running->knows;
+    *count = value;
+    if (dice() % 2 == 0) go_on_later();
+}
+static u32 read_count(const u32* count) {
+    join(running->knows, state().counts[count]);
+    return *count;
+}
+static u32 wait_count(const u32* count, u32 needed) {
+    go_on_when([&] { return *count >= needed; });
+    return read_count(count);
+}
+
+// Of arrivals and bytes, as hopper.cuh has it.
+struct Phases {
+    u8 count, pending, parity;
+    int bytes;
+    void settle() {
+        if (pending != 0 || bytes != 0) return;
+        pending = count;
+        parity ^= 1;
+    }
+};
+static_assert(sizeof(Phases) == sizeof(u64));
+static Phases& phases(u64* barrier) { return *reinterpret_cast<Phases*>(barrier); }
+
+static void init_barrier(u64* barrier, u32 count) { phases(barrier) = {u8(count), u8(count), 0, 0}; }
+static void publish_barriers() {}
+static void arrive_expecting(u64* barrier, u32 bytes) {
+    phases(barrier).bytes += bytes;
+    --phases(barrier).pending;
+    phases(barrier).settle();
+}
+static void arrive_at(u64* barrier, u32 block) {
+    --phases(in_block(barrier, block)).pending;
+    phases(in_block(barrier, block)).settle();
+}
+static void wait(u64* barrier, u32 parity) {
+    go_on_when([&] { return phases(barrier).parity != parity; });
+}
+
+// What the lanes of a warp can only do together.
+static void together() { meet(warp().meeting, 32); }
+
+static bool elected() {
+    together();
+    return running->thread % 32 == 0;
+}
+static void fence_proxy_async() {}
+static void sync_cluster() {
+    meet_and_tell(state().clusters[running->block / CLUSTER_BLOCKS], launched().threads * CLUSTER_BLOCKS);
+}
+static void sync_warpgroup(int) { meet_and_tell(group(state().warpgroups, 128), 128); }
+static bool all_of_warpgroup(int warpgroup, bool mine) {
+    Barrier& w = group(state().warpgroups, 128);
+    w.saying += !mine;
+    meet(w.meeting, 128, [&] {
+        w.said = w.saying;
+        w.saying = 0;
+    });
+    const bool all = w.said == 0;
+    sync_warpgroup(warpgroup);
+    return all;
+}
+template <int N>
+static void give_registers() {}
+template <int N>
+static void take_registers() {}
+
+// As products.py encodes it, the innermost dimension first; strides in elements.
+struct alignas(64) TensorMap {
+    u64 address, extents[4], strides[4], box[4], unused[3];
+};
+
+static void copy_box(const TensorMap& map, void* place, u64* barrier, const int (&first)[4]) {
+    u16* to = static_cast<u16*>(place);
+    const u16* from = reinterpret_cast<const u16*>(map.address);
+    u64 i[4];
+    for (i[3] = first[3]; i[3] < first[3] + map.box[3]; ++i[3])
+        for (i[2] = first[2]; i[2] < first[2] + map.box[2]; ++i[2])
+            for (i[1] = first[1]; i[1] < first[1] + map.box[1]; ++i[1])
+                for (i[0] = first[0]; i[0] < first[0] + map.box[0]; ++i[0]) {
+                    bool inside = true;
+                    u64 at = 0;
+                    for (int d = 0; d < 4; ++d) {
+                        inside = inside && i[d] < map.extents[d];
+                        at += i[d] * map.strides[d];
+                    }
+                    *to++ = inside ? from[at] : 0;
+                }
+    phases(barrier).bytes -= map.box[0] * map.box[1] * map.box[2] * map.box[3] * sizeof(u16);
+    phases(barrier).settle();
+}
+static void load_box(const TensorMap& map, void* to, u64* barrier, int x, int y, int z, int w) {
+    go_on_later();
+    copy_box(map, to, barrier, {x, y, z, w});
+}
+static void load_box_for_both(const TensorMap& map, void* to, u64* barrier, int x, int y, int z = 0) {
+    for (int block = 0; block < CLUSTER_BLOCKS; ++block) {
+        copy_box(map, in_block(to, block), in_block(barrier, block), {x, y, z, 0});
+        go_on_later();
+    }
+}
+
+static void products_begin() { together(); }
+static void products_commit() {}
+template <int N>
+static void products_wait() {
+    together();
+}
+
+// Boxes are not swizzled here, and an operand is its address, in units of 16 bytes.
+static u64 operand(const void* at, u32, u32) { return reinterpret_cast<u64>(at) >> 4; }
+
+template <int N>
+struct Product {
+    template <int N_CONTIGUOUS>
+    static void run(float (&d)[N / 2], u64 a, u64 b, int add) {
+        static_assert(!N_CONTIGUOUS, "rows of 64 k");
+        const u16 *as = reinterpret_cast<const u16*>(a << 4), *bs = reinterpret_cast<const u16*>(b << 4);
+        const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+        for (int i = 0; i < N / 2; ++i) {
+            const u16* x = as + 64 * (row + i / 2 % 2 * 8);
+            const u16* y = bs + 64 * (i / 4 * 8 + lane % 4 * 2 + i % 2);
+            float sum = add ? d[i] : 0;
+            for (int k = 0; k < 16; ++k) sum += as_float(u32(x[k]) << 16) * as_float(u32(y[k]) << 16);
+            d[i] = sum;
+        }
+    }
+};
+
+}  // namespace weft
+
+#include SOURCE
+
+static_assert(sizeof(Params) == PARAMS_BYTES);
+static void call(int, int, const void* params) { KERNEL(*static_cast<const Params*>(params)); }
+static const weft::Watch& watch_of(const void* params) { return static_cast<const Params*>(params)->watch; }

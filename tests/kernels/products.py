@@ -1,0 +1,126 @@
+"""The kernels around gemm.cuh and their launchers on the CPU: products.cpp's Python side."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from fibers import DEVICE, Library, Ranks
+from weft.kernels.device import gemm
+from weft.kernels.device.gemm_tiles import Tile
+from weft.kernels.device.program import Function
+from weft.kernels.device.tensor_map import Boxes, TensorMap
+from weft.symm_mem.workspace import Layout
+
+STAND_INS = ("hopper.cuh", "sync.cuh", "numbers.cuh")
+SHARED = 128 << 10  # bytes that a block has
+SMALL = Tile(64, 64, 2, 0.0)
+WIDE = Tile(128, 32, 3, 0.0)
+
+
+def build(
+    folder: Path,
+    source: Path,
+    params: type,
+    defines: gemm.Defines,
+    instead: Mapping[str, str] | None = None,
+) -> Library:
+    """Compile ``source``, called like its folder; ``instead``: texts in it, and what shall stand there."""
+    name = source.parent.name
+    for below in ("device", name):
+        (folder / below).mkdir(parents=True, exist_ok=True)
+    for stand_in in STAND_INS:
+        (folder / "device" / stand_in).touch()
+    for file in ("gemm.cuh", "walk.cuh"):
+        (folder / "device" / file).write_text((DEVICE / file).read_text())
+    (folder / name / "order.cuh").write_text(source.with_name("order.cuh").read_text())
+    text = source.read_text()
+    # Each block has memory of its own.
+    changes = {"extern __shared__ u8 base[];": "u8* base = weft::shared_base();", **(instead or {})}
+    for old, new in changes.items():
+        assert text.count(old) == 1, f"not once in {source}: {old}"
+        text = text.replace(old, new)
+    kernel = folder / name / source.name
+    kernel.write_text(text)
+    library = folder / "products.so"
+    options = {
+        **dict(defines),
+        "SOURCE": f'"{kernel}"',
+        "KERNEL": name,
+        "PARAMS_BYTES": ctypes.sizeof(params),
+    }
+    subprocess.run(
+        [
+            *(
+                "g++",
+                "-std=c++17",
+                "-O2",
+                "-ftree-vectorize",
+                "-fno-strict-aliasing",
+                "-w",
+                "-Wno-psabi",
+                "-shared",
+                "-fPIC",
+            ),
+            *(f"-D{key}={value}" for key, value in options.items()),
+            *(Path(__file__).with_name("products.cpp"), "-o", library),
+        ],
+        check=True,
+    )
+    return Library((name,), ctypes.CDLL(str(library)))
+
+
+def encoded(boxes: Boxes, address: int) -> ctypes.Array[ctypes.c_uint64]:
+    """A tensor map as products.cpp reads it."""
+    fill = 4 - len(boxes.shape)
+    dimensions = (
+        [*reversed(boxes.shape)] + [1] * fill,
+        [*reversed(boxes.strides)] + [0] * fill,
+        [*reversed(boxes.box)] + [1] * fill,
+    )
+    return TensorMap(address, *(number for numbers in dimensions for number in numbers))
+
+
+class Products(Ranks):
+    """Ranks with poisoned halves, on which the launchers' kernels run.
+
+    Args:
+        pace: turns between two stores' becoming visible, and at most of a rank before another one has some.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, library: Library, layout: Layout, pace: tuple[int, int]
+    ) -> None:
+        super().__init__(library, layout)
+        self.memory[:, layout.half(0) :] = 0xFF
+        self.pace = pace
+        monkeypatch.setattr(gemm, "program", lambda path, defines: Loaded(self))
+        monkeypatch.setattr(Boxes, "encode", encoded)
+
+    def use(self) -> None:
+        first, size = ctypes.c_void_p(self.memory.data_ptr()), ctypes.c_uint64(self.memory.numel())
+        self.library.library.use(first, size, len(self.places), *self.pace)
+
+    def run_late(self, seed: int, late: int, turns: int) -> list[list[bool]]:
+        self.use()
+        return super().run_late(seed, late, turns)
+
+    def run_alone(self, rank: int) -> None:
+        """Run the one launch of a rank."""
+        self.use()
+        (launch,) = self.places[rank].launches
+        self.library.library.run_one(ctypes.byref(launch), rank)
+
+
+class Loaded:
+    """A stand-in for a program."""
+
+    def __init__(self, ranks: Products) -> None:
+        self.ranks = ranks
+
+    def function(self, name: str, shared: int) -> Function:
+        assert shared <= SHARED
+        return self.ranks.function(name)

@@ -1,0 +1,253 @@
+"""The products that send by themselves, on the CPU, threads as fibers: what is read is the right row or part.
+
+The kernels and their launchers run as they are but for tensor copies, products of warpgroups and assembly; stores to
+peers become visible late and in any order (products.cpp). Operands are small whole numbers: all sums are exact.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from fibers import PATIENT, Library
+from products import SMALL, WIDE, Products, build
+from weft.kernels.all_gather_matmul import configs as gather_configs
+from weft.kernels.all_gather_matmul import cuda_kernel as gather
+from weft.kernels.device.gemm_tiles import Tile
+from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
+from weft.kernels.matmul_reduce_scatter import cuda_kernel as scatter
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randint(-1, 2, shape).bfloat16()
+
+
+@dataclass
+class Gather:
+    """all_gather(A) @ [B, ...] on one workspace of each rank."""
+
+    size: int
+    m: int
+    ns: tuple[int, ...]
+    k: int
+    config: gather_configs.PushConfig
+    blocks: int = 4
+
+    def bs(self) -> list[torch.Tensor]:
+        return [numbers(n, self.k).t() for n in self.ns]
+
+    def compiled(self, folder: Path, instead: Mapping[str, str] | None = None) -> Library:
+        return build(folder, gather.SOURCE, gather._Params, gather.defines(self.bs(), self.config), instead)
+
+    def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
+        layout = gather_configs.push_layout(self.m, self.k, self.size, self.config)
+        self.ranks = Products(monkeypatch, library, layout, pace)
+        a, bs = torch.empty(self.m, self.k, dtype=torch.bfloat16), self.bs()
+        self.kernels = [
+            gather.AllGatherMatmulPush(place, a, bs, self.config, num_sms=self.blocks)
+            for place in self.ranks.places
+        ]
+        self.kept: list[object] = []
+        self.wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
+        return self.ranks
+
+    def launch(self, half: int, polls: int, pieces: int = 1) -> None:
+        """A use on every rank, in so many launches, of which the first one sends and the last one ends the use."""
+        shards = [numbers(self.m, self.k) for _ in self.kernels]
+        whole = torch.stack(shards).double()
+        for rank, kernel in enumerate(self.kernels):
+            for piece in range(pieces):
+                bs = self.bs()
+                cs = [torch.full((self.size, self.m, n), float("nan")).bfloat16() for n in self.ns]
+                kernel.launch(
+                    *(half, shards[rank].data_ptr(), [b.data_ptr() for b in bs], [c.data_ptr() for c in cs]),
+                    *(piece == 0, piece == pieces - 1, polls, rank),
+                )
+                self.kept += [bs, shards]
+                self.wanted += [(c, (whole @ b.double()).bfloat16()) for c, b in zip(cs, bs, strict=True)]
+
+
+@dataclass
+class Scatter:
+    """reduce_scatter(A @ B) on one workspace of each rank."""
+
+    size: int
+    m: int
+    n: int
+    k: int
+    tile: Tile = SMALL
+    batches: int = 1
+    average: bool = False
+    out_dtype: torch.dtype = torch.bfloat16
+    blocks: int = 4
+
+    def __post_init__(self) -> None:
+        self.config = scatter_configs.BulkConfig(self.tile, 2)
+
+    def compiled(self, folder: Path, instead: Mapping[str, str] | None = None) -> Library:
+        b = numbers(self.n, self.k).t()
+        defines = scatter.defines(b, self.config, self.size, self.out_dtype)
+        return build(folder, scatter.SOURCE, scatter._Params, defines, instead)
+
+    def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
+        nbytes, flags = scatter_configs.bulk_needs(self.m, self.n, self.config, self.size, self.batches)
+        self.ranks = Products(monkeypatch, library, scatter.Layout(self.size, flags, nbytes), pace)
+        a, b = numbers(self.batches, self.size, self.m, self.k), numbers(self.n, self.k).t()
+        self.kernels = [
+            scatter.MatmulReduceScatterBulk(
+                *(place, a, b, self.config),
+                average=self.average,
+                out_dtype=self.out_dtype,
+                num_sms=self.blocks,
+            )
+            for place in self.ranks.places
+        ]
+        self.kept: list[object] = []
+        self.wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
+        return self.ranks
+
+    def launch(self, half: int, polls: int) -> None:
+        a = [numbers(self.batches, self.size, self.m, self.k) for _ in self.kernels]
+        b = [numbers(self.n, self.k).t() for _ in self.kernels]
+        total = sum(x.float() @ y.float() for x, y in zip(a, b, strict=True))
+        scale = torch.tensor(1.0) / self.size if self.average else torch.tensor(1.0)
+        for rank, kernel in enumerate(self.kernels):
+            out = torch.full((self.batches, self.m, self.n), float("nan"), dtype=self.out_dtype)
+            kernel.launch(half, [a[rank].data_ptr(), b[rank].data_ptr()], [out.data_ptr()], polls, rank)
+            self.wanted.append((out, (total[:, rank] * scale).to(self.out_dtype)))
+        self.kept += [a, b]
+
+
+def push(tile: Tile, senders: int, group: int, unit_columns: int = 128) -> gather_configs.PushConfig:
+    return gather_configs.PushConfig(
+        *(tile, senders, group), unit_columns=unit_columns, band=2, remote_band=2
+    )
+
+
+GATHERS = {
+    "beside": Gather(2, 147, (72, 40), 200, push(SMALL, 0, 1)),
+    "beside-4": Gather(4, 65, (8,), 264, push(WIDE, 0, 1), blocks=2),
+    "senders": Gather(3, 147, (72,), 200, push(SMALL, 2, 2)),
+    "senders-wide": Gather(2, 200, (40,), 72, push(WIDE, 2, 1, 64)),
+}
+SCATTERS = {
+    "2": Scatter(2, 147, 72, 200),
+    "3": Scatter(3, 65, 136, 72, average=True),
+    "4": Scatter(4, 67, 40, 136, WIDE, blocks=2),
+    "batches": Scatter(2, 33, 72, 72, batches=3, out_dtype=torch.float32),
+}
+Op = Gather | Scatter
+
+
+def uses(op: Op, monkeypatch: pytest.MonkeyPatch, library: Library, seed: int, count: int = 6) -> Products:
+    """Random halves: the same one twice in a row, too."""
+    choice = random.Random(seed)
+    torch.manual_seed(seed)
+    ranks = op.prepare(monkeypatch, library, (choice.choice([1, 10, 100]), choice.choice([2000, 200_000])))
+    for _ in range(count):
+        half = choice.randrange(2)
+        if isinstance(op, Gather):
+            op.launch(half, PATIENT, choice.choice([1, 1, 2]))
+        else:
+            op.launch(half, PATIENT)
+    ranks.run(seed)
+    return ranks
+
+
+def wrong(op: Op, ranks: Products) -> str:
+    """What is wrong behind `uses`; empty if nothing is."""
+    if ranks.records.any():
+        return f"a wait has expired: {ranks.records.tolist()}"
+    bad = [i for i, (got, want) in enumerate(op.wanted) if not torch.equal(got, want)]
+    return f"results {bad} of {len(op.wanted)} are wrong" if bad else ""
+
+
+@pytest.mark.parametrize("op", [*GATHERS.values(), *SCATTERS.values()], ids=[*GATHERS, *SCATTERS])
+def test_uses_of_both_halves(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    assert not wrong(op, uses(op, monkeypatch, op.compiled(tmp_path), seed))
+
+
+@pytest.mark.parametrize(
+    "op", [GATHERS["beside"], GATHERS["senders"], SCATTERS["3"]], ids=["beside", "senders", "parts"]
+)
+@pytest.mark.parametrize("told", [False, True], ids=["expires", "had-expired"])
+def test_a_rank_that_gives_up_sends_nothing(
+    op: Op, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = op.prepare(monkeypatch, op.compiled(tmp_path), (1, 2000))
+    op.launch(0, polls=100)
+    layout, words = ranks.layout, ranks.memory.view(torch.int32)
+    # As if this were the second use, and the last rank were still in the first one.
+    words[0, layout.EPOCH] = 1
+    words[0, layout.done(0) : layout.done(0) + op.size - 1] = 1
+    words[0, layout.BROKEN] = int(told)
+    if told:
+        words[0, layout.done(0) + op.size - 1] = 1
+    before = ranks.memory.clone()
+    ranks.run_alone(0)
+    after = ranks.memory[1:].view(torch.int32)
+    assert (after[:, layout.done(0)] == 2).all()  # it ends the use all the same
+    after[:, layout.done(0)] = 0
+    assert torch.equal(ranks.memory[1:], before[1:])
+    # A wait for data may expire as soon as the one for the half does.
+    assert ranks.records[0, :2].tolist() == [int(not told), 0]
+
+
+@pytest.mark.parametrize(
+    "op", [GATHERS["beside"], GATHERS["senders"], SCATTERS["3"]], ids=["beside", "senders", "parts"]
+)
+def test_a_late_rank_is_right_or_told(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 begins in the midst of what the others do, one of which waits for longer than the other."""
+    library, outcomes = op.compiled(tmp_path), []
+    for seed in range(4):
+        choice = random.Random(seed)
+        torch.manual_seed(seed)
+        ranks = op.prepare(monkeypatch, library, (choice.choice([1, 10]), 20_000))
+        for call in range(4):
+            op.launch(call // 2, polls=choice.choice([20, 200]))
+        told = ranks.run_late(seed, late=1, turns=choice.randrange(1_000_000))
+        each = len(op.wanted) // (4 * op.size)
+        for i, (got, want) in enumerate(op.wanted):
+            call, rank = divmod(i // each, op.size)
+            outcomes.append(torch.equal(got, want))
+            assert outcomes[-1] or told[rank][call], f"seed {seed}: call {call} of rank {rank} is wrong"
+    assert not all(outcomes), "nobody was late"
+
+
+# What must stand in the kernels' text, and what a mistake would look like there.
+MISTAKES = {
+    "gather-no-fence": ("__threadfence_system();\n        if (!more) continue;", "if (!more) continue;"),
+    "gather-lanes-not-awaited": (
+        "__syncwarp();\n        if (lane == 0) weft::set_count(sent, ++count);",
+        "if (lane == 0) weft::set_count(sent, ++count);",
+    ),
+    "gather-posted-ahead": ("posted < there;", "posted <= there && index < order.pieces;"),
+    "gather-flags-not-awaited": ("weft::fence_proxy_async();\n            __syncwarp();", ""),
+    "gather-count-not-awaited": ("weft::wait_count(s.counts + ARRIVED, ++needed)", "++needed"),
+    "gather-half-not-free": ("p.half.done + lane, use - 1", "p.half.done + lane, use - 2"),
+    "scatter-no-fence": ("__threadfence_system();", ""),
+    "scatter-warps-not-awaited": ("weft::sync_warpgroup(warpgroup);", ""),
+    "scatter-posted-ahead": ("s.counts + warpgroup, ++stored)", "s.counts + warpgroup, stored++)"),
+    "scatter-flags-not-awaited": ("    }\n    __syncwarp();\n}", "    }\n}"),
+    "scatter-other-part-awaited": ("2 * t.index + warpgroup;", "2 * t.index + 1 - warpgroup;"),
+    "scatter-half-not-free": ("p.half.done + lane, use - 1", "p.half.done + lane, use - 2"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    op: Op = Scatter(2, 67, 72, 72)
+    if mistake.startswith("gather"):
+        op = Gather(2, 147, (8,), 264, push(WIDE, 0, 1), blocks=2)  # little to multiply until rows come
+    right, broken = MISTAKES[mistake]
+    library = op.compiled(tmp_path, {right: broken})
+    assert any(wrong(op, uses(op, monkeypatch, library, seed)) for seed in range(40))
