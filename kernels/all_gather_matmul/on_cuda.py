@@ -71,7 +71,7 @@ def tuned(
         return choice, tuner.FROM_MODEL
     (m, k), ns, size = a.shape, tuple(b.shape[1] for b in bs), heap.world_size
     kind = f"{host.OP} {m} x {k} @ {k} x {'+'.join(map(str, ns))}, {a.dtype}, {num_sms} SMs"
-    candidates = []
+    candidates: list[Candidate[configs.PushConfig | configs.Config]] = []
     for _, config in configs.push_ranked(m, ns, k, size, num_sms):
         layout = configs.push_layout(m, k, size, config)
         candidates.append(Candidate(config, layout.half_bytes, layout.flags_per_rank))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -85,10 +86,10 @@ class Contest(Generic[C]):
             WeftError: a rank has no memory for the workspace.
         """
         compiling = preparing_timeout(self._heap.group_name)
-        compiled = [c for c in self._candidates if self._works(c, lambda c=c: self._launch(c), compiling)]
+        compiled = [c for c in self._candidates if self._works(c, partial(self._launch, c), compiling)]
         left = []
         for c in compiled:
-            if self._works(c, lambda c=c: self._try(c), self._patience):
+            if self._works(c, partial(self._try, c), self._patience):
                 left.append(c)
             else:
                 self._room = self._new_room()  # the ranks have left the other one at different counts

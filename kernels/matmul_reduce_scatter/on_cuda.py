@@ -71,7 +71,9 @@ def tuned(
     (batches, size, m, k), n = a.shape, b.shape[1]
     kind = f"{host.OP} {batches} x {size} x {m} x {k} @ {k} x {n}, {a.dtype} to {out_dtype}, {num_sms} SMs"
     ranked = configs.bulk_ranked(m, n, k, size, num_sms, batches)
-    candidates = [Candidate(c, *configs.bulk_needs(m, n, c, size, batches)) for _, c in ranked]
+    candidates: list[Candidate[configs.BulkConfig | configs.Config]] = [
+        Candidate(c, *configs.bulk_needs(m, n, c, size, batches)) for _, c in ranked
+    ]
     results: list[torch.Tensor] = []
 
     def make(workspace: Workspace[Layout], config: configs.BulkConfig, timeout_ns: int) -> Callable[[], None]:
