@@ -11,7 +11,8 @@ one rank could not launch what the others did, nothing else is broken by it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -110,17 +111,23 @@ class Contest(Generic[C]):
         return self._make(self._room, c.config, self._timeout_ns)
 
     def _try(self, c: Candidate[C]) -> None:
-        self._room.raise_if_broken(f"tuning {self._kind}")
-        self._launch(c)()
-        if self._heap.device.type == "cuda":
-            torch.cuda.current_stream(self._heap.device).synchronize()
-        self._room.raise_if_broken()
+        with self._at_rest():
+            self._launch(c)()
 
     def _times(self, left: Sequence[Candidate[C]]) -> list[float]:
+        with self._at_rest():
+            return median_us([self._launch(c) for c in left], self._heap.device)
+
+    @contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """What the body launches has ended with it, also if it failed: the workspace may then be dropped."""
         self._room.raise_if_broken(f"tuning {self._kind}")
-        times = median_us([self._launch(c) for c in left], self._heap.device)
+        try:
+            yield
+        finally:
+            if self._heap.device.type == "cuda":
+                torch.cuda.current_stream(self._heap.device).synchronize()
         self._room.raise_if_broken()
-        return times
 
     def _works(self, c: Candidate[C], step: Callable[[], Any], seconds: float) -> bool:
         """Whether ``step`` came to its end on all ranks, which have so long for it."""
