@@ -113,8 +113,11 @@ class Tuner:
         by_text = {str(c.config): c for c in candidates}
         if (stored := by_text.get(posts[0][2])) is not None:
             self._known[kind] = stored, TUNED
+        elif all(post[1] for post in posts):
+            return None, FROM_MODEL  # it is measured at the first call outside of a graph
         elif any(post[1] for post in posts):
-            return None, FROM_MODEL  # it is measured at the next call outside of a graph
+            # Those outside of it keep their kernel for good, and take the short way from then on.
+            self._known[kind] = None, f"{FROM_MODEL}: some ranks capture a graph"
         else:
             best, why = Contest(self._heap, kind, candidates, make).winner()
             if best is not None and first:
