@@ -87,7 +87,7 @@ class Contest(Generic[C]):
             WeftError: a rank has no memory for the workspace.
         """
         compiling = preparing_timeout(self._heap.group_name)
-        compiled = [c for c in self._candidates if self._works(c, partial(self._launch, c), compiling)]
+        compiled = [c for c in self._candidates if self._works(c, partial(self._compile, c), compiling)]
         left = []
         for c in compiled:
             if self._works(c, partial(self._try, c), self._patience):
@@ -110,6 +110,10 @@ class Contest(Generic[C]):
     def _launch(self, c: Candidate[C]) -> Callable[[], None]:
         return self._make(self._room, c.config, self._timeout_ns)
 
+    def _compile(self, c: Candidate[C]) -> None:
+        self._launch(c)
+        self._finish()  # what a rank had queued before may take longer than kernels wait
+
     def _try(self, c: Candidate[C]) -> None:
         with self._at_rest():
             self._launch(c)()
@@ -125,9 +129,12 @@ class Contest(Generic[C]):
         try:
             yield
         finally:
-            if self._heap.device.type == "cuda":
-                torch.cuda.current_stream(self._heap.device).synchronize()
+            self._finish()
         self._room.raise_if_broken()
+
+    def _finish(self) -> None:
+        if self._heap.device.type == "cuda":
+            torch.cuda.current_stream(self._heap.device).synchronize()
 
     def _works(self, c: Candidate[C], step: Callable[[], Any], seconds: float) -> bool:
         """Whether ``step`` came to its end on all ranks, which have so long for it."""
