@@ -13,7 +13,8 @@ make a difference is asked anew each time, and sends the call the long way, whic
   and function modes are looked for where they come in, in functional.py.
 - gradients; subclasses, fake, functional and lazily negated tensors, those of torch.func: by type, flags and address.
 - addresses that are no multiple of 16 bytes: the long way copies.
-- the checked mode and ``forced``. WEFT_RESERVED_SMS is read once in a process, on the long way, too.
+- the checked mode and ``forced``. WEFT_RESERVED_SMS and WEFT_TUNE are read once in a process, on the long way, too;
+  there a kind of call is tuned before it is remembered.
 
 A broken workspace raises here as there. The deadline is what ``set_timeout`` said last; where it said nothing, what
 WEFT_TIMEOUT was at the call that is remembered.

@@ -76,10 +76,11 @@ def _on_cuda(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A:
     if not pays(choice.pays):
         return "too little is gathered and multiplied"
     with on(a.device):
+        choice, chosen = on_cuda.tuned(choice, where, a, bs, sms)
         copied = choice.algorithm == "copy_engine"
         workspace = matmul_workspace(where, choice.half_bytes, choice.flags, copied=copied)
         workspace.raise_if_broken(host.OP)
-        plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes)
+        plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes, chosen=chosen)
         ran(plan)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
         gathered, products = on_cuda.run(choice, workspace, a, bs, sms, timeout_ns, return_A=return_A)

@@ -83,9 +83,11 @@ def _on_cuda(
     if not pays(choice.pays):
         return "too little is multiplied and scattered"
     with on(b.device):
+        tune = partial(on_cuda.tuned, average=average, out_dtype=out_dtype)
+        choice, chosen = tune(choice, where, parts, b, sms)
         workspace = matmul_workspace(where, choice.half_bytes, choice.flags)
         workspace.raise_if_broken(host.OP)
-        plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes)
+        plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes, chosen=chosen)
         ran(plan)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
         compute = partial(on_cuda.run, average=average, out_dtype=out_dtype)

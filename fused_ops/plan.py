@@ -29,11 +29,14 @@ class Plan:
             "tma_store", "push", "bulk" or "overlapped" (CUDA).
         reason: why it is "unfused".
         workspace_bytes: of the heap, on each rank; calls of one stream share it.
+        chosen: how the configuration of a kernel that can be tuned was come by: "tuned" (WEFT_TUNE=1), or "from the
+            model", and why if it was to be tuned; "" of all others.
     """
 
     algorithm: str
     reason: str = ""
     workspace_bytes: int = 0
+    chosen: str = ""
 
 
 _last = Plan("none")

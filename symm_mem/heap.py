@@ -74,6 +74,7 @@ class Heap:
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()  #: what counts along with words on the heap
         self.watch: Any = None  #: of stream waits, on CUDA
         self.board: Any = None  #: of the checked mode
+        self.tuner: Any = None  #: of the kernels: what the ranks have measured together
         self._ready: set[Any] = set()
         self._free = FreeList()
         self._blocks: dict[int, Placed] = {}  # by number: all that is not free
@@ -278,8 +279,9 @@ class Heap:
                     self.backend.zero(self.address(self.rank) + placed.offset, placed.zero)
             for user in users:
                 user.forget()
-            if self.board is not None:
-                self.board.forget()
+            for kept in (self.board, self.tuner):
+                if kept is not None:
+                    kept.forget()
 
         self.settled("reset", zero)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 
 import torch
 
@@ -85,28 +86,24 @@ class PushConfig:
 
 def choose_push(m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int) -> PushConfig:
     """The configuration for A shards [m, K] and Bs [K, N_i] of 16 bits. A pure function: all ranks choose alike."""
-    return _push_choice(m, tuple(ns), k, world_size, num_sms)[0]
+    return push_ranked(m, tuple(ns), k, world_size, num_sms)[0][1]
 
 
 def push_pays(m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int) -> bool:
     """Whether that kernel is thought to beat an all-gather in front of the products."""
     moved = (world_size - 1) * m * k * 2
-    return _push_choice(m, tuple(ns), k, world_size, num_sms)[1] < gemm_tiles.unfused_us(
-        world_size * m, sum(ns), k, moved
-    )
+    fused, _ = push_ranked(m, tuple(ns), k, world_size, num_sms)[0]
+    return fused < gemm_tiles.unfused_us(world_size * m, sum(ns), k, moved)
 
 
 @lru_cache(maxsize=4096)
-def _push_choice(
+def push_ranked(
     m: int, ns: tuple[int, ...], k: int, world_size: int, num_sms: int
-) -> tuple[PushConfig, float]:
-    """The configuration that ``estimate_push_us`` takes for the fastest, and its microseconds."""
-    estimated = [
-        (estimate_push_us(config, m, ns, k, world_size, num_sms), i, config)
-        for i, config in enumerate(push_candidates(m, ns, k, world_size, num_sms))
-    ]
-    us, _, config = min(estimated)
-    return config, us
+) -> tuple[tuple[float, PushConfig], ...]:
+    """All candidates with the microseconds that ``estimate_push_us`` gives them, the fastest first."""
+    candidates = push_candidates(m, ns, k, world_size, num_sms)
+    estimated = [(estimate_push_us(config, m, ns, k, world_size, num_sms), config) for config in candidates]
+    return tuple(sorted(estimated, key=itemgetter(0)))
 
 
 def push_candidates(m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int) -> list[PushConfig]:

@@ -6,13 +6,16 @@ Triton kernel, for which copy engines send.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ...symm_mem.heap import Heap
 from ...symm_mem.workspace import Layout, Workspace
-from ..device import gemm
+from ..device import gemm, tuner
 from ..device.choice import Choice, Choices, make_together
+from ..device.contest import Candidate
 from ..device.launch import is_transposed, why_not
 from . import configs, cuda_kernel, host, pipeline
 from .triton_kernel import AllGatherMatmul
@@ -51,6 +54,37 @@ def _choose(
     copied = pipeline.configure(a, bs, world_size, num_sms)
     pays = configs.pays(m, sum(ns), k, world_size, a.element_size())
     return Choice("copy_engine", copied, *pipeline.needs(a, copied, world_size), pays)
+
+
+def tuned(
+    choice: Choice[configs.PushConfig | configs.Config],
+    heap: Heap,
+    a: torch.Tensor,
+    bs: list[torch.Tensor],
+    num_sms: int,
+) -> tuple[Choice[configs.PushConfig | configs.Config], str]:
+    """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
+    tuned."""
+    if not isinstance(choice.config, configs.PushConfig):
+        return choice, ""
+    if not tuner.is_on():
+        return choice, tuner.FROM_MODEL
+    (m, k), ns, size = a.shape, tuple(b.shape[1] for b in bs), heap.world_size
+    kind = f"{host.OP} {m} x {k} @ {k} x {'+'.join(map(str, ns))}, {a.dtype}, {num_sms} SMs"
+    candidates: list[Candidate[configs.PushConfig | configs.Config]] = []
+    for _, config in configs.push_ranked(m, ns, k, size, num_sms):
+        layout = configs.push_layout(m, k, size, config)
+        candidates.append(Candidate(config, layout.half_bytes, layout.flags_per_rank))
+    results: list[torch.Tensor] = []
+
+    def make(workspace: Workspace[Layout], config: configs.PushConfig, timeout_ns: int) -> Callable[[], None]:
+        kernels = cuda_kernel.AllGatherMatmulPushes(workspace, a, bs, config, num_sms=num_sms)
+        results.extend(a.new_empty((size, m, n)) for n in ns[len(results) :])
+        operands, addresses = [x.data_ptr() for x in (a, *bs)], [x.data_ptr() for x in results]
+        stream = torch._C._cuda_getCurrentRawStream(a.get_device())
+        return lambda: kernels.launch(workspace.next_half(), operands, addresses, timeout_ns, stream)
+
+    return tuner.tuned(heap, kind, choice, candidates, make)
 
 
 def run(

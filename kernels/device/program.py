@@ -147,6 +147,19 @@ def cache_folder() -> Path:
     return Path(named) if named else Path.home() / ".cache" / "weft"
 
 
+def write_whole(place: Path, content: bytes) -> None:
+    """All or nothing: readers never see a part of the file."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=place.parent, prefix=".new-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, place)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
 def compile_cubin(path: Path, arch: str = ARCH, defines: Mapping[str, str | int] | None = None) -> bytes:
     """Compile a .cu file with NVRTC, without any cache.
 
@@ -188,7 +201,7 @@ def _cached(program: Program) -> bytes:
         pass
     cubin = compile_cubin(program.path, program.arch, program.defines)
     with contextlib.suppress(OSError):  # without a cache the program runs all the same
-        _write(place, hashlib.sha256(cubin).digest() + cubin)
+        write_whole(place, hashlib.sha256(cubin).digest() + cubin)
     return cubin
 
 
@@ -218,19 +231,6 @@ def _sources(path: Path) -> list[bytes]:
 
     visit(path.resolve())
     return list(found.values())
-
-
-def _write(place: Path, content: bytes) -> None:
-    """All or nothing: readers never see a part of the file."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=place.parent, prefix=".new-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(name, place)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def _nvrtc(result: tuple[Any, ...]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 
@@ -57,22 +58,23 @@ class BulkConfig:
 
 def choose_bulk(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> BulkConfig:
     """The configuration for A [L, W, m, K] and B [K, N] of 16 bits. A pure function: all ranks choose alike."""
-    return min(_bulk_estimates(m, n, k, world_size, num_sms, batches))[2]
+    return bulk_ranked(m, n, k, world_size, num_sms, batches)[0][1]
 
 
 def bulk_pays(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> bool:
     """Whether that kernel is thought to beat a product and a reduce-scatter behind it."""
     moved = (world_size - 1) * batches * m * n * 2
-    fused, _, _ = min(_bulk_estimates(m, n, k, world_size, num_sms, batches))
+    fused, _ = bulk_ranked(m, n, k, world_size, num_sms, batches)[0]
     return fused < gemm_tiles.unfused_us(world_size * batches * m, n, k, moved)
 
 
-def _bulk_estimates(
-    m: int, n: int, k: int, world_size: int, num_sms: int, batches: int
-) -> list[tuple[float, int, BulkConfig]]:
-    tiles = gemm_tiles.suited(world_size * batches * m, n, k)
-    configs = [BulkConfig(tile, _BAND) for tile in tiles]
-    return [(estimate_bulk_us(c, m, n, k, world_size, num_sms, batches), i, c) for i, c in enumerate(configs)]
+def bulk_ranked(
+    m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1
+) -> list[tuple[float, BulkConfig]]:
+    """All candidates with the microseconds that ``estimate_bulk_us`` gives them, the fastest first."""
+    configs = [BulkConfig(tile, _BAND) for tile in gemm_tiles.suited(world_size * batches * m, n, k)]
+    estimated = [(estimate_bulk_us(c, m, n, k, world_size, num_sms, batches), c) for c in configs]
+    return sorted(estimated, key=itemgetter(0))
 
 
 def estimate_bulk_us(

@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from ...symm_mem.heap import Heap
 from ...symm_mem.workspace import Layout, Workspace
-from ..device import gemm
+from ..device import gemm, tuner
 from ..device.choice import Choice, Choices, make_together
+from ..device.contest import Candidate
 from ..device.launch import compiling, why_not
 from . import configs, host
 from .cuda_kernel import MatmulReduceScatterBulk
@@ -46,6 +50,43 @@ def _choose(
     nbytes = world_size * batches * m * n * a.element_size()
     flags = configs.flags_per_rank(m, n, stored, batches)
     return Choice("tma_store", stored, nbytes, flags, batches * m >= 64)
+
+
+def tuned(
+    choice: Choice[configs.BulkConfig | configs.Config],
+    heap: Heap,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    num_sms: int,
+    *,
+    average: bool,
+    out_dtype: torch.dtype,
+) -> tuple[Choice[configs.BulkConfig | configs.Config], str]:
+    """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
+    tuned."""
+    if not isinstance(choice.config, configs.BulkConfig):
+        return choice, ""
+    if not tuner.is_on():
+        return choice, tuner.FROM_MODEL
+    (batches, size, m, k), n = a.shape, b.shape[1]
+    kind = f"{host.OP} {batches} x {size} x {m} x {k} @ {k} x {n}, {a.dtype} to {out_dtype}, {num_sms} SMs"
+    ranked = configs.bulk_ranked(m, n, k, size, num_sms, batches)
+    candidates: list[Candidate[configs.BulkConfig | configs.Config]] = [
+        Candidate(c, *configs.bulk_needs(m, n, c, size, batches)) for _, c in ranked
+    ]
+    results: list[torch.Tensor] = []
+
+    def make(workspace: Workspace[Layout], config: configs.BulkConfig, timeout_ns: int) -> Callable[[], None]:
+        kernel = MatmulReduceScatterBulk(
+            workspace, a, b, config, average=average, out_dtype=out_dtype, num_sms=num_sms
+        )
+        if not results:
+            results.append(a.new_empty((batches, m, n), dtype=out_dtype))
+        operands, out = (a.data_ptr(), b.data_ptr()), (results[0].data_ptr(),)
+        stream = torch._C._cuda_getCurrentRawStream(a.get_device())
+        return lambda: kernel.launch(workspace.next_half(), operands, out, timeout_ns, stream)
+
+    return tuner.tuned(heap, kind, choice, candidates, make)
 
 
 def run(

@@ -106,12 +106,13 @@ def test_calls_that_differ_are_named_and_nothing_breaks() -> None:
 
 def one_alone(rank: int, world_size: int) -> str:
     """The mode itself, and any other setting, must be the same on all ranks."""
-    words = r"make a heap .* asked for WEFT_RESERVED_SMS=8, rank 0 for .*=0"
-    with (
-        mock.patch.dict(os.environ, {"WEFT_RESERVED_SMS": str(8 * rank)}),
-        pytest.raises(symm_mem.RankMismatch, match=words),
-    ):
-        reduce()()
+    for name in ("WEFT_RESERVED_SMS", "WEFT_TUNE"):
+        words = rf"make a heap .* asked for {name}=1, rank 0 for .*=0"
+        with (
+            mock.patch.dict(os.environ, {name: str(rank)}),
+            pytest.raises(symm_mem.RankMismatch, match=words),
+        ):
+            reduce()()
     reduce()()
     symm_mem.set_timeout(0.4)
     if rank == ODD:

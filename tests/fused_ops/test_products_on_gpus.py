@@ -87,7 +87,7 @@ def every_tile(rank: int, world_size: int) -> None:
                 return [PushConfig(tile, senders, group=min(2, -(-m // tile.block_m)))]
 
             # What was chosen for these shapes before is forgotten, the kernels with it.
-            gather_configs._push_choice.cache_clear()
+            gather_configs.push_ranked.cache_clear()
             symm_mem.reset()
             with (
                 mock.patch.object(gather_on_cuda, "_choices", Choices()),

@@ -1,0 +1,156 @@
+"""Both products with the tuner on: CPU ranks stand in for GPUs, and kernels that only meet each other for CUDA's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from weft import symm_mem
+from weft.fused_ops import all_gather_matmul, last_plan, matmul_reduce_scatter
+from weft.fused_ops.plan import forced
+from weft.kernels.all_gather_matmul import on_cuda as gather
+from weft.kernels.device import contest, tuner
+from weft.kernels.device.choice import Choices
+from weft.kernels.device.tuned_file import TunedFile
+from weft.kernels.matmul_reduce_scatter import on_cuda as scatter
+from weft.symm_mem.workspace import HostUse, Layout, Workspace
+
+FASTEST = (128, 128)  # the tile, where all ranks are looked at
+
+
+class Kernel:
+    """Of one configuration. A launch meets the peers', and counts in ``launched``."""
+
+    launched: ClassVar[list[Any]] = []
+
+    def __init__(
+        self, workspace: Workspace[Layout], a: torch.Tensor, b: Any, config: Any, **given: Any
+    ) -> None:
+        self.workspace, self.config = workspace, config
+
+    def launch(
+        self, half: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
+    ) -> None:
+        workspace = self.workspace
+        with HostUse(workspace, "a kernel") as use:
+            peer = 1 - workspace.rank
+            use.wait_free(peer)
+            use.post(peer, 0)
+            use.wait(peer, 0)
+        self.launched.append((self.config, list(operands), timeout_ns))
+
+
+def median_us(launches: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
+    times = []
+    for launch in launches:
+        launch()
+        config, _, timeout_ns = Kernel.launched[-1]
+        assert timeout_ns <= 10_000_000_000, "a peer that launched nothing is not waited for as long as usual"
+        tile = (config.tile.block_m, config.tile.block_n)
+        times.append(50.0 if tile == FASTEST else 10.0 if dist.get_rank() else 60.0)
+    return times
+
+
+@contextmanager
+def stage(folder: str, on: bool) -> Iterator[symm_mem.Heap]:
+    where = symm_mem.heap(dist.group.WORLD, torch.device("cpu"))
+    where.workspaces.clear()
+    where.tuner = None
+    Kernel.launched.clear()
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, {"WEFT_CACHE_DIR": folder}))
+        stack.enter_context(forced("fused"))
+        for target, name, value in (
+            (gather, "_choices", Choices()),
+            (scatter, "_choices", Choices()),
+            (gather.cuda_kernel, "AllGatherMatmulPushes", Kernel),
+            (scatter, "MatmulReduceScatterBulk", Kernel),
+            (contest, "median_us", median_us),
+            (tuner, "is_on", lambda: on),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        for module in (all_gather_matmul, matmul_reduce_scatter):
+            stack.enter_context(mock.patch.object(module, "num_sms", return_value=132))
+            stack.enter_context(mock.patch.object(module, "on", return_value=nullcontext()))
+        raw = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=7)
+        stack.enter_context(raw)
+        yield where
+
+
+def operands(rank: int) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """The shard, the Bs, and A of the reduce-scatter. Ranks may lay out their own as they like."""
+    a, bs = torch.randn(256, 64).bfloat16(), [torch.randn(64, n).bfloat16() for n in (256, 512)]
+    if rank:
+        bs = [b.t().contiguous().t() for b in bs]
+    return a, bs, torch.randn(512, 64).bfloat16()
+
+
+def calls(where: symm_mem.Heap, rank: int, out_dtype: torch.dtype) -> list[tuple[str, tuple[int, int]]]:
+    """After each op: how its configuration was come by, and the tile that was launched last, on its operands."""
+    said = []
+    a, bs, wide = operands(rank)
+    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+        if op == "all_gather_matmul":
+            _, outs = all_gather_matmul._on_cuda(where, a, bs, 0, False)
+            assert [out.shape for out in outs] == [(512, 256), (512, 512)]
+            given = [x.data_ptr() for x in (a, *bs)]
+        else:
+            out = matmul_reduce_scatter._on_cuda(where, wide, bs[0], "sum", 0, [256, 256], out_dtype)
+            assert isinstance(out, torch.Tensor) and out.dtype == out_dtype
+            given = [wide.data_ptr(), bs[0].data_ptr()]
+        config, addresses, _ = Kernel.launched[-1]
+        assert addresses == given
+        said.append((last_plan().chosen, (config.tile.block_m, config.tile.block_n)))
+    return said
+
+
+def tuned(rank: int, world_size: int, folder: str) -> None:
+    halves, ours = torch.bfloat16, [("tuned", FASTEST)] * 2
+    with stage(folder, on=False) as where:
+        model = calls(where, rank, halves)
+        assert {how for how, _ in model} == {"from the model"}
+        assert len(Kernel.launched) == 2 and where.tuner is None and not Path(folder).exists()
+    assert all(tile != FASTEST for _, tile in model), "or there is nothing to see here"
+    with stage(folder, on=True) as where:
+        assert calls(where, rank, halves) == ours
+        launched = len(Kernel.launched)
+        assert launched > 10
+        assert calls(where, rank, halves) == ours
+        assert len(Kernel.launched) == launched + 2, "tuned once"
+        assert calls(where, rank, torch.float32) == ours
+        assert len(Kernel.launched) > launched + 4, "another result is another kind"
+        remembered = [k for k in where.workspaces["matmul", 0, 0].prepared if isinstance(k, tuple)]
+        assert {k[0] for k in remembered} >= {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}
+    with stage(folder, on=True) as where:  # as the next process
+        assert calls(where, rank, halves) == ours
+        assert len(Kernel.launched) == 2
+        assert len(TunedFile("cpu", world_size).read()) == 3
+
+
+def test_both_products_take_what_was_measured(tmp_path: Path) -> None:
+    run_ranks(tuned, 2, str(tmp_path / "cache"), fresh=True)
+
+
+def test_nothing_is_asked_for_what_cannot_be_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32, and anything while it is off: no heap, no file."""
+    a, bs, wide = operands(0)
+    for dtype, on, chosen in ((torch.float32, True, ""), (torch.bfloat16, False, "from the model")):
+        monkeypatch.setattr(tuner, "is_on", lambda on=on: on)
+        x, ys, parts = a.to(dtype), [b.to(dtype) for b in bs], wide.to(dtype).view(1, 2, 256, 64)
+        nowhere: Any = None
+        if dtype == torch.bfloat16:
+            choice = gather.choose(x, ys, 2, 132)
+            assert not isinstance(choice, str)
+            assert gather.tuned(choice, nowhere, x, ys, 132) == (choice, chosen)
+        choice = scatter.choose(parts, ys[0], 132)
+        assert not isinstance(choice, str)
+        got = scatter.tuned(choice, nowhere, parts, ys[0], 132, average=False, out_dtype=dtype)
+        assert got == (choice, chosen)
