@@ -80,7 +80,8 @@ class MatmulReduceScatter(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(A, B)
         ctx.reduce_op, ctx.scatter_dim, ctx.group_name = reduce_op, scatter_dim, group_name
-        if (done := matmul_reduce_scatter.again(A, B, reduce_op, scatter_dim, group_name)) is not None:
+        done = matmul_reduce_scatter.again(A, B, reduce_op, scatter_dim, group_name, out_dtype)
+        if done is not None:
             return done
         with torch._C._AutoDispatchBelowAutograd():
             return _ops.fused_matmul_reduce_scatter(

@@ -93,8 +93,8 @@ def fused_matmul_reduce_scatter(
         PeerTimeout: a rank did not come.
     """
     name = _known_name(group)
-    if name is not None and out_dtype is None and type(reduce_op) is str and type(scatter_dim) is int:
-        done = matmul_reduce_scatter.again(A, B, reduce_op, scatter_dim, name)
+    if name is not None and type(reduce_op) is str and type(scatter_dim) is int:
+        done = matmul_reduce_scatter.again(A, B, reduce_op, scatter_dim, name, out_dtype)
         if done is not None:
             return done
     checks.tensor("A", A, 2)

@@ -17,12 +17,15 @@ from .plan import Plan, aligned, heap_or_reason, num_sms, on, pays, ran
 from .workspaces import matmul_workspace
 
 
-def again(A: Tensor, B: Tensor, reduce_op: str, dim: int, group_name: str) -> Tensor | None:
-    """As the op with a result of the operands' dtype, if such a call was made before on CUDA; else None, and nothing
-    happened.
+def again(
+    A: Tensor, B: Tensor, reduce_op: str, dim: int, group_name: str, out_dtype: torch.dtype | None
+) -> Tensor | None:
+    """As the op, if such a call was made before on CUDA; else None, and nothing happened.
 
-    Tensors, dimension and operation may be anything.
+    Tensors, dimension and operation may be anything. A call that names the dtype of its result takes the long way.
     """
+    if out_dtype is not None:
+        return None
     if dim < 0 and isinstance(A, Tensor):
         dim += A.dim()
     results = short.again(host.OP, (dim, reduce_op), (A, B), group_name)

@@ -140,7 +140,7 @@ def _matmul_reduce_scatter(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    if out_dtype is None and (done := _rs.again(A, B, reduce_op, scatter_dim, group_name)) is not None:
+    if (done := _rs.again(A, B, reduce_op, scatter_dim, group_name, out_dtype)) is not None:
         return done
     return _matmul_reduce_scatter_anew(A, B, reduce_op, scatter_dim, group_name, out_dtype)
 
@@ -231,7 +231,7 @@ def _matmul_reduce_scatter_autograd(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    if out_dtype is None and (done := _rs.again(A, B, reduce_op, scatter_dim, group_name)) is not None:
+    if (done := _rs.again(A, B, reduce_op, scatter_dim, group_name, out_dtype)) is not None:
         return done
     if not _wants_grad(A, B):
         if goes_straight(A, B):

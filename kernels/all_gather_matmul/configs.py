@@ -22,8 +22,8 @@ _BAND = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
 
 # Of estimate_push_us, microseconds: a launch; between two tiles; how much slower products are beside pushing.
 _LAUNCH, _TILE_ENDS, _PUSH_HINDERS = 12.0, 3.1, 0.27
+_MOST_WAVES = 256  # of one estimate; the waves of longer products are taken some at once
 # Bytes a microsecond, by senders. All blocks together are never waited for between two GPUs.
-_MOST_WAVES = 256
 _PUSH_RATE = {0: 2000e3, 4: 148e3, 8: 380e3}
 
 
@@ -138,9 +138,7 @@ def estimate_push_us(
     own = rows // 2 * columns  # steps of pairs of rows of tiles
     pairs = (rows * world_size + 1) // 2 - rows // 2
     steps = own + pairs * columns
-    at_once = -(
-        -steps // (clusters * _MOST_WAVES)
-    )  # waves; more than one only of products that take very long
+    at_once = -(-steps // (clusters * _MOST_WAVES))
     now = 0.0
     for first in range(0, steps, clusters * at_once):
         last, sent, height = min(steps, first + clusters * at_once) - 1, 0, 0

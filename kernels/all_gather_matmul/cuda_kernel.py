@@ -22,7 +22,6 @@ from .configs import PushConfig, push_flags_per_rank
 
 MOST_BS = 4  # of one launch
 
-
 SOURCE = Path(__file__).parent / "kernel.cu"
 
 

@@ -38,7 +38,6 @@ constexpr int PUSHERS = weft::THREADS / 32 - 1;  // warps of a block that only s
 // Which of s.counts: units of peers' rows that lie here, in the loader's order; and, of each pushing warp from SENT on,
 // pieces that have been sent.
 constexpr int ARRIVED = 0, SENT = 1;
-constexpr u32 NOTHING = ~0u;  // stands there if nothing will be sent
 
 static_assert(SENT + PUSHERS <= weft::COUNTS);
 static_assert(weft::PIECES <= 32, "a lane waits for each");
@@ -73,15 +72,10 @@ using Tile = weft::GatherTile;
 // where bulk copies wait for a link, what the same SM loads for its products waits behind them.
 __device__ __forceinline__ void push(const Params& p, const Order& order, u32 use, int pusher, int pushers, u32* sent) {
     const int lane = threadIdx.x % 32, world_size = p.half.world_size, rank = p.watch.rank;
-    bool free = !weft::is_broken(p.watch);  // else the own rows may be worth nothing
-    if (free && lane < world_size && lane != rank) {
-        free = weft::wait_flag(p.watch, lane, p.half.done + lane, use - 1, weft::WAIT_FREE);
-    }
-    if (!__all_sync(~0u, free)) {  // a peer may still read what would be overwritten; it will miss the flags
-        if (lane == 0) weft::set_count(sent, NOTHING);
+    if (!weft::may_send(p.watch, p.half, use)) {
+        if (lane == 0) weft::set_count(sent, weft::NOTHING);
         return;
     }
-    __syncwarp();  // each lane has looked at one peer, and stores to all
     constexpr int LANES = PIECE_COLUMNS / 8;  // of a row of a piece
     constexpr int ROWS = 32 / LANES;  // at once
     constexpr int VECTORS = 8;  // of a lane, on their way at once
@@ -129,7 +123,7 @@ __device__ __forceinline__ void post(
     int index = lane < mine ? first + lane : order.pieces;
     while (__any_sync(~0u, index < order.pieces)) {
         const u32 there = lane < mine ? weft::read_count(sent + lane) : 0;
-        if (there == NOTHING) index = order.pieces;
+        if (there == weft::NOTHING) index = order.pieces;
         const bool more = index < order.pieces && there > posted;
         if (!__any_sync(~0u, more)) continue;
         __threadfence_system();

@@ -43,6 +43,7 @@ static_assert(!B_ROWS || !B_WHOLE || BN % 64 == 0, "a box begins at a whole grou
 static_assert(WN % 32 == 0 && (!B_ROWS || WARPGROUPS_M == 2 || WN % 64 == 0));
 
 constexpr int COUNTS = 16;
+constexpr u32 NOTHING = ~0u;  // stands in a count of what is sent, if nothing will be
 
 struct Shared {
     u8* stages;
@@ -250,6 +251,19 @@ template <typename T>
 __device__ __forceinline__ T* on_rank(T* mine, const Watch& watch, const Half& half, int rank) {
     const u64 there = static_cast<u64>(static_cast<long long>(rank - watch.rank)) * half.span;
     return reinterpret_cast<T*>(reinterpret_cast<u64>(mine) + there);
+}
+
+// Whether nobody reads any more, at any peer, what use `use` will overwrite there: by all lanes of a warp. Not if a wait
+// has expired before: then what would be sent may be worth nothing. Who sends nothing sets no flags.
+__device__ __forceinline__ bool may_send(const Watch& watch, const Half& half, u32 use) {
+    const int lane = threadIdx.x % 32;
+    bool free = !is_broken(watch);
+    if (free && lane < half.world_size && lane != watch.rank) {
+        free = wait_flag(watch, lane, half.done + lane, use - 1, WAIT_FREE);
+    }
+    const bool all = __all_sync(~0u, free);
+    __syncwarp();  // each lane has looked at one peer, and stores to all
+    return all;
 }
 
 // Behind `end`, by all threads of every block, when nothing of the half is read any more: the last one ends the use.

@@ -24,14 +24,9 @@ class Tile:
     stage_us: float
 
     @property
-    def warpgroup_n(self) -> int:
-        """Columns of one of the two multiplying warpgroups."""
-        return self.block_n * self.block_m // 128
-
-    @property
     def part_bytes(self) -> int:
-        """A warpgroup's part of a finished tile."""
-        return 64 * self.warpgroup_n * 2
+        """A multiplying warpgroup's part of a finished tile: half of its numbers of 16 bits."""
+        return self.block_m * self.block_n
 
     @property
     def shared(self) -> int:

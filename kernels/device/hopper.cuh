@@ -1,4 +1,4 @@
-// What Hopper adds and C++ does not know: barriers in shared memory, bulk and tensor copies, products of warpgroups.
+// What Hopper adds and C++ does not know: barriers and counts in shared memory, tensor copies, products of warpgroups.
 //
 // Nothing here waits for another rank. Waits on barriers in shared memory end when this block's own copies and
 // threads have done their part; what these wait for on other ranks is bounded in sync.cuh.

@@ -29,7 +29,6 @@ using weft::u8;
 namespace {
 
 constexpr int VECTORS = weft::PART_BYTES / 16;  // of a part
-constexpr u32 NOTHING = ~0u;  // a count of what is sent: nothing will be
 
 #if OUT_FLOAT32
 using Out = float;
@@ -52,16 +51,6 @@ struct Params {
 using Order = weft::ScatterOrder<Params>;
 using Tile = weft::ScatterTile;
 
-// Nobody reads any more what will be overwritten at the peers: by all lanes of a warp.
-__device__ __forceinline__ bool may_begin(const Params& p, u32 use) {
-    const int lane = threadIdx.x % 32;
-    bool free = !weft::is_broken(p.watch);  // else the operands may be worth nothing
-    if (free && lane < WORLD_SIZE && lane != p.watch.rank) {
-        free = weft::wait_flag(p.watch, lane, p.half.done + lane, use - 1, weft::WAIT_FREE);
-    }
-    return __all_sync(~0u, free);
-}
-
 // Where a part of a tile goes at the peer that it is for, and the flag of it there.
 __device__ __forceinline__ u8* inbox(const Params& p, const Order& order, const Tile& t, int part) {
     const int slot = p.watch.rank - (p.watch.rank > t.dst);
@@ -81,7 +70,7 @@ __device__ __forceinline__ void post(
     for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
         const Tile t = order.tile(p, step, s.block);
         if (!t.inside || t.dst == p.watch.rank) continue;
-        if (weft::wait_count(s.counts + warpgroup, ++stored) == NOTHING) return;
+        if (weft::wait_count(s.counts + warpgroup, ++stored) == weft::NOTHING) return;
         __threadfence_system();
         if (threadIdx.x % 32 == 0) weft::post_behind_fence(flag(p, t, warpgroup), use);
     }
@@ -92,8 +81,8 @@ __device__ __forceinline__ void send(
     const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 use, u32& stored,
     const float (&sums)[weft::SUMS]) {
     // Warps may see different things around a deadline: all send, or none does and the peers will miss the flags.
-    if (stored == 0 && !weft::all_of_warpgroup(warpgroup, may_begin(p, use))) stored = NOTHING;
-    if (stored != NOTHING) {
+    if (stored == 0 && !weft::all_of_warpgroup(warpgroup, weft::may_send(p.watch, p.half, use))) stored = weft::NOTHING;
+    if (stored != weft::NOTHING) {
         weft::store_registers(reinterpret_cast<uint4*>(inbox(p, order, t, warpgroup)), sums);
         ++stored;
     }

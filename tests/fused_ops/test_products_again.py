@@ -193,20 +193,20 @@ def test_few_python_calls(stage: SimpleNamespace, op: Op) -> None:
     assert count < 30
 
 
-@pytest.mark.parametrize(
-    "why",
-    [
-        "capturing",
-        "device",
-        "another group",
-        "destroyed",
-        "stream",
-        "grown",
-        "reset",
-        "unfused",
-        "checked",
-    ],
-)
+WORLD_CHANGES = [
+    "capturing",
+    "device",
+    "another group",
+    "destroyed",
+    "stream",
+    "grown",
+    "reset",
+    "unfused",
+    "checked",
+]
+
+
+@pytest.mark.parametrize("why", WORLD_CHANGES)
 def test_it_is_not_taken_when_the_world_has_changed(stage: SimpleNamespace, op: Op, why: str) -> None:
     with ExitStack() as stack:
         if why == "capturing":
@@ -233,6 +233,18 @@ def test_it_is_not_taken_when_the_world_has_changed(stage: SimpleNamespace, op: 
                 way(*op.given)
     assert not stage.launcher.launched
     stage.capturing, stage.device, stage.stream = False, -1, 7
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_result_of_another_dtype_goes_the_long_way(stage: SimpleNamespace, gradient: bool) -> None:
+    A, B = torch.randn(6, 4, 8), torch.randn(8, 16)
+    matmul_reduce_scatter._on_cuda(stage.where, A, B, "sum", 0, [3, 4, 16], A.dtype)
+    A.requires_grad_(gradient)
+    for call in (fused_matmul_reduce_scatter, torch.ops.weft.fused_matmul_reduce_scatter):
+        call(A, B, "sum", 0, NAME)
+        with pytest.raises(ValueError, match=LONG):
+            call(A, B, "sum", 0, NAME, out_dtype=torch.float64)
+    assert len(stage.launcher.launched) == 2
 
 
 class Sub(torch.Tensor):
@@ -268,7 +280,7 @@ def test_other_tensors_go_the_long_way(
     given = list(op.given)
     given[position] = OTHERS[other](given[position])
     short = all_gather_matmul.again if len(given) == 3 else matmul_reduce_scatter.again
-    arguments = ([given[1], given[2]], 0, NAME, True) if len(given) == 3 else (given[1], "sum", 0, NAME)
+    arguments = ([given[1], given[2]], 0, NAME, True) if len(given) == 3 else (given[1], "sum", 0, NAME, None)
     assert short(given[0], *arguments) is None
     assert not stage.launcher.launched
 

@@ -28,23 +28,29 @@ def build(
     defines: gemm.Defines,
     instead: Mapping[str, str] | None = None,
 ) -> Library:
-    """Compile ``source``, called like its folder; ``instead``: texts in it, and what shall stand there."""
+    """Compile ``source``, called like its folder.
+
+    Args:
+        instead: texts in it or in gemm.cuh, and what shall stand there.
+    """
     name = source.parent.name
     for below in ("device", name):
         (folder / below).mkdir(parents=True, exist_ok=True)
     for stand_in in STAND_INS:
         (folder / "device" / stand_in).touch()
-    for file in ("gemm.cuh", "walk.cuh"):
-        (folder / "device" / file).write_text((DEVICE / file).read_text())
+    (folder / "device" / "walk.cuh").write_text((DEVICE / "walk.cuh").read_text())
     (folder / name / "order.cuh").write_text(source.with_name("order.cuh").read_text())
-    text = source.read_text()
     # Each block has memory of its own.
     changes = {"extern __shared__ u8 base[];": "u8* base = weft::shared_base();", **(instead or {})}
+    kernel, product = folder / name / source.name, folder / "device" / "gemm.cuh"
+    texts = {kernel: source.read_text(), product: (DEVICE / "gemm.cuh").read_text()}
     for old, new in changes.items():
-        assert text.count(old) == 1, f"not once in {source}: {old}"
-        text = text.replace(old, new)
-    kernel = folder / name / source.name
-    kernel.write_text(text)
+        assert sum(text.count(old) for text in texts.values()) == 1, (
+            f"not once in {source} and gemm.cuh: {old}"
+        )
+        texts = {file: text.replace(old, new) for file, text in texts.items()}
+    for file, text in texts.items():
+        file.write_text(text)
     library = folder / "products.so"
     options = {
         **dict(defines),

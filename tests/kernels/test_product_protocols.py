@@ -233,13 +233,13 @@ MISTAKES = {
     "gather-posted-ahead": ("posted < there;", "posted <= there && index < order.pieces;"),
     "gather-flags-not-awaited": ("weft::fence_proxy_async();\n            __syncwarp();", ""),
     "gather-count-not-awaited": ("weft::wait_count(s.counts + ARRIVED, ++needed)", "++needed"),
-    "gather-half-not-free": ("p.half.done + lane, use - 1", "p.half.done + lane, use - 2"),
+    "gather-half-not-free": ("half.done + lane, use - 1", "half.done + lane, use - 2"),
     "scatter-no-fence": ("__threadfence_system();", ""),
     "scatter-warps-not-awaited": ("weft::sync_warpgroup(warpgroup);", ""),
     "scatter-posted-ahead": ("s.counts + warpgroup, ++stored)", "s.counts + warpgroup, stored++)"),
     "scatter-flags-not-awaited": ("    }\n    __syncwarp();\n}", "    }\n}"),
     "scatter-other-part-awaited": ("2 * t.index + warpgroup;", "2 * t.index + 1 - warpgroup;"),
-    "scatter-half-not-free": ("p.half.done + lane, use - 1", "p.half.done + lane, use - 2"),
+    "scatter-half-not-free": ("half.done + lane, use - 1", "half.done + lane, use - 2"),
 }
 
 
