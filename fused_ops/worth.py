@@ -10,9 +10,8 @@ from functools import cache
 
 import torch
 
-from ..kernels.all_gather_matmul.configs import pays as copies_pay
-from ..kernels.all_gather_matmul.configs import push_pays
-from ..kernels.matmul_reduce_scatter.configs import bulk_pays
+from ..kernels.all_gather_matmul import configs as gather
+from ..kernels.matmul_reduce_scatter import configs as scatter
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_reduce")
 _ROW = 16  # bytes; the kernels' descriptors want rows of a multiple
@@ -67,11 +66,11 @@ def worth_fusing(
     rows, halves = m // world_size, dtype.itemsize == 2
     if op == "all_gather_matmul":
         if halves:
-            pays = push_pays(rows, [n], k, world_size, _NUM_SMS)
+            pays = gather.push_pays(rows, [n], k, world_size, _NUM_SMS)
         else:
-            pays = copies_pay(rows, n, k, world_size, dtype.itemsize)
+            pays = gather.pays(rows, n, k, world_size, dtype.itemsize)
         return None if pays else f"too little is gathered and multiplied ({m} x {k} @ {k} x {n})"
-    pays = bulk_pays(rows, n, k, world_size, _NUM_SMS) if halves else rows >= _LEAST_ROWS
+    pays = scatter.push_pays(rows, n, k, world_size, _NUM_SMS) if halves else rows >= _LEAST_ROWS
     return None if pays else f"too little is multiplied and scattered ({m} x {k} @ {k} x {n})"
 
 

@@ -46,8 +46,8 @@ def layout(m: int, n: int, dtype: torch.dtype, world_size: int, config: Config, 
 
 
 @dataclass(frozen=True)
-class BulkConfig:
-    """How the CUDA kernel (kernel.cu) is run.
+class PushConfig:
+    """How the kernel that sends by itself (kernel.cu) is run.
 
     ``band`` pairs of rows of tiles are walked together.
     """
@@ -56,29 +56,29 @@ class BulkConfig:
     band: int
 
 
-def choose_bulk(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> BulkConfig:
+def choose_push(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> PushConfig:
     """The configuration for A [L, W, m, K] and B [K, N] of 16 bits. A pure function: all ranks choose alike."""
-    return bulk_ranked(m, n, k, world_size, num_sms, batches)[0][1]
+    return push_ranked(m, n, k, world_size, num_sms, batches)[0][1]
 
 
-def bulk_pays(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> bool:
+def push_pays(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> bool:
     """Whether that kernel is thought to beat a product and a reduce-scatter behind it."""
     moved = (world_size - 1) * batches * m * n * 2
-    fused, _ = bulk_ranked(m, n, k, world_size, num_sms, batches)[0]
+    fused, _ = push_ranked(m, n, k, world_size, num_sms, batches)[0]
     return fused < gemm_tiles.unfused_us(world_size * batches * m, n, k, moved)
 
 
-def bulk_ranked(
+def push_ranked(
     m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1
-) -> list[tuple[float, BulkConfig]]:
-    """All candidates with the microseconds that ``estimate_bulk_us`` gives them, the fastest first."""
-    configs = [BulkConfig(tile, _BAND) for tile in gemm_tiles.suited(world_size * batches * m, n, k)]
-    estimated = [(estimate_bulk_us(c, m, n, k, world_size, num_sms, batches), c) for c in configs]
+) -> list[tuple[float, PushConfig]]:
+    """All candidates with the microseconds that ``estimate_push_us`` gives them, the fastest first."""
+    configs = [PushConfig(tile, _BAND) for tile in gemm_tiles.suited(world_size * batches * m, n, k)]
+    estimated = [(estimate_push_us(c, m, n, k, world_size, num_sms, batches), c) for c in configs]
     return sorted(estimated, key=itemgetter(0))
 
 
-def estimate_bulk_us(
-    config: BulkConfig, m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1
+def estimate_push_us(
+    config: PushConfig, m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1
 ) -> float:
     """Microseconds; the constants are fitted to measurements on 2 and 4 H200.
 
@@ -94,7 +94,7 @@ def estimate_bulk_us(
     return _LAUNCH + max(product, first + sending) + hinders * min(product, sending)
 
 
-def bulk_needs(m: int, n: int, config: BulkConfig, world_size: int, batches: int = 1) -> tuple[int, int]:
+def push_needs(m: int, n: int, config: PushConfig, world_size: int, batches: int = 1) -> tuple[int, int]:
     """Bytes of a half, and flags for each rank: a slot for each peer, whole tiles, each in two parts."""
     tiles = batches * -(-m // config.tile.block_m) * -(-n // config.tile.block_n)
     return (world_size - 1) * tiles * 2 * config.tile.part_bytes, 2 * tiles

@@ -13,7 +13,7 @@ from ..device import gemm
 from ..device.gemm import Half, boxes_of_b, boxes_of_rows, is_whole, watch
 from ..device.program import Watch
 from ..device.tensor_map import Maps, TensorMap, put_map
-from .configs import BulkConfig, bulk_needs
+from .configs import PushConfig, push_needs
 
 SOURCE = Path(__file__).parent / "kernel.cu"
 
@@ -42,7 +42,7 @@ _A, _B = _Params.a.offset, _Params.b.offset
 
 
 def defines(
-    b: torch.Tensor, config: BulkConfig, world_size: int, out_dtype: torch.dtype | None = None
+    b: torch.Tensor, config: PushConfig, world_size: int, out_dtype: torch.dtype | None = None
 ) -> gemm.Defines:
     """What kernel.cu is compiled with for B [K, N] and its like; the result is float32 or, by default, like B."""
     return (
@@ -52,14 +52,14 @@ def defines(
     )
 
 
-class MatmulReduceScatterBulk:
+class MatmulReduceScatterPush:
     """This op on one problem and one workspace: prepared once, launched often.
 
     Args:
-        workspace: with room for ``configs.bulk_needs``, the same call site on every rank.
+        workspace: with room for ``configs.push_needs``, the same call site on every rank.
         a, b: examples of the operands: A [L, W, m, K] and B [K, N]. Every launch gets tensors of these sizes,
             strides and dtype.
-        config: of ``configs.choose_bulk``, the same on every rank.
+        config: of ``configs.choose_push``, the same on every rank.
         average: the mean of the ranks instead of the sum.
         out_dtype: of the result: float32, or that of the operands.
         num_sms: blocks to launch at most. As many must find an SM each.
@@ -73,14 +73,14 @@ class MatmulReduceScatterBulk:
         workspace: Workspace[Layout],
         a: torch.Tensor,
         b: torch.Tensor,
-        config: BulkConfig,
+        config: PushConfig,
         *,
         average: bool,
         out_dtype: torch.dtype,
         num_sms: int,
     ) -> None:
         (batches, size, m, k), n, dtype, tile = a.shape, b.shape[1], a.dtype, config.tile
-        nbytes, flags = bulk_needs(m, n, config, size, batches)
+        nbytes, flags = push_needs(m, n, config, size, batches)
         layout = workspace.layout
         if layout.flags_per_rank < flags or layout.half_bytes < nbytes:
             raise ValueError(f"workspace: {layout} is too small for results of {batches} x {m} x {n} {dtype}")

@@ -16,15 +16,15 @@ from ..device.choice import Choice, Choices, make_together
 from ..device.contest import Candidate
 from ..device.launch import compiling, why_not
 from . import configs, host
-from .cuda_kernel import MatmulReduceScatterBulk
+from .cuda_kernel import MatmulReduceScatterPush
 from .triton_kernel import MatmulReduceScatter
 
-_choices: Choices[configs.BulkConfig | configs.Config] = Choices()
+_choices: Choices[configs.PushConfig | configs.Config] = Choices()
 
 
 def choose(
     a: torch.Tensor, b: torch.Tensor, num_sms: int
-) -> Choice[configs.BulkConfig | configs.Config] | str:
+) -> Choice[configs.PushConfig | configs.Config] | str:
     """How to run a call, or why no kernel can.
 
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
@@ -38,14 +38,14 @@ def choose(
 
 def _choose(
     a: torch.Tensor, b: torch.Tensor, num_sms: int
-) -> Choice[configs.BulkConfig | configs.Config] | str:
+) -> Choice[configs.PushConfig | configs.Config] | str:
     if (reason := why_not(a, b)) is not None:
         return reason
     (batches, world_size, m, k), n = a.shape, b.shape[1]
     if a.dtype in gemm.DTYPES:
-        config = configs.choose_bulk(m, n, k, world_size, num_sms, batches)
-        pays = configs.bulk_pays(m, n, k, world_size, num_sms, batches)
-        return Choice("bulk", config, *configs.bulk_needs(m, n, config, world_size, batches), pays)
+        config = configs.choose_push(m, n, k, world_size, num_sms, batches)
+        pays = configs.push_pays(m, n, k, world_size, num_sms, batches)
+        return Choice("push", config, *configs.push_needs(m, n, config, world_size, batches), pays)
     stored = configs.choose(m, n, k, world_size, a.dtype, num_sms, batches)
     nbytes = world_size * batches * m * n * a.element_size()
     flags = configs.flags_per_rank(m, n, stored, batches)
@@ -53,7 +53,7 @@ def _choose(
 
 
 def tuned(
-    choice: Choice[configs.BulkConfig | configs.Config],
+    choice: Choice[configs.PushConfig | configs.Config],
     heap: Heap,
     a: torch.Tensor,
     b: torch.Tensor,
@@ -61,23 +61,23 @@ def tuned(
     *,
     average: bool,
     out_dtype: torch.dtype,
-) -> tuple[Choice[configs.BulkConfig | configs.Config], str]:
+) -> tuple[Choice[configs.PushConfig | configs.Config], str]:
     """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
     tuned."""
-    if not isinstance(choice.config, configs.BulkConfig):
+    if not isinstance(choice.config, configs.PushConfig):
         return choice, ""
     if not tuner.is_on():
         return choice, tuner.FROM_MODEL
     (batches, size, m, k), n = a.shape, b.shape[1]
     kind = f"{host.OP} {batches} x {size} x {m} x {k} @ {k} x {n}, {a.dtype} to {out_dtype}, {num_sms} SMs"
-    ranked = configs.bulk_ranked(m, n, k, size, num_sms, batches)
-    candidates: list[Candidate[configs.BulkConfig | configs.Config]] = [
-        Candidate(c, *configs.bulk_needs(m, n, c, size, batches)) for _, c in ranked
+    ranked = configs.push_ranked(m, n, k, size, num_sms, batches)
+    candidates: list[Candidate[configs.PushConfig | configs.Config]] = [
+        Candidate(c, *configs.push_needs(m, n, c, size, batches)) for _, c in ranked
     ]
     results: list[torch.Tensor] = []
 
-    def make(workspace: Workspace[Layout], config: configs.BulkConfig, timeout_ns: int) -> Callable[[], None]:
-        kernel = MatmulReduceScatterBulk(
+    def make(workspace: Workspace[Layout], config: configs.PushConfig, timeout_ns: int) -> Callable[[], None]:
+        kernel = MatmulReduceScatterPush(
             workspace, a, b, config, average=average, out_dtype=out_dtype, num_sms=num_sms
         )
         if not results:
@@ -90,7 +90,7 @@ def tuned(
 
 
 def run(
-    choice: Choice[configs.BulkConfig | configs.Config],
+    choice: Choice[configs.PushConfig | configs.Config],
     workspace: Workspace[Layout],
     a: torch.Tensor,
     b: torch.Tensor,
@@ -106,9 +106,9 @@ def run(
     kernel = workspace.prepared.get(key)
     if kernel is None:
 
-        def make() -> MatmulReduceScatterBulk | MatmulReduceScatter:
-            if isinstance(config, configs.BulkConfig):
-                return MatmulReduceScatterBulk(
+        def make() -> MatmulReduceScatterPush | MatmulReduceScatter:
+            if isinstance(config, configs.PushConfig):
+                return MatmulReduceScatterPush(
                     workspace, a, b, config, average=average, out_dtype=out_dtype, num_sms=num_sms
                 )
             made = MatmulReduceScatter(workspace, a, b, config, average=average, num_sms=num_sms)
@@ -119,7 +119,7 @@ def run(
         same = (host.OP, a.shape, b.shape, a.dtype, average, out_dtype, config, num_sms)
         kernel = make_together(workspace, host.OP, key, same, make)
     half = workspace.next_half()
-    if isinstance(kernel, MatmulReduceScatterBulk):
+    if isinstance(kernel, MatmulReduceScatterPush):
         stream = torch._C._cuda_getCurrentRawStream(a.get_device())
         kernel.launch(half, (a.data_ptr(), b.data_ptr()), (out.data_ptr(),), timeout_ns, stream)
     else:
@@ -128,12 +128,12 @@ def run(
 
 
 def launcher(
-    choice: Choice[configs.BulkConfig | configs.Config],
+    choice: Choice[configs.PushConfig | configs.Config],
     workspace: Workspace[Layout],
     *,
     average: bool,
     out_dtype: torch.dtype,
-) -> MatmulReduceScatterBulk | None:
+) -> MatmulReduceScatterPush | None:
     """What ``run`` launched, for tensors at other addresses; None for the Triton kernel, which takes tensors."""
-    is_bulk = isinstance(choice.config, configs.BulkConfig)
-    return workspace.prepared[choice, average, out_dtype] if is_bulk else None
+    pushes = isinstance(choice.config, configs.PushConfig)
+    return workspace.prepared[choice, average, out_dtype] if pushes else None

@@ -28,7 +28,7 @@ def layer(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor
         _, (h,) = fused_all_gather_matmul(x, [up], 0, world(), return_A=False)
         assert last_plan().algorithm == "push"
         y = fused_matmul_reduce_scatter(torch.relu(h), down, "sum", 0, world())
-        assert last_plan().algorithm == "bulk"
+        assert last_plan().algorithm == "push"
         z = one_shot_all_reduce(y, "avg", world())
         assert last_plan().algorithm == "push"
     return z

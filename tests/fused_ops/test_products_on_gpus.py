@@ -68,14 +68,14 @@ def both_ops(
         assert torch.equal(out, (want.float() @ B.float()).to(dtype)), f"all-gather + matmul, {what}"
     wide, B = whole(size * m, k, dtype=dtype), Bs[0]
     got = fused_matmul_reduce_scatter(wide, B, "sum", 0, world())
-    assert last_plan().algorithm == "bulk", last_plan()
+    assert last_plan().algorithm == "push", last_plan()
     parts = [
         a.chunk(size)[rank].float() @ b.float() for a, b in zip(gathered(wide), gathered(B), strict=True)
     ]
     assert torch.equal(got, sum(parts).to(dtype)), f"matmul + reduce-scatter, {what}"
     # A half or a quarter of a large sum is no 16-bit number.
     got = fused_matmul_reduce_scatter(wide, B, "avg", 0, world(), out_dtype=torch.float32)
-    assert last_plan().algorithm == "bulk", last_plan()
+    assert last_plan().algorithm == "push", last_plan()
     assert torch.equal(got, sum(parts) * (1 / size)), f"matmul + reduce-scatter in float32, {what}"
 
 
@@ -130,7 +130,7 @@ def leading(rank: int, world_size: int) -> None:
         A, B = whole(lead, world_size * m, k, dtype=torch.bfloat16), whole(k, n, dtype=torch.bfloat16)
         with forced("fused"):
             got = fused_matmul_reduce_scatter(A, B, "avg", 1, world())
-        assert last_plan().algorithm == "bulk"
+        assert last_plan().algorithm == "push"
         products = [a.float() @ b.float() for a, b in zip(gathered(A), gathered(B), strict=True)]
         want = sum(p.chunk(world_size, 1)[rank] for p in products) / world_size
         assert torch.equal(got, want.bfloat16())

@@ -72,7 +72,7 @@ def stage(folder: str, on: bool) -> Iterator[symm_mem.Heap]:
             (gather, "_choices", Choices()),
             (scatter, "_choices", Choices()),
             (gather.cuda_kernel, "AllGatherMatmulPushes", Kernel),
-            (scatter, "MatmulReduceScatterBulk", Kernel),
+            (scatter, "MatmulReduceScatterPush", Kernel),
             (contest, "median_us", median_us),
             (tuner, "is_on", lambda: on),
         ):

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weft.fused_ops import worth
 from weft.fused_ops.worth import OPS, expected_gain, worth_fusing
-from weft.kernels.all_gather_matmul.configs import pays, push_pays
-from weft.kernels.matmul_reduce_scatter.configs import bulk_pays
+from weft.kernels.all_gather_matmul import configs as gather
+from weft.kernels.matmul_reduce_scatter import configs as scatter
 
 SIZES = st.integers(1, 1 << 15)
 BF16 = torch.bfloat16
@@ -31,11 +31,11 @@ def test_cpu_ranks_always_fuse(op: str, m: int, n: int, k: int, world: int, last
 @pytest.mark.parametrize("n", [1024, 28672])
 def test_all_gather_matmul_asks_the_kernels_rule(world: int, m: int, n: int) -> None:
     reason = worth_fusing("all_gather_matmul", m, n, 4096, world, BF16, "cuda")
-    assert (reason is None) is push_pays(m // world, [n], 4096, world, 132)
+    assert (reason is None) is gather.push_pays(m // world, [n], 4096, world, 132)
     if reason is not None:
         assert f"({m} x 4096 @ 4096 x {n})" in reason
     exact = worth_fusing("all_gather_matmul", m, n, 4096, world, torch.float32, "cuda")
-    assert (exact is None) is pays(m // world, n, 4096, world, 4)
+    assert (exact is None) is gather.pays(m // world, n, 4096, world, 4)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -43,7 +43,7 @@ def test_all_gather_matmul_asks_the_kernels_rule(world: int, m: int, n: int) -> 
 @pytest.mark.parametrize("m", [64, 1024, 8192])
 def test_matmul_reduce_scatter_asks_the_kernels_rule(world: int, m: int) -> None:
     reason = worth_fusing("matmul_reduce_scatter", m, 4096, 4096, world, BF16, "cuda")
-    assert (reason is None) is bulk_pays(m // world, 4096, 4096, world, 132)
+    assert (reason is None) is scatter.push_pays(m // world, 4096, 4096, world, 132)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from cubins import ARGUMENTS, disassembled, usage
+from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul import cuda_kernel as all_gather_matmul
-from weft.kernels.all_gather_matmul.configs import choose_push
 from weft.kernels.device import gemm
 from weft.kernels.device.gemm_tiles import TILES, Tile
 from weft.kernels.device.program import Program
+from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
 from weft.kernels.matmul_reduce_scatter import cuda_kernel as matmul_reduce_scatter
-from weft.kernels.matmul_reduce_scatter.configs import choose_bulk
 
 # B as it lies in memory: rows contiguous, of whole boxes or not, or columns.
 ORDERS = {
@@ -28,12 +28,12 @@ ORDERS = {
 
 
 def gather(tile: Tile, order: str) -> Program:
-    config = replace(choose_push(1024, [1024], 1024, 4, 132), tile=tile)
+    config = replace(gather_configs.choose_push(1024, [1024], 1024, 4, 132), tile=tile)
     return gemm.program(all_gather_matmul.SOURCE, all_gather_matmul.defines([ORDERS[order]], config))
 
 
 def scatter(tile: Tile, order: str, world_size: int, out_dtype: torch.dtype | None = None) -> Program:
-    config = replace(choose_bulk(1024, 1024, 1024, world_size, 132), tile=tile)
+    config = replace(scatter_configs.choose_push(1024, 1024, 1024, world_size, 132), tile=tile)
     defines = matmul_reduce_scatter.defines(ORDERS[order], config, world_size, out_dtype)
     return gemm.program(matmul_reduce_scatter.SOURCE, defines)
 

@@ -36,16 +36,16 @@ def test_all_gather_matmul_fits_and_has_a_flag_for_each_piece(
 def test_matmul_reduce_scatter_fits_and_has_a_slot_for_each_peer(
     m: int, n: int, k: int, world_size: int, num_sms: int, batches: int
 ) -> None:
-    config = scatter.choose_bulk(m, n, k, world_size, num_sms, batches)
+    config = scatter.choose_push(m, n, k, world_size, num_sms, batches)
     assert config.tile.shared <= MOST_SHARED
-    nbytes, flags = scatter.bulk_needs(m, n, config, world_size, batches)
+    nbytes, flags = scatter.push_needs(m, n, config, world_size, batches)
     assert flags * config.tile.part_bytes * (world_size - 1) == nbytes
     assert nbytes >= (world_size - 1) * batches * m * n * 2
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1024, 1024, 1024), (4096, 2048, 8192)])
 def test_a_half_takes_no_more_than_the_peers_results(m: int, n: int, k: int) -> None:
-    nbytes, _ = scatter.bulk_needs(m, n, scatter.choose_bulk(m, n, k, 4, 132), 4)
+    nbytes, _ = scatter.push_needs(m, n, scatter.choose_push(m, n, k, 4, 132), 4)
     assert nbytes == 3 * m * n * 2
 
 
@@ -84,7 +84,7 @@ def test_matmul_reduce_scatter_takes_what_was_fast(
     world_size: int, m: int, n: int, k: int, block: tuple[int, int]
 ) -> None:
     """The fastest on 2 or 4 H200, or within 2 % of it."""
-    tile = scatter.choose_bulk(m, n, k, world_size, 132).tile
+    tile = scatter.choose_push(m, n, k, world_size, 132).tile
     assert (tile.block_m, tile.block_n) == block
 
 
@@ -101,4 +101,4 @@ def test_the_choice_is_the_one_estimated_fastest(m: int, n: int, k: int, world_s
 def test_it_steps_aside_where_little_is_gathered() -> None:
     assert not gather.push_pays(1, [2560], 8192, 4, 132)
     assert gather.push_pays(512, [2560], 8192, 4, 132)
-    assert scatter.bulk_pays(512, 8192, 2048, 4, 132)
+    assert scatter.push_pays(512, 8192, 2048, 4, 132)

@@ -94,9 +94,9 @@ def test_all_gather_matmul(done: list[tuple[Any, ...]], count: int, return_A: bo
 
 
 def test_matmul_reduce_scatter(done: list[tuple[Any, ...]]) -> None:
-    config = scatter_configs.choose_bulk(M, N, K, WORLD_SIZE, 132)
+    config = scatter_configs.choose_push(M, N, K, WORLD_SIZE, 132)
     a, b = bfloat16(1, WORLD_SIZE, M, K), bfloat16(K, N)
-    kernel = scatter.MatmulReduceScatterBulk(
+    kernel = scatter.MatmulReduceScatterPush(
         workspace(0), a, b, config, average=False, out_dtype=a.dtype, num_sms=132
     )
     for turn in (1, 2):

@@ -89,7 +89,7 @@ class Scatter:
     blocks: int = 4
 
     def __post_init__(self) -> None:
-        self.config = scatter_configs.BulkConfig(self.tile, 2)
+        self.config = scatter_configs.PushConfig(self.tile, 2)
 
     def compiled(self, folder: Path, instead: Mapping[str, str] | None = None) -> Library:
         b = numbers(self.n, self.k).t()
@@ -97,11 +97,11 @@ class Scatter:
         return build(folder, scatter.SOURCE, scatter._Params, defines, instead)
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
-        nbytes, flags = scatter_configs.bulk_needs(self.m, self.n, self.config, self.size, self.batches)
+        nbytes, flags = scatter_configs.push_needs(self.m, self.n, self.config, self.size, self.batches)
         self.ranks = Products(monkeypatch, library, scatter.Layout(self.size, flags, nbytes), pace)
         a, b = numbers(self.batches, self.size, self.m, self.k), numbers(self.n, self.k).t()
         self.kernels = [
-            scatter.MatmulReduceScatterBulk(
+            scatter.MatmulReduceScatterPush(
                 *(place, a, b, self.config),
                 average=self.average,
                 out_dtype=self.out_dtype,
