@@ -77,27 +77,34 @@ class MatmulReduceScatter(torch.autograd.Function):
         scatter_dim: int,
         group_name: str,
         out_dtype: torch.dtype | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(A, B)
         ctx.reduce_op, ctx.scatter_dim, ctx.group_name = reduce_op, scatter_dim, group_name
-        done = matmul_reduce_scatter.again(A, B, reduce_op, scatter_dim, group_name, out_dtype)
+        args = (A, B, reduce_op, scatter_dim, group_name)
+        done = matmul_reduce_scatter.again(*args, out_dtype, bias, residual)
         if done is not None:
             return done
         with torch._C._AutoDispatchBelowAutograd():
-            return _ops.fused_matmul_reduce_scatter(
-                A, B, reduce_op, scatter_dim, group_name, out_dtype=out_dtype
-            )
+            return _ops.fused_matmul_reduce_scatter(*args, out_dtype=out_dtype, bias=bias, residual=residual)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         A, B = ctx.saved_tensors
-        if ctx.reduce_op == "avg":
-            grad = grad / resolve_group(ctx.group_name).size()
-        gathered, (grad_A,) = _ops.fused_all_gather_matmul(
-            grad.to(A.dtype), [B.t()], ctx.scatter_dim, ctx.group_name, return_A=ctx.needs_input_grad[1]
-        )
-        grad_B = _rows(A).t() @ _rows(gathered) if ctx.needs_input_grad[1] else None
-        return grad_A, grad_B, None, None, None, None
+        *needed, needs_bias, needs_residual = ctx.needs_input_grad
+        # Each rank has added its own: what its part of the result hands back is all that they get here.
+        grad_bias = _rows(grad).sum(0, dtype=torch.float32).to(A.dtype) if needs_bias else None
+        grad_residual = grad.to(A.dtype) if needs_residual else None
+        grad_A = grad_B = None
+        if any(needed):
+            if ctx.reduce_op == "avg":
+                grad = grad / resolve_group(ctx.group_name).size()
+            gathered, (grad_A,) = _ops.fused_all_gather_matmul(
+                grad.to(A.dtype), [B.t()], ctx.scatter_dim, ctx.group_name, return_A=needed[1]
+            )
+            grad_B = _rows(A).t() @ _rows(gathered) if needed[1] else None
+        return grad_A, grad_B, None, None, None, None, grad_bias, grad_residual
 
 
 class AllReduce(torch.autograd.Function):

@@ -107,15 +107,19 @@ def _dim(name: str, dim: int, tensor_name: str, ndim: int) -> int:
     return dim % ndim
 
 
+def _like(name: str, tensor: torch.Tensor, like: torch.Tensor, like_name: str) -> None:
+    if tensor.dtype != like.dtype:
+        raise TypeError(f"{name}: is {tensor.dtype}, must be {like.dtype} like {like_name}")
+    if tensor.device != like.device:
+        raise ValueError(f"{name}: lies on {tensor.device}, must lie on {like.device} like {like_name}")
+
+
 def _matrix(name: str, B: torch.Tensor, k: int, like: torch.Tensor, like_name: str) -> None:
     if B.dim() != 2:
         raise ValueError(f"{name}: has {B.dim()} dimensions, must be a matrix [K, N]")
     if B.shape[0] != k:
         raise ValueError(f"{name}: has {B.shape[0]} rows, must have {k}, as many as {like_name} has columns")
-    if B.dtype != like.dtype:
-        raise TypeError(f"{name}: is {B.dtype}, must be {like.dtype} like {like_name}")
-    if B.device != like.device:
-        raise ValueError(f"{name}: lies on {B.device}, must lie on {like.device} like {like_name}")
+    _like(name, B, like, like_name)
 
 
 def all_gather_matmul(
@@ -146,6 +150,8 @@ def matmul_reduce_scatter(
     scatter_dim: int,
     group_name: str,
     out_dtype: torch.dtype | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> tuple[int, ProcessGroup]:
     """The dimension, not negative, and the group.
 
@@ -166,7 +172,21 @@ def matmul_reduce_scatter(
         raise ValueError(
             f"scatter_dim: A @ B has size {size} there, must be a multiple of {group.size()} ranks"
         )
+    shape = [*A.shape[:-1], B.shape[1]]
+    shape[dim] = size // group.size()
+    if bias is not None:
+        _added("bias", bias, shape[-1:], A)
+    if residual is not None:
+        _added("residual", residual, shape, A)
     return dim, group
+
+
+def _added(name: str, tensor: torch.Tensor, shape: Sequence[int], A: torch.Tensor) -> None:
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(
+            f"{name}: has shape {tuple(tensor.shape)}, must have {tuple(shape)} to go with the result"
+        )
+    _like(name, tensor, A, "A")
 
 
 def all_reduce(x: torch.Tensor, reduce_op: str, group_name: str) -> ProcessGroup:
@@ -198,10 +218,7 @@ def all_reduce_rms_norm(
             raise ValueError(
                 f"{name}: has shape {tuple(tensor.shape)}, must have {tuple(shape)} to go with x"
             )
-        if tensor.dtype != x.dtype:
-            raise TypeError(f"{name}: is {tensor.dtype}, must be {x.dtype} like x")
-        if tensor.device != x.device:
-            raise ValueError(f"{name}: lies on {tensor.device}, must lie on {x.device} like x")
+        _like(name, tensor, x, "x")
     if not eps >= 0:
         raise ValueError(f"eps: is {eps!r}, must be 0 or more")
     return group

@@ -69,11 +69,15 @@ def fused_matmul_reduce_scatter(
     group: Group,
     *,
     out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """This rank's part of ``A @ B`` summed over ranks: each part travels while the next one is computed.
 
-    Partial products are summed in float32, in rank order: the same bits in every run. Differentiable. Works under
-    torch.compile and in a CUDA graph. Every rank must call it with the same shapes.
+    Partial products are summed in float32, in rank order: the same bits in every run. ``bias`` and ``residual`` are
+    added to that sum, for "avg" behind the division, before it is rounded: once, by every kernel as it writes the
+    result, those of float32 on CUDA too. (Where the call runs unfused, the backend has rounded its sum before.)
+    Differentiable. Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes.
 
     Args:
         A: [..., K], 2 or more dimensions; float32, bfloat16 or float16; any strides.
@@ -83,6 +87,11 @@ def fused_matmul_reduce_scatter(
             multiple of the number of ranks.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
         out_dtype: of the result: that of A, or float32. Partial products travel in A's dtype in any case.
+        bias: what every row of the own part gets, as long as a row: [N], or of a scattered last dimension [N / W],
+            the own columns' part; of A's dtype. A bias that is the same on all ranks is part of the whole once; its
+            gradient here is that of the own part, the sum of the result's over all rows, taken in float32. All ranks
+            pass one or none does.
+        residual: what the own part gets; of its shape, of A's dtype. All ranks pass one or none does.
 
     Returns:
         the own part, contiguous.
@@ -94,7 +103,7 @@ def fused_matmul_reduce_scatter(
     """
     name = _known_name(group)
     if name is not None and type(reduce_op) is str and type(scatter_dim) is int:
-        done = matmul_reduce_scatter.again(A, B, reduce_op, scatter_dim, name, out_dtype)
+        done = matmul_reduce_scatter.again(A, B, reduce_op, scatter_dim, name, out_dtype, bias, residual)
         if done is not None:
             return done
     checks.tensor("A", A, 2)
@@ -103,8 +112,11 @@ def fused_matmul_reduce_scatter(
     checks.dimension("scatter_dim", scatter_dim, "A", A.dim())
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype: is {out_dtype!r}, must be a torch.dtype")
-    name = group_name(group)
-    return ops.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, name, out_dtype=out_dtype)
+    for name, value in (("bias", bias), ("residual", residual)):
+        if value is not None:
+            checks.tensor(name, value)
+    named = {"out_dtype": out_dtype, "bias": bias, "residual": residual}
+    return ops.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name(group), **named)
 
 
 def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:

@@ -317,6 +317,7 @@ class RowParallelLinear(_ParallelLinear):
         if not self.sequence_parallel:
             y = _Sum.apply(F.linear(x, self.weight), self.group)
             return y if self.bias is None else y + self.bias
-        y = fused_matmul_reduce_scatter(x, self.weight.t(), "sum", self._along_sequence(x), self.group)
         # Each rank adds it to its part of the sequence only, so the parts of its gradient are summed.
-        return y if self.bias is None else y + _SumGradient.apply(self.bias, self.group)
+        bias = None if self.bias is None else _SumGradient.apply(self.bias, self.group)
+        along = self._along_sequence(x)
+        return fused_matmul_reduce_scatter(x, self.weight.t(), "sum", along, self.group, bias=bias)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from math import prod
 
 import torch
@@ -18,7 +17,14 @@ from .workspaces import matmul_workspace
 
 
 def again(
-    A: Tensor, B: Tensor, reduce_op: str, dim: int, group_name: str, out_dtype: torch.dtype | None
+    A: Tensor,
+    B: Tensor,
+    reduce_op: str,
+    dim: int,
+    group_name: str,
+    out_dtype: torch.dtype | None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor | None:
     """As the op, if such a call was made before on CUDA; else None, and nothing happened.
 
@@ -28,12 +34,32 @@ def again(
         return None
     if dim < 0 and isinstance(A, Tensor):
         dim += A.dim()
-    results = short.again(host.OP, (dim, reduce_op), (A, B), group_name)
+    if bias is None and residual is None:
+        results = short.again(host.OP, (dim, reduce_op), (A, B), group_name)
+    else:
+        arguments, terms = _with_terms(dim, reduce_op, bias, residual)
+        results = short.again(host.OP, arguments, (A, B, *terms), group_name)
     return None if results is None else results[0]
 
 
+def _with_terms(
+    dim: int, reduce_op: str, bias: Tensor | None, residual: Tensor | None
+) -> tuple[tuple[int | str, ...], list[Tensor]]:
+    """What such calls are remembered by, and the tensors that are added."""
+    terms = [term for term in (bias, residual) if term is not None]
+    added = (bias is not None, residual is not None) if terms else ()
+    return (dim, reduce_op, *added), terms
+
+
 def run(
-    A: Tensor, B: Tensor, reduce_op: str, dim: int, group: ProcessGroup, out_dtype: torch.dtype
+    A: Tensor,
+    B: Tensor,
+    reduce_op: str,
+    dim: int,
+    group: ProcessGroup,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """As the op; the arguments are checked and ``dim`` is not negative."""
     shape = [*A.shape[:-1], B.shape[1]]
@@ -42,18 +68,27 @@ def run(
     if isinstance(found, str):
         done: Tensor | str = found
     elif A.device.type == "cpu":
-        done = _on_cpu(found, A, B, reduce_op, dim, out_dtype).view(shape)
+        done = _on_cpu(found, A, B, reduce_op, dim, out_dtype, bias, residual).view(shape)
     elif dim == A.dim() - 1:
         done = "the last dimension is scattered"
     else:
-        done = _on_cuda(found, A, B, reduce_op, dim, shape, out_dtype)
+        done = _on_cuda(found, A, B, reduce_op, dim, shape, out_dtype, bias, residual)
     if isinstance(done, str):
         ran(Plan("unfused", done))
-        return unfused(A, B, reduce_op, dim, group, out_dtype)
+        return unfused(A, B, reduce_op, dim, group, out_dtype, bias, residual)
     return done
 
 
-def _on_cpu(where: Heap, A: Tensor, B: Tensor, reduce_op: str, dim: int, out_dtype: torch.dtype) -> Tensor:
+def _on_cpu(
+    where: Heap,
+    A: Tensor,
+    B: Tensor,
+    reduce_op: str,
+    dim: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
     size = where.world_size
     if dim == A.dim() - 1:
         rows = A.flatten(0, -2)
@@ -63,7 +98,8 @@ def _on_cpu(where: Heap, A: Tensor, B: Tensor, reduce_op: str, dim: int, out_dty
     m, n = parts[0][0].shape[0], parts[0][1].shape[1]
     workspace = matmul_workspace(where, *host.needs(m, n, A.element_size(), size))
     ran(Plan("host", workspace_bytes=workspace.layout.bytes))
-    return host.matmul_reduce_scatter(workspace, parts, reduce_op, out_dtype)
+    residual = None if residual is None else residual.reshape(m, n)
+    return host.matmul_reduce_scatter(workspace, parts, reduce_op, out_dtype, bias, residual)
 
 
 def _parts(A: Tensor, dim: int, size: int) -> Tensor:
@@ -73,30 +109,39 @@ def _parts(A: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _on_cuda(
-    where: Heap, A: Tensor, B: Tensor, reduce_op: str, dim: int, shape: list[int], out_dtype: torch.dtype
+    where: Heap,
+    A: Tensor,
+    B: Tensor,
+    reduce_op: str,
+    dim: int,
+    shape: list[int],
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor | str:
     """The result, or why it is better computed unfused."""
     from ..kernels.matmul_reduce_scatter import on_cuda
+    from ..kernels.matmul_reduce_scatter.configs import Epilogue
 
-    parts, b = used = aligned(_parts(A, dim, where.world_size)), aligned(B)
-    sms, average = num_sms(b.device), reduce_op == "avg"
+    parts, b, sms = aligned(_parts(A, dim, where.world_size)), aligned(B), num_sms(B.device)
     choice = on_cuda.choose(parts, b, sms)
     if isinstance(choice, str):
         return choice
     if not pays(choice.pays):
         return "too little is multiplied and scattered"
     with on(b.device):
-        tune = partial(on_cuda.tuned, average=average, out_dtype=out_dtype)
-        choice, chosen = tune(choice, where, parts, b, sms)
+        arguments, given = _with_terms(dim, reduce_op, bias, residual)
+        terms = [aligned(term.contiguous()) for term in given]
+        epilogue = Epilogue(out_dtype, reduce_op == "avg", bias is not None, residual is not None)
+        choice, chosen = on_cuda.tuned(choice, where, parts, b, terms, sms, epilogue)
         workspace = matmul_workspace(where, choice.half_bytes, choice.flags)
         workspace.raise_if_broken(host.OP)
         plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes, chosen=chosen)
         ran(plan)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
-        compute = partial(on_cuda.run, average=average, out_dtype=out_dtype)
-        out = compute(choice, workspace, parts, b, sms, timeout_ns).view(shape)
-    launcher = on_cuda.launcher(choice, workspace, average=average, out_dtype=out_dtype)
+        out = on_cuda.run(choice, workspace, parts, b, terms, sms, timeout_ns, epilogue).view(shape)
+    launcher = on_cuda.launcher(choice, workspace, epilogue)
     if launcher is not None and out_dtype == A.dtype:
-        arguments = (dim, reduce_op)
-        short.remember(host.OP, arguments, (A, B), used, [out], workspace, launcher, plan, pays=choice.pays)
+        tensors, used = (A, B, *given), (parts, b, *terms)
+        short.remember(host.OP, arguments, tensors, used, [out], workspace, launcher, plan, pays=choice.pays)
     return out

@@ -39,7 +39,7 @@ _lib.define(
 )
 _lib.define(
     "fused_matmul_reduce_scatter(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name, *,"
-    " ScalarType? out_dtype=None) -> Tensor",
+    " ScalarType? out_dtype=None, Tensor? bias=None, Tensor? residual=None) -> Tensor",
     tags=_TAGS,
 )
 _lib.define("one_shot_all_reduce(Tensor x, str reduce_op, str group_name) -> Tensor", tags=_TAGS)
@@ -84,8 +84,11 @@ def _matmul_reduce_scatter_fake(
     group_name: str,
     *,
     out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    dim, group = checks.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name, out_dtype)
+    args = (A, B, reduce_op, scatter_dim, group_name, out_dtype, bias, residual)
+    dim, group = checks.matmul_reduce_scatter(*args)
     shape = [*A.shape[:-1], B.shape[1]]
     shape[dim] = shape[dim] // group.size()
     return A.new_empty(shape, dtype=out_dtype or A.dtype)
@@ -139,22 +142,32 @@ def _matmul_reduce_scatter(
     group_name: str,
     *,
     out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    if (done := _rs.again(A, B, reduce_op, scatter_dim, group_name, out_dtype)) is not None:
-        return done
-    return _matmul_reduce_scatter_anew(A, B, reduce_op, scatter_dim, group_name, out_dtype)
+    args = (A, B, reduce_op, scatter_dim, group_name, out_dtype, bias, residual)
+    done = _rs.again(*args)
+    return _matmul_reduce_scatter_anew(*args) if done is None else done
 
 
 @whole
 def _matmul_reduce_scatter_anew(
-    A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str, out_dtype: torch.dtype | None
+    A: Tensor,
+    B: Tensor,
+    reduce_op: str,
+    scatter_dim: int,
+    group_name: str,
+    out_dtype: torch.dtype | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
 ) -> Tensor:
-    dim, group = checks.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name, out_dtype)
+    args = (A, B, reduce_op, scatter_dim, group_name, out_dtype, bias, residual)
+    dim, group = checks.matmul_reduce_scatter(*args)
     out_dtype = out_dtype or A.dtype
     if is_checked():
         given = {"A": A, "B": B, "reduce_op": reduce_op, "scatter_dim": dim, "out_dtype": out_dtype}
-        compare_call(_rs.host.OP, group, A.device, **given)
-    return _rs.run(A, B, reduce_op, dim, group, out_dtype)
+        compare_call(_rs.host.OP, group, A.device, **given, bias=bias, residual=residual)
+    return _rs.run(A, B, reduce_op, dim, group, out_dtype, bias, residual)
 
 
 def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
@@ -230,15 +243,19 @@ def _matmul_reduce_scatter_autograd(
     group_name: str,
     *,
     out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    if (done := _rs.again(A, B, reduce_op, scatter_dim, group_name, out_dtype)) is not None:
+    args = (A, B, reduce_op, scatter_dim, group_name, out_dtype, bias, residual)
+    if (done := _rs.again(*args)) is not None:
         return done
-    if not _wants_grad(A, B):
-        if goes_straight(A, B):
-            return _matmul_reduce_scatter_anew(A, B, reduce_op, scatter_dim, group_name, out_dtype)
+    tensors = [t for t in (A, B, bias, residual) if t is not None]
+    if not _wants_grad(*tensors):
+        if goes_straight(*tensors):
+            return _matmul_reduce_scatter_anew(*args)
         with torch._C._AutoDispatchBelowAutograd():
-            return matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name, out_dtype=out_dtype)
-    return MatmulReduceScatter.apply(A, B, reduce_op, scatter_dim, group_name, out_dtype)
+            return matmul_reduce_scatter(*args[:5], out_dtype=out_dtype, bias=bias, residual=residual)
+    return MatmulReduceScatter.apply(*args)
 
 
 def _all_reduce_autograd(x: Tensor, reduce_op: str, group_name: str) -> Tensor:

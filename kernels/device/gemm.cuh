@@ -166,14 +166,24 @@ __device__ __forceinline__ uint4 transposed(u32 a, u32 b, u32 c, u32 d) {
     return high ? make_uint4(first, second, c, d) : make_uint4(a, b, first, second);
 }
 
+// Of a tile, where sums[0] of this thread is. sums[4 j + 2 r + e] is 8 r rows below it, and 8 j + e columns to the right.
+struct Place {
+    int row, column;
+};
+
+__device__ __forceinline__ Place place_of_sums(int warpgroup) {
+    const int thread = threadIdx.x % GROUP, lane = thread % 32;
+    return {
+        warpgroup % WARPGROUPS_M * 64 + thread / 32 * 16 + lane / 4, warpgroup / WARPGROUPS_M * WN + lane % 4 * 2};
+}
+
 // Write a warpgroup's part of a tile to `out`, where the tile begins in a matrix with rows of `stride` elements, as far as
 // it has `rows` and `columns`. `finish(i, values)` is given vector i of 8 values before they are rounded: sums[8 i] and on.
 template <typename Finish>
 __device__ __forceinline__ void store_rows(
     u16* out, u64 stride, int rows, int columns, int warpgroup, const float (&sums)[SUMS], const Finish& finish) {
-    const int thread = threadIdx.x % GROUP, lane = thread % 32;
-    const int row = warpgroup % WARPGROUPS_M * 64 + thread / 32 * 16 + lane / 4;
-    const int column = warpgroup / WARPGROUPS_M * WN + lane % 4 * 8;
+    const int row = place_of_sums(warpgroup).row;
+    const int column = warpgroup / WARPGROUPS_M * WN + threadIdx.x % 4 * 8;
 #pragma unroll
     for (int i = 0; i < WN / 32; ++i) {
         float v[16];
@@ -196,8 +206,8 @@ __device__ __forceinline__ void store_rows(
 template <typename Finish>
 __device__ __forceinline__ void store_rows(
     float* out, u64 stride, int rows, int columns, int warpgroup, const float (&sums)[SUMS], const Finish& finish) {
-    const int thread = threadIdx.x % GROUP, lane = thread % 32;
-    const int row = warpgroup % WARPGROUPS_M * 64 + thread / 32 * 16 + lane / 4;
+    const Place first = place_of_sums(warpgroup);
+    const int row = first.row;
 #pragma unroll
     for (int i = 0; i < WN / 16; ++i) {
         float v[8];
@@ -206,7 +216,7 @@ __device__ __forceinline__ void store_rows(
         finish(i, v);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const int column = warpgroup / WARPGROUPS_M * WN + 16 * i + 8 * j + lane % 4 * 2;
+            const int column = first.column + 16 * i + 8 * j;
             float* to = out + row * stride + column;
             if (column < columns) {
                 if (row < rows) *reinterpret_cast<float2*>(to) = make_float2(v[4 * j], v[4 * j + 1]);

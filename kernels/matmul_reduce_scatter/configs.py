@@ -19,6 +19,18 @@ _BAND = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
 
 
 @dataclass(frozen=True)
+class Epilogue:
+    """What becomes of the own part of the sum: divided by the number of ranks or not; a ``bias`` [N] and a ``residual``
+    [L, m, N] of the operands' dtype added in float32, if there are; rounded to ``out_dtype``, that of the operands, or
+    kept as it is in float32."""
+
+    out_dtype: torch.dtype
+    average: bool = False
+    bias: bool = False
+    residual: bool = False
+
+
+@dataclass(frozen=True)
 class Config:
     """``group_m`` rows of tiles are walked together."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from ..device import gemm
 from ..device.gemm import Half, boxes_of_b, boxes_of_rows, is_whole, watch
 from ..device.program import Watch
 from ..device.tensor_map import Maps, TensorMap, put_map
-from .configs import PushConfig, push_needs
+from .configs import Epilogue, PushConfig, push_needs
 
 SOURCE = Path(__file__).parent / "kernel.cu"
 
@@ -34,21 +35,23 @@ class _Params(ctypes.Structure):
         ("k", ctypes.c_int32),
         ("band", ctypes.c_int32),
         ("average", ctypes.c_int32),
-        ("_size_is_a_multiple_of_64", ctypes.c_int32 * 6),
+        ("bias", ctypes.c_uint64),
+        ("residual", ctypes.c_uint64),
+        ("_size_is_a_multiple_of_64", ctypes.c_int32 * 2),
     )
 
 
-_A, _B = _Params.a.offset, _Params.b.offset
+_A, _B, _BIAS, _RESIDUAL = (getattr(_Params, name).offset for name in ("a", "b", "bias", "residual"))
 
 
-def defines(
-    b: torch.Tensor, config: PushConfig, world_size: int, out_dtype: torch.dtype | None = None
-) -> gemm.Defines:
-    """What kernel.cu is compiled with for B [K, N] and its like; the result is float32 or, by default, like B."""
+def defines(b: torch.Tensor, config: PushConfig, world_size: int, epilogue: Epilogue) -> gemm.Defines:
+    """What kernel.cu is compiled with for B [K, N] and its like."""
     return (
         *gemm.defines(config.tile, [b]).items(),
         ("WORLD_SIZE", world_size),
-        ("OUT_FLOAT32", int(out_dtype == torch.float32)),
+        ("OUT_FLOAT32", int(epilogue.out_dtype == torch.float32)),
+        ("BIAS", int(epilogue.bias)),
+        ("RESIDUAL", int(epilogue.residual)),
     )
 
 
@@ -60,8 +63,7 @@ class MatmulReduceScatterPush:
         a, b: examples of the operands: A [L, W, m, K] and B [K, N]. Every launch gets tensors of these sizes,
             strides and dtype.
         config: of ``configs.choose_push``, the same on every rank.
-        average: the mean of the ranks instead of the sum.
-        out_dtype: of the result: float32, or that of the operands.
+        epilogue: what becomes of the sum. Every launch gets the bias and the residual that it names, contiguous.
         num_sms: blocks to launch at most. As many must find an SM each.
 
     Raises:
@@ -74,9 +76,8 @@ class MatmulReduceScatterPush:
         a: torch.Tensor,
         b: torch.Tensor,
         config: PushConfig,
+        epilogue: Epilogue,
         *,
-        average: bool,
-        out_dtype: torch.dtype,
         num_sms: int,
     ) -> None:
         (batches, size, m, k), n, dtype, tile = a.shape, b.shape[1], a.dtype, config.tile
@@ -92,15 +93,18 @@ class MatmulReduceScatterPush:
             p = _Params()
             p.watch, p.half = watch(workspace), Half.of(workspace, half)
             p.inbox = workspace.address + layout.half(half)
-            p.batches, p.m, p.n, p.k, p.band, p.average = batches, m, n, k, config.band, average
+            p.batches, p.m, p.n, p.k, p.band, p.average = batches, m, n, k, config.band, epilogue.average
             self._params.append(p)
-        program = gemm.program(SOURCE, defines(b, config, size, out_dtype))
+        self._terms = _BIAS if epilogue.bias else _RESIDUAL
+        self._put_terms = struct.Struct(f"{epilogue.bias + epilogue.residual}Q").pack_into
+        program = gemm.program(SOURCE, defines(b, config, size, epilogue))
         self._launches = gemm.launches(program, "matmul_reduce_scatter", self._params, num_sms, tile.shared)
 
     def launch(
         self, half: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
-        """A whole use of the half, from the addresses of A and B, to that of out [L, m, N], contiguous.
+        """A whole use of the half, from the addresses of A, B and what the epilogue adds, to that of out [L, m, N],
+        contiguous.
 
         ``stream``: a CUstream as an integer.
         """
@@ -108,5 +112,6 @@ class MatmulReduceScatterPush:
             p = self._params[half]
             put_map(p, _A, self._a[operands[0]])
             put_map(p, _B, self._b[operands[1]])
+            self._put_terms(p, self._terms, *operands[2:])
             p.out, p.watch.timeout_ns = results[0], timeout_ns
             self._launches[half](stream)

@@ -2,7 +2,7 @@
 
 Who writes: rank r computes its partial product for rank d = r+1, r+2, ... and its copy thread puts it into slot r of
 d's half, then sets flag 0 of rank r there. Who waits: d, for all flags, after it has computed its own partial product.
-The sum is taken in float32, in rank order.
+The sum is taken in float32, in rank order, and bias and residual are added to it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ def matmul_reduce_scatter(
     parts: list[tuple[torch.Tensor, torch.Tensor]],
     reduce_op: str,
     out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The sum over ranks of the partial products meant for this one.
 
     Args:
         parts: for each rank the factors of what it shall own: [rows, K] and [K, n].
+        bias, residual: [n] and [rows, n], of this rank.
 
     Returns:
         [rows, n] of ``out_dtype``.
@@ -66,4 +69,7 @@ def matmul_reduce_scatter(
                 total += own if src == rank else slots[rank][src]
     if reduce_op == "avg":
         total /= size
+    for term in (bias, residual):
+        if term is not None:
+            total += term
     return total.to(out_dtype)

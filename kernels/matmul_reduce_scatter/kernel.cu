@@ -3,7 +3,8 @@
 // Computes out = sum over ranks src of A_src[:, rank] @ B_src: A [L, W, m, K] (L: the product of the dimensions before
 // the one that is scattered, W: the ranks), B [K, N], out [L, m, N]. Products are summed in float32 and rounded to A's
 // dtype once to be sent; the W partial results are summed in float32 in the order of the ranks and rounded once to A's
-// dtype, or with OUT_FLOAT32 not at all.
+// dtype, or with OUT_FLOAT32 not at all. Before that the own rows get, if there are BIAS and RESIDUAL, a row of N numbers
+// and a matrix [L, m, N], both of A's dtype.
 //
 // Who writes: a tile for rank dst leaves in two parts, one of each multiplying warpgroup, from its registers straight
 // into dst's half, viewed [W - 1][tiles][2][PART_BYTES] (the sender's slot: its rank, less one behind dst). A part lies
@@ -22,6 +23,7 @@
 #include "../device/gemm.cuh"
 #include "order.cuh"
 
+using weft::u16;
 using weft::u32;
 using weft::u64;
 using weft::u8;
@@ -33,7 +35,7 @@ constexpr int VECTORS = weft::PART_BYTES / 16;  // of a part
 #if OUT_FLOAT32
 using Out = float;
 #else
-using Out = weft::u16;
+using Out = u16;
 #endif
 
 struct Params {
@@ -46,6 +48,8 @@ struct Params {
     int batches, m, n, k;
     int band;  // pairs of rows of tiles walked together
     int average;
+    const u16* bias;  // [N]
+    const u16* residual;  // [L, m, N]
 };
 
 using Order = weft::ScatterOrder<Params>;
@@ -138,6 +142,33 @@ __device__ __forceinline__ void add_parts(const uint4* part, u64 slot, int rank,
     for (int e = 0; e < 8; ++e) own[e] = total[e] * scale;
 }
 
+// values += the two numbers at `at`.
+__device__ __forceinline__ void add_pair(const u16* at, float* values) {
+    float pair[2];
+    weft::Number::unpack(__ldg(reinterpret_cast<const u32*>(at)), pair);
+    values[0] += pair[0];
+    values[1] += pair[1];
+}
+
+// What an own tile gets besides the ranks' parts: this thread's vector `i`. N is a multiple of 8, so pairs are inside or not.
+__device__ __forceinline__ void add_terms(const Params& p, const Tile& t, int warpgroup, int i, float* values) {
+    const weft::Place first = weft::place_of_sums(warpgroup);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        const int column = t.column * BN + first.column + 16 * i + 8 * j;
+        if (column >= p.n) break;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = t.row * BM + first.row + 8 * r;
+            float* pair = values + 4 * j + 2 * r;
+            if (BIAS) add_pair(p.bias + column, pair);
+            if (RESIDUAL && row < p.m) {
+                add_pair(p.residual + (static_cast<u64>(t.batch) * p.m + row) * p.n + column, pair);
+            }
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds__(weft::THREADS, 1)
@@ -175,6 +206,9 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
                 + threadIdx.x % weft::GROUP;
             weft::store_rows(out, p.n, p.m - row, p.n - column, warpgroup, sums, [&](int i, float* values) {
                 add_parts(part + i * weft::GROUP, 2 * order.each * u64{VECTORS}, p.watch.rank, scale, values);
+#if BIAS || RESIDUAL
+                add_terms(p, t, warpgroup, i, values);
+#endif
             });
         }
     }

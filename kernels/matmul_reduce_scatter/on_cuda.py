@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -57,19 +57,19 @@ def tuned(
     heap: Heap,
     a: torch.Tensor,
     b: torch.Tensor,
+    terms: Sequence[torch.Tensor],
     num_sms: int,
-    *,
-    average: bool,
-    out_dtype: torch.dtype,
+    epilogue: configs.Epilogue,
 ) -> tuple[Choice[configs.PushConfig | configs.Config], str]:
     """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
-    tuned."""
+    tuned. ``terms`` as for ``run``."""
     if not isinstance(choice.config, configs.PushConfig):
         return choice, ""
     if not tuner.is_on():
         return choice, tuner.FROM_MODEL
     (batches, size, m, k), n = a.shape, b.shape[1]
-    kind = f"{host.OP} {batches} x {size} x {m} x {k} @ {k} x {n}, {a.dtype} to {out_dtype}, {num_sms} SMs"
+    kind = f"{host.OP} {batches} x {size} x {m} x {k} @ {k} x {n}, {a.dtype} to {epilogue.out_dtype}"
+    kind += f"{' + bias' * epilogue.bias}{' + residual' * epilogue.residual}, {num_sms} SMs"
     ranked = configs.push_ranked(m, n, k, size, num_sms, batches)
     candidates: list[Candidate[configs.PushConfig | configs.Config]] = [
         Candidate(c, *configs.push_needs(m, n, c, size, batches)) for _, c in ranked
@@ -77,12 +77,10 @@ def tuned(
     results: list[torch.Tensor] = []
 
     def make(workspace: Workspace[Layout], config: configs.PushConfig, timeout_ns: int) -> Callable[[], None]:
-        kernel = MatmulReduceScatterPush(
-            workspace, a, b, config, average=average, out_dtype=out_dtype, num_sms=num_sms
-        )
+        kernel = MatmulReduceScatterPush(workspace, a, b, config, epilogue, num_sms=num_sms)
         if not results:
-            results.append(a.new_empty((batches, m, n), dtype=out_dtype))
-        operands, out = (a.data_ptr(), b.data_ptr()), (results[0].data_ptr(),)
+            results.append(a.new_empty((batches, m, n), dtype=epilogue.out_dtype))
+        operands, out = [x.data_ptr() for x in (a, b, *terms)], (results[0].data_ptr(),)
         stream = torch._C._cuda_getCurrentRawStream(a.get_device())
         return lambda: kernel.launch(workspace.next_half(), operands, out, timeout_ns, stream)
 
@@ -94,46 +92,46 @@ def run(
     workspace: Workspace[Layout],
     a: torch.Tensor,
     b: torch.Tensor,
+    terms: Sequence[torch.Tensor],
     num_sms: int,
     timeout_ns: int,
-    *,
-    average: bool,
-    out_dtype: torch.dtype,
+    epilogue: configs.Epilogue,
 ) -> torch.Tensor:
-    """The own part of the sum, or of the mean, [L, m, N]; of float32, or of the operands' dtype."""
-    config, key = choice.config, (choice, average, out_dtype)
-    out = a.new_empty((a.shape[0], a.shape[2], b.shape[1]), dtype=out_dtype)
+    """The own part of the sum with what the epilogue makes of it, [L, m, N].
+
+    Args:
+        terms: the bias and the residual that the epilogue names, contiguous. They begin at multiples of 16 bytes.
+    """
+    config, key = choice.config, (choice, epilogue)
+    out = a.new_empty((a.shape[0], a.shape[2], b.shape[1]), dtype=epilogue.out_dtype)
     kernel = workspace.prepared.get(key)
     if kernel is None:
 
         def make() -> MatmulReduceScatterPush | MatmulReduceScatter:
             if isinstance(config, configs.PushConfig):
-                return MatmulReduceScatterPush(
-                    workspace, a, b, config, average=average, out_dtype=out_dtype, num_sms=num_sms
-                )
-            made = MatmulReduceScatter(workspace, a, b, config, average=average, num_sms=num_sms)
+                return MatmulReduceScatterPush(workspace, a, b, config, epilogue, num_sms=num_sms)
+            made = MatmulReduceScatter(workspace, a, b, config, epilogue, num_sms=num_sms)
             with compiling():  # Triton compiles at a launch
-                made.launch(0, a, b, out, timeout_ns=timeout_ns)
+                made.launch(0, a, b, out, *terms, timeout_ns=timeout_ns)
             return made
 
-        same = (host.OP, a.shape, b.shape, a.dtype, average, out_dtype, config, num_sms)
+        same = (host.OP, a.shape, b.shape, a.dtype, epilogue, config, num_sms)
         kernel = make_together(workspace, host.OP, key, same, make)
     half = workspace.next_half()
     if isinstance(kernel, MatmulReduceScatterPush):
         stream = torch._C._cuda_getCurrentRawStream(a.get_device())
-        kernel.launch(half, (a.data_ptr(), b.data_ptr()), (out.data_ptr(),), timeout_ns, stream)
+        operands = [x.data_ptr() for x in (a, b, *terms)]
+        kernel.launch(half, operands, (out.data_ptr(),), timeout_ns, stream)
     else:
-        kernel.launch(half, a, b, out, timeout_ns=timeout_ns)
+        kernel.launch(half, a, b, out, *terms, timeout_ns=timeout_ns)
     return out
 
 
 def launcher(
     choice: Choice[configs.PushConfig | configs.Config],
     workspace: Workspace[Layout],
-    *,
-    average: bool,
-    out_dtype: torch.dtype,
+    epilogue: configs.Epilogue,
 ) -> MatmulReduceScatterPush | None:
     """What ``run`` launched, for tensors at other addresses; None for the Triton kernel, which takes tensors."""
     pushes = isinstance(choice.config, configs.PushConfig)
-    return workspace.prepared[choice, average, out_dtype] if pushes else None
+    return workspace.prepared[choice, epilogue] if pushes else None

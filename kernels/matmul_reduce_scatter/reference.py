@@ -17,13 +17,17 @@ def matmul_reduce_scatter(
     scatter_dim: int,
     group: ProcessGroup,
     out_dtype: torch.dtype | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The own part of ``sum over ranks of A @ B`` (``avg``: divided by their number), cut along ``scatter_dim``.
+    """The own part of ``sum over ranks of A @ B`` (``avg``: divided by their number), cut along ``scatter_dim``; and
+    what the own rank adds to it.
 
     Args:
         A: [..., K], ``scatter_dim`` not negative.
         B: [K, N].
         out_dtype: of what is summed and of the result, if not that of A.
+        bias: as long as a row of the result. residual: like the result. Both are added in float32 at least.
 
     Returns:
         contiguous, ``(A @ B).shape`` with ``scatter_dim`` divided by the world size.
@@ -36,5 +40,12 @@ def matmul_reduce_scatter(
         _reduce_scatter(out, product, group=group)
     if reduce_op == "avg":
         out /= group.size()
+    own = out.movedim(0, scatter_dim)
+    terms = [term for term in (bias, residual) if term is not None]
+    if terms:
+        total = own.to(torch.promote_types(own.dtype, torch.float32))
+        for term in terms:
+            total = total + term
+        own = total.to(own.dtype)
     # reshape, not contiguous(): that keeps odd strides of dimensions of size 1.
-    return out.movedim(0, scatter_dim).reshape(-1).view(shape)
+    return own.reshape(-1).view(shape)

@@ -3,7 +3,8 @@
 Computes ``out = sum over ranks src of A_src[:, rank] @ B_src``: A [L, W, m, K] (L: the product of the
 dimensions before the one that is scattered, W: the ranks), B [K, N], out [L, m, N]. Products are summed in
 float32 and rounded to A's dtype once to be sent; the W partial results are summed in float32 in the order of
-the ranks and rounded once. So all is deterministic.
+the ranks, a bias [N] and a residual [L, m, N] are added if there are, and it is rounded once. So all is
+deterministic.
 
 Who writes: a tile for rank ``dst`` leaves by TMA store straight into dst's half of the workspace, viewed
 ``[W, L, m, N]``, slot ``src`` = the sender (the own slot is not used). The ranks' copies of the half lie one
@@ -30,7 +31,7 @@ from ..device import sync
 from ..device.launch import Launch, Operand, is_transposed, precision, why_not
 from ..device.tile_table import count
 from ..device.tiles import cut, grouped, load_b
-from .configs import Config, flags_per_rank
+from .configs import Config, Epilogue, flags_per_rank
 
 
 @triton.jit
@@ -74,11 +75,15 @@ def _sum_up(
     row,
     column,
     own,
+    bias,
+    residual,
     m,
     n,
     RANK: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     AVERAGE: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     PIECES: tl.constexpr,
@@ -86,7 +91,8 @@ def _sum_up(
     if PIECES == 1:
         rows = row + tl.arange(0, BM)[:, None]
         columns = column + tl.arange(0, BN)[None, :]
-        at = inbox + (batch * m + rows).to(tl.int64) * n + columns
+        place = (batch * m + rows).to(tl.int64) * n + columns
+        at = inbox + place
         inside = (rows < m) & (columns < n)
         total = tl.zeros((BM, BN), tl.float32)
         for src in tl.static_range(WORLD_SIZE):
@@ -97,13 +103,37 @@ def _sum_up(
                 total += part.to(tl.float32)
         if AVERAGE:
             total *= 1.0 / WORLD_SIZE
+        if BIAS:
+            total += tl.load(bias + columns, mask=columns < n, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            total += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
         out.store([batch, row, column], total.to(out.dtype).reshape(1, BM, BN))
     else:
         left, right = cut(own, BM, BN)
         H: tl.constexpr = BN // 2
         P: tl.constexpr = PIECES // 2
-        _sum_up(out, inbox, slot, batch, row, column, left, m, n, RANK, WORLD_SIZE, AVERAGE, BM, H, P)
-        _sum_up(out, inbox, slot, batch, row, column + H, right, m, n, RANK, WORLD_SIZE, AVERAGE, BM, H, P)
+        for half in tl.static_range(2):
+            _sum_up(
+                out,
+                inbox,
+                slot,
+                batch,
+                row,
+                column + half * H,
+                left if half == 0 else right,
+                bias,
+                residual,
+                m,
+                n,
+                RANK,
+                WORLD_SIZE,
+                AVERAGE,
+                BIAS,
+                RESIDUAL,
+                BM,
+                H,
+                P,
+            )
 
 
 @triton.jit(do_not_specialize=["half", "flags_at", "done_at", "record", "timeout_ns"])
@@ -114,6 +144,8 @@ def matmul_reduce_scatter(
     out,  # [L, m, N]
     inbox,  # [W, L, m, N]: the own half
     words,
+    bias,  # [N], and
+    residual,  # [L, m, N]; anything without BIAS and RESIDUAL
     batches,
     m,
     n,
@@ -128,6 +160,8 @@ def matmul_reduce_scatter(
     RANK: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     AVERAGE: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -186,7 +220,27 @@ def matmul_reduce_scatter(
             RANK,
             WORLD_SIZE,
         )
-        _sum_up(out, inbox, slot, batch, row, column, acc, m, n, RANK, WORLD_SIZE, AVERAGE, BM, BN, PIECES)
+        _sum_up(
+            out,
+            inbox,
+            slot,
+            batch,
+            row,
+            column,
+            acc,
+            bias,
+            residual,
+            m,
+            n,
+            RANK,
+            WORLD_SIZE,
+            AVERAGE,
+            BIAS,
+            RESIDUAL,
+            BM,
+            BN,
+            PIECES,
+        )
     sync.leave(words, half, done_at, epoch, RANK, record, span_words, WORLD_SIZE, False)
 
 
@@ -203,7 +257,8 @@ class MatmulReduceScatter:
         a, b: examples of the operands: A [L, W, m, K] and B [K, N]. Every launch gets tensors of these sizes,
             strides and dtype; ``supports`` must hold for them, too.
         config: of ``configs.choose``, the same on every rank.
-        average: the mean of the ranks instead of the sum.
+        epilogue: what becomes of the sum; its dtype is that of the operands. Every launch gets the bias and the
+            residual that it names, contiguous.
         num_sms: blocks to launch at most. As many must find an SM each, see above.
 
     Raises:
@@ -216,8 +271,8 @@ class MatmulReduceScatter:
         a: torch.Tensor,
         b: torch.Tensor,
         config: Config,
+        epilogue: Epilogue,
         *,
-        average: bool,
         num_sms: int,
     ) -> None:
         if (problem := supports(a, b)) is not None:
@@ -233,7 +288,7 @@ class MatmulReduceScatter:
         flags = flags_per_rank(m, n, config, batches)
         if layout.flags_per_rank < flags or layout.half_bytes < world_size * part_bytes:
             raise ValueError(f"workspace: {layout} is too small for results of {self._part} {a.dtype}")
-        self.workspace, self.dtype = workspace, a.dtype
+        self.workspace, self.dtype, self._epilogue = workspace, a.dtype, epilogue
         self._programs = min(num_sms, count(tile, batches * world_size, m, n))
         self._halves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._numbers = (batches, m, n, k)
@@ -256,7 +311,9 @@ class MatmulReduceScatter:
             {
                 "RANK": workspace.rank,
                 "WORLD_SIZE": world_size,
-                "AVERAGE": average,
+                "AVERAGE": epilogue.average,
+                "BIAS": epilogue.bias,
+                "RESIDUAL": epilogue.residual,
                 "BM": tile.block_m,
                 "BN": tile.block_n,
                 "BK": tile.block_k,
@@ -279,9 +336,18 @@ class MatmulReduceScatter:
         return found
 
     def launch(
-        self, half: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, timeout_ns: int
+        self,
+        half: int,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        *terms: torch.Tensor,
+        timeout_ns: int,
     ) -> None:
-        """Compute ``out`` [L, m, N], contiguous, on the current stream: a whole use of the half."""
+        """Compute ``out`` [L, m, N], contiguous, on the current stream: a whole use of the half.
+
+        ``terms``: the bias and the residual that the epilogue names.
+        """
         layout = self.workspace.layout
         slot, inbox = self._half(half)
         numbers = (
@@ -294,4 +360,7 @@ class MatmulReduceScatter:
             self.workspace.record,
             timeout_ns,
         )
-        self._launch(self._programs, (a, b, slot, out), (inbox, self.workspace.words), numbers)
+        bias = terms[0] if self._epilogue.bias else inbox
+        residual = terms[-1] if self._epilogue.residual else inbox
+        tensors = (inbox, self.workspace.words, bias, residual)
+        self._launch(self._programs, (a, b, slot, out), tensors, numbers)

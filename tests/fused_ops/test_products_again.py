@@ -94,9 +94,9 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return A, [a.new_empty(WORLD_SIZE, len(a), b.shape[1]) for b in bs]
 
     def scattered(
-        choice: object, workspace: object, a: torch.Tensor, b: torch.Tensor, *_: int, **given: Any
+        choice: object, workspace: object, a: torch.Tensor, b: torch.Tensor, *given: Any
     ) -> torch.Tensor:
-        return a.new_empty(a.shape[0], a.shape[2], b.shape[1], dtype=given["out_dtype"])
+        return a.new_empty(a.shape[0], a.shape[2], b.shape[1], dtype=given[-1].out_dtype)
 
     monkeypatch.setattr("weft.kernels.all_gather_matmul.on_cuda.run", gathered)
     monkeypatch.setattr("weft.kernels.matmul_reduce_scatter.on_cuda.run", scattered)

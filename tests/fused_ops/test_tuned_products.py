@@ -21,6 +21,7 @@ from weft.kernels.device import contest, tuner
 from weft.kernels.device.choice import Choices
 from weft.kernels.device.tuned_file import TunedFile
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatter
+from weft.kernels.matmul_reduce_scatter.configs import Epilogue
 from weft.symm_mem.workspace import HostUse, Layout, Workspace
 
 FASTEST = (128, 128)  # the tile, where all ranks are looked at
@@ -32,7 +33,7 @@ class Kernel:
     launched: ClassVar[list[Any]] = []
 
     def __init__(
-        self, workspace: Workspace[Layout], a: torch.Tensor, b: Any, config: Any, **given: Any
+        self, workspace: Workspace[Layout], a: torch.Tensor, b: Any, config: Any, *given: Any, num_sms: int
     ) -> None:
         self.workspace, self.config = workspace, config
 
@@ -152,5 +153,5 @@ def test_nothing_is_asked_for_what_cannot_be_tuned(monkeypatch: pytest.MonkeyPat
             assert gather.tuned(choice, nowhere, x, ys, 132) == (choice, chosen)
         choice = scatter.choose(parts, ys[0], 132)
         assert not isinstance(choice, str)
-        got = scatter.tuned(choice, nowhere, parts, ys[0], 132, average=False, out_dtype=dtype)
+        got = scatter.tuned(choice, nowhere, parts, ys[0], [], 132, Epilogue(dtype))
         assert got == (choice, chosen)

@@ -107,8 +107,9 @@ def all_gather_matmul(tile: Tile, dtype: torch.dtype, transposed: bool, world_si
 
 
 def matmul_reduce_scatter(
-    tile: Tile, dtype: torch.dtype, transposed: bool, world_size: int = 4, average: bool = False
+    tile: Tile, dtype: torch.dtype, transposed: bool, world_size: int = 4, more: bool = False
 ) -> Compiled:
+    """``more``: with an average, a bias and a residual."""
     from weft.kernels.matmul_reduce_scatter.triton_kernel import matmul_reduce_scatter as kernel
 
     b, constants = _common(tile, dtype, transposed, world_size)
@@ -120,8 +121,10 @@ def matmul_reduce_scatter(
         "out": _descriptor(dtype, 1, *piece),
         "inbox": f"*{_NAMES[dtype]}",
         "words": "*i32",
+        "bias": f"*{_NAMES[dtype]}",
+        "residual": f"*{_NAMES[dtype]}",
         **_numbers("batches", "m", "n", "k", "half", *_USE),
     }
-    constants = {"RANK": 1, "AVERAGE": average, **constants}
-    aligned = ("inbox", "words", "m", "n", "k", "span_words")
+    constants = {"RANK": 1, "AVERAGE": more, "BIAS": more, "RESIDUAL": more, **constants}
+    aligned = ("inbox", "words", "bias", "residual", "m", "n", "k", "span_words")
     return compile_kernel(kernel, signature, constants, aligned, tile.warps, tile.stages)

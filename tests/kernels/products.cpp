@@ -164,7 +164,10 @@ struct float2 {
 };
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
-static uint4 __ldg(const uint4* place) { return *place; }
+template <typename T>
+static T __ldg(const T* place) {
+    return *place;
+}
 static int min(int a, int b) { return a < b ? a : b; }
 
 namespace weft {

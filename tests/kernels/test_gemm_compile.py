@@ -18,6 +18,7 @@ from weft.kernels.device.gemm_tiles import TILES, Tile
 from weft.kernels.device.program import Program
 from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
 from weft.kernels.matmul_reduce_scatter import cuda_kernel as matmul_reduce_scatter
+from weft.kernels.matmul_reduce_scatter.configs import Epilogue
 
 # B as it lies in memory: rows contiguous, of whole boxes or not, or columns.
 ORDERS = {
@@ -26,15 +27,17 @@ ORDERS = {
     "columns": torch.empty(256, 256, dtype=torch.float16).t(),
 }
 
+ROUNDED = Epilogue(torch.bfloat16)
+
 
 def gather(tile: Tile, order: str) -> Program:
     config = replace(gather_configs.choose_push(1024, [1024], 1024, 4, 132), tile=tile)
     return gemm.program(all_gather_matmul.SOURCE, all_gather_matmul.defines([ORDERS[order]], config))
 
 
-def scatter(tile: Tile, order: str, world_size: int, out_dtype: torch.dtype | None = None) -> Program:
+def scatter(tile: Tile, order: str, world_size: int, epilogue: Epilogue = ROUNDED) -> Program:
     config = replace(scatter_configs.choose_push(1024, 1024, 1024, world_size, 132), tile=tile)
-    defines = matmul_reduce_scatter.defines(ORDERS[order], config, world_size, out_dtype)
+    defines = matmul_reduce_scatter.defines(ORDERS[order], config, world_size, epilogue)
     return gemm.program(matmul_reduce_scatter.SOURCE, defines)
 
 
@@ -49,7 +52,12 @@ PROGRAMS: dict[str, Program] = {
         f"matmul_reduce_scatter-{order}-{size}": scatter(LARGEST, order, size)
         for order, size in (("rows", 4), ("columns", 2), ("odd_rows", 8))
     },
-    "matmul_reduce_scatter-float32": scatter(LARGEST, "rows", 4, torch.float32),
+    "matmul_reduce_scatter-float32": scatter(LARGEST, "rows", 4, Epilogue(torch.float32)),
+    "matmul_reduce_scatter-bias": scatter(LARGEST, "rows", 4, replace(ROUNDED, bias=True)),
+    "matmul_reduce_scatter-residual": scatter(LARGEST, "columns", 8, replace(ROUNDED, residual=True)),
+    "matmul_reduce_scatter-all-float32": scatter(
+        LARGEST, "odd_rows", 8, Epilogue(torch.float32, average=True, bias=True, residual=True)
+    ),
     **{
         f"matmul_reduce_scatter-{tile.block_m}x{tile.block_n}": scatter(tile, list(ORDERS)[-i % 3], 4)
         for i, tile in enumerate(OTHERS)

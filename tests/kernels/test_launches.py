@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,12 +97,15 @@ def test_all_gather_matmul(done: list[tuple[Any, ...]], count: int, return_A: bo
 def test_matmul_reduce_scatter(done: list[tuple[Any, ...]]) -> None:
     config = scatter_configs.choose_push(M, N, K, WORLD_SIZE, 132)
     a, b = bfloat16(1, WORLD_SIZE, M, K), bfloat16(K, N)
-    kernel = scatter.MatmulReduceScatterPush(
-        workspace(0), a, b, config, average=False, out_dtype=a.dtype, num_sms=132
-    )
-    for turn in (1, 2):
-        kernel.launch(1, [A * turn, A * turn + 64], [OUT * turn], turn, STREAM)
-        name, params, stream = done.pop()
-        assert (name, stream) == ("matmul_reduce_scatter", STREAM)
-        assert (params.a[0], params.b[0], params.out) == (A * turn, A * turn + 64, OUT * turn)
-        assert params.watch.timeout_ns == turn
+    for bias, residual in product((False, True), repeat=2):
+        epilogue = scatter_configs.Epilogue(a.dtype, bias=bias, residual=residual)
+        kernel = scatter.MatmulReduceScatterPush(workspace(0), a, b, config, epilogue, num_sms=132)
+        for turn in (1, 2):
+            terms = [A * turn + 128] * bias + [A * turn + 256] * residual
+            kernel.launch(1, [A * turn, A * turn + 64, *terms], [OUT * turn], turn, STREAM)
+            name, params, stream = done.pop()
+            assert (name, stream) == ("matmul_reduce_scatter", STREAM)
+            assert (params.a[0], params.b[0], params.out) == (A * turn, A * turn + 64, OUT * turn)
+            assert params.bias == (A * turn + 128 if bias else 0)
+            assert params.residual == (A * turn + 256 if residual else 0)
+            assert params.watch.timeout_ns == turn

@@ -21,8 +21,11 @@ from weft.kernels.all_gather_matmul import cuda_kernel as gather
 from weft.kernels.device.gemm_tiles import Tile
 from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
 from weft.kernels.matmul_reduce_scatter import cuda_kernel as scatter
+from weft.kernels.matmul_reduce_scatter.configs import Epilogue
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+ROUNDED = Epilogue(torch.bfloat16)
 
 
 def numbers(*shape: int) -> torch.Tensor:
@@ -84,8 +87,7 @@ class Scatter:
     k: int
     tile: Tile = SMALL
     batches: int = 1
-    average: bool = False
-    out_dtype: torch.dtype = torch.bfloat16
+    epilogue: Epilogue = ROUNDED
     blocks: int = 4
 
     def __post_init__(self) -> None:
@@ -93,7 +95,7 @@ class Scatter:
 
     def compiled(self, folder: Path, instead: Mapping[str, str] | None = None) -> Library:
         b = numbers(self.n, self.k).t()
-        defines = scatter.defines(b, self.config, self.size, self.out_dtype)
+        defines = scatter.defines(b, self.config, self.size, self.epilogue)
         return build(folder, scatter.SOURCE, scatter._Params, defines, instead)
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
@@ -101,12 +103,7 @@ class Scatter:
         self.ranks = Products(monkeypatch, library, scatter.Layout(self.size, flags, nbytes), pace)
         a, b = numbers(self.batches, self.size, self.m, self.k), numbers(self.n, self.k).t()
         self.kernels = [
-            scatter.MatmulReduceScatterPush(
-                *(place, a, b, self.config),
-                average=self.average,
-                out_dtype=self.out_dtype,
-                num_sms=self.blocks,
-            )
+            scatter.MatmulReduceScatterPush(place, a, b, self.config, self.epilogue, num_sms=self.blocks)
             for place in self.ranks.places
         ]
         self.kept: list[object] = []
@@ -117,11 +114,16 @@ class Scatter:
         a = [numbers(self.batches, self.size, self.m, self.k) for _ in self.kernels]
         b = [numbers(self.n, self.k).t() for _ in self.kernels]
         total = sum(x.float() @ y.float() for x, y in zip(a, b, strict=True))
-        scale = torch.tensor(1.0) / self.size if self.average else torch.tensor(1.0)
+        epilogue, shape = self.epilogue, (self.batches, self.m, self.n)
+        scale = torch.tensor(1.0) / self.size if epilogue.average else torch.tensor(1.0)
         for rank, kernel in enumerate(self.kernels):
-            out = torch.full((self.batches, self.m, self.n), float("nan"), dtype=self.out_dtype)
-            kernel.launch(half, [a[rank].data_ptr(), b[rank].data_ptr()], [out.data_ptr()], polls, rank)
-            self.wanted.append((out, (total[:, rank] * scale).to(self.out_dtype)))
+            out = torch.full(shape, float("nan"), dtype=epilogue.out_dtype)
+            terms = [numbers(self.n)] * epilogue.bias + [numbers(*shape)] * epilogue.residual
+            operands = [x.data_ptr() for x in (a[rank], b[rank], *terms)]
+            kernel.launch(half, operands, [out.data_ptr()], polls, rank)
+            want = sum(terms, start=total[:, rank] * scale)
+            self.wanted.append((out, want.to(epilogue.out_dtype)))
+            self.kept += terms
         self.kept += [a, b]
 
 
@@ -139,9 +141,9 @@ GATHERS = {
 }
 SCATTERS = {
     "2": Scatter(2, 147, 72, 200),
-    "3": Scatter(3, 65, 136, 72, average=True),
-    "4": Scatter(4, 67, 40, 136, WIDE, blocks=2),
-    "batches": Scatter(2, 33, 72, 72, batches=3, out_dtype=torch.float32),
+    "3": Scatter(3, 65, 136, 72, epilogue=Epilogue(torch.bfloat16, average=True, bias=True)),
+    "4": Scatter(4, 67, 40, 136, WIDE, blocks=2, epilogue=Epilogue(torch.bfloat16, residual=True)),
+    "batches": Scatter(2, 33, 72, 72, batches=3, epilogue=Epilogue(torch.float32, bias=True, residual=True)),
 }
 Op = Gather | Scatter
 

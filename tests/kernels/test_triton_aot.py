@@ -54,8 +54,9 @@ def test_matmul_reduce_scatter(tile: Tile, dtype: torch.dtype, transposed: bool,
     assert_fits(aot.matmul_reduce_scatter(tile, dtype, transposed, world_size), dtype)
 
 
-def test_the_mean_costs_nothing_that_does_not_fit() -> None:
-    assert_fits(aot.matmul_reduce_scatter(tiles(HALF)[0], HALF, True, average=True), HALF)
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_mean_bias_and_residual_cost_nothing_that_does_not_fit(dtype: torch.dtype) -> None:
+    assert_fits(aot.matmul_reduce_scatter(tiles(dtype)[0], dtype, True, more=True), dtype)
 
 
 def test_one_main_loop_is_fed_by_whichever_descriptor() -> None:

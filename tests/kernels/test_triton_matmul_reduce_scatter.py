@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from weft.kernels.device import sync
 from weft.kernels.device.tile_table import Tile
-from weft.kernels.matmul_reduce_scatter.configs import Config, layout
+from weft.kernels.matmul_reduce_scatter.configs import Config, Epilogue, layout
 from weft.kernels.matmul_reduce_scatter.triton_kernel import MatmulReduceScatter
 from weft.symm_mem import Workspace, heap
 
@@ -29,7 +29,12 @@ class Site:
     """One call site of one rank: what the op would own."""
 
     def __init__(
-        self, a: torch.Tensor, b: torch.Tensor, average: bool = False, programs: int = 1, uses: int = 0
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        epilogue: Epilogue | None = None,
+        programs: int = 1,
+        uses: int = 0,
     ) -> None:
         interpreter.install()
         (batches, world_size, m, _), n = a.shape, b.shape[1]
@@ -48,7 +53,8 @@ class Site:
                 (self.layout.flags(half), world_size * self.layout.flags_per_rank),
             ):
                 self.words[first : first + count] = uses
-        self.op = MatmulReduceScatter(self.workspace, a, b, config, average=average, num_sms=programs)
+        epilogue = epilogue or Epilogue(a.dtype)
+        self.op = MatmulReduceScatter(self.workspace, a, b, config, epilogue, num_sms=programs)
         dist.barrier()
 
     def inbox(self, rank: int, half: int, dtype: torch.dtype) -> torch.Tensor:
@@ -75,20 +81,25 @@ def check(
     k: int,
     transposed: bool,
     average: bool,
+    bias: bool,
+    residual: bool,
 ) -> None:
     def operands() -> tuple[torch.Tensor, torch.Tensor]:
         a = torch.randn(batches, world_size * m, k + 8).to(dtype)[..., :k].unflatten(1, (world_size, m))
         b = torch.randn(n, k).to(dtype).t() if transposed else torch.randn(k, n).to(dtype)
         return a, b
 
-    site = Site(*operands(), average, uses=2**31 - 2)  # the counts wrap around on the way
+    epilogue = Epilogue(dtype, average, bias, residual)
+    site = Site(*operands(), epilogue, uses=2**31 - 2)  # the counts wrap around on the way
     for call, half in enumerate((0, 1, 0, 1, 1, 0)):
         a, b = operands()
         time.sleep(0.03 * ((rank + call) % 3))
         out = torch.full((batches, m, n), float("nan"), dtype=dtype)
-        site.op.launch(half, a, b, out, timeout_ns=60 * SECOND)
+        terms = [torch.randn(n).to(dtype)] * bias + [torch.randn(batches, m, n).to(dtype)] * residual
+        site.op.launch(half, a, b, out, *terms, timeout_ns=60 * SECOND)
         assert site.record[0] == 0
         want, bound = reference(a, b, average)
+        want = sum((term.double() for term in terms), start=want)
         # each partial result is rounded once, and so is their sum
         eps = torch.finfo(dtype).eps
         error = (out.double() - want).abs() - eps * want.abs()
@@ -102,13 +113,13 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "dtype", "batches", "m", "n", "k", "transposed", "average"),
+    ("world_size", "dtype", "batches", "m", "n", "k", "transposed", "average", "bias", "residual"),
     [
-        (2, torch.bfloat16, 1, 40, 72, 64, True, False),
-        (2, torch.float16, 2, 33, 40, 40, False, True),
-        (3, torch.float32, 1, 35, 36, 20, False, True),
-        (4, torch.bfloat16, 1, 8, 40, 72, True, False),
-        (1, torch.float32, 2, 40, 36, 32, False, False),
+        (2, torch.bfloat16, 1, 40, 72, 64, True, False, False, True),
+        (2, torch.float16, 2, 33, 40, 40, False, True, False, False),
+        (3, torch.float32, 1, 35, 36, 20, False, True, True, True),
+        (4, torch.bfloat16, 1, 8, 40, 72, True, False, True, False),
+        (1, torch.float32, 2, 40, 36, 32, False, False, True, True),
     ],
 )
 def test_ranks(
@@ -120,8 +131,11 @@ def test_ranks(
     k: int,
     transposed: bool,
     average: bool,
+    bias: bool,
+    residual: bool,
 ) -> None:
-    run_ranks(check, world_size, dtype, batches, m, n, k, transposed, average, env=ENV, timeout=150)
+    kind = (transposed, average, bias, residual)
+    run_ranks(check, world_size, dtype, batches, m, n, k, *kind, env=ENV, timeout=150)
 
 
 def check_programs(rank: int, world_size: int, programs: int) -> None:
