@@ -29,6 +29,12 @@ class Tile:
         return self.block_m * self.block_n
 
     @property
+    def loads(self) -> float:
+        """What it loads for each of its numbers, as a multiple of what 128 x 256 does. (Of B it loads one half, the
+        other block of its cluster the other one.)"""
+        return (self.block_m + self.block_n / 2) / (self.block_m * self.block_n) * 128
+
+    @property
     def shared(self) -> int:
         """Bytes of shared memory."""
         columns = -(-self.block_n // 64) * 64
@@ -58,9 +64,13 @@ def estimate_us(tile: Tile, rows: int, ns: Sequence[int], k: int, num_sms: int) 
         rows: of tiles, in all.
         ns: columns of each B; no tile lies in two of them.
     """
+    return waves(tile, rows, ns, num_sms) * -(-k // BLOCK_K) * tile.stage_us
+
+
+def waves(tile: Tile, rows: int, ns: Sequence[int], num_sms: int) -> int:
+    """Tiles that a multiprocessor computes one after the other; arguments as of ``estimate_us``."""
     steps = -(-rows // 2) * sum(-(-n // tile.block_n) for n in ns)  # of clusters of two blocks
-    waves = -(-steps // max(1, num_sms // 2))
-    return waves * -(-k // BLOCK_K) * tile.stage_us
+    return -(-steps // max(1, num_sms // 2))
 
 
 def unfused_us(m: int, n: int, k: int, moved: int) -> float:

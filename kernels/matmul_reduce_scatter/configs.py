@@ -15,7 +15,6 @@ from ..device.tile_table import Tile, count, pick
 _TAIL_DEPTH = 1800
 _LINK = 364e3  # bytes a microsecond, measured between H200s
 _LAUNCH = 13.0  # microseconds
-_BAND = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,21 @@ def layout(m: int, n: int, dtype: torch.dtype, world_size: int, config: Config, 
 class PushConfig:
     """How the kernel that sends by itself (kernel.cu) is run.
 
-    ``band`` pairs of rows of tiles are walked together.
+    ``band`` pairs of rows of tiles are walked together; own rows follow those for the peers in chunks of ``band`` rows
+    of tiles. ``staged``: finished parts for peers wait in local memory until a warp of their block has sent them; else
+    those who multiply send them.
     """
 
     tile: gemm_tiles.Tile
     band: int
+    staged: bool
+
+
+def push_config(tile: gemm_tiles.Tile, n: int, world_size: int, num_sms: int) -> PushConfig:
+    """That of a tile. A band is a wave of tiles, so what an own tile waits for was computed a wave before. Between two
+    ranks parts are staged; with more, which fill the links, that has not been measured."""
+    band = round(num_sms / 2 / -(-n // tile.block_n))
+    return PushConfig(tile, min(max(band, 2), 8), staged=world_size == 2)
 
 
 def choose_push(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> PushConfig:
@@ -84,7 +93,10 @@ def push_ranked(
     m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1
 ) -> list[tuple[float, PushConfig]]:
     """All candidates with the microseconds that ``estimate_push_us`` gives them, the fastest first."""
-    configs = [PushConfig(tile, _BAND) for tile in gemm_tiles.suited(world_size * batches * m, n, k)]
+    configs = [
+        push_config(tile, n, world_size, num_sms)
+        for tile in gemm_tiles.suited(world_size * batches * m, n, k)
+    ]
     estimated = [(estimate_push_us(c, m, n, k, world_size, num_sms, batches), c) for c in configs]
     return sorted(estimated, key=itemgetter(0))
 
@@ -92,21 +104,38 @@ def push_ranked(
 def estimate_push_us(
     config: PushConfig, m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1
 ) -> float:
-    """Microseconds; the constants are fitted to measurements on 2 and 4 H200.
+    """Microseconds; the constants are fitted to measurements, of staged parts on 2 H200 and of others on 2 and 4.
 
-    Sending begins behind the first tile's main loop, and it and the products hinder each other: less, the smaller the
-    tiles.
+    Sending begins behind the first tile's main loop, and it and the products hinder each other. Where parts are staged,
+    each wave has a cost of its own, and so has what small tiles load; where they are not, larger tiles hinder more.
     """
     tile = config.tile
     rows = world_size * batches * -(-m // tile.block_m)
     product = gemm_tiles.estimate_us(tile, rows, [n], k, num_sms)
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
     sending = (world_size - 1) * batches * m * n * 2 / _LINK
+    if config.staged:
+        product *= 1 + 0.4 * (tile.loads - 1)
+        waves = gemm_tiles.waves(tile, rows, [n], num_sms)
+        return 12 + 2 * waves + max(product, first + sending) + 0.15 * min(product, sending)
     hinders = 0.35 + 0.2 * tile.block_m * tile.block_n / (128 * 256)
     return _LAUNCH + max(product, first + sending) + hinders * min(product, sending)
 
 
-def push_needs(m: int, n: int, config: PushConfig, world_size: int, batches: int = 1) -> tuple[int, int]:
-    """Bytes of a half, and flags for each rank: a slot for each peer, whole tiles, each in two parts."""
-    tiles = batches * -(-m // config.tile.block_m) * -(-n // config.tile.block_n)
-    return (world_size - 1) * tiles * 2 * config.tile.part_bytes, 2 * tiles
+def push_inbox(m: int, n: int, config: PushConfig, world_size: int, batches: int = 1) -> int:
+    """Bytes of a half that peers write: a slot for each, whole tiles."""
+    return (world_size - 1) * _tiles(m, n, config, batches) * 2 * config.tile.part_bytes
+
+
+def push_needs(
+    m: int, n: int, config: PushConfig, world_size: int, num_sms: int, batches: int = 1
+) -> tuple[int, int]:
+    """Bytes of a half, and flags for each rank: two parts of each tile. What is staged lies behind the peers' slots: a
+    tile's two parts for each block. (In this half: a peer may be writing to the other one already, for the next call.)
+    """
+    staging = num_sms * 2 * config.tile.part_bytes if config.staged else 0
+    return push_inbox(m, n, config, world_size, batches) + staging, 2 * _tiles(m, n, config, batches)
+
+
+def _tiles(m: int, n: int, config: PushConfig, batches: int) -> int:
+    return batches * -(-m // config.tile.block_m) * -(-n // config.tile.block_n)

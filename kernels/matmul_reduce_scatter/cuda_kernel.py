@@ -14,7 +14,7 @@ from ..device import gemm
 from ..device.gemm import Half, boxes_of_b, boxes_of_rows, is_whole, watch
 from ..device.program import Watch
 from ..device.tensor_map import Maps, TensorMap, put_map
-from .configs import Epilogue, PushConfig, push_needs
+from .configs import Epilogue, PushConfig, push_inbox, push_needs
 
 SOURCE = Path(__file__).parent / "kernel.cu"
 
@@ -28,6 +28,7 @@ class _Params(ctypes.Structure):
         ("watch", Watch),
         ("half", Half),
         ("inbox", ctypes.c_uint64),
+        ("staging", ctypes.c_uint64),
         ("out", ctypes.c_uint64),
         ("batches", ctypes.c_int32),
         ("m", ctypes.c_int32),
@@ -37,7 +38,6 @@ class _Params(ctypes.Structure):
         ("average", ctypes.c_int32),
         ("bias", ctypes.c_uint64),
         ("residual", ctypes.c_uint64),
-        ("_size_is_a_multiple_of_64", ctypes.c_int32 * 2),
     )
 
 
@@ -81,7 +81,7 @@ class MatmulReduceScatterPush:
         num_sms: int,
     ) -> None:
         (batches, size, m, k), n, dtype, tile = a.shape, b.shape[1], a.dtype, config.tile
-        nbytes, flags = push_needs(m, n, config, size, batches)
+        nbytes, flags = push_needs(m, n, config, size, num_sms, batches)
         layout = workspace.layout
         if layout.flags_per_rank < flags or layout.half_bytes < nbytes:
             raise ValueError(f"workspace: {layout} is too small for results of {batches} x {m} x {n} {dtype}")
@@ -93,6 +93,7 @@ class MatmulReduceScatterPush:
             p = _Params()
             p.watch, p.half = watch(workspace), Half.of(workspace, half)
             p.inbox = workspace.address + layout.half(half)
+            p.staging = p.inbox + push_inbox(m, n, config, size, batches) if config.staged else 0
             p.batches, p.m, p.n, p.k, p.band, p.average = batches, m, n, k, config.band, epilogue.average
             self._params.append(p)
         self._terms = _BIAS if epilogue.bias else _RESIDUAL

@@ -6,20 +6,24 @@
 // dtype, or with OUT_FLOAT32 not at all. Before that the own rows get, if there are BIAS and RESIDUAL, a row of N numbers
 // and a matrix [L, m, N], both of A's dtype.
 //
-// Who writes: a tile for rank dst leaves in two parts, one of each multiplying warpgroup, from its registers straight
-// into dst's half, viewed [W - 1][tiles][2][PART_BYTES] (the sender's slot: its rank, less one behind dst). A part lies
-// there as its threads hold it: the same thread of the same warpgroup adds it up. Behind it warp 2 or 3 sets
+// Who writes: a tile for rank dst leaves in two parts, one of each multiplying warpgroup, into dst's half, viewed
+// [W - 1][tiles][2][PART_BYTES] (the sender's slot: its rank, less one behind dst). A part lies there as its threads hold
+// it: the same thread of the same warpgroup adds it up. Either they store it there from their registers; or, with
+// `staging`, in a place of their own in local memory, and warp 1 or 2 copies it while they multiply the next tile: a
+// store that waits for the link then holds up no products. Behind a part warp 3 sets
 // flags(half)[src][2 tile + part] = e on dst. Before the first store, done(half)[p] >= e - 1 was seen of every peer p.
 // (Ordinary stores: where bulk copies wait for a link, what the same SM loads for its products waits behind them.)
 // Who waits: a multiplying warpgroup with its part of an own tile in registers, for the same part from every peer.
 // Use e = EPOCH[half] + 1 is read when the kernel starts; its last block ends the use (weft::leave).
 //
-// Order: tiles for peers, the own ones last. What a block waits for, a peer's block computes before it waits for any
-// data itself. So the kernels of all ranks come to their end if all their blocks are resident together: launch no more
-// blocks than there are SMs to be had.
+// Order: chunks of tiles for the peers, the own ones a chunk behind (order.cuh). What a block waits for, a peer's block
+// computes in the same step of its order or an earlier one, and waits only for what is due in earlier ones itself. So the
+// kernels of all ranks come to their end if all their blocks are resident together: launch no more blocks than there are
+// SMs to be had.
 
-#define SERVE_REGISTERS 56
-#define MULTIPLY_REGISTERS 224
+// Of a thread; what is copied is on its way in them.
+#define SERVE_REGISTERS 72
+#define MULTIPLY_REGISTERS 216
 #include "../device/gemm.cuh"
 #include "order.cuh"
 
@@ -31,6 +35,8 @@ using weft::u8;
 namespace {
 
 constexpr int VECTORS = weft::PART_BYTES / 16;  // of a part
+// Which of s.counts: parts that a multiplying warpgroup has staged, and parts of its that have been sent.
+constexpr int STAGED = 0, SENT = 2;
 
 #if OUT_FLOAT32
 using Out = float;
@@ -44,9 +50,10 @@ struct Params {
     weft::Watch watch;
     weft::Half half;
     u8* inbox;  // the own half
+    u8* staging;  // [blocks][2][PART_BYTES], or null
     Out* out;  // [L, m, N]
     int batches, m, n, k;
-    int band;  // pairs of rows of tiles walked together
+    int band;  // pairs of rows of tiles walked together, and rows of a chunk
     int average;
     const u16* bias;  // [N]
     const u16* residual;  // [L, m, N]
@@ -67,31 +74,87 @@ __device__ __forceinline__ u32* flag(const Params& p, const Tile& t, int part) {
     return weft::on_rank(p.watch.words, p.watch, p.half, t.dst) + index;
 }
 
-// Warps 2 and 3: the flags of what their warpgroup has stored at the peers. Here, because a fence takes microseconds.
-__device__ __forceinline__ void post(
-    const Params& p, const weft::Shared& s, const Order& order, int warpgroup, u32 use) {
-    u32 stored = 0;
-    for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
+// The first step from `step` on, of this block's, at which it has a tile for a peer.
+__device__ __forceinline__ int next_sent(const Params& p, const weft::Shared& s, const Order& order, int step) {
+    for (; step < order.steps(); step += weft::stride()) {
         const Tile t = order.tile(p, step, s.block);
-        if (!t.inside || t.dst == p.watch.rank) continue;
-        if (weft::wait_count(s.counts + warpgroup, ++stored) == weft::NOTHING) return;
-        __threadfence_system();
-        if (threadIdx.x % 32 == 0) weft::post_behind_fence(flag(p, t, warpgroup), use);
+        if (t.inside && t.dst != p.watch.rank) break;
+    }
+    return step;
+}
+
+__device__ __forceinline__ uint4* staged(const Params& p, int warpgroup) {
+    return reinterpret_cast<uint4*>(p.staging + (2 * u64{blockIdx.x} + warpgroup) * weft::PART_BYTES);
+}
+
+// Warps 1 and 2: what their warpgroup stages, to the peers.
+__device__ __forceinline__ void push(
+    const Params& p, const weft::Shared& s, const Order& order, int warpgroup, u32 use) {
+    const int lane = threadIdx.x % 32;
+    u32* sent = s.counts + SENT + warpgroup;
+    if (!weft::may_send(p.watch, p.half, use)) {
+        if (lane == 0) weft::set_count(sent, weft::NOTHING);
+        return;
+    }
+    constexpr int AHEAD = 8;  // vectors of a lane, on their way at once
+    static_assert(VECTORS % (32 * AHEAD) == 0);
+    const uint4* from = staged(p, warpgroup) + lane;
+    u32 count = 0;
+    int step = next_sent(p, s, order, weft::first_step());
+    for (; step < order.steps(); step = next_sent(p, s, order, step + weft::stride())) {
+        uint4* to = reinterpret_cast<uint4*>(inbox(p, order, order.tile(p, step, s.block), warpgroup)) + lane;
+        weft::wait_count(s.counts + STAGED + warpgroup, ++count);
+#pragma unroll 1
+        for (int first = 0; first < VECTORS; first += 32 * AHEAD) {
+            uint4 v[AHEAD];
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) v[i] = __ldcg(from + first + 32 * i);
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) to[first + 32 * i] = v[i];
+        }
+        __syncwarp();
+        if (lane == 0) weft::set_count(sent, count);
     }
 }
 
-// A multiplying warpgroup's part of a tile, to the peer that it is for. `stored` counts them.
+// Warp 3, a lane for each warpgroup: the flags of its parts, as many behind one fence as there are, for it takes
+// microseconds.
+__device__ __forceinline__ void post(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
+    const int lane = threadIdx.x % 32;
+    u32 posted = 0;
+    int step = lane < 2 ? next_sent(p, s, order, weft::first_step()) : order.steps();
+    while (__any_sync(~0u, step < order.steps())) {
+        const u32 there = lane < 2 ? weft::read_count(s.counts + SENT + lane) : 0;
+        if (there == weft::NOTHING) step = order.steps();
+        const bool more = step < order.steps() && there > posted;
+        if (!__any_sync(~0u, more)) continue;
+        __threadfence_system();
+        if (!more) continue;
+        for (; posted < there; ++posted) {
+            weft::post_behind_fence(flag(p, order.tile(p, step, s.block), lane), use);
+            step = next_sent(p, s, order, step + weft::stride());
+        }
+    }
+}
+
+// A multiplying warpgroup's part of a tile, on its way to the peer that it is for. `sent` counts them.
 __device__ __forceinline__ void send(
-    const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 use, u32& stored,
+    const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 use, u32& sent,
     const float (&sums)[weft::SUMS]) {
-    // Warps may see different things around a deadline: all send, or none does and the peers will miss the flags.
-    if (stored == 0 && !weft::all_of_warpgroup(warpgroup, weft::may_send(p.watch, p.half, use))) stored = weft::NOTHING;
-    if (stored != weft::NOTHING) {
-        weft::store_registers(reinterpret_cast<uint4*>(inbox(p, order, t, warpgroup)), sums);
-        ++stored;
+    if (p.staging) {
+        weft::wait_count(s.counts + SENT + warpgroup, sent);  // its place has been read
+        weft::store_registers(staged(p, warpgroup), sums);
+        ++sent;
+    } else {
+        // Warps may see different things around a deadline: all send, or none does and the peers will miss the flags.
+        if (sent == 0 && !weft::all_of_warpgroup(warpgroup, weft::may_send(p.watch, p.half, use))) sent = weft::NOTHING;
+        if (sent != weft::NOTHING) {
+            weft::store_registers(reinterpret_cast<uint4*>(inbox(p, order, t, warpgroup)), sums);
+            ++sent;
+        }
     }
     weft::sync_warpgroup(warpgroup);
-    if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + warpgroup, stored);
+    if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + (p.staging ? STAGED : SENT) + warpgroup, sent);
 }
 
 // Warp 0: what the multiplying warpgroups work on.
@@ -115,12 +178,8 @@ __device__ __forceinline__ void wait_parts(const Params& p, const Tile& t, int w
     __syncwarp();
 }
 
-// own = the sum of all ranks' parts in their order, of which `own` is one, and `part` (this thread's vector of it in slot
-// 0) and what lies `slot` vectors apart are the others.
-__device__ __forceinline__ void add_parts(const uint4* part, u64 slot, int rank, float scale, float* own) {
-    uint4 parts[WORLD_SIZE - 1];
-#pragma unroll
-    for (int i = 0; i < WORLD_SIZE - 1; ++i) parts[i] = weft::load_payload(part + i * slot);
+// own[8] = the sum of all ranks' in their order, of which `own` is one, and `parts` are the others.
+__device__ __forceinline__ void add_up(const uint4 (&parts)[WORLD_SIZE - 1], int rank, float scale, float* own) {
     float total[8] = {};
 #pragma unroll
     for (int i = 0; i < WORLD_SIZE; ++i) {
@@ -140,6 +199,33 @@ __device__ __forceinline__ void add_parts(const uint4* part, u64 slot, int rank,
     }
 #pragma unroll
     for (int e = 0; e < 8; ++e) own[e] = total[e] * scale;
+}
+
+// To a warpgroup's part of an own tile, those of all peers. As many loads at once as there are registers for: one by one
+// they would keep the tensor cores waiting for microseconds.
+__device__ __forceinline__ void add_parts(
+    const Params& p, const Order& order, const Tile& t, int warpgroup, float (&sums)[weft::SUMS]) {
+    constexpr int ALL = VECTORS / weft::GROUP, AHEAD = WORLD_SIZE > 5 ? 1 : 8 / (WORLD_SIZE - 1);
+    const u64 slot = 2 * order.each * u64{VECTORS};
+    const uint4* part = reinterpret_cast<const uint4*>(p.inbox) + (2 * t.index + warpgroup) * u64{VECTORS}
+        + threadIdx.x % weft::GROUP;
+    const float scale = p.average ? 1.0f / WORLD_SIZE : 1.0f;
+#pragma unroll
+    for (int first = 0; first < ALL; first += AHEAD) {
+        uint4 parts[AHEAD][WORLD_SIZE - 1];
+        __syncwarp();  // or the compiler has all of them on their way at once, and spills
+#pragma unroll
+        for (int i = 0; i < AHEAD && first + i < ALL; ++i) {
+#pragma unroll
+            for (int peer = 0; peer < WORLD_SIZE - 1; ++peer) {
+                parts[i][peer] = weft::load_payload(part + (first + i) * weft::GROUP + peer * slot);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < AHEAD && first + i < ALL; ++i) {
+            add_up(parts[i], p.watch.rank, scale, sums + 8 * (first + i));
+        }
+    }
 }
 
 // values += the two numbers at `at`.
@@ -183,29 +269,27 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         weft::give_registers<SERVE_REGISTERS>();
         const int warp = threadIdx.x / 32 % 4;
         if (warp == 0) load(p, s, order);
-        if (warp >= 2) post(p, s, order, warp - 2, use);
+        if ((warp == 1 || warp == 2) && p.staging) push(p, s, order, warp - 1, use);
+        if (warp == 3) post(p, s, order, use);
     } else {
         weft::take_registers<MULTIPLY_REGISTERS>();
         const int depth = (p.k + weft::BK - 1) / weft::BK;
         weft::Turn<STAGES> turn;
-        const float scale = p.average ? 1.0f / WORLD_SIZE : 1.0f;
-        u32 stored = 0;
+        u32 sent = 0;
         for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
             const Tile t = order.tile(p, step, s.block);
             float sums[weft::SUMS];
             weft::multiply(s, turn, warpgroup, depth, sums);
             if (!t.inside) continue;
             if (t.dst != p.watch.rank) {
-                send(p, s, order, t, warpgroup, use, stored, sums);
+                send(p, s, order, t, warpgroup, use, sent, sums);
                 continue;
             }
             wait_parts(p, t, warpgroup, use);
+            add_parts(p, order, t, warpgroup, sums);
             const int row = t.row * BM, column = t.column * BN;
             Out* out = p.out + (static_cast<u64>(t.batch) * p.m + row) * p.n + column;
-            const uint4* part = reinterpret_cast<const uint4*>(p.inbox) + (2 * t.index + warpgroup) * u64{VECTORS}
-                + threadIdx.x % weft::GROUP;
             weft::store_rows(out, p.n, p.m - row, p.n - column, warpgroup, sums, [&](int i, float* values) {
-                add_parts(part + i * weft::GROUP, 2 * order.each * u64{VECTORS}, p.watch.rank, scale, values);
 #if BIAS || RESIDUAL
                 add_terms(p, t, warpgroup, i, values);
 #endif

@@ -45,7 +45,7 @@ def _choose(
     if a.dtype in gemm.DTYPES:
         config = configs.choose_push(m, n, k, world_size, num_sms, batches)
         pays = configs.push_pays(m, n, k, world_size, num_sms, batches)
-        return Choice("push", config, *configs.push_needs(m, n, config, world_size, batches), pays)
+        return Choice("push", config, *configs.push_needs(m, n, config, world_size, num_sms, batches), pays)
     stored = configs.choose(m, n, k, world_size, a.dtype, num_sms, batches)
     nbytes = world_size * batches * m * n * a.element_size()
     flags = configs.flags_per_rank(m, n, stored, batches)
@@ -72,7 +72,7 @@ def tuned(
     kind += f"{' + bias' * epilogue.bias}{' + residual' * epilogue.residual}, {num_sms} SMs"
     ranked = configs.push_ranked(m, n, k, size, num_sms, batches)
     candidates: list[Candidate[configs.PushConfig | configs.Config]] = [
-        Candidate(c, *configs.push_needs(m, n, c, size, batches)) for _, c in ranked
+        Candidate(c, *configs.push_needs(m, n, c, size, num_sms, batches)) for _, c in ranked
     ]
     results: list[torch.Tensor] = []
 

@@ -13,20 +13,26 @@ struct ScatterTile {
     bool inside;
 };
 
-// Rows of tiles stand in a list: those for the peers, to each in turn, then the own ones. A step has a pair of neighbours
-// of the list. A peer's tile (row, column) for this rank comes no later in its order than the own one here: what an own tile
-// waits for is never behind another wait.
+// Rows of tiles stand in a list, in chunks of `band` rows of each rank: the first chunk for the peers, to each in turn;
+// then by turns the next one for the peers and the own rows of the chunk before it; at last the own rows of the last one.
+// So parts travel all the time, and those that an own tile waits for left a band of steps before or earlier. A step has a pair of neighbours
+// of the list. A peer's tile (row, column) for this rank comes no later in its order than the own one here: of all waits
+// under way, what the first one waits for is behind none.
 template <typename Params>
 struct ScatterOrder {
     int rows, columns;  // of tiles, for one rank; rows of one batch
     int each;  // tiles for one rank
+    int chunk, last;  // rows of a chunk; which chunk is the last one
     int all, pairs;  // rows of the list
 
     __device__ explicit ScatterOrder(const Params& p) {
         rows = (p.m + BM - 1) / BM;
         columns = (p.n + BN - 1) / BN;
         each = p.batches * rows * columns;
-        all = p.batches * rows * WORLD_SIZE;
+        const int own = p.batches * rows;
+        chunk = min(p.band, own);
+        last = (own - 1) / chunk;
+        all = own * WORLD_SIZE;
         pairs = (all + 1) / 2;
     }
 
@@ -36,11 +42,16 @@ struct ScatterOrder {
         ScatterTile t;
         int pair;
         grouped(step, pairs, columns, p.band, pair, t.column);
-        const int place = 2 * pair + block, peers = WORLD_SIZE - 1, of_peers = all / WORLD_SIZE * peers;
+        const int place = 2 * pair + block, peers = WORLD_SIZE - 1;
         t.inside = place < all;  // a block without a tile loads for the other all the same, and rows past the end of A
-        const bool own = place >= of_peers;
-        const int row = own ? place - of_peers : place / peers;  // of tiles, of all batches
-        t.dst = own ? p.watch.rank : (p.watch.rank + 1 + place % peers) % WORLD_SIZE;
+        // Which chunk for the peers is under way, or was the last one, and the place behind its begin.
+        const int behind = place - chunk * peers;
+        const int c = behind < 0 ? 0 : min(1 + behind / (chunk * WORLD_SIZE), last);
+        const int inside = behind < 0 ? place : behind - (c - 1) * chunk * WORLD_SIZE;
+        const int of_peers = min(chunk, all / WORLD_SIZE - c * chunk) * peers;
+        const bool own = inside >= of_peers;
+        const int row = own ? (c - 1) * chunk + inside - of_peers : c * chunk + inside / peers;  // of tiles, of all batches
+        t.dst = own ? p.watch.rank : (p.watch.rank + 1 + inside % peers) % WORLD_SIZE;
         t.index = row * columns + t.column;
         t.batch = row / rows;
         t.row = t.inside ? row % rows : rows;

@@ -35,8 +35,9 @@ static int failures = 0;
 static void expect(bool good, const char* what, const Params& p) {
     if (good) return;
     std::printf(
-        "%s: m=%d n=%d k=%d bs=%d columns=%d batches=%d bands=%d,%d group=%d ranks=%d rank=%d\n", what, p.m, p.n, p.k,
-        p.bs, p.columns[0], p.batches, p.band, p.remote_band, p.group, p.half.world_size, p.watch.rank);
+        "%s: m=%d n=%d k=%d bs=%d columns=%d batches=%d bands=%d,%d group=%d ranks=%d rank=%d\n", what, p.m,
+        p.n, p.k, p.bs, p.columns[0], p.batches, p.band, p.remote_band, p.group, p.half.world_size,
+        p.watch.rank);
     if (++failures > 20) std::exit(1);
 }
 

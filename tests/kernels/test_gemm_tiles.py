@@ -38,14 +38,15 @@ def test_matmul_reduce_scatter_fits_and_has_a_slot_for_each_peer(
 ) -> None:
     config = scatter.choose_push(m, n, k, world_size, num_sms, batches)
     assert config.tile.shared <= MOST_SHARED
-    nbytes, flags = scatter.push_needs(m, n, config, world_size, batches)
-    assert flags * config.tile.part_bytes * (world_size - 1) == nbytes
+    nbytes, flags = scatter.push_needs(m, n, config, world_size, 132, batches)
+    staging = 132 * 2 * config.tile.part_bytes if config.staged else 0
+    assert flags * config.tile.part_bytes * (world_size - 1) + staging == nbytes
     assert nbytes >= (world_size - 1) * batches * m * n * 2
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1024, 1024, 1024), (4096, 2048, 8192)])
 def test_a_half_takes_no_more_than_the_peers_results(m: int, n: int, k: int) -> None:
-    nbytes, _ = scatter.push_needs(m, n, scatter.choose_push(m, n, k, 4, 132), 4)
+    nbytes, _ = scatter.push_needs(m, n, scatter.choose_push(m, n, k, 4, 132), 4, 132)
     assert nbytes == 3 * m * n * 2
 
 
@@ -76,8 +77,9 @@ def test_all_gather_matmul_takes_what_was_fast(
         (4, 4096, 4096, 1024, (128, 128)),
         (4, 256, 4096, 3584, (64, 256)),
         (4, 1024, 8192, 7168, (128, 256)),
-        (2, 512, 8192, 4096, (64, 256)),
-        (2, 2048, 8192, 4096, (128, 128)),
+        (2, 512, 4096, 2048, (64, 256)),
+        (2, 512, 8192, 4096, (128, 256)),
+        (2, 2048, 8192, 4096, (128, 256)),
     ],
 )
 def test_matmul_reduce_scatter_takes_what_was_fast(

@@ -89,9 +89,11 @@ class Scatter:
     batches: int = 1
     epilogue: Epilogue = ROUNDED
     blocks: int = 4
+    band: int = 1
+    staged: bool = False
 
     def __post_init__(self) -> None:
-        self.config = scatter_configs.PushConfig(self.tile, 2)
+        self.config = scatter_configs.PushConfig(self.tile, self.band, self.staged)
 
     def compiled(self, folder: Path, instead: Mapping[str, str] | None = None) -> Library:
         b = numbers(self.n, self.k).t()
@@ -99,7 +101,8 @@ class Scatter:
         return build(folder, scatter.SOURCE, scatter._Params, defines, instead)
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
-        nbytes, flags = scatter_configs.push_needs(self.m, self.n, self.config, self.size, self.batches)
+        needs = scatter_configs.push_needs
+        nbytes, flags = needs(self.m, self.n, self.config, self.size, self.blocks, self.batches)
         self.ranks = Products(monkeypatch, library, scatter.Layout(self.size, flags, nbytes), pace)
         a, b = numbers(self.batches, self.size, self.m, self.k), numbers(self.n, self.k).t()
         self.kernels = [
@@ -140,7 +143,11 @@ GATHERS = {
     "senders-wide": Gather(2, 200, (40,), 72, push(WIDE, 2, 1, 64)),
 }
 SCATTERS = {
-    "2": Scatter(2, 147, 72, 200),
+    "2": Scatter(2, 147, 72, 200, band=2),
+    "staged": Scatter(2, 147, 136, 72, blocks=2, staged=True),
+    "staged-3": Scatter(
+        3, 67, 40, 136, WIDE, blocks=2, staged=True, epilogue=Epilogue(torch.float32, average=True)
+    ),
     "3": Scatter(3, 65, 136, 72, epilogue=Epilogue(torch.bfloat16, average=True, bias=True)),
     "4": Scatter(4, 67, 40, 136, WIDE, blocks=2, epilogue=Epilogue(torch.bfloat16, residual=True)),
     "batches": Scatter(2, 33, 72, 72, batches=3, epilogue=Epilogue(torch.float32, bias=True, residual=True)),
@@ -179,7 +186,9 @@ def test_uses_of_both_halves(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "op", [GATHERS["beside"], GATHERS["senders"], SCATTERS["3"]], ids=["beside", "senders", "parts"]
+    "op",
+    [GATHERS["beside"], GATHERS["senders"], SCATTERS["3"], SCATTERS["staged"]],
+    ids=["beside", "senders", "parts", "staged"],
 )
 @pytest.mark.parametrize("told", [False, True], ids=["expires", "had-expired"])
 def test_a_rank_that_gives_up_sends_nothing(
@@ -205,7 +214,9 @@ def test_a_rank_that_gives_up_sends_nothing(
 
 
 @pytest.mark.parametrize(
-    "op", [GATHERS["beside"], GATHERS["senders"], SCATTERS["3"]], ids=["beside", "senders", "parts"]
+    "op",
+    [GATHERS["beside"], GATHERS["senders"], SCATTERS["3"], SCATTERS["staged"]],
+    ids=["beside", "senders", "parts", "staged"],
 )
 def test_a_late_rank_is_right_or_told(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 begins in the midst of what the others do, one of which waits for longer than the other."""
@@ -236,18 +247,29 @@ MISTAKES = {
     "gather-flags-not-awaited": ("weft::fence_proxy_async();\n            __syncwarp();", ""),
     "gather-count-not-awaited": ("weft::wait_count(s.counts + ARRIVED, ++needed)", "++needed"),
     "gather-half-not-free": ("half.done + lane, use - 1", "half.done + lane, use - 2"),
-    "scatter-no-fence": ("__threadfence_system();", ""),
+    "scatter-no-fence": ("__threadfence_system();\n        if (!more) continue;", "if (!more) continue;"),
     "scatter-warps-not-awaited": ("weft::sync_warpgroup(warpgroup);", ""),
-    "scatter-posted-ahead": ("s.counts + warpgroup, ++stored)", "s.counts + warpgroup, stored++)"),
+    "scatter-posted-ahead": ("posted < there;", "posted <= there && step < order.steps();"),
     "scatter-flags-not-awaited": ("    }\n    __syncwarp();\n}", "    }\n}"),
     "scatter-other-part-awaited": ("2 * t.index + warpgroup;", "2 * t.index + 1 - warpgroup;"),
     "scatter-half-not-free": ("half.done + lane, use - 1", "half.done + lane, use - 2"),
+    "staged-half-not-free": ("half.done + lane, use - 1", "half.done + lane, use - 2"),
+    "staged-place-not-read": ("weft::wait_count(s.counts + SENT + warpgroup, sent);", ""),
+    "staged-sent-ahead": ("weft::wait_count(s.counts + STAGED + warpgroup, ++count);", "++count;"),
+    "staged-lanes-not-awaited": (
+        "__syncwarp();\n        if (lane == 0) weft::set_count(sent, count);",
+        "if (lane == 0) weft::set_count(sent, count);",
+    ),
+    "staged-warps-not-awaited": ("weft::sync_warpgroup(warpgroup);", ""),
+    "staged-no-fence": ("__threadfence_system();\n        if (!more) continue;", "if (!more) continue;"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     op: Op = Scatter(2, 67, 72, 72)
+    if mistake.startswith("staged"):
+        op = SCATTERS["staged"]
     if mistake.startswith("gather"):
         op = Gather(2, 147, (8,), 264, push(WIDE, 0, 1), blocks=2)  # little to multiply until rows come
     right, broken = MISTAKES[mistake]
