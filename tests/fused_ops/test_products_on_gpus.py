@@ -77,6 +77,13 @@ def both_ops(
     got = fused_matmul_reduce_scatter(wide, B, "avg", 0, world(), out_dtype=torch.float32)
     assert last_plan().algorithm == "push", last_plan()
     assert torch.equal(got, sum(parts) * (1 / size)), f"matmul + reduce-scatter in float32, {what}"
+    named = {"bias": whole(B.shape[1], dtype=dtype), "residual": whole(m, B.shape[1], dtype=dtype)}
+    if m % 3:
+        del named["bias" if m % 3 == 1 else "residual"]
+    want_more = sum(named.values(), start=sum(parts))
+    got = fused_matmul_reduce_scatter(wide, B, "sum", 0, world(), **named)
+    assert last_plan().algorithm == "push", last_plan()
+    assert torch.equal(got, want_more.to(dtype)), f"matmul + reduce-scatter + {[*named]}, {what}"
 
 
 def every_tile(rank: int, world_size: int) -> None:
@@ -134,6 +141,11 @@ def leading(rank: int, world_size: int) -> None:
         products = [a.float() @ b.float() for a, b in zip(gathered(A), gathered(B), strict=True)]
         want = sum(p.chunk(world_size, 1)[rank] for p in products) / world_size
         assert torch.equal(got, want.bfloat16())
+        bias, residual = whole(n, dtype=torch.bfloat16), whole(lead, m, n, dtype=torch.bfloat16)
+        named = {"bias": bias, "residual": residual, "out_dtype": torch.float32}
+        with forced("fused"):
+            got = fused_matmul_reduce_scatter(A, B, "avg", 1, world(), **named)
+        assert torch.equal(got, want + bias + residual)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
