@@ -15,6 +15,8 @@ from . import again as short
 from .plan import Plan, aligned, heap_or_reason, num_sms, on, pays, ran
 from .workspaces import matmul_workspace
 
+_WHOLE_TILES = 128  # rows: every tile's height divides it, so that no tile is cut off
+
 
 def again(
     A: Tensor,
@@ -103,8 +105,14 @@ def _on_cpu(
 
 
 def _parts(A: Tensor, dim: int, size: int) -> Tensor:
-    """A as [L, W, m, K]: rows of part w, for each index in front of the scattered dimension."""
-    lead, k = prod(A.shape[:dim]), A.shape[-1]
+    """A as [L, W, m, K]: rows of part w, for each index in front of the scattered dimension.
+
+    Where nothing is in front of it, L may be what is behind it, but for the last rows: they are then all that must lie
+    evenly. Asked of the shape, never of the strides: L and m must be the same on all ranks.
+    """
+    lead, k, m = prod(A.shape[:dim]), A.shape[-1], A.shape[-2]
+    if lead == 1 and dim < A.dim() - 2 and m and m % _WHOLE_TILES == 0:
+        return A.reshape(size, -1, m, k).transpose(0, 1)
     return A.reshape(lead, size, A.shape[:-1].numel() // (lead * size), k)
 
 

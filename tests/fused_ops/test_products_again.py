@@ -113,9 +113,9 @@ class Op:
     through_torch: Callable[..., Any]
 
 
-@pytest.fixture(params=["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.fixture(params=["all_gather_matmul", "matmul_reduce_scatter", "with_bias_and_residual"])
 def op(request: pytest.FixtureRequest, stage: SimpleNamespace) -> Op:
-    """Called once before: on [3, 4, 8] shards and two matrices, or [6, 4, 8] and one."""
+    """Called once before: on [3, 4, 8] shards and two matrices, or [6, 4, 8] and one, and what is added to that."""
     if request.param == "all_gather_matmul":
         given = [torch.randn(3, 4, 8), torch.randn(8, 16), torch.randn(24, 8).t()]
         made = Op(
@@ -127,17 +127,23 @@ def op(request: pytest.FixtureRequest, stage: SimpleNamespace) -> Op:
             lambda A, *Bs: torch.ops.weft.fused_all_gather_matmul(A, Bs, 0, NAME),
         )
     else:
-        given = [torch.randn(6, 4, 8), torch.randn(8, 16)]
+        given = [torch.randn(6, 4, 8), torch.randn(8, 16), torch.randn(16), torch.randn(3, 4, 16)]
+        del given[2 if request.param == "matmul_reduce_scatter" else 4 :]
+        call, how = torch.ops.weft.fused_matmul_reduce_scatter, ("sum", 0, [3, 4, 16], torch.float32)
         made = Op(
             given,
-            lambda A, B: matmul_reduce_scatter._on_cuda(stage.where, A, B, "sum", 0, [3, 4, 16], A.dtype),
-            lambda A, B, **named: fused_matmul_reduce_scatter(
-                A, B, **{"reduce_op": "sum", "scatter_dim": 0, "group": NAME} | named
+            lambda A, B, *more: matmul_reduce_scatter._on_cuda(stage.where, A, B, *how, *more),
+            lambda A, B, *more, **named: fused_matmul_reduce_scatter(
+                A, B, **{"reduce_op": "sum", "scatter_dim": 0, "group": NAME} | terms(more) | named
             ),
-            lambda A, B: torch.ops.weft.fused_matmul_reduce_scatter(A, B, "sum", 0, NAME),
+            lambda A, B, *more: call(A, B, "sum", 0, NAME, **terms(more)),
         )
     made.first(*given)
     return made
+
+
+def terms(more: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    return dict(zip(("bias", "residual"), more, strict=False))
 
 
 def flat(results: Any) -> list[torch.Tensor]:
@@ -153,9 +159,8 @@ def test_it_launches_what_the_long_way_would(
     for way in (op.call, op.through_torch):
         stage.launcher.launched.clear()
         got = flat(way(*moved))
-        assert [(x.shape, x.stride(), x.dtype) for x in got] == [
-            (x.shape, x.stride(), x.dtype) for x in expected
-        ]
+        for x, y in zip(got, expected, strict=True):
+            assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
         operands, results = [x.data_ptr() for x in moved], [x.data_ptr() for x in got]
         assert stage.launcher.launched == [(1, operands, results, 300_000_000_000, 7)]
         assert plan.last_plan().algorithm == "push"
@@ -238,8 +243,7 @@ def test_a_result_of_another_dtype_goes_the_long_way(stage: SimpleNamespace, gra
     assert len(stage.launcher.launched) == 2
 
 
-class Sub(torch.Tensor):
-    pass
+class Sub(torch.Tensor): ...
 
 
 def misaligned(x: torch.Tensor) -> torch.Tensor:
@@ -264,15 +268,14 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("position", [0, 1])
-def test_other_tensors_go_the_long_way(
-    stage: SimpleNamespace, op: Op, other: str, position: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = list(op.given)
+@pytest.mark.parametrize("position", [0, 1, 3])
+def test_other_tensors_go_the_long_way(stage: SimpleNamespace, op: Op, other: str, position: int) -> None:
+    given, position = list(op.given), position % len(op.given)
     given[position] = OTHERS[other](given[position])
     short = all_gather_matmul.again if len(given) == 3 else matmul_reduce_scatter.again
-    arguments = ([given[1], given[2]], 0, NAME, True) if len(given) == 3 else (given[1], "sum", 0, NAME, None)
-    assert short(given[0], *arguments) is None
+    A, *rest = given
+    arguments = (rest, 0, NAME, True) if len(given) == 3 else (rest[0], "sum", 0, NAME, None, *rest[1:])
+    assert short(A, *arguments) is None
     assert not stage.launcher.launched
 
 
@@ -317,7 +320,7 @@ def test_modes_see_the_call(stage: SimpleNamespace, op: Op, mode: type) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 def test_traces_hold_the_call(stage: SimpleNamespace, op: Op) -> None:
     A, *rest = op.given
-    if len(op.given) == 2:  # an optional result is beyond it
+    if len(op.given) == 2:  # an optional result, or argument, is beyond it
         assert "weft::fused" in str(torch.jit.trace(op.call, tuple(op.given), check_trace=False).graph)
     assert "torch.ops.weft.fused" in make_fx(lambda A: op.call(A, *rest))(A).code
     stage.launcher.launched.clear()  # below these traces the short way is right

@@ -77,6 +77,13 @@ def both_ops(
     got = fused_matmul_reduce_scatter(wide, B, "avg", 0, world(), out_dtype=torch.float32)
     assert last_plan().algorithm == "push", last_plan()
     assert torch.equal(got, sum(parts) * (1 / size)), f"matmul + reduce-scatter in float32, {what}"
+    named = {"bias": whole(B.shape[1], dtype=dtype), "residual": whole(m, B.shape[1], dtype=dtype)}
+    if m % 3:
+        del named["bias" if m % 3 == 1 else "residual"]
+    want_more = sum(named.values(), start=sum(parts))
+    got = fused_matmul_reduce_scatter(wide, B, "sum", 0, world(), **named)
+    assert last_plan().algorithm == "push", last_plan()
+    assert torch.equal(got, want_more.to(dtype)), f"matmul + reduce-scatter + {[*named]}, {what}"
 
 
 def every_tile(rank: int, world_size: int) -> None:
@@ -134,6 +141,38 @@ def leading(rank: int, world_size: int) -> None:
         products = [a.float() @ b.float() for a, b in zip(gathered(A), gathered(B), strict=True)]
         want = sum(p.chunk(world_size, 1)[rank] for p in products) / world_size
         assert torch.equal(got, want.bfloat16())
+        bias, residual = whole(n, dtype=torch.bfloat16), whole(lead, m, n, dtype=torch.bfloat16)
+        named = {"bias": bias, "residual": residual, "out_dtype": torch.float32}
+        with forced("fused"):
+            got = fused_matmul_reduce_scatter(A, B, "avg", 1, world(), **named)
+        assert torch.equal(got, want + bias + residual)
+
+
+def in_place(rank: int, world_size: int) -> None:
+    """A that lies with gaps, or permuted, is not copied: its result is all that a call allocates."""
+    lead, rows, k, n, dtype = world_size, 256, 72, 136, torch.bfloat16
+    B = whole(k, n, dtype=dtype)
+    for A, dim in [
+        (whole(lead * rows, k + 8, dtype=dtype)[:, :k], 0),
+        (whole(3 * lead, rows + 64, k, dtype=dtype)[:, 8 : rows + 8], 0),
+        (whole(rows, 3 * lead, k, dtype=dtype).transpose(0, 1), 0),
+        (whole(5, lead * rows, k + 8, dtype=dtype)[1:4, :, 8:], 1),
+        (whole(lead * 100, 3, k, dtype=dtype).transpose(0, 1), 1),
+    ]:
+        products = [a.float() @ b.float() for a, b in zip(gathered(A), gathered(B), strict=True)]
+        want = sum(p.chunk(world_size, dim)[rank] for p in products).to(dtype)
+        for call in range(3):  # the long way, and the short one
+            before = torch.cuda.memory_stats()["allocation.all.allocated"]
+            with forced("fused"):
+                got = fused_matmul_reduce_scatter(A, B, "sum", dim, world())
+            made = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+            assert last_plan().algorithm == "push" and torch.equal(got, want)
+            assert made == 1 or call == 0, f"{made} allocations for strides {A.stride()}"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_strided_operands_are_not_copied(world_size: int) -> None:
+    run_ranks(in_place, world_size, device="cuda")
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

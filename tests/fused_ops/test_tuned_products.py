@@ -128,12 +128,17 @@ def tuned(rank: int, world_size: int, folder: str) -> None:
         assert len(Kernel.launched) == launched + 2, "tuned once"
         assert calls(where, rank, torch.float32) == ours
         assert len(Kernel.launched) > launched + 4, "another result is another kind"
+        launched, bias = len(Kernel.launched), torch.randn(256).bfloat16()
+        _, (B, _), wide = operands(rank)
+        matmul_reduce_scatter._on_cuda(where, wide, B, "sum", 0, [256, 256], halves, bias)
+        assert len(Kernel.launched) > launched + 2, "with a bias it is another kind"
+        assert Kernel.launched[-1][1] == [x.data_ptr() for x in (wide, B, bias)]
         remembered = [k for k in where.workspaces["matmul", 0, 0].prepared if isinstance(k, tuple)]
         assert {k[0] for k in remembered} >= {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}
     with stage(folder, on=True) as where:  # as the next process
         assert calls(where, rank, halves) == ours
         assert len(Kernel.launched) == 2
-        assert len(TunedFile("cpu", world_size).read()) == 3
+        assert len(TunedFile("cpu", world_size).read()) == 4
 
 
 def test_both_products_take_what_was_measured(tmp_path: Path) -> None:

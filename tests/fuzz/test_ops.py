@@ -24,7 +24,7 @@ RANKS = 2
 ENV = {"WEFT_TIMEOUT": "20"}
 NAMES = {
     "fused_all_gather_matmul": r"A_shard|Bs(\[\d+\])?|gather_dim|group|return_A",
-    "fused_matmul_reduce_scatter": "A|B|reduce_op|scatter_dim|group",
+    "fused_matmul_reduce_scatter": "A|B|reduce_op|scatter_dim|group|bias|residual",
     "one_shot_all_reduce": "x|reduce_op|group",
 }
 
@@ -53,8 +53,14 @@ def matmul_reduce_scatter(draw: st.DrawFn) -> list[Any]:
         lead[dim] *= RANKS
     A = v.Tensor((*lead, k), dtype, draw(v.layouts), draw(v.seeds))
     B = v.Tensor((k, n), dtype, draw(v.layouts), draw(v.seeds))
+    out = [*lead, n]
+    out[dim] //= RANKS
+    terms = [
+        v.Tensor(shape, dtype, draw(v.layouts), draw(v.seeds)) if draw(st.booleans()) else None
+        for shape in ((out[-1],), tuple(out))
+    ]
     dim -= draw(st.sampled_from((0, len(lead) + 1)))
-    return [A, B, draw(st.sampled_from(("sum", "avg"))), dim, draw(v.groups)]
+    return [A, B, draw(st.sampled_from(("sum", "avg"))), dim, draw(v.groups), *terms]
 
 
 @st.composite
@@ -86,6 +92,9 @@ def calls(draw: st.DrawFn) -> tuple[str, list[Any]]:
 
 
 def invoke(op: str, args: list[Any]) -> Any:
+    if op == "fused_matmul_reduce_scatter":
+        *args, bias, residual = args
+        return fused_ops.fused_matmul_reduce_scatter(*args, bias=bias, residual=residual)
     *args, last = args
     if op == "fused_all_gather_matmul":
         return fused_ops.fused_all_gather_matmul(*args, return_A=last)
@@ -120,7 +129,9 @@ def reference(op: str, every: list[list[Any]], rank: int) -> Any:
         return [A if every[rank][4] else None, [A @ B.detach().double() for B in every[rank][1]]], None
     products = [a @ args[1].detach().double() for a, args in zip(first, every, strict=True)]
     mine = [p.chunk(len(every), int(every[0][3]))[rank] if p.shape[int(every[0][3])] else p for p in products]
-    return sum(mine) / (len(every) if every[0][2] == "avg" else 1), mine
+    terms = [t.detach().double() for t in every[rank][5:] if t is not None]
+    total = sum(mine) / (len(every) if every[0][2] == "avg" else 1)
+    return sum(terms, start=total), [*mine, *(t.expand(mine[0].shape) for t in terms)]
 
 
 def compare(op: str, got: Any, want: Any, parts: list[torch.Tensor] | None) -> None:

@@ -96,12 +96,18 @@ def matmul_reduce_scatter(rank: int, size: int, seed: int) -> None:
                 numbers(seed + 1, r, dtype, n, k).t() if transposed else numbers(seed + 1, r, dtype, k, n)
                 for r in range(size)
             ]
-            out = fused_matmul_reduce_scatter(put(As[rank]), put(Bs[rank]), reduce_op, dim, dist.group.WORLD)
+            a, b = put(As[rank]), put(Bs[rank])
+            out = fused_matmul_reduce_scatter(a, b, reduce_op, dim, dist.group.WORLD)
             fused()
             total = sum(a.float() @ b.float() for a, b in zip(As, Bs, strict=True))
             part = total.chunk(size, dim)[rank] / (size if reduce_op == "avg" else 1)
+            bias, residual = numbers(seed + 2, rank, dtype, n), numbers(seed + 3, rank, dtype, *part.shape)
+            terms = {"bias": put(bias), "residual": put(residual)}
+            more = fused_matmul_reduce_scatter(a, b, reduce_op, dim, dist.group.WORLD, **terms)
+            fused()
             if reduce_op == "sum" or size & (size - 1) == 0:  # else the average is not exact
                 same("matmul + reduce-scatter", out, part)
+                same("with bias and residual", more, part + bias.float() + residual.float())
 
 
 def all_reduce(rank: int, size: int, seed: int) -> None:
