@@ -42,8 +42,8 @@ def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[
         found = heap.workspaces.get(key)  # another thread may have made it meanwhile
         if found is not None and fits(found.layout):
             return found
-        if found is not None:
-            found.raise_if_broken()  # growing is no way around a reset
+        if heap.fault is not None:
+            heap.fault.raise_if_broken()  # new memory is no way around a reset
         layout = grown(found.layout if found is not None else None)
         made = Workspace(heap, layout, f"{kind} workspace {layout}", replayed=bool(key[-1]))
         if found is not None and key[-1]:

@@ -34,7 +34,7 @@ class _Params(ctypes.Structure):
         ("k", ctypes.c_int32),
         ("band", ctypes.c_int32),
         ("average", ctypes.c_int32),
-        ("_size_is_a_multiple_of_64", ctypes.c_int32 * 6),
+        ("_size_is_a_multiple_of_64", ctypes.c_int32 * 4),
     )
 
 

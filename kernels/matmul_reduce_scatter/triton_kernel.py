@@ -114,6 +114,7 @@ def matmul_reduce_scatter(
     out,  # [L, m, N]
     inbox,  # [W, L, m, N]: the own half
     words,
+    fault,
     batches,
     m,
     n,
@@ -145,11 +146,11 @@ def matmul_reduce_scatter(
     block = tl.program_id(0)
     blocks = tl.num_programs(0)
 
-    sync.wait_peers(words, done_at, 1, epoch - 1, sync.WAIT_FREE, record, timeout_ns, RANK, WORLD_SIZE)
+    sync.wait_peers(words, fault, done_at, 1, epoch - 1, sync.WAIT_FREE, record, timeout_ns, RANK, WORLD_SIZE)
     sync.fence_proxy_async()
     sendable = remote
-    if sync.is_broken(words):
-        sendable = 0  # a peer may still read what the stores would overwrite
+    if sync.is_broken(fault):
+        sendable = 0  # a peer may still read what the stores would overwrite, or they are worth nothing
 
     pending = tl.full((), 0, tl.int64)
     for tile in range(block, sendable, blocks):
@@ -177,6 +178,7 @@ def matmul_reduce_scatter(
         acc = _product(a, b, batch, RANK, row, column, k, BM, BN, BK, B_TRANSPOSED, PRECISION)
         sync.wait_peers(
             words,
+            fault,
             flags_at + tile,
             flags_per_rank,
             epoch,
@@ -187,7 +189,7 @@ def matmul_reduce_scatter(
             WORLD_SIZE,
         )
         _sum_up(out, inbox, slot, batch, row, column, acc, m, n, RANK, WORLD_SIZE, AVERAGE, BM, BN, PIECES)
-    sync.leave(words, half, done_at, epoch, RANK, record, span_words, WORLD_SIZE, False)
+    sync.leave(words, fault, half, done_at, epoch, RANK, record, span_words, WORLD_SIZE, False)
 
 
 def supports(a: torch.Tensor, b: torch.Tensor) -> str | None:
@@ -291,7 +293,12 @@ class MatmulReduceScatter:
             layout.flags_per_rank,
             layout.done(half),
             self.workspace.span // 4,
-            self.workspace.record,
+            self.workspace.fault.record,
             timeout_ns,
         )
-        self._launch(self._programs, (a, b, slot, out), (inbox, self.workspace.words), numbers)
+        self._launch(
+            self._programs,
+            (a, b, slot, out),
+            (inbox, self.workspace.words, self.workspace.fault.words),
+            numbers,
+        )
