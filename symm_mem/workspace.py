@@ -215,7 +215,7 @@ class Workspace(Generic[L]):
         return self._turn
 
     def _taken(self) -> None:
-        """From here on the running call must come to its end, or the workspace is broken."""
+        """From here on the running call must come to its end, or the group is broken."""
         if running.inside:
             running.workspace = self
 

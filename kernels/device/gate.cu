@@ -31,7 +31,8 @@ extern "C" __global__ void __launch_bounds__(32) gate(const __grid_constant__ Pa
     const weft::u32 last = p.watch.words[p.epoch];
     const bool serves = peer < p.world_size && peer != p.watch.rank;
     const weft::u32 blamed = weft::broken_by(p.watch);
-    bool free = blamed == 0;
+    // A lane may find the group broken where another did not, by a kernel of another stream meanwhile.
+    bool free = !serves || blamed == 0;
     if (serves && free) free = weft::wait_flag(p.watch, peer, p.done + peer, last, weft::WAIT_FREE);
     const unsigned late = __ballot_sync(~0u, !free);
     if (late == 0) {

@@ -137,7 +137,8 @@ def test_what_breaks_one_workspace_breaks_all_of_the_group() -> None:
 
 
 def a_thread_waits(rank: int, world_size: int) -> None:
-    """A thread in one workspace does not wait on when another has failed in another one."""
+    """A thread in one workspace does not wait on when another has failed in another one, nor do the other ranks."""
+    signals = symm_mem.rendezvous(symm_mem.empty(1))
     spaces = [Workspace(symm_mem.heap(), Layout(world_size, 1, 64), f"workspace {i}") for i in range(2)]
     symm_mem.set_timeout(30)
     if rank == 0:
@@ -157,8 +158,11 @@ def a_thread_waits(rank: int, world_size: int) -> None:
         thread.join(20)
         assert len(seen) == 1 and "left a call half-way: KeyError: 'a reason'" in seen[0], seen
         assert int(spaces[0].fault.words[Fault.GAVE_UP]) == 1 + 0
+    else:
+        with pytest.raises(symm_mem.PeerTimeout, match=r"^wait: .* for rank 0: .*, and it has given up"):
+            signals.wait(0)
     symm_mem.reset()
 
 
-def test_a_thread_that_waits_hears_of_it() -> None:
+def test_who_waits_elsewhere_hears_of_it() -> None:
     run_ranks(a_thread_waits, 2, fresh=True)
