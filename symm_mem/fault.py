@@ -120,6 +120,16 @@ class Fault:
             self._record.zero_()
 
 
+def refuse_if_broken(heap: Heap) -> None:
+    """To be asked first of all, before ranks prepare, compare or allocate anything together for a call.
+
+    Raises:
+        WeftError: what has broken the group on this rank, until it is reset.
+    """
+    if heap.fault is not None:
+        heap.fault.raise_if_broken()
+
+
 def fault_of(heap: Heap) -> Fault:
     """The heap's; all ranks make it together, with the first memory that counts."""
     with heap.lock:
