@@ -16,7 +16,7 @@ make a difference is asked anew each time, and sends the call the long way, whic
 - the checked mode and ``forced``. WEFT_RESERVED_SMS and WEFT_TUNE are read once in a process, on the long way, too;
   there a kind of call is tuned before it is remembered.
 
-A broken workspace raises here as there. The deadline is what ``set_timeout`` said last; where it said nothing, what
+A broken group raises here as there. The deadline is what ``set_timeout`` said last; where it said nothing, what
 WEFT_TIMEOUT was at the call that is remembered.
 """
 

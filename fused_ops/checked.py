@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from ..symm_mem import HeapUnavailable, heap
 from ..symm_mem.board import Board, board_of
+from ..symm_mem.fault import refuse_if_broken
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -37,14 +38,17 @@ def compare_call(op: str, group: ProcessGroup, device: torch.device, **arguments
     Raises:
         RankMismatch: on every rank, naming the first one that differs.
         PeerTimeout: a rank makes no call.
+        WeftError: the group is broken on this rank.
     """
     _current.call = None
     if group.size() == 1:
         return
     try:
-        board = board_of(heap(group, device))
+        where = heap(group, device)
     except HeapUnavailable:
         return
+    refuse_if_broken(where)
+    board = board_of(where)
     said = ", ".join(f"{name}={_text(value)}" for name, value in arguments.items())
     board.compare(op, f"{op}({said})")
     _current.call = board, op

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..symm_mem import Heap, HeapUnavailable, heap, is_checked
+from ..symm_mem.fault import refuse_if_broken
 from .checked import compare_plan
 
 
@@ -73,7 +74,11 @@ def forced(algorithm: str) -> Iterator[None]:
 
 
 def heap_or_reason(x: Tensor, group: ProcessGroup, empty: bool) -> Heap | str:
-    """The heap that a call on ``x`` uses, or why it runs unfused."""
+    """The heap that a call on ``x`` uses, or why it runs unfused.
+
+    Raises:
+        WeftError: the group is broken on this rank. What x holds may then be worth nothing, also to NCCL or gloo.
+    """
     if group.size() == 1:
         return "the group has one rank"
     if empty:
@@ -83,9 +88,11 @@ def heap_or_reason(x: Tensor, group: ProcessGroup, empty: bool) -> Heap | str:
     if x.device.type == "cuda" and not _is_hopper(x.device):
         return "the kernels are for GPUs of compute capability 9.0"
     try:
-        return heap(group, x.device)
+        found = heap(group, x.device)
     except HeapUnavailable as e:
         return str(e)
+    refuse_if_broken(found)
+    return found
 
 
 def pays(worth: bool) -> bool:

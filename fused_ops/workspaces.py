@@ -14,6 +14,7 @@ import torch
 from ..kernels.all_reduce.configs import Config, layout_for
 from ..kernels.device.push import Layout as PushLayout
 from ..symm_mem import Heap, Layout, Workspace
+from ..symm_mem.fault import refuse_if_broken
 
 _GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace
 
@@ -42,8 +43,7 @@ def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[
         found = heap.workspaces.get(key)  # another thread may have made it meanwhile
         if found is not None and fits(found.layout):
             return found
-        if found is not None:
-            found.raise_if_broken()  # growing is no way around a reset
+        refuse_if_broken(heap)  # new memory is no way around a reset
         layout = grown(found.layout if found is not None else None)
         made = Workspace(heap, layout, f"{kind} workspace {layout}", replayed=bool(key[-1]))
         if found is not None and key[-1]:

@@ -87,7 +87,7 @@ running = _Running()
 
 
 def whole(call: Callable[..., T]) -> Callable[..., T]:
-    """A call of an op that an exception ends after it has taken its workspace leaves that workspace broken."""
+    """A call of an op that an exception ends after it has taken its workspace leaves the group broken on this rank."""
 
     @wraps(call)
     def guarded(*args: Any, **named: Any) -> T:
@@ -95,7 +95,7 @@ def whole(call: Callable[..., T]) -> Callable[..., T]:
         try:
             return call(*args, **named)
         except BaseException as e:
-            # weft's own errors come from before the launch, or from a wait that has broken the workspace itself.
+            # weft's own errors come from before the launch, or from a wait that has broken the group itself.
             if running.workspace is not None and not isinstance(e, WeftError):
                 running.workspace.abandon(e)
             raise

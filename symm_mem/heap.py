@@ -72,6 +72,7 @@ class Heap:
         self.capacity = 0
         self.workspaces: dict[Any, Any] = {}  #: what the ops above keep for as long as the heap lives
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()  #: what counts along with words on the heap
+        self.fault: Any = None  #: of all that is on it: fault.py
         self.watch: Any = None  #: of stream waits, on CUDA
         self.board: Any = None  #: of the checked mode
         self.tuner: Any = None  #: of the kernels: what the ranks have measured together
@@ -267,8 +268,11 @@ class Heap:
         users = list(self.users)
         problem = self._come_to_rest(users, stack)
         blocks = {str(number): list(placed) for number, placed in self._blocks.items()}
-        posts = self.rendezvous.gather("reset", [problem, blocks, self._chunks, self._number])
+        fault = None if self.fault is None else self.fault.block.number
+        posts = self.rendezvous.gather("reset", [problem, blocks, self._chunks, self._number, fault])
         self.rendezvous.refuse("reset", [post[0] for post in posts])
+        if any(post[4] != fault for post in posts):
+            self.fault = None  # an error came while it was made, before there was anything that uses it
         self._keep_what_all_have([post[1] for post in posts], [post[2] for post in posts])
         self._number = max(post[3] for post in posts)
         self._ready.clear()

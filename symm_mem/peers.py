@@ -6,6 +6,7 @@ import weakref
 
 import torch
 
+from .fault import fault_of
 from .groups import Group, resolve_group
 from .heap import Block, heap_of
 from .registry import heap
@@ -49,6 +50,7 @@ def empty(
     count = 1
     for size in sizes:
         count *= size
+    fault_of(where)  # now: signals are made later, by each rank for itself
     pad = Pad.bytes(where.world_size)
     block = where.allocate(pad + max(1, count * dtype.itemsize), f"empty{tuple(sizes)} {dtype}", zero=pad)
     return where.tensor(where.rank, block.offset + pad, tuple(sizes), dtype, block)
@@ -94,7 +96,7 @@ class Peers:
         """Wait for the next ``put`` of ``peer`` on ``channel``; on CUDA the current stream waits.
 
         Raises:
-            PeerTimeout: the deadline passed; on CUDA at the next call on these signals.
+            PeerTimeout: the deadline passed; on CUDA at the group's next call.
         """
         self._pad.wait(peer, channel, "wait")
 

@@ -108,8 +108,8 @@ def unavailable(group: Group = None, device: torch.device | str | None = None) -
 def check(group: Group = None) -> None:
     """Raise what a wait of this rank has run into: for programs that only replay CUDA graphs.
 
-    Otherwise the next call says so. It reads host memory only: for the state up to now, synchronize first. Where
-    several waits have expired, each for want of what the one before did not get, the first one is raised.
+    Otherwise the next call says so. It reads host memory only: for the state up to now, synchronize first. Of a group
+    the first wait that has expired is raised, of several groups the first one of all.
 
     Args:
         group: look at this one only; default every group.
@@ -120,13 +120,13 @@ def check(group: Group = None) -> None:
     wanted = None if group is None else resolve_group(group)
     first: tuple[int, WeftError] | None = None
     for pg, found in list(_heaps.values()):
-        if isinstance(found, Heap) and wanted in (None, pg):
-            for user in list(found.users):
-                try:
-                    user.raise_if_broken()
-                except WeftError as e:
-                    if first is None or user.broken_at < first[0]:
-                        first = user.broken_at, e
+        fault = found.fault if isinstance(found, Heap) and wanted in (None, pg) else None
+        if fault is not None:
+            try:
+                fault.raise_if_broken()
+            except WeftError as e:
+                if first is None or fault.broken_at < first[0]:
+                    first = fault.broken_at, e
     if first is not None:
         raise first[1].again()
 

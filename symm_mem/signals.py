@@ -5,18 +5,20 @@ A pad holds ``[CHANNELS][world_size]`` words for each rank. ``put(peer, c)`` wri
 my pad has reached my next count: the n-th wait meets the n-th put, and puts may run ahead.
 
 On CPU ranks a wait spins. On CUDA put and wait are stream memory operations: the host does not wait, the stream does
-(watch.py bounds that). A pad on which a wait has expired takes no more calls until the group is reset.
+(watch.py bounds that). A wait that expires breaks the group on this rank, as one in a workspace does (fault.py): no
+more calls until it is reset, and kernels behind it in the stream send nothing. A put that a stream comes to behind an
+expired wait is made all the same.
 """
 
 from __future__ import annotations
 
 import ctypes
-import time
 from typing import TYPE_CHECKING
 
 import torch
 
 from .errors import PeerTimeout, WeftError
+from .fault import WORD, Fault, fault_of
 from .sites import call_site, text
 from .spin import Expired, spin
 from .timeouts import get_timeout
@@ -33,7 +35,7 @@ class Pad:
 
     def __init__(self, block: Block) -> None:
         self._heap, self._offset = block.heap, block.offset
-        self._error: PeerTimeout | None = None
+        self._fault = fault_of(self._heap)
         self._watch = watch_of(self._heap)
         self.forget()
         self._heap.users.add(self)
@@ -43,17 +45,10 @@ class Pad:
         size = self._heap.world_size
         self._puts = [[0] * size for _ in range(CHANNELS)]
         self._waits = [[0] * size for _ in range(CHANNELS)]
-        self._error = None
-        self.broken_at = 0
 
     @staticmethod
     def bytes(world_size: int) -> int:
         return -(-CHANNELS * world_size * 4 // 256) * 256
-
-    def raise_if_broken(self) -> None:
-        """Raise what a wait here has run into, again and again until the group is reset."""
-        if self._error is not None:
-            raise self._error.again()
 
     def _word(self, owner: int, channel: int, writer: int) -> int:
         heap = self._heap
@@ -66,7 +61,7 @@ class Pad:
             raise ValueError(f"channel: is {channel!r}, must be from 0 to {CHANNELS - 1}")
         if self._watch is not None and torch.cuda.is_current_stream_capturing():
             raise WeftError("signals count on the host and cannot be captured; weft's ops can")
-        self.raise_if_broken()
+        self._fault.raise_if_broken()
 
     def put(self, peer: int, channel: int) -> None:
         self._check(peer, channel)
@@ -87,18 +82,20 @@ class Pad:
         timeout = get_timeout(heap.group_name)
         site = text(call_site())
 
-        def expired(seen: int, seconds: float, ended: bool = False) -> PeerTimeout:
+        def expired(seen: int, seconds: float, ended: bool = False, blames: int | None = None) -> WeftError:
             flag = f"channel {channel}"
-            self.broken_at = time.time_ns()
-            self._error = PeerTimeout(
-                *(op, heap.group_name, heap.rank, peer, flag, count, seen, seconds, site, ended)
+            return self._fault.breaks(
+                PeerTimeout(
+                    *(op, heap.group_name, heap.rank, peer, flag, count, seen, seconds, site, ended, blames)
+                )
             )
-            return self._error
 
         if self._watch is not None:
-            self._watch.wait(address, count, timeout, expired)
+            broken = self._fault.address + WORD * Fault.BROKEN, 1 + peer
+            self._watch.wait(address, count, timeout, expired, broken)
             return
         try:
-            spin(address, count, timeout, heap.rendezvous.processes[peer])
+            process, farewell = heap.rendezvous.processes[peer], self._fault.farewell(peer)
+            spin(address, count, timeout, process, farewell, self._fault.raise_if_broken)
         except Expired as e:
-            raise expired(e.seen, e.seconds, e.ended) from None
+            raise expired(e.seen, e.seconds, e.ended, e.blames).again() from None

@@ -1,8 +1,9 @@
 """Stream memory operations whose waits end.
 
 A wait of the stream for a word cannot be given a deadline. So a thread looks after those that are under way: when a
-deadline passes it tells whoever asked for the wait, and writes the awaited count itself, so that the stream goes on and
-the context stays usable. One thread for each heap, and only while there is something to look after.
+deadline passes it tells whoever asked for the wait, sets the word by which kernels know that what they are given is
+worth nothing (fault.py), and writes the awaited count itself, so that the stream goes on and the context stays usable.
+One thread for each heap, and only while there is something to look after.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 # What is told of an expired wait: the word's value, and the seconds waited.
 Expiry: TypeAlias = Callable[[int, float], object]
+# Address, and what is written there.
+Word: TypeAlias = tuple[int, int]
 
 _PERIOD = 0.02  # seconds between two looks
 
@@ -45,7 +48,7 @@ class Watch:
         from .backends.vmm import check
 
         self._driver, self._call, self._device = driver, check, device
-        self._waiting: list[tuple[torch.cuda.Event, float, int, int, float, Expiry]] = []
+        self._waiting: list[tuple[torch.cuda.Event, float, Word, float, Expiry, Word]] = []
         self._lock = threading.Lock()
         self._side = torch.cuda.Stream(device)
         self._running = False
@@ -57,13 +60,15 @@ class Watch:
         # The default flag orders everything earlier in the stream before the word, for the whole system.
         self._call(self._driver.cuStreamWriteValue32(self._stream(), address, value, 0))
 
-    def wait(self, address: int, value: int, timeout: float, expiry: Expiry) -> None:
+    def wait(self, address: int, value: int, timeout: float, expiry: Expiry, broken: Word) -> None:
+        """``broken``: what is written if the deadline passes, before the stream goes on."""
         greater_or_equal = self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
         self._call(self._driver.cuStreamWaitValue32(self._stream(), address, value, int(greater_or_equal)))
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         with self._lock:
-            self._waiting.append((event, time.monotonic() + timeout, address, value, timeout, expiry))
+            deadline = time.monotonic() + timeout
+            self._waiting.append((event, deadline, (address, value), timeout, expiry, broken))
             if not self._running:
                 self._running = True
                 threading.Thread(target=self._run, name="weft-signals", daemon=True).start()
@@ -88,16 +93,17 @@ class Watch:
         self,
         event: torch.cuda.Event,
         _deadline: float,
-        address: int,
-        value: int,
+        awaited: Word,
         timeout: float,
         expiry: Expiry,
+        broken: Word,
     ) -> None:
         seen = ctypes.c_uint32()
         stream = self._side.cuda_stream
-        self._call(self._driver.cuMemcpyDtoHAsync(ctypes.addressof(seen), address, 4, stream))
+        self._call(self._driver.cuMemcpyDtoHAsync(ctypes.addressof(seen), awaited[0], 4, stream))
         self._call(self._driver.cuStreamSynchronize(stream))
-        if not reached(seen.value, value):
+        if not reached(seen.value, awaited[1]):
             expiry(seen.value, timeout)
-            self._call(self._driver.cuMemsetD32Async(address, value, 1, stream))
+            for address, value in (broken, awaited):
+                self._call(self._driver.cuMemsetD32Async(address, value, 1, stream))
         event.synchronize()

@@ -19,15 +19,15 @@ A rank that takes the same half twice in a row is right, too: it only waits long
 chosen on the host and frozen into a graph.
 
 A use that does not come to its end, because a wait in it expired or an exception left it, leaves the ranks at
-different counts. The workspace then takes no more calls until all ranks have reset the group together: then every
-word is zero again on every rank, before any rank goes on.
+different counts, and what was made of it is worth nothing. None of the group's workspaces then takes a call on this
+rank (fault.py) until all ranks have reset the group together: then every word is zero again on every rank, before any
+rank goes on.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -36,7 +36,7 @@ import torch
 
 from .calls import Calls, running
 from .errors import CallAbandoned, PeerTimeout, WeftError, describe
-from .processes import has_ended
+from .fault import WORD, Fault, fault_of
 from .sites import call_site
 from .spin import Expired, spin
 from .timeouts import get_timeout
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from .heap import Heap
 
 HALVES = 2
-WORD = 4
-_WAIT_FREE, _FAREWELL = 2, 3  # kinds of a record, see kernels/device/sync.cuh
 _ALIGN = 256
 
 
@@ -63,14 +61,9 @@ class Layout:
     half_bytes: int
 
     # Own words: only the own rank reads and writes them.
-    BROKEN = 0  #: not 0 once a wait has expired; every later wait gives up at once
     EPOCH = 8  #: + half: uses of the half that this rank has left
     TICKET = 16  #: + half: uses of the half that this rank's pushes have begun
     LEFT = 24  #: + half: blocks that have left the running kernel; the last one puts it back to 0
-    # Rank p writes + p: 1 + the rank it blames, once it takes no more calls here. On CUDA only in front of copies that
-    # it can no longer hold back.
-    GAVE_UP = 32
-    MOST_FAREWELLS = 32
     _DONE = 64
 
     def done(self, half: int) -> int:
@@ -114,7 +107,7 @@ class Layout:
 
 
 class AnyLayout(Protocol):
-    """What a workspace must know of its layout. It begins with control words; BROKEN is word 0."""
+    """What a workspace must know of its layout. It begins with control words."""
 
     @property
     def bytes(self) -> int: ...
@@ -140,6 +133,7 @@ class Workspace(Generic[L]):
 
     Args:
         replayed: it belongs to one captured graph, whose replays repeat the calls that were captured.
+        fault: what breaks along with it; default all of the heap.
 
     Attributes:
         prepared: what launchers have made for calls of this workspace, until a reset: an error may have come to a part
@@ -147,8 +141,11 @@ class Workspace(Generic[L]):
         copy_streams: those that launchers keep for as long as it lives.
     """
 
-    def __init__(self, heap: Heap, layout: L, tag: str, *, replayed: bool = False) -> None:
+    def __init__(
+        self, heap: Heap, layout: L, tag: str, *, replayed: bool = False, fault: Fault | None = None
+    ) -> None:
         self.heap = heap
+        self.fault = fault or fault_of(heap)
         self.layout = layout
         self.rank = heap.rank
         self.world_size = heap.world_size
@@ -161,17 +158,11 @@ class Workspace(Generic[L]):
         self.copy_streams: dict[Any, Any] = {}
         self._turn = 0
         self._calls = Calls(HALVES, lambda: get_timeout(heap.group_name), replayed)
-        self._error: WeftError | None = None
-        self.broken_at = 0  #: nanoseconds since 1970, as GPUs count them, too
-        # Kernels note here, in pinned host memory, which of their waits expired:
-        # [1 once written, rank, peer, word, expected, seen, kind, when]
-        self._record = heap.backend.new_record()
-        self.record = 0 if self._record is None else self._record.data_ptr()
-        self._state = None if self._record is None else ctypes.c_int64.from_address(self.record)
+        self.fault.knows(self.address, layout, self._calls)
         heap.users.add(self)
 
     def raise_if_broken(self, op: str | None = None, inside: int = 0) -> None:
-        """A workspace on which a wait has expired takes no more calls: its flags can no longer be trusted.
+        """Where a wait has expired, in whatever workspace of the group, this rank makes no more calls.
 
         Args:
             op: the call that is about to be made, if one is.
@@ -181,23 +172,9 @@ class Workspace(Generic[L]):
             PeerTimeout: in the words of that wait, until the group is reset.
             CallAbandoned: likewise, of a call that another exception ended.
         """
-        if self._error is None and self._state is not None and self._state.value:
-            assert self._record is not None
-            _, rank, peer, word, expected, seen, kind, self.broken_at = self._record.tolist()
-            half_of = getattr(self.layout, "half_of", None)
-            half = None if half_of is None else half_of(word)
-            # A wait for a half to become free expects the count of the use before.
-            name, site = self._calls.find(half, expected + (kind == _WAIT_FREE))
-            flag, seconds, blames = self.layout.describe(word), self._calls.seconds, None
-            if kind == _FAREWELL:  # nothing was waited for; what it says is 1 + the rank that it blames
-                flag, expected, seconds, blames = f"'gave up' of rank {peer}", 0, 0.0, seen - 1
-            ended = blames is None and has_ended(self.heap.rendezvous.processes[peer])
-            self._error = PeerTimeout(
-                *(name, self.heap.group_name, rank, peer, flag, expected, seen),
-                *(seconds, site, ended, blames),
-            )
-        if self._error is not None:
-            raise self._error.again()
+        fault = self.fault
+        if fault.error is not None or fault.written.value:
+            fault.raise_if_broken()
         if op is not None:
             self._calls.begins(op, call_site(inside + 2))
             if not isinstance(self.layout, Layout):  # it has no halves to take
@@ -209,17 +186,7 @@ class Workspace(Generic[L]):
             *(op, self.heap.group_name, self.rank, peer, self.layout.describe(word), expected),
             *(waited.seen, waited.seconds, self._calls.site, waited.ended, waited.blames),
         )
-        return self.breaks(error)
-
-    def breaks(self, error: WeftError) -> WeftError:
-        """No more calls, in these words. The first error counts; returns it."""
-        if self._error is None:
-            self._error, self.broken_at = error, time.time_ns()
-            if self._record is None and isinstance(self.layout, Layout) and self.rank < Layout.MOST_FAREWELLS:
-                blamed = getattr(error, "culprit", self.rank)
-                for rank in range(self.world_size):
-                    self.word(rank, Layout.GAVE_UP + self.rank).value = 1 + blamed
-        return self._error
+        return self.fault.breaks(error)
 
     def word(self, rank: int, index: int) -> ctypes.c_uint32:
         """A word of rank's copy, on the CPU."""
@@ -228,20 +195,17 @@ class Workspace(Generic[L]):
     def abandon(self, cause: BaseException) -> None:
         """An exception has ended a call half-way: no more calls, because the peers may have seen a part of it."""
         if isinstance(cause, WeftError):
-            self.breaks(cause.again())
+            self.fault.breaks(cause.again())
         else:
             calls, group = self._calls, self.heap.group_name
-            self.breaks(CallAbandoned(calls.op, group, self.rank, describe(cause), calls.site))
+            self.fault.breaks(CallAbandoned(calls.op, group, self.rank, describe(cause), calls.site))
 
     def forget(self) -> None:
         """As new: the heap is being reset, and the words are zero on every rank."""
         self._turn = 0
-        self._error = None
         self._calls.forget()
         if not self._calls.replayed:  # a captured graph runs what was made for it
             self.prepared.clear()
-        if self._record is not None:
-            self._record.zero_()
 
     def next_half(self) -> int:
         """The half that the next call uses: the halves take turns."""
@@ -251,7 +215,7 @@ class Workspace(Generic[L]):
         return self._turn
 
     def _taken(self) -> None:
-        """From here on the running call must come to its end, or the workspace is broken."""
+        """From here on the running call must come to its end, or the group is broken."""
         if running.inside:
             running.workspace = self
 
@@ -272,7 +236,7 @@ class HostUse:
         with HostUse(workspace, "an_op") as use:
             ...
 
-    The end of the body is the end of the use. An exception in it breaks the workspace: the use has no end then.
+    The end of the body is the end of the use. An exception in it breaks the group: the use has no end then.
     Raises PeerTimeout from its waits, in words that name ``op``.
     """
 
@@ -297,9 +261,9 @@ class HostUse:
     def _wait(self, peer: int, index: int, expected: int) -> None:
         ws = self.ws
         process = ws.heap.rendezvous.processes[peer]
-        farewell = ws.address + WORD * (Layout.GAVE_UP + peer) if peer < Layout.MOST_FAREWELLS else None
+        farewell = ws.fault.farewell(peer)
         try:
-            # Of the two threads of a call one may have failed: the other one need not wait.
+            # Of the two threads of a call one may have failed, or a call in another workspace: nothing is worth a wait.
             spin(ws.address + WORD * index, expected, self._timeout, process, farewell, ws.raise_if_broken)
         except Expired as e:
             raise ws.expired(self.op, peer, index, expected, e).again() from None

@@ -48,7 +48,7 @@ class _Params(ctypes.Structure):
         ("senders", ctypes.c_int32),
         ("push", ctypes.c_int32),
         ("final", ctypes.c_int32),
-        ("_size_is_a_multiple_of_64", ctypes.c_int32 * 3),
+        ("_size_is_a_multiple_of_64", ctypes.c_int32 * 1),
     )
 
 

@@ -49,6 +49,7 @@ def all_gather_matmul(
     b,  # [K, N] or [N, K]
     c,  # [W, m, N]
     words,
+    fault,
     m,
     n,
     k,
@@ -90,7 +91,7 @@ def all_gather_matmul(
             slot = src
             flag = src * flags_per_rank + (tl.minimum(row + BM, m) - 1) // chunk_rows
             if flag != ready:
-                sync.wait_flag(words, flags_at + flag, epoch, rank, src, sync.WAIT_DATA, record, timeout_ns)
+                sync.wait_flag(words, fault, flags_at + flag, epoch, src, sync.WAIT_DATA, record, timeout_ns)
                 sync.fence_proxy_async()
                 ready = flag
 
@@ -101,7 +102,7 @@ def all_gather_matmul(
         _store(c, src, row, column, acc, BM, BN, PIECES)
 
     if FINAL:
-        sync.leave(words, half, done_at, epoch, rank, record, span_words, WORLD_SIZE, True)
+        sync.leave(words, fault, half, done_at, epoch, rank, record, span_words, WORLD_SIZE, True)
 
 
 def supports(a: torch.Tensor, b: torch.Tensor) -> str | None:
@@ -143,7 +144,7 @@ class AllGatherMatmul:
         self.workspace, self.dtype = workspace, a.dtype
         self._programs = min(num_sms, count(tile, self.world_size, m, n))
         self._halves: dict[int, torch.Tensor] = {}
-        self._tensors: Sequence[torch.Tensor] = (workspace.words,)
+        self._tensors: Sequence[torch.Tensor] = (workspace.words, workspace.fault.words)
         self._numbers = (m, n, k, config.chunk_rows, workspace.rank)
         transposed = is_transposed(b)
         rows = (1, tile.block_m, tile.block_k)
@@ -200,7 +201,7 @@ class AllGatherMatmul:
             layout.flags_per_rank,
             layout.done(half),
             self.workspace.span // 4,
-            self.workspace.record,
+            self.workspace.fault.record,
             timeout_ns,
         )
         self._launches[final](self._programs, (a, self.gathered(half), b, c), self._tensors, numbers)

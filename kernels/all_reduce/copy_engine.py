@@ -146,7 +146,7 @@ class CopyEngineAllReduce:
         slots = w.address + layout.half(half)
         flags = layout.flags(half)
         params = _Params(
-            Watch(w.address, w.record, timeout_ns, w.rank),
+            Watch.of(w, timeout_ns),
             w.span,
             *(x, out, slots, numel, part, chunk, chunks, 0),
             *(flags, layout.flags_per_rank),

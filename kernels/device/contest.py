@@ -4,8 +4,8 @@ Three rounds, and after each step all ranks hear of it. Each candidate is compil
 all that are left are timed in turn. One that fails on any rank is out on all of them, so the ranks always launch the
 same kernels in the same order.
 
-They run in a workspace of their own that is dropped afterwards, and wait for each other for a short time only: where
-one rank could not launch what the others did, nothing else is broken by it.
+They run in a workspace of their own, which breaks by itself and is dropped afterwards, and wait for each other for a
+short time only: where one rank could not launch what the others did, nothing else is broken by it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 
 from ...symm_mem.errors import describe
+from ...symm_mem.fault import Fault
 from ...symm_mem.heap import Heap
 from ...symm_mem.timeouts import get_timeout, preparing_timeout
 from ...symm_mem.workspace import Layout, Workspace
@@ -147,7 +148,8 @@ class Contest(Generic[C]):
     def _new_room(self) -> Workspace[Layout]:
         flags, half = max(c.flags for c in self._candidates), max(c.half_bytes for c in self._candidates)
         layout = Layout(self._heap.world_size, flags, half)
-        return Workspace(self._heap, layout, f"workspace to tune in {layout}")
+        fault = Fault(self._heap)
+        return Workspace(self._heap, layout, f"workspace to tune in {layout}", fault=fault)
 
 
 def _problem(step: Callable[[], Any]) -> str | None:

@@ -1,12 +1,13 @@
 // Farewells: a rank tells its peers that what it sends from now on is worth nothing, where it cannot help sending.
 //
-// Kernels send nothing once a wait on their workspace has expired. Copies that wait on a stream cannot be called off:
+// Kernels send nothing once a wait of their group has expired. Copies that wait on a stream cannot be called off:
 // behind a gate that was not opened they overwrite a half that a late rank may be reading. So the gate says farewell to
 // every peer before it ends, and whoever ends a use of a half listens behind its last read of the half. A copy that was
 // read came behind the farewell, and the farewell is heard: the late rank reports it instead of using the numbers.
 //
-// Who writes: rank p, words[GAVE_UP + p] = 1 + the rank it blames, in every peer's words. Nobody puts it back but a
-// reset. Who reads: the last block of each launch that ends a use.
+// Who writes: rank p, fault[GAVE_UP + p] = 1 + the rank it blames, at every peer. Nobody puts it back but a reset. Who
+// reads: the last block of each launch that ends a use. The group's workspaces share these words: a farewell may be heard
+// in another one than that of the copies, by a rank that would be told at the next use all the same.
 
 #pragma once
 
@@ -19,14 +20,14 @@ constexpr u32 GAVE_UP = 32;  // index of rank 0's word; up to 32 ranks
 // To one peer. `span`: bytes from this rank's copy of an address to the next rank's.
 __device__ __forceinline__ void say_farewell(const Watch& watch, u64 span, int peer, int blamed) {
     const u64 there = static_cast<u64>(static_cast<long long>(peer - watch.rank)) * span;
-    u32* words = reinterpret_cast<u32*>(reinterpret_cast<u64>(watch.words) + there);
-    post_flag(words + GAVE_UP + watch.rank, 1 + blamed);
+    u32* fault = reinterpret_cast<u32*>(reinterpret_cast<u64>(watch.fault) + there);
+    post_flag(fault + GAVE_UP + watch.rank, 1 + blamed);
 }
 
 // By one thread, behind all that any thread has read of the half in use `use`. `done`: the half's first done word.
 __device__ __forceinline__ void hear_farewell(const Watch& watch, int peer, u32 done, u32 use) {
     if (peer == watch.rank) return;
-    const u32 said = load_acquire(watch.words + GAVE_UP + peer);
+    const u32 said = load_acquire(watch.fault + GAVE_UP + peer);
     if (said != 0) report(watch, peer, done + peer, use, said, FAREWELL);
 }
 

@@ -30,13 +30,15 @@ extern "C" __global__ void __launch_bounds__(32) gate(const __grid_constant__ Pa
     const int peer = threadIdx.x;
     const weft::u32 last = p.watch.words[p.epoch];
     const bool serves = peer < p.world_size && peer != p.watch.rank;
-    bool free = !weft::is_broken(p.watch);
+    const weft::u32 blamed = weft::broken_by(p.watch);
+    // A lane may find the group broken where another did not, by a kernel of another stream meanwhile.
+    bool free = !serves || blamed == 0;
     if (serves && free) free = weft::wait_flag(p.watch, peer, p.done + peer, last, weft::WAIT_FREE);
     const unsigned late = __ballot_sync(~0u, !free);
     if (late == 0) {
         if (peer == 0) p.watch.words[p.ticket] = last + 1;
-    } else if (serves) {  // all lanes are late where it was broken before
-        weft::say_farewell(p.watch, p.span, peer, late == ~0u ? p.watch.rank : __ffs(late) - 1);
+    } else if (serves) {
+        weft::say_farewell(p.watch, p.span, peer, blamed != 0 ? blamed - 1 : __ffs(late) - 1);
     }
 }
 

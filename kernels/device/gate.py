@@ -71,7 +71,7 @@ def _launch(name: str, workspace: Workspace, half: int, timeout_ns: int, stream:
 def _params(workspace: Workspace, half: int, timeout_ns: int) -> _Params:
     layout = workspace.layout
     return _Params(
-        Watch(workspace.address, workspace.record, timeout_ns, workspace.rank),
+        Watch.of(workspace, timeout_ns),
         workspace.world_size,
         Layout.TICKET + half,
         layout.done(half),

@@ -88,7 +88,7 @@ class Half(ctypes.Structure):
 
 def watch(workspace: Workspace[Layout]) -> Watch:
     """What a kernel's waits are told; the launcher sets the timeout."""
-    return Watch(workspace.address, workspace.record, 0, workspace.rank)
+    return Watch.of(workspace)
 
 
 @cache

@@ -18,7 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from cuda.bindings import driver, nvrtc
 
@@ -43,11 +43,25 @@ class Watch(ctypes.Structure):
 
     _fields_ = (
         ("words", ctypes.c_uint64),
+        ("fault", ctypes.c_uint64),
         ("record", ctypes.c_uint64),
         ("timeout_ns", ctypes.c_uint64),
         ("rank", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
     )
+
+    @staticmethod
+    def of(place: Place, timeout_ns: int = 0) -> Watch:
+        """Of a workspace; a wait for a peer expires after ``timeout_ns`` nanoseconds."""
+        return Watch(place.address, place.fault.address, place.fault.record, timeout_ns, place.rank)
+
+
+class Place(Protocol):
+    """A ``Workspace``."""
+
+    fault: Any
+    address: int
+    rank: int
 
 
 class CompileError(RuntimeError):

@@ -72,8 +72,8 @@ struct Use {
     const Slots& s;
     u32 epoch;
     u32 mine;  // slot 0 of sender 0 in this use's half
-    // This thread, or a kernel before, went on without something that a peer should have sent: what is made of it must
-    // not reach a peer, which will miss it, and say so, instead of taking a wrong number for a right one.
+    // This thread, or a kernel of the group before, went on without something that a peer should have sent: what is made
+    // of it must not reach a peer, which will miss it, and say so, instead of taking a wrong number for a right one.
     mutable bool lost;
 
     __device__ __forceinline__ explicit Use(const Slots& slots) : s(slots), lost(is_broken(slots.watch)) {

@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Protocol
 
+from . import program
 from .program import Watch
 
 VECTOR = 16  #: bytes that travel in one slot
@@ -30,7 +31,7 @@ class Slots(ctypes.Structure):
 class Layout:
     """Where things lie in such a workspace, in 32-bit words from its start; all of it starts as zeros.
 
-    ``[control words][EPOCH of each block][slots: block, half, sender, index]``. Takes the place of
+    ``[EPOCH of each block][slots: block, half, sender, index]``. Takes the place of
     ``symm_mem.Layout`` in a ``Workspace``.
 
     Attributes: ``slots``: vectors that a block takes from one sender in one use.
@@ -39,8 +40,7 @@ class Layout:
     world_size: int
     slots: int
 
-    BROKEN = 0  #: not 0 once a wait has expired; every later wait gives up at once
-    EPOCHS = 64  #: + block: uses of the block's slots that this rank has left
+    EPOCHS = 0  #: + block: uses of the block's slots that this rank has left
     FIRST = EPOCHS + 192  #: the first slot
 
     def __post_init__(self) -> None:
@@ -67,20 +67,16 @@ class Layout:
         return f"use count of the payload of rank {sender} for block {row // 2} (half {row % 2})"
 
 
-class Place(Protocol):
+class Place(program.Place, Protocol):
     """A ``Workspace`` made with this ``Layout``."""
 
     layout: Layout
-    address: int
     span: int
-    rank: int
-    record: int
 
 
 def slots_of(place: Place, timeout_ns: int) -> Slots:
     """What kernels are told of ``place``; a wait for a peer expires after ``timeout_ns`` nanoseconds."""
-    watch = Watch(place.address, place.record, timeout_ns, place.rank)
-    return Slots(watch, place.span, place.layout.slots, Layout.EPOCHS, Layout.FIRST)
+    return Slots(Watch.of(place, timeout_ns), place.span, place.layout.slots, Layout.EPOCHS, Layout.FIRST)
 
 
 def up(n: int, to: int) -> int:

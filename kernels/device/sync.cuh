@@ -4,10 +4,11 @@
 // reset by the host and no epoch is a kernel argument: all of it is safe to capture in a CUDA graph.
 //
 // A wait that expires writes one record of eight 64-bit words to pinned host memory,
-// [1, rank, peer, word, expected, seen, kind, when], the leading 1 last, and sets words[BROKEN]. From then on
-// every wait on these words gives up after a few polls: kernels run to their end, their results are worth
-// nothing, and the host raises what the record says. Only the first expiry is recorded. Kernels that begin
-// after it, those of a replayed graph, say, send nothing: what they work on may be worth nothing already.
+// [1, workspace, peer, word, expected, seen, kind, when], the leading 1 last, and sets fault[BROKEN], which all
+// workspaces of the group share (symm_mem/fault.py). From then on every wait on this rank gives up after a few
+// polls: kernels run to their end, their results are worth nothing, and the host raises what the record says.
+// Only the first expiry is recorded. Kernels that begin after it, those of a replayed graph or of another op, say,
+// send nothing: what they work on may be worth nothing already.
 
 #pragma once
 
@@ -17,7 +18,7 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-constexpr int BROKEN = 0;  // word 0 of every workspace
+constexpr int BROKEN = 0;  // index in fault: 1 + the rank that was waited for in vain
 constexpr int WAIT_DATA = 1;  // kind of a record: a peer's data did not arrive
 constexpr int WAIT_FREE = 2;  // kind of a record: a peer did not leave the last use of its half
 constexpr int FAREWELL = 3;  // kind of a record: a peer gave up during a use, see farewell.cuh
@@ -25,6 +26,7 @@ constexpr int FAREWELL = 3;  // kind of a record: a peer gave up during a use, s
 // What every kernel that waits is told, by value. The host's twin is `Watch` in program.py.
 struct Watch {
     u32* words;  // the workspace's control words on this rank
+    u32* fault;  // the words that it shares with the group's other workspaces
     u64* record;  // pinned host memory, or null
     u64 timeout_ns;
     int rank;
@@ -99,12 +101,18 @@ __device__ __forceinline__ u32 load_relaxed(const u32* word) {
     return value;
 }
 
-// Whether a wait on these words has expired. For a kernel that is about to send.
-__device__ __forceinline__ bool is_broken(const Watch& watch) { return load_relaxed(watch.words + BROKEN) != 0; }
+// 1 + the rank that a wait of the group's has expired for on this rank; 0 if none has.
+__device__ __forceinline__ u32 broken_by(const Watch& watch) { return load_relaxed(watch.fault + BROKEN); }
 
-__device__ __forceinline__ u32 set_once(u32* word) {
+// Whether a wait of the group's has expired on this rank. For a kernel that is about to send.
+__device__ __forceinline__ bool is_broken(const Watch& watch) { return broken_by(watch) != 0; }
+
+__device__ __forceinline__ u32 set_once(u32* word, u32 value) {
     u32 before;
-    asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], 0, 1;" : "=r"(before) : "l"(word) : "memory");
+    asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], 0, %2;"
+                 : "=r"(before)
+                 : "l"(word), "r"(value)
+                 : "memory");
     return before;
 }
 
@@ -121,8 +129,8 @@ __device__ __forceinline__ u64 nanoseconds() {
 // By each thread for itself: the one that sets BROKEN writes the record.
 __device__ __noinline__ void report(
     const Watch& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
-    if (set_once(watch.words + BROKEN) != 0 || watch.record == nullptr) return;
-    store_host(watch.record + 1, static_cast<u64>(watch.rank));
+    if (set_once(watch.fault + BROKEN, kind == FAREWELL ? seen : 1 + peer) != 0 || watch.record == nullptr) return;
+    store_host(watch.record + 1, reinterpret_cast<u64>(watch.words));
     store_host(watch.record + 2, static_cast<u64>(peer));
     store_host(watch.record + 3, word);
     store_host(watch.record + 4, expected);

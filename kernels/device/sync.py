@@ -5,10 +5,10 @@ Words are those of a ``Workspace`` (symm_mem/workspace.py): 32-bit, one writer, 
 memory and nothing is ever reset. A scalar expression of Triton is computed by every thread of a block, so
 each thread of a block acquires for itself: no barrier is needed between a wait and the loads behind it.
 
-A wait that expires writes one record of eight 64-bit words to pinned host memory, ``[1, rank, peer, word,
-expected, seen, kind, when]``, the leading 1 last, and sets ``words[BROKEN]``. From then on every wait of this
-workspace on this rank gives up at once: the kernels run to their end, their results are worth nothing, and
-the host raises what the record says. Only the first expiry is recorded.
+A wait that expires writes one record of eight 64-bit words to pinned host memory, ``[1, workspace, peer, word,
+expected, seen, kind, when]``, the leading 1 last, and sets ``fault[BROKEN]``, which all workspaces of the group share
+(symm_mem/fault.py). From then on every wait on this rank gives up at once: the kernels run to their end, their
+results are worth nothing, and the host raises what the record says. Only the first expiry is recorded.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...symm_mem.fault import Fault
 from ...symm_mem.workspace import Layout
 
 WAIT_DATA = tl.constexpr(1)  #: kind of a record: a peer's data did not arrive
 WAIT_FREE = tl.constexpr(2)  #: kind of a record: a peer did not leave the last use of its half
 FAREWELL = tl.constexpr(3)  #: kind of a record: a peer gave up during a use, see farewell.cuh
 
-BROKEN = tl.constexpr(Layout.BROKEN)
+BROKEN = tl.constexpr(Fault.BROKEN)
 EPOCH = tl.constexpr(Layout.EPOCH)
 LEFT = tl.constexpr(Layout.LEFT)
-GAVE_UP = tl.constexpr(Layout.GAVE_UP)
+GAVE_UP = tl.constexpr(Fault.GAVE_UP)
 
 LOAD_ACQUIRE = tl.constexpr("ld.acquire.sys.global.u32 $0, [$1];")
 LOAD_RELAXED = tl.constexpr("ld.relaxed.sys.global.u32 $0, [$1];")
@@ -34,7 +35,7 @@ STORE_RELEASE = tl.constexpr(
     " @first st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0; }"
 )
 STORE_HOST = tl.constexpr("st.relaxed.sys.global.u64 [$1], $2; mov.u32 $0, 0;")
-SET_ONCE = tl.constexpr("atom.relaxed.gpu.global.cas.b32 $0, [$1], 0, 1;")
+SET_ONCE = tl.constexpr("atom.relaxed.gpu.global.cas.b32 $0, [$1], 0, $2;")
 CLOCK = tl.constexpr("mov.u64 $0, %globaltimer;")
 FENCE_SYSTEM = tl.constexpr("fence.acq_rel.sys; mov.u32 $0, 0;")
 FENCE_PROXY_ASYNC = tl.constexpr("fence.proxy.async; mov.u32 $0, 0;")
@@ -78,7 +79,7 @@ def post_flag(flag, value):
 
 
 @triton.jit
-def wait_flag(words, index, expected, rank, peer, kind, record, timeout_ns):
+def wait_flag(words, fault, index, expected, peer, kind, record, timeout_ns):
     """Wait until ``words[index] >= expected``; acquire, system scope, by every thread.
 
     Who writes: ``peer``, by a release (or a copy engine, behind its data). Returns nothing: after an expiry
@@ -91,16 +92,25 @@ def wait_flag(words, index, expected, rank, peer, kind, record, timeout_ns):
         waiting = True
         while waiting:
             seen = load_acquire(words + index)
-            if (seen - expected >= 0) | (_load_relaxed(words + BROKEN) != 0):
+            if (seen - expected >= 0) | (_load_relaxed(fault + BROKEN) != 0):
                 waiting = False
             elif _clock() - start > timeout_ns:
-                _report(words, index, expected, seen, rank, peer, kind, record)
+                _report(words, fault, index, expected, seen, peer, kind, record)
                 waiting = False
 
 
 @triton.jit
 def wait_peers(
-    words, index, stride, expected, kind, record, timeout_ns, RANK: tl.constexpr, WORLD_SIZE: tl.constexpr
+    words,
+    fault,
+    index,
+    stride,
+    expected,
+    kind,
+    record,
+    timeout_ns,
+    RANK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
 ):
     """Wait until ``words[index + p * stride] >= expected`` for every other rank p: as ``wait_flag`` on each.
 
@@ -113,18 +123,18 @@ def wait_peers(
     if late:
         for other in range(WORLD_SIZE):
             if other != RANK:
-                wait_flag(words, index + other * stride, expected, RANK, other, kind, record, timeout_ns)
+                wait_flag(words, fault, index + other * stride, expected, other, kind, record, timeout_ns)
     tl.inline_asm_elementwise(FENCE_SYSTEM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def is_broken(words):
-    """Whether a wait of any block has expired, the same answer for every thread of this block.
+def is_broken(fault):
+    """Whether a wait of the group's has expired on this rank, the same answer for every thread of this block.
 
     Sees every expiry of this block's own threads that lies before the call.
     """
     block_barrier()
-    return tl.atomic_add(words + BROKEN, 0, sem="acquire", scope="gpu") != 0
+    return tl.atomic_add(fault + BROKEN, 0, sem="acquire", scope="gpu") != 0
 
 
 @triton.jit
@@ -138,7 +148,16 @@ def post_stored(flag, value):
 
 @triton.jit
 def leave(
-    words, half, done_at, epoch, rank, record, span_words, WORLD_SIZE: tl.constexpr, COPIED: tl.constexpr
+    words,
+    fault,
+    half,
+    done_at,
+    epoch,
+    rank,
+    record,
+    span_words,
+    WORLD_SIZE: tl.constexpr,
+    COPIED: tl.constexpr,
 ):
     """The end of a block in the launch that ends use ``epoch`` of the half: call it last, in every block.
 
@@ -151,9 +170,9 @@ def leave(
     if before == tl.num_programs(0) - 1:
         if COPIED:
             for peer in range(WORLD_SIZE):
-                said = load_acquire(words + GAVE_UP + peer)
+                said = load_acquire(fault + GAVE_UP + peer)
                 if (said != 0) & (peer != rank):
-                    _report(words, done_at + peer, epoch, said, rank, peer, FAREWELL, record)
+                    _report(words, fault, done_at + peer, epoch, said, peer, FAREWELL, record)
         tl.store(words + LEFT + half, 0)
         tl.store(words + EPOCH + half, epoch)
         for peer in range(WORLD_SIZE):
@@ -178,11 +197,14 @@ def _store_host(record, index, value):
 
 
 @triton.jit
-def _report(words, index, expected, seen, rank, peer, kind, record):
+def _report(words, fault, index, expected, seen, peer, kind, record):
     """By each thread for itself: the one that sets BROKEN writes the record."""
-    taken = tl.inline_asm_elementwise(SET_ONCE, "=r,l", [words + BROKEN], tl.int32, is_pure=False, pack=1)
+    blamed = tl.where(kind == FAREWELL, seen, 1 + peer)
+    taken = tl.inline_asm_elementwise(
+        SET_ONCE, "=r,l,r", [fault + BROKEN, blamed], tl.int32, is_pure=False, pack=1
+    )
     if taken == 0 and record != 0:
-        _store_host(record, 1, rank)
+        _store_host(record, 1, words.to(tl.int64, bitcast=True))
         _store_host(record, 2, peer)
         _store_host(record, 3, index)
         _store_host(record, 4, expected)

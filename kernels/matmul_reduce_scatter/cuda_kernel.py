@@ -38,6 +38,7 @@ class _Params(ctypes.Structure):
         ("average", ctypes.c_int32),
         ("bias", ctypes.c_uint64),
         ("residual", ctypes.c_uint64),
+        ("_size_is_a_multiple_of_64", ctypes.c_int32 * 14),
     )
 
 

@@ -144,6 +144,7 @@ def matmul_reduce_scatter(
     out,  # [L, m, N]
     inbox,  # [W, L, m, N]: the own half
     words,
+    fault,
     bias,  # [N], and
     residual,  # [L, m, N]; anything without BIAS and RESIDUAL
     batches,
@@ -179,11 +180,11 @@ def matmul_reduce_scatter(
     block = tl.program_id(0)
     blocks = tl.num_programs(0)
 
-    sync.wait_peers(words, done_at, 1, epoch - 1, sync.WAIT_FREE, record, timeout_ns, RANK, WORLD_SIZE)
+    sync.wait_peers(words, fault, done_at, 1, epoch - 1, sync.WAIT_FREE, record, timeout_ns, RANK, WORLD_SIZE)
     sync.fence_proxy_async()
     sendable = remote
-    if sync.is_broken(words):
-        sendable = 0  # a peer may still read what the stores would overwrite
+    if sync.is_broken(fault):
+        sendable = 0  # a peer may still read what the stores would overwrite, or they are worth nothing
 
     pending = tl.full((), 0, tl.int64)
     for tile in range(block, sendable, blocks):
@@ -211,6 +212,7 @@ def matmul_reduce_scatter(
         acc = _product(a, b, batch, RANK, row, column, k, BM, BN, BK, B_TRANSPOSED, PRECISION)
         sync.wait_peers(
             words,
+            fault,
             flags_at + tile,
             flags_per_rank,
             epoch,
@@ -241,7 +243,7 @@ def matmul_reduce_scatter(
             BN,
             PIECES,
         )
-    sync.leave(words, half, done_at, epoch, RANK, record, span_words, WORLD_SIZE, False)
+    sync.leave(words, fault, half, done_at, epoch, RANK, record, span_words, WORLD_SIZE, False)
 
 
 def supports(a: torch.Tensor, b: torch.Tensor) -> str | None:
@@ -357,10 +359,10 @@ class MatmulReduceScatter:
             layout.flags_per_rank,
             layout.done(half),
             self.workspace.span // 4,
-            self.workspace.record,
+            self.workspace.fault.record,
             timeout_ns,
         )
         bias = terms[0] if self._epilogue.bias else inbox
         residual = terms[-1] if self._epilogue.residual else inbox
-        tensors = (inbox, self.workspace.words, bias, residual)
+        tensors = (inbox, self.workspace.words, self.workspace.fault.words, bias, residual)
         self._launch(self._programs, (a, b, slot, out), tensors, numbers)

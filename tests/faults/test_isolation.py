@@ -116,3 +116,34 @@ def made_in_part(rank: int, world_size: int) -> None:
 
 def test_what_ranks_make_together_they_make_again_after_a_reset() -> None:
     run_ranks(made_in_part, 3, fresh=True)
+
+
+def refuses_all(rank: int, world_size: int) -> None:
+    """Rank 1 leaves a product out. Ops that rank 0 has never called before are refused without a wait for anybody."""
+    case = OPS["fused_all_gather_matmul"](rank, world_size, 0, 1, dist.group.WORLD, 0)
+    assert torch.equal(case.call(), case.want())
+    dist.barrier()
+    if rank == 0:
+        symm_mem.set_timeout(0.3)
+        with pytest.raises(symm_mem.PeerTimeout) as error:
+            case.call()
+        symm_mem.set_timeout(60)
+        begin = time.monotonic()
+        for checked in (False, True):
+            symm_mem.set_checked(checked)
+            for op in OPS.values():
+                other = op(rank, world_size, 1, 1, dist.group.WORLD, 100)
+                with pytest.raises(symm_mem.PeerTimeout) as again:
+                    other.call()
+                assert str(again.value) == str(error.value)
+        symm_mem.set_checked(False)
+        assert time.monotonic() - begin < 10
+    symm_mem.set_timeout(60)
+    symm_mem.reset()
+    for op in OPS.values():
+        case = op(rank, world_size, 2, 1, dist.group.WORLD, 0)
+        assert torch.equal(case.call(), case.want())
+
+
+def test_every_op_of_a_broken_group_is_refused_in_the_same_words() -> None:
+    run_ranks(refuses_all, 2, fresh=True)

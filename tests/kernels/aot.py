@@ -100,9 +100,10 @@ def all_gather_matmul(tile: Tile, dtype: torch.dtype, transposed: bool, world_si
         "b": b,
         "c": _descriptor(dtype, 1, tile.block_m, tile.block_n // tile.pieces),
         "words": "*i32",
+        "fault": "*i32",
         **_numbers("m", "n", "k", "chunk_rows", "rank", "half", *_USE),
     }
-    aligned = ("words", "m", "n", "k", "chunk_rows", "span_words")
+    aligned = ("words", "fault", "m", "n", "k", "chunk_rows", "span_words")
     return compile_kernel(kernel, signature, {**constants, "FINAL": True}, aligned, tile.warps, tile.stages)
 
 
@@ -121,10 +122,11 @@ def matmul_reduce_scatter(
         "out": _descriptor(dtype, 1, *piece),
         "inbox": f"*{_NAMES[dtype]}",
         "words": "*i32",
+        "fault": "*i32",
         "bias": f"*{_NAMES[dtype]}",
         "residual": f"*{_NAMES[dtype]}",
         **_numbers("batches", "m", "n", "k", "half", *_USE),
     }
     constants = {"RANK": 1, "AVERAGE": more, "BIAS": more, "RESIDUAL": more, **constants}
-    aligned = ("inbox", "words", "bias", "residual", "m", "n", "k", "span_words")
+    aligned = ("inbox", "words", "fault", "bias", "residual", "m", "n", "k", "span_words")
     return compile_kernel(kernel, signature, constants, aligned, tile.warps, tile.stages)

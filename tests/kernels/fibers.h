@@ -101,6 +101,7 @@ constexpr int BROKEN = 0, WAIT_DATA = 1, WAIT_FREE = 2, FAREWELL = 3;
 
 struct Watch {
     u32* words;
+    u32* fault;
     u64* record;
     u64 timeout_ns;
     int rank;
@@ -108,12 +109,13 @@ struct Watch {
 };
 
 static u32 load_acquire(const u32* word) { return *word; }
-static bool is_broken(const Watch& watch) { return watch.words[BROKEN] != 0; }
+static u32 broken_by(const Watch& watch) { return watch.fault[BROKEN]; }
+static bool is_broken(const Watch& watch) { return broken_by(watch) != 0; }
 
 static void report(const Watch& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
     if (is_broken(watch)) return;
-    watch.words[BROKEN] = 1;
-    const u64 record[8] = {1, u64(watch.rank), u64(peer), word, expected, seen, u64(kind), 0};
+    watch.fault[BROKEN] = kind == FAREWELL ? seen : 1 + peer;
+    const u64 record[8] = {1, reinterpret_cast<u64>(watch.words), u64(peer), word, expected, seen, u64(kind), 0};
     std::memcpy(watch.record, record, sizeof record);
 }
 
@@ -242,7 +244,7 @@ static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long w
                 rank.fibers.pop_back();
                 if (rank.fibers.empty()) {
                     launch_ends(rank);
-                    launch.broken = watch_of(rank.params).words[weft::BROKEN];
+                    launch.broken = watch_of(rank.params).fault[weft::BROKEN];
                     ++rank.next;
                 }
             }

@@ -13,7 +13,7 @@ import torch
 import weft.kernels.device
 from weft.kernels.device.program import Function
 from weft.kernels.device.push import Layout
-from weft.symm_mem import workspace
+from weft.symm_mem import fault, workspace
 
 DEVICE = Path(weft.kernels.device.__file__).parent
 STAND_INS = ("sync.cuh", "numbers.cuh", "reduce.cuh", "team.cuh")
@@ -75,6 +75,14 @@ def build(
 
 
 @dataclass
+class Fault:
+    """Words and a record in plain memory."""
+
+    address: int
+    record: int
+
+
+@dataclass
 class Place:
     """A workspace in plain memory, and what the launchers asked for on it."""
 
@@ -82,7 +90,7 @@ class Place:
     address: int
     span: int
     rank: int
-    record: int = 0
+    fault: Fault
     launches: list[Launch] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -92,17 +100,25 @@ class Place:
 
 
 class Ranks:
-    """``world_size`` workspaces side by side; ``run`` runs what was launched, with the rank for a stream."""
+    """``world_size`` workspaces side by side; ``run`` runs what was launched, with the rank for a stream.
 
-    def __init__(self, library: Library, layout: Layout | workspace.Layout) -> None:
+    Args:
+        beside: other workspaces of the same group.
+    """
+
+    def __init__(
+        self, library: Library, layout: Layout | workspace.Layout, beside: Ranks | None = None
+    ) -> None:
         self.library, self.layout = library, layout
-        span = layout.bytes + 256
-        self.memory = torch.zeros(layout.world_size, span, dtype=torch.uint8)
-        self.records = torch.zeros(layout.world_size, 8, dtype=torch.int64)
-        self.places = [
-            Place(layout, self.memory[r].data_ptr(), span, r, self.records[r].data_ptr())
-            for r in range(layout.world_size)
+        span, size = layout.bytes + 256, layout.world_size
+        self.memory = torch.zeros(size, span, dtype=torch.uint8)
+        self.faults = beside.faults if beside else torch.zeros(size, fault.Fault.WORDS, dtype=torch.int32)
+        self.records = beside.records if beside else torch.zeros(size, 8, dtype=torch.int64)
+        faults = [
+            Fault(words.data_ptr(), record.data_ptr())
+            for words, record in zip(self.faults, self.records, strict=True)
         ]
+        self.places = [Place(layout, self.memory[r].data_ptr(), span, r, faults[r]) for r in range(size)]
 
     def function(self, name: str) -> Function:
         """A stand-in for a loaded kernel."""

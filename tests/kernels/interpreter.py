@@ -56,10 +56,10 @@ def _store_host(pointer: Any, value: Any) -> int:
     return 0
 
 
-def _set_once(pointer: Any) -> int:
+def _set_once(pointer: Any, value: Any) -> int:
     before = _load(pointer)  # nobody else writes the word: programs take turns, and it is this rank's own
     if before == 0:
-        _word(pointer).value = 1
+        _word(pointer).value = int(value.data.item())
     return before
 
 

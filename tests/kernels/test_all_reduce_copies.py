@@ -10,11 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fibers
 import pytest
 import torch
 from fibers import PATIENT, TORCH, Launch, Library, build, inputs, same
 from weft.kernels.all_reduce import copy_engine
 from weft.kernels.all_reduce.configs import Config
+from weft.symm_mem.fault import Fault
 from weft.symm_mem.workspace import Layout
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -28,7 +30,9 @@ class Gpu:
 
     def __init__(self, library: Library, layout: Layout, memory: torch.Tensor, rank: int) -> None:
         self.library, self.layout, self.rank, self.world_size = library, layout, rank, layout.world_size
-        self.address, self.span, self.record = memory[rank].data_ptr(), memory.stride(0), 0
+        self.address, self.span = memory[rank].data_ptr(), memory.stride(0)
+        self.faults = memory[rank][layout.bytes :].view(torch.int32)
+        self.fault = fibers.Fault(self.faults.data_ptr(), 0)
         self.words = memory[rank][: layout.words * 4].view(torch.int32)
         self.copy_streams: dict[Any, Any] = {}
         self.streams: dict[int, deque[tuple[Any, ...]]] = {CURRENT: deque()}
@@ -166,7 +170,7 @@ def test_calls_in_any_order(
     config = Config("copy_engine", chunks=chunks, streams=streams, copied=copied)
     half_bytes, flags = copy_engine.needs(1 << 20, width, world_size, config)
     layout = Layout(world_size, flags, half_bytes)
-    memory = torch.zeros(world_size, layout.bytes + 256, dtype=torch.uint8)
+    memory = torch.zeros(world_size, layout.bytes + 4 * Fault.WORDS, dtype=torch.uint8)
     gpus = [Gpu(library, layout, memory, rank) for rank in range(world_size)]
     pending: list[Any] = []
     for call in range(12):

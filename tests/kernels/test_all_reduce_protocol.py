@@ -13,6 +13,7 @@ from fibers import PATIENT, TORCH, Library, Ranks, build, inputs, same
 from weft.kernels.all_reduce import cuda_kernel
 from weft.kernels.all_reduce.configs import MAX_BYTES, Config, choose, grid, layout_for, vectors
 from weft.kernels.device.push import BLOCKS, VECTOR, Layout
+from weft.symm_mem.fault import Fault
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -125,8 +126,10 @@ def test_a_rank_that_does_not_come_is_named(
     params.slots.watch.words = elsewhere[1].data_ptr()
     ranks.run(2)
     for rank in (0, 2):
-        written, by, peer, word, expected, seen, kind, _ = ranks.records[rank].tolist()
-        assert (written, by, peer, expected, seen, kind) == (1, rank, 1, 1, 0, 1)
+        written, where, peer, word, expected, seen, kind, _ = ranks.records[rank].tolist()
+        assert (written, where) == (1, ranks.places[rank].address)
+        assert (peer, expected, seen, kind) == (1, 1, 0, 1)
+        assert ranks.faults[rank, Fault.BROKEN] == 1 + 1
         assert re.fullmatch(
             r"use count of the payload of rank 1 for block [01] \(half 1\)", ranks.layout.describe(word)
         )

@@ -22,6 +22,7 @@ from test_all_reduce_copies import CURRENT, KERNELS, Driver, Gpu
 from weft.kernels.all_reduce import copy_engine
 from weft.kernels.all_reduce.configs import Config
 from weft.kernels.device import gate
+from weft.symm_mem.fault import Fault
 from weft.symm_mem.workspace import Layout
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -40,7 +41,7 @@ class LateGpu(Gpu):
         super().__init__(libraries[0], layout, memory, rank)
         self.gates = libraries[1]
         self.seen = torch.zeros(8, dtype=torch.int64)
-        self.record = self.seen.data_ptr()
+        self.fault.record = self.seen.data_ptr()
         self.told: list[bool] = []
 
     def ready(self, work: tuple[Any, ...]) -> bool:
@@ -58,7 +59,7 @@ class LateGpu(Gpu):
         library = self.gates if rest[0] in GATES else self.library
         library.library.run_one(ctypes.byref(rest[1]), self.rank)
         if rest[0] == "collect":
-            self.told.append(bool(self.words[Layout.BROKEN]))
+            self.told.append(bool(self.faults[Fault.BROKEN]))
         return None
 
 
@@ -134,7 +135,7 @@ def test_a_late_rank_is_right_or_told(tmp_path: Path, driver: Driver, patience: 
     farewells = 0
     for seed in range(30):
         choice = random.Random(seed)
-        memory = torch.zeros(SIZE, layout.bytes + 256, dtype=torch.uint8)
+        memory = torch.zeros(SIZE, layout.bytes + 4 * Fault.WORDS, dtype=torch.uint8)
         gpus = [LateGpu(libraries, layout, memory, rank) for rank in range(SIZE)]
         xs = [torch.randint(1, 9, (NUMEL,)).float() for _ in range(SIZE)]
         chains = [[x, *(torch.full_like(x, float("nan")) for _ in range(CALLS))] for x in xs]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from fibers import PATIENT, Library, Ranks, build
-from test_all_reduce_protocol import compiled, launch, reference
+from test_all_reduce_protocol import FORMS, compiled, launch, reference
 from weft.kernels.all_reduce.configs import Config
 from weft.kernels.all_reduce_rms_norm import configs, cuda_kernel
 from weft.kernels.device.push import Layout
@@ -58,6 +58,46 @@ def test_a_chain_of_all_reduces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         told = ranks.run_late(seed, LATE, turns=choice.randrange(4000))
         outcomes += right_or_told(told, chains, want, seed)
     assert not all(outcomes), "nobody was late"
+
+
+def chains_of_two_workspaces(
+    monkeypatch: pytest.MonkeyPatch, library: Library, *, one_group: bool
+) -> list[bool]:
+    return [
+        outcome
+        for seed in range(20)
+        for outcome in chain_of_two_workspaces(monkeypatch, library, seed, one_group=one_group)
+    ]
+
+
+def chain_of_two_workspaces(
+    monkeypatch: pytest.MonkeyPatch, library: Library, seed: int, *, one_group: bool
+) -> list[bool]:
+    """All-reduces, each of what the one before has given, by turns in two workspaces: those of two ops, say."""
+    choice = random.Random(seed)
+    first = Ranks(library, Layout(3, 64))
+    spaces = [first, Ranks(library, Layout(3, 64), beside=first if one_group else None)]
+    calls, xs = 6, [torch.randint(1, 9, (100,)).float() for _ in range(3)]
+    want = [reference(xs, "sum") * 3**call for call in range(calls)]
+    chains = [[x, *(torch.full_like(x, float("nan")) for _ in range(calls))] for x in xs]
+    turns = [(choice.randrange(2), Config(choice.choice(FORMS))) for _ in range(calls)]
+    for rank, chain in enumerate(chains):
+        for (turn, config), (x, out) in zip(turns, pairwise(chain), strict=True):
+            polls = IMPATIENT if rank == 0 else 20 * IMPATIENT
+            launch(monkeypatch, spaces[turn], rank, x, out, "sum", config, polls)
+            if turn:  # one stream for both
+                first.places[rank].launches.append(spaces[turn].places[rank].launches.pop())
+    told = first.run_late(seed, LATE, turns=choice.randrange(4000))
+    return right_or_told(told, chains, want, seed)
+
+
+def test_what_one_workspace_has_lost_is_not_sent_in_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = compiled(tmp_path, 3, "float32", "sum")
+    assert not all(chains_of_two_workspaces(monkeypatch, library, one_group=True)), "nobody was late"
+    with pytest.raises(AssertionError, match="is wrong"):  # were each to break by itself
+        chains_of_two_workspaces(monkeypatch, library, one_group=False)
 
 
 def norms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Library:

@@ -53,8 +53,9 @@ class Lock:
 
 def workspace(rank: int) -> Any:
     layout = Layout(WORLD_SIZE, 1 << 14, 1 << 20)
-    made = SimpleNamespace(rank=rank, world_size=WORLD_SIZE, span=1 << 30, record=0, lock=Lock())
+    made = SimpleNamespace(rank=rank, world_size=WORLD_SIZE, span=1 << 30, lock=Lock())
     made.layout, made.address = layout, HALF - layout.half(1)
+    made.fault = SimpleNamespace(address=1 << 20, record=0)
     return made
 
 

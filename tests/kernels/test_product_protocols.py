@@ -22,6 +22,7 @@ from weft.kernels.device.gemm_tiles import Tile
 from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
 from weft.kernels.matmul_reduce_scatter import cuda_kernel as scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
+from weft.symm_mem.fault import Fault
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -200,7 +201,7 @@ def test_a_rank_that_gives_up_sends_nothing(
     # As if this were the second use, and the last rank were still in the first one.
     words[0, layout.EPOCH] = 1
     words[0, layout.done(0) : layout.done(0) + op.size - 1] = 1
-    words[0, layout.BROKEN] = int(told)
+    ranks.faults[0, Fault.BROKEN] = int(told)
     if told:
         words[0, layout.done(0) + op.size - 1] = 1
     before = ranks.memory.clone()
@@ -210,7 +211,7 @@ def test_a_rank_that_gives_up_sends_nothing(
     after[:, layout.done(0)] = 0
     assert torch.equal(ranks.memory[1:], before[1:])
     # A wait for data may expire as soon as the one for the half does.
-    assert ranks.records[0, :2].tolist() == [int(not told), 0]
+    assert ranks.records[0, :2].tolist() == ([0, 0] if told else [1, ranks.places[0].address])
 
 
 @pytest.mark.parametrize(

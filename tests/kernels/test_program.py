@@ -114,5 +114,6 @@ def test_a_launch_needs_a_driver(source: Path) -> None:
 
 
 def test_the_struct_that_kernels_take() -> None:
-    assert ctypes.sizeof(Watch) == 32
-    assert (Watch.record.offset, Watch.timeout_ns.offset, Watch.rank.offset) == (8, 16, 24)
+    assert ctypes.sizeof(Watch) == 40
+    offsets = [field.offset for field in (Watch.fault, Watch.record, Watch.timeout_ns, Watch.rank)]
+    assert offsets == [8, 16, 24, 32]

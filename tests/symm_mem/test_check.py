@@ -1,8 +1,11 @@
-"""What ``check`` raises of several errors, and what a kernel's record says; records are written here by hand."""
+"""What breaks a group on one rank, and how ``check`` says it; records are written here by hand, as kernels do."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
+import threading
+import time
 
 import pytest
 import torch
@@ -10,23 +13,29 @@ import torch.distributed as dist
 from ranks import run_ranks
 from weft import symm_mem
 from weft.symm_mem import Layout, Workspace
+from weft.symm_mem.fault import Fault, fault_of
+from weft.symm_mem.workspace import HostUse
 
 WAIT_DATA, WAIT_FREE, FAREWELL = 1, 2, 3
 
 
 def with_record(heap: symm_mem.Heap, tag: str) -> Workspace[Layout]:
     """A workspace as on GPUs, where kernels note what their waits run into."""
-    made = Workspace(heap, Layout(heap.world_size, 4, 1024), tag)
-    made._record = torch.zeros(8, dtype=torch.int64)
-    made.record = made._record.data_ptr()
-    made._state = ctypes.c_int64.from_address(made.record)
-    return made
+    fault = fault_of(heap)
+    if fault._record is None:
+        fault._record = torch.zeros(8, dtype=torch.int64)
+        fault.written = ctypes.c_int64.from_address(fault._record.data_ptr())
+    return Workspace(heap, Layout(heap.world_size, 4, 1024), tag)
+
+
+def note(space: Workspace[Layout], *record: int) -> None:
+    space.fault._record.copy_(torch.tensor([1, space.address, *record]))
 
 
 def records(rank: int, world_size: int) -> None:
     heap = symm_mem.heap()
     other = dist.new_group([0, 1])
-    spaces = [
+    first, second, elsewhere = spaces = [
         with_record(heap, "first"),
         with_record(heap, "second"),
         with_record(symm_mem.heap(other), "third"),
@@ -36,17 +45,11 @@ def records(rank: int, world_size: int) -> None:
         space.next_half()
     symm_mem.check()
     if rank == 1:
-        layout = spaces[0].layout
-        written = [
-            [1, 1, 0, layout.flags(1) + 2, 1, 0, WAIT_DATA, 3000],
-            [1, 1, 0, layout.done(1), 1, 2, FAREWELL, 2000],
-            [1, 1, 0, layout.done(1), 0, 5, WAIT_FREE, 1000],
-        ]
-        for space, record in zip(spaces, written, strict=True):
-            space._record.copy_(torch.tensor(record))
-        with pytest.raises(
-            symm_mem.PeerTimeout, match=r"^op 2: rank 1 .* for rank 0: 'done' of rank 0 \(half 1\)"
-        ):
+        layout = first.layout
+        note(second, 0, layout.done(1), 1, 2, FAREWELL, 2000)
+        note(elsewhere, 0, layout.done(1), 0, 5, WAIT_FREE, 1000)
+        of_other = r"^op 2: rank 1 .* for rank 0: 'done' of rank 0 \(half 1\)"
+        with pytest.raises(symm_mem.PeerTimeout, match=of_other):
             symm_mem.check()
         words = (
             rf"^op 1: rank 1 of group '0' waited 0 s for rank 0: 'gave up' of rank 0 is 2, expected 0, "
@@ -56,13 +59,110 @@ def records(rank: int, world_size: int) -> None:
             with pytest.raises(symm_mem.PeerTimeout, match=words) as error:
                 symm_mem.check(group)
             assert error.value.culprit == 1 and not error.value.ended
-        with pytest.raises(symm_mem.PeerTimeout, match=r"^op 2: "):
+        for space in (first, second):  # whichever it was that has waited
+            with pytest.raises(symm_mem.PeerTimeout, match=words):
+                space.raise_if_broken("another op")
+        with pytest.raises(symm_mem.PeerTimeout, match=of_other):
             symm_mem.check(other)
     symm_mem.reset(other)
     symm_mem.check(other)
+    elsewhere.raise_if_broken("op")
     symm_mem.reset()
     symm_mem.check()
+    first.raise_if_broken("op")
+    if rank == 0:  # a workspace that is gone, whose last kernels were still running
+        flag = second.layout.flags(1)
+        fault, address = second.fault, second.address
+        del second, spaces, space
+        gc.collect()
+        fault._record.copy_(torch.tensor([1, address, 1, flag, 1, 0, WAIT_DATA, 3000]))
+        gone = r"^op 1: rank 0 .* for rank 1: flag 0 of rank 0 \(half 1\) is 0, expected 1"
+        with pytest.raises(symm_mem.PeerTimeout, match=gone):
+            symm_mem.check()
 
 
 def test_the_first_error_is_raised_and_a_group_can_be_asked_alone() -> None:
     run_ranks(records, 2, fresh=True)
+
+
+def breaks_one(rank: int, world_size: int) -> tuple[str, float]:
+    """Rank 0 waits in vain for rank 1 in one workspace; rank 2 waits for rank 0 in another one."""
+    heap, other = symm_mem.heap(), dist.new_group(list(range(world_size)))
+    spaces = [Workspace(heap, Layout(world_size, 1, 64), f"workspace {i}") for i in range(2)]
+    beside = Workspace(symm_mem.heap(other), Layout(world_size, 1, 64), "of another group")
+    signals = symm_mem.rendezvous(symm_mem.empty(1))
+    symm_mem.set_timeout(0.5 if rank == 0 else 30)
+    begin, text = time.monotonic(), ""
+    if rank != 1:
+        space, peer = (spaces[0], 1) if rank == 0 else (spaces[1], 0)
+        with pytest.raises(symm_mem.PeerTimeout) as error, HostUse(space, f"op of {rank}") as use:
+            use.wait(peer, 0)
+        text = str(error.value)
+    seconds = time.monotonic() - begin
+    if rank == 0:  # the same words whatever it does with this group, and nothing is sent
+        for call in (
+            lambda: HostUse(spaces[1], "another op"),
+            lambda: signals.put(1),
+            lambda: signals.wait(1),
+            symm_mem.check,
+        ):
+            with pytest.raises(symm_mem.PeerTimeout) as again:
+                call()
+            assert str(again.value) == text
+        assert not spaces[1].words_of(1).any()
+    with HostUse(beside, "beside") as use:  # another group of the same ranks
+        for peer in range(world_size):
+            if peer != rank:
+                use.post(peer, 0)
+                use.wait(peer, 0)
+    symm_mem.set_timeout(30)
+    symm_mem.reset()
+    symm_mem.check()
+    assert not spaces[0].fault.words.any()
+    for space in spaces:
+        with HostUse(space, "after") as use:
+            for peer in range(world_size):
+                if peer != rank:
+                    use.post(peer, 0)
+                    use.wait(peer, 0)
+    signals.barrier()
+    return text, seconds
+
+
+def test_what_breaks_one_workspace_breaks_all_of_the_group() -> None:
+    (first, _), _, (third, seconds) = run_ranks(breaks_one, 3, fresh=True)
+    assert first.startswith("op of 0: rank 0 of group '0' waited 0.5 s for rank 1: flag 0 of rank 1"), first
+    assert third.startswith("op of 2: rank 2 of group '0' waited") and seconds < 10, (third, seconds)
+    assert "for rank 0: flag 0 of rank 0" in third and "it has given up on rank 1" in third, third
+
+
+def a_thread_waits(rank: int, world_size: int) -> None:
+    """A thread in one workspace does not wait on when another has failed in another one, nor do the other ranks."""
+    signals = symm_mem.rendezvous(symm_mem.empty(1))
+    spaces = [Workspace(symm_mem.heap(), Layout(world_size, 1, 64), f"workspace {i}") for i in range(2)]
+    symm_mem.set_timeout(30)
+    if rank == 0:
+        seen: list[str] = []
+
+        def wait() -> None:
+            try:
+                with HostUse(spaces[0], "op") as use:
+                    use.wait(1, 0)
+            except symm_mem.WeftError as e:
+                seen.append(str(e))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        with pytest.raises(KeyError), HostUse(spaces[1], "op"):
+            raise KeyError("a reason")
+        thread.join(20)
+        assert len(seen) == 1 and "left a call half-way: KeyError: 'a reason'" in seen[0], seen
+        assert int(spaces[0].fault.words[Fault.GAVE_UP]) == 1 + 0
+    else:
+        with pytest.raises(symm_mem.PeerTimeout, match=r"^wait: .* for rank 0: .*, and it has given up"):
+            signals.wait(0)
+    symm_mem.reset()
+
+
+def test_who_waits_elsewhere_hears_of_it() -> None:
+    run_ranks(a_thread_waits, 2, fresh=True)
