@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from fibers import PATIENT, Library
-from products import SMALL, WIDE, Products, build
+from products import BROAD, SMALL, WIDE, Products, build
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul import cuda_kernel as gather
 from weft.kernels.device.gemm_tiles import Tile
@@ -39,9 +39,11 @@ class Gather:
     k: int
     config: gather_configs.PushConfig
     blocks: int = 4
+    rows: bool = False  # N is contiguous in B, not K
 
     def bs(self) -> list[torch.Tensor]:
-        return [numbers(n, self.k).t() for n in self.ns]
+        k = self.size * self.k if self.config.split_k else self.k
+        return [numbers(k, n) if self.rows else numbers(n, k).t() for n in self.ns]
 
     def compiled(self, folder: Path, instead: Mapping[str, str] | None = None) -> Library:
         return build(folder, gather.SOURCE, gather._Params, gather.defines(self.bs(), self.config), instead)
@@ -61,11 +63,12 @@ class Gather:
     def launch(self, half: int, polls: int, pieces: int = 1) -> None:
         """A use on every rank, in so many launches, of which the first one sends and the last one ends the use."""
         shards = [numbers(self.m, self.k) for _ in self.kernels]
-        whole = torch.stack(shards).double()
+        split_k = self.config.split_k
+        whole = torch.cat(shards, 1).double() if split_k else torch.stack(shards).double()
         for rank, kernel in enumerate(self.kernels):
             for piece in range(pieces):
                 bs = self.bs()
-                cs = [torch.full((self.size, self.m, n), float("nan")).bfloat16() for n in self.ns]
+                cs = [torch.full((*whole.shape[:-1], n), float("nan")).bfloat16() for n in self.ns]
                 kernel.launch(
                     *(half, shards[rank].data_ptr(), [b.data_ptr() for b in bs], [c.data_ptr() for c in cs]),
                     *(piece == 0, piece == pieces - 1, polls, rank),
@@ -125,9 +128,11 @@ class Scatter:
         self.kept += [a, b]
 
 
-def push(tile: Tile, senders: int, group: int, unit_columns: int = 128) -> gather_configs.PushConfig:
+def push(
+    tile: Tile, senders: int, group: int, unit_columns: int = 128, split_k: bool = False
+) -> gather_configs.PushConfig:
     return gather_configs.PushConfig(
-        *(tile, senders, group), unit_columns=unit_columns, band=2, remote_band=2
+        *(tile, senders, group), unit_columns=unit_columns, band=2, remote_band=2, split_k=split_k
     )
 
 
@@ -136,6 +141,11 @@ GATHERS = {
     "beside-4": Gather(4, 65, (8,), 264, push(WIDE, 0, 1), blocks=2),
     "senders": Gather(3, 147, (72,), 200, push(SMALL, 2, 2)),
     "senders-wide": Gather(2, 200, (40,), 72, push(WIDE, 2, 1, 64)),
+    "rows": Gather(2, 147, (64,), 200, push(BROAD, 0, 1), rows=True),
+    "split": Gather(2, 147, (72, 40), 200, push(SMALL, 0, 1, split_k=True)),
+    "split-senders": Gather(3, 200, (40,), 72, push(WIDE, 2, 1, 64, split_k=True)),
+    "split-rows": Gather(4, 65, (64, 128), 72, push(BROAD, 0, 1, split_k=True), rows=True),
+    "split-odd-rows": Gather(3, 300, (72,), 136, push(BROAD, 2, 2, 64, split_k=True), rows=True),
 }
 SCATTERS = {
     "2": Scatter(2, 147, 72, 200),
@@ -203,7 +213,9 @@ def test_a_rank_that_gives_up_sends_nothing(
 
 
 @pytest.mark.parametrize(
-    "op", [GATHERS["beside"], GATHERS["senders"], SCATTERS["3"]], ids=["beside", "senders", "parts"]
+    "op",
+    [GATHERS["beside"], GATHERS["senders"], GATHERS["split-senders"], SCATTERS["3"]],
+    ids=["beside", "senders", "split", "parts"],
 )
 def test_a_late_rank_is_right_or_told(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 begins in the midst of what the others do, one of which waits for longer than the other."""
@@ -231,9 +243,10 @@ MISTAKES = {
         "if (lane == 0) weft::set_count(sent, ++count);",
     ),
     "gather-posted-ahead": ("posted < there;", "posted <= there && index < order.pieces;"),
-    "gather-flags-not-awaited": ("weft::fence_proxy_async();\n            __syncwarp();", ""),
+    "gather-flags-not-awaited": ("weft::fence_proxy_async();\n                __syncwarp();", ""),
     "gather-count-not-awaited": ("weft::wait_count(s.counts + ARRIVED, ++needed)", "++needed"),
     "gather-half-not-free": ("half.done + lane, use - 1", "half.done + lane, use - 2"),
+    "gather-split-other-part": ("i * weft::BK, src);", "i * weft::BK, src % 1);"),
     "scatter-no-fence": ("__threadfence_system();", ""),
     "scatter-warps-not-awaited": ("weft::sync_warpgroup(warpgroup);", ""),
     "scatter-posted-ahead": ("s.counts + warpgroup, ++stored)", "s.counts + warpgroup, stored++)"),
@@ -247,7 +260,9 @@ MISTAKES = {
 def test_mistakes_are_found(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     op: Op = Scatter(2, 67, 72, 72)
     if mistake.startswith("gather"):
-        op = Gather(2, 147, (8,), 264, push(WIDE, 0, 1), blocks=2)  # little to multiply until rows come
+        split_k = "split" in mistake
+        # Little to multiply until rows come.
+        op = Gather(2, 147, (8,), 264, push(WIDE, 0, 1, split_k=split_k), blocks=2)
     right, broken = MISTAKES[mistake]
     library = op.compiled(tmp_path, {right: broken})
     assert any(wrong(op, uses(op, monkeypatch, library, seed)) for seed in range(40))
