@@ -65,7 +65,7 @@ def _on_cuda(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A:
 
     split_k = dim == A_shard.dim() - 1
     front = A_shard if split_k else A_shard.movedim(dim, 0)
-    a, *bs = used = [aligned(x) for x in (front.flatten(0, -2).contiguous(), *Bs)]
+    a, *bs = used = [aligned(x) for x in (on_cuda.rows(front), *Bs)]
     sms, size = num_sms(a.device), where.world_size
     choice = on_cuda.choose(a, bs, size, sms, split_k)
     if isinstance(choice, str):
@@ -75,6 +75,8 @@ def _on_cuda(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A:
     with on(a.device):
         choice, chosen = on_cuda.tuned(choice, where, a, bs, sms)
         copied = choice.algorithm == "copy_engine"
+        if copied:
+            a = a.contiguous()
         workspace = matmul_workspace(where, choice.half_bytes, choice.flags, copied=copied)
         workspace.raise_if_broken(host.OP)
         plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes, chosen=chosen)

@@ -53,13 +53,13 @@ struct Params {
     weft::TensorMap b[MOST_BS];  // with SPLIT_K [W, K, N] each
     weft::Watch watch;
     weft::Half half;
-    const weft::u16* a;  // A [m, K]
+    const weft::u16* a;  // A [m, K], rows `stride` elements apart
     weft::u16* data;  // the own half [W, m, K]
     weft::u16* c[MOST_BS];  // [W, m, N], with SPLIT_K [m, N]
     int n[MOST_BS];
     int bs;  // how many
     int columns[MOST_BS];  // of tiles, of each
-    int m, k;
+    int m, k, stride;
     int band;  // pairs of own rows of tiles walked together
     int remote_band;  // and of the peers'
     int group;  // rows of tiles of a rank that are sent together
@@ -84,7 +84,7 @@ __device__ __forceinline__ void push(const Params& p, const Order& order, u32 us
     constexpr int ROWS = 32 / LANES;  // at once
     constexpr int VECTORS = 8;  // of a lane, on their way at once
     static_assert(PIECE_ROWS % (ROWS * VECTORS) == 0);
-    const u64 stride = static_cast<u64>(ROWS) * p.k;
+    const u64 from_stride = static_cast<u64>(ROWS) * p.stride, to_stride = static_cast<u64>(ROWS) * p.k;
     u32 count = 0;
     for (int index = pusher; index < order.pieces; index += pushers) {
         const Piece piece(p, order, index);
@@ -94,20 +94,19 @@ __device__ __forceinline__ void push(const Params& p, const Order& order, u32 us
             for (int row = piece.row + lane / LANES; row < piece.row + PIECE_ROWS; row += ROWS * VECTORS) {
                 uint4 v[VECTORS];
                 const int left = p.m - row;
-                const u64 at = static_cast<u64>(row) * p.k + column;
-                const weft::u16* from = p.a + at;
+                const weft::u16* from = p.a + static_cast<u64>(row) * p.stride + column;
 #pragma unroll
                 for (int i = 0; i < VECTORS; ++i) {
-                    if (i * ROWS < left) v[i] = __ldg(reinterpret_cast<const uint4*>(from + i * stride));
+                    if (i * ROWS < left) v[i] = __ldg(reinterpret_cast<const uint4*>(from + i * from_stride));
                 }
-                weft::u16* slot = p.data + static_cast<u64>(rank) * p.m * p.k + at;
+                weft::u16* slot = p.data + (static_cast<u64>(rank) * p.m + row) * p.k + column;
 #pragma unroll 1
                 for (int turn = 1; turn < world_size; ++turn) {
                     const int peer = rank >= turn ? rank - turn : rank - turn + world_size;
                     weft::u16* to = weft::on_rank(slot, p.watch, p.half, peer);
 #pragma unroll
                     for (int i = 0; i < VECTORS; ++i) {
-                        if (i * ROWS < left) *reinterpret_cast<uint4*>(to + i * stride) = v[i];
+                        if (i * ROWS < left) *reinterpret_cast<uint4*>(to + i * to_stride) = v[i];
                     }
                 }
             }

@@ -23,6 +23,12 @@ from .triton_kernel import AllGatherMatmul
 _choices: Choices[configs.PushConfig | configs.Config] = Choices()
 
 
+def rows(shard: torch.Tensor) -> torch.Tensor:
+    """A shard [..., K] as [m, K] for ``choose``. Copied only where the rows are not such as kernel.cu takes them."""
+    flat = shard.flatten(0, -2)
+    return flat if flat.dtype in gemm.DTYPES and cuda_kernel.can_take(flat) else flat.contiguous()
+
+
 def choose(
     a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: int, split_k: bool = False
 ) -> Choice[configs.PushConfig | configs.Config] | str:
@@ -31,11 +37,11 @@ def choose(
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
 
     Args:
-        a: the own shard, [m, K], contiguous.
+        a: the own shard, [m, K], contiguous, or as ``rows`` gives it.
         bs: each [K, N_i]; with ``split_k`` [W * K, N_i]. All tensors begin at multiples of 16 bytes.
         split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.
     """
-    key = (a.shape, a.dtype, world_size, num_sms, split_k, *((b.shape, b.stride()) for b in bs))
+    key = (a.shape, a.stride(), a.dtype, world_size, num_sms, split_k, *((b.shape, b.stride()) for b in bs))
     return _choices.get(key, _choose, a, bs, world_size, num_sms, split_k)
 
 

@@ -40,6 +40,10 @@ class Gather:
     config: gather_configs.PushConfig
     blocks: int = 4
     rows: bool = False  # N is contiguous in B, not K
+    apart: int = 0  # what lies between two rows of a shard, in elements
+
+    def shard(self) -> torch.Tensor:
+        return numbers(self.m, self.k + self.apart)[:, self.apart :]
 
     def bs(self) -> list[torch.Tensor]:
         k = self.size * self.k if self.config.split_k else self.k
@@ -51,7 +55,7 @@ class Gather:
     def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
         layout = gather_configs.push_layout(self.m, self.k, self.size, self.config)
         self.ranks = Products(monkeypatch, library, layout, pace)
-        a, bs = torch.empty(self.m, self.k, dtype=torch.bfloat16), self.bs()
+        a, bs = self.shard(), self.bs()
         self.kernels = [
             gather.AllGatherMatmulPush(place, a, bs, self.config, num_sms=self.blocks)
             for place in self.ranks.places
@@ -62,7 +66,7 @@ class Gather:
 
     def launch(self, half: int, polls: int, pieces: int = 1) -> None:
         """A use on every rank, in so many launches, of which the first one sends and the last one ends the use."""
-        shards = [numbers(self.m, self.k) for _ in self.kernels]
+        shards = [self.shard() for _ in self.kernels]
         split_k = self.config.split_k
         whole = torch.cat(shards, 1).double() if split_k else torch.stack(shards).double()
         for rank, kernel in enumerate(self.kernels):
@@ -141,9 +145,9 @@ GATHERS = {
     "beside-4": Gather(4, 65, (8,), 264, push(WIDE, 0, 1), blocks=2),
     "senders": Gather(3, 147, (72,), 200, push(SMALL, 2, 2)),
     "senders-wide": Gather(2, 200, (40,), 72, push(WIDE, 2, 1, 64)),
-    "rows": Gather(2, 147, (64,), 200, push(BROAD, 0, 1), rows=True),
+    "rows": Gather(2, 147, (64,), 200, push(BROAD, 0, 1), rows=True, apart=24),
     "split": Gather(2, 147, (72, 40), 200, push(SMALL, 0, 1, split_k=True)),
-    "split-senders": Gather(3, 200, (40,), 72, push(WIDE, 2, 1, 64, split_k=True)),
+    "split-senders": Gather(3, 200, (40,), 72, push(WIDE, 2, 1, 64, split_k=True), apart=8),
     "split-rows": Gather(4, 65, (64, 128), 72, push(BROAD, 0, 1, split_k=True), rows=True),
     "split-odd-rows": Gather(3, 300, (72,), 136, push(BROAD, 2, 2, 64, split_k=True), rows=True),
 }
