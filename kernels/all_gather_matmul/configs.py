@@ -74,7 +74,7 @@ class PushConfig:
     Pieces of ``piece_rows`` x ``piece_columns`` are sent by ``senders`` blocks that do nothing else, or, if that is 0,
     by every block beside its products; ``unit_columns`` of K are waited for at once; ``group`` rows of tiles of each
     rank are sent and multiplied together; ``band`` pairs of own rows of tiles and ``remote_band`` pairs of the peers'
-    are walked together. ``split_k``: shards lie side by side along K; then all rows of tiles are the peers', too.
+    are walked together. ``split_k``: shards lie side by side along K; then no rows are only the own ones.
     """
 
     tile: gemm_tiles.Tile

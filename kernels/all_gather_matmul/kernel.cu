@@ -4,7 +4,7 @@
 // C [W, m, N]. Up to MOST_BS Bs are multiplied by the same A. Products are summed in float32.
 // With SPLIT_K the shards lie side by side: B is [W, K, N], and C [m, N] the sum of A[src] @ B[src] over the ranks. A tile
 // takes them in rank order whoever computes it, as one product of the gathered A would: ranks with equal Bs get equal bits.
-// (The own shard first would be waited for by nobody, but be added first on each rank.)
+// (Own shards first would give the first wave something to do while others come, and each rank bits of its own.)
 //
 // Who writes: pushing warps, pieces of PIECE_ROWS x PIECE_COLUMNS of the own rows, into slot `rank` of every peer's half,
 // viewed [W, m, K]; behind them the block's posting warp sets flags(half)[rank][piece] = e on the peers. Before anything
@@ -15,10 +15,10 @@
 // these lie in; it tells the loader (warp 0). Own rows are read from the input.
 // Use e = EPOCH[half] + 1 is read when the kernel starts; its last block ends the use (weft::leave), if `final`.
 //
-// Order: rows are sent and multiplied in groups of `group` rows of tiles from every rank, the own rows first (with SPLIT_K
-// they are the same rows). Inside a
-// group pieces are sent by columns, then by rows: all tiles of a group advance along K as the data comes, and what
-// remains to be done behind the last byte is the last columns' share of a tile, not a tile.
+// Order: rows are sent and multiplied in groups of `group` rows of tiles from every rank, the own rows first. (With SPLIT_K
+// no rows are only the own ones.) Inside a group pieces are sent by columns, then by rows: all tiles of a group advance
+// along K as the data comes, and what remains to be done behind the last byte is the last columns' share of a tile, not a
+// tile.
 //
 // Blocks wait for what blocks of the other ranks send, so all blocks of a launch must run at once: no more than there
 // are SMs to be had.
