@@ -40,7 +40,7 @@ def worth_fusing(
 
     Args:
         op: one of ``OPS``.
-        m, n, k: the product that a rank computes, [m, k] @ [k, n]: of all_gather_matmul all gathered rows and the
+        m, n, k: the product that a rank computes, [m, k] @ [k, n]: of all_gather_matmul the gathered A and the
             columns of all Bs, of the others the own partial product. all_reduce alone reduces [m, n]; its k is 0.
         last_dim: whether the last dimension is gathered or scattered.
 
