@@ -25,8 +25,8 @@ LAYERS = {
         "llama70b.upgate": (8192, 57344),
         "gpt3.fc1": (12288, 49152),
         # The last dimension is gathered: the heads' outputs, multiplied by columns of a weight instead of rows.
-        "llama8b.o_last": (4096, 4096),
-        "llama70b.o_last": (8192, 8192),
+        "last.8b.o": (4096, 4096),
+        "last.70b.o": (8192, 8192),
     },
     "matmul_reduce_scatter": {
         "llama8b.o": (4096, 4096),
@@ -38,7 +38,7 @@ LAYERS = {
 }
 # Several matrices are multiplied by one gathered A: the shares of their columns.
 SPLITS = {"llama8b.q_k_v": (4, 1, 1)}
-LAST_DIMENSION = ("llama8b.o_last", "llama70b.o_last")
+LAST_DIMENSION = ("last.8b.o", "last.70b.o")
 ON_REQUEST = LAST_DIMENSION  # only where --layers names them
 LAYERS["matmul_all_reduce"] = LAYERS["matmul_reduce_scatter"]
 M_SIZES = {"cuda": (512, 1024, 2048, 4096, 8192, 16384), "cpu": (32, 128)}
