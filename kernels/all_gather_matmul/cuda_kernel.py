@@ -16,12 +16,12 @@ from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm
 from ..device.gate import leaving
 from ..device.gemm import Half, boxes_of_b, boxes_of_rows, is_whole, watch
+from ..device.launch import ALIGNMENT
 from ..device.program import Watch
 from ..device.tensor_map import Maps, TensorMap, contiguous, put_map, put_maps
 from .configs import PushConfig, push_flags_per_rank
 
 MOST_BS = 4  # of one launch
-_ALIGNMENT = 16  # bytes, of rows
 
 SOURCE = Path(__file__).parent / "kernel.cu"
 
@@ -73,7 +73,7 @@ def can_take(a: torch.Tensor) -> bool:
     if a.is_contiguous():
         return True
     (distance, step), k = a.stride(), a.shape[1]
-    return step == 1 and k <= distance < 1 << 31 and distance * a.element_size() % _ALIGNMENT == 0
+    return step == 1 and k <= distance < 1 << 31 and distance * a.element_size() % ALIGNMENT == 0
 
 
 def row_stride(a: torch.Tensor) -> int:
@@ -216,11 +216,11 @@ class _Stacked:
     """Copies the gathered shards [W, m, K]: the peers' from the half, and the own one, which is not there."""
 
     def __init__(self, a: torch.Tensor, world_size: int, rank: int) -> None:
-        row, itemsize = a.shape[1] * a.element_size(), a.element_size()
-        shard = a.shape[0] * row
+        (m, k), itemsize = a.shape, a.element_size()
+        row, shard = k * itemsize, m * k * itemsize
         self._own = rank * shard  # bytes from the start, and the ends
         self._behind, self._end = self._own + shard, world_size * shard
-        self._rows = None if a.is_contiguous() else rows_to(a.shape[0], row, row_stride(a) * itemsize, row)
+        self._rows = None if a.is_contiguous() else rows_to(m, row, row_stride(a) * itemsize, row)
 
     def copy(self, to: int, half: int, a: int, stream: int) -> None:
         own, behind, end, copy = self._own, self._behind, self._end, driver.cuMemcpyDtoDAsync
