@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from registry import SPLITS, Row
+from registry import LAST_DIMENSION, SPLITS, Row
 from timer import Call
 from torch import Tensor
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
@@ -80,25 +80,37 @@ def _with_native(call: Call) -> Call:
 def all_gather_matmul(row: Row, group: str, device: torch.device) -> Bench:
     assert row.K is not None
     world = dist.get_world_size()
-    m, n = _divisible(row.M, world, "M", row), _divisible(row.N, world, "N", row)
+    last = row.name in LAST_DIMENSION
+    m, k, n = row.M, row.K, _divisible(row.N, world, "N", row)
+    if last:
+        k = _divisible(k, world, "K", row)
+    else:
+        m = _divisible(m, world, "M", row)
     size = row.dtype.itemsize
-    sets = _sets((m * row.K + row.K * n) * size, device)
-    shards = [_random((m, row.K), row.dtype, device) for _ in range(sets)]
+    sets = _sets((m * k + row.K * n) * size, device)
+    shards = [_random((m, k), row.dtype, device) for _ in range(sets)]
     split = SPLITS.get(row.name, (1,))
     columns = [n * share // sum(split) for share in split]
     weights = [
         [_random((row.K, c), row.dtype, device) / math.sqrt(row.K) for c in columns] for _ in range(sets)
     ]
-    gathered = torch.empty(row.M, row.K, dtype=row.dtype, device=device)
-    dist.all_gather_into_tensor(gathered, shards[0])
+    stacked = torch.empty(world * m, k, dtype=row.dtype, device=device)
+    gathered = torch.empty(row.M, row.K, dtype=row.dtype, device=device) if last else stacked
+
+    def gather(i: int) -> None:
+        dist.all_gather_into_tensor(stacked, shards[i])
+        if last:
+            gathered.view(m, world, k).copy_(stacked.view(world, m, k).movedim(0, 1))
+
+    gather(0)
     reference = gathered.double() @ weights[0][0].double()
 
     # The first product is looked at; the tests look at all.
     def weft(i: int) -> Tensor:
-        return fused_all_gather_matmul(shards[i], weights[i], 0, group, return_A=False)[1][0]
+        return fused_all_gather_matmul(shards[i], weights[i], int(last), group, return_A=False)[1][0]
 
     def unfused(i: int) -> Tensor:
-        dist.all_gather_into_tensor(gathered, shards[i])
+        gather(i)
         return product(i)
 
     def product(i: int) -> Tensor:
@@ -106,22 +118,24 @@ def all_gather_matmul(row: Row, group: str, device: torch.device) -> Bench:
         return products[0]
 
     def torch_(i: int) -> Tensor:
-        return torch.ops.symm_mem.fused_all_gather_matmul(shards[i], weights[i], 0, group, return_A=False)[1][
-            0
-        ]
+        dim = int(last)
+        return torch.ops.symm_mem.fused_all_gather_matmul(shards[i], weights[i], dim, group, return_A=False)[
+            1
+        ][0]
 
     calls: dict[str, Call] = {"weft": weft, "unfused": unfused, "product": product}
     if _torch_symm(group, device):
         calls["torch"] = torch_
         # The condition of torch's own gate, and of the kernel behind it.
         if (
-            2048 < row.M <= 4096
+            not last
+            and 2048 < row.M <= 4096
             and m % world == 0
             and (m // world) % 128 == 0
             and row.dtype == torch.bfloat16
         ):
             calls["torch native"] = _with_native(torch_)
-    return Bench(calls, reference, sets, 2.0 * row.M * row.K * n, (world - 1) * m * row.K * size)
+    return Bench(calls, reference, sets, 2.0 * row.M * row.K * n, (world - 1) * m * k * size)
 
 
 def matmul_reduce_scatter(row: Row, group: str, device: torch.device) -> Bench:

@@ -24,6 +24,9 @@ LAYERS = {
         "llama70b.qkv": (8192, 10240),
         "llama70b.upgate": (8192, 57344),
         "gpt3.fc1": (12288, 49152),
+        # The last dimension is gathered: the heads' outputs, multiplied by columns of a weight instead of rows.
+        "last.8b.o": (4096, 4096),
+        "last.70b.o": (8192, 8192),
     },
     "matmul_reduce_scatter": {
         "llama8b.o": (4096, 4096),
@@ -35,6 +38,8 @@ LAYERS = {
 }
 # Several matrices are multiplied by one gathered A: the shares of their columns.
 SPLITS = {"llama8b.q_k_v": (4, 1, 1)}
+LAST_DIMENSION = ("last.8b.o", "last.70b.o")
+ON_REQUEST = LAST_DIMENSION  # only where --layers names them
 LAYERS["matmul_all_reduce"] = LAYERS["matmul_reduce_scatter"]
 M_SIZES = {"cuda": (512, 1024, 2048, 4096, 8192, 16384), "cpu": (32, 128)}
 # Decoding, where nothing can be cut along the rows.
@@ -111,7 +116,7 @@ def rows(
             shapes = [
                 (name, m, k // scale, n // scale)
                 for name, (k, n) in LAYERS[op].items()
-                if not layers or any(part in name for part in layers)
+                if (any(part in name for part in layers) if layers else name not in ON_REQUEST)
                 for m in m_sizes or sizes[device]
             ]
         found += [Row(op, *shape, dtype, mode) for shape in shapes for mode in modes or known]

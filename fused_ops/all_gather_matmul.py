@@ -38,8 +38,6 @@ def run(A_shard: Tensor, Bs: list[Tensor], dim: int, group: ProcessGroup, return
         done: Result | str = found
     elif A_shard.device.type == "cpu":
         done = _on_cpu(found, A_shard, Bs, dim, return_A)
-    elif dim == A_shard.dim() - 1:
-        done = "the last dimension is gathered"
     else:
         done = _on_cuda(found, A_shard, Bs, dim, return_A)
     if isinstance(done, str):
@@ -56,21 +54,20 @@ def _on_cpu(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A: 
     workspace = matmul_workspace(where, *host.needs(a.shape[0], a.shape[1], a.element_size(), size))
     ran(Plan("host", workspace_bytes=workspace.layout.bytes))
     gathered, products = host.all_gather_matmul(workspace, a, Bs, split_k=split_k)
-    if not split_k:
-        return _shaped(gathered if return_A else None, products, front, dim, size)
-    shape = (*A_shard.shape[:-1], size * A_shard.shape[-1])
-    A = gathered.movedim(0, 1).reshape(-1).view(shape) if return_A else None
-    return A, [p.view(*A_shard.shape[:-1], p.shape[-1]) for p in products]
+    if split_k and return_A:
+        gathered = gathered.movedim(0, 1).reshape(a.shape[0], size * a.shape[1])
+    return _shaped(gathered if return_A else None, products, front, dim, size)
 
 
 def _on_cuda(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A: bool) -> Result | str:
     """The result, or why it is better computed unfused."""
     from ..kernels.all_gather_matmul import on_cuda
 
-    front = A_shard.movedim(dim, 0)
-    a, *bs = used = [aligned(x) for x in (front.flatten(0, -2).contiguous(), *Bs)]
+    split_k = dim == A_shard.dim() - 1
+    front = A_shard if split_k else A_shard.movedim(dim, 0)
+    a, *bs = used = [aligned(x) for x in (on_cuda.rows(front), *Bs)]
     sms, size = num_sms(a.device), where.world_size
-    choice = on_cuda.choose(a, bs, size, sms)
+    choice = on_cuda.choose(a, bs, size, sms, split_k)
     if isinstance(choice, str):
         return choice
     if not pays(choice.pays):
@@ -78,6 +75,8 @@ def _on_cuda(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A:
     with on(a.device):
         choice, chosen = on_cuda.tuned(choice, where, a, bs, sms)
         copied = choice.algorithm == "copy_engine"
+        if copied:
+            a = a.contiguous()
         workspace = matmul_workspace(where, choice.half_bytes, choice.flags, copied=copied)
         workspace.raise_if_broken(host.OP)
         plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes, chosen=chosen)
@@ -94,9 +93,11 @@ def _on_cuda(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A:
 
 
 def _shaped(gathered: Tensor | None, products: list[Tensor], front: Tensor, dim: int, size: int) -> Result:
-    """Rows of all ranks as the op returns them; ``front`` is the shard with ``dim`` in front."""
+    """Rows of all ranks as the op returns them; ``front`` is the shard with ``dim`` in front, unless it is the last."""
 
     def shaped(flat: Tensor) -> Tensor:
+        if dim == front.dim() - 1:
+            return flat.view(*front.shape[:-1], flat.shape[-1])
         return flat.view(size * front.shape[0], *front.shape[1:-1], flat.shape[-1]).movedim(0, dim)
 
     return (None if gathered is None else shaped(gathered)), [shaped(p) for p in products]

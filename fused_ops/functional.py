@@ -30,10 +30,13 @@ def fused_all_gather_matmul(
 ) -> tuple[Tensor | None, list[Tensor]]:
     """``A = all_gather(A_shard, gather_dim)`` and ``A @ B`` for each B, multiplied as the shards arrive.
 
-    Differentiable. Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes.
+    Along the last dimension the ranks' parts of a product are summed in float32, in rank order, and rounded once: the
+    same bits in every run, and on ranks with equal Bs. Differentiable. Works under torch.compile and in a CUDA graph.
+    Every rank must call it with the same shapes.
 
     Args:
-        A_shard: [..., K], 2 or more dimensions; float32, bfloat16 or float16; any strides.
+        A_shard: [..., K], 2 or more dimensions; float32, bfloat16 or float16; any strides. On CUDA it is not copied if
+            its rows are contiguous, at one distance, and begin at multiples of 16 bytes.
         Bs: matrices [K, N_i] of the same dtype, of this rank; for the last dimension [world_size * K, N_i].
         gather_dim: the dimension along which the shards are joined, in rank order; may be negative.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).

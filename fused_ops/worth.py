@@ -39,7 +39,7 @@ def worth_fusing(
 
     Args:
         op: one of ``OPS``.
-        m, n, k: the product that a rank computes, [m, k] @ [k, n]: of all_gather_matmul all gathered rows and the
+        m, n, k: the product that a rank computes, [m, k] @ [k, n]: of all_gather_matmul the gathered A and the
             columns of all Bs, of the others the own partial product. all_reduce alone reduces [m, n]; its k is 0.
         last_dim: whether the last dimension is gathered or scattered.
 
@@ -59,14 +59,17 @@ def worth_fusing(
             if size <= _MOST_REDUCED or world_size == 2
             else f"{size >> 20} MiB are reduced: the backend's own is faster from 8 MiB on"
         )
-    if last_dim:
-        return "the kernels do not take the last dimension"
-    if k * dtype.itemsize % _ROW:
-        return f"rows of {k} x {dtype} are no multiple of {_ROW} bytes"
-    rows, halves = m // world_size, dtype.itemsize == 2
+    halves = dtype.itemsize == 2
+    if last_dim and op == "matmul_reduce_scatter":
+        return "the kernels do not scatter the last dimension"
+    if last_dim and not halves:
+        return f"the kernels do not gather the last dimension of {dtype}"
+    rows, depth = (m, k // world_size) if last_dim else (m // world_size, k)  # of a rank's shard
+    if depth * dtype.itemsize % _ROW:
+        return f"rows of {depth} x {dtype} are no multiple of {_ROW} bytes"
     if op == "all_gather_matmul":
         if halves:
-            pays = gather.push_pays(rows, [n], k, world_size, _NUM_SMS)
+            pays = gather.push_pays(rows, [n], depth, world_size, _NUM_SMS, split_k=last_dim)
         else:
             pays = gather.pays(rows, n, k, world_size, dtype.itemsize)
         return None if pays else f"too little is gathered and multiplied ({m} x {k} @ {k} x {n})"

@@ -18,6 +18,23 @@ def world() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
 
 
+def whole(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Mostly zeros, some ones and minus ones: their products are exact in any order, as long as sums stay below 256."""
+    return torch.randint(-9, 10, shape).div(9, rounding_mode="trunc").to(dtype)
+
+
+def matrix(k: int, n: int, dtype: torch.dtype, transposed: bool) -> torch.Tensor:
+    """Such numbers as [K, N], with K contiguous if ``transposed``."""
+    return whole(n, k, dtype=dtype).t() if transposed else whole(k, n, dtype=dtype)
+
+
+def gathered(x: torch.Tensor) -> torch.Tensor:
+    """Every rank's x, [W, ...]."""
+    out = x.new_empty(world().size(), *x.shape)
+    dist.all_gather_into_tensor(out, x.contiguous())
+    return out
+
+
 def same_on_all(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Fresh random numbers, the same on every rank."""
     x = torch.randn(*shape, dtype=torch.float64)

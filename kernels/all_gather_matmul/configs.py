@@ -25,6 +25,9 @@ _LAUNCH, _TILE_ENDS, _PUSH_HINDERS = 12.0, 3.1, 0.27
 _MOST_WAVES = 256  # of one estimate; the waves of longer products are taken some at once
 # Bytes a microsecond, by senders. All blocks together are never waited for between two GPUs.
 _PUSH_RATE = {0: 2000e3, 4: 148e3, 8: 380e3}
+# Microseconds of a copy kernel, and bytes a microsecond that it moves: unfused, shards of the last dimension are put
+# side by side between the all-gather and the product. Not fitted to anything: a launch, and the memory's rate.
+_COPY, _COPY_RATE = 3.0, 1.75e6
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class PushConfig:
     Pieces of ``piece_rows`` x ``piece_columns`` are sent by ``senders`` blocks that do nothing else, or, if that is 0,
     by every block beside its products; ``unit_columns`` of K are waited for at once; ``group`` rows of tiles of each
     rank are sent and multiplied together; ``band`` pairs of own rows of tiles and ``remote_band`` pairs of the peers'
-    are walked together.
+    are walked together. ``split_k``: shards lie side by side along K; then no rows are only the own ones.
     """
 
     tile: gemm_tiles.Tile
@@ -82,41 +85,55 @@ class PushConfig:
     unit_columns: int = 1024
     band: int = _BAND
     remote_band: int = _BAND
+    split_k: bool = False
 
 
-def choose_push(m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int) -> PushConfig:
-    """The configuration for A shards [m, K] and Bs [K, N_i] of 16 bits. A pure function: all ranks choose alike."""
-    return push_ranked(m, tuple(ns), k, world_size, num_sms)[0][1]
+def choose_push(
+    m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int, *, split_k: bool = False
+) -> PushConfig:
+    """The configuration for A shards [m, K] and Bs [K, N_i] of 16 bits, or with ``split_k`` Bs [W * K, N_i].
+
+    A pure function: all ranks choose alike.
+    """
+    return push_ranked(m, tuple(ns), k, world_size, num_sms, split_k)[0][1]
 
 
-def push_pays(m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int) -> bool:
+def push_pays(
+    m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int, *, split_k: bool = False
+) -> bool:
     """Whether that kernel is thought to beat an all-gather in front of the products."""
     moved = (world_size - 1) * m * k * 2
-    fused, _ = push_ranked(m, tuple(ns), k, world_size, num_sms)[0]
-    return fused < gemm_tiles.unfused_us(world_size * m, sum(ns), k, moved)
+    fused, _ = push_ranked(m, tuple(ns), k, world_size, num_sms, split_k)[0]
+    if not split_k:
+        return fused < gemm_tiles.unfused_us(world_size * m, sum(ns), k, moved)
+    joined = _COPY + world_size * m * k * 2 / _COPY_RATE
+    return fused < gemm_tiles.unfused_us(m, sum(ns), world_size * k, moved) + joined
 
 
 @lru_cache(maxsize=4096)
 def push_ranked(
-    m: int, ns: tuple[int, ...], k: int, world_size: int, num_sms: int
+    m: int, ns: tuple[int, ...], k: int, world_size: int, num_sms: int, split_k: bool = False
 ) -> tuple[tuple[float, PushConfig], ...]:
     """All candidates with the microseconds that ``estimate_push_us`` gives them, the fastest first."""
-    candidates = push_candidates(m, ns, k, world_size, num_sms)
+    candidates = push_candidates(m, ns, k, world_size, num_sms, split_k)
     estimated = [(estimate_push_us(config, m, ns, k, world_size, num_sms), config) for config in candidates]
     return tuple(sorted(estimated, key=itemgetter(0)))
 
 
-def push_candidates(m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int) -> list[PushConfig]:
+def push_candidates(
+    m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int, split_k: bool = False
+) -> list[PushConfig]:
     """What may be fastest. A group is one or two rows of tiles of all peers, or as many as keep every block busy once:
     where the data is waited for, the tiles of the last group then advance together as it comes."""
     configs, peers = [], world_size - 1
+    listed = 1 if split_k else peers  # tiles that wait for a row of tiles of all peers, in each column
     for tile in gemm_tiles.suited(world_size * m, sum(ns), k):
         rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
         # Between two GPUs all blocks together send fast enough not to be missed.
         for senders in (0,) if peers == 1 or num_sms < 32 else (4, 8):
-            for group in sorted({1, 2, (num_sms - senders) // (peers * columns)} & set(range(1, rows + 1))):
-                remote_band = max(_BAND, -(-group * peers // 2))
-                configs.append(PushConfig(tile, senders, group, remote_band=remote_band))
+            for group in sorted({1, 2, (num_sms - senders) // (listed * columns)} & set(range(1, rows + 1))):
+                remote_band = max(_BAND, -(-group * listed // 2))
+                configs.append(PushConfig(tile, senders, group, remote_band=remote_band, split_k=split_k))
     return configs
 
 
@@ -135,8 +152,10 @@ def estimate_push_us(
     row_us = moved / rows / rate
     end = moved / _LINK
     clusters = max(1, (num_sms - config.senders) // 2)
-    own = rows // 2 * columns  # steps of pairs of rows of tiles
-    pairs = (rows * world_size + 1) // 2 - rows // 2
+    # Pairs of rows of tiles: those of the own shard alone, and those behind them, which wait for the peers' rows.
+    own_pairs, listed, parts = (0, 1, world_size) if config.split_k else (rows // 2, peers, 1)
+    pairs = (rows * (1 if config.split_k else world_size) + 1) // 2 - own_pairs
+    own = own_pairs * columns
     steps = own + pairs * columns
     at_once = -(-steps // (clusters * _MOST_WAVES))
     now = 0.0
@@ -146,9 +165,9 @@ def estimate_push_us(
             band, inside = divmod(last - own, config.remote_band * columns)
             tall = min(pairs - band * config.remote_band, config.remote_band)
             pair = band * config.remote_band + min(inside, tall - 1)
-            sent = min((2 * pair + 1) // (config.group * peers), (rows - 1) // config.group) * config.group
+            sent = min((2 * pair + 1) // (config.group * listed), (rows - 1) // config.group) * config.group
             height = min(config.group, rows - sent)
-        for unit in range(units):
+        for unit in [*range(units)] * parts:
             if height:
                 now = max(now, (sent + height * (unit + 1) / units) * row_us)
             us = min(config.unit_columns, k - unit * config.unit_columns) / gemm_tiles.BLOCK_K

@@ -16,6 +16,7 @@ from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm
 from ..device.gate import leaving
 from ..device.gemm import Half, boxes_of_b, boxes_of_rows, is_whole, watch
+from ..device.launch import ALIGNMENT
 from ..device.program import Watch
 from ..device.tensor_map import Maps, TensorMap, contiguous, put_map, put_maps
 from .configs import PushConfig, push_flags_per_rank
@@ -42,13 +43,13 @@ class _Params(ctypes.Structure):
         ("columns", ctypes.c_int32 * MOST_BS),
         ("m", ctypes.c_int32),
         ("k", ctypes.c_int32),
+        ("stride", ctypes.c_int32),
         ("band", ctypes.c_int32),
         ("remote_band", ctypes.c_int32),
         ("group", ctypes.c_int32),
         ("senders", ctypes.c_int32),
         ("push", ctypes.c_int32),
         ("final", ctypes.c_int32),
-        ("_size_is_a_multiple_of_64", ctypes.c_int32 * 1),
     )
 
 
@@ -58,11 +59,25 @@ _OWN, _B, _C = (getattr(_Params, name).offset for name in ("own", "b", "c"))
 def defines(bs: Sequence[torch.Tensor], config: PushConfig) -> gemm.Defines:
     """What kernel.cu is compiled with for these B [K, N_i] and their like."""
     return (
-        *gemm.defines(config.tile, bs).items(),
+        *gemm.defines(config.tile, bs, split_k=config.split_k).items(),
         ("PIECE_ROWS", config.piece_rows),
         ("PIECE_COLUMNS", config.piece_columns),
         ("UNIT_COLUMNS", config.unit_columns),
     )
+
+
+def can_take(a: torch.Tensor) -> bool:
+    """Whether a shard [m, K], at an address that is a multiple of 16, need not be copied: its rows are contiguous and
+    lie at one distance, a multiple of 16 bytes, one behind the other."""
+    if a.is_contiguous():
+        return True
+    (distance, step), k = a.stride(), a.shape[1]
+    return step == 1 and k <= distance < 1 << 31 and distance * a.element_size() % ALIGNMENT == 0
+
+
+def row_stride(a: torch.Tensor) -> int:
+    """From one row of a shard [m, K] to the next, in elements. (That of a single row may be anything.)"""
+    return a.shape[1] if a.is_contiguous() else a.stride(0)
 
 
 class AllGatherMatmulPush:
@@ -70,8 +85,9 @@ class AllGatherMatmulPush:
 
     Args:
         workspace: with room for ``configs.push_layout``, the same call site on every rank.
-        a, bs: examples of the operands: the shard [m, K] and up to MOST_BS matrices [K, N_i], all with K contiguous
-            or all with N. Every launch gets tensors of these sizes, strides and dtype.
+        a, bs: examples of the operands: the shard [m, K] as ``can_take`` wants it, and up to MOST_BS matrices [K, N_i]
+            (with the configuration's ``split_k`` [W * K, N_i]), all with K contiguous or all with N. Every launch gets
+            tensors of these sizes, strides and dtype.
         config: of ``configs.choose_push``, the same on every rank.
         num_sms: blocks to launch. As many must find an SM each.
 
@@ -97,23 +113,22 @@ class AllGatherMatmulPush:
         rows = (1, 1, m, k)
         strides = (0, 0, *a.stride())
         self._own = Maps(boxes_of_rows(dtype, rows, strides, tile))
-        self._bs = [Maps(boxes_of_b(b, tile, is_whole(bs, tile))) for b in bs]
-        self._params = [self._fixed(half, m, k, dtype, bs, config) for half in (0, 1)]
+        parts = size if config.split_k else 0
+        self._bs = [Maps(boxes_of_b(b, tile, is_whole(bs, tile), parts)) for b in bs]
+        self._params = [self._fixed(half, a, bs, config) for half in (0, 1)]
         self._put_bs, self._put_cs = put_maps(len(bs)), struct.Struct(f"{len(bs)}Q").pack_into
         program = gemm.program(SOURCE, defines(bs, config))
         self._launches = gemm.launches(program, "all_gather_matmul", self._params, num_sms, tile.shared)
 
-    def _fixed(
-        self, half: int, m: int, k: int, dtype: torch.dtype, bs: Sequence[torch.Tensor], config: PushConfig
-    ) -> _Params:
-        w, tile = self.workspace, config.tile
+    def _fixed(self, half: int, a: torch.Tensor, bs: Sequence[torch.Tensor], config: PushConfig) -> _Params:
+        w, tile, (m, k) = self.workspace, config.tile, a.shape
         offset, shape = w.layout.half(half), (w.world_size, m, k)
-        gathered = boxes_of_rows(dtype, (1, *shape), (0, *contiguous(shape)), tile)
+        gathered = boxes_of_rows(a.dtype, (1, *shape), (0, *contiguous(shape)), tile)
         p = _Params()
         p.gathered = gathered.encode(w.address + offset)
         p.data = w.address + offset
         p.watch, p.half = watch(w), Half.of(w, half)
-        p.bs, p.m, p.k = len(bs), m, k
+        p.bs, p.m, p.k, p.stride = len(bs), m, k, row_stride(a)
         for i, b in enumerate(bs):
             p.n[i] = b.shape[1]
             p.columns[i] = -(-b.shape[1] // tile.block_n)
@@ -132,7 +147,7 @@ class AllGatherMatmulPush:
         timeout_ns: int,
         stream: int,
     ) -> None:
-        """Compute each ``c`` [W, m, N_i], contiguous, from tensors at these addresses.
+        """Compute each ``c`` [W, m, N_i] (``split_k``: [m, N_i]), contiguous, from tensors at these addresses.
 
         Args:
             push: send the own shard; for the first launch on this use of the half.
@@ -168,11 +183,11 @@ class AllGatherMatmulPushes:
             some = slice(first, min(first + MOST_BS, len(bs)))
             kernel = AllGatherMatmulPush(workspace, a, bs[some], config, num_sms=num_sms)
             self._steps.append((kernel, some, first == 0, some.stop == len(bs)))
-        shard = a.numel() * a.element_size()
-        self._own = workspace.rank * shard  # bytes from the start of the gathered shards, and their ends
-        self._behind, self._end = self._own + shard, workspace.world_size * shard
         self._halves = [workspace.address + workspace.layout.half(half) for half in (0, 1)]
         self._leave = [leaving(workspace, half) for half in (0, 1)]
+        self._lock = workspace.lock
+        copies = _SideBySide if config.split_k else _Stacked
+        self._copies = copies(a, workspace.world_size, workspace.rank)
 
     def launch(
         self, half: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
@@ -180,9 +195,9 @@ class AllGatherMatmulPushes:
         """A whole use of the half.
 
         Args:
-            operands: addresses of the own shard, [m, K], contiguous, and of the Bs.
+            operands: addresses of the own shard and of the Bs.
             results: addresses of the products, each [W, m, N_i], and behind them of the gathered shards [W, m, K] if
-                they are wanted.
+                they are wanted; with ``split_k`` [m, N_i] and [m, W * K].
             stream: a CUstream as an integer.
         """
         a, bs = operands[0], operands[1:]
@@ -191,14 +206,58 @@ class AllGatherMatmulPushes:
             final = last and not return_A
             kernel.launch(half, a, bs[some], results[some], push, final, timeout_ns, stream)
         if return_A:
-            self._copy(results[-1], self._halves[half], a, stream)
+            with self._lock:
+                self._copies.copy(results[-1], self._halves[half], a, stream)
             self._leave[half](stream)
 
-    def _copy(self, to: int, half: int, a: int, stream: int) -> None:
-        """The peers' shards from the half, and the own one, which is not there."""
+
+class _Stacked:
+    """Copies the gathered shards [W, m, K]: the peers' from the half, and the own one, which is not there."""
+
+    def __init__(self, a: torch.Tensor, world_size: int, rank: int) -> None:
+        (m, k), itemsize = a.shape, a.element_size()
+        row, shard = k * itemsize, m * k * itemsize
+        self._own = rank * shard  # bytes from the start, and the ends
+        self._behind, self._end = self._own + shard, world_size * shard
+        self._rows = None if a.is_contiguous() else rows_to(m, row, row_stride(a) * itemsize, row)
+
+    def copy(self, to: int, half: int, a: int, stream: int) -> None:
         own, behind, end, copy = self._own, self._behind, self._end, driver.cuMemcpyDtoDAsync
-        check(copy(to + own, a, behind - own, stream))
+        if self._rows is None:
+            check(copy(to + own, a, behind - own, stream))
+        else:
+            copy_rows(self._rows, to + own, a, stream)
         if own:
             check(copy(to, half, own, stream))
         if behind < end:
             check(copy(to + behind, half + behind, end - behind, stream))
+
+
+class _SideBySide:
+    """The same as [m, W * K]."""
+
+    def __init__(self, a: torch.Tensor, world_size: int, rank: int) -> None:
+        m, self._row = a.shape[0], a.shape[1] * a.element_size()
+        self._rank, self._world_size, self._shard = rank, world_size, m * self._row
+        own, whole = row_stride(a) * a.element_size(), world_size * self._row
+        self._own, self._peer = (rows_to(m, self._row, stride, whole) for stride in (own, self._row))
+
+    def copy(self, to: int, half: int, a: int, stream: int) -> None:
+        for src in range(self._world_size):
+            if src == self._rank:
+                copy_rows(self._own, to + src * self._row, a, stream)
+            else:
+                copy_rows(self._peer, to + src * self._row, half + src * self._shard, stream)
+
+
+def rows_to(count: int, width: int, from_stride: int, to_stride: int) -> driver.CUDA_MEMCPY2D:
+    """A copy of so many rows of ``width`` bytes on the device, for ``copy_rows``; strides in bytes."""
+    rows = driver.CUDA_MEMCPY2D()
+    rows.srcMemoryType = rows.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    rows.WidthInBytes, rows.Height, rows.srcPitch, rows.dstPitch = width, count, from_stride, to_stride
+    return rows
+
+
+def copy_rows(rows: driver.CUDA_MEMCPY2D, to: int, start: int, stream: int) -> None:
+    rows.srcDevice, rows.dstDevice = start, to
+    check(driver.cuMemcpy2DAsync(rows, stream))

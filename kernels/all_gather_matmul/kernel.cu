@@ -2,6 +2,9 @@
 //
 // Computes C[src] = A[src] @ B for every rank src: A[src] [m, K] are the rows of rank src, B [K, N] is this rank's,
 // C [W, m, N]. Up to MOST_BS Bs are multiplied by the same A. Products are summed in float32.
+// With SPLIT_K the shards lie side by side: B is [W, K, N], and C [m, N] the sum of A[src] @ B[src] over the ranks. A tile
+// takes them in rank order whoever computes it, as one product of the gathered A would: ranks with equal Bs get equal bits.
+// (Own shards first would give the first wave something to do while others come, and each rank bits of its own.)
 //
 // Who writes: pushing warps, pieces of PIECE_ROWS x PIECE_COLUMNS of the own rows, into slot `rank` of every peer's half,
 // viewed [W, m, K]; behind them the block's posting warp sets flags(half)[rank][piece] = e on the peers. Before anything
@@ -12,9 +15,10 @@
 // these lie in; it tells the loader (warp 0). Own rows are read from the input.
 // Use e = EPOCH[half] + 1 is read when the kernel starts; its last block ends the use (weft::leave), if `final`.
 //
-// Order: rows are sent and multiplied in groups of `group` rows of tiles from every rank, the own rows first. Inside a
-// group pieces are sent by columns, then by rows: all tiles of a group advance along K as the data comes, and what
-// remains to be done behind the last byte is the last columns' share of a tile, not a tile.
+// Order: rows are sent and multiplied in groups of `group` rows of tiles from every rank, the own rows first. (With SPLIT_K
+// no rows are only the own ones.) Inside a group pieces are sent by columns, then by rows: all tiles of a group advance
+// along K as the data comes, and what remains to be done behind the last byte is the last columns' share of a tile, not a
+// tile.
 //
 // Blocks wait for what blocks of the other ranks send, so all blocks of a launch must run at once: no more than there
 // are SMs to be had.
@@ -46,16 +50,16 @@ static_assert(BM % PIECE_ROWS == 0 && UNIT_COLUMNS % PIECE_COLUMNS == 0 && UNIT_
 struct Params {
     weft::TensorMap own;  // A [1, 1, m, K], boxes of a stage
     weft::TensorMap gathered;  // the own half [1, W, m, K], boxes of a stage
-    weft::TensorMap b[MOST_BS];
+    weft::TensorMap b[MOST_BS];  // with SPLIT_K [W, K, N] each
     weft::Watch watch;
     weft::Half half;
-    const weft::u16* a;  // A [m, K]
+    const weft::u16* a;  // A [m, K], rows `stride` elements apart
     weft::u16* data;  // the own half [W, m, K]
-    weft::u16* c[MOST_BS];  // [W, m, N]
+    weft::u16* c[MOST_BS];  // [W, m, N], with SPLIT_K [m, N]
     int n[MOST_BS];
     int bs;  // how many
     int columns[MOST_BS];  // of tiles, of each
-    int m, k;
+    int m, k, stride;
     int band;  // pairs of own rows of tiles walked together
     int remote_band;  // and of the peers'
     int group;  // rows of tiles of a rank that are sent together
@@ -80,7 +84,7 @@ __device__ __forceinline__ void push(const Params& p, const Order& order, u32 us
     constexpr int ROWS = 32 / LANES;  // at once
     constexpr int VECTORS = 8;  // of a lane, on their way at once
     static_assert(PIECE_ROWS % (ROWS * VECTORS) == 0);
-    const u64 stride = static_cast<u64>(ROWS) * p.k;
+    const u64 from_stride = static_cast<u64>(ROWS) * p.stride, to_stride = static_cast<u64>(ROWS) * p.k;
     u32 count = 0;
     for (int index = pusher; index < order.pieces; index += pushers) {
         const Piece piece(p, order, index);
@@ -90,20 +94,19 @@ __device__ __forceinline__ void push(const Params& p, const Order& order, u32 us
             for (int row = piece.row + lane / LANES; row < piece.row + PIECE_ROWS; row += ROWS * VECTORS) {
                 uint4 v[VECTORS];
                 const int left = p.m - row;
-                const u64 at = static_cast<u64>(row) * p.k + column;
-                const weft::u16* from = p.a + at;
+                const weft::u16* from = p.a + static_cast<u64>(row) * p.stride + column;
 #pragma unroll
                 for (int i = 0; i < VECTORS; ++i) {
-                    if (i * ROWS < left) v[i] = __ldg(reinterpret_cast<const uint4*>(from + i * stride));
+                    if (i * ROWS < left) v[i] = __ldg(reinterpret_cast<const uint4*>(from + i * from_stride));
                 }
-                weft::u16* slot = p.data + static_cast<u64>(rank) * p.m * p.k + at;
+                weft::u16* slot = p.data + (static_cast<u64>(rank) * p.m + row) * p.k + column;
 #pragma unroll 1
                 for (int turn = 1; turn < world_size; ++turn) {
                     const int peer = rank >= turn ? rank - turn : rank - turn + world_size;
                     weft::u16* to = weft::on_rank(slot, p.watch, p.half, peer);
 #pragma unroll
                     for (int i = 0; i < VECTORS; ++i) {
-                        if (i * ROWS < left) *reinterpret_cast<uint4*>(to + i * stride) = v[i];
+                        if (i * ROWS < left) *reinterpret_cast<uint4*>(to + i * to_stride) = v[i];
                     }
                 }
             }
@@ -149,6 +152,16 @@ __device__ __forceinline__ void send(const Params& p, const weft::Shared& s, con
     }
 }
 
+// Whose shards tile `t` is made of, in the order in which they are loaded, waited for and multiplied.
+template <typename Each>
+__device__ __forceinline__ void each_part(const Params& p, const Tile& t, const Each& each) {
+    if constexpr (SPLIT_K) {
+        for (int src = 0; src < p.half.world_size; ++src) each(src);
+    } else {
+        each(t.src);
+    }
+}
+
 // Warp 0: what the multiplying warpgroups work on.
 __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, const Order& order) {
     const int depth = (p.k + weft::BK - 1) / weft::BK;
@@ -156,13 +169,15 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
     u32 needed = 0;
     for (int step = weft::first_step(p.senders); step < order.steps(); step += weft::stride(p.senders)) {
         const Tile t = order.tile(p, step, s.block);
-        const bool own = t.src == p.watch.rank;
-        const weft::Rows rows{t.row * BM, own ? 0 : t.src, 0};
-        const weft::TensorMap& a = own ? p.own : p.gathered;
-        for (int i = 0; i < depth; ++i) {
-            if (!own && i % (UNIT_COLUMNS / weft::BK) == 0) weft::wait_count(s.counts + ARRIVED, ++needed);
-            weft::load_stage(s, turn, a, rows, p.b[t.b], t.column * BN, i * weft::BK);
-        }
+        each_part(p, t, [&](int src) {
+            const bool own = src == p.watch.rank;
+            const weft::Rows rows{t.row * BM, own ? 0 : src, 0};
+            const weft::TensorMap& a = own ? p.own : p.gathered;
+            for (int i = 0; i < depth; ++i) {
+                if (!own && i % (UNIT_COLUMNS / weft::BK) == 0) weft::wait_count(s.counts + ARRIVED, ++needed);
+                weft::load_stage(s, turn, a, rows, p.b[t.b], t.column * BN, i * weft::BK, src);
+            }
+        });
     }
 }
 
@@ -173,19 +188,21 @@ __device__ __forceinline__ void watch(const Params& p, const weft::Shared& s, co
     u32 arrived = 0;
     for (int step = weft::first_step(p.senders); step < order.steps(); step += weft::stride(p.senders)) {
         const Tile t = order.tile(p, step, s.block);
-        if (t.src == p.watch.rank) continue;
         const int row = t.row * BM + lane / PIECES_K * PIECE_ROWS;
-        for (int unit = 0; unit < order.units; ++unit) {
-            const int column = unit * UNIT_COLUMNS + lane % PIECES_K * PIECE_COLUMNS;
-            if (lane < PIECES && row < p.m && column < p.k) {
-                const int flag = (t.row * order.units + unit) * PIECES + lane;
-                weft::wait_flag(
-                    p.watch, t.src, p.half.flags + t.src * p.half.flags_per_rank + flag, use, weft::WAIT_DATA);
+        each_part(p, t, [&](int src) {
+            if (src == p.watch.rank) return;
+            for (int unit = 0; unit < order.units; ++unit) {
+                const int column = unit * UNIT_COLUMNS + lane % PIECES_K * PIECE_COLUMNS;
+                if (lane < PIECES && row < p.m && column < p.k) {
+                    const int flag = (t.row * order.units + unit) * PIECES + lane;
+                    weft::wait_flag(
+                        p.watch, src, p.half.flags + src * p.half.flags_per_rank + flag, use, weft::WAIT_DATA);
+                }
+                weft::fence_proxy_async();
+                __syncwarp();
+                if (lane == 0) weft::set_count(s.counts + ARRIVED, ++arrived);
             }
-            weft::fence_proxy_async();
-            __syncwarp();
-            if (lane == 0) weft::set_count(s.counts + ARRIVED, ++arrived);
-        }
+        });
     }
 }
 
@@ -210,7 +227,7 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         if (warp == 3 && p.push) post(p, order, use, blockIdx.x, 1, gridDim.x, s.counts + SENT);
     } else {
         weft::take_registers<MULTIPLY_REGISTERS>();
-        const int depth = (p.k + weft::BK - 1) / weft::BK;
+        const int depth = (p.k + weft::BK - 1) / weft::BK * (SPLIT_K ? p.half.world_size : 1);
         weft::Turn<STAGES> turn;
         for (int step = weft::first_step(p.senders); step < order.steps(); step += weft::stride(p.senders)) {
             const Tile t = order.tile(p, step, s.block);

@@ -1,7 +1,7 @@
 """Which kernel computes all_gather(A) @ B on CUDA, and the call of it.
 
 16-bit operands go to kernel.cu, which sends by itself. Others (float32), and Bs of both orders in one call, go to the
-Triton kernel, for which copy engines send.
+Triton kernel, for which copy engines send. It takes whole rows only: of the last dimension those are left unfused.
 """
 
 from __future__ import annotations
@@ -16,29 +16,37 @@ from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm, tuner
 from ..device.choice import Choice, Choices, make_together
 from ..device.contest import Candidate
-from ..device.launch import is_transposed, why_not
+from ..device.launch import ALIGNMENT, is_transposed, why_not
 from . import configs, cuda_kernel, host, pipeline
 from .triton_kernel import AllGatherMatmul
 
 _choices: Choices[configs.PushConfig | configs.Config] = Choices()
 
 
+def rows(shard: torch.Tensor) -> torch.Tensor:
+    """A shard [..., K] as [m, K] for ``choose``. Copied only where the rows are not such as kernel.cu takes them."""
+    flat = shard.flatten(0, -2)
+    return flat if flat.dtype in gemm.DTYPES and cuda_kernel.can_take(flat) else flat.contiguous()
+
+
 def choose(
-    a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: int
+    a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: int, split_k: bool = False
 ) -> Choice[configs.PushConfig | configs.Config] | str:
     """How to run a call, or why no kernel can.
 
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
 
     Args:
-        a: the own shard, [m, K], contiguous. bs: each [K, N_i]. All begin at multiples of 16 bytes.
+        a: the own shard, [m, K], contiguous, or as ``rows`` gives it.
+        bs: each [K, N_i]; with ``split_k`` [W * K, N_i]. All tensors begin at multiples of 16 bytes.
+        split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.
     """
-    key = (a.shape, a.dtype, world_size, num_sms, *((b.shape, b.stride()) for b in bs))
-    return _choices.get(key, _choose, a, bs, world_size, num_sms)
+    key = (a.shape, a.stride(), a.dtype, world_size, num_sms, split_k, *((b.shape, b.stride()) for b in bs))
+    return _choices.get(key, _choose, a, bs, world_size, num_sms, split_k)
 
 
 def _choose(
-    a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: int
+    a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: int, split_k: bool
 ) -> Choice[configs.PushConfig | configs.Config] | str:
     for i, b in enumerate(bs):
         if b.shape[1] == 0:
@@ -46,11 +54,16 @@ def _choose(
         if (reason := why_not(a, b)) is not None:
             return f"Bs[{i}]: {reason}"
     (m, k), ns = a.shape, [b.shape[1] for b in bs]
+    if k * a.element_size() % ALIGNMENT:  # of a part of B, where B as a whole may be fine
+        return f"K: rows of {k} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     if a.dtype in gemm.DTYPES and len({is_transposed(b) for b in bs}) == 1:
-        config = configs.choose_push(m, ns, k, world_size, num_sms)
+        config = configs.choose_push(m, ns, k, world_size, num_sms, split_k=split_k)
         layout = configs.push_layout(m, k, world_size, config)
-        pays = configs.push_pays(m, ns, k, world_size, num_sms)
+        pays = configs.push_pays(m, ns, k, world_size, num_sms, split_k=split_k)
         return Choice("push", config, layout.half_bytes, layout.flags_per_rank, pays)
+    if split_k:
+        what = "Bs of both orders in memory" if a.dtype in gemm.DTYPES else f"{a.dtype} operands"
+        return f"the last dimension is gathered, for which no kernel takes {what}"
     copied = pipeline.configure(a, bs, world_size, num_sms)
     pays = configs.pays(m, sum(ns), k, world_size, a.element_size())
     return Choice("copy_engine", copied, *pipeline.needs(a, copied, world_size), pays)
@@ -69,17 +82,18 @@ def tuned(
         return choice, ""
     if not tuner.is_on():
         return choice, tuner.FROM_MODEL
-    (m, k), ns, size = a.shape, tuple(b.shape[1] for b in bs), heap.world_size
-    kind = f"{host.OP} {m} x {k} @ {k} x {'+'.join(map(str, ns))}, {a.dtype}, {num_sms} SMs"
+    (m, k), ns, size, split_k = a.shape, tuple(b.shape[1] for b in bs), heap.world_size, choice.config.split_k
+    op = f"{host.OP} of the last dimension" if split_k else host.OP
+    kind = f"{op} {m} x {k} @ {bs[0].shape[0]} x {'+'.join(map(str, ns))}, {a.dtype}, {num_sms} SMs"
     candidates: list[Candidate[configs.PushConfig | configs.Config]] = []
-    for _, config in configs.push_ranked(m, ns, k, size, num_sms):
+    for _, config in configs.push_ranked(m, ns, k, size, num_sms, split_k):
         layout = configs.push_layout(m, k, size, config)
         candidates.append(Candidate(config, layout.half_bytes, layout.flags_per_rank))
     results: list[torch.Tensor] = []
 
     def make(workspace: Workspace[Layout], config: configs.PushConfig, timeout_ns: int) -> Callable[[], None]:
         kernels = cuda_kernel.AllGatherMatmulPushes(workspace, a, bs, config, num_sms=num_sms)
-        results.extend(a.new_empty((size, m, n)) for n in ns[len(results) :])
+        results.extend(a.new_empty((*_stack(config, size), m, n)) for n in ns[len(results) :])
         operands, addresses = [x.data_ptr() for x in (a, *bs)], [x.data_ptr() for x in results]
         stream = torch._C._cuda_getCurrentRawStream(a.get_device())
         return lambda: kernels.launch(workspace.next_half(), operands, addresses, timeout_ns, stream)
@@ -97,7 +111,10 @@ def run(
     *,
     return_A: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """The gathered shards [W, m, K] if wanted, and the products, each [W, m, N_i]."""
+    """The gathered shards [W, m, K] if wanted, and the products, each [W, m, N_i].
+
+    Of a choice with ``split_k`` [m, W * K] and [m, N_i].
+    """
     config = choice.config
     pushes = isinstance(config, configs.PushConfig)
     key = choice if pushes else (choice, return_A)
@@ -113,14 +130,20 @@ def run(
         kernels = make_together(workspace, host.OP, key, same, make)
     if not isinstance(config, configs.PushConfig):
         return pipeline.all_gather_matmul(workspace, kernels, a, bs, config, timeout_ns, return_A=return_A)
-    size, (m, k) = workspace.world_size, a.shape
-    products = [a.new_empty((size, m, b.shape[1])) for b in bs]
-    gathered = a.new_empty((size, m, k)) if return_A else None
+    size, (m, _) = workspace.world_size, a.shape
+    stack = _stack(config, size)
+    products = [a.new_empty((*stack, m, b.shape[1])) for b in bs]
+    gathered = a.new_empty((*stack, m, bs[0].shape[0])) if return_A else None
     results = products if gathered is None else [*products, gathered]
     operands, addresses = [x.data_ptr() for x in (a, *bs)], [x.data_ptr() for x in results]
     stream = torch._C._cuda_getCurrentRawStream(a.get_device())
     kernels.launch(workspace.next_half(), operands, addresses, timeout_ns, stream)
     return gathered, products
+
+
+def _stack(config: configs.PushConfig, world_size: int) -> tuple[int, ...]:
+    """Of the results' sizes, what stands in front of [m, columns]."""
+    return () if config.split_k else (world_size,)
 
 
 def launcher(

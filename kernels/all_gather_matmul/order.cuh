@@ -1,6 +1,6 @@
 // Which tiles a cluster computes in which order, and in which order pieces of the own rows are sent; kernel.cu says why.
 // Plain arithmetic: it is tested on the CPU as it is. `Params` has m, k, bs, columns, band, remote_band, group,
-// half.world_size and watch.rank; BM, UNIT_COLUMNS, PIECE_ROWS, PIECE_COLUMNS are defined.
+// half.world_size and watch.rank; BM, UNIT_COLUMNS, PIECE_ROWS, PIECE_COLUMNS and SPLIT_K are defined.
 
 #pragma once
 
@@ -13,11 +13,11 @@ constexpr int PIECES_K = UNIT_COLUMNS / PIECE_COLUMNS;  // of a unit
 constexpr int PIECES = PIECES_M * PIECES_K;
 
 struct GatherTile {
-    int src, row, column, b;
+    int src, row, column, b;  // with SPLIT_K src is 0: all ranks have a part in each tile
 };
 
 // Rows of tiles stand in a list: the own ones, then group by group those of the peers, in turn. A step has a pair of
-// neighbours of the list.
+// neighbours of the list. With SPLIT_K each row of tiles stands there once.
 template <typename Params>
 struct GatherOrder {
     int rows;  // of tiles, of a shard
@@ -28,8 +28,8 @@ struct GatherOrder {
     __device__ explicit GatherOrder(const Params& p) {
         rows = (p.m + BM - 1) / BM;
         units = (p.k + UNIT_COLUMNS - 1) / UNIT_COLUMNS;
-        pairs = (rows * p.half.world_size + 1) / 2;
-        own_pairs = rows / 2;
+        pairs = (SPLIT_K ? rows + 1 : rows * p.half.world_size + 1) / 2;
+        own_pairs = SPLIT_K ? 0 : rows / 2;
         pieces = rows * units * PIECES;
         columns = 0;
         for (int i = 0; i < p.bs; ++i) columns += p.columns[i];
@@ -48,8 +48,8 @@ struct GatherOrder {
             pair += own_pairs;
         }
         int place = 2 * pair + block;
-        if (place < rows || place >= rows * p.half.world_size) {
-            t.src = rank;
+        if (SPLIT_K || place < rows || place >= rows * p.half.world_size) {
+            t.src = SPLIT_K ? 0 : rank;
             t.row = min(place, rows);  // past the end of the list is past that of A: nothing is stored
         } else {
             place -= rows;

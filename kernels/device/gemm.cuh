@@ -11,7 +11,8 @@
 // Sums are float32. K past the end is zero in both operands: tensor maps fill it in.
 //
 // Defined by whoever includes this: DTYPE (bfloat16 or float16) and PRODUCT_TYPE, BM, BN, STAGES, B_ROWS (1: N is
-// contiguous in B, 0: K) and B_WHOLE (N is a multiple of 64); SERVE_REGISTERS and MULTIPLY_REGISTERS of a thread of
+// contiguous in B, 0: K), B_WHOLE (N is a multiple of 64) and SPLIT_K (1: B is a stack of parts along K, each with rows of
+// A of its own); SERVE_REGISTERS and MULTIPLY_REGISTERS of a thread of
 // warpgroup 2 and of the others, 64512 in all.
 
 #pragma once
@@ -94,10 +95,22 @@ struct Rows {
     int row, part, batch;
 };
 
+// A box of B for both blocks. With SPLIT_K maps have one more dimension, so that no box reaches into the next part.
+template <typename... At>
+__device__ __forceinline__ void load_b(const TensorMap& b, void* to, u64* full, int part, At... at) {
+    if constexpr (SPLIT_K) {
+        load_box_for_both(b, to, full, at..., part);
+    } else {
+        load_box_for_both(b, to, full, at...);
+    }
+}
+
 // Load stage `turn` of a tile: by all lanes of a warp, together. B with N contiguous lies in shared memory as two halves of
-// k, each [columns / 64][32][64]; B_WHOLE says that N is a multiple of 64, and one box has all of a half.
+// k, each [columns / 64][32][64]; B_WHOLE says that N is a multiple of 64, and one box has all of a half. `part`: of B, if
+// it has several; k is counted inside of it.
 __device__ __forceinline__ void load_stage(
-    const Shared& s, Turn<STAGES>& turn, const TensorMap& a, const Rows& rows, const TensorMap& b, int column, int k) {
+    const Shared& s, Turn<STAGES>& turn, const TensorMap& a, const Rows& rows, const TensorMap& b, int column, int k,
+    int part = 0) {
     wait(s.empty + turn.at, turn.parity ^ 1);
     u8* stage = s.stages + turn.at * STAGE_BYTES;
     u64* full = s.full + turn.at;
@@ -108,16 +121,16 @@ __device__ __forceinline__ void load_stage(
     // Half of k, or half of the columns. The other block may be ahead or behind: the stage is empty in both.
     const int half = s.block;
     if constexpr (B_ROWS && B_WHOLE) {
-        load_box_for_both(b, stage + A_BYTES + half * (B_BYTES / 2), full, 0, k + 32 * half, column / 64);
+        load_b(b, stage + A_BYTES + half * (B_BYTES / 2), full, part, 0, k + 32 * half, column / 64);
     } else if constexpr (B_ROWS) {
 #pragma unroll
         for (int i = 0; i < B_BOXES; ++i) {
             u8* to = stage + A_BYTES + half * (B_BYTES / 2) + i * 4096;
-            load_box_for_both(b, to, full, column + 64 * i, k + 32 * half);
+            load_b(b, to, full, part, column + 64 * i, k + 32 * half);
         }
     } else {
         u8* to = stage + A_BYTES + half * (BN / 2 * 128);
-        load_box_for_both(b, to, full, k, column + half * (BN / 2));
+        load_b(b, to, full, part, k, column + half * (BN / 2));
     }
 }
 

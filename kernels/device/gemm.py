@@ -29,8 +29,11 @@ def is_whole(bs: Sequence[torch.Tensor], tile: Tile) -> bool:
     return tile.block_n % 64 == 0 and all(b.shape[1] % 64 == 0 for b in bs)
 
 
-def defines(tile: Tile, bs: Sequence[torch.Tensor]) -> dict[str, str | int]:
-    """What gemm.cuh is compiled with for these B [K, N_i] and their like, all of one order."""
+def defines(tile: Tile, bs: Sequence[torch.Tensor], *, split_k: bool = False) -> dict[str, str | int]:
+    """What gemm.cuh is compiled with for these B [K, N_i] and their like, all of one order.
+
+    ``split_k``: each B is a stack of parts along K.
+    """
     b = bs[0]
     name, product = DTYPES[b.dtype]
     return {
@@ -41,17 +44,32 @@ def defines(tile: Tile, bs: Sequence[torch.Tensor]) -> dict[str, str | int]:
         "STAGES": tile.stages,
         "B_ROWS": 0 if is_transposed(b) else 1,
         "B_WHOLE": int(is_whole(bs, tile)),
+        "SPLIT_K": int(split_k),
     }
 
 
-def boxes_of_b(b: torch.Tensor, tile: Tile, whole: bool) -> Boxes:
-    """Of B [K, N]: what one block of a cluster loads. ``whole`` as ``is_whole`` has it for all B of a launch."""
+def boxes_of_b(b: torch.Tensor, tile: Tile, whole: bool, parts: int = 0) -> Boxes:
+    """Of B [K, N]: what one block of a cluster loads.
+
+    Args:
+        whole: as ``is_whole`` has it for all B of a launch.
+        parts: B is a stack of so many along K, with ``split_k`` in ``defines``. They are a dimension of their own:
+            where a stage goes past the end of one it is filled with zeros, not with rows of the next.
+    """
+    k, n, half = b.shape[0] // max(parts, 1), b.shape[1], BLOCK_K // 2
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
     if is_transposed(b):
-        return Boxes(b.dtype, tuple(b.t().shape), b.t().stride(), (tile.block_n // 2, BLOCK_K))
-    (k, n), half = b.shape, BLOCK_K // 2
-    if not whole:
-        return Boxes(b.dtype, (k, n), b.stride(), (half, 64))
-    return Boxes(b.dtype, (n // 64, k, 64), (64, b.stride(0), 1), (-(-tile.block_n // 64), half, 64))
+        shape, strides, box = (n, k), b.t().stride(), (tile.block_n // 2, BLOCK_K)
+    elif whole:
+        shape, strides = (n // 64, k, 64), (64, b.stride(0), 1)
+        box = (-(-tile.block_n // 64), half, 64)
+    else:
+        shape, strides, box = (k, n), b.stride(), (half, 64)
+    if parts:
+        shape, strides, box = (parts, *shape), (k * b.stride(0), *strides), (1, *box)
+    return Boxes(b.dtype, shape, strides, box)
 
 
 def boxes_of_rows(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], tile: Tile) -> Boxes:

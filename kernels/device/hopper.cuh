@@ -132,6 +132,15 @@ __device__ __forceinline__ void load_box_for_both(
         : "memory");
 }
 
+__device__ __forceinline__ void load_box_for_both(
+    const TensorMap& map, void* to, u64* barrier, int x, int y, int z, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(to)),
+        "l"(&map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w), "h"(BOTH_BLOCKS)
+        : "memory");
+}
+
 __device__ __forceinline__ void load_box(
     const TensorMap& map, void* to, u64* barrier, int x, int y, int z, int w) {
     asm volatile(

@@ -49,6 +49,12 @@ def test_selection() -> None:
     ]
 
 
+def test_some_layers_are_measured_only_where_they_are_named() -> None:
+    op = ("all_gather_matmul",)
+    assert not {r.name for r in registry.rows("cuda", op)} & set(registry.ON_REQUEST)
+    assert {r.name for r in registry.rows("cuda", op, ("last",))} == set(registry.LAST_DIMENSION)
+
+
 @pytest.mark.parametrize(
     ("device", "selection", "words"),
     [

@@ -10,8 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from opcommon import poison, world
+from opcommon import gathered, matrix, poison, whole, world
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, last_plan
@@ -37,21 +36,6 @@ SHAPES = [  # m, K, N of each B
     (33, 1024, [128, 136, 8, 64, 72]),
     (640, 192, [3072]),
 ]
-
-
-def whole(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Mostly zeros, some ones and minus ones."""
-    return torch.randint(-9, 10, shape).div(9, rounding_mode="trunc").to(dtype)
-
-
-def gathered(x: torch.Tensor) -> torch.Tensor:
-    out = x.new_empty(world().size(), *x.shape)
-    dist.all_gather_into_tensor(out, x.contiguous())
-    return out
-
-
-def matrix(k: int, n: int, dtype: torch.dtype, transposed: bool) -> torch.Tensor:
-    return whole(n, k, dtype=dtype).t() if transposed else whole(k, n, dtype=dtype)
 
 
 def both_ops(

@@ -98,11 +98,16 @@ def calls(where: symm_mem.Heap, rank: int, out_dtype: torch.dtype) -> list[tuple
     """After each op: how its configuration was come by, and the tile that was launched last, on its operands."""
     said = []
     a, bs, wide = operands(rank)
-    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+    for op in ("all_gather_matmul", "last dimension", "matmul_reduce_scatter"):
         if op == "all_gather_matmul":
             _, outs = all_gather_matmul._on_cuda(where, a, bs, 0, False)
             assert [out.shape for out in outs] == [(512, 256), (512, 512)]
             given = [x.data_ptr() for x in (a, *bs)]
+        elif op == "last dimension":
+            deep = torch.cat([bs[0].t()] * 2, 1).t() if rank else torch.cat([bs[0]] * 2)
+            _, outs = all_gather_matmul._on_cuda(where, a, [deep], 1, False)
+            assert [out.shape for out in outs] == [(256, 256)]
+            given = [x.data_ptr() for x in (a, deep)]
         else:
             out = matmul_reduce_scatter._on_cuda(where, wide, bs[0], "sum", 0, [256, 256], out_dtype)
             assert isinstance(out, torch.Tensor) and out.dtype == out_dtype
@@ -114,20 +119,20 @@ def calls(where: symm_mem.Heap, rank: int, out_dtype: torch.dtype) -> list[tuple
 
 
 def tuned(rank: int, world_size: int, folder: str) -> None:
-    halves, ours = torch.bfloat16, [("tuned", FASTEST)] * 2
+    halves, ours = torch.bfloat16, [("tuned", FASTEST)] * 3
     with stage(folder, on=False) as where:
         model = calls(where, rank, halves)
         assert {how for how, _ in model} == {"from the model"}
-        assert len(Kernel.launched) == 2 and where.tuner is None and not Path(folder).exists()
+        assert len(Kernel.launched) == 3 and where.tuner is None and not Path(folder).exists()
     assert all(tile != FASTEST for _, tile in model), "or there is nothing to see here"
     with stage(folder, on=True) as where:
         assert calls(where, rank, halves) == ours
         launched = len(Kernel.launched)
         assert launched > 10
         assert calls(where, rank, halves) == ours
-        assert len(Kernel.launched) == launched + 2, "tuned once"
+        assert len(Kernel.launched) == launched + 3, "tuned once"
         assert calls(where, rank, torch.float32) == ours
-        assert len(Kernel.launched) > launched + 4, "another result is another kind"
+        assert len(Kernel.launched) > launched + 6, "another result is another kind"
         launched, bias = len(Kernel.launched), torch.randn(256).bfloat16()
         _, (B, _), wide = operands(rank)
         matmul_reduce_scatter._on_cuda(where, wide, B, "sum", 0, [256, 256], halves, bias)
@@ -137,8 +142,12 @@ def tuned(rank: int, world_size: int, folder: str) -> None:
         assert {k[0] for k in remembered} >= {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}
     with stage(folder, on=True) as where:  # as the next process
         assert calls(where, rank, halves) == ours
-        assert len(Kernel.launched) == 2
-        assert len(TunedFile("cpu", world_size).read()) == 4
+        assert len(Kernel.launched) == 3
+        kinds = TunedFile("cpu", world_size).read()
+        assert (
+            len(kinds) == 5
+            and sum("of the last dimension 256 x 64 @ 128 x 256" in kind for kind in kinds) == 1
+        )
 
 
 def test_both_products_take_what_was_measured(tmp_path: Path) -> None:

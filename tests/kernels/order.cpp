@@ -50,11 +50,13 @@ static void gather(const Params& p) {
             const GatherTile t = order.tile(p, step, block);
             expect(t.b < p.bs && t.column < p.columns[t.b], "a column that no B has", p);
             if (t.row >= order.rows) continue;  // a block without a tile
+            expect(t.src >= 0 && t.src < (SPLIT_K ? 1 : p.half.world_size), "rows of no rank", p);
             expect(tiles.insert({t.src, t.row, t.b, t.column}).second, "a tile twice", p);
         }
     }
     expect(
-        tiles.size() == size_t(order.rows) * order.columns * p.half.world_size, "not every tile of every rank", p);
+        tiles.size() == size_t(order.rows) * order.columns * (SPLIT_K ? 1 : p.half.world_size),
+        "not every tile of every rank", p);
 
     const int all = order.pieces;
     std::vector<int> sent(all);

@@ -293,9 +293,9 @@ static void load_box(const TensorMap& map, void* to, u64* barrier, int x, int y,
     go_on_later();
     copy_box(map, to, barrier, {x, y, z, w});
 }
-static void load_box_for_both(const TensorMap& map, void* to, u64* barrier, int x, int y, int z = 0) {
+static void load_box_for_both(const TensorMap& map, void* to, u64* barrier, int x, int y, int z = 0, int w = 0) {
     for (int block = 0; block < CLUSTER_BLOCKS; ++block) {
-        copy_box(map, in_block(to, block), in_block(barrier, block), {x, y, z, 0});
+        copy_box(map, in_block(to, block), in_block(barrier, block), {x, y, z, w});
         go_on_later();
     }
 }
@@ -307,21 +307,24 @@ static void products_wait() {
     together();
 }
 
-// Boxes are not swizzled here, and an operand is its address, in units of 16 bytes.
+// Boxes are not swizzled here, and an operand is its address, in units of 16 bytes. Where N is contiguous, groups of 64
+// columns lie 4096 bytes apart.
 static u64 operand(const void* at, u32, u32) { return reinterpret_cast<u64>(at) >> 4; }
 
 template <int N>
 struct Product {
     template <int N_CONTIGUOUS>
     static void run(float (&d)[N / 2], u64 a, u64 b, int add) {
-        static_assert(!N_CONTIGUOUS, "rows of 64 k");
         const u16 *as = reinterpret_cast<const u16*>(a << 4), *bs = reinterpret_cast<const u16*>(b << 4);
         const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
         for (int i = 0; i < N / 2; ++i) {
             const u16* x = as + 64 * (row + i / 2 % 2 * 8);
-            const u16* y = bs + 64 * (i / 4 * 8 + lane % 4 * 2 + i % 2);
+            const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+            const u16* y = bs + (N_CONTIGUOUS ? column / 64 * 2048 + column % 64 : 64 * column);
             float sum = add ? d[i] : 0;
-            for (int k = 0; k < 16; ++k) sum += as_float(u32(x[k]) << 16) * as_float(u32(y[k]) << 16);
+            for (int k = 0; k < 16; ++k) {
+                sum += as_float(u32(x[k]) << 16) * as_float(u32(y[N_CONTIGUOUS ? 64 * k : k]) << 16);
+            }
             d[i] = sum;
         }
     }

@@ -19,6 +19,7 @@ STAND_INS = ("hopper.cuh", "sync.cuh", "numbers.cuh")
 SHARED = 128 << 10  # bytes that a block has
 SMALL = Tile(64, 64, 2, 0.0)
 WIDE = Tile(128, 32, 3, 0.0)
+BROAD = Tile(128, 64, 2, 0.0)  # for B with N contiguous
 
 
 def build(

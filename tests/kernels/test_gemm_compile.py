@@ -30,8 +30,8 @@ ORDERS = {
 ROUNDED = Epilogue(torch.bfloat16)
 
 
-def gather(tile: Tile, order: str) -> Program:
-    config = replace(gather_configs.choose_push(1024, [1024], 1024, 4, 132), tile=tile)
+def gather(tile: Tile, order: str, split_k: bool = False) -> Program:
+    config = replace(gather_configs.choose_push(1024, [1024], 1024, 4, 132, split_k=split_k), tile=tile)
     return gemm.program(all_gather_matmul.SOURCE, all_gather_matmul.defines([ORDERS[order]], config))
 
 
@@ -47,6 +47,10 @@ PROGRAMS: dict[str, Program] = {
     **{
         f"all_gather_matmul-{tile.block_m}x{tile.block_n}": gather(tile, list(ORDERS)[i % 3])
         for i, tile in enumerate(OTHERS)
+    },
+    **{
+        f"all_gather_matmul-split-{order}": gather(tile, order, split_k=True)
+        for order, tile in zip(ORDERS, (LARGEST, *OTHERS[::-2]), strict=False)
     },
     **{
         f"matmul_reduce_scatter-{order}-{size}": scatter(LARGEST, order, size)

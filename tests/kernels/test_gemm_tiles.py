@@ -14,12 +14,13 @@ RANKS = st.integers(2, 8)
 SMS = st.integers(2, 132)
 
 
-@given(SIZES, st.lists(SIZES, min_size=1, max_size=4), SIZES, RANKS, SMS)
+@given(SIZES, st.lists(SIZES, min_size=1, max_size=4), SIZES, RANKS, SMS, st.booleans())
 def test_all_gather_matmul_fits_and_has_a_flag_for_each_piece(
-    m: int, ns: list[int], k: int, world_size: int, num_sms: int
+    m: int, ns: list[int], k: int, world_size: int, num_sms: int, split_k: bool
 ) -> None:
-    config = gather.choose_push(m, ns, k, world_size, num_sms)
-    assert config == gather.choose_push(m, ns, k, world_size, num_sms)
+    config = gather.choose_push(m, ns, k, world_size, num_sms, split_k=split_k)
+    assert config == gather.choose_push(m, ns, k, world_size, num_sms, split_k=split_k)
+    assert config.split_k is split_k
     assert config.tile.shared <= MOST_SHARED
     assert config.senders % 2 == 0 and config.senders <= num_sms // 4, "whole clusters; most blocks multiply"
     assert 1 <= config.group <= -(-m // config.tile.block_m)
@@ -103,4 +104,6 @@ def test_the_choice_is_the_one_estimated_fastest(m: int, n: int, k: int, world_s
 def test_it_steps_aside_where_little_is_gathered() -> None:
     assert not gather.push_pays(1, [2560], 8192, 4, 132)
     assert gather.push_pays(512, [2560], 8192, 4, 132)
+    assert not gather.push_pays(1, [2560], 2048, 4, 132, split_k=True)
+    assert gather.push_pays(2048, [2560], 2048, 4, 132, split_k=True)
     assert scatter.push_pays(512, 8192, 2048, 4, 132)

@@ -14,7 +14,7 @@ GATHER = KERNELS / "all_gather_matmul" / "order.cuh"
 SCATTER = KERNELS / "matmul_reduce_scatter" / "order.cuh"
 
 
-def program(folder: Path, scatter: Path, block_m: int, world_size: int) -> Path:
+def program(folder: Path, scatter: Path, block_m: int, world_size: int, split_k: bool = False) -> Path:
     compiler = shutil.which("g++") or shutil.which("c++")
     assert compiler, "a C++ compiler is needed"
     defines = {
@@ -26,6 +26,7 @@ def program(folder: Path, scatter: Path, block_m: int, world_size: int) -> Path:
         "PIECE_ROWS": 64,
         "PIECE_COLUMNS": 64,
         "UNIT_COLUMNS": 1024,
+        "SPLIT_K": int(split_k),
     }
     out = folder / "order"
     arguments = [f"-D{name}={value}" for name, value in defines.items()]
@@ -43,6 +44,11 @@ def run(program: Path) -> tuple[int, str]:
 @pytest.mark.parametrize(("block_m", "world_size"), [(128, 2), (128, 4), (64, 3), (64, 8)])
 def test_orders_of_random_products(block_m: int, world_size: int, tmp_path: Path) -> None:
     assert run(program(tmp_path, SCATTER, block_m, world_size)) == (0, "")
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_orders_of_shards_side_by_side(block_m: int, tmp_path: Path) -> None:
+    assert run(program(tmp_path, SCATTER, block_m, 4, split_k=True)) == (0, "")
 
 
 def test_an_order_with_circular_waits_is_found(tmp_path: Path) -> None:

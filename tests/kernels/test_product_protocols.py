@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from fibers import PATIENT, Library
-from products import SMALL, WIDE, Products, build
+from products import BROAD, SMALL, WIDE, Products, build
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul import cuda_kernel as gather
 from weft.kernels.device.gemm_tiles import Tile
@@ -43,9 +43,15 @@ class Gather:
     k: int
     config: gather_configs.PushConfig
     blocks: int = 4
+    rows: bool = False  # N is contiguous in B, not K
+    apart: int = 0  # what lies between two rows of a shard, in elements
+
+    def shard(self) -> torch.Tensor:
+        return numbers(self.m, self.k + self.apart)[:, self.apart :]
 
     def bs(self) -> list[torch.Tensor]:
-        return [numbers(n, self.k).t() for n in self.ns]
+        k = self.size * self.k if self.config.split_k else self.k
+        return [numbers(k, n) if self.rows else numbers(n, k).t() for n in self.ns]
 
     def compiled(self, folder: Path, instead: Mapping[str, str] | None = None) -> Library:
         return build(folder, gather.SOURCE, gather._Params, gather.defines(self.bs(), self.config), instead)
@@ -53,7 +59,7 @@ class Gather:
     def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
         layout = gather_configs.push_layout(self.m, self.k, self.size, self.config)
         self.ranks = Products(monkeypatch, library, layout, pace)
-        a, bs = torch.empty(self.m, self.k, dtype=torch.bfloat16), self.bs()
+        a, bs = self.shard(), self.bs()
         self.kernels = [
             gather.AllGatherMatmulPush(place, a, bs, self.config, num_sms=self.blocks)
             for place in self.ranks.places
@@ -64,12 +70,13 @@ class Gather:
 
     def launch(self, half: int, polls: int, pieces: int = 1) -> None:
         """A use on every rank, in so many launches, of which the first one sends and the last one ends the use."""
-        shards = [numbers(self.m, self.k) for _ in self.kernels]
-        whole = torch.stack(shards).double()
+        shards = [self.shard() for _ in self.kernels]
+        split_k = self.config.split_k
+        whole = torch.cat(shards, 1).double() if split_k else torch.stack(shards).double()
         for rank, kernel in enumerate(self.kernels):
             for piece in range(pieces):
                 bs = self.bs()
-                cs = [torch.full((self.size, self.m, n), float("nan")).bfloat16() for n in self.ns]
+                cs = [torch.full((*whole.shape[:-1], n), float("nan")).bfloat16() for n in self.ns]
                 kernel.launch(
                     *(half, shards[rank].data_ptr(), [b.data_ptr() for b in bs], [c.data_ptr() for c in cs]),
                     *(piece == 0, piece == pieces - 1, polls, rank),
@@ -131,9 +138,11 @@ class Scatter:
         self.kept += [a, b]
 
 
-def push(tile: Tile, senders: int, group: int, unit_columns: int = 128) -> gather_configs.PushConfig:
+def push(
+    tile: Tile, senders: int, group: int, unit_columns: int = 128, split_k: bool = False
+) -> gather_configs.PushConfig:
     return gather_configs.PushConfig(
-        *(tile, senders, group), unit_columns=unit_columns, band=2, remote_band=2
+        *(tile, senders, group), unit_columns=unit_columns, band=2, remote_band=2, split_k=split_k
     )
 
 
@@ -142,6 +151,11 @@ GATHERS = {
     "beside-4": Gather(4, 65, (8,), 264, push(WIDE, 0, 1), blocks=2),
     "senders": Gather(3, 147, (72,), 200, push(SMALL, 2, 2)),
     "senders-wide": Gather(2, 200, (40,), 72, push(WIDE, 2, 1, 64)),
+    "rows": Gather(2, 147, (64,), 200, push(BROAD, 0, 1), rows=True, apart=24),
+    "split": Gather(2, 147, (72, 40), 200, push(SMALL, 0, 1, split_k=True)),
+    "split-senders": Gather(3, 200, (40,), 72, push(WIDE, 2, 1, 64, split_k=True), apart=8),
+    "split-rows": Gather(4, 65, (64, 128), 72, push(BROAD, 0, 1, split_k=True), rows=True),
+    "split-odd-rows": Gather(3, 300, (72,), 136, push(BROAD, 2, 2, 64, split_k=True), rows=True),
 }
 SCATTERS = {
     "2": Scatter(2, 147, 72, 200, band=2),
@@ -216,8 +230,8 @@ def test_a_rank_that_gives_up_sends_nothing(
 
 @pytest.mark.parametrize(
     "op",
-    [GATHERS["beside"], GATHERS["senders"], SCATTERS["3"], SCATTERS["staged"]],
-    ids=["beside", "senders", "parts", "staged"],
+    [GATHERS["beside"], GATHERS["senders"], GATHERS["split-senders"], SCATTERS["3"], SCATTERS["staged"]],
+    ids=["beside", "senders", "split", "parts", "staged"],
 )
 def test_a_late_rank_is_right_or_told(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 begins in the midst of what the others do, one of which waits for longer than the other."""
@@ -245,9 +259,10 @@ MISTAKES = {
         "if (lane == 0) weft::set_count(sent, ++count);",
     ),
     "gather-posted-ahead": ("posted < there;", "posted <= there && index < order.pieces;"),
-    "gather-flags-not-awaited": ("weft::fence_proxy_async();\n            __syncwarp();", ""),
+    "gather-flags-not-awaited": ("weft::fence_proxy_async();\n                __syncwarp();", ""),
     "gather-count-not-awaited": ("weft::wait_count(s.counts + ARRIVED, ++needed)", "++needed"),
     "gather-half-not-free": ("half.done + lane, use - 1", "half.done + lane, use - 2"),
+    "gather-split-other-part": ("i * weft::BK, src);", "i * weft::BK, src % 1);"),
     "scatter-no-fence": ("__threadfence_system();\n        if (!more) continue;", "if (!more) continue;"),
     "scatter-warps-not-awaited": ("weft::sync_warpgroup(warpgroup);", ""),
     "scatter-posted-ahead": ("posted < there;", "posted <= there && step < order.steps();"),
@@ -272,7 +287,9 @@ def test_mistakes_are_found(mistake: str, tmp_path: Path, monkeypatch: pytest.Mo
     if mistake.startswith("staged"):
         op = SCATTERS["staged"]
     if mistake.startswith("gather"):
-        op = Gather(2, 147, (8,), 264, push(WIDE, 0, 1), blocks=2)  # little to multiply until rows come
+        split_k = "split" in mistake
+        # Little to multiply until rows come.
+        op = Gather(2, 147, (8,), 264, push(WIDE, 0, 1, split_k=split_k), blocks=2)
     right, broken = MISTAKES[mistake]
     library = op.compiled(tmp_path, {right: broken})
     assert any(wrong(op, uses(op, monkeypatch, library, seed)) for seed in range(40))

@@ -58,25 +58,30 @@ def same(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
 
 def all_gather_matmul(rank: int, size: int, seed: int) -> None:
     # A tile more or less than a chunk, columns that no tile divides, both layouts of B, and both at once, which is the
-    # Triton kernel's; several Bs on one gathered A.
+    # Triton kernel's; several Bs on one gathered A; shards side by side, and rows that lie apart.
     both = (True, False)
-    for m, k, n, dtype, layouts, return_A in [
-        (64, 64, 64, DTYPES[0], both[:1], False),
-        (129, 72, 136, DTYPES[0], both[1:], True),
-        (129, 72, 136, DTYPES[0], both[:1] * 2, False),
-        (65, 72, 40, DTYPES[0], both, True),
-        (100, 36, 68, DTYPES[1], both[:1], False),
-        (70, 36, 36, DTYPES[1], both, True),
+    for m, k, n, dtype, layouts, return_A, dim, apart in [
+        (64, 64, 64, DTYPES[0], both[:1], False, 0, 0),
+        (129, 72, 136, DTYPES[0], both[1:], True, 0, 8),
+        (129, 72, 136, DTYPES[0], both[:1] * 2, False, 0, 0),
+        (65, 72, 40, DTYPES[0], both, True, 0, 0),
+        (100, 36, 68, DTYPES[1], both[:1], False, 0, 0),
+        (70, 36, 36, DTYPES[1], both, True, 0, 0),
+        (129, 72, 136, DTYPES[0], both[:1], True, 1, 8),
+        (65, 136, 64, DTYPES[0], both[1:], False, 1, 0),
     ]:
-        shards = [numbers(seed, r, dtype, m, k) for r in range(size)]
+        wider = [numbers(seed, r, dtype, m, k + apart) for r in range(size)]
+        whole = torch.cat([shard[:, :k] for shard in wider], dim)
+        deep = whole.shape[1]
         Bs = [
-            numbers(seed + i, rank, dtype, n, k).t() if transposed else numbers(seed + i, rank, dtype, k, n)
+            numbers(seed + i, rank, dtype, n, deep).t()
+            if transposed
+            else numbers(seed + i, rank, dtype, deep, n)
             for i, transposed in enumerate(layouts, start=1)
         ]
-        on_gpu = [put(B) for B in Bs]
-        A, outs = fused_all_gather_matmul(put(shards[rank]), on_gpu, 0, dist.group.WORLD, return_A=return_A)
+        on_gpu, shard = [put(B) for B in Bs], put(wider[rank])[:, :k]
+        A, outs = fused_all_gather_matmul(shard, on_gpu, dim, dist.group.WORLD, return_A=return_A)
         fused()
-        whole = torch.cat(shards)
         if A is not None:
             same("gathered A", A, whole)
         for B, out in zip(Bs, outs, strict=True):

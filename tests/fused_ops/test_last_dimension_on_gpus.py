@@ -1,0 +1,235 @@
+"""fused_all_gather_matmul of the last dimension on CUDA, and shards that are no block of memory: right to the last bit.
+
+Where operands are small whole numbers every rounding on the way is exact, in any order.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from unittest import mock
+
+import pytest
+import torch
+from opcommon import BOUND, check, gather, gathered, matrix, poison, same_on_all, whole, world
+from ranks import run_ranks
+from weft import symm_mem
+from weft.fused_ops import fused_all_gather_matmul, last_plan
+from weft.fused_ops.plan import forced
+from weft.kernels.all_gather_matmul import configs, on_cuda
+from weft.kernels.all_gather_matmul.configs import PushConfig
+from weft.kernels.device.choice import Choices
+from weft.kernels.device.gemm_tiles import TILES, Tile
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [  # m, K of a shard, N of each B
+    (1, 8, [8]),
+    (101, 72, [40]),
+    (257, 1000, [520, 1032]),
+    (63, 520, [256, 64, 64]),
+    (301, 2056, [1544]),
+    (1023, 504, [768]),
+    (129, 64, [2048]),
+    (33, 1032, [128, 136, 8, 64, 72]),
+    (641, 200, [3080]),
+]
+
+
+def joined(shards: torch.Tensor) -> torch.Tensor:
+    """[W, ..., K] as [..., W * K]."""
+    return torch.cat(list(shards), -1)
+
+
+def late(chance: float) -> None:
+    """Hold this rank's stream up for some milliseconds, now and then."""
+    if random.random() < chance:
+        torch.cuda._sleep(random.randrange(3_000_000))
+
+
+def exact(
+    m: int, k: int, ns: list[int], dtype: torch.dtype, transposed: bool, what: str, return_A: bool
+) -> None:
+    shard = whole(m, k, dtype=dtype)
+    Bs = [matrix(world().size() * k, n, dtype, transposed) for n in ns]
+    A, outs = fused_all_gather_matmul(shard, Bs, 1, world(), return_A=return_A)
+    assert last_plan().algorithm == "push", last_plan()
+    want = joined(gathered(shard))
+    assert (A is not None) is return_A
+    assert A is None or torch.equal(A, want), f"gathered A, {what}"
+    for out, B in zip(outs, Bs, strict=True):
+        assert torch.equal(out, (want.float() @ B.float()).to(dtype)), what
+
+
+def every_tile(rank: int, world_size: int) -> None:
+    for tile in TILES:
+        for senders in (0, 8):  # sent by every block, or by some that do nothing else
+
+            def only(m: int, *_: object, tile: Tile = tile, senders: int = senders) -> list[PushConfig]:
+                return [PushConfig(tile, senders, group=min(2, -(-m // tile.block_m)), split_k=True)]
+
+            # What was chosen for these shapes before is forgotten, the kernels with it.
+            configs.push_ranked.cache_clear()
+            symm_mem.reset()
+            with (
+                mock.patch.object(on_cuda, "_choices", Choices()),
+                mock.patch.object(configs, "push_candidates", only),
+                forced("fused"),
+            ):
+                for i, (m, k, ns) in enumerate(SHAPES):
+                    for dtype, transposed in ((torch.bfloat16, False), (torch.float16, True)):
+                        poison(rank)
+                        what = f"{tile}, {senders} senders, {m, k, ns} {dtype}"
+                        exact(m, k, ns, dtype, transposed, what, return_A=i % 2 == 0)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_tile(world_size: int) -> None:
+    run_ranks(every_tile, world_size, device="cuda", fresh=True)
+
+
+def mixed(rank: int, world_size: int, calls: int) -> None:
+    """Of the last and of another dimension in turn: they share a workspace."""
+    order = random.Random(2)
+    with forced("fused"):
+        for call in range(calls):
+            late(0.1)
+            m, k, ns = order.choice(SHAPES)
+            dtype, transposed = order.choice((torch.bfloat16, torch.float16)), order.random() < 0.5
+            exact(m, k, ns, dtype, transposed, f"call {call}: {m, k, ns} {dtype}", order.random() < 0.5)
+            if order.random() < 0.3:
+                shard, B = whole(m, k, dtype=dtype), matrix(k, 72, dtype, transposed)
+                _, (out,) = fused_all_gather_matmul(shard, [B], 0, world(), return_A=False)
+                want = gathered(shard).flatten(0, 1).float() @ B.float()
+                assert torch.equal(out, want.to(dtype)), f"call {call}: rows of {m, k}"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_many_calls_of_random_shapes_with_late_ranks(world_size: int) -> None:
+    run_ranks(mixed, world_size, 500, device="cuda")
+
+
+def close(rank: int, world_size: int) -> None:
+    for m, k, n, dtype in [(1023, 1032, 1544, torch.bfloat16), (2048, 512, 4096, torch.float16)]:
+        shard = torch.randn(3, m // 3, k).to(dtype)
+        A = joined(torch.stack(gather(shard)))
+        # Equal Bs: the parts are added in the same order on every rank.
+        B = same_on_all(world_size * k, n, dtype=dtype)
+        with forced("fused"):
+            got_A, (first,) = fused_all_gather_matmul(shard, [B], -1, world())
+            assert last_plan().algorithm == "push"
+            check("last dimension", first, A @ B.double(), BOUND[dtype])
+            assert got_A is not None and torch.equal(got_A.double(), A)
+            assert all(torch.equal(other, first) for other in gathered(first)), "other bits on another rank"
+            for _ in range(5):
+                late(0.3)
+                _, (out,) = fused_all_gather_matmul(shard, [B], -1, world(), return_A=False)
+                assert torch.equal(out, first), "other bits in another run"
+            for bs, why in (
+                ([B.float()], "torch.float32 operands"),
+                ([B, B.t().contiguous().t()], "Bs of both orders"),
+            ):
+                _, outs = fused_all_gather_matmul(shard.to(bs[0].dtype), bs, -1, world())
+                assert last_plan().algorithm == "unfused" and why in last_plan().reason
+                check(why, outs[-1], A @ B.double(), BOUND[dtype])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_random_numbers_and_equal_bits(world_size: int) -> None:
+    run_ranks(close, world_size, device="cuda")
+
+
+def replayed(rank: int, world_size: int) -> None:
+    B = torch.randn(1032, world_size * 264).bfloat16().t()
+    wide = torch.randn(515, 3 * 264).bfloat16()
+
+    def call() -> list[torch.Tensor]:
+        with forced("fused"):
+            A, (out,) = fused_all_gather_matmul(wide[:, 264:528], [B], 1, world())
+            assert last_plan().algorithm == "push" and A is not None
+        return [A, out]
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    for _ in range(40):
+        wide.normal_()
+        for result in results:
+            result.fill_(float("nan"))
+        late(0.2)
+        graph.replay()
+        late(0.2)
+        for result, eager in zip(results, call(), strict=True):
+            assert torch.equal(result, eager)
+        assert torch.equal(results[0], joined(gathered(wide[:, 264:528])))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_graph_replays_between_eager_calls(world_size: int) -> None:
+    run_ranks(replayed, world_size, device="cuda")
+
+
+def allocations() -> int:
+    return int(torch.cuda.memory_stats()["allocation.all.allocated"])
+
+
+def as_they_lie(rank: int, world_size: int) -> None:
+    wide, batched = whole(301, 1032, dtype=torch.bfloat16), whole(43, 3, 136, dtype=torch.bfloat16)
+    cases = {  # the shard, the dimension, copies that are made of it
+        "columns": (wide[:, 520:656], 0, 0),
+        "columns, the last dimension": (wide[:, 520:656], 1, 0),
+        "every other row": (wide[::2, :136], 0, 0),
+        "inner dimension that lies in front": (batched.transpose(0, 1), 1, 0),
+        "columns that begin between two vectors": (wide[:, 1:137], 0, 1),
+        "inner dimension": (batched, 1, 1),
+    }
+    for name, (shard, dim, copies) in cases.items():
+        B = matrix((world_size if dim == shard.dim() - 1 else 1) * 136, 264, torch.bfloat16, transposed=True)
+        for return_A in (False, True):
+            for _ in range(2):  # the long way and, where nothing is copied, the short one
+                poison(rank)
+                torch.cuda.synchronize()
+                before = allocations()
+                with forced("fused"):
+                    A, (out,) = fused_all_gather_matmul(shard, [B], dim, world(), return_A=return_A)
+                made = allocations() - before
+                assert last_plan().algorithm == "push"
+                want = torch.cat(list(gathered(shard)), dim)
+                assert torch.equal(out, (want.float() @ B.float()).bfloat16()), name
+                assert A is None or torch.equal(A, want), name
+            assert made == 1 + return_A + copies, f"{name}: {made} tensors are made"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_shards_whose_rows_lie_apart(world_size: int) -> None:
+    run_ranks(as_they_lie, world_size, device="cuda")
+
+
+def missing(rank: int, world_size: int) -> str | None:
+    shard, B = torch.randn(512, 512).bfloat16(), torch.randn(world_size * 512, 512).bfloat16()
+
+    def call() -> None:
+        with forced("fused"):
+            fused_all_gather_matmul(shard, [B], 1, world())
+
+    call()
+    call()
+    torch.cuda.synchronize()
+    if rank == 1:
+        time.sleep(4)
+        return None
+    symm_mem.set_timeout(0.5)
+    call()
+    start = time.monotonic()
+    torch.cuda.synchronize()  # the kernel gives up by itself
+    assert time.monotonic() - start < 3
+    with pytest.raises(symm_mem.PeerTimeout) as error:
+        call()
+    return str(error.value)
+
+
+def test_a_missing_rank_is_named() -> None:
+    text = run_ranks(missing, 2, device="cuda", fresh=True)[0]
+    assert "rank 0 of group" in text and "waited 0.5 s for rank 1" in text

@@ -1,0 +1,106 @@
+"""fused_all_gather_matmul on CUDA, without a GPU: which memory the kernels are given of the op's tensors."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from weft.fused_ops import all_gather_matmul
+from weft.fused_ops.plan import forced
+from weft.kernels.all_gather_matmul import on_cuda
+
+WORLD_SIZE = 2
+
+
+class Kernels:
+    """In place of those that launch: they note what they are made for, and the operands."""
+
+    operands: list[int]
+
+    def __init__(
+        self, workspace: Any, a: torch.Tensor, bs: list[torch.Tensor], config: Any, **given: Any
+    ) -> None:
+        self.sizes = [config.split_k, a.shape, a.stride()]
+
+    def launch(
+        self, half: int, operands: list[int], results: list[int], timeout_ns: int, stream: int
+    ) -> None:
+        Kernels.operands = operands
+
+
+@pytest.fixture
+def where(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A heap and a GPU that are none."""
+    heap = SimpleNamespace(prepare=lambda op, same, step: step())
+    workspace = SimpleNamespace(
+        world_size=WORLD_SIZE, prepared={}, heap=heap, layout=SimpleNamespace(bytes=0), next_half=lambda: 0
+    )
+    workspace.raise_if_broken = lambda op: None
+    monkeypatch.setattr(all_gather_matmul, "num_sms", lambda device: 132)
+    monkeypatch.setattr(all_gather_matmul, "on", lambda device: nullcontext())
+    monkeypatch.setattr(all_gather_matmul, "matmul_workspace", lambda *_, **__: workspace)
+    monkeypatch.setattr(all_gather_matmul, "get_timeout", lambda name: 1.0)
+    monkeypatch.setattr(on_cuda.cuda_kernel, "AllGatherMatmulPushes", Kernels)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    return SimpleNamespace(world_size=WORLD_SIZE, group_name="a group", workspace=workspace)
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+def kernels(where: SimpleNamespace) -> Kernels:
+    (made,) = (x for x in where.workspace.prepared.values() if isinstance(x, Kernels))
+    return made
+
+
+def remembered(where: SimpleNamespace) -> int:
+    return sum(isinstance(key, tuple) for key in where.workspace.prepared)
+
+
+CASES = {  # the shard, the dimension, the rows' stride as the kernels see it; 0 where they are given a copy
+    "rows": (numbers(6, 24), 0, 24),
+    "columns of a wider matrix": (numbers(6, 72)[:, 40:64], 0, 72),
+    "columns that begin between two vectors": (numbers(6, 72)[:, 1:25], 0, 0),
+    "inner dimension that lies in front": (numbers(3, 5, 24).transpose(0, 1), 1, 24),
+    "inner dimension": (numbers(3, 5, 24), 1, 0),
+    "last dimension": (numbers(3, 5, 24), 2, 24),
+    "last dimension, columns": (numbers(3, 5, 48)[..., 16:40], 2, 48),
+    "last dimension, rows at two distances": (numbers(3, 6, 24)[:, ::4], 2, 0),
+}
+
+
+@pytest.mark.parametrize("return_A", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_rows_at_one_distance_are_not_copied(name: str, return_A: bool, where: SimpleNamespace) -> None:
+    shard, dim, stride = CASES[name]
+    last = dim == shard.dim() - 1
+    bs = [numbers(WORLD_SIZE * 24 if last else 24, n) for n in (16, 40)]
+    with forced("fused"):
+        done = all_gather_matmul._on_cuda(where, shard, bs, dim, return_A)
+    assert not isinstance(done, str)
+    A, outs = done
+    rows = shard if last else shard.movedim(dim, 0)
+    assert kernels(where).sizes == [last, (shard.numel() // 24, 24), (stride or 24, 1)]
+    assert Kernels.operands[1:] == [b.data_ptr() for b in bs]
+    assert (Kernels.operands[0] == rows.data_ptr()) is bool(stride)
+    assert remembered(where) == bool(stride), "what is copied takes the long way again"
+    for out, columns in zip(
+        [*outs, A] if A is not None else outs, (16, 40, 48 if last else 24), strict=False
+    ):
+        shape = [*shard.shape[:-1], columns]
+        if not last:
+            shape[dim] *= WORLD_SIZE
+        assert list(out.shape) == shape
+        assert (out if last else out.movedim(dim, 0)).is_contiguous()
+    assert (A is None) is not return_A
+
+
+def test_float32_of_the_last_dimension_is_left(where: SimpleNamespace) -> None:
+    shard, b = torch.randn(6, 24), torch.randn(48, 16)
+    with forced("fused"):
+        said = all_gather_matmul._on_cuda(where, shard, [b], 1, False)
+    assert said == "the last dimension is gathered, for which no kernel takes torch.float32 operands"
