@@ -35,7 +35,7 @@ def test_all_gather_matmul_asks_the_kernels_rule(world: int, m: int, n: int) -> 
     if reason is not None:
         assert f"({m} x 4096 @ 4096 x {n})" in reason
     aside = worth_fusing("all_gather_matmul", m, n, 4096, world, BF16, "cuda", last_dim=True)
-    assert (aside is None) is push_pays(m, [n], 4096 // world, world, 132, split_k=True)
+    assert (aside is None) is gather.push_pays(m, [n], 4096 // world, world, 132, split_k=True)
     exact = worth_fusing("all_gather_matmul", m, n, 4096, world, torch.float32, "cuda")
     assert (exact is None) is gather.pays(m // world, n, 4096, world, 4)
 
