@@ -168,14 +168,13 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
     }
 }
 
-// Wait for a warpgroup's part of an own tile from every peer: by each of its warps.
+// Wait for a warpgroup's part of an own tile from every peer: by each of its warps, a lane for each peer.
 __device__ __forceinline__ void wait_parts(const Params& p, const Tile& t, int warpgroup, u32 use) {
     const int lane = threadIdx.x % 32;
     if (lane < WORLD_SIZE && lane != p.watch.rank) {
         const int flag = p.half.flags + lane * p.half.flags_per_rank + 2 * t.index + warpgroup;
         weft::wait_flag(p.watch, lane, flag, use, weft::WAIT_DATA);
     }
-    __syncwarp();
 }
 
 // own[8] = the sum of all ranks' in their order, of which `own` is one, and `parts` are the others.
@@ -213,7 +212,7 @@ __device__ __forceinline__ void add_parts(
 #pragma unroll
     for (int first = 0; first < ALL; first += AHEAD) {
         uint4 parts[AHEAD][WORLD_SIZE - 1];
-        __syncwarp();  // or the compiler has all of them on their way at once, and spills
+        __syncwarp();  // each lane has waited for one peer; and the compiler shall not load all at once, and spill
 #pragma unroll
         for (int i = 0; i < AHEAD && first + i < ALL; ++i) {
 #pragma unroll
