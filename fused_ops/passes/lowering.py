@@ -86,9 +86,14 @@ class _Fused(ir._CollectiveKernel):
 def _lower_fused(op: torch._ops.OpOverload) -> None:
     add_needs_realized_inputs(op)
 
+    returned = op._schema.returns
+    one = len(returned) == 1 and isinstance(returned[0].type, torch._C.TensorType)
+
     @register_lowering(op, type_promotion_kind=None)
     def lower(*args: Any, **kwargs: Any) -> Any:
-        created = _Fused.create(op, *args, **kwargs)
+        # One tensor is made like torch's own collectives make it: Inductor takes it for the result of one where a graph
+        # waits for it, and where it reduces it in place.
+        created = (_Fused.create_out_of_place if one else _Fused.create)(op, *args, **kwargs)
         return tree_map(lambda x: ir.TensorBox.create(x) if isinstance(x, ir.IRNode) else x, created)
 
 

@@ -119,10 +119,13 @@ def test_groups_must_be_a_list() -> None:
         FusionPass(groups=1.5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["strict", "agree"])
-def test_switches_are_true_or_false(name: str) -> None:
-    with pytest.raises(TypeError, match=f"{name}: is 'no', must be True or False"):
-        FusionPass(**{name: "no"})
+def test_switches_are_true_or_false() -> None:
+    with pytest.raises(TypeError, match="strict: is 'no', must be True or False"):
+        FusionPass(strict="no")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="agree: is 'no', must be True, False or 'capture'"):
+        FusionPass(agree="no")
+    with pytest.raises(TypeError, match="agree: is 1, must be True, False or 'capture'"):
+        FusionPass(agree=1)  # type: ignore[arg-type]
 
 
 def test_fuse_must_be_known() -> None:
