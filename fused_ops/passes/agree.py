@@ -57,6 +57,9 @@ _agree = torch.ops.weft.agree.default
 fx.node.has_side_effect(_agree)
 
 _CONSTANT_BYTES = 1 << 20
+# Operators of higher order that take no graphs, objects or numbers of this process's tables: a user's operator that
+# writes to its arguments.
+_AS_TEXT = ("auto_functionalized_v2",)
 _SIGNATURE = re.compile(r"^def forward\(self.*?\)[^\n()]*:\n", re.DOTALL | re.MULTILINE)
 
 
@@ -90,8 +93,9 @@ class Original:
     """A graph as it is before the pass, to be run by ranks that do not agree."""
 
     def __init__(self, graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-        self._graph = fx.Graph()
-        self._graph.output(self._graph.graph_copy(graph, {}))
+        self.graph = self._graph = fx.Graph()
+        output = self._graph.output(self._graph.graph_copy(graph, {}))
+        output.meta = dict(graph.output_node().meta)
         self._owner = graph.owning_module
         self._counts: dict[str, int] = {}
         for node in nodes:
@@ -103,7 +107,7 @@ class Original:
         """Why the graph cannot be kept as text; None if it can."""
         size = 0
         for node in self._graph.nodes:
-            if isinstance(node.target, torch._ops.HigherOrderOperator):
+            if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() not in _AS_TEXT:
                 return (
                     f"the graph calls {node.target.name()}, which cannot be kept for ranks that do not agree"
                 )

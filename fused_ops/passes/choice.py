@@ -137,17 +137,6 @@ class Choice:
             willing = willing and answer.fused
         return willing and bool(self._rounds)
 
-    def insist(self) -> None:
-        """
-        Raises:
-            RuntimeError: the graph may not run fused, and cannot run otherwise here.
-        """
-        if not self.fused():
-            reasons = "; ".join(str(d) for d in outcomes.disagreements() if d.graph == self.name)
-            raise RuntimeError(
-                f"weft: the ranks run different graphs, and this one can only run fused: {reasons}"
-            )
-
     def _ask(self, asked: Asked, turn: int, willing: bool) -> Answer:
         group = resolve_group(asked.name)
         where = board(group)

@@ -24,6 +24,7 @@ from .match import Collective, LeftAlone, collectives, group_of, kind_of, val
 from .normal import make_functional, prepare, wait_once
 from .outcomes import disagreements, forget, questions
 from .report import Entry, Report, source_of
+from .subgraphs import WHY, Called
 
 _log = logging.getLogger("weft.passes")
 _ROOT = Path(__file__).parents[2]
@@ -104,6 +105,7 @@ class FusionPass(CustomGraphPass):
         self.strict, self.fuse, self.agree = strict, fuse, agree
         self._entries: list[Entry] = []
         self._graphs = 0
+        self._called = Called()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -135,6 +137,8 @@ class FusionPass(CustomGraphPass):
         wait_once(graph)
         nodes = list(collectives(graph))
         self._graphs += 1
+        for number in self._called.put_back(graph):
+            self._leave(number)
         if not nodes:
             return
         original = Original(graph, nodes) if self.agree else None
@@ -155,9 +159,20 @@ class FusionPass(CustomGraphPass):
         report = Report(entries[n] for n in nodes)
         if original is not None:
             original.ask_first(graph, report.entries, captured=self.agree == CAPTURE)
+            self._called.remember(graph, original.graph, self._graphs - 1)
         graph.lint()
         self._entries += report.entries
         _log.info("%s", _line(self._graphs - 1, report))
+        if self.strict and report.left:
+            raise FusionError(report)
+
+    def _leave(self, number: int) -> None:
+        """Enters that a graph was put back as it was."""
+        self._entries = [
+            e.left_alone(WHY) if e.graph == number and e.fused_into is not None else e for e in self._entries
+        ]
+        report = Report(e for e in self._entries if e.graph == number)
+        _log.info("%s", _line(number, report))
         if self.strict and report.left:
             raise FusionError(report)
 
