@@ -62,7 +62,8 @@ class FusionPass(CustomGraphPass):
     but the pass does not run then, and **the report has no entries**. To see them:
     ``TORCHINDUCTOR_FORCE_DISABLE_CACHES=1``.
 
-    The logger ``weft.passes`` writes a line for each graph (INFO) and for each new disagreement (WARNING).
+    The logger ``weft.passes`` writes a line for each graph (INFO; ``TORCH_LOGS=weft`` shows them) and for each new
+    disagreement (WARNING).
 
     Args:
         groups: fuse collectives of these groups only: names, ProcessGroups, 1-D DeviceMeshes or (mesh, dim).
