@@ -66,6 +66,39 @@ def test_who_knows_better_gets_it_fused() -> None:
         assert report.disagreements == ()
 
 
+def partitioned(rank: int, size: int) -> tuple[str, Report]:
+    """The code that Inductor writes for CUDA graphs, were the CPU's kernels such as it captures; and runs of it."""
+    from torch._inductor import config as inductor_config
+    from torch._inductor.scheduler import Scheduler
+    from torch._inductor.utils import run_and_get_code
+
+    options: dict[str, Any] = {"triton.cudagraphs": True, "graph_partition": True}
+    before = Scheduler.should_partition
+    Scheduler.should_partition = lambda self, node: None
+    try:
+        with compiler(), torch.no_grad(), inductor_config.patch(options):
+            fusion = FusionPass(fuse="always")
+            fusion.clear()
+            compiled = torch.compile(layer, options={**options, **fusion.options}, dynamic=False)
+            _, (code,) = run_and_get_code(compiled, *layer_inputs(size))
+            for _ in range(2):
+                given = layer_inputs(size)
+                want = layer(*(t.double() for t in given))
+                check("result", compiled(*given), want, 3 * BOUND[torch.bfloat16])
+            return code, fusion.report()
+    finally:
+        Scheduler.should_partition = before
+
+
+def test_the_question_stands_outside_of_inductors_cuda_graphs() -> None:
+    for code, report in run_ranks(partitioned, 2):
+        captured, replays = code[code.index("def partition_0(") :].split("class Runner:")
+        assert captured.count("torch.ops.weft.") >= 2
+        assert "weft_choice" not in captured
+        assert replays.index("if not weft_choice.fused():") < replays.index("self.partitions[0](")
+        assert (report.fused, report.questions.count, report.questions.fused) == (2, 3, 3)
+
+
 def replayed(rank: int, size: int, agree: bool | str) -> tuple[str, list[str]]:
     """A user's own CUDA graph of a compiled one, replayed with other inputs."""
     with compiler(), torch.no_grad(), plan.forced("fused"):

@@ -268,6 +268,11 @@ def one_row_repeated(x: Tensor, w: Tensor) -> Tensor:
     return rs((x @ w)[:1].expand(4, 6).contiguous())
 
 
+@case([None], X, W)
+def logits_gathered_along_the_vocabulary(x: Tensor, w: Tensor) -> Tensor:
+    return torch.cat(ag(x @ w).split(6), 1)
+
+
 @case([None, AR], X, W)
 def scattered_and_reduced(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     p = x @ w
