@@ -285,6 +285,15 @@ def a_norm_of_columns(x: Tensor, w: Tensor, v: Tensor, r: Tensor) -> Tensor:
     return s * torch.rsqrt(s.pow(2).mean(0, keepdim=True) + 1e-6) * v
 
 
+@case([MM_AR], X, W, V, R)
+def a_norms_weight_and_residual_are_written(x: Tensor, w: Tensor, v: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+    y = ar(x @ w)
+    v.mul_(2)
+    s = y + r
+    r.mul_(2)
+    return s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-6) * v, s, r
+
+
 @case([AG, RS, MM_AR], X, W)
 def waited_for_once_more(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return wait(ag(x)) @ w, wait(rs(x @ w)) + 1, wait(wait(ar(x @ w))) + 1
