@@ -287,9 +287,8 @@ def a_norm_of_columns(x: Tensor, w: Tensor, v: Tensor, r: Tensor) -> Tensor:
 
 @case([MM_AR], X, W, V, R)
 def a_norms_weight_and_residual_are_written(x: Tensor, w: Tensor, v: Tensor, r: Tensor) -> tuple[Tensor, ...]:
-    y = ar(x @ w)
-    v.mul_(2)
-    s = y + r
+    s = ar(x @ w) + r
+    v[:3].mul_(2)  # through a view: the graph goes on with v
     r.mul_(2)
     return s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-6) * v, s, r
 
