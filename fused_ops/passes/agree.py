@@ -19,8 +19,14 @@ it meets.
 
 A wait for a rank that does not come ends after half a minute, once for a graph; its collectives are then plain.
 
-What is left to the user: a CUDA graph holds what was chosen when it was captured, unless Inductor keeps the question
-outside of it (``graph_partition``). Where the generated code cannot ask (the C++ wrapper), nothing is fused.
+A CUDA graph holds what was chosen when it was captured, and its replays ask nobody: a rank that captures again, or
+takes another path, cannot learn that another one replays. With Inductor's own CUDA graphs (``mode="reduce-overhead"``)
+the question stands outside of them, in the code that replays the partitions (``graph_partition``, on by default), and
+is asked before each run. Without partitions nothing is fused, and a graph that runs while the user captures is captured
+unfused: the report says so in both cases. Who knows that all ranks capture and replay alike says ``agree="capture"``:
+then what is captured is what the ranks agreed on at the capture.
+
+Where the generated code cannot ask (the C++ wrapper), nothing is fused.
 """
 
 from __future__ import annotations
@@ -51,6 +57,9 @@ _agree = torch.ops.weft.agree.default
 fx.node.has_side_effect(_agree)
 
 _CONSTANT_BYTES = 1 << 20
+# Operators of higher order that take no graphs, objects or numbers of this process's tables: a user's operator that
+# writes to its arguments.
+_AS_TEXT = ("auto_functionalized_v2",)
 _SIGNATURE = re.compile(r"^def forward\(self.*?\)[^\n()]*:\n", re.DOTALL | re.MULTILINE)
 
 
@@ -68,12 +77,25 @@ def why_not_asked(group: str) -> str | None:
     return None
 
 
+def why_captured_whole() -> str | None:
+    """Why the question would be asked when a CUDA graph is captured and never again; None if it is asked each time."""
+    if not inductor_config.triton.cudagraphs:
+        return None
+    if inductor_config.graph_partition and getattr(inductor_config, "cudagraph_policy", None) is None:
+        return None
+    return (
+        "the graph is captured whole, in a CUDA graph whose replays cannot ask the other ranks; "
+        "graph_partition leaves the question outside of it"
+    )
+
+
 class Original:
     """A graph as it is before the pass, to be run by ranks that do not agree."""
 
     def __init__(self, graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-        self._graph = fx.Graph()
-        self._graph.output(self._graph.graph_copy(graph, {}))
+        self.graph = self._graph = fx.Graph()
+        output = self._graph.output(self._graph.graph_copy(graph, {}))
+        output.meta = dict(graph.output_node().meta)
         self._owner = graph.owning_module
         self._counts: dict[str, int] = {}
         for node in nodes:
@@ -85,7 +107,7 @@ class Original:
         """Why the graph cannot be kept as text; None if it can."""
         size = 0
         for node in self._graph.nodes:
-            if isinstance(node.target, torch._ops.HigherOrderOperator):
+            if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() not in _AS_TEXT:
                 return (
                     f"the graph calls {node.target.name()}, which cannot be kept for ranks that do not agree"
                 )
@@ -102,10 +124,13 @@ class Original:
             )
         return None
 
-    def ask_first(self, graph: fx.Graph, entries: Iterable[Entry]) -> None:
+    def ask_first(self, graph: fx.Graph, entries: Iterable[Entry], *, captured: bool) -> None:
         """Puts the question in front of ``graph``, which is this one after the pass.
 
         Collectives that were taken apart but not fused count as fused: they are not what other ranks run.
+
+        Args:
+            captured: as ``pack`` has it.
         """
         entries = tuple(entries)
         order = [g for g in self._counts if has_ranks(g)]
@@ -124,7 +149,8 @@ class Original:
         signature = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
         code = self._code() if kept else None
         with unset_fake_temporarily():  # the constants are real
-            packed = pack(asked, signature, what, code, self._constants() if kept else {})
+            constants = self._constants() if kept else {}
+            packed = pack(asked, signature, what, code, constants, captured=captured)
         first = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(first):
             graph.call_function(_agree, (packed, kept)).meta["val"] = None

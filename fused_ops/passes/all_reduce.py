@@ -224,7 +224,8 @@ def _feeding_one_sum(
         met.append(add)
         node = add
         other = _other(c, term, groups)
-        if other is not None and first_write(c.node, other.node) is None:
+        # What is reduced is read later than it was, what else is added later still.
+        if other is not None and first_write(min(c.node, other.node), add) is None:
             collectives = sorted([*collectives, other], key=lambda each: each.node)
             added, rest = list(met), list(also)
         else:

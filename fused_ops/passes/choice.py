@@ -37,6 +37,10 @@ _log = logging.getLogger("weft.passes")
 #: Seconds until a rank that does not come is taken to run something else; less if the group's deadline is less.
 PATIENCE = 30.0
 _OP_BY_OP = 2  # runs of an unfused graph until it is compiled
+_IN_CAPTURE = (
+    "a CUDA graph is being captured, whose replays cannot ask the other ranks; where you know that all ranks capture "
+    'and replay alike, FusionPass(agree="capture") fuses there, too'
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,13 @@ class Asked:
 
 
 def pack(
-    groups: Sequence[Asked], signature: int, what: Sequence[str], code: str | None, constants: dict[str, Any]
+    groups: Sequence[Asked],
+    signature: int,
+    what: Sequence[str],
+    code: str | None,
+    constants: dict[str, Any],
+    *,
+    captured: bool = False,
 ) -> str:
     """The argument of ``Choice``.
 
@@ -59,6 +69,7 @@ def pack(
         what: what became of each collective, for the other ranks' reports.
         code: ``def forward(self, args)``, the graph as it was; it empties ``args``. None if nothing was fused.
         constants: the graph's attributes that the code reads.
+        captured: whether the graph may run fused while a CUDA graph is captured, whose replays will not ask.
     """
     buffer = io.BytesIO()
     torch.save(constants, buffer)
@@ -68,6 +79,7 @@ def pack(
         "what": list(what),
         "code": code,
         "constants": base64.b64encode(buffer.getvalue()).decode() if constants else None,
+        "captured": captured,
     }
     return base64.b64encode(zlib.compress(json.dumps(data).encode(), 6)).decode()
 
@@ -82,6 +94,7 @@ class Choice:
         self._what: list[str] = data["what"]
         self._code: str | None = data["code"]
         self._constants: str | None = data["constants"]
+        self._captured: bool = data["captured"]
         fused = [g for g in self._groups if g.fused]
         # Each group's answer depends on the others': they go round until every rank that shares any of them has the
         # same.
@@ -111,24 +124,18 @@ class Choice:
         for asked in self._groups:
             if not asked.fused:
                 self._ask(asked, 0, willing=False)
-        willing = True
+        if self._code is not None and not _capturing():
+            _ = self._namespace  # what is on the device cannot be made while a CUDA graph is captured
+        willing = self._captured or not _capturing()
+        if not willing and self._rounds:
+            first = self._rounds[0].name
+            outcomes.note(self.name, first, board(resolve_group(first)).rank, _IN_CAPTURE)
         for i, asked in enumerate(self._rounds):
             answer = self._ask(asked, i, willing and self._may_wait(asked.name))
             if willing and not answer.fused:
                 self._explain(asked.name, answer)
             willing = willing and answer.fused
         return willing and bool(self._rounds)
-
-    def insist(self) -> None:
-        """
-        Raises:
-            RuntimeError: the graph may not run fused, and cannot run otherwise here.
-        """
-        if not self.fused():
-            reasons = "; ".join(str(d) for d in outcomes.disagreements() if d.graph == self.name)
-            raise RuntimeError(
-                f"weft: the ranks run different graphs, and this one can only run fused: {reasons}"
-            )
 
     def _ask(self, asked: Asked, turn: int, willing: bool) -> Answer:
         group = resolve_group(asked.name)
@@ -191,8 +198,8 @@ class Choice:
             return tuple(_restrided(o, s) for o, s in zip(outputs, strides, strict=True))
 
     def _outputs(self, args: list[Any]) -> Sequence[Any]:
-        """Op by op at first: ranks that differ once need no second compilation."""
-        if self._plain_runs <= _OP_BY_OP or self._compiled is None:
+        """Op by op at first: ranks that differ once need no second compilation. Nor can one begin in a capture."""
+        if self._plain_runs <= _OP_BY_OP or self._compiled is None or _capturing():
             return self._run(self._namespace, args)
         inputs = list(args)  # they are needed again if this cannot be compiled
         try:
@@ -218,6 +225,10 @@ class Choice:
         if self._constants is None:
             return SimpleNamespace()
         return SimpleNamespace(**torch.load(io.BytesIO(base64.b64decode(self._constants))))
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _patience(group: str) -> float:

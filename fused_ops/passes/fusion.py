@@ -19,15 +19,17 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from ...symm_mem import Group, group_name
 from .. import worth
 from . import forms
-from .agree import Original, has_ranks, why_not_asked
+from .agree import Original, has_ranks, why_captured_whole, why_not_asked
 from .match import Collective, LeftAlone, collectives, group_of, kind_of, val
-from .normal import make_functional, prepare
+from .normal import make_functional, prepare, wait_once
 from .outcomes import disagreements, forget, questions
 from .report import Entry, Report, source_of
+from .subgraphs import WHY, Called
 
 _log = logging.getLogger("weft.passes")
 _ROOT = Path(__file__).parents[2]
 FUSE = ("auto", "always")
+CAPTURE = "capture"
 # How weft waits, not what it puts into a graph.
 _NOT_IN_THE_GRAPH = {"WEFT_TIMEOUT"}
 
@@ -60,7 +62,8 @@ class FusionPass(CustomGraphPass):
     but the pass does not run then, and **the report has no entries**. To see them:
     ``TORCHINDUCTOR_FORCE_DISABLE_CACHES=1``.
 
-    The logger ``weft.passes`` writes a line for each graph (INFO) and for each new disagreement (WARNING).
+    The logger ``weft.passes`` writes a line for each graph (INFO; ``TORCH_LOGS=weft`` shows them) and for each new
+    disagreement (WARNING).
 
     Args:
         groups: fuse collectives of these groups only: names, ProcessGroups, 1-D DeviceMeshes or (mesh, dim).
@@ -70,10 +73,13 @@ class FusionPass(CustomGraphPass):
             reduces, if that can be.
         agree: whether graphs ask. False is for programs of which you know that all ranks run the same graphs in the
             same order: where they do not, a fused op waits for a rank that does not come, until its deadline.
+            "capture" is for those of which you know that for what is captured in CUDA graphs: a captured graph keeps
+            the answer that it got at its capture. With True it is captured unfused, as its replays cannot ask;
+            Inductor's own CUDA graphs (``triton.cudagraphs``) ask before each run, if it makes partitions.
 
     Raises:
-        TypeError: ``groups`` is one name or no list, ``strict`` or ``agree`` is not True or False.
-        ValueError: ``fuse`` is neither "auto" nor "always".
+        TypeError: ``groups`` is one name or no list, ``strict`` or ``agree`` is no bool (or string).
+        ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "capture".
     """
 
     def __init__(
@@ -82,21 +88,25 @@ class FusionPass(CustomGraphPass):
         strict: bool = False,
         *,
         fuse: str = "auto",
-        agree: bool = True,
+        agree: bool | str = True,
     ) -> None:
         if isinstance(groups, str):
             raise TypeError(f"groups: is the string {groups!r}, must be a list of groups")
         if groups is not None and not isinstance(groups, Iterable):
             raise TypeError(f"groups: is {groups!r}, must be a list of groups")
-        for name, given in (("strict", strict), ("agree", agree)):
-            if not isinstance(given, bool):
-                raise TypeError(f"{name}: is {given!r}, must be True or False")
+        if not isinstance(strict, bool):
+            raise TypeError(f"strict: is {strict!r}, must be True or False")
+        if not isinstance(agree, bool | str):
+            raise TypeError(f"agree: is {agree!r}, must be True, False or {CAPTURE!r}")
+        if isinstance(agree, str) and agree != CAPTURE:
+            raise ValueError(f"agree: is {agree!r}, must be True, False or {CAPTURE!r}")
         if fuse not in FUSE:
             raise ValueError(f"fuse: is {fuse!r}, must be 'auto' or 'always'")
         self.groups = None if groups is None else frozenset(group_name(g) for g in groups)
         self.strict, self.fuse, self.agree = strict, fuse, agree
         self._entries: list[Entry] = []
         self._graphs = 0
+        self._called = Called()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -125,12 +135,17 @@ class FusionPass(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         make_functional(graph)
+        wait_once(graph)
         nodes = list(collectives(graph))
         self._graphs += 1
+        for number in self._called.put_back(graph):
+            self._leave(number)
         if not nodes:
             return
         original = Original(graph, nodes) if self.agree else None
         why_not = None if original is None else original.why_not_kept()
+        if self.agree is True:
+            why_not = why_captured_whole() or why_not
         left = prepare(
             graph, self._find, lambda match: self._why_not(match, _problem(match), why_not) is None
         )
@@ -144,10 +159,21 @@ class FusionPass(CustomGraphPass):
                 self._fuse(node, told, entries, why_not)
         report = Report(entries[n] for n in nodes)
         if original is not None:
-            original.ask_first(graph, report.entries)
+            original.ask_first(graph, report.entries, captured=self.agree == CAPTURE)
+            self._called.remember(graph, original.graph, self._graphs - 1)
         graph.lint()
         self._entries += report.entries
         _log.info("%s", _line(self._graphs - 1, report))
+        if self.strict and report.left:
+            raise FusionError(report)
+
+    def _leave(self, number: int) -> None:
+        """Enters that a graph was put back as it was."""
+        self._entries = [
+            e.left_alone(WHY) if e.graph == number and e.fused_into is not None else e for e in self._entries
+        ]
+        report = Report(e for e in self._entries if e.graph == number)
+        _log.info("%s", _line(number, report))
         if self.strict and report.left:
             raise FusionError(report)
 
@@ -184,6 +210,8 @@ class FusionPass(CustomGraphPass):
         except LeftAlone as e:
             entries[node] = Entry(**told[node], **found, reason=str(e))
             return
+        # It may be one that was met before, and left.
+        node = match.collective.node
         into: dict[str, Any] = {"dim": match.dim, "fused_into": str(match.op._schema.name), **found}
         gain: dict[str, Any] = {}
         if problem is not None:

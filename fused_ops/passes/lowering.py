@@ -44,12 +44,9 @@ class _Agree(ir.ExternKernel):
         if getattr(wrapper, "partition_signatures", None) is not None:
             wrapper = wrapper.get_root_graph()
             wrapper = getattr(wrapper, "wrapper_code", wrapper)
+        assert V.graph.name is None, "a graph that another one calls was not put back"
         wrapper.add_import_once("from weft.fused_ops.passes.choice import Choice as WeftChoice")
         indent = 2 if config.graph_partition else 1
-        if V.graph.name is not None:
-            # A function inside the generated one: what its caller has begun cannot be left.
-            wrapper.writeline(f"WeftChoice({self.packed!r}).{'insist' if self.fused else 'fused'}()")
-            return
         wrapper.header.writeline(f"weft_choice = WeftChoice({self.packed!r})")
         names = wrapper.get_graph_input_names()
         strides = ", ".join(_stride(wrapper, out) for out in V.graph.graph_outputs)
@@ -86,9 +83,14 @@ class _Fused(ir._CollectiveKernel):
 def _lower_fused(op: torch._ops.OpOverload) -> None:
     add_needs_realized_inputs(op)
 
+    returned = op._schema.returns
+    one = len(returned) == 1 and isinstance(returned[0].type, torch._C.TensorType)
+
     @register_lowering(op, type_promotion_kind=None)
     def lower(*args: Any, **kwargs: Any) -> Any:
-        created = _Fused.create(op, *args, **kwargs)
+        # One tensor is made like torch's own collectives make it: Inductor takes it for the result of one where a graph
+        # waits for it, and where it reduces it in place.
+        created = (_Fused.create_out_of_place if one else _Fused.create)(op, *args, **kwargs)
         return tree_map(lambda x: ir.TensorBox.create(x) if isinstance(x, ir.IRNode) else x, created)
 
 

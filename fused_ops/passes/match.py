@@ -227,8 +227,10 @@ _EFFECTS = ("with_effects", "triton_kernel_wrapper_mutation", "call_torchbind")
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the node takes from a generator, so that it must keep its place among others that do."""
+    """Whether the node takes from a generator, or may, so that it must keep its place among others that do."""
     target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return True  # what is recomputed with the state of a generator, for one
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 

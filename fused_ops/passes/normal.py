@@ -47,6 +47,20 @@ def make_functional(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
+def wait_once(graph: fx.Graph) -> None:
+    """A tensor that was waited for already is the result of waiting for it.
+
+    ``funcol.wait_tensor`` leaves that in a graph, where torch.compile lets a wait follow each collective anyway.
+    """
+    first: dict[fx.Node, fx.Node] = {}
+    for node in graph.find_nodes(op="call_function", target=c10d.wait_tensor.default):
+        source = node.args[0]
+        done = first.setdefault(source, source if calls(source, c10d.wait_tensor.default) else node)
+        if done is not node:
+            node.replace_all_uses_with(done)
+            graph.erase_node(node)
+
+
 def prepare(
     graph: fx.Graph, find: Callable[[fx.Node], forms.Form], accepts: Callable[[forms.Form], bool]
 ) -> dict[fx.Node, str]:

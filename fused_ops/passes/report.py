@@ -52,6 +52,11 @@ class Entry:
     k: int | None = None
     gain: float | None = None
 
+    def left_alone(self, reason: str) -> Entry:
+        """The same collective, found but left alone."""
+        told = (self.graph, self.node, self.collective, self.group)
+        return Entry(*told, reason=reason, source=self.source, form=self.form)
+
     def __str__(self) -> str:
         kind = "" if self.node.startswith(self.collective) else f" ({self.collective})"
         group = "" if self.group is None else f" over group {self.group!r}"

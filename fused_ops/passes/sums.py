@@ -97,10 +97,12 @@ def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> Sum:
     wanted = val(node).dtype
     pending: list[tuple[fx.Node, Dims, tuple[fx.Node, ...]]] = [(node, dims, (user,))]
     added = False
+    dtypes: dict[torch.dtype, fx.Node] = {}
     while pending:
         node, dims, users = pending.pop()
         _check_users(node, users)
         total.nodes.append(node)
+        dtypes.setdefault(val(node).dtype, node)
         if (taken := product(node)) is not None:
             _check_dtype(val(node).dtype, wanted)
             if taken.scaled:
@@ -138,6 +140,10 @@ def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> Sum:
         raise LeftAlone("the products that it sums have different shapes")
     if len({val(p.node).dtype for p in total.products}) > 1:
         raise LeftAlone("the products that it sums have different dtypes")
+    for dtype, node in dtypes.items():
+        # Not another one on the way, either: what an integer or a shorter float cuts off would stay.
+        if dtype not in (total.dtype, torch.float32):
+            raise LeftAlone(f"{what(node)} is {dtype}, to which the op would not round")
     if total.dtype == torch.float16 != wanted and len(total.products) > 1:
         raise LeftAlone("the sum may be too large for torch.float16, to which it would be rounded")
     for vector, columns in zip(total.vectors, rows_of_vectors, strict=True):

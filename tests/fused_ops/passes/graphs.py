@@ -148,13 +148,14 @@ class Ranks:
         return [[like(v) for v in vals] for _ in range(self.world)]
 
     def run(self, graph: fx.Graph, inputs: list[list[Any]]) -> list[list[Any]]:
-        """What the graph returns, flat, for each rank."""
+        """What the graph returns, flat, for each rank; the inputs as it leaves them in ``left``."""
         envs: list[dict[fx.Node, Any]] = [{} for _ in range(self.world)]
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         for env, values in zip(envs, inputs, strict=True):
             # A graph may write to its inputs.
             own = [v.clone() if isinstance(v, Tensor) else v for v in values]
             env.update(zip(placeholders, own, strict=True))
+        self.left = [[env[p] for p in placeholders] for env in envs]
         for node in graph.nodes:
             if node.op == "call_function":
                 args = [fx.map_arg((node.args, node.kwargs), env.__getitem__) for env in envs]
@@ -188,7 +189,7 @@ class Ranks:
         casts = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
         if target in casts and (args[0][1].get("dtype") or args[0][0][1]).is_floating_point:
             # All in float64: what is compared is what is computed, not how it is rounded.
-            return first
+            return [x.double() if x.dtype != torch.float64 else x.clone() for x in first]
         if target is c10d.reduce_scatter_tensor.default:
             return list(self.reduced(first, args[0][0][1]).contiguous().chunk(self.world))
         if target is c10d.all_reduce.default or target is torch.ops.weft.one_shot_all_reduce.default:
@@ -241,10 +242,15 @@ def check_meta(node: fx.Node, result: Any) -> None:
 
 
 def check_same(seen: Seen, world: int) -> None:
-    """The graphs before and after the pass compute the same from random inputs, with the same strides."""
+    """The graphs before and after the pass compute the same from random inputs, with the same strides and aliases, and
+    write the same to their inputs.
+    """
     ranks = Ranks(world)
     inputs = ranks.inputs(seen.before)
-    for mine, theirs in zip(ranks.run(seen.after, inputs), ranks.run(seen.before, inputs), strict=True):
+    after = [[*got, *left] for got, left in zip(ranks.run(seen.after, inputs), ranks.left, strict=True)]
+    before = [[*got, *left] for got, left in zip(ranks.run(seen.before, inputs), ranks.left, strict=True)]
+    for mine, theirs in zip(after, before, strict=True):
+        assert aliases(mine) == aliases(theirs)
         for a, b in zip(mine, theirs, strict=True):
             if isinstance(b, Tensor):
                 assert a.shape == b.shape
@@ -255,6 +261,12 @@ def check_same(seen: Seen, world: int) -> None:
                 torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
             else:
                 assert a == b
+
+
+def aliases(values: list[Any]) -> list[tuple[int, int]]:
+    """Which of the values share memory."""
+    where = [v.untyped_storage().data_ptr() if isinstance(v, Tensor) and v.numel() else None for v in values]
+    return [(i, j) for j, b in enumerate(where) for i, a in enumerate(where[:j]) if a == b is not None]
 
 
 def traced(fn: Callable[..., Any], *inputs: Tensor) -> fx.Graph:

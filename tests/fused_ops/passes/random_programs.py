@@ -121,6 +121,10 @@ class Machine:
     def clone(self, i: int) -> Tensor:
         return self.values[i].clone(memory_format=torch.contiguous_format)
 
+    def wait(self, i: int) -> Tensor:
+        """Once more, or for what was never on its way."""
+        return self.values[i] if self.groups is None else c10d.wait_tensor(self.values[i])
+
     def cast(self, i: int, dtype: torch.dtype) -> Tensor:
         return aten._to_copy.default(self.values[i], dtype=dtype)
 

@@ -56,10 +56,10 @@ class Writer:
             return i
         shape = self.shape(i)
         kind = self.draw(
-            "clone", "cast", "unary", "slice", "permute", "squeeze", "write", "write_part", "other"
+            "clone", "cast", "unary", "slice", "permute", "squeeze", "write", "write_part", "wait", "other"
         )
-        if kind == "clone":
-            return self.do("clone", i)
+        if kind in ("clone", "wait"):
+            return self.do(kind, i)
         if kind == "cast":
             return self.do("cast", i, self.draw(*DTYPES))
         if kind == "unary":
@@ -275,6 +275,11 @@ class Writer:
         for _ in range(self.draw(0, 0, 0, 1, 2)):
             other = self.all_reduced(lead, columns, self.draw(group, group, group, 1), source)
             if self.shape(other) == self.shape(y) and self.dtype_of(other) == self.dtype_of(y):
+                if self.size(0, 2) == 2:
+                    residual = self.new(*self.shape(y), dtype=self.dtype_of(y))
+                    y = self.do("add", y, residual)
+                    if self.size(0, 2) == 2:
+                        self.do("write", self.draw(residual, residual, y))
                 y = self.noise(self.do("add", y, other, self.draw(1, 1, 1, 2)))
         if self.size(0, 3) == 3 and self.shape(y):
             shape, dtype = self.shape(y), self.dtype_of(y)

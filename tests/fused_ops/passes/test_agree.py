@@ -177,3 +177,15 @@ def test_a_backend_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(agree, "begun", begun)
     check_left(traced(program, X, W), "its backend 'gloo' does not count collectives")
+
+
+def test_a_graph_that_is_captured_whole() -> None:
+    """Inductor's CUDA graphs leave the question outside only where they are made of partitions."""
+    with inductor_config.patch({"triton.cudagraphs": True, "graph_partition": False}):
+        (reason,), after = passed(traced(program, X, W))
+        assert reason.startswith("the graph is captured whole")
+        assert not any(n.target is torch.ops.weft.fused_all_gather_matmul.default for n in after.nodes)
+        assert passed(traced(program, X, W), agree="capture")[0] == [""]
+        assert passed(traced(program, X, W), agree=False)[0] == [""]
+    with inductor_config.patch({"triton.cudagraphs": True, "graph_partition": True}):
+        assert passed(traced(program, X, W))[0] == [""]

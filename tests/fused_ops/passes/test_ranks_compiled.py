@@ -225,6 +225,44 @@ def test_what_is_cast_to_float32_is_summed_to_float32() -> None:
         assert 0 < ours <= theirs < 4e-3
 
 
+def waits_and_chains(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """What is fused is waited for once more, also through a view, and is reduced again as it is."""
+    import torch.distributed._functional_collectives as funcol
+
+    group = dist.distributed_c10d._get_default_group()
+    reduced = Reduced.forward(None, x @ w)
+    scattered = funcol.wait_tensor(scatter(x @ w, 0))
+    gathered = funcol.wait_tensor(gather(x, 0)) @ w
+    return (
+        funcol.wait_tensor(reduced).sin(),
+        funcol.wait_tensor(reduced.view(-1)) + 1,
+        funcol.all_reduce(scattered, "sum", group).cos(),
+        funcol.all_reduce(gathered, "max", group),
+        Reduced.forward(None, Reduced.forward(None, x.sin() @ w)),
+    )
+
+
+def waited_and_chained(rank: int, world: int) -> tuple[list[str | None], str]:
+    from weft.fused_ops.passes import FusionPass
+
+    fusion = FusionPass(fuse="always")
+    torch._dynamo.reset()
+    x, w = torch.randn(6, 8), torch.full((8, 5), 0.5)
+    with torch.no_grad(), inductor_config.patch(fx_graph_cache=False, force_disable_caches=True):
+        got = torch.compile(waits_and_chains, options=fusion.options)(x, w)
+        for a, b in zip(got, waits_and_chains(x, w), strict=True):
+            assert a.stride() == b.stride()
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    torch._dynamo.reset()
+    return [e.fused_into for e in fusion.report().entries], str(fusion.report())
+
+
+def test_what_is_fused_is_waited_for_and_reduced_again() -> None:
+    for into, text in run_ranks(waited_and_chained, WORLD):
+        assert into.count(None) == 3, text
+        assert len(into) == 7, text
+
+
 def cached(rank: int, world: int, groups: list[str] | None) -> tuple[int, int, bool]:
     from weft.fused_ops.passes import FusionPass
 

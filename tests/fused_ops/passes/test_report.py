@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,10 +123,13 @@ def test_groups_must_be_a_list() -> None:
         FusionPass(groups=1.5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["strict", "agree"])
-def test_switches_are_true_or_false(name: str) -> None:
-    with pytest.raises(TypeError, match=f"{name}: is 'no', must be True or False"):
-        FusionPass(**{name: "no"})
+def test_switches_are_true_or_false() -> None:
+    with pytest.raises(TypeError, match="strict: is 'no', must be True or False"):
+        FusionPass(strict="no")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="agree: is 'no', must be True, False or 'capture'"):
+        FusionPass(agree="no")
+    with pytest.raises(TypeError, match="agree: is 1, must be True, False or 'capture'"):
+        FusionPass(agree=1)  # type: ignore[arg-type]
 
 
 def test_fuse_must_be_known() -> None:
@@ -159,6 +166,28 @@ def test_the_first_that_is_left_alone_is_logged(caplog: pytest.LogCaptureFixture
     (line,) = [r.getMessage() for r in caplog.records if r.name == "weft.passes"]
     assert line.startswith("graph 0: 1 of 3 collectives fused")
     assert "left alone: no matrix product takes the gathered tensor, but sin" in line
+
+
+LOGGED = """
+import torch
+from graphs import c10d, fake_ranks, traced
+from weft.fused_ops.passes import FusionPass
+with fake_ranks(2):
+    gathered = lambda x, w: c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0")) @ w
+    for _ in range(2):
+        FusionPass()(traced(gathered, torch.randn(6, 8), torch.randn(8, 5)))
+"""
+
+
+@pytest.mark.parametrize(("logs", "lines"), [("weft", 2), ("aot", 0)])
+def test_torch_logs_knows_weft(logs: str, lines: int) -> None:
+    """As the name of a package, which torch looks for before weft is imported."""
+    env = {**os.environ, "TORCH_LOGS": logs}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    run = subprocess.run([sys.executable, "-c", LOGGED], env=env, capture_output=True, text=True, check=True)
+    assert (run.stdout + run.stderr).count("graph 0: 1 of 1 collectives fused, should save") == lines, (
+        run.stderr
+    )
 
 
 def test_report_is_data() -> None:

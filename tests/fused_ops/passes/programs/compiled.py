@@ -89,6 +89,9 @@ class Program:
 
     def outcome(self) -> Outcome:
         report = self.fusion.report()
+        for e in report.entries:
+            assert e.source, f"no line of the model: {e}"
+            assert e.reason if e.fused_into is None else e.form, f"not explained: {e}"
         left = [(e.collective, e.reason) for e in report.entries if e.fused_into is None]
         return Outcome(report.fused, left, str(report), self.errors)
 

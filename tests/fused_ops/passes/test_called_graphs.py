@@ -1,0 +1,128 @@
+"""Graphs with operators of higher order: what the pass does inside of them, beside them, and in unfused runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from opcommon import BOUND, check
+from ranks import run_ranks
+from test_pass_on_gpus import gather, layer, scatter
+from test_ranks_that_differ import compiler
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from weft.fused_ops.passes import FusionPass, Report, choice, subgraphs
+
+
+def branches(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Which branch is taken depends on the rank; both communicate alike."""
+
+    def small(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return gather(x) @ a @ b
+
+    def large(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return gather(x) @ b @ a
+
+    return torch.cond(x[0, 0] > 0, large, small, (x, a, b))
+
+
+def regions(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    block = torch.compiler.nested_compile_region(layer)
+    return block(block(x, a, b), a, b)
+
+
+def recomputed(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    y = checkpoint(layer, x, a, b, use_reentrant=False)
+    return checkpoint(layer, y, a, b, use_reentrant=False)
+
+
+def scaled(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """A user's operator that writes to its argument."""
+    h = gather(x) @ a
+    torch.ops.weft_tests.double_(h)
+    return scatter(h @ b)
+
+
+PROGRAMS: dict[str, Callable[..., Tensor]] = {f.__name__: f for f in (branches, regions, recomputed, scaled)}
+
+
+def define() -> None:
+    if not hasattr(torch.ops.weft_tests, "double_"):
+
+        @torch.library.custom_op("weft_tests::double_", mutates_args={"x"})
+        def double_(x: Tensor) -> None:
+            x.mul_(2)
+
+
+def compiled_and_run(rank: int, size: int, name: str, agree: bool, plain: list[bool], train: bool) -> Report:
+    """Results of runs, some of them unfused, checked against the same program in float64."""
+    define()
+    fn = PROGRAMS[name]
+    before = choice._capturing
+    try:
+        with compiler():
+            fusion = FusionPass(fuse="always", agree=agree)
+            fusion.clear()
+            ours = torch.compile(fn, options=fusion.options, dynamic=False)
+            for unfused in plain:
+                choice._capturing = lambda unfused=unfused: unfused
+                given: list[Any] = [torch.randn(s).div_(4) for s in ((32, 64), (64, 64), (64, 64))]
+                given[0][0, 0] = rank - 0.5
+                exact = [t.double().requires_grad_(train) for t in given]
+                given = [t.requires_grad_(train) for t in given]
+                got, want = ours(*given), fn(*exact)
+                check("result", got, want, 4 * BOUND[torch.float32])
+                if train:
+                    got.backward(torch.ones_like(got))
+                    want.backward(torch.ones_like(want))
+                    for a, b in zip(given, exact, strict=True):
+                        check("gradient", a.grad, b.grad, 8 * BOUND[torch.float32])
+            return fusion.report()
+    finally:
+        choice._capturing = before
+
+
+def test_ranks_that_take_different_branches() -> None:
+    for report in run_ranks(compiled_and_run, 2, "branches", True, [False] * 3, False):
+        assert {e.reason for e in report.entries} == {subgraphs.WHY}
+        assert report.disagreements == ()
+
+
+def test_a_region_that_is_compiled_once() -> None:
+    for report in run_ranks(compiled_and_run, 2, "regions", True, [False] * 2, True):
+        assert {e.reason for e in report.entries} == {subgraphs.WHY}
+    for report in run_ranks(compiled_and_run, 2, "regions", False, [False] * 2, True):
+        assert (report.fused, report.left) == (4, 0), report
+
+
+def test_activation_checkpointing_leaves_none() -> None:
+    """The backward gathers again, in the same graph as everything else."""
+    for report in run_ranks(compiled_and_run, 2, "recomputed", True, [False, True], True):
+        assert (report.fused, report.left) == (10, 0), report
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_an_operator_that_writes_to_its_argument(train: bool) -> None:
+    """Also in unfused runs, op by op at first and then compiled."""
+    for report in run_ranks(compiled_and_run, 2, "scaled", True, [False, *[True] * 4, False], train):
+        assert (report.fused, report.left) == (4 if train else 2, 0), report
+        assert sum(d.runs for d in report.disagreements) == (8 if train else 4)
+
+
+def strictly(rank: int, size: int) -> str:
+    with compiler():
+        fusion = FusionPass(fuse="always", strict=True)
+        given = [torch.randn(s) for s in ((32, 64), (64, 64), (64, 64))]
+        try:
+            torch.compile(regions, options=fusion.options)(*given)
+        except Exception as e:
+            return str(e)
+    return ""
+
+
+def test_strict_raises_with_what_was_put_back() -> None:
+    for text in run_ranks(strictly, 2):
+        assert "2 of 2 collectives were not fused" in text
+        assert subgraphs.WHY in text

@@ -1,0 +1,382 @@
+"""Programs written to break the pass: nearly a form that it knows, or a form with something beside it.
+
+Casts that cut off, writes, aliases, strides, waits, several uses. Each is run before and after the pass: the same
+numbers, strides and aliases, the same in what it writes to. Traced op by op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from graphs import AG, AR, RS, applied, c10d, check_same, fake_ranks, traced
+from torch import Tensor
+from weft.fused_ops.passes import FusionPass, all_reduce
+
+aten = torch.ops.aten
+MM_AR = "weft::fused_matmul_all_reduce"
+wait = c10d.wait_tensor
+
+
+@pytest.fixture(autouse=True)
+def two_ranks() -> Iterator[None]:
+    with fake_ranks(2):
+        yield
+
+
+def gathering(x: Tensor) -> Tensor:
+    return c10d.all_gather_into_tensor(x, 2, "0")
+
+
+def scattering(x: Tensor) -> Tensor:
+    return c10d.reduce_scatter_tensor(x, "sum", 2, "0")
+
+
+def reducing(x: Tensor) -> Tensor:
+    return c10d.all_reduce(x, "sum", "0")
+
+
+def ag(x: Tensor) -> Tensor:
+    return wait(gathering(x))
+
+
+def rs(x: Tensor) -> Tensor:
+    return wait(scattering(x))
+
+
+def ar(x: Tensor) -> Tensor:
+    return wait(reducing(x))
+
+
+X, W, V, R = (6, 8), (8, 6), (6,), (6, 6)
+CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], list[str | None]]] = {}
+
+
+def case(into: list[str | None], *shapes: tuple[int, ...]) -> Callable[[Any], Any]:
+    """A program, the shapes of its inputs, and into what its collectives are fused where everything pays."""
+
+    def enter(fn: Callable[..., Any]) -> Callable[..., Any]:
+        CASES[fn.__name__] = (fn, shapes, into)
+        return fn
+
+    return enter
+
+
+@case([MM_AR, MM_AR], X, W, R)
+def the_residual_is_written_before_the_second_sum(x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = reducing(x @ w), reducing(x.sin() @ w)
+    t = r + wait(a)
+    r.mul_(2)
+    return t + wait(b), r
+
+
+@case([AR, MM_AR], X, W)
+def what_is_reduced_is_written_before_the_next_one(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    p = x @ w
+    a = reducing(p)
+    p.mul_(2)
+    return wait(a) + ar(x.sin() @ w), p
+
+
+@case([MM_AR, MM_AR], X, W)
+def a_view_of_the_result_is_written(x: Tensor, w: Tensor) -> Tensor:
+    a, b = reducing(x @ w), reducing(x.sin() @ w)
+    y = wait(a)
+    y.view(-1).mul_(3)
+    return y + wait(b)
+
+
+@case([AR, None], X, W)
+def the_input_of_pending_ones_is_written(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    p, q = x @ w, x.sin() @ w
+    a, b = reducing(p), scattering(q)
+    p.zero_()
+    q.zero_()
+    return wait(a), wait(b), p, q
+
+
+@case([None], X, W)
+def a_product_is_written_through_a_view(x: Tensor, w: Tensor) -> Tensor:
+    p = x @ w
+    p.view(-1)[3:].mul_(2)
+    return rs(p)
+
+
+@case([None], X, W, V)
+def a_bias_is_written_after_it_was_added(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    p = x @ w + v
+    v.mul_(2)
+    return rs(p), v
+
+
+@case([None], X, W)
+def added_in_place(x: Tensor, w: Tensor) -> Tensor:
+    p = x @ w
+    p += x.sin() @ w
+    return rs(p)
+
+
+@case([RS], X, W)
+def the_result_is_written(x: Tensor, w: Tensor) -> Tensor:
+    return rs(x @ w).add_(1)
+
+
+@case([AG], X, W)
+def written_between_two_products(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    g = ag(x)
+    y = g @ w
+    g.view(-1)[:8].mul_(2)
+    return y, g @ w
+
+
+@case([AG], X, W)
+def a_weight_is_written_between_two_products(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    g = ag(x)
+    y = g @ w
+    w.mul_(2)
+    return y, g @ w
+
+
+@case([None], X, W)
+def the_shard_is_written_while_it_travels(x: Tensor, w: Tensor) -> Tensor:
+    pending = gathering(x)
+    x.mul_(2)
+    return wait(pending) @ w
+
+
+@case([AG], X, W)
+def gathered_returned_with_views(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    g = ag(x)
+    y = g @ w
+    return y, y, g, g.view(-1), g.view(4, 3, 8), g.clone()
+
+
+@case([AG], X, (16, 5))
+def joined_returned_with_views(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    g = ag(x)
+    c = torch.cat(g.split(6), 1)
+    return c @ w, g, c, c.view(-1), g.view(-1)
+
+
+@case([AG], X, (12, 5))
+def transposed_returned(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    g = ag(x)
+    return w.t() @ g, g.t(), g
+
+
+@case([AG], X, W)
+def a_clone_returned_beside_views(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    g = ag(x)
+    c = g.clone()
+    return c @ w, c, c.clone(), g.view(4, 3, 8)
+
+
+@case([MM_AR], X, (8, 5))
+def reduced_with_other_strides(x: Tensor, w: Tensor) -> Tensor:
+    return ar((x @ w).view(2, 3, 5).permute(1, 2, 0).contiguous())
+
+
+@case([MM_AR, MM_AR], X, W, R)
+def added_to_a_transposed_one(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    return r.t() + ar(x @ w) + ar(x.sin() @ w)
+
+
+@case([AG], X, W, (6, 12))
+def a_transposed_matrix_as_bias(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return torch.addmm(b.t(), ag(x), w)
+
+
+@case([AR, AR], X, W)
+def added_to_its_transpose(x: Tensor, w: Tensor) -> Tensor:
+    return ar(x @ w) + ar((x.sin() @ w).t().contiguous())
+
+
+@case([MM_AR, MM_AR], X, W)
+def subtracted(x: Tensor, w: Tensor) -> Tensor:
+    return ar(x @ w) - ar(x.sin() @ w)
+
+
+@case([None], X, W)
+def a_difference_scattered(x: Tensor, w: Tensor) -> Tensor:
+    return rs(x @ w - x.sin() @ w)
+
+
+@case([None], X, W, V)
+def a_vector_on_the_columns_of_the_transpose(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return rs((x @ w).t().contiguous() + v)
+
+
+@case([None], (1, 8), W, V)
+def a_vector_on_the_only_row(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return rs((x @ w + v).view(6, 1))
+
+
+@case([None], X, W)
+def flipped(x: Tensor, w: Tensor) -> Tensor:
+    return ag(x).flip(0) @ w
+
+
+@case([None], X, W)
+def rolled_by_a_shard(x: Tensor, w: Tensor) -> Tensor:
+    return torch.roll(ag(x), 6, 0) @ w
+
+
+@case([None], X, W)
+def strides_read_otherwise(x: Tensor, w: Tensor) -> Tensor:
+    return ag(x).as_strided((12, 8), (1, 12)) @ w
+
+
+@case([None, None], X, W)
+def halves_of_two_gathers(x: Tensor, w: Tensor) -> Tensor:
+    return torch.cat([ag(x)[:6], ag(x.sin())[6:]]) @ w
+
+
+@case([None], X, W)
+def only_one_shard(x: Tensor, w: Tensor) -> Tensor:
+    return ag(x).narrow(0, 6, 6) @ w
+
+
+@case([AG], (4, 6, 8), W)
+def a_batch_with_one_matrix(x: Tensor, w: Tensor) -> Tensor:
+    return torch.bmm(ag(x), w.expand(8, 8, 6))
+
+
+@case([None], (4, 6, 8), (8, 1, 6))
+def a_batch_with_matrices_of_equal_rows(x: Tensor, w: Tensor) -> Tensor:
+    return torch.bmm(ag(x), w.expand(8, 8, 6))
+
+
+@case([None], (4, 6, 8), (1, 6, 8))
+def one_matrix_on_the_left(x: Tensor, w: Tensor) -> Tensor:
+    return rs(torch.bmm(w.expand(4, 6, 8), x.transpose(1, 2)))
+
+
+@case([None], X, W)
+def rows_interleaved(x: Tensor, w: Tensor) -> Tensor:
+    return rs((x @ w).reshape(2, 3, 6).transpose(0, 1).reshape(6, 6))
+
+
+@case([None], (4, 8), W)
+def padded_before_it_is_scattered(x: Tensor, w: Tensor) -> Tensor:
+    return rs(aten.constant_pad_nd(x @ w, [0, 0, 0, 2]))
+
+
+@case([None], (4, 8), W)
+def one_row_repeated(x: Tensor, w: Tensor) -> Tensor:
+    return rs((x @ w)[:1].expand(4, 6).contiguous())
+
+
+@case([None], X, W)
+def logits_gathered_along_the_vocabulary(x: Tensor, w: Tensor) -> Tensor:
+    return torch.cat(ag(x @ w).split(6), 1)
+
+
+@case([None, AR], X, W)
+def scattered_and_reduced(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    p = x @ w
+    return rs(p), ar(p)
+
+
+@case([MM_AR], X, W, V, R)
+def a_norm_of_columns(x: Tensor, w: Tensor, v: Tensor, r: Tensor) -> Tensor:
+    s = ar(x @ w) + r
+    return s * torch.rsqrt(s.pow(2).mean(0, keepdim=True) + 1e-6) * v
+
+
+@case([MM_AR], X, W, V, R)
+def a_norms_weight_and_residual_are_written(x: Tensor, w: Tensor, v: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+    s = ar(x @ w) + r
+    v[:3].mul_(2)  # through a view: the graph goes on with v
+    r.mul_(2)
+    return s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-6) * v, s, r
+
+
+@case([AG, RS, MM_AR], X, W)
+def waited_for_once_more(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return wait(ag(x)) @ w, wait(rs(x @ w)) + 1, wait(wait(ar(x @ w))) + 1
+
+
+@case([AG, RS, MM_AR], X, W)
+def pending_ones_waited_for_twice(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    g, s, r = gathering(x), scattering(x @ w), reducing(x @ w)
+    return wait(g).sum(), wait(g) @ w, wait(s) + 1, wait(s), wait(r) + 1, wait(r)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_changes(name: str) -> None:
+    fn, shapes, into = CASES[name]
+    graph = traced(fn, *map(torch.randn, shapes))
+    seen = applied(graph, FusionPass(fuse="always", agree=False))
+    assert seen.fused == into, seen.reasons
+    assert all(e.reason for e in seen.entries if e.fused_into is None)
+    check_same(seen, 2)
+    check_same(applied(graph), 2)
+    waits = [n for n in seen.after.nodes if n.target is wait.default]
+    assert len(waits) == into.count(None), "what is fused needs no wait: Inductor cannot make one"
+
+
+@pytest.mark.parametrize(
+    ("product", "between", "reduced", "right"),
+    [
+        (torch.float32, torch.int32, torch.float32, False),
+        (torch.float32, torch.bool, torch.float32, False),
+        (torch.float32, torch.bfloat16, torch.float32, False),
+        (torch.bfloat16, torch.float16, torch.float32, False),
+        (torch.bfloat16, torch.float8_e4m3fn, torch.bfloat16, False),
+        (torch.bfloat16, torch.float32, torch.bfloat16, True),
+    ],
+    ids=str,
+)
+def test_what_a_cast_on_the_way_cuts_off_stays_off(
+    product: torch.dtype, between: torch.dtype, reduced: torch.dtype, right: bool
+) -> None:
+    def cast(x: Tensor, w: Tensor) -> Tensor:
+        return (x.to(product) @ w.to(product)).to(between).to(reduced)
+
+    always = FusionPass(fuse="always", agree=False)
+    inputs = torch.randn(X), torch.randn(W)
+    for fn, op in ((rs, RS), (ar, MM_AR)):
+        seen = applied(traced(lambda x, w: fn(cast(x, w)), *inputs), always)  # noqa: B023
+        rest = None if op == RS else AR  # all that is reduced in one shot is what was cast
+        assert seen.fused == [op if right else rest], seen.reasons
+        if op == RS and not right:
+            assert f"is {between}, to which the op would not round" in seen.reasons
+        if between is torch.int32:
+            check_same(seen, 2)
+
+
+def test_an_earlier_one_that_was_left_is_not_merged_across_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found from the later all-reduce, after the earlier one has been left alone because neither pays by itself."""
+    monkeypatch.setattr(all_reduce, "worth_fusing", lambda *args, **kwargs: "does not pay")
+
+    def fn(write: bool) -> Callable[..., Any]:
+        def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            p = x @ w
+            first = reducing(p)
+            if write:
+                p.mul_(2)
+            second = ar(x.sin() @ w)
+            return (x[:, :6] + second) + wait(first), p
+
+        return program
+
+    inputs = torch.randn(X), torch.randn(W)
+    merged, apart = (applied(traced(fn(write), *inputs)) for write in (False, True))
+    assert [e.detail for e in merged.entries] == ["2 all-reduces as one", "merged with all_reduce"]
+    assert apart.fused == [None, None]
+    for seen in (merged, apart):
+        check_same(seen, 2)
+
+
+def test_what_is_recomputed_with_a_generators_state_is_not_moved() -> None:
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        g = ag(x)
+        total = g.sum()
+        _, mask = torch.ops.higher_order.run_and_save_rng_state(aten.bernoulli.default, w)
+        return total, g @ (w * mask)
+
+    seen = applied(traced(fn, torch.randn(X), torch.randn(W)))
+    assert "which comes later" in seen.reasons
+    assert str(seen.after) == str(seen.before)
