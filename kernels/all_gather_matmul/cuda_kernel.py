@@ -72,7 +72,8 @@ def can_take(a: torch.Tensor) -> bool:
     if a.is_contiguous():
         return True
     (distance, step), k = a.stride(), a.shape[1]
-    return step == 1 and k <= distance < 1 << 31 and distance * a.element_size() % ALIGNMENT == 0
+    nbytes = distance * a.element_size()  # of which a copy of rows takes less than 2 GiB
+    return step == 1 and k <= distance and nbytes < 1 << 31 and nbytes % ALIGNMENT == 0
 
 
 def row_stride(a: torch.Tensor) -> int:

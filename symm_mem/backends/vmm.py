@@ -128,7 +128,7 @@ class VmmBackend:
 
     def new_record(self) -> torch.Tensor:
         with relaxed_capture():
-            return torch.zeros(8, dtype=torch.int64, pin_memory=True)
+            return torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=True)
 
 
 @contextmanager
