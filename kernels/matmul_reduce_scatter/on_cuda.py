@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -70,9 +71,10 @@ def tuned(
     (batches, size, m, k), n = a.shape, b.shape[1]
     kind = f"{host.OP} {batches} x {size} x {m} x {k} @ {k} x {n}, {a.dtype} to {epilogue.out_dtype}"
     kind += f"{' + bias' * epilogue.bias}{' + residual' * epilogue.residual}, {num_sms} SMs"
-    ranked = configs.push_ranked(m, n, k, size, num_sms, batches)
+    ranked = [config for _, config in configs.push_ranked(m, n, k, size, num_sms, batches)]
+    both_ways = [way for config in ranked for way in (config, replace(config, staged=not config.staged))]
     candidates: list[Candidate[configs.PushConfig | configs.Config]] = [
-        Candidate(c, *configs.push_needs(m, n, c, size, num_sms, batches)) for _, c in ranked
+        Candidate(c, *configs.push_needs(m, n, c, size, num_sms, batches)) for c in both_ways
     ]
     results: list[torch.Tensor] = []
 
