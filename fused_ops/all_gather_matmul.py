@@ -55,7 +55,8 @@ def _on_cpu(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A: 
     ran(Plan("host", workspace_bytes=workspace.layout.bytes))
     gathered, products = host.all_gather_matmul(workspace, a, Bs, split_k=split_k)
     if split_k and return_A:
-        gathered = gathered.movedim(0, 1).reshape(a.shape[0], size * a.shape[1])
+        # By way of one dimension: where K is 1, a view with other strides would do.
+        gathered = gathered.movedim(0, 1).reshape(-1).view(a.shape[0], size * a.shape[1])
     return _shaped(gathered if return_A else None, products, front, dim, size)
 
 
