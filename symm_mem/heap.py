@@ -249,8 +249,8 @@ class Heap:
     def reset(self, session: str) -> None:
         """Zero every word that ranks count in, on all ranks, and agree on what lies where. Collective.
 
-        What an error has left half-made is dropped: an allocation or a chunk that not every rank has. Memory and
-        addresses of everything else stay, so captured graphs stay valid.
+        What an error has left half-made is dropped: an allocation, a chunk or a workspace that not every rank has.
+        Memory and addresses of everything else stay, so captured graphs stay valid.
 
         Raises:
             PeerTimeout: a rank did not come.
@@ -269,11 +269,17 @@ class Heap:
         problem = self._come_to_rest(users, stack)
         blocks = {str(number): list(placed) for number, placed in self._blocks.items()}
         fault = None if self.fault is None else self.fault.block.number
-        posts = self.rendezvous.gather("reset", [problem, blocks, self._chunks, self._number, fault])
+        known = [workspace.block.number for workspace in self.workspaces.values()]
+        posts = self.rendezvous.gather("reset", [problem, blocks, self._chunks, self._number, fault, known])
         self.rendezvous.refuse("reset", [post[0] for post in posts])
         if any(post[4] != fault for post in posts):
             self.fault = None  # an error came while it was made, before there was anything that uses it
         self._keep_what_all_have([post[1] for post in posts], [post[2] for post in posts])
+        # Of a workspace all ranks may have the block, and one of them gave up in the last step of making it.
+        known_to_all = set.intersection(*(set(post[5]) for post in posts)) & self._blocks.keys()
+        for key, workspace in list(self.workspaces.items()):
+            if workspace.block.number not in known_to_all:
+                del self.workspaces[key]
         self._number = max(post[3] for post in posts)
         self._ready.clear()
 
@@ -327,9 +333,6 @@ class Heap:
             at = placed.offset + placed.size
         if self.capacity > at:
             self._free.give(at, self.capacity - at)
-        for key, workspace in list(self.workspaces.items()):
-            if workspace.block.number not in self._blocks:
-                del self.workspaces[key]
 
     def tensor(
         self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype, owner: object

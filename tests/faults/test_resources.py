@@ -154,3 +154,34 @@ def test_an_exception_inside_a_call() -> None:
     )
     assert "left a call half-way: RuntimeError: not enough memory" in short
     assert "waited 0" in other and "for rank 1: " in other and "it has given up (called at " in other
+
+
+def made_on_one_rank(rank: int, world_size: int) -> None:
+    """A rank gives up in the last step of making a workspace, when the other one has it already."""
+    symm_mem.set_timeout(1)
+    a, b = torch.full((4, 4), rank + 1.0), torch.ones(4, 4)
+    symm_mem.empty(1)  # what is made once for the group is there
+    rendezvous = symm_mem.heap().rendezvous
+    gather = rendezvous.gather
+
+    def gives_up(what: str, *args: object) -> object:
+        posts = gather(what, *args)
+        if what == "zeroed":
+            raise KeyboardInterrupt
+        return posts
+
+    if rank == SHORT:
+        with mock.patch.object(rendezvous, "gather", gives_up), pytest.raises(KeyboardInterrupt):
+            fused_all_gather_matmul(a, [b], 0, None)
+    else:
+        with pytest.raises(symm_mem.WeftError):
+            fused_all_gather_matmul(a, [b], 0, None)
+    symm_mem.set_timeout(20)
+    symm_mem.reset()
+    for _ in range(3):
+        (product,) = fused_all_gather_matmul(a, [b], 0, None)[1]
+        assert product[:4].eq(4).all() and product[4:].eq(8).all()
+
+
+def test_a_workspace_that_one_rank_alone_has_made() -> None:
+    run_ranks(made_on_one_rank, 2, fresh=True)
