@@ -1,0 +1,428 @@
+"""What is added to a reduce-scatter's result: a bias and a residual that the op adds, and near misses that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from graphs import AG, RS, Seen, applied, c10d, captured, check_same, fake_ranks, gather, scatter, traced
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+wait = c10d.wait_tensor
+Fn = Callable[..., Any]
+Shape = tuple[int, ...]
+
+X, W, B, R = (12, 8), (8, 6), (6,), (6, 6)
+
+
+@pytest.fixture
+def two() -> Iterator[None]:
+    with fake_ranks(2):
+        yield
+
+
+def group() -> str:
+    return dist.distributed_c10d._get_default_group().group_name
+
+
+def scattering(x: Tensor, op: str = "sum") -> Tensor:
+    return c10d.reduce_scatter_tensor(x, op, dist.get_world_size(), group())
+
+
+def rs(x: Tensor, op: str = "sum") -> Tensor:
+    return wait(scattering(x, op))
+
+
+def only(fn: Fn, *shapes: Shape, dtype: torch.dtype = torch.float32) -> Seen:
+    """The graph as the function is written, with the pass and without: both compute the same."""
+    seen = applied(traced(fn, *(torch.randn(s, dtype=dtype) for s in shapes)))
+    check_same(seen, dist.get_world_size())
+    return seen
+
+
+def taken(seen: Seen) -> list[set[str]]:
+    """What each op of the graph adds."""
+    ops = seen.after.find_nodes(op="call_function", target=torch.ops.weft.fused_matmul_reduce_scatter.default)
+    return [{*n.kwargs} & {"bias", "residual"} for n in ops]
+
+
+def additions(graph: fx.Graph) -> int:
+    return len(graph.find_nodes(op="call_function", target=aten.add.Tensor))
+
+
+def behind_two_reshapes(x: Tensor, w: Tensor, b: Tensor, r: Tensor) -> Tensor:
+    y = rs(x @ w).unsqueeze(0) + b
+    return (y.view(3, -1, 6) + r).view(-1)
+
+
+def of_columns(x: Tensor, w: Tensor, b: Tensor, r: Tensor) -> Tensor:
+    return r + (scatter(x @ w, x.dim() - 1) + b)
+
+
+def of_some_heads(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    """[batch, sequence, heads, size]: columns of the product."""
+    return scatter((x @ w).unflatten(-1, (6, 2)), 2) + r
+
+
+def computed_in_between(x: Tensor, w: Tensor, b: Tensor, r: Tensor) -> Tensor:
+    return rs(x @ w).view(r.shape) + b.sin() + r.cos()
+
+
+RESIDUAL, BOTH = {"residual"}, {"bias", "residual"}
+# The function, the shapes of its inputs for one of two ranks, what the op adds.
+FORMS: dict[str, tuple[Fn, tuple[Shape, ...], set[str]]] = {
+    "residual": (lambda x, w, r: rs(x @ w) + r, (X, W, R), RESIDUAL),
+    "residual on the left": (lambda x, w, r: r + rs(x @ w), (X, W, R), RESIDUAL),
+    "bias": (lambda x, w, b: rs(x @ w) + b, (X, W, B), {"bias"}),
+    "bias of two dimensions": (lambda x, w, b: rs(x @ w) + b, (X, W, (1, 6)), {"bias"}),
+    "bias, then residual": (lambda x, w, b, r: r + (rs(x @ w) + b), (X, W, B, R), BOTH),
+    "residual, then bias": (lambda x, w, b, r: rs(x @ w) + r + b, (X, W, B, R), BOTH),
+    "average": (lambda x, w, r: rs(x @ w, "avg") + r, (X, W, R), RESIDUAL),
+    "sum of products": (lambda x, w, r: rs(x @ w + x.sin() @ w) + r, (X, W, R), RESIDUAL),
+    "all as one dimension": (lambda x, w, r: rs((x @ w).view(-1)) + r, (X, W, (36,)), RESIDUAL),
+    "seen as a batch": (lambda x, w, r: rs(x @ w).view(2, -1, 6) + r, (X, W, (2, 3, 6)), RESIDUAL),
+    "behind two reshapes": (behind_two_reshapes, (X, W, B, (3, 2, 6)), BOTH),
+    "one row": (lambda x, w, r: rs(x @ w) + r, ((2, 8), W, (1, 6)), RESIDUAL),
+    "one row and a bias": (lambda x, w, b: rs(x @ w) + b, ((2, 8), W, B), {"bias"}),
+    "dimension 1": (lambda x, w, r: scatter(x @ w, 1) + r, ((3, 4, 8), W, (3, 2, 6)), RESIDUAL),
+    "dimension 2 of 4": (
+        lambda x, w, b, r: scatter(x @ w, 2) + b + r,
+        ((2, 3, 4, 8), W, B, (2, 3, 2, 6)),
+        BOTH,
+    ),
+    "columns": (of_columns, ((5, 8), (8, 12), B, (5, 6)), BOTH),
+    "columns of a batch": (of_columns, ((2, 5, 8), (8, 12), B, (2, 5, 6)), BOTH),
+    "some of the heads": (of_some_heads, ((2, 4, 8), (8, 12), (2, 4, 3, 2)), RESIDUAL),
+    "computed in between": (computed_in_between, (X, W, B, (1, 6, 6)), BOTH),
+    "the own product's": (lambda x, w: rs(x @ w) + (x.sin() @ w)[: 12 // 2], (X, W), RESIDUAL),
+    "no rows": (lambda x, w, r: rs(x @ w) + r, ((0, 8), W, (0, 6)), RESIDUAL),
+}
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("name", FORMS)
+def test_added_by_the_op(name: str) -> None:
+    fn, shapes, terms = FORMS[name]
+    seen = only(fn, *shapes)
+    assert (seen.fused, taken(seen)) == ([RS], [terms]), seen.reasons
+    assert additions(seen.after) == 0 or name == "sum of products"
+    (entry,) = seen.entries
+    assert entry.form.endswith("→ add") and entry.form.count("→ add") == len(terms)
+    assert entry.detail.endswith(f", {' and '.join(sorted(terms))} added")
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "terms"),
+    [
+        (lambda x, w, r: scatter(x @ w, 1) + r, ((3, 6, 8), W, (3, 2, 6)), RESIDUAL),
+        (of_columns, ((2, 5, 8), (8, 18), B, (2, 5, 6)), BOTH),
+        (behind_two_reshapes, ((18, 8), W, B, (3, 2, 6)), BOTH),
+    ],
+    ids=["dimension 1", "columns", "behind two reshapes"],
+)
+def test_added_by_the_op_of_three_ranks(fn: Fn, shapes: tuple[Shape, ...], terms: set[str]) -> None:
+    with fake_ranks(3):
+        seen = only(fn, *shapes)
+        assert (taken(seen), additions(seen.after)) == ([terms], 0)
+
+
+def feed_forward(x: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+    return x + (scatter(F.linear(gather(x, 1) @ a, b), 1) + bias)
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_layer_in_training(dynamic: bool) -> None:
+    """Forward the residual and the bias; backward the residual's gradient, which the layer's is added to."""
+    shapes = ((2, 6, 8), (8, 12), (8, 12), (8,))
+    inputs = [torch.randn(s, requires_grad=True) for s in shapes]
+    if dynamic:
+        torch._dynamo.mark_dynamic(inputs[0], 1)
+    forward, backward = captured(feed_forward, *inputs, dynamic=dynamic)
+    assert forward.fused == [AG, RS], forward.reasons
+    assert taken(forward) == [BOTH]
+    assert backward.fused == [AG, RS], backward.reasons
+    assert taken(backward) == [RESIDUAL]
+    for seen in (forward, backward):
+        assert additions(seen.after) == 0
+        check_same(seen, 2)
+
+
+@pytest.mark.usefixtures("two")
+def test_two_reductions_in_one_sum() -> None:
+    """The second adds what the first gives: they stay in their order."""
+    seen = only(lambda x, w: rs(x @ w) + rs(x.sin() @ w), X, W)
+    assert taken(seen) == [set(), RESIDUAL]
+    first, second = (
+        n for n in seen.after.nodes if n.target is torch.ops.weft.fused_matmul_reduce_scatter.default
+    )
+    assert second.kwargs["residual"] is first
+
+
+@pytest.mark.usefixtures("two")
+def test_a_third_term_stays() -> None:
+    seen = only(lambda x, w, b, r: (rs(x @ w) + b + r + r.sin(), r), X, W, B, R)
+    assert (taken(seen), additions(seen.after)) == ([BOTH], 1)
+    seen = only(lambda x, w, b: rs(x @ w) + b + b.sin(), X, W, B)
+    assert (taken(seen), additions(seen.after)) == ([{"bias"}], 1)
+
+
+# The function, the shapes of its inputs, what the op adds in spite of it.
+LEFT: dict[str, tuple[Fn, tuple[Shape, ...], set[str]]] = {}
+
+
+def left(*shapes: Shape, terms: set[str] | None = None) -> Callable[[Fn], Fn]:
+    def enter(fn: Fn) -> Fn:
+        LEFT[fn.__name__] = (fn, shapes, terms or set())
+        return fn
+
+    return enter
+
+
+@left(X, W, R)
+def the_sum_is_wanted_too(x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    y = rs(x @ w)
+    return y + r, y
+
+
+@left(X, W, R)
+def a_view_of_the_sum_is_wanted_too(x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    y = rs(x @ w).view(2, 3, 6)
+    return y + r.view(2, 3, 6), y.sin()
+
+
+@left(X, W, R)
+def what_is_pending_is_returned_too(x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    pending = scattering(x @ w)
+    return wait(pending) + r, pending
+
+
+@left(X, W, B, R, terms={"bias"})
+def the_sum_with_its_bias_is_wanted_too(x: Tensor, w: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    y = rs(x @ w) + b
+    return y + r, y.sin()
+
+
+@left(X, W, R)
+def the_residual_is_scaled(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    return torch.add(rs(x @ w), r, alpha=2)
+
+
+@left(X, W, R)
+def the_sum_is_scaled(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    return torch.add(r, rs(x @ w), alpha=2)
+
+
+@left(X, W, R)
+def subtracted(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    return rs(x @ w) - r
+
+
+@left(X, W)
+def a_number_is_added(x: Tensor, w: Tensor) -> Tensor:
+    return rs(x @ w) + 1.5
+
+
+@left(X, W, ())
+def a_tensor_of_one_number_is_added(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    return rs(x @ w) + r
+
+
+@left(X, W, (6, 1))
+def a_column_is_added(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    return rs(x @ w) + r
+
+
+@left(X, W, (2, 6, 6))
+def the_sum_is_broadcast(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    return rs(x @ w) + r
+
+
+@left((2, 8), W, R)
+def the_only_row_is_broadcast(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    return rs(x @ w) + r
+
+
+@left((12, 8), W, (3, 1, 6))
+def the_residual_is_broadcast(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    return rs(x @ w).view(3, 2, 6) + r
+
+
+@left(X, W, B)
+def an_expanded_residual(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    """It would be copied for the op."""
+    return rs(x @ w) + r[:, None].expand(6, 6)
+
+
+@left(X, W, R)
+def a_transposed_residual(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    """The same; and on the left of the sum, which gets its strides."""
+    return r.t() + rs(x @ w)
+
+
+@left(X, W, R)
+def behind_a_permutation(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    return rs(x @ w).t().contiguous() + r
+
+
+@left((3, 4, 8), W, (2, 3, 6))
+def the_op_gives_another_order(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    """Scattered along dimension 1, which is moved to the front before, and stays there."""
+    return rs((x @ w).movedim(1, 0).contiguous()) + r
+
+
+@left(X, W, (4,))
+def a_vector_for_part_of_a_row(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return rs(x @ w).view(9, 4) + b
+
+
+@left(X, W, (12,))
+def a_vector_for_two_rows(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return rs(x @ w).view(3, 12) + b
+
+
+@left(X, W, R)
+def activated_before(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    return rs(x @ w).relu() + r
+
+
+@left(X, W)
+def added_to_itself(x: Tensor, w: Tensor) -> Tensor:
+    y = rs(x @ w)
+    return y + y
+
+
+@left(X, W)
+def computed_from_the_sum(x: Tensor, w: Tensor) -> Tensor:
+    y = rs(x @ w)
+    return y + y.sin()
+
+
+@left(X, W, R)
+def the_residual_is_written_before_it_is_added(x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    y = rs(x @ w)
+    r.mul_(2)
+    return y + r, r
+
+
+@left(X, W, R)
+def the_residual_is_written_through_a_view(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    y = rs(x @ w)
+    r.view(-1)[3:].mul_(2)
+    return y + r
+
+
+@left(X, W, R)
+def an_operand_is_written_before_the_residual_is_there(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    y = rs(x @ w)
+    x.mul_(2)
+    return y + r.sin()
+
+
+@left(X, W, B)
+def the_bias_is_written_before_it_is_added(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    y = rs(x @ w)
+    b.mul_(2)
+    return y + b
+
+
+@left(X, W, R)
+def the_sum_is_written(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    return rs(x @ w).add_(r)
+
+
+@left(X, W, B, R)
+def each_rank_adds_a_vector_before(x: Tensor, w: Tensor, b: Tensor, r: Tensor) -> Tensor:
+    """Its sum is added behind the op, and what follows in the same kernel."""
+    return rs(torch.addmm(b, x, w)) + r
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("name", LEFT)
+def test_stays_behind_the_op(name: str) -> None:
+    fn, shapes, terms = LEFT[name]
+    seen = only(fn, *shapes)
+    assert (seen.fused, taken(seen)) == ([RS], [terms]), seen.reasons
+    assert seen.entries[0].form.count("→ add") == len(terms)
+    # A vector that each rank adds before the reduction is added behind it: one addition takes the other's place.
+    assert additions(seen.after) == additions(seen.before) - len(terms) + (
+        name == each_rank_adds_a_vector_before.__name__
+    )
+
+
+@pytest.mark.usefixtures("two")
+def test_a_write_before_or_behind_both_does_no_harm() -> None:
+    def before(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+        r.mul_(2)
+        return rs(x @ w) + r
+
+    def behind(x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        y = rs(x @ w) + r
+        r.mul_(2)
+        return y.add_(1), r
+
+    for fn in (before, behind):
+        assert taken(only(fn, X, W, R)) == [RESIDUAL]
+
+
+@pytest.mark.usefixtures("two")
+def test_no_collective_is_overtaken() -> None:
+    """The op could wait for the residual only behind another collective: it stays where the reduction was."""
+
+    def fn(x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        y = rs(x @ w)
+        z = wait(c10d.all_reduce(r, "max", group()))
+        return y + r.sin(), z
+
+    def there_before(x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        y = rs(x @ w)
+        z = wait(c10d.all_reduce(r, "max", group()))
+        return y + r, z
+
+    for program, terms in ((fn, set()), (there_before, RESIDUAL)):
+        seen = only(program, X, W, R)
+        assert taken(seen) == [terms]
+        names = [str(n.target) for n in seen.after.nodes if n.op == "call_function"]
+        assert names.index("weft.fused_matmul_reduce_scatter.default") < names.index(
+            "_c10d_functional.all_reduce.default"
+        )
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_dtypes(half: torch.dtype) -> None:
+    def fn(product: torch.dtype, reduced: torch.dtype, summed: torch.dtype, added: torch.dtype) -> Fn:
+        def program(x: Tensor, w: Tensor, b: Tensor, r: Tensor) -> Tensor:
+            y = rs((x.to(product) @ w.to(product)).to(reduced)).to(summed)
+            return y + b.to(added) + r.to(added)
+
+        return program
+
+    wide = torch.float32
+    assert taken(only(fn(half, half, half, half), X, W, B, R)) == [BOTH]
+    for dtypes in (
+        (half, half, half, wide),  # the sum becomes float32
+        (half, half, wide, wide),  # is cast in between
+        (half, wide, wide, wide),  # is float32, where the op adds what is like its operands
+        (half, wide, wide, half),
+        (wide, wide, wide, half),
+        (wide, wide, half, half),
+    ):
+        seen = only(fn(*dtypes), X, W, B, R)
+        assert (seen.fused, taken(seen), additions(seen.after)) == ([RS], [set()], 2), dtypes
+
+
+@pytest.mark.usefixtures("two")
+def test_of_coalesced_ones() -> None:
+    def fn(x: Tensor, w: Tensor, u: Tensor, r: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        both = c10d.reduce_scatter_tensor_coalesced([x @ w, x @ u], "sum", 2, group())
+        y, z = map(wait, both)
+        return y + r, z + b
+
+    seen = only(fn, X, W, (8, 5), R, (5,))
+    assert taken(seen) == [RESIDUAL, {"bias"}]
