@@ -243,6 +243,11 @@ def the_sum_is_broadcast(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
     return rs(x @ w) + r
 
 
+@left(X, W, (1, 1, 6))
+def the_bias_has_a_dimension_more(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return rs(x @ w) + b
+
+
 @left((2, 8), W, R)
 def the_only_row_is_broadcast(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
     return rs(x @ w) + r
@@ -426,3 +431,23 @@ def test_of_coalesced_ones() -> None:
 
     seen = only(fn, X, W, (8, 5), R, (5,))
     assert taken(seen) == [RESIDUAL, {"bias"}]
+
+
+@pytest.mark.usefixtures("two")
+def test_sizes_of_what_is_pending() -> None:
+    """They may be read before the residual is there: then the op stays where the reduction was."""
+    for early, terms in ((False, set()), (True, RESIDUAL)):
+
+        def fn(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+            y = rs(x @ w)
+            return y + (r if early else r.sin())  # noqa: B023
+
+        graph = traced(fn, *map(torch.randn, (X, W, R)))
+        (pending,) = graph.find_nodes(op="call_function", target=c10d.reduce_scatter_tensor.default)
+        with graph.inserting_after(pending):
+            size = graph.call_function(aten.sym_size.int, (pending, 0))
+        size.meta["val"] = 6
+        graph.output_node().args = ((graph.output_node().args[0], size),)
+        seen = applied(graph)
+        assert taken(seen) == [terms]
+        check_same(seen, 2)
