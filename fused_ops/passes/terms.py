@@ -1,7 +1,7 @@
 """What is added to a reduce-scatter's result, and to nothing else made of it: a bias, a residual, or both.
 
-The op adds both to its float32 sum and rounds once. The graph rounds the sum, and then again behind each addition: what
-the op gives is at least as near to the exact sum. On a GPU the result is written once, instead of written, read again,
+The op adds both to its float32 sum and rounds once. The graph rounds the sum, adds, and rounds again: a rounding more,
+so what the op gives is at least as accurate. On a GPU the result is written once, instead of written, read again,
 and written.
 
 An addition is left where it is if it rounds to another dtype than the result's, broadcasts anything but a row, scales
