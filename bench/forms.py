@@ -228,6 +228,8 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
             Form("into new memory (_out)", into_new_memory, ((12, 8), w)),
             Form("result also used", lambda x, w: ((y := rs(x @ w)), y.sum()), ((12, 8), w)),
             Form("average", lambda x, w: rs(x @ w, 0, "avg"), ((12, 8), w)),
+            Form("residual behind it", lambda x, w, r: r + rs(x @ w), ((12, 8), w, (6, 5))),
+            Form("bias behind it", lambda x, w, b: rs(F.linear(x, w), 1) + b, ((2, 12, 8), l3, (5,))),
             Form("reshaped otherwise", lambda x, w: scattered(rows(x, w).reshape(4, 6, 5)), ((2, 12, 8), w)),
         ],
     )

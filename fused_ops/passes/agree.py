@@ -203,7 +203,8 @@ def _communication(graph: fx.Graph, index: dict[str, int]) -> list[str]:
     for node in graph.nodes:
         namespace = getattr(node.target, "namespace", "")
         if node in plain or (namespace == "weft" and node.target is not _agree):
-            words = [_word(a, index) for a in (*node.args, *node.kwargs.values())]
+            words = [_word(a, index) for a in node.args]
+            words += [f"{name}={_word(a, index)}" for name, a in node.kwargs.items()]
             lines.append(f"{kind_of(node)} {' '.join(words)}")
     return lines
 

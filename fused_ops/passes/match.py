@@ -92,6 +92,12 @@ def calls(node: Any, *targets: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
+def only_user(node: Any) -> Any:
+    """The one user of a node, None if it has not one."""
+    users = tuple(node.users) if isinstance(node, fx.Node) else ()
+    return users[0] if len(users) == 1 else None
+
+
 def flat(node: Any) -> bool:
     """Whether the node has its input's elements in its input's row-major order."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in FLAT

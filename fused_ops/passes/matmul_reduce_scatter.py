@@ -12,6 +12,7 @@ float32 result.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,16 +23,18 @@ from .dims import Dims, around_rank, gathered, numel, plain
 from .insert import call
 from .match import Collective, LeftAlone, Size, aten, check_no_write, some, val
 from .sums import Sum, sum_of
+from .terms import Terms
 
 
 @dataclass
 class MatmulReduceScatter:
-    """``part`` are the dimensions of what the op gives, the part of ``sum`` that this rank gets."""
+    """``part`` are the dimensions of what the op gives, this rank's part of ``sum``, to which it adds ``terms``."""
 
     collective: Collective
     sum: Sum
     dim: int  # of A @ B, where the op scatters it
     part: Dims
+    terms: Terms
 
     op = ops.matmul_reduce_scatter
     others = ()
@@ -44,11 +47,11 @@ class MatmulReduceScatter:
     def form(self) -> str:
         cast = " → cast" if self.sum.dtype != val(self.collective.x).dtype else ""
         where = " of columns" if self.last_dim else ""
-        return f"{self.sum.form}{cast} → reduce_scatter{where}"
+        return f"{self.sum.form}{cast} → reduce_scatter{where}" + " → add" * len(self.terms.added)
 
     @property
     def detail(self) -> str:
-        return self.sum.detail
+        return ", ".join(t for t in (self.sum.detail, self.terms.detail) if t)
 
     @property
     def adds(self) -> tuple[str, ...]:
@@ -89,14 +92,15 @@ class MatmulReduceScatter:
                 raise LeftAlone(f"{some(total.vectors)} is added, and each rank gets other columns of it")
             part, dim = (total.rows, after), 1
         check_no_write(total.first(), c.node)
-        return cls(c, total, dim, part)
+        plain_sum = not total.vectors and total.dtype == val(c.wait).dtype
+        return cls(c, total, dim, part, Terms.after(c, part) if plain_sum else Terms(c.node))
 
     def replace(self) -> None:
         """
         Raises:
             LeftAlone: a size is not there where it is needed. The graph is as it was.
         """
-        c, at = self.collective, self.collective.node
+        c, at = self.collective, self.terms.at
         with insert.undone_if_left():
             A, B = self.sum.operands(at)
             near = [A, *(p.left for p in self.sum.products)]
@@ -104,15 +108,17 @@ class MatmulReduceScatter:
                 lead = [numel(self.part[0]), c.world * numel(self.part[1])]
                 A = insert.reshape(A, [*lead, val(A).shape[-1]], at, near)
             want = val(c.wait).dtype
-            cast = {"out_dtype": want} if want != self.sum.dtype else {}
-            out = call(at, self.op, A, B, c.reduce_op, self.dim, c.group, **cast)
+            named: dict[str, Any] = {"out_dtype": want} if want != self.sum.dtype else {}
+            named |= self.terms.arguments(self.part, [A, B])
+            out = call(at, self.op, A, B, c.reduce_op, self.dim, c.group, **named)
             for vector in self.sum.vectors:
                 bias = insert.cast(insert.reshape(vector, [val(vector).shape[-1]], at), [want], at)
                 out = call(at, aten.add.Tensor, out, call(at, ops.all_reduce, bias, c.reduce_op, c.group))
             out = insert.rearrange(out, self.part, plain(val(c.wait).shape), val(c.wait).shape, at, near)
             out = insert.contiguous(out, at)
+        self.terms.replace()
         replace_result(c, out)
-        insert.erase_unused([*self.sum.nodes, c.node, c.wait])
+        insert.erase_unused([*self.terms.added, *self.sum.nodes, c.node, c.wait])
 
 
 def replace_result(c: Collective, out: fx.Node) -> None:

@@ -28,6 +28,7 @@ from .match import (
     group_of,
     is_val,
     known,
+    only_user,
     val,
 )
 from .views import CASTS
@@ -47,7 +48,7 @@ class RmsNorm:
     @classmethod
     def after(cls, c: Collective) -> RmsNorm | None:
         """What follows a collective, if it is exactly that."""
-        add = _only_user(c.wait)
+        add = only_user(c.wait)
         if not calls(add, aten.add.Tensor) or argument(add, 9, "alpha", 1) != 1 or not c.only_waited_for:
             return None
         residual = add.args[1] if add.args[0] is c.wait else add.args[0]
@@ -89,19 +90,19 @@ def _norm(x: fx.Node) -> tuple[fx.Node, fx.Node, float, list[fx.Node]] | None:
 def _from_square(
     x: fx.Node, wide: fx.Node, square: fx.Node
 ) -> tuple[fx.Node, fx.Node, float, list[fx.Node]] | None:
-    mean = _only_user(square)
+    mean = only_user(square)
     if not calls(mean, aten.mean.dim) or not argument(mean, 2, "keepdim", False) or "dtype" in mean.kwargs:
         return None
     if [d % val(x).dim() for d in mean.args[1]] != [val(x).dim() - 1]:  # type: ignore[operator, union-attr]
         return None
-    plus = _only_user(mean)
+    plus = only_user(mean)
     if not calls(plus, aten.add.Tensor, aten.add.Scalar) or plus.kwargs or plus.args[0] is not mean:
         return None
     eps = plus.args[1]
-    root = _only_user(plus)
+    root = only_user(plus)
     if not isinstance(eps, float) or not calls(root, aten.rsqrt.default):
         return None
-    scaled = _only_user(root)
+    scaled = only_user(root)
     if not calls(scaled, aten.mul.Tensor) or {*scaled.args} != {wide, root}:
         return None
     nodes = [square, mean, plus, root, scaled]
@@ -110,10 +111,10 @@ def _from_square(
         if len(wide.users) != 2:
             return None
     last = scaled
-    if calls(_only_user(last), *CASTS) and val(x).dtype == val(_only_user(last)).dtype:
-        last = _only_user(last)
+    if calls(only_user(last), *CASTS) and val(x).dtype == val(only_user(last)).dtype:
+        last = only_user(last)
         nodes.append(last)
-    product = _only_user(last)
+    product = only_user(last)
     if not calls(product, aten.mul.Tensor):
         return None
     weight = product.args[1] if product.args[0] is last else product.args[0]
@@ -121,7 +122,7 @@ def _from_square(
         return None
     nodes.append(product)
     if val(product).dtype != val(x).dtype:
-        product = _only_user(product)
+        product = only_user(product)
         if not calls(product, *CASTS) or val(product).dtype != val(x).dtype:
             return None
         nodes.append(product)
@@ -132,9 +133,3 @@ def _is_square(node: fx.Node, x: fx.Node) -> bool:
     if calls(node, aten.pow.Tensor_Scalar):
         return node.args == (x, 2)
     return calls(node, aten.mul.Tensor) and node.args == (x, x)
-
-
-def _only_user(node: Any) -> Any:
-    """The one user of a node, None if it has not one."""
-    users = tuple(node.users) if isinstance(node, fx.Node) else ()
-    return users[0] if len(users) == 1 else None

@@ -205,7 +205,12 @@ class Ranks:
         if target is torch.ops.weft.fused_matmul_reduce_scatter.default:
             _, _, op, dim, _ = args[0][0]
             whole = self.reduced([a[0][0] @ a[0][1] for a in args], op)
-            return [p.contiguous() for p in whole.chunk(self.world, dim)]
+            parts = [p.contiguous() for p in whole.chunk(self.world, dim)]
+            for name in ("bias", "residual"):
+                parts = [
+                    p if (t := a[1].get(name)) is None else p + t for p, a in zip(parts, args, strict=True)
+                ]
+            return parts
         return [target(*a, **k) for a, k in args]
 
     def reduced(self, values: list[Tensor], op: str) -> Tensor:

@@ -237,7 +237,27 @@ class Writer:
                 count *= n
             y = self.do("reshape", y, shape if count == self.product_of(shape) else [-1, self.shape(y)[-1]])
         y = self.noise(y)
-        return [self.scattered(y, min(dim, max(0, len(self.shape(y)) - 1)))]
+        return [self.with_terms(self.scattered(y, min(dim, max(0, len(self.shape(y)) - 1))))]
+
+    def with_terms(self, y: int) -> int:
+        """What is added behind a reduction: a bias, a residual, or nearly that; there before, or computed now."""
+        for _ in range(self.draw(0, 0, 1, 1, 2)):
+            shape, dtype = self.shape(y), self.dtype_of(y)
+            if not shape:
+                break
+            if self.size(0, 5) == 5 and self.product_of(list(shape)):
+                y = self.do("reshape", y, self.draw([-1], [1, *shape], [*shape[::-1]]))
+                continue
+            term = self.draw(shape, shape, shape, shape[-1:], shape[-1:], (1, *shape[1:]), (*shape[:-1], 1))
+            other = self.draw(dtype, dtype, dtype, dtype, *DTYPES)
+            term = self.new(*term, dtype=other)
+            if self.size(0, 3) == 3:
+                term = self.do("unary", term, "neg")
+            if self.size(0, 5) == 5:
+                self.do("write", self.draw(term, y, self.size(0, len(self.machine.values) - 1)))
+            a, b = self.draw((y, term), (term, y))
+            y = self.noise(self.do("add", a, b, self.draw(1, 1, 1, 1, 1, 2)))
+        return y
 
     @staticmethod
     def product_of(shape: list[int]) -> int:

@@ -189,3 +189,20 @@ def test_a_graph_that_is_captured_whole() -> None:
         assert passed(traced(program, X, W), agree=False)[0] == [""]
     with inductor_config.patch({"triton.cudagraphs": True, "graph_partition": True}):
         assert passed(traced(program, X, W))[0] == [""]
+
+
+def test_what_the_op_adds_is_part_of_the_question() -> None:
+    """A rank that passes a residual, and one that passes a bias, run different graphs."""
+
+    def adding(shape: tuple[int, ...]) -> Choice:
+        def fn(x: Tensor, w: Tensor, term: Tensor) -> Tensor:
+            return c10d.wait_tensor(c10d.reduce_scatter_tensor(x @ w, "sum", 2, "0")) + term
+
+        reasons, after = passed(traced(fn, X, W, torch.randn(shape)))
+        assert reasons == [""]
+        (question,) = questions(after)
+        return Choice(question.args[0])  # type: ignore[arg-type]
+
+    names = [adding(shape).name for shape in ((3, 5), (5,), (3, 1), (3, 5))]
+    assert len({*names}) == 3
+    assert names[0] == names[3]

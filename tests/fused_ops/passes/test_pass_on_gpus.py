@@ -63,6 +63,17 @@ def wide_inputs(size: int) -> list[Tensor]:
     return [torch.randn(rows, hidden).bfloat16(), torch.randn(hidden, dim).bfloat16()]
 
 
+def added(x: Tensor, w: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    """Each rank with terms of its own."""
+    return residual + (scatter(x @ w) + bias)
+
+
+def added_inputs(size: int) -> list[Tensor]:
+    rows, dim, hidden = sizes()
+    shapes = ((rows, hidden), (hidden, dim), (dim,), (rows // size, dim))
+    return [torch.randn(s).bfloat16() for s in shapes]
+
+
 def normed(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Each rank with a residual of its own."""
     y = residual + reduced(x @ w)
@@ -79,6 +90,7 @@ AG, RS, NORM = "fused_all_gather_matmul", "fused_matmul_reduce_scatter", "fused_
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Tensor]], set[str]]] = {
     "layer": (layer, layer_inputs, {AG, RS}),
     "summed in float32": (summed_wide, wide_inputs, {RS}),
+    "bias and residual": (added, added_inputs, {RS}),
     "norm": (normed, norm_inputs, {NORM}),
 }
 
@@ -119,6 +131,7 @@ def right(rank: int, size: int, name: str) -> tuple[set[str], int, int, list[str
         report = compiled(fn, steps)
     asked = report.questions
     into = {e.fused_into.partition("::")[2] for e in report.entries if e.fused_into}
+    assert fn is not added or "bias and residual added" in str(report)
     told = [str(d) for d in report.disagreements]
     return into, asked.count, asked.fused, told, last_plan().algorithm, asked.seconds
 

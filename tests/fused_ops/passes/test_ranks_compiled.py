@@ -56,6 +56,10 @@ def with_biases(x: Tensor, a: Tensor, bias: Tensor, b: Tensor, other: Tensor) ->
     return scatter(F.linear(F.gelu(F.linear(gather(x, 1), a, bias)), b, other), 1)
 
 
+def biased_behind(x: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+    return x + (scatter(F.linear(F.gelu(F.linear(gather(x, 1), a)), b), 1) + bias)
+
+
 def columns(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return scatter(torch.tanh(gather(x, 1) @ a) @ b, 1)
 
@@ -100,6 +104,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Shapes, int]] = {
     "batch 1": (swiglu, ((1, 9, 24), (20, 24), (20, 24), (24, 20)), 4),
     "rows": (swiglu0, ((17, 24), (24, 20), (24, 20), (20, 24)), 4),
     "biases": (with_biases, ((2, 9, 24), (20, 24), (20,), (24, 20), (24,)), 4),
+    "bias and residual behind": (biased_behind, ((2, 9, 24), (20, 24), (24, 20), (24,)), 4),
     "all_reduce": (without_sequence_parallelism, ((2, 9, 24), (20, 24), (20, 24), (24, 20)), 3),
     "weight": (gathered_weight, ((2, 9, 24), (10, 24)), 2),
     "last dimension": (columns, ((6, 12), (24, 10), (10, 14)), 4),
@@ -192,8 +197,13 @@ def test_fused_graphs_are_right_and_wholly_fused(dtype: torch.dtype, dynamic: bo
 
 @pytest.mark.parametrize(
     ("name", "dtype", "dynamic"),
-    [("swiglu", torch.bfloat16, False), ("q k v", torch.float32, False), ("biases", torch.float32, True)],
-    ids=["swiglu", "q k v", "biases"],
+    [
+        ("swiglu", torch.bfloat16, False),
+        ("q k v", torch.float32, False),
+        ("biases", torch.float32, True),
+        ("bias and residual behind", torch.float16, True),
+    ],
+    ids=["swiglu", "q k v", "biases", "bias and residual behind"],
 )
 def test_compiled_by_inductor(name: str, dtype: torch.dtype, dynamic: bool) -> None:
     check_ranks([name], dtype, dynamic, True)
@@ -223,6 +233,32 @@ def test_what_is_cast_to_float32_is_summed_to_float32() -> None:
         assert not rounded
         # Both round the products that are sent; the fused op not the own one.
         assert 0 < ours <= theirs < 4e-3
+
+
+def rounded_once(rank: int, world: int) -> tuple[float, float, str]:
+    """256 from 2 ranks, and two more, in bfloat16, where 257 is rounded to 256: with the pass and without."""
+    from weft.fused_ops.passes import FusionPass
+
+    def fn(x: Tensor, w: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        return scatter(x @ w, 0) + bias + residual
+
+    one = torch.ones((), dtype=torch.bfloat16)
+    inputs = [one.expand(s).contiguous() for s in ((6, 128), (128, 5), (5,), (3, 5))]
+    fusion = FusionPass(strict=True)
+    torch._dynamo.reset()
+    with torch.no_grad(), inductor_config.patch(fx_graph_cache=False, force_disable_caches=True):
+        ours = torch.compile(fn, options=fusion.options)(*inputs)
+        theirs = fn(*inputs)
+    torch._dynamo.reset()
+    assert (ours.unique().numel(), theirs.unique().numel()) == (1, 1)
+    return ours[0, 0].item(), theirs[0, 0].item(), str(fusion.report())
+
+
+def test_what_is_added_behind_is_rounded_once() -> None:
+    for ours, theirs, report in run_ranks(rounded_once, WORLD):
+        assert (ours, theirs) == (258, 256)
+        assert "bias and residual added" in report
+        assert "(product → reduce_scatter → add → add)" in report
 
 
 def waits_and_chains(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:

@@ -113,6 +113,32 @@ def test_a_graph_that_is_broken_on_one_rank(device: str) -> None:
         )
 
 
+def one_adds_more(rank: int, size: int) -> tuple[bool, str, str]:
+    """Behind the same reduction: here the residual is added by the op, there it cannot be."""
+    from weft.fused_ops.passes import FusionPass
+
+    def fn(x: Tensor, w: Tensor, r: Tensor, watched: bool) -> tuple[Tensor, Tensor]:
+        y = scatter(x @ w, world())
+        return y + r, y.sum() if watched else r.sum()
+
+    x, w, r = (torch.randn(s) for s in ((6, 8), (8, 4), (3, 4)))
+    with compiler(), torch.no_grad():
+        fusion = FusionPass(fuse="always")
+        plan.ran(Plan("none"))
+        got = torch.compile(fn, options=fusion.options)(x, w, r, rank == 0)
+        unfused = last_plan().algorithm
+        for a, b in zip(got, fn(x, w, r, rank == 0), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        (entry,) = fusion.report().entries
+        return bool(fusion.report().disagreements), unfused, entry.form
+
+
+def test_a_residual_that_one_rank_adds_behind_the_op() -> None:
+    first, second = run_ranks(one_adds_more, 2)
+    assert first == (True, "none", "product → reduce_scatter")
+    assert second == (True, "none", "product → reduce_scatter → add")
+
+
 def now_and_then_in_eager_mode(rank: int, size: int) -> tuple[list[Disagreement], str]:
     from weft.fused_ops.passes import FusionPass
 
