@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
-from collections.abc import Mapping
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,18 +24,29 @@ WIDE = Tile(128, 32, 3, 0.0)
 BROAD = Tile(128, 64, 2, 0.0)  # for B with N contiguous
 
 
+_libraries = tempfile.TemporaryDirectory(prefix="weft-products-")
+_compilers = ThreadPoolExecutor(os.cpu_count())
+_built: dict[tuple[Path, gemm.Defines, tuple[str, str] | None], Future[Library]] = {}
+
+
 def build(
-    folder: Path,
-    source: Path,
-    params: type,
-    defines: gemm.Defines,
-    instead: Mapping[str, str] | None = None,
-) -> Library:
-    """Compile ``source``, called like its folder.
+    source: Path, params: type, defines: gemm.Defines, instead: tuple[str, str] | None = None
+) -> Future[Library]:
+    """Compile ``source``, called like its folder; the same one once. It takes seconds: ask early.
 
     Args:
-        instead: texts in it or in gemm.cuh, and what shall stand there.
+        instead: a text in it or in gemm.cuh, and what shall stand there.
     """
+    key = (source, defines, instead)
+    if key not in _built:
+        folder = Path(_libraries.name) / str(len(_built))
+        _built[key] = _compilers.submit(_build, folder, source, params, defines, instead)
+    return _built[key]
+
+
+def _build(
+    folder: Path, source: Path, params: type, defines: gemm.Defines, instead: tuple[str, str] | None
+) -> Library:
     name = source.parent.name
     for below in ("device", name):
         (folder / below).mkdir(parents=True, exist_ok=True)
@@ -42,7 +55,10 @@ def build(
     (folder / "device" / "walk.cuh").write_text((DEVICE / "walk.cuh").read_text())
     (folder / name / "order.cuh").write_text(source.with_name("order.cuh").read_text())
     # Each block has memory of its own.
-    changes = {"extern __shared__ u8 base[];": "u8* base = weft::shared_base();", **(instead or {})}
+    changes = {
+        "extern __shared__ u8 base[];": "u8* base = weft::shared_base();",
+        **dict([instead] if instead else []),
+    }
     kernel, product = folder / name / source.name, folder / "device" / "gemm.cuh"
     texts = {kernel: source.read_text(), product: (DEVICE / "gemm.cuh").read_text()}
     for old, new in changes.items():

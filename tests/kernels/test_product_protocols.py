@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -53,8 +52,8 @@ class Gather:
         k = self.size * self.k if self.config.split_k else self.k
         return [numbers(k, n) if self.rows else numbers(n, k).t() for n in self.ns]
 
-    def compiled(self, folder: Path, instead: Mapping[str, str] | None = None) -> Library:
-        return build(folder, gather.SOURCE, gather._Params, gather.defines(self.bs(), self.config), instead)
+    def compiled(self, instead: tuple[str, str] | None = None) -> Future[Library]:
+        return build(gather.SOURCE, gather._Params, gather.defines(self.bs(), self.config), instead)
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
         layout = gather_configs.push_layout(self.m, self.k, self.size, self.config)
@@ -103,10 +102,10 @@ class Scatter:
     def __post_init__(self) -> None:
         self.config = scatter_configs.PushConfig(self.tile, self.band, self.staged)
 
-    def compiled(self, folder: Path, instead: Mapping[str, str] | None = None) -> Library:
+    def compiled(self, instead: tuple[str, str] | None = None) -> Future[Library]:
         b = numbers(self.n, self.k).t()
         defines = scatter.defines(b, self.config, self.size, self.epilogue)
-        return build(folder, scatter.SOURCE, scatter._Params, defines, instead)
+        return build(scatter.SOURCE, scatter._Params, defines, instead)
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
         needs = scatter_configs.push_needs
@@ -194,10 +193,10 @@ def wrong(op: Op, ranks: Products) -> str:
 
 
 @pytest.mark.parametrize("op", [*GATHERS.values(), *SCATTERS.values()], ids=[*GATHERS, *SCATTERS])
-def test_uses_of_both_halves(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uses_of_both_halves(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    assert not wrong(op, uses(op, monkeypatch, op.compiled(tmp_path), seed))
+    assert not wrong(op, uses(op, monkeypatch, op.compiled().result(), seed))
 
 
 @pytest.mark.parametrize(
@@ -206,10 +205,8 @@ def test_uses_of_both_halves(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyP
     ids=["beside", "senders", "parts", "staged"],
 )
 @pytest.mark.parametrize("told", [False, True], ids=["expires", "had-expired"])
-def test_a_rank_that_gives_up_sends_nothing(
-    op: Op, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = op.prepare(monkeypatch, op.compiled(tmp_path), (1, 2000))
+def test_a_rank_that_gives_up_sends_nothing(op: Op, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = op.prepare(monkeypatch, op.compiled().result(), (1, 2000))
     op.launch(0, polls=100)
     layout, words = ranks.layout, ranks.memory.view(torch.int32)
     # As if this were the second use, and the last rank were still in the first one.
@@ -233,9 +230,9 @@ def test_a_rank_that_gives_up_sends_nothing(
     [GATHERS["beside"], GATHERS["senders"], GATHERS["split-senders"], SCATTERS["3"], SCATTERS["staged"]],
     ids=["beside", "senders", "split", "parts", "staged"],
 )
-def test_a_late_rank_is_right_or_told(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_rank_is_right_or_told(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 begins in the midst of what the others do, one of which waits for longer than the other."""
-    library, outcomes = op.compiled(tmp_path), []
+    library, outcomes = op.compiled().result(), []
     for seed in range(4):
         choice = random.Random(seed)
         torch.manual_seed(seed)
@@ -281,15 +278,28 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_found(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    op: Op = Scatter(2, 67, 200, 72)
+def may_show(mistake: str) -> Op:
     if mistake.startswith("staged"):
-        op = SCATTERS["staged"]
-    if mistake.startswith("gather"):
-        split_k = "split" in mistake
-        # Little to multiply until rows come.
-        op = Gather(2, 147, (8,), 264, push(WIDE, 0, 1, split_k=split_k), blocks=2)
-    right, broken = MISTAKES[mistake]
-    library = op.compiled(tmp_path, {right: broken})
+        return SCATTERS["staged"]
+    if mistake.startswith("scatter"):
+        return Scatter(2, 67, 200, 72)
+    # Little to multiply until rows come.
+    return Gather(2, 147, (8,), 264, push(WIDE, 0, 1, split_k="split" in mistake), blocks=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_ahead(request: pytest.FixtureRequest) -> None:
+    """What the tests to come need is compiled while those before them run."""
+    for item in request.session.items:
+        params = item.callspec.params if item.path == request.path and hasattr(item, "callspec") else {}
+        if "mistake" in params:
+            may_show(params["mistake"]).compiled(MISTAKES[params["mistake"]])
+        elif "op" in params:
+            params["op"].compiled()
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = may_show(mistake)
+    library = op.compiled(MISTAKES[mistake]).result()
     assert any(wrong(op, uses(op, monkeypatch, library, seed)) for seed in range(40))
