@@ -74,10 +74,17 @@ def test_two_ranks() -> None:
         (["--updates", "1"], "--updates: is 1, must be 2 or more"),
     ],
 )
-def test_sizes_that_do_not_divide(args: list[str], wanted: str) -> None:
-    done = run(*args, timeout=60)
-    assert done.returncode == 2
-    assert wanted in done.stdout
+def test_sizes_that_do_not_divide(
+    args: list[str], wanted: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", [DEMO, "--device", "cpu", *args])
+    import llama_block
+
+    with pytest.raises(SystemExit) as error:
+        llama_block.main()
+    assert error.value.code == 2
+    assert wanted in capsys.readouterr().err
 
 
 def eager(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
