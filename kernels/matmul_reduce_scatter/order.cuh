@@ -15,9 +15,9 @@ struct ScatterTile {
 
 // Rows of tiles stand in a list, in chunks of `band` rows of each rank: the first chunk for the peers, to each in turn;
 // then by turns the next one for the peers and the own rows of the chunk before it; at last the own rows of the last one.
-// So parts travel all the time, and those that an own tile waits for left a band of steps before or earlier. A step has a pair of neighbours
-// of the list. A peer's tile (row, column) for this rank comes no later in its order than the own one here: of all waits
-// under way, what the first one waits for is behind none.
+// So parts travel all the time, and those that an own tile waits for left a band of steps before or earlier. A step has
+// a pair of neighbours of the list. A peer's tile (row, column) for this rank comes no later in its order than the own one
+// here: of all waits under way, what the first one waits for is behind none.
 template <typename Params>
 struct ScatterOrder {
     int rows, columns;  // of tiles, for one rank; rows of one batch
@@ -50,7 +50,8 @@ struct ScatterOrder {
         const int inside = behind < 0 ? place : behind - (c - 1) * chunk * WORLD_SIZE;
         const int of_peers = min(chunk, all / WORLD_SIZE - c * chunk) * peers;
         const bool own = inside >= of_peers;
-        const int row = own ? (c - 1) * chunk + inside - of_peers : c * chunk + inside / peers;  // of tiles, of all batches
+        // Of tiles, of all batches.
+        const int row = own ? (c - 1) * chunk + inside - of_peers : c * chunk + inside / peers;
         t.dst = own ? p.watch.rank : (p.watch.rank + 1 + inside % peers) % WORLD_SIZE;
         t.index = row * columns + t.column;
         t.batch = row / rows;
