@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..symm_mem import Group, group_name
-from . import all_gather_matmul, all_reduce, checks, matmul_reduce_scatter, ops
+from . import all_gather_matmul, all_reduce, checks, matmul_all_reduce, matmul_reduce_scatter, ops
 from .again import may_be_short
 
 _LISTS = (list, tuple)
@@ -198,11 +198,11 @@ def fused_all_reduce_rms_norm(
 
 
 def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: Group) -> Tensor:
-    """``A @ B`` summed over ranks, on every rank: rows are all-reduced while the next ones are multiplied.
+    """``A @ B`` summed over ranks, on every rank: parts of it are all-reduced while the next ones are multiplied.
 
-    Partial products are rounded to the dtype, then summed in float32, in rank order: the same bits on every rank and in
-    every run. Differentiable. Works under torch.compile and in a CUDA graph. Every rank must call it with the same
-    shapes.
+    Partial products are summed in float32, in rank order, and rounded once: the same bits on every rank and in every
+    run. To be sent they are rounded to the dtype; a large product's own part is not. Differentiable. Works under
+    torch.compile and in a CUDA graph. Every rank must call it with the same shapes.
 
     Args:
         A: [..., K], 2 or more dimensions; float32, bfloat16 or float16; any strides.
@@ -218,6 +218,11 @@ def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: Group) 
         RankMismatch: the ranks call with different sizes.
         PeerTimeout: a rank did not come.
     """
+    name = _known_name(group)
+    if name is not None and type(reduce_op) is str:
+        done = matmul_all_reduce.again(A, B, reduce_op, name)
+        if done is not None:
+            return done
     checks.tensor("A", A, 2)
     checks.tensor("B", B)
     checks.reduction(reduce_op)

@@ -1,83 +1,63 @@
-"""fused_matmul_all_reduce: products and all-reduces of row after row, side by side."""
+"""fused_matmul_all_reduce: from the op's tensors to a kernel's, and back."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..kernels.all_reduce.configs import beside
 from ..kernels.matmul_all_reduce import host
-from ..kernels.matmul_all_reduce.configs import Config, choose, rows_of
 from ..kernels.matmul_all_reduce.reference import matmul_all_reduce as unfused
+from ..symm_mem import Heap, get_timeout
+from . import again as short
 from . import all_reduce
-from .plan import Plan, heap_or_reason, last_plan, ran
+from .plan import Plan, aligned, heap_or_reason, num_sms, on, pays, ran
 from .workspaces import matmul_workspace
 
 
-def run(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup, config: Config | None = None) -> Tensor:
+def again(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor | None:
+    """As the op, if such a call was made before on CUDA; else None, and nothing happened.
+
+    Tensors and operation may be anything.
+    """
+    results = short.again(host.OP, reduce_op, (A, B), group_name)
+    return None if results is None else results[0]
+
+
+def run(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup) -> Tensor:
     """As the op; the arguments are checked."""
     shape = (*A.shape[:-1], B.shape[1])
     found = heap_or_reason(A, group, empty=0 in shape)
     if isinstance(found, str):
         ran(Plan("unfused", found))
         return unfused(A, B, reduce_op, group)
-    a = A.flatten(0, -2)
     if A.device.type == "cpu":
+        a = A.flatten(0, -2)
         needs = host.needs(a.shape[0], B.shape[1], A.element_size(), found.world_size)
         workspace = matmul_workspace(found, *needs)
         ran(Plan("host", workspace_bytes=workspace.layout.bytes))
         return host.matmul_all_reduce(workspace, a, B, reduce_op).view(shape)
-    config = config or choose(a.shape[0], B.shape[1], a.shape[1], found.world_size)
-    with torch.cuda.device(A.device):
-        return _on_cuda(a, B, reduce_op, group, config).view(shape)
+    with on(A.device):
+        return _on_cuda(found, A, B, reduce_op, group, shape)
 
 
-@dataclass(frozen=True)
-class _Side:
-    """The stream beside one of the caller's, and the events that order the two."""
+def _on_cuda(
+    where: Heap, A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup, shape: tuple[int, ...]
+) -> Tensor:
+    from ..kernels.matmul_reduce_scatter import to_all
 
-    stream: torch.cuda.Stream
-    ready: torch.cuda.Event
-    done: torch.cuda.Event
-
-
-_sides: dict[tuple[str, int, int], _Side] = {}
-
-
-def _own_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream of high priority that nobody else has: those of torch's pool are handed out more than once."""
-    from cuda.bindings import driver
-
-    from ..symm_mem.backends.vmm import check
-
-    _, highest = check(driver.cuCtxGetStreamPriorityRange())
-    flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-    handle = int(check(driver.cuStreamCreateWithPriority(flags, highest)))
-    return torch.cuda.ExternalStream(handle, device=device)
-
-
-def _on_cuda(a: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup, config: Config) -> Tensor:
-    out = a.new_empty(a.shape[0], B.shape[1])
-    pieces = rows_of(a.shape[0], config.pieces)
-    if len(pieces) == 1:
-        torch.mm(a, B, out=out)
+    a, b, sms = aligned(A.flatten(0, -2)), aligned(B), num_sms(A.device)
+    choice = to_all.choose(a, b, where.world_size, sms)
+    if isinstance(choice, str) or not pays(choice.pays):
+        out = A.new_empty(shape)
+        torch.mm(a, b, out=out.view(a.shape[0], B.shape[1]))
         return all_reduce.in_place(out, reduce_op, group)
-    current = torch.cuda.current_stream()
-    key = (group.group_name, a.get_device(), current.cuda_stream)
-    side = _sides.get(key)
-    if side is None:
-        side = _sides[key] = _Side(_own_stream(a.device), torch.cuda.Event(), torch.cuda.Event())
-    for first, end in pieces:
-        torch.mm(a[first:end], B, out=out[first:end])
-        side.ready.record(current)
-        side.stream.wait_event(side.ready)
-        with torch.cuda.stream(side.stream):
-            part = out[first:end]
-            all_reduce.in_place(part, reduce_op, group, beside(part.nbytes, group.size()))
-    side.done.record(side.stream)
-    current.wait_event(side.done)
-    ran(Plan("overlapped", workspace_bytes=last_plan().workspace_bytes))
+    workspace = matmul_workspace(where, choice.half_bytes, choice.flags)
+    workspace.raise_if_broken(host.OP)
+    plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes)
+    ran(plan)
+    timeout_ns = int(get_timeout(where.group_name) * 1e9)
+    result, launcher = to_all.run(choice, workspace, a, b, sms, timeout_ns, host.OP, reduce_op)
+    out = result.view(shape)
+    short.remember(host.OP, reduce_op, (A, B), (a, b), [out], workspace, launcher, plan, pays=choice.pays)
     return out

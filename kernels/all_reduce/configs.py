@@ -27,8 +27,6 @@ _TWO_SHOT_FROM_MANY = 32 << 10
 # what multiprocessors store ends at 320, but each copy, flag and change of stream costs microseconds: on 2 H200 that is
 # won back from 64 MiB on. Nothing stands here for what was not measured.
 _COPIED_FROM = {2: (64 << 20, 30)}
-_BESIDE_COPY_ENGINE_FROM = 4 << 20
-_BESIDE_BLOCKS = 32
 
 
 @dataclass(frozen=True)
@@ -77,13 +75,6 @@ def pushing(nbytes: int, world_size: int) -> Config:
     """The same without copy engines."""
     two_shot_from = _TWO_SHOT_FROM.get(world_size, _TWO_SHOT_FROM_MANY)
     return Config("two_shot" if nbytes >= two_shot_from else "one_shot")
-
-
-def beside(nbytes: int, world_size: int) -> Config:
-    """The same for an all-reduce beside a matrix product, which wants the multiprocessors for itself."""
-    if nbytes >= _BESIDE_COPY_ENGINE_FROM:
-        return Config("copy_engine", chunks=1)
-    return Config(pushing(nbytes, world_size).form, _BESIDE_BLOCKS)
 
 
 def _parts(config: Config, world_size: int) -> int:

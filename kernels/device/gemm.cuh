@@ -251,6 +251,34 @@ __device__ __forceinline__ void store_registers(uint4* part, const float (&sums)
     }
 }
 
+// A part that lies as `store_registers` has left it, to `out` as above.
+__device__ __forceinline__ void store_rows(
+    u16* out, u64 stride, int rows, int columns, int warpgroup, const uint4* part) {
+    constexpr int ALL = WN / 16, AHEAD = 8;  // vectors of a thread, and how many are on their way at once
+    const int row = place_of_sums(warpgroup).row;
+    const int column = warpgroup / WARPGROUPS_M * WN + threadIdx.x % 4 * 8;
+    part += threadIdx.x % GROUP;
+#pragma unroll 1
+    for (int first = 0; first < ALL; first += AHEAD) {
+        uint4 v[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            if (first + i < ALL) v[i] = load_payload(part + (first + i) * GROUP);
+        }
+#pragma unroll
+        for (int i = 0; i < AHEAD; i += 2) {
+            if (first + i >= ALL) break;
+            const uint4 upper = transposed(v[i].x, v[i].z, v[i + 1].x, v[i + 1].z);
+            const uint4 lower = transposed(v[i].y, v[i].w, v[i + 1].y, v[i + 1].w);
+            const int right = 16 * (first + i);
+            if (column + right >= columns) continue;
+            u16* to = out + row * stride + column + right;
+            if (row < rows) *reinterpret_cast<uint4*>(to) = upper;
+            if (row + 8 < rows) *reinterpret_cast<uint4*>(to + 8 * stride) = lower;
+        }
+    }
+}
+
 // Clusters walk through steps, each a pair of rows by a column of tiles. The first `senders` blocks do not.
 __device__ __forceinline__ int first_step(int senders = 0) {
     return (static_cast<int>(blockIdx.x) - senders) / CLUSTER;

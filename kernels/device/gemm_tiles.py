@@ -81,5 +81,9 @@ def unfused_us(m: int, n: int, k: int, moved: int) -> float:
     Args:
         moved: bytes that a rank receives.
     """
-    product = max(2 * m * n * k / 720e6, 2 * k * n / 3.5e6) + 4
-    return product + 22 + moved / 330e3
+    return product_us(m, n, k) + 22 + moved / 330e3
+
+
+def product_us(m: int, n: int, k: int) -> float:
+    """Microseconds of cuBLAS's product [m, K] @ [K, N] in 16 bits."""
+    return max(2 * m * n * k / 720e6, 2 * k * n / 3.5e6) + 4

@@ -1,1 +1,1 @@
-"""``out = all_reduce(A @ B)``: rows of the product are all-reduced while the next ones are computed."""
+"""``out = all_reduce(A @ B)``. On CUDA by others: matmul_reduce_scatter/to_all.py, or cuBLAS and all_reduce."""

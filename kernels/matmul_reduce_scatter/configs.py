@@ -21,12 +21,14 @@ _LAUNCH = 13.0  # microseconds
 class Epilogue:
     """What becomes of the own part of the sum: divided by the number of ranks or not; a ``bias`` [N] and a ``residual``
     [L, m, N] of the operands' dtype added in float32, if there are; rounded to ``out_dtype``, that of the operands, or
-    kept as it is in float32."""
+    kept as it is in float32. ``to_all``: sent to all ranks, for an all-reduce; of the operands' dtype, with nothing
+    added."""
 
     out_dtype: torch.dtype
     average: bool = False
     bias: bool = False
     residual: bool = False
+    to_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,19 +124,30 @@ def estimate_push_us(
     return _LAUNCH + max(product, first + sending) + hinders * min(product, sending)
 
 
-def push_inbox(m: int, n: int, config: PushConfig, world_size: int, batches: int = 1) -> int:
-    """Bytes of a half that peers write: a slot for each, whole tiles."""
-    return (world_size - 1) * _tiles(m, n, config, batches) * 2 * config.tile.part_bytes
+def push_inbox(
+    m: int, n: int, config: PushConfig, world_size: int, batches: int = 1, *, to_all: bool = False
+) -> int:
+    """Bytes of a half that peers write: a slot for each, whole tiles; ``to_all``: and as many for their sums."""
+    slots = (world_size - 1) * (1 + to_all)
+    return slots * _tiles(m, n, config, batches) * 2 * config.tile.part_bytes
 
 
 def push_needs(
-    m: int, n: int, config: PushConfig, world_size: int, num_sms: int, batches: int = 1
+    m: int,
+    n: int,
+    config: PushConfig,
+    world_size: int,
+    num_sms: int,
+    batches: int = 1,
+    *,
+    to_all: bool = False,
 ) -> tuple[int, int]:
     """Bytes of a half, and flags for each rank: two parts of each tile. What is staged lies behind the peers' slots: a
     tile's two parts for each block. (In this half: a peer may be writing to the other one already, for the next call.)
     """
     staging = num_sms * 2 * config.tile.part_bytes if config.staged else 0
-    return push_inbox(m, n, config, world_size, batches) + staging, 2 * _tiles(m, n, config, batches)
+    flags = 2 * _tiles(m, n, config, batches) * (1 + to_all)
+    return push_inbox(m, n, config, world_size, batches, to_all=to_all) + staging, flags
 
 
 def _tiles(m: int, n: int, config: PushConfig, batches: int) -> int:

@@ -38,7 +38,8 @@ class _Params(ctypes.Structure):
         ("average", ctypes.c_int32),
         ("bias", ctypes.c_uint64),
         ("residual", ctypes.c_uint64),
-        ("_size_is_a_multiple_of_64", ctypes.c_int32 * 14),
+        ("total", ctypes.c_int32),
+        ("_size_is_a_multiple_of_64", ctypes.c_int32 * 13),
     )
 
 
@@ -53,6 +54,8 @@ def defines(b: torch.Tensor, config: PushConfig, world_size: int, epilogue: Epil
         ("OUT_FLOAT32", int(epilogue.out_dtype == torch.float32)),
         ("BIAS", int(epilogue.bias)),
         ("RESIDUAL", int(epilogue.residual)),
+        ("ALL_REDUCE", int(epilogue.to_all)),
+        ("STAGING", int(config.staged)),
     )
 
 
@@ -61,8 +64,8 @@ class MatmulReduceScatterPush:
 
     Args:
         workspace: with room for ``configs.push_needs``, the same call site on every rank.
-        a, b: examples of the operands: A [L, W, m, K] and B [K, N]. Every launch gets tensors of these sizes,
-            strides and dtype.
+        a, b: examples of the operands: A [L, W, m, K], or [1, 1, M, K] with ``epilogue.to_all``, and B [K, N]. Every
+            launch gets tensors of these sizes, strides and dtype.
         config: of ``configs.choose_push``, the same on every rank.
         epilogue: what becomes of the sum. Every launch gets the bias and the residual that it names, contiguous.
         num_sms: blocks to launch at most. As many must find an SM each.
@@ -81,8 +84,10 @@ class MatmulReduceScatterPush:
         *,
         num_sms: int,
     ) -> None:
-        (batches, size, m, k), n, dtype, tile = a.shape, b.shape[1], a.dtype, config.tile
-        nbytes, flags = push_needs(m, n, config, size, num_sms, batches)
+        (batches, _, rows, k), n, dtype, tile = a.shape, b.shape[1], a.dtype, config.tile
+        size, to_all = workspace.world_size, epilogue.to_all
+        m = -(-rows // size) if to_all else rows
+        nbytes, flags = push_needs(m, n, config, size, num_sms, batches, to_all=to_all)
         layout = workspace.layout
         if layout.flags_per_rank < flags or layout.half_bytes < nbytes:
             raise ValueError(f"workspace: {layout} is too small for results of {batches} x {m} x {n} {dtype}")
@@ -94,8 +99,10 @@ class MatmulReduceScatterPush:
             p = _Params()
             p.watch, p.half = watch(workspace), Half.of(workspace, half)
             p.inbox = workspace.address + layout.half(half)
-            p.staging = p.inbox + push_inbox(m, n, config, size, batches) if config.staged else 0
+            inbox = push_inbox(m, n, config, size, batches, to_all=to_all)
+            p.staging = p.inbox + inbox if config.staged else 0
             p.batches, p.m, p.n, p.k, p.band, p.average = batches, m, n, k, config.band, epilogue.average
+            p.total = rows
             self._params.append(p)
         self._terms = _BIAS if epilogue.bias else _RESIDUAL
         self._put_terms = struct.Struct(f"{epilogue.bias + epilogue.residual}Q").pack_into
@@ -105,8 +112,8 @@ class MatmulReduceScatterPush:
     def launch(
         self, half: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
-        """A whole use of the half, from the addresses of A, B and what the epilogue adds, to that of out [L, m, N],
-        contiguous.
+        """A whole use of the half, from the addresses of A, B and what the epilogue adds, to that of out [L, m, N]
+        ([M, N] with ``epilogue.to_all``), contiguous.
 
         ``stream``: a CUstream as an integer.
         """

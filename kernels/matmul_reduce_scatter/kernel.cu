@@ -6,14 +6,21 @@
 // dtype, or with OUT_FLOAT32 not at all. Before that the own rows get, if there are BIAS and RESIDUAL, a row of N numbers
 // and a matrix [L, m, N], both of A's dtype.
 //
+// With ALL_REDUCE the own part of the sum goes to all ranks, rounded, and out is [M, N] on each: A [1, 1, M, K], of which
+// rank r's rows are the m from r m on, as far as there are. L is 1 there, and sums have A's dtype.
+//
 // Who writes: a tile for rank dst leaves in two parts, one of each multiplying warpgroup, into dst's half, viewed
 // [W - 1][tiles][2][PART_BYTES] (the sender's slot: its rank, less one behind dst). A part lies there as its threads hold
 // it: the same thread of the same warpgroup adds it up. Either they store it there from their registers; or, with
-// `staging`, in a place of their own in local memory, and warp 1 or 2 copies it while they multiply the next tile: a
+// STAGING, in a place of their own in local memory, and warp 1 or 2 copies it while they multiply the next tile: a
 // store that waits for the link then holds up no products. Behind a part warp 3 sets
 // flags(half)[src][2 tile + part] = e on dst. Before the first store, done(half)[p] >= e - 1 was seen of every peer p.
+// Sums for all ranks travel in the same way, into as many slots and flags behind those. A warpgroup whose wait has expired
+// sends none, nor anything after it: what it has added up is worth nothing.
 // (Ordinary stores: where bulk copies wait for a link, what the same SM loads for its products waits behind them.)
-// Who waits: a multiplying warpgroup with its part of an own tile in registers, for the same part from every peer.
+// Who waits: a multiplying warpgroup with its part of an own tile in registers, for the same part from every peer. With
+// ALL_REDUCE also a step later, for the peers' sums of the tiles that have the index of that one: they come in the same
+// step of the peers' order.
 // Use e = EPOCH[half] + 1 is read when the kernel starts; its last block ends the use (weft::leave).
 //
 // Order: chunks of tiles for the peers, the own ones a chunk behind (order.cuh). What a block waits for, a peer's block
@@ -37,11 +44,16 @@ namespace {
 constexpr int VECTORS = weft::PART_BYTES / 16;  // of a part
 // Which of s.counts: parts that a multiplying warpgroup has staged, and parts of its that have been sent.
 constexpr int STAGED = 0, SENT = 2;
+constexpr int ORDER = 4;  // where the order stands among them
 
 #if OUT_FLOAT32
 using Out = float;
 #else
 using Out = u16;
+#endif
+
+#if ALL_REDUCE && (OUT_FLOAT32 || BIAS || RESIDUAL || !STAGING)
+#error "ALL_REDUCE: sums of 16 bits, to which nothing is added, and which are staged"
 #endif
 
 struct Params {
@@ -50,35 +62,60 @@ struct Params {
     weft::Watch watch;
     weft::Half half;
     u8* inbox;  // the own half
-    u8* staging;  // [blocks][2][PART_BYTES], or null
+    u8* staging;  // with STAGING: [blocks][2][PART_BYTES]
     Out* out;  // [L, m, N]
     int batches, m, n, k;
     int band;  // pairs of rows of tiles walked together, and rows of a chunk
     int average;
     const u16* bias;  // [N]
     const u16* residual;  // [L, m, N]
+    int total;  // ALL_REDUCE: M
 };
 
 using Order = weft::ScatterOrder<Params>;
 using Tile = weft::ScatterTile;
+static_assert(sizeof(Order) <= (weft::COUNTS - ORDER) * sizeof(u32));
 
-// Where a part of a tile goes at the peer that it is for, and the flag of it there.
-__device__ __forceinline__ u8* inbox(const Params& p, const Order& order, const Tile& t, int part) {
-    const int slot = p.watch.rank - (p.watch.rank > t.dst);
-    const u64 place = (static_cast<u64>(slot) * order.each + t.index) * 2 + part;
-    return weft::on_rank(p.inbox, p.watch, p.half, t.dst) + place * weft::PART_BYTES;
+// Rows of `rank`'s part from `row` on.
+__device__ __forceinline__ int rows_from(const Params& p, int rank, int row) {
+    return (ALL_REDUCE ? min(p.m, p.total - rank * p.m) : p.m) - row;
 }
 
-__device__ __forceinline__ u32* flag(const Params& p, const Tile& t, int part) {
-    const int index = p.half.flags + p.watch.rank * p.half.flags_per_rank + 2 * t.index + part;
-    return weft::on_rank(p.watch.words, p.watch, p.half, t.dst) + index;
+// Which of a sender's places and flags a part has: those of sums stand behind all others.
+__device__ __forceinline__ u64 place_of(const Order& order, const Tile& t, int part, bool sum) {
+    return (static_cast<u64>(sum ? order.each() : 0) + t.index) * 2 + part;
 }
 
-// The first step from `step` on, of this block's, at which it has a tile for a peer.
+// Where a part that `src` sends to rank `at` lies there, in the half whose own copy begins at p.inbox.
+__device__ __forceinline__ u8* inbox(const Params& p, const Order& order, const Tile& t, int part, int src, int at) {
+    const bool sum = t.dst == src;
+    const int slot = src - (src > at) + (sum ? WORLD_SIZE - 1 : 0);
+    const u64 place = (static_cast<u64>(slot) * order.each() + t.index) * 2 + part;
+    return weft::on_rank(p.inbox, p.watch, p.half, at) + place * weft::PART_BYTES;
+}
+
+// What this rank sends of tile t: to the peer that it is for, or its sum to all of them.
+template <typename Send>
+__device__ __forceinline__ void to_receivers(const Params& p, const Tile& t, const Send& send) {
+    if (!ALL_REDUCE || t.dst != p.watch.rank) {
+        send(t.dst);
+    } else {
+#pragma unroll 1
+        for (int i = 1; i < WORLD_SIZE; ++i) send((p.watch.rank + i) % WORLD_SIZE);
+    }
+}
+
+__device__ __forceinline__ void post(const Params& p, const Order& order, const Tile& t, int part, u32 use) {
+    const int first = p.half.flags + p.watch.rank * p.half.flags_per_rank;
+    u32* mine = p.watch.words + first + place_of(order, t, part, t.dst == p.watch.rank);
+    to_receivers(p, t, [&](int dst) { weft::post_behind_fence(weft::on_rank(mine, p.watch, p.half, dst), use); });
+}
+
+// The first step from `step` on, of this block's, at which it has something to send.
 __device__ __forceinline__ int next_sent(const Params& p, const weft::Shared& s, const Order& order, int step) {
     for (; step < order.steps(); step += weft::stride()) {
         const Tile t = order.tile(p, step, s.block);
-        if (t.inside && t.dst != p.watch.rank) break;
+        if (t.inside && (ALL_REDUCE || t.dst != p.watch.rank)) break;
     }
     return step;
 }
@@ -102,24 +139,29 @@ __device__ __forceinline__ void push(
     u32 count = 0;
     int step = next_sent(p, s, order, weft::first_step());
     for (; step < order.steps(); step = next_sent(p, s, order, step + weft::stride())) {
-        uint4* to = reinterpret_cast<uint4*>(inbox(p, order, order.tile(p, step, s.block), warpgroup)) + lane;
-        weft::wait_count(s.counts + STAGED + warpgroup, ++count);
+        const Tile t = order.tile(p, step, s.block);
+        if (weft::wait_count(s.counts + STAGED + warpgroup, ++count) == weft::NOTHING) count = weft::NOTHING;
+        if (count == weft::NOTHING) break;
 #pragma unroll 1
         for (int first = 0; first < VECTORS; first += 32 * AHEAD) {
             uint4 v[AHEAD];
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) v[i] = __ldcg(from + first + 32 * i);
+            to_receivers(p, t, [&](int dst) {
+                uint4* to = reinterpret_cast<uint4*>(inbox(p, order, t, warpgroup, p.watch.rank, dst)) + lane + first;
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i) to[first + 32 * i] = v[i];
+                for (int i = 0; i < AHEAD; ++i) to[32 * i] = v[i];
+            });
         }
         __syncwarp();
         if (lane == 0) weft::set_count(sent, count);
     }
+    if (count == weft::NOTHING && lane == 0) weft::set_count(sent, count);
 }
 
 // Warp 3, a lane for each warpgroup: the flags of its parts, as many behind one fence as there are, for it takes
 // microseconds.
-__device__ __forceinline__ void post(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
+__device__ __forceinline__ void post_all(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
     const int lane = threadIdx.x % 32;
     u32 posted = 0;
     int step = lane < 2 ? next_sent(p, s, order, weft::first_step()) : order.steps();
@@ -131,17 +173,24 @@ __device__ __forceinline__ void post(const Params& p, const weft::Shared& s, con
         __threadfence_system();
         if (!more) continue;
         for (; posted < there; ++posted) {
-            weft::post_behind_fence(flag(p, order.tile(p, step, s.block), lane), use);
+            post(p, order, order.tile(p, step, s.block), lane, use);
             step = next_sent(p, s, order, step + weft::stride());
         }
     }
 }
 
-// A multiplying warpgroup's part of a tile, on its way to the peer that it is for. `sent` counts them.
+// `sent`: parts of this warpgroup that are on their way; NOTHING: it sends no more. To the warp that goes on with them.
+__device__ __forceinline__ void tell(const Params& p, const weft::Shared& s, int warpgroup, u32 sent) {
+    weft::sync_warpgroup(warpgroup);
+    if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + (STAGING ? STAGED : SENT) + warpgroup, sent);
+}
+
+// A multiplying warpgroup's part of a tile, on its way to those that it is for.
 __device__ __forceinline__ void send(
     const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 use, u32& sent,
     const float (&sums)[weft::SUMS]) {
-    if (p.staging) {
+    if (sent == weft::NOTHING) return;
+    if constexpr (STAGING) {
         weft::wait_count(s.counts + SENT + warpgroup, sent);  // its place has been read
         weft::store_registers(staged(p, warpgroup), sums);
         ++sent;
@@ -149,12 +198,12 @@ __device__ __forceinline__ void send(
         // Warps may see different things around a deadline: all send, or none does and the peers will miss the flags.
         if (sent == 0 && !weft::all_of_warpgroup(warpgroup, weft::may_send(p.watch, p.half, use))) sent = weft::NOTHING;
         if (sent != weft::NOTHING) {
-            weft::store_registers(reinterpret_cast<uint4*>(inbox(p, order, t, warpgroup)), sums);
+            const auto to = inbox(p, order, t, warpgroup, p.watch.rank, t.dst);
+            weft::store_registers(reinterpret_cast<uint4*>(to), sums);
             ++sent;
         }
     }
-    weft::sync_warpgroup(warpgroup);
-    if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + (p.staging ? STAGED : SENT) + warpgroup, sent);
+    tell(p, s, warpgroup, sent);
 }
 
 // Warp 0: what the multiplying warpgroups work on.
@@ -163,18 +212,24 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
     weft::Turn<STAGES> turn;
     for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
         const Tile t = order.tile(p, step, s.block);
+        // A step without a tile for this block, and rows past the end of a part, are loaded all the same.
+#if ALL_REDUCE
+        const weft::Rows rows{t.dst * p.m + t.row * BM, 0, 0};
+#else
         const weft::Rows rows{t.row * BM, t.dst, t.batch};
+#endif
         for (int i = 0; i < depth; ++i) weft::load_stage(s, turn, p.a, rows, p.b, t.column * BN, i * weft::BK);
     }
 }
 
-// Wait for a warpgroup's part of an own tile from every peer: by each of its warps, a lane for each peer.
-__device__ __forceinline__ void wait_parts(const Params& p, const Tile& t, int warpgroup, u32 use) {
+// Wait for what every peer sends of a tile for this warpgroup, its part or its sum: by each of its warps, a lane for each
+// peer. Whether it has come.
+__device__ __forceinline__ bool wait_parts(
+    const Params& p, const Order& order, const Tile& t, int warpgroup, u32 use, bool sums) {
     const int lane = threadIdx.x % 32;
-    if (lane < WORLD_SIZE && lane != p.watch.rank) {
-        const int flag = p.half.flags + lane * p.half.flags_per_rank + 2 * t.index + warpgroup;
-        weft::wait_flag(p.watch, lane, flag, use, weft::WAIT_DATA);
-    }
+    if (lane >= WORLD_SIZE || lane == p.watch.rank) return true;
+    const int first = p.half.flags + lane * p.half.flags_per_rank;
+    return weft::wait_flag(p.watch, lane, first + place_of(order, t, warpgroup, sums), use, weft::WAIT_DATA);
 }
 
 // own[8] = the sum of all ranks' in their order, of which `own` is one, and `parts` are the others.
@@ -205,9 +260,9 @@ __device__ __forceinline__ void add_up(const uint4 (&parts)[WORLD_SIZE - 1], int
 __device__ __forceinline__ void add_parts(
     const Params& p, const Order& order, const Tile& t, int warpgroup, float (&sums)[weft::SUMS]) {
     constexpr int ALL = VECTORS / weft::GROUP, AHEAD = WORLD_SIZE > 5 ? 1 : 8 / (WORLD_SIZE - 1);
-    const u64 slot = 2 * order.each * u64{VECTORS};
-    const uint4* part = reinterpret_cast<const uint4*>(p.inbox) + (2 * t.index + warpgroup) * u64{VECTORS}
-        + threadIdx.x % weft::GROUP;
+    const u64 slot = 2 * order.each() * u64{VECTORS};
+    const uint4* slots = reinterpret_cast<const uint4*>(p.inbox);
+    u32 at = (2u * t.index + warpgroup) * VECTORS + threadIdx.x % weft::GROUP;
     const float scale = p.average ? 1.0f / WORLD_SIZE : 1.0f;
 #pragma unroll
     for (int first = 0; first < ALL; first += AHEAD) {
@@ -217,13 +272,14 @@ __device__ __forceinline__ void add_parts(
         for (int i = 0; i < AHEAD && first + i < ALL; ++i) {
 #pragma unroll
             for (int peer = 0; peer < WORLD_SIZE - 1; ++peer) {
-                parts[i][peer] = weft::load_payload(part + (first + i) * weft::GROUP + peer * slot);
+                parts[i][peer] = weft::load_payload(slots + peer * slot + at + i * weft::GROUP);
             }
         }
 #pragma unroll
         for (int i = 0; i < AHEAD && first + i < ALL; ++i) {
             add_up(parts[i], p.watch.rank, scale, sums + 8 * (first + i));
         }
+        at += AHEAD * weft::GROUP;
     }
 }
 
@@ -254,6 +310,46 @@ __device__ __forceinline__ void add_terms(const Params& p, const Tile& t, int wa
     }
 }
 
+// A multiplying warpgroup's part of an own tile: the peers' are added to it, and the sum goes to `out`, and on its way.
+__device__ __forceinline__ void finish(
+    const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 use, u32& sent,
+    float (&sums)[weft::SUMS]) {
+    const bool there = wait_parts(p, order, t, warpgroup, use, false);
+    if (ALL_REDUCE && !weft::all_of_warpgroup(warpgroup, there)) {
+        sent = weft::NOTHING;
+        tell(p, s, warpgroup, sent);
+    }
+    add_parts(p, order, t, warpgroup, sums);
+    if constexpr (ALL_REDUCE) send(p, s, order, t, warpgroup, use, sent, sums);
+    const int row = t.row * BM, column = t.column * BN, part = ALL_REDUCE ? p.watch.rank : t.batch;
+    Out* out = p.out + (static_cast<u64>(part) * p.m + row) * p.n + column;
+    const int rows = rows_from(p, p.watch.rank, row);
+    weft::store_rows(out, p.n, rows, p.n - column, warpgroup, sums, [&](int i, float* values) {
+#if BIAS || RESIDUAL
+        add_terms(p, t, warpgroup, i, values);
+#endif
+    });
+}
+
+// If an own tile came at `step`: from every peer the sum of the tile with its index, to its rows.
+__device__ __forceinline__ void take_sums(
+    const Params& p, const weft::Shared& s, const Order& order, int step, int warpgroup, u32 use) {
+    if (step < 0) return;
+    const Tile own = order.tile(p, step, s.block);
+    if (!own.inside || own.dst != p.watch.rank) return;
+    wait_parts(p, order, own, warpgroup, use, true);
+    __syncwarp();  // each lane has waited for one peer
+#pragma unroll 1
+    for (int i = 1; i < WORLD_SIZE; ++i) {
+        Tile t = own;
+        t.dst = (p.watch.rank + i) % WORLD_SIZE;
+        const auto part = reinterpret_cast<const uint4*>(inbox(p, order, t, warpgroup, t.dst, p.watch.rank));
+        const int row = t.row * BM, column = t.column * BN;
+        u16* out = reinterpret_cast<u16*>(p.out) + static_cast<u64>(t.dst * p.m + row) * p.n + column;
+        weft::store_rows(out, p.n, rows_from(p, t.dst, row), p.n - column, warpgroup, part);
+    }
+}
+
 }  // namespace
 
 extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds__(weft::THREADS, 1)
@@ -262,38 +358,32 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
     const weft::Shared s = weft::shared_memory(base);
     weft::begin(s);
     const u32 use = p.watch.words[p.half.epoch] + 1;
-    const Order order(p);
+    // In shared memory: there are no registers to keep it in.
+    Order& order = *reinterpret_cast<Order*>(s.counts + ORDER);
+    if (threadIdx.x == 0) order = Order(p);
+    __syncthreads();
     const int warpgroup = threadIdx.x / weft::GROUP;
     if (warpgroup == 2) {
         weft::give_registers<SERVE_REGISTERS>();
         const int warp = threadIdx.x / 32 % 4;
         if (warp == 0) load(p, s, order);
-        if ((warp == 1 || warp == 2) && p.staging) push(p, s, order, warp - 1, use);
-        if (warp == 3) post(p, s, order, use);
+        if (STAGING && (warp == 1 || warp == 2)) push(p, s, order, warp - 1, use);
+        if (warp == 3) post_all(p, s, order, use);
     } else {
         weft::take_registers<MULTIPLY_REGISTERS>();
         const int depth = (p.k + weft::BK - 1) / weft::BK;
         weft::Turn<STAGES> turn;
         u32 sent = 0;
-        for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
+        int step = weft::first_step();
+        for (; step < order.steps(); step += weft::stride()) {
             const Tile t = order.tile(p, step, s.block);
             float sums[weft::SUMS];
             weft::multiply(s, turn, warpgroup, depth, sums);
-            if (!t.inside) continue;
-            if (t.dst != p.watch.rank) {
-                send(p, s, order, t, warpgroup, use, sent, sums);
-                continue;
-            }
-            wait_parts(p, t, warpgroup, use);
-            add_parts(p, order, t, warpgroup, sums);
-            const int row = t.row * BM, column = t.column * BN;
-            Out* out = p.out + (static_cast<u64>(t.batch) * p.m + row) * p.n + column;
-            weft::store_rows(out, p.n, p.m - row, p.n - column, warpgroup, sums, [&](int i, float* values) {
-#if BIAS || RESIDUAL
-                add_terms(p, t, warpgroup, i, values);
-#endif
-            });
+            if (t.inside && t.dst != p.watch.rank) send(p, s, order, t, warpgroup, use, sent, sums);
+            if (t.inside && t.dst == p.watch.rank) finish(p, s, order, t, warpgroup, use, sent, sums);
+            if (ALL_REDUCE) take_sums(p, s, order, step - weft::stride(), warpgroup, use);
         }
+        if (ALL_REDUCE) take_sums(p, s, order, step - weft::stride(), warpgroup, use);
     }
     weft::end();
     weft::leave(p.watch, p.half, use);

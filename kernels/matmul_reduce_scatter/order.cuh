@@ -21,38 +21,36 @@ struct ScatterTile {
 template <typename Params>
 struct ScatterOrder {
     int rows, columns;  // of tiles, for one rank; rows of one batch
-    int each;  // tiles for one rank
+    int own;  // rows of all batches
     int chunk, last;  // rows of a chunk; which chunk is the last one
-    int all, pairs;  // rows of the list
 
     __device__ explicit ScatterOrder(const Params& p) {
         rows = (p.m + BM - 1) / BM;
         columns = (p.n + BN - 1) / BN;
-        each = p.batches * rows * columns;
-        const int own = p.batches * rows;
+        own = p.batches * rows;
         chunk = min(p.band, own);
         last = (own - 1) / chunk;
-        all = own * WORLD_SIZE;
-        pairs = (all + 1) / 2;
     }
 
-    __device__ int steps() const { return pairs * columns; }
+    __device__ int each() const { return own * columns; }  // tiles for one rank
+    __device__ int pairs() const { return (own * WORLD_SIZE + 1) / 2; }  // of rows of the list
+    __device__ int steps() const { return pairs() * columns; }
 
     __device__ ScatterTile tile(const Params& p, int step, int block) const {
         ScatterTile t;
         int pair;
-        grouped(step, pairs, columns, p.band, pair, t.column);
+        grouped(step, pairs(), columns, p.band, pair, t.column);
         const int place = 2 * pair + block, peers = WORLD_SIZE - 1;
-        t.inside = place < all;  // a block without a tile loads for the other all the same, and rows past the end of A
+        t.inside = place < own * WORLD_SIZE;  // a block without a tile loads for the other all the same, and rows past the end of A
         // Which chunk for the peers is under way, or was the last one, and the place behind its begin.
         const int behind = place - chunk * peers;
         const int c = behind < 0 ? 0 : min(1 + behind / (chunk * WORLD_SIZE), last);
         const int inside = behind < 0 ? place : behind - (c - 1) * chunk * WORLD_SIZE;
-        const int of_peers = min(chunk, all / WORLD_SIZE - c * chunk) * peers;
-        const bool own = inside >= of_peers;
+        const int of_peers = min(chunk, own - c * chunk) * peers;
+        const bool mine = inside >= of_peers;
         // Of tiles, of all batches.
-        const int row = own ? (c - 1) * chunk + inside - of_peers : c * chunk + inside / peers;
-        t.dst = own ? p.watch.rank : (p.watch.rank + 1 + inside % peers) % WORLD_SIZE;
+        const int row = mine ? (c - 1) * chunk + inside - of_peers : c * chunk + inside / peers;
+        t.dst = mine ? p.watch.rank : (p.watch.rank + 1 + inside % peers) % WORLD_SIZE;
         t.index = row * columns + t.column;
         t.batch = row / rows;
         t.row = t.inside ? row % rows : rows;

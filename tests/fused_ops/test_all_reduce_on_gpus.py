@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from opcommon import check, gather, world
 from ranks import run_ranks
 from weft import symm_mem
@@ -17,7 +19,9 @@ from weft.fused_ops import (
     one_shot_all_reduce,
     one_shot_all_reduce_,
 )
+from weft.fused_ops.plan import forced
 from weft.kernels.all_reduce_rms_norm.reference import rms_norm
+from weft.symm_mem import Layout, heap
 
 pytestmark = pytest.mark.gpu
 
@@ -164,19 +168,40 @@ def test_all_reduce_rms_norm(world_size: int) -> None:
 
 
 def product(rank: int, world_size: int) -> None:
-    for m, k, n in [(1, 512, 4096), (300, 1024, 4096), (4096, 2048, 4096), (5000, 1024, 8192)]:
-        A, B = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16().t()
-        out = fused_matmul_all_reduce(A, B, "sum", world())
-        parts = [(a @ b) for a, b in zip(gather(A), gather(B), strict=True)]
-        check(f"{m} {k} {n}", out, sum(parts), 4e-3, parts)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            again = fused_matmul_all_reduce(A, B, "sum", world())
-        for _ in range(3):
-            again.fill_(float("nan"))
-            graph.replay()
-            assert torch.equal(again, out)
-            assert torch.equal(fused_matmul_all_reduce(A, B, "sum", world()), out)
+    chosen = [(1, 512, 4096), (300, 1024, 4096), (4096, 2048, 4096), (5000, 1024, 8192)]
+    in_one_kernel = [(1, 64, 8), (3, 200, 72), (131, 264, 1000), (777, 4104, 2056), (4096, 2048, 4096)]
+    for way, sizes in ((nullcontext(), chosen), (forced("fused"), in_one_kernel)):
+        with way:
+            for size in sizes:
+                for dtype, reduce_op in ((torch.bfloat16, "sum"), (torch.float16, "avg")):
+                    multiplied(*size, dtype, reduce_op, one_kernel=sizes is in_one_kernel)
+
+
+def multiplied(m: int, k: int, n: int, dtype: torch.dtype, reduce_op: str, *, one_kernel: bool) -> None:
+    A, B = torch.randn(m, k).to(dtype), (torch.randn(n, k) / k**0.5).to(dtype).t()
+    if n % 64:
+        B = B.contiguous()
+    workspaces = [w for w in heap(world(), A.device).workspaces.values() if isinstance(w.layout, Layout)]
+    for workspace in workspaces:  # what a half has held must not matter
+        for half in (0, 1):
+            workspace.half(workspace.rank, half, (workspace.layout.half_bytes,), torch.uint8).fill_(0xFF)
+    torch.cuda.synchronize()
+    dist.barrier()
+    out = fused_matmul_all_reduce(A, B, reduce_op, world())
+    assert not one_kernel or last_plan().algorithm == "push"
+    parts = [(a @ b) for a, b in zip(gather(A), gather(B), strict=True)]
+    scale = len(parts) if reduce_op == "avg" else 1
+    check(f"{m} {k} {n} {dtype}", out, sum(parts) / scale, 4e-3, parts)
+    bits = gather(out.view(torch.int16))
+    assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        again = fused_matmul_all_reduce(A, B, reduce_op, world())
+    for _ in range(3):
+        again.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(again, out)
+        assert torch.equal(fused_matmul_all_reduce(A, B, reduce_op, world()), out)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

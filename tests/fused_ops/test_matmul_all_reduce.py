@@ -8,7 +8,7 @@ from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_all_reduce
-from weft.kernels.matmul_all_reduce.configs import choose, rows_of
+from weft.kernels.matmul_reduce_scatter.to_all import choose_push
 
 SHAPES = [
     ((5, 7), 11),
@@ -148,10 +148,11 @@ def test_a_missing_rank_is_an_error_with_a_name() -> None:
     assert text.startswith("fused_matmul_all_reduce: rank 0") and "waited 0.5 s for rank 1" in text
 
 
-def test_pieces_cover_the_rows() -> None:
-    for m in (1, 127, 128, 1000, 4096, 5001):
-        for n, k in ((4096, 1024), (12288, 12288)):
-            for pieces in {1, 2, 4, choose(m, n, k, 2).pieces}:
-                rows = rows_of(m, pieces)
-                assert [first for first, _ in rows[1:]] == [end for _, end in rows[:-1]]
-                assert rows[0][0] == 0 and rows[-1][1] == m and 1 <= len(rows) <= pieces
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_the_choice(world_size: int) -> None:
+    """One kernel for large products; cuBLAS and an all-reduce for decoding. Its workspace has a limit."""
+    for n, k in ((4096, 4096), (4096, 14336), (8192, 8192)):
+        assert not choose_push(16, n, k // world_size, world_size, 132)[1]
+        config, pays = choose_push(4096, n, k // world_size, world_size, 132)
+        assert pays and config.staged
+    assert not choose_push(1 << 17, 8192, 8192 // world_size, world_size, 132)[1]

@@ -89,12 +89,12 @@ static void scatter(Params p) {
                 const ScatterTile t = order.tile(p, step, block);
                 expect(t.column < order.columns, "a column past the end", p);
                 if (!t.inside) continue;
-                expect(t.index >= 0 && t.index < order.each, "a tile past the end", p);
+                expect(t.index >= 0 && t.index < order.each(), "a tile past the end", p);
                 expect(places.insert({t.dst, t.batch, t.row, t.column}).second, "a tile twice", p);
                 expect(steps.insert({{rank, t.dst, t.index}, step}).second, "an index twice", p);
             }
         }
-        expect(places.size() == size_t(order.each) * WORLD_SIZE, "not every tile for every rank", p);
+        expect(places.size() == size_t(order.each()) * WORLD_SIZE, "not every tile for every rank", p);
     }
     // No own tile waits for one that a peer computes behind a wait of its own: their steps are not later.
     for (const auto& [key, step] : steps) {

@@ -37,7 +37,7 @@ constexpr int CLUSTER_BLOCKS = 2;
 
 struct State {
     std::vector<char> shared;
-    std::vector<Barrier> warps, warpgroups, clusters;
+    std::vector<Barrier> warps, warpgroups, blocks, clusters;
     std::unordered_map<const unsigned*, Clock> counts;
     std::vector<Late> late;
 };
@@ -100,6 +100,7 @@ static void launch_begins(Rank& rank) {
     s.shared.assign(launch.blocks * SHARED, 0);
     s.warps.assign(launch.blocks * launch.threads / 32, Barrier());
     s.warpgroups.assign(launch.blocks * launch.threads / 128, Barrier());
+    s.blocks.assign(launch.blocks, Barrier());
     s.clusters.assign(launch.blocks / CLUSTER_BLOCKS, Barrier());
     s.counts.clear();
 }
@@ -125,6 +126,8 @@ static void meet_and_tell(Barrier& barrier, unsigned all) {
 
 static Barrier& warp() { return group(state().warps, 32); }
 static void __syncwarp() { meet_and_tell(warp(), 32); }
+
+static void __syncthreads() { meet_and_tell(state().blocks[running->block], launched().threads); }
 
 static unsigned vote(bool said) {
     Barrier& w = warp();

@@ -37,6 +37,7 @@ def gather(tile: Tile, order: str, split_k: bool = False) -> Program:
 
 def scatter(tile: Tile, order: str, world_size: int, epilogue: Epilogue = ROUNDED) -> Program:
     config = replace(scatter_configs.choose_push(1024, 1024, 1024, world_size, 132), tile=tile)
+    config = replace(config, staged=config.staged or epilogue.to_all)
     defines = matmul_reduce_scatter.defines(ORDERS[order], config, world_size, epilogue)
     return gemm.program(matmul_reduce_scatter.SOURCE, defines)
 
@@ -59,6 +60,8 @@ PROGRAMS: dict[str, Program] = {
     "matmul_reduce_scatter-float32": scatter(LARGEST, "rows", 4, Epilogue(torch.float32)),
     "matmul_reduce_scatter-bias": scatter(LARGEST, "rows", 4, replace(ROUNDED, bias=True)),
     "matmul_reduce_scatter-residual": scatter(LARGEST, "columns", 8, replace(ROUNDED, residual=True)),
+    "matmul_reduce_scatter-to-all-2": scatter(LARGEST, "rows", 2, replace(ROUNDED, to_all=True)),
+    "matmul_reduce_scatter-to-all-4": scatter(LARGEST, "columns", 4, replace(ROUNDED, to_all=True)),
     "matmul_reduce_scatter-all-float32": scatter(
         LARGEST, "odd_rows", 8, Epilogue(torch.float32, average=True, bias=True, residual=True)
     ),

@@ -60,6 +60,7 @@ def test_an_order_with_circular_waits_is_found(tmp_path: Path) -> None:
     folder.mkdir()
     walk = (KERNELS / "device" / "walk.cuh").as_posix()
     own_first = own_last.replace("block,", "block < all ? all - 1 - 2 * pair - block : 2 * pair + block,")
+    own_first = f"const int all = own * WORLD_SIZE; {own_first}"
     broken = text.replace(own_last, own_first).replace("../device/walk.cuh", walk)
     (folder / "order.cuh").write_text(broken)
     code, said = run(program(tmp_path, folder / "order.cuh", 128, 4))

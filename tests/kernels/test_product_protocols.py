@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import shutil
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ class Gather:
 
 @dataclass
 class Scatter:
-    """reduce_scatter(A @ B) on one workspace of each rank."""
+    """reduce_scatter(A @ B) on one workspace of each rank; with ``epilogue.to_all`` all_reduce(A @ B) of ``m`` rows."""
 
     size: int
     m: int
@@ -102,16 +102,26 @@ class Scatter:
     def __post_init__(self) -> None:
         self.config = scatter_configs.PushConfig(self.tile, self.band, self.staged)
 
+    @property
+    def part(self) -> int:
+        """Rows that a rank sums."""
+        return -(-self.m // self.size) if self.epilogue.to_all else self.m
+
+    def operand(self) -> torch.Tensor:
+        return numbers(self.batches, 1 if self.epilogue.to_all else self.size, self.m, self.k)
+
     def compiled(self, instead: tuple[str, str] | None = None) -> Future[Library]:
         b = numbers(self.n, self.k).t()
         defines = scatter.defines(b, self.config, self.size, self.epilogue)
         return build(scatter.SOURCE, scatter._Params, defines, instead)
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
-        needs = scatter_configs.push_needs
-        nbytes, flags = needs(self.m, self.n, self.config, self.size, self.blocks, self.batches)
-        self.ranks = Products(monkeypatch, library, scatter.Layout(self.size, flags, nbytes), pace)
-        a, b = numbers(self.batches, self.size, self.m, self.k), numbers(self.n, self.k).t()
+        to_all, m = self.epilogue.to_all, self.part
+        needs = scatter_configs.push_needs(
+            *(m, self.n, self.config, self.size, self.blocks, self.batches), to_all=to_all
+        )
+        self.ranks = Products(monkeypatch, library, scatter.Layout(self.size, needs[1], needs[0]), pace)
+        a, b = self.operand(), numbers(self.n, self.k).t()
         self.kernels = [
             scatter.MatmulReduceScatterPush(place, a, b, self.config, self.epilogue, num_sms=self.blocks)
             for place in self.ranks.places
@@ -121,7 +131,7 @@ class Scatter:
         return self.ranks
 
     def launch(self, half: int, polls: int) -> None:
-        a = [numbers(self.batches, self.size, self.m, self.k) for _ in self.kernels]
+        a = [self.operand() for _ in self.kernels]
         b = [numbers(self.n, self.k).t() for _ in self.kernels]
         total = sum(x.float() @ y.float() for x, y in zip(a, b, strict=True))
         epilogue, shape = self.epilogue, (self.batches, self.m, self.n)
@@ -131,7 +141,7 @@ class Scatter:
             terms = [numbers(self.n)] * epilogue.bias + [numbers(*shape)] * epilogue.residual
             operands = [x.data_ptr() for x in (a[rank], b[rank], *terms)]
             kernel.launch(half, operands, [out.data_ptr()], polls, rank)
-            want = sum(terms, start=total[:, rank] * scale)
+            want = sum(terms, start=total[:, 0 if epilogue.to_all else rank] * scale)
             self.wanted.append((out, want.to(epilogue.out_dtype)))
             self.kept += terms
         self.kept += [a, b]
@@ -164,6 +174,15 @@ SCATTERS = {
     ),
     "3": Scatter(3, 65, 136, 72, epilogue=Epilogue(torch.bfloat16, average=True, bias=True)),
     "4": Scatter(4, 67, 40, 136, WIDE, blocks=2, epilogue=Epilogue(torch.bfloat16, residual=True)),
+    "to-all": Scatter(2, 275, 136, 72, blocks=2, staged=True, epilogue=replace(ROUNDED, to_all=True)),
+    "to-all-3": Scatter(
+        *(3, 391, 40, 136, WIDE),
+        blocks=2,
+        band=2,
+        staged=True,
+        epilogue=Epilogue(torch.bfloat16, average=True, to_all=True),
+    ),
+    "to-all-few-rows": Scatter(4, 5, 72, 72, staged=True, epilogue=replace(ROUNDED, to_all=True)),
     "batches": Scatter(2, 33, 72, 72, batches=3, epilogue=Epilogue(torch.float32, bias=True, residual=True)),
 }
 Op = Gather | Scatter
@@ -201,8 +220,8 @@ def test_uses_of_both_halves(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "op",
-    [GATHERS["beside"], GATHERS["senders"], SCATTERS["3"], SCATTERS["staged"]],
-    ids=["beside", "senders", "parts", "staged"],
+    [GATHERS["beside"], GATHERS["senders"], SCATTERS["3"], SCATTERS["staged"], SCATTERS["to-all"]],
+    ids=["beside", "senders", "parts", "staged", "to-all"],
 )
 @pytest.mark.parametrize("told", [False, True], ids=["expires", "had-expired"])
 def test_a_rank_that_gives_up_sends_nothing(op: Op, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,8 +246,11 @@ def test_a_rank_that_gives_up_sends_nothing(op: Op, told: bool, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     "op",
-    [GATHERS["beside"], GATHERS["senders"], GATHERS["split-senders"], SCATTERS["3"], SCATTERS["staged"]],
-    ids=["beside", "senders", "split", "parts", "staged"],
+    [
+        *(GATHERS["beside"], GATHERS["senders"], GATHERS["split-senders"]),
+        *(SCATTERS["3"], SCATTERS["staged"], SCATTERS["to-all"], SCATTERS["to-all-3"]),
+    ],
+    ids=["beside", "senders", "split", "parts", "staged", "to-all", "to-all-3"],
 )
 def test_a_late_rank_is_right_or_told(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 begins in the midst of what the others do, one of which waits for longer than the other."""
@@ -263,22 +285,40 @@ MISTAKES = {
     "scatter-no-fence": ("__threadfence_system();\n        if (!more) continue;", "if (!more) continue;"),
     "scatter-warps-not-awaited": ("weft::sync_warpgroup(warpgroup);", ""),
     "scatter-posted-ahead": ("posted < there;", "posted <= there && step < order.steps();"),
-    "scatter-flags-not-awaited": ("        __syncwarp();  // each lane", "        // each lane"),
-    "scatter-other-part-awaited": ("2 * t.index + warpgroup;", "2 * t.index + 1 - warpgroup;"),
+    "scatter-flags-not-awaited": (
+        "        __syncwarp();  // each lane has waited for one peer; and",
+        "        // and",
+    ),
+    "scatter-other-part-awaited": (
+        "place_of(order, t, warpgroup, sums)",
+        "place_of(order, t, 1 - warpgroup, sums)",
+    ),
     "scatter-half-not-free": ("half.done + lane, use - 1", "half.done + lane, use - 2"),
     "staged-half-not-free": ("half.done + lane, use - 1", "half.done + lane, use - 2"),
     "staged-place-not-read": ("weft::wait_count(s.counts + SENT + warpgroup, sent);", ""),
-    "staged-sent-ahead": ("weft::wait_count(s.counts + STAGED + warpgroup, ++count);", "++count;"),
+    "staged-sent-ahead": (
+        "if (weft::wait_count(s.counts + STAGED + warpgroup, ++count) == weft::NOTHING)",
+        "if (++count == weft::NOTHING)",
+    ),
     "staged-lanes-not-awaited": (
         "__syncwarp();\n        if (lane == 0) weft::set_count(sent, count);",
         "if (lane == 0) weft::set_count(sent, count);",
     ),
     "staged-warps-not-awaited": ("weft::sync_warpgroup(warpgroup);", ""),
+    "to-all-lanes-not-awaited": (
+        "    __syncwarp();  // each lane has waited for one peer\n#pragma",
+        "#pragma",
+    ),
+    "to-all-part-for-sum": ("warpgroup, use, true);", "warpgroup, use, false);"),
+    "to-all-one-receiver": ("i < WORLD_SIZE; ++i) send(", "i < 2; ++i) send("),
+    "to-all-no-fence": ("__threadfence_system();\n        if (!more) continue;", "if (!more) continue;"),
     "staged-no-fence": ("__threadfence_system();\n        if (!more) continue;", "if (!more) continue;"),
 }
 
 
 def may_show(mistake: str) -> Op:
+    if mistake.startswith("to-all"):
+        return SCATTERS["to-all-3"]
     if mistake.startswith("staged"):
         return SCATTERS["staged"]
     if mistake.startswith("scatter"):

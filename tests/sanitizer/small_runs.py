@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
@@ -20,15 +21,14 @@ from weft import symm_mem
 from weft.fused_ops import (
     fused_all_gather_matmul,
     fused_all_reduce_rms_norm,
+    fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
     last_plan,
     one_shot_all_reduce,
 )
 from weft.fused_ops.all_reduce import run as run_all_reduce
-from weft.fused_ops.matmul_all_reduce import run as run_matmul_all_reduce
 from weft.fused_ops.plan import forced
 from weft.kernels.all_reduce.configs import Config
-from weft.kernels.matmul_all_reduce.configs import Config as Pieces
 
 USES = 3  # of a workspace: both halves, one of them again
 DTYPES = (torch.bfloat16, torch.float32)
@@ -150,10 +150,10 @@ def matmul_all_reduce(rank: int, size: int, seed: int) -> None:
     As = [numbers(seed, r, DTYPES[0], 300, 64) for r in range(size)]
     Bs = [numbers(seed + 1, r, DTYPES[0], 64, 72) for r in range(size)]
     total = sum(a.float() @ b.float() for a, b in zip(As, Bs, strict=True))
-    for pieces in (1, 2):
-        out = run_matmul_all_reduce(
-            put(As[rank]), put(Bs[rank]), "sum", dist.group.WORLD, None if CPU else Pieces(pieces)
-        )
+    # By itself such a small one is cuBLAS's, with an all-reduce behind it.
+    for algorithm in (nullcontext(), forced("fused")):
+        with algorithm:
+            out = fused_matmul_all_reduce(put(As[rank]), put(Bs[rank]), "sum", dist.group.WORLD)
         fused()
         same("matmul + all-reduce", out, total)
 

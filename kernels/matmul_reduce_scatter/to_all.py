@@ -1,0 +1,116 @@
+"""all_reduce(A @ B) by kernel.cu: the sums that ranks have made of their parts go to all ranks.
+
+Large products only: small ones are faster in cuBLAS with an all-reduce behind them. Part of fused_matmul_all_reduce,
+which chooses between the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from operator import itemgetter
+
+import torch
+
+from ...symm_mem.workspace import Layout, Workspace
+from ..device import gemm, gemm_tiles
+from ..device.choice import Choice, Choices, make_together
+from ..device.launch import why_not
+from .configs import Epilogue, PushConfig, push_config, push_needs
+from .cuda_kernel import MatmulReduceScatterPush
+
+_LINK = 364e3  # bytes a microsecond, measured between H200s
+# Of the all-reduce behind a product, measured on 2 and 4 H200: microseconds, and bytes a microsecond.
+_ALL_REDUCE_LAUNCH = 2.5
+_ALL_REDUCE_LINK = 310e3
+_MOST_WORKSPACE = 1 << 30  # bytes of both halves
+
+_choices: Choices[PushConfig] = Choices()
+
+
+def choose(a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int) -> Choice[PushConfig] | str:
+    """How to run a call, or why the kernel cannot. It pays if it is thought to beat an all-reduce behind a product.
+
+    The same on all ranks whose tensors have the same sizes, strides and dtypes.
+
+    Args:
+        a: [M, K]. b: [K, N]. Both begin at multiples of 16 bytes.
+    """
+    key = (a.shape, a.stride(), a.dtype, b.shape, b.stride(), world_size, num_sms)
+    return _choices.get(key, _choose, a, b, world_size, num_sms)
+
+
+def _choose(a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int) -> Choice[PushConfig] | str:
+    if a.dtype not in gemm.DTYPES:
+        return f"no kernel takes {a.dtype}"
+    if (reason := why_not(a, b)) is not None:
+        return reason
+    (m, k), n = a.shape, b.shape[1]
+    config, pays = choose_push(m, n, k, world_size, num_sms)
+    needs = push_needs(part_of(m, world_size), n, config, world_size, num_sms, to_all=True)
+    return Choice("push", config, *needs, pays)
+
+
+def run(
+    choice: Choice[PushConfig],
+    workspace: Workspace[Layout],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    num_sms: int,
+    timeout_ns: int,
+    op: str,
+    reduce_op: str,
+) -> tuple[torch.Tensor, MatmulReduceScatterPush]:
+    """The sum over ranks, [M, N], and the launcher, for tensors at other addresses. ``op``: whose call it is."""
+    epilogue = Epilogue(a.dtype, reduce_op == "avg", to_all=True)
+    out = a.new_empty((a.shape[0], b.shape[1]))
+    key = (choice, epilogue)
+    kernel: MatmulReduceScatterPush | None = workspace.prepared.get(key)
+    if kernel is None:
+
+        def make() -> MatmulReduceScatterPush:
+            rows = a.unsqueeze(0).unsqueeze(0)
+            return MatmulReduceScatterPush(workspace, rows, b, choice.config, epilogue, num_sms=num_sms)
+
+        same = (op, a.shape, b.shape, a.dtype, epilogue, choice.config, num_sms)
+        kernel = make_together(workspace, op, key, same, make)
+    stream = torch._C._cuda_getCurrentRawStream(a.get_device())
+    operands, results = (a.data_ptr(), b.data_ptr()), (out.data_ptr(),)
+    kernel.launch(workspace.next_half(), operands, results, timeout_ns, stream)
+    return out, kernel
+
+
+def part_of(m: int, world_size: int) -> int:
+    """Rows that a rank sums, of ``m``. The last ranks may have fewer."""
+    return -(-m // world_size)
+
+
+def choose_push(m: int, n: int, k: int, world_size: int, num_sms: int) -> tuple[PushConfig, bool]:
+    """The configuration for A [m, K] and B [K, N] of 16 bits, and whether it is thought to beat a product with an
+    all-reduce behind it. A pure function: all ranks choose alike."""
+    part = part_of(m, world_size)
+    candidates = [
+        replace(push_config(tile, n, world_size, num_sms), staged=True) for tile in gemm_tiles.suited(m, n, k)
+    ]
+    estimated = [(estimate_push_us(c, m, n, k, world_size, num_sms), c) for c in candidates]
+    fastest, config = min(estimated, key=itemgetter(0))
+    half, _ = push_needs(part, n, config, world_size, num_sms, to_all=True)
+    return config, fastest < behind_us(m, n, k, world_size) and 2 * half <= _MOST_WORKSPACE
+
+
+def estimate_push_us(config: PushConfig, m: int, n: int, k: int, world_size: int, num_sms: int) -> float:
+    """Microseconds. As for matmul_reduce_scatter, with twice as much on the links, and a tile's sum that travels when
+    there is nothing left to multiply."""
+    tile = config.tile
+    rows = world_size * -(-part_of(m, world_size) // tile.block_m)
+    product = gemm_tiles.estimate_us(tile, rows, [n], k, num_sms) * (1 + 0.4 * (tile.loads - 1))
+    waves = gemm_tiles.waves(tile, rows, [n], num_sms)
+    first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
+    sending = 2 * (world_size - 1) * part_of(m, world_size) * n * 2 / _LINK
+    tail = 12 * tile.block_m * tile.block_n / (128 * 256)
+    return 12 + 3 * waves + max(product, first + sending) + 0.15 * min(product, sending) + tail
+
+
+def behind_us(m: int, n: int, k: int, world_size: int) -> float:
+    """Microseconds of cuBLAS's product and an all-reduce behind it."""
+    moved = 2 * (world_size - 1) / world_size * m * n * 2
+    return gemm_tiles.product_us(m, n, k) + _ALL_REDUCE_LAUNCH + moved / _ALL_REDUCE_LINK
