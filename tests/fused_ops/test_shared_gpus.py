@@ -47,6 +47,7 @@ class Case:
         call: what makes the results of the own operands.
         want: the same of the rank and of all ranks' operands, [W, ...] each, in float64.
         rounds: the results are not whole numbers.
+        out_dtype: of the results, where it is not that of the operands.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Case:
     call: Callable[..., list[Tensor]]
     want: Callable[..., list[Tensor]]
     rounds: bool = False
+    out_dtype: torch.dtype | None = None
 
 
 def gathering(
@@ -114,7 +116,7 @@ def scattering(
 
     shapes = (wide, (n, shape[-1]) if transposed else (shape[-1], n), *(known[term] for term in terms))
     name = f"matmul + reduce-scatter, {reduce_op} of {wide} along {dim}, {n} columns, {dtype} to {out_dtype}, {terms}"
-    return Case(name, dtype, shapes, call, want, rounds=reduce_op == "avg")
+    return Case(name, dtype, shapes, call, want, rounds=reduce_op == "avg", out_dtype=out_dtype)
 
 
 def reducing(
@@ -231,6 +233,7 @@ def compare(case: Case, got: list[Tensor], given: list[Tensor], rank: int) -> No
     for i, (result, expected) in enumerate(zip(got, want, strict=True)):
         what = f"result {i} of {case.name}"
         assert result.shape == expected.shape, f"{what}: {tuple(result.shape)}, not {tuple(expected.shape)}"
+        assert result.dtype == (case.out_dtype or case.dtype), f"{what}: {result.dtype}"
         # Element by element: NaN is never close to anything.
         allowed = ULP[result.dtype] * expected.abs() + 1e-6 if case.rounds else torch.zeros_like(expected)
         wrong = ~((result.double() - expected).abs() <= allowed)
@@ -318,7 +321,7 @@ def wrong(rank: int, size: int) -> None:
     given = Given()
     for case in make_cases(size, False):
         numbers = given(case, 1, size)
-        got = [x.to(case.dtype) for x in case.want(rank, *(x.double() for x in numbers))]
+        got = [x.to(case.out_dtype or case.dtype) for x in case.want(rank, *(x.double() for x in numbers))]
         compare(case, got, numbers, rank)
         for bad in (float("nan"), 1.0):
             changed = [x.clone() for x in got]
