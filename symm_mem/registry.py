@@ -27,8 +27,10 @@ def heap(group: Group = None, device: torch.device | str | None = None) -> Heap:
 
     Raises:
         HeapUnavailable: the ranks cannot address each other's memory: several hosts, no peer access, a
-            process group without processes. Every rank gets the same answer, at once from then on.
-        ValueError, TypeError: there is no such group, or ``device`` is neither a CUDA device nor the CPU.
+            process group without processes; or two of them share a GPU and WEFT_SHARE_GPUS is not 1. Every rank gets
+            the same answer, at once from then on.
+        ValueError, TypeError: there is no such group, ``device`` is neither a CUDA device nor the CPU, or
+            WEFT_SHARE_GPUS is neither 0 nor 1.
     """
     pg = resolve_group(group)
     where = _device(device) if device is not None else _default_device(pg)

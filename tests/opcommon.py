@@ -76,11 +76,18 @@ def assert_fused() -> None:
         assert last_plan().algorithm == "host", last_plan()
 
 
+def meet() -> None:
+    """All ranks are here, and what they have queued is done: a barrier of gloo does not wait for a stream."""
+    if torch.get_default_device().type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
 def poison(rank: int) -> None:
     """NaN into every half of every workspace, so that reading what no peer wrote shows."""
-    dist.barrier()
+    meet()
     where = heap(world(), torch.get_default_device()) if dist.get_world_size() > 1 else None
     for ws in (w for w in where.workspaces.values() if isinstance(w.layout, Layout)) if where else ():
         for half in range(2):
             ws.half(rank, half, (ws.layout.half_bytes // 4,), torch.float32).fill_(float("nan"))
-    dist.barrier()
+    meet()

@@ -1,4 +1,4 @@
-"""Run a function on N ranks: real processes, one a rank, gloo on the CPU or NCCL on GPUs.
+"""Run a function on N ranks: real processes, one a rank, gloo on the CPU or on shared GPUs, else NCCL on GPUs.
 
     def check(rank, world_size, rows): ...
     run_ranks(check, 3, 17)
@@ -38,6 +38,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     device: str = "cpu",
+    gpus: int | None = None,
     timeout: float = TIMEOUT,
     env: dict[str, str] | None = None,
     expect_dead: tuple[int, ...] = (),
@@ -48,18 +49,23 @@ def run_ranks(
 
     Args:
         device: "cpu" over gloo, or "cuda" over NCCL, where new tensors lie on the rank's GPU by default.
+        gpus: on "cuda", the ranks share so many GPUs: rank r has GPU r % gpus, and the group is gloo, as NCCL takes no
+            two ranks on one. A kernel waits for other processes' turns on its GPU: milliseconds a call.
         timeout: seconds.
         env: set before torch is imported in the ranks.
         expect_dead: ranks that may die without a result (None).
         fresh: the ranks are started for this run and end with it.
         store: "file", "tcp" (this process keeps it, as torchrun does) or "rank 0" (TCP, kept by that rank).
     """
-    if device == "cuda" and torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs, here are {torch.cuda.device_count()}")
-    key = (world_size, device, tuple(sorted((env or {}).items())), store)
+    needed = world_size if gpus is None else gpus
+    if device == "cuda" and torch.cuda.device_count() < needed:
+        pytest.skip(f"needs {needed} GPUs, here are {torch.cuda.device_count()}")
+    if gpus is not None:
+        env = {"WEFT_SHARE_GPUS": "1", **(env or {})}
+    key = (world_size, device, gpus, tuple(sorted((env or {}).items())), store)
     fresh = fresh or bool(expect_dead)
     team = None if fresh else _teams.pop(key, None)
-    team = team or _Team(world_size, device, env or {}, store)
+    team = team or _Team(world_size, device, gpus, env or {}, store)
     healthy = False
     try:
         results = team.run(fn, args, timeout, expect_dead)
@@ -77,7 +83,9 @@ def run_ranks(
 class _Team:
     """The processes of one process group."""
 
-    def __init__(self, world_size: int, device: str, env: dict[str, str], store: str) -> None:
+    def __init__(
+        self, world_size: int, device: str, gpus: int | None, env: dict[str, str], store: str
+    ) -> None:
         # What is forked has the server's environment; a process that may use CUDA is not forked.
         context = mp.get_context("spawn" if env or device == "cuda" else "forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "weft.fused_ops"])
@@ -93,7 +101,7 @@ class _Team:
         for rank in range(world_size):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=_rank_main, args=(rank, world_size, place, port, device, theirs), daemon=True
+                target=_rank_main, args=(rank, world_size, place, port, device, gpus, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -170,7 +178,9 @@ def _connect(place: str, port: int, rank: int) -> dict[str, Any]:
     return {"store": dist.TCPStore("127.0.0.1", port, is_master=keeps, wait_for_workers=False)}
 
 
-def _rank_main(rank: int, world_size: int, place: str, port: int, device: str, pipe: Connection) -> None:
+def _rank_main(
+    rank: int, world_size: int, place: str, port: int, device: str, gpus: int | None, pipe: Connection
+) -> None:
     torch.set_num_threads(1)
     # torch.empty gives NaN: what an op leaves unwritten shows.
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -183,10 +193,10 @@ def _rank_main(rank: int, world_size: int, place: str, port: int, device: str, p
         try:
             if not started:
                 if device == "cuda":
-                    torch.cuda.set_device(rank)
+                    torch.cuda.set_device(rank % (gpus or world_size))
                     torch.set_default_device("cuda")
                 dist.init_process_group(
-                    "nccl" if device == "cuda" else "gloo",
+                    "nccl" if device == "cuda" and gpus is None else "gloo",
                     **_connect(place, port, rank),
                     rank=rank,
                     world_size=world_size,

@@ -6,6 +6,7 @@ multicast is not used anywhere.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,16 +52,16 @@ class VmmBackend:
 
     def identity(self) -> dict[str, Any]:
         uuid = bytes(check(driver.cuDeviceGetUuid(self._handle)).bytes).hex()
-        return {**host_identity(), "gpu": uuid}
+        # A driver that has never heard of the question has no answer.
+        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
+        error, mps = driver.cuDeviceGetAttribute(attribute, self._handle)
+        return {**host_identity(), "gpu": uuid, "mps": error == driver.CUresult.CUDA_SUCCESS and bool(mps)}
 
     def refuse(self, ranks: list[dict[str, Any]], rank: int) -> str | None:
         if (reason := refuse_hosts(ranks)) is not None:
             return reason
-        seen: dict[str, int] = {}
-        for peer, identity in enumerate(ranks):
-            if (first := seen.setdefault(identity["gpu"], peer)) != peer:
-                # Kernels of both would wait for each other on the same multiprocessors.
-                return f"ranks {first} and {peer} share one GPU"
+        if (reason := refuse_shared(ranks)) is not None:
+            return reason
         flags = driver.CUdevice_attribute
         if not check(
             driver.cuDeviceGetAttribute(
@@ -73,14 +74,9 @@ class VmmBackend:
             for d in (check(driver.cuDeviceGet(i)) for i in range(check(driver.cuDeviceGetCount())))
         }
         for peer, identity in enumerate(ranks):
-            other = visible.get(
-                identity["gpu"]
-            )  # a GPU that is hidden from this process is tried by mapping it
-            if (
-                peer != rank
-                and other is not None
-                and not check(driver.cuDeviceCanAccessPeer(self._handle, other))
-            ):
+            # A GPU that is hidden from this process is tried by mapping it; one that is shared is no peer of itself.
+            other = None if identity["gpu"] == ranks[rank]["gpu"] else visible.get(identity["gpu"])
+            if other is not None and not check(driver.cuDeviceCanAccessPeer(self._handle, other)):
                 return f"the GPUs of rank {rank} and rank {peer} have no peer-to-peer access"
         return None
 
@@ -129,6 +125,29 @@ class VmmBackend:
     def new_record(self) -> torch.Tensor:
         with relaxed_capture():
             return torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=True)
+
+
+def refuse_shared(ranks: list[dict[str, Any]]) -> str | None:
+    """Why ranks that share a GPU cannot work together; None if no two do, or if WEFT_SHARE_GPUS=1 lets them.
+
+    Processes take turns on a GPU, some milliseconds each: what a kernel waits for comes in another process's turn. That
+    is right and slow. Under MPS kernels of several processes run at once, and keep each other off the multiprocessors.
+
+    Raises:
+        ValueError: WEFT_SHARE_GPUS is neither 0 nor 1.
+    """
+    said = os.environ.get("WEFT_SHARE_GPUS", "0")
+    if said not in ("0", "1"):
+        raise ValueError(f"WEFT_SHARE_GPUS: is {said!r}, must be 0 or 1")
+    seen: dict[str, int] = {}
+    for rank, identity in enumerate(ranks):
+        if (first := seen.setdefault(identity["gpu"], rank)) != rank:
+            both = f"ranks {first} and {rank} share one GPU"
+            if identity["mps"]:
+                return f"{both} under MPS, where kernels that wait for each other keep each other off it"
+            if said == "0":
+                return f"{both}; that is slow, and for trying out: WEFT_SHARE_GPUS=1 allows it"
+    return None
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 python tests/faults/table.py                            # CPU ranks
 python tests/faults/table.py --device cuda --ranks 4 --deadline 0.5 --output faults.md    # GPUs
+python tests/faults/table.py --device cuda --ranks 4 --share 2    # four ranks that take turns on two GPUs
 python tests/faults/table.py --cost                     # what the checked mode adds to a call
 """
 
@@ -11,6 +12,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,25 +60,23 @@ def sees(error: dict[str, Any]) -> str:
     }[how]
 
 
-def measure(size: int, device: str, deadline: float) -> dict[str, list[Seen]]:
-    """What the other ranks see, by row, over all ops."""
+def measure(size: int, device: str, deadline: float, gpus: int | None = None) -> dict[str, list[Seen]]:
+    """What the other ranks see, by row, over all ops. ``gpus``: as of ``run_ranks``."""
+    run = partial(run_ranks, store="tcp", device=device, gpus=gpus)
     found: dict[str, list[Seen]] = {}
     rows = list(faults(device, deadline))
     alive = [(row, fault) for row, fault in rows if fault.kind != "kill"]
     for op in OPS:
-        by_rank = run_ranks(strikes, size, op, [f for _, f in alive], deadline, store="tcp", device=device)
+        by_rank = run(strikes, size, op, [f for _, f in alive], deadline)
         for i, (row, _) in enumerate(alive):
             found.setdefault(row, []).extend(seen[i] for r, seen in enumerate(by_rank) if r != CULPRIT)
     for row, fault in rows:
         if fault.kind == "kill" and fault.point == "before the call":
-            seen = run_ranks(
-                kills, size, CULPRIT, deadline, expect_dead=(CULPRIT,), store="tcp", device=device
-            )
+            seen = run(kills, size, CULPRIT, deadline, expect_dead=(CULPRIT,))
             found.setdefault(row, []).extend(s for r, of in enumerate(seen) if r != CULPRIT for s in of)
         elif fault.kind == "kill":
             for op in OPS:
-                arguments = (op, fault, deadline, False)
-                seen = run_ranks(strike, size, *arguments, expect_dead=(CULPRIT,), store="tcp", device=device)
+                seen = run(strike, size, op, fault, deadline, False, expect_dead=(CULPRIT,))
                 found.setdefault(row, []).extend(s for r, s in enumerate(seen) if r != CULPRIT)
     return {row: found[row] for row, _ in rows}
 
@@ -103,13 +103,16 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--share", type=int, metavar="GPUS", help="CUDA ranks share so many, not for --cost")
     parser.add_argument("--deadline", type=float, default=1.0, help="seconds, of the calls that fail")
     parser.add_argument("--cost", action="store_true", help="of the checked mode, instead of the table")
     parser.add_argument("--output", type=Path, help="write it to this file, too")
     options = parser.parse_args()
     size, device = options.ranks, options.device
-    if device == "cuda" and torch.cuda.device_count() < size:
-        sys.exit(f"--ranks: is {size}, here are {torch.cuda.device_count()} GPUs")
+    if options.share is not None and (device != "cuda" or options.share < 1 or options.cost):
+        parser.error("--share: must be 1 or more, with --device cuda and without --cost")
+    if device == "cuda" and torch.cuda.device_count() < (options.share or size):
+        sys.exit(f"--ranks, --share: {options.share or size} GPUs, here are {torch.cuda.device_count()}")
     lines: list[str] = []
 
     def say(line: str) -> None:
@@ -124,8 +127,9 @@ def main() -> None:
             say(f"{ranks} ranks on {device}: {plain:.0f} us a call, {checked:.0f} us checked")
         return
     begin = time.monotonic()
-    found = measure(size, device, options.deadline)
-    say(f"{len(OPS)} ops, {size} ranks on {device}, deadline {options.deadline:g} s\n")
+    found = measure(size, device, options.deadline, options.share)
+    where = device if options.share is None else f"{options.share} GPUs"
+    say(f"{len(OPS)} ops, {size} ranks on {where}, deadline {options.deadline:g} s\n")
     say("| fault | what the other ranks see | after |\n|---|---|---|")
     for row, seen in found.items():
         kinds = sorted({sees(s.error) if s.error else "nothing" for s in seen})

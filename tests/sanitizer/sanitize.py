@@ -89,10 +89,17 @@ def processes(
             process.wait()
 
 
-def run(tool: str, program: str, ranks: int, seconds: float, broken: bool) -> bool:
-    """One tool over all small runs on all ranks. False: it has found something, or did not come to its end."""
+def run(tool: str, program: str, ranks: int, seconds: float, broken: bool, gpus: int | None = None) -> bool:
+    """One tool over all small runs on all ranks. False: it has found something, or did not come to its end.
+
+    ``gpus``: the ranks share so many, and take turns on them.
+    """
     # The ranks' waits are ended by --seconds, not before: under a tool everything is slow.
     env = {**os.environ, **ENVIRONMENT, "WEFT_TIMEOUT": str(10 * seconds)}
+    more = ["--broken"] if broken else []
+    if gpus is not None:
+        env["WEFT_SHARE_GPUS"] = "1"
+        more.append(f"--gpus={gpus}")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="weft-sanitizer-") as folder:
@@ -100,7 +107,7 @@ def run(tool: str, program: str, ranks: int, seconds: float, broken: bool) -> bo
         outputs = [Path(folder) / f"rank{rank}.out" for rank in range(ranks)]
         port = str(store.port)
         lines = [
-            command(tool, program, rank, log, str(rank), str(ranks), port, *(["--broken"] if broken else []))
+            command(tool, program, rank, log, str(rank), str(ranks), port, *more)
             for rank, log in enumerate(logs)
         ]
         with processes(lines, env, outputs) as started:
@@ -127,6 +134,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--share", type=int, metavar="GPUS", help="the ranks share so many GPUs: slower still"
+    )
     parser.add_argument("--tools", default="memcheck,racecheck", help="synccheck, too")
     parser.add_argument("--seconds", type=float, default=280, help="for each tool")
     parser.add_argument("--broken", action="store_true", help="store past the end of a tensor: must fail")
@@ -139,9 +149,12 @@ def main() -> None:
         sys.exit(
             "compute-sanitizer is missing: it comes with the CUDA toolkit, or as nvidia-cuda-sanitizer-api by pip"
         )
-    if not 2 <= args.ranks <= torch.cuda.device_count():
-        sys.exit(f"--ranks: is {args.ranks}, must be from 2 to {torch.cuda.device_count()}, the GPUs here")
-    results = [run(tool, program, args.ranks, args.seconds, args.broken) for tool in tools]
+    there, needed = torch.cuda.device_count(), args.ranks if args.share is None else args.share
+    if args.ranks < 2 or not 1 <= needed <= there:
+        sys.exit(
+            f"--ranks, --share: {args.ranks} ranks on {needed} GPUs, must be 2 or more, on 1 to {there} GPUs"
+        )
+    results = [run(tool, program, args.ranks, args.seconds, args.broken, args.share) for tool in tools]
     sys.exit(0 if all(results) else 1)
 
 

@@ -1,9 +1,9 @@
 """What a rank runs under a tool: each op in each of its kernels, on tiny odd sizes, compared with exact results.
 
-    small_runs.py RANK WORLD_SIZE PORT [--broken | --cpu]
+    small_runs.py RANK WORLD_SIZE PORT [--broken | --cpu] [--gpus=GPUS]
 
 The reference is computed on the CPU, so that the GPU runs little but weft's kernels. Numbers are small integers:
-results are exact in every dtype. ``--cpu``: on CPU ranks, to try this file out.
+results are exact in every dtype. ``--cpu``: on CPU ranks, to try this file out. ``--gpus``: the ranks share so many.
 """
 
 from __future__ import annotations
@@ -166,7 +166,8 @@ def past_the_end(x, n):
 def main() -> None:
     rank, size, port = (int(text) for text in sys.argv[1:4])
     if not CPU:
-        torch.cuda.set_device(rank)
+        gpus = [int(text.removeprefix("--gpus=")) for text in sys.argv if text.startswith("--gpus=")]
+        torch.cuda.set_device(rank % gpus[0] if gpus else rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
     # No NCCL: its kernels are not ours, and the ops only need the store.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)

@@ -48,10 +48,10 @@ def serve(rank: int, world_size: int, port: int, options: Options, pipe: Connect
         torch.set_num_threads(1)
         # torch.empty gives NaN: what an op leaves unwritten shows.
         torch.use_deterministic_algorithms(True, warn_only=True)
-        backend = "gloo"
         if options.device == "cuda":
-            backend = "nccl"
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(options.place(rank))
+        # NCCL takes no two ranks on one GPU; no call needs it.
+        backend = "nccl" if options.device == "cuda" and options.gpus is None else "gloo"
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=STARTING))
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         pipe.send((True, Traffic(options, rank, world_size).run()))
@@ -72,7 +72,8 @@ def soak(world_size: int, options: Options) -> list[dict[str, Any]]:
     context = multiprocessing.get_context("spawn")
     pipes: dict[Any, int] = {}
     processes = []
-    with mock.patch.dict(os.environ, {**ENVIRONMENT, **os.environ}):
+    shared = {} if options.gpus is None else {"WEFT_SHARE_GPUS": "1"}
+    with mock.patch.dict(os.environ, {**ENVIRONMENT, **os.environ, **shared}):
         for rank in range(world_size):
             mine, theirs = context.Pipe()
             process = context.Process(
@@ -117,6 +118,9 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are enough GPUs")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--share", type=int, metavar="GPUS", help="CUDA ranks share so many GPUs and take turns on them: slow"
+    )
     parser.add_argument("--calls", type=int, default=100_000)
     parser.add_argument(
         "--seconds", type=float, default=3600, help="stop after so long, whatever --calls says"
@@ -129,7 +133,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.ranks < 2 or args.calls < 1 or args.lanes < 1 or not args.seconds > 0:
         parser.error("--ranks must be at least 2, --calls and --lanes at least 1, --seconds above 0")
-    device = args.device or ("cuda" if torch.cuda.device_count() >= args.ranks else "cpu")
+    device = args.device or ("cuda" if torch.cuda.device_count() >= (args.share or args.ranks) else "cpu")
+    if args.share is not None and (device != "cuda" or not 1 <= args.share <= torch.cuda.device_count()):
+        parser.error(f"--share: is {args.share} on {device}, must be from 1 to the number of GPUs, on cuda")
     lines: list[str] = []
 
     def say(line: str) -> None:
@@ -138,9 +144,11 @@ def main() -> None:
         if args.output is not None:
             args.output.write_text("\n".join(lines) + "\n")
 
-    say(f"{args.ranks} {device} ranks, {args.calls} calls, seed {args.seed}")
+    where = device if args.share is None else f"{device} (on {args.share} GPUs)"
+    say(f"{args.ranks} {where} ranks, {args.calls} calls, seed {args.seed}")
     try:
-        results = soak(args.ranks, Options(device, args.calls, args.seconds, args.seed, args.lanes))
+        options = Options(device, args.calls, args.seconds, args.seed, args.lanes, gpus=args.share)
+        results = soak(args.ranks, options)
     except AssertionError as e:
         say(f"FAILED, seed {args.seed}\n{e}")
         sys.exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
 from pathlib import Path
@@ -32,3 +33,11 @@ def test_growth_is_noticed() -> None:
     for more in ({"resident": 600 * MIB}, {"heap": 17 * MIB}, {"descriptors": 31}, {"threads": 13}):
         after = Usage(**{**vars(before), **more})
         assert len(after.grown(before)) == 1 and not before.grown(after)
+
+
+def test_where_ranks_lie() -> None:
+    options = Options("cuda", calls=1, seconds=1, seed=1, lanes=1)
+    assert [options.place(rank).index for rank in range(4)] == [0, 1, 2, 3]
+    shared = dataclasses.replace(options, gpus=2)
+    assert [shared.place(rank).index for rank in range(4)] == [0, 1, 0, 1]
+    assert dataclasses.replace(options, device="cpu").place(3).type == "cpu"

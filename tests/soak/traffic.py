@@ -34,12 +34,21 @@ GROW_UNTIL = 0.1  #: of the calls: until then some are large and make workspaces
 
 @dataclass(frozen=True)
 class Options:
+    """``gpus``: on CUDA, how many GPUs the ranks share; None where each has its own."""
+
     device: str
     calls: int
     seconds: float
     seed: int
     lanes: int
     corrupt: int = -1  #: the number of a call whose result rank 0 changes, to see that it is noticed
+    gpus: int | None = None
+
+    def place(self, rank: int) -> torch.device:
+        """Where a rank's tensors lie."""
+        if self.device == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", rank if self.gpus is None else rank % self.gpus)
 
 
 @dataclass
@@ -106,8 +115,7 @@ class Lane:
         self.options, self.number, self.rank, self.groups, self.pool = options, number, rank, groups, pool
         self.shared = random.Random(f"{options.seed} {number}")
         self.own = random.Random(f"{options.seed} {number} {rank}")
-        device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
-        self.judge = Judge(device)
+        self.judge = Judge(options.place(rank))
         self.made = 0  # calls of this lane, also those of groups without this rank
         self.churned = self.replayed = self.late = 0
         cuda = options.device == "cuda"
@@ -232,11 +240,13 @@ class Traffic:
     def __init__(self, options: Options, rank: int, world_size: int) -> None:
         self.options, self.rank = options, rank
         self.cuda = options.device == "cuda"
-        device = torch.device("cuda", rank) if self.cuda else torch.device("cpu")
-        pool = Pool(options.seed, device)
+        pool = Pool(options.seed, options.place(rank))
         lanes = make_groups(world_size, 1 if self.cuda else options.lanes)
         self.lanes = [Lane(options, i, rank, groups, pool) for i, groups in enumerate(lanes)]
         self.control = dist.new_group(backend="gloo")
+        self.here = (
+            sum(options.place(r) == options.place(rank) for r in range(world_size)) if self.cuda else 1
+        )
 
     def heaps(self) -> list[symm_mem.Heap]:
         device = self.lanes[0].judge.device
@@ -291,7 +301,7 @@ class Traffic:
                 self.together(min(ROUND // len(self.lanes), left))
                 dist.barrier(group=self.control)
                 if made >= GROW_UNTIL * self.options.calls:
-                    usages.append(Usage.measure(self.heaps()))
+                    usages.append(Usage.measure(self.heaps(), self.here))
                 if self.rank == 0 and time.monotonic() - told > 30:
                     told = time.monotonic()
                     print(f"{made} calls in {told - start:.0f} s; {usages[-1] if usages else ''}", flush=True)

@@ -16,7 +16,7 @@ SLACK = {"resident": 64 * MIB, "device": 64 * MIB, "tensors": 1 * MIB}
 
 @dataclass(frozen=True)
 class Usage:
-    """``resident``, ``heap``, ``device`` (GPU memory in use), ``tensors`` (torch's, on the GPU) in bytes."""
+    """``resident``, ``heap``, ``device`` (a rank's share of the GPU memory in use), ``tensors`` (torch's) in bytes."""
 
     resident: int
     heap: int
@@ -26,7 +26,8 @@ class Usage:
     threads: int
 
     @staticmethod
-    def measure(heaps: list[Heap]) -> Usage:
+    def measure(heaps: list[Heap], on_device: int = 1) -> Usage:
+        """``on_device``: ranks whose memory is in use on this rank's GPU."""
         gc.collect()
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         if cuda:
@@ -37,7 +38,7 @@ class Usage:
         return Usage(
             resident,
             sum(heap.capacity for heap in heaps),
-            total - free if cuda else 0,
+            (total - free) // on_device if cuda else 0,
             torch.cuda.memory_allocated() if cuda else 0,
             len(os.listdir("/proc/self/fd")),
             len(os.listdir("/proc/self/task")),

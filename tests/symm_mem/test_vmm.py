@@ -1,0 +1,67 @@
+"""Which ranks can share the memory of their GPUs, asked of a driver that is made up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cuda.bindings import driver
+from weft.symm_mem.backends import vmm
+
+_OK = driver.CUresult.CUDA_SUCCESS
+
+
+def ranks(*gpus: str, mps: bool = False) -> list[dict[str, Any]]:
+    host = {"host": "here", "boot": "1", "net": "1", "user": 1}
+    return [{**host, "gpu": gpu.encode().hex(), "mps": mps} for gpu in gpus]
+
+
+def backend(monkeypatch: pytest.MonkeyPatch, index: int, peers: bool) -> vmm.VmmBackend:
+    """On GPU ``index`` of "a" and "b", which have peer access to each other or not, and never to themselves."""
+    fake = SimpleNamespace(
+        CUresult=driver.CUresult,
+        CUdevice_attribute=driver.CUdevice_attribute,
+        cuDeviceGetAttribute=lambda *_: (_OK, 1),
+        cuDeviceGetCount=lambda: (_OK, 2),
+        cuDeviceGet=lambda i: (_OK, i),
+        cuDeviceGetUuid=lambda i: (_OK, SimpleNamespace(bytes=b"ab"[i : i + 1])),
+        cuDeviceCanAccessPeer=lambda mine, other: (_OK, int(peers and mine != other)),
+    )
+    monkeypatch.setattr(vmm, "driver", fake)
+    made = object.__new__(vmm.VmmBackend)
+    made._handle = index
+    return made
+
+
+def test_ranks_share_a_gpu_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEFT_SHARE_GPUS", raising=False)
+    assert vmm.refuse_shared(ranks("a", "b", "c")) is None
+    for said in (None, "0"):
+        if said is not None:
+            monkeypatch.setenv("WEFT_SHARE_GPUS", said)
+        reason = vmm.refuse_shared(ranks("a", "b", "c", "b"))
+        assert reason is not None and reason.startswith("ranks 1 and 3 share one GPU;")
+        assert "WEFT_SHARE_GPUS=1" in reason
+    monkeypatch.setenv("WEFT_SHARE_GPUS", "1")
+    assert vmm.refuse_shared(ranks("a", "b", "a", "b")) is None
+    reason = vmm.refuse_shared(ranks("a", "a", mps=True))
+    assert reason is not None and "under MPS" in reason
+    assert vmm.refuse_shared(ranks("a", "b", mps=True)) is None
+
+
+def test_a_setting_that_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_SHARE_GPUS", "yes")
+    with pytest.raises(ValueError, match="WEFT_SHARE_GPUS: is 'yes', must be 0 or 1"):
+        vmm.refuse_shared(ranks("a", "b"))
+
+
+def test_a_shared_gpu_needs_no_peer_access_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_SHARE_GPUS", "1")
+    for rank, gpu in enumerate((0, 1, 0, 1)):
+        assert backend(monkeypatch, gpu, peers=True).refuse(ranks("a", "b", "a", "b"), rank) is None
+    assert backend(monkeypatch, 0, peers=False).refuse(ranks("a", "a"), 1) is None
+    reason = backend(monkeypatch, 0, peers=False).refuse(ranks("a", "a", "b"), 1)
+    assert reason == "the GPUs of rank 1 and rank 2 have no peer-to-peer access"
+    # One that this process cannot see is tried by mapping it.
+    assert backend(monkeypatch, 0, peers=False).refuse(ranks("a", "hidden"), 0) is None
