@@ -27,10 +27,8 @@ from weft.fused_ops import (
     one_shot_all_reduce_,
 )
 from weft.fused_ops.all_reduce import run as run_all_reduce
-from weft.fused_ops.matmul_all_reduce import run as run_matmul_all_reduce
 from weft.fused_ops.plan import forced
 from weft.kernels.all_reduce.configs import Config, choose
-from weft.kernels.matmul_all_reduce.configs import Config as Pieces
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ULP = {BF16: 2**-8, F16: 2**-10, F32: 2**-22}  # where an average or a norm is rounded
@@ -153,23 +151,19 @@ def norming(rows: int, hidden: int, dtype: torch.dtype) -> Case:
     return Case(f"all-reduce + norm of {rows} x {hidden}, {dtype}", dtype, shapes, call, want, rounds=True)
 
 
-def multiplying(m: int, k: int, n: int, dtype: torch.dtype, pieces: int | None = None) -> Case:
-    """``pieces``: of rows, which the op would not cut by itself, if given; for CUDA."""
-
+def multiplying(m: int, k: int, n: int, dtype: torch.dtype) -> Case:
     def call(a: Tensor, b: Tensor) -> list[Tensor]:
-        if pieces is None:
-            return [fused_matmul_all_reduce(a, b, "sum", world())]
-        return [run_matmul_all_reduce(a, b, "sum", world(), Pieces(pieces))]
+        return [fused_matmul_all_reduce(a, b, "sum", world())]
 
     def want(rank: int, a: Tensor, b: Tensor) -> list[Tensor]:
         return [torch.bmm(a, b).sum(0)]
 
-    name = f"matmul + all-reduce of {m} x {k} x {n}, {dtype}, {pieces=}"
+    name = f"matmul + all-reduce of {m} x {k} x {n}, {dtype}"
     return Case(name, dtype, ((m, k), (k, n)), call, want)
 
 
 def make_cases(size: int, large: bool) -> list[Case]:
-    """Of every op. ``large``: several tiles, waves of tiles, bands of rows, pieces, on a GPU; else the same, small."""
+    """Of every op. ``large``: several tiles, waves of tiles, bands of rows, on a GPU; else the same, small."""
 
     def at(n: int) -> int:
         return n if large else n // 20 + 1
@@ -203,8 +197,10 @@ def make_cases(size: int, large: bool) -> list[Case]:
         reducing(at(600_003), "sum", BF16, config=Config("copy_engine", chunks=3, streams=2)),
         norming(at(37), at(1000), BF16),
         norming(at(300), at(4096), BF16),
+        # In one kernel; but for float32.
         multiplying(*shaped(300, 1000, 520), BF16),
-        multiplying(*shaped(1025, 200, 776), BF16, pieces=2),
+        multiplying(*shaped(2049, 200, 1544), BF16),
+        multiplying(*shaped(1025, 200, 776), F32),
     ]
 
 

@@ -13,10 +13,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
+from weft.fused_ops import (
+    fused_all_gather_matmul,
+    fused_matmul_all_reduce,
+    fused_matmul_reduce_scatter,
+    one_shot_all_reduce,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-OPS = ("all_gather_matmul", "matmul_reduce_scatter", "all_reduce")
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_reduce")
 POOL = 1 << 22  #: elements
 
 
@@ -48,7 +53,8 @@ class Call:
     """What all ranks of a group ask for.
 
     Attributes:
-        lead: sizes of the shard (all-gather) or of the own part (reduce-scatter) without the last one.
+        lead: sizes of the shard (all-gather), of the own part (reduce-scatter) or of all rows (matmul_all_reduce),
+            without the last one.
         k, n: of the product [k, n]; for all_reduce ``n`` is the number of elements.
         dim: gathered or scattered; may be the last one.
         starts: where in the pool the operands lie, from 0 to 1.
@@ -136,7 +142,7 @@ def operands(call: Call, pool: Pool, world_size: int) -> tuple[Tensor, list[Tens
             n *= w
         else:
             lead[call.dim] *= w
-    elif call.split:
+    elif call.split and call.op == "all_gather_matmul":
         k *= w
     a = pool.window(*where, w, *lead, call.k, grain=call.grain)
     bs = []
@@ -153,6 +159,8 @@ def run(call: Call, a: Tensor, bs: list[Tensor], rank: int, group: dist.ProcessG
     """This rank's results."""
     if call.op == "all_reduce":
         return [one_shot_all_reduce(a[rank], call.reduce_op(a.shape[0]), group)]
+    if call.op == "matmul_all_reduce":
+        return [fused_matmul_all_reduce(a[rank], bs[0][rank], call.reduce_op(a.shape[0]), group)]
     if call.op == "matmul_reduce_scatter":
         return [
             fused_matmul_reduce_scatter(a[rank], bs[0][rank], call.reduce_op(a.shape[0]), call.dim, group)
@@ -169,9 +177,11 @@ def expected(call: Call, a: Tensor, bs: list[Tensor], rank: int) -> list[Tensor]
     scale = w if call.reduce_op(w) == "avg" else 1
     if call.op == "all_reduce":
         return [(a.float().sum(0) / scale).to(call.dtype)]
-    if call.op == "matmul_reduce_scatter":
+    scattered = call.op == "matmul_reduce_scatter"
+    if scattered or call.op == "matmul_all_reduce":
         products = torch.bmm(a.flatten(1, -2).float(), bs[0].float()).view(*a.shape[:-1], bs[0].shape[-1])
-        return [(products.sum(0).chunk(w, call.dim)[rank] / scale).to(call.dtype)]
+        parts = products.sum(0) / scale
+        return [(parts.chunk(w, call.dim)[rank] if scattered else parts).to(call.dtype)]
     whole = torch.cat(list(a), call.dim)
     outs = [(whole.float() @ b[rank].float()).to(call.dtype) for b in bs]
     return [whole, *outs] if call.return_A else outs
