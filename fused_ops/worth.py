@@ -12,14 +12,13 @@ import torch
 
 from ..kernels.all_gather_matmul import configs as gather
 from ..kernels.matmul_reduce_scatter import configs as scatter
+from ..kernels.matmul_reduce_scatter import to_all
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_reduce")
 _ROW = 16  # bytes; the kernels' descriptors want rows of a multiple
 _LEAST_ROWS = 64  # of a rank's result of a float32 matmul_reduce_scatter, for its tiles
 _NUM_SMS = 132  # of Hopper; that some are reserved on a machine does not change what pays
-_MOST_REDUCED = (
-    8 << 20
-)  # bytes; beyond, from three ranks on, the backend's all-reduce is faster (bench/NOTES.md)
+_MOST_REDUCED = 64 << 20  # bytes; how all-reduces of more do on three ranks and more was not measured
 # bytes and multiply-adds a microsecond: measured between H200s; of the order of one core each between CPU ranks.
 _RATES = {"cuda": (364e3, 350e6), "cpu": (5e3, 30e3)}
 
@@ -52,14 +51,14 @@ def worth_fusing(
         return None
     if not _is_hopper():
         return "the kernels are for GPUs of compute capability 9.0"
+    halves = dtype.itemsize == 2
     if op in ("all_reduce", "matmul_all_reduce"):
         size = m * n * dtype.itemsize
-        return (
-            None
-            if size <= _MOST_REDUCED or world_size == 2
-            else f"{size >> 20} MiB are reduced: the backend's own is faster from 8 MiB on"
-        )
-    halves = dtype.itemsize == 2
+        if size <= _MOST_REDUCED or world_size == 2:
+            return None
+        if op == "matmul_all_reduce" and halves and to_all.choose_push(m, n, k, world_size, _NUM_SMS)[1]:
+            return None
+        return f"{size >> 20} MiB are reduced: beyond {_MOST_REDUCED >> 20} MiB that is left to the backend"
     if last_dim and op == "matmul_reduce_scatter":
         return "the kernels do not scatter the last dimension"
     if last_dim and not halves:

@@ -69,11 +69,13 @@ def test_what_the_kernels_do_not_take() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("op", ["all_reduce", "matmul_all_reduce"])
-def test_large_all_reduces_are_left_to_the_backend(op: str) -> None:
-    assert worth_fusing(op, 1024, 4096, 0, 4, BF16, "cuda") is None
-    assert "8 MiB" in str(worth_fusing(op, 1025, 4096, 0, 4, BF16, "cuda"))
-    assert worth_fusing(op, 1025, 4096, 0, 2, BF16, "cuda") is None
+def test_large_all_reduces_are_left_to_the_backend() -> None:
+    assert worth_fusing("all_reduce", 8192, 4096, 0, 4, BF16, "cuda") is None
+    assert "64 MiB" in str(worth_fusing("all_reduce", 8193, 4096, 0, 4, BF16, "cuda"))
+    assert worth_fusing("all_reduce", 8193, 4096, 0, 2, BF16, "cuda") is None
+    # In one kernel with its product it may pay, of 16 bits.
+    assert worth_fusing("matmul_all_reduce", 16384, 4096, 4096, 4, BF16, "cuda") is None
+    assert "64 MiB" in str(worth_fusing("matmul_all_reduce", 16384, 4096, 4096, 4, torch.float32, "cuda"))
 
 
 def test_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
