@@ -6,19 +6,25 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ..symm_mem import Group, group_name
 from . import all_gather_matmul, all_reduce, checks, matmul_reduce_scatter, ops
 from .again import may_be_short
 
 _LISTS = (list, tuple)
+_is_compiling, _function_modes = torch.compiler.is_compiling, torch._C._len_torch_function_stack
 
 
 def _known_name(group: Group) -> str | None:
     """The group's name, if a call may go round ``torch.ops``; None where Dynamo or a function mode wants to see it,
     and for what is no group."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_function_stack():
+    if _is_compiling() or _function_modes():
         return None
+    if type(group) is str:
+        return group
+    if isinstance(group, ProcessGroup):
+        return group.group_name
     try:
         return group_name(group)
     except (TypeError, ValueError):  # in its turn, after the arguments in front of it

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft import symm_mem
 from weft.fused_ops import (
-    again,
     all_gather_matmul,
     fused_all_gather_matmul,
     fused_matmul_reduce_scatter,
@@ -25,7 +24,8 @@ from weft.fused_ops import (
     plan,
 )
 from weft.kernels.device.choice import Choice
-from weft.symm_mem import registry
+from weft.symm_mem import registry, timeouts
+from weft.symm_mem.findings import Noted
 
 NAME = "a group"
 WORLD_SIZE = 2
@@ -44,7 +44,7 @@ class Workspace:
     layout = SimpleNamespace(bytes=0)
 
     def __init__(self) -> None:
-        self.prepared: dict[Any, Any] = {}
+        self.prepared: Noted[Any, Any] = Noted()
         self.error: Exception | None = None
 
     def raise_if_broken(self, op: str, inside: int = 0) -> None:
@@ -63,7 +63,8 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A GPU, a group and a workspace that are none; tensors have no device number on the CPU, -1."""
     stage = SimpleNamespace(group=object(), stream=7, capturing=False, device=-1, workspace=Workspace())
     stage.launcher = Launcher()
-    stage.workspaces = {("matmul", 7, 0): stage.workspace}
+    stage.workspaces = Noted({("matmul", 7, 0): stage.workspace})
+    monkeypatch.setattr(timeouts, "_per_group", Noted())
     where = SimpleNamespace(workspaces=stage.workspaces, world_size=WORLD_SIZE, group_name=NAME)
     stage.where = where
 
@@ -164,7 +165,7 @@ def test_it_launches_what_the_long_way_would(
         operands, results = [x.data_ptr() for x in moved], [x.data_ptr() for x in got]
         assert stage.launcher.launched == [(1, operands, results, 300_000_000_000, 7)]
         assert plan.last_plan().algorithm == "push"
-    monkeypatch.setattr(again, "chosen_timeout", lambda name: 0.5)
+    symm_mem.set_timeout(0.5, NAME)
     op.call(*moved)
     assert stage.launcher.launched[-1][3] == 500_000_000
 
