@@ -133,8 +133,8 @@ class _Found:
 
 
 def stream_on(device: int) -> int | None:
-    """The current stream on a CUDA device; None where a call must take the long way."""
-    if _C._cuda_getDevice() != device or _C._cuda_isCurrentStreamCapturing():
+    """The current stream on a CUDA device; None where a call must take the long way, as one on the CPU (-1)."""
+    if device < 0 or _C._cuda_getDevice() != device or _C._cuda_isCurrentStreamCapturing():
         return None
     stream: int = _C._cuda_getCurrentRawStream(device)
     return stream
@@ -160,16 +160,8 @@ def default_ns() -> int:
     return int(default_timeout() * 1e9)
 
 
-def again(
-    op: str, arguments: Hashable, tensors: Sequence[Any], group_name: str, kind: str = "matmul"
-) -> list[Tensor] | None:
-    """The results, if such a call was made before; else None, and nothing happened.
-
-    Args:
-        arguments: whatever else than tensors makes a difference, of exactly the types that the op takes.
-        tensors: of one dtype, on one device, or anything: then the answer is None.
-        kind: of workspace.
-    """
+def look(op: str, arguments: Hashable, tensors: Sequence[Any]) -> tuple[Hashable, list[int]] | None:
+    """What such calls are remembered by, and the tensors' addresses; None where a call must take the long way."""
     if _included().raw_repr() & ~_OF_THREADS:
         return None
     grad, key, operands, together = _grad_enabled(), [op, arguments], [], 0
@@ -182,12 +174,27 @@ def again(
             together |= address
     except RuntimeError:  # sparse, nested, of torch.func: without strides, or without memory
         return None
-    if together % _ALIGNMENT or 0 in operands:
+    return None if together % _ALIGNMENT or 0 in operands else (tuple(key), operands)
+
+
+def again(
+    op: str, arguments: Hashable, tensors: Sequence[Any], group_name: str, kind: str = "matmul"
+) -> list[Tensor] | None:
+    """The results, if such a call was made before; else None, and nothing happened.
+
+    Args:
+        arguments: whatever else than tensors makes a difference, of exactly the types that the op takes.
+        tensors: of one dtype, on one device, or anything: then the answer is None.
+        kind: of workspace. Only those of products have halves that a launch is told of.
+    """
+    looked_at = look(op, arguments, tensors)
+    if looked_at is None:
         return None
+    alike, operands = looked_at
     stream = stream_on(tensors[0].get_device())
     if stream is None:
         return None
-    kept, alike = findings.kept, tuple(key)
+    kept = findings.kept
     found: _Found | None = kept.get((alike, group_name, stream))
     if found is None:
         found = _find(alike, group_name, tensors[0].get_device(), stream, kind)
@@ -199,10 +206,10 @@ def again(
     workspace, ready = found.workspace, found.ready
     empty = ready.empty
     results = [empty(sizes, strides, dtype) for sizes, strides, dtype in ready.results]
-    workspace.raise_if_broken(op, inside=3)  # this, the op's own ``again`` and who calls that
+    workspace.raise_if_broken(op, inside=2)  # this and the op's own ``again``
     plan._last = ready.plan
     try:
-        half, addresses = workspace.next_half(), [r.data_ptr() for r in results]
+        half, addresses = workspace.next_half() if kind == "matmul" else 0, [r.data_ptr() for r in results]
         ready.launcher.launch(half, operands, addresses, found.timeout_ns, stream)
     except BaseException as e:
         workspace.abandon(e)  # the peers may wait for what was not launched
@@ -245,10 +252,14 @@ def remember(
         return
     alike = tuple((tuple(r.shape), r.stride(), r.dtype) for r in results)
     ready = _Ready(launcher, ran, pays, alike, empty_like_on(given[0].device), default_ns())
-    workspace.prepared[_key(op, arguments, given)] = ready
+    key = key_of(op, arguments, given)
+    known: _Ready | None = workspace.prepared.get(key)
+    if known is None or (known.launcher, known.plan, known.pays) != (launcher, ran, pays):
+        workspace.prepared[key] = ready  # else it would make an end of what was found
 
 
-def _key(op: str, arguments: Hashable, tensors: Sequence[Tensor]) -> Hashable:
+def key_of(op: str, arguments: Hashable, tensors: Sequence[Tensor]) -> Hashable:
+    """What ``look`` says of such a call."""
     key: list[Any] = [op, arguments]
     for t in tensors:
         key += (t.shape, t.stride(), t.dtype, t.device)

@@ -168,7 +168,7 @@ class Workspace(Generic[L]):
 
         Args:
             op: the call that is about to be made, if one is.
-            inside: so many frames above this one are weft's for certain.
+            inside: so many frames above this one are weft's, and there is another one above those, for certain.
 
         Raises:
             PeerTimeout: in the words of that wait, until the group is reset.

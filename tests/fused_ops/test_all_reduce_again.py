@@ -39,14 +39,14 @@ class Workspace:
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A GPU, a group and a workspace that are none; x has no device number on the CPU, -1."""
+    """A GPU, a group and a workspace that are none; x says that it lies on GPU 0."""
     group, kernel, workspace = object(), Kernel(), Workspace()
     x = torch.randn(5, 3)
-    stage = SimpleNamespace(group=group, owner=group, stream=7, capturing=False, device=-1)
+    stage = SimpleNamespace(group=group, owner=group, stream=7, capturing=False, device=0)
     workspace.prepared[15, x.dtype, "sum"] = all_reduce._Prepared(workspace, kernel, plan.Plan("push"), 123)
     where = SimpleNamespace(workspaces=Noted({("all_reduce", 7, 0): workspace}))
     monkeypatch.setattr(timeouts, "_per_group", Noted())
-    monkeypatch.setitem(registry._heaps, (NAME, "cuda", -1), (group, where))
+    monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (group, where))
 
     def resolve(name: str) -> object:
         if stage.group is None:
@@ -54,6 +54,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return stage.group
 
     monkeypatch.setattr(registry, "_resolve_process_group", resolve)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stage.stream, raising=False)
@@ -105,7 +106,7 @@ def test_it_is_not_taken(
     if why == "capturing":
         stage.capturing = True
     elif why == "device":
-        stage.device = 0
+        stage.device = 1
     elif why == "group":
         stage.group = object()  # another one with the name of one that was destroyed
     elif why == "stream":
@@ -120,7 +121,7 @@ def test_it_is_not_taken(
         del stage.workspaces["all_reduce", 7, 0]
     elif why == "another heap":
         where = SimpleNamespace(workspaces=Noted())
-        monkeypatch.setitem(registry._heaps, (NAME, "cuda", -1), (stage.group, where))
+        monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (stage.group, where))
     elif why == "checked":
         symm_mem.set_checked(True)
     elif why == "strides":
@@ -148,7 +149,7 @@ def test_it_is_not_taken(
         "destroyed",
         "stream",
     ):  # asked anew: what was found still holds
-        stage.capturing, stage.device, stage.stream, stage.group = False, -1, 7, stage.owner
+        stage.capturing, stage.device, stage.stream, stage.group = False, 0, 7, stage.owner
     if why in ("capturing", "device", "group", "destroyed", "stream", "checked", "forced"):
         assert all_reduce.again(x, reduce_op, NAME) is not None
 

@@ -60,8 +60,8 @@ class Workspace:
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A GPU, a group and a workspace that are none; tensors have no device number on the CPU, -1."""
-    stage = SimpleNamespace(group=object(), stream=7, capturing=False, device=-1, workspace=Workspace())
+    """A GPU, a group and a workspace that are none; tensors say that they lie on GPU 0."""
+    stage = SimpleNamespace(group=object(), stream=7, capturing=False, device=0, workspace=Workspace())
     stage.launcher = Launcher()
     stage.workspaces = Noted({("matmul", 7, 0): stage.workspace})
     monkeypatch.setattr(timeouts, "_per_group", Noted())
@@ -73,8 +73,9 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             raise RuntimeError("destroyed")
         return stage.group
 
-    monkeypatch.setitem(registry._heaps, (NAME, "cuda", -1), (stage.group, where))
+    monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (stage.group, where))
     monkeypatch.setattr(registry, "_resolve_process_group", resolve)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stage.stream, raising=False)
@@ -209,7 +210,7 @@ def test_it_is_not_taken_when_the_world_has_changed(stage: SimpleNamespace, op: 
         if why == "capturing":
             stage.capturing = True
         elif why == "device":
-            stage.device = 0
+            stage.device = 1
         elif why == "another group":
             stage.group = object()
         elif why == "destroyed":
@@ -229,7 +230,7 @@ def test_it_is_not_taken_when_the_world_has_changed(stage: SimpleNamespace, op: 
             with pytest.raises(ValueError, match=LONG):
                 way(*op.given)
     assert not stage.launcher.launched
-    stage.capturing, stage.device, stage.stream = False, -1, 7
+    stage.capturing, stage.device, stage.stream = False, 0, 7
 
 
 @pytest.mark.parametrize("gradient", [False, True])
