@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +50,13 @@ def again(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor | Non
     return out if flat else out.view(*A.shape[:-1], sizes[1])
 
 
+def _remember(kept: dict[Hashable, Any], A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup) -> None:
+    """Such a call was made, in one piece. ``kept``: what ``findings.kept`` was in front of it."""
+    if not is_checked():
+        found = _Found(group, (A.shape[:-1].numel(), B.shape[1]), short.empty_like_on(A.device))
+        findings.keep(kept, (short.key_of(host.OP, reduce_op, (A, B)), group.group_name), found)
+
+
 def run(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup, config: Config | None = None) -> Tensor:
     """As the op; the arguments are checked."""
     kept = findings.kept
@@ -65,10 +74,8 @@ def run(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup, config: Confi
     chosen = choose(a.shape[0], B.shape[1], a.shape[1], found.world_size)
     with torch.cuda.device(A.device):
         out = _on_cuda(a, B, reduce_op, group, config or chosen)
-    if config is None and chosen.pieces == 1 and not is_checked():
-        such = short.key_of(host.OP, reduce_op, (A, B)), group.group_name
-        whole = _Found(group, (out.shape[0], out.shape[1]), short.empty_like_on(A.device))
-        findings.keep(kept, such, whole)
+    if config is None and chosen.pieces == 1:
+        _remember(kept, A, B, reduce_op, group)
     return out.view(shape)
 
 

@@ -200,32 +200,34 @@ def test_few_python_calls(stage: SimpleNamespace, op: Op) -> None:
     assert count < 30
 
 
-OF_THE_CALLER = ["capturing", "device", "stream", "unfused", "checked"]
-OF_THE_GROUP = ["another group", "destroyed", "grown", "reset"]
+CHANGES: dict[str, Callable[[SimpleNamespace, ExitStack], Any]] = {
+    "capturing": lambda stage, _: setattr(stage, "capturing", True),
+    "device": lambda stage, _: setattr(stage, "device", 1),
+    "stream": lambda stage, _: setattr(stage, "stream", 8),
+    "unfused": lambda _, stack: stack.enter_context(plan.forced("unfused")),
+    "checked": lambda _, stack: (stack.callback(symm_mem.set_checked, False), symm_mem.set_checked(True)),
+    "another group": lambda stage, _: setattr(stage, "group", object()),
+    "destroyed": lambda stage, _: setattr(stage, "group", None),
+    "grown": lambda stage, _: stage.workspaces.update({("matmul", 7, 0): Workspace()}),
+    "gone": lambda stage, _: stage.workspaces.clear(),
+    "reset": lambda stage, _: stage.workspace.prepared.clear(),
+    "another heap": lambda stage, _: registry._heaps.update(
+        {(NAME, "cuda", 0): (stage.group, SimpleNamespace(workspaces={}))}
+    ),
+}
 
 
-@pytest.mark.parametrize("why", [*OF_THE_CALLER, *OF_THE_GROUP])
-def test_it_is_not_taken_when_the_world_has_changed(stage: SimpleNamespace, op: Op, why: str) -> None:
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_it_is_not_taken_when_the_world_has_changed(
+    stage: SimpleNamespace, op: Op, change: str, before: bool
+) -> None:
+    """Neither by what a workspace has prepared, nor by what a call ``before`` has found."""
+    if before:
+        op.call(*op.given)
+        stage.launcher.launched.clear()
     with ExitStack() as stack:
-        if why == "capturing":
-            stage.capturing = True
-        elif why == "device":
-            stage.device = 1
-        elif why == "another group":
-            stage.group = object()
-        elif why == "destroyed":
-            stage.group = None
-        elif why == "stream":
-            stage.stream = 8
-        elif why == "grown":
-            stage.workspaces["matmul", 7, 0] = Workspace()
-        elif why == "reset":
-            stage.workspaces.clear()
-        elif why == "unfused":
-            stack.enter_context(plan.forced("unfused"))
-        else:
-            symm_mem.set_checked(True)
-            stack.callback(symm_mem.set_checked, False)
+        CHANGES[change](stage, stack)
         for way in (op.call, op.through_torch):
             with pytest.raises(ValueError, match=LONG):
                 way(*op.given)
