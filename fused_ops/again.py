@@ -3,35 +3,36 @@
 What a call's long way found out stands in the workspace that it used (``remember``), under all that it looked at:
 op, arguments, and each tensor's sizes, strides, dtype and device. The group is that of the workspace. A call that
 finds it there (``again``) has nothing left to check: what was refused once was never remembered. Whatever else could
-make a difference is asked anew each time, and sends the call the long way, which does or raises what is due:
+make a difference sends the call the long way, which does or raises what is due. It is asked anew each time, or it
+makes an end of all that was found before (symm_mem/findings.py): then it is looked up once more.
 
-- group destroyed, or another one under its name; heap made anew; workspace outgrown or gone in a reset: the group, its
-  heap and the workspace that the stream has now are looked up, never what this rank remembers. So a rank that comes
-  here and one that takes the long way use the same memory.
-- another stream, another current device, a graph being captured: likewise, they have workspaces of their own.
+- group destroyed, or another one under its name: asked anew. Heap made anew; workspace outgrown or gone in a reset:
+  an end. So a rank that comes here and one that takes the long way use the same memory.
+- another stream, another current device, a graph being captured: asked anew, they have workspaces of their own.
 - modes, transforms, tracing: the thread's dispatch keys are none but those that lead to the kernels at once. Dynamo
   and function modes are looked for where they come in, in functional.py.
 - gradients; subclasses, fake, functional and lazily negated tensors, those of torch.func: by type, flags and address.
 - addresses that are no multiple of 16 bytes: the long way copies.
-- the checked mode and ``forced``. WEFT_RESERVED_SMS and WEFT_TUNE are read once in a process, on the long way, too;
-  there a kind of call is tuned before it is remembered.
+- the checked mode and ``forced``: an end. WEFT_RESERVED_SMS and WEFT_TUNE are read once in a process, on the long way,
+  too; there a kind of call is tuned before it is remembered.
 
-A broken group raises here as there. The deadline is what ``set_timeout`` said last; where it said nothing, what
-WEFT_TIMEOUT was at the call that is remembered.
+A broken group raises here as there: asked anew. The deadline is what ``set_timeout`` said last, which is an end; where
+it said nothing, what WEFT_TIMEOUT was at the call that is remembered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from ..symm_mem import Workspace, is_checked
-from ..symm_mem.registry import known_heap
+from ..symm_mem import Workspace, findings, is_checked
+from ..symm_mem.registry import has_name, known_heap
 from ..symm_mem.timeouts import chosen_timeout, default_timeout
 from . import plan
 
@@ -53,6 +54,9 @@ _OF_TENSORS = _bits(
 _OF_THREADS = _bits("BackendSelect", "ADInplaceOrView")
 _TYPES = frozenset((Tensor, Parameter))
 
+_C = torch._C
+_included, _grad_enabled = _C._dispatch_tls_local_include_set, torch.is_grad_enabled
+
 
 def goes_straight(*tensors: Any) -> bool:
     """Whether nothing lies between a call with these, which may be anything, and the kernels.
@@ -72,9 +76,23 @@ def goes_straight(*tensors: Any) -> bool:
 
 def may_be_short(x: Any) -> bool:
     """As ``goes_straight`` for an x that has memory at its address: by kind, not by dispatch keys, is less work."""
-    if torch._C._dispatch_tls_local_include_set().raw_repr() & ~_OF_THREADS:
+    if _included().raw_repr() & ~_OF_THREADS:
         return False
-    return type(x) in _TYPES and not x.is_neg() and not (x.requires_grad and torch.is_grad_enabled())
+    return type(x) in _TYPES and not x.is_neg() and not (x.requires_grad and _grad_enabled())
+
+
+Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+
+
+def empty_like_on(device: torch.device) -> Empty:
+    """What makes an uninitialised tensor from sizes, strides and dtype, on a device while it is the current one.
+
+    No dispatcher, no parsing of arguments, as in the programs that Inductor writes: half of what torch.empty takes.
+    """
+    direct: Empty | None = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    if direct is not None:
+        return direct
+    return lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype, device=device)
 
 
 class Launcher(Protocol):
@@ -91,24 +109,49 @@ class _Ready:
     launcher: Launcher
     plan: plan.Plan
     pays: bool
-    results: tuple[tuple[torch.Size, tuple[int, ...]], ...]  # sizes and strides
+    results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # sizes, strides
+    empty: Empty
     timeout_ns: int  # where nobody has set another one
 
 
-def place(kind: str, group_name: str, device: int) -> tuple[Workspace[Any], int] | None:
-    """The current stream's workspace on a CUDA device, and the stream; None where a call must take the long way."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the calls of a group on a device, a stream and of a kind are made."""
+
+    group: ProcessGroup
+    workspace: Workspace[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A finding: whose ``timeout_ns`` is the deadline."""
+
+    group: ProcessGroup
+    workspace: Workspace[Any]
+    ready: _Ready
+    timeout_ns: int
+
+
+def stream_on(device: int) -> int | None:
+    """The current stream on a CUDA device; None where a call must take the long way, as one on the CPU (-1)."""
+    if device < 0 or _C._cuda_getDevice() != device or _C._cuda_isCurrentStreamCapturing():
+        return None
+    stream: int = _C._cuda_getCurrentRawStream(device)
+    return stream
+
+
+def place(kind: str, group_name: str, device: int, stream: int) -> Place | None:
+    """The stream's workspace; None where a call must take the long way. It holds as long as a finding does."""
     where = known_heap(group_name, device)
     if where is None or plan._forced == "unfused" or is_checked():
         return None
-    if torch._C._cuda_getDevice() != device or torch._C._cuda_isCurrentStreamCapturing():
-        return None
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    workspace = where.workspaces.get((kind, stream, 0))
-    return None if workspace is None else (workspace, stream)
+    group, heap = where
+    workspace = heap.workspaces.get((kind, stream, 0))
+    return None if workspace is None else Place(group, workspace)
 
 
 def timeout(group_name: str, default_ns: int) -> int:
-    """The deadline of a wait that begins now, in nanoseconds."""
+    """The deadline of a wait, in nanoseconds. It holds as long as a finding does."""
     seconds = chosen_timeout(group_name)
     return default_ns if seconds is None else int(seconds * 1e9)
 
@@ -117,16 +160,11 @@ def default_ns() -> int:
     return int(default_timeout() * 1e9)
 
 
-def again(op: str, arguments: Hashable, tensors: Sequence[Any], group_name: str) -> list[Tensor] | None:
-    """The results, if such a call around a matrix product was made before; else None, and nothing happened.
-
-    Args:
-        arguments: whatever else than tensors makes a difference, of exactly the types that the op takes.
-        tensors: of one dtype, on one device, or anything: then the answer is None.
-    """
-    if torch._C._dispatch_tls_local_include_set().raw_repr() & ~_OF_THREADS:
+def look(op: str, arguments: Hashable, tensors: Sequence[Any]) -> tuple[Hashable, list[int]] | None:
+    """What such calls are remembered by, and the tensors' addresses; None where a call must take the long way."""
+    if _included().raw_repr() & ~_OF_THREADS:
         return None
-    grad, key, operands, together = torch.is_grad_enabled(), [op, arguments], [], 0
+    grad, key, operands, together = _grad_enabled(), [op, arguments], [], 0
     try:
         for t in tensors:  # each as in ``may_be_short``
             if type(t) not in _TYPES or t.is_neg() or (grad and t.requires_grad):
@@ -136,24 +174,58 @@ def again(op: str, arguments: Hashable, tensors: Sequence[Any], group_name: str)
             together |= address
     except RuntimeError:  # sparse, nested, of torch.func: without strides, or without memory
         return None
-    first = tensors[0]
-    here = place("matmul", group_name, first.get_device())
-    if here is None or together % _ALIGNMENT or 0 in operands:
+    return None if together % _ALIGNMENT or 0 in operands else (tuple(key), operands)
+
+
+def again(
+    op: str, arguments: Hashable, tensors: Sequence[Any], group_name: str, kind: str = "matmul"
+) -> list[Tensor] | None:
+    """The results, if such a call was made before; else None, and nothing happened.
+
+    Args:
+        arguments: whatever else than tensors makes a difference, of exactly the types that the op takes.
+        tensors: of one dtype, on one device, or anything: then the answer is None.
+        kind: of workspace. Only those of products have halves that a launch is told of.
+    """
+    looked_at = look(op, arguments, tensors)
+    if looked_at is None:
         return None
-    workspace, stream = here
-    found = workspace.prepared.get(tuple(key))
-    if found is None or not (found.pays or plan._forced == "fused"):
+    alike, operands = looked_at
+    stream = stream_on(tensors[0].get_device())
+    if stream is None:
         return None
-    results = [first.new_empty_strided(size, strides) for size, strides in found.results]
+    kept = findings.kept
+    found: _Found | None = kept.get((alike, group_name, stream))
+    if found is None:
+        found = _find(alike, group_name, tensors[0].get_device(), stream, kind)
+        if found is None:
+            return None
+        findings.keep(kept, (alike, group_name, stream), found)
+    elif not has_name(found.group, group_name):
+        return None
+    workspace, ready = found.workspace, found.ready
+    empty = ready.empty
+    results = [empty(sizes, strides, dtype) for sizes, strides, dtype in ready.results]
     workspace.raise_if_broken(op, inside=2)  # this and the op's own ``again``
-    plan._last = found.plan
+    plan._last = ready.plan
     try:
-        half, addresses = workspace.next_half(), [r.data_ptr() for r in results]
-        found.launcher.launch(half, operands, addresses, timeout(group_name, found.timeout_ns), stream)
+        half, addresses = workspace.next_half() if kind == "matmul" else 0, [r.data_ptr() for r in results]
+        ready.launcher.launch(half, operands, addresses, found.timeout_ns, stream)
     except BaseException as e:
         workspace.abandon(e)  # the peers may wait for what was not launched
         raise
     return results
+
+
+def _find(alike: Hashable, group_name: str, device: int, stream: int, kind: str) -> _Found | None:
+    """What was remembered of such calls, where they are made now."""
+    here = place(kind, group_name, device, stream)
+    if here is None:
+        return None
+    ready = here.workspace.prepared.get(alike)
+    if ready is None or not (ready.pays or plan._forced == "fused"):
+        return None
+    return _Found(here.group, here.workspace, ready, timeout(group_name, ready.timeout_ns))
 
 
 def remember(
@@ -178,12 +250,16 @@ def remember(
     """
     if any(g.data_ptr() != u.data_ptr() for g, u in zip(given, used, strict=True)):
         return
-    shapes = tuple((r.shape, r.stride()) for r in results)
-    ready = _Ready(launcher, ran, pays, shapes, default_ns())
-    workspace.prepared[_key(op, arguments, given)] = ready
+    alike = tuple((tuple(r.shape), r.stride(), r.dtype) for r in results)
+    ready = _Ready(launcher, ran, pays, alike, empty_like_on(given[0].device), default_ns())
+    key = key_of(op, arguments, given)
+    known: _Ready | None = workspace.prepared.get(key)
+    if known is None or (known.launcher, known.plan, known.pays) != (launcher, ran, pays):
+        workspace.prepared[key] = ready  # else it would make an end of what was found
 
 
-def _key(op: str, arguments: Hashable, tensors: Sequence[Tensor]) -> Hashable:
+def key_of(op: str, arguments: Hashable, tensors: Sequence[Tensor]) -> Hashable:
+    """What ``look`` says of such a call."""
     key: list[Any] = [op, arguments]
     for t in tensors:
         key += (t.shape, t.stride(), t.dtype, t.device)

@@ -6,6 +6,7 @@ A call of a size that was seen before costs the host no more than three look-ups
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,9 +18,10 @@ from torch.distributed import ProcessGroup
 from ..kernels.all_reduce import host
 from ..kernels.all_reduce.configs import Config, choose, pushing
 from ..kernels.all_reduce.reference import all_reduce as unfused
-from ..symm_mem import Heap, Workspace, get_timeout
+from ..symm_mem import Heap, Workspace, findings, get_timeout
+from ..symm_mem.registry import has_name
 from . import plan
-from .again import default_ns, place, timeout
+from .again import Empty, default_ns, empty_like_on, place, stream_on, timeout
 from .plan import Plan, aligned, heap_or_reason, ran
 from .workspaces import all_reduce_workspace, matmul_workspace
 
@@ -35,6 +37,20 @@ class _Prepared:
     beside: Workspace[Any] | None = None  # of the kernels that push beside copy engines
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A finding: how x of one shape is reduced, into what, and until when."""
+
+    group: ProcessGroup
+    workspace: Workspace[Any]
+    launch: Callable[[int, int, int, int], None]
+    plan: Plan
+    timeout_ns: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    empty: Empty
+
+
 def again(x: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None) -> Tensor | None:
     """The result, if x is a contiguous CUDA tensor and such a call was made before; else None, and nothing happened.
 
@@ -45,24 +61,47 @@ def again(x: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None)
             return None
     except RuntimeError:  # sparse, nested, of torch.func: without strides, or without memory
         return None
-    here = place("all_reduce", group_name, x.get_device())
-    if here is None:
+    device, dtype = x.get_device(), x.dtype
+    stream = stream_on(device)
+    if stream is None:
         return None
-    workspace, stream = here
-    found = workspace.prepared.get((x.numel(), x.dtype, reduce_op))
+    kept, key = findings.kept, (host.OP, x.shape, dtype, reduce_op, device, stream, group_name)
+    found: _Found | None = kept.get(key)
     if found is None:
+        found = _find(x, reduce_op, group_name, stream)
+        if found is None:
+            return None
+        findings.keep(kept, key, found)
+    elif not has_name(found.group, group_name):
         return None
     if out is None:
-        out = torch.empty_like(x)
+        out = found.empty(found.sizes, found.strides, dtype)
     to = address if out is x else out.data_ptr()
+    workspace = found.workspace
     workspace.raise_if_broken(host.OP, inside=1)
     plan._last = found.plan
     try:
-        found.kernel.launch(address, to, timeout(group_name, found.timeout_ns), stream)
+        found.launch(address, to, found.timeout_ns, stream)
     except BaseException as e:
         workspace.abandon(e)  # the peers may wait for what was not launched
         raise
     return out
+
+
+def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | None:
+    """What was prepared for such calls, where they are made now."""
+    here = place("all_reduce", group_name, x.get_device(), stream)
+    if here is None:
+        return None
+    found = here.workspace.prepared.get((x.numel(), x.dtype, reduce_op))
+    if found is None:
+        return None
+    deadline, sizes = timeout(group_name, found.timeout_ns), tuple(x.shape)
+    strides = torch.empty(sizes, device="meta").stride()
+    return _Found(
+        *(here.group, here.workspace, found.kernel.launch, found.plan, deadline),
+        *(sizes, strides, empty_like_on(x.device)),
+    )
 
 
 def in_place(x: Tensor, reduce_op: str, group: ProcessGroup, config: Config | None = None) -> Tensor:

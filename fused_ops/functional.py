@@ -6,19 +6,33 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ..symm_mem import Group, group_name
-from . import all_gather_matmul, all_reduce, checks, matmul_all_reduce, matmul_reduce_scatter, ops
+from . import (
+    all_gather_matmul,
+    all_reduce,
+    all_reduce_rms_norm,
+    checks,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    ops,
+)
 from .again import may_be_short
 
 _LISTS = (list, tuple)
+_is_compiling, _function_modes = torch.compiler.is_compiling, torch._C._len_torch_function_stack
 
 
 def _known_name(group: Group) -> str | None:
     """The group's name, if a call may go round ``torch.ops``; None where Dynamo or a function mode wants to see it,
     and for what is no group."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_function_stack():
+    if _is_compiling() or _function_modes():
         return None
+    if type(group) is str:
+        return group
+    if isinstance(group, ProcessGroup):
+        return group.group_name
     try:
         return group_name(group)
     except (TypeError, ValueError):  # in its turn, after the arguments in front of it
@@ -191,6 +205,11 @@ def fused_all_reduce_rms_norm(
         RankMismatch: the ranks call with different sizes.
         PeerTimeout: a rank did not come.
     """
+    known = _known_name(group)
+    if known is not None and type(eps) is float:
+        done = all_reduce_rms_norm.again(x, residual, weight, eps, known)
+        if done is not None:
+            return done
     for name, value in (("x", x), ("residual", residual), ("weight", weight)):
         checks.tensor(name, value)
     checks.number("eps", eps)

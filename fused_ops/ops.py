@@ -199,8 +199,15 @@ def _all_reduce_in_place_anew(x: Tensor, reduce_op: str, group_name: str) -> Non
         x.copy_(_ar.run(x, reduce_op, group))
 
 
-@whole
 def _all_reduce_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
+) -> tuple[Tensor, Tensor]:
+    done = _arn.again(x, residual, weight, eps, group_name)
+    return done or _all_reduce_rms_norm_anew(x, residual, weight, eps, group_name)
+
+
+@whole
+def _all_reduce_rms_norm_anew(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
 ) -> tuple[Tensor, Tensor]:
     group = checks.all_reduce_rms_norm(x, residual, weight, eps, group_name)
@@ -209,8 +216,13 @@ def _all_reduce_rms_norm(
     return _arn.run(x, residual, weight, eps, group)
 
 
-@whole
 def _matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    done = _mar.again(A, B, reduce_op, group_name)
+    return _matmul_all_reduce_anew(A, B, reduce_op, group_name) if done is None else done
+
+
+@whole
+def _matmul_all_reduce_anew(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor:
     group = checks.matmul_all_reduce(A, B, reduce_op, group_name)
     if is_checked():
         compare_call(_mar.host.OP, group, A.device, A=A, B=B, reduce_op=reduce_op)

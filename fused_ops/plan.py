@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from ..symm_mem import Heap, HeapUnavailable, heap, is_checked
 from ..symm_mem.fault import refuse_if_broken
+from ..symm_mem.findings import changed
 from .checked import compare_plan
 
 
@@ -67,10 +68,12 @@ def forced(algorithm: str) -> Iterator[None]:
     if algorithm not in ("unfused", "fused"):
         raise ValueError(f"algorithm: is {algorithm!r}, must be 'unfused' or 'fused'")
     before, _forced = _forced, algorithm
+    changed()
     try:
         yield
     finally:
         _forced = before
+        changed()
 
 
 def heap_or_reason(x: Tensor, group: ProcessGroup, empty: bool) -> Heap | str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from .descriptors import close_fds, exchange
 from .errors import PeerTimeout, RankMismatch, WeftError
+from .findings import changed
 from .sites import call_site, text
 from .spin import Expired, spin
 from .timeouts import get_timeout
@@ -59,6 +60,7 @@ def set_checked(on: bool) -> None:
     if not isinstance(on, bool):
         raise TypeError(f"on: is {on!r}, must be True or False")
     _on = on
+    changed()
 
 
 def board_of(heap: Heap) -> Board:

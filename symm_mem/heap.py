@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from .backends.base import Backend, tensor_over
 from .descriptors import close_fds, exchange
 from .errors import WeftError, describe
+from .findings import Noted
 from .free_list import FreeList
 from .opening import open_together
 from .rendezvous import Rendezvous
@@ -70,7 +71,7 @@ class Heap:
         self.device = self.backend.device
         self.span = self.backend.span
         self.capacity = 0
-        self.workspaces: dict[Any, Any] = {}  #: what the ops above keep for as long as the heap lives
+        self.workspaces: Noted[Any, Any] = Noted()  #: what the ops above keep for as long as the heap lives
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()  #: what counts along with words on the heap
         self.fault: Any = None  #: of all that is on it: fault.py
         self.watch: Any = None  #: of stream waits, on CUDA

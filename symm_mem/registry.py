@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .errors import HeapUnavailable, WeftError
+from .findings import Noted
 from .groups import Group, resolve_group
 from .heap import Heap
 from .rendezvous import Rendezvous, come_together
@@ -18,7 +19,7 @@ from .timeouts import get_timeout
 
 _WITHOUT_PROCESSES = ("fake", "threaded")  # backends of groups that have no heap
 
-_heaps: dict[tuple[str, str, int], tuple[ProcessGroup, Heap | HeapUnavailable]] = {}
+_heaps: Noted[tuple[str, str, int], tuple[ProcessGroup, Heap | HeapUnavailable]] = Noted()
 _making: dict[Any, threading.RLock] = {}  # by heap: threads may make those of different groups in any order
 
 
@@ -51,16 +52,20 @@ def heap(group: Group = None, device: torch.device | str | None = None) -> Heap:
     return found
 
 
-def known_heap(group_name: str, device: int) -> Heap | None:
+def known_heap(group_name: str, device: int) -> tuple[ProcessGroup, Heap] | None:
     """The heap on a CUDA device that ``heap`` would answer with at once, for the group that has this name now."""
     known = _heaps.get((group_name, "cuda", device))
     if known is None or isinstance(known[1], HeapUnavailable):
         return None
+    return (known[0], known[1]) if has_name(known[0], group_name) else None
+
+
+def has_name(group: ProcessGroup, name: str) -> bool:
+    """Whether this is the group that torch knows by this name now. After destroy_process_group it may be another."""
     try:
-        group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+        return _resolve_process_group(name) is group  # type: ignore[arg-type]
     except Exception:  # destroyed
-        return None
-    return known[1] if group is known[0] else None
+        return False
 
 
 def _device(device: torch.device | str) -> torch.device:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TypeAlias
 
 import torch
 
-Site: TypeAlias = tuple[str, int]  # file and line: made for every call, put into words for an error only
+# Code, and the byte it has come to: made for every call. An error alone asks which line that is.
+Site: TypeAlias = tuple[CodeType, int]
 
 _WEFT = Path(__file__).parent.parent
 # tests, bench and examples may stand beside them and are callers.
@@ -39,16 +40,20 @@ def call_site(skip: int = 1) -> Site | None:
     frame: FrameType | None = sys._getframe(skip)
     known = _known
     while frame is not None:
-        file = frame.f_code.co_filename
-        inside = known.get(file)
+        code = frame.f_code
+        inside = known.get(code.co_filename)
         if inside is None:
-            inside = _is_library(file)
+            inside = _is_library(code.co_filename)
         if not inside:
-            return file, frame.f_lineno
+            return code, frame.f_lasti
         frame = frame.f_back
     return None
 
 
 def text(site: Site | None) -> str | None:
     """``file.py:12``; None for None."""
-    return None if site is None else f"{site[0]}:{site[1]}"
+    if site is None:
+        return None
+    code, at = site
+    lines = (line for start, end, line in code.co_lines() if start <= at < end and line is not None)
+    return f"{code.co_filename}:{next(lines, code.co_firstlineno)}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from numbers import Real
 
+from .findings import Noted
 from .groups import Group, group_name
 
 _LONGEST = 1e9  # seconds; kernels count nanoseconds in 64 bits
 _PREPARING = 1800.0
 
-_per_group: dict[str, float] = {}
+_per_group: Noted[str, float] = Noted()
 
 
 def default_timeout() -> float:

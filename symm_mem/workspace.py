@@ -37,6 +37,7 @@ import torch
 from .calls import Calls, running
 from .errors import CallAbandoned, PeerTimeout, WeftError, describe
 from .fault import WORD, Fault, fault_of
+from .findings import Noted
 from .sites import call_site
 from .spin import Expired, spin
 from .timeouts import get_timeout
@@ -154,9 +155,10 @@ class Workspace(Generic[L]):
         self.address = heap.address(self.rank) + self.block.offset
         self.words = self.words_of(self.rank)
         self.lock = threading.Lock()  #: CPU ranks hold it through a call: threads take turns
-        self.prepared: dict[Any, Any] = {}
+        self.prepared: Noted[Any, Any] = Noted()
         self.copy_streams: dict[Any, Any] = {}
         self._turn = 0
+        self._has_halves = isinstance(layout, Layout)
         self._calls = Calls(HALVES, lambda: get_timeout(heap.group_name), replayed)
         self.fault.knows(self.address, layout, self._calls)
         heap.users.add(self)
@@ -166,7 +168,7 @@ class Workspace(Generic[L]):
 
         Args:
             op: the call that is about to be made, if one is.
-            inside: so many frames above this one are weft's for certain.
+            inside: so many frames above this one are weft's, and there is another one above those, for certain.
 
         Raises:
             PeerTimeout: in the words of that wait, until the group is reset.
@@ -177,8 +179,8 @@ class Workspace(Generic[L]):
             fault.raise_if_broken()
         if op is not None:
             self._calls.begins(op, call_site(inside + 2))
-            if not isinstance(self.layout, Layout):  # it has no halves to take
-                self._taken()
+            if not self._has_halves and running.inside:
+                running.workspace = self
 
     def expired(self, op: str, peer: int, word: int, expected: int, waited: Expired) -> WeftError:
         """The error of a CPU rank's wait, also that of all later calls."""
@@ -211,13 +213,9 @@ class Workspace(Generic[L]):
         """The half that the next call uses: the halves take turns."""
         self._turn ^= 1
         self._calls.takes(self._turn)
-        self._taken()
-        return self._turn
-
-    def _taken(self) -> None:
-        """From here on the running call must come to its end, or the group is broken."""
-        if running.inside:
+        if running.inside:  # from here on that call must come to its end, or the group is broken
             running.workspace = self
+        return self._turn
 
     def words_of(self, rank: int) -> torch.Tensor:
         """Rank's control words and flags as an int32 tensor."""

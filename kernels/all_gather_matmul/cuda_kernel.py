@@ -53,7 +53,9 @@ class _Params(ctypes.Structure):
     )
 
 
-_OWN, _B, _C = (getattr(_Params, name).offset for name in ("own", "b", "c"))
+_OWN, _B, _A, _C, _SENDERS = (getattr(_Params, name).offset for name in ("own", "b", "a", "c", "senders"))
+# A store to a ctypes field costs as much as all of these.
+_put_address, _put_turns = struct.Struct("Q").pack_into, struct.Struct("3i").pack_into
 
 
 def defines(bs: Sequence[torch.Tensor], config: PushConfig) -> gemm.Defines:
@@ -110,7 +112,9 @@ class AllGatherMatmulPush:
         flags = push_flags_per_rank(m, k, config)
         if layout.flags_per_rank < flags or layout.half_bytes < size * m * k * dtype.itemsize:
             raise ValueError(f"workspace: {layout} is too small for shards of {m} x {k} {dtype}")
-        self.workspace, self._senders = workspace, config.senders
+        self.workspace = workspace
+        self._sends = (config.senders, not config.senders), (0, False)
+        self._timeouts_ns = [0, 0]
         rows = (1, 1, m, k)
         strides = (0, 0, *a.stride())
         self._own = Maps(boxes_of_rows(dtype, rows, strides, tile))
@@ -159,8 +163,10 @@ class AllGatherMatmulPush:
             put_map(p, _OWN, self._own[a])
             self._put_bs(p, _B, *map(getitem, self._bs, bs))
             self._put_cs(p, _C, *cs)
-            p.a, p.watch.timeout_ns, p.final = a, timeout_ns, final
-            p.senders, p.push = (self._senders, not self._senders) if push else (0, False)
+            _put_address(p, _A, a)
+            _put_turns(p, _SENDERS, *self._sends[not push], final)
+            if timeout_ns != self._timeouts_ns[half]:
+                p.watch.timeout_ns = self._timeouts_ns[half] = timeout_ns
             self._launches[half](stream)
 
 

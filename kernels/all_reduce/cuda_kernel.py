@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,12 @@ class _Params(ctypes.Structure):
         ("vectors", ctypes.c_uint32),
         ("aligned", ctypes.c_uint32),
     )
+
+
+_X = _Params.x.offset
+_put_addresses = struct.Struct(
+    "2Q"
+).pack_into  # of x and out, at once: a store to a ctypes field costs as much
 
 
 @cache
@@ -76,6 +83,7 @@ class AllReduce:
             raise TypeError(f"x: is {dtype}, must be float32, bfloat16 or float16")
         config = config or pushing(numel * width, layout.world_size)
         self.numel, self.dtype, self.device = numel, dtype, device
+        self._timeout_ns = 0
         parts = layout.world_size if config.form == "two_shot" else 1
         step = vectors(layout, config) * parts * VECTOR // width
         # Whole vectors at aligned addresses are a kernel of their own: (bytes from the start, launch, argument).
@@ -105,7 +113,10 @@ class AllReduce:
         Raises:
             RuntimeError: the kernel cannot be launched.
         """
+        if timeout_ns != self._timeout_ns:
+            for _, _, params in (*self._pieces[0], *self._pieces[1]):
+                params.slots.watch.timeout_ns = timeout_ns
+            self._timeout_ns = timeout_ns
         for start, ready, params in self._pieces[(x | out) % VECTOR == 0]:
-            params.x, params.out = x + start, out + start
-            params.slots.watch.timeout_ns = timeout_ns
+            _put_addresses(params, _X, x + start, out + start)
             ready(stream)

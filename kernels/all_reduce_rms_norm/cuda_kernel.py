@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import struct
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from ..device.program import Function, Program
+from ..device.program import Program
 from ..device.push import VECTOR, Place, Slots, slots_of
 from .configs import MAX_WORLD_SIZE, Config, choose, most_vectors, shape
 
@@ -25,6 +27,12 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in ("rows", "vectors")),
         *((name, ctypes.c_float) for name in ("eps", "elements")),
     )
+
+
+_X = _Params.x.offset
+_put_addresses = struct.Struct(
+    "5Q"
+).pack_into  # from x to sums, at once: a store to a ctypes field costs as much
 
 
 def supports(hidden: int, dtype: torch.dtype, world_size: int) -> str | None:
@@ -84,15 +92,16 @@ class AllReduceRmsNorm:
         wanted = shape(rows, vectors, size, config)
         if place.layout.slots < wanted.slots:
             raise ValueError(f"workspace: has {place.layout.slots} slots, must have {wanted.slots} or more")
-        self._pieces: list[tuple[int, int, Function, _Params]] = []
+        self._timeout_ns = 0
+        self._pieces: list[tuple[int, Callable[[int], None], _Params]] = []
         for start in range(0, rows, wanted.rows):
             count = min(wanted.rows, rows - start)
             now = shape(count, vectors, size, config)
             kernels = _program(size, place.rank, dtype, config.cluster, now.per_thread)
             function = kernels.function(config.form)
             params = _Params(slots_of(place, 0), rows=count, vectors=vectors, eps=eps, elements=hidden)
-            self._pieces.append((start * hidden * dtype.itemsize, now.blocks, function, params))
-        self._threads = wanted.threads
+            ready = function.bound(now.blocks, wanted.threads, params)
+            self._pieces.append((start * hidden * dtype.itemsize, ready, params))
 
     def launch(
         self, x: int, residual: int, weight: int, normed: int, sums: int, timeout_ns: int, stream: int
@@ -110,8 +119,10 @@ class AllReduceRmsNorm:
         Raises:
             RuntimeError: the kernel cannot be launched.
         """
-        for start, blocks, function, params in self._pieces:
-            params.x, params.residual, params.weight = x + start, residual + start, weight
-            params.normed, params.sums = normed + start, sums + start
-            params.slots.watch.timeout_ns = timeout_ns
-            function.launch(blocks, self._threads, params, stream)
+        if timeout_ns != self._timeout_ns:
+            for _, _, params in self._pieces:
+                params.slots.watch.timeout_ns = timeout_ns
+            self._timeout_ns = timeout_ns
+        for start, ready, params in self._pieces:
+            _put_addresses(params, _X, x + start, residual + start, weight, normed + start, sums + start)
+            ready(stream)

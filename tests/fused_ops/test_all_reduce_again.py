@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from weft import symm_mem
-from weft.fused_ops import again, all_reduce, one_shot_all_reduce, one_shot_all_reduce_, plan
-from weft.symm_mem import registry
+from weft.fused_ops import all_reduce, one_shot_all_reduce, one_shot_all_reduce_, plan
+from weft.symm_mem import findings, registry, timeouts
+from weft.symm_mem.findings import Noted
 
 NAME = "a group"
 
@@ -28,7 +29,7 @@ class Workspace:
         self.error = symm_mem.WeftError(f"a call was ended by {cause!r}")
 
     def __init__(self) -> None:
-        self.prepared: dict[Any, Any] = {}
+        self.prepared: Noted[Any, Any] = Noted()
         self.error: Exception | None = None
 
     def raise_if_broken(self, op: str, inside: int) -> None:
@@ -38,14 +39,22 @@ class Workspace:
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A GPU, a group and a workspace that are none; x has no device number on the CPU, -1."""
+    """A GPU, a group and a workspace that are none; x says that it lies on GPU 0."""
     group, kernel, workspace = object(), Kernel(), Workspace()
     x = torch.randn(5, 3)
-    stage = SimpleNamespace(group=group, stream=7, capturing=False, device=-1)
+    stage = SimpleNamespace(group=group, owner=group, stream=7, capturing=False, device=0)
     workspace.prepared[15, x.dtype, "sum"] = all_reduce._Prepared(workspace, kernel, plan.Plan("push"), 123)
-    where = SimpleNamespace(workspaces={("all_reduce", 7, 0): workspace})
-    monkeypatch.setitem(registry._heaps, (NAME, "cuda", -1), (group, where))
-    monkeypatch.setattr(registry, "_resolve_process_group", lambda name: stage.group)
+    where = SimpleNamespace(workspaces=Noted({("all_reduce", 7, 0): workspace}))
+    monkeypatch.setattr(timeouts, "_per_group", Noted())
+    monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (group, where))
+
+    def resolve(name: str) -> object:
+        if stage.group is None:
+            raise RuntimeError("destroyed")
+        return stage.group
+
+    monkeypatch.setattr(registry, "_resolve_process_group", resolve)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stage.stream, raising=False)
@@ -53,12 +62,12 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return stage
 
 
-def test_it_is_taken(stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_taken(stage: SimpleNamespace) -> None:
     x = stage.x
     out = all_reduce.again(x, "sum", NAME)
     assert out is not None and out.shape == x.shape and out.data_ptr() != x.data_ptr()
     assert all_reduce.again(x, "sum", NAME, x) is x
-    monkeypatch.setattr(again, "chosen_timeout", lambda name: 0.5)
+    symm_mem.set_timeout(0.5, NAME)
     all_reduce.again(x, "sum", NAME, x)
     assert stage.kernel.launched == [
         (x.data_ptr(), out.data_ptr(), 123, 7),
@@ -68,33 +77,81 @@ def test_it_is_taken(stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) ->
     assert plan.last_plan().algorithm == "push"
 
 
-@pytest.mark.parametrize(
-    "why", ["capturing", "device", "group", "stream", "grown", "strides", "op", "size", "forced"]
-)
-def test_it_is_not_taken(stage: SimpleNamespace, why: str) -> None:
+WHY = [
+    "capturing",
+    "device",
+    "group",
+    "destroyed",
+    "stream",
+    "grown",
+    "reset",
+    "gone",
+    "another heap",
+    "checked",
+]
+WHY += ["forced", "strides", "op", "size", "dtype"]
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("why", WHY)
+def test_it_is_not_taken(
+    stage: SimpleNamespace, why: str, before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by what a workspace has prepared, nor by what a call ``before`` has found."""
     x, reduce_op = stage.x, "sum"
+    if before:
+        assert all_reduce.again(x, reduce_op, NAME) is not None
+        assert all_reduce.again(x, reduce_op, NAME, x) is x
+        stage.kernel.launched.clear()
     if why == "capturing":
         stage.capturing = True
     elif why == "device":
-        stage.device = 0
+        stage.device = 1
     elif why == "group":
         stage.group = object()  # another one with the name of one that was destroyed
     elif why == "stream":
         stage.stream = 8
+    elif why == "destroyed":
+        stage.group = None
     elif why == "grown":
         stage.workspaces["all_reduce", 7, 0] = Workspace()
+    elif why == "reset":
+        stage.workspace.prepared.clear()
+    elif why == "gone":
+        del stage.workspaces["all_reduce", 7, 0]
+    elif why == "another heap":
+        where = SimpleNamespace(workspaces=Noted())
+        monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (stage.group, where))
+    elif why == "checked":
+        symm_mem.set_checked(True)
     elif why == "strides":
         x = x.t()
     elif why == "op":
         reduce_op = "max"
     elif why == "size":
         x = x[:4]
+    elif why == "dtype":
+        x = x.bfloat16()
     if why == "forced":
         with plan.forced("unfused"):
             assert all_reduce.again(x, reduce_op, NAME) is None
     else:
-        assert all_reduce.again(x, reduce_op, NAME) is None
+        try:
+            assert all_reduce.again(x, reduce_op, NAME) is None
+            assert all_reduce.again(x, reduce_op, NAME, x) is None
+        finally:
+            symm_mem.set_checked(False)
     assert not stage.kernel.launched
+    if why in (
+        "capturing",
+        "device",
+        "group",
+        "destroyed",
+        "stream",
+    ):  # asked anew: what was found still holds
+        stage.capturing, stage.device, stage.stream, stage.group = False, 0, 7, stage.owner
+    if why in ("capturing", "device", "group", "destroyed", "stream", "checked", "forced"):
+        assert all_reduce.again(x, reduce_op, NAME) is not None
 
 
 def test_a_broken_workspace_is_not_used(stage: SimpleNamespace) -> None:
@@ -160,3 +217,34 @@ def test_nccl_is_taken_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("WEFT_NCCL_ALL_REDUCE_FROM", "4 MiB")
     with pytest.raises(ValueError, match="WEFT_NCCL_ALL_REDUCE_FROM: is '4 MiB', must be a number of bytes"):
         asked()
+
+
+def test_what_changes_while_a_call_looks_is_not_kept(
+    stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread grows the workspace after this one has looked it up: the next call sees the new one."""
+    looked_up, other = all_reduce.timeout, Workspace()
+
+    def meanwhile(*args: Any) -> int:
+        stage.workspaces["all_reduce", 7, 0] = other
+        return looked_up(*args)
+
+    monkeypatch.setattr(all_reduce, "timeout", meanwhile)
+    all_reduce.again(stage.x, "sum", NAME)
+    assert all_reduce.again(stage.x, "sum", NAME) is None
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2])
+def test_the_deadline_is_what_was_said_last(stage: SimpleNamespace, seconds: float) -> None:
+    for said in (7, seconds):
+        symm_mem.set_timeout(said, NAME)
+        all_reduce.again(stage.x, "sum", NAME)
+        assert stage.kernel.launched.pop()[2] == int(said * 1e9)
+
+
+def test_findings_are_few(stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "_MOST", 3)
+    for rows in range(1, 16):
+        x = torch.randn(15).view(-1, 3)[:, :1].new_ones(rows, 15 // rows if 15 % rows == 0 else 1)
+        all_reduce.again(x, "sum", NAME)
+        assert len(findings.kept) <= 3

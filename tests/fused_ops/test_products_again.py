@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft import symm_mem
 from weft.fused_ops import (
-    again,
     all_gather_matmul,
     fused_all_gather_matmul,
     fused_matmul_reduce_scatter,
@@ -25,7 +24,8 @@ from weft.fused_ops import (
     plan,
 )
 from weft.kernels.device.choice import Choice
-from weft.symm_mem import registry
+from weft.symm_mem import registry, timeouts
+from weft.symm_mem.findings import Noted
 
 NAME = "a group"
 WORLD_SIZE = 2
@@ -44,7 +44,7 @@ class Workspace:
     layout = SimpleNamespace(bytes=0)
 
     def __init__(self) -> None:
-        self.prepared: dict[Any, Any] = {}
+        self.prepared: Noted[Any, Any] = Noted()
         self.error: Exception | None = None
 
     def raise_if_broken(self, op: str, inside: int = 0) -> None:
@@ -60,10 +60,11 @@ class Workspace:
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A GPU, a group and a workspace that are none; tensors have no device number on the CPU, -1."""
-    stage = SimpleNamespace(group=object(), stream=7, capturing=False, device=-1, workspace=Workspace())
+    """A GPU, a group and a workspace that are none; tensors say that they lie on GPU 0."""
+    stage = SimpleNamespace(group=object(), stream=7, capturing=False, device=0, workspace=Workspace())
     stage.launcher = Launcher()
-    stage.workspaces = {("matmul", 7, 0): stage.workspace}
+    stage.workspaces = Noted({("matmul", 7, 0): stage.workspace})
+    monkeypatch.setattr(timeouts, "_per_group", Noted())
     where = SimpleNamespace(workspaces=stage.workspaces, world_size=WORLD_SIZE, group_name=NAME)
     stage.where = where
 
@@ -72,8 +73,9 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             raise RuntimeError("destroyed")
         return stage.group
 
-    monkeypatch.setitem(registry._heaps, (NAME, "cuda", -1), (stage.group, where))
+    monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (stage.group, where))
     monkeypatch.setattr(registry, "_resolve_process_group", resolve)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stage.stream, raising=False)
@@ -164,7 +166,7 @@ def test_it_launches_what_the_long_way_would(
         operands, results = [x.data_ptr() for x in moved], [x.data_ptr() for x in got]
         assert stage.launcher.launched == [(1, operands, results, 300_000_000_000, 7)]
         assert plan.last_plan().algorithm == "push"
-    monkeypatch.setattr(again, "chosen_timeout", lambda name: 0.5)
+    symm_mem.set_timeout(0.5, NAME)
     op.call(*moved)
     assert stage.launcher.launched[-1][3] == 500_000_000
 
@@ -198,37 +200,35 @@ def test_few_python_calls(stage: SimpleNamespace, op: Op) -> None:
     assert count < 30
 
 
-OF_THE_CALLER = ["capturing", "device", "stream", "unfused", "checked"]
-OF_THE_GROUP = ["another group", "destroyed", "grown", "reset"]
+CHANGES: dict[str, Callable[[SimpleNamespace, ExitStack], Any]] = {
+    "capturing": lambda stage, _: setattr(stage, "capturing", True),
+    "device": lambda stage, _: setattr(stage, "device", 1),
+    "stream": lambda stage, _: setattr(stage, "stream", 8),
+    "unfused": lambda _, stack: stack.enter_context(plan.forced("unfused")),
+    "checked": lambda _, stack: (stack.callback(symm_mem.set_checked, False), symm_mem.set_checked(True)),
+    "another group": lambda stage, _: setattr(stage, "group", object()),
+    "destroyed": lambda stage, _: setattr(stage, "group", None),
+    "grown": lambda stage, _: stage.workspaces.update({("matmul", 7, 0): Workspace()}),
+    "gone": lambda stage, _: stage.workspaces.clear(),
+    "reset": lambda stage, _: stage.workspace.prepared.clear(),
+    "no heap": lambda *_: registry._heaps.clear(),
+}
 
 
-@pytest.mark.parametrize("why", [*OF_THE_CALLER, *OF_THE_GROUP])
-def test_it_is_not_taken_when_the_world_has_changed(stage: SimpleNamespace, op: Op, why: str) -> None:
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_it_is_not_taken_after_a_change(stage: SimpleNamespace, op: Op, change: str, before: bool) -> None:
+    """Neither by what a workspace has prepared, nor by what a call ``before`` has found."""
+    if before:
+        op.call(*op.given)
+        stage.launcher.launched.clear()
     with ExitStack() as stack:
-        if why == "capturing":
-            stage.capturing = True
-        elif why == "device":
-            stage.device = 0
-        elif why == "another group":
-            stage.group = object()
-        elif why == "destroyed":
-            stage.group = None
-        elif why == "stream":
-            stage.stream = 8
-        elif why == "grown":
-            stage.workspaces["matmul", 7, 0] = Workspace()
-        elif why == "reset":
-            stage.workspaces.clear()
-        elif why == "unfused":
-            stack.enter_context(plan.forced("unfused"))
-        else:
-            symm_mem.set_checked(True)
-            stack.callback(symm_mem.set_checked, False)
+        CHANGES[change](stage, stack)
         for way in (op.call, op.through_torch):
             with pytest.raises(ValueError, match=LONG):
                 way(*op.given)
     assert not stage.launcher.launched
-    stage.capturing, stage.device, stage.stream = False, -1, 7
+    stage.capturing, stage.device, stage.stream = False, 0, 7
 
 
 @pytest.mark.parametrize("gradient", [False, True])

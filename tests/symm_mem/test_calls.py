@@ -9,7 +9,15 @@ import random
 import pytest
 from weft import symm_mem
 from weft.symm_mem.calls import Calls, running, whole
-from weft.symm_mem.sites import call_site
+from weft.symm_mem.sites import Site, call_site, text
+
+_MODEL = compile("f()\n" * 10_001, "model.py", "exec").replace(co_firstlineno=0)
+_STARTS = {line: start for start, _, line in _MODEL.co_lines()}
+
+
+def at(line: int) -> Site:
+    """In a model.py whose lines count from 0."""
+    return _MODEL, _STARTS[line]
 
 
 def test_the_count_of_a_use_tells_which_call_it_was() -> None:
@@ -18,7 +26,7 @@ def test_the_count_of_a_use_tells_which_call_it_was() -> None:
     made: tuple[list[int], list[int]] = ([], [])
     for line in range(200):
         half = order.randrange(2)
-        calls.begins(f"op {line % 3}", ("model.py", line))
+        calls.begins(f"op {line % 3}", at(line))
         calls.takes(half)
         made[half].append(line)
     for half, lines in enumerate(made):
@@ -28,7 +36,7 @@ def test_the_count_of_a_use_tells_which_call_it_was() -> None:
     assert calls.find(None, 5) == last, "where halves are not counted it is the last call"
     assert calls.find(0, len(made[0]) + 7) == last, "a use that was never taken"
     calls.forget()
-    calls.begins("op x", ("model.py", 500))
+    calls.begins("op x", at(500))
     calls.takes(1)
     assert calls.find(1, 1) == ("op x", "model.py:500"), "a reset counts from 0 again"
 
@@ -37,7 +45,7 @@ def test_replays_of_a_graph_repeat_its_calls() -> None:
     deadline = [0.5]
     calls = Calls(2, lambda: deadline[0], replayed=True)
     for line, half in enumerate([1, 0, 1, 1]):
-        calls.begins("op", ("model.py", line))
+        calls.begins("op", at(line))
         calls.takes(half)
     deadline[0] = 300.0
     assert calls.seconds == 0.5, "a graph keeps the deadline that it was captured with"
@@ -53,7 +61,7 @@ def test_replays_of_a_graph_repeat_its_calls() -> None:
 def test_old_calls_are_forgotten_and_never_mistaken() -> None:
     calls = Calls(1, lambda: 1.0, replayed=False)
     for line in range(10000):
-        calls.begins("op", ("model.py", line))
+        calls.begins("op", at(line))
         calls.takes(0)
     assert calls.find(0, 9000) == ("op", "model.py:8999")
     assert calls.find(0, 3) == ("op", "model.py:9999")
@@ -80,7 +88,8 @@ def test_errors_travel_and_come_again(error: symm_mem.WeftError) -> None:
 def test_the_call_site_is_the_nearest_line_outside() -> None:
     frame = inspect.currentframe()
     assert frame is not None
-    assert call_site() == (__file__, frame.f_lineno)
+    assert text(call_site()) == f"{__file__}:{frame.f_lineno}"
+    assert text(None) is None
 
 
 class Broken:

@@ -1,0 +1,192 @@
+"""The short ways of fused_matmul_all_reduce and fused_all_reduce_rms_norm, without a GPU: when they are taken."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_products_again import LONG, NAME, OTHERS, Workspace
+from weft import symm_mem
+from weft.fused_ops import (
+    again,
+    all_reduce,
+    all_reduce_rms_norm,
+    fused_all_reduce_rms_norm,
+    fused_matmul_all_reduce,
+    matmul_all_reduce,
+    plan,
+)
+from weft.symm_mem import findings, registry, timeouts
+from weft.symm_mem.findings import Noted
+
+EPS = 1e-5
+
+
+class Kernel:
+    """Of both ops. The sum of all ranks is what this one has."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[int, ...]] = []
+
+    def launch(self, *args: int) -> None:
+        self.launched.append(args)
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU, a group and a workspace that are none, and a call of each op that was made before."""
+    group, kernel, workspace = SimpleNamespace(group_name=NAME), Kernel(), Workspace()
+    stage = SimpleNamespace(group=group, owner=group, kernel=kernel, workspace=workspace)
+    stage.capturing, stage.device, stage.stream = False, 0, 7
+    stage.where = SimpleNamespace(workspaces=Noted({("all_reduce", 7, 0): workspace}))
+
+    def resolve(name: str) -> object:
+        if stage.group is None:
+            raise RuntimeError("destroyed")
+        return stage.group
+
+    monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (group, stage.where))
+    monkeypatch.setattr(timeouts, "_per_group", Noted())
+    monkeypatch.setattr(registry, "_resolve_process_group", resolve)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stage.stream, raising=False)
+    dtype = torch.float32
+    workspace.prepared[6 * 5, dtype, "sum"] = all_reduce._Prepared(workspace, kernel, plan.Plan("push"), 123)
+    A, B = torch.randn(3, 2, 4), torch.randn(4, 5)
+    x, residual, weight = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8)
+    stage.product, stage.norm = (A, B), (x, residual, weight)
+    results = [torch.empty_like(x), torch.empty_like(x)]
+    launcher = all_reduce_rms_norm._Launcher(kernel)
+    again.remember(
+        *(all_reduce_rms_norm.host.OP, EPS, stage.norm, stage.norm, results, workspace, launcher),
+        plan.Plan("push"),
+        pays=True,
+    )
+    for a in (A, A.flatten(0, 1)):
+        matmul_all_reduce._remember(findings.kept, a, B, "sum", group)
+    return stage
+
+
+def test_the_product_is_summed_where_it_lies(stage: SimpleNamespace) -> None:
+    A, B = stage.product
+    for a in (A, A.flatten(0, 1), torch.randn_like(A)):
+        for call in (fused_matmul_all_reduce, torch.ops.weft.fused_matmul_all_reduce):
+            out = call(a, B, "sum", NAME)
+            assert torch.equal(out, a @ B) and out.is_contiguous()
+            (launched,) = stage.kernel.launched
+            assert launched == (out.data_ptr(), out.data_ptr(), 123, 7)
+            assert plan.last_plan().algorithm == "push"
+            stage.kernel.launched.clear()
+
+
+def test_the_norm_is_launched_as_on_the_long_way(stage: SimpleNamespace) -> None:
+    given = [t.clone() for t in stage.norm]
+    for call in (fused_all_reduce_rms_norm, torch.ops.weft.fused_all_reduce_rms_norm):
+        normed, sums = call(*given, EPS, NAME)
+        assert normed.shape == sums.shape == given[0].shape and normed.data_ptr() != sums.data_ptr()
+        addresses = [t.data_ptr() for t in (*given, normed, sums)]
+        assert stage.kernel.launched.pop() == (*addresses, 300_000_000_000, 7)
+    symm_mem.set_timeout(0.5, NAME)
+    fused_all_reduce_rms_norm(*given, EPS, NAME)
+    assert stage.kernel.launched.pop()[-2] == 500_000_000
+
+
+def calls(stage: SimpleNamespace) -> list[Any]:
+    return [
+        lambda: fused_matmul_all_reduce(*stage.product, "sum", NAME),
+        lambda: fused_all_reduce_rms_norm(*stage.norm, EPS, NAME),
+    ]
+
+
+WHY = [
+    "capturing",
+    "device",
+    "another group",
+    "destroyed",
+    "stream",
+    "grown",
+    "reset",
+    "gone",
+    "another heap",
+]
+
+
+@pytest.mark.parametrize("why", [*WHY, "unfused", "checked"])
+def test_they_are_not_taken_when_the_world_has_changed(stage: SimpleNamespace, why: str) -> None:
+    for call in calls(stage):
+        call()
+    stage.kernel.launched.clear()
+    with ExitStack() as stack:
+        if why == "capturing":
+            stage.capturing = True
+        elif why == "device":
+            stage.device = 1
+        elif why == "another group":
+            stage.group = SimpleNamespace(group_name=NAME)
+        elif why == "destroyed":
+            stage.group = None
+        elif why == "stream":
+            stage.stream = 8
+        elif why == "grown":
+            stage.where.workspaces["all_reduce", 7, 0] = Workspace()
+        elif why == "reset":
+            stage.workspace.prepared.clear()
+        elif why == "gone":
+            stage.where.workspaces.clear()
+        elif why == "another heap":
+            registry._heaps[NAME, "cuda", 0] = stage.group, SimpleNamespace(workspaces=Noted())
+        elif why == "unfused":
+            stack.enter_context(plan.forced("unfused"))
+        else:
+            symm_mem.set_checked(True)
+            stack.callback(symm_mem.set_checked, False)
+        for call in calls(stage):
+            with pytest.raises(ValueError, match=LONG):
+                call()
+    assert not stage.kernel.launched
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("other", [kind for kind in OTHERS if kind != "nested"])
+@pytest.mark.parametrize("position", [0, 1])
+def test_other_tensors_go_the_long_way(stage: SimpleNamespace, other: str, position: int) -> None:
+    product, norm = list(stage.product), list(stage.norm)
+    for given in (product, norm):
+        given[position] = OTHERS[other](given[position])
+    assert matmul_all_reduce.again(*product, "sum", NAME) is None
+    assert all_reduce_rms_norm.again(*norm, EPS, NAME) is None
+    assert not stage.kernel.launched
+
+
+def test_other_arguments_go_the_long_way(stage: SimpleNamespace) -> None:
+    with pytest.raises(ValueError, match=LONG):
+        fused_matmul_all_reduce(*stage.product, "avg", NAME)
+    with pytest.raises(ValueError, match=LONG):
+        fused_all_reduce_rms_norm(*stage.norm, 1e-6, NAME)
+    with pytest.raises(TypeError, match="eps: is"):
+        fused_all_reduce_rms_norm(*stage.norm, True, NAME)
+    with pytest.raises(TypeError, match="must be a tensor"):
+        fused_matmul_all_reduce([1.0], stage.product[1], "sum", NAME)
+    assert not stage.kernel.launched
+
+
+def test_nothing_is_found_in_the_checked_mode(stage: SimpleNamespace) -> None:
+    symm_mem.set_checked(True)
+    try:
+        matmul_all_reduce._remember(findings.kept, *stage.product, "sum", stage.group)
+        assert matmul_all_reduce.again(*stage.product, "sum", NAME) is None
+    finally:
+        symm_mem.set_checked(False)
+
+
+def test_a_broken_group_is_not_used(stage: SimpleNamespace) -> None:
+    stage.workspace.error = symm_mem.WeftError("a wait has expired")
+    for call in calls(stage):
+        with pytest.raises(symm_mem.WeftError, match="expired"):
+            call()
+    assert not stage.kernel.launched

@@ -1,0 +1,80 @@
+"""Findings: whatever changes makes an end of them, and what was looked up before the change is not kept."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from weft import symm_mem
+from weft.symm_mem import findings, timeouts
+from weft.symm_mem.findings import Noted, keep
+
+
+def _update(d: Noted[Any, Any]) -> None:
+    d |= {1: 3}
+
+
+CHANGES: dict[str, Callable[[Noted[Any, Any]], Any]] = {
+    "set": lambda d: d.__setitem__(1, 3),
+    "add": lambda d: d.__setitem__(7, 3),
+    "delete": lambda d: d.__delitem__(1),
+    "clear": lambda d: d.clear(),
+    "pop": lambda d: d.pop(1),
+    "popitem": lambda d: d.popitem(),
+    "setdefault": lambda d: d.setdefault(7, 3),
+    "update": lambda d: d.update({1: 3}),
+    "or": _update,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_makes_an_end_of_all_findings(change: str) -> None:
+    noted: Noted[int, int] = Noted({1: 2})
+    before = findings.kept
+    keep(before, "this", "that")
+    assert noted.get(1) == 2 and 1 in noted and findings.kept["this"] == "that"
+    CHANGES[change](noted)
+    assert findings.kept is not before and not findings.kept
+    assert dict(noted) != {1: 2}
+    keep(before, "this", "late")  # it was looked up in front of the change
+    assert not findings.kept
+
+
+def test_every_way_to_change_a_dictionary_is_noted() -> None:
+    """A method of dict that a later Python adds would be missing above."""
+    reads = {"copy", "fromkeys", "get", "items", "keys", "values"}
+    ways = {name for name in vars(dict) if not name.startswith("__")} - reads
+    assert ways | {"__setitem__", "__delitem__", "__ior__"} <= vars(Noted).keys()
+
+
+def test_modes_and_deadlines_make_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "_per_group", Noted())
+    for change in (lambda: symm_mem.set_timeout(3, "a group"), lambda: symm_mem.set_checked(False)):
+        keep(findings.kept, "this", "that")
+        change()
+        assert not findings.kept
+
+
+def test_threads_never_keep_what_has_changed() -> None:
+    """Each finding says what the dictionary held; whoever asks after a change must not find the old one."""
+    noted: Noted[str, int] = Noted({"n": 0})
+    over, wrong = threading.Event(), []
+
+    def look() -> None:
+        while not over.is_set():
+            kept = findings.kept
+            keep(kept, "found", noted["n"])
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for n in range(1, 2000):
+        noted["n"] = n
+        if (found := findings.kept.get("found", n)) != n:
+            wrong.append((n, found))
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
