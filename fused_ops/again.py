@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ def may_be_short(x: Any) -> bool:
 
 
 class Launcher(Protocol):
-    """What kernels leave behind for more calls of one kind."""
+    """What a kernel leaves behind for more calls of one kind."""
 
     def launch(
         self, half: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
@@ -86,9 +86,20 @@ class Launcher(Protocol):
         """A whole use of ``half``, with the addresses of all operands and of all results."""
 
 
+@runtime_checkable
+class Caller(Protocol):
+    """The same where there is more to do than to launch one kernel: it takes tensors, and its half by itself."""
+
+    def call(
+        self, tensors: Sequence[Tensor], results: Sequence[Tensor], timeout_ns: int, stream: int
+    ) -> None:
+        """A whole call. If an exception ends it half-way, the group is broken."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    launcher: Launcher
+    launcher: Any  # a Launcher, or if it `calls` a Caller
+    calls: bool
     plan: plan.Plan
     pays: bool
     results: tuple[tuple[torch.Size, tuple[int, ...]], ...]  # sizes and strides
@@ -147,6 +158,9 @@ def again(op: str, arguments: Hashable, tensors: Sequence[Any], group_name: str)
     results = [first.new_empty_strided(size, strides) for size, strides in found.results]
     workspace.raise_if_broken(op, inside=2)  # this and the op's own ``again``
     plan._last = found.plan
+    if found.calls:
+        found.launcher.call(tensors, results, timeout(group_name, found.timeout_ns), stream)
+        return results
     try:
         half, addresses = workspace.next_half(), [r.data_ptr() for r in results]
         found.launcher.launch(half, operands, addresses, timeout(group_name, found.timeout_ns), stream)
@@ -163,7 +177,7 @@ def remember(
     used: Sequence[Tensor],
     results: Sequence[Tensor],
     workspace: Workspace[Any],
-    launcher: Launcher,
+    launcher: Launcher | Caller,
     ran: plan.Plan,
     *,
     pays: bool,
@@ -179,7 +193,7 @@ def remember(
     if any(g.data_ptr() != u.data_ptr() for g, u in zip(given, used, strict=True)):
         return
     shapes = tuple((r.shape, r.stride()) for r in results)
-    ready = _Ready(launcher, ran, pays, shapes, default_ns())
+    ready = _Ready(launcher, isinstance(launcher, Caller), ran, pays, shapes, default_ns())
     workspace.prepared[_key(op, arguments, given)] = ready
 
 
