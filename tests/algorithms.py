@@ -48,3 +48,20 @@ def taking(algorithm: str) -> Iterator[None]:
             for configs in (gather_configs, scatter_configs):
                 stack.enter_context(mock.patch.object(configs, "choose_one_shot", return_value=None))
         yield
+
+
+@contextmanager
+def mixing() -> Iterator[None]:
+    """Inside the body about half of the problems that are small enough for one shot push.
+
+    By their sizes: so all ranks do it alike, and nothing is switched from call to call.
+    """
+    with ExitStack() as stack:
+        for configs in (gather_configs, scatter_configs):
+            choose = configs.choose_one_shot
+
+            def some(m: int, columns: int, *more: Any, choose: Any = choose, **named: Any) -> Any:
+                return None if columns // 64 % 2 else choose(m, columns, *more, **named)
+
+            stack.enter_context(mock.patch.object(configs, "choose_one_shot", some))
+        yield

@@ -112,7 +112,7 @@ def test_graph_replays_between_eager_calls(world_size: int) -> None:
 
 
 def fails(rank: int, world_size: int, op: str) -> None:
-    """A product that fails on one rank: behind a gather the group is broken, in front of a scatter nothing has begun."""
+    """A product that fails on one rank: behind a gather the group is broken, before a scatter nothing has begun."""
     problem = Problem(64, 136, [72], torch.bfloat16)
     problem.judge("before", problem.run("one_shot"))
     torch.cuda.synchronize()
