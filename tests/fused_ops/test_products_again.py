@@ -40,16 +40,6 @@ class Launcher:
         self.launched.append(args)
 
 
-@dataclass
-class Caller:
-    """What is left behind where there is more to do than to launch a kernel."""
-
-    called: list[tuple[Any, ...]] = field(default_factory=list)
-
-    def call(self, tensors: Any, results: Any, *more: int) -> None:
-        self.called.append((list(tensors), list(results), *more))
-
-
 class Workspace:
     layout = SimpleNamespace(bytes=0)
 
@@ -177,32 +167,6 @@ def test_it_launches_what_the_long_way_would(
     monkeypatch.setattr(again, "chosen_timeout", lambda name: 0.5)
     op.call(*moved)
     assert stage.launcher.launched[-1][3] == 500_000_000
-
-
-def test_a_caller_gets_tensors_and_takes_its_half_by_itself(
-    stage: SimpleNamespace, op: Op, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caller = stage.launcher = Caller()
-    expected = flat(op.first(*op.given))
-    monkeypatch.setattr(stage.workspace, "next_half", lambda: pytest.fail("the caller takes it"))
-    moved = [x.clone() for x in op.given]
-    for way in (op.call, op.through_torch):
-        caller.called.clear()
-        got = flat(way(*moved))
-        assert [(x.shape, x.stride()) for x in got] == [(x.shape, x.stride()) for x in expected]
-        ((tensors, results, timeout_ns, stream),) = caller.called
-        assert [x.data_ptr() for x in tensors] == [x.data_ptr() for x in moved]
-        assert [x.data_ptr() for x in results] == [x.data_ptr() for x in got]
-        assert (timeout_ns, stream) == (300_000_000_000, 7)
-
-    def refused(*_: Any) -> None:
-        raise RuntimeError("no memory")
-
-    # Whether it was half-way then only the caller knows.
-    monkeypatch.setattr(caller, "call", refused)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="no memory"):
-            op.call(*op.given)
 
 
 def test_dimensions_count_from_either_end(stage: SimpleNamespace) -> None:
