@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ def empty_like_on(device: torch.device) -> Empty:
 
 
 class Launcher(Protocol):
-    """What kernels leave behind for more calls of one kind."""
+    """What a kernel leaves behind for more calls of one kind."""
 
     def launch(
         self, half: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
@@ -104,9 +104,20 @@ class Launcher(Protocol):
         """A whole use of ``half``, with the addresses of all operands and of all results."""
 
 
+@runtime_checkable
+class Caller(Protocol):
+    """The same where there is more to do than to launch one kernel: it takes tensors, and its half by itself."""
+
+    def call(
+        self, tensors: Sequence[Tensor], results: Sequence[Tensor], timeout_ns: int, stream: int
+    ) -> None:
+        """A whole call. If an exception ends it half-way, the group is broken."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    launcher: Launcher
+    launcher: Any  # a Launcher, or if it `calls` a Caller
+    calls: bool
     plan: plan.Plan
     pays: bool
     results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # sizes, strides
@@ -208,6 +219,9 @@ def again(
     results = [empty(sizes, strides, dtype) for sizes, strides, dtype in ready.results]
     workspace.raise_if_broken(op, inside=2)  # this and the op's own ``again``
     plan._last = ready.plan
+    if ready.calls:
+        ready.launcher.call(tensors, results, found.timeout_ns, stream)
+        return results
     try:
         half, addresses = workspace.next_half() if kind == "matmul" else 0, [r.data_ptr() for r in results]
         ready.launcher.launch(half, operands, addresses, found.timeout_ns, stream)
@@ -235,7 +249,7 @@ def remember(
     used: Sequence[Tensor],
     results: Sequence[Tensor],
     workspace: Workspace[Any],
-    launcher: Launcher,
+    launcher: Launcher | Caller,
     ran: plan.Plan,
     *,
     pays: bool,
@@ -251,7 +265,8 @@ def remember(
     if any(g.data_ptr() != u.data_ptr() for g, u in zip(given, used, strict=True)):
         return
     alike = tuple((tuple(r.shape), r.stride(), r.dtype) for r in results)
-    ready = _Ready(launcher, ran, pays, alike, empty_like_on(given[0].device), default_ns())
+    calls, empty = isinstance(launcher, Caller), empty_like_on(given[0].device)
+    ready = _Ready(launcher, calls, ran, pays, alike, empty, default_ns())
     key = key_of(op, arguments, given)
     known: _Ready | None = workspace.prepared.get(key)
     if known is None or (known.launcher, known.plan, known.pays) != (launcher, ran, pays):

@@ -28,7 +28,7 @@ class Plan:
 
     Attributes:
         algorithm: "unfused" (the group's own collective and one product), "host" (CPU ranks), "copy_engine",
-            "tma_store" or "push" (CUDA).
+            "tma_store", "push" or "one_shot" (CUDA).
         reason: why it is "unfused".
         workspace_bytes: of the heap, on each rank; calls of one stream share it.
         chosen: how the configuration of a kernel that can be tuned was come by: "tuned" (WEFT_TUNE=1), or "from the

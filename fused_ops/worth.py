@@ -68,11 +68,11 @@ def worth_fusing(
         return f"rows of {depth} x {dtype} are no multiple of {_ROW} bytes"
     if op == "all_gather_matmul":
         if halves:
-            pays = gather.push_pays(rows, [n], depth, world_size, _NUM_SMS, split_k=last_dim)
+            pays = gather.fusing_pays(rows, [n], depth, world_size, _NUM_SMS, split_k=last_dim)
         else:
             pays = gather.pays(rows, n, k, world_size, dtype.itemsize)
         return None if pays else f"too little is gathered and multiplied ({m} x {k} @ {k} x {n})"
-    pays = scatter.push_pays(rows, n, k, world_size, _NUM_SMS) if halves else rows >= _LEAST_ROWS
+    pays = scatter.fusing_pays(rows, n, k, world_size, _NUM_SMS) if halves else rows >= _LEAST_ROWS
     return None if pays else f"too little is multiplied and scattered ({m} x {k} @ {k} x {n})"
 
 

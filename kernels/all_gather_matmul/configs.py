@@ -1,4 +1,4 @@
-"""How all_gather_matmul is run: the tile, its order, and in how many chunks a shard arrives."""
+"""How all_gather_matmul is run: in one shot or woven, the tile, its order, and in how many chunks a shard arrives."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
+from typing import TypeAlias
 
 import torch
 
 from ...symm_mem.workspace import Layout
-from ..device import gemm_tiles
+from ..device import gemm_tiles, one_shot
+from ..device.one_shot import OneShotConfig
 from ..device.tile_table import Tile, pick
 
 # A copy engine takes some microseconds for each copy, and as many again for the flag behind it: a second chunk
@@ -88,6 +90,10 @@ class PushConfig:
     split_k: bool = False
 
 
+FusedConfig: TypeAlias = PushConfig | OneShotConfig  # of 16 bits
+AnyConfig: TypeAlias = FusedConfig | Config
+
+
 def choose_push(
     m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int, *, split_k: bool = False
 ) -> PushConfig:
@@ -98,12 +104,51 @@ def choose_push(
     return push_ranked(m, tuple(ns), k, world_size, num_sms, split_k)[0][1]
 
 
-def push_pays(
+def choose_one_shot(
+    m: int, k: int, world_size: int, num_sms: int, *, split_k: bool = False
+) -> OneShotConfig | None:
+    """The configuration of a gather in one shot for A shards [m, K] of 16 bits; None if that takes no such call."""
+    if split_k or world_size * m * k * 2 > one_shot.MOST_BYTES:
+        return None
+    return one_shot.config(m * k * 2, num_sms)
+
+
+def estimate_one_shot_us(m: int, ns: Sequence[int], k: int, world_size: int) -> float:
+    """Microseconds: nothing is hidden behind anything."""
+    exchanged = one_shot.exchange_us((world_size - 1) * m * k * 2)
+    return exchanged + gemm_tiles.products_us(world_size * m, ns, k)
+
+
+def fused_ranked(
+    m: int, ns: tuple[int, ...], k: int, world_size: int, num_sms: int, split_k: bool = False
+) -> list[tuple[float, FusedConfig]]:
+    """All candidates of both kernels with the microseconds that they are thought to take, the fastest first.
+
+    For A shards [m, K] and Bs [K, N_i] of 16 bits, or with ``split_k`` Bs [W * K, N_i]. A pure function: all ranks
+    choose alike.
+    """
+    ranked: list[tuple[float, FusedConfig]] = [*push_ranked(m, ns, k, world_size, num_sms, split_k)]
+    gather = choose_one_shot(m, k, world_size, num_sms, split_k=split_k)
+    if gather is not None:
+        ranked.append((estimate_one_shot_us(m, ns, k, world_size), gather))
+    return sorted(ranked, key=itemgetter(0))
+
+
+def fused_needs(m: int, k: int, world_size: int, config: FusedConfig) -> tuple[int, int]:
+    """Bytes of a half of the workspace, and flags for each rank."""
+    if isinstance(config, OneShotConfig):
+        layout = one_shot_layout(m, k, world_size, config)
+    else:
+        layout = push_layout(m, k, world_size, config)
+    return layout.half_bytes, layout.flags_per_rank
+
+
+def fusing_pays(
     m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int, *, split_k: bool = False
 ) -> bool:
-    """Whether that kernel is thought to beat an all-gather in front of the products."""
+    """Whether the better of both kernels is thought to beat an all-gather in front of the products."""
     moved = (world_size - 1) * m * k * 2
-    fused, _ = push_ranked(m, tuple(ns), k, world_size, num_sms, split_k)[0]
+    fused, _ = fused_ranked(m, tuple(ns), k, world_size, num_sms, split_k)[0]
     if not split_k:
         return fused < gemm_tiles.unfused_us(world_size * m, sum(ns), k, moved)
     joined = _COPY + world_size * m * k * 2 / _COPY_RATE
@@ -188,3 +233,8 @@ def push_flags_per_rank(m: int, k: int, config: PushConfig) -> int:
 def push_layout(m: int, k: int, world_size: int, config: PushConfig) -> Layout:
     """The workspace of shards [m, K] of 16 bits: a half holds ``[W, m, K]``."""
     return Layout(world_size, push_flags_per_rank(m, k, config), world_size * m * k * 2)
+
+
+def one_shot_layout(m: int, k: int, world_size: int, config: OneShotConfig) -> Layout:
+    """The workspace of shards [m, K] of 16 bits: a half holds ``[W, m, K]``."""
+    return Layout(world_size, config.blocks, world_size * m * k * 2)

@@ -15,7 +15,8 @@ from ...symm_mem.backends.vmm import check
 from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm
 from ..device.gate import leaving
-from ..device.gemm import Half, boxes_of_b, boxes_of_rows, is_whole, watch
+from ..device.gemm import boxes_of_b, boxes_of_rows, is_whole
+from ..device.half import Half, watch
 from ..device.launch import ALIGNMENT
 from ..device.program import Watch
 from ..device.tensor_map import Maps, TensorMap, contiguous, put_map, put_maps

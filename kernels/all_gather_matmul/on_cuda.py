@@ -1,7 +1,8 @@
 """Which kernel computes all_gather(A) @ B on CUDA, and the call of it.
 
-16-bit operands go to kernel.cu, which sends by itself. Others (float32), and Bs of both orders in one call, go to the
-Triton kernel, for which copy engines send. It takes whole rows only: of the last dimension those are left unfused.
+16-bit operands go to kernel.cu, which sends by itself; or, where little is gathered, in one shot to all ranks, and what
+came there to cuBLAS. Others (float32), and Bs of both orders in one call, go to the Triton kernel, for which copy
+engines send. It takes whole rows only: of the last dimension those are left unfused.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from ..device import gemm, tuner
 from ..device.choice import Choice, Choices, make_together
 from ..device.contest import Candidate
 from ..device.launch import ALIGNMENT, is_transposed, why_not
+from ..device.one_shot import OneShotConfig
 from . import configs, cuda_kernel, host, pipeline
+from .one_shot_kernel import AllGatherMatmulOneShot
 from .triton_kernel import AllGatherMatmul
 
-_choices: Choices[configs.PushConfig | configs.Config] = Choices()
+_choices: Choices[configs.AnyConfig] = Choices()
 
 
 def rows(shard: torch.Tensor) -> torch.Tensor:
@@ -31,7 +34,7 @@ def rows(shard: torch.Tensor) -> torch.Tensor:
 
 def choose(
     a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: int, split_k: bool = False
-) -> Choice[configs.PushConfig | configs.Config] | str:
+) -> Choice[configs.AnyConfig] | str:
     """How to run a call, or why no kernel can.
 
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
@@ -47,7 +50,7 @@ def choose(
 
 def _choose(
     a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: int, split_k: bool
-) -> Choice[configs.PushConfig | configs.Config] | str:
+) -> Choice[configs.AnyConfig] | str:
     for i, b in enumerate(bs):
         if b.shape[1] == 0:
             return f"Bs[{i}] has no columns"
@@ -57,10 +60,9 @@ def _choose(
     if k * a.element_size() % ALIGNMENT:  # of a part of B, where B as a whole may be fine
         return f"K: rows of {k} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     if a.dtype in gemm.DTYPES and len({is_transposed(b) for b in bs}) == 1:
-        config = configs.choose_push(m, ns, k, world_size, num_sms, split_k=split_k)
-        layout = configs.push_layout(m, k, world_size, config)
-        pays = configs.push_pays(m, ns, k, world_size, num_sms, split_k=split_k)
-        return Choice("push", config, layout.half_bytes, layout.flags_per_rank, pays)
+        (_, config), *_ = configs.fused_ranked(m, tuple(ns), k, world_size, num_sms, split_k)
+        pays = configs.fusing_pays(m, ns, k, world_size, num_sms, split_k=split_k)
+        return Choice(_algorithm(config), config, *configs.fused_needs(m, k, world_size, config), pays)
     if split_k:
         what = "Bs of both orders in memory" if a.dtype in gemm.DTYPES else f"{a.dtype} operands"
         return f"the last dimension is gathered, for which no kernel takes {what}"
@@ -69,40 +71,50 @@ def _choose(
     return Choice("copy_engine", copied, *pipeline.needs(a, copied, world_size), pays)
 
 
+def _algorithm(config: configs.FusedConfig) -> str:
+    return "one_shot" if isinstance(config, OneShotConfig) else "push"
+
+
 def tuned(
-    choice: Choice[configs.PushConfig | configs.Config],
+    choice: Choice[configs.AnyConfig],
     heap: Heap,
     a: torch.Tensor,
     bs: list[torch.Tensor],
     num_sms: int,
-) -> tuple[Choice[configs.PushConfig | configs.Config], str]:
+) -> tuple[Choice[configs.AnyConfig], str]:
     """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
     tuned."""
-    if not isinstance(choice.config, configs.PushConfig):
+    if isinstance(choice.config, configs.Config):
         return choice, ""
     if not tuner.is_on():
         return choice, tuner.FROM_MODEL
-    (m, k), ns, size, split_k = a.shape, tuple(b.shape[1] for b in bs), heap.world_size, choice.config.split_k
+    (m, k), ns, size = a.shape, tuple(b.shape[1] for b in bs), heap.world_size
+    split_k = isinstance(choice.config, configs.PushConfig) and choice.config.split_k
     op = f"{host.OP} of the last dimension" if split_k else host.OP
     kind = f"{op} {m} x {k} @ {bs[0].shape[0]} x {'+'.join(map(str, ns))}, {a.dtype}, {num_sms} SMs"
-    candidates: list[Candidate[configs.PushConfig | configs.Config]] = []
-    for _, config in configs.push_ranked(m, ns, k, size, num_sms, split_k):
-        layout = configs.push_layout(m, k, size, config)
-        candidates.append(Candidate(config, layout.half_bytes, layout.flags_per_rank))
+    candidates: list[Candidate[configs.AnyConfig]] = [
+        Candidate(config, *configs.fused_needs(m, k, size, config), _algorithm(config))
+        for _, config in configs.fused_ranked(m, ns, k, size, num_sms, split_k)
+    ]
     results: list[torch.Tensor] = []
 
-    def make(workspace: Workspace[Layout], config: configs.PushConfig, timeout_ns: int) -> Callable[[], None]:
-        kernels = cuda_kernel.AllGatherMatmulPushes(workspace, a, bs, config, num_sms=num_sms)
-        results.extend(a.new_empty((*_stack(config, size), m, n)) for n in ns[len(results) :])
-        operands, addresses = [x.data_ptr() for x in (a, *bs)], [x.data_ptr() for x in results]
+    def make(
+        workspace: Workspace[Layout], config: configs.FusedConfig, timeout_ns: int
+    ) -> Callable[[], None]:
+        results.extend(a.new_empty((*_stack(split_k, size), m, n)) for n in ns[len(results) :])
         stream = torch._C._cuda_getCurrentRawStream(a.get_device())
+        if isinstance(config, OneShotConfig):
+            one_shot = AllGatherMatmulOneShot(workspace, a, config)
+            return lambda: one_shot.call((a, *bs), results, timeout_ns, stream)
+        kernels = cuda_kernel.AllGatherMatmulPushes(workspace, a, bs, config, num_sms=num_sms)
+        operands, addresses = [x.data_ptr() for x in (a, *bs)], [x.data_ptr() for x in results]
         return lambda: kernels.launch(workspace.next_half(), operands, addresses, timeout_ns, stream)
 
     return tuner.tuned(heap, kind, choice, candidates, make)
 
 
 def run(
-    choice: Choice[configs.PushConfig | configs.Config],
+    choice: Choice[configs.AnyConfig],
     workspace: Workspace[Layout],
     a: torch.Tensor,
     bs: list[torch.Tensor],
@@ -116,38 +128,43 @@ def run(
     Of a choice with ``split_k`` [m, W * K] and [m, N_i].
     """
     config = choice.config
-    pushes = isinstance(config, configs.PushConfig)
-    key = choice if pushes else (choice, return_A)
+    fused = not isinstance(config, configs.Config)
+    key = choice if fused else (choice, return_A)
     kernels: Any = workspace.prepared.get(key)
     if kernels is None:
 
-        def make() -> cuda_kernel.AllGatherMatmulPushes | list[AllGatherMatmul]:
+        def make() -> cuda_kernel.AllGatherMatmulPushes | AllGatherMatmulOneShot | list[AllGatherMatmul]:
+            if isinstance(config, OneShotConfig):
+                return AllGatherMatmulOneShot(workspace, a, config)
             if isinstance(config, configs.PushConfig):
                 return cuda_kernel.AllGatherMatmulPushes(workspace, a, bs, config, num_sms=num_sms)
             return pipeline.prepare(workspace, a, bs, config, num_sms, timeout_ns, return_A=return_A)
 
-        same = (host.OP, a.shape, *(b.shape for b in bs), a.dtype, config, num_sms, pushes or return_A)
+        same = (host.OP, a.shape, *(b.shape for b in bs), a.dtype, config, num_sms, fused or return_A)
         kernels = make_together(workspace, host.OP, key, same, make)
-    if not isinstance(config, configs.PushConfig):
+    if isinstance(config, configs.Config):
         return pipeline.all_gather_matmul(workspace, kernels, a, bs, config, timeout_ns, return_A=return_A)
-    size, (m, _) = workspace.world_size, a.shape
-    stack = _stack(config, size)
+    split_k = isinstance(config, configs.PushConfig) and config.split_k
+    stack, (m, _) = _stack(split_k, workspace.world_size), a.shape
     products = [a.new_empty((*stack, m, b.shape[1])) for b in bs]
     gathered = a.new_empty((*stack, m, bs[0].shape[0])) if return_A else None
     results = products if gathered is None else [*products, gathered]
-    operands, addresses = [x.data_ptr() for x in (a, *bs)], [x.data_ptr() for x in results]
     stream = torch._C._cuda_getCurrentRawStream(a.get_device())
-    kernels.launch(workspace.next_half(), operands, addresses, timeout_ns, stream)
+    if isinstance(config, OneShotConfig):
+        kernels.call((a, *bs), results, timeout_ns, stream)
+    else:
+        operands, addresses = [x.data_ptr() for x in (a, *bs)], [x.data_ptr() for x in results]
+        kernels.launch(workspace.next_half(), operands, addresses, timeout_ns, stream)
     return gathered, products
 
 
-def _stack(config: configs.PushConfig, world_size: int) -> tuple[int, ...]:
+def _stack(split_k: bool, world_size: int) -> tuple[int, ...]:
     """Of the results' sizes, what stands in front of [m, columns]."""
-    return () if config.split_k else (world_size,)
+    return () if split_k else (world_size,)
 
 
 def launcher(
-    choice: Choice[configs.PushConfig | configs.Config], workspace: Workspace[Layout]
-) -> cuda_kernel.AllGatherMatmulPushes | None:
-    """What ``run`` launched, for tensors at other addresses; None for copy engines, which take tensors."""
-    return workspace.prepared[choice] if isinstance(choice.config, configs.PushConfig) else None
+    choice: Choice[configs.AnyConfig], workspace: Workspace[Layout]
+) -> cuda_kernel.AllGatherMatmulPushes | AllGatherMatmulOneShot | None:
+    """What ``run`` launched, for more calls like it; None for copy engines."""
+    return None if isinstance(choice.config, configs.Config) else workspace.prepared[choice]

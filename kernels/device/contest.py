@@ -38,11 +38,12 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class Candidate(Generic[C]):
-    """A configuration, and what it takes of a workspace, as in ``Choice``."""
+    """A configuration, what it takes of a workspace, and its algorithm, as in ``Choice``; "" is that of the model's."""
 
     config: C
     half_bytes: int
     flags: int
+    algorithm: str = ""
 
 
 # Makes the kernel of a configuration on a workspace, for waits of so many nanoseconds: what it returns launches it.

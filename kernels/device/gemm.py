@@ -10,10 +10,9 @@ from typing import TypeAlias
 
 import torch
 
-from ...symm_mem.workspace import Layout, Workspace
 from .gemm_tiles import BLOCK_K, MOST_SHARED, Tile
 from .launch import is_transposed
-from .program import Program, Watch
+from .program import Program
 from .tensor_map import Boxes
 
 Defines: TypeAlias = tuple[tuple[str, str | int], ...]
@@ -75,38 +74,6 @@ def boxes_of_b(b: torch.Tensor, tile: Tile, whole: bool, parts: int = 0) -> Boxe
 def boxes_of_rows(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], tile: Tile) -> Boxes:
     """Of A, as [batch, part, m, K]."""
     return Boxes(dtype, shape, strides, (1, 1, tile.block_m, BLOCK_K))
-
-
-class Half(ctypes.Structure):
-    """Where the words of a half are; the twin of ``weft::Half`` in gemm.cuh."""
-
-    _fields_ = (
-        ("epoch", ctypes.c_int32),
-        ("left", ctypes.c_int32),
-        ("done", ctypes.c_int32),
-        ("flags", ctypes.c_int32),
-        ("flags_per_rank", ctypes.c_int32),
-        ("world_size", ctypes.c_int32),
-        ("span", ctypes.c_uint64),
-    )
-
-    @staticmethod
-    def of(workspace: Workspace[Layout], half: int) -> Half:
-        layout = workspace.layout
-        return Half(
-            Layout.EPOCH + half,
-            Layout.LEFT + half,
-            layout.done(half),
-            layout.flags(half),
-            layout.flags_per_rank,
-            workspace.world_size,
-            workspace.span,
-        )
-
-
-def watch(workspace: Workspace[Layout]) -> Watch:
-    """What a kernel's waits are told; the launcher sets the timeout."""
-    return Watch.of(workspace)
 
 
 @cache

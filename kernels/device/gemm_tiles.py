@@ -9,6 +9,8 @@ BLOCK_K = 64
 MOST_SHARED = 227 * 1024  # bytes a block may have
 _BARRIERS = 256  # bytes, rounded up
 _ALIGNMENT = 1024
+# Microseconds of cuBLAS around a product, and between the end of one and the next.
+_PRODUCT_LAUNCH, _NEXT_LAUNCH = 4.0, 2.5
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,20 @@ def waves(tile: Tile, rows: int, ns: Sequence[int], num_sms: int) -> int:
     return -(-steps // max(1, num_sms // 2))
 
 
+def product_us(m: int, n: int, k: int) -> float:
+    """Microseconds of cuBLAS's product [m, K] @ [K, N] in 16 bits.
+
+    A plain model of what was measured on H200s.
+    """
+    return products_us(m, [n], k)
+
+
+def products_us(m: int, ns: Sequence[int], k: int) -> float:
+    """The same of a product with each of several B, one behind the other."""
+    busy = sum(max(2 * m * n * k / 720e6, 2 * k * n / 3.5e6) for n in ns)
+    return busy + _PRODUCT_LAUNCH + _NEXT_LAUNCH * (len(ns) - 1)
+
+
 def unfused_us(m: int, n: int, k: int, moved: int) -> float:
     """Microseconds of cuBLAS's product [m, K] @ [K, N] in 16 bits and NCCL's collective behind or in front of it.
 
@@ -82,8 +98,3 @@ def unfused_us(m: int, n: int, k: int, moved: int) -> float:
         moved: bytes that a rank receives.
     """
     return product_us(m, n, k) + 22 + moved / 330e3
-
-
-def product_us(m: int, n: int, k: int) -> float:
-    """Microseconds of cuBLAS's product [m, K] @ [K, N] in 16 bits."""
-    return max(2 * m * n * k / 720e6, 2 * k * n / 3.5e6) + 4

@@ -69,7 +69,10 @@ def tuned(
 @lru_cache(maxsize=4096)
 def _with(choice: Choice[C], found: Candidate[C]) -> Choice[C]:
     """One object for each pair: kernels are kept under their choice."""
-    return replace(choice, config=found.config, half_bytes=found.half_bytes, flags=found.flags)
+    algorithm = found.algorithm or choice.algorithm
+    return replace(
+        choice, algorithm=algorithm, config=found.config, half_bytes=found.half_bytes, flags=found.flags
+    )
 
 
 class Tuner:

@@ -1,14 +1,16 @@
-"""How matmul_reduce_scatter is run: the tile and its order."""
+"""How matmul_reduce_scatter is run: in one shot or woven, the tile and its order."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import TypeAlias
 
 import torch
 
 from ...symm_mem.workspace import Layout
-from ..device import gemm_tiles
+from ..device import gemm_tiles, one_shot
+from ..device.one_shot import OneShotConfig
 from ..device.tile_table import Tile, count, pick
 
 # Behind its last tile a block waits for the peers' and adds them up: as long as a main loop of this depth.
@@ -72,6 +74,10 @@ class PushConfig:
     staged: bool
 
 
+FusedConfig: TypeAlias = PushConfig | OneShotConfig  # of 16 bits
+AnyConfig: TypeAlias = FusedConfig | Config
+
+
 def push_config(tile: gemm_tiles.Tile, n: int, world_size: int, num_sms: int) -> PushConfig:
     """That of a tile. A band is a wave of tiles, so what an own tile waits for was computed a wave before. Between two
     ranks parts are staged; with more, which fill the links, that has not been measured."""
@@ -84,10 +90,46 @@ def choose_push(m: int, n: int, k: int, world_size: int, num_sms: int, batches: 
     return push_ranked(m, n, k, world_size, num_sms, batches)[0][1]
 
 
-def push_pays(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> bool:
-    """Whether that kernel is thought to beat a product and a reduce-scatter behind it."""
+def choose_one_shot(m: int, n: int, world_size: int, num_sms: int, batches: int = 1) -> OneShotConfig | None:
+    """The configuration of a reduce-scatter in one shot of C [W, m, N] of 16 bits; None if that takes no such call."""
+    if batches != 1 or world_size * m * n * 2 > one_shot.MOST_BYTES:
+        return None
+    return one_shot.config(m * n * 2, num_sms)
+
+
+def estimate_one_shot_us(m: int, n: int, k: int, world_size: int) -> float:
+    """Microseconds: nothing is hidden behind anything."""
+    exchanged = one_shot.exchange_us((world_size - 1) * m * n * 2)
+    return exchanged + gemm_tiles.product_us(world_size * m, n, k)
+
+
+def fused_ranked(
+    m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1
+) -> list[tuple[float, FusedConfig]]:
+    """All candidates of both kernels with the microseconds that they are thought to take, the fastest first.
+
+    For A [L, W, m, K] and B [K, N] of 16 bits. A pure function: all ranks choose alike.
+    """
+    ranked: list[tuple[float, FusedConfig]] = [*push_ranked(m, n, k, world_size, num_sms, batches)]
+    scatter = choose_one_shot(m, n, world_size, num_sms, batches)
+    if scatter is not None:
+        ranked.append((estimate_one_shot_us(m, n, k, world_size), scatter))
+    return sorted(ranked, key=itemgetter(0))
+
+
+def fused_needs(
+    m: int, n: int, config: FusedConfig, world_size: int, num_sms: int, batches: int = 1
+) -> tuple[int, int]:
+    """Bytes of a half of the workspace, and flags for each rank."""
+    if isinstance(config, OneShotConfig):
+        return one_shot_needs(m, n, world_size, config)
+    return push_needs(m, n, config, world_size, num_sms, batches)
+
+
+def fusing_pays(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> bool:
+    """Whether the better of both kernels is thought to beat a product and a reduce-scatter behind it."""
     moved = (world_size - 1) * batches * m * n * 2
-    fused, _ = push_ranked(m, n, k, world_size, num_sms, batches)[0]
+    fused, _ = fused_ranked(m, n, k, world_size, num_sms, batches)[0]
     return fused < gemm_tiles.unfused_us(world_size * batches * m, n, k, moved)
 
 
@@ -152,3 +194,8 @@ def push_needs(
 
 def _tiles(m: int, n: int, config: PushConfig, batches: int) -> int:
     return batches * -(-m // config.tile.block_m) * -(-n // config.tile.block_n)
+
+
+def one_shot_needs(m: int, n: int, world_size: int, config: OneShotConfig) -> tuple[int, int]:
+    """Bytes of a half, a slot for each peer, and flags for each rank: one of each block."""
+    return (world_size - 1) * m * n * 2, config.blocks

@@ -11,7 +11,8 @@ import torch
 
 from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm
-from ..device.gemm import Half, boxes_of_b, boxes_of_rows, is_whole, watch
+from ..device.gemm import boxes_of_b, boxes_of_rows, is_whole
+from ..device.half import Half, watch
 from ..device.program import Watch
 from ..device.tensor_map import Maps, TensorMap, put_map
 from .configs import Epilogue, PushConfig, push_inbox, push_needs

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
+from algorithms import ALGORITHMS, taking
 from opcommon import BOUND, check, gather, world
 from ranks import run_ranks
 from weft import symm_mem
@@ -26,9 +28,9 @@ def layer(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor
     """All three ops, one after the other."""
     with forced("fused"):
         _, (h,) = fused_all_gather_matmul(x, [up], 0, world(), return_A=False)
-        assert last_plan().algorithm == "push"
+        assert last_plan().algorithm in ALGORITHMS
         y = fused_matmul_reduce_scatter(torch.relu(h), down, "sum", 0, world())
-        assert last_plan().algorithm == "push"
+        assert last_plan().algorithm in ALGORITHMS
         z = one_shot_all_reduce(y, "avg", world())
         assert last_plan().algorithm == "push"
     return z
@@ -44,8 +46,13 @@ def weights(k: int = 512, n: int = 1024) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(n, k).bfloat16().t(), torch.randn(k, n).bfloat16().t()
 
 
-def right(rank: int, world_size: int) -> None:
+def right(rank: int, world_size: int, algorithm: str) -> None:
     """Large enough for many chunks and tiles; NaN in the workspace beforehand comes from the smaller op tests."""
+    with taking(algorithm):
+        large_products(rank, world_size)
+
+
+def large_products(rank: int, world_size: int) -> None:
     for m, k, n, dtype in [(1024, 4096, 1536, torch.bfloat16), (515, 1032, 520, torch.float16)]:
         bound = BOUND[dtype]
         shard, B = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype).t()
@@ -66,12 +73,18 @@ def right(rank: int, world_size: int) -> None:
                 assert torch.equal(first, fused_matmul_reduce_scatter(wide, B, "sum", 0, world()))
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_large_products(world_size: int) -> None:
-    run_ranks(right, world_size, device="cuda")
+def test_large_products(world_size: int, algorithm: str) -> None:
+    run_ranks(right, world_size, algorithm, device="cuda")
 
 
-def replayed(rank: int, world_size: int) -> None:
+def replayed(rank: int, world_size: int, algorithm: str) -> None:
+    with taking(algorithm):
+        replays()
+
+
+def replays() -> None:
     up, down = weights()
     graphs = []
     for rows in (256, 130, 512):
@@ -95,9 +108,10 @@ def replayed(rank: int, world_size: int) -> None:
         assert torch.equal(out, eager)
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_graph_replays_between_eager_calls(world_size: int) -> None:
-    run_ranks(replayed, world_size, device="cuda")
+def test_graph_replays_between_eager_calls(world_size: int, algorithm: str) -> None:
+    run_ranks(replayed, world_size, algorithm, device="cuda")
 
 
 def two_streams(rank: int, world_size: int) -> None:
@@ -164,12 +178,12 @@ def test_many_calls_of_random_shapes_with_late_ranks(world_size: int) -> None:
     run_ranks(many, world_size, device="cuda")
 
 
-def missing(rank: int, world_size: int, op: str) -> str | None:
+def missing(rank: int, world_size: int, op: str, algorithm: str) -> str | None:
     up, _ = weights()
     x = torch.randn(256, 512).bfloat16()
 
     def call() -> None:
-        with forced("fused"):
+        with forced("fused"), taking(algorithm):
             if op == "fused_all_gather_matmul":
                 fused_all_gather_matmul(x, [up], 0, world(), return_A=False)
             elif op == "fused_matmul_reduce_scatter":
@@ -197,10 +211,14 @@ def missing(rank: int, world_size: int, op: str) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "op", ["fused_all_gather_matmul", "fused_matmul_reduce_scatter", "one_shot_all_reduce"]
+    ("op", "algorithm"),
+    [
+        *product(("fused_all_gather_matmul", "fused_matmul_reduce_scatter"), ALGORITHMS),
+        ("one_shot_all_reduce", "push"),
+    ],
 )
-def test_a_missing_rank_is_named_and_the_context_lives(op: str) -> None:
-    text = run_ranks(missing, 2, op, device="cuda", fresh=True)[0]
+def test_a_missing_rank_is_named_and_the_context_lives(op: str, algorithm: str) -> None:
+    text = run_ranks(missing, 2, op, algorithm, device="cuda", fresh=True)[0]
     assert text.startswith(f"{op}: rank 0 of group") and "waited 0.5 s for rank 1" in text
 
 

@@ -1,4 +1,4 @@
-"""The CUDA products: every tile at odd sizes, long mixed runs with late ranks, each result compared to the last bit.
+"""The CUDA products: every tile at odd sizes, long mixed runs with late ranks, each result right to the last bit.
 
 Operands are small whole numbers and sums stay below 256: every rounding on the way is exact, in any order.
 """
@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from algorithms import ALGORITHMS, taking
 from opcommon import gathered, matrix, poison, whole, world
 from ranks import run_ranks
 from weft import symm_mem
@@ -39,12 +40,19 @@ SHAPES = [  # m, K, N of each B
 
 
 def both_ops(
-    m: int, k: int, ns: list[int], dtype: torch.dtype, transposed: bool, what: str, return_A: bool
+    m: int,
+    k: int,
+    ns: list[int],
+    dtype: torch.dtype,
+    transposed: bool,
+    what: str,
+    return_A: bool,
+    algorithm: str = "push",
 ) -> None:
     rank, size = world().rank(), world().size()
     shard, Bs = whole(m, k, dtype=dtype), [matrix(k, n, dtype, transposed) for n in ns]
     A, outs = fused_all_gather_matmul(shard, Bs, 0, world(), return_A=return_A)
-    assert last_plan().algorithm == "push", last_plan()
+    assert last_plan().algorithm == algorithm, last_plan()
     want = gathered(shard).flatten(0, 1)
     assert (A is not None) is return_A
     assert A is None or torch.equal(A, want), f"gathered A, {what}"
@@ -52,21 +60,21 @@ def both_ops(
         assert torch.equal(out, (want.float() @ B.float()).to(dtype)), f"all-gather + matmul, {what}"
     wide, B = whole(size * m, k, dtype=dtype), Bs[0]
     got = fused_matmul_reduce_scatter(wide, B, "sum", 0, world())
-    assert last_plan().algorithm == "push", last_plan()
+    assert last_plan().algorithm == algorithm, last_plan()
     parts = [
         a.chunk(size)[rank].float() @ b.float() for a, b in zip(gathered(wide), gathered(B), strict=True)
     ]
     assert torch.equal(got, sum(parts).to(dtype)), f"matmul + reduce-scatter, {what}"
     # A half or a quarter of a large sum is no 16-bit number.
     got = fused_matmul_reduce_scatter(wide, B, "avg", 0, world(), out_dtype=torch.float32)
-    assert last_plan().algorithm == "push", last_plan()
+    assert last_plan().algorithm == algorithm, last_plan()
     assert torch.equal(got, sum(parts) * (1 / size)), f"matmul + reduce-scatter in float32, {what}"
     named = {"bias": whole(B.shape[1], dtype=dtype), "residual": whole(m, B.shape[1], dtype=dtype)}
     if m % 3:
         del named["bias" if m % 3 == 1 else "residual"]
     want_more = sum(named.values(), start=sum(parts))
     got = fused_matmul_reduce_scatter(wide, B, "sum", 0, world(), **named)
-    assert last_plan().algorithm == "push", last_plan()
+    assert last_plan().algorithm == algorithm, last_plan()
     assert torch.equal(got, want_more.to(dtype)), f"matmul + reduce-scatter + {[*named]}, {what}"
 
 
@@ -81,6 +89,7 @@ def every_tile(rank: int, world_size: int) -> None:
             gather_configs.push_ranked.cache_clear()
             symm_mem.reset()
             with (
+                taking("push"),
                 mock.patch.object(gather_on_cuda, "_choices", Choices()),
                 mock.patch.object(scatter_on_cuda, "_choices", Choices()),
                 mock.patch.object(gather_configs, "push_candidates", only),
@@ -107,7 +116,10 @@ def mixed(rank: int, world_size: int, calls: int) -> None:
                 torch.cuda._sleep(mine.randrange(2_000_000))
             m, k, ns = order.choice(SHAPES)
             dtype, transposed = order.choice((torch.bfloat16, torch.float16)), order.random() < 0.5
-            both_ops(m, k, ns, dtype, transposed, f"call {call}: {m, k, ns} {dtype}", order.random() < 0.5)
+            algorithm, return_A = order.choice(ALGORITHMS), order.random() < 0.5
+            with taking(algorithm):
+                what = f"call {call}: {algorithm} {m, k, ns} {dtype}"
+                both_ops(m, k, ns, dtype, transposed, what, return_A, algorithm)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -132,12 +144,15 @@ def leading(rank: int, world_size: int) -> None:
         assert torch.equal(got, want + bias + residual)
 
 
-def in_place(rank: int, world_size: int) -> None:
-    """A that lies with gaps, or permuted, is not copied: its result is all that a call allocates."""
+def in_place(rank: int, world_size: int, algorithm: str) -> None:
+    """A that lies with gaps, or permuted, is not copied: its result is all that a call allocates, in one shot also the
+    partial one."""
     lead, rows, k, n, dtype = world_size, 256, 72, 136, torch.bfloat16
     B = whole(k, n, dtype=dtype)
+    taken = set()
     for A, dim in [
         (whole(lead * rows, k + 8, dtype=dtype)[:, :k], 0),
+        (whole(lead, rows + 64, k, dtype=dtype)[:, 8 : rows + 8], 0),
         (whole(3 * lead, rows + 64, k, dtype=dtype)[:, 8 : rows + 8], 0),
         (whole(rows, 3 * lead, k, dtype=dtype).transpose(0, 1), 0),
         (whole(5, lead * rows, k + 8, dtype=dtype)[1:4, :, 8:], 1),
@@ -147,16 +162,20 @@ def in_place(rank: int, world_size: int) -> None:
         want = sum(p.chunk(world_size, dim)[rank] for p in products).to(dtype)
         for call in range(3):  # the long way, and the short one
             before = torch.cuda.memory_stats()["allocation.all.allocated"]
-            with forced("fused"):
+            with forced("fused"), taking(algorithm):
                 got = fused_matmul_reduce_scatter(A, B, "sum", dim, world())
             made = torch.cuda.memory_stats()["allocation.all.allocated"] - before
-            assert last_plan().algorithm == "push" and torch.equal(got, want)
-            assert made == 1 or call == 0, f"{made} allocations for strides {A.stride()}"
+            taken.add(last_plan().algorithm)
+            assert last_plan().algorithm in ALGORITHMS and torch.equal(got, want)
+            needed = 1 + (last_plan().algorithm == "one_shot")
+            assert made == needed or call == 0, f"{made} allocations for strides {A.stride()}"
+    assert taken == {"push", algorithm}  # several batches are never scattered in one shot
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_strided_operands_are_not_copied(world_size: int) -> None:
-    run_ranks(in_place, world_size, device="cuda")
+def test_strided_operands_are_not_copied(world_size: int, algorithm: str) -> None:
+    run_ranks(in_place, world_size, algorithm, device="cuda")
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

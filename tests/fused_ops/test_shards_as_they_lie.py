@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from algorithms import ALGORITHMS, taking
 from weft.fused_ops import all_gather_matmul
 from weft.fused_ops.plan import forced
 from weft.kernels.all_gather_matmul import on_cuda
@@ -31,6 +32,16 @@ class Kernels:
         Kernels.operands = operands
 
 
+class OneShot(Kernels):
+    """The same in one shot."""
+
+    def __init__(self, workspace: Any, a: torch.Tensor, config: Any) -> None:
+        self.sizes = [False, a.shape, a.stride()]
+
+    def call(self, tensors: Any, results: Any, timeout_ns: int, stream: int) -> None:
+        self.launch(0, [x.data_ptr() for x in tensors], results, timeout_ns, stream)
+
+
 @pytest.fixture
 def where(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A heap and a GPU that are none."""
@@ -44,6 +55,7 @@ def where(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(all_gather_matmul, "matmul_workspace", lambda *_, **__: workspace)
     monkeypatch.setattr(all_gather_matmul, "get_timeout", lambda name: 1.0)
     monkeypatch.setattr(on_cuda.cuda_kernel, "AllGatherMatmulPushes", Kernels)
+    monkeypatch.setattr(on_cuda, "AllGatherMatmulOneShot", OneShot)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     return SimpleNamespace(world_size=WORLD_SIZE, group_name="a group", workspace=workspace)
 
@@ -73,16 +85,20 @@ CASES = {  # the shard, the dimension, the rows' stride as the kernels see it; 0
 }
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("return_A", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_rows_at_one_distance_are_not_copied(name: str, return_A: bool, where: SimpleNamespace) -> None:
+def test_rows_at_one_distance_are_not_copied(
+    name: str, return_A: bool, algorithm: str, where: SimpleNamespace
+) -> None:
     shard, dim, stride = CASES[name]
     last = dim == shard.dim() - 1
     bs = [numbers(WORLD_SIZE * 24 if last else 24, n) for n in (16, 40)]
-    with forced("fused"):
+    with forced("fused"), taking(algorithm):
         done = all_gather_matmul._on_cuda(where, shard, bs, dim, return_A)
     assert not isinstance(done, str)
     A, outs = done
+    assert isinstance(kernels(where), OneShot) is (algorithm == "one_shot" and not last)
     rows = shard if last else shard.movedim(dim, 0)
     assert kernels(where).sizes == [last, (shard.numel() // 24, 24), (stride or 24, 1)]
     assert Kernels.operands[1:] == [b.data_ptr() for b in bs]

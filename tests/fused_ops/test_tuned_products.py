@@ -19,12 +19,13 @@ from weft.fused_ops.plan import forced
 from weft.kernels.all_gather_matmul import on_cuda as gather
 from weft.kernels.device import contest, tuner
 from weft.kernels.device.choice import Choices
+from weft.kernels.device.one_shot import OneShotConfig
 from weft.kernels.device.tuned_file import TunedFile
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
 from weft.symm_mem.workspace import HostUse, Layout, Workspace
 
-FASTEST = (128, 128)  # the tile, where all ranks are looked at
+FASTEST = [(128, 128), "one_shot"]  # the tile, or the algorithm, where all ranks are looked at
 
 
 class Kernel:
@@ -49,19 +50,34 @@ class Kernel:
         self.launched.append((self.config, list(operands), timeout_ns))
 
 
-def median_us(launches: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
-    times = []
-    for launch in launches:
-        launch()
-        config, _, timeout_ns = Kernel.launched[-1]
-        assert timeout_ns <= 10_000_000_000, "a peer that launched nothing is not waited for as long as usual"
-        tile = (config.tile.block_m, config.tile.block_n)
-        times.append(50.0 if tile == FASTEST else 10.0 if dist.get_rank() else 60.0)
-    return times
+class OneShot:
+    """The same in one shot."""
+
+    def __init__(self, workspace: Workspace[Layout], a: torch.Tensor, *given: Any) -> None:
+        (config,) = (x for x in given if isinstance(x, OneShotConfig))
+        self.kernel = Kernel(workspace, a, None, config, num_sms=0)
+
+    def call(self, tensors: Any, results: Any, timeout_ns: int, stream: int) -> None:
+        self.kernel.launch(0, [x.data_ptr() for x in tensors], results, timeout_ns, stream)
+
+
+def name_of(config: Any) -> Any:
+    """A tile, or an algorithm that has none."""
+    one_shot = isinstance(config, OneShotConfig)
+    return "one_shot" if one_shot else (config.tile.block_m, config.tile.block_n)
 
 
 @contextmanager
-def stage(folder: str, on: bool) -> Iterator[symm_mem.Heap]:
+def stage(folder: str, on: bool, fastest: Any) -> Iterator[symm_mem.Heap]:
+    def median_us(launches: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
+        times = []
+        for launch in launches:
+            launch()
+            config, _, timeout_ns = Kernel.launched[-1]
+            assert timeout_ns <= 10_000_000_000, "who launched nothing is not waited for as long as usual"
+            times.append(50.0 if name_of(config) == fastest else 10.0 if dist.get_rank() else 60.0)
+        return times
+
     where = symm_mem.heap(dist.group.WORLD, torch.device("cpu"))
     where.workspaces.clear()
     where.tuner = None
@@ -74,6 +90,8 @@ def stage(folder: str, on: bool) -> Iterator[symm_mem.Heap]:
             (scatter, "_choices", Choices()),
             (gather.cuda_kernel, "AllGatherMatmulPushes", Kernel),
             (scatter, "MatmulReduceScatterPush", Kernel),
+            (gather, "AllGatherMatmulOneShot", OneShot),
+            (scatter, "MatmulReduceScatterOneShot", OneShot),
             (contest, "median_us", median_us),
             (tuner, "is_on", lambda: on),
         ):
@@ -81,6 +99,13 @@ def stage(folder: str, on: bool) -> Iterator[symm_mem.Heap]:
         for module in (all_gather_matmul, matmul_reduce_scatter):
             stack.enter_context(mock.patch.object(module, "num_sms", return_value=132))
             stack.enter_context(mock.patch.object(module, "on", return_value=nullcontext()))
+        if fastest == "one_shot":  # the model thinks a little less of it than of the best that pushes
+            for configs in (gather.configs, scatter.configs):
+
+                def slower(*problem: Any, configs: Any = configs) -> float:
+                    return float(configs.push_ranked(*problem, 132)[0][0]) + 1e-3
+
+                stack.enter_context(mock.patch.object(configs, "estimate_one_shot_us", slower))
         raw = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=7)
         stack.enter_context(raw)
         yield where
@@ -94,8 +119,8 @@ def operands(rank: int) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]
     return a, bs, torch.randn(512, 64).bfloat16()
 
 
-def calls(where: symm_mem.Heap, rank: int, out_dtype: torch.dtype) -> list[tuple[str, tuple[int, int]]]:
-    """After each op: how its configuration was come by, and the tile that was launched last, on its operands."""
+def calls(where: symm_mem.Heap, rank: int, out_dtype: torch.dtype) -> list[tuple[str, Any]]:
+    """After each op: how its configuration was come by, and the name of what was launched last, on its operands."""
     said = []
     a, bs, wide = operands(rank)
     for op in ("all_gather_matmul", "last dimension", "matmul_reduce_scatter"):
@@ -114,18 +139,21 @@ def calls(where: symm_mem.Heap, rank: int, out_dtype: torch.dtype) -> list[tuple
             given = [wide.data_ptr(), bs[0].data_ptr()]
         config, addresses, _ = Kernel.launched[-1]
         assert addresses == given
-        said.append((last_plan().chosen, (config.tile.block_m, config.tile.block_n)))
+        said.append((last_plan().chosen, name_of(config)))
+        assert last_plan().algorithm == ("one_shot" if said[-1][1] == "one_shot" else "push")
     return said
 
 
-def tuned(rank: int, world_size: int, folder: str) -> None:
-    halves, ours = torch.bfloat16, [("tuned", FASTEST)] * 3
-    with stage(folder, on=False) as where:
+def tuned(rank: int, world_size: int, folder: str, fastest: Any) -> None:
+    halves, ours = torch.bfloat16, [("tuned", fastest)] * 3
+    if fastest == "one_shot":
+        ours[1] = ("tuned", mock.ANY)  # the last dimension is never gathered in one shot
+    with stage(folder, False, fastest) as where:
         model = calls(where, rank, halves)
         assert {how for how, _ in model} == {"from the model"}
         assert len(Kernel.launched) == 3 and where.tuner is None and not Path(folder).exists()
-    assert all(tile != FASTEST for _, tile in model), "or there is nothing to see here"
-    with stage(folder, on=True) as where:
+    assert all(name != fastest for _, name in model), "or there is nothing to see here"
+    with stage(folder, True, fastest) as where:
         assert calls(where, rank, halves) == ours
         launched = len(Kernel.launched)
         assert launched > 10
@@ -140,7 +168,7 @@ def tuned(rank: int, world_size: int, folder: str) -> None:
         assert Kernel.launched[-1][1] == [x.data_ptr() for x in (wide, B, bias)]
         remembered = [k for k in where.workspaces["matmul", 0, 0].prepared if isinstance(k, tuple)]
         assert {k[0] for k in remembered} >= {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}
-    with stage(folder, on=True) as where:  # as the next process
+    with stage(folder, True, fastest) as where:  # as the next process
         assert calls(where, rank, halves) == ours
         assert len(Kernel.launched) == 3
         kinds = TunedFile("cpu", world_size).read()
@@ -150,8 +178,9 @@ def tuned(rank: int, world_size: int, folder: str) -> None:
         )
 
 
-def test_both_products_take_what_was_measured(tmp_path: Path) -> None:
-    run_ranks(tuned, 2, str(tmp_path / "cache"), fresh=True)
+@pytest.mark.parametrize("fastest", FASTEST)
+def test_both_products_take_what_was_measured(tmp_path: Path, fastest: Any) -> None:
+    run_ranks(tuned, 2, str(tmp_path / "cache"), fastest, fresh=True)
 
 
 def test_nothing_is_asked_for_what_cannot_be_tuned(monkeypatch: pytest.MonkeyPatch) -> None:

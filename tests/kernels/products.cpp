@@ -1,5 +1,5 @@
-// Runs a kernel around gemm.cuh on the CPU (fibers.h): products.py compiles it as it is, with this file's stand-ins in
-// place of hopper.cuh, sync.cuh and numbers.cuh. Tensor copies and products of warpgroups are done by plain arithmetic.
+// Runs a kernel around gemm.cuh or one_shot.cuh on the CPU (fibers.h): products.py compiles it as it is, with this file's
+// stand-ins in place of hopper.cuh, sync.cuh and numbers.cuh. Tensor copies and products of warpgroups are done by plain arithmetic.
 //
 // What a thread stores at a peer becomes visible late, in any order, unless a fence of system scope orders it: that of
 // a thread which knows of the store, because it is its own or because barriers or counts lie between. (Votes and shuffles
@@ -127,8 +127,6 @@ static void meet_and_tell(Barrier& barrier, unsigned all) {
 static Barrier& warp() { return group(state().warps, 32); }
 static void __syncwarp() { meet_and_tell(warp(), 32); }
 
-static void __syncthreads() { meet_and_tell(state().blocks[running->block], launched().threads); }
-
 static unsigned vote(bool said) {
     Barrier& w = warp();
     w.saying |= unsigned(said) << running->thread % 32;
@@ -148,6 +146,20 @@ static unsigned __shfl_xor_sync(unsigned, unsigned value, int mask) {
     lanes[lane] = value;
     meet(w.meeting, 32);
     return lanes[lane ^ mask];
+}
+
+static Barrier& block() { return group(state().blocks, launched().threads); }
+static void __syncthreads() { meet_and_tell(block(), launched().threads); }
+static int __syncthreads_and(int mine) {
+    Barrier& b = block();
+    b.saying += !mine;
+    meet(b.meeting, launched().threads, [&] {
+        b.said = b.saying;
+        b.saying = 0;
+    });
+    const bool all = b.said == 0;
+    __syncthreads();
+    return all;
 }
 
 static unsigned atomicAdd(unsigned* place, unsigned more) {
@@ -176,7 +188,11 @@ template <typename T>
 static T __ldcg(const T* place) {
     return *place;
 }
-static int min(int a, int b) { return a < b ? a : b; }
+template <typename T>
+static T min(T a, T b) {
+    return a < b ? a : b;
+}
+static unsigned __float_as_uint(float value) { return weft::as_bits(value); }
 
 namespace weft {
 

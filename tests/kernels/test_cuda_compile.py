@@ -12,11 +12,14 @@ import pytest
 import test_gemm_compile
 import torch
 from cubins import ARGUMENTS, KERNELS, disassembled, usage
+from weft.kernels.all_gather_matmul import one_shot_kernel as gather
 from weft.kernels.all_reduce import copy_engine, cuda_kernel
 from weft.kernels.all_reduce_rms_norm import cuda_kernel as norm_kernel
 from weft.kernels.all_reduce_rms_norm.configs import CLUSTERS, most_per_thread
-from weft.kernels.device import gate
+from weft.kernels.device import gate, one_shot
 from weft.kernels.device.program import Program
+from weft.kernels.matmul_reduce_scatter import one_shot_kernel as scatter
+from weft.kernels.matmul_reduce_scatter.configs import Epilogue
 
 DTYPES = ("float32", "bfloat16", "float16")
 TORCH = {name: dtype for dtype, name in cuda_kernel.DTYPES.items()}
@@ -30,6 +33,12 @@ NORM = [
     for size, cluster in [(2, 1), *((4, cluster) for cluster in CLUSTERS), (8, 8)]
 ]
 NORM += [(4, "float32", 8, 1)]
+ONE_SHOT = (2, 3, 4, 5, 8, 9)
+EPILOGUES = {
+    "rounded": (torch.float16, Epilogue(torch.float16)),
+    "terms": (torch.bfloat16, Epilogue(torch.bfloat16, average=True, bias=True, residual=True)),
+    "float32": (torch.bfloat16, Epilogue(torch.float32, bias=True, residual=True)),
+}
 
 
 def _all_reduce(kernel: ModuleType, size: int, dtype: str, reduce_op: str) -> Program:
@@ -44,13 +53,22 @@ PROGRAMS: dict[str, Program] = {
         f"norm-{size}-{dtype}-{cluster}-{held}": norm_kernel.program(size, 1, TORCH[dtype], cluster, held)
         for size, dtype, cluster, held in NORM
     },
+    **{f"gather-{size}": one_shot.program(gather.SOURCE, gather.defines(size)) for size in ONE_SHOT},
+    **{
+        f"scatter-{size}-{name}": one_shot.program(scatter.SOURCE, scatter.defines(dtype, size, epilogue))
+        for size in ONE_SHOT
+        for name, (dtype, epilogue) in EPILOGUES.items()
+    },
 }
 KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     "gate": ({"gate", "leave"}, gate._Params),
     "all_reduce": ({"one_shot", "two_shot", "one_shot_any", "two_shot_any"}, cuda_kernel._Params),
     "copies": ({"reduce_chunk", "collect"}, copy_engine._Params),
     "norm": ({"one_shot", "two_shot"}, norm_kernel._Params),
+    "gather": ({"all_gather_one_shot"}, gather._Params),
+    "scatter": ({"reduce_scatter_one_shot"}, scatter._Params),
 }
+ONCE = ("norm", "gather", "scatter")  # blocks of theirs have a multiprocessor each
 
 
 def test_every_cu_file_is_compiled_here() -> None:
@@ -70,7 +88,7 @@ def test_registers_spills_and_the_size_of_the_argument(
         print(f"{name} {kernel}: {numbers['REG']} registers")
         assert numbers["STACK"] == numbers["LOCAL"] == 0, f"{kernel} spills or indexes an array: {numbers}"
         # A block of 512 threads fits once on a multiprocessor with 128, twice with 64.
-        assert numbers["REG"] <= (64 if "norm" not in name and "-8-" not in name else 128)
+        assert numbers["REG"] <= (64 if not name.startswith(ONCE) and "-8-" not in name else 128)
         assert numbers["CONSTANT[0]"] == ARGUMENTS + ctypes.sizeof(params), kernel
 
 

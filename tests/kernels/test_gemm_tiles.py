@@ -1,13 +1,17 @@
-"""Which tile a product gets, and that every choice fits the machine: pure functions, no GPU."""
+"""Which kernel and which tile a product gets, and that every choice fits the machine: pure functions, no GPU."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from weft.kernels.all_gather_matmul import configs as gather
+from weft.kernels.all_gather_matmul import on_cuda as gather_on_cuda
 from weft.kernels.device.gemm_tiles import MOST_SHARED
+from weft.kernels.device.one_shot import OneShotConfig
 from weft.kernels.matmul_reduce_scatter import configs as scatter
+from weft.kernels.matmul_reduce_scatter import on_cuda as scatter_on_cuda
 
 SIZES = st.integers(1, 5000)
 RANKS = st.integers(2, 8)
@@ -102,8 +106,63 @@ def test_the_choice_is_the_one_estimated_fastest(m: int, n: int, k: int, world_s
 
 
 def test_it_steps_aside_where_little_is_gathered() -> None:
-    assert not gather.push_pays(1, [2560], 8192, 4, 132)
-    assert gather.push_pays(512, [2560], 8192, 4, 132)
-    assert not gather.push_pays(1, [2560], 2048, 4, 132, split_k=True)
-    assert gather.push_pays(2048, [2560], 2048, 4, 132, split_k=True)
-    assert scatter.push_pays(512, 8192, 2048, 4, 132)
+    assert not gather.fusing_pays(1, [2560], 2048, 4, 132, split_k=True)
+    assert gather.fusing_pays(2048, [2560], 2048, 4, 132, split_k=True)
+    # In one shot little is gathered faster than by a collective of its own.
+    assert gather.fusing_pays(1, [2560], 8192, 4, 132)
+    assert gather.fusing_pays(512, [2560], 8192, 4, 132)
+    assert scatter.fusing_pays(1, 8192, 2048, 4, 132)
+    assert scatter.fusing_pays(512, 8192, 2048, 4, 132)
+
+
+@given(SIZES, st.integers(1, 5000).map(lambda n: 8 * n), RANKS, SMS)
+def test_one_shot_has_a_flag_for_each_block_and_no_more_blocks_than_there_are_ranges(
+    m: int, n: int, world_size: int, num_sms: int
+) -> None:
+    moved = world_size * m * n * 2
+    configs = (
+        gather.choose_one_shot(m, n, world_size, num_sms),
+        scatter.choose_one_shot(m, n, world_size, num_sms),
+    )
+    for config in configs:
+        assert (config is not None) is (moved <= 32 << 20)
+    if (config := configs[0]) is not None:
+        assert configs[1] == config
+        assert 1 <= config.blocks <= num_sms
+        assert (config.blocks - 1) * 512 * 16 < m * n * 2, "a block without anything to send"
+        assert gather.fused_needs(m, n, world_size, config) == (moved, config.blocks)
+        wanted = moved // world_size * (world_size - 1), config.blocks
+        assert scatter.fused_needs(m, n, config, world_size, num_sms) == wanted
+    assert gather.choose_one_shot(m, n, world_size, num_sms, split_k=True) is None
+    assert scatter.choose_one_shot(m, n, world_size, num_sms, batches=2) is None
+
+
+@given(SIZES, st.lists(SIZES, min_size=1, max_size=4), SIZES, RANKS, st.booleans())
+def test_the_faster_kernel_is_taken(m: int, ns: list[int], k: int, world_size: int, split_k: bool) -> None:
+    ranked = gather.fused_ranked(m, tuple(ns), k, world_size, 132, split_k)
+    assert [us for us, _ in ranked] == sorted(us for us, _ in ranked)
+    one = [us for us, config in ranked if isinstance(config, OneShotConfig)]
+    pushed = gather.push_ranked(m, tuple(ns), k, world_size, 132, split_k)
+    assert len(ranked) == len(pushed) + len(one) and ranked[0][0] == min(pushed[0][0], *one, 1e30)
+    assert one in ([], [gather.estimate_one_shot_us(m, ns, k, world_size)])
+    ranked_scatter = scatter.fused_ranked(m, ns[0], k, world_size, 132)
+    one = [us for us, config in ranked_scatter if isinstance(config, OneShotConfig)]
+    assert one in ([], [scatter.estimate_one_shot_us(m, ns[0], k, world_size)])
+    least = min(scatter.push_ranked(m, ns[0], k, world_size, 132)[0][0], *one, 1e30)
+    assert ranked_scatter[0][0] == least
+
+
+@pytest.mark.parametrize("m", [64, 512, 8192])
+def test_both_ops_take_one_shot_where_little_is_moved(m: int) -> None:
+    """Llama 8B on two GPUs, qkv and o, [M, 4096] in all."""
+    a, b = torch.empty(m // 2, 4096, dtype=torch.bfloat16), torch.empty(4096, 3072, dtype=torch.bfloat16)
+    wide, narrow = torch.empty(1, 2, m // 2, 2048, dtype=a.dtype), torch.empty(2048, 4096, dtype=a.dtype)
+    up, down = gather_on_cuda.choose(a, [b], 2, 132), scatter_on_cuda.choose(wide, narrow, 132)
+    for choice in (up, down):
+        assert not isinstance(choice, str) and choice.pays
+        assert choice.algorithm == ("one_shot" if m <= 512 else "push")
+        assert isinstance(choice.config, OneShotConfig) is (m <= 512)
+    batched = scatter_on_cuda.choose(wide.view(2, 2, -1, 2048), narrow, 132)
+    assert not isinstance(batched, str) and batched.algorithm == "push"
+    single = scatter_on_cuda.choose(wide.float(), narrow.float(), 132)
+    assert not isinstance(single, str) and single.algorithm == "tma_store"

@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,9 @@ from weft.fused_ops import (
 from weft.fused_ops.all_reduce import run as run_all_reduce
 from weft.fused_ops.plan import forced
 from weft.kernels.all_reduce.configs import Config
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from algorithms import ALGORITHMS, taking
 
 USES = 3  # of a workspace: both halves, one of them again
 DTYPES = (torch.bfloat16, torch.float32)
@@ -180,9 +184,13 @@ def main() -> None:
                 all_reduce_rms_norm,
                 matmul_all_reduce,
             ):
-                begin = time.monotonic()
-                run(rank, size, 10 * use)
-                print(f"rank {rank}: {run.__name__} {use}: {time.monotonic() - begin:.1f} s", flush=True)
+                products = run in (all_gather_matmul, matmul_reduce_scatter) and not CPU
+                for algorithm in ALGORITHMS if products else ALGORITHMS[:1]:
+                    begin = time.monotonic()
+                    with taking(algorithm):
+                        run(rank, size, 10 * use)
+                    took = f"{time.monotonic() - begin:.1f} s"
+                    print(f"rank {rank}: {run.__name__} {use}, {algorithm}: {took}", flush=True)
     if not CPU:
         torch.cuda.synchronize()
     symm_mem.check()

@@ -24,6 +24,9 @@ import torch
 import torch.distributed as dist
 from traffic import Options, Traffic
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from algorithms import mixing
+
 GRACE = 5.0  # seconds that the other ranks have, once one has failed, to say what they saw
 ENVIRONMENT = {
     "WEFT_TIMEOUT": "60",
@@ -54,7 +57,8 @@ def serve(rank: int, world_size: int, port: int, options: Options, pipe: Connect
         backend = "nccl" if options.device == "cuda" and options.gpus is None else "gloo"
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=STARTING))
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-        pipe.send((True, Traffic(options, rank, world_size).run()))
+        with mixing():
+            pipe.send((True, Traffic(options, rank, world_size).run()))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
     finally:

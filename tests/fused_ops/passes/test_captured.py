@@ -134,7 +134,7 @@ def test_a_graph_that_the_user_captures(agree: bool | str) -> None:
             assert algorithm == "none"
             assert [t.startswith("a CUDA graph is being captured") for t in told] == [True]
         else:
-            assert algorithm in ("push", "bulk"), algorithm
+            assert algorithm in ("push", "one_shot"), algorithm
             assert told == []
 
 

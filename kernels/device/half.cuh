@@ -1,0 +1,49 @@
+// One use of a half of a workspace, by a whole kernel (symm_mem/workspace.py is the protocol).
+
+#pragma once
+
+#include "sync.cuh"
+
+namespace weft {
+
+// Where the words of a half are (symm_mem/workspace.py), and how far ranks lie apart.
+struct Half {
+    int epoch, left;  // indices of EPOCH[half] and LEFT[half]
+    int done, flags, flags_per_rank;  // of the first done word and the first flag
+    int world_size;
+    u64 span;  // bytes from this rank's copy of an address to the next rank's
+};
+
+template <typename T>
+__device__ __forceinline__ T* on_rank(T* mine, const Watch& watch, const Half& half, int rank) {
+    const u64 there = static_cast<u64>(static_cast<long long>(rank - watch.rank)) * half.span;
+    return reinterpret_cast<T*>(reinterpret_cast<u64>(mine) + there);
+}
+
+// Whether nobody reads any more, at any peer, what use `use` will overwrite there: by all lanes of a warp. Not if a wait
+// has expired before: then what would be sent may be worth nothing. Who sends nothing sets no flags.
+__device__ __forceinline__ bool may_send(const Watch& watch, const Half& half, u32 use) {
+    const int lane = threadIdx.x % 32;
+    bool free = !is_broken(watch);
+    if (free && lane < half.world_size && lane != watch.rank) {
+        free = wait_flag(watch, lane, half.done + lane, use - 1, WAIT_FREE);
+    }
+    const bool all = __all_sync(~0u, free);
+    __syncwarp();  // each lane has looked at one peer, and stores to all
+    return all;
+}
+
+// Behind a barrier, by all threads of every block, when nothing of the half is read any more: the last one ends the use.
+__device__ __forceinline__ void leave(const Watch& watch, const Half& half, u32 use) {
+    if (threadIdx.x != 0) return;
+    __threadfence();
+    if (atomicAdd(watch.words + half.left, 1) != gridDim.x - 1) return;
+    __threadfence();
+    watch.words[half.left] = 0;
+    watch.words[half.epoch] = use;
+    for (int rank = 0; rank < half.world_size; ++rank) {
+        post_flag(on_rank(watch.words, watch, half, rank) + half.done + watch.rank, use);
+    }
+}
+
+}  // namespace weft

@@ -1,0 +1,67 @@
+"""Which of their kernels both products of 16 bits take, for tests that want them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from weft.fused_ops import again
+from weft.kernels.all_gather_matmul import configs as gather_configs
+from weft.kernels.all_gather_matmul import on_cuda as gather_on_cuda
+from weft.kernels.device import one_shot
+from weft.kernels.device.choice import Choices
+from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
+from weft.kernels.matmul_reduce_scatter import on_cuda as scatter_on_cuda
+
+ALGORITHMS = ("push", "one_shot")
+
+_choices: dict[tuple[str, Any], Choices[Any]] = {}
+
+
+@contextmanager
+def taking(algorithm: str) -> Iterator[None]:
+    """Inside the body both products take ``algorithm``, "one_shot" where it can be, whatever their models say of it.
+
+    Every rank must do so. Kernels that were made before are kept, and so is what the short way remembers: of each
+    algorithm by itself. Calls of both may so follow each other in one workspace.
+    """
+    assert algorithm in ALGORITHMS
+    short, remember = again.again, again.remember
+
+    def short_way(op: str, arguments: Any, *more: Any) -> Any:
+        return short(op, (algorithm, arguments), *more)
+
+    def remembered(op: str, arguments: Any, *more: Any, **named: Any) -> None:
+        remember(op, (algorithm, arguments), *more, **named)
+
+    with ExitStack() as stack:
+        for where in (gather_on_cuda, scatter_on_cuda):
+            known = _choices.setdefault((algorithm, where), Choices())
+            stack.enter_context(mock.patch.object(where, "_choices", known))
+        stack.enter_context(mock.patch.object(again, "again", short_way))
+        stack.enter_context(mock.patch.object(again, "remember", remembered))
+        if algorithm == "one_shot":
+            stack.enter_context(mock.patch.object(one_shot, "_EXCHANGE", -1e9))
+        else:
+            for configs in (gather_configs, scatter_configs):
+                stack.enter_context(mock.patch.object(configs, "choose_one_shot", return_value=None))
+        yield
+
+
+@contextmanager
+def mixing() -> Iterator[None]:
+    """Inside the body about half of the problems that are small enough for one shot push.
+
+    By their sizes: so all ranks do it alike, and nothing is switched from call to call.
+    """
+    with ExitStack() as stack:
+        for configs in (gather_configs, scatter_configs):
+            choose = configs.choose_one_shot
+
+            def some(m: int, columns: int, *more: Any, choose: Any = choose, **named: Any) -> Any:
+                return None if columns // 64 % 2 else choose(m, columns, *more, **named)
+
+            stack.enter_context(mock.patch.object(configs, "choose_one_shot", some))
+        yield

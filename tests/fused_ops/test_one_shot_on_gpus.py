@@ -1,0 +1,139 @@
+"""Both products in one shot on GPUs, beside calls that push: random numbers at odd sizes, eager and captured."""
+
+from __future__ import annotations
+
+import random
+from unittest import mock
+
+import pytest
+import torch
+from algorithms import ALGORITHMS, taking
+from opcommon import BOUND, check, gather, poison, world
+from ranks import run_ranks
+from weft import symm_mem
+from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, last_plan
+from weft.fused_ops.plan import forced
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [  # m, K, N of each B
+    (1, 8, [8]),
+    (37, 136, [264, 40]),
+    (129, 1032, [520]),
+    (300, 2048, [1544, 8, 72, 64, 128]),
+    (1023, 504, [4096]),
+]
+
+
+class Problem:
+    """Operands of both ops, and what must come out of them, in float64."""
+
+    def __init__(self, m: int, k: int, ns: list[int], dtype: torch.dtype) -> None:
+        size, rank = world().size(), world().rank()
+        self.m, self.dtype, self.bound = m, dtype, BOUND[dtype]
+        self.shard = torch.randn(m, k + 24).to(dtype)[:, 16 : k + 16]
+        self.wide = torch.randn(size * m, k).to(dtype)
+        self.Bs = [torch.randn(n, k).to(dtype).t() if m % 2 else torch.randn(k, n).to(dtype) for n in ns]
+        self.bias, self.residual = torch.randn(ns[0]).to(dtype), torch.randn(m, ns[0]).to(dtype)
+        self.rank, self.size = rank, size
+
+    def run(self, algorithm: str) -> list[torch.Tensor]:
+        """The gathered A and the products; the sum, and the average in float32 with bias and residual."""
+        with forced("fused"), taking(algorithm):
+            A, outs = fused_all_gather_matmul(self.shard, self.Bs, 0, world())
+            assert last_plan().algorithm == algorithm and A is not None
+            _, again = fused_all_gather_matmul(self.shard, self.Bs, 0, world(), return_A=False)
+            total = fused_matmul_reduce_scatter(self.wide, self.Bs[0], "sum", 0, world())
+            assert last_plan().algorithm == algorithm
+            named = {"bias": self.bias, "residual": self.residual, "out_dtype": torch.float32}
+            mean = fused_matmul_reduce_scatter(self.wide, self.Bs[0], "avg", 0, world(), **named)
+            assert last_plan().algorithm == algorithm
+        return [A, *outs, *again, total, mean]
+
+    def judge(self, what: str, results: list[torch.Tensor]) -> None:
+        want_A = torch.cat(gather(self.shard))
+        A, *products, total, mean = results
+        assert torch.equal(A.double(), want_A), f"gathered A, {what}"
+        for out, B in zip(products, [*self.Bs, *self.Bs], strict=True):
+            check(f"all-gather + matmul, {what}", out, want_A @ B.double(), self.bound)
+        parts = [
+            (a @ b).chunk(self.size)[self.rank]
+            for a, b in zip(gather(self.wide), gather(self.Bs[0]), strict=True)
+        ]
+        check(f"matmul + reduce-scatter, {what}", total, sum(parts), self.bound, parts)
+        more = sum(parts) / self.size + self.bias.double() + self.residual.double()
+        check(f"average with terms, {what}", mean, more, self.bound, parts)
+
+
+def eager(rank: int, world_size: int) -> None:
+    order = random.Random(3)
+    for shape in SHAPES:
+        for dtype in (torch.bfloat16, torch.float16):
+            problem = Problem(*shape, dtype)
+            for algorithm in order.sample((*ALGORITHMS, *ALGORITHMS), 4):
+                poison(rank)
+                problem.judge(f"{algorithm} {shape} {dtype}", problem.run(algorithm))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_odd_sizes(world_size: int) -> None:
+    run_ranks(eager, world_size, device="cuda")
+
+
+def captured(rank: int, world_size: int) -> None:
+    """Graphs of one algorithm and of the other, on one stream, with eager calls of both between their replays."""
+    order, mine, graphs = random.Random(4), random.Random(rank), []
+    for shape in SHAPES[1:4]:
+        problem = Problem(*shape, torch.bfloat16)
+        for algorithm in ALGORITHMS:
+            problem.run(algorithm)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                results = problem.run(algorithm)
+            graphs.append((problem, algorithm, graph, results))
+    for _ in range(30):
+        problem, algorithm, graph, results = order.choice(graphs)
+        for given in (problem.shard, problem.wide, problem.bias):
+            given.normal_()
+        for result in results:
+            result.fill_(float("nan"))
+        if mine.random() < 0.2:
+            torch.cuda._sleep(mine.randrange(2_000_000))
+        graph.replay()
+        problem.judge(f"replayed {algorithm}", results)
+        other = order.choice(ALGORITHMS)
+        problem.judge(f"eager {other}", problem.run(other))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_graph_replays_between_eager_calls(world_size: int) -> None:
+    run_ranks(captured, world_size, device="cuda")
+
+
+def fails(rank: int, world_size: int, op: str) -> None:
+    """A product that fails on one rank: behind a gather the group is broken, before a scatter nothing has begun."""
+    problem = Problem(64, 136, [72], torch.bfloat16)
+    problem.judge("before", problem.run("one_shot"))
+    torch.cuda.synchronize()
+    refused = mock.patch.object(torch, "mm", side_effect=torch.OutOfMemoryError("no memory"))
+    with forced("fused"), taking("one_shot"):
+        if op == "gather":
+            if rank == 0:
+                with refused, pytest.raises(torch.OutOfMemoryError):
+                    fused_all_gather_matmul(problem.shard, problem.Bs, 0, world())
+                with pytest.raises(symm_mem.CallAbandoned):
+                    fused_all_gather_matmul(problem.shard, problem.Bs, 0, world())
+            else:
+                fused_all_gather_matmul(problem.shard, problem.Bs, 0, world())
+            torch.cuda.synchronize()
+            symm_mem.reset()
+        elif rank == 0:
+            with refused, pytest.raises(torch.OutOfMemoryError):
+                fused_matmul_reduce_scatter(problem.wide, problem.Bs[0], "sum", 0, world())
+    problem.judge("after", problem.run("one_shot"))
+
+
+@pytest.mark.parametrize("op", ["gather", "scatter"])
+def test_a_product_that_fails(op: str) -> None:
+    run_ranks(fails, 2, op, device="cuda")
