@@ -12,13 +12,11 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, fx
-from torch._dynamo import trace_rules
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
@@ -35,9 +33,7 @@ AG, RS, AR = "weft::fused_all_gather_matmul", "weft::fused_matmul_reduce_scatter
 @contextlib.contextmanager
 def fake_ranks(world: int) -> Iterator[str]:
     """A process group of ``world`` ranks that does not communicate; gives its name."""
-    # It has Dynamo find out again what it knows of torch's functions, for the case that distributed was not there yet.
-    with mock.patch.object(trace_rules, "clear_lru_cache"):
-        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
         yield dist.distributed_c10d._get_default_group().group_name
     finally:
