@@ -1,7 +1,8 @@
-"""Poisoned memory, and the GPU marker."""
+"""The GPU marker, and torch's trace left unwritten."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
@@ -9,6 +10,10 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # `from ranks import run_ranks` in every folder below
+
+# pytest listens to every logger that does not propagate, and torch writes its trace, a tenth of a compilation, for
+# whoever listens.
+logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Iterator
-from functools import cache
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import triton
 import weft.kernels.device
 from weft.kernels.device.program import Program, compile_cubin
@@ -17,15 +19,28 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ARGUMENTS = 528  # in constant bank 0 of sm_90, kernel arguments begin here
 
 
-@cache
-def cubin(program: Program) -> bytes:
-    return compile_cubin(program.path, program.arch, program.defines)
+_compilers = ThreadPoolExecutor(os.cpu_count())
+_compiled: dict[Program, Future[bytes]] = {}
+
+
+def compiled(program: Program) -> Future[bytes]:
+    """Its cubin; the same one is compiled once. It takes up to seconds: ask early."""
+    if program not in _compiled:
+        _compiled[program] = _compilers.submit(compile_cubin, program.path, program.arch, program.defines)
+    return _compiled[program]
+
+
+def compile_ahead(request: pytest.FixtureRequest, programs: dict[str, Program]) -> None:
+    """What the tests of the module to come need is compiled while those before them run."""
+    for item in request.session.items:
+        if item.path == request.path and hasattr(item, "callspec"):
+            compiled(programs[item.callspec.params["name"]])
 
 
 def usage(program: Program, folder: Path) -> Iterator[tuple[str, dict[str, int]]]:
     """(kernel, {"REG": .., "STACK": .., "LOCAL": .., "CONSTANT[0]": ..}) for each kernel of a program."""
     file = folder / "program.cubin"
-    file.write_bytes(cubin(program))
+    file.write_bytes(compiled(program).result())
     text = subprocess.run(
         [TOOLS / "cuobjdump", "-res-usage", file], check=True, capture_output=True, text=True
     ).stdout
@@ -35,6 +50,6 @@ def usage(program: Program, folder: Path) -> Iterator[tuple[str, dict[str, int]]
 
 def disassembled(program: Program, folder: Path) -> str:
     file = folder / "program.cubin"
-    file.write_bytes(cubin(program))
+    file.write_bytes(compiled(program).result())
     done = subprocess.run([TOOLS / "nvdisasm", "-c", file], check=True, capture_output=True, text=True)
     return done.stdout

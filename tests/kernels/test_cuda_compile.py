@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import test_gemm_compile
 import torch
-from cubins import ARGUMENTS, KERNELS, disassembled, usage
+from cubins import ARGUMENTS, KERNELS, compile_ahead, disassembled, usage
 from weft.kernels.all_gather_matmul import one_shot_kernel as gather
 from weft.kernels.all_reduce import copy_engine, cuda_kernel
 from weft.kernels.all_reduce_rms_norm import cuda_kernel as norm_kernel
@@ -69,6 +69,11 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     "scatter": ({"reduce_scatter_one_shot"}, scatter._Params),
 }
 ONCE = ("norm", "gather", "scatter")  # blocks of theirs have a multiprocessor each
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_ahead(request: pytest.FixtureRequest) -> None:
+    compile_ahead(request, PROGRAMS)
 
 
 def test_every_cu_file_is_compiled_here() -> None:

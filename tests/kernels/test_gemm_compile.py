@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cubins import ARGUMENTS, disassembled, usage
+from cubins import ARGUMENTS, compile_ahead, disassembled, usage
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul import cuda_kernel as all_gather_matmul
 from weft.kernels.device import gemm
@@ -70,6 +70,11 @@ PROGRAMS: dict[str, Program] = {
         for i, tile in enumerate(OTHERS)
     },
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_ahead(request: pytest.FixtureRequest) -> None:
+    compile_ahead(request, PROGRAMS)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
