@@ -35,6 +35,7 @@ from ..symm_mem import Workspace, findings, is_checked
 from ..symm_mem.registry import has_name, known_heap
 from ..symm_mem.timeouts import chosen_timeout, default_timeout
 from . import plan
+from .workspaces import ONE_SHOT
 
 _ALIGNMENT = 16  # bytes, of what kernels take
 
@@ -106,12 +107,13 @@ class Launcher(Protocol):
 
 @runtime_checkable
 class Caller(Protocol):
-    """The same where there is more to do than to launch one kernel: it takes tensors, and its half by itself."""
+    """The same where there is more to do than to launch one kernel: it takes tensors, and says itself when it begins
+    what peers wait for (``Workspace.raise_if_broken``)."""
 
     def call(
         self, tensors: Sequence[Tensor], results: Sequence[Tensor], timeout_ns: int, stream: int
     ) -> None:
-        """A whole call. If an exception ends it half-way, the group is broken."""
+        """A whole call. If an exception ends it in the midst of what peers wait for, the group is broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +198,8 @@ def again(
     Args:
         arguments: whatever else than tensors makes a difference, of exactly the types that the op takes.
         tensors: of one dtype, on one device, or anything: then the answer is None.
-        kind: of workspace. Only those of products have halves that a launch is told of.
+        kind: of workspace. Only those of products have halves that a launch is told of; what is exchanged beside a
+            product is found, too.
     """
     looked_at = look(op, arguments, tensors)
     if looked_at is None:
@@ -217,11 +220,12 @@ def again(
     workspace, ready = found.workspace, found.ready
     empty = ready.empty
     results = [empty(sizes, strides, dtype) for sizes, strides, dtype in ready.results]
-    workspace.raise_if_broken(op, inside=2)  # this and the op's own ``again``
-    plan._last = ready.plan
     if ready.calls:
+        plan._last = ready.plan
         ready.launcher.call(tensors, results, found.timeout_ns, stream)
         return results
+    workspace.raise_if_broken(op, inside=2)  # this and the op's own ``again``
+    plan._last = ready.plan
     try:
         half, addresses = workspace.next_half() if kind == "matmul" else 0, [r.data_ptr() for r in results]
         ready.launcher.launch(half, operands, addresses, found.timeout_ns, stream)
@@ -233,13 +237,12 @@ def again(
 
 def _find(alike: Hashable, group_name: str, device: int, stream: int, kind: str) -> _Found | None:
     """What was remembered of such calls, where they are made now."""
-    here = place(kind, group_name, device, stream)
-    if here is None:
-        return None
-    ready = here.workspace.prepared.get(alike)
-    if ready is None or not (ready.pays or plan._forced == "fused"):
-        return None
-    return _Found(here.group, here.workspace, ready, timeout(group_name, ready.timeout_ns))
+    for each in (kind, ONE_SHOT) if kind == "matmul" else (kind,):
+        here = place(each, group_name, device, stream)
+        ready = None if here is None else here.workspace.prepared.get(alike)
+        if here is not None and ready is not None and (ready.pays or plan._forced == "fused"):
+            return _Found(here.group, here.workspace, ready, timeout(group_name, ready.timeout_ns))
+    return None
 
 
 def remember(

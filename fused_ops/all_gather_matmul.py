@@ -13,7 +13,7 @@ from ..kernels.all_gather_matmul.reference import all_gather_matmul as unfused
 from ..symm_mem import Heap, get_timeout
 from . import again as short
 from .plan import Plan, aligned, heap_or_reason, num_sms, on, pays, ran
-from .workspaces import matmul_workspace
+from .workspaces import matmul_workspace, product_workspace
 
 Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
 
@@ -68,18 +68,17 @@ def _on_cuda(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A:
     front = A_shard if split_k else A_shard.movedim(dim, 0)
     a, *bs = used = [aligned(x) for x in (on_cuda.rows(front), *Bs)]
     sms, size = num_sms(a.device), where.world_size
-    choice = on_cuda.choose(a, bs, size, sms, split_k)
+    choice = on_cuda.choose(a, bs, size, sms, split_k, return_A)
     if isinstance(choice, str):
         return choice
     if not pays(choice.pays):
         return "too little is gathered and multiplied"
     with on(a.device):
-        choice, chosen = on_cuda.tuned(choice, where, a, bs, sms)
-        copied = choice.algorithm == "copy_engine"
-        if copied:
+        choice, chosen = on_cuda.tuned(choice, where, a, bs, sms, return_A=return_A)
+        if choice.algorithm == "copy_engine":
             a = a.contiguous()
-        workspace = matmul_workspace(where, choice.half_bytes, choice.flags, copied=copied)
-        workspace.raise_if_broken(host.OP)
+        workspace = product_workspace(where, choice)
+        workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
         plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes, chosen=chosen)
         ran(plan)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)

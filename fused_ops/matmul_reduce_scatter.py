@@ -13,7 +13,7 @@ from ..kernels.matmul_reduce_scatter.reference import matmul_reduce_scatter as u
 from ..symm_mem import Heap, get_timeout
 from . import again as short
 from .plan import Plan, aligned, heap_or_reason, num_sms, on, pays, ran
-from .workspaces import matmul_workspace
+from .workspaces import matmul_workspace, product_workspace
 
 _WHOLE_TILES = 128  # rows: every tile's height divides it, so that no tile is cut off
 
@@ -142,8 +142,8 @@ def _on_cuda(
         terms = [aligned(term.contiguous()) for term in given]
         epilogue = Epilogue(out_dtype, reduce_op == "avg", bias is not None, residual is not None)
         choice, chosen = on_cuda.tuned(choice, where, parts, b, terms, sms, epilogue)
-        workspace = matmul_workspace(where, choice.half_bytes, choice.flags)
-        workspace.raise_if_broken(host.OP)
+        workspace = product_workspace(where, choice)
+        workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
         plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes, chosen=chosen)
         ran(plan)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)

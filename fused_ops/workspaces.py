@@ -12,10 +12,13 @@ from typing import Any
 import torch
 
 from ..kernels.all_reduce.configs import Config, layout_for
+from ..kernels.device.choice import Choice
+from ..kernels.device.one_shot import OneShotConfig
 from ..kernels.device.push import Layout as PushLayout
 from ..symm_mem import Heap, Layout, Workspace
 from ..symm_mem.fault import refuse_if_broken
 
+ONE_SHOT = "one_shot"  #: the kind of workspace of exchanges beside products, of both ops
 _GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace
 
 
@@ -86,6 +89,18 @@ def push_workspace(heap: Heap, kind: str, wanted: PushLayout) -> Workspace[PushL
         RankMismatch, PeerTimeout: the ranks do not grow it together.
     """
     return _fetch(heap, kind, lambda layout: layout.slots >= wanted.slots, lambda _: wanted)
+
+
+def product_workspace(heap: Heap, choice: Choice[Any]) -> Workspace[Any]:
+    """What one of the ops around a matrix product takes for calls of a choice.
+
+    Raises:
+        RankMismatch, PeerTimeout: the ranks do not grow it together.
+    """
+    if isinstance(choice.config, OneShotConfig):
+        return push_workspace(heap, ONE_SHOT, choice.config.layout(heap.world_size))
+    copied = choice.algorithm == "copy_engine"
+    return matmul_workspace(heap, choice.half_bytes, choice.flags, copied=copied)
 
 
 def all_reduce_workspace(heap: Heap, nbytes: int, config: Config) -> Workspace[PushLayout]:

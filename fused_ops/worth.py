@@ -33,6 +33,7 @@ def worth_fusing(
     device_type: str,
     *,
     last_dim: bool = False,
+    return_A: bool = False,
 ) -> str | None:
     """Why the op should not be fused; None if it should.
 
@@ -41,6 +42,7 @@ def worth_fusing(
         m, n, k: the product that a rank computes, [m, k] @ [k, n]: of all_gather_matmul the gathered A and the
             columns of all Bs, of the others the own partial product. all_reduce alone reduces [m, n]; its k is 0.
         last_dim: whether the last dimension is gathered or scattered.
+        return_A: whether what all_gather_matmul gathers is wanted, too.
 
     Raises:
         ValueError: there is no such op.
@@ -68,7 +70,8 @@ def worth_fusing(
         return f"rows of {depth} x {dtype} are no multiple of {_ROW} bytes"
     if op == "all_gather_matmul":
         if halves:
-            pays = gather.fusing_pays(rows, [n], depth, world_size, _NUM_SMS, split_k=last_dim)
+            problem = rows, [n], depth, world_size, _NUM_SMS
+            pays = gather.fusing_pays(*problem, split_k=last_dim, return_A=return_A)
         else:
             pays = gather.pays(rows, n, k, world_size, dtype.itemsize)
         return None if pays else f"too little is gathered and multiplied ({m} x {k} @ {k} x {n})"

@@ -182,6 +182,10 @@ class Workspace(Generic[L]):
             if not self._has_halves and running.inside:
                 running.workspace = self
 
+    def launched(self) -> None:
+        """The call has nothing left to do that a peer may wait for: an exception in the rest of it breaks nothing."""
+        running.workspace = None
+
     def expired(self, op: str, peer: int, word: int, expected: int, waited: Expired) -> WeftError:
         """The error of a CPU rank's wait, also that of all later calls."""
         error = PeerTimeout(

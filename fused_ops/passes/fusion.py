@@ -227,7 +227,9 @@ class FusionPass(CustomGraphPass):
         """Why what could be fused should not be."""
         if self.fuse == "auto" and problem is not None and not getattr(match, "decided", False):
             word = _word(match.op)
-            reason = worth.worth_fusing(word, *problem, *_where(match), last_dim=match.last_dim)
+            last_dim, return_A = match.last_dim, bool(getattr(match, "kept", ()))
+            where = _where(match)
+            reason = worth.worth_fusing(word, *problem, *where, last_dim=last_dim, return_A=return_A)
             if reason is not None:
                 return reason
         if not self.agree:

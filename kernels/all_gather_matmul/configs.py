@@ -105,12 +105,14 @@ def choose_push(
 
 
 def choose_one_shot(
-    m: int, k: int, world_size: int, num_sms: int, *, split_k: bool = False
+    m: int, k: int, world_size: int, *, split_k: bool = False, return_A: bool = False
 ) -> OneShotConfig | None:
     """The configuration of a gather in one shot for A shards [m, K] of 16 bits; None if that takes no such call."""
-    if split_k or world_size * m * k * 2 > one_shot.MOST_BYTES:
+    # What is gathered in one shot is for the products alone: a pair of NaNs with all bits set arrives as another pair
+    # (push.cuh), which makes no difference to them, but A must be bit for bit what the shards are.
+    if split_k or return_A or world_size * m * k * 2 > one_shot.MOST_BYTES:
         return None
-    return one_shot.config(m * k * 2, num_sms)
+    return one_shot.config(m * k * 2)
 
 
 def estimate_one_shot_us(m: int, ns: Sequence[int], k: int, world_size: int) -> float:
@@ -120,7 +122,13 @@ def estimate_one_shot_us(m: int, ns: Sequence[int], k: int, world_size: int) -> 
 
 
 def fused_ranked(
-    m: int, ns: tuple[int, ...], k: int, world_size: int, num_sms: int, split_k: bool = False
+    m: int,
+    ns: tuple[int, ...],
+    k: int,
+    world_size: int,
+    num_sms: int,
+    split_k: bool = False,
+    return_A: bool = False,
 ) -> list[tuple[float, FusedConfig]]:
     """All candidates of both kernels with the microseconds that they are thought to take, the fastest first.
 
@@ -128,27 +136,34 @@ def fused_ranked(
     choose alike.
     """
     ranked: list[tuple[float, FusedConfig]] = [*push_ranked(m, ns, k, world_size, num_sms, split_k)]
-    gather = choose_one_shot(m, k, world_size, num_sms, split_k=split_k)
+    gather = choose_one_shot(m, k, world_size, split_k=split_k, return_A=return_A)
     if gather is not None:
         ranked.append((estimate_one_shot_us(m, ns, k, world_size), gather))
     return sorted(ranked, key=itemgetter(0))
 
 
 def fused_needs(m: int, k: int, world_size: int, config: FusedConfig) -> tuple[int, int]:
-    """Bytes of a half of the workspace, and flags for each rank."""
+    """Bytes of a half of the workspace, and flags for each rank; none of a OneShotConfig, which has a layout
+    of its own."""
     if isinstance(config, OneShotConfig):
-        layout = one_shot_layout(m, k, world_size, config)
-    else:
-        layout = push_layout(m, k, world_size, config)
+        return 0, 0
+    layout = push_layout(m, k, world_size, config)
     return layout.half_bytes, layout.flags_per_rank
 
 
 def fusing_pays(
-    m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int, *, split_k: bool = False
+    m: int,
+    ns: Sequence[int],
+    k: int,
+    world_size: int,
+    num_sms: int,
+    *,
+    split_k: bool = False,
+    return_A: bool = False,
 ) -> bool:
     """Whether the better of both kernels is thought to beat an all-gather in front of the products."""
     moved = (world_size - 1) * m * k * 2
-    fused, _ = fused_ranked(m, tuple(ns), k, world_size, num_sms, split_k)[0]
+    fused, _ = fused_ranked(m, tuple(ns), k, world_size, num_sms, split_k, return_A)[0]
     if not split_k:
         return fused < gemm_tiles.unfused_us(world_size * m, sum(ns), k, moved)
     joined = _COPY + world_size * m * k * 2 / _COPY_RATE
@@ -233,8 +248,3 @@ def push_flags_per_rank(m: int, k: int, config: PushConfig) -> int:
 def push_layout(m: int, k: int, world_size: int, config: PushConfig) -> Layout:
     """The workspace of shards [m, K] of 16 bits: a half holds ``[W, m, K]``."""
     return Layout(world_size, push_flags_per_rank(m, k, config), world_size * m * k * 2)
-
-
-def one_shot_layout(m: int, k: int, world_size: int, config: OneShotConfig) -> Layout:
-    """The workspace of shards [m, K] of 16 bits: a half holds ``[W, m, K]``."""
-    return Layout(world_size, config.blocks, world_size * m * k * 2)

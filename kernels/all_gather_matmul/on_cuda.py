@@ -1,8 +1,8 @@
 """Which kernel computes all_gather(A) @ B on CUDA, and the call of it.
 
-16-bit operands go to kernel.cu, which sends by itself; or, where little is gathered, in one shot to all ranks, and what
-came there to cuBLAS. Others (float32), and Bs of both orders in one call, go to the Triton kernel, for which copy
-engines send. It takes whole rows only: of the last dimension those are left unfused.
+16-bit operands go to kernel.cu, which sends by itself; or, where little is gathered and A is not asked for, in one shot
+to all ranks, and what came there to cuBLAS. Others (float32), and Bs of both orders in one call, go to the Triton
+kernel, for which copy engines send. It takes whole rows only: of the last dimension those are left unfused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...symm_mem.heap import Heap
-from ...symm_mem.workspace import Layout, Workspace
+from ...symm_mem.workspace import Workspace
 from ..device import gemm, tuner
 from ..device.choice import Choice, Choices, make_together
 from ..device.contest import Candidate
@@ -33,7 +33,12 @@ def rows(shard: torch.Tensor) -> torch.Tensor:
 
 
 def choose(
-    a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: int, split_k: bool = False
+    a: torch.Tensor,
+    bs: list[torch.Tensor],
+    world_size: int,
+    num_sms: int,
+    split_k: bool = False,
+    return_A: bool = False,
 ) -> Choice[configs.AnyConfig] | str:
     """How to run a call, or why no kernel can.
 
@@ -43,13 +48,15 @@ def choose(
         a: the own shard, [m, K], contiguous, or as ``rows`` gives it.
         bs: each [K, N_i]; with ``split_k`` [W * K, N_i]. All tensors begin at multiples of 16 bytes.
         split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.
+        return_A: what is gathered is wanted, too.
     """
-    key = (a.shape, a.stride(), a.dtype, world_size, num_sms, split_k, *((b.shape, b.stride()) for b in bs))
-    return _choices.get(key, _choose, a, bs, world_size, num_sms, split_k)
+    strides = ((b.shape, b.stride()) for b in bs)
+    key = (a.shape, a.stride(), a.dtype, world_size, num_sms, split_k, return_A, *strides)
+    return _choices.get(key, _choose, a, bs, world_size, num_sms, split_k, return_A)
 
 
 def _choose(
-    a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: int, split_k: bool
+    a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: int, split_k: bool, return_A: bool
 ) -> Choice[configs.AnyConfig] | str:
     for i, b in enumerate(bs):
         if b.shape[1] == 0:
@@ -60,8 +67,8 @@ def _choose(
     if k * a.element_size() % ALIGNMENT:  # of a part of B, where B as a whole may be fine
         return f"K: rows of {k} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     if a.dtype in gemm.DTYPES and len({is_transposed(b) for b in bs}) == 1:
-        (_, config), *_ = configs.fused_ranked(m, tuple(ns), k, world_size, num_sms, split_k)
-        pays = configs.fusing_pays(m, ns, k, world_size, num_sms, split_k=split_k)
+        (_, config), *_ = configs.fused_ranked(m, tuple(ns), k, world_size, num_sms, split_k, return_A)
+        pays = configs.fusing_pays(m, ns, k, world_size, num_sms, split_k=split_k, return_A=return_A)
         return Choice(_algorithm(config), config, *configs.fused_needs(m, k, world_size, config), pays)
     if split_k:
         what = "Bs of both orders in memory" if a.dtype in gemm.DTYPES else f"{a.dtype} operands"
@@ -81,6 +88,8 @@ def tuned(
     a: torch.Tensor,
     bs: list[torch.Tensor],
     num_sms: int,
+    *,
+    return_A: bool,
 ) -> tuple[Choice[configs.AnyConfig], str]:
     """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
     tuned."""
@@ -92,15 +101,15 @@ def tuned(
     split_k = isinstance(choice.config, configs.PushConfig) and choice.config.split_k
     op = f"{host.OP} of the last dimension" if split_k else host.OP
     kind = f"{op} {m} x {k} @ {bs[0].shape[0]} x {'+'.join(map(str, ns))}, {a.dtype}, {num_sms} SMs"
+    if return_A and not split_k:
+        kind += ", A returned"  # other candidates
     candidates: list[Candidate[configs.AnyConfig]] = [
         Candidate(config, *configs.fused_needs(m, k, size, config), _algorithm(config))
-        for _, config in configs.fused_ranked(m, ns, k, size, num_sms, split_k)
+        for _, config in configs.fused_ranked(m, ns, k, size, num_sms, split_k, return_A)
     ]
     results: list[torch.Tensor] = []
 
-    def make(
-        workspace: Workspace[Layout], config: configs.FusedConfig, timeout_ns: int
-    ) -> Callable[[], None]:
+    def make(workspace: Workspace[Any], config: configs.FusedConfig, timeout_ns: int) -> Callable[[], None]:
         results.extend(a.new_empty((*_stack(split_k, size), m, n)) for n in ns[len(results) :])
         stream = torch._C._cuda_getCurrentRawStream(a.get_device())
         if isinstance(config, OneShotConfig):
@@ -115,7 +124,7 @@ def tuned(
 
 def run(
     choice: Choice[configs.AnyConfig],
-    workspace: Workspace[Layout],
+    workspace: Workspace[Any],
     a: torch.Tensor,
     bs: list[torch.Tensor],
     num_sms: int,
@@ -164,7 +173,7 @@ def _stack(split_k: bool, world_size: int) -> tuple[int, ...]:
 
 
 def launcher(
-    choice: Choice[configs.AnyConfig], workspace: Workspace[Layout]
+    choice: Choice[configs.AnyConfig], workspace: Workspace[Any]
 ) -> cuda_kernel.AllGatherMatmulPushes | AllGatherMatmulOneShot | None:
     """What ``run`` launched, for more calls like it; None for copy engines."""
     return None if isinstance(choice.config, configs.Config) else workspace.prepared[choice]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..device.push import BLOCKS, VECTOR, WARP, Layout, up
+from ..device import push
+from ..device.push import BLOCKS, THREADS, VECTOR, WARP, Layout, up
 
 FORMS = ("one_shot", "two_shot", "copy_engine")
-THREADS = 512  #: the largest block
 MAX_BYTES = 16 << 20  #: of the input in one launch of one_shot or two_shot; more go piece after piece
 
 # From how many bytes of input on two_shot is faster. Two ranks send as much in either form; there it is less that is
@@ -89,9 +89,8 @@ def _uses(config: Config) -> int:
 def layout_for(nbytes: int, world_size: int, config: Config) -> Layout:
     """A workspace that takes an input of ``nbytes`` in one launch if it is not above MAX_BYTES; else in several."""
     vectors = -(-min(nbytes, MAX_BYTES) // (VECTOR * _parts(config, world_size)))
-    passes = -(-max(vectors, 1) // (config.blocks * config.threads))
-    slots = passes * config.threads if passes > 1 else up(-(-vectors // config.blocks), WARP)
-    return Layout(world_size, up(max(slots, WARP) * _uses(config), 2 * WARP))
+    slots = push.slots_for(vectors, config.blocks, config.threads)
+    return Layout(world_size, up(slots * _uses(config), 2 * WARP))
 
 
 def vectors(layout: Layout, config: Config) -> int:
@@ -102,7 +101,5 @@ def vectors(layout: Layout, config: Config) -> int:
 
 
 def grid(count: int, layout: Layout, config: Config) -> tuple[int, int]:
-    """Blocks and threads for that many. No block goes without a vector: each must hear from every peer."""
-    warps = -(-count // WARP)
-    blocks = min(config.blocks, warps)
-    return blocks, min(config.threads, layout.slots // _uses(config), -(-warps // blocks) * WARP)
+    """Blocks and threads for that many. No block goes without a vector."""
+    return push.grid(count, layout.slots // _uses(config), config.blocks, config.threads)

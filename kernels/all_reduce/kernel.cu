@@ -20,8 +20,7 @@
 namespace {
 
 using weft::ELEMENTS;
-using weft::FEW;
-using weft::Numbers;
+using weft::Share;
 using weft::u32;
 using weft::u64;
 using weft::Use;
@@ -36,22 +35,6 @@ struct Params {
     u64 numel;
     u32 vectors;  // one_shot: of the input; two_shot: of each part
     u32 aligned;  // x and out lie at multiples of 16 bytes
-};
-
-// A thread's vectors: `at` in the input, `index` among the block's slots. Warps are dealt to the blocks in
-// turn, so that a small input is sent by many multiprocessors.
-struct Share {
-    u32 at, index;
-
-    __device__ __forceinline__ Share() {
-        at = ((threadIdx.x / 32) * gridDim.x + blockIdx.x) * 32 + threadIdx.x % 32;
-        index = threadIdx.x;
-    }
-
-    __device__ __forceinline__ void next() {
-        at += gridDim.x * blockDim.x;
-        index += blockDim.x;
-    }
 };
 
 // Vector `at` of the input; elements past its end are 0.
@@ -109,41 +92,18 @@ __device__ __forceinline__ void one_shot_of(const Params& p) {
     use.leave();
 }
 
-// One vector for every peer, in the order of peer_of; from many ranks on each is loaded when it is sent.
-template <bool WHOLE>
-struct Parts {
-    uint4 of[FEW ? WORLD_SIZE : 1];
-
-    __device__ __forceinline__ void load_all(const Params& p, u32 at) {
-        if constexpr (FEW) {
-#pragma unroll
-            for (int i = 1; i < WORLD_SIZE; ++i) {
-                of[i] = load<WHOLE>(p, static_cast<u64>(weft::peer_of(i)) * p.vectors + at);
-            }
-        }
-    }
-
-    __device__ __forceinline__ void send_all(const Params& p, const Use& use, const Share& s) const {
-#pragma unroll(FEW ? 8 : 1)
-        for (int i = 1; i < WORLD_SIZE; ++i) {
-            const int peer = weft::peer_of(i);
-            const uint4 v = FEW ? of[FEW ? i : 0] : load<WHOLE>(p, static_cast<u64>(peer) * p.vectors + s.at);
-            use.send(peer, s.index, weft::to_wire(v));
-        }
-    }
-};
-
 template <bool WHOLE>
 __device__ __forceinline__ void two_shot_of(const Params& p) {
-    Parts<WHOLE> parts;
-    if (const Share s; s.at < p.vectors) parts.load_all(p, s.at);
+    const auto load_part = [&](int part, u32 at) { return load<WHOLE>(p, static_cast<u64>(part) * p.vectors + at); };
+    weft::Parts parts;
+    if (const Share s; s.at < p.vectors) parts.load_all(load_part, s.at);
     const Use use(p.slots);
     const u32 results = p.slots.capacity / 2;  // the second half of a sender's slots is for results
 
     for (Share s; s.at < p.vectors;) {
-        parts.send_all(p, use, s);
+        parts.send_all(load_part, use, s);
         s.next();
-        if (s.at < p.vectors) parts.load_all(p, s.at);
+        if (s.at < p.vectors) parts.load_all(load_part, s.at);
     }
 
     for (Share s; s.at < p.vectors; s.next()) {
@@ -154,21 +114,9 @@ __device__ __forceinline__ void two_shot_of(const Params& p) {
     }
 
     for (Share s; s.at < p.vectors; s.next()) {
-        if constexpr (FEW) {
-            uint4 in[WORLD_SIZE];
-            use.take_all(results + s.index, in);
-#pragma unroll
-            for (int src = 0; src < WORLD_SIZE; ++src) {
-                if (src != RANK) store<WHOLE>(p, static_cast<u64>(src) * p.vectors + s.at, in[src]);
-            }
-        } else {
-#pragma unroll 1
-            for (int i = 1; i < WORLD_SIZE; ++i) {
-                const int src = weft::peer_of(i);
-                const uint4 v = use.take(src, results + s.index);
-                store<WHOLE>(p, static_cast<u64>(src) * p.vectors + s.at, v);
-            }
-        }
+        weft::store_all(use, results + s.index, [&](int src, const uint4& v) {
+            store<WHOLE>(p, static_cast<u64>(src) * p.vectors + s.at, v);
+        });
     }
     use.leave();
 }

@@ -18,8 +18,9 @@ T = TypeVar("T")
 class Choice(Generic[C]):
     """How calls of one kind are run.
 
-    ``half_bytes`` of a half of the workspace and ``flags`` for each rank are what it takes. ``pays``: it is thought
-    to be faster than the collective by itself and the product by itself.
+    ``half_bytes`` of a half of the workspace and ``flags`` for each rank are what it takes; a OneShotConfig has a
+    layout of its own instead. ``pays``: it is thought to be faster than the collective by itself and the
+    product by itself.
     """
 
     algorithm: str

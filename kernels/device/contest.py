@@ -4,7 +4,7 @@ Three rounds, and after each step all ranks hear of it. Each candidate is compil
 all that are left are timed in turn. One that fails on any rank is out on all of them, so the ranks always launch the
 same kernels in the same order.
 
-They run in a workspace of their own, which breaks by itself and is dropped afterwards, and wait for each other for a
+They run in workspaces of their own, which break by themselves and are dropped afterwards, and wait for each other for a
 short time only: where one rank could not launch what the others did, nothing else is broken by it.
 """
 
@@ -25,6 +25,8 @@ from ...symm_mem.fault import Fault
 from ...symm_mem.heap import Heap
 from ...symm_mem.timeouts import get_timeout, preparing_timeout
 from ...symm_mem.workspace import Layout, Workspace
+from .one_shot import OneShotConfig
+from .push import Layout as PushLayout
 
 _WARM_UPS, _ROUNDS = 2, 5
 _CALLS = 3  # in a row, in each round
@@ -47,7 +49,7 @@ class Candidate(Generic[C]):
 
 
 # Makes the kernel of a configuration on a workspace, for waits of so many nanoseconds: what it returns launches it.
-Make: TypeAlias = Callable[[Workspace[Layout], Any, int], Callable[[], None]]
+Make: TypeAlias = Callable[[Workspace[Any], Any, int], Callable[[], None]]
 
 
 def median_us(launches: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
@@ -79,7 +81,7 @@ class Contest(Generic[C]):
         self._timeout_ns = int(kernels_wait * 1e9)
         self._patience = deadline + kernels_wait  # with a rank whose kernels wait in vain
         self._why = ""
-        self._room = self._new_room()
+        self._new_rooms()
 
     def winner(self) -> tuple[Candidate[C] | None, str]:
         """The one whose slowest rank is the fastest, or why none was found; the same on every rank. Collective.
@@ -95,7 +97,7 @@ class Contest(Generic[C]):
             if self._works(c, partial(self._try, c), self._patience):
                 left.append(c)
             else:
-                self._room = self._new_room()  # the ranks have left the other one at different counts
+                self._new_rooms()  # the ranks have left the other ones at different counts
         if not left:
             return None, self._why
         times: list[float] = []
@@ -110,7 +112,9 @@ class Contest(Generic[C]):
         return left[slowest.index(min(slowest))], ""
 
     def _launch(self, c: Candidate[C]) -> Callable[[], None]:
-        return self._make(self._room, c.config, self._timeout_ns)
+        room = self._slots if isinstance(c.config, OneShotConfig) else self._halves
+        assert room is not None
+        return self._make(room, c.config, self._timeout_ns)
 
     def _compile(self, c: Candidate[C]) -> None:
         self._launch(c)
@@ -127,12 +131,15 @@ class Contest(Generic[C]):
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
         """What the body launches has ended with it, also if it failed: the workspace may then be dropped."""
-        self._room.raise_if_broken(f"tuning {self._kind}")
+        rooms = [room for room in (self._halves, self._slots) if room is not None]
+        for room in rooms:
+            room.raise_if_broken(f"tuning {self._kind}")
         try:
             yield
         finally:
             self._finish()
-        self._room.raise_if_broken()
+        for room in rooms:
+            room.raise_if_broken()
 
     def _finish(self) -> None:
         if self._heap.device.type == "cuda":
@@ -146,11 +153,19 @@ class Contest(Generic[C]):
             self._why = self._why or why
         return not why
 
-    def _new_room(self) -> Workspace[Layout]:
-        flags, half = max(c.flags for c in self._candidates), max(c.half_bytes for c in self._candidates)
-        layout = Layout(self._heap.world_size, flags, half)
-        fault = Fault(self._heap)
-        return Workspace(self._heap, layout, f"workspace to tune in {layout}", fault=fault)
+    def _new_rooms(self) -> None:
+        """For candidates that take halves, and for those that are exchanged in one shot, as far as there are any."""
+        size, fault = self._heap.world_size, Fault(self._heap)
+        one_shots = [c.config for c in self._candidates if isinstance(c.config, OneShotConfig)]
+        halves = [c for c in self._candidates if not isinstance(c.config, OneShotConfig)]
+        self._halves: Workspace[Layout] | None = None
+        self._slots: Workspace[PushLayout] | None = None
+        if halves:
+            layout = Layout(size, max(c.flags for c in halves), max(c.half_bytes for c in halves))
+            self._halves = Workspace(self._heap, layout, f"workspace to tune in {layout}", fault=fault)
+        if one_shots:
+            slots = max((config.layout(size) for config in one_shots), key=lambda layout: layout.slots)
+            self._slots = Workspace(self._heap, slots, f"workspace to tune in {slots}", fault=fault)
 
 
 def _problem(step: Callable[[], Any]) -> str | None:

@@ -1,8 +1,8 @@
-"""Parts that all ranks exchange in one shot, beside products of cuBLAS: the host's side of one_shot.cuh."""
+"""Parts that all ranks exchange in one shot, beside products of cuBLAS: what the launchers of both have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from ctypes import Structure
 from dataclasses import dataclass
 from functools import cache
@@ -10,26 +10,32 @@ from pathlib import Path
 
 from .gemm import Defines
 from .program import Program
+from .push import BLOCKS, THREADS, VECTOR, WARP, Layout, grid, slots_for, up
 
-VECTOR = 16  #: bytes
 MOST_BYTES = 32 << 20  #: gathered or scattered in all; beyond, what hides the sending behind the product wins
 
-_THREADS = 512  # of a block, as in one_shot.cuh
-# Microseconds of an exchange of nothing, and bytes that a rank sends a microsecond: an estimate of exchanges of up to
-# 16 MiB between H200s, not fitted to measurements of these kernels.
-_EXCHANGE, _RATE = 5.0, 300e3
+# Microseconds of an exchange of nothing, and bytes that a rank sends a microsecond: those of all-reduces of 1 to 4 MiB
+# between 2 H200, which send and take in the same way.
+_EXCHANGE, _RATE = 2.5, 285e3
 
 
 @dataclass(frozen=True)
 class OneShotConfig:
-    """``blocks`` exchange parts, each a range of every part with a flag of its own. The same on all ranks."""
+    """``vectors`` of 16 bytes go from each rank to each, through at most ``blocks`` of ``threads``. The same on all
+    ranks."""
 
-    blocks: int
+    vectors: int
+    blocks: int = BLOCKS
+    threads: int = THREADS
+
+    def layout(self, world_size: int) -> Layout:
+        """A workspace that takes them in one launch."""
+        return Layout(world_size, up(slots_for(self.vectors, self.blocks, self.threads), 2 * WARP))
 
 
-def config(part: int, num_sms: int) -> OneShotConfig:
-    """For parts of so many bytes: a vector for each thread at least."""
-    return OneShotConfig(min(num_sms, -(-part // (_THREADS * VECTOR))))
+def config(part: int) -> OneShotConfig:
+    """For parts of so many bytes."""
+    return OneShotConfig(part // VECTOR)
 
 
 def exchange_us(sent: int) -> float:
@@ -39,13 +45,20 @@ def exchange_us(sent: int) -> float:
 
 @cache
 def program(path: Path, defines: Defines) -> Program:
-    """A kernel around one_shot.cuh; one for each set of defines."""
+    """A kernel around push.cuh; one for each set of defines."""
     return Program(path, defines=dict(defines))
 
 
-def launches(
-    program: Program, name: str, params: Sequence[Structure], config: OneShotConfig
-) -> list[Callable[[int], None]]:
-    """A launch for each argument, on a stream."""
-    function = program.function(name)
-    return [function.bound(config.blocks, _THREADS, p) for p in params]
+def launch_of(
+    program: Program, name: str, params: Structure, config: OneShotConfig, layout: Layout
+) -> Callable[[int], None]:
+    """A launch in a workspace of ``layout``, on a stream.
+
+    Raises:
+        ValueError: the workspace is too small.
+    """
+    needed = config.layout(layout.world_size)
+    if layout.slots < needed.slots:
+        raise ValueError(f"workspace: has {layout.slots} slots, must have {needed.slots} for {config}")
+    blocks, threads = grid(config.vectors, layout.slots, config.blocks, config.threads)
+    return program.function(name).bound(blocks, threads, params)

@@ -1,4 +1,5 @@
-// Pushing vectors that announce themselves: no flag, no barrier. What the all-reduce kernels are made of.
+// Pushing vectors that announce themselves: no flag, no barrier. What the all-reduces are made of, and the exchanges in one
+// shot beside products of cuBLAS.
 //
 // The wire. A slot is a 16-byte vector of 32-bit words in the receiver's memory. A word that is 0 is empty.
 // The sender inverts each word of its payload, so empty would be the word 0xffffffff, a NaN in every dtype
@@ -157,6 +158,65 @@ struct Use {
         if (threadIdx.x == 0) s.watch.words[s.epochs + blockIdx.x] = epoch;
     }
 };
+
+// A thread's vectors: `at` in the input, `index` among the block's slots. Warps are dealt to the blocks in
+// turn, so that a small input is sent by many multiprocessors.
+struct Share {
+    u32 at, index;
+
+    __device__ __forceinline__ Share() {
+        at = ((threadIdx.x / 32) * gridDim.x + blockIdx.x) * 32 + threadIdx.x % 32;
+        index = threadIdx.x;
+    }
+
+    __device__ __forceinline__ void next() {
+        at += gridDim.x * blockDim.x;
+        index += blockDim.x;
+    }
+};
+
+// One vector for every peer, in the order of peer_of; from many ranks on each is loaded when it is sent. `load(peer, at)`
+// gives it.
+struct Parts {
+    uint4 of[FEW ? WORLD_SIZE : 1];
+
+    template <typename Load>
+    __device__ __forceinline__ void load_all(const Load& load, u32 at) {
+        if constexpr (FEW) {
+#pragma unroll
+            for (int i = 1; i < WORLD_SIZE; ++i) of[i] = load(peer_of(i), at);
+        }
+    }
+
+    template <typename Load>
+    __device__ __forceinline__ void send_all(const Load& load, const Use& use, const Share& s) const {
+#pragma unroll(FEW ? 8 : 1)
+        for (int i = 1; i < WORLD_SIZE; ++i) {
+            const int peer = peer_of(i);
+            const uint4 v = FEW ? of[FEW ? i : 0] : load(peer, s.at);
+            use.send(peer, s.index, to_wire(v));
+        }
+    }
+};
+
+// `store(src, v)` of every peer's vector in slot `index`.
+template <typename Store>
+__device__ __forceinline__ void store_all(const Use& use, u32 index, const Store& store) {
+    if constexpr (FEW) {
+        uint4 in[WORLD_SIZE];
+        use.take_all(index, in);
+#pragma unroll
+        for (int src = 0; src < WORLD_SIZE; ++src) {
+            if (src != RANK) store(src, in[src]);
+        }
+    } else {
+#pragma unroll 1
+        for (int i = 1; i < WORLD_SIZE; ++i) {
+            const int src = peer_of(i);
+            store(src, use.take(src, index));
+        }
+    }
+}
 
 // A vector's numbers in float32.
 struct Numbers {

@@ -11,6 +11,7 @@ from .program import Watch
 
 VECTOR = 16  #: bytes that travel in one slot
 BLOCKS = 132  #: the largest grid: one block for each multiprocessor of an H100 or H200
+THREADS = 512  #: the largest block
 WARP = 32
 
 
@@ -77,6 +78,21 @@ class Place(program.Place, Protocol):
 def slots_of(place: Place, timeout_ns: int) -> Slots:
     """What kernels are told of ``place``; a wait for a peer expires after ``timeout_ns`` nanoseconds."""
     return Slots(Watch.of(place, timeout_ns), place.span, place.layout.slots, Layout.EPOCHS, Layout.FIRST)
+
+
+def slots_for(count: int, blocks: int = BLOCKS, threads: int = THREADS) -> int:
+    """Slots of each sender with which ``blocks`` of ``threads`` at most take so many vectors in one launch."""
+    passes = -(-max(count, 1) // (blocks * threads))
+    slots = passes * threads if passes > 1 else up(-(-count // blocks), WARP)
+    return max(slots, WARP)
+
+
+def grid(count: int, slots: int, blocks: int = BLOCKS, threads: int = THREADS) -> tuple[int, int]:
+    """Blocks and threads for that many, with so many slots. No block goes without a vector: each must hear from every
+    peer."""
+    warps = -(-count // WARP)
+    blocks = min(blocks, warps)
+    return blocks, min(threads, slots, -(-warps // blocks) * WARP)
 
 
 def up(n: int, to: int) -> int:

@@ -90,11 +90,11 @@ def choose_push(m: int, n: int, k: int, world_size: int, num_sms: int, batches: 
     return push_ranked(m, n, k, world_size, num_sms, batches)[0][1]
 
 
-def choose_one_shot(m: int, n: int, world_size: int, num_sms: int, batches: int = 1) -> OneShotConfig | None:
+def choose_one_shot(m: int, n: int, world_size: int, batches: int = 1) -> OneShotConfig | None:
     """The configuration of a reduce-scatter in one shot of C [W, m, N] of 16 bits; None if that takes no such call."""
     if batches != 1 or world_size * m * n * 2 > one_shot.MOST_BYTES:
         return None
-    return one_shot.config(m * n * 2, num_sms)
+    return one_shot.config(m * n * 2)
 
 
 def estimate_one_shot_us(m: int, n: int, k: int, world_size: int) -> float:
@@ -111,7 +111,7 @@ def fused_ranked(
     For A [L, W, m, K] and B [K, N] of 16 bits. A pure function: all ranks choose alike.
     """
     ranked: list[tuple[float, FusedConfig]] = [*push_ranked(m, n, k, world_size, num_sms, batches)]
-    scatter = choose_one_shot(m, n, world_size, num_sms, batches)
+    scatter = choose_one_shot(m, n, world_size, batches)
     if scatter is not None:
         ranked.append((estimate_one_shot_us(m, n, k, world_size), scatter))
     return sorted(ranked, key=itemgetter(0))
@@ -120,9 +120,10 @@ def fused_ranked(
 def fused_needs(
     m: int, n: int, config: FusedConfig, world_size: int, num_sms: int, batches: int = 1
 ) -> tuple[int, int]:
-    """Bytes of a half of the workspace, and flags for each rank."""
+    """Bytes of a half of the workspace, and flags for each rank; none of a OneShotConfig, which has a layout
+    of its own."""
     if isinstance(config, OneShotConfig):
-        return one_shot_needs(m, n, world_size, config)
+        return 0, 0
     return push_needs(m, n, config, world_size, num_sms, batches)
 
 
@@ -194,8 +195,3 @@ def push_needs(
 
 def _tiles(m: int, n: int, config: PushConfig, batches: int) -> int:
     return batches * -(-m // config.tile.block_m) * -(-n // config.tile.block_n)
-
-
-def one_shot_needs(m: int, n: int, world_size: int, config: OneShotConfig) -> tuple[int, int]:
-    """Bytes of a half, a slot for each peer, and flags for each rank: one of each block."""
-    return (world_size - 1) * m * n * 2, config.blocks

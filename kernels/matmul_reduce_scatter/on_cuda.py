@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ...symm_mem.heap import Heap
-from ...symm_mem.workspace import Layout, Workspace
+from ...symm_mem.workspace import Workspace
 from ..device import gemm, tuner
 from ..device.choice import Choice, Choices, make_together
 from ..device.contest import Candidate
@@ -82,9 +83,7 @@ def tuned(
     ]
     results: list[torch.Tensor] = []
 
-    def make(
-        workspace: Workspace[Layout], config: configs.FusedConfig, timeout_ns: int
-    ) -> Callable[[], None]:
+    def make(workspace: Workspace[Any], config: configs.FusedConfig, timeout_ns: int) -> Callable[[], None]:
         if not results:
             results.append(a.new_empty((batches, m, n), dtype=epilogue.out_dtype))
         stream = torch._C._cuda_getCurrentRawStream(a.get_device())
@@ -107,7 +106,7 @@ def _both_ways(config: configs.FusedConfig) -> list[configs.FusedConfig]:
 
 def run(
     choice: Choice[configs.AnyConfig],
-    workspace: Workspace[Layout],
+    workspace: Workspace[Any],
     a: torch.Tensor,
     b: torch.Tensor,
     terms: Sequence[torch.Tensor],
@@ -152,7 +151,7 @@ def run(
 
 def launcher(
     choice: Choice[configs.AnyConfig],
-    workspace: Workspace[Layout],
+    workspace: Workspace[Any],
     epilogue: configs.Epilogue,
 ) -> MatmulReduceScatterPush | MatmulReduceScatterOneShot | None:
     """What ``run`` launched, for more calls like it; None for the Triton kernel."""

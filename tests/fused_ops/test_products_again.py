@@ -85,7 +85,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     ):
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
         monkeypatch.setattr(module, "on", lambda device: nullcontext())
-        monkeypatch.setattr(module, "matmul_workspace", lambda *_, **__: stage.workspace)
+        monkeypatch.setattr(module, "product_workspace", lambda *_: stage.workspace)
         monkeypatch.setattr(f"{kernels}.choose", lambda *_: Choice("push", None, 0, 0, pays=True))
         monkeypatch.setattr(f"{kernels}.launcher", lambda *_, **__: stage.launcher)
 

@@ -52,7 +52,7 @@ def where(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     workspace.raise_if_broken = lambda op: None
     monkeypatch.setattr(all_gather_matmul, "num_sms", lambda device: 132)
     monkeypatch.setattr(all_gather_matmul, "on", lambda device: nullcontext())
-    monkeypatch.setattr(all_gather_matmul, "matmul_workspace", lambda *_, **__: workspace)
+    monkeypatch.setattr(all_gather_matmul, "product_workspace", lambda *_: workspace)
     monkeypatch.setattr(all_gather_matmul, "get_timeout", lambda name: 1.0)
     monkeypatch.setattr(on_cuda.cuda_kernel, "AllGatherMatmulPushes", Kernels)
     monkeypatch.setattr(on_cuda, "AllGatherMatmulOneShot", OneShot)
@@ -98,7 +98,7 @@ def test_rows_at_one_distance_are_not_copied(
         done = all_gather_matmul._on_cuda(where, shard, bs, dim, return_A)
     assert not isinstance(done, str)
     A, outs = done
-    assert isinstance(kernels(where), OneShot) is (algorithm == "one_shot" and not last)
+    assert isinstance(kernels(where), OneShot) is (algorithm == "one_shot" and not last and not return_A)
     rows = shard if last else shard.movedim(dim, 0)
     assert kernels(where).sizes == [last, (shard.numel() // 24, 24), (stride or 24, 1)]
     assert Kernels.operands[1:] == [b.data_ptr() for b in bs]

@@ -141,7 +141,7 @@ struct Team {
 }  // namespace weft
 
 // The kernels once for each rank, whose number is a constant of the program:
-// namespace rank_<r> { void call(int kernel, const void* params); }, and RANK_CALLS, a list of them.
+// void call_<r>(int kernel, const void* params), and RANK_CALLS, a list of them.
 #include "ranks.inc"
 
 static void (*const calls[])(int, const void*) = {RANK_CALLS};

@@ -40,38 +40,59 @@ class Library:
 
 
 def build(
-    folder: Path, source: Path, kernels: Sequence[str], params: type, defines: Mapping[str, str | int]
+    folder: Path,
+    source: Path,
+    kernels: Sequence[str],
+    params: type,
+    defines: Mapping[str, str | int],
+    beside: Sequence[tuple[Path, Sequence[str], type]] = (),
+    instead: tuple[str, str] | None = None,
 ) -> Library:
-    """Compile ``source`` for every rank of ``defines["WORLD_SIZE"]``; its Params must be as large as ``params``."""
+    """Compile ``source`` for every rank of ``defines["WORLD_SIZE"]``; its Params must be as large as ``params``.
+
+    Args:
+        beside: more sources, the kernels of each and its Params, with which calls on one workspace take turns.
+        instead: a text in a source or in push.cuh, and what shall stand there.
+    """
     folder.mkdir(exist_ok=True)
+    sources = [(source, kernels, params), *beside]
     for stand_in in STAND_INS:
         (folder / stand_in).touch()
     # Beside the stand-ins, so that they include them and not their neighbours; each rank's program, a namespace of one
     # file, includes them for itself.
-    for file in (DEVICE / "push.cuh", DEVICE / "farewell.cuh", source):
-        (folder / file.name).write_text(file.read_text().replace("#pragma once", ""))
-    size = int(defines["WORLD_SIZE"])
-    text = []
+    places = {DEVICE / name: folder / name for name in ("push.cuh", "farewell.cuh")}
+    places |= {file: folder / f"{i}_{file.name}" for i, (file, _, _) in enumerate(sources)}
+    texts = {place: file.read_text().replace("#pragma once", "") for file, place in places.items()}
+    if instead is not None:
+        found = sum(text.count(instead[0]) for text in texts.values())
+        assert found == 1, f"{found} times, not once, in {source} and push.cuh: {instead[0]}"
+        texts = {place: text.replace(*instead) for place, text in texts.items()}
+    for place, content in texts.items():
+        place.write_text(content)
+    size, every = int(defines["WORLD_SIZE"]), [name for _, names, _ in sources for name in names]
+    text, calls = [], []
     for rank in range(size):
-        cases = " ".join(f"case {i}: {name}(p); break;" for i, name in enumerate(kernels))
-        names = [f"#define {name} {name}_{rank}" for name in kernels]
-        text += [f"#define RANK {rank}", *names]
-        text += [f"namespace rank_{rank} {{", "namespace weft { using namespace ::weft; }"]
-        text += [f'#include "{source.name}"', "static void call(int kernel, const void* params) {"]
-        text += [
-            "const Params& p = *static_cast<const Params*>(params);",
-            f"switch (kernel) {{ {cases} }} }}",
-        ]
-        text += [f"static_assert(sizeof(Params) == {ctypes.sizeof(params)});", "}"]
-        text += ["#undef RANK", *(f"#undef {name}" for name in kernels)]
-    text.append(f"#define RANK_CALLS {', '.join(f'rank_{rank}::call' for rank in range(size))}")
+        text += [f"#define RANK {rank}", *(f"#define {name} {name}_{rank}" for name in every)]
+        cases = []
+        for i, (file, names, params) in enumerate(sources):
+            space = f"rank_{rank}_{i}"
+            text += [f"namespace {space} {{", "namespace weft { using namespace ::weft; }"]
+            text += [f'#include "{places[file].name}"']
+            text += [f"static_assert(sizeof(Params) == {ctypes.sizeof(params)});", "}"]
+            argument = f"*static_cast<const {space}::Params*>(params)"
+            cases += [f"case {every.index(n)}: {space}::{n}({argument}); break;" for n in names]
+        calls.append(f"call_{rank}")
+        text += [f"static void call_{rank}(int kernel, const void* params) {{"]
+        text += [f"switch (kernel) {{ {' '.join(cases)} }} }}"]
+        text += ["#undef RANK", *(f"#undef {name}" for name in every)]
+    text.append(f"#define RANK_CALLS {', '.join(calls)}")
     (folder / "ranks.inc").write_text("\n".join(text) + "\n")
     library = folder / "fibers.so"
     flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{folder}"]
     options = [f"-D{name}={value}" for name, value in defines.items()]
     program = Path(__file__).with_name("fibers.cpp")
     subprocess.run(["g++", *flags, *options, program, "-o", library], check=True)
-    return Library(tuple(kernels), ctypes.CDLL(str(library)))
+    return Library(tuple(every), ctypes.CDLL(str(library)))
 
 
 @dataclass

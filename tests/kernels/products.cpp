@@ -1,5 +1,5 @@
-// Runs a kernel around gemm.cuh or one_shot.cuh on the CPU (fibers.h): products.py compiles it as it is, with this file's
-// stand-ins in place of hopper.cuh, sync.cuh and numbers.cuh. Tensor copies and products of warpgroups are done by plain arithmetic.
+// Runs a kernel around gemm.cuh on the CPU (fibers.h): products.py compiles it as it is, with this file's stand-ins in
+// place of hopper.cuh, sync.cuh and numbers.cuh. Tensor copies and products of warpgroups are done by plain arithmetic.
 //
 // What a thread stores at a peer becomes visible late, in any order, unless a fence of system scope orders it: that of
 // a thread which knows of the store, because it is its own or because barriers or counts lie between. (Votes and shuffles
@@ -148,19 +148,7 @@ static unsigned __shfl_xor_sync(unsigned, unsigned value, int mask) {
     return lanes[lane ^ mask];
 }
 
-static Barrier& block() { return group(state().blocks, launched().threads); }
-static void __syncthreads() { meet_and_tell(block(), launched().threads); }
-static int __syncthreads_and(int mine) {
-    Barrier& b = block();
-    b.saying += !mine;
-    meet(b.meeting, launched().threads, [&] {
-        b.said = b.saying;
-        b.saying = 0;
-    });
-    const bool all = b.said == 0;
-    __syncthreads();
-    return all;
-}
+static void __syncthreads() { meet_and_tell(group(state().blocks, launched().threads), launched().threads); }
 
 static unsigned atomicAdd(unsigned* place, unsigned more) {
     const unsigned before = *place;
@@ -188,11 +176,7 @@ template <typename T>
 static T __ldcg(const T* place) {
     return *place;
 }
-template <typename T>
-static T min(T a, T b) {
-    return a < b ? a : b;
-}
-static unsigned __float_as_uint(float value) { return weft::as_bits(value); }
+static int min(int a, int b) { return a < b ? a : b; }
 
 namespace weft {
 

@@ -1,4 +1,4 @@
-"""The kernels around gemm.cuh and one_shot.cuh and their launchers on the CPU: products.cpp's Python side."""
+"""The kernels around gemm.cuh and their launchers on the CPU: products.cpp's Python side."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 from fibers import DEVICE, Library, Ranks
-from weft.kernels.device import gemm, one_shot
+from weft.kernels.device import gemm
 from weft.kernels.device.gemm_tiles import Tile
 from weft.kernels.device.program import Function
 from weft.kernels.device.tensor_map import Boxes, TensorMap
 from weft.symm_mem.workspace import Layout
 
 STAND_INS = ("hopper.cuh", "sync.cuh", "numbers.cuh")
-AROUND = ("gemm.cuh", "half.cuh", "one_shot.cuh", "walk.cuh")
+AROUND = ("gemm.cuh", "half.cuh", "walk.cuh")
 SHARED = 128 << 10  # bytes that a block has
 SMALL = Tile(64, 64, 2, 0.0)
 WIDE = Tile(128, 32, 3, 0.0)
@@ -35,38 +35,35 @@ def build(
     params: type,
     defines: gemm.Defines,
     instead: tuple[str, str] | None = None,
-    kernel: str = "",
 ) -> Future[Library]:
-    """Compile ``source``; the same one once. It takes seconds: ask early.
+    """Compile ``source``, called like its folder; the same one once. It takes seconds: ask early.
 
     Args:
         instead: a text in it or in what it is made around, and what shall stand there.
-        kernel: its name, if it is not that of the source's folder.
     """
     key = (source, defines, instead)
     if key not in _built:
-        folder, name = Path(_libraries.name) / str(len(_built)), kernel or source.parent.name
-        _built[key] = _compilers.submit(_build, folder, source, name, params, defines, instead)
+        folder = Path(_libraries.name) / str(len(_built))
+        _built[key] = _compilers.submit(_build, folder, source, params, defines, instead)
     return _built[key]
 
 
 def _build(
     folder: Path,
     source: Path,
-    name: str,
     params: type,
     defines: gemm.Defines,
     instead: tuple[str, str] | None,
 ) -> Library:
-    below = source.parent.name
-    for new in ("device", below):
+    name = source.parent.name
+    for new in ("device", name):
         (folder / new).mkdir(parents=True, exist_ok=True)
     for stand_in in STAND_INS:
         (folder / "device" / stand_in).touch()
-    kernel = folder / below / source.name
+    kernel = folder / name / source.name
     texts = {folder / "device" / around: (DEVICE / around).read_text() for around in AROUND}
     for file in source.parent.glob("*.cuh"):
-        texts[folder / below / file.name] = file.read_text()
+        texts[folder / name / file.name] = file.read_text()
     # Each block has memory of its own.
     shared = "extern __shared__ u8 base[];", "u8* base = weft::shared_base();"
     texts[kernel] = source.read_text().replace(*shared)
@@ -128,8 +125,7 @@ class Products(Ranks):
         super().__init__(library, layout)
         self.memory[:, layout.half(0) :] = 0xFF
         self.pace = pace
-        for module in (gemm, one_shot):
-            monkeypatch.setattr(module, "program", lambda path, defines: Loaded(self))
+        monkeypatch.setattr(gemm, "program", lambda path, defines: Loaded(self))
         monkeypatch.setattr(Boxes, "encode", encoded)
 
     def use(self) -> None:
@@ -153,6 +149,6 @@ class Loaded:
     def __init__(self, ranks: Products) -> None:
         self.ranks = ranks
 
-    def function(self, name: str, shared: int = 0) -> Function:
+    def function(self, name: str, shared: int) -> Function:
         assert shared <= SHARED
         return self.ranks.function(name)

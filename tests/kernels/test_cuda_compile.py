@@ -53,9 +53,11 @@ PROGRAMS: dict[str, Program] = {
         f"norm-{size}-{dtype}-{cluster}-{held}": norm_kernel.program(size, 1, TORCH[dtype], cluster, held)
         for size, dtype, cluster, held in NORM
     },
-    **{f"gather-{size}": one_shot.program(gather.SOURCE, gather.defines(size)) for size in ONE_SHOT},
     **{
-        f"scatter-{size}-{name}": one_shot.program(scatter.SOURCE, scatter.defines(dtype, size, epilogue))
+        f"gather-{size}": one_shot.program(gather.SOURCE, gather.defines(size, size - 1)) for size in ONE_SHOT
+    },
+    **{
+        f"scatter-{size}-{name}": one_shot.program(scatter.SOURCE, scatter.defines(dtype, size, 1, epilogue))
         for size in ONE_SHOT
         for name, (dtype, epilogue) in EPILOGUES.items()
     },

@@ -10,6 +10,7 @@ from weft.kernels.all_gather_matmul import configs as gather
 from weft.kernels.all_gather_matmul import on_cuda as gather_on_cuda
 from weft.kernels.device.gemm_tiles import MOST_SHARED
 from weft.kernels.device.one_shot import OneShotConfig
+from weft.kernels.device.push import BLOCKS, THREADS, grid
 from weft.kernels.matmul_reduce_scatter import configs as scatter
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatter_on_cuda
 
@@ -115,26 +116,28 @@ def test_it_steps_aside_where_little_is_gathered() -> None:
     assert scatter.fusing_pays(512, 8192, 2048, 4, 132)
 
 
-@given(SIZES, st.integers(1, 5000).map(lambda n: 8 * n), RANKS, SMS)
-def test_one_shot_has_a_flag_for_each_block_and_no_more_blocks_than_there_are_ranges(
-    m: int, n: int, world_size: int, num_sms: int
+@given(SIZES, st.integers(1, 5000).map(lambda n: 8 * n), RANKS)
+def test_one_shot_is_one_launch_in_which_no_block_goes_without_a_vector(
+    m: int, n: int, world_size: int
 ) -> None:
     moved = world_size * m * n * 2
-    configs = (
-        gather.choose_one_shot(m, n, world_size, num_sms),
-        scatter.choose_one_shot(m, n, world_size, num_sms),
-    )
+    configs = gather.choose_one_shot(m, n, world_size), scatter.choose_one_shot(m, n, world_size)
     for config in configs:
         assert (config is not None) is (moved <= 32 << 20)
     if (config := configs[0]) is not None:
-        assert configs[1] == config
-        assert 1 <= config.blocks <= num_sms
-        assert (config.blocks - 1) * 512 * 16 < m * n * 2, "a block without anything to send"
-        assert gather.fused_needs(m, n, world_size, config) == (moved, config.blocks)
-        wanted = moved // world_size * (world_size - 1), config.blocks
-        assert scatter.fused_needs(m, n, config, world_size, num_sms) == wanted
-    assert gather.choose_one_shot(m, n, world_size, num_sms, split_k=True) is None
-    assert scatter.choose_one_shot(m, n, world_size, num_sms, batches=2) is None
+        assert configs[1] == config and config.vectors * 8 == m * n
+        assert gather.fused_needs(m, n, world_size, config) == (0, 0)
+        assert scatter.fused_needs(m, n, config, world_size, 132) == (0, 0)
+        layout = config.layout(world_size)
+        for slots in (layout.slots, 2 * layout.slots):  # also of a workspace that was made for more
+            blocks, threads = grid(config.vectors, slots)
+            passes = -(-config.vectors // (blocks * threads))
+            assert blocks <= BLOCKS and threads <= THREADS and passes * threads <= slots
+            assert (blocks - 1) * 32 < config.vectors
+        assert layout.bytes < 5 * moved + (3 << 20) * world_size
+    assert gather.choose_one_shot(m, n, world_size, split_k=True) is None
+    assert gather.choose_one_shot(m, n, world_size, return_A=True) is None
+    assert scatter.choose_one_shot(m, n, world_size, batches=2) is None
 
 
 @given(SIZES, st.lists(SIZES, min_size=1, max_size=4), SIZES, RANKS, st.booleans())
@@ -158,6 +161,8 @@ def test_both_ops_take_one_shot_where_little_is_moved(m: int) -> None:
     a, b = torch.empty(m // 2, 4096, dtype=torch.bfloat16), torch.empty(4096, 3072, dtype=torch.bfloat16)
     wide, narrow = torch.empty(1, 2, m // 2, 2048, dtype=a.dtype), torch.empty(2048, 4096, dtype=a.dtype)
     up, down = gather_on_cuda.choose(a, [b], 2, 132), scatter_on_cuda.choose(wide, narrow, 132)
+    with_A = gather_on_cuda.choose(a, [b], 2, 132, return_A=True)
+    assert not isinstance(with_A, str) and with_A.algorithm == "push", "it would not be bit for bit"
     for choice in (up, down):
         assert not isinstance(choice, str) and choice.pays
         assert choice.algorithm == ("one_shot" if m <= 512 else "push")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +13,9 @@ from weft.kernels.all_gather_matmul import on_cuda as gather_on_cuda
 from weft.kernels.all_gather_matmul.one_shot_kernel import AllGatherMatmulOneShot
 from weft.kernels.device import one_shot
 from weft.kernels.device.one_shot import OneShotConfig
+from weft.kernels.device.push import Layout
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
 from weft.kernels.matmul_reduce_scatter.one_shot_kernel import MatmulReduceScatterOneShot
-from weft.symm_mem.workspace import Layout
 
 WORLD_SIZE, M, K, N, STREAM = 3, 5, 16, 24, 7
 BF16 = torch.bfloat16
@@ -28,36 +28,30 @@ class Lock:
 
 
 class Driver:
-    """Notes what is launched; ``launch`` may do something in its place."""
+    """Notes what is launched; ``launch`` may do something in its place. ``told`` is what the workspace is told."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launched: list[tuple[Any, int]] = []
-        self.halves = 0
-        self.abandoned: list[BaseException] = []
+        self.told: list[Any] = []
         self.launch: Callable[[Any], None] = lambda params: None
+        self.grids: list[tuple[int, int]] = []
+        monkeypatch.setattr(one_shot, "program", lambda *_: SimpleNamespace(function=lambda name: self))
 
-        def launches(
-            program: object, name: str, params: Sequence[ctypes.Structure], config: OneShotConfig
-        ) -> list[Callable[[int], None]]:
-            return [lambda stream, p=p: self.run(p, stream) for p in params]
-
-        monkeypatch.setattr(one_shot, "program", lambda *_: None)
-        monkeypatch.setattr(one_shot, "launches", launches)
+    def bound(self, blocks: int, threads: int, params: Any) -> Callable[[int], None]:
+        self.grids.append((blocks, threads))
+        return lambda stream: self.run(params, stream)
 
     def run(self, params: Any, stream: int) -> None:
+        self.told.append("launch")
         self.launched.append((params, stream))
         self.launch(params)
 
-    def next_half(self) -> int:
-        self.halves += 1
-        return self.halves % 2
-
-    def workspace(self, half_bytes: int = 1 << 20) -> Any:
-        layout = Layout(WORLD_SIZE, 64, half_bytes)
+    def workspace(self) -> Any:
         return SimpleNamespace(
-            rank=1, world_size=WORLD_SIZE, span=1 << 30, lock=Lock(), layout=layout, address=1 << 20,
-            fault=SimpleNamespace(address=1 << 19, record=0), next_half=self.next_half,
-            abandon=self.abandoned.append,
+            rank=1, world_size=WORLD_SIZE, span=1 << 30, lock=Lock(), layout=Layout(WORLD_SIZE, 64),
+            address=1 << 20, fault=SimpleNamespace(address=1 << 19, record=0),
+            raise_if_broken=lambda op, inside: self.told.append(op),
+            launched=lambda: self.told.append("launched"), abandon=self.told.append,
         )  # fmt: skip
 
 
@@ -74,29 +68,31 @@ def put(address: int, x: torch.Tensor) -> None:
     ctypes.memmove(address, x.data_ptr(), x.nbytes)
 
 
-@pytest.mark.parametrize("return_A", [False, True])
 @pytest.mark.parametrize("lead", [(M,), (M, 2)], ids=["matrix", "more dimensions"])
-def test_products_of_what_was_gathered(driver: Driver, lead: tuple[int, ...], return_A: bool) -> None:
+def test_products_of_what_was_gathered(driver: Driver, lead: tuple[int, ...]) -> None:
     shards = [numbers(*lead, K + 8)[..., 8:] for _ in range(WORLD_SIZE)]
     rows = gather_on_cuda.rows(shards[1])
     bs = [numbers(K, N), numbers(8, K).t()]
-    kernel = AllGatherMatmulOneShot(driver.workspace(), rows, OneShotConfig(2))
+    vectors = rows.numel() // 8
+    kernel = AllGatherMatmulOneShot(driver.workspace(), rows, OneShotConfig(vectors))
+    assert driver.grids == [(1, 32)]
     whole = torch.stack(shards)
     driver.launch = lambda p: put(p.gathered, whole)
     for _ in range(2):
         results = [torch.full((WORLD_SIZE, *lead, b.shape[1]), float("nan")).to(BF16) for b in bs]
-        A = torch.full(whole.shape, float("nan")).to(BF16)
         # In the sizes that the op gives them, the ranks' dimension joined to the first one.
-        given = [x.flatten(0, 1) for x in [*results, A]] if len(lead) == 1 else [*results, A]
-        kernel.call((shards[1], *bs), given if return_A else given[:-1], 5, STREAM)
+        kernel.call(
+            (shards[1], *bs),
+            [x.flatten(0, 1) for x in results] if len(lead) == 1 else results,
+            5,
+            STREAM,
+        )
         params, stream = driver.launched[-1]
-        assert stream == STREAM and params.a == shards[1].data_ptr() and params.watch.timeout_ns == 5
-        vectors = whole[0].numel() // 8
+        assert stream == STREAM and params.a == shards[1].data_ptr() and params.slots.watch.timeout_ns == 5
         assert (params.vectors, params.columns, params.stride) == (vectors, K // 8, (K + 8) // 8)
         for b, result in zip(bs, results, strict=True):
             assert torch.equal(result, (whole.float() @ b.float()).to(BF16))
-        assert not return_A or torch.equal(A, whole)
-    assert driver.halves == 2 and not driver.abandoned
+    assert driver.told == ["fused_all_gather_matmul", "launch", "launched"] * 2
 
 
 SHARES = {  # A as the op has it, and as the kernel's launcher is given it, [1, W, m, K]
@@ -113,7 +109,8 @@ def test_partial_results_are_what_is_scattered(driver: Driver, name: str) -> Non
     assert parts.data_ptr() == A.data_ptr()
     terms = [numbers(N), numbers(m, N)]
     epilogue = Epilogue(BF16, average=True, bias=True, residual=True)
-    kernel = MatmulReduceScatterOneShot(driver.workspace(), parts, b, OneShotConfig(2), epilogue)
+    config = OneShotConfig(m * N // 8)
+    kernel = MatmulReduceScatterOneShot(driver.workspace(), parts, b, config, epilogue)
     got = torch.empty(WORLD_SIZE, m, N, dtype=BF16)
     driver.launch = lambda p: put(got.data_ptr(), torch.frombuffer(read(p.c, got.nbytes), dtype=BF16))
     for given in (parts, A):  # the long way, and the short one
@@ -124,7 +121,7 @@ def test_partial_results_are_what_is_scattered(driver: Driver, name: str) -> Non
         params, stream = driver.launched[-1]
         assert (params.out, params.bias, params.residual) == tuple(x.data_ptr() for x in (out, *terms))
         assert (params.vectors, params.columns, params.average, stream) == (m * N // 8, N // 8, 1, STREAM)
-    assert driver.halves == 2 and not driver.abandoned
+    assert driver.told == ["fused_matmul_reduce_scatter", "launch"] * 2
 
 
 def read(address: int, size: int) -> bytearray:
@@ -133,34 +130,32 @@ def read(address: int, size: int) -> bytearray:
 
 @pytest.mark.parametrize("what", ["product", "launch"])
 @pytest.mark.parametrize("op", ["gather", "scatter"])
-def test_what_ends_a_call_half_way_breaks_the_group(
+def test_only_a_launch_that_fails_breaks_the_group(
     driver: Driver, op: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    error = RuntimeError("no memory")
+
     def refuse(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no memory")
+        raise error
 
     if what == "product":
         monkeypatch.setattr(torch, "mm", refuse)
     else:
         driver.launch = refuse
-    workspace, b, config = driver.workspace(), numbers(K, N), OneShotConfig(1)
+    workspace, b = driver.workspace(), numbers(K, N)
     kernel: AllGatherMatmulOneShot | MatmulReduceScatterOneShot
     if op == "gather":
         a, out = numbers(M, K), numbers(WORLD_SIZE * M, N)
-        kernel = AllGatherMatmulOneShot(workspace, a, config)
+        kernel = AllGatherMatmulOneShot(workspace, a, OneShotConfig(M * K // 8))
     else:
         a, out = numbers(1, WORLD_SIZE, M, K), numbers(M, N)
+        config = OneShotConfig(M * N // 8)
         kernel = MatmulReduceScatterOneShot(workspace, a, b, config, Epilogue(BF16))
     with pytest.raises(RuntimeError, match="no memory"):
         kernel.call((a, b), (out,), 5, STREAM)
-    nothing_begun = op == "scatter" and what == "product"
-    assert driver.halves == len(driver.abandoned) == (0 if nothing_begun else 1)
-
-
-def test_a_workspace_that_is_too_small_is_refused(driver: Driver) -> None:
-    small = driver.workspace(half_bytes=16)
-    with pytest.raises(ValueError, match="too small for shards of 5 x 16"):
-        AllGatherMatmulOneShot(small, numbers(M, K), OneShotConfig(1))
-    a = numbers(1, WORLD_SIZE, M, K)
-    with pytest.raises(ValueError, match="too small for results of 5 x 24"):
-        MatmulReduceScatterOneShot(small, a, numbers(K, N), OneShotConfig(1), Epilogue(BF16))
+    if what == "launch":
+        assert driver.told[1:] == ["launch", error]
+    elif op == "gather":
+        assert driver.told[1:] == ["launch", "launched"], "what peers wait for was sent"
+    else:
+        assert not driver.told, "nothing has begun"

@@ -1,221 +1,259 @@
-"""The exchanges in one shot, on the CPU, threads as fibers: what is read is the right range of the right rank.
+"""The exchanges in one shot and their launchers on the CPU, threads as fibers: special bits, slots, epochs, deadlines.
 
-The kernels and their launchers run as they are but for assembly; stores to peers become visible late and in any order
-(products.cpp). What is summed are small whole numbers: all sums are exact.
+Calls of both ops, of changing size, follow each other on one workspace.
 """
 
 from __future__ import annotations
 
+import ctypes
 import random
+import re
 import shutil
-from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from fibers import Library
-from products import Products, build
-from test_product_protocols import uses, wrong
-from weft.kernels.all_gather_matmul import configs as gather_configs
+from fibers import PATIENT, Library, Ranks, build, inputs, same
 from weft.kernels.all_gather_matmul import one_shot_kernel as gather
+from weft.kernels.device import one_shot
 from weft.kernels.device.one_shot import OneShotConfig
-from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
+from weft.kernels.device.push import Layout
 from weft.kernels.matmul_reduce_scatter import one_shot_kernel as scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
 from weft.symm_mem.fault import Fault
-from weft.symm_mem.workspace import Layout
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 BF16 = torch.bfloat16
 ROUNDED = Epilogue(BF16)
+OPS = ("gather", "scatter")
+KERNELS = ("all_gather_one_shot", "reduce_scatter_one_shot")
 
 
-def numbers(*shape: int) -> torch.Tensor:
-    return torch.randint(-8, 9, shape).to(BF16)
+def compiled(
+    folder: Path, size: int, epilogue: Epilogue = ROUNDED, instead: tuple[str, str] | None = None
+) -> Library:
+    defines = dict(scatter.defines(BF16, size, 0, epilogue))
+    assert set(gather.defines(size, 0)) <= set(defines.items())
+    del defines["RANK"]  # one after the other
+    first = gather.SOURCE, KERNELS[:1], gather._Params
+    return build(folder, *first, defines, [(scatter.SOURCE, KERNELS[1:], scatter._Params)], instead)
 
 
-@dataclass
-class Gather:
-    """The shards [m, K] of all ranks on one workspace of each."""
-
-    size: int
-    m: int
-    k: int
-    blocks: int
-    apart: int = 0  # what lies between two rows of a shard, in elements
-
-    def shard(self) -> torch.Tensor:
-        return numbers(self.m, self.k + self.apart)[:, self.apart :]
-
-    def compiled(self, instead: tuple[str, str] | None = None) -> Future[Library]:
-        defines = gather.defines(self.size)
-        return build(gather.SOURCE, gather._Params, defines, instead, "all_gather_one_shot")
-
-    def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
-        config = OneShotConfig(self.blocks)
-        layout = gather_configs.one_shot_layout(self.m, self.k, self.size, config)
-        self.ranks = Products(monkeypatch, library, layout, pace)
-        self.kernels = [
-            gather.AllGatherMatmulOneShot(place, self.shard(), config) for place in self.ranks.places
-        ]
-        self.kept: list[object] = []
-        self.wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
-        return self.ranks
-
-    def launch(self, half: int, polls: int) -> None:
-        shards = [self.shard() for _ in self.kernels]
-        for rank, kernel in enumerate(self.kernels):
-            gathered = torch.full((self.size, self.m, self.k), float("nan")).to(BF16)
-            kernel.launch(half, shards[rank].data_ptr(), gathered.data_ptr(), polls, rank)
-            self.wanted.append((gathered, torch.stack(shards)))
-        self.kept += shards
+def bits(size: int, *shape: int) -> list[torch.Tensor]:
+    """For each rank numbers of any bits."""
+    count = 1
+    for n in shape:
+        count *= n
+    return [x.reshape(shape) for x in inputs(count, BF16, size)]
 
 
 @dataclass
-class Scatter:
-    """The sum over all ranks of what each has computed for each."""
+class Calls:
+    """What all ranks launch on one workspace of each, what comes of it, and what should."""
 
-    size: int
-    m: int
-    n: int
-    blocks: int
+    monkeypatch: pytest.MonkeyPatch
+    library: Library
+    layout: Layout
     epilogue: Epilogue = ROUNDED
+    done: list[list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=list)
+    kept: list[torch.Tensor] = field(default_factory=list)
 
-    def compiled(self, instead: tuple[str, str] | None = None) -> Future[Library]:
-        defines = scatter.defines(BF16, self.size, self.epilogue)
-        return build(scatter.SOURCE, scatter._Params, defines, instead, "reduce_scatter_one_shot")
+    def __post_init__(self) -> None:
+        self.size = self.layout.world_size
+        self.ranks = Ranks(self.library, self.layout)
+        program = SimpleNamespace(function=self.ranks.function)
+        self.monkeypatch.setattr(one_shot, "program", lambda *_: program)
 
-    def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
-        config = OneShotConfig(self.blocks)
-        nbytes, flags = scatter_configs.one_shot_needs(self.m, self.n, self.size, config)
-        self.ranks = Products(monkeypatch, library, Layout(self.size, flags, nbytes), pace)
-        a, b = numbers(1, self.size, self.m, 8), numbers(8, self.n)
-        self.kernels = [
-            scatter.MatmulReduceScatterOneShot(place, a, b, config, self.epilogue)
-            for place in self.ranks.places
-        ]
-        self.kept: list[object] = []
-        self.wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
-        return self.ranks
+    def launch(
+        self, op: str, m: int, columns: int, grid: tuple[int, int], polls: int = PATIENT, apart: int = 0
+    ) -> None:
+        config = OneShotConfig(m * columns // 8, *grid)
+        self.done.append(
+            self._gather(m, columns, config, polls, apart)
+            if op == "gather"
+            else self._scatter(m, columns, config, polls)
+        )
 
-    def launch(self, half: int, polls: int) -> None:
-        partial = [numbers(self.size, self.m, self.n) for _ in self.kernels]
-        total = torch.stack(partial).float().sum(0)
-        epilogue, shape = self.epilogue, (self.m, self.n)
-        scale = torch.tensor(1.0) / self.size if epilogue.average else torch.tensor(1.0)
-        for rank, kernel in enumerate(self.kernels):
-            out = torch.full(shape, float("nan"), dtype=epilogue.out_dtype)
-            terms = [numbers(self.n)] * epilogue.bias + [numbers(*shape)] * epilogue.residual
+    def _gather(
+        self, m: int, k: int, config: OneShotConfig, polls: int, apart: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """``apart``: elements between two rows of a shard."""
+        shards = [x[:, apart:] for x in bits(self.size, m, k + apart)]
+        self.kept += shards
+        done = []
+        for rank, place in enumerate(self.ranks.places):
+            out = torch.full((self.size + 1, m, k), float("nan")).to(BF16)
+            out[-1] = 1.5
+            kernel = gather.AllGatherMatmulOneShot(place, shards[rank], config)
+            kernel.launch(shards[rank].data_ptr(), out.data_ptr(), polls, rank)
+            want = torch.stack([*shards, out[-1].clone()]).view(torch.int32)
+            sent = want.clone()
+            sent[want == -1] = -2  # what stands for empty, on its way from a peer
+            sent[rank] = want[rank]
+            done.append((out.view(torch.int32), sent))
+        return done
+
+    def _scatter(
+        self, m: int, n: int, config: OneShotConfig, polls: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        a, b = torch.empty(1, self.size, m, 8, dtype=BF16), torch.empty(8, n, dtype=BF16)
+        partial, epilogue = bits(self.size, self.size, m, n), self.epilogue
+        biases, residuals = bits(self.size, n), bits(self.size, m, n)
+        self.kept += [*partial, *biases, *residuals]
+        done = []
+        for rank, place in enumerate(self.ranks.places):
+            total = partial[0][rank].float()
+            for other in partial[1:]:
+                total = total + other[rank].float()
+            if epilogue.average:
+                total = total * (torch.tensor(1.0) / self.size)
+            terms = [biases[rank]] * epilogue.bias + [residuals[rank]] * epilogue.residual
+            for term in terms:
+                total = total + term.float()
+            out = torch.full((m + 1, n), float("nan"), dtype=epilogue.out_dtype)
+            out[-1] = 1.5
+            kernel = scatter.MatmulReduceScatterOneShot(place, a, b, config, epilogue)
             addresses = [term.data_ptr() for term in terms]
-            kernel.launch(half, partial[rank].data_ptr(), addresses, out.data_ptr(), polls, rank)
-            self.wanted.append((out, sum(terms, start=total[rank] * scale).to(epilogue.out_dtype)))
-            self.kept += terms
-        self.kept += partial
+            kernel.launch(partial[rank].data_ptr(), addresses, out.data_ptr(), polls, rank)
+            done.append((out, torch.cat([total.to(epilogue.out_dtype), out[-1:]])))
+        return done
+
+    def wrong(self) -> str:
+        """What is wrong once all have run; empty if nothing is."""
+        if self.ranks.records.any():
+            return f"a wait has expired: {self.ranks.records.tolist()}"
+        bad = [
+            (call, rank)
+            for call, done in enumerate(self.done)
+            for rank, (got, want) in enumerate(done)
+            if not right(got, want)
+        ]
+        if bad:
+            return f"of (call, rank), these are wrong: {bad}"
+        return "" if self.ranks.slots_are_empty() else "slots are not empty"
 
 
-Op = Gather | Scatter
-
-# Ranges that are longer than what a thread has on its way at once, and empty ones.
-GATHERS = {
-    "2": Gather(2, 67, 136, 2),
-    "long": Gather(2, 147, 264, 1, apart=24),
-    "3": Gather(3, 65, 72, 3, apart=8),
-    "4": Gather(4, 33, 72, 2),
-    "empty": Gather(2, 1, 8, 3),
-    "9": Gather(9, 35, 136, 1),
-}
-SCATTERS = {
-    "2": Scatter(2, 67, 136, 2),
-    "long": Scatter(2, 147, 264, 1, Epilogue(torch.float32, bias=True, residual=True)),
-    "3": Scatter(3, 65, 72, 3, Epilogue(BF16, average=True, bias=True)),
-    "4": Scatter(4, 33, 72, 2, Epilogue(BF16, residual=True)),
-    "empty": Scatter(2, 1, 8, 3, Epilogue(torch.float32, average=True)),
-    "9": Scatter(9, 35, 136, 1, Epilogue(BF16, bias=True)),
-}
-OPS = [*GATHERS.values(), *SCATTERS.values()]
-NAMES = [*(f"gather-{name}" for name in GATHERS), *(f"scatter-{name}" for name in SCATTERS)]
+def right(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return torch.equal(got, want) if got.dtype == torch.int32 else same(got, want)
 
 
-@pytest.mark.parametrize("op", OPS, ids=NAMES)
-def test_uses_of_both_halves(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def random_calls(
+    monkeypatch: pytest.MonkeyPatch, library: Library, size: int, epilogue: Epilogue, seed: int, count: int
+) -> Calls:
+    torch.manual_seed(seed)
+    choice = random.Random(seed)
+    calls = Calls(monkeypatch, library, Layout(size, 256), epilogue)
+    for call in range(count):
+        op = OPS[call % 2] if call < 2 else choice.choice(OPS)
+        blocks, threads = choice.choice([1, 2, 3]), choice.choice([32, 64])
+        m, columns = choice.choice([1, 2, 7, 19]), 8 * choice.choice([1, 3, 5, 11])
+        calls.launch(op, m, columns, (blocks, threads), apart=choice.choice([0, 8]))
+    calls.ranks.run(seed)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("size", "epilogue"),
+    [
+        (2, Epilogue(torch.float32, bias=True, residual=True)),
+        (3, Epilogue(BF16, average=True, bias=True)),
+        (4, Epilogue(BF16, residual=True)),
+        (8, ROUNDED),
+        (9, Epilogue(torch.float32, average=True)),  # one sender's vector after the other
+    ],
+    ids=["2", "3", "4", "8", "9"],
+)
+def test_calls_of_both_ops_of_changing_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, epilogue: Epilogue
+) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    assert not wrong(op, uses(op, monkeypatch, op.compiled().result(), seed))
+    calls = random_calls(monkeypatch, compiled(tmp_path, size, epilogue), size, epilogue, seed, 80 // size)
+    assert not calls.wrong()
+    assert {n.kernel for place in calls.ranks.places for n in place.launches} == {0, 1}
 
 
-@pytest.mark.parametrize("op", [GATHERS["3"], SCATTERS["3"]], ids=["gather", "scatter"])
-@pytest.mark.parametrize("told", [False, True], ids=["expires", "had-expired"])
-def test_a_rank_that_gives_up_sends_nothing(op: Op, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = op.prepare(monkeypatch, op.compiled().result(), (1, 2000))
-    op.launch(0, polls=100)
-    layout, words = ranks.layout, ranks.memory.view(torch.int32)
-    # As if this were the second use, and the last rank were still in the first one.
-    words[0, layout.EPOCH] = 1
-    words[0, layout.done(0) : layout.done(0) + op.size - 1] = 1
-    ranks.faults[0, Fault.BROKEN] = int(told)
-    if told:
-        words[0, layout.done(0) + op.size - 1] = 1
-    before = ranks.memory.clone()
-    ranks.run_alone(0)
-    after = ranks.memory[1:].view(torch.int32)
-    assert (after[:, layout.done(0)] == 2).all()  # it ends the use all the same
-    after[:, layout.done(0)] = 0
-    assert torch.equal(ranks.memory[1:], before[1:])
-    assert ranks.records[0, :2].tolist() == ([0, 0] if told else [1, ranks.places[0].address])
+@pytest.mark.parametrize("op", OPS)
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    calls = Calls(monkeypatch, compiled(tmp_path, 3), Layout(3, 64))
+    calls.launch(op, 5, 72, (2, 32), polls=2000)
+    ranks = calls.ranks
+    # Rank 1 comes, but what it sends goes nowhere.
+    elsewhere = torch.zeros_like(ranks.memory)
+    params = (gather._Params, scatter._Params)[OPS.index(op)].from_buffer(ranks.places[1].launches[0], 16)
+    params.slots.watch.words = elsewhere[1].data_ptr()
+    ranks.run(2)
+    for rank in (0, 2):
+        written, where, peer, word, expected, seen, kind, _ = ranks.records[rank].tolist()
+        assert (written, where) == (1, ranks.places[rank].address)
+        assert (peer, expected, seen, kind) == (1, 1, 0, 1)
+        assert ranks.faults[rank, Fault.BROKEN] == 1 + 1
+        said = ranks.layout.describe(word)
+        assert re.fullmatch(r"use count of the payload of rank 1 for block [01] \(half 1\)", said)
 
 
-@pytest.mark.parametrize("op", [GATHERS["3"], SCATTERS["3"]], ids=["gather", "scatter"])
-def test_a_late_rank_is_right_or_told(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("op", OPS)
+def test_a_rank_that_has_given_up_sends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    calls = Calls(monkeypatch, compiled(tmp_path, 3), Layout(3, 64))
+    for _ in range(2):
+        calls.launch(op, 5, 72, (2, 32), polls=100)
+    ranks = calls.ranks
+    own, *others = ranks.memory
+    for i, launch in enumerate(ranks.places[0].launches):
+        before = [x.clone() for x in others]
+        ranks.library.library.run_one(ctypes.byref(launch), 0)
+        changed = [not torch.equal(x, y) for x, y in zip(others, before, strict=True)]
+        assert changed == [not i] * 2, "the first one waits in vain for what its peers should have sent"
+        assert ranks.records[0, 0] == 1 and ranks.faults[0, Fault.BROKEN] > 0
+    assert own.view(torch.int32)[:2].tolist() == [2, 2], "it leaves its uses all the same"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_late_rank_is_right_or_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     """Rank 1 begins in the midst of what the others do, one of which waits for longer than the other."""
-    library, outcomes = op.compiled().result(), []
-    for seed in range(4):
+    library, outcomes = compiled(tmp_path, 3), []
+    for seed in range(12):
         choice = random.Random(seed)
         torch.manual_seed(seed)
-        ranks = op.prepare(monkeypatch, library, (choice.choice([1, 10]), 20_000))
-        for call in range(4):
-            op.launch(call // 2, polls=choice.choice([20, 200]))
-        told = ranks.run_late(seed, late=1, turns=choice.randrange(300_000))
-        for i, (got, want) in enumerate(op.wanted):
-            call, rank = divmod(i, op.size)
-            outcomes.append(torch.equal(got, want))
-            assert outcomes[-1] or told[rank][call], f"seed {seed}: call {call} of rank {rank} is wrong"
+        calls = Calls(monkeypatch, library, Layout(3, 64))
+        for _ in range(4):
+            calls.launch(op, 5, 72, (2, 32), polls=choice.choice([20, 200]))
+        told = calls.ranks.run_late(seed, late=1, turns=choice.randrange(20_000))
+        for call, done in enumerate(calls.done):
+            for rank, (got, want) in enumerate(done):
+                outcomes.append(right(got, want))
+                assert outcomes[-1] or told[rank][call], f"seed {seed}: call {call} of rank {rank} is wrong"
     assert not all(outcomes), "nobody was late"
 
 
-# What must stand in the kernels' text, and what a mistake would look like there.
+# What must stand in the kernels' text or in push.cuh, and what a mistake would look like there.
 MISTAKES = {
-    "no-fence": ("__threadfence_system();\n        for", "for"),
-    "threads-not-awaited": (
-        "__syncthreads();\n    if (threadIdx.x == 0 && sends)",
-        "if (threadIdx.x == 0 && sends)",
+    "one-half-alone": ("(2 * blockIdx.x + (epoch & 1))", "(2 * blockIdx.x)"),
+    "slots-not-emptied": (
+        "store_vector(place(src, index), make_uint4(0, 0, 0, 0));\n                in[src]",
+        "in[src]",
     ),
-    "flag-not-awaited-by-all": ("    }\n    __syncthreads();\n}", "    }\n}"),
-    "flag-of-another-block-set": (
-        "watch.rank * half.flags_per_rank + blockIdx.x;",
-        "watch.rank * half.flags_per_rank + (blockIdx.x + 1) % gridDim.x;",
-    ),
-    "flags-not-awaited": ("if (peer < WORLD_SIZE", "if (peer < 0"),
-    "half-not-free": ("half.done + lane, use - 1", "half.done + lane, use - 2"),
-    "half-not-asked-for": ("__syncthreads_and(threadIdx.x >= 32 || may_send(watch, half, use))", "true"),
+    "the-empty-word-sent": ("max(~v.x, 1u)", "~v.x"),
+    "wrong-part-sent": ("p.c + static_cast<u64>(part) * p.vectors", "p.c"),
+    "own-shard-not-stored": ("store(RANK, s.at, v);", ""),
+    "slots-of-another-pass": ("weft::store_all(use, s.index,", "weft::store_all(use, s.index % blockDim.x,"),
 }
-MAY_SHOW: dict[str, Op] = {"gather": Gather(3, 67, 136, 2), "scatter": Scatter(3, 67, 136, 2)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_ahead(request: pytest.FixtureRequest) -> None:
-    """What the tests to come need is compiled while those before them run."""
-    for item in request.session.items:
-        params = item.callspec.params if item.path == request.path and hasattr(item, "callspec") else {}
-        if "mistake" in params:
-            MAY_SHOW[params["shows"]].compiled(MISTAKES[params["mistake"]])
-        elif "op" in params:
-            params["op"].compiled()
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("shows", MAY_SHOW)
-def test_mistakes_are_found(shows: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    op = MAY_SHOW[shows]
-    library = op.compiled(MISTAKES[mistake]).result()
-    assert any(wrong(op, uses(op, monkeypatch, library, seed)) for seed in range(40))
+def test_mistakes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
+    library = compiled(tmp_path, 3, instead=MISTAKES[mistake])
+    assert any(random_calls(monkeypatch, library, 3, ROUNDED, seed, 20).wrong() for seed in range(10))
+
+
+def test_a_workspace_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch, Library(KERNELS, ctypes.CDLL(None)), Layout(2, 64))
+    for op in OPS:
+        with pytest.raises(ValueError, match="workspace: has 64 slots, must have 128 for OneShotConfig"):
+            calls.launch(op, 72, 8, (1, 32))
+    assert not calls.ranks.places[0].launches
