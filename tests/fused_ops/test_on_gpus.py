@@ -61,6 +61,8 @@ def large_products(rank: int, world_size: int) -> None:
             got_A, (out,) = fused_all_gather_matmul(shard, [B], 0, world())
             check("all-gather + matmul", out, A @ B.double(), bound)
             assert torch.equal(got_A.double(), A)
+            _, (out,) = fused_all_gather_matmul(shard, [B], 0, world(), return_A=False)
+            check("all-gather + matmul alone", out, A @ B.double(), bound)
             wide = torch.randn(world_size * m, k).to(dtype)
             parts = [
                 p.chunk(world_size)[rank]

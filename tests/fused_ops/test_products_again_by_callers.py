@@ -1,4 +1,4 @@
-"""The short way of a product that more than one launch makes: it gets tensors, and takes its half by itself."""
+"""The short way of a product that more than one launch makes: it gets tensors, and says itself when it begins."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import test_products_again as short
+from weft import symm_mem
+from weft.symm_mem.calls import Calls
 
 stage, op = short.stage, short.op
 
@@ -22,12 +24,13 @@ class Caller:
         self.called.append((list(tensors), list(results), *more))
 
 
-def test_a_caller_gets_tensors_and_takes_its_half_by_itself(
+def test_a_caller_gets_tensors_and_says_when_it_begins(
     stage: SimpleNamespace, op: short.Op, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caller = stage.launcher = Caller()
     op.first(*op.given)
-    monkeypatch.setattr(stage.workspace, "next_half", lambda: pytest.fail("the caller takes it"))
+    for what in ("next_half", "raise_if_broken"):
+        monkeypatch.setattr(stage.workspace, what, lambda *_, **__: pytest.fail("that is the caller's"))
     for way in (op.call, op.through_torch):
         got = short.flat(way(*op.given))
         tensors, results, *more = caller.called.pop()
@@ -39,3 +42,39 @@ def test_a_caller_gets_tensors_and_takes_its_half_by_itself(
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             op.call(*op.given)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
+def test_it_is_found_in_the_workspace_of_exchanges(
+    stage: SimpleNamespace, op: short.Op, beside: bool
+) -> None:
+    caller = stage.launcher = Caller()
+    op.first(*op.given)
+    stage.workspaces.clear()
+    stage.workspaces["one_shot", 7, 0] = stage.workspace
+    if beside:
+        stage.workspaces["matmul", 7, 0] = short.Workspace()
+    for _ in range(2):
+        op.call(*op.given)
+    assert len(caller.called) == 2
+    stage.workspaces["one_shot", 7, 0] = short.Workspace()  # grown
+    with pytest.raises(ValueError, match=short.LONG):
+        op.call(*op.given)
+
+
+def test_errors_name_the_line_of_the_call(stage: SimpleNamespace, op: short.Op) -> None:
+    calls = Calls(2, lambda: 1.0, replayed=False)
+    fault = SimpleNamespace(error=None, written=SimpleNamespace(value=0))
+    workspace: Any = SimpleNamespace(fault=fault, _calls=calls, _has_halves=False)
+
+    class Begins(Caller):
+        def call(self, tensors: Any, results: Any, *more: int) -> None:
+            symm_mem.Workspace.raise_if_broken(workspace, "an op", inside=3)  # as one_shot_kernel.py
+
+    stage.launcher = Begins()
+    op.first(*op.given)
+    for way in (op.call, op.through_torch):
+        calls.begins("", None)
+        way(*op.given)
+        assert calls.op == "an op" and calls.site is not None
+        assert calls.site.startswith(f"{short.__file__}:"), "where the op is called, neither above nor below"

@@ -34,6 +34,9 @@ def test_all_gather_matmul_asks_the_kernels_rule(world: int, m: int, n: int) -> 
     assert (reason is None) is gather.fusing_pays(m // world, [n], 4096, world, 132)
     if reason is not None:
         assert f"({m} x 4096 @ 4096 x {n})" in reason
+    with_A = worth_fusing("all_gather_matmul", m, n, 4096, world, BF16, "cuda", return_A=True)
+    assert (with_A is None) is gather.fusing_pays(m // world, [n], 4096, world, 132, return_A=True)
+    assert with_A is not None or reason is None, "never more than where A is not wanted"
     aside = worth_fusing("all_gather_matmul", m, n, 4096, world, BF16, "cuda", last_dim=True)
     assert (aside is None) is gather.fusing_pays(m, [n], 4096 // world, world, 132, split_k=True)
     exact = worth_fusing("all_gather_matmul", m, n, 4096, world, torch.float32, "cuda")

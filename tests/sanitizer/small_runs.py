@@ -67,7 +67,7 @@ def all_gather_matmul(rank: int, size: int, seed: int) -> None:
     for m, k, n, dtype, layouts, return_A, dim, apart in [
         (64, 64, 64, DTYPES[0], both[:1], False, 0, 0),
         (129, 72, 136, DTYPES[0], both[1:], True, 0, 8),
-        (129, 72, 136, DTYPES[0], both[:1] * 2, False, 0, 0),
+        (129, 72, 136, DTYPES[0], both[:1] * 2, False, 0, 8),
         (65, 72, 40, DTYPES[0], both, True, 0, 0),
         (100, 36, 68, DTYPES[1], both[:1], False, 0, 0),
         (70, 36, 36, DTYPES[1], both, True, 0, 0),

@@ -124,3 +124,17 @@ def test_an_exception_breaks_what_its_call_has_taken(error: BaseException, takes
         call()
     assert workspace.cause is (error if breaks else None)
     assert not running.inside and running.workspace is None
+
+
+def test_behind_what_peers_wait_for_an_exception_breaks_nothing() -> None:
+    workspace = Broken()
+
+    @whole
+    def call() -> None:
+        running.workspace = workspace  # type: ignore[assignment]
+        symm_mem.Workspace.launched(workspace)  # type: ignore[arg-type]
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        call()
+    assert workspace.cause is None

@@ -148,7 +148,8 @@ def test_what_does_not_pay_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     (entry,) = captured(good, X, W)[0].entries
     assert (entry.fused_into, entry.reason) == (None, "it is too small")
     assert "product" in entry.form
-    assert asked == [(("all_gather_matmul", 24, 5, 8, 2, torch.float32, "cpu"), {"last_dim": False})]
+    named = {"last_dim": False, "return_A": False}
+    assert asked == [(("all_gather_matmul", 24, 5, 8, 2, torch.float32, "cpu"), named)]
     assert captured(good, X, W, fusion=FusionPass(fuse="always"))[0].fused == [AG]
 
 
