@@ -11,6 +11,7 @@ _BARRIERS = 256  # bytes, rounded up
 _ALIGNMENT = 1024
 # Microseconds of cuBLAS around a product, and between the end of one and the next.
 _PRODUCT_LAUNCH, _NEXT_LAUNCH = 4.0, 2.5
+_LEAST_A_ROW = 0.0015  # microseconds for each of K, however narrow: tiles are not split along K
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def product_us(m: int, n: int, k: int) -> float:
 
 def products_us(m: int, ns: Sequence[int], k: int) -> float:
     """The same of a product with each of several B, one behind the other."""
-    busy = sum(max(2 * m * n * k / 720e6, 2 * k * n / 3.5e6) for n in ns)
+    busy = sum(max(2 * m * n * k / 720e6, 2 * k * n / 3.5e6, k * _LEAST_A_ROW) for n in ns)
     return busy + _PRODUCT_LAUNCH + _NEXT_LAUNCH * (len(ns) - 1)
 
 
