@@ -22,7 +22,7 @@ from ..symm_mem import Heap, Workspace, findings, get_timeout
 from ..symm_mem.registry import has_name
 from . import plan
 from .again import Empty, default_ns, empty_like_on, place, stream_on, timeout
-from .plan import Plan, aligned, heap_or_reason, ran
+from .plan import Plan, aligned, heap_or_reason, num_sms, ran
 from .workspaces import all_reduce_workspace, matmul_workspace
 
 
@@ -135,7 +135,7 @@ def run(
         host.all_reduce(workspace, source.view(-1), out.view(-1), reduce_op)
         return out
     with torch.cuda.device(x.device):
-        config = config or choose(source.nbytes, found.world_size)
+        config = config or choose(source.nbytes, found.world_size, num_sms(x.device))
         prepare = _copies if config.form == "copy_engine" else _pushes
         if config.form == "copy_engine":
             source = aligned(source)
@@ -159,7 +159,7 @@ def _pushes(where: Heap, x: Tensor, reduce_op: str, config: Config) -> _Prepared
 
     place = all_reduce_workspace(where, x.nbytes, config)
     key: Any = (x.numel(), x.dtype, reduce_op)
-    if config != choose(x.nbytes, where.world_size):
+    if config != choose(x.nbytes, where.world_size, num_sms(x.device)):
         key = (*key, config)
     found = place.prepared.get(key)
     if found is None:
@@ -177,7 +177,7 @@ def _copies(where: Heap, x: Tensor, reduce_op: str, config: Config) -> _Prepared
     pushed = front(x.numel(), config)
     place = matmul_workspace(where, *needs((x.numel() - pushed) * width, width, size, config), copied=True)
     key = (host.OP, x.numel(), x.dtype, reduce_op, config)
-    beside = pushing(pushed * width, size)
+    beside = pushing(pushed * width, size, num_sms(x.device))
     push_place = all_reduce_workspace(where, pushed * width, beside) if pushed else None
     found = place.prepared.get(key)
     if found is None or (push_place is not None and found.beside is not push_place):

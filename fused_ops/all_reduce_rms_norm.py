@@ -15,7 +15,7 @@ from ..kernels.all_reduce_rms_norm.reference import rms_norm
 from ..symm_mem import Heap, Workspace, get_timeout
 from . import again as short
 from . import all_reduce
-from .plan import Plan, aligned, heap_or_reason, ran
+from .plan import Plan, aligned, heap_or_reason, num_sms, ran
 from .workspaces import matmul_workspace, push_workspace
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _on_cuda(
 
     rows, hidden = x.shape
     vectors = hidden * x.element_size() // 16
-    config = choose(rows, vectors, where.world_size)
+    config = choose(rows, vectors, where.world_size, num_sms(x.device))
     with torch.cuda.device(x.device):
         place = push_workspace(where, "all_reduce", layout_for(rows, vectors, where.world_size, config))
         place.raise_if_broken(host.OP)

@@ -107,14 +107,14 @@ def choose_push(
 
 
 def choose_one_shot(
-    m: int, k: int, world_size: int, *, split_k: bool = False, return_A: bool = False
+    m: int, k: int, world_size: int, num_sms: int, *, split_k: bool = False, return_A: bool = False
 ) -> OneShotConfig | None:
     """The configuration of a gather in one shot for A shards [m, K] of 16 bits; None if that takes no such call."""
     # What is gathered in one shot is for the products alone: a pair of NaNs with all bits set arrives as another pair
     # (push.cuh), which makes no difference to them, but A must be bit for bit what the shards are.
     if split_k or return_A or world_size * m * k * 2 > one_shot.MOST_BYTES:
         return None
-    return one_shot.config(m * k * 2)
+    return one_shot.config(m * k * 2, num_sms)
 
 
 def estimate_one_shot_us(m: int, ns: Sequence[int], k: int, world_size: int) -> float:
@@ -140,7 +140,7 @@ def fused_ranked(
     choose alike.
     """
     ranked: list[tuple[float, FusedConfig]] = [*push_ranked(m, ns, k, world_size, num_sms, split_k)]
-    gather = choose_one_shot(m, k, world_size, split_k=split_k, return_A=return_A)
+    gather = choose_one_shot(m, k, world_size, num_sms, split_k=split_k, return_A=return_A)
     if gather is not None:
         ranked.append((estimate_one_shot_us(m, ns, k, world_size), gather))
     return sorted(ranked, key=itemgetter(0))

@@ -62,19 +62,23 @@ class Config:
 
 
 @lru_cache(maxsize=4096)
-def choose(nbytes: int, world_size: int) -> Config:
-    """The configuration for an input of ``nbytes`` on ``world_size`` ranks; the same on every rank."""
+def choose(nbytes: int, world_size: int, num_sms: int = BLOCKS) -> Config:
+    """The configuration for an input of ``nbytes`` on ``world_size`` ranks; the same on every rank.
+
+    ``num_sms``: blocks at most. They keep their multiprocessors while they wait for a peer, which may wait for what
+    another stream of this rank has to compute first.
+    """
     copied_from, percent = _COPIED_FROM.get(world_size, (None, 0))
     if copied_from is not None and nbytes >= copied_from:
-        return Config("copy_engine", copied=percent)
-    return pushing(nbytes, world_size)
+        return Config("copy_engine", min(BLOCKS, num_sms), copied=percent)
+    return pushing(nbytes, world_size, num_sms)
 
 
 @lru_cache(maxsize=4096)
-def pushing(nbytes: int, world_size: int) -> Config:
+def pushing(nbytes: int, world_size: int, num_sms: int = BLOCKS) -> Config:
     """The same without copy engines."""
     two_shot_from = _TWO_SHOT_FROM.get(world_size, _TWO_SHOT_FROM_MANY)
-    return Config("two_shot" if nbytes >= two_shot_from else "one_shot")
+    return Config("two_shot" if nbytes >= two_shot_from else "one_shot", min(BLOCKS, num_sms))
 
 
 def _parts(config: Config, world_size: int) -> int:

@@ -110,7 +110,7 @@ class CopyEngineAllReduce:
     def __init__(
         self, workspace: Workspace[Layout], numel: int, dtype: torch.dtype, reduce_op: str, config: Config
     ) -> None:
-        self._numel, self._dtype, self._chunks = numel, dtype, config.chunks
+        self._numel, self._dtype, self._chunks, self._blocks = numel, dtype, config.chunks, config.blocks
         half_bytes, flags = needs(numel * dtype.itemsize, dtype.itemsize, workspace.world_size, config)
         layout = workspace.layout
         if layout.half_bytes < half_bytes or layout.flags_per_rank < flags:
@@ -173,7 +173,7 @@ class CopyEngineAllReduce:
                 send(x + first * size, slot, count, c, peer, streams.handles[step % len(streams.handles)])
         for c in range(chunks):
             params.which = c
-            self._reduce.launch(_REDUCE_BLOCKS, _THREADS, params, stream)
+            self._reduce.launch(min(_REDUCE_BLOCKS, self._blocks), _THREADS, params, stream)
             check(driver.cuEventRecord(streams.reduced[c], stream))
             for handle in streams.handles:
                 check(driver.cuStreamWaitEvent(handle, streams.reduced[c], 0))
@@ -182,7 +182,7 @@ class CopyEngineAllReduce:
             for step, peer in in_turn:
                 handle = streams.handles[step % len(streams.handles)]
                 send(out + first * size, slot, count, chunks + c, peer, handle)
-        self._collect.launch(_COLLECT_BLOCKS, _THREADS, params, stream)
+        self._collect.launch(min(_COLLECT_BLOCKS, self._blocks), _THREADS, params, stream)
         for handle, end in zip(streams.handles, streams.ends, strict=True):
             check(driver.cuEventRecord(end, handle))
             check(driver.cuStreamWaitEvent(stream, end, 0))

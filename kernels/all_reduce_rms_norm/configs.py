@@ -27,16 +27,20 @@ _TWO_SHOT_FROM = {
 
 @dataclass(frozen=True)
 class Config:
-    """``form``: the kernel. ``cluster``: blocks that work on a row together, or on a group of world_size rows."""
+    """``form``: the kernel. ``cluster``: blocks that work on a row together, or on a group of world_size rows.
+    ``blocks``: of a launch, at most, or one cluster."""
 
     form: str
     cluster: int
+    blocks: int = BLOCKS
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise ValueError(f"form: is {self.form!r}, must be one of {FORMS}")
         if self.cluster not in CLUSTERS:
             raise ValueError(f"cluster: is {self.cluster}, must be one of {CLUSTERS}")
+        if not 1 <= self.blocks <= BLOCKS:
+            raise ValueError(f"blocks: is {self.blocks}, must be from 1 to {BLOCKS}")
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,13 @@ def _units(rows: int, world_size: int, form: str) -> int:
 
 
 @lru_cache(maxsize=4096)
-def choose(rows: int, vectors: int, world_size: int) -> Config:
+def choose(rows: int, vectors: int, world_size: int, num_sms: int = BLOCKS) -> Config:
     """The configuration for ``rows`` of ``vectors`` vectors each; the same on every rank.
 
     As many multiprocessors as a cluster can bring together; clusters of one where there are rows enough, or where one
-    block sends a row in one vector a thread.
+    block sends a row in one vector a thread. ``num_sms``: blocks at most, or those of one cluster.
     """
+    most = min(BLOCKS, num_sms)
     nbytes = rows * vectors * VECTOR
     two_shot = world_size in _TWO_SHOT_FROM and nbytes >= _TWO_SHOT_FROM[world_size]
     form = "two_shot" if two_shot else "one_shot"
@@ -79,9 +84,9 @@ def choose(rows: int, vectors: int, world_size: int) -> Config:
     fitting = [c for c in CLUSTERS if c <= pieces]
     held = [c for c in fitting if c * THREADS * most_per_thread(world_size) >= vectors]
     if vectors * (world_size - 1) <= THREADS:
-        return Config(form, 1)
-    spread = [c for c in held if c * _units(rows, world_size, form) <= BLOCKS]
-    return Config(form, spread[-1] if spread else held[0])
+        return Config(form, 1, most)
+    spread = [c for c in held if c * _units(rows, world_size, form) <= most]
+    return Config(form, spread[-1] if spread else held[0], most)
 
 
 def shape(rows: int, vectors: int, world_size: int, config: Config) -> Shape:
@@ -93,7 +98,7 @@ def shape(rows: int, vectors: int, world_size: int, config: Config) -> Shape:
     step = world_size if config.form == "two_shot" else 1
     most = max(step, MAX_BYTES // (vectors * VECTOR) // step * step)
     units = _units(min(rows, most), world_size, config.form)
-    teams = min(units, BLOCKS // config.cluster)
+    teams = min(units, max(1, config.blocks // config.cluster))
     slots = -(-units // teams) * per_thread * threads * (2 if config.form == "two_shot" else 1)
     return Shape(teams * config.cluster, threads, per_thread, up(slots, 2 * WARP), most)
 

@@ -33,9 +33,9 @@ class OneShotConfig:
         return Layout(world_size, up(slots_for(self.vectors, self.blocks, self.threads), 2 * WARP))
 
 
-def config(part: int) -> OneShotConfig:
-    """For parts of so many bytes."""
-    return OneShotConfig(part // VECTOR)
+def config(part: int, num_sms: int) -> OneShotConfig:
+    """For parts of so many bytes, in ``num_sms`` blocks at most: they keep their multiprocessors while they wait."""
+    return OneShotConfig(part // VECTOR, min(BLOCKS, num_sms))
 
 
 def exchange_us(sent: int) -> float:

@@ -90,11 +90,11 @@ def choose_push(m: int, n: int, k: int, world_size: int, num_sms: int, batches: 
     return push_ranked(m, n, k, world_size, num_sms, batches)[0][1]
 
 
-def choose_one_shot(m: int, n: int, world_size: int, batches: int = 1) -> OneShotConfig | None:
+def choose_one_shot(m: int, n: int, world_size: int, num_sms: int, batches: int = 1) -> OneShotConfig | None:
     """The configuration of a reduce-scatter in one shot of C [W, m, N] of 16 bits; None if that takes no such call."""
     if batches != 1 or world_size * m * n * 2 > one_shot.MOST_BYTES:
         return None
-    return one_shot.config(m * n * 2)
+    return one_shot.config(m * n * 2, num_sms)
 
 
 def estimate_one_shot_us(m: int, n: int, k: int, world_size: int) -> float:
@@ -111,7 +111,7 @@ def fused_ranked(
     For A [L, W, m, K] and B [K, N] of 16 bits. A pure function: all ranks choose alike.
     """
     ranked: list[tuple[float, FusedConfig]] = [*push_ranked(m, n, k, world_size, num_sms, batches)]
-    scatter = choose_one_shot(m, n, world_size, batches)
+    scatter = choose_one_shot(m, n, world_size, num_sms, batches)
     if scatter is not None:
         ranked.append((estimate_one_shot_us(m, n, k, world_size), scatter))
     return sorted(ranked, key=itemgetter(0))

@@ -38,7 +38,6 @@ def test_calls_of_changing_size(
     torch.manual_seed(seed)
     choice = random.Random(seed)
     # A team takes several rows, and a thread two vectors of each.
-    monkeypatch.setattr(configs, "BLOCKS", 2 * cluster)
     monkeypatch.setattr(configs, "THREADS", 32)
     vectors = 32 * (pieces * cluster - 1) - 5 if pieces * cluster > 2 else 40
     per_thread = shape(1, vectors, world_size, Config("one_shot", cluster)).per_thread
@@ -51,7 +50,7 @@ def test_calls_of_changing_size(
     hidden = vectors * 16 // TORCH[dtype].itemsize
     calls = []
     for _ in range(8):
-        rows, config = choice.randrange(1, 9), Config(choice.choice(FORMS), cluster)
+        rows, config = choice.randrange(1, 9), Config(choice.choice(FORMS), cluster, 2 * cluster)
         xs = inputs(rows * hidden, TORCH[dtype], world_size)
         if choice.random() < 0.7:
             xs = [torch.randn(rows * hidden).to(TORCH[dtype]) for _ in xs]

@@ -116,12 +116,12 @@ def test_it_steps_aside_where_little_is_gathered() -> None:
     assert scatter.fusing_pays(512, 8192, 2048, 4, 132)
 
 
-@given(SIZES, st.integers(1, 5000).map(lambda n: 8 * n), RANKS)
+@given(SIZES, st.integers(1, 5000).map(lambda n: 8 * n), RANKS, st.sampled_from((2, 64, 100, 132)))
 def test_one_shot_is_one_launch_in_which_no_block_goes_without_a_vector(
-    m: int, n: int, world_size: int
+    m: int, n: int, world_size: int, sms: int
 ) -> None:
     moved = world_size * m * n * 2
-    configs = gather.choose_one_shot(m, n, world_size), scatter.choose_one_shot(m, n, world_size)
+    configs = gather.choose_one_shot(m, n, world_size, sms), scatter.choose_one_shot(m, n, world_size, sms)
     for config in configs:
         assert (config is not None) is (moved <= 32 << 20)
     if (config := configs[0]) is not None:
@@ -130,14 +130,14 @@ def test_one_shot_is_one_launch_in_which_no_block_goes_without_a_vector(
         assert scatter.fused_needs(m, n, config, world_size, 132) == (0, 0)
         layout = config.layout(world_size)
         for slots in (layout.slots, 2 * layout.slots):  # also of a workspace that was made for more
-            blocks, threads = grid(config.vectors, slots)
+            blocks, threads = grid(config.vectors, slots, config.blocks, config.threads)
             passes = -(-config.vectors // (blocks * threads))
-            assert blocks <= BLOCKS and threads <= THREADS and passes * threads <= slots
+            assert blocks <= sms and threads <= THREADS and passes * threads <= slots
             assert (blocks - 1) * 32 < config.vectors
-        assert layout.bytes < 5 * moved + (3 << 20) * world_size
-    assert gather.choose_one_shot(m, n, world_size, split_k=True) is None
-    assert gather.choose_one_shot(m, n, world_size, return_A=True) is None
-    assert scatter.choose_one_shot(m, n, world_size, batches=2) is None
+        assert layout.bytes < 5 * moved * BLOCKS / min(sms, BLOCKS) + (3 << 20) * world_size
+    assert gather.choose_one_shot(m, n, world_size, 132, split_k=True) is None
+    assert gather.choose_one_shot(m, n, world_size, 132, return_A=True) is None
+    assert scatter.choose_one_shot(m, n, world_size, 132, batches=2) is None
 
 
 @given(SIZES, st.lists(SIZES, min_size=1, max_size=4), SIZES, RANKS, st.booleans())
