@@ -101,7 +101,6 @@ def test_what_one_workspace_has_lost_is_not_sent_in_another(
 
 
 def norms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
-    monkeypatch.setattr(configs, "BLOCKS", 2)
     monkeypatch.setattr(configs, "THREADS", 32)
     defines: dict[str, str | int] = {"WORLD_SIZE": 3, "DTYPE": "float32", "CLUSTER": 1, "VECTORS": 1}
     return build(folder, cuda_kernel.SOURCE, configs.FORMS, cuda_kernel._Params, defines)
@@ -125,7 +124,7 @@ def test_a_chain_of_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form:
         normed = torch.empty_like(zeros)
         for rank, chain in enumerate(chains):
             kernel = cuda_kernel.AllReduceRmsNorm(
-                ranks.places[rank], rows, hidden, torch.float32, 1e-5, configs.Config(form, 1)
+                ranks.places[rank], rows, hidden, torch.float32, 1e-5, configs.Config(form, 1, 2)
             )
             for x, sums in pairwise(chain):
                 tensors = (x, zeros, ones, normed, sums)
