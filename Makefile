@@ -46,8 +46,19 @@ $(VENV)/.weft-installed: pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(PY) examples/llama_block.py
 
+# The kernels' tests keep one processor busy for minutes, want no GPU and look at nothing of the machine: they run beside
+# all others. What they print comes behind the rest.
 test: $(STAMP)
+ifeq ($(strip $(PYTEST_ARGS)),)
+	@printed=$$(mktemp); \
+	$(PY) -m pytest tests/kernels -p no:cacheprovider >$$printed 2>&1 & beside=$$!; \
+	$(PY) -m pytest --ignore=tests/kernels; failed=$$?; \
+	wait $$beside || failed=1; \
+	cat $$printed; rm $$printed; \
+	exit $$failed
+else
 	$(PY) -m pytest $(PYTEST_ARGS)
+endif
 
 # Whole programs with the code that Inductor writes, which takes minutes to compile, and what the pass adds to that.
 programs: $(STAMP)
