@@ -33,9 +33,8 @@ class _Params(ctypes.Structure):
 
 
 _X = _Params.x.offset
-_put_addresses = struct.Struct(
-    "2Q"
-).pack_into  # of x and out, at once: a store to a ctypes field costs as much
+# Of x and out, at once: a store to a ctypes field costs as much.
+_put_addresses = struct.Struct("2Q").pack_into
 
 
 @cache

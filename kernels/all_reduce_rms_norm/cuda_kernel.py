@@ -30,9 +30,8 @@ class _Params(ctypes.Structure):
 
 
 _X = _Params.x.offset
-_put_addresses = struct.Struct(
-    "5Q"
-).pack_into  # from x to sums, at once: a store to a ctypes field costs as much
+# From x to sums, at once: a store to a ctypes field costs as much.
+_put_addresses = struct.Struct("5Q").pack_into
 
 
 def supports(hidden: int, dtype: torch.dtype, world_size: int) -> str | None:

@@ -41,7 +41,8 @@ struct ScatterOrder {
         int pair;
         grouped(step, pairs(), columns, p.band, pair, t.column);
         const int place = 2 * pair + block, peers = WORLD_SIZE - 1;
-        t.inside = place < own * WORLD_SIZE;  // a block without a tile loads for the other all the same, and rows past the end of A
+        // A block without a tile loads for the other all the same, and rows past the end of A.
+        t.inside = place < own * WORLD_SIZE;
         // Which chunk for the peers is under way, or was the last one, and the place behind its begin.
         const int behind = place - chunk * peers;
         const int c = behind < 0 ? 0 : min(1 + behind / (chunk * WORLD_SIZE), last);
