@@ -8,7 +8,8 @@ makes an end of all that was found before (symm_mem/findings.py): then it is loo
 
 - group destroyed, or another one under its name: asked anew. Heap made anew; workspace outgrown or gone in a reset:
   an end. So a rank that comes here and one that takes the long way use the same memory.
-- another stream, another current device, a graph being captured: asked anew, they have workspaces of their own.
+- another stream, another current device, a graph being captured: asked anew, they have workspaces of their own. The
+  first call on a second stream: an end. From then on calls take turns (turns.py).
 - modes, transforms, tracing: the thread's dispatch keys are none but those that lead to the kernels at once. Dynamo
   and function modes are looked for where they come in, in functional.py.
 - gradients; subclasses, fake, functional and lazily negated tensors, those of torch.func: by type, flags and address.
@@ -32,9 +33,11 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from ..symm_mem import Workspace, findings, is_checked
+from ..symm_mem.calls import Grids
 from ..symm_mem.registry import has_name, known_heap
 from ..symm_mem.timeouts import chosen_timeout, default_timeout
 from . import plan
+from .turns import Turns, turns_on
 from .workspaces import ONE_SHOT
 
 _ALIGNMENT = 16  # bytes, of what kernels take
@@ -125,6 +128,7 @@ class _Ready:
     results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # sizes, strides
     empty: Empty
     timeout_ns: int  # where nobody has set another one
+    grids: Grids
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +147,7 @@ class _Found:
     workspace: Workspace[Any]
     ready: _Ready
     timeout_ns: int
+    turns: Turns | None
 
 
 def stream_on(device: int) -> int | None:
@@ -217,21 +222,26 @@ def again(
         findings.keep(kept, (alike, group_name, stream), found)
     elif not has_name(found.group, group_name):
         return None
-    workspace, ready = found.workspace, found.ready
+    workspace, ready, turns = found.workspace, found.ready, found.turns
     empty = ready.empty
     results = [empty(sizes, strides, dtype) for sizes, strides, dtype in ready.results]
-    if ready.calls:
-        plan._last = ready.plan
-        ready.launcher.call(tensors, results, found.timeout_ns, stream)
-        return results
-    workspace.raise_if_broken(op, inside=2)  # this and the op's own ``again``
+    if not ready.calls:
+        workspace.raise_if_broken(op, 2, ready.grids)  # inside this and the op's own ``again``
     plan._last = ready.plan
-    try:
-        half, addresses = workspace.next_half() if kind == "matmul" else 0, [r.data_ptr() for r in results]
-        ready.launcher.launch(half, operands, addresses, found.timeout_ns, stream)
-    except BaseException as e:
-        workspace.abandon(e)  # the peers may wait for what was not launched
-        raise
+    if turns is not None:
+        turns.begin(stream)
+    if ready.calls:
+        ready.launcher.call(tensors, results, found.timeout_ns, stream)
+    else:
+        try:
+            half = workspace.next_half() if kind == "matmul" else 0
+            addresses = [r.data_ptr() for r in results]
+            ready.launcher.launch(half, operands, addresses, found.timeout_ns, stream)
+        except BaseException as e:
+            workspace.abandon(e)  # the peers may wait for what was not launched
+            raise
+    if turns is not None:
+        turns.end(stream)
     return results
 
 
@@ -241,7 +251,8 @@ def _find(alike: Hashable, group_name: str, device: int, stream: int, kind: str)
         here = place(each, group_name, device, stream)
         ready = None if here is None else here.workspace.prepared.get(alike)
         if here is not None and ready is not None and (ready.pays or plan._forced == "fused"):
-            return _Found(here.group, here.workspace, ready, timeout(group_name, ready.timeout_ns))
+            deadline, turns = timeout(group_name, ready.timeout_ns), turns_on(device, stream)
+            return _Found(here.group, here.workspace, ready, deadline, turns)
     return None
 
 
@@ -256,6 +267,7 @@ def remember(
     ran: plan.Plan,
     *,
     pays: bool,
+    grids: Grids = (),
 ) -> None:
     """Such a call was made on ``workspace``: the next one may take the short way.
 
@@ -264,12 +276,13 @@ def remember(
             one must be copied, too, and nothing is remembered.
         results: all that the kernels wrote, with the sizes and strides that the caller gets; each a whole storage.
         pays: it is fused also where nobody asks for it.
+        grids: of a Launcher that pushes: blocks of each launch.
     """
     if any(g.data_ptr() != u.data_ptr() for g, u in zip(given, used, strict=True)):
         return
     alike = tuple((tuple(r.shape), r.stride(), r.dtype) for r in results)
     calls, empty = isinstance(launcher, Caller), empty_like_on(given[0].device)
-    ready = _Ready(launcher, calls, ran, pays, alike, empty, default_ns())
+    ready = _Ready(launcher, calls, ran, pays, alike, empty, default_ns(), grids)
     key = key_of(op, arguments, given)
     known: _Ready | None = workspace.prepared.get(key)
     if known is None or (known.launcher, known.plan, known.pays) != (launcher, ran, pays):

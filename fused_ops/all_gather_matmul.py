@@ -12,7 +12,8 @@ from ..kernels.all_gather_matmul import host
 from ..kernels.all_gather_matmul.reference import all_gather_matmul as unfused
 from ..symm_mem import Heap, get_timeout
 from . import again as short
-from .plan import Plan, aligned, heap_or_reason, num_sms, on, pays, ran
+from .plan import Plan, aligned, heap_or_reason, num_sms, pays, ran
+from .turns import turn
 from .workspaces import matmul_workspace, product_workspace
 
 Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
@@ -73,7 +74,7 @@ def _on_cuda(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A:
         return choice
     if not pays(choice.pays):
         return "too little is gathered and multiplied"
-    with on(a.device):
+    with turn(a.device):
         choice, chosen = on_cuda.tuned(choice, where, a, bs, sms, return_A=return_A)
         if choice.algorithm == "copy_engine":
             a = a.contiguous()

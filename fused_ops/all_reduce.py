@@ -19,10 +19,12 @@ from ..kernels.all_reduce import host
 from ..kernels.all_reduce.configs import Config, choose, pushing
 from ..kernels.all_reduce.reference import all_reduce as unfused
 from ..symm_mem import Heap, Workspace, findings, get_timeout
+from ..symm_mem.calls import Grids
 from ..symm_mem.registry import has_name
 from . import plan
 from .again import Empty, default_ns, empty_like_on, place, stream_on, timeout
 from .plan import Plan, aligned, heap_or_reason, num_sms, ran
+from .turns import Turns, turn, turns_on
 from .workspaces import all_reduce_workspace, matmul_workspace
 
 
@@ -30,11 +32,10 @@ from .workspaces import all_reduce_workspace, matmul_workspace
 class _Prepared:
     """What a workspace keeps for one number of elements, dtype and operation."""
 
-    workspace: Workspace[Any]
+    uses: tuple[tuple[Workspace[Any], Grids], ...]  # workspaces, and blocks of each launch that pushes there
     kernel: Any
     plan: Plan
     timeout_ns: int  # where nobody has set another one
-    beside: Workspace[Any] | None = None  # of the kernels that push beside copy engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,13 @@ class _Found:
     group: ProcessGroup
     workspace: Workspace[Any]
     launch: Callable[[int, int, int, int], None]
+    grids: Grids
     plan: Plan
     timeout_ns: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     empty: Empty
+    turns: Turns | None
 
 
 def again(x: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None) -> Tensor | None:
@@ -77,14 +80,18 @@ def again(x: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None)
     if out is None:
         out = found.empty(found.sizes, found.strides, dtype)
     to = address if out is x else out.data_ptr()
-    workspace = found.workspace
-    workspace.raise_if_broken(host.OP, inside=1)
+    workspace, turns = found.workspace, found.turns
+    workspace.raise_if_broken(host.OP, 1, found.grids)
     plan._last = found.plan
+    if turns is not None:
+        turns.begin(stream)
     try:
         found.launch(address, to, found.timeout_ns, stream)
     except BaseException as e:
         workspace.abandon(e)  # the peers may wait for what was not launched
         raise
+    if turns is not None:
+        turns.end(stream)
     return out
 
 
@@ -99,8 +106,8 @@ def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | N
     deadline, sizes = timeout(group_name, found.timeout_ns), tuple(x.shape)
     strides = torch.empty(sizes, device="meta").stride()
     return _Found(
-        *(here.group, here.workspace, found.kernel.launch, found.plan, deadline),
-        *(sizes, strides, empty_like_on(x.device)),
+        *(here.group, here.workspace, found.kernel.launch, found.kernel.grids, found.plan, deadline),
+        *(sizes, strides, empty_like_on(x.device), turns_on(x.get_device(), stream)),
     )
 
 
@@ -134,7 +141,7 @@ def run(
         ran(Plan("host", workspace_bytes=workspace.layout.bytes))
         host.all_reduce(workspace, source.view(-1), out.view(-1), reduce_op)
         return out
-    with torch.cuda.device(x.device):
+    with turn(x.device):
         config = config or choose(source.nbytes, found.world_size, num_sms(x.device))
         prepare = _copies if config.form == "copy_engine" else _pushes
         if config.form == "copy_engine":
@@ -144,7 +151,8 @@ def run(
         key = (host.OP, config.form, x.dtype, reduce_op)
         found.prepare(host.OP, key, lambda: prepare(found, source, reduce_op, config))
         prepared = prepare(found, source, reduce_op, config)
-        prepared.workspace.raise_if_broken(host.OP)
+        for workspace, grids in prepared.uses:
+            workspace.raise_if_broken(host.OP, grids=grids)
         ran(prepared.plan)
         timeout_ns = int(get_timeout(found.group_name) * 1e9)
         stream = torch.cuda.current_stream().cuda_stream
@@ -165,7 +173,7 @@ def _pushes(where: Heap, x: Tensor, reduce_op: str, config: Config) -> _Prepared
     if found is None:
         kernel = AllReduce(place, x.numel(), x.dtype, reduce_op, x.device, config)
         plan = Plan("push", workspace_bytes=place.layout.bytes)
-        found = place.prepared[key] = _Prepared(place, kernel, plan, default_ns())
+        found = place.prepared[key] = _Prepared(((place, kernel.grids),), kernel, plan, default_ns())
     return found
 
 
@@ -180,15 +188,14 @@ def _copies(where: Heap, x: Tensor, reduce_op: str, config: Config) -> _Prepared
     beside = pushing(pushed * width, size, num_sms(x.device))
     push_place = all_reduce_workspace(where, pushed * width, beside) if pushed else None
     found = place.prepared.get(key)
-    if found is None or (push_place is not None and found.beside is not push_place):
+    if found is None or (push_place is not None and found.uses[-1][0] is not push_place):
         kernel: Any = CopyEngineAllReduce(place, x.numel() - pushed, x.dtype, reduce_op, config)
+        uses: tuple[tuple[Workspace[Any], Grids], ...] = ((place, ()),)
         if push_place is not None:
             pushes = AllReduce(push_place, pushed, x.dtype, reduce_op, x.device, beside)
-            kernel = SideBySide(pushes, kernel)
+            kernel, uses = SideBySide(pushes, kernel), (*uses, (push_place, pushes.grids))
         plan = Plan("copy_engine", workspace_bytes=place.layout.bytes)
-        found = place.prepared[key] = _Prepared(place, kernel, plan, default_ns(), push_place)
-    if push_place is not None:
-        push_place.raise_if_broken(host.OP)
+        found = place.prepared[key] = _Prepared(uses, kernel, plan, default_ns())
     return found
 
 

@@ -16,6 +16,7 @@ from ..symm_mem import Heap, Workspace, get_timeout
 from . import again as short
 from . import all_reduce
 from .plan import Plan, aligned, heap_or_reason, num_sms, ran
+from .turns import turn
 from .workspaces import matmul_workspace, push_workspace
 
 if TYPE_CHECKING:
@@ -63,7 +64,10 @@ def run(
         place, kernel, plan, (normed, sums) = _on_cuda(found, *used, eps)
         results = [normed.view(x.shape), sums.view(x.shape)]
         given = (x, residual, weight)
-        short.remember(host.OP, eps, given, used, results, place, _Launcher(kernel), plan, pays=True)
+        launcher = _Launcher(kernel)
+        short.remember(
+            host.OP, eps, given, used, results, place, launcher, plan, pays=True, grids=kernel.grids
+        )
     return normed.view(x.shape), sums.view(x.shape)
 
 
@@ -95,9 +99,9 @@ def _on_cuda(
     rows, hidden = x.shape
     vectors = hidden * x.element_size() // 16
     config = choose(rows, vectors, where.world_size, num_sms(x.device))
-    with torch.cuda.device(x.device):
+    with turn(x.device):
         place = push_workspace(where, "all_reduce", layout_for(rows, vectors, where.world_size, config))
-        place.raise_if_broken(host.OP)
+        place.raise_if_broken()
         key: Any = (host.OP, rows, hidden, x.dtype, eps)
         kernel = place.prepared.get(key)
         plan = Plan("push", workspace_bytes=place.layout.bytes)
@@ -110,6 +114,7 @@ def _on_cuda(
             kernel = make_together(place, host.OP, key, key, make)
         normed, sums = torch.empty_like(x), torch.empty_like(x)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
+        place.raise_if_broken(host.OP, grids=kernel.grids)
         kernel.launch(
             *(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), normed.data_ptr(), sums.data_ptr()),
             timeout_ns=timeout_ns,

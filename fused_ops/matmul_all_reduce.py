@@ -17,6 +17,7 @@ from ..symm_mem.registry import has_name
 from . import again as short
 from . import all_reduce
 from .plan import Plan, aligned, heap_or_reason, num_sms, on, pays, ran
+from .turns import turn
 from .workspaces import matmul_workspace
 
 
@@ -90,12 +91,13 @@ def _in_one_kernel(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor 
     choice = to_all.choose(a, b, where.world_size, sms)
     if isinstance(choice, str) or not pays(choice.pays):
         return None
-    workspace = matmul_workspace(where, choice.half_bytes, choice.flags)
-    workspace.raise_if_broken(host.OP)
-    plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes)
-    ran(plan)
-    timeout_ns = int(get_timeout(where.group_name) * 1e9)
-    out, launcher = to_all.run(choice, workspace, a, b, sms, timeout_ns, host.OP, reduce_op)
+    with turn(A.device):
+        workspace = matmul_workspace(where, choice.half_bytes, choice.flags)
+        workspace.raise_if_broken(host.OP)
+        plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes)
+        ran(plan)
+        timeout_ns = int(get_timeout(where.group_name) * 1e9)
+        out, launcher = to_all.run(choice, workspace, a, b, sms, timeout_ns, host.OP, reduce_op)
     shaped = out.view(*A.shape[:-1], B.shape[1])
     short.remember(host.OP, reduce_op, (A, B), (a, b), [shaped], workspace, launcher, plan, pays=choice.pays)
     return out

@@ -12,7 +12,8 @@ from ..kernels.matmul_reduce_scatter import host
 from ..kernels.matmul_reduce_scatter.reference import matmul_reduce_scatter as unfused
 from ..symm_mem import Heap, get_timeout
 from . import again as short
-from .plan import Plan, aligned, heap_or_reason, num_sms, on, pays, ran
+from .plan import Plan, aligned, heap_or_reason, num_sms, pays, ran
+from .turns import turn
 from .workspaces import matmul_workspace, product_workspace
 
 _WHOLE_TILES = 128  # rows: every tile's height divides it, so that no tile is cut off
@@ -137,7 +138,7 @@ def _on_cuda(
         return choice
     if not pays(choice.pays):
         return "too little is multiplied and scattered"
-    with on(b.device):
+    with turn(b.device):
         arguments, given = _with_terms(dim, reduce_op, bias, residual)
         terms = [aligned(term.contiguous()) for term in given]
         epilogue = Epilogue(out_dtype, reduce_op == "avg", bias is not None, residual is not None)

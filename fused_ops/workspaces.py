@@ -9,36 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ..kernels.all_reduce.configs import Config, layout_for
 from ..kernels.device.choice import Choice
 from ..kernels.device.one_shot import OneShotConfig
 from ..kernels.device.push import Layout as PushLayout
 from ..symm_mem import Heap, Layout, Workspace
 from ..symm_mem.fault import refuse_if_broken
+from .turns import stream_and_graph
 
 ONE_SHOT = "one_shot"  #: the kind of workspace of exchanges beside products, of both ops
 _GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace
 
 
-def _stream_key(heap: Heap) -> tuple[int, int]:
-    """The stream of this call, and the graph it is being captured into (0: none)."""
-    if heap.device.type != "cuda":
-        return 0, 0
-    # As torch.cuda says it, without the objects that it makes: this is asked at every call.
-    stream: int = torch._C._cuda_getCurrentRawStream(heap.device.index)
-    if not torch._C._cuda_isCurrentStreamCapturing():
-        return stream, 0
-    from cuda.bindings import driver
-
-    from ..symm_mem.backends.vmm import check
-
-    return stream, int(check(driver.cuStreamGetCaptureInfo(stream))[1])
-
-
 def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[Any], Any]) -> Workspace[Any]:
-    key = (kind, *_stream_key(heap))
+    key = (kind, *(stream_and_graph(heap.device) if heap.device.type == "cuda" else (0, 0)))
     found = heap.workspaces.get(key)
     if found is not None and fits(found.layout):
         return found

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from .errors import WeftError
 from .sites import Site, text
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 _KEPT = 4096  # calls: more than a GPU's queue holds
 
 T = TypeVar("T")
+Grids: TypeAlias = tuple[int, ...]
 
 
 class Calls:
-    """What was called on one workspace, by half and count of use.
+    """What was called on one workspace, by half and count of use; where kernels push, by block and count of use.
 
     Args:
         timeout: the deadline that a call begins with.
@@ -35,14 +36,20 @@ class Calls:
         self.replayed = replayed
         self._kept: list[deque[tuple[str, Site | None]]] = [deque(maxlen=_KEPT) for _ in range(halves)]
         self._uses = [0] * halves
+        self._pushed: deque[tuple[str, Site | None, Grids]] = deque(maxlen=_KEPT)
+        self._launched: dict[Grids, int] = {}  # how often, all in all
 
     @property
     def site(self) -> str | None:
         """Where the last call came from."""
         return text(self._site)
 
-    def begins(self, op: str, site: Site | None) -> None:
+    def begins(self, op: str, site: Site | None, grids: Grids = ()) -> None:
+        """A call. ``grids``: blocks of each of its launches that push. A launch is a use of every block that it has."""
         self.op, self._site = op, site
+        if grids:
+            self._pushed.append((op, site, grids))
+            self._launched[grids] = self._launched.get(grids, 0) + 1
         if self.replayed:
             self._captured_timeout = self._timeout()
 
@@ -57,18 +64,28 @@ class Calls:
         self._kept[half].append((self.op, self._site))
 
     def find(self, half: int | None, use: int) -> tuple[str, str | None]:
-        """Op and site of the ``use``-th use of a half, the first one being 1; of the last call if that is not known.
-
-        It is not where the kernels count by block and not by half, as those of the all-reduce do.
-        """
+        """Op and site of the ``use``-th use of a half, the first one being 1; of the last call if that is not known."""
         if half is not None and (uses := self._uses[half]):
-            at = (use - 1) % uses if self.replayed else use - 1
-            back = uses - at  # 1: the newest
+            back = self._back(use, uses)
             kept = self._kept[half]
             if 1 <= back <= len(kept):
                 op, site = kept[-back]
                 return op, text(site)
         return self.op, self.site
+
+    def find_push(self, block: int, use: int) -> tuple[str, str | None]:
+        """The same of a use of a block's slots."""
+        if uses := sum(times * _uses(grids, block) for grids, times in self._launched.items()):
+            back = self._back(use, uses)
+            for op, site, grids in reversed(list(self._pushed)) if back >= 1 else ():
+                back -= _uses(grids, block)
+                if back <= 0:
+                    return op, text(site)
+        return self.op, self.site
+
+    def _back(self, use: int, uses: int) -> int:
+        """How many uses ago a use was, of so many; 1: it is the newest."""
+        return uses - ((use - 1) % uses if self.replayed else use - 1)
 
     def forget(self) -> None:
         """Uses count from 0 again. A captured graph keeps its calls."""
@@ -76,6 +93,12 @@ class Calls:
             self._uses = [0] * len(self._uses)
             for kept in self._kept:
                 kept.clear()
+            self._pushed.clear()
+            self._launched.clear()
+
+
+def _uses(grids: Grids, block: int) -> int:
+    return sum(block < grid for grid in grids)
 
 
 class _Running(threading.local):

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
-from .calls import Calls, running
+from .calls import Calls, Grids, running
 from .errors import CallAbandoned, PeerTimeout, WeftError, describe
 from .fault import WORD, Fault, fault_of
 from .findings import Noted
@@ -163,12 +163,13 @@ class Workspace(Generic[L]):
         self.fault.knows(self.address, layout, self._calls)
         heap.users.add(self)
 
-    def raise_if_broken(self, op: str | None = None, inside: int = 0) -> None:
+    def raise_if_broken(self, op: str | None = None, inside: int = 0, grids: Grids = ()) -> None:
         """Where a wait has expired, in whatever workspace of the group, this rank makes no more calls.
 
         Args:
             op: the call that is about to be made, if one is.
             inside: so many frames above this one are weft's, and there is another one above those, for certain.
+            grids: blocks of each launch of that call, where they push.
 
         Raises:
             PeerTimeout: in the words of that wait, until the group is reset.
@@ -178,7 +179,7 @@ class Workspace(Generic[L]):
         if fault.error is not None or fault.written.value:
             fault.raise_if_broken()
         if op is not None:
-            self._calls.begins(op, call_site(inside + 2))
+            self._calls.begins(op, call_site(inside + 2), grids)
             if not self._has_halves and running.inside:
                 running.workspace = self
 

@@ -58,7 +58,8 @@ class AllGatherMatmulOneShot:
         p = self._params = _Params(slots_of(workspace, 0))
         p.vectors, p.columns, p.stride = config.vectors, k // elements, row_stride(a) // elements
         program = one_shot.program(SOURCE, defines(size, workspace.rank))
-        self._launch = one_shot.launch_of(program, "all_gather_one_shot", p, config, workspace.layout)
+        layout = workspace.layout
+        self._launch, self._grids = one_shot.launch_of(program, "all_gather_one_shot", p, config, layout)
 
     def call(
         self,
@@ -79,7 +80,8 @@ class AllGatherMatmulOneShot:
         """
         a, *bs = tensors
         gathered = a.new_empty((self._rows, self._k))
-        self.workspace.raise_if_broken(host.OP, inside=3)  # this and two more, the short way and the long one
+        # Three frames: this and two more, on the short way and on the long one.
+        self.workspace.raise_if_broken(host.OP, inside=3, grids=self._grids)
         try:
             self.launch(a.data_ptr(), gathered.data_ptr(), timeout_ns, stream)
         except BaseException as e:

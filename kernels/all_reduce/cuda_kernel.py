@@ -62,6 +62,9 @@ class AllReduce:
         reduce_op: "sum", "avg" (divided by the number of ranks), "max" or "min".
         config: one_shot or two_shot, the same on every rank; what ``pushing`` says, if None.
 
+    Attributes:
+        grids: blocks of each launch.
+
     Raises:
         TypeError, ValueError: naming the argument, what it was and what it must be.
     """
@@ -88,6 +91,7 @@ class AllReduce:
         # Whole vectors at aligned addresses are a kernel of their own: (bytes from the start, launch, argument).
         self._pieces: tuple[list[tuple[int, Callable[[int], None], _Params]], ...] = ([], [])
         for aligned in (False, True):
+            self.grids: tuple[int, ...] = ()  # the same for both
             for start in range(0, numel, step):
                 length = min(step, numel - start)
                 count = -(-length * width // (VECTOR * parts))
@@ -95,7 +99,9 @@ class AllReduce:
                 name = config.form if whole else f"{config.form}_any"
                 function = _function(layout.world_size, place.rank, dtype, reduce_op, name, device)
                 params = _Params(slots_of(place, 0), 0, 0, length, count, aligned)
-                ready = function.bound(*grid(count, layout, config), params)
+                blocks, threads = grid(count, layout, config)
+                ready = function.bound(blocks, threads, params)
+                self.grids += (blocks,)
                 self._pieces[aligned].append((start * width, ready, params))
 
     def launch(self, x: int, out: int, timeout_ns: int, stream: int) -> None:

@@ -70,6 +70,9 @@ class AllReduceRmsNorm:
         rows, hidden: x is [rows, hidden], 1 or more each; ``supports`` must hold.
         config: of ``configs.choose``, the same on every rank.
 
+    Attributes:
+        grids: blocks of each launch.
+
     Raises:
         ValueError: the kernel does not take such rows, or the workspace is too small.
     """
@@ -92,6 +95,7 @@ class AllReduceRmsNorm:
         if place.layout.slots < wanted.slots:
             raise ValueError(f"workspace: has {place.layout.slots} slots, must have {wanted.slots} or more")
         self._timeout_ns = 0
+        self.grids: tuple[int, ...] = ()
         self._pieces: list[tuple[int, Callable[[int], None], _Params]] = []
         for start in range(0, rows, wanted.rows):
             count = min(wanted.rows, rows - start)
@@ -100,6 +104,7 @@ class AllReduceRmsNorm:
             function = kernels.function(config.form)
             params = _Params(slots_of(place, 0), rows=count, vectors=vectors, eps=eps, elements=hidden)
             ready = function.bound(now.blocks, wanted.threads, params)
+            self.grids += (now.blocks,)
             self._pieces.append((start * hidden * dtype.itemsize, ready, params))
 
     def launch(

@@ -56,8 +56,8 @@ def program(path: Path, defines: Defines) -> Program:
 
 def launch_of(
     program: Program, name: str, params: Structure, config: OneShotConfig, layout: Layout
-) -> Callable[[int], None]:
-    """A launch in a workspace of ``layout``, on a stream.
+) -> tuple[Callable[[int], None], tuple[int]]:
+    """A launch in a workspace of ``layout``, on a stream; and how many blocks it has.
 
     Raises:
         ValueError: the workspace is too small.
@@ -66,4 +66,4 @@ def launch_of(
     if layout.slots < needed.slots:
         raise ValueError(f"workspace: has {layout.slots} slots, must have {needed.slots} for {config}")
     blocks, threads = grid(config.vectors, layout.slots, config.blocks, config.threads)
-    return program.function(name).bound(blocks, threads, params)
+    return program.function(name).bound(blocks, threads, params), (blocks,)

@@ -10,7 +10,9 @@ from . import program
 from .program import Watch
 
 VECTOR = 16  #: bytes that travel in one slot
-BLOCKS = 132  #: the largest grid: one block for each multiprocessor of an H100 or H200
+# The largest grid. An H100 or H200 has 132 multiprocessors: however long a kernel waits on so many, a product in front
+# of what its peer waits for finds room. 132 blocks are no faster (bench/NOTES.md).
+BLOCKS = 128
 THREADS = 512  #: the largest block
 WARP = 32
 
@@ -58,6 +60,10 @@ class Layout:
     def words(self) -> int:
         """Words that must be zero before the first use: all."""
         return self.bytes // 4
+
+    def block_of(self, word: int) -> int:
+        """The block whose slots a word belongs to."""
+        return (word - self.FIRST) * 4 // VECTOR // (2 * self.world_size * self.slots)
 
     def describe(self, word: int) -> str:
         """What a word is, for an error message about a wait for it."""

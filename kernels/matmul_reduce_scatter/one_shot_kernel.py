@@ -78,7 +78,8 @@ class MatmulReduceScatterOneShot:
         p = self._params = _Params(slots_of(workspace, 0))
         p.vectors, p.columns, p.average = config.vectors, n // elements, epilogue.average
         program = one_shot.program(SOURCE, defines(a.dtype, size, workspace.rank, epilogue))
-        self._launch = one_shot.launch_of(program, "reduce_scatter_one_shot", p, config, workspace.layout)
+        layout = workspace.layout
+        self._launch, self._grids = one_shot.launch_of(program, "reduce_scatter_one_shot", p, config, layout)
 
     def call(
         self,
@@ -98,7 +99,8 @@ class MatmulReduceScatterOneShot:
             PeerTimeout, CallAbandoned: as ``Workspace.raise_if_broken``.
         """
         partial = self._product(tensors[0], tensors[1])
-        self.workspace.raise_if_broken(host.OP, inside=3)  # this and two more, the short way and the long one
+        # Three frames: this and two more, on the short way and on the long one.
+        self.workspace.raise_if_broken(host.OP, inside=3, grids=self._grids)
         try:
             terms = [term.data_ptr() for term in tensors[2:]]
             self.launch(partial.data_ptr(), terms, results[0].data_ptr(), timeout_ns, stream)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from weft import symm_mem
-from weft.fused_ops import all_reduce, one_shot_all_reduce, one_shot_all_reduce_, plan
+from weft.fused_ops import all_reduce, one_shot_all_reduce, one_shot_all_reduce_, plan, turns
 from weft.symm_mem import findings, registry, timeouts
 from weft.symm_mem.findings import Noted
 
@@ -19,6 +19,7 @@ NAME = "a group"
 @dataclass
 class Kernel:
     launched: list[tuple[int, int, int, int]] = field(default_factory=list)
+    grids: tuple[int, ...] = ()
 
     def launch(self, x: int, out: int, timeout_ns: int, stream: int) -> None:
         self.launched.append((x, out, timeout_ns, stream))
@@ -32,7 +33,7 @@ class Workspace:
         self.prepared: Noted[Any, Any] = Noted()
         self.error: Exception | None = None
 
-    def raise_if_broken(self, op: str, inside: int) -> None:
+    def raise_if_broken(self, op: str, inside: int, grids: tuple[int, ...]) -> None:
         if self.error is not None:
             raise self.error
 
@@ -43,7 +44,9 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     group, kernel, workspace = object(), Kernel(), Workspace()
     x = torch.randn(5, 3)
     stage = SimpleNamespace(group=group, owner=group, stream=7, capturing=False, device=0)
-    workspace.prepared[15, x.dtype, "sum"] = all_reduce._Prepared(workspace, kernel, plan.Plan("push"), 123)
+    workspace.prepared[15, x.dtype, "sum"] = all_reduce._Prepared(
+        ((workspace, ()),), kernel, plan.Plan("push"), 123
+    )
     where = SimpleNamespace(workspaces=Noted({("all_reduce", 7, 0): workspace}))
     monkeypatch.setattr(timeouts, "_per_group", Noted())
     monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (group, where))
@@ -54,6 +57,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return stage.group
 
     monkeypatch.setattr(registry, "_resolve_process_group", resolve)
+    monkeypatch.setattr(turns, "_turns_of", lambda index: None)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)

@@ -18,6 +18,7 @@ from weft.fused_ops import (
     fused_matmul_all_reduce,
     matmul_all_reduce,
     plan,
+    turns,
 )
 from weft.symm_mem import findings, registry, timeouts
 from weft.symm_mem.findings import Noted
@@ -27,6 +28,8 @@ EPS = 1e-5
 
 class Kernel:
     """Of both ops. The sum of all ranks is what this one has."""
+
+    grids = ()
 
     def __init__(self) -> None:
         self.launched: list[tuple[int, ...]] = []
@@ -51,12 +54,15 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (group, stage.where))
     monkeypatch.setattr(timeouts, "_per_group", Noted())
     monkeypatch.setattr(registry, "_resolve_process_group", resolve)
+    monkeypatch.setattr(turns, "_turns_of", lambda index: None)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stage.stream, raising=False)
     dtype = torch.float32
-    workspace.prepared[6 * 5, dtype, "sum"] = all_reduce._Prepared(workspace, kernel, plan.Plan("push"), 123)
+    workspace.prepared[6 * 5, dtype, "sum"] = all_reduce._Prepared(
+        ((workspace, ()),), kernel, plan.Plan("push"), 123
+    )
     A, B = torch.randn(3, 2, 4), torch.randn(4, 5)
     x, residual, weight = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8)
     stage.product, stage.norm = (A, B), (x, residual, weight)

@@ -22,6 +22,7 @@ from weft.fused_ops import (
     fused_matmul_reduce_scatter,
     matmul_reduce_scatter,
     plan,
+    turns,
 )
 from weft.kernels.device.choice import Choice
 from weft.symm_mem import registry, timeouts
@@ -47,7 +48,7 @@ class Workspace:
         self.prepared: Noted[Any, Any] = Noted()
         self.error: Exception | None = None
 
-    def raise_if_broken(self, op: str, inside: int = 0) -> None:
+    def raise_if_broken(self, op: str, inside: int = 0, grids: tuple[int, ...] = ()) -> None:
         if self.error is not None:
             raise self.error
 
@@ -75,6 +76,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (stage.group, where))
     monkeypatch.setattr(registry, "_resolve_process_group", resolve)
+    monkeypatch.setattr(turns, "_turns_of", lambda index: None)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
@@ -84,7 +86,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         (matmul_reduce_scatter, "weft.kernels.matmul_reduce_scatter.on_cuda"),
     ):
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
-        monkeypatch.setattr(module, "on", lambda device: nullcontext())
+        monkeypatch.setattr(module, "turn", lambda device: nullcontext())
         monkeypatch.setattr(module, "product_workspace", lambda *_: stage.workspace)
         monkeypatch.setattr(f"{kernels}.choose", lambda *_: Choice("push", None, 0, 0, pays=True))
         monkeypatch.setattr(f"{kernels}.launcher", lambda *_, **__: stage.launcher)

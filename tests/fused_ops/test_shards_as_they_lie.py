@@ -51,7 +51,7 @@ def where(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     workspace.raise_if_broken = lambda op: None
     monkeypatch.setattr(all_gather_matmul, "num_sms", lambda device: 132)
-    monkeypatch.setattr(all_gather_matmul, "on", lambda device: nullcontext())
+    monkeypatch.setattr(all_gather_matmul, "turn", lambda device: nullcontext())
     monkeypatch.setattr(all_gather_matmul, "product_workspace", lambda *_: workspace)
     monkeypatch.setattr(all_gather_matmul, "get_timeout", lambda name: 1.0)
     monkeypatch.setattr(on_cuda.cuda_kernel, "AllGatherMatmulPushes", Kernels)

@@ -110,7 +110,7 @@ def stage(folder: str, on: bool, fastest: Any) -> Iterator[symm_mem.Heap]:
             stack.enter_context(mock.patch.object(target, name, value))
         for module in (all_gather_matmul, matmul_reduce_scatter):
             stack.enter_context(mock.patch.object(module, "num_sms", return_value=132))
-            stack.enter_context(mock.patch.object(module, "on", return_value=nullcontext()))
+            stack.enter_context(mock.patch.object(module, "turn", return_value=nullcontext()))
         if fastest == "one_shot":  # the model thinks a little less of it than of the best that pushes
             for configs in (gather.configs, scatter.configs):
 

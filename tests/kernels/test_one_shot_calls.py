@@ -50,7 +50,7 @@ class Driver:
         return SimpleNamespace(
             rank=1, world_size=WORLD_SIZE, span=1 << 30, lock=Lock(), layout=Layout(WORLD_SIZE, 64),
             address=1 << 20, fault=SimpleNamespace(address=1 << 19, record=0),
-            raise_if_broken=lambda op, inside: self.told.append(op),
+            raise_if_broken=lambda op, inside, grids: self.told.append(op),
             launched=lambda: self.told.append("launched"), abandon=self.told.append,
         )  # fmt: skip
 

@@ -58,6 +58,44 @@ def test_replays_of_a_graph_repeat_its_calls() -> None:
     assert calls.find(1, 2) == ("op", "model.py:2"), "a reset leaves a graph's calls as they are"
 
 
+def pushes(order: random.Random, count: int) -> list[tuple[int, ...]]:
+    return [tuple(order.choice((1, 3, 8)) for _ in range(order.randint(1, 3))) for _ in range(count)]
+
+
+def uses_of(block: int, grids: list[tuple[int, ...]]) -> list[int]:
+    """For each use of a block the call, by number, that it belongs to."""
+    return [call for call, launches in enumerate(grids) for grid in launches if block < grid]
+
+
+def test_pushes_are_told_apart_by_block_and_count() -> None:
+    grids = pushes(random.Random(), 300)
+    calls = Calls(2, lambda: 7.0, replayed=False)
+    for line, launches in enumerate(grids):
+        calls.begins(f"op {line % 3}", at(line), launches)
+    for block in (0, 1, 2, 5, 7):
+        uses = uses_of(block, grids)
+        for use, line in enumerate(uses, start=1):
+            assert calls.find_push(block, use) == (f"op {line % 3}", f"model.py:{line}")
+        assert calls.find_push(block, len(uses) + 1) == ("op 2", "model.py:299"), "never launched"
+    assert calls.find_push(8, 1) == ("op 2", "model.py:299")
+    calls.forget()
+    calls.begins("op x", at(500), (2,))
+    calls.begins("op y", at(501), (1,))
+    assert calls.find_push(1, 1) == ("op x", "model.py:500"), "a reset counts from 0 again"
+
+
+def test_replays_repeat_pushes() -> None:
+    grids = [*pushes(random.Random(), 20), (8,)]
+    calls = Calls(2, lambda: 7.0, replayed=True)
+    for line, launches in enumerate(grids):
+        calls.begins("op", at(line), launches)
+    calls.forget()
+    for block in (0, 2, 7):
+        uses = uses_of(block, grids)
+        for use, line in enumerate(3 * uses, start=1):
+            assert calls.find_push(block, use) == ("op", f"model.py:{line}")
+
+
 def test_old_calls_are_forgotten_and_never_mistaken() -> None:
     calls = Calls(1, lambda: 1.0, replayed=False)
     for line in range(10000):
@@ -65,6 +103,11 @@ def test_old_calls_are_forgotten_and_never_mistaken() -> None:
         calls.takes(0)
     assert calls.find(0, 9000) == ("op", "model.py:8999")
     assert calls.find(0, 3) == ("op", "model.py:9999")
+    for line in range(10000):
+        calls.begins("push", at(line), (4, 2))
+    assert calls.find_push(3, 9000) == ("push", "model.py:8999")
+    assert calls.find_push(1, 18001) == ("push", "model.py:9000")
+    assert calls.find_push(1, 3) == ("push", "model.py:9999")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,154 @@
+"""Which calls wait for which on a GPU, without one: streams and events only note what they are told."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from weft.fused_ops import plan, turns
+from weft.symm_mem import findings
+
+GPU = torch.device("cuda", 0)
+
+
+class Gpu:
+    """Its streams, as lists of what was put on them; ``now`` and ``graphs`` say which one is current and captured."""
+
+    def __init__(self) -> None:
+        self.on: dict[int, list[Any]] = {}
+        self.now = 1
+        self.graphs: dict[int, int] = {}
+
+    def launch(self, what: Any) -> None:
+        self.on.setdefault(self.now, []).append(what)
+
+    def stream(self, number: int, device: int) -> SimpleNamespace:
+        return SimpleNamespace(work=self.on.setdefault(number, []))
+
+
+class Event:
+    behind: tuple[Any, ...] = ()
+
+    def record(self, stream: SimpleNamespace) -> None:
+        self.behind = tuple(stream.work)
+
+    def wait(self, stream: SimpleNamespace) -> None:
+        stream.work.append(("wait", self.behind[-1] if self.behind else None))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+    monkeypatch.setattr(turns, "on", plan.nullcontext)
+    monkeypatch.setattr(turns, "_streams", gpu.stream)
+    monkeypatch.setattr(turns, "_graph_of", lambda stream: gpu.graphs.get(stream, 0))
+    monkeypatch.setattr(turns, "stream_and_graph", lambda device: (gpu.now, gpu.graphs.get(gpu.now, 0)))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    one = turns.Turns()
+    monkeypatch.setattr(turns, "_turns_of", lambda index: one)
+    return gpu
+
+
+def call(gpu: Gpu, stream: int, name: str) -> None:
+    """The long way."""
+    gpu.now = stream
+    with turns.turn(GPU):
+        gpu.launch(name)
+
+
+def again(gpu: Gpu, stream: int, name: str) -> None:
+    """The short way, as a finding leads to it."""
+    gpu.now = stream
+    found = turns.turns_on(0, stream)
+    if found is not None:
+        found.begin(stream)
+    gpu.launch(name)
+    if found is not None:
+        found.end(stream)
+
+
+@pytest.mark.parametrize("way", [call, again])
+def test_a_call_waits_for_the_last_one_of_another_stream_and_for_nothing_else(gpu: Gpu, way: Any) -> None:
+    way(gpu, 1, "a")
+    way(gpu, 1, "b")
+    way(gpu, 2, "c")
+    gpu.launch("a product")
+    way(gpu, 1, "d")
+    way(gpu, 1, "e")
+    way(gpu, 2, "f")
+    way(gpu, 3, "g")
+    assert gpu.on == {
+        1: ["a", "b", ("wait", "c"), "d", "e"],
+        2: [("wait", "b"), "c", "a product", ("wait", "e"), "f"],
+        3: [("wait", "f"), "g"],
+    }
+
+
+def test_one_stream_costs_nothing_and_a_second_one_ends_what_was_found(gpu: Gpu) -> None:
+    kept = findings.kept
+    assert turns.turns_on(0, 1) is None and turns.turns_on(0, 1) is None
+    assert findings.kept is kept
+    assert turns.turns_on(0, 2) is not None
+    assert findings.kept is not kept
+    kept = findings.kept
+    assert turns.turns_on(0, 1) is turns.turns_on(0, 2) is not None
+    assert findings.kept is kept
+
+
+def test_threads_do_not_wait_for_each_other(gpu: Gpu) -> None:
+    call(gpu, 1, "a")
+
+    def other() -> None:
+        call(gpu, 2, "b")
+        call(gpu, 2, "c")
+        call(gpu, 3, "d")
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    call(gpu, 1, "e")
+    call(gpu, 2, "f")
+    assert gpu.on == {1: ["a", "e"], 2: ["b", "c", ("wait", "e"), "f"], 3: [("wait", "c"), "d"]}
+
+
+def test_calls_of_one_graph_take_turns_and_have_nothing_to_do_with_others(gpu: Gpu) -> None:
+    call(gpu, 1, "eager")
+    gpu.graphs = {5: 77, 6: 77}
+    call(gpu, 5, "a")
+    gpu.launch("a product")
+    call(gpu, 6, "b")
+    call(gpu, 5, "c")
+    gpu.graphs = {6: 78, 5: 78}
+    call(gpu, 6, "in the next graph")
+    gpu.graphs = {}
+    call(gpu, 1, "eager, too")
+    assert gpu.on == {
+        1: ["eager", "eager, too"],
+        5: ["a", "a product", ("wait", "b"), "c"],
+        6: [("wait", "a"), "b", "in the next graph"],
+    }
+    assert turns.turns_on(0, 1) is None, "capturing is not a second stream"
+
+
+def test_no_wait_for_a_stream_that_is_being_captured(gpu: Gpu) -> None:
+    call(gpu, 1, "a")
+    gpu.graphs = {1: 77}
+    call(gpu, 2, "b")
+    assert gpu.on == {1: ["a"], 2: ["b"]}
+
+
+def test_where_two_calls_find_room_at_once_there_are_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: there)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    for reserved, taken in (("0", True), ("65", True), ("66", False), ("100", False)):
+        monkeypatch.setenv("WEFT_RESERVED_SMS", reserved)
+        plan.num_sms.cache_clear()
+        turns._turns_of.cache_clear()
+        assert (turns._turns_of(0) is not None) is taken
+    plan.num_sms.cache_clear()
+    turns._turns_of.cache_clear()

@@ -1,0 +1,121 @@
+"""Two streams of a GPU, nothing reserved: their calls take turns, and neither waits for more than that."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from weft import symm_mem
+from weft.fused_ops import (
+    fused_all_gather_matmul,
+    fused_matmul_reduce_scatter,
+    one_shot_all_reduce,
+)
+from weft.fused_ops.plan import forced
+
+pytestmark = pytest.mark.gpu
+
+ROUNDS = 2000
+CYCLES = 2_000_000  # of torch.cuda._sleep: a millisecond, or a little more
+
+
+def half_of(world_size: int, number: int) -> dist.ProcessGroup:
+    return dist.new_group(list(range(world_size)), group_desc=f"stream {number}")
+
+
+def crowd(rank: int, world_size: int, captured: bool) -> None:
+    """Products in front of all-reduces, gathers that take the whole GPU: each stream could keep off the other one's."""
+    symm_mem.set_timeout(10)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    groups = [half_of(world_size, number) for number in range(2)]
+    for group in groups:
+        symm_mem.set_timeout(10, group)
+    x, w = torch.randn(1024, 1024).bfloat16(), torch.randn(1024, 1024).bfloat16()
+    sums = torch.randn(2048, 1024).bfloat16()
+
+    def call(what: int, group: dist.ProcessGroup) -> torch.Tensor:
+        if what == 0:
+            return one_shot_all_reduce(torch.mm(x, w), "sum", group)
+        if what == 1:
+            with forced("fused"):
+                return fused_all_gather_matmul(x, [w], 0, group, return_A=False)[1][0]
+        if what == 2:
+            with forced("fused"):
+                return fused_matmul_reduce_scatter(torch.relu(x), w, "sum", 0, group)
+        return one_shot_all_reduce(sums, "sum", group)
+
+    want = [call(what, groups[0]) for what in range(4)]
+    for stream, group in zip(streams, groups, strict=True):
+        with torch.cuda.stream(stream):
+            for what in range(4):
+                assert torch.equal(call(what, group), want[what])
+    torch.cuda.synchronize()
+    dist.barrier()
+    order = random.Random(world_size)  # the same on every rank
+    wrong = torch.zeros((), dtype=torch.bool)
+
+    def calls(count: int) -> None:
+        for _ in range(count):
+            number, what = order.randrange(2), order.randrange(4)
+            with torch.cuda.stream(streams[number]):
+                if not captured and random.random() < 0.02:
+                    torch.cuda._sleep(random.randrange(CYCLES))
+                wrong.logical_or_((call(what, groups[number]) != want[what]).any())
+
+    if not captured:
+        calls(ROUNDS)
+    else:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            begin, ends = torch.cuda.Event(), [torch.cuda.Event() for _ in streams]
+            begin.record()
+            for stream in streams:
+                stream.wait_event(begin)
+            calls(100)
+            for stream, end in zip(streams, ends, strict=True):
+                end.record(stream)
+                end.wait()
+        for _ in range(ROUNDS // 100):
+            graph.replay()
+    torch.cuda.synchronize()
+    symm_mem.check()
+    assert not wrong
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
+def test_two_streams_do_not_keep_each_other_off_the_gpu(world_size: int, captured: bool) -> None:
+    run_ranks(crowd, world_size, captured, device="cuda")
+
+
+def ordered(rank: int, world_size: int) -> tuple[float, float]:
+    """When calls on two streams ended, in milliseconds: one behind 10 sleeps, in front of 40 more, and the next."""
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    x = torch.randn(1024)
+    for stream in (first, second):
+        with torch.cuda.stream(stream):
+            one_shot_all_reduce(x, "sum", None)
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    begin, a, b = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    with torch.cuda.stream(first):
+        begin.record()
+        torch.cuda._sleep(10 * CYCLES)
+        one_shot_all_reduce(x, "sum", None)
+        a.record()
+        torch.cuda._sleep(40 * CYCLES)
+    with torch.cuda.stream(second):
+        one_shot_all_reduce(x, "sum", None)
+        b.record()
+    torch.cuda.synchronize()
+    symm_mem.check()
+    return begin.elapsed_time(a), begin.elapsed_time(b)
+
+
+def test_a_call_waits_for_the_last_call_and_not_for_what_lies_behind_it() -> None:
+    for a, b in run_ranks(ordered, 2, device="cuda"):
+        assert a > 8 and a <= b < 2 * a, (a, b)
