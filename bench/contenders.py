@@ -141,34 +141,40 @@ def all_gather_matmul(row: Row, group: str, device: torch.device) -> Bench:
 def matmul_reduce_scatter(row: Row, group: str, device: torch.device) -> Bench:
     assert row.K is not None
     world, rank = dist.get_world_size(), dist.get_rank()
-    m, k = _divisible(row.M, world, "M", row), _divisible(row.K, world, "K", row)
+    last = row.name in LAST_DIMENSION
+    dim, k = int(last), _divisible(row.K, world, "K", row)
+    m = row.M if last else _divisible(row.M, world, "M", row)
+    n = _divisible(row.N, world, "N", row) if last else row.N
     size = row.dtype.itemsize
     sets = _sets((row.M * k + k * row.N) * size, device)
     lefts = [_random((row.M, k), row.dtype, device) for _ in range(sets)]
     weights = [_random((k, row.N), row.dtype, device) / math.sqrt(row.K) for _ in range(sets)]
     whole = lefts[0].double() @ weights[0].double()
     dist.all_reduce(whole)
-    reference = whole[rank * m : (rank + 1) * m].clone()
+    reference = whole.chunk(world, dim)[rank].clone()
     del whole
 
     def weft(i: int) -> Tensor:
-        return fused_matmul_reduce_scatter(lefts[i], weights[i], "sum", 0, group)
+        return fused_matmul_reduce_scatter(lefts[i], weights[i], "sum", dim, group)
 
     def unfused(i: int) -> Tensor:
-        out = torch.empty(m, row.N, dtype=row.dtype, device=device)
-        dist.reduce_scatter_tensor(out, torch.mm(lefts[i], weights[i]))
+        out = torch.empty(m, n, dtype=row.dtype, device=device)
+        partial = torch.mm(lefts[i], weights[i])
+        if last:
+            partial = partial.unflatten(1, (world, n)).movedim(1, 0).flatten(0, 1)
+        dist.reduce_scatter_tensor(out, partial)
         return out
 
     def product(i: int) -> Tensor:
         return torch.mm(lefts[i], weights[i])
 
     def torch_(i: int) -> Tensor:
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(lefts[i], weights[i], "sum", 0, group)
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(lefts[i], weights[i], "sum", dim, group)
 
     calls: dict[str, Call] = {"weft": weft, "unfused": unfused, "product": product}
     if _torch_symm(group, device):
         calls["torch"] = torch_
-    return Bench(calls, reference, sets, 2.0 * row.M * k * row.N, (world - 1) * m * row.N * size)
+    return Bench(calls, reference, sets, 2.0 * row.M * k * row.N, (world - 1) * m * n * size)
 
 
 def all_reduce(row: Row, group: str, device: torch.device) -> Bench:

@@ -34,13 +34,18 @@ LAYERS = {
         "llama70b.o": (8192, 8192),
         "llama70b.down": (28672, 8192),
         "gpt3.fc2": (49152, 12288),
+        # The last dimension is scattered: columns of the result, as what follows wants whole rows of few columns.
+        "last.8b.down": (14336, 4096),
+        "last.70b.down": (28672, 8192),
     },
 }
 # Several matrices are multiplied by one gathered A: the shares of their columns.
 SPLITS = {"llama8b.q_k_v": (4, 1, 1)}
-LAST_DIMENSION = ("last.8b.o", "last.70b.o")
+LAST_DIMENSION = ("last.8b.o", "last.70b.o", "last.8b.down", "last.70b.down")
 ON_REQUEST = LAST_DIMENSION  # only where --layers names them
-LAYERS["matmul_all_reduce"] = LAYERS["matmul_reduce_scatter"]
+LAYERS["matmul_all_reduce"] = {
+    name: layer for name, layer in LAYERS["matmul_reduce_scatter"].items() if name not in LAST_DIMENSION
+}
 M_SIZES = {"cuda": (512, 1024, 2048, 4096, 8192, 16384), "cpu": (32, 128)}
 # Decoding, where nothing can be cut along the rows.
 M_SIZES_ALL_REDUCE = {"cuda": (1, 16, 64, 256, 1024, 4096), "cpu": (1, 32)}

@@ -72,8 +72,6 @@ def run(
         done: Tensor | str = found
     elif A.device.type == "cpu":
         done = _on_cpu(found, A, B, reduce_op, dim, out_dtype, bias, residual).view(shape)
-    elif dim == A.dim() - 1:
-        done = "the last dimension is scattered"
     else:
         done = _on_cuda(found, A, B, reduce_op, dim, shape, out_dtype, bias, residual)
     if isinstance(done, str):
@@ -132,8 +130,10 @@ def _on_cuda(
     from ..kernels.matmul_reduce_scatter import on_cuda
     from ..kernels.matmul_reduce_scatter.configs import Epilogue
 
-    parts, b, sms = aligned(_parts(A, dim, where.world_size)), aligned(B), num_sms(B.device)
-    choice = on_cuda.choose(parts, b, sms)
+    split_n, size = dim == A.dim() - 1, where.world_size
+    parts = aligned(A.flatten(0, -2)[None, None] if split_n else _parts(A, dim, size))
+    b, sms = aligned(B), num_sms(B.device)
+    choice = on_cuda.choose(parts, b, size, sms, split_n)
     if isinstance(choice, str):
         return choice
     if not pays(choice.pays):
@@ -142,13 +142,13 @@ def _on_cuda(
         arguments, given = _with_terms(dim, reduce_op, bias, residual)
         terms = [aligned(term.contiguous()) for term in given]
         epilogue = Epilogue(out_dtype, reduce_op == "avg", bias is not None, residual is not None)
-        choice, chosen = on_cuda.tuned(choice, where, parts, b, terms, sms, epilogue)
+        choice, chosen = on_cuda.tuned(choice, where, parts, b, terms, sms, epilogue, split_n)
         workspace = product_workspace(where, choice)
         workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
         plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes, chosen=chosen)
         ran(plan)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
-        out = on_cuda.run(choice, workspace, parts, b, terms, sms, timeout_ns, epilogue).view(shape)
+        out = on_cuda.run(choice, workspace, parts, b, terms, sms, timeout_ns, epilogue, split_n).view(shape)
     launcher = on_cuda.launcher(choice, workspace, epilogue)
     if launcher is not None and out_dtype == A.dtype:
         tensors, used = (A, B, *given), (parts, b, *terms)

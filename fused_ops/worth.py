@@ -61,21 +61,28 @@ def worth_fusing(
         if op == "matmul_all_reduce" and halves and to_all.choose_push(m, n, k, world_size, _NUM_SMS)[1]:
             return None
         return f"{size >> 20} MiB are reduced: beyond {_MOST_REDUCED >> 20} MiB that is left to the backend"
-    if last_dim and op == "matmul_reduce_scatter":
-        return "the kernels do not scatter the last dimension"
     if last_dim and not halves:
-        return f"the kernels do not gather the last dimension of {dtype}"
-    rows, depth = (m, k // world_size) if last_dim else (m // world_size, k)  # of a rank's shard
-    if depth * dtype.itemsize % _ROW:
-        return f"rows of {depth} x {dtype} are no multiple of {_ROW} bytes"
-    if op == "all_gather_matmul":
+        verb = "gather" if op == "all_gather_matmul" else "scatter"
+        return f"the kernels do not {verb} the last dimension of {dtype}"
+    gathers = op == "all_gather_matmul"
+    # Of a rank's shard, or of its result.
+    rows = m if last_dim else m // world_size
+    depth = k // world_size if last_dim and gathers else k
+    columns = n // world_size if last_dim and not gathers else n
+    for row in (depth, columns):
+        if row * dtype.itemsize % _ROW:
+            return f"rows of {row} x {dtype} are no multiple of {_ROW} bytes"
+    if gathers:
         if halves:
             problem = rows, [n], depth, world_size, _NUM_SMS
             pays = gather.fusing_pays(*problem, split_k=last_dim, return_A=return_A)
         else:
             pays = gather.pays(rows, n, k, world_size, dtype.itemsize)
         return None if pays else f"too little is gathered and multiplied ({m} x {k} @ {k} x {n})"
-    pays = scatter.fusing_pays(rows, n, k, world_size, _NUM_SMS) if halves else rows >= _LEAST_ROWS
+    if halves:
+        pays = scatter.fusing_pays(rows, columns, k, world_size, _NUM_SMS, split_n=last_dim)
+    else:
+        pays = rows >= _LEAST_ROWS
     return None if pays else f"too little is multiplied and scattered ({m} x {k} @ {k} x {n})"
 
 

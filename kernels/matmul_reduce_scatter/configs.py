@@ -66,23 +66,26 @@ class PushConfig:
 
     ``band`` pairs of rows of tiles are walked together; own rows follow those for the peers in chunks of ``band`` rows
     of tiles. ``staged``: finished parts for peers wait in local memory until a warp of their block has sent them; else
-    those who multiply send them.
+    those who multiply send them. ``split_n``: ranks have columns of B of their own, not rows of A.
     """
 
     tile: gemm_tiles.Tile
     band: int
     staged: bool
+    split_n: bool = False
 
 
 FusedConfig: TypeAlias = PushConfig | OneShotConfig  # of 16 bits
 AnyConfig: TypeAlias = FusedConfig | Config
 
 
-def push_config(tile: gemm_tiles.Tile, n: int, world_size: int, num_sms: int) -> PushConfig:
+def push_config(
+    tile: gemm_tiles.Tile, n: int, world_size: int, num_sms: int, *, split_n: bool = False
+) -> PushConfig:
     """That of a tile. A band is a wave of tiles, so what an own tile waits for was computed a wave before. Between two
     ranks parts are staged; with more, which fill the links, that has not been measured."""
     band = round(num_sms / 2 / -(-n // tile.block_n))
-    return PushConfig(tile, min(max(band, 2), 8), staged=world_size == 2)
+    return PushConfig(tile, min(max(band, 2), 8), staged=world_size == 2, split_n=split_n)
 
 
 def choose_push(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> PushConfig:
@@ -104,13 +107,16 @@ def estimate_one_shot_us(m: int, n: int, k: int, world_size: int) -> float:
 
 
 def fused_ranked(
-    m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1
+    m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1, *, split_n: bool = False
 ) -> list[tuple[float, FusedConfig]]:
     """All candidates of both kernels with the microseconds that they are thought to take, the fastest first.
 
-    For A [L, W, m, K] and B [K, N] of 16 bits. A pure function: all ranks choose alike.
+    For A [L, W, m, K] and B [K, N] of 16 bits, or with ``split_n`` A [m, K] and B [K, W * N]. A pure function: all
+    ranks choose alike.
     """
-    ranked: list[tuple[float, FusedConfig]] = [*push_ranked(m, n, k, world_size, num_sms, batches)]
+    ranked: list[tuple[float, FusedConfig]] = [
+        *push_ranked(m, n, k, world_size, num_sms, batches, split_n=split_n)
+    ]
     scatter = choose_one_shot(m, n, world_size, num_sms, batches)
     if scatter is not None:
         ranked.append((estimate_one_shot_us(m, n, k, world_size), scatter))
@@ -127,19 +133,22 @@ def fused_needs(
     return push_needs(m, n, config, world_size, num_sms, batches)
 
 
-def fusing_pays(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> bool:
-    """Whether the better of both kernels is thought to beat a product and a reduce-scatter behind it."""
+def fusing_pays(
+    m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1, *, split_n: bool = False
+) -> bool:
+    """Whether the better of both kernels is thought to beat a product and a reduce-scatter behind it. Arguments as of
+    ``fused_ranked``."""
     moved = (world_size - 1) * batches * m * n * 2
-    fused, _ = fused_ranked(m, n, k, world_size, num_sms, batches)[0]
+    fused, _ = fused_ranked(m, n, k, world_size, num_sms, batches, split_n=split_n)[0]
     return fused < gemm_tiles.unfused_us(world_size * batches * m, n, k, moved)
 
 
 def push_ranked(
-    m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1
+    m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1, *, split_n: bool = False
 ) -> list[tuple[float, PushConfig]]:
     """All candidates with the microseconds that ``estimate_push_us`` gives them, the fastest first."""
     configs = [
-        push_config(tile, n, world_size, num_sms)
+        push_config(tile, n, world_size, num_sms, split_n=split_n)
         for tile in gemm_tiles.suited(world_size * batches * m, n, k)
     ]
     estimated = [(estimate_push_us(c, m, n, k, world_size, num_sms, batches), c) for c in configs]
@@ -155,7 +164,7 @@ def estimate_push_us(
     each wave has a cost of its own, and so has what small tiles load; where they are not, larger tiles hinder more.
     """
     tile = config.tile
-    rows = world_size * batches * -(-m // tile.block_m)
+    rows = world_size * _rows(m, config, batches)
     product = gemm_tiles.estimate_us(tile, rows, [n], k, num_sms)
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
     sending = (world_size - 1) * batches * m * n * 2 / _LINK
@@ -193,5 +202,11 @@ def push_needs(
     return push_inbox(m, n, config, world_size, batches, to_all=to_all) + staging, flags
 
 
+def _rows(m: int, config: PushConfig, batches: int) -> int:
+    """Rows of tiles for one rank; with ``split_n`` in whole pairs."""
+    rows = batches * -(-m // config.tile.block_m)
+    return rows + rows % 2 if config.split_n else rows
+
+
 def _tiles(m: int, n: int, config: PushConfig, batches: int) -> int:
-    return batches * -(-m // config.tile.block_m) * -(-n // config.tile.block_n)
+    return _rows(m, config, batches) * -(-n // config.tile.block_n)

@@ -51,9 +51,10 @@ _put_address = struct.Struct("Q").pack_into  # a store to a ctypes field costs t
 
 
 def defines(b: torch.Tensor, config: PushConfig, world_size: int, epilogue: Epilogue) -> gemm.Defines:
-    """What kernel.cu is compiled with for B [K, N] and its like."""
+    """What kernel.cu is compiled with for B [K, N] and its like, or with ``split_n`` for a rank's columns of it."""
     return (
         *gemm.defines(config.tile, [b]).items(),
+        ("SPLIT_N", int(config.split_n)),
         ("WORLD_SIZE", world_size),
         ("OUT_FLOAT32", int(epilogue.out_dtype == torch.float32)),
         ("BIAS", int(epilogue.bias)),
@@ -68,8 +69,9 @@ class MatmulReduceScatterPush:
 
     Args:
         workspace: with room for ``configs.push_needs``, the same call site on every rank.
-        a, b: examples of the operands: A [L, W, m, K], or [1, 1, M, K] with ``epilogue.to_all``, and B [K, N]. Every
-            launch gets tensors of these sizes, strides and dtype.
+        a, b: examples of the operands: A [L, W, m, K], or [1, 1, M, K] with ``epilogue.to_all``, and B [K, N]; with the
+            configuration's ``split_n`` [1, 1, m, K] and [K, W * N]. Every launch gets tensors of these sizes, strides
+            and dtype.
         config: of ``configs.choose_push``, the same on every rank.
         epilogue: what becomes of the sum. Every launch gets the bias and the residual that it names, contiguous.
         num_sms: blocks to launch at most. As many must find an SM each.
@@ -88,8 +90,10 @@ class MatmulReduceScatterPush:
         *,
         num_sms: int,
     ) -> None:
-        (batches, _, rows, k), n, dtype, tile = a.shape, b.shape[1], a.dtype, config.tile
+        (batches, _, rows, k), dtype, tile = a.shape, a.dtype, config.tile
         size, to_all = workspace.world_size, epilogue.to_all
+        of_one = b[:, : b.shape[1] // size] if config.split_n else b
+        n, whole = of_one.shape[1], is_whole([of_one], tile)
         m = -(-rows // size) if to_all else rows
         nbytes, flags = push_needs(m, n, config, size, num_sms, batches, to_all=to_all)
         layout = workspace.layout
@@ -97,7 +101,7 @@ class MatmulReduceScatterPush:
             raise ValueError(f"workspace: {layout} is too small for results of {batches} x {m} x {n} {dtype}")
         self.workspace = workspace
         self._a = Maps(boxes_of_rows(dtype, tuple(a.shape), a.stride(), tile))
-        self._b = Maps(boxes_of_b(b, tile, is_whole([b], tile)))
+        self._b = Maps(boxes_of_b(b, tile, whole))
         self._params, self._timeouts_ns = [], [0, 0]
         for half in (0, 1):
             p = _Params()
@@ -111,7 +115,7 @@ class MatmulReduceScatterPush:
         self._terms = _BIAS if epilogue.bias else _RESIDUAL
         terms = epilogue.bias + epilogue.residual
         self._put_terms = struct.Struct(f"{terms}Q").pack_into if terms else None
-        program = gemm.program(SOURCE, defines(b, config, size, epilogue))
+        program = gemm.program(SOURCE, defines(of_one, config, size, epilogue))
         self._launches = gemm.launches(program, "matmul_reduce_scatter", self._params, num_sms, tile.shared)
 
     def launch(

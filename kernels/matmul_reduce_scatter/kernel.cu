@@ -6,6 +6,8 @@
 // dtype, or with OUT_FLOAT32 not at all. Before that the own rows get, if there are BIAS and RESIDUAL, a row of N numbers
 // and a matrix [L, m, N], both of A's dtype.
 //
+// With SPLIT_N rank r's part are the N columns of B from N r on: A [1, 1, m, K], B [K, W N].
+//
 // With ALL_REDUCE the own part of the sum goes to all ranks, rounded, and out is [M, N] on each: A [1, 1, M, K], of which
 // rank r's rows are the m from r m on, as far as there are. L is 1 there, and sums have A's dtype.
 //
@@ -52,12 +54,12 @@ using Out = float;
 using Out = u16;
 #endif
 
-#if ALL_REDUCE && (OUT_FLOAT32 || BIAS || RESIDUAL || !STAGING)
-#error "ALL_REDUCE: sums of 16 bits, to which nothing is added, and which are staged"
+#if ALL_REDUCE && (OUT_FLOAT32 || BIAS || RESIDUAL || SPLIT_N || !STAGING)
+#error "ALL_REDUCE: sums of 16 bits of rows, to which nothing is added, and which are staged"
 #endif
 
 struct Params {
-    weft::TensorMap a;  // [L, W, m, K], boxes of a stage
+    weft::TensorMap a;  // [L, W, m, K] (SPLIT_N: [1, 1, m, K]), boxes of a stage
     weft::TensorMap b;
     weft::Watch watch;
     weft::Half half;
@@ -216,9 +218,10 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
 #if ALL_REDUCE
         const weft::Rows rows{t.dst * p.m + t.row * BM, 0, 0};
 #else
-        const weft::Rows rows{t.row * BM, t.dst, t.batch};
+        const weft::Rows rows{t.row * BM, SPLIT_N ? 0 : t.dst, t.batch};
 #endif
-        for (int i = 0; i < depth; ++i) weft::load_stage(s, turn, p.a, rows, p.b, t.column * BN, i * weft::BK);
+        const int column = (SPLIT_N ? t.dst * p.n : 0) + t.column * BN;
+        for (int i = 0; i < depth; ++i) weft::load_stage(s, turn, p.a, rows, p.b, column, i * weft::BK);
     }
 }
 

@@ -17,7 +17,7 @@ from ...symm_mem.workspace import Workspace
 from ..device import gemm, tuner
 from ..device.choice import Choice, Choices, make_together
 from ..device.contest import Candidate
-from ..device.launch import compiling, why_not
+from ..device.launch import ALIGNMENT, compiling, why_not
 from ..device.one_shot import OneShotConfig
 from . import configs, host
 from .cuda_kernel import MatmulReduceScatterPush
@@ -27,31 +27,45 @@ from .triton_kernel import MatmulReduceScatter
 _choices: Choices[configs.AnyConfig] = Choices()
 
 
-def choose(a: torch.Tensor, b: torch.Tensor, num_sms: int) -> Choice[configs.AnyConfig] | str:
+def choose(
+    a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int, split_n: bool = False
+) -> Choice[configs.AnyConfig] | str:
     """How to run a call, or why no kernel can.
 
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
 
     Args:
         a: [L, W, m, K]. b: [K, N]. Both begin at multiples of 16 bytes.
+        split_n: ranks have columns of B of their own, not rows of A: a [1, 1, m, K], b [K, W * N].
     """
-    key = (a.shape, a.stride(), a.dtype, b.shape, b.stride(), num_sms)
-    return _choices.get(key, _choose, a, b, num_sms)
+    key = (a.shape, a.stride(), a.dtype, b.shape, b.stride(), world_size, num_sms, split_n)
+    return _choices.get(key, _choose, a, b, world_size, num_sms, split_n)
 
 
-def _choose(a: torch.Tensor, b: torch.Tensor, num_sms: int) -> Choice[configs.AnyConfig] | str:
+def _choose(
+    a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int, split_n: bool
+) -> Choice[configs.AnyConfig] | str:
     if (reason := why_not(a, b)) is not None:
         return reason
-    (batches, world_size, m, k), n = a.shape, b.shape[1]
+    (batches, _, m, k), n = a.shape, _columns(b, world_size, split_n)
+    if split_n and n * a.element_size() % ALIGNMENT:
+        return f"scatter_dim: rows of {n} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     if a.dtype in gemm.DTYPES:
-        (_, config), *_ = configs.fused_ranked(m, n, k, world_size, num_sms, batches)
-        pays = configs.fusing_pays(m, n, k, world_size, num_sms, batches)
+        (_, config), *_ = configs.fused_ranked(m, n, k, world_size, num_sms, batches, split_n=split_n)
+        pays = configs.fusing_pays(m, n, k, world_size, num_sms, batches, split_n=split_n)
         needs = configs.fused_needs(m, n, config, world_size, num_sms, batches)
         return Choice(_algorithm(config), config, *needs, pays)
+    if split_n:
+        return f"the last dimension is scattered, of {a.dtype}"
     stored = configs.choose(m, n, k, world_size, a.dtype, num_sms, batches)
     nbytes = world_size * batches * m * n * a.element_size()
     flags = configs.flags_per_rank(m, n, stored, batches)
     return Choice("tma_store", stored, nbytes, flags, batches * m >= 64)
+
+
+def _columns(b: torch.Tensor, world_size: int, split_n: bool) -> int:
+    """N: of a rank's result."""
+    return b.shape[1] // world_size if split_n else b.shape[1]
 
 
 def _algorithm(config: configs.FusedConfig) -> str:
@@ -66,19 +80,22 @@ def tuned(
     terms: Sequence[torch.Tensor],
     num_sms: int,
     epilogue: configs.Epilogue,
+    split_n: bool = False,
 ) -> tuple[Choice[configs.AnyConfig], str]:
     """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
-    tuned. ``terms`` as for ``run``."""
+    tuned. ``terms`` as for ``run``, ``split_n`` as for ``choose``."""
     if isinstance(choice.config, configs.Config):
         return choice, ""
     if not tuner.is_on():
         return choice, tuner.FROM_MODEL
-    (batches, size, m, k), n = a.shape, b.shape[1]
-    kind = f"{host.OP} {batches} x {size} x {m} x {k} @ {k} x {n}, {a.dtype} to {epilogue.out_dtype}"
+    (batches, _, m, k), size = a.shape, heap.world_size
+    n = _columns(b, size, split_n)
+    op = f"{host.OP} of the last dimension" if split_n else host.OP
+    kind = f"{op} {batches} x {size} x {m} x {k} @ {k} x {n}, {a.dtype} to {epilogue.out_dtype}"
     kind += f"{' + bias' * epilogue.bias}{' + residual' * epilogue.residual}, {num_sms} SMs"
     candidates: list[Candidate[configs.AnyConfig]] = [
         Candidate(c, *configs.fused_needs(m, n, c, size, num_sms, batches), _algorithm(c))
-        for _, config in configs.fused_ranked(m, n, k, size, num_sms, batches)
+        for _, config in configs.fused_ranked(m, n, k, size, num_sms, batches, split_n=split_n)
         for c in _both_ways(config)
     ]
     results: list[torch.Tensor] = []
@@ -88,7 +105,7 @@ def tuned(
             results.append(a.new_empty((batches, m, n), dtype=epilogue.out_dtype))
         stream = torch._C._cuda_getCurrentRawStream(a.get_device())
         if isinstance(config, OneShotConfig):
-            one_shot = MatmulReduceScatterOneShot(workspace, a, b, config, epilogue)
+            one_shot = MatmulReduceScatterOneShot(workspace, a, b, config, epilogue, split_n=split_n)
             return lambda: one_shot.call((a, b, *terms), results, timeout_ns, stream)
         kernel = MatmulReduceScatterPush(workspace, a, b, config, epilogue, num_sms=num_sms)
         operands, out = [x.data_ptr() for x in (a, b, *terms)], (results[0].data_ptr(),)
@@ -113,20 +130,23 @@ def run(
     num_sms: int,
     timeout_ns: int,
     epilogue: configs.Epilogue,
+    split_n: bool = False,
 ) -> torch.Tensor:
     """The own part of the sum with what the epilogue makes of it, [L, m, N].
 
     Args:
         terms: the bias and the residual that the epilogue names, contiguous. They begin at multiples of 16 bytes.
+        split_n: as for ``choose``.
     """
     config, key = choice.config, (choice, epilogue)
-    out = a.new_empty((a.shape[0], a.shape[2], b.shape[1]), dtype=epilogue.out_dtype)
+    columns = _columns(b, workspace.world_size, split_n)
+    out = a.new_empty((a.shape[0], a.shape[2], columns), dtype=epilogue.out_dtype)
     kernel = workspace.prepared.get(key)
     if kernel is None:
 
         def make() -> MatmulReduceScatterPush | MatmulReduceScatterOneShot | MatmulReduceScatter:
             if isinstance(config, OneShotConfig):
-                return MatmulReduceScatterOneShot(workspace, a, b, config, epilogue)
+                return MatmulReduceScatterOneShot(workspace, a, b, config, epilogue, split_n=split_n)
             if isinstance(config, configs.PushConfig):
                 return MatmulReduceScatterPush(workspace, a, b, config, epilogue, num_sms=num_sms)
             made = MatmulReduceScatter(workspace, a, b, config, epilogue, num_sms=num_sms)
@@ -134,7 +154,7 @@ def run(
                 made.launch(0, a, b, out, *terms, timeout_ns=timeout_ns)
             return made
 
-        same = (host.OP, a.shape, b.shape, a.dtype, epilogue, config, num_sms)
+        same = (host.OP, a.shape, b.shape, a.dtype, epilogue, config, num_sms, split_n)
         kernel = make_together(workspace, host.OP, key, same, make)
     stream = torch._C._cuda_getCurrentRawStream(a.get_device())
     if isinstance(kernel, MatmulReduceScatterOneShot):

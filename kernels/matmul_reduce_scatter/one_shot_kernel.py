@@ -52,8 +52,8 @@ class MatmulReduceScatterOneShot:
 
     Args:
         workspace: with room for ``config.layout``, the same call site on every rank.
-        a, b: examples of the operands: A [1, W, m, K] and B [K, N] of 16 bits. Every call gets tensors of these sizes,
-            strides and dtype.
+        a, b: examples of the operands: A [1, W, m, K] and B [K, N] of 16 bits, or with ``split_n`` [1, 1, m, K] and
+            [K, W * N]. Every call gets tensors of these sizes, strides and dtype.
         config: of ``configs.choose_one_shot``, the same on every rank.
         epilogue: what becomes of the sum. Every call gets the bias and the residual that it names, contiguous.
 
@@ -68,12 +68,15 @@ class MatmulReduceScatterOneShot:
         b: torch.Tensor,
         config: OneShotConfig,
         epilogue: Epilogue,
+        *,
+        split_n: bool = False,
     ) -> None:
-        (_, size, m, _), n = a.shape, b.shape[1]
-        self.workspace, self._epilogue = workspace, epilogue
+        size, m = workspace.world_size, a.shape[2]
+        n = b.shape[1] // size if split_n else b.shape[1]
+        self.workspace, self._epilogue, self._split_n = workspace, epilogue, split_n
         self._partial, self._size = (size * m, n), size
         self._parts = a.shape[1:], a.stride()[1:]
-        self._rows = _rows(a)
+        self._rows = None if split_n else _rows(a)
         elements = VECTOR // a.element_size()
         p = self._params = _Params(slots_of(workspace, 0))
         p.vectors, p.columns, p.average = config.vectors, n // elements, epilogue.average
@@ -112,7 +115,15 @@ class MatmulReduceScatterOneShot:
         partial = a.new_empty(self._partial)
         if self._rows is None:
             parts = a.as_strided(*self._parts)
-            torch.bmm(parts, b.expand(self._size, -1, -1), out=partial.view(self._size, -1, b.shape[1]))
+            columns = partial.shape[1]
+            if self._split_n:
+                parts, bs = (
+                    parts.expand(self._size, -1, -1),
+                    b.unflatten(1, (self._size, columns)).movedim(1, 0),
+                )
+            else:
+                bs = b.expand(self._size, -1, -1)
+            torch.bmm(parts, bs, out=partial.view(self._size, -1, columns))
         else:  # into given memory, also because autocast would have its way with other products
             torch.mm(a if a.dim() == 2 else a.as_strided(*self._rows), b, out=partial)
         return partial

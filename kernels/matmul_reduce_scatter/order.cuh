@@ -1,5 +1,5 @@
 // Which tiles a cluster computes in which order; kernel.cu says why. Plain arithmetic: it is tested on the CPU as it is.
-// `Params` has m, n, batches, band and watch.rank; BM, BN and WORLD_SIZE are defined.
+// `Params` has m, n, batches, band and watch.rank; BM, BN, WORLD_SIZE and SPLIT_N are defined.
 
 #pragma once
 
@@ -18,40 +18,45 @@ struct ScatterTile {
 // So parts travel all the time, and those that an own tile waits for left a band of steps before or earlier. A step has
 // a pair of neighbours of the list. A peer's tile (row, column) for this rank comes no later in its order than the own one
 // here: of all waits under way, what the first one waits for is behind none.
+//
+// With SPLIT_N ranks have columns of B of their own, of which both blocks of a cluster load the same: what stands in the
+// list are pairs of rows for one rank, the last of which may lack its second row.
 template <typename Params>
 struct ScatterOrder {
+    static constexpr int UNIT = SPLIT_N ? 2 : 1;  // rows in a place of the list
+
     int rows, columns;  // of tiles, for one rank; rows of one batch
-    int own;  // rows of all batches
-    int chunk, last;  // rows of a chunk; which chunk is the last one
+    int own;  // places of all batches
+    int chunk, last;  // places of a chunk; which chunk is the last one
 
     __device__ explicit ScatterOrder(const Params& p) {
         rows = (p.m + BM - 1) / BM;
         columns = (p.n + BN - 1) / BN;
-        own = p.batches * rows;
-        chunk = min(p.band, own);
+        own = (p.batches * rows + UNIT - 1) / UNIT;
+        chunk = min((p.band + UNIT - 1) / UNIT, own);
         last = (own - 1) / chunk;
     }
 
-    __device__ int each() const { return own * columns; }  // tiles for one rank
-    __device__ int pairs() const { return (own * WORLD_SIZE + 1) / 2; }  // of rows of the list
+    __device__ int each() const { return own * UNIT * columns; }  // tiles for one rank
+    __device__ int pairs() const { return (own * UNIT * WORLD_SIZE + 1) / 2; }  // of rows of the list
     __device__ int steps() const { return pairs() * columns; }
 
     __device__ ScatterTile tile(const Params& p, int step, int block) const {
         ScatterTile t;
         int pair;
         grouped(step, pairs(), columns, p.band, pair, t.column);
-        const int place = 2 * pair + block, peers = WORLD_SIZE - 1;
-        // A block without a tile loads for the other all the same, and rows past the end of A.
-        t.inside = place < own * WORLD_SIZE;
+        const int place = (2 * pair + block) / UNIT, peers = WORLD_SIZE - 1;
         // Which chunk for the peers is under way, or was the last one, and the place behind its begin.
         const int behind = place - chunk * peers;
         const int c = behind < 0 ? 0 : min(1 + behind / (chunk * WORLD_SIZE), last);
         const int inside = behind < 0 ? place : behind - (c - 1) * chunk * WORLD_SIZE;
         const int of_peers = min(chunk, own - c * chunk) * peers;
         const bool mine = inside >= of_peers;
-        // Of tiles, of all batches.
-        const int row = mine ? (c - 1) * chunk + inside - of_peers : c * chunk + inside / peers;
+        const int unit = mine ? (c - 1) * chunk + inside - of_peers : c * chunk + inside / peers;
+        const int row = unit * UNIT + block % UNIT;  // of tiles, of all batches
         t.dst = mine ? p.watch.rank : (p.watch.rank + 1 + inside % peers) % WORLD_SIZE;
+        // A block without a tile loads for the other all the same, and rows past the end of A.
+        t.inside = place < own * WORLD_SIZE && (!SPLIT_N || row < rows);
         t.index = row * columns + t.column;
         t.batch = row / rows;
         t.row = t.inside ? row % rows : rows;

@@ -208,7 +208,7 @@ def test_nothing_is_asked_for_what_cannot_be_tuned(monkeypatch: pytest.MonkeyPat
             choice = gather.choose(x, ys, 2, 132)
             assert not isinstance(choice, str)
             assert gather.tuned(choice, nowhere, x, ys, 132, return_A=False) == (choice, chosen)
-        choice = scatter.choose(parts, ys[0], 132)
+        choice = scatter.choose(parts, ys[0], 2, 132)
         assert not isinstance(choice, str)
         got = scatter.tuned(choice, nowhere, parts, ys[0], [], 132, Epilogue(dtype))
         assert got == (choice, chosen)

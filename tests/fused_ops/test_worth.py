@@ -58,14 +58,18 @@ def test_what_the_kernels_do_not_take() -> None:
     assert worth_fusing("matmul_reduce_scatter", *big) is None
     for op in ("all_gather_matmul", "matmul_reduce_scatter"):
         assert "multiple of 16 bytes" in str(worth_fusing(op, 8192, 28672, 4097, 4, BF16, "cuda"))
-    assert "last dimension" in str(worth_fusing("matmul_reduce_scatter", *big, last_dim=True))
-    assert worth_fusing("all_gather_matmul", *big, last_dim=True) is None
     exact = (*big[:4], torch.float32, "cuda")
-    assert "last dimension of torch.float32" in str(worth_fusing("all_gather_matmul", *exact, last_dim=True))
+    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+        assert worth_fusing(op, *big, last_dim=True) is None
+        assert "last dimension of torch.float32" in str(worth_fusing(op, *exact, last_dim=True))
     # The gathered rows would do, those of a rank's shard do not.
     narrow = (8192, 28672, 4 * 1028, 4, BF16, "cuda")
     assert worth_fusing("all_gather_matmul", *narrow) is None
     assert "rows of 1028" in str(worth_fusing("all_gather_matmul", *narrow, last_dim=True))
+    # The columns of all ranks would do, those of one do not.
+    narrow = (8192, 4 * 1028, 4096, 4, BF16, "cuda")
+    assert worth_fusing("matmul_reduce_scatter", *narrow) is None
+    assert "rows of 1028" in str(worth_fusing("matmul_reduce_scatter", *narrow, last_dim=True))
     few = (4 * 63, 4096, 4096, 4, torch.float32, "cuda")
     assert "too little" in str(worth_fusing("matmul_reduce_scatter", *few))
     assert worth_fusing("matmul_reduce_scatter", 4 * 64, *few[1:]) is None

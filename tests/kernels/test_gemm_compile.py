@@ -35,9 +35,11 @@ def gather(tile: Tile, order: str, split_k: bool = False) -> Program:
     return gemm.program(all_gather_matmul.SOURCE, all_gather_matmul.defines([ORDERS[order]], config))
 
 
-def scatter(tile: Tile, order: str, world_size: int, epilogue: Epilogue = ROUNDED) -> Program:
+def scatter(
+    tile: Tile, order: str, world_size: int, epilogue: Epilogue = ROUNDED, *, split_n: bool = False
+) -> Program:
     config = replace(scatter_configs.choose_push(1024, 1024, 1024, world_size, 132), tile=tile)
-    config = replace(config, staged=config.staged or epilogue.to_all)
+    config = replace(config, staged=config.staged or epilogue.to_all, split_n=split_n)
     defines = matmul_reduce_scatter.defines(ORDERS[order], config, world_size, epilogue)
     return gemm.program(matmul_reduce_scatter.SOURCE, defines)
 
@@ -60,6 +62,8 @@ PROGRAMS: dict[str, Program] = {
     "matmul_reduce_scatter-float32": scatter(LARGEST, "rows", 4, Epilogue(torch.float32)),
     "matmul_reduce_scatter-bias": scatter(LARGEST, "rows", 4, replace(ROUNDED, bias=True)),
     "matmul_reduce_scatter-residual": scatter(LARGEST, "columns", 8, replace(ROUNDED, residual=True)),
+    "matmul_reduce_scatter-split-2": scatter(LARGEST, "rows", 2, split_n=True),
+    "matmul_reduce_scatter-split-4": scatter(LARGEST, "columns", 4, split_n=True),
     "matmul_reduce_scatter-to-all-2": scatter(LARGEST, "rows", 2, replace(ROUNDED, to_all=True)),
     "matmul_reduce_scatter-to-all-4": scatter(LARGEST, "columns", 4, replace(ROUNDED, to_all=True)),
     "matmul_reduce_scatter-all-float32": scatter(

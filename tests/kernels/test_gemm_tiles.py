@@ -160,14 +160,14 @@ def test_both_ops_take_one_shot_where_little_is_moved(m: int) -> None:
     """Llama 8B on two GPUs, qkv and o, [M, 4096] in all."""
     a, b = torch.empty(m // 2, 4096, dtype=torch.bfloat16), torch.empty(4096, 3072, dtype=torch.bfloat16)
     wide, narrow = torch.empty(1, 2, m // 2, 2048, dtype=a.dtype), torch.empty(2048, 4096, dtype=a.dtype)
-    up, down = gather_on_cuda.choose(a, [b], 2, 132), scatter_on_cuda.choose(wide, narrow, 132)
+    up, down = gather_on_cuda.choose(a, [b], 2, 132), scatter_on_cuda.choose(wide, narrow, 2, 132)
     with_A = gather_on_cuda.choose(a, [b], 2, 132, return_A=True)
     assert not isinstance(with_A, str) and with_A.algorithm == "push", "it would not be bit for bit"
     for choice in (up, down):
         assert not isinstance(choice, str) and choice.pays
         assert choice.algorithm == ("one_shot" if m <= 512 else "push")
         assert isinstance(choice.config, OneShotConfig) is (m <= 512)
-    batched = scatter_on_cuda.choose(wide.view(2, 2, -1, 2048), narrow, 132)
+    batched = scatter_on_cuda.choose(wide.view(2, 2, -1, 2048), narrow, 2, 132)
     assert not isinstance(batched, str) and batched.algorithm == "push"
-    single = scatter_on_cuda.choose(wide.float(), narrow.float(), 132)
+    single = scatter_on_cuda.choose(wide.float(), narrow.float(), 2, 132)
     assert not isinstance(single, str) and single.algorithm == "tma_store"

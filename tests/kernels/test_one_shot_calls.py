@@ -124,6 +124,26 @@ def test_partial_results_are_what_is_scattered(driver: Driver, name: str) -> Non
     assert driver.told == ["fused_matmul_reduce_scatter", "launch"] * 2
 
 
+@pytest.mark.parametrize(
+    "b", [numbers(K, WORLD_SIZE * N), numbers(WORLD_SIZE * N, K).t()], ids=["rows", "columns"]
+)
+def test_columns_are_scattered_as_parts(driver: Driver, b: torch.Tensor) -> None:
+    A = numbers(M, 2, K)
+    rows, columns = A.flatten(0, -2), numbers(2 * M, N)
+    config, epilogue = OneShotConfig(2 * M * N // 8), Epilogue(BF16, residual=True)
+    kernel = MatmulReduceScatterOneShot(
+        driver.workspace(), rows[None, None], b, config, epilogue, split_n=True
+    )
+    got = torch.empty(WORLD_SIZE, 2 * M, N, dtype=BF16)
+    driver.launch = lambda p: put(got.data_ptr(), torch.frombuffer(read(p.c, got.nbytes), dtype=BF16))
+    for given in (rows[None, None], A):
+        got.fill_(float("nan"))
+        kernel.call((given, b, columns), (torch.empty(2 * M, N, dtype=BF16),), 5, STREAM)
+        assert torch.equal(torch.cat(list(got), 1), (rows.float() @ b.float()).to(BF16))
+        params, _ = driver.launched[-1]
+        assert (params.vectors, params.columns) == (2 * M * N // 8, N // 8)
+
+
 def read(address: int, size: int) -> bytearray:
     return bytearray(ctypes.string_at(address, size))
 

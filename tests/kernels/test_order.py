@@ -14,7 +14,7 @@ GATHER = KERNELS / "all_gather_matmul" / "order.cuh"
 SCATTER = KERNELS / "matmul_reduce_scatter" / "order.cuh"
 
 
-def program(folder: Path, scatter: Path, block_m: int, world_size: int, split_k: bool = False) -> Path:
+def program(folder: Path, scatter: Path, block_m: int, world_size: int, *, split: bool = False) -> Path:
     compiler = shutil.which("g++") or shutil.which("c++")
     assert compiler, "a C++ compiler is needed"
     defines = {
@@ -26,7 +26,8 @@ def program(folder: Path, scatter: Path, block_m: int, world_size: int, split_k:
         "PIECE_ROWS": 64,
         "PIECE_COLUMNS": 64,
         "UNIT_COLUMNS": 1024,
-        "SPLIT_K": int(split_k),
+        "SPLIT_K": int(split),
+        "SPLIT_N": int(split),
     }
     out = folder / "order"
     arguments = [f"-D{name}={value}" for name, value in defines.items()]
@@ -46,22 +47,23 @@ def test_orders_of_random_products(block_m: int, world_size: int, tmp_path: Path
     assert run(program(tmp_path, SCATTER, block_m, world_size)) == (0, "")
 
 
-@pytest.mark.parametrize("block_m", [64, 128])
-def test_orders_of_shards_side_by_side(block_m: int, tmp_path: Path) -> None:
-    assert run(program(tmp_path, SCATTER, block_m, 4, split_k=True)) == (0, "")
+@pytest.mark.parametrize(("block_m", "world_size"), [(64, 4), (128, 4), (128, 2), (64, 3)])
+def test_orders_of_the_last_dimension(block_m: int, world_size: int, tmp_path: Path) -> None:
+    assert run(program(tmp_path, SCATTER, block_m, world_size, split=True)) == (0, "")
 
 
-def test_an_order_with_circular_waits_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", [False, True])
+def test_an_order_with_circular_waits_is_found(split: bool, tmp_path: Path) -> None:
     """Own tiles first: each rank would wait for what the others compute behind their waits."""
     text = SCATTER.read_text()
-    own_last = "const int place = 2 * pair + block,"
+    own_last = "const int place = (2 * pair + block) / UNIT,"
     assert own_last in text
     folder = tmp_path / "op"
     folder.mkdir()
     walk = (KERNELS / "device" / "walk.cuh").as_posix()
-    own_first = own_last.replace("block,", "block < all ? all - 1 - 2 * pair - block : 2 * pair + block,")
-    own_first = f"const int all = own * WORLD_SIZE; {own_first}"
+    own_first = "const int all = own * WORLD_SIZE, there = (2 * pair + block) / UNIT;"
+    own_first += "const int place = there < all ? all - 1 - there : there,"
     broken = text.replace(own_last, own_first).replace("../device/walk.cuh", walk)
     (folder / "order.cuh").write_text(broken)
-    code, said = run(program(tmp_path, folder / "order.cuh", 128, 4))
+    code, said = run(program(tmp_path, folder / "order.cuh", 128, 4, split=split))
     assert code != 0 and "waited for before it is due" in said

@@ -98,9 +98,11 @@ class Scatter:
     blocks: int = 4
     band: int = 1
     staged: bool = False
+    split_n: bool = False  # ranks have columns of B of their own
+    rows: bool = False  # N is contiguous in B, not K
 
     def __post_init__(self) -> None:
-        self.config = scatter_configs.PushConfig(self.tile, self.band, self.staged)
+        self.config = scatter_configs.PushConfig(self.tile, self.band, self.staged, self.split_n)
 
     @property
     def part(self) -> int:
@@ -108,10 +110,15 @@ class Scatter:
         return -(-self.m // self.size) if self.epilogue.to_all else self.m
 
     def operand(self) -> torch.Tensor:
-        return numbers(self.batches, 1 if self.epilogue.to_all else self.size, self.m, self.k)
+        parts = 1 if self.epilogue.to_all or self.split_n else self.size
+        return numbers(self.batches, parts, self.m, self.k)
+
+    def columns(self, of_all: bool = True) -> torch.Tensor:
+        n = self.size * self.n if of_all and self.split_n else self.n
+        return numbers(self.k, n) if self.rows else numbers(n, self.k).t()
 
     def compiled(self, instead: tuple[str, str] | None = None) -> Future[Library]:
-        b = numbers(self.n, self.k).t()
+        b = self.columns(of_all=False)
         defines = scatter.defines(b, self.config, self.size, self.epilogue)
         return build(scatter.SOURCE, scatter._Params, defines, instead)
 
@@ -121,7 +128,7 @@ class Scatter:
             *(m, self.n, self.config, self.size, self.blocks, self.batches), to_all=to_all
         )
         self.ranks = Products(monkeypatch, library, scatter.Layout(self.size, needs[1], needs[0]), pace)
-        a, b = self.operand(), numbers(self.n, self.k).t()
+        a, b = self.operand(), self.columns()
         self.kernels = [
             scatter.MatmulReduceScatterPush(place, a, b, self.config, self.epilogue, num_sms=self.blocks)
             for place in self.ranks.places
@@ -132,8 +139,10 @@ class Scatter:
 
     def launch(self, half: int, polls: int) -> None:
         a = [self.operand() for _ in self.kernels]
-        b = [numbers(self.n, self.k).t() for _ in self.kernels]
+        b = [self.columns() for _ in self.kernels]
         total = sum(x.float() @ y.float() for x, y in zip(a, b, strict=True))
+        if self.split_n:
+            total = torch.cat(total.chunk(self.size, -1), 1)
         epilogue, shape = self.epilogue, (self.batches, self.m, self.n)
         scale = torch.tensor(1.0) / self.size if epilogue.average else torch.tensor(1.0)
         for rank, kernel in enumerate(self.kernels):
@@ -183,6 +192,14 @@ SCATTERS = {
         epilogue=Epilogue(torch.bfloat16, average=True, to_all=True),
     ),
     "to-all-few-rows": Scatter(4, 5, 72, 72, staged=True, epilogue=replace(ROUNDED, to_all=True)),
+    "columns": Scatter(2, 147, 72, 200, staged=True, band=2, split_n=True),
+    "columns-odd-rows": Scatter(
+        *(3, 300, 72, 136, BROAD),
+        split_n=True,
+        rows=True,
+        epilogue=Epilogue(torch.float32, average=True, bias=True, residual=True),
+    ),
+    "columns-whole": Scatter(4, 65, 64, 72, BROAD, blocks=2, band=3, split_n=True, rows=True),
     "batches": Scatter(2, 33, 72, 72, batches=3, epilogue=Epilogue(torch.float32, bias=True, residual=True)),
 }
 Op = Gather | Scatter
@@ -248,9 +265,9 @@ def test_a_rank_that_gives_up_sends_nothing(op: Op, told: bool, monkeypatch: pyt
     "op",
     [
         *(GATHERS["beside"], GATHERS["senders"], GATHERS["split-senders"]),
-        *(SCATTERS["3"], SCATTERS["staged"], SCATTERS["to-all"], SCATTERS["to-all-3"]),
+        *(SCATTERS["3"], SCATTERS["staged"], SCATTERS["columns"], SCATTERS["to-all"], SCATTERS["to-all-3"]),
     ],
-    ids=["beside", "senders", "split", "parts", "staged", "to-all", "to-all-3"],
+    ids=["beside", "senders", "split", "parts", "staged", "columns", "to-all", "to-all-3"],
 )
 def test_a_late_rank_is_right_or_told(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 begins in the midst of what the others do, one of which waits for longer than the other."""
@@ -293,6 +310,8 @@ MISTAKES = {
         "place_of(order, t, warpgroup, sums)",
         "place_of(order, t, 1 - warpgroup, sums)",
     ),
+    "columns-of-another-rank": ("(SPLIT_N ? t.dst * p.n : 0)", "(SPLIT_N ? p.watch.rank * p.n : 0)"),
+    "columns-rows-of-another-rank": ("SPLIT_N ? 0 : t.dst", "t.dst"),
     "scatter-half-not-free": ("half.done + lane, use - 1", "half.done + lane, use - 2"),
     "staged-half-not-free": ("half.done + lane, use - 1", "half.done + lane, use - 2"),
     "staged-place-not-read": ("weft::wait_count(s.counts + SENT + warpgroup, sent);", ""),
@@ -319,6 +338,8 @@ MISTAKES = {
 def may_show(mistake: str) -> Op:
     if mistake.startswith("to-all"):
         return SCATTERS["to-all-3"]
+    if mistake.startswith("columns"):
+        return SCATTERS["columns"]
     if mistake.startswith("staged"):
         return SCATTERS["staged"]
     if mistake.startswith("scatter"):

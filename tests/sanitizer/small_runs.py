@@ -98,11 +98,14 @@ def matmul_reduce_scatter(rank: int, size: int, seed: int) -> None:
         (67, 72, 136, DTYPES[0], False, "sum"),
         (65, 36, 68, DTYPES[1], True, "avg"),
     ]:
-        for dim in (0, 1):
-            shape = (size * m, 2, k) if dim == 0 else (2, size * m, k)
+        for dim in (0, 1, 2) if dtype.itemsize == 2 else (0, 1):
+            shape = ((size * m, 2, k), (2, size * m, k), (2, m, k))[dim]
+            columns = size * n if dim == 2 else n
             As = [numbers(seed, r, dtype, *shape) for r in range(size)]
             Bs = [
-                numbers(seed + 1, r, dtype, n, k).t() if transposed else numbers(seed + 1, r, dtype, k, n)
+                numbers(seed + 1, r, dtype, columns, k).t()
+                if transposed
+                else numbers(seed + 1, r, dtype, k, columns)
                 for r in range(size)
             ]
             a, b = put(As[rank]), put(Bs[rank])

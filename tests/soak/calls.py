@@ -21,6 +21,7 @@ from weft.fused_ops import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LAST_DIMENSION = ("all_gather_matmul", "matmul_reduce_scatter")  # what has a kernel for it
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_reduce")
 POOL = 1 << 22  #: elements
 
@@ -87,7 +88,7 @@ class Call:
 
 def draw(rng: random.Random, device: str, op: str, big: bool = False) -> Call:
     """A random call of an op. On CUDA it is one that the fused kernels take: rows of 16 bytes, and the last dimension
-    only where 16 bits are gathered.
+    only of 16 bits.
 
     ``big``: an all_reduce that makes workspaces grow.
     """
@@ -121,7 +122,7 @@ def draw(rng: random.Random, device: str, op: str, big: bool = False) -> Call:
         lead,
         k,
         n,
-        rng.randrange(len(lead) + (not cuda or (op == "all_gather_matmul" and dtype != torch.float32))),
+        rng.randrange(len(lead) + (not cuda or (op in LAST_DIMENSION and dtype != torch.float32))),
         rng.random() < 0.3,
         rng.choice((1, 1, 1, 2)),
         rng.random() < 0.3,

@@ -1,0 +1,142 @@
+"""fused_matmul_reduce_scatter of the last dimension on CUDA: columns of B go to ranks, right to the last bit.
+
+Where operands are small whole numbers every rounding on the way is exact, in any order.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import algorithms
+import pytest
+import torch
+from algorithms import ALGORITHMS, taking
+from opcommon import BOUND, check, gather, gathered, matrix, poison, whole, world
+from ranks import run_ranks
+from weft import symm_mem
+from weft.fused_ops import fused_matmul_reduce_scatter, last_plan
+from weft.fused_ops.plan import forced
+from weft.kernels.device.gemm_tiles import TILES, Tile
+from weft.kernels.matmul_reduce_scatter import configs
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [  # A's dimensions, columns of a rank
+    ((1, 8), 8),
+    ((101, 72), 40),
+    ((257, 1000), 520),
+    ((3, 21, 520), 64),
+    ((301, 2056), 1544),
+    ((1023, 504), 768),
+    ((129, 64), 2048),
+    ((2, 2, 200), 264),
+]
+
+
+def late(chance: float) -> None:
+    """Hold this rank's stream up for some milliseconds, now and then."""
+    if random.random() < chance:
+        torch.cuda._sleep(random.randrange(3_000_000))
+
+
+def exact(
+    shape: tuple[int, ...], n: int, dtype: torch.dtype, transposed: bool, algorithm: str, added: bool = False
+) -> None:
+    rank, size = world().rank(), world().size()
+    A, B = whole(*shape, dtype=dtype), matrix(shape[-1], size * n, dtype, transposed)
+    terms: dict[str, Any] = {}
+    if added:
+        terms = {"bias": whole(n, dtype=dtype), "residual": whole(*shape[:-1], n, dtype=dtype)}
+    total = gathered(A.float() @ B.float()).sum(0).chunk(size, -1)[rank]
+    with taking(algorithm), forced("fused"):
+        out = fused_matmul_reduce_scatter(A, B, "sum", -1, world(), **terms)
+        assert last_plan().algorithm == algorithm, last_plan()
+    assert out.is_contiguous()
+    what = f"{shape} {n} {dtype} {transposed} {algorithm} {added}"
+    assert torch.equal(out, sum(terms.values(), start=total).to(dtype)), what
+
+
+def every_tile(rank: int, world_size: int) -> None:
+    ranked = configs.push_ranked
+    for i, tile in enumerate(TILES):
+
+        def only(*problem: Any, i: int = i, tile: Tile = tile, **named: Any) -> list[tuple[float, Any]]:
+            (us, config), *_ = ranked(*problem, **named)
+            return [(us, replace(config, tile=tile, staged=i % 4 < 2))]
+
+        symm_mem.reset()  # the kernels are made anew
+        with (
+            mock.patch.object(configs, "push_ranked", only),
+            mock.patch.dict(algorithms._choices, clear=True),
+        ):
+            for shape, n in SHAPES:
+                poison(rank)
+                exact(shape, n, (torch.bfloat16, torch.float16)[i % 3 == 0], i % 2 == 0, "push")
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
+def test_every_tile(world_size: int) -> None:
+    run_ranks(every_tile, world_size, device="cuda", fresh=True)
+
+
+def mixed(rank: int, world_size: int, calls: int) -> None:
+    order = random.Random(2)
+    for _ in range(calls):
+        late(0.1)
+        shape, n = order.choice(SHAPES)
+        dtype, transposed = order.choice((torch.bfloat16, torch.float16)), order.random() < 0.5
+        exact(shape, n, dtype, transposed, order.choice(ALGORITHMS), order.random() < 0.5)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
+def test_many_calls_of_random_shapes_with_late_ranks(world_size: int) -> None:
+    run_ranks(mixed, world_size, 300, device="cuda")
+
+
+def replayed(rank: int, world_size: int, algorithm: str) -> None:
+    B = torch.randn(world_size * 520, 1032).bfloat16().t()
+    A = torch.randn(5, 103, 1032).bfloat16()
+
+    def call() -> torch.Tensor:
+        with taking(algorithm), forced("fused"):
+            out = fused_matmul_reduce_scatter(A, B, "avg", 2, world(), out_dtype=torch.float32)
+            assert last_plan().algorithm == algorithm
+        return out
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    for _ in range(40):
+        A.normal_()
+        result.fill_(float("nan"))
+        late(0.2)
+        graph.replay()
+        late(0.2)
+        assert torch.equal(result, call())
+        parts = [a @ b / world_size for a, b in zip(gather(A), gather(B), strict=True)]
+        parts = [p.chunk(world_size, -1)[rank] for p in parts]
+        check("replayed", result, sum(parts), BOUND[torch.bfloat16], parts)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
+def test_graph_replays_between_eager_calls(world_size: int, algorithm: str) -> None:
+    run_ranks(replayed, world_size, algorithm, device="cuda")
+
+
+def refused(rank: int, world_size: int) -> None:
+    for dtype, n, why in ((torch.float32, 64, "torch.float32"), (torch.bfloat16, 12, "rows of 12 x")):
+        A, B = torch.randn(130, 64).to(dtype), torch.randn(64, world_size * n).to(dtype)
+        out = fused_matmul_reduce_scatter(A, B, "sum", 1, world())
+        assert last_plan().algorithm == "unfused" and why in last_plan().reason, last_plan()
+        parts = [(a @ b).chunk(world_size, 1)[rank] for a, b in zip(gather(A), gather(B), strict=True)]
+        check(why, out, sum(parts), BOUND[dtype], parts)
+
+
+def test_what_no_kernel_takes() -> None:
+    run_ranks(refused, 2, device="cuda")
