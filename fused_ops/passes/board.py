@@ -83,6 +83,7 @@ class Board:
     def __init__(self, group: ProcessGroup) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.turns = 0  # as in Post
+        self.connected = False  # the group's backend can be captured
         self._name = group.group_name
         self._store = _get_process_group_store(group)
         # A store may outlive a group of this name: each rank counts its own boards, so that keys are new.

@@ -26,8 +26,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch._dynamo.exc import TorchDynamoException
+from torch.distributed import ProcessGroup
 
 from ...symm_mem import get_timeout, resolve_group
 from . import outcomes
@@ -37,6 +39,9 @@ _log = logging.getLogger("weft.passes")
 #: Seconds until a rank that does not come is taken to run something else; less if the group's deadline is less.
 PATIENCE = 30.0
 _OP_BY_OP = 2  # runs of an unfused graph until it is compiled
+# Backends that make a group's communicator at its first collective, which they cannot while a CUDA graph is captured;
+# and where their tensors lie.
+_CONNECT_AT_FIRST = {"nccl": "cuda"}
 _IN_CAPTURE = (
     "a CUDA graph is being captured, whose replays cannot ask the other ranks; where you know that all ranks capture "
     'and replay alike, FusionPass(agree="capture") fuses there, too'
@@ -135,7 +140,12 @@ class Choice:
             if willing and not answer.fused:
                 self._explain(asked.name, answer)
             willing = willing and answer.fused
-        return willing and bool(self._rounds)
+        agreed = willing and bool(self._rounds)
+        if agreed and not _capturing():
+            for asked in self._groups:
+                if asked.fused:
+                    _connect(resolve_group(asked.name))
+        return agreed
 
     def _ask(self, asked: Asked, turn: int, willing: bool) -> Answer:
         group = resolve_group(asked.name)
@@ -225,6 +235,16 @@ class Choice:
         if self._constants is None:
             return SimpleNamespace()
         return SimpleNamespace(**torch.load(io.BytesIO(base64.b64decode(self._constants))))
+
+
+def _connect(group: ProcessGroup) -> None:
+    """Once, by all ranks of a group that are about to run fused: so that what is captured later can run unfused."""
+    where = board(group)
+    if not where.connected:
+        for backend, device in _CONNECT_AT_FIRST.items():
+            if backend in dist.get_backend_config(group):
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+        where.connected = True
 
 
 def _capturing() -> bool:

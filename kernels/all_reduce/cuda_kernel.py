@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ..device import push
 from ..device.program import Function, Program
 from ..device.push import VECTOR, Place, Slots, slots_of
 from .configs import Config, grid, pushing, vectors
@@ -38,10 +39,12 @@ _put_addresses = struct.Struct("2Q").pack_into
 
 
 @cache
-def program(world_size: int, rank: int, dtype: torch.dtype, reduce_op: str) -> Program:
-    """kernel.cu for one rank, dtype and operation."""
+def program(
+    world_size: int, rank: int, dtype: torch.dtype, reduce_op: str, *, dependent: bool = False
+) -> Program:
+    """kernel.cu for one rank, dtype and operation. ``dependent``: to be launched so (push.py)."""
     defines: dict[str, str | int] = {"WORLD_SIZE": world_size, "RANK": rank}
-    defines |= {"DTYPE": DTYPES[dtype], "REDUCE": reduce_op}
+    defines |= {"DTYPE": DTYPES[dtype], "REDUCE": reduce_op, "DEPENDENT": int(dependent)}
     return Program(SOURCE, defines=defines)
 
 
@@ -50,7 +53,7 @@ def _function(
     world_size: int, rank: int, dtype: torch.dtype, reduce_op: str, name: str, device: torch.device
 ) -> Function:
     with torch.cuda.device(device):
-        return program(world_size, rank, dtype, reduce_op).function(name)
+        return program(world_size, rank, dtype, reduce_op, dependent=push.dependent()).function(name)
 
 
 class AllReduce:
@@ -100,7 +103,7 @@ class AllReduce:
                 function = _function(layout.world_size, place.rank, dtype, reduce_op, name, device)
                 params = _Params(slots_of(place, 0), 0, 0, length, count, aligned)
                 blocks, threads = grid(count, layout, config)
-                ready = function.bound(blocks, threads, params)
+                ready = function.bound(blocks, threads, params, dependent=push.dependent())
                 self.grids += (blocks,)
                 self._pieces[aligned].append((start * width, ready, params))
 

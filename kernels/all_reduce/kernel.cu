@@ -73,6 +73,7 @@ __device__ __forceinline__ void store(const Params& p, u64 at, uint4 v) {
 
 template <bool WHOLE>
 __device__ __forceinline__ void one_shot_of(const Params& p) {
+    weft::begin();
     uint4 own = make_uint4(0, 0, 0, 0);
     if (const Share s; s.at < p.vectors) own = load<WHOLE>(p, s.at);
     const Use use(p.slots);
@@ -94,6 +95,7 @@ __device__ __forceinline__ void one_shot_of(const Params& p) {
 
 template <bool WHOLE>
 __device__ __forceinline__ void two_shot_of(const Params& p) {
+    weft::begin();
     const auto load_part = [&](int part, u32 at) { return load<WHOLE>(p, static_cast<u64>(part) * p.vectors + at); };
     weft::Parts parts;
     if (const Share s; s.at < p.vectors) parts.load_all(load_part, s.at);

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ..device import push
 from ..device.program import Program
 from ..device.push import VECTOR, Place, Slots, slots_of
 from .configs import MAX_WORLD_SIZE, Config, choose, most_vectors, shape
@@ -45,8 +46,16 @@ def supports(hidden: int, dtype: torch.dtype, world_size: int) -> str | None:
     return None
 
 
-def program(world_size: int, rank: int, dtype: torch.dtype, cluster: int, per_thread: int) -> Program:
-    """kernel.cu for one rank, dtype and way to deal a row."""
+def program(
+    world_size: int,
+    rank: int,
+    dtype: torch.dtype,
+    cluster: int,
+    per_thread: int,
+    *,
+    dependent: bool = False,
+) -> Program:
+    """kernel.cu for one rank, dtype and way to deal a row. ``dependent``: to be launched so (push.py)."""
     return Program(
         SOURCE,
         defines={
@@ -55,6 +64,7 @@ def program(world_size: int, rank: int, dtype: torch.dtype, cluster: int, per_th
             "DTYPE": DTYPES[dtype],
             "CLUSTER": cluster,
             "VECTORS": per_thread,
+            "DEPENDENT": int(dependent),
         },
     )
 
@@ -100,10 +110,11 @@ class AllReduceRmsNorm:
         for start in range(0, rows, wanted.rows):
             count = min(wanted.rows, rows - start)
             now = shape(count, vectors, size, config)
-            kernels = _program(size, place.rank, dtype, config.cluster, now.per_thread)
+            early = push.dependent()
+            kernels = _program(size, place.rank, dtype, config.cluster, now.per_thread, dependent=early)
             function = kernels.function(config.form)
             params = _Params(slots_of(place, 0), rows=count, vectors=vectors, eps=eps, elements=hidden)
-            ready = function.bound(now.blocks, wanted.threads, params)
+            ready = function.bound(now.blocks, wanted.threads, params, dependent=early)
             self.grids += (now.blocks,)
             self._pieces.append((start * hidden * dtype.itemsize, ready, params))
 

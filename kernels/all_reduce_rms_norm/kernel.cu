@@ -107,6 +107,7 @@ __device__ __forceinline__ uint4 row_or_zeros(const uint4* rows, const Params& p
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512, 1)
     one_shot(const __grid_constant__ Params p) {
     OneRow team;
+    weft::begin();
     const Share s(p, team.rank());
     const u32 first = blockIdx.x / CLUSTER, teams = gridDim.x / CLUSTER;
     const u32 slots = VECTORS * blockDim.x;  // of a row
@@ -165,6 +166,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512, 1)
     two_shot(const __grid_constant__ Params p) {
     Group team;
+    weft::begin();
     const Share s(p, team.rank());
     const u32 first = blockIdx.x / CLUSTER, teams = gridDim.x / CLUSTER;
     const u32 groups = (p.rows + WORLD_SIZE - 1) / WORLD_SIZE;

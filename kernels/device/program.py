@@ -77,10 +77,7 @@ class Function:
 
     def most_clusters(self, cluster: int, block: int, shared: int) -> int:
         """How many clusters of ``cluster`` blocks of ``block`` threads the current device runs at once."""
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-        config.sharedMemBytes = shared
+        config = _launch_config(cluster, block, shared)
         size = driver.CUlaunchAttribute()
         size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         size.value.clusterDim.x, size.value.clusterDim.y, size.value.clusterDim.z = cluster, 1, 1
@@ -97,11 +94,30 @@ class Function:
         """
         self.bound(grid, block, args, shared)(stream)
 
-    def bound(self, grid: int, block: int, args: ctypes.Structure, shared: int = 0) -> Callable[[int], None]:
-        """The same launch with only the stream left open. It keeps ``args``, and takes what then stands in it."""
+    def bound(
+        self, grid: int, block: int, args: ctypes.Structure, shared: int = 0, *, dependent: bool = False
+    ) -> Callable[[int], None]:
+        """The same launch with only the stream left open. It keeps ``args``, and takes what then stands in it.
+
+        ``dependent``: by programmatic dependent launch; the kernel waits for the one before it by itself.
+        """
         places = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         address, handle, launch = ctypes.addressof(places), self._handle, driver.cuLaunchKernel
         success = driver.CUresult.CUDA_SUCCESS
+        if dependent:
+            config, launch_as = _launch_config(grid, block, shared), driver.cuLaunchKernelEx
+            early = driver.CUlaunchAttribute()
+            early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            early.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [early], 1
+
+            def run_early(stream: int, _keep: object = (args, places)) -> None:
+                config.hStream = stream
+                (error,) = launch_as(config, handle, address, 0)
+                if error != success:
+                    raise RuntimeError(f"launch of {self.name}: {_driver_error(error)}")
+
+            return run_early
 
         def run(stream: int, _keep: object = (args, places)) -> None:
             (error,) = launch(handle, grid, 1, 1, block, 1, 1, shared, stream, address, 0)
@@ -109,6 +125,14 @@ class Function:
                 raise RuntimeError(f"launch of {self.name}: {_driver_error(error)}")
 
         return run
+
+
+def _launch_config(grid: int, block: int, shared: int) -> driver.CUlaunchConfig:
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes = shared
+    return config
 
 
 class Program:

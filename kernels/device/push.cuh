@@ -51,6 +51,15 @@ struct Slots {
     u32 reserved;
 };
 
+// With DEPENDENT a kernel may be launched while the one before it in its stream still runs. It touches no memory before that
+// one has ended, which is what the claim above asks of kernels of one stream; and it lets the next one come as early.
+__device__ __forceinline__ void begin() {
+#if DEPENDENT
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ u32& word(uint4& v, int i) {
     return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 from . import program
@@ -15,6 +17,20 @@ VECTOR = 16  #: bytes that travel in one slot
 BLOCKS = 128
 THREADS = 512  #: the largest block
 WARP = 32
+
+
+@cache
+def dependent() -> bool:
+    """Whether WEFT_PDL=1, asked once in a process: all-reduces and norms are launched while the kernel before them in
+    their stream still runs, if that allows it (programmatic dependent launch).
+
+    Raises:
+        ValueError: WEFT_PDL is neither 0 nor 1.
+    """
+    said = os.environ.get("WEFT_PDL", "0")
+    if said not in ("0", "1"):
+        raise ValueError(f"WEFT_PDL: is {said!r}, must be 0 or 1")
+    return said == "1"
 
 
 class Slots(ctypes.Structure):

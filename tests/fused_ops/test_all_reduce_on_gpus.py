@@ -21,6 +21,7 @@ from weft.fused_ops import (
 )
 from weft.fused_ops.plan import forced
 from weft.kernels.all_reduce_rms_norm.reference import rms_norm
+from weft.kernels.device import push
 from weft.symm_mem import Layout, heap
 
 pytestmark = pytest.mark.gpu
@@ -165,6 +166,48 @@ def fused(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_all_reduce_rms_norm(world_size: int) -> None:
     run_ranks(fused, world_size, device="cuda")
+
+
+def chain(x: torch.Tensor, steps: list[str], rank: int, world_size: int) -> torch.Tensor:
+    """From ones on each step multiplies by a power of two, exact in any dtype: whoever looks too early sees another."""
+    x, weight, zeros = torch.ones_like(x), x.new_ones(x.shape[1]), torch.zeros_like(x)
+    for step in steps:
+        if step == "sum":
+            one_shot_all_reduce_(x, "sum", world())
+        elif step == "norm":
+            normed, x = fused_all_reduce_rms_norm(x, zeros, weight, 0.0, world())
+            x = x * one_shot_all_reduce_(normed, "max", world())  # ones
+        else:
+            x.mul_(1.0 if rank == 0 else 0.5)
+            one_shot_all_reduce_(x, "max", world())
+    return x
+
+
+def chained(rank: int, world_size: int) -> None:
+    assert push.dependent()
+    order, delays = random.Random(3), random.Random(rank)
+    for rows, hidden in ((1, 4096), (7, 6144), (64, 8192), (300, 4096)):
+        x = torch.empty(rows, hidden).bfloat16()
+        steps = [order.choice(("sum", "sum", "norm", "plain")) for _ in range(40)]
+        want = float(world_size) ** sum(step != "plain" for step in steps)
+        for _ in range(20):
+            late(delays)
+            assert (chain(x, steps, rank, world_size) == want).all()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = chain(x, steps, rank, world_size)
+        for _ in range(20):
+            late(delays)
+            out.fill_(float("nan"))
+            graph.replay()
+            assert (out == want).all()
+    symm_mem.check()
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
+def test_launched_while_the_kernel_before_still_runs(world_size: int) -> None:
+    run_ranks(chained, world_size, device="cuda", env={"WEFT_PDL": "1"}, fresh=True)
 
 
 def product(rank: int, world_size: int) -> None:

@@ -171,7 +171,11 @@ class Noted(Function):
     def most_clusters(self, cluster: int, block: int, shared: int) -> int:
         return 1 << 20
 
-    def bound(self, grid: int, block: int, args: ctypes.Structure, shared: int = 0) -> Callable[[int], None]:
+    def bound(
+        self, grid: int, block: int, args: ctypes.Structure, shared: int = 0, *, dependent: bool = False
+    ) -> Callable[[int], None]:
+        assert not dependent
+
         def note(rank: int) -> None:
             launch = Launch(self.kernel, grid, block)
             ctypes.memmove(ctypes.addressof(launch) + 16, ctypes.addressof(args), ctypes.sizeof(args))

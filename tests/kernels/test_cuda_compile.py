@@ -53,6 +53,8 @@ PROGRAMS: dict[str, Program] = {
         f"norm-{size}-{dtype}-{cluster}-{held}": norm_kernel.program(size, 1, TORCH[dtype], cluster, held)
         for size, dtype, cluster, held in NORM
     },
+    "all_reduce-early": cuda_kernel.program(4, 3, torch.bfloat16, "sum", dependent=True),
+    "norm-early": norm_kernel.program(4, 1, torch.bfloat16, 2, 1, dependent=True),
     **{
         f"gather-{size}": one_shot.program(gather.SOURCE, gather.defines(size, size - 1)) for size in ONE_SHOT
     },

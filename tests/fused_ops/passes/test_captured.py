@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from test_ranks_that_differ import compiler
 from torch import Tensor
 from weft.fused_ops import Plan, last_plan, plan
 from weft.fused_ops.passes import FusionPass, Report, choice
+from weft.fused_ops.passes.board import begun
 
 STEPS = 6
 
@@ -46,6 +48,24 @@ def test_a_captured_run_is_unfused_and_the_report_says_why() -> None:
         assert (told.runs, told.peer) == (4, rank)
         assert "a CUDA graph is being captured, whose replays cannot ask" in told.reason
         assert (report.questions.count, report.questions.fused) == (7, 3)
+
+
+def connected(rank: int, size: int) -> tuple[list[bool], Report, int]:
+    """As on a backend that has to be connected before a CUDA graph can be captured."""
+    from torch.distributed.distributed_c10d import _get_default_group
+
+    before = begun(_get_default_group())
+    with mock.patch.object(choice, "_CONNECT_AT_FIRST", {"gloo": "cpu"}):
+        fused, report = without_a_gpu(rank, size, True, [False, False, True, False])
+    return fused, report, begun(_get_default_group()) - before
+
+
+def test_what_is_captured_unfused_finds_its_backend_connected() -> None:
+    for fused, report, collectives in run_ranks(connected, 2, fresh=True):
+        assert fused == [True, True, False, True]
+        assert report.questions.fused == 3
+        references, unfused = 4 * 2, 2
+        assert collectives == references + unfused + 1, "one at the first agreement"
 
 
 def test_a_rank_that_captures_alone_stops_the_others_at_once() -> None:

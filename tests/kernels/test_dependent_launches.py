@@ -1,0 +1,94 @@
+"""WEFT_PDL: what is asked of the driver, and that kernels then wait for the one before them, in all their forms."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from cuda.bindings import driver
+from weft.kernels.all_reduce import cuda_kernel as all_reduce
+from weft.kernels.all_reduce_rms_norm import cuda_kernel as norm
+from weft.kernels.device import push
+from weft.kernels.device.program import Function, Program
+
+PROGRAMS = {
+    "all_reduce": lambda dependent: all_reduce.program(2, 1, torch.bfloat16, "sum", dependent=dependent),
+    "norm": lambda dependent: norm.program(2, 1, torch.bfloat16, 2, 1, dependent=dependent),
+}
+
+
+@pytest.mark.parametrize(("said", "on"), [(None, False), ("0", False), ("1", True), ("yes", None)])
+def test_the_setting(monkeypatch: pytest.MonkeyPatch, said: str | None, on: bool | None) -> None:
+    monkeypatch.delenv("WEFT_PDL", raising=False)
+    if said is not None:
+        monkeypatch.setenv("WEFT_PDL", said)
+    ask = push.dependent.__wrapped__
+    if on is None:
+        with pytest.raises(ValueError, match="WEFT_PDL: is 'yes', must be 0 or 1"):
+            ask()
+    else:
+        assert ask() is on
+
+
+class Args(ctypes.Structure):
+    _fields_ = (("number", ctypes.c_uint64),)
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+def test_what_the_driver_is_asked_for(monkeypatch: pytest.MonkeyPatch, dependent: bool) -> None:
+    asked: list[tuple[int, ...]] = []
+    success = (driver.CUresult.CUDA_SUCCESS,)
+
+    def number_at(address: int) -> int:
+        place = ctypes.c_void_p.from_address(address).value
+        assert place is not None
+        return ctypes.c_uint64.from_address(place).value
+
+    def plain(handle: Any, grid: int, _y: int, _z: int, block: int, *rest: Any) -> tuple[Any]:
+        _, _, shared, stream, address, _ = rest
+        asked.append((0, grid, block, shared, stream, number_at(address)))
+        return success
+
+    def early(config: Any, handle: Any, address: int, _: int) -> tuple[Any]:
+        (attribute,) = config.attrs
+        name = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        assert config.numAttrs == 1 and attribute.id == name
+        allowed = attribute.value.programmaticStreamSerializationAllowed
+        sizes = config.gridDimX, config.blockDimX, config.sharedMemBytes
+        asked.append((allowed, *sizes, int(config.hStream), number_at(address)))
+        return success
+
+    monkeypatch.setattr(driver, "cuLaunchKernel", plain)
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", early)
+    args = Args(5)
+    launch = Function("kernel", driver.CUfunction(0)).bound(96, 512, args, 64, dependent=dependent)
+    launch(7)
+    args.number = 6
+    launch(8)
+    assert asked == [(dependent, 96, 512, 64, 7, 5), (dependent, 96, 512, 64, 8, 6)]
+
+
+def waits(program: Program, folder: Path) -> list[bool]:
+    """For each kernel of a program: whether its machine code waits for the kernel before it."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"  # where its wheel has them
+    tool = shutil.which("cuobjdump", path=f"{tools}{os.pathsep}{os.environ['PATH']}")
+    if tool is None:
+        pytest.skip("cuobjdump is not installed")
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(program.cubin())
+    text = subprocess.run([tool, "-sass", cubin], check=True, capture_output=True, text=True).stdout
+    return ["ACQBULK" in kernel for kernel in text.split("Function :")[1:]]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_kernel_waits(name: str, tmp_path: Path) -> None:
+    early = waits(PROGRAMS[name](True), tmp_path)
+    assert len(early) >= 2 and all(early)
+    assert not any(waits(PROGRAMS[name](False), tmp_path))
