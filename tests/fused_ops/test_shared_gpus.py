@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from control import own_products
 from opcommon import poison, world
 from ranks import run_ranks
 from torch import Tensor
@@ -98,8 +99,10 @@ def scattering(
     terms: tuple[str, ...] = (),
     out_dtype: torch.dtype | None = None,
 ) -> Case:
-    """``shape``: of a rank's part of A. ``terms``: which of bias and residual are added."""
-    wide = (*shape[:dim], size * shape[dim], *shape[dim + 1 :])
+    """``shape``: of a rank's part of A; ``n``: columns of its result. ``terms``: which are added to it."""
+    last = dim == len(shape) - 1
+    wide = shape if last else (*shape[:dim], size * shape[dim], *shape[dim + 1 :])
+    columns = size * n if last else n
     known = {"bias": (n,), "residual": (*shape[:-1], n)}
 
     def call(a: Tensor, b: Tensor, *added: Tensor) -> list[Tensor]:
@@ -112,7 +115,8 @@ def scattering(
         own = total.chunk(size, dim)[rank] / (size if reduce_op == "avg" else 1)
         return [own + sum(term[rank] for term in added)]
 
-    shapes = (wide, (n, shape[-1]) if transposed else (shape[-1], n), *(known[term] for term in terms))
+    b = (columns, shape[-1]) if transposed else (shape[-1], columns)
+    shapes = (wide, b, *(known[term] for term in terms))
     name = f"matmul + reduce-scatter, {reduce_op} of {wide} along {dim}, {n} columns, {dtype} to {out_dtype}, {terms}"
     return Case(name, dtype, shapes, call, want, rounds=reduce_op == "avg", out_dtype=out_dtype)
 
@@ -190,6 +194,8 @@ def make_cases(size: int, large: bool) -> list[Case]:
             size, (3, *shaped(165, 200)), at(136), 1, F16, "avg", transposed=False, terms=both, out_dtype=F32
         ),
         scattering(size, (3, *shaped(256, 72)), at(136), 0, BF16, transposed=True),
+        scattering(size, shaped(301, 1000), at(520), 1, BF16, transposed=True, terms=both),
+        scattering(size, (2, *shaped(1200, 200)), at(1032), 2, F16, transposed=False, out_dtype=F32),
         scattering(size, shaped(100, 132), at(260), 0, F32, transposed=True),
         *(reducing(at(n), "sum", BF16) for n in (7, 5001, 150_001, 700_003, 2_700_001, 9_000_005)),
         reducing(at(100_003), "max", F32),
@@ -236,7 +242,10 @@ def compare(case: Case, got: list[Tensor], given: list[Tensor], rank: int) -> No
         if wrong.any():
             first = wrong.nonzero()[0].tolist()
             numbers = f"{result[tuple(first)].item()}, not {expected[tuple(first)].item()}"
-            raise AssertionError(f"{what}: {int(wrong.sum())} elements are wrong, {first} is {numbers}")
+            control = f"; {own_products(result.device)}" if result.is_cuda else ""
+            raise AssertionError(
+                f"{what}: {int(wrong.sum())} elements are wrong, {first} is {numbers}{control}"
+            )
 
 
 def called(case: Case, own: list[Tensor]) -> list[Tensor]:

@@ -26,6 +26,7 @@ from traffic import Options, Traffic
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from algorithms import mixing
+from control import own_products
 
 GRACE = 5.0  # seconds that the other ranks have, once one has failed, to say what they saw
 ENVIRONMENT = {
@@ -59,8 +60,11 @@ def serve(rank: int, world_size: int, port: int, options: Options, pipe: Connect
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         with mixing():
             pipe.send((True, Traffic(options, rank, world_size).run()))
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
+    except BaseException as e:
+        said = traceback.format_exc()
+        if isinstance(e, AssertionError) and options.device == "cuda":
+            said += own_products(options.place(rank))
+        pipe.send((False, said))
     finally:
         pipe.close()
         os._exit(0)  # a failed rank may have a lane that still waits
