@@ -42,7 +42,7 @@ LAYERS = {
 # Several matrices are multiplied by one gathered A: the shares of their columns.
 SPLITS = {"llama8b.q_k_v": (4, 1, 1)}
 LAST_DIMENSION = ("last.8b.o", "last.70b.o", "last.8b.down", "last.70b.down")
-ON_REQUEST = LAST_DIMENSION  # only where --layers names them
+ON_REQUEST = LAST_DIMENSION  # only where --layers names them, by how they begin
 LAYERS["matmul_all_reduce"] = {
     name: layer for name, layer in LAYERS["matmul_reduce_scatter"].items() if name not in LAST_DIMENSION
 }
@@ -75,6 +75,12 @@ class Row:
     @property
     def id(self) -> str:
         return f"{self.op}-{self.name}-{self.M}x{self.N}-{self.mode}"
+
+
+def _selected(name: str, layers: tuple[str, ...]) -> bool:
+    if name in ON_REQUEST:
+        return any(name.startswith(part) for part in layers)
+    return not layers or any(part in name for part in layers)
 
 
 def rows(
@@ -121,7 +127,7 @@ def rows(
             shapes = [
                 (name, m, k // scale, n // scale)
                 for name, (k, n) in LAYERS[op].items()
-                if (any(part in name for part in layers) if layers else name not in ON_REQUEST)
+                if _selected(name, layers)
                 for m in m_sizes or sizes[device]
             ]
         found += [Row(op, *shape, dtype, mode) for shape in shapes for mode in modes or known]

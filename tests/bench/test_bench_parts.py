@@ -50,9 +50,11 @@ def test_selection() -> None:
 
 
 def test_some_layers_are_measured_only_where_they_are_named() -> None:
-    op = ("all_gather_matmul",)
-    assert not {r.name for r in registry.rows("cuda", op)} & set(registry.ON_REQUEST)
-    assert {r.name for r in registry.rows("cuda", op, ("last",))} == set(registry.LAST_DIMENSION)
+    both = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+    for layers in ((), ("70b",)):
+        assert not {r.name for r in registry.rows("cuda", both, layers)} & set(registry.ON_REQUEST)
+    assert {r.name for r in registry.rows("cuda", both, ("last",))} == set(registry.LAST_DIMENSION)
+    assert {r.op for r in registry.rows("cuda", both, ("last",))} == set(both[:2])
 
 
 @pytest.mark.parametrize(
