@@ -11,29 +11,44 @@ It follows that ranks must make their calls in one order, also those of several 
 - replays of graphs, which weft does not see. Calls inside one graph are, as they were captured;
 - all calls where WEFT_RESERVED_SMS leaves each so few multiprocessors that two find room at once.
 
-As long as all calls of a process come from one stream, they cost nothing: a finding (again.py) says so.
+As long as all calls of a process come from one stream, nothing is put on it for that, and a finding (again.py) says so.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 
 from ..symm_mem.findings import changed
 from .plan import num_sms, on
 
+#: What a call does on its stream in front of its launches, or behind them; None: nothing.
+Step: TypeAlias = Callable[[int], None] | None
+
+_FAILED = -1  # instead of a graph: a capture that has failed, and has not ended
+
 
 def stream_and_graph(device: torch.device) -> tuple[int, int]:
-    """The current stream of a CUDA device, and the graph it is being captured into (0: none)."""
+    """The current stream of a CUDA device, and the graph it is being captured into (0: none).
+
+    Raises:
+        RuntimeError: that capture has failed. Nothing can be launched there, and nothing is begun that peers wait for.
+    """
     # As torch.cuda says it, without the objects that it makes: this is asked at every call.
     stream: int = torch._C._cuda_getCurrentRawStream(device.index)
     if not torch._C._cuda_isCurrentStreamCapturing():
         return stream, 0
-    return stream, _graph_of(stream)
+    graph = _graph_of(stream)
+    if graph == _FAILED:
+        raise RuntimeError(
+            "the current stream is being captured into a CUDA graph, and that has failed before"
+        )
+    return stream, graph
 
 
 def _graph_of(stream: int) -> int:
@@ -42,7 +57,9 @@ def _graph_of(stream: int) -> int:
     from ..symm_mem.backends.vmm import check
 
     status, graph = check(driver.cuStreamGetCaptureInfo(stream))[:2]
-    return int(graph) if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE else 0
+    if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
+        return int(graph)
+    return 0 if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE else _FAILED
 
 
 class _Last:
@@ -65,7 +82,8 @@ class _Last:
 
 @lru_cache(maxsize=256)
 def _streams(stream: int, device: int) -> torch.cuda.Stream:
-    return torch.cuda.ExternalStream(stream, device=device)
+    # Not by ExternalStream: of the default stream, whose address is 0, it makes another one.
+    return torch.cuda.get_stream_from_external(stream, device)
 
 
 class _Mine(threading.local):
@@ -85,18 +103,19 @@ class Turns:
         self._several = False
         self._mine = _Mine()
 
-    def needed(self, stream: int) -> Turns | None:
-        """This, if a call on ``stream`` has to take its turn: ``begin`` and ``end``. Else None, until ``changed``."""
+    def steps(self, stream: int) -> tuple[Step, Step]:
+        """In front of and behind the launches of calls on ``stream``, until ``changed``."""
         with self._lock:
             if self._first is None:
                 self._first = stream
             if self._first != stream and not self._several:
                 self._several = True
                 changed()
-            if self._several:
-                return self
+            return (self.begin, self.end) if self._several else (self.alone, None)
+
+    def alone(self, stream: int) -> None:
+        """A call on the only stream so far. Each thread says it for itself: findings are those of all."""
         self._mine.on_first = True
-        return None
 
     def begin(self, stream: int) -> None:
         """What is launched on ``stream`` from here on comes behind the thread's last call."""
@@ -124,30 +143,40 @@ class Turns:
         last.graph = graph
 
 
-@cache
+_turns: dict[int, Turns | None] = {}
+
+
 def _turns_of(index: int) -> Turns | None:
-    device = torch.device("cuda", index)
-    there = torch.cuda.get_device_properties(device).multi_processor_count
-    return None if 2 * num_sms(device) <= there else Turns()
+    if index not in _turns:
+        device = torch.device("cuda", index)
+        there = torch.cuda.get_device_properties(device).multi_processor_count
+        # Threads may come here at once: all take the first one's.
+        _turns.setdefault(index, None if 2 * num_sms(device) <= there else Turns())
+    return _turns[index]
 
 
-def turns_on(index: int, stream: int) -> Turns | None:
-    """For a finding: in whose ``begin`` and ``end`` its launches lie, on a CUDA device; None: in nobody's."""
+def steps_on(index: int, stream: int) -> tuple[Step, Step]:
+    """For a finding: in front of and behind its launches, on a CUDA device."""
     turns = _turns_of(index)
-    return None if turns is None else turns.needed(stream)
+    return (None, None) if turns is None else turns.steps(stream)
 
 
 @contextmanager
 def turn(device: torch.device) -> Iterator[None]:
-    """Makes a CUDA device the current one; the body is a call on its current stream."""
+    """Makes a CUDA device the current one; the body is a call on its current stream.
+
+    Raises:
+        RuntimeError: that is being captured, and the capture has failed.
+    """
     with on(device):
         turns, (stream, graph) = _turns_of(device.index), stream_and_graph(device)
         if turns is not None and graph:
             with turns.captured(stream, graph):
                 yield
-        elif turns is not None and turns.needed(stream) is not None:
-            turns.begin(stream)
-            yield
-            turns.end(stream)
-        else:
-            yield
+            return
+        before, behind = steps_on(device.index, stream)
+        if before is not None:
+            before(stream)
+        yield
+        if behind is not None:
+            behind(stream)

@@ -32,10 +32,12 @@ class Workspace:
     def __init__(self) -> None:
         self.prepared: Noted[Any, Any] = Noted()
         self.error: Exception | None = None
+        self.noted: list[str] = []
 
-    def raise_if_broken(self, op: str, inside: int, grids: tuple[int, ...]) -> None:
+    def raise_if_broken(self, op: str, inside: int = 0, grids: tuple[int, ...] = ()) -> None:
         if self.error is not None:
             raise self.error
+        self.noted.append(op)
 
 
 @pytest.fixture
@@ -176,6 +178,20 @@ def test_a_launch_that_fails_breaks_the_workspace(
         all_reduce.again(stage.x, "sum", NAME)
     with pytest.raises(symm_mem.WeftError, match="ended by RuntimeError"):
         all_reduce.again(stage.x, "sum", NAME)
+
+
+def test_a_call_that_cannot_take_its_turn_is_not_noted(
+    stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors name calls by how often kernels were launched: one that was noted and not launched would shift them."""
+
+    def refused(stream: int) -> None:
+        raise RuntimeError("the driver refuses")
+
+    monkeypatch.setattr(all_reduce, "steps_on", lambda *_: (refused, None))
+    with pytest.raises(RuntimeError, match="refuses"):
+        all_reduce.again(stage.x, "sum", NAME)
+    assert not stage.workspace.noted and not stage.kernel.launched and stage.workspace.error is None
 
 
 def test_the_function_takes_it_without_the_dispatcher(stage: SimpleNamespace) -> None:

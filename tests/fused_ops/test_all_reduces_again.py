@@ -196,3 +196,18 @@ def test_a_broken_group_is_not_used(stage: SimpleNamespace) -> None:
         with pytest.raises(symm_mem.WeftError, match="expired"):
             call()
     assert not stage.kernel.launched
+
+
+def test_a_norm_that_cannot_take_its_turn_is_not_noted(
+    stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors name calls by how often kernels were launched."""
+
+    def refused(stream: int) -> None:
+        raise RuntimeError("the driver refuses")
+
+    monkeypatch.setattr(again, "steps_on", lambda *_: (refused, None))
+    monkeypatch.setattr(stage.workspace, "raise_if_broken", lambda *_: pytest.fail("it is noted"))
+    with pytest.raises(RuntimeError, match="refuses"):
+        fused_all_reduce_rms_norm(*stage.norm, EPS, NAME)
+    assert not stage.kernel.launched and stage.workspace.error is None
