@@ -152,9 +152,9 @@ def run(
         key = (host.OP, config.form, x.dtype, reduce_op)
         found.prepare(host.OP, key, lambda: prepare(found, source, reduce_op, config))
         prepared = prepare(found, source, reduce_op, config)
+        ran(prepared.plan)  # ranks may differ here: then nothing is launched, and nothing may be noted
         for workspace, grids in prepared.uses:
             workspace.raise_if_broken(host.OP, grids=grids)
-        ran(prepared.plan)
         timeout_ns = int(get_timeout(found.group_name) * 1e9)
         stream = torch.cuda.current_stream().cuda_stream
         prepared.kernel.launch(source.data_ptr(), target.data_ptr(), timeout_ns, stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -192,6 +193,32 @@ def test_a_call_that_cannot_take_its_turn_is_not_noted(
     with pytest.raises(RuntimeError, match="refuses"):
         all_reduce.again(stage.x, "sum", NAME)
     assert not stage.workspace.noted and not stage.kernel.launched and stage.workspace.error is None
+
+
+@pytest.mark.parametrize("agree", [True, False])
+def test_a_call_that_ranks_would_run_differently_is_not_noted(
+    stage: SimpleNamespace, agree: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heap: Any = SimpleNamespace(world_size=2, group_name=NAME, prepare=lambda *_: None)
+    prepared = stage.workspace.prepared[15, torch.float32, "sum"]
+
+    def differ(_: plan.Plan) -> None:
+        if not agree:
+            raise symm_mem.RankMismatch("a plan", NAME, 1, "unfused", "push")
+
+    monkeypatch.setattr(all_reduce, "heap_or_reason", lambda *_, **__: heap)
+    monkeypatch.setattr(all_reduce, "turn", lambda device: nullcontext())
+    monkeypatch.setattr(all_reduce, "num_sms", lambda device: 132)
+    monkeypatch.setattr(all_reduce, "_pushes", lambda *_: prepared)
+    monkeypatch.setattr(all_reduce, "ran", differ)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    x: Any = torch.empty(5, 3, device="meta")
+    if agree:
+        all_reduce.run(x, "sum", stage.group)
+    else:
+        with pytest.raises(symm_mem.RankMismatch):
+            all_reduce.run(x, "sum", stage.group)
+    assert len(stage.workspace.noted) == len(stage.kernel.launched) == int(agree)
 
 
 def test_the_function_takes_it_without_the_dispatcher(stage: SimpleNamespace) -> None:
