@@ -9,7 +9,7 @@ makes an end of all that was found before (symm_mem/findings.py): then it is loo
 - group destroyed, or another one under its name: asked anew. Heap made anew; workspace outgrown or gone in a reset:
   an end. So a rank that comes here and one that takes the long way use the same memory.
 - another stream, another current device, a graph being captured: asked anew, they have workspaces of their own. The
-  first call on a second stream: an end. From then on calls take turns (turns.py).
+  first call on a second stream, or on one more than there is room for: an end. Then calls take turns (turns.py).
 - modes, transforms, tracing: the thread's dispatch keys are none but those that lead to the kernels at once. Dynamo
   and function modes are looked for where they come in, in functional.py.
 - gradients; subclasses, fake, functional and lazily negated tensors, those of torch.func: by type, flags and address.

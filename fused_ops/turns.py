@@ -9,9 +9,11 @@ It follows that ranks must make their calls in one order, also those of several 
 
 - calls of different threads, whose order nobody knows;
 - replays of graphs, which weft does not see. Calls inside one graph are, as they were captured;
-- all calls where WEFT_RESERVED_SMS leaves each so few multiprocessors that two find room at once.
+- calls of two streams where WEFT_RESERVED_SMS leaves each so few multiprocessors that two find room at once; of three
+  where three do. A stream more, and those of all take turns.
 
-As long as all calls of a process come from one stream, nothing is put on it for that, and a finding (again.py) says so.
+As long as the calls of a process come from so few streams, one if nothing is reserved, nothing is put on them for that,
+and a finding (again.py) says so.
 """
 
 from __future__ import annotations
@@ -62,21 +64,44 @@ def _graph_of(stream: int) -> int:
     return 0 if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE else _FAILED
 
 
-class _Last:
-    """Where a thread's last call ended."""
+class _Line:
+    """A thread's calls, the eager ones or those in one graph."""
 
     def __init__(self) -> None:
-        self.stream: int | None = None
-        self.graph = 0
-        self._event = torch.cuda.Event()
+        self._event: torch.cuda.Event | None = None
+        self.begins()
 
-    def put(self, stream: int) -> None:
-        """Behind all that lies on ``stream`` now."""
-        self._event.record(_streams(stream, torch.cuda.current_device()))
-        self.stream = stream
+    def begins(self, graph: int = 0, *, several: bool = False) -> None:
+        """No call yet."""
+        self.graph = graph
+        self.several = several  # of a graph: its calls take turns
+        #: Of what was called while there was room for all of it, with nothing put behind.
+        self.streams: set[int] = set()
+        self._last: int | None = None  # stream on which the last call ended, if the event is behind it
 
     def wait(self, stream: int) -> None:
-        """Nothing more on ``stream`` until that has ended."""
+        """Nothing more on ``stream`` until the last calls have ended."""
+        if self._last is not None and self._last != stream:
+            self._put_in_front(stream)
+        for other in self.streams - {stream}:
+            # If that is being captured now, nothing of it runs; and a wait for it would capture this stream, too.
+            if _graph_of(other) == self.graph:
+                self._put_behind(other)
+                self._put_in_front(stream)
+
+    def end(self, stream: int) -> None:
+        """The last call is what lies on ``stream`` now."""
+        self._put_behind(stream)
+        self.streams.clear()
+
+    def _put_behind(self, stream: int) -> None:
+        if self._event is None:
+            self._event = torch.cuda.Event()
+        self._event.record(_streams(stream, torch.cuda.current_device()))
+        self._last = stream
+
+    def _put_in_front(self, stream: int) -> None:
+        assert self._event is not None
         self._event.wait(_streams(stream, torch.cuda.current_device()))
 
 
@@ -90,75 +115,77 @@ class _Mine(threading.local):
     """A thread's part."""
 
     def __init__(self) -> None:
-        self.eager, self.captured = _Last(), _Last()
-        self.on_first = False  # it has made a call on the stream that was the only one then
+        self.eager, self.captured = _Line(), _Line()
 
 
 class Turns:
-    """Those of one GPU, while it is the current device."""
+    """Those of one GPU, while it is the current device.
 
-    def __init__(self) -> None:
+    Args:
+        room: for so many calls at once, whatever they are.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
         self._lock = threading.Lock()
-        self._first: int | None = None  # the stream of all calls, unless there are several
+        self._streams: set[int] = set()  # of all calls, as long as there is room for all of them at once
         self._several = False
         self._mine = _Mine()
 
     def steps(self, stream: int) -> tuple[Step, Step]:
         """In front of and behind the launches of calls on ``stream``, until ``changed``."""
         with self._lock:
-            if self._first is None:
-                self._first = stream
-            if self._first != stream and not self._several:
-                self._several = True
-                changed()
+            if not self._several:
+                self._streams.add(stream)
+                if len(self._streams) > self._room:
+                    self._several = True
+                    changed()
             return (self.begin, self.end) if self._several else (self.alone, None)
 
     def alone(self, stream: int) -> None:
-        """A call on the only stream so far. Each thread says it for itself: findings are those of all."""
-        self._mine.on_first = True
+        """A call for which there is room. Each thread says it for itself: findings are those of all."""
+        self._mine.eager.streams.add(stream)
 
     def begin(self, stream: int) -> None:
         """What is launched on ``stream`` from here on comes behind the thread's last call."""
-        last, first = self._mine.eager, self._first
-        unmarked = last.stream is None and self._mine.on_first
-        # Nothing was put behind the last call while there was one stream. If that is being captured now, nothing of it
-        # runs; and a wait for it would capture this stream, too.
-        if unmarked and first is not None and first != stream and not _graph_of(first):
-            last.put(first)
-        if last.stream is not None and last.stream != stream:
-            last.wait(stream)
+        self._mine.eager.wait(stream)
 
     def end(self, stream: int) -> None:
         """The call is launched."""
-        self._mine.eager.put(stream)
+        self._mine.eager.end(stream)
 
     @contextmanager
     def captured(self, stream: int, graph: int) -> Iterator[None]:
         """The body's launches come behind those of the thread's last call in the same graph."""
-        last = self._mine.captured
-        if last.graph == graph and last.stream != stream:
-            last.wait(stream)
+        line = self._mine.captured
+        if line.graph != graph:
+            line.begins(graph, several=self._room == 1)  # there an event costs nothing
+        line.several = line.several or len(line.streams | {stream}) > self._room
+        if line.several:
+            line.wait(stream)
         yield
-        last.put(stream)
-        last.graph = graph
+        if line.several:
+            line.end(stream)
+        else:
+            line.streams.add(stream)
 
 
-_turns: dict[int, Turns | None] = {}
+_turns: dict[int, Turns] = {}
 
 
-def _turns_of(index: int) -> Turns | None:
+def _turns_of(index: int) -> Turns:
     if index not in _turns:
         device = torch.device("cuda", index)
         there = torch.cuda.get_device_properties(device).multi_processor_count
-        # Threads may come here at once: all take the first one's.
-        _turns.setdefault(index, None if 2 * num_sms(device) <= there else Turns())
+        _turns.setdefault(
+            index, Turns(there // num_sms(device))
+        )  # threads may come here at once: all take one
     return _turns[index]
 
 
 def steps_on(index: int, stream: int) -> tuple[Step, Step]:
     """For a finding: in front of and behind its launches, on a CUDA device."""
-    turns = _turns_of(index)
-    return (None, None) if turns is None else turns.steps(stream)
+    return _turns_of(index).steps(stream)
 
 
 @contextmanager
@@ -169,9 +196,9 @@ def turn(device: torch.device) -> Iterator[None]:
         RuntimeError: that is being captured, and the capture has failed.
     """
     with on(device):
-        turns, (stream, graph) = _turns_of(device.index), stream_and_graph(device)
-        if turns is not None and graph:
-            with turns.captured(stream, graph):
+        stream, graph = stream_and_graph(device)
+        if graph:
+            with _turns_of(device.index).captured(stream, graph):
                 yield
             return
         before, behind = steps_on(device.index, stream)

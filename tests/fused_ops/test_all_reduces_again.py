@@ -54,7 +54,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (group, stage.where))
     monkeypatch.setattr(timeouts, "_per_group", Noted())
     monkeypatch.setattr(registry, "_resolve_process_group", resolve)
-    monkeypatch.setattr(turns, "_turns_of", lambda index: None)
+    monkeypatch.setattr(turns, "_turns_of", lambda index: turns.Turns(9))
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)

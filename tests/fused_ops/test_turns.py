@@ -22,6 +22,7 @@ class Gpu:
         self.on: dict[int, list[Any]] = {}
         self.now = 1
         self.graphs: dict[int, int] = {}
+        self.turns: turns.Turns
 
     def launch(self, what: Any) -> None:
         self.on.setdefault(self.now, []).append(what)
@@ -49,8 +50,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(turns, "stream_and_graph", lambda device: (gpu.now, gpu.graphs.get(gpu.now, 0)))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    one = turns.Turns()
-    monkeypatch.setattr(turns, "_turns_of", lambda index: one)
+    gpu.turns = turns.Turns(1)
+    monkeypatch.setattr(turns, "_turns_of", lambda index: gpu.turns)
     return gpu
 
 
@@ -210,13 +211,47 @@ def test_the_default_stream_is_no_new_one(monkeypatch: pytest.MonkeyPatch) -> No
     turns._streams.cache_clear()
 
 
-def test_where_two_calls_find_room_at_once_there_are_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("way", "graph"), [(call, 0), (again, 0), (call, 77)], ids=["long way", "short way", "captured"]
+)
+def test_where_two_calls_find_room_a_third_stream_is_one_too_many(gpu: Gpu, way: Any, graph: int) -> None:
+    gpu.turns, gpu.graphs = turns.Turns(2), dict.fromkeys((1, 2, 3), graph)
+    for stream, name in ((1, "a"), (2, "b"), (1, "c"), (2, "d")):
+        way(gpu, stream, name)
+    assert gpu.on == {1: ["a", "c"], 2: ["b", "d"]}
+    way(gpu, 3, "e")
+    assert sorted(gpu.on[3][:2]) == [("wait", "c"), ("wait", "d")] and gpu.on[3][2:] == ["e"]
+    for stream, name in ((1, "f"), (2, "g"), (2, "h")):
+        way(gpu, stream, name)
+    assert gpu.on[1][2:] == [("wait", "e"), "f"]
+    assert gpu.on[2][2:] == [("wait", "f"), "g", "h"]
+    gpu.graphs = dict.fromkeys((1, 2), graph + 1 if graph else 0)
+    way(gpu, 1, "i")
+    assert gpu.on[1][4:] == (["i"] if graph else [("wait", "h"), "i"])
+
+
+def test_what_failed_in_front_of_its_launch_leaves_the_order_as_it_was(gpu: Gpu) -> None:
+    gpu.turns = turns.Turns(2)
+    call(gpu, 1, "a")
+    call(gpu, 2, "b")
+    with pytest.raises(ZeroDivisionError), turns.turn(GPU):
+        gpu.launch(1 / 0)
+    gpu.now = 3
+    with pytest.raises(ZeroDivisionError), turns.turn(GPU):
+        gpu.launch(1 / 0)
+    call(gpu, 4, "c")
+    *waits, last = gpu.on[4]
+    assert set(waits) == {("wait", "a"), ("wait", "b")} and last == "c"
+
+
+def test_as_many_calls_find_room_as_their_multiprocessors_go_into_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     there = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: there)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    for reserved, taken in (("0", True), ("65", True), ("66", False), ("100", False)):
+    for reserved, room in (("0", 1), ("65", 1), ("66", 2), ("87", 2), ("88", 3), ("100", 4)):
         monkeypatch.setenv("WEFT_RESERVED_SMS", reserved)
         monkeypatch.setattr(turns, "_turns", {})
         plan.num_sms.cache_clear()
-        assert (turns._turns_of(0) is not None) is taken
+        assert turns._turns_of(0)._room == room
     plan.num_sms.cache_clear()
