@@ -9,7 +9,7 @@ makes an end of all that was found before (symm_mem/findings.py): then it is loo
 - group destroyed, or another one under its name: asked anew. Heap made anew; workspace outgrown or gone in a reset:
   an end. So a rank that comes here and one that takes the long way use the same memory.
 - another stream, another current device, a graph being captured: asked anew, they have workspaces of their own. The
-  first call on a second stream: an end. From then on calls take turns (turns.py).
+  first call on a second stream, or on one more than there is room for: an end. Then calls take turns (turns.py).
 - modes, transforms, tracing: the thread's dispatch keys are none but those that lead to the kernels at once. Dynamo
   and function modes are looked for where they come in, in functional.py.
 - gradients; subclasses, fake, functional and lazily negated tensors, those of torch.func: by type, flags and address.
@@ -37,7 +37,7 @@ from ..symm_mem.calls import Grids
 from ..symm_mem.registry import has_name, known_heap
 from ..symm_mem.timeouts import chosen_timeout, default_timeout
 from . import plan
-from .turns import Turns, turns_on
+from .turns import Step, steps_on
 from .workspaces import ONE_SHOT
 
 _ALIGNMENT = 16  # bytes, of what kernels take
@@ -147,7 +147,8 @@ class _Found:
     workspace: Workspace[Any]
     ready: _Ready
     timeout_ns: int
-    turns: Turns | None
+    before: Step
+    behind: Step
 
 
 def stream_on(device: int) -> int | None:
@@ -222,17 +223,18 @@ def again(
         findings.keep(kept, (alike, group_name, stream), found)
     elif not has_name(found.group, group_name):
         return None
-    workspace, ready, turns = found.workspace, found.ready, found.turns
+    workspace, ready = found.workspace, found.ready
     empty = ready.empty
     results = [empty(sizes, strides, dtype) for sizes, strides, dtype in ready.results]
-    if not ready.calls:
-        workspace.raise_if_broken(op, 2, ready.grids)  # inside this and the op's own ``again``
-    plan._last = ready.plan
-    if turns is not None:
-        turns.begin(stream)
+    if found.before is not None:
+        found.before(stream)
     if ready.calls:
+        plan._last = ready.plan
         ready.launcher.call(tensors, results, found.timeout_ns, stream)
     else:
+        # Noted only now that nothing is left in front of the launch: errors name calls by how many were launched.
+        workspace.raise_if_broken(op, 2, ready.grids)  # inside this and the op's own ``again``
+        plan._last = ready.plan
         try:
             half = workspace.next_half() if kind == "matmul" else 0
             addresses = [r.data_ptr() for r in results]
@@ -240,8 +242,8 @@ def again(
         except BaseException as e:
             workspace.abandon(e)  # the peers may wait for what was not launched
             raise
-    if turns is not None:
-        turns.end(stream)
+    if found.behind is not None:
+        found.behind(stream)
     return results
 
 
@@ -251,8 +253,8 @@ def _find(alike: Hashable, group_name: str, device: int, stream: int, kind: str)
         here = place(each, group_name, device, stream)
         ready = None if here is None else here.workspace.prepared.get(alike)
         if here is not None and ready is not None and (ready.pays or plan._forced == "fused"):
-            deadline, turns = timeout(group_name, ready.timeout_ns), turns_on(device, stream)
-            return _Found(here.group, here.workspace, ready, deadline, turns)
+            deadline = timeout(group_name, ready.timeout_ns)
+            return _Found(here.group, here.workspace, ready, deadline, *steps_on(device, stream))
     return None
 
 

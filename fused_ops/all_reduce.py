@@ -24,7 +24,7 @@ from ..symm_mem.registry import has_name
 from . import plan
 from .again import Empty, default_ns, empty_like_on, place, stream_on, timeout
 from .plan import Plan, aligned, heap_or_reason, num_sms, ran
-from .turns import Turns, turn, turns_on
+from .turns import Step, steps_on, turn
 from .workspaces import all_reduce_workspace, matmul_workspace
 
 
@@ -51,7 +51,8 @@ class _Found:
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     empty: Empty
-    turns: Turns | None
+    before: Step
+    behind: Step
 
 
 def again(x: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None) -> Tensor | None:
@@ -80,18 +81,18 @@ def again(x: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None)
     if out is None:
         out = found.empty(found.sizes, found.strides, dtype)
     to = address if out is x else out.data_ptr()
-    workspace, turns = found.workspace, found.turns
+    workspace = found.workspace
+    if found.before is not None:
+        found.before(stream)
     workspace.raise_if_broken(host.OP, 1, found.grids)
     plan._last = found.plan
-    if turns is not None:
-        turns.begin(stream)
     try:
         found.launch(address, to, found.timeout_ns, stream)
     except BaseException as e:
         workspace.abandon(e)  # the peers may wait for what was not launched
         raise
-    if turns is not None:
-        turns.end(stream)
+    if found.behind is not None:
+        found.behind(stream)
     return out
 
 
@@ -107,7 +108,7 @@ def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | N
     strides = torch.empty(sizes, device="meta").stride()
     return _Found(
         *(here.group, here.workspace, found.kernel.launch, found.kernel.grids, found.plan, deadline),
-        *(sizes, strides, empty_like_on(x.device), turns_on(x.get_device(), stream)),
+        *(sizes, strides, empty_like_on(x.device), *steps_on(x.get_device(), stream)),
     )
 
 
@@ -151,9 +152,9 @@ def run(
         key = (host.OP, config.form, x.dtype, reduce_op)
         found.prepare(host.OP, key, lambda: prepare(found, source, reduce_op, config))
         prepared = prepare(found, source, reduce_op, config)
+        ran(prepared.plan)  # ranks may differ here: then nothing is launched, and nothing may be noted
         for workspace, grids in prepared.uses:
             workspace.raise_if_broken(host.OP, grids=grids)
-        ran(prepared.plan)
         timeout_ns = int(get_timeout(found.group_name) * 1e9)
         stream = torch.cuda.current_stream().cuda_stream
         prepared.kernel.launch(source.data_ptr(), target.data_ptr(), timeout_ns, stream)

@@ -9,31 +9,48 @@ It follows that ranks must make their calls in one order, also those of several 
 
 - calls of different threads, whose order nobody knows;
 - replays of graphs, which weft does not see. Calls inside one graph are, as they were captured;
-- all calls where WEFT_RESERVED_SMS leaves each so few multiprocessors that two find room at once.
+- calls of two streams where WEFT_RESERVED_SMS leaves each so few multiprocessors that two find room at once; of three
+  where three do. A stream more, and those of all take turns.
 
-As long as all calls of a process come from one stream, they cost nothing: a finding (again.py) says so.
+As long as the calls of a process come from so few streams, one if nothing is reserved, nothing is put on them for that,
+and a finding (again.py) says so.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 
 from ..symm_mem.findings import changed
 from .plan import num_sms, on
 
+#: What a call does on its stream in front of its launches, or behind them; None: nothing.
+Step: TypeAlias = Callable[[int], None] | None
+
+_FAILED = -1  # instead of a graph: a capture that has failed, and has not ended
+
 
 def stream_and_graph(device: torch.device) -> tuple[int, int]:
-    """The current stream of a CUDA device, and the graph it is being captured into (0: none)."""
+    """The current stream of a CUDA device, and the graph it is being captured into (0: none).
+
+    Raises:
+        RuntimeError: that capture has failed. Nothing can be launched there, and nothing is begun that peers wait for.
+    """
     # As torch.cuda says it, without the objects that it makes: this is asked at every call.
     stream: int = torch._C._cuda_getCurrentRawStream(device.index)
     if not torch._C._cuda_isCurrentStreamCapturing():
         return stream, 0
-    return stream, _graph_of(stream)
+    graph = _graph_of(stream)
+    if graph == _FAILED:
+        raise RuntimeError(
+            "the current stream is being captured into a CUDA graph, and that has failed before"
+        )
+    return stream, graph
 
 
 def _graph_of(stream: int) -> int:
@@ -42,112 +59,151 @@ def _graph_of(stream: int) -> int:
     from ..symm_mem.backends.vmm import check
 
     status, graph = check(driver.cuStreamGetCaptureInfo(stream))[:2]
-    return int(graph) if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE else 0
+    if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
+        return int(graph)
+    return 0 if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE else _FAILED
 
 
-class _Last:
-    """Where a thread's last call ended."""
+class _Line:
+    """A thread's calls, the eager ones or those in one graph."""
 
     def __init__(self) -> None:
-        self.stream: int | None = None
-        self.graph = 0
-        self._event = torch.cuda.Event()
+        self._event: torch.cuda.Event | None = None
+        self.begins()
 
-    def put(self, stream: int) -> None:
-        """Behind all that lies on ``stream`` now."""
-        self._event.record(_streams(stream, torch.cuda.current_device()))
-        self.stream = stream
+    def begins(self, graph: int = 0, *, several: bool = False) -> None:
+        """No call yet."""
+        self.graph = graph
+        self.several = several  # of a graph: its calls take turns
+        #: Of what was called while there was room for all of it, with nothing put behind.
+        self.streams: set[int] = set()
+        self._last: int | None = None  # stream on which the last call ended, if the event is behind it
 
     def wait(self, stream: int) -> None:
-        """Nothing more on ``stream`` until that has ended."""
+        """Nothing more on ``stream`` until the last calls have ended."""
+        if self._last is not None and self._last != stream:
+            self._put_in_front(stream)
+        for other in self.streams - {stream}:
+            # If that is being captured now, nothing of it runs; and a wait for it would capture this stream, too.
+            if _graph_of(other) == self.graph:
+                self._put_behind(other)
+                self._put_in_front(stream)
+
+    def end(self, stream: int) -> None:
+        """The last call is what lies on ``stream`` now."""
+        self._put_behind(stream)
+        self.streams.clear()
+
+    def _put_behind(self, stream: int) -> None:
+        if self._event is None:
+            self._event = torch.cuda.Event()
+        self._event.record(_streams(stream, torch.cuda.current_device()))
+        self._last = stream
+
+    def _put_in_front(self, stream: int) -> None:
+        assert self._event is not None
         self._event.wait(_streams(stream, torch.cuda.current_device()))
 
 
 @lru_cache(maxsize=256)
 def _streams(stream: int, device: int) -> torch.cuda.Stream:
-    return torch.cuda.ExternalStream(stream, device=device)
+    # Not by ExternalStream: of the default stream, whose address is 0, it makes another one.
+    return torch.cuda.get_stream_from_external(stream, device)
 
 
 class _Mine(threading.local):
     """A thread's part."""
 
     def __init__(self) -> None:
-        self.eager, self.captured = _Last(), _Last()
-        self.on_first = False  # it has made a call on the stream that was the only one then
+        self.eager, self.captured = _Line(), _Line()
 
 
 class Turns:
-    """Those of one GPU, while it is the current device."""
+    """Those of one GPU, while it is the current device.
 
-    def __init__(self) -> None:
+    Args:
+        room: for so many calls at once, whatever they are.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
         self._lock = threading.Lock()
-        self._first: int | None = None  # the stream of all calls, unless there are several
+        self._streams: set[int] = set()  # of all calls, as long as there is room for all of them at once
         self._several = False
         self._mine = _Mine()
 
-    def needed(self, stream: int) -> Turns | None:
-        """This, if a call on ``stream`` has to take its turn: ``begin`` and ``end``. Else None, until ``changed``."""
+    def steps(self, stream: int) -> tuple[Step, Step]:
+        """In front of and behind the launches of calls on ``stream``, until ``changed``."""
         with self._lock:
-            if self._first is None:
-                self._first = stream
-            if self._first != stream and not self._several:
-                self._several = True
-                changed()
-            if self._several:
-                return self
-        self._mine.on_first = True
-        return None
+            if not self._several:
+                self._streams.add(stream)
+                if len(self._streams) > self._room:
+                    self._several = True
+                    changed()
+            return (self.begin, self.end) if self._several else (self.alone, None)
+
+    def alone(self, stream: int) -> None:
+        """A call for which there is room. Each thread says it for itself: findings are those of all."""
+        self._mine.eager.streams.add(stream)
 
     def begin(self, stream: int) -> None:
         """What is launched on ``stream`` from here on comes behind the thread's last call."""
-        last, first = self._mine.eager, self._first
-        unmarked = last.stream is None and self._mine.on_first
-        # Nothing was put behind the last call while there was one stream. If that is being captured now, nothing of it
-        # runs; and a wait for it would capture this stream, too.
-        if unmarked and first is not None and first != stream and not _graph_of(first):
-            last.put(first)
-        if last.stream is not None and last.stream != stream:
-            last.wait(stream)
+        self._mine.eager.wait(stream)
 
     def end(self, stream: int) -> None:
         """The call is launched."""
-        self._mine.eager.put(stream)
+        self._mine.eager.end(stream)
 
     @contextmanager
     def captured(self, stream: int, graph: int) -> Iterator[None]:
         """The body's launches come behind those of the thread's last call in the same graph."""
-        last = self._mine.captured
-        if last.graph == graph and last.stream != stream:
-            last.wait(stream)
+        line = self._mine.captured
+        if line.graph != graph:
+            line.begins(graph, several=self._room == 1)  # there an event costs nothing
+        line.several = line.several or len(line.streams | {stream}) > self._room
+        if line.several:
+            line.wait(stream)
         yield
-        last.put(stream)
-        last.graph = graph
+        if line.several:
+            line.end(stream)
+        else:
+            line.streams.add(stream)
 
 
-@cache
-def _turns_of(index: int) -> Turns | None:
-    device = torch.device("cuda", index)
-    there = torch.cuda.get_device_properties(device).multi_processor_count
-    return None if 2 * num_sms(device) <= there else Turns()
+_turns: dict[int, Turns] = {}
 
 
-def turns_on(index: int, stream: int) -> Turns | None:
-    """For a finding: in whose ``begin`` and ``end`` its launches lie, on a CUDA device; None: in nobody's."""
-    turns = _turns_of(index)
-    return None if turns is None else turns.needed(stream)
+def _turns_of(index: int) -> Turns:
+    if index not in _turns:
+        device = torch.device("cuda", index)
+        there = torch.cuda.get_device_properties(device).multi_processor_count
+        _turns.setdefault(
+            index, Turns(there // num_sms(device))
+        )  # threads may come here at once: all take one
+    return _turns[index]
+
+
+def steps_on(index: int, stream: int) -> tuple[Step, Step]:
+    """For a finding: in front of and behind its launches, on a CUDA device."""
+    return _turns_of(index).steps(stream)
 
 
 @contextmanager
 def turn(device: torch.device) -> Iterator[None]:
-    """Makes a CUDA device the current one; the body is a call on its current stream."""
+    """Makes a CUDA device the current one; the body is a call on its current stream.
+
+    Raises:
+        RuntimeError: that is being captured, and the capture has failed.
+    """
     with on(device):
-        turns, (stream, graph) = _turns_of(device.index), stream_and_graph(device)
-        if turns is not None and graph:
-            with turns.captured(stream, graph):
+        stream, graph = stream_and_graph(device)
+        if graph:
+            with _turns_of(device.index).captured(stream, graph):
                 yield
-        elif turns is not None and turns.needed(stream) is not None:
-            turns.begin(stream)
-            yield
-            turns.end(stream)
-        else:
-            yield
+            return
+        before, behind = steps_on(device.index, stream)
+        if before is not None:
+            before(stream)
+        yield
+        if behind is not None:
+            behind(stream)

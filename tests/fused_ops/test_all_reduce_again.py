@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -32,10 +33,12 @@ class Workspace:
     def __init__(self) -> None:
         self.prepared: Noted[Any, Any] = Noted()
         self.error: Exception | None = None
+        self.noted: list[str] = []
 
-    def raise_if_broken(self, op: str, inside: int, grids: tuple[int, ...]) -> None:
+    def raise_if_broken(self, op: str, inside: int = 0, grids: tuple[int, ...] = ()) -> None:
         if self.error is not None:
             raise self.error
+        self.noted.append(op)
 
 
 @pytest.fixture
@@ -57,7 +60,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return stage.group
 
     monkeypatch.setattr(registry, "_resolve_process_group", resolve)
-    monkeypatch.setattr(turns, "_turns_of", lambda index: None)
+    monkeypatch.setattr(turns, "_turns_of", lambda index: turns.Turns(9))
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
@@ -176,6 +179,46 @@ def test_a_launch_that_fails_breaks_the_workspace(
         all_reduce.again(stage.x, "sum", NAME)
     with pytest.raises(symm_mem.WeftError, match="ended by RuntimeError"):
         all_reduce.again(stage.x, "sum", NAME)
+
+
+def test_a_call_that_cannot_take_its_turn_is_not_noted(
+    stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors name calls by how often kernels were launched: one that was noted and not launched would shift them."""
+
+    def refused(stream: int) -> None:
+        raise RuntimeError("the driver refuses")
+
+    monkeypatch.setattr(all_reduce, "steps_on", lambda *_: (refused, None))
+    with pytest.raises(RuntimeError, match="refuses"):
+        all_reduce.again(stage.x, "sum", NAME)
+    assert not stage.workspace.noted and not stage.kernel.launched and stage.workspace.error is None
+
+
+@pytest.mark.parametrize("agree", [True, False])
+def test_a_call_that_ranks_would_run_differently_is_not_noted(
+    stage: SimpleNamespace, agree: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heap: Any = SimpleNamespace(world_size=2, group_name=NAME, prepare=lambda *_: None)
+    prepared = stage.workspace.prepared[15, torch.float32, "sum"]
+
+    def differ(_: plan.Plan) -> None:
+        if not agree:
+            raise symm_mem.RankMismatch("a plan", NAME, 1, "unfused", "push")
+
+    monkeypatch.setattr(all_reduce, "heap_or_reason", lambda *_, **__: heap)
+    monkeypatch.setattr(all_reduce, "turn", lambda device: nullcontext())
+    monkeypatch.setattr(all_reduce, "num_sms", lambda device: 132)
+    monkeypatch.setattr(all_reduce, "_pushes", lambda *_: prepared)
+    monkeypatch.setattr(all_reduce, "ran", differ)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    x: Any = torch.empty(5, 3, device="meta")
+    if agree:
+        all_reduce.run(x, "sum", stage.group)
+    else:
+        with pytest.raises(symm_mem.RankMismatch):
+            all_reduce.run(x, "sum", stage.group)
+    assert len(stage.workspace.noted) == len(stage.kernel.launched) == int(agree)
 
 
 def test_the_function_takes_it_without_the_dispatcher(stage: SimpleNamespace) -> None:

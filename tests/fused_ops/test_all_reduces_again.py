@@ -54,7 +54,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (group, stage.where))
     monkeypatch.setattr(timeouts, "_per_group", Noted())
     monkeypatch.setattr(registry, "_resolve_process_group", resolve)
-    monkeypatch.setattr(turns, "_turns_of", lambda index: None)
+    monkeypatch.setattr(turns, "_turns_of", lambda index: turns.Turns(9))
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
@@ -196,3 +196,18 @@ def test_a_broken_group_is_not_used(stage: SimpleNamespace) -> None:
         with pytest.raises(symm_mem.WeftError, match="expired"):
             call()
     assert not stage.kernel.launched
+
+
+def test_a_norm_that_cannot_take_its_turn_is_not_noted(
+    stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors name calls by how often kernels were launched."""
+
+    def refused(stream: int) -> None:
+        raise RuntimeError("the driver refuses")
+
+    monkeypatch.setattr(again, "steps_on", lambda *_: (refused, None))
+    monkeypatch.setattr(stage.workspace, "raise_if_broken", lambda *_: pytest.fail("it is noted"))
+    with pytest.raises(RuntimeError, match="refuses"):
+        fused_all_reduce_rms_norm(*stage.norm, EPS, NAME)
+    assert not stage.kernel.launched and stage.workspace.error is None

@@ -22,6 +22,7 @@ from weft.fused_ops import (
     fused_matmul_reduce_scatter,
     matmul_reduce_scatter,
     plan,
+    turns,
 )
 from weft.kernels.device.choice import Choice
 from weft.symm_mem import registry, timeouts
@@ -75,7 +76,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (stage.group, where))
     monkeypatch.setattr(registry, "_resolve_process_group", resolve)
-    monkeypatch.setattr("weft.fused_ops.turns._turns_of", lambda index: None)
+    monkeypatch.setattr(turns, "_turns_of", lambda index: turns.Turns(9))
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
@@ -96,10 +97,9 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         A = a.new_empty(WORLD_SIZE, *a.shape) if return_A else None
         return A, [a.new_empty(WORLD_SIZE, len(a), b.shape[1]) for b in bs]
 
-    def scattered(
-        choice: object, workspace: object, a: torch.Tensor, b: torch.Tensor, *given: Any
-    ) -> torch.Tensor:
-        return a.new_empty(a.shape[0], a.shape[2], b.shape[1], dtype=given[-2].out_dtype)
+    def scattered(_: object, where: object, a: torch.Tensor, b: torch.Tensor, *given: Any) -> torch.Tensor:
+        columns = b.shape[1] // WORLD_SIZE ** given[-1]  # the last dimension is scattered, or not
+        return a.new_empty(a.shape[0], a.shape[2], columns, dtype=given[-2].out_dtype)
 
     monkeypatch.setattr("weft.kernels.all_gather_matmul.on_cuda.run", gathered)
     monkeypatch.setattr("weft.kernels.matmul_reduce_scatter.on_cuda.run", scattered)

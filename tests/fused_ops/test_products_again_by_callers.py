@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import test_products_again as short
+import torch
 from weft import symm_mem
+from weft.fused_ops import fused_matmul_reduce_scatter, matmul_reduce_scatter
 from weft.symm_mem.calls import Calls
 
 stage, op = short.stage, short.op
@@ -78,3 +80,18 @@ def test_errors_name_the_line_of_the_call(stage: SimpleNamespace, op: short.Op) 
         way(*op.given)
         assert calls.op == "an op" and calls.site is not None
         assert calls.site.startswith(f"{short.__file__}:"), "where the op is called, neither above nor below"
+
+
+def test_a_scattered_last_dimension_is_another_call(stage: SimpleNamespace) -> None:
+    """Of operands that another dimension of could be scattered as well."""
+    A, B = torch.randn(6, 4, 8), torch.randn(8, 16)
+    for dim, shape in ((2, [6, 4, 8]), (0, [3, 4, 16])):
+        for way in (dim, dim - 3):
+            with pytest.raises(ValueError, match=short.LONG):
+                fused_matmul_reduce_scatter(A, B, "sum", way, short.NAME)
+        matmul_reduce_scatter._on_cuda(stage.where, A, B, "sum", dim, shape, A.dtype)
+        for way in (dim, dim - 3):
+            got = fused_matmul_reduce_scatter(A, B, "sum", way, short.NAME)
+            assert list(got.shape) == shape and got.is_contiguous()
+            _, operands, results, *_ = stage.launcher.launched.pop()
+            assert (operands, results) == ([A.data_ptr(), B.data_ptr()], [got.data_ptr()])

@@ -55,7 +55,9 @@ class Kernel:
 class OneShot:
     """The same in one shot, in a workspace for vectors that announce themselves."""
 
-    def __init__(self, workspace: Workspace[PushLayout], a: torch.Tensor, *given: Any) -> None:
+    def __init__(
+        self, workspace: Workspace[PushLayout], a: torch.Tensor, *given: Any, split_n: bool = False
+    ) -> None:
         (self.config,) = (x for x in given if isinstance(x, OneShotConfig))
         assert workspace.layout.slots >= self.config.layout(2).slots
         self.workspace = workspace
@@ -135,7 +137,7 @@ def calls(where: symm_mem.Heap, rank: int, out_dtype: torch.dtype) -> list[tuple
     """After each op: how its configuration was come by, and the name of what was launched last, on its operands."""
     said = []
     a, bs, wide = operands(rank)
-    for op in ("all_gather_matmul", "last dimension", "matmul_reduce_scatter"):
+    for op in ("all_gather_matmul", "last dimension", "matmul_reduce_scatter", "scattered last dimension"):
         if op == "all_gather_matmul":
             _, outs = all_gather_matmul._on_cuda(where, a, bs, 0, False)
             assert [out.shape for out in outs] == [(512, 256), (512, 512)]
@@ -146,9 +148,11 @@ def calls(where: symm_mem.Heap, rank: int, out_dtype: torch.dtype) -> list[tuple
             assert [out.shape for out in outs] == [(256, 256)]
             given = [x.data_ptr() for x in (a, deep)]
         else:
-            out = matmul_reduce_scatter._on_cuda(where, wide, bs[0], "sum", 0, [256, 256], out_dtype)
+            dim = int(op == "scattered last dimension")
+            A, B = (a, bs[1]) if dim else (wide, bs[0])
+            out = matmul_reduce_scatter._on_cuda(where, A, B, "sum", dim, [256, 256], out_dtype)
             assert isinstance(out, torch.Tensor) and out.dtype == out_dtype
-            given = [wide.data_ptr(), bs[0].data_ptr()]
+            given = [A.data_ptr(), B.data_ptr()]
         config, addresses, _ = Kernel.launched[-1]
         assert addresses == given
         said.append((last_plan().chosen, name_of(config)))
@@ -157,22 +161,22 @@ def calls(where: symm_mem.Heap, rank: int, out_dtype: torch.dtype) -> list[tuple
 
 
 def tuned(rank: int, world_size: int, folder: str, fastest: Any) -> None:
-    halves, ours = torch.bfloat16, [("tuned", fastest)] * 3
+    halves, ours = torch.bfloat16, [("tuned", fastest)] * 4
     if fastest == "one_shot":
         ours[1] = ("tuned", mock.ANY)  # the last dimension is never gathered in one shot
     with stage(folder, False, fastest) as where:
         model = calls(where, rank, halves)
         assert {how for how, _ in model} == {"from the model"}
-        assert len(Kernel.launched) == 3 and where.tuner is None and not Path(folder).exists()
+        assert len(Kernel.launched) == 4 and where.tuner is None and not Path(folder).exists()
     assert all(name != fastest for _, name in model), "or there is nothing to see here"
     with stage(folder, True, fastest) as where:
         assert calls(where, rank, halves) == ours
         launched = len(Kernel.launched)
         assert launched > 10
         assert calls(where, rank, halves) == ours
-        assert len(Kernel.launched) == launched + 3, "tuned once"
+        assert len(Kernel.launched) == launched + 4, "tuned once"
         assert calls(where, rank, torch.float32) == ours
-        assert len(Kernel.launched) > launched + 6, "another result is another kind"
+        assert len(Kernel.launched) > launched + 8, "another result is another kind"
         launched, bias = len(Kernel.launched), torch.randn(256).bfloat16()
         _, (B, _), wide = operands(rank)
         matmul_reduce_scatter._on_cuda(where, wide, B, "sum", 0, [256, 256], halves, bias)
@@ -184,12 +188,11 @@ def tuned(rank: int, world_size: int, folder: str, fastest: Any) -> None:
         assert {k[0] for k in remembered} >= {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}
     with stage(folder, True, fastest) as where:  # as the next process
         assert calls(where, rank, halves) == ours
-        assert len(Kernel.launched) == 3
+        assert len(Kernel.launched) == 4
         tuned_kinds = TunedFile("cpu", world_size).read()
-        assert (
-            len(tuned_kinds) == 5
-            and sum("of the last dimension 256 x 64 @ 128 x 256" in kind for kind in tuned_kinds) == 1
-        )
+        assert len(tuned_kinds) == 7
+        for last, count in (("256 x 64 @ 128 x 256", 1), ("1 x 2 x 256 x 64 @ 64 x 256", 2)):
+            assert sum(f"of the last dimension {last}" in kind for kind in tuned_kinds) == count
 
 
 @pytest.mark.parametrize("fastest", FASTEST)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ class Gpu:
         self.on: dict[int, list[Any]] = {}
         self.now = 1
         self.graphs: dict[int, int] = {}
+        self.turns: turns.Turns
 
     def launch(self, what: Any) -> None:
         self.on.setdefault(self.now, []).append(what)
@@ -48,8 +50,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(turns, "stream_and_graph", lambda device: (gpu.now, gpu.graphs.get(gpu.now, 0)))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    one = turns.Turns()
-    monkeypatch.setattr(turns, "_turns_of", lambda index: one)
+    gpu.turns = turns.Turns(1)
+    monkeypatch.setattr(turns, "_turns_of", lambda index: gpu.turns)
     return gpu
 
 
@@ -61,14 +63,21 @@ def call(gpu: Gpu, stream: int, name: str) -> None:
 
 
 def again(gpu: Gpu, stream: int, name: str) -> None:
-    """The short way, as a finding leads to it."""
-    gpu.now = stream
-    found = turns.turns_on(0, stream)
-    if found is not None:
-        found.begin(stream)
+    """The short way, as a finding leads to it: one of all threads."""
+    gpu.now, kept = stream, findings.kept
+    before, behind = kept.get(("steps", stream)) or turns.steps_on(0, stream)
+    kept["steps", stream] = before, behind
+    if before is not None:
+        before(stream)
     gpu.launch(name)
-    if found is not None:
-        found.end(stream)
+    if behind is not None:
+        behind(stream)
+
+
+def in_a_thread(body: Any) -> None:
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
 
 
 @pytest.mark.parametrize("way", [call, again])
@@ -90,12 +99,13 @@ def test_a_call_waits_for_the_last_one_of_another_stream_and_for_nothing_else(gp
 
 def test_one_stream_costs_nothing_and_a_second_one_ends_what_was_found(gpu: Gpu) -> None:
     kept = findings.kept
-    assert turns.turns_on(0, 1) is None and turns.turns_on(0, 1) is None
+    assert turns.steps_on(0, 1) == turns.steps_on(0, 1)
+    assert turns.steps_on(0, 1)[1] is None
     assert findings.kept is kept
-    assert turns.turns_on(0, 2) is not None
+    assert turns.steps_on(0, 2)[1] is not None
     assert findings.kept is not kept
     kept = findings.kept
-    assert turns.turns_on(0, 1) is turns.turns_on(0, 2) is not None
+    assert turns.steps_on(0, 1) == turns.steps_on(0, 2) and None not in turns.steps_on(0, 1)
     assert findings.kept is kept
 
 
@@ -107,12 +117,37 @@ def test_threads_do_not_wait_for_each_other(gpu: Gpu) -> None:
         call(gpu, 2, "c")
         call(gpu, 3, "d")
 
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
+    in_a_thread(other)
     call(gpu, 1, "e")
     call(gpu, 2, "f")
     assert gpu.on == {1: ["a", "e"], 2: ["b", "c", ("wait", "e"), "f"], 3: [("wait", "c"), "d"]}
+
+
+@pytest.mark.parametrize("way", [call, again])
+def test_a_thread_waits_for_its_calls_by_what_another_one_has_found(gpu: Gpu, way: Any) -> None:
+    again(gpu, 1, "a")
+
+    def other() -> None:
+        again(gpu, 1, "b")
+        way(gpu, 2, "c")
+
+    in_a_thread(other)
+    assert gpu.on == {1: ["a", "b"], 2: [("wait", "b"), "c"]}
+
+
+def test_threads_that_come_first_at_once_share_a_gpus_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, found = threading.Barrier(2, timeout=30), []
+    there = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(turns, "_turns", {})
+    monkeypatch.setattr(turns, "num_sms", lambda device: both.wait() * 0 + 132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: there)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    threads = [threading.Thread(target=lambda: found.append(turns._turns_of(0))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] is found[1] is turns._turns_of(0) is not None
 
 
 def test_calls_of_one_graph_take_turns_and_have_nothing_to_do_with_others(gpu: Gpu) -> None:
@@ -131,24 +166,92 @@ def test_calls_of_one_graph_take_turns_and_have_nothing_to_do_with_others(gpu: G
         5: ["a", "a product", ("wait", "b"), "c"],
         6: [("wait", "a"), "b", "in the next graph"],
     }
-    assert turns.turns_on(0, 1) is None, "capturing is not a second stream"
+    assert turns.steps_on(0, 1)[1] is None, "capturing is not a second stream"
 
 
-def test_no_wait_for_a_stream_that_is_being_captured(gpu: Gpu) -> None:
+@pytest.mark.parametrize("graph", [77, turns._FAILED])
+def test_no_wait_for_a_stream_that_is_being_captured(gpu: Gpu, graph: int) -> None:
     call(gpu, 1, "a")
-    gpu.graphs = {1: 77}
+    gpu.graphs = {1: graph}
     call(gpu, 2, "b")
     assert gpu.on == {1: ["a"], 2: ["b"]}
 
 
-def test_where_two_calls_find_room_at_once_there_are_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("status", ["ACTIVE", "INVALIDATED"])
+def test_nothing_is_begun_on_a_stream_whose_capture_has_failed(
+    status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses = SimpleNamespace(
+        **{f"CU_STREAM_CAPTURE_STATUS_{name}": name for name in ("NONE", "ACTIVE", "INVALIDATED")}
+    )
+    driver = SimpleNamespace(
+        CUstreamCaptureStatus=statuses,
+        CUresult=SimpleNamespace(CUDA_SUCCESS=0),
+        cuStreamGetCaptureInfo=lambda stream: (0, status, 77, None, [], [], 0),
+    )
+    monkeypatch.setitem(sys.modules, "cuda.bindings", ModuleType("cuda.bindings"))
+    monkeypatch.setattr(sys.modules["cuda.bindings"], "driver", driver, raising=False)
+    monkeypatch.setattr("weft.symm_mem.backends.vmm.driver", driver)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True, raising=False)
+    if status == "ACTIVE":
+        assert turns.stream_and_graph(GPU) == (5, 77)
+    else:
+        with pytest.raises(RuntimeError, match="captured into a CUDA graph, and that has failed"):
+            turns.stream_and_graph(GPU)
+
+
+def test_the_default_stream_is_no_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its address is 0. As torch has it: for that ExternalStream takes one out of its pool."""
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "ExternalStream", lambda stream, device: (stream or "of the pool", device))
+    monkeypatch.setattr(cuda, "get_stream_from_external", lambda stream, device: (stream, device))
+    turns._streams.cache_clear()
+    assert [turns._streams(stream, 1) for stream in (0, 7)] == [(0, 1), (7, 1)]
+    turns._streams.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("way", "graph"), [(call, 0), (again, 0), (call, 77)], ids=["long way", "short way", "captured"]
+)
+def test_where_two_calls_find_room_a_third_stream_is_one_too_many(gpu: Gpu, way: Any, graph: int) -> None:
+    gpu.turns, gpu.graphs = turns.Turns(2), dict.fromkeys((1, 2, 3), graph)
+    for stream, name in ((1, "a"), (2, "b"), (1, "c"), (2, "d")):
+        way(gpu, stream, name)
+    assert gpu.on == {1: ["a", "c"], 2: ["b", "d"]}
+    way(gpu, 3, "e")
+    assert sorted(gpu.on[3][:2]) == [("wait", "c"), ("wait", "d")] and gpu.on[3][2:] == ["e"]
+    for stream, name in ((1, "f"), (2, "g"), (2, "h")):
+        way(gpu, stream, name)
+    assert gpu.on[1][2:] == [("wait", "e"), "f"]
+    assert gpu.on[2][2:] == [("wait", "f"), "g", "h"]
+    gpu.graphs = dict.fromkeys((1, 2), graph + 1 if graph else 0)
+    way(gpu, 1, "i")
+    assert gpu.on[1][4:] == (["i"] if graph else [("wait", "h"), "i"])
+
+
+def test_what_failed_in_front_of_its_launch_leaves_the_order_as_it_was(gpu: Gpu) -> None:
+    gpu.turns = turns.Turns(2)
+    call(gpu, 1, "a")
+    call(gpu, 2, "b")
+    with pytest.raises(ZeroDivisionError), turns.turn(GPU):
+        gpu.launch(1 / 0)
+    gpu.now = 3
+    with pytest.raises(ZeroDivisionError), turns.turn(GPU):
+        gpu.launch(1 / 0)
+    call(gpu, 4, "c")
+    *waits, last = gpu.on[4]
+    assert set(waits) == {("wait", "a"), ("wait", "b")} and last == "c"
+
+
+def test_as_many_calls_find_room_as_their_multiprocessors_go_into_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     there = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: there)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    for reserved, taken in (("0", True), ("65", True), ("66", False), ("100", False)):
+    for reserved, room in (("0", 1), ("65", 1), ("66", 2), ("87", 2), ("88", 3), ("100", 4)):
         monkeypatch.setenv("WEFT_RESERVED_SMS", reserved)
+        monkeypatch.setattr(turns, "_turns", {})
         plan.num_sms.cache_clear()
-        turns._turns_of.cache_clear()
-        assert (turns._turns_of(0) is not None) is taken
+        assert turns._turns_of(0)._room == room
     plan.num_sms.cache_clear()
-    turns._turns_of.cache_clear()

@@ -13,6 +13,7 @@ from weft.fused_ops import (
     fused_all_gather_matmul,
     fused_matmul_reduce_scatter,
     one_shot_all_reduce,
+    turns,
 )
 from weft.fused_ops.plan import forced
 
@@ -29,7 +30,7 @@ def half_of(world_size: int, number: int) -> dist.ProcessGroup:
 def crowd(rank: int, world_size: int, captured: bool) -> None:
     """Products in front of all-reduces, gathers that take the whole GPU: each stream could keep off the other one's."""
     symm_mem.set_timeout(10)
-    streams = [torch.cuda.Stream() for _ in range(2)]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream() if captured else torch.cuda.default_stream()]
     groups = [half_of(world_size, number) for number in range(2)]
     for group in groups:
         symm_mem.set_timeout(10, group)
@@ -91,9 +92,10 @@ def test_two_streams_do_not_keep_each_other_off_the_gpu(world_size: int, capture
     run_ranks(crowd, world_size, captured, device="cuda")
 
 
-def ordered(rank: int, world_size: int) -> tuple[float, float]:
+def ordered(rank: int, world_size: int, default: int | None) -> tuple[float, float]:
     """When calls on two streams ended, in milliseconds: one behind 10 sleeps, in front of 40 more, and the next."""
-    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    both = [torch.cuda.default_stream() if default == i else torch.cuda.Stream() for i in range(2)]
+    first, second = both
     x = torch.randn(1024)
     for stream in (first, second):
         with torch.cuda.stream(stream):
@@ -116,6 +118,14 @@ def ordered(rank: int, world_size: int) -> tuple[float, float]:
     return begin.elapsed_time(a), begin.elapsed_time(b)
 
 
-def test_a_call_waits_for_the_last_call_and_not_for_what_lies_behind_it() -> None:
-    for a, b in run_ranks(ordered, 2, device="cuda"):
+@pytest.mark.parametrize("default", [None, 0, 1], ids=["none", "first", "second"])
+def test_a_call_waits_for_the_last_call_and_not_for_what_lies_behind_it(default: int | None) -> None:
+    """Whether one of the streams is the default one, or none."""
+    for a, b in run_ranks(ordered, 2, default, device="cuda"):
         assert a > 8 and a <= b < 2 * a, (a, b)
+
+
+@pytest.mark.gpu(1)
+def test_streams_are_found_by_their_addresses() -> None:
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+        assert turns._streams(stream.cuda_stream, 0).cuda_stream == stream.cuda_stream
