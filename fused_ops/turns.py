@@ -107,8 +107,8 @@ class _Line:
 
 @lru_cache(maxsize=256)
 def _streams(stream: int, device: int) -> torch.cuda.Stream:
-    # Not by ExternalStream: of the default stream, whose address is 0, it makes another one.
-    return torch.cuda.get_stream_from_external(stream, device)
+    # The default stream's address is 0: for that ExternalStream takes another one, out of its pool.
+    return torch.cuda.ExternalStream(stream, device=device) if stream else torch.cuda.default_stream(device)
 
 
 class _Mine(threading.local):

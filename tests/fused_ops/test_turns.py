@@ -205,7 +205,7 @@ def test_the_default_stream_is_no_new_one(monkeypatch: pytest.MonkeyPatch) -> No
     """Its address is 0. As torch has it: for that ExternalStream takes one out of its pool."""
     cuda = torch.cuda
     monkeypatch.setattr(cuda, "ExternalStream", lambda stream, device: (stream or "of the pool", device))
-    monkeypatch.setattr(cuda, "get_stream_from_external", lambda stream, device: (stream, device))
+    monkeypatch.setattr(cuda, "default_stream", lambda device: (0, device))
     turns._streams.cache_clear()
     assert [turns._streams(stream, 1) for stream in (0, 7)] == [(0, 1), (7, 1)]
     turns._streams.cache_clear()
