@@ -140,7 +140,7 @@ class AllReduceRmsNorm(torch.autograd.Function):
         inner = scale * (through - unit * (through * unit).mean(-1, keepdim=True))
         total = (inner + grad_sums).to(sums.dtype)
         grad_x = _ops.one_shot_all_reduce(total, "sum", ctx.group_name) if ctx.needs_input_grad[0] else None
-        grad_weight = (grad * unit).flatten(0, -2).sum(0).to(weight.dtype)
+        grad_weight = (grad * unit).sum_to_size(weight.shape).to(weight.dtype)
         return grad_x, total, grad_weight, None, None
 
 

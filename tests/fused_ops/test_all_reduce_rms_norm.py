@@ -83,17 +83,18 @@ def test_many_rows_travel_in_pieces() -> None:
 
 
 def gradients(rank: int, world_size: int) -> None:
-    x, residual = (torch.randn(6, 5, 8).requires_grad_() for _ in range(2))
-    weight = torch.randn(8).requires_grad_()
-    on_normed, on_sums = torch.randn(6, 5, 8), torch.randn(6, 5, 8)
-    normed, sums = fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
-    ((normed * on_normed).sum() + (sums * on_sums).sum()).backward()
-    wide = (sum(gather(x)) + residual.detach().double()).requires_grad_()
-    w = weight.detach().double().requires_grad_()
-    ((rms_norm(wide, w, EPS) * on_normed).sum() + (wide * on_sums).sum()).backward()
-    check("residual.grad", residual.grad, wide.grad, 1e-6)
-    check("weight.grad", weight.grad, w.grad, 1e-6)
-    check("x.grad", x.grad, sum(gather(wide.grad)), 1e-6)
+    for shape in [(6, 5, 8), (8,), (0, 8), (7, 1)]:
+        x, residual = (torch.randn(shape).requires_grad_() for _ in range(2))
+        weight = torch.randn(shape[-1:]).requires_grad_()
+        on_normed, on_sums = torch.randn(shape), torch.randn(shape)
+        normed, sums = fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
+        ((normed * on_normed).sum() + (sums * on_sums).sum()).backward()
+        wide = (sum(gather(x)) + residual.detach().double()).requires_grad_()
+        w = weight.detach().double().requires_grad_()
+        ((rms_norm(wide, w, EPS) * on_normed).sum() + (wide * on_sums).sum()).backward()
+        check(f"{shape} residual.grad", residual.grad, wide.grad, 1e-6)
+        check(f"{shape} weight.grad", weight.grad, w.grad, 1e-6)
+        check(f"{shape} x.grad", x.grad, sum(gather(wide.grad)), 1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
