@@ -201,6 +201,19 @@ def all_reduce(x: torch.Tensor, reduce_op: str, group_name: str) -> ProcessGroup
     return group
 
 
+def all_reduce_in_place(x: torch.Tensor, reduce_op: str, group_name: str) -> ProcessGroup:
+    """The group, for an x that is overwritten.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it was and what it must be.
+    """
+    group = all_reduce(x, reduce_op, group_name)
+    # torch's own in-place functions refuse the same, but only when the sum is about to be copied.
+    if x.numel() and any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+        raise ValueError("x: is expanded, must have memory of its own for every element to be overwritten")
+    return group
+
+
 def all_reduce_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group_name: str
 ) -> ProcessGroup:

@@ -100,7 +100,7 @@ def _all_reduce_fake(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
 
 
 def _all_reduce_in_place_fake(x: Tensor, reduce_op: str, group_name: str) -> None:
-    checks.all_reduce(x, reduce_op, group_name)
+    checks.all_reduce_in_place(x, reduce_op, group_name)
 
 
 def _all_reduce_rms_norm_fake(
@@ -190,7 +190,7 @@ def _all_reduce_in_place(x: Tensor, reduce_op: str, group_name: str) -> None:
 
 @whole
 def _all_reduce_in_place_anew(x: Tensor, reduce_op: str, group_name: str) -> None:
-    group = checks.all_reduce(x, reduce_op, group_name)
+    group = checks.all_reduce_in_place(x, reduce_op, group_name)
     if is_checked():
         compare_call(f"{_ar.host.OP}_", group, x.device, x=x, reduce_op=reduce_op)
     if x.is_contiguous():

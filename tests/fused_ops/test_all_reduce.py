@@ -9,7 +9,7 @@ import torch
 from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, world
 from ranks import run_ranks
 from weft import symm_mem
-from weft.fused_ops import one_shot_all_reduce, one_shot_all_reduce_
+from weft.fused_ops import last_plan, one_shot_all_reduce, one_shot_all_reduce_
 from weft.kernels.all_reduce import host
 
 
@@ -175,6 +175,26 @@ def refused(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
     run_ranks(refused, 1, device=device)
+
+
+def expanded(rank: int, world_size: int) -> None:
+    x, before = torch.randn(1, 7).expand(5, 7), last_plan()
+    for call in (one_shot_all_reduce_, torch.ops.weft.one_shot_all_reduce_):
+        with pytest.raises(ValueError, match="x: is expanded, must have memory of its own for every element"):
+            call(x, "sum", world().group_name)
+        with torch._subclasses.FakeTensorMode() as mode, pytest.raises(ValueError, match="x: is expanded"):
+            call(mode.from_tensor(x), "sum", world().group_name)
+    with pytest.raises(Exception, match="x: is expanded"):
+        torch.compile(one_shot_all_reduce_, backend="eager", fullgraph=True)(x, "sum", world())
+    assert last_plan() is before, "refused after it was launched"
+    # The group is as it was, and what has one element, or none, in a dimension of no stride is not refused.
+    for y in (torch.ones(7), torch.ones(1, 7).expand(1, 7), torch.ones(1, 0).expand(5, 0)):
+        assert (one_shot_all_reduce_(y, "sum", world()) == world_size).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_shares_its_memory_is_not_overwritten(device: str) -> None:
+    run_ranks(expanded, 2, device=device)
 
 
 def late(rank: int, world_size: int) -> str | None:
