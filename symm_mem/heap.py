@@ -339,7 +339,9 @@ class Heap:
         self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype, owner: object
     ) -> torch.Tensor:
         """Rank's memory from ``offset`` on as a contiguous tensor on this rank's device; it keeps ``owner`` alive."""
-        tensor = torch.empty(0, dtype=dtype, device=self.device)
+        # Also in inference mode one that may be written outside of it: by a copy thread, or by a call that comes later.
+        with torch.inference_mode(False):
+            tensor = torch.empty(0, dtype=dtype, device=self.device)
         strides, count = [], 1
         for n in reversed(shape):
             strides.append(count)

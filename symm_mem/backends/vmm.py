@@ -123,7 +123,7 @@ class VmmBackend:
         return True
 
     def new_record(self) -> torch.Tensor:
-        with relaxed_capture():
+        with relaxed_capture(), torch.inference_mode(False):  # a reset zeroes it in whatever mode
             return torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=True)
 
 
