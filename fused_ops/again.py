@@ -13,6 +13,7 @@ makes an end of all that was found before (symm_mem/findings.py): then it is loo
 - modes, transforms, tracing: the thread's dispatch keys are none but those that lead to the kernels at once. Dynamo
   and function modes are looked for where they come in, in functional.py.
 - gradients; subclasses, fake, functional and lazily negated tensors, those of torch.func: by type, flags and address.
+- tangents: there may be some inside of a level of forward-mode differentiation.
 - addresses that are no multiple of 16 bytes: the long way copies.
 - the checked mode and ``forced``: an end. WEFT_RESERVED_SMS and WEFT_TUNE are read once in a process, on the long way,
   too; there a kind of call is tuned before it is remembered.
@@ -29,6 +30,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
@@ -62,12 +64,17 @@ _C = torch._C
 _included, _grad_enabled = _C._dispatch_tls_local_include_set, torch.is_grad_enabled
 
 
+def has_tangents() -> bool:
+    """Whether tensors may be dual ones, of forward-mode differentiation. Neither type nor flag tells them apart."""
+    return forward_ad._current_level >= 0
+
+
 def goes_straight(*tensors: Any) -> bool:
     """Whether nothing lies between a call with these, which may be anything, and the kernels.
 
     No gradient, mode, transform or tracing, no subclass, nothing to be done before memory is what a tensor says.
     """
-    if torch._C._dispatch_tls_local_include_set().raw_repr() & ~_OF_THREADS:
+    if torch._C._dispatch_tls_local_include_set().raw_repr() & ~_OF_THREADS or has_tangents():
         return False
     grad = torch.is_grad_enabled()
     for t in tensors:
@@ -80,7 +87,7 @@ def goes_straight(*tensors: Any) -> bool:
 
 def may_be_short(x: Any) -> bool:
     """As ``goes_straight`` for an x that has memory at its address: by kind, not by dispatch keys, is less work."""
-    if _included().raw_repr() & ~_OF_THREADS:
+    if _included().raw_repr() & ~_OF_THREADS or has_tangents():
         return False
     return type(x) in _TYPES and not x.is_neg() and not (x.requires_grad and _grad_enabled())
 
@@ -181,7 +188,7 @@ def default_ns() -> int:
 
 def look(op: str, arguments: Hashable, tensors: Sequence[Any]) -> tuple[Hashable, list[int]] | None:
     """What such calls are remembered by, and the tensors' addresses; None where a call must take the long way."""
-    if _included().raw_repr() & ~_OF_THREADS:
+    if _included().raw_repr() & ~_OF_THREADS or has_tangents():
         return None
     grad, key, operands, together = _grad_enabled(), [op, arguments], [], 0
     try:

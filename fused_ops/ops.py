@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..symm_mem import is_checked
 from ..symm_mem.calls import whole
@@ -19,7 +20,7 @@ from . import all_reduce_rms_norm as _arn
 from . import checks
 from . import matmul_all_reduce as _mar
 from . import matmul_reduce_scatter as _rs
-from .again import goes_straight, may_be_short
+from .again import goes_straight, has_tangents, may_be_short
 from .autograd import (
     AllGatherMatmul,
     AllReduce,
@@ -230,6 +231,8 @@ def _matmul_all_reduce_anew(A: Tensor, B: Tensor, reduce_op: str, group_name: st
 
 
 def _wants_grad(*tensors: Tensor) -> bool:
+    if has_tangents() and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        return True  # there is no forward mode: torch refuses it for an autograd.Function that has none
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 

@@ -1,12 +1,18 @@
-"""The ops in inference mode."""
+"""The ops in torch's modes: inference mode, forward-mode differentiation."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import test_products_again as short
 import torch
 from opcommon import DEVICES, check, gather, world
 from ranks import run_ranks
+from torch.autograd import forward_ad
 from weft import symm_mem
 from weft.fused_ops import (
     fused_all_gather_matmul,
@@ -16,6 +22,8 @@ from weft.fused_ops import (
     one_shot_all_reduce,
     one_shot_all_reduce_,
 )
+
+stage, op = short.stage, short.op
 
 
 def products(rank: int, world_size: int) -> None:
@@ -61,3 +69,50 @@ def inference(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_inference_mode(device: str) -> None:
     run_ranks(inference, 2, device=device, fresh=True)
+
+
+def calls() -> list[tuple[Callable[..., Any], list[torch.Tensor]]]:
+    A, B, x = torch.randn(4, 6), torch.randn(6, 8), torch.randn(5, 7)
+    return [
+        (lambda a, b: fused_all_gather_matmul(a, [b], 0, world()), [A, B]),
+        (lambda a, b, c: fused_matmul_reduce_scatter(a, b, "sum", 0, world(), bias=c), [A, B, B[0]]),
+        (lambda a: one_shot_all_reduce(a, "sum", world()), [x]),
+        (lambda a: one_shot_all_reduce(a, "max", world()), [x]),
+        (lambda a: one_shot_all_reduce_(a, "sum", world()), [x]),
+        (lambda a, b, c: fused_all_reduce_rms_norm(a, b, c, 1e-5, world()), [x, x, x[0]]),
+        (lambda a, b: fused_matmul_all_reduce(a, b, "avg", world()), [A, B]),
+    ]
+
+
+def of_one(call: Callable[..., Any], given: list[torch.Tensor], i: int, x: torch.Tensor) -> Any:
+    return call(*given[:i], x, *given[i + 1 :])
+
+
+def forward_mode(rank: int, world_size: int) -> None:
+    refused = "jvp|setup_context|requires a gradient"
+    for number, (call, given) in enumerate(calls()):
+        for i, x in enumerate(given):
+            with pytest.raises((NotImplementedError, RuntimeError, ValueError), match=refused):
+                torch.func.jvp(partial(of_one, call, given, i), (x,), (torch.ones_like(x),))
+            with forward_ad.dual_level(), pytest.raises((NotImplementedError, ValueError), match=refused):
+                of_one(call, given, i, forward_ad.make_dual(x, torch.ones_like(x)))
+        with forward_ad.dual_level():
+            call(*[x.clone() for x in given])  # none of them has a tangent
+        assert (one_shot_all_reduce(torch.ones(3), "sum", world()) == world_size).all(), number
+
+
+def test_a_tangent_is_not_dropped() -> None:
+    """There is no forward mode; a result without a tangent would be taken for one that does not depend on x."""
+    run_ranks(forward_mode, 2)
+
+
+def test_the_short_way_drops_no_tangent(stage: SimpleNamespace, op: short.Op) -> None:
+    op.call(*op.given)
+    stage.launcher.launched.clear()
+    with forward_ad.dual_level():
+        for way in (op.call, op.through_torch):
+            with pytest.raises(ValueError, match=short.LONG):
+                way(*op.given)
+    assert not stage.launcher.launched
+    op.call(*op.given)
+    assert len(stage.launcher.launched) == 1
