@@ -46,42 +46,52 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-def _gather_columns(x: Tensor, group: str) -> Tensor:
+def _gather_columns(x: Tensor, group: str, size: int) -> Tensor:
     collectives = torch.ops._c10d_functional
     columns = x.movedim(-1, 0).contiguous()
-    pending = collectives.all_gather_into_tensor(columns, resolve_group(group).size(), group)
+    pending = collectives.all_gather_into_tensor(columns, size, group)
     return collectives.wait_tensor(pending).movedim(0, -1).contiguous()
 
 
-def _own_columns(x: Tensor, group: str) -> Tensor:
-    ranks = resolve_group(group)
-    return x.chunk(ranks.size(), -1)[ranks.rank()].contiguous()
+def _own_columns(x: Tensor, rank: int, size: int) -> Tensor:
+    return x.chunk(size, -1)[rank].contiguous()
 
 
+# Rank and size are given to both: Dynamo does not look for a group by its name in an autograd.Function.
 class _Gather(torch.autograd.Function):
     """Joins the columns of all ranks. All of them use the result alike: its gradient is already whole."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return _gather_columns(x, group)
+    def forward(ctx: Any, x: Tensor, group: str, rank: int, size: int) -> Tensor:
+        ctx.rank, ctx.size = rank, size
+        return _gather_columns(x, group, size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _own_columns(grad, ctx.group), None
+        return _own_columns(grad, ctx.rank, ctx.size), None, None, None
 
 
 class _Split(torch.autograd.Function):
     """The own columns of what every rank holds whole; its gradient is whole again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return _own_columns(x, group)
+    def forward(ctx: Any, x: Tensor, group: str, rank: int, size: int) -> Tensor:
+        ctx.group, ctx.size = group, size
+        return _own_columns(x, rank, size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _gather_columns(grad, ctx.group), None
+        return _gather_columns(grad, ctx.group, ctx.size), None, None, None
+
+
+def _is_autocast(x: Tensor) -> bool:
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def _linear_dtype(x: Tensor) -> torch.dtype:
+    """What nn.Linear computes x in. The ops, unlike it, cast nothing under autocast."""
+    return torch.get_autocast_dtype(x.device.type) if _is_autocast(x) else x.dtype
 
 
 class _ParallelLinear(nn.Module):
@@ -154,7 +164,7 @@ class _ParallelLinear(nn.Module):
             raise ValueError(f"x: has {x.shape[-1]} columns, must have {columns}")
         if x.device != self.weight.device:
             raise ValueError(f"x: lies on {x.device}, must lie on {self.weight.device} like the weight")
-        if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != self.weight.dtype and not _is_autocast(x):
             raise TypeError(f"x: is {x.dtype}, must be {self.weight.dtype} like the weight")
 
     def _along_sequence(self, x: Tensor) -> int:
@@ -238,13 +248,13 @@ class ColumnParallelLinear(_ParallelLinear):
         """
         self._check(x, self.in_features)
         if self.sequence_parallel:
-            _, (y,) = fused_all_gather_matmul(
-                x, [self.weight.t()], self._along_sequence(x), self.group, return_A=False
-            )
-            y = y if self.bias is None else y + self.bias
+            along, dtype = self._along_sequence(x), _linear_dtype(x)
+            x, weight = x.to(dtype), self.weight.to(dtype)
+            _, (y,) = fused_all_gather_matmul(x, [weight.t()], along, self.group, return_A=False)
+            y = y if self.bias is None else y + self.bias.to(dtype)
         else:
             y = F.linear(_SumGradient.apply(x, self.group), self.weight, self.bias)
-        return _Gather.apply(y, self.group) if self.gather_output else y
+        return _Gather.apply(y, self.group, self.rank, self.world_size) if self.gather_output else y
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -313,11 +323,13 @@ class RowParallelLinear(_ParallelLinear):
         """
         self._check(x, self.weight.shape[1] if self.input_is_parallel else self.in_features)
         if not self.input_is_parallel:
-            x = _Split.apply(x, self.group)
+            x = _Split.apply(x, self.group, self.rank, self.world_size)
+        dtype = _linear_dtype(x)
         if not self.sequence_parallel:
             y = _Sum.apply(F.linear(x, self.weight), self.group)
-            return y if self.bias is None else y + self.bias
+            return y if self.bias is None else y + self.bias.to(dtype)
         # Each rank adds it to its part of the sequence only, so the parts of its gradient are summed.
-        bias = None if self.bias is None else _SumGradient.apply(self.bias, self.group)
+        bias = None if self.bias is None else _SumGradient.apply(self.bias, self.group).to(dtype)
         along = self._along_sequence(x)
-        return fused_matmul_reduce_scatter(x, self.weight.t(), "sum", along, self.group, bias=bias)
+        x, weight = x.to(dtype), self.weight.to(dtype)
+        return fused_matmul_reduce_scatter(x, weight.t(), "sum", along, self.group, bias=bias)

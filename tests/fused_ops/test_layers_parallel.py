@@ -165,6 +165,54 @@ def pair(rank: int, world_size: int, seed: int, compiled: bool) -> None:
             compare(where + name + ".grad", parameter.grad, own(wanted, rank, world_size, cuts[name]))
 
 
+def whole_at_both_ends(rank: int, world_size: int, seed: int) -> None:
+    """Layers whose result, or input, is whole on every rank can be compiled in one graph, too."""
+    for sequence_parallel in (True, False):
+        seeded(seed)
+        torch._dynamo.reset()
+        cut = 0 if sequence_parallel else None
+        up, down = Whole(IN, OUT * world_size, True, (SEQUENCE * world_size, IN)), None
+        options: dict[str, Any] = {"sequence_parallel": sequence_parallel}
+        layer: Any = ColumnParallelLinear.from_linear(up.linear, None, gather_output=True, **options)
+        layer.compile(backend="aot_eager", fullgraph=True)
+        up.check(layer, cut, None, 0)
+        down = Whole(IN * world_size, OUT, True, (SEQUENCE * world_size, IN * world_size))
+        layer = RowParallelLinear.from_linear(down.linear, None, input_is_parallel=False, **options)
+        layer.compile(backend="aot_eager", fullgraph=True)
+        down.check(layer, None, cut, None)
+
+
+def autocast(rank: int, world_size: int, seed: int, compiled: bool) -> None:
+    """Dtypes are those of nn.Linear, and so is the result; what comes in may have been cast before."""
+    hidden = OUT * world_size
+    for sequence_parallel, dtype in product((True, False), (torch.float32, torch.bfloat16)):
+        seeded(seed)
+        whole = Pair(nn.Linear(IN, hidden), nn.Linear(hidden, IN))
+        x, grad = torch.randn(SEQUENCE * world_size, IN, dtype=dtype), torch.randn(SEQUENCE * world_size, IN)
+        cut, options = 0 if sequence_parallel else None, {"sequence_parallel": sequence_parallel}
+        model: nn.Module = Pair(
+            ColumnParallelLinear.from_linear(whole.up, None, **options),
+            RowParallelLinear.from_linear(whole.down, None, **options),
+        )
+        mine = own(x, rank, world_size, cut).clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = (torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model)(mine)
+            assert whole(x).dtype == y.dtype == torch.bfloat16
+        y.backward(own(grad, rank, world_size, cut).to(y.dtype))
+        x64 = x.double().requires_grad_()
+        y64 = whole.double()(x64)
+        y64.backward(grad.double())
+        where = f"{dtype}, {options}: "
+        compare(where + "y", y, own(y64, rank, world_size, cut))
+        assert x64.grad is not None and mine.grad is not None and mine.grad.dtype == dtype
+        compare(where + "x.grad", mine.grad.bfloat16(), own(x64.grad, rank, world_size, cut))
+        cuts = {"up.weight": 0, "up.bias": 0, "down.weight": 1, "down.bias": None}
+        for name, parameter in model.named_parameters():
+            wanted = whole.get_parameter(name).grad
+            assert wanted is not None and parameter.grad is not None and parameter.grad.dtype == torch.float32
+            compare(where + name, parameter.grad.bfloat16(), own(wanted, rank, world_size, cuts[name]))
+
+
 def frozen(rank: int, world_size: int, seed: int) -> None:
     """What needs no gradient gets none, and what does gets it right all the same."""
     seeded(seed)
@@ -220,6 +268,15 @@ def test_pair(world_size: int) -> None:
 
 def test_pair_in_one_compiled_graph() -> None:
     run_ranks(pair, 2, secrets.randbits(32), True)
+
+
+def test_whole_at_both_ends_in_one_compiled_graph() -> None:
+    run_ranks(whole_at_both_ends, 2, secrets.randbits(32))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_autocast(compiled: bool) -> None:
+    run_ranks(autocast, 2, secrets.randbits(32), compiled)
 
 
 def test_frozen() -> None:
