@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from ..symm_mem import resolve_group
 
@@ -26,9 +27,14 @@ def tensor(name: str, value: Any, ndim: int = 0) -> None:
     """``value`` is a dense tensor of ``ndim`` or more dimensions. What is none would not reach an op's own checks."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: is {_kind(value)}, must be a tensor")
+    if isinstance(value, DTensor):
+        raise TypeError(f"{name}: is a DTensor, must be what this rank holds of it: its to_local()")
     # Dynamo does not let a backward ask for the layout; what it traces is strided.
-    if not torch.compiler.is_compiling() and value.layout != torch.strided:
-        raise ValueError(f"{name}: has layout {value.layout}, must be strided")
+    if not torch.compiler.is_compiling():
+        if value.layout != torch.strided:
+            raise ValueError(f"{name}: has layout {value.layout}, must be strided")
+        if value.is_nested:
+            raise ValueError(f"{name}: is nested, must be one dense tensor")
     if value.dim() < ndim:
         raise ValueError(f"{name}: has {value.dim()} dimensions, must have {ndim} or more")
 

@@ -128,7 +128,8 @@ def fused_matmul_reduce_scatter(
     checks.reduction(reduce_op)
     checks.dimension("scatter_dim", scatter_dim, "A", A.dim())
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
-        raise TypeError(f"out_dtype: is {out_dtype!r}, must be a torch.dtype")
+        shown = "a tensor" if isinstance(out_dtype, Tensor) else repr(out_dtype)
+        raise TypeError(f"out_dtype: is {shown}, must be a torch.dtype")
     for name, value in (("bias", bias), ("residual", residual)):
         if value is not None:
             checks.tensor(name, value)

@@ -21,8 +21,8 @@ def resolve_group(group: Group = None) -> ProcessGroup:
 
     Raises:
         TypeError: it is none of these.
-        ValueError: the name is unknown, the mesh has more than one dimension or not this one, or no group was
-            initialised.
+        ValueError: the name is unknown, the mesh has more than one dimension or not this one, this rank is no member,
+            or no group was initialised.
     """
     if isinstance(group, ProcessGroup):
         return group
@@ -42,9 +42,13 @@ def resolve_group(group: Group = None) -> ProcessGroup:
             raise ValueError(
                 f"group: the mesh has {group.ndim} dimensions; give (mesh, dim) to say which one"
             )
-        return group.get_group()
+        return _of_member(group)
     if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
         return _of_dimension(*group)
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "group: is what new_group gave a rank that is no member, must be a group of this rank"
+        )
     raise TypeError(
         f"group: must be a name, a ProcessGroup, a 1-D DeviceMesh or (DeviceMesh, dim), not {type(group).__name__}"
     )
@@ -58,7 +62,14 @@ def _of_dimension(mesh: DeviceMesh, dim: int | str) -> ProcessGroup:
     if not known:
         named = f" named {', '.join(map(repr, names))}" if names else ""
         raise ValueError(f"group: the mesh has no dimension {dim!r}, it has {mesh.ndim}{named}")
-    return mesh.get_group(dim if isinstance(dim, str) else dim % mesh.ndim)
+    return _of_member(mesh, dim if isinstance(dim, str) else dim % mesh.ndim)
+
+
+def _of_member(mesh: DeviceMesh, dim: int | str | None = None) -> ProcessGroup:
+    try:
+        return mesh.get_group(dim)
+    except IndexError as e:  # a mesh has groups on its ranks only
+        raise ValueError("group: the mesh does not hold this rank, must be one that does") from e
 
 
 def group_name(group: Group = None) -> str:

@@ -342,12 +342,10 @@ class Heap:
         # Also in inference mode one that may be written outside of it: by a copy thread, or by a call that comes later.
         with torch.inference_mode(False):
             tensor = torch.empty(0, dtype=dtype, device=self.device)
-        strides, count = [], 1
+        strides, step, count = [], 1, 1
         for n in reversed(shape):
-            strides.append(count)
-            count *= n
-        if count == 0:
-            return tensor.reshape(shape)
+            strides.append(step)
+            step, count = step * max(1, n), count * n
         storage = tensor_over(self.address(rank) + offset, count * dtype.itemsize, self.device, owner)
         return tensor.set_(storage, 0, shape, strides[::-1])
 

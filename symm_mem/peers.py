@@ -68,7 +68,9 @@ class Peers:
     def __init__(self, tensor: torch.Tensor, block: Block) -> None:
         where = block.heap
         self.rank, self.world_size = where.rank, where.world_size
-        offset = tensor.data_ptr() - where.address(where.rank)
+        # Not data_ptr: a tensor without elements says 0.
+        first = tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
+        offset = first - where.address(where.rank)
         self.pointers = [where.address(rank) + offset for rank in range(where.world_size)]
         self.tensors = [
             tensor
@@ -130,6 +132,8 @@ def rendezvous(tensor: torch.Tensor, group: Group = None) -> Peers:
 
 def _extent(tensor: torch.Tensor) -> int:
     """Elements from a tensor's first to its last one in memory."""
+    if tensor.numel() == 0:
+        return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -14,6 +14,10 @@ from .outcomes import Disagreement, Questions
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
 NONE_ASKED = Questions()
+_NONE = (
+    "no collectives were seen (the pass does not see a graph that Inductor takes from its cache; "
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 has all graphs made anew)"
+)
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -115,7 +119,7 @@ class Report:
 
     def __str__(self) -> str:
         if not self.entries:
-            return "\n".join(["no collectives were seen", *map(str, self.disagreements)])
+            return "\n".join([_NONE, *map(str, self.disagreements)])
         lines = [str(e) for e in self.entries]
         return "\n".join(
             [*lines, f"{self.fused} of {len(lines)} collectives fused", *map(str, self.disagreements)]

@@ -24,8 +24,11 @@ RANKS = 2
 ENV = {"WEFT_TIMEOUT": "20"}
 NAMES = {
     "fused_all_gather_matmul": r"A_shard|Bs(\[\d+\])?|gather_dim|group|return_A",
-    "fused_matmul_reduce_scatter": "A|B|reduce_op|scatter_dim|group|bias|residual",
+    "fused_matmul_reduce_scatter": "A|B|reduce_op|scatter_dim|group|out_dtype|bias|residual",
     "one_shot_all_reduce": "x|reduce_op|group",
+    "one_shot_all_reduce_": "x|reduce_op|group",
+    "fused_all_reduce_rms_norm": "x|residual|weight|eps|group",
+    "fused_matmul_all_reduce": "A|B|reduce_op|group",
 }
 
 
@@ -55,12 +58,13 @@ def matmul_reduce_scatter(draw: st.DrawFn) -> list[Any]:
     B = v.Tensor((k, n), dtype, draw(v.layouts), draw(v.seeds))
     out = [*lead, n]
     out[dim] //= RANKS
+    out_dtype = draw(st.sampled_from((None, getattr(torch, dtype), torch.float32)))
     terms = [
         v.Tensor(shape, dtype, draw(v.layouts), draw(v.seeds)) if draw(st.booleans()) else None
         for shape in ((out[-1],), tuple(out))
     ]
     dim -= draw(st.sampled_from((0, len(lead) + 1)))
-    return [A, B, draw(st.sampled_from(("sum", "avg"))), dim, draw(v.groups), *terms]
+    return [A, B, draw(st.sampled_from(("sum", "avg"))), dim, draw(v.groups), out_dtype, *terms]
 
 
 @st.composite
@@ -71,6 +75,23 @@ def all_reduce(draw: st.DrawFn) -> list[Any]:
 
 
 @st.composite
+def all_reduce_rms_norm(draw: st.DrawFn) -> list[Any]:
+    shape, dtype = tuple(draw(st.lists(v.sizes, min_size=1, max_size=3))), draw(v.dtypes)
+    x, residual, weight = (
+        v.Tensor(sizes, dtype, draw(v.layouts), draw(v.seeds)) for sizes in (shape, shape, shape[-1:])
+    )
+    return [x, residual, weight, draw(st.sampled_from((1e-6, 0.1, 1))), draw(v.groups)]
+
+
+@st.composite
+def matmul_all_reduce(draw: st.DrawFn) -> list[Any]:
+    lead, k, dtype = draw(st.lists(v.sizes, min_size=1, max_size=3)), draw(v.sizes), draw(v.dtypes)
+    A = v.Tensor((*lead, k), dtype, draw(v.layouts), draw(v.seeds))
+    B = v.Tensor((k, draw(v.sizes)), dtype, draw(v.layouts), draw(v.seeds))
+    return [A, B, draw(st.sampled_from(("sum", "avg"))), draw(v.groups)]
+
+
+@st.composite
 def calls(draw: st.DrawFn) -> tuple[str, list[Any]]:
     """An op and arguments that fit, up to two of which are then exchanged."""
     op, args = draw(
@@ -78,6 +99,9 @@ def calls(draw: st.DrawFn) -> tuple[str, list[Any]]:
             all_gather_matmul().map(lambda a: ("fused_all_gather_matmul", a)),
             matmul_reduce_scatter().map(lambda a: ("fused_matmul_reduce_scatter", a)),
             all_reduce().map(lambda a: ("one_shot_all_reduce", a)),
+            all_reduce().map(lambda a: ("one_shot_all_reduce_", a)),
+            all_reduce_rms_norm().map(lambda a: ("fused_all_reduce_rms_norm", a)),
+            matmul_all_reduce().map(lambda a: ("fused_matmul_all_reduce", a)),
         )
     )
     for _ in range(draw(st.integers(0, 2))):
@@ -93,8 +117,8 @@ def calls(draw: st.DrawFn) -> tuple[str, list[Any]]:
 
 def invoke(op: str, args: list[Any]) -> Any:
     if op == "fused_matmul_reduce_scatter":
-        *args, bias, residual = args
-        return fused_ops.fused_matmul_reduce_scatter(*args, bias=bias, residual=residual)
+        *args, dtype, bias, residual = args
+        return fused_ops.fused_matmul_reduce_scatter(*args, out_dtype=dtype, bias=bias, residual=residual)
     *args, last = args
     if op == "fused_all_gather_matmul":
         return fused_ops.fused_all_gather_matmul(*args, return_A=last)
@@ -122,28 +146,34 @@ def outcome(op: str, args: list[Any]) -> tuple[str, Any, Any]:
 def reference(op: str, every: list[list[Any]], rank: int) -> Any:
     """In float64, from what every rank gives. Strides of the shards aside, this is what the docstrings promise."""
     first = [args[0].detach().double() for args in every]
-    if op == "one_shot_all_reduce":
+    if op.startswith("one_shot_all_reduce"):
         return sum(first) / (len(every) if every[0][1] == "avg" else 1), first
+    if op == "fused_all_reduce_rms_norm":
+        residual = every[rank][1].detach().double()
+        return sum(first) + residual, [*first, residual]
     if op == "fused_all_gather_matmul":
         A = torch.cat(first, every[rank][2])
         return [A if every[rank][4] else None, [A @ B.detach().double() for B in every[rank][1]]], None
     products = [a @ args[1].detach().double() for a, args in zip(first, every, strict=True)]
+    if op == "fused_matmul_all_reduce":
+        return sum(products) / (len(every) if every[0][2] == "avg" else 1), products
     mine = [p.chunk(len(every), int(every[0][3]))[rank] if p.shape[int(every[0][3])] else p for p in products]
-    terms = [t.detach().double() for t in every[rank][5:] if t is not None]
+    terms = [t.detach().double() for t in every[rank][6:] if t is not None]
     total = sum(mine) / (len(every) if every[0][2] == "avg" else 1)
     return sum(terms, start=total), [*mine, *(t.expand(mine[0].shape) for t in terms)]
 
 
-def compare(op: str, got: Any, want: Any, parts: list[torch.Tensor] | None) -> None:
+def compare(op: str, got: Any, want: Any, dtype: torch.dtype, parts: list[torch.Tensor] | None) -> None:
+    """``dtype``: of what is sent; the result may be float32."""
     if isinstance(want, list):
         assert len(got) == len(want)
         for g, w in zip(got, want, strict=True):
-            compare(op, g, w, parts)
+            compare(op, g, w, dtype, parts)
     elif want is None:
         assert got is None
     else:
         # Of few terms any may be rounded at its worst.
-        check(op, got.detach(), want, 4 * BOUND[got.dtype], parts)
+        check(op, got.detach(), want, 4 * BOUND[dtype], parts)
 
 
 def attempt(rank: int, world_size: int, op: str, args: list[Any]) -> tuple[Any, Any]:
@@ -153,9 +183,16 @@ def attempt(rank: int, world_size: int, op: str, args: list[Any]) -> tuple[Any, 
     plan.ran(untouched)
     kind, text, got = outcome(op, every[rank])
     launched = plan.last_plan() is not untouched
+    every = [[v.build(a, r) for a in args] for r in range(world_size)]  # the op may have overwritten its own
     if kind == "fine" and launched:
-        want, parts = reference(op, every, rank)
-        compare(op, got, want, parts)
+        (want, parts), dtype = reference(op, every, rank), every[rank][0].dtype
+        if op == "fused_all_reduce_rms_norm":
+            _, _, weight, eps, _ = every[rank]
+            normed, got = got
+            wide = got.detach().double()
+            unit = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()
+            compare(op, normed, unit * weight.detach().double(), dtype, None)
+        compare(op, got, want, dtype, parts)
     assert kind == "fine" or not launched, f"{text}: refused after {plan.last_plan()}"
 
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it tells of every refusal

@@ -52,7 +52,11 @@ def views_have_peers(rank: int, world_size: int) -> None:
     peers.barrier()
     for peer, tensor in enumerate(peers.tensors):
         torch.testing.assert_close(tensor, (torch.arange(48.0).view(6, 8) + 100 * peer)[2:5, 1:7:2].t())
-    assert symm_mem.empty(0, 4).shape == (0, 4)
+    for shape in [(0, 4), (3, 0), (0,)]:  # without elements they have peers, too, and signals
+        nothing = symm_mem.empty(shape)
+        assert nothing.shape == shape and nothing.stride() == torch.empty(shape).stride()
+        symm_mem.rendezvous(nothing).barrier()
+    assert symm_mem.rendezvous(x[2:, 3:3]).pointers == symm_mem.rendezvous(x[2:, 3:]).pointers
     with pytest.raises(ValueError, match="tensor: does not lie on a heap"):
         symm_mem.rendezvous(torch.empty(3))
     peers.barrier()

@@ -1,0 +1,60 @@
+"""Tensors that no op takes: what is said of them, also under torch.compile, before anything is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from opcommon import world
+from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from weft.fused_ops import (
+    ColumnParallelLinear,
+    Plan,
+    fused_all_gather_matmul,
+    fused_all_reduce_rms_norm,
+    fused_matmul_all_reduce,
+    fused_matmul_reduce_scatter,
+    last_plan,
+    one_shot_all_reduce,
+    one_shot_all_reduce_,
+    plan,
+)
+
+A, B = torch.ones(4, 6), torch.ones(6, 8)
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "A_shard": lambda x: fused_all_gather_matmul(x, [B], 0, world()),
+    r"Bs\[1\]": lambda x: fused_all_gather_matmul(A, [B, x], 0, world()),
+    "A": lambda x: fused_matmul_reduce_scatter(x, B, "sum", 0, world()),
+    "residual": lambda x: fused_matmul_reduce_scatter(A, B, "sum", 0, world(), residual=x),
+    "B": lambda x: fused_matmul_all_reduce(A, x, "sum", world()),
+    "weight": lambda x: fused_all_reduce_rms_norm(A, A, x, 1e-5, world()),
+    "x": lambda x: one_shot_all_reduce(x, "sum", world()),
+    "x ": lambda x: one_shot_all_reduce_(x, "sum", world()),
+}
+
+
+def refused(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    untouched = Plan("nothing was launched")
+    plan.ran(untouched)
+    layer = ColumnParallelLinear(6, 8, group=world())
+    for name, call in [*CALLS.items(), ("x", layer)]:
+        sharded = DTensor.from_local(A, mesh, [Shard(0)])
+        with pytest.raises(TypeError, match=f"^{name.strip()}: is a DTensor, must be what this rank holds"):
+            call(sharded)
+        nested = torch.nested.nested_tensor([A, A])
+        with pytest.raises(ValueError, match=f"^{name.strip()}: is nested, must be one dense tensor"):
+            call(nested)
+    compiled = torch.compile(CALLS["x"], backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="x: is a DTensor"):
+        compiled(sharded)
+    assert last_plan() is untouched
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_dtensors_and_nested_ones_are_refused() -> None:
+    run_ranks(refused, 2)

@@ -1,0 +1,35 @@
+"""What a group may be given as, and what is said of what is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.distributed.device_mesh import DeviceMesh
+from weft import symm_mem
+
+
+def members(rank: int, world_size: int) -> None:
+    """A rank outside of a group is told so; torch gives it a number, or has no group for it."""
+    group = dist.new_group([0])
+    line = DeviceMesh("cpu", [0], mesh_dim_names=("tp",))
+    plane = DeviceMesh("cpu", [[0]], mesh_dim_names=("dp", "tp"))
+    for given, words in [
+        (group, "group: is what new_group gave a rank that is no member"),
+        (line, "group: the mesh does not hold this rank"),
+        ((line, "tp"), "group: the mesh does not hold this rank"),
+        ((plane, 1), "group: the mesh does not hold this rank"),
+        ((plane, "dp"), "group: the mesh does not hold this rank"),
+    ]:
+        if rank == 0:
+            assert symm_mem.resolve_group(given).size() == 1
+        else:
+            with pytest.raises(ValueError, match=words):
+                symm_mem.resolve_group(given)
+    for number in (7, -100.0):
+        with pytest.raises(TypeError, match="group: must be a name"):
+            symm_mem.resolve_group(number)  # type: ignore[arg-type]
+
+
+def test_a_rank_that_is_no_member_is_told_so() -> None:
+    run_ranks(members, 2)
