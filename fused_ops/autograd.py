@@ -44,7 +44,8 @@ class AllGatherMatmul(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.gather_dim, ctx.group_name = gather_dim, group_name
         ctx.save_for_backward(A if needs_A else None, *Bs)
-        return (A if return_A else None), *outs
+        # Also where the caller does not want it: to a second backward what is saved and is no result is a constant.
+        return A, *outs
 
     @staticmethod
     def backward(ctx: Any, grad_A: Tensor | None, *grads: Tensor | None) -> Any:

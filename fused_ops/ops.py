@@ -247,7 +247,7 @@ def _all_gather_matmul_autograd(
         with torch._C._AutoDispatchBelowAutograd():
             return all_gather_matmul(A_shard, Bs, gather_dim, group_name, return_A=return_A)
     A, *outs = AllGatherMatmul.apply(A_shard, gather_dim, group_name, return_A, *Bs)
-    return A, outs
+    return (A if return_A else None), outs
 
 
 def _matmul_reduce_scatter_autograd(

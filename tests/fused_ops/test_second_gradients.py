@@ -1,0 +1,111 @@
+"""Gradients of gradients, against those of the whole computation in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from opcommon import DEVICES, check, gather, world
+from ranks import run_ranks
+from weft.fused_ops import (
+    fused_all_gather_matmul,
+    fused_all_reduce_rms_norm,
+    fused_matmul_all_reduce,
+    fused_matmul_reduce_scatter,
+    one_shot_all_reduce,
+)
+
+EPS = 0.1
+Ranks = list[list[torch.Tensor]]  # what each rank gives, or gets
+
+
+def second(results: Ranks, weights: Ranks, given: Ranks) -> list[torch.Tensor]:
+    """The gradients, with respect to all that is given, of the squares of the gradients of a loss."""
+    flat = [x for rank in given for x in rank]
+    loss = sum(
+        (x.sin() * w).sum()
+        for xs, ws in zip(results, weights, strict=True)
+        for x, w in zip(xs, ws, strict=True)
+    )
+    first = torch.autograd.grad(loss, flat, create_graph=True)
+    return list(torch.autograd.grad(sum(g.square().sum() for g in first), flat))
+
+
+def compare(
+    name: str,
+    call: Callable[..., list[torch.Tensor]],
+    whole: Callable[[Ranks], Ranks],
+    shapes: list[tuple[int, ...]],
+) -> None:
+    """``whole``: from what all ranks give to what all of them get."""
+    rank, size = world().rank(), world().size()
+    mine = [torch.randn(shape).requires_grad_() for shape in shapes]
+    results = call(*mine)
+    weights = [torch.randn_like(x) for x in results]
+    got = second([results], [weights], [mine])
+    given = [[x.requires_grad_() for x in xs] for xs in zip(*map(gather, mine), strict=True)]
+    all_weights = list(zip(*map(gather, weights), strict=True))
+    wanted = second(whole(given), all_weights, given)
+    for i, x in enumerate(got):
+        check(f"{name}, argument {i} of {size} ranks", x, wanted[rank * len(mine) + i], 2e-5)
+
+
+def gathers(rank: int, world_size: int) -> None:
+    for dim in (0, 1):
+        for return_A in (False, True):
+
+            def call(A: torch.Tensor, B: torch.Tensor, dim: int = dim, keep: bool = return_A) -> Any:
+                gathered, outs = fused_all_gather_matmul(A, [B], dim, world(), return_A=keep)
+                return outs if gathered is None else [gathered, *outs]
+
+            def whole(given: Ranks, dim: int = dim, keep: bool = return_A) -> Ranks:
+                A = torch.cat([xs[0] for xs in given], dim)
+                return [[A, A @ B] if keep else [A @ B] for _, B in given]
+
+            rows = 3 * world_size if dim else 3
+            compare(f"dim {dim}, return_A={return_A}", call, whole, [(4, 3), (rows, 5)])
+
+
+def scatters(rank: int, world_size: int) -> None:
+    def call(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> Any:
+        return [fused_matmul_reduce_scatter(A, B, "avg", 0, world(), bias=bias, residual=residual)]
+
+    def whole(given: Ranks) -> Ranks:
+        parts = (sum(xs[0] @ xs[1] for xs in given) / world_size).chunk(world_size)
+        return [[part + xs[2] + xs[3]] for part, xs in zip(parts, given, strict=True)]
+
+    compare("matmul_reduce_scatter", call, whole, [(2 * world_size, 3), (3, 5), (5,), (2, 5)])
+
+
+def reduces(rank: int, world_size: int) -> None:
+    def normed(given: Ranks) -> Ranks:
+        sums = [sum(xs[0] for xs in given) + xs[1] for xs in given]
+        scales = [(s.square().mean(-1, keepdim=True) + EPS).rsqrt() for s in sums]
+        return [[s * t * xs[2], s] for s, t, xs in zip(sums, scales, given, strict=True)]
+
+    compare(
+        "all_reduce",
+        lambda x: [one_shot_all_reduce(x, "avg", world())],
+        lambda given: [[sum(x for (x,) in given) / world_size]] * world_size,
+        [(4, 3)],
+    )
+    compare(
+        "matmul_all_reduce",
+        lambda A, B: [fused_matmul_all_reduce(A, B, "sum", world())],
+        lambda given: [[sum(A @ B for A, B in given)]] * world_size,
+        [(4, 3), (3, 5)],
+    )
+    compare(
+        "all_reduce_rms_norm",
+        lambda *xs: list(fused_all_reduce_rms_norm(*xs, EPS, world())),
+        normed,
+        [(4, 6), (4, 6), (6,)],
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("function", [gathers, scatters, reduces])
+def test_second_gradients(function: Callable[..., None], device: str) -> None:
+    run_ranks(function, 2, device=device)
