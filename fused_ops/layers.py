@@ -148,13 +148,20 @@ class _ParallelLinear(nn.Module):
             options: as for the class, without sizes, bias, device and dtype, which are those of ``linear``.
 
         Raises:
-            TypeError: ``linear`` is no nn.Linear.
+            TypeError: ``linear`` is no nn.Linear, or an option is none, or one that ``linear`` decides.
             ValueError: its size is not a multiple of the number of ranks.
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear: is {type(linear).__name__}, must be an nn.Linear")
-        options |= {"bias": linear.bias is not None, "device": "meta", "dtype": linear.weight.dtype}
-        layer = cls(linear.in_features, linear.out_features, group=group, **options)
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            group=group,
+            bias=linear.bias is not None,
+            device="meta",
+            dtype=linear.weight.dtype,
+            **options,
+        )
         layer._take(linear)
         return layer.train(linear.training)
 

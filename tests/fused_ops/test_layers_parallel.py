@@ -236,6 +236,9 @@ def refused(rank: int, world_size: int) -> None:
         RowParallelLinear.from_linear(nn.Linear(7, 4), None)
     with pytest.raises(TypeError, match=r"linear: is Bilinear, must be an nn.Linear"):
         RowParallelLinear.from_linear(nn.Bilinear(2, 2, 2), None)  # type: ignore[arg-type]
+    for option in ({"bias": False}, {"dtype": torch.float16}, {"device": "cpu"}):  # as linear has it
+        with pytest.raises(TypeError, match=f"multiple values for keyword argument '{next(iter(option))}'"):
+            ColumnParallelLinear.from_linear(nn.Linear(4, 4), None, **option)
     with pytest.raises(ValueError, match=r"sequence_dim: is 1, must be .* before the last of the 2-D"):
         ColumnParallelLinear(4, 4, group=None, sequence_dim=1)(torch.ones(3, 4))
     with pytest.raises(ValueError, match="sequence_dim: is -1"):
