@@ -53,7 +53,7 @@ def fused_all_gather_matmul(
             its rows are contiguous, at one distance, and begin at multiples of 16 bytes.
         Bs: matrices [K, N_i] of the same dtype, of this rank; for the last dimension [world_size * K, N_i].
         gather_dim: the dimension along which the shards are joined, in rank order; may be negative.
-        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
         return_A: whether the gathered A is wanted, too. Without it nothing is copied for it.
 
     Returns:
@@ -62,7 +62,8 @@ def fused_all_gather_matmul(
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call with different sizes.
+        RankMismatch: the ranks call with different sizes. Seen in the checked mode (``symm_mem.set_checked``), or where
+            they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
     # What was called before has been checked before. True is not 1 there.
@@ -102,7 +103,7 @@ def fused_matmul_reduce_scatter(
         reduce_op: "sum", or "avg" for the sum divided by the number of ranks.
         scatter_dim: the dimension of ``A @ B`` that is cut into one part a rank; may be negative. Its size must be a
             multiple of the number of ranks.
-        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
         out_dtype: of the result: that of A, or float32. Partial products travel in A's dtype in any case.
         bias: what every row of the own part gets, as long as a row: [N], or of a scattered last dimension [N / W],
             the own columns' part; of A's dtype. A bias that is the same on all ranks is part of the whole once; its
@@ -115,7 +116,8 @@ def fused_matmul_reduce_scatter(
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call with different sizes.
+        RankMismatch: the ranks call with different sizes. Seen in the checked mode (``symm_mem.set_checked``), or where
+            they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
     name = _known_name(group)
@@ -149,14 +151,15 @@ def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
     Args:
         x: any shape, strides and alignment; float32, bfloat16 or float16. It need not lie on the heap.
         reduce_op: "sum", "avg" for the sum divided by the number of ranks, "max" or "min" (NaN if one of them is).
-        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
 
     Returns:
         a new contiguous tensor.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call with different sizes.
+        RankMismatch: the ranks call with different sizes. Seen in the checked mode (``symm_mem.set_checked``), or where
+            they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
     name = _known_name(group)
@@ -196,14 +199,15 @@ def fused_all_reduce_rms_norm(
         residual: like x; the ranks' may differ.
         weight: [hidden], of the same dtype; the ranks' may differ.
         eps: 0 or more.
-        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
 
     Returns:
         (normed, sums), contiguous; sums is the next residual.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call with different sizes.
+        RankMismatch: the ranks call with different sizes. Seen in the checked mode (``symm_mem.set_checked``), or where
+            they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
     known = _known_name(group)
@@ -228,14 +232,15 @@ def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: Group) 
         A: [..., K], 2 or more dimensions; float32, bfloat16 or float16; any strides.
         B: [K, N] of the same dtype.
         reduce_op: "sum", or "avg" for the sum divided by the number of ranks.
-        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
 
     Returns:
         [..., N], contiguous.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call with different sizes.
+        RankMismatch: the ranks call with different sizes. Seen in the checked mode (``symm_mem.set_checked``), or where
+            they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
     name = _known_name(group)

@@ -144,7 +144,7 @@ class _ParallelLinear(nn.Module):
 
         Args:
             linear: the same on every rank.
-            group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
+            group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
             options: as for the class, without sizes, bias, device and dtype, which are those of ``linear``.
 
         Raises:
@@ -197,7 +197,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Args:
         in_features, out_features: of the whole layer; ``out_features`` a multiple of W.
-        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
         bias: whether there is one.
         sequence_parallel: whether x is cut along the sequence; otherwise it is whole on every rank.
         sequence_dim: the dimension that is cut; may be negative, not the last one.
@@ -271,7 +271,7 @@ class RowParallelLinear(_ParallelLinear):
 
     Args:
         in_features, out_features: of the whole layer; ``in_features`` a multiple of W.
-        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim).
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
         bias: whether there is one.
         sequence_parallel: whether y is wanted cut along the sequence, which needs S to be a multiple of W;
             otherwise it is whole on every rank.

@@ -48,6 +48,8 @@ def preparing_timeout(group: Group = None) -> float:
 def set_timeout(seconds: float, group: Group = None) -> None:
     """Set the deadline of every wait inside ``group``, in seconds. A captured graph keeps the old one.
 
+    It is kept by the group's name. A name is not looked up: the group may be made later, or another one have it then.
+
     Raises:
         ValueError: ``seconds`` is not above 0, or above 1e9.
         TypeError: ``seconds`` is not a number.

@@ -68,7 +68,8 @@ class FusionPass(CustomGraphPass):
     Args:
         groups: fuse collectives of these groups only: names, ProcessGroups, 1-D DeviceMeshes or (mesh, dim).
             None for all.
-        strict: raise FusionError, out of the compilation, when a collective is left alone.
+        strict: raise FusionError when a collective is left alone. Out of torch.compile it comes as the
+            ``inner_exception`` of an InductorError.
         fuse: "auto" fuses where it pays, "always" wherever it is right: an all-reduce then into the product that it
             reduces, if that can be.
         agree: whether graphs ask. False is for programs of which you know that all ranks run the same graphs in the
