@@ -32,6 +32,8 @@ from .plan import num_sms, on
 #: What a call does on its stream in front of its launches, or behind them; None: nothing.
 Step: TypeAlias = Callable[[int], None] | None
 
+# Multiprocessors to which no call has a right: clusters do not fit into all of a GPU at once.
+_SPARE = 4
 _FAILED = -1  # instead of a graph: a capture that has failed, and has not ended
 
 
@@ -177,9 +179,8 @@ def _turns_of(index: int) -> Turns:
     if index not in _turns:
         device = torch.device("cuda", index)
         there = torch.cuda.get_device_properties(device).multi_processor_count
-        _turns.setdefault(
-            index, Turns(there // num_sms(device))
-        )  # threads may come here at once: all take one
+        room = max(1, (there - _SPARE) // num_sms(device))
+        _turns.setdefault(index, Turns(room))  # threads may come here at once: all take one
     return _turns[index]
 
 

@@ -249,7 +249,7 @@ def test_as_many_calls_find_room_as_their_multiprocessors_go_into_all(
 ) -> None:
     there = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: there)
-    for reserved, room in (("0", 1), ("65", 1), ("66", 2), ("87", 2), ("88", 3), ("100", 4)):
+    for reserved, room in (("0", 1), ("67", 1), ("68", 2), ("89", 2), ("90", 3), ("100", 4)):
         monkeypatch.setenv("WEFT_RESERVED_SMS", reserved)
         monkeypatch.setattr(turns, "_turns", {})
         plan.num_sms.cache_clear()

@@ -45,7 +45,7 @@ def test_calls_of_changing_size(
     defines |= {"CLUSTER": cluster, "VECTORS": per_thread}
     library = build(tmp_path, cuda_kernel.SOURCE, FORMS, cuda_kernel._Params, defines)
     ranks = Ranks(library, Layout(world_size, 64 * 20 * per_thread))
-    monkeypatch.setattr(cuda_kernel, "_program", lambda *a: Kernels(ranks))
+    monkeypatch.setattr(cuda_kernel, "_program", lambda *a, dependent: Kernels(ranks))
     monkeypatch.setattr(cuda_kernel, "supports", lambda *a: None)
     hidden = vectors * 16 // TORCH[dtype].itemsize
     calls = []
