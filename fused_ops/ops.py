@@ -6,10 +6,12 @@ above the others: the graph pass inserts the ops below autograd, where a call co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd import forward_ad
 
 from ..symm_mem import is_checked
@@ -315,6 +317,20 @@ def _all_reduce_in_place_autograd(x: Tensor, reduce_op: str, group_name: str) ->
         return all_reduce_(x, reduce_op, group_name)
 
 
+_AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA")
+_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+
+
+def _below_autocast(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The op without autocast: it would cast the products of what runs unfused or between CPU ranks, and no others."""
+
+    def call(*args: Any, **named: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return op(*args, **named)
+
+    return call
+
+
 for _name, _fake, _real, _autograd in (
     ("fused_all_gather_matmul", _all_gather_matmul_fake, _all_gather_matmul, _all_gather_matmul_autograd),
     (
@@ -342,3 +358,5 @@ for _name, _fake, _real, _autograd in (
     for _key in ("CPU", "CUDA"):
         _lib.impl(_name, _real, _key)
     _lib.impl(_name, _autograd, "Autograd")
+    for _key in _AUTOCAST_KEYS:
+        _lib.impl(_name, _below_autocast(getattr(torch.ops.weft, _name).default), _key)

@@ -1,4 +1,4 @@
-"""The ops in torch's modes: inference mode, forward-mode differentiation."""
+"""The ops in torch's modes: inference mode, autocast, forward-mode differentiation."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from weft.fused_ops import (
     fused_matmul_reduce_scatter,
     one_shot_all_reduce,
     one_shot_all_reduce_,
+    plan,
 )
 
 stage, op = short.stage, short.op
@@ -82,6 +83,32 @@ def calls() -> list[tuple[Callable[..., Any], list[torch.Tensor]]]:
         (lambda a, b, c: fused_all_reduce_rms_norm(a, b, c, 1e-5, world()), [x, x, x[0]]),
         (lambda a, b: fused_matmul_all_reduce(a, b, "avg", world()), [A, B]),
     ]
+
+
+def same_bits(got: Any, wanted: Any) -> None:
+    for a, b in zip(*map(torch.utils._pytree.tree_leaves, (got, wanted)), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def autocast(rank: int, world_size: int) -> None:
+    """It casts nothing, whatever the plan: float32 stays float32, and is multiplied as such."""
+    device = torch.get_default_device().type
+    for call, given in calls():
+        torch._dynamo.reset()
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        for algorithm in ("fused", "unfused"):
+            with plan.forced(algorithm):
+                wanted = call(*[x.clone() for x in given])
+                with torch.autocast(device, torch.bfloat16):
+                    same_bits(call(*[x.clone() for x in given]), wanted)
+                    same_bits(compiled(*[x.clone() for x in given]), wanted)
+                    assert torch.mm(given[0], given[0].t()).dtype == torch.bfloat16  # it is still on
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_autocast(world_size: int, device: str) -> None:
+    run_ranks(autocast, world_size, device=device)
 
 
 def of_one(call: Callable[..., Any], given: list[torch.Tensor], i: int, x: torch.Tensor) -> Any:
