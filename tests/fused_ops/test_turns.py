@@ -50,6 +50,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(turns, "stream_and_graph", lambda device: (gpu.now, gpu.graphs.get(gpu.now, 0)))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    findings.changed()  # what another test has found is of another GPU
     gpu.turns = turns.Turns(1)
     monkeypatch.setattr(turns, "_turns_of", lambda index: gpu.turns)
     return gpu
