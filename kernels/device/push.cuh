@@ -87,7 +87,11 @@ struct Use {
     mutable bool lost;
 
     __device__ __forceinline__ explicit Use(const Slots& slots) : s(slots), lost(is_broken(slots.watch)) {
-        epoch = load_relaxed(s.watch.words + s.epochs + blockIdx.x) + 1;
+        begin(load_relaxed(s.watch.words + s.epochs + blockIdx.x) + 1);
+    }
+
+    __device__ __forceinline__ void begin(u32 count) {
+        epoch = count;
         mine = (2 * blockIdx.x + (epoch & 1)) * (WORLD_SIZE * s.capacity);
     }
 
@@ -127,38 +131,39 @@ struct Use {
         return from_wire(v);
     }
 
-    // The same of every peer at once; in[RANK] stays as it is.
-    __device__ __forceinline__ void take_all(u32 index, uint4 (&in)[WORLD_SIZE]) const {
+    // The same of every peer at once, from COUNT slots that lie `step` apart: in[k * WORLD_SIZE + sender], where what
+    // stands for this rank stays.
+    template <int COUNT = 1>
+    __device__ __forceinline__ void take_all(u32 index, uint4* in, u32 step = 0) const {
+        const auto each = [&](const auto& what) {
 #pragma unroll
-        for (int src = 0; src < WORLD_SIZE; ++src) {
-            if (src != RANK) in[src] = load_payload(place(src, index));
-        }
+            for (int k = 0; k < COUNT; ++k) {
+#pragma unroll
+                for (int src = 0; src < WORLD_SIZE; ++src) {
+                    if (src != RANK) what(in[k * WORLD_SIZE + src], src, index + k * step);
+                }
+            }
+        };
+        each([&](uint4& v, int src, u32 slot) { v = load_payload(place(src, slot)); });
         Patience patience;
         for (;;) {
             bool missing = false;
-#pragma unroll
-            for (int src = 0; src < WORLD_SIZE; ++src) missing |= src != RANK && has_empty(in[src]);
+            each([&](const uint4& v, int, u32) { missing |= has_empty(v); });
             if (!missing) break;
             if (patience.due()) {
                 int sender = RANK;
-#pragma unroll
-                for (int src = 0; src < WORLD_SIZE; ++src) {
-                    if (src != RANK && has_empty(in[src])) sender = src;
-                }
-                if (expired(patience, sender, index)) break;
+                u32 missed = index;
+                each([&](const uint4& v, int src, u32 slot) {
+                    if (has_empty(v)) sender = src, missed = slot;
+                });
+                if (expired(patience, sender, missed)) break;
             }
-#pragma unroll
-            for (int src = 0; src < WORLD_SIZE; ++src) {
-                if (src != RANK) reload_payload(has_empty(in[src]), place(src, index), in[src]);
-            }
+            each([&](uint4& v, int src, u32 slot) { reload_payload(has_empty(v), place(src, slot), v); });
         }
-#pragma unroll
-        for (int src = 0; src < WORLD_SIZE; ++src) {
-            if (src != RANK) {
-                store_vector(place(src, index), make_uint4(0, 0, 0, 0));
-                in[src] = from_wire(in[src]);
-            }
-        }
+        each([&](uint4& v, int src, u32 slot) {
+            store_vector(place(src, slot), make_uint4(0, 0, 0, 0));
+            v = from_wire(v);
+        });
     }
 
     // After the last thing that a thread of the block sends or takes.

@@ -11,19 +11,21 @@ import pytest
 import torch
 from fibers import PATIENT, TORCH, Library, Ranks, build, inputs, same
 from weft.kernels.all_reduce import cuda_kernel
-from weft.kernels.all_reduce.configs import MAX_BYTES, Config, choose, grid, layout_for, vectors
+from weft.kernels.all_reduce.configs import MAX_BYTES, Config, choose, grid, layout_for, uses, vectors
 from weft.kernels.device.push import BLOCKS, VECTOR, Layout
 from weft.symm_mem.fault import Fault
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 FORMS = ("one_shot", "two_shot")
-KERNELS = tuple(form + suffix for form in FORMS for suffix in ("", "_any"))
+KERNELS = tuple(form + suffix for form in (*FORMS, "two_shot_rounds") for suffix in ("", "_any"))
 
 
-def compiled(folder: Path, world_size: int, dtype: str, reduce_op: str) -> Library:
+def compiled(
+    folder: Path, world_size: int, dtype: str, reduce_op: str, instead: tuple[str, str] | None = None
+) -> Library:
     defines: dict[str, str | int] = {"WORLD_SIZE": world_size, "DTYPE": dtype, "REDUCE": reduce_op}
-    return build(folder, cuda_kernel.SOURCE, KERNELS, cuda_kernel._Params, defines)
+    return build(folder, cuda_kernel.SOURCE, KERNELS, cuda_kernel._Params, defines, instead=instead)
 
 
 def launch(
@@ -68,20 +70,24 @@ def test_calls_of_changing_size(
     print(f"seed {seed}")
     torch.manual_seed(seed)
     choice = random.Random(seed)
-    ranks = Ranks(compiled(tmp_path, world_size, dtype, reduce_op), Layout(world_size, 64))
+    # One vector of a thread in each use, or several.
+    layout = Layout(world_size, choice.choice([64, 256]))
+    ranks = Ranks(compiled(tmp_path, world_size, dtype, reduce_op), layout)
     calls = []
     for call in range(100 // world_size):
         whole = 16 * choice.randrange(1, 100) * world_size
         numel = choice.choice([1, 3, 31, 127, 129, 500, choice.randrange(1, 3000), 5000, whole, whole])
-        if call < 4:  # each kernel at least once
-            numel = whole if call < 2 else 31
-        form = FORMS[call % 2] if call < 4 else choice.choice(FORMS)
-        config = Config(form, choice.choice([1, 3, 5]), choice.choice([32, 64]))
+        if call < 6:  # each kernel at least once
+            numel = (16 * world_size, 16 * world_size, 31, 31, 2000 * world_size, 2000 * world_size + 1)[call]
+        form = FORMS[call % 2 or call >= 4] if call < 6 else choice.choice(FORMS)
+        config = Config(form, *((1, 32) if call < 6 else (choice.choice([1, 3, 5]), choice.choice([32, 64]))))
+        if form == "one_shot":
+            numel = min(numel, vectors(layout, config) * VECTOR // TORCH[dtype].itemsize)
         xs = inputs(numel, TORCH[dtype], world_size)
         outs = []
         for rank in range(world_size):
             # Any address: a rank's own input may be aligned where another's is not.
-            shift = choice.randrange(2) if call >= 2 else 0
+            shift = choice.randrange(2) if call >= 6 else 0
             x = torch.cat([xs[rank][:1].expand(shift), xs[rank]])[shift:]
             out = torch.full((numel + shift + 1,), float("nan"), dtype=x.dtype)
             out[-1] = 1.5
@@ -108,6 +114,39 @@ def test_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reduce_op: st
         launch(monkeypatch, ranks, rank, x, x, reduce_op, Config("two_shot", 3, 32))
     ranks.run(1)
     assert all(torch.equal(x, expected) for x in xs)
+
+
+MISTAKES = {
+    "the half of the use before": ("use.begin(use.epoch + 1)", "use.begin(use.epoch + 2)"),
+    "nothing sent in the first use": ("first.at >= to && to < p.vectors", "false"),
+}
+
+
+@pytest.mark.parametrize("mistake", [None, *MISTAKES])
+def test_many_uses_in_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str | None) -> None:
+    """Launches of one and of many uses, one behind the other, by blocks of changing sizes."""
+    library = compiled(tmp_path, 3, "float32", "sum", MISTAKES.get(mistake or ""))
+    layout = Layout(3, 64)
+    wrong = 0
+    for seed in range(30):
+        choice, ranks, calls = random.Random(seed), Ranks(library, layout), []
+        for _ in range(5):
+            config = Config(choice.choice(FORMS), choice.choice([1, 2]), choice.choice([32, 64]))
+            most = vectors(layout, config)
+            count = choice.choice([most, choice.randrange(1, most)])
+            if config.form == "two_shot":
+                count += most * choice.randrange(4)
+            xs = [torch.randint(1, 9, (12 * count,)).float() for _ in range(3)]
+            if config.form == "one_shot":
+                xs = [x[: 4 * count] for x in xs]
+            outs = [torch.full_like(x, float("nan")) for x in xs]
+            for rank in range(3):
+                launch(monkeypatch, ranks, rank, xs[rank], outs[rank], "sum", config, 2000)
+            calls.append((xs, outs))
+        ranks.run(seed)
+        right = all(torch.equal(out, reference(xs, "sum")) for xs, outs in calls for out in outs)
+        wrong += not right or bool(ranks.records.any())
+    assert bool(wrong) == (mistake is not None), f"{wrong} of 30 went wrong"
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -38,15 +38,25 @@ def right_or_told(
     return outcomes
 
 
-@pytest.mark.parametrize("form", ["one_shot", "two_shot"])
-def test_a_chain_of_all_reduces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        (Config("one_shot"), (64, 200)),
+        (Config("two_shot"), (64, 200)),
+        (Config("two_shot", blocks=1, threads=32), (500, 900)),  # in two and three uses
+    ],
+    ids=["one_shot", "two_shot", "two_shot_rounds"],
+)
+def test_a_chain_of_all_reduces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Config, sizes: tuple[int, int]
+) -> None:
     """Each call takes what the one before has given: a wrong number would travel on."""
     library = compiled(tmp_path, 3, "float32", "sum")
     outcomes = []
     for seed in range(12):
         choice = random.Random(seed)
         ranks = Ranks(library, Layout(3, 64))
-        numel, calls = choice.choice([64, 200]), 5
+        numel, calls = choice.choice(sizes), 5
         xs = [torch.randint(1, 9, (numel,)).float() for _ in range(3)]
         want = [reference(xs, "sum") * 3**call for call in range(calls)]
         chains = [[x, *(torch.full_like(x, float("nan")) for _ in range(calls))] for x in xs]
@@ -54,7 +64,7 @@ def test_a_chain_of_all_reduces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
             for x, out in pairwise(chain):
                 # One of the others is patient: what reaches it must be right, too.
                 polls = IMPATIENT if rank == 0 else 20 * IMPATIENT
-                launch(monkeypatch, ranks, rank, x, out, "sum", Config(form), polls)
+                launch(monkeypatch, ranks, rank, x, out, "sum", config, polls)
         told = ranks.run_late(seed, LATE, turns=choice.randrange(4000))
         outcomes += right_or_told(told, chains, want, seed)
     assert not all(outcomes), "nobody was late"
