@@ -9,10 +9,9 @@ from ..device import push
 from ..device.push import BLOCKS, THREADS, VECTOR, WARP, Layout, up
 
 FORMS = ("one_shot", "two_shot", "copy_engine")
-MAX_BYTES = 16 << 20  #: of the input in one use of the slots; two_shot takes more in several, one behind the other
-# Vectors of a thread from which on two_shot takes several at once. The registers for that cost small calls 1 us; 16 MiB
-# between 2 ranks take 51 us with them and 53 without.
-MANY = 5
+# Of the input in one launch of one_shot or two_shot; more go piece after piece. What a launch costs besides the bytes,
+# 3.5 us of first loads and last trips, was 7 % of 16 MiB; the slots take four times as much memory.
+MAX_BYTES = 32 << 20
 
 # From how many bytes of input on two_shot is faster. Two ranks send as much in either form; there it is less that is
 # received and kept. Measured on 2 and 4 H200; else from (W - 1) * bytes / 300 GB/s against 2 / W of that and one trip.
@@ -94,38 +93,25 @@ def _uses(config: Config) -> int:
 
 
 def layout_for(nbytes: int, world_size: int, config: Config) -> Layout:
-    """A workspace that takes an input of ``nbytes`` in one use if it is not above MAX_BYTES; else in several."""
+    """A workspace that takes an input of ``nbytes`` in one launch if it is not above MAX_BYTES; else in several."""
     vectors = -(-min(nbytes, MAX_BYTES) // (VECTOR * _parts(config, world_size)))
     slots = push.slots_for(vectors, config.blocks, config.threads)
     return Layout(world_size, up(slots * _uses(config), 2 * WARP))
 
 
 def vectors(layout: Layout, config: Config) -> int:
-    """Vectors that one use can move: of the input in one_shot, of each rank's part in two_shot."""
+    """Vectors that one launch can move: of the input in one_shot, of each rank's part in two_shot."""
     room = layout.slots // _uses(config)
     step = min(config.threads, room)
     return config.blocks * (room // step) * step
 
 
 def grid(count: int, layout: Layout, config: Config) -> tuple[int, int]:
-    """Blocks and threads for that many. No block goes without a vector in the last use, in which all are full."""
+    """Blocks and threads for that many. No block goes without a vector."""
     return push.grid(count, layout.slots // _uses(config), config.blocks, config.threads)
 
 
-def uses(count: int, layout: Layout, config: Config) -> int:
-    """Uses of the slots that so many vectors take.
-
-    Raises:
-        ValueError: more than one in one_shot.
-    """
-    needed = -(-count // vectors(layout, config))
-    if needed > 1 and config.form == "one_shot":
-        raise ValueError(f"numel: is {count} vectors, one_shot takes {vectors(layout, config)} here")
-    return needed
-
-
-def kernel(count: int, layout: Layout, config: Config) -> str:
-    """The kernel for that many, of those for whole vectors."""
-    blocks, threads = grid(count, layout, config)
-    many = config.form == "two_shot" and count > (MANY - 1) * blocks * threads
-    return "two_shot_rounds" if many or uses(count, layout, config) > 1 else config.form
+def kernel(count: int, world_size: int, form: str, blocks: int, threads: int) -> str:
+    """The kernel for that many by such a grid, of those for whole vectors."""
+    at_once = 8 // world_size if world_size <= 4 else 1
+    return "two_shot_many" if form == "two_shot" and count > at_once * blocks * threads else form

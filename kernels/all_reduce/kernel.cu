@@ -6,7 +6,9 @@
 //   two_shot  vector j of part q goes to rank q, which reduces the ranks' and sends the result to all: less on
 //             the wire from three ranks on, one more trip. Every part has as many vectors, those past the end
 //             hold zeros: so every block of every rank hears from every rank.
-// Both stand here twice: for whole vectors at aligned addresses, and for anything.
+// Both stand here twice: for whole vectors at aligned addresses, and for anything. And two_shot once more for large
+// inputs, two_shot_many, with several vectors of a thread at once: one after the other, it would wait for the memory and
+// not keep the links busy. Small calls do better with fewer registers and less code.
 //
 // The order of loads and stores is what the time of a small call is made of: all that a thread loads, the epoch
 // last, is under way before the first of it is looked at.
@@ -27,6 +29,9 @@ using weft::Use;
 using Number = weft::Number;
 using Element = Number::Storage;
 using Reduce = weft::reduce::REDUCE;
+
+// Vectors of each part that a thread of two_shot_many takes at once; configs.py has the same number.
+constexpr int MANY = WORLD_SIZE <= 4 ? 8 / WORLD_SIZE : 1;
 
 struct Params {
     weft::Slots slots;
@@ -93,8 +98,7 @@ __device__ __forceinline__ void one_shot_of(const Params& p) {
     use.leave();
 }
 
-// What two_shot does with a thread's vectors of each part. COUNT at once where they are many: a thread that waits for the
-// memory with one vector at a time does not keep the links busy.
+// What two_shot does with a thread's vectors of each part.
 template <bool WHOLE>
 struct TwoShot {
     const Params& p;
@@ -104,23 +108,24 @@ struct TwoShot {
 
     __device__ __forceinline__ explicit TwoShot(const Params& params) : p(params), results(p.slots.capacity / 2) {}
 
-    __device__ __forceinline__ void load_all(u32 at) {
-        parts.load_all([&](int part, u32 i) { return load_part(part, i); }, at);
-    }
-
     __device__ __forceinline__ uint4 load_part(int part, u32 at) const {
         return load<WHOLE>(p, static_cast<u64>(part) * p.vectors + at);
     }
 
-    // From `s` on, whose vectors are loaded already, and before `end`.
-    __device__ __forceinline__ void send(const Use& use, Share s, u32 end) {
-        while (s.at < end) {
+    __device__ __forceinline__ void load_all(u32 at) {
+        parts.load_all([&](int part, u32 i) { return load_part(part, i); }, at);
+    }
+
+    // All of them; those at `s` are loaded already.
+    __device__ __forceinline__ void send(const Use& use, Share s) {
+        while (s.at < p.vectors) {
             parts.send_all([&](int part, u32 i) { return load_part(part, i); }, use, s);
             s.next();
-            if (s.at < end) load_all(s.at);
+            if (s.at < p.vectors) load_all(s.at);
         }
     }
 
+    // Of `s` and the COUNT - 1 behind it.
     template <int COUNT>
     __device__ __forceinline__ void reduce(const Use& use, const Share& s) const {
         const u64 own = static_cast<u64>(RANK) * p.vectors + s.at;
@@ -159,67 +164,30 @@ struct TwoShot {
             }
         }
     }
+
+    // `some` of every COUNT vectors, `one` of those that are left.
+    template <int COUNT, typename Some, typename One>
+    __device__ __forceinline__ void each(const Some& some, const One& one) const {
+        Share s;
+        if constexpr (COUNT > 1) {
+            for (; s.at + (COUNT - 1) * stride < p.vectors; s.at += COUNT * stride, s.index += COUNT * blockDim.x) some(s);
+        }
+        for (; s.at < p.vectors; s.next()) one(s);
+    }
 };
 
-template <bool WHOLE>
+template <bool WHOLE, int COUNT>
 __device__ __forceinline__ void two_shot_of(const Params& p) {
     weft::begin();
     TwoShot<WHOLE> steps(p);
-    if (const Share s; s.at < p.vectors) steps.load_all(s.at);
+    const Share first;
+    if (first.at < p.vectors) steps.load_all(first.at);
     const Use use(p.slots);
-    steps.send(use, Share(), p.vectors);
-    for (Share s; s.at < p.vectors; s.next()) steps.template reduce<1>(use, s);
-    for (Share s; s.at < p.vectors; s.next()) steps.template collect<1>(use, s);
-    use.leave();
-}
-
-// As many uses as the slots ask for, one after the other, and while a thread collects the results of one the next is
-// under way. push.cuh's claim holds for each thread's slots: before a rank sends for use e it has taken, in e - 1, what
-// the peer sent for that, which the peer did when it had taken all for the first step of e - 2; and before it sends
-// results of e it has taken what the peer sent for e, when the peer had collected e - 2. It holds behind the launch, too,
-// because every thread has vectors in the last use: only the first one may be smaller. A thread without one there sends
-// something all the same, and so hears, as the others do, that the peers' kernel before this one has ended.
-template <bool WHOLE>
-__device__ __forceinline__ void two_shot_rounds_of(const Params& p) {
-    constexpr int COUNT = weft::FEW && WORLD_SIZE <= 4 ? 8 / WORLD_SIZE : 1;
-    weft::begin();
-    TwoShot<WHOLE> steps(p);
-    const u32 whole_round = steps.results / blockDim.x * steps.stride;
-    u32 from = 0, to = (p.vectors - 1) % whole_round + 1;
-    Share first;
-    if (first.at < to) steps.load_all(first.at);
-    Use use(p.slots);
-    const auto each = [&](const auto& some, const auto& one) {
-        Share s = first;
-        for (; s.at + (COUNT - 1) * steps.stride < to; s.at += COUNT * steps.stride, s.index += COUNT * blockDim.x) some(s);
-        for (; s.at < to; s.next()) one(s);
-    };
-
-    steps.send(use, first, to);
-    if (first.at >= to && to < p.vectors) {
-        use.send_to_all(first.index, weft::to_wire(make_uint4(0, 0, 0, 0)));
-        for (int i = 1; i < WORLD_SIZE; ++i) use.take(weft::peer_of(i), first.index);
-    }
-    for (;;) {
-        each([&](const Share& s) { steps.template reduce<COUNT>(use, s); },
-             [&](const Share& s) { steps.template reduce<1>(use, s); });
-        const Use last = use;
-        Share ahead = first;
-        const bool more = to < p.vectors;
-        if (more) {
-            use.begin(use.epoch + 1);
-            ahead.at += to - from;
-            steps.load_all(ahead.at);
-            steps.send(use, ahead, to + whole_round);
-        }
-        each([&](const Share& s) { steps.template collect<COUNT>(last, s); },
-             [&](const Share& s) { steps.template collect<1>(last, s); });
-        use.lost |= last.lost;
-        if (!more) break;
-        first = ahead;
-        from = to;
-        to += whole_round;
-    }
+    steps.send(use, first);
+    steps.template each<COUNT>([&](const Share& s) { steps.template reduce<COUNT>(use, s); },
+                               [&](const Share& s) { steps.template reduce<1>(use, s); });
+    steps.template each<COUNT>([&](const Share& s) { steps.template collect<COUNT>(use, s); },
+                               [&](const Share& s) { steps.template collect<1>(use, s); });
     use.leave();
 }
 
@@ -230,11 +198,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) one_shot(const __grid_const
 }
 
 extern "C" __global__ void __launch_bounds__(512, 1) two_shot(const __grid_constant__ Params p) {
-    two_shot_of<true>(p);
+    two_shot_of<true, 1>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1) two_shot_rounds(const __grid_constant__ Params p) {
-    two_shot_rounds_of<true>(p);
+extern "C" __global__ void __launch_bounds__(512, 1) two_shot_many(const __grid_constant__ Params p) {
+    two_shot_of<true, MANY>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(512, 1) one_shot_any(const __grid_constant__ Params p) {
@@ -242,9 +210,9 @@ extern "C" __global__ void __launch_bounds__(512, 1) one_shot_any(const __grid_c
 }
 
 extern "C" __global__ void __launch_bounds__(512, 1) two_shot_any(const __grid_constant__ Params p) {
-    two_shot_of<false>(p);
+    two_shot_of<false, 1>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1) two_shot_rounds_any(const __grid_constant__ Params p) {
-    two_shot_rounds_of<false>(p);
+extern "C" __global__ void __launch_bounds__(512, 1) two_shot_many_any(const __grid_constant__ Params p) {
+    two_shot_of<false, MANY>(p);
 }
