@@ -9,9 +9,7 @@ from ..device import push
 from ..device.push import BLOCKS, THREADS, VECTOR, WARP, Layout, up
 
 FORMS = ("one_shot", "two_shot", "copy_engine")
-# Of the input in one launch of one_shot or two_shot; more go piece after piece. What a launch costs besides the bytes,
-# 3.5 us of first loads and last trips, was 7 % of 16 MiB; the slots take four times as much memory.
-MAX_BYTES = 32 << 20
+MAX_BYTES = 16 << 20  #: of the input in one use of the slots; two_shot takes more in several uses
 
 # From how many bytes of input on two_shot is faster. Two ranks send as much in either form; there it is less that is
 # received and kept. Measured on 2 and 4 H200; else from (W - 1) * bytes / 300 GB/s against 2 / W of that and one trip.
@@ -93,14 +91,14 @@ def _uses(config: Config) -> int:
 
 
 def layout_for(nbytes: int, world_size: int, config: Config) -> Layout:
-    """A workspace that takes an input of ``nbytes`` in one launch if it is not above MAX_BYTES; else in several."""
+    """A workspace that takes an input of ``nbytes`` in one use if it is not above MAX_BYTES; else in several."""
     vectors = -(-min(nbytes, MAX_BYTES) // (VECTOR * _parts(config, world_size)))
     slots = push.slots_for(vectors, config.blocks, config.threads)
     return Layout(world_size, up(slots * _uses(config), 2 * WARP))
 
 
 def vectors(layout: Layout, config: Config) -> int:
-    """Vectors that one launch can move: of the input in one_shot, of each rank's part in two_shot."""
+    """Vectors that one use can move: of the input in one_shot, of each rank's part in two_shot."""
     room = layout.slots // _uses(config)
     step = min(config.threads, room)
     return config.blocks * (room // step) * step
@@ -111,7 +109,29 @@ def grid(count: int, layout: Layout, config: Config) -> tuple[int, int]:
     return push.grid(count, layout.slots // _uses(config), config.blocks, config.threads)
 
 
-def kernel(count: int, world_size: int, form: str, blocks: int, threads: int) -> str:
-    """The kernel for that many by such a grid, of those for whole vectors."""
-    at_once = 8 // world_size if world_size <= 4 else 1
-    return "two_shot_many" if form == "two_shot" and count > at_once * blocks * threads else form
+@dataclass(frozen=True)
+class Launch:
+    """The kernel for a number of vectors, of those for whole ones, its grid, and how often it uses the slots."""
+
+    kernel: str
+    blocks: int
+    threads: int
+    uses: int = 1
+
+
+def launch(count: int, layout: Layout, config: Config) -> Launch:
+    """The launch that moves ``count`` vectors: of the input in one_shot, of each rank's part in two_shot.
+
+    Raises:
+        ValueError: they do not fit into one use, which is all that one_shot has.
+    """
+    world_size, most = layout.world_size, vectors(layout, config)
+    blocks, threads = grid(count, layout, config)
+    at_once = 8 // world_size if world_size <= 4 else 1  # what a thread's registers hold
+    if config.form == "two_shot" and (count > most or count > at_once * blocks * threads):
+        threads = min(threads, THREADS if world_size <= 4 else THREADS // 2)
+        one_use = layout.slots // _uses(config) // threads * threads * blocks
+        return Launch("two_shot_rounds", blocks, threads + WARP, -(-count // one_use))  # push.cuh: Steward
+    if count > most:
+        raise ValueError(f"numel: is {count} vectors, must be at most {most} in one_shot")
+    return Launch(config.form, blocks, threads)

@@ -1,4 +1,4 @@
-"""Launches kernel.cu for any contiguous CUDA tensors, piece after piece."""
+"""Launches kernel.cu for any contiguous CUDA tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 from ..device import push
 from ..device.program import Function, Program
 from ..device.push import VECTOR, Place, Slots, slots_of
-from .configs import Config, grid, kernel, pushing, vectors
+from . import configs
+from .configs import Config, pushing
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 REDUCE_OPS = ("sum", "avg", "max", "min")
@@ -66,7 +67,7 @@ class AllReduce:
         config: one_shot or two_shot, the same on every rank; what ``pushing`` says, if None.
 
     Attributes:
-        grids: blocks of each launch.
+        grids: the blocks of a launch, once for each use that it makes of their slots.
 
     Raises:
         TypeError, ValueError: naming the argument, what it was and what it must be.
@@ -90,22 +91,20 @@ class AllReduce:
         self.numel, self.dtype, self.device = numel, dtype, device
         self._timeout_ns = 0
         parts = layout.world_size if config.form == "two_shot" else 1
-        step = vectors(layout, config) * parts * VECTOR // width
-        # Whole vectors at aligned addresses are a kernel of their own: (bytes from the start, launch, argument).
-        self._pieces: tuple[list[tuple[int, Callable[[int], None], _Params]], ...] = ([], [])
+        count = -(-numel * width // (VECTOR * parts))
+        launch = configs.launch(count, layout, config)
+        self.grids = (launch.blocks,) * launch.uses
+        # Whole vectors at aligned addresses are a kernel of their own.
+        self._launches: list[Callable[[int], None]] = []
+        self._params: list[_Params] = []
         for aligned in (False, True):
-            self.grids: tuple[int, ...] = ()  # the same for both
-            for start in range(0, numel, step):
-                length = min(step, numel - start)
-                count = -(-length * width // (VECTOR * parts))
-                whole = aligned and length * width == count * VECTOR * parts
-                blocks, threads = grid(count, layout, config)
-                name = kernel(count, layout.world_size, config.form, blocks, threads) + ("" if whole else "_any")
-                function = _function(layout.world_size, place.rank, dtype, reduce_op, name, device)
-                params = _Params(slots_of(place, 0), 0, 0, length, count, aligned)
-                ready = function.bound(blocks, threads, params, dependent=push.dependent())
-                self.grids += (blocks,)
-                self._pieces[aligned].append((start * width, ready, params))
+            whole = aligned and numel * width == count * VECTOR * parts
+            name = launch.kernel if whole else f"{launch.kernel}_any"
+            function = _function(layout.world_size, place.rank, dtype, reduce_op, name, device)
+            params = _Params(slots_of(place, 0), 0, 0, numel, count, aligned)
+            ready = function.bound(launch.blocks, launch.threads, params, dependent=push.dependent())
+            self._launches.append(ready)
+            self._params.append(params)
 
     def launch(self, x: int, out: int, timeout_ns: int, stream: int) -> None:
         """``out`` = what all ranks' ``x`` make together, the same bits on every rank: in float32, in rank order.
@@ -122,9 +121,9 @@ class AllReduce:
             RuntimeError: the kernel cannot be launched.
         """
         if timeout_ns != self._timeout_ns:
-            for _, _, params in (*self._pieces[0], *self._pieces[1]):
+            for params in self._params:
                 params.slots.watch.timeout_ns = timeout_ns
             self._timeout_ns = timeout_ns
-        for start, ready, params in self._pieces[(x | out) % VECTOR == 0]:
-            _put_addresses(params, _X, x + start, out + start)
-            ready(stream)
+        aligned = (x | out) % VECTOR == 0
+        _put_addresses(self._params[aligned], _X, x, out)
+        self._launches[aligned](stream)

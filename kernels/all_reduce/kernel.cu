@@ -6,9 +6,8 @@
 //   two_shot  vector j of part q goes to rank q, which reduces the ranks' and sends the result to all: less on
 //             the wire from three ranks on, one more trip. Every part has as many vectors, those past the end
 //             hold zeros: so every block of every rank hears from every rank.
-// Both stand here twice: for whole vectors at aligned addresses, and for anything. And two_shot once more for large
-// inputs, two_shot_many, with several vectors of a thread at once: one after the other, it would wait for the memory and
-// not keep the links busy. Small calls do better with fewer registers and less code.
+// Both stand here twice: for whole vectors at aligned addresses, and for anything. And two_shot once more, for large
+// inputs: two_shot_rounds.
 //
 // The order of loads and stores is what the time of a small call is made of: all that a thread loads, the epoch
 // last, is under way before the first of it is looked at.
@@ -30,8 +29,9 @@ using Number = weft::Number;
 using Element = Number::Storage;
 using Reduce = weft::reduce::REDUCE;
 
-// Vectors of each part that a thread of two_shot_many takes at once; configs.py has the same number.
-constexpr int MANY = WORLD_SIZE <= 4 ? 8 / WORLD_SIZE : 1;
+// Of a block of two_shot_rounds, and how many vectors of a part each of them takes at once; configs.py has the same.
+constexpr int WORKERS = WORLD_SIZE <= 4 ? 512 : 256;
+constexpr int AT_ONCE = WORLD_SIZE <= 4 ? 8 / WORLD_SIZE : 1;
 
 struct Params {
     weft::Slots slots;
@@ -98,15 +98,16 @@ __device__ __forceinline__ void one_shot_of(const Params& p) {
     use.leave();
 }
 
-// What two_shot does with a thread's vectors of each part.
+// What two_shot does with the vectors of each part that one of `threads` threads of a block has before `end`.
 template <bool WHOLE>
 struct TwoShot {
     const Params& p;
-    const u32 stride = gridDim.x * blockDim.x;  // to a thread's next vector
-    const u32 results;  // the second half of a sender's slots is for results
+    const u32 threads;
+    const u32 stride = gridDim.x * threads;  // to a thread's next vector
+    const u32 results = p.slots.capacity / 2;  // the second half of a sender's slots is for results
     weft::Parts parts;
 
-    __device__ __forceinline__ explicit TwoShot(const Params& params) : p(params), results(p.slots.capacity / 2) {}
+    __device__ __forceinline__ TwoShot(const Params& params, u32 threads) : p(params), threads(threads) {}
 
     __device__ __forceinline__ uint4 load_part(int part, u32 at) const {
         return load<WHOLE>(p, static_cast<u64>(part) * p.vectors + at);
@@ -116,12 +117,17 @@ struct TwoShot {
         parts.load_all([&](int part, u32 i) { return load_part(part, i); }, at);
     }
 
-    // All of them; those at `s` are loaded already.
-    __device__ __forceinline__ void send(const Use& use, Share s) {
-        while (s.at < p.vectors) {
+    __device__ __forceinline__ void skip(Share& s, u32 count = 1) const {
+        s.at += count * stride;
+        s.index += count * threads;
+    }
+
+    // All from `s` on, where they are loaded already.
+    __device__ __forceinline__ void send(const Use& use, Share s, u32 end) {
+        while (s.at < end) {
             parts.send_all([&](int part, u32 i) { return load_part(part, i); }, use, s);
-            s.next();
-            if (s.at < p.vectors) load_all(s.at);
+            skip(s);
+            if (s.at < end) load_all(s.at);
         }
     }
 
@@ -131,7 +137,7 @@ struct TwoShot {
         const u64 own = static_cast<u64>(RANK) * p.vectors + s.at;
         const auto give = [&](int k, const weft::Numbers& total) {
             const uint4 result = total.rounded();
-            use.send_to_all(results + s.index + k * blockDim.x, weft::to_wire(result));
+            use.send_to_all(results + s.index + k * threads, weft::to_wire(result));
             store<WHOLE>(p, own + k * stride, result);
         };
         if constexpr (COUNT == 1) {
@@ -140,7 +146,7 @@ struct TwoShot {
             uint4 in[COUNT * WORLD_SIZE];
 #pragma unroll
             for (int k = 0; k < COUNT; ++k) in[k * WORLD_SIZE + RANK] = load<WHOLE>(p, own + k * stride);
-            use.take_all<COUNT>(s.index, in, blockDim.x);
+            use.take_all<COUNT>(s.index, in, threads);
 #pragma unroll
             for (int k = 0; k < COUNT; ++k) {
                 give(k, weft::reduced<Reduce>([&](int src) { return in[k * WORLD_SIZE + src]; }));
@@ -157,7 +163,7 @@ struct TwoShot {
             weft::store_all(use, results + s.index, [&](int src, const uint4& v) { give(0, src, v); });
         } else {
             uint4 in[COUNT * WORLD_SIZE];
-            use.take_all<COUNT>(results + s.index, in, blockDim.x);
+            use.take_all<COUNT>(results + s.index, in, threads);
 #pragma unroll
             for (int i = 0; i < COUNT * WORLD_SIZE; ++i) {
                 if (i % WORLD_SIZE != RANK) give(i / WORLD_SIZE, i % WORLD_SIZE, in[i]);
@@ -165,29 +171,72 @@ struct TwoShot {
         }
     }
 
-    // `some` of every COUNT vectors, `one` of those that are left.
-    template <int COUNT, typename Some, typename One>
-    __device__ __forceinline__ void each(const Some& some, const One& one) const {
-        Share s;
-        if constexpr (COUNT > 1) {
-            for (; s.at + (COUNT - 1) * stride < p.vectors; s.at += COUNT * stride, s.index += COUNT * blockDim.x) some(s);
-        }
-        for (; s.at < p.vectors; s.next()) one(s);
+    template <int COUNT>
+    __device__ __forceinline__ void reduce_all(const Use& use, Share s, u32 end) const {
+        for (; s.at + (COUNT - 1) * stride < end; skip(s, COUNT)) reduce<COUNT>(use, s);
+        if constexpr (COUNT > 1) reduce_all<1>(use, s, end);
+    }
+
+    template <int COUNT>
+    __device__ __forceinline__ void collect_all(const Use& use, Share s, u32 end) const {
+        for (; s.at + (COUNT - 1) * stride < end; skip(s, COUNT)) collect<COUNT>(use, s);
+        if constexpr (COUNT > 1) collect_all<1>(use, s, end);
     }
 };
 
-template <bool WHOLE, int COUNT>
+template <bool WHOLE>
 __device__ __forceinline__ void two_shot_of(const Params& p) {
     weft::begin();
-    TwoShot<WHOLE> steps(p);
+    TwoShot<WHOLE> steps(p, blockDim.x);
     const Share first;
     if (first.at < p.vectors) steps.load_all(first.at);
     const Use use(p.slots);
-    steps.send(use, first);
-    steps.template each<COUNT>([&](const Share& s) { steps.template reduce<COUNT>(use, s); },
-                               [&](const Share& s) { steps.template reduce<1>(use, s); });
-    steps.template each<COUNT>([&](const Share& s) { steps.template collect<COUNT>(use, s); },
-                               [&](const Share& s) { steps.template collect<1>(use, s); });
+    steps.send(use, first, p.vectors);
+    steps.template reduce_all<1>(use, first, p.vectors);
+    steps.template collect_all<1>(use, first, p.vectors);
+    use.leave();
+}
+
+// Use behind use in one launch: while a thread collects the results of one, the next one is under way. And several vectors
+// at once: one after the other, a thread would wait for the memory and not keep the links busy. Small calls do better
+// with fewer registers and less code.
+template <bool WHOLE>
+__device__ __forceinline__ void two_shot_rounds_of(const Params& p) {
+    weft::begin();
+    const u32 workers = blockDim.x - 32;
+    TwoShot<WHOLE> steps(p, workers);
+    const weft::Steward steward{p.slots};
+    const u32 round = steps.results / workers * steps.stride;
+    const u32 uses = (p.vectors + round - 1) / round;
+    Use use(p.slots);
+
+    if (threadIdx.x >= workers) {
+        if (uses > 1) steward.serve(use.epoch, uses);
+    } else {
+        Share now;
+        u32 epoch = use.epoch, end = min(round, p.vectors);
+        if (now.at < end) steps.load_all(now.at);
+        steps.send(use, now, end);
+        for (;;) {
+            steps.template reduce_all<AT_ONCE>(use, now, end);
+            const bool more = end < p.vectors;
+            const Share ahead(now.at + round, now.index);
+            const u32 its_end = min(end + round, p.vectors);
+            if (more) {
+                use.lost |= !steward.may_send();
+                use.begin(epoch + 1);
+                if (ahead.at < its_end) steps.load_all(ahead.at);
+                steps.send(use, ahead, its_end);
+                use.begin(epoch);
+            }
+            steps.template collect_all<AT_ONCE>(use, now, end);
+            if (!more) break;
+            steward.emptied();
+            use.begin(++epoch);
+            now = ahead;
+            end = its_end;
+        }
+    }
     use.leave();
 }
 
@@ -198,11 +247,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) one_shot(const __grid_const
 }
 
 extern "C" __global__ void __launch_bounds__(512, 1) two_shot(const __grid_constant__ Params p) {
-    two_shot_of<true, 1>(p);
+    two_shot_of<true>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1) two_shot_many(const __grid_constant__ Params p) {
-    two_shot_of<true, MANY>(p);
+extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) two_shot_rounds(const __grid_constant__ Params p) {
+    two_shot_rounds_of<true>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(512, 1) one_shot_any(const __grid_constant__ Params p) {
@@ -210,9 +259,9 @@ extern "C" __global__ void __launch_bounds__(512, 1) one_shot_any(const __grid_c
 }
 
 extern "C" __global__ void __launch_bounds__(512, 1) two_shot_any(const __grid_constant__ Params p) {
-    two_shot_of<false, 1>(p);
+    two_shot_of<false>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1) two_shot_many_any(const __grid_constant__ Params p) {
-    two_shot_of<false, MANY>(p);
+extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) two_shot_rounds_any(const __grid_constant__ Params p) {
+    two_shot_rounds_of<false>(p);
 }

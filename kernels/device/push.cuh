@@ -20,6 +20,12 @@
 // blocks of its own number, which send before they wait: the grid need not be resident at once, as long as blocks
 // start in the order of their numbers, as they do.
 //
+// Several uses in one launch. No kernel ends between them, so a rank is told when slots are empty: a warp of each block
+// that does nothing else, Steward, waits until all threads have emptied those of use e, and then writes e to EMPTIED[b][r]
+// of every peer: release, system scope. On the peers the same warp waits for that before its block sends for e + 2. When
+// it begins, it says that all before this launch is empty; and it does not end before the peers have emptied all but the
+// last use, which is what the next launch must know, whatever its blocks and threads do with the slots.
+//
 // RANK is a constant of the program: no register and no branch is spent on who is who.
 
 #include "numbers.cuh"
@@ -48,7 +54,7 @@ struct Slots {
     u32 capacity;  // slots of a block, for each half and sender
     u32 epochs;  // index of EPOCH[0] in words
     u32 first;  // index of the first slot in words
-    u32 reserved;
+    u32 emptied;  // index of EMPTIED[0][0] in words
 };
 
 // With DEPENDENT a kernel may be launched while the one before it in its stream still runs. It touches no memory before that
@@ -173,6 +179,55 @@ struct Use {
     }
 };
 
+// The last warp of a block whose other threads, the workers, make several uses of its slots. Its lane i serves the peers
+// i, i + 32, ...
+struct Steward {
+    const Slots& s;
+    static constexpr int MAY_SEND = 1, EMPTY = 2;  // barriers of the block
+
+    // Of the workers, before they send for the next use. False: it has waited in vain.
+    __device__ __forceinline__ bool may_send() const {
+        barrier_sync(MAY_SEND, blockDim.x);
+        return !is_broken(s.watch);
+    }
+
+    // Of the workers, when they have emptied the slots of a use, but not of the last one.
+    __device__ __forceinline__ void emptied() const { barrier_arrive(EMPTY, blockDim.x); }
+
+    // Of the warp itself, for so many uses, 2 or more, of which `use` is the first.
+    __device__ __forceinline__ void serve(u32 use, u32 uses) const {
+        say(use - 1);
+        for (; uses > 1; ++use, --uses) {
+            hear(use - 1);
+            barrier_arrive(MAY_SEND, blockDim.x);
+            barrier_sync(EMPTY, blockDim.x);
+            say(use);
+        }
+        hear(use - 1);
+    }
+
+private:
+    __device__ __forceinline__ u32 word(int rank) const { return s.emptied + blockIdx.x * WORLD_SIZE + rank; }
+
+    // Nothing once a wait has expired: then slots are not known to be empty.
+    __device__ __forceinline__ void say(u32 use) const {
+        __threadfence_system();
+        if (is_broken(s.watch)) return;
+        for (int peer = threadIdx.x % 32; peer < WORLD_SIZE; peer += 32) {
+            if (peer == RANK) continue;
+            char* words = reinterpret_cast<char*>(s.watch.words) + static_cast<long long>(s.span) * (peer - RANK);
+            post_behind_fence(reinterpret_cast<u32*>(words) + word(RANK), use);
+        }
+    }
+
+    __device__ __forceinline__ void hear(u32 use) const {
+        for (int peer = threadIdx.x % 32; peer < WORLD_SIZE; peer += 32) {
+            if (peer != RANK) wait_flag(s.watch, peer, word(peer), use, WAIT_FREE);
+        }
+        __syncwarp();
+    }
+};
+
 // A thread's vectors: `at` in the input, `index` among the block's slots. Warps are dealt to the blocks in
 // turn, so that a small input is sent by many multiprocessors.
 struct Share {
@@ -182,6 +237,8 @@ struct Share {
         at = ((threadIdx.x / 32) * gridDim.x + blockIdx.x) * 32 + threadIdx.x % 32;
         index = threadIdx.x;
     }
+
+    __device__ __forceinline__ Share(u32 at, u32 index) : at(at), index(index) {}
 
     __device__ __forceinline__ void next() {
         at += gridDim.x * blockDim.x;

@@ -15,7 +15,7 @@ VECTOR = 16  #: bytes that travel in one slot
 # The largest grid. An H100 or H200 has 132 multiprocessors: however long a kernel waits on so many, a product in front
 # of what its peer waits for finds room. 132 blocks are no faster (bench/NOTES.md).
 BLOCKS = 128
-THREADS = 512  #: the largest block
+THREADS = 512  #: the largest block, of those that send
 WARP = 32
 
 
@@ -42,7 +42,7 @@ class Slots(ctypes.Structure):
         ("capacity", ctypes.c_uint32),
         ("epochs", ctypes.c_uint32),
         ("first", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("emptied", ctypes.c_uint32),
     )
 
 
@@ -50,7 +50,7 @@ class Slots(ctypes.Structure):
 class Layout:
     """Where things lie in such a workspace, in 32-bit words from its start; all of it starts as zeros.
 
-    ``[EPOCH of each block][slots: block, half, sender, index]``. Takes the place of
+    ``[EPOCH of each block][slots: block, half, sender, index][EMPTIED: block, rank]``. Takes the place of
     ``symm_mem.Layout`` in a ``Workspace``.
 
     Attributes: ``slots``: vectors that a block takes from one sender in one use.
@@ -69,8 +69,13 @@ class Layout:
             raise ValueError(f"slots: is {self.slots}, must be a multiple of 64")
 
     @property
+    def emptied(self) -> int:
+        """+ block * W + rank: the use of the block's slots that the rank has emptied last, where it says so."""
+        return self.FIRST + BLOCKS * 2 * self.world_size * self.slots * VECTOR // 4
+
+    @property
     def bytes(self) -> int:
-        return 4 * self.FIRST + BLOCKS * 2 * self.world_size * self.slots * VECTOR
+        return 4 * (self.emptied + BLOCKS * self.world_size)
 
     @property
     def words(self) -> int:
@@ -79,12 +84,17 @@ class Layout:
 
     def block_of(self, word: int) -> int:
         """The block whose slots a word belongs to."""
+        if word >= self.emptied:
+            return (word - self.emptied) // self.world_size
         return (word - self.FIRST) * 4 // VECTOR // (2 * self.world_size * self.slots)
 
     def describe(self, word: int) -> str:
         """What a word is, for an error message about a wait for it."""
         if word < self.FIRST:
             return f"word {word}"
+        if word >= self.emptied:
+            block, rank = divmod(word - self.emptied, self.world_size)
+            return f"count of uses that rank {rank} has emptied for block {block}"
         row, _ = divmod((word - self.FIRST) * 4 // VECTOR, self.slots)
         row, sender = divmod(row, self.world_size)
         return f"use count of the payload of rank {sender} for block {row // 2} (half {row % 2})"
@@ -99,7 +109,8 @@ class Place(program.Place, Protocol):
 
 def slots_of(place: Place, timeout_ns: int) -> Slots:
     """What kernels are told of ``place``; a wait for a peer expires after ``timeout_ns`` nanoseconds."""
-    return Slots(Watch.of(place, timeout_ns), place.span, place.layout.slots, Layout.EPOCHS, Layout.FIRST)
+    layout, watch = place.layout, Watch.of(place, timeout_ns)
+    return Slots(watch, place.span, layout.slots, Layout.EPOCHS, Layout.FIRST, layout.emptied)
 
 
 def slots_for(count: int, blocks: int = BLOCKS, threads: int = THREADS) -> int:

@@ -52,6 +52,15 @@ __device__ __forceinline__ void post_behind_fence(u32* word, u32 value) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
+// The block's barrier `id`, from 1 on, of `threads` threads, whole warps: with those who wait there, or without waiting.
+__device__ __forceinline__ void barrier_sync(int id, u32 threads) {
+    asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(int id, u32 threads) {
+    asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // Words of a payload that announces itself: each 32-bit word is written once and whole, the four of a vector
 // in no order, so the reader must look at each. Relaxed, system scope: it orders nothing around it.
 __device__ __forceinline__ uint4 load_payload(const uint4* slot) {

@@ -1,8 +1,11 @@
 // Runs a .cu file of kernels that push on the CPU (fibers.h). fibers.py compiles it, with this file's stand-ins in place of
 // sync.cuh, numbers.cuh, reduce.cuh and team.cuh. They give up the processor wherever a kernel polls, stores to a peer or
-// meets a barrier; what is stored is there at once.
+// meets a barrier. What is stored is there at once, but for half of the zeros, with which slots are emptied: they come
+// when the thread has a fence, or another one of its block with a barrier before it, or when the kernel ends.
 
 #include "fibers.h"
+
+#include <map>
 
 struct uint4 {
     unsigned x, y, z, w;
@@ -10,6 +13,7 @@ struct uint4 {
 
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+static unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 static float rsqrtf(float x) { return 1 / std::sqrt(x); }
 
 // All threads of so many blocks that stand side by side.
@@ -35,10 +39,47 @@ static float* shared_terms(int block, int count) {
     return terms.data();
 }
 
-static void __syncthreads() { meet_blocks(1); }
+struct Zero {
+    uint4* place;
+    bool came = false;
+};
+using Zeros = std::vector<std::shared_ptr<Zero>>;
+static std::map<std::pair<int, unsigned>, Zeros> by_thread, by_block;  // on the way, of each rank; behind a barrier
+
+static Zeros& own_zeros() { return by_thread[{current->number, running->number}]; }
+static Zeros& zeros_of_block() { return by_block[{current->number, running->block}]; }
+
+static void arrive(Zeros& zeros) {
+    for (const auto& zero : zeros) {
+        if (!zero->came) *zero->place = {0, 0, 0, 0};
+        zero->came = true;
+    }
+    zeros.clear();
+}
+
+static Zero* own_zero(const uint4* place) {
+    for (const auto& zero : own_zeros()) {
+        if (zero->place == place && !zero->came) return zero.get();
+    }
+    return nullptr;
+}
+
+static void comes_to_a_barrier() {
+    Zeros& own = own_zeros();
+    zeros_of_block().insert(zeros_of_block().end(), own.begin(), own.end());
+}
+
+static void __syncthreads() {
+    comes_to_a_barrier();
+    meet_blocks(1);
+}
 static void __syncwarp() {}
 static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 static void __threadfence() {}
+static void __threadfence_system() {
+    arrive(own_zeros());
+    arrive(zeros_of_block());
+}
 
 static unsigned __ballot_sync(unsigned, bool said) {
     float* lanes = warp_lanes();
@@ -66,14 +107,45 @@ static void store_payload(uint4* slot, uint4 v) {
         if (v.y % 8 == 0) go_on_later();
     }
 }
-static uint4 load_payload(const uint4* slot) { return *slot; }
-static void reload_payload(bool wanted, const uint4* slot, uint4& v) {
-    if (wanted) v = *slot;
+static uint4 load_vector(const uint4* place) {
+    return own_zero(place) == nullptr ? *place : make_uint4(0, 0, 0, 0);
 }
-static uint4 load_vector(const uint4* place) { return *place; }
-static void store_vector(uint4* place, uint4 v) { *place = v; }
+static uint4 load_payload(const uint4* slot) { return load_vector(slot); }
+static void reload_payload(bool wanted, const uint4* slot, uint4& v) {
+    if (wanted) v = load_vector(slot);
+}
+static void store_vector(uint4* place, uint4 v) {
+    if (Zero* before = own_zero(place)) before->came = true;
+    if ((v.x | v.y | v.z | v.w) == 0 && dice() % 2 == 0) {
+        own_zeros().push_back(std::make_shared<Zero>(Zero{place}));
+    } else {
+        *place = v;
+    }
+}
 static u32 load_relaxed(const u32* word) { return *word; }
-static void post_flag(u32* word, u32 value) { *word = value; }
+static void post_flag(u32* word, u32 value) {
+    __threadfence_system();
+    *word = value;
+}
+static void post_behind_fence(u32* word, u32 value) {
+    *word = value;
+    go_on_later();
+}
+
+// A block's named barriers: rounds that have ended, and who has come in this one.
+static Meeting& named(int id) { return current->barriers[running->block * 16 + id]; }
+static void barrier_sync(int id, u32 threads) {
+    comes_to_a_barrier();
+    meet(named(id), threads);
+}
+static void barrier_arrive(int id, u32 threads) {
+    comes_to_a_barrier();
+    if (++named(id).waiting == threads) {
+        named(id).waiting = 0;
+        ++named(id).round;
+    }
+    go_on_later();
+}
 
 struct float32 {
     using Storage = u32;
@@ -149,5 +221,11 @@ static void (*const calls[])(int, const void*) = {RANK_CALLS};
 static void call(int rank, int kernel, const void* params) { calls[rank](kernel, params); }
 static const weft::Watch& watch_of(const void* params) { return *static_cast<const weft::Watch*>(params); }
 static void launch_begins(Rank&) {}
-static void launch_ends(Rank&) {}
+static void launch_ends(Rank& rank) {
+    for (auto* all : {&by_thread, &by_block}) {
+        for (auto& [key, zeros] : *all) {
+            if (key.first == rank.number) arrive(zeros);
+        }
+    }
+}
 static void between_turns() {}

@@ -58,7 +58,8 @@ struct Rank {
     std::vector<Launch*> launches;
     size_t next = 0;
     std::vector<std::unique_ptr<Fiber>> fibers;
-    std::vector<Meeting> blocks, warps;
+    std::vector<Meeting> blocks, warps, barriers;
+    unsigned slow;  // a warp of each block that gets few turns
     int number = 0;
 };
 
@@ -202,6 +203,8 @@ static void start(Rank& rank) {
     const Launch& launch = *rank.launches[rank.next];
     std::memcpy(rank.params, launch.params, sizeof rank.params);
     rank.blocks.assign(launch.blocks, Meeting());
+    rank.barriers.assign(launch.blocks * 16, Meeting());
+    rank.slow = dice() % ((launch.threads + 31) / 32 + 1);
     rank.warps.assign(launch.blocks * ((launch.threads + 31) / 32), Meeting());
     launch_begins(rank);
     for (int i = 0; i < launch.blocks * launch.threads; ++i) {
@@ -246,6 +249,7 @@ static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long w
             ++all_turns;
             between_turns();
             Fiber& fiber = *rank.fibers[i];
+            if (fiber.thread / 32 == rank.slow && dice() % 32 != 0) continue;
             if (fiber.over != nullptr && !fiber.over(fiber.condition)) continue;
             current = &rank;
             running = &fiber;

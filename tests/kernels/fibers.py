@@ -161,7 +161,7 @@ class Ranks:
         return [[bool(run[rank * count + i].broken) for i in range(count)] for rank in range(size)]
 
     def slots_are_empty(self) -> bool:
-        return not self.memory[:, 4 * Layout.FIRST : self.layout.bytes].any()
+        return not self.memory[:, 4 * Layout.FIRST : 4 * self.layout.emptied].any()
 
 
 class Noted(Function):

@@ -18,12 +18,14 @@ from weft.symm_mem.fault import Fault
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 FORMS = ("one_shot", "two_shot")
-KERNELS = tuple(form + suffix for form in (*FORMS, "two_shot_many") for suffix in ("", "_any"))
+KERNELS = tuple(form + suffix for form in (*FORMS, "two_shot_rounds") for suffix in ("", "_any"))
 
 
-def compiled(folder: Path, world_size: int, dtype: str, reduce_op: str) -> Library:
+def compiled(
+    folder: Path, world_size: int, dtype: str, reduce_op: str, instead: tuple[str, str] | None = None
+) -> Library:
     defines: dict[str, str | int] = {"WORLD_SIZE": world_size, "DTYPE": dtype, "REDUCE": reduce_op}
-    return build(folder, cuda_kernel.SOURCE, KERNELS, cuda_kernel._Params, defines)
+    return build(folder, cuda_kernel.SOURCE, KERNELS, cuda_kernel._Params, defines, instead=instead)
 
 
 def launch(
@@ -56,7 +58,12 @@ def reference(xs: list[torch.Tensor], reduce_op: str) -> torch.Tensor:
     [
         (2, "bfloat16", "avg", 512),
         (3, "float32", "sum", 512),
-        (3, "bfloat16", "sum", 64),  # so few that a thread of two_shot has one vector, and most calls several launches
+        (
+            3,
+            "bfloat16",
+            "sum",
+            64,
+        ),  # so few that a thread of two_shot has one vector in a use, and most calls several uses
         (4, "bfloat16", "sum", 512),
         (8, "float32", "sum", 512),
         (9, "bfloat16", "sum", 64),  # one sender's vector after the other
@@ -69,7 +76,8 @@ def test_calls_of_changing_size(
     print(f"seed {seed}")
     torch.manual_seed(seed)
     choice = random.Random(seed)
-    ranks = Ranks(compiled(tmp_path, world_size, dtype, reduce_op), Layout(world_size, slots))
+    layout = Layout(world_size, slots)
+    ranks = Ranks(compiled(tmp_path, world_size, dtype, reduce_op), layout)
     calls = []
     for call in range(100 // world_size):
         whole = 16 * choice.randrange(1, 100) * world_size
@@ -78,6 +86,8 @@ def test_calls_of_changing_size(
             numel = (16 * world_size, 16 * world_size, 31, 31, 2000 * world_size, 2000 * world_size + 1)[call]
         form = FORMS[call % 2 or call >= 4] if call < 6 else choice.choice(FORMS)
         config = Config(form, *((1, 32) if call < 6 else (choice.choice([1, 3, 5]), choice.choice([32, 64]))))
+        if form == "one_shot":
+            numel = min(numel, vectors(layout, config) * VECTOR // TORCH[dtype].itemsize)
         xs = inputs(numel, TORCH[dtype], world_size)
         outs = []
         for rank in range(world_size):
@@ -92,7 +102,7 @@ def test_calls_of_changing_size(
     ranks.run(seed)
     assert not ranks.records.any(), f"a wait has expired: {ranks.records.tolist()}"
     launched = {KERNELS[n.kernel] for place in ranks.places for n in place.launches}
-    assert launched == {name for name in KERNELS if slots > 64 or "many" not in name}
+    assert launched == set(KERNELS)
     for xs, outs, config in calls:
         expected = reference(xs, reduce_op)
         for rank, (out, shift, _) in enumerate(outs):
@@ -110,6 +120,48 @@ def test_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reduce_op: st
         launch(monkeypatch, ranks, rank, x, x, reduce_op, Config("two_shot", 3, 32))
     ranks.run(1)
     assert all(torch.equal(x, expected) for x in xs)
+
+
+MISTAKES = {
+    "half": ("use.begin(++epoch)", "use.begin(epoch += 2)"),
+    "beginning-unsaid": ("say(use - 1);\n        for", "for"),
+    "not-heard": ("hear(use - 1);\n            barrier_arrive", "barrier_arrive"),
+    "said-early": (
+        "barrier_sync(EMPTY, blockDim.x);\n            say(use);",
+        "say(use);\n            barrier_sync(EMPTY, blockDim.x);",
+    ),
+    "no-fence": ("__threadfence_system();\n        if (is_broken", "if (is_broken"),
+    "end-not-heard": ("hear(use - 1);\n    }", "}"),
+}
+
+
+@pytest.mark.parametrize("mistake", [None, *MISTAKES])
+def test_many_uses_in_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str | None) -> None:
+    """Launches of one and of many uses, one behind the other, by blocks of changing sizes."""
+    library = compiled(tmp_path, 3, "float32", "sum", MISTAKES.get(mistake or ""))
+    layout = Layout(3, 64)
+    wrong = 0
+    for seed in range(30):
+        choice, ranks, calls = random.Random(seed), Ranks(library, layout), []
+        for _ in range(5):
+            config = Config(choice.choice(FORMS), choice.choice([1, 2]), choice.choice([32, 64]))
+            most = vectors(layout, config)
+            count = choice.choice([most, choice.randrange(1, most)])
+            if config.form == "two_shot":
+                count += most * choice.randrange(4)
+            xs = [torch.randint(1, 9, (12 * count,)).float() for _ in range(3)]
+            if config.form == "one_shot":
+                xs = [x[: 4 * count] for x in xs]
+            outs = [torch.full_like(x, float("nan")) for x in xs]
+            for rank in range(3):
+                launch(monkeypatch, ranks, rank, xs[rank], outs[rank], "sum", config, 2000)
+            calls.append((xs, outs))
+        ranks.run(seed)
+        right = all(torch.equal(out, reference(xs, "sum")) for xs, outs in calls for out in outs)
+        wrong += not right or bool(ranks.records.any())
+        if wrong and mistake is not None:
+            break
+    assert bool(wrong) == (mistake is not None), f"{wrong} of 30 went wrong"
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -161,7 +213,8 @@ def test_the_layout_takes_what_it_was_made_for() -> None:
             layout = layout_for(nbytes, world_size, config)
             parts = world_size if config.form == "two_shot" else 1
             assert vectors(layout, config) * VECTOR * parts >= nbytes
-            assert layout.bytes == 4 * Layout.FIRST + BLOCKS * 2 * world_size * layout.slots * VECTOR
+            assert layout.emptied == Layout.FIRST + BLOCKS * 2 * world_size * layout.slots * VECTOR // 4
+            assert layout.bytes == 4 * (layout.emptied + BLOCKS * world_size)
             copies = world_size if config.form == "one_shot" else 1
             assert layout.bytes <= 5 * nbytes * copies + (3 << 20) * world_size
     for slots in (64, 192, 1024, 8192):

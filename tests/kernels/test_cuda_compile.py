@@ -67,7 +67,7 @@ PROGRAMS: dict[str, Program] = {
 KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     "gate": ({"gate", "leave"}, gate._Params),
     "all_reduce": (
-        {f"{form}{kind}" for form in ("one_shot", "two_shot", "two_shot_many") for kind in ("", "_any")},
+        {f"{form}{kind}" for form in ("one_shot", "two_shot", "two_shot_rounds") for kind in ("", "_any")},
         cuda_kernel._Params,
     ),
     "copies": ({"reduce_chunk", "collect"}, copy_engine._Params),
@@ -100,7 +100,7 @@ def test_registers_spills_and_the_size_of_the_argument(
         print(f"{name} {kernel}: {numbers['REG']} registers")
         assert numbers["STACK"] == numbers["LOCAL"] == 0, f"{kernel} spills or indexes an array: {numbers}"
         # A block of 512 threads fits once on a multiprocessor with 128, twice with 64.
-        once = name.startswith(ONCE) or "-8-" in name or "many" in kernel
+        once = name.startswith(ONCE) or "-8-" in name or "rounds" in kernel
         assert numbers["REG"] <= (128 if once else 64)
         assert numbers["CONSTANT[0]"] == ARGUMENTS + ctypes.sizeof(params), kernel
 

@@ -43,9 +43,9 @@ def right_or_told(
     [
         (Config("one_shot"), (64, 200)),
         (Config("two_shot"), (64, 200)),
-        (Config("two_shot", blocks=1, threads=32), (800, 1000)),
+        (Config("two_shot", blocks=1, threads=32), (500, 900)),
     ],
-    ids=["one_shot", "two_shot", "two_shot_many"],
+    ids=["one_shot", "two_shot", "two_shot_rounds"],
 )
 def test_a_chain_of_all_reduces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Config, sizes: tuple[int, int]
@@ -55,7 +55,7 @@ def test_a_chain_of_all_reduces(
     outcomes = []
     for seed in range(12):
         choice = random.Random(seed)
-        ranks = Ranks(library, Layout(3, 256))
+        ranks = Ranks(library, Layout(3, 64))
         numel, calls = choice.choice(sizes), 5
         xs = [torch.randint(1, 9, (numel,)).float() for _ in range(3)]
         want = [reference(xs, "sum") * 3**call for call in range(calls)]
