@@ -9,31 +9,34 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..kernels.all_reduce import host
-from ..kernels.all_reduce.configs import Config, choose, pushing
+from ..kernels.all_reduce.configs import Config, choose
 from ..kernels.all_reduce.reference import all_reduce as unfused
 from ..symm_mem import Heap, Workspace, findings, get_timeout
 from ..symm_mem.calls import Grids
 from ..symm_mem.registry import has_name
 from . import plan
 from .again import Empty, default_ns, empty_like_on, place, stream_on, timeout
-from .plan import Plan, aligned, heap_or_reason, num_sms, ran
+from .plan import Plan, heap_or_reason, num_sms, ran
 from .turns import Step, steps_on, turn
 from .workspaces import all_reduce_workspace, matmul_workspace
+
+if TYPE_CHECKING:
+    from ..kernels.all_reduce.cuda_kernel import AllReduce
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     """What a workspace keeps for one number of elements, dtype and operation."""
 
-    uses: tuple[tuple[Workspace[Any], Grids], ...]  # workspaces, and blocks of each launch that pushes there
-    kernel: Any
+    workspace: Workspace[Any]
+    kernel: AllReduce
     plan: Plan
     timeout_ns: int  # where nobody has set another one
 
@@ -144,59 +147,30 @@ def run(
         return out
     with turn(x.device):
         config = config or choose(source.nbytes, found.world_size, num_sms(x.device))
-        prepare = _copies if config.form == "copy_engine" else _pushes
-        if config.form == "copy_engine":
-            source = aligned(source)
-        target = out if config.form != "copy_engine" or out.data_ptr() % 16 == 0 else torch.empty_like(source)
         # The ranks compile together: what a wait counts is not what a peer still compiles.
         key = (host.OP, config.form, x.dtype, reduce_op)
-        found.prepare(host.OP, key, lambda: prepare(found, source, reduce_op, config))
-        prepared = prepare(found, source, reduce_op, config)
+        found.prepare(host.OP, key, lambda: _prepare(found, source, reduce_op, config))
+        prepared = _prepare(found, source, reduce_op, config)
         ran(prepared.plan)  # ranks may differ here: then nothing is launched, and nothing may be noted
-        for workspace, grids in prepared.uses:
-            workspace.raise_if_broken(host.OP, grids=grids)
+        prepared.workspace.raise_if_broken(host.OP, grids=prepared.kernel.grids)
         timeout_ns = int(get_timeout(found.group_name) * 1e9)
         stream = torch.cuda.current_stream().cuda_stream
-        prepared.kernel.launch(source.data_ptr(), target.data_ptr(), timeout_ns, stream)
-        if target is not out:
-            out.copy_(target)
+        prepared.kernel.launch(source.data_ptr(), out.data_ptr(), timeout_ns, stream)
     return out
 
 
-def _pushes(where: Heap, x: Tensor, reduce_op: str, config: Config) -> _Prepared:
+def _prepare(where: Heap, x: Tensor, reduce_op: str, config: Config) -> _Prepared:
     from ..kernels.all_reduce.cuda_kernel import AllReduce
 
-    place = all_reduce_workspace(where, x.nbytes, config)
+    workspace = all_reduce_workspace(where, x.nbytes, config)
     key: Any = (x.numel(), x.dtype, reduce_op)
     if config != choose(x.nbytes, where.world_size, num_sms(x.device)):
         key = (*key, config)
-    found = place.prepared.get(key)
+    found = workspace.prepared.get(key)
     if found is None:
-        kernel = AllReduce(place, x.numel(), x.dtype, reduce_op, x.device, config)
-        plan = Plan("push", workspace_bytes=place.layout.bytes)
-        found = place.prepared[key] = _Prepared(((place, kernel.grids),), kernel, plan, default_ns())
-    return found
-
-
-def _copies(where: Heap, x: Tensor, reduce_op: str, config: Config) -> _Prepared:
-    from ..kernels.all_reduce.copy_engine import CopyEngineAllReduce, SideBySide, front, needs
-    from ..kernels.all_reduce.cuda_kernel import AllReduce
-
-    width, size = x.element_size(), where.world_size
-    pushed = front(x.numel(), config)
-    place = matmul_workspace(where, *needs((x.numel() - pushed) * width, width, size, config), copied=True)
-    key = (host.OP, x.numel(), x.dtype, reduce_op, config)
-    beside = pushing(pushed * width, size, num_sms(x.device))
-    push_place = all_reduce_workspace(where, pushed * width, beside) if pushed else None
-    found = place.prepared.get(key)
-    if found is None or (push_place is not None and found.uses[-1][0] is not push_place):
-        kernel: Any = CopyEngineAllReduce(place, x.numel() - pushed, x.dtype, reduce_op, config)
-        uses: tuple[tuple[Workspace[Any], Grids], ...] = ((place, ()),)
-        if push_place is not None:
-            pushes = AllReduce(push_place, pushed, x.dtype, reduce_op, x.device, beside)
-            kernel, uses = SideBySide(pushes, kernel), (*uses, (push_place, pushes.grids))
-        plan = Plan("copy_engine", workspace_bytes=place.layout.bytes)
-        found = place.prepared[key] = _Prepared(uses, kernel, plan, default_ns())
+        kernel = AllReduce(workspace, x.numel(), x.dtype, reduce_op, x.device, config)
+        plan = Plan("push", workspace_bytes=workspace.layout.bytes)
+        found = workspace.prepared[key] = _Prepared(workspace, kernel, plan, default_ns())
     return found
 
 

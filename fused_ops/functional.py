@@ -143,10 +143,9 @@ def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
     """What all ranks' ``x`` make together, the same bits on every rank.
 
     Taken in float32, in rank order, rounded once: the same bits also in every run and from every algorithm. Small
-    inputs go from every rank to every rank, larger ones by parts, the largest by copy engines. With
-    WEFT_NCCL_ALL_REDUCE_FROM set to a number of bytes, inputs from that size on are left to NCCL, which sums in
-    another order. Differentiable for "sum" and "avg": the gradient is all-reduced, as by torch's functional
-    collectives. Works under torch.compile and in a CUDA graph.
+    inputs go from every rank to every rank, larger ones by parts. With WEFT_NCCL_ALL_REDUCE_FROM set to a number of
+    bytes, inputs from that size on are left to NCCL, which sums in another order. Differentiable for "sum" and "avg":
+    the gradient is all-reduced, as by torch's functional collectives. Works under torch.compile and in a CUDA graph.
 
     Args:
         x: any shape, strides and alignment; float32, bfloat16 or float16. It need not lie on the heap.

@@ -8,8 +8,10 @@ from functools import lru_cache
 from ..device import push
 from ..device.push import BLOCKS, THREADS, VECTOR, WARP, Layout, up
 
-FORMS = ("one_shot", "two_shot", "copy_engine")
-MAX_BYTES = 16 << 20  #: of the input in one use of the slots; two_shot takes more in several uses
+FORMS = ("one_shot", "two_shot")
+MAX_BYTES = (
+    16 << 20
+)  #: of the input in one use of the slots; two_shot takes more in several uses, in one launch
 
 # From how many bytes of input on two_shot is faster. Two ranks send as much in either form; there it is less that is
 # received and kept. Measured on 2 and 4 H200; else from (W - 1) * bytes / 300 GB/s against 2 / W of that and one trip.
@@ -23,10 +25,6 @@ _TWO_SHOT_FROM = {
     8: 64 << 10,
 }
 _TWO_SHOT_FROM_MANY = 32 << 10
-# From how many bytes on copy engines help, and for how much of them in percent. They copy at 380 GB/s over NVLink where
-# what multiprocessors store ends at 320, but each copy, flag and change of stream costs microseconds: on 2 H200 that is
-# won back from 64 MiB on. Nothing stands here for what was not measured.
-_COPIED_FROM = {2: (64 << 20, 30)}
 
 
 @dataclass(frozen=True)
@@ -36,17 +34,11 @@ class Config:
     Attributes:
         form: of FORMS.
         blocks, threads: what the grid of a kernel may have at most.
-        chunks: copy_engine only: pieces of each rank's part that follow each other through its three steps.
-        streams: copy_engine only: streams over which the copies to the peers are spread.
-        copied: copy_engine only: percent of the input that engines take; kernels push the rest meanwhile.
     """
 
     form: str
     blocks: int = BLOCKS
     threads: int = THREADS
-    chunks: int = 2
-    streams: int = 1
-    copied: int = 100
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
@@ -55,10 +47,6 @@ class Config:
             raise ValueError(f"blocks: is {self.blocks}, must be from 1 to {BLOCKS}")
         if self.threads % WARP or not WARP <= self.threads <= THREADS:
             raise ValueError(f"threads: is {self.threads}, must be a multiple of {WARP} up to {THREADS}")
-        if self.chunks < 1 or self.streams < 1:
-            raise ValueError(f"chunks, streams: are {self.chunks}, {self.streams}, must be 1 or more")
-        if not 1 <= self.copied <= 100:
-            raise ValueError(f"copied: is {self.copied}, must be from 1 to 100 percent")
 
 
 @lru_cache(maxsize=4096)
@@ -68,15 +56,6 @@ def choose(nbytes: int, world_size: int, num_sms: int = BLOCKS) -> Config:
     ``num_sms``: blocks at most. They keep their multiprocessors while they wait for a peer, which may wait for what
     another stream of this rank has to compute first.
     """
-    copied_from, percent = _COPIED_FROM.get(world_size, (None, 0))
-    if copied_from is not None and nbytes >= copied_from:
-        return Config("copy_engine", min(BLOCKS, num_sms), copied=percent)
-    return pushing(nbytes, world_size, num_sms)
-
-
-@lru_cache(maxsize=4096)
-def pushing(nbytes: int, world_size: int, num_sms: int = BLOCKS) -> Config:
-    """The same without copy engines."""
     two_shot_from = _TWO_SHOT_FROM.get(world_size, _TWO_SHOT_FROM_MANY)
     return Config("two_shot" if nbytes >= two_shot_from else "one_shot", min(BLOCKS, num_sms))
 

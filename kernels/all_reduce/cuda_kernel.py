@@ -14,7 +14,7 @@ from ..device import push
 from ..device.program import Function, Program
 from ..device.push import VECTOR, Place, Slots, slots_of
 from . import configs
-from .configs import Config, pushing
+from .configs import Config, choose
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 REDUCE_OPS = ("sum", "avg", "max", "min")
@@ -64,7 +64,7 @@ class AllReduce:
         place: a workspace with room for ``configs.layout_for``; the same call site on every rank.
         numel: elements of x, 1 or more.
         reduce_op: "sum", "avg" (divided by the number of ranks), "max" or "min".
-        config: one_shot or two_shot, the same on every rank; what ``pushing`` says, if None.
+        config: the same on every rank; what ``choose`` says, if None.
 
     Attributes:
         grids: the blocks of a launch, once for each use that it makes of their slots.
@@ -87,8 +87,7 @@ class AllReduce:
             raise ValueError(f"reduce_op: is {reduce_op!r}, must be one of {', '.join(REDUCE_OPS)}")
         if dtype not in DTYPES:
             raise TypeError(f"x: is {dtype}, must be float32, bfloat16 or float16")
-        config = config or pushing(numel * width, layout.world_size)
-        self.numel, self.dtype, self.device = numel, dtype, device
+        config = config or choose(numel * width, layout.world_size)
         self._timeout_ns = 0
         parts = layout.world_size if config.form == "two_shot" else 1
         count = -(-numel * width // (VECTOR * parts))

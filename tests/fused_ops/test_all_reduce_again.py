@@ -47,9 +47,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     group, kernel, workspace = object(), Kernel(), Workspace()
     x = torch.randn(5, 3)
     stage = SimpleNamespace(group=group, owner=group, stream=7, capturing=False, device=0)
-    workspace.prepared[15, x.dtype, "sum"] = all_reduce._Prepared(
-        ((workspace, ()),), kernel, plan.Plan("push"), 123
-    )
+    workspace.prepared[15, x.dtype, "sum"] = all_reduce._Prepared(workspace, kernel, plan.Plan("push"), 123)
     where = SimpleNamespace(workspaces=Noted({("all_reduce", 7, 0): workspace}))
     monkeypatch.setattr(timeouts, "_per_group", Noted())
     monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (group, where))
@@ -209,7 +207,7 @@ def test_a_call_that_ranks_would_run_differently_is_not_noted(
     monkeypatch.setattr(all_reduce, "heap_or_reason", lambda *_, **__: heap)
     monkeypatch.setattr(all_reduce, "turn", lambda device: nullcontext())
     monkeypatch.setattr(all_reduce, "num_sms", lambda device: 132)
-    monkeypatch.setattr(all_reduce, "_pushes", lambda *_: prepared)
+    monkeypatch.setattr(all_reduce, "_prepare", lambda *_: prepared)
     monkeypatch.setattr(all_reduce, "ran", differ)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     x: Any = torch.empty(5, 3, device="meta")

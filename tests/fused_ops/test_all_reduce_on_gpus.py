@@ -27,7 +27,7 @@ from weft.symm_mem import Layout, heap
 pytestmark = pytest.mark.gpu
 
 CALLS = 10_000
-MOST = 36 << 20  # elements
+MOST = 24 << 20  # elements
 
 
 def late(delays: random.Random) -> None:
@@ -61,9 +61,10 @@ def stressed(rank: int, world_size: int) -> None:
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
 
     def size() -> int:
-        # Mostly small, now and then so large that copy engines are taken.
+        # Mostly small, now and then so large that a launch uses its slots several times; whole vectors half the time.
         top = order.choices((1 << 12, 1 << 17, 1 << 21, MOST), (50, 35, 14, 1))[0]
-        return order.randrange(MOST // 2 if top == MOST else 1, top)
+        numel = order.randrange(MOST // 2 if top == MOST else 1, top)
+        return numel if numel < 64 or order.random() < 0.5 else numel // 64 * 64
 
     def reduced(x: torch.Tensor, reduce_op: str) -> torch.Tensor:
         if order.random() < 0.5:
@@ -114,21 +115,19 @@ def test_ten_thousand_calls(world_size: int) -> None:
 
 
 def large(rank: int, world_size: int) -> None:
-    """Every algorithm gives the bits of a sum in float32, in rank order."""
-    taken = set()
-    for numel in (100, 300_000, 3 << 20, (10 << 20) + 3, (40 << 20) + 1):
+    """Every kernel gives the bits of a sum in float32, in rank order."""
+    for numel in (100, 300_000, 3 << 20, 12 << 20, (12 << 20) + 3, 40 << 20, (40 << 20) + 1):
         x = torch.randn(numel).bfloat16()
         parts = [p.float() for p in gather(x)]
         total = parts[0]
         for part in parts[1:]:
             total = total + part
         assert torch.equal(one_shot_all_reduce(x, "sum", world()), total.bfloat16())
-        taken.add(last_plan().algorithm)
-    assert taken == ({"push", "copy_engine"} if world_size == 2 else {"push"})
+        assert last_plan().algorithm == "push"
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_every_algorithm_gives_the_same_bits(world_size: int) -> None:
+def test_every_kernel_gives_the_same_bits(world_size: int) -> None:
     run_ranks(large, world_size, device="cuda")
 
 

@@ -60,9 +60,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stage.stream, raising=False)
     dtype = torch.float32
-    workspace.prepared[6 * 5, dtype, "sum"] = all_reduce._Prepared(
-        ((workspace, ()),), kernel, plan.Plan("push"), 123
-    )
+    workspace.prepared[6 * 5, dtype, "sum"] = all_reduce._Prepared(workspace, kernel, plan.Plan("push"), 123)
     A, B = torch.randn(3, 2, 4), torch.randn(4, 5)
     x, residual, weight = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8)
     stage.product, stage.norm = (A, B), (x, residual, weight)

@@ -29,7 +29,7 @@ from weft.fused_ops import (
 )
 from weft.fused_ops.all_reduce import run as run_all_reduce
 from weft.fused_ops.plan import forced
-from weft.kernels.all_reduce.configs import Config, choose
+from weft.kernels.all_reduce.configs import Config, choose, launch, layout_for
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ULP = {BF16: 2**-8, F16: 2**-10, F32: 2**-22}  # where an average or a norm is rounded
@@ -197,10 +197,11 @@ def make_cases(size: int, large: bool) -> list[Case]:
         scattering(size, shaped(301, 1000), at(520), 1, BF16, transposed=True, terms=both),
         scattering(size, (2, *shaped(1200, 200)), at(1032), 2, F16, transposed=False, out_dtype=F32),
         scattering(size, shaped(100, 132), at(260), 0, F32, transposed=True),
-        *(reducing(at(n), "sum", BF16) for n in (7, 5001, 150_001, 700_003, 2_700_001, 9_000_005)),
+        *(reducing(at(n), "sum", BF16) for n in (7, 5001, 150_001, 700_003, 2_700_001)),
+        *(reducing(at(n), "sum", BF16) for n in (12 << 20, (12 << 20) + 5)),  # in several uses of their slots
         reducing(at(100_003), "max", F32),
         reducing(at(333_333), "avg", F16, in_place=True),
-        reducing(at(600_003), "sum", BF16, config=Config("copy_engine", chunks=3, streams=2)),
+        reducing(at(600_003), "sum", BF16, config=Config("two_shot", blocks=8, threads=256)),
         norming(at(37), at(1000), BF16),
         norming(at(300), at(4096), BF16),
         # In one kernel; but for float32.
@@ -340,12 +341,20 @@ def test_a_wrong_element_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_both_forms_of_the_all_reduce_are_reached(size: int) -> None:
-    sizes = [
-        case.shapes[0][0] * 2 for case in make_cases(size, True) if case.name.startswith("all-reduce, sum")
-    ]
-    assert {choose(nbytes, size).form for nbytes in sizes} >= {"one_shot", "two_shot"}
-    assert max(sizes) > 16 << 20  # more than one launch takes
+def test_each_kernel_of_the_all_reduce_is_reached(size: int) -> None:
+    reached, several = set(), set()
+    for case in make_cases(size, True):
+        if case.name.startswith("all-reduce, sum") and case.name.endswith("None"):  # nothing given
+            nbytes = case.shapes[0][0] * 2
+            config = choose(nbytes, size)
+            part = 16 * (size if config.form == "two_shot" else 1)
+            found = launch(-(-nbytes // part), layout_for(nbytes, size, config), config)
+            name = found.kernel + ("_any" if nbytes % part else "")
+            reached.add(name)
+            if found.uses > 1:
+                several.add(name)
+    assert reached >= {"one_shot_any", "two_shot_any", "two_shot_rounds", "two_shot_rounds_any"}
+    assert several == {"two_shot_rounds", "two_shot_rounds_any"}
 
 
 def gpus_for(world_size: int) -> int:

@@ -52,7 +52,7 @@ def build(
 
     Args:
         beside: more sources, the kernels of each and its Params, with which calls on one workspace take turns.
-        instead: a text in a source or in push.cuh, and what shall stand there.
+        instead: a text in a source, push.cuh or farewell.cuh, and what shall stand there.
     """
     folder.mkdir(exist_ok=True)
     sources = [(source, kernels, params), *beside]
@@ -65,7 +65,7 @@ def build(
     texts = {place: file.read_text().replace("#pragma once", "") for file, place in places.items()}
     if instead is not None:
         found = sum(text.count(instead[0]) for text in texts.values())
-        assert found == 1, f"{found} times, not once, in {source} and push.cuh: {instead[0]}"
+        assert found == 1, f"{found} times, not once, in {source} and what it includes: {instead[0]}"
         texts = {place: text.replace(*instead) for place, text in texts.items()}
     for place, content in texts.items():
         place.write_text(content)

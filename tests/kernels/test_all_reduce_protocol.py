@@ -195,21 +195,17 @@ def test_no_more_blocks_than_multiprocessors_to_be_had(num_sms: int) -> None:
         for world_size in (2, 4, 8):
             config = choose(nbytes, world_size, num_sms)
             assert config.blocks == min(num_sms, BLOCKS)
-            if config.form != "copy_engine":
-                layout = layout_for(nbytes, world_size, config)
-                most = vectors(layout, config)
-                assert most * VECTOR * (world_size if config.form == "two_shot" else 1) >= min(
-                    nbytes, MAX_BYTES
-                )
-                assert grid(most, layout, config)[0] <= num_sms
+            layout = layout_for(nbytes, world_size, config)
+            most = vectors(layout, config)
+            parts = world_size if config.form == "two_shot" else 1
+            assert most * VECTOR * parts >= min(nbytes, MAX_BYTES)
+            assert grid(most, layout, config)[0] <= num_sms
 
 
 def test_the_layout_takes_what_it_was_made_for() -> None:
     for nbytes in (1, 16, 4096, 1 << 20, 2 << 20, 7 << 20, MAX_BYTES):
         for world_size in (2, 4, 8, 12):
             config = choose(nbytes, world_size)
-            if config.form == "copy_engine":
-                config = Config("two_shot" if world_size > 2 else "one_shot")
             layout = layout_for(nbytes, world_size, config)
             parts = world_size if config.form == "two_shot" else 1
             assert vectors(layout, config) * VECTOR * parts >= nbytes

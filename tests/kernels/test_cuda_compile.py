@@ -6,14 +6,13 @@ import ctypes
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import test_gemm_compile
 import torch
 from cubins import ARGUMENTS, KERNELS, compile_ahead, disassembled, usage
 from weft.kernels.all_gather_matmul import one_shot_kernel as gather
-from weft.kernels.all_reduce import copy_engine, cuda_kernel
+from weft.kernels.all_reduce import cuda_kernel
 from weft.kernels.all_reduce_rms_norm import cuda_kernel as norm_kernel
 from weft.kernels.all_reduce_rms_norm.configs import CLUSTERS, most_per_thread
 from weft.kernels.device import gate, one_shot
@@ -26,7 +25,6 @@ TORCH = {name: dtype for dtype, name in cuda_kernel.DTYPES.items()}
 # From nine ranks on, the code is another.
 ALL_REDUCE = [(size, dtype, "sum") for size in (2, 4, 8) for dtype in DTYPES]
 ALL_REDUCE += [(3, "float32", "avg"), (4, "bfloat16", "max"), (4, "float16", "min"), (9, "bfloat16", "sum")]
-COPIES = [(2, "float32", "sum"), (4, "bfloat16", "avg"), (8, "float16", "max"), (9, "bfloat16", "sum")]
 # The widest rows that fit into registers, in clusters of all sizes.
 NORM = [
     (size, "bfloat16", cluster, most_per_thread(size))
@@ -41,14 +39,12 @@ EPILOGUES = {
 }
 
 
-def _all_reduce(kernel: ModuleType, size: int, dtype: str, reduce_op: str) -> Program:
-    return kernel.program(size, size - 1, TORCH[dtype], reduce_op)
-
-
 PROGRAMS: dict[str, Program] = {
     "gate": Program(KERNELS / "device" / "gate.cu"),
-    **{f"all_reduce-{'-'.join(map(str, p))}": _all_reduce(cuda_kernel, *p) for p in ALL_REDUCE},
-    **{f"copies-{'-'.join(map(str, p))}": _all_reduce(copy_engine, *p) for p in COPIES},
+    **{
+        f"all_reduce-{size}-{dtype}-{reduce_op}": cuda_kernel.program(size, size - 1, TORCH[dtype], reduce_op)
+        for size, dtype, reduce_op in ALL_REDUCE
+    },
     **{
         f"norm-{size}-{dtype}-{cluster}-{held}": norm_kernel.program(size, 1, TORCH[dtype], cluster, held)
         for size, dtype, cluster, held in NORM
@@ -70,7 +66,6 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
         {f"{form}{kind}" for form in ("one_shot", "two_shot", "two_shot_rounds") for kind in ("", "_any")},
         cuda_kernel._Params,
     ),
-    "copies": ({"reduce_chunk", "collect"}, copy_engine._Params),
     "norm": ({"one_shot", "two_shot"}, norm_kernel._Params),
     "gather": ({"all_gather_one_shot"}, gather._Params),
     "scatter": ({"reduce_scatter_one_shot"}, scatter._Params),
