@@ -38,10 +38,22 @@ class Kernel:
         self.launched.append(args)
 
 
+class Noting(Workspace):
+    """A workspace that keeps whose calls it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+
+    def raise_if_broken(self, op: str, inside: int = 0, grids: tuple[int, ...] = ()) -> None:
+        super().raise_if_broken(op, inside, grids)
+        self.noted.append(op)
+
+
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A GPU, a group and a workspace that are none, and a call of each op that was made before."""
-    group, kernel, workspace = SimpleNamespace(group_name=NAME), Kernel(), Workspace()
+    group, kernel, workspace = SimpleNamespace(group_name=NAME), Kernel(), Noting()
     stage = SimpleNamespace(group=group, owner=group, kernel=kernel, workspace=workspace)
     stage.capturing, stage.device, stage.stream = False, 0, 7
     stage.where = SimpleNamespace(workspaces=Noted({("all_reduce", 7, 0): workspace}))

@@ -47,12 +47,10 @@ class Workspace:
     def __init__(self) -> None:
         self.prepared: Noted[Any, Any] = Noted()
         self.error: Exception | None = None
-        self.noted: list[str] = []
 
     def raise_if_broken(self, op: str, inside: int = 0, grids: tuple[int, ...] = ()) -> None:
         if self.error is not None:
             raise self.error
-        self.noted.append(op)
 
     def next_half(self) -> int:
         return 1
