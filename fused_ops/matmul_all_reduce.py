@@ -55,6 +55,7 @@ def again(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor | Non
 
 @whole
 def _reduce(out: Tensor, reduce_op: str, group_name: str) -> None:
+    """The all-reduce the long way, under this op's name."""
     all_reduce.run(out, reduce_op, resolve_group(group_name), out, op=host.OP)
 
 
