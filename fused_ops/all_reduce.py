@@ -58,10 +58,12 @@ class _Found:
     behind: Step
 
 
-def again(x: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None) -> Tensor | None:
+def again(
+    x: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None, op: str = host.OP
+) -> Tensor | None:
     """The result, if x is a contiguous CUDA tensor and such a call was made before; else None, and nothing happened.
 
-    again.py says what is looked at each time, and why.
+    again.py says what is looked at each time, and why. ``op``: whose call it is, for errors.
     """
     try:
         if not x.is_contiguous() or not (address := x.data_ptr()):
@@ -87,7 +89,7 @@ def again(x: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None)
     workspace = found.workspace
     if found.before is not None:
         found.before(stream)
-    workspace.raise_if_broken(host.OP, 1, found.grids)
+    workspace.raise_if_broken(op, 1, found.grids)
     plan._last = found.plan
     try:
         found.launch(address, to, found.timeout_ns, stream)
@@ -115,11 +117,11 @@ def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | N
     )
 
 
-def in_place(x: Tensor, reduce_op: str, group: ProcessGroup, config: Config | None = None) -> Tensor:
-    """x, contiguous, overwritten."""
-    if config is None and again(x, reduce_op, group.group_name, x) is not None:
+def in_place(x: Tensor, reduce_op: str, group: ProcessGroup, op: str) -> Tensor:
+    """x, contiguous, overwritten. ``op``: whose call it is, for errors."""
+    if again(x, reduce_op, group.group_name, x, op) is not None:
         return x
-    return run(x, reduce_op, group, x, config)
+    return run(x, reduce_op, group, x, op=op)
 
 
 def run(
@@ -128,8 +130,14 @@ def run(
     group: ProcessGroup,
     out: Tensor | None = None,
     config: Config | None = None,
+    op: str = host.OP,
 ) -> Tensor:
-    """As the op; the arguments are checked. ``out``: contiguous, like x, and may be x."""
+    """As the op; the arguments are checked.
+
+    Args:
+        out: contiguous, like x, and may be x.
+        op: whose call it is, for errors.
+    """
     found = heap_or_reason(x, group, empty=x.numel() == 0)
     if not isinstance(found, str) and x.is_cuda and x.nbytes >= _nccl_from():
         found = f"WEFT_NCCL_ALL_REDUCE_FROM is {_nccl_from()} bytes"
@@ -143,16 +151,16 @@ def run(
     if x.device.type == "cpu":
         workspace = matmul_workspace(found, *host.needs(x.nbytes, found.world_size))
         ran(Plan("host", workspace_bytes=workspace.layout.bytes))
-        host.all_reduce(workspace, source.view(-1), out.view(-1), reduce_op)
+        host.all_reduce(workspace, source.view(-1), out.view(-1), reduce_op, op)
         return out
     with turn(x.device):
         config = config or choose(source.nbytes, found.world_size, num_sms(x.device))
         # The ranks compile together: what a wait counts is not what a peer still compiles.
         key = (host.OP, config.form, x.dtype, reduce_op)
-        found.prepare(host.OP, key, lambda: _prepare(found, source, reduce_op, config))
+        found.prepare(op, key, lambda: _prepare(found, source, reduce_op, config))
         prepared = _prepare(found, source, reduce_op, config)
         ran(prepared.plan)  # ranks may differ here: then nothing is launched, and nothing may be noted
-        prepared.workspace.raise_if_broken(host.OP, grids=prepared.kernel.grids)
+        prepared.workspace.raise_if_broken(op, grids=prepared.kernel.grids)
         timeout_ns = int(get_timeout(found.group_name) * 1e9)
         stream = torch.cuda.current_stream().cuda_stream
         prepared.kernel.launch(source.data_ptr(), out.data_ptr(), timeout_ns, stream)

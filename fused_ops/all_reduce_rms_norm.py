@@ -75,7 +75,7 @@ def _unfused(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: ProcessGroup, reason: str
 ) -> tuple[Tensor, Tensor]:
     """The all-reduce by itself, which may well be fused with nothing and still be ours."""
-    total = all_reduce.run(x, "sum", group)
+    total = all_reduce.run(x, "sum", group, op=host.OP)
     ran(Plan("unfused", reason))
     sums = torch.add(total, residual).contiguous()
     return rms_norm(sums, weight, eps), sums

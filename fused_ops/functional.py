@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..kernels.all_reduce.host import IN_PLACE
 from ..symm_mem import Group, group_name
 from . import (
     all_gather_matmul,
@@ -172,10 +173,13 @@ def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
 
 
 def one_shot_all_reduce_(x: Tensor, reduce_op: str, group: Group) -> Tensor:
-    """The same in place: ``x`` is overwritten and returned. It must not require a gradient."""
+    """The same in place: ``x`` is overwritten and returned. It must not require a gradient.
+
+    After an error what ``x`` holds is worth nothing: a part of it may be overwritten already.
+    """
     name = _known_name(group)
     if name is not None and type(reduce_op) is str and may_be_short(x):
-        out = all_reduce.again(x, reduce_op, name, x)
+        out = all_reduce.again(x, reduce_op, name, x, IN_PLACE)
         if out is not None:
             return out
     checks.tensor("x", x)

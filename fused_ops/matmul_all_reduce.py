@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup
 
 from ..kernels.matmul_all_reduce import host
 from ..kernels.matmul_all_reduce.reference import matmul_all_reduce as unfused
-from ..symm_mem import Heap, findings, get_timeout, is_checked
+from ..symm_mem import Heap, findings, get_timeout, is_checked, resolve_group
+from ..symm_mem.calls import whole
 from ..symm_mem.registry import has_name
 from . import again as short
 from . import all_reduce
@@ -47,9 +48,15 @@ def again(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor | Non
     sizes, flat = found.sizes, A.dim() == 2
     out = found.empty(sizes, (sizes[1], 1), A.dtype)
     torch.mm(A if flat else A.flatten(0, -2), B, out=out)
-    if all_reduce.again(out, reduce_op, group_name, out) is None:
-        torch.ops.weft.one_shot_all_reduce_(out, reduce_op, group_name)
+    if all_reduce.again(out, reduce_op, group_name, out, host.OP) is None:
+        _reduce(out, reduce_op, group_name)
     return out if flat else out.view(*A.shape[:-1], sizes[1])
+
+
+@whole
+def _reduce(out: Tensor, reduce_op: str, group_name: str) -> None:
+    """The all-reduce the long way, under this op's name."""
+    all_reduce.run(out, reduce_op, resolve_group(group_name), out, op=host.OP)
 
 
 def _remember(kept: dict[Hashable, Any], A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup) -> None:
@@ -78,7 +85,7 @@ def run(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup) -> Tensor:
         if out is None:
             out = a.new_empty(a.shape[0], B.shape[1])
             torch.mm(a, B, out=out)
-            all_reduce.in_place(out, reduce_op, group)
+            all_reduce.in_place(out, reduce_op, group, host.OP)
             _remember(kept, A, B, reduce_op, group)
     return out.view(shape)
 

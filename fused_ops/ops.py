@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd import forward_ad
 
+from ..kernels.all_reduce.host import IN_PLACE
 from ..symm_mem import is_checked
 from ..symm_mem.calls import whole
 from . import all_gather_matmul as _ag
@@ -187,7 +188,7 @@ def _all_reduce_anew(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
 
 
 def _all_reduce_in_place(x: Tensor, reduce_op: str, group_name: str) -> None:
-    if _ar.again(x, reduce_op, group_name, x) is None:
+    if _ar.again(x, reduce_op, group_name, x, IN_PLACE) is None:
         _all_reduce_in_place_anew(x, reduce_op, group_name)
 
 
@@ -195,11 +196,11 @@ def _all_reduce_in_place(x: Tensor, reduce_op: str, group_name: str) -> None:
 def _all_reduce_in_place_anew(x: Tensor, reduce_op: str, group_name: str) -> None:
     group = checks.all_reduce_in_place(x, reduce_op, group_name)
     if is_checked():
-        compare_call(f"{_ar.host.OP}_", group, x.device, x=x, reduce_op=reduce_op)
+        compare_call(IN_PLACE, group, x.device, x=x, reduce_op=reduce_op)
     if x.is_contiguous():
-        _ar.run(x, reduce_op, group, x)
+        _ar.run(x, reduce_op, group, x, op=IN_PLACE)
     else:
-        x.copy_(_ar.run(x, reduce_op, group))
+        x.copy_(_ar.run(x, reduce_op, group, op=IN_PLACE))
 
 
 def _all_reduce_rms_norm(
@@ -307,7 +308,7 @@ def _matmul_all_reduce_autograd(A: Tensor, B: Tensor, reduce_op: str, group_name
 
 
 def _all_reduce_in_place_autograd(x: Tensor, reduce_op: str, group_name: str) -> None:
-    if may_be_short(x) and _ar.again(x, reduce_op, group_name, x) is not None:
+    if may_be_short(x) and _ar.again(x, reduce_op, group_name, x, IN_PLACE) is not None:
         return None
     if _wants_grad(x):
         raise ValueError("x: requires a gradient, must not where it is overwritten; use one_shot_all_reduce")

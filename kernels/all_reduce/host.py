@@ -11,6 +11,7 @@ import torch
 from ...symm_mem.workspace import HostUse, Workspace
 
 OP = "one_shot_all_reduce"
+IN_PLACE = f"{OP}_"
 PIECE = 4 << 20  #: bytes of the input that travel in one use of a half
 
 
@@ -19,17 +20,19 @@ def needs(nbytes: int, world_size: int) -> tuple[int, int]:
     return world_size * min(nbytes, PIECE), 1
 
 
-def all_reduce(workspace: Workspace, x: torch.Tensor, out: torch.Tensor, reduce_op: str) -> None:
-    """``out`` = what all ranks' x make together; both 1-D and contiguous, of equal length."""
+def all_reduce(
+    workspace: Workspace, x: torch.Tensor, out: torch.Tensor, reduce_op: str, op: str = OP
+) -> None:
+    """``out`` = what all ranks' x make together; both 1-D and contiguous, of equal length. ``op``: whose call it is."""
     step = max(1, PIECE // x.element_size())
     with workspace.lock:
         for start in range(0, x.numel(), step):
-            _piece(workspace, x[start : start + step], out[start : start + step], reduce_op)
+            _piece(workspace, x[start : start + step], out[start : start + step], reduce_op, op)
 
 
-def _piece(workspace: Workspace, x: torch.Tensor, out: torch.Tensor, reduce_op: str) -> None:
+def _piece(workspace: Workspace, x: torch.Tensor, out: torch.Tensor, reduce_op: str, op: str) -> None:
     size, rank = workspace.world_size, workspace.rank
-    with HostUse(workspace, OP) as use:
+    with HostUse(workspace, op) as use:
         for step in range(1, size):
             peer = (rank + step) % size
             use.wait_free(peer)

@@ -1,7 +1,4 @@
-"""One op, one fault, all ranks: what each rank sees, how long it takes, and whether the group comes back.
-
-Numbers are so small that every sum is exact: a result that a call returns is right to the bit, or it is a bug.
-"""
+"""One op, one fault, all ranks: what each rank sees, how long it takes, and whether the group comes back."""
 
 from __future__ import annotations
 
@@ -17,76 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults.inject import Fault
+from faults.ops import OPS, Case
 from weft import symm_mem
-from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
 from weft.fused_ops.plan import forced
 
 STEPS = 5
 STRIKES_AT = 2
 PATIENCE = 30.0  # seconds: the deadline of everything that is expected to work
-
-
-def numbers(seed: int, *shape: int) -> torch.Tensor:
-    """-1, 0 and 1, the same for the same seed on every rank; bfloat16 on CUDA, whose kernels are made for it."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    x = torch.randint(-1, 2, shape, generator=generator, device="cpu")
-    device = torch.get_default_device()
-    return x.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-
-
-@dataclass
-class Case:
-    """A call of an op at one step: ``call()`` is this rank's, ``want()`` its exact result, ``other()`` a call with
-    another argument."""
-
-    call: Callable[[], torch.Tensor]
-    want: Callable[[], torch.Tensor]
-    other: Callable[[], torch.Tensor]
-
-
-def _gathered(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
-    m, k, n = 2 * unit + 3 * more, 8 * unit, 5 * unit if unit == 1 else 8 * unit
-    shards = [numbers(100 * step + r, m, k) for r in range(size)]
-    b = numbers(1000 + rank, k, n)
-
-    def call(a: torch.Tensor) -> torch.Tensor:
-        return fused_all_gather_matmul(a, [b], 0, group, return_A=False)[1][0]
-
-    longer = torch.cat([shards[rank], shards[rank][:1]])
-    return Case(lambda: call(shards[rank]), lambda: torch.cat(shards) @ b, lambda: call(longer))
-
-
-def _scattered(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
-    rows = unit + more if unit == 1 else 2 * unit + 8 * more
-    m, k, n = rows * size, 8 * unit, 6 * unit if unit == 1 else 8 * unit
-    a = [numbers(100 * step + r, m, k) for r in range(size)]
-    b = [numbers(1000 + r, k, n) for r in range(size)]
-    wide = torch.cat([b[rank], b[rank][:, : 8 if unit > 1 else 1]], 1)
-
-    def call(b: torch.Tensor) -> torch.Tensor:
-        return fused_matmul_reduce_scatter(a[rank], b, "sum", 0, group)
-
-    def want() -> torch.Tensor:
-        return sum(x @ y for x, y in zip(a, b, strict=True)).chunk(size)[rank]
-
-    return Case(lambda: call(b[rank]), want, lambda: call(wide))
-
-
-def _reduced(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
-    xs = [numbers(100 * step + r, 7 * unit + more) for r in range(size)]
-    return Case(
-        lambda: one_shot_all_reduce(xs[rank], "sum", group),
-        lambda: sum(xs),
-        lambda: one_shot_all_reduce(xs[rank], "avg", group),
-    )
-
-
-# Rank, ranks, step (which numbers), unit of the sizes, group, and by how much the sizes are larger.
-OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
-    "fused_all_gather_matmul": _gathered,
-    "fused_matmul_reduce_scatter": _scattered,
-    "one_shot_all_reduce": _reduced,
-}
+CHECKED = ("skip", "corrupt")  # without the checked mode ranks that differ may agree on wrong numbers
 
 
 @dataclass
@@ -195,6 +130,8 @@ def _strike(
     symm_mem.set_checked(checked)
     dist.barrier()
     seen = steps(rank, size, op, fault, world, deadline, events)
+    if seen.error is not None and fault.gate is not None and rank != fault.rank:
+        fault.gate.seen()
     if seen.error is not None and seen.error["kind"] != "RankMismatch":
         unit = 1 if torch.get_default_device().type == "cpu" else 64
         try:
@@ -273,5 +210,15 @@ def other_group() -> Any:
 
 
 def strikes(rank: int, size: int, op: str, faults: list[Fault], deadline: float) -> list[Seen]:
-    """One fault after the other in one group: each time it is reset and goes on."""
-    return [strike(rank, size, op, fault, deadline, fault.kind in ("skip", "corrupt")) for fault in faults]
+    """One fault after the other in one group: each time it is reset and goes on.
+
+    ``deadline``: of what is waited for in vain. All else is heard of at once.
+    """
+    return [
+        strike(
+            *(rank, size, op, fault),
+            deadline if fault.kind in ("delay", "stop") else PATIENCE,
+            fault.kind in CHECKED,
+        )
+        for fault in faults
+    ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +23,14 @@ from weft.symm_mem.workspace import HostUse
 #: calls with another argument than the others, or has an exception inside the call.
 KINDS = ("delay", "stop", "kill", "skip", "corrupt", "raise")
 
-#: Where in a call of a CPU rank, with the method of a use that it is behind or in front of.
-POINTS = {"before the call": None, "after a push": "post", "before the end": "leave"}
+#: Where in a call of a CPU rank: the method of a use that it is behind or in front of, and whose flag that sets. Only
+#: ops with two flags for each rank push a second time: another part, or what they have made of the peers' first ones.
+POINTS: dict[str, tuple[str, int | None] | None] = {
+    "before the call": None,
+    "after a push": ("post", 0),
+    "after a second push": ("post", 1),
+    "before the end": ("leave", None),
+}
 
 
 class Injected(Exception):
@@ -32,14 +38,33 @@ class Injected(Exception):
 
 
 @dataclass(frozen=True)
+class Gate:
+    """A file in which ranks say that they have seen a fault. It is open once ``ranks`` of them have."""
+
+    path: str
+    ranks: int
+
+    def seen(self) -> None:
+        with open(self.path, "ab") as f:
+            f.write(b".")
+
+    def is_open(self) -> bool:
+        return os.path.exists(self.path) and os.path.getsize(self.path) >= self.ranks
+
+
+@dataclass(frozen=True)
 class Fault:
-    """``kind`` of KINDS at ``point`` of POINTS, on ``rank``, in call ``step``; ``seconds`` for "delay" and "stop"."""
+    """``kind`` of KINDS at ``point`` of POINTS, on ``rank``, in call ``step``.
+
+    ``seconds``: how long a "delay" or "stop" is, at most. With a ``gate`` it is over once that is open.
+    """
 
     kind: str
     rank: int
     step: int
     seconds: float = 1.0
     point: str = "before the call"
+    gate: Gate | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.point not in POINTS:
@@ -54,17 +79,19 @@ class Fault:
         if not self.strikes(rank, step):
             yield False
             return
-        method = POINTS[self.point]
-        if method is None:
+        place = POINTS[self.point]
+        if place is None:
             self._happen()
             yield True
             return
-        real = getattr(HostUse, method)
+        method, flag = place
+        real, left = getattr(HostUse, method), [self._happen]
 
         def struck(use: HostUse, *args: Any) -> None:
             if method == "post":
                 real(use, *args)
-            self._happen()
+            if left and (flag is None or flag == args[-1]):
+                left.pop()()
             if method != "post":
                 real(use, *args)
 
@@ -73,21 +100,26 @@ class Fault:
 
     def _happen(self) -> None:
         if self.kind == "delay":
-            time.sleep(self.seconds)
+            self._last()
         elif self.kind == "stop":
-            stop(self.seconds)
+            stop(self._last)
         elif self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.kind == "raise":
             raise Injected("injected")
 
+    def _last(self) -> None:
+        end = time.monotonic() + self.seconds
+        while (left := end - time.monotonic()) > 0 and not (self.gate and self.gate.is_open()):
+            time.sleep(min(left, 0.005) if self.gate else left)
 
-def stop(seconds: float) -> None:
-    """Stop this process, all its threads, as a debugger or a scheduler does, and let it go on later."""
+
+def stop(last: Callable[[], None]) -> None:
+    """Stop this process, all its threads, as a debugger or a scheduler does. It goes on when ``last`` is over."""
     me = os.getpid()
     child = os.fork()
     if child == 0:
-        time.sleep(seconds)
+        last()
         os.kill(me, signal.SIGCONT)
         os._exit(0)
     os.kill(me, signal.SIGSTOP)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from faults.cases import numbers, other_group
+from faults.cases import other_group
+from faults.ops import numbers
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import (

@@ -14,8 +14,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from faults.cases import OPS, STRIKES_AT, Seen, expect_whole, kills, other_group, story, strikes
+from faults.cases import STRIKES_AT, Seen, expect_whole, kills, other_group, story, strikes
 from faults.inject import Fault
+from faults.ops import OPS
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
@@ -39,7 +40,7 @@ def expect_timeout(op: str, seen: Seen, told: str) -> None:
     error = seen.error
     assert error is not None and error["kind"] == "PeerTimeout" and error["op"] == op, told
     assert error["peer"] == CULPRIT or error["culprit"] == CULPRIT, told
-    assert re.search(r"faults/cases\.py:\d+$", error["site"]), error
+    assert re.search(r"faults/ops\.py:\d+$", error["site"]), error
     assert seen.seconds < DEADLINE + SLOW, told
     assert seen.again == error["text"]
 
@@ -144,7 +145,8 @@ def compiles_slowly(rank: int, world_size: int) -> None:
             torch.cuda.synchronize()
             symm_mem.check()
             assert torch.equal(got, case.want()), op
-    assert made == list(OPS)
+    # One kernel is for both: what is overwritten is not compiled.
+    assert made == [op for op in OPS if op != "one_shot_all_reduce_"]
     symm_mem.set_timeout(60)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults.cases import OPS
+from faults.ops import OPS
 from ranks import run_ranks
 from weft import symm_mem
 from weft.kernels.device.choice import make_together

@@ -6,29 +6,39 @@ import os
 import re
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from faults.cases import OPS, STEPS, STRIKES_AT, Seen, expect_whole, kills, strike, strikes
-from faults.inject import Fault
+from faults.cases import CHECKED, STEPS, STRIKES_AT, Seen, expect_whole, kills, story, strike, strikes
+from faults.inject import Fault, Gate
+from faults.ops import OPS
 from ranks import run_ranks
+from weft import fused_ops
 
 DEADLINE = 0.4
 SLOW = 2.5  # seconds: this many CPU ranks share a few cores with whatever else runs
+LONG = 60.0  # seconds: a deadline that nobody waits for, once a rank has ended or given up
 
-# Another number of ranks for each op: between them all are covered.
-SIZES = {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 3, "one_shot_all_reduce": 4}
+SIZES = (2, 3, 4)
 CULPRIT = 1
+TWO_PUSHES = ("fused_all_gather_matmul", "fused_matmul_all_reduce", "fused_all_reduce_rms_norm")
 
 SURVIVABLE = [
-    Fault("delay", CULPRIT, STRIKES_AT, seconds=3 * DEADLINE),
-    Fault("delay", CULPRIT, STRIKES_AT, seconds=3 * DEADLINE, point="before the end"),
-    Fault("stop", CULPRIT, STRIKES_AT, seconds=3 * DEADLINE),
+    Fault("delay", CULPRIT, STRIKES_AT),
+    Fault("delay", CULPRIT, STRIKES_AT, point="before the end"),
+    Fault("stop", CULPRIT, STRIKES_AT),
     Fault("skip", CULPRIT, STRIKES_AT),
     Fault("corrupt", CULPRIT, STRIKES_AT),
     Fault("raise", CULPRIT, STRIKES_AT, point="after a push"),
+    Fault("raise", CULPRIT, STRIKES_AT, point="after a second push"),
     Fault("raise", CULPRIT, STRIKES_AT, point="before the end"),
 ]
+
+
+def happens(fault: Fault, op: str) -> bool:
+    return fault.point != "after a second push" or op in TWO_PUSHES
 
 
 def expect_timeout(op: str, seen: Seen, deadline: float) -> None:
@@ -36,11 +46,11 @@ def expect_timeout(op: str, seen: Seen, deadline: float) -> None:
     error = seen.error
     assert error is not None and error["kind"] == "PeerTimeout", seen
     assert error["op"] == op, error
-    assert re.search(r"faults/cases\.py:\d+$", error["site"]), error
+    assert re.search(r"faults/ops\.py:\d+$", error["site"]), error
     words = (
         rf"{op}: rank \d of group '\w+' waited [\d.]+ s for rank \d: "
         r"(flag \d+|'done') of rank \d \(half [01]\) is \d+, expected \d+"
-        r"(, and its process has ended|, and it has given up( on rank \d)?)? \(called at .*faults/cases\.py:\d+\)"
+        r"(, and its process has ended|, and it has given up( on rank \d)?)? \(called at .*faults/ops\.py:\d+\)"
     )
     assert re.fullmatch(words, error["text"]), error
     assert error["culprit"] == CULPRIT, error
@@ -55,58 +65,91 @@ def expect_mismatch(op: str, seen: Seen, nth: int) -> None:
     # The calls before the fault are equal; a call that was left out shows at the next one.
     call = STRIKES_AT + 1 + nth * (STRIKES_AT + 1 + STEPS)
     assert error["text"].startswith(f"call {call} in group"), error
-    assert error["text"].count(f"{op}(") == 2 and len(re.findall(r"cases\.py:\d+", error["text"])) == 2, error
+    assert error["text"].count(f"{op}(") == 2 and len(re.findall(r"ops\.py:\d+", error["text"])) == 2, error
     assert seen.seconds < SLOW
 
 
+def test_every_public_op_is_in_the_table() -> None:
+    assert set(OPS) == {name for name in fused_ops.__all__ if name.startswith(("fused_", "one_shot_"))}
+
+
+def survives(rank: int, size: int, folder: str) -> dict[str, list[Seen]]:
+    """Every op, every fault, in one group: a reset brings it back each time."""
+    found = {}
+    for op in OPS:
+        faults = [
+            replace(f, seconds=LONG, gate=Gate(f"{folder}/{op} {i}", size - 1))
+            for i, f in enumerate(SURVIVABLE)
+            if happens(f, op)
+        ]
+        found[op] = strikes(rank, size, op, faults, DEADLINE)
+    return found
+
+
+@pytest.fixture(scope="module", params=SIZES, ids="{} ranks".format)
+def survived(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each rank saw, of each op."""
+    return run_ranks(survives, request.param, str(tmp_path_factory.mktemp("gates")), fresh=True)
+
+
 @pytest.mark.parametrize("op", OPS)
-def test_faults_that_a_group_survives(op: str) -> None:
-    size = SIZES[op]
-    by_rank: list[list[Seen]] = run_ranks(strikes, size, op, SURVIVABLE, DEADLINE, fresh=True)
+def test_faults_that_a_group_survives(survived: list[dict[str, list[Seen]]], op: str) -> None:
+    by_rank = [of_ops[op] for of_ops in survived]
     checked = 0
-    for i, fault in enumerate(SURVIVABLE):
+    for i, fault in enumerate(f for f in SURVIVABLE if happens(f, op)):
         seen = [rank[i] for rank in by_rank]
         expect_whole(seen)
-        if fault.kind in ("skip", "corrupt"):
+        if fault.kind in CHECKED:
             for s in seen:
                 expect_mismatch(op, s, checked)
             checked += 1
             continue
         victims = [s for rank, s in enumerate(seen) if rank != CULPRIT]
+        waited = fault.kind != "raise"
         for s in victims:
-            expect_timeout(op, s, DEADLINE)
-        own = seen[CULPRIT].error
-        assert own is not None, fault
-        if fault.kind == "raise":
-            assert (
-                own["kind"] == "Injected"
-                and "left a call half-way: Injected: injected" in seen[CULPRIT].again
-            )
+            expect_timeout(op, s, DEADLINE if waited else 0.0)
+        if waited:  # to the end by one of them at least; the others may have heard of it
+            assert max(s.seconds for s in victims) >= DEADLINE, story(seen)
+        own = seen[CULPRIT]
+        assert own.error is not None, fault
+        if waited:
+            assert own.error["kind"] == "PeerTimeout" and own.error["op"] == op, own
         else:
-            assert own["kind"] == "PeerTimeout", own
+            assert own.error["kind"] == "Injected", own
+            words = f"{op}: rank {CULPRIT} of group '0' left a call half-way: Injected: injected (called at "
+            assert own.again.startswith(words), own
     assert all(s.threads == 0 for rank in by_rank for s in rank), "threads that outlive their calls"
 
 
-@pytest.mark.parametrize("point", ["before the call", "after a push", "before the end"])
-@pytest.mark.parametrize("op", OPS)
-def test_a_killed_rank_is_named_at_once(op: str, point: str) -> None:
-    size = SIZES[op]
+INSIDE = [
+    pytest.param(op, point, id=f"{op}-{point}")
+    for op in OPS
+    for point in ("after a push", "after a second push", "before the end")
+    if happens(Fault("kill", CULPRIT, STRIKES_AT, point=point), op)
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("op", "point"), INSIDE)
+def test_a_rank_that_is_killed_inside_a_call_is_named_at_once(op: str, point: str, size: int) -> None:
     fault = Fault("kill", CULPRIT, STRIKES_AT, point=point)
-    # The deadline is long: nobody waits for it once the process has ended.
-    seen = run_ranks(strike, size, op, fault, 60.0, False, expect_dead=(CULPRIT,))
-    for rank, s in enumerate(seen):
-        if rank != CULPRIT:
-            assert not s.wrong
-            expect_timeout(op, s, 0.0)
-            assert s.error["ended"] or s.error["blames"] == CULPRIT
+    seen = run_ranks(strike, size, op, fault, LONG, False, expect_dead=(CULPRIT,))
+    assert seen[CULPRIT] is None
+    for s in seen[:CULPRIT] + seen[CULPRIT + 1 :]:
+        assert not s.wrong
+        expect_timeout(op, s, 0.0)
+        assert s.error["ended"] or s.error["blames"] == CULPRIT
 
 
-def test_a_killed_rank_is_named_by_every_op_in_a_group_of_its_own() -> None:
-    by_rank = run_ranks(kills, 3, CULPRIT, 60.0, expect_dead=(CULPRIT,))
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_that_is_killed_between_calls_is_named_at_once(size: int) -> None:
+    """By every op in a group of its own."""
+    by_rank = run_ranks(kills, size, CULPRIT, LONG, expect_dead=(CULPRIT,))
     for rank, of_ops in enumerate(by_rank):
         if rank != CULPRIT:
             for op, seen in zip(OPS, of_ops, strict=True):
                 expect_timeout(op, seen, 0.0)
+                assert seen.error["ended"] or seen.error["blames"] == CULPRIT
 
 
 def litter() -> set[str]:

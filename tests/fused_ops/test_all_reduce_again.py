@@ -227,6 +227,9 @@ def test_the_function_takes_it_without_the_dispatcher(stage: SimpleNamespace) ->
         (x.data_ptr(), out.data_ptr()),
         (x.data_ptr(), x.data_ptr()),
     ]
+    assert stage.workspace.noted == ["one_shot_all_reduce", "one_shot_all_reduce_"]
+    torch.ops.weft.one_shot_all_reduce_(x, "sum", NAME)
+    assert stage.workspace.noted.pop() == "one_shot_all_reduce_"
     for wrong in ((x.tolist(), "sum"), (x, ["sum"])):
         with pytest.raises(TypeError):
             one_shot_all_reduce(*wrong, NAME)

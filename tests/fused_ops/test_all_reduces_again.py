@@ -38,10 +38,22 @@ class Kernel:
         self.launched.append(args)
 
 
+class Noting(Workspace):
+    """A workspace that keeps whose calls it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+
+    def raise_if_broken(self, op: str, inside: int = 0, grids: tuple[int, ...] = ()) -> None:
+        super().raise_if_broken(op, inside, grids)
+        self.noted.append(op)
+
+
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A GPU, a group and a workspace that are none, and a call of each op that was made before."""
-    group, kernel, workspace = SimpleNamespace(group_name=NAME), Kernel(), Workspace()
+    group, kernel, workspace = SimpleNamespace(group_name=NAME), Kernel(), Noting()
     stage = SimpleNamespace(group=group, owner=group, kernel=kernel, workspace=workspace)
     stage.capturing, stage.device, stage.stream = False, 0, 7
     stage.where = SimpleNamespace(workspaces=Noted({("all_reduce", 7, 0): workspace}))
@@ -86,6 +98,22 @@ def test_the_product_is_summed_where_it_lies(stage: SimpleNamespace) -> None:
             assert launched == (out.data_ptr(), out.data_ptr(), 123, 7)
             assert plan.last_plan().algorithm == "push"
             stage.kernel.launched.clear()
+    assert stage.workspace.noted == 6 * ["fused_matmul_all_reduce"], "an error names the op that was called"
+
+
+@pytest.mark.parametrize("step", ["in_place", "_reduce"])
+def test_errors_name_the_product_where_the_all_reduce_goes_the_long_way(
+    stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    named = []
+    monkeypatch.setattr(all_reduce, "again", lambda *_: None)
+    monkeypatch.setattr(all_reduce, "run", lambda *args, op, **_: named.append(op))
+    if step == "in_place":
+        all_reduce.in_place(stage.norm[0], "sum", stage.group, "fused_matmul_all_reduce")
+    else:
+        monkeypatch.setattr(matmul_all_reduce, "resolve_group", lambda name: stage.group)
+        matmul_all_reduce.again(*stage.product, "sum", NAME)
+    assert named == ["fused_matmul_all_reduce"]
 
 
 def test_the_norm_is_launched_as_on_the_long_way(stage: SimpleNamespace) -> None:

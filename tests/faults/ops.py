@@ -1,0 +1,123 @@
+"""The public ops as the tables of faults call them. An op that has an entry in ``OPS`` goes through every fault.
+
+Numbers are so small that every sum is exact: a result that a call returns is right to the bit, or it is a bug.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from weft.fused_ops import (
+    fused_all_gather_matmul,
+    fused_all_reduce_rms_norm,
+    fused_matmul_all_reduce,
+    fused_matmul_reduce_scatter,
+    one_shot_all_reduce,
+    one_shot_all_reduce_,
+)
+
+
+def numbers(seed: int, *shape: int) -> torch.Tensor:
+    """-1, 0 and 1, the same for the same seed on every rank; bfloat16 on CUDA, whose kernels are made for it."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    x = torch.randint(-1, 2, shape, generator=generator, device="cpu")
+    device = torch.get_default_device()
+    return x.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+@dataclass
+class Case:
+    """A call of an op at one step: ``call()`` is this rank's, ``want()`` its exact result, ``other()`` a call with
+    another argument."""
+
+    call: Callable[[], torch.Tensor]
+    want: Callable[[], torch.Tensor]
+    other: Callable[[], torch.Tensor]
+
+
+def _gathered(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
+    m, k, n = 2 * unit + 3 * more, 8 * unit, 5 * unit if unit == 1 else 8 * unit
+    shards = [numbers(100 * step + r, m, k) for r in range(size)]
+    b = numbers(1000 + rank, k, n)
+
+    def call(a: torch.Tensor) -> torch.Tensor:
+        return fused_all_gather_matmul(a, [b], 0, group, return_A=False)[1][0]
+
+    longer = torch.cat([shards[rank], shards[rank][:1]])
+    return Case(lambda: call(shards[rank]), lambda: torch.cat(shards) @ b, lambda: call(longer))
+
+
+def _scattered(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
+    rows = unit + more if unit == 1 else 2 * unit + 8 * more
+    m, k, n = rows * size, 8 * unit, 6 * unit if unit == 1 else 8 * unit
+    a = [numbers(100 * step + r, m, k) for r in range(size)]
+    b = [numbers(1000 + r, k, n) for r in range(size)]
+    wide = torch.cat([b[rank], b[rank][:, : 8 if unit > 1 else 1]], 1)
+
+    def call(b: torch.Tensor) -> torch.Tensor:
+        return fused_matmul_reduce_scatter(a[rank], b, "sum", 0, group)
+
+    def want() -> torch.Tensor:
+        return sum(x @ y for x, y in zip(a, b, strict=True)).chunk(size)[rank]
+
+    return Case(lambda: call(b[rank]), want, lambda: call(wide))
+
+
+def _reduced(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
+    xs = [numbers(100 * step + r, 7 * unit + more) for r in range(size)]
+    return Case(
+        lambda: one_shot_all_reduce(xs[rank], "sum", group),
+        lambda: sum(xs),
+        lambda: one_shot_all_reduce(xs[rank], "avg", group),
+    )
+
+
+def _reduced_in_place(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
+    xs = [numbers(100 * step + r, 7 * unit + more) for r in range(size)]
+    mine = xs[rank].clone()
+
+    def call(reduce_op: str) -> torch.Tensor:
+        mine.copy_(xs[rank])
+        assert one_shot_all_reduce_(mine, reduce_op, group) is mine
+        return mine
+
+    return Case(lambda: call("sum"), lambda: sum(xs), lambda: call("max"))
+
+
+def _reduced_product(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
+    # Between CPU ranks the parts of the rows are uneven, and the last ranks may have none.
+    m, k, n = (1 if unit == 1 else 2 * unit) + 3 * more, 8 * unit, 6 * unit if unit == 1 else 8 * unit
+    a = [numbers(100 * step + r, m, k) for r in range(size)]
+    b = [numbers(1000 + r, k, n) for r in range(size)]
+    return Case(
+        lambda: fused_matmul_all_reduce(a[rank], b[rank], "sum", group),
+        lambda: sum(x @ y for x, y in zip(a, b, strict=True)),
+        lambda: fused_matmul_all_reduce(a[rank], b[rank], "avg", group),
+    )
+
+
+def _normed(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
+    """Every sum is 8 or -8, so that the norm is exact, too. Residuals and weights differ from rank to rank."""
+    rows, hidden = 2 * unit + more, 5 if unit == 1 else 8 * unit
+    xs = [numbers(100 * step + r, rows, hidden) for r in range(size)]
+    signs = 2 * numbers(2000 + 100 * step + rank, rows, hidden).abs() - 1
+    residual, weight = 8 * signs - sum(xs), 3 + numbers(3000 + rank, hidden)
+
+    def call(eps: float) -> torch.Tensor:
+        return torch.stack(fused_all_reduce_rms_norm(xs[rank], residual, weight, eps, group))
+
+    return Case(lambda: call(0.0), lambda: torch.stack([signs * weight, 8 * signs]), lambda: call(1.0))
+
+
+# Rank, ranks, step (which numbers), unit of the sizes, group, and by how much the sizes are larger.
+OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
+    "fused_all_gather_matmul": _gathered,
+    "fused_matmul_reduce_scatter": _scattered,
+    "fused_matmul_all_reduce": _reduced_product,
+    "one_shot_all_reduce": _reduced,
+    "one_shot_all_reduce_": _reduced_in_place,
+    "fused_all_reduce_rms_norm": _normed,
+}
