@@ -220,7 +220,10 @@ static void (*const calls[])(int, const void*) = {RANK_CALLS};
 
 static void call(int rank, int kernel, const void* params) { calls[rank](kernel, params); }
 static const weft::Watch& watch_of(const void* params) { return *static_cast<const weft::Watch*>(params); }
-static void launch_begins(Rank&) {}
+
+// One warp of each block gets few turns, or none does.
+static void launch_begins(Rank& rank) { rank.slow = dice() % (rank.launches[rank.next]->threads / 32 + 1); }
+static bool rests(const Rank& rank, const Fiber& fiber) { return fiber.thread / 32 == rank.slow && dice() % 32 != 0; }
 static void launch_ends(Rank& rank) {
     for (auto* all : {&by_thread, &by_block}) {
         for (auto& [key, zeros] : *all) {

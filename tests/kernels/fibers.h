@@ -59,7 +59,7 @@ struct Rank {
     size_t next = 0;
     std::vector<std::unique_ptr<Fiber>> fibers;
     std::vector<Meeting> blocks, warps, barriers;
-    unsigned slow;  // a warp of each block that gets few turns
+    unsigned slow = 0;  // a warp of each block
     int number = 0;
 };
 
@@ -191,6 +191,7 @@ static void call(int rank, int kernel, const void* params);
 static const weft::Watch& watch_of(const void* params);
 static void launch_begins(Rank& rank);
 static void launch_ends(Rank& rank);
+static bool rests(const Rank& rank, const Fiber& fiber);  // whether it goes without this turn
 static void between_turns();
 
 static void body() {
@@ -204,7 +205,6 @@ static void start(Rank& rank) {
     std::memcpy(rank.params, launch.params, sizeof rank.params);
     rank.blocks.assign(launch.blocks, Meeting());
     rank.barriers.assign(launch.blocks * 16, Meeting());
-    rank.slow = dice() % ((launch.threads + 31) / 32 + 1);
     rank.warps.assign(launch.blocks * ((launch.threads + 31) / 32), Meeting());
     launch_begins(rank);
     for (int i = 0; i < launch.blocks * launch.threads; ++i) {
@@ -249,7 +249,7 @@ static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long w
             ++all_turns;
             between_turns();
             Fiber& fiber = *rank.fibers[i];
-            if (fiber.thread / 32 == rank.slow && dice() % 32 != 0) continue;
+            if (rests(rank, fiber)) continue;
             if (fiber.over != nullptr && !fiber.over(fiber.condition)) continue;
             current = &rank;
             running = &fiber;

@@ -105,6 +105,7 @@ static void launch_begins(Rank& rank) {
     s.counts.clear();
 }
 
+static bool rests(const Rank&, const Fiber&) { return false; }
 static void launch_ends(Rank& rank) {
     auto& late = states[rank.number].late;
     std::for_each(late.begin(), late.end(), arrive_late);
