@@ -42,7 +42,7 @@ def schedule(device: str, flops: float, elements: int) -> Schedule:
     if not flops:
         return Schedule(calls=50 if elements <= 1 << 20 else 10, rounds=5)
     us = flops / 7e8
-    return Schedule(calls=10 if us < 1500 else 4, rounds=5 if us < 3000 else 3)
+    return Schedule(calls=10 if us < 1500 else 4, rounds=5)
 
 
 class Series:

@@ -89,7 +89,8 @@ def choose_push(m: int, n: int, k: int, world_size: int, num_sms: int) -> tuple[
     all-reduce behind it. A pure function: all ranks choose alike."""
     part = part_of(m, world_size)
     candidates = [
-        replace(push_config(tile, n, world_size, num_sms), staged=True) for tile in gemm_tiles.suited(m, n, k)
+        replace(push_config(tile, n, k, world_size, num_sms), staged=True)
+        for tile in gemm_tiles.suited(m, n, k)
     ]
     estimated = [(estimate_push_us(c, m, n, k, world_size, num_sms), c) for c in candidates]
     fastest, config = min(estimated, key=itemgetter(0))
