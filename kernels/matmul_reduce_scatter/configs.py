@@ -17,7 +17,8 @@ from ..device.tile_table import Tile, count, pick
 _TAIL_DEPTH = 1800
 _LINK = 364e3  # bytes a microsecond, measured between H200s
 _LAUNCH = 13.0  # microseconds
-_LONG = 14336  # K of a product from which on wide bands are as fast or up to 1.7 % faster
+# K and rows of a part from which on wide bands are as fast or up to 1.7 % faster; of 512 rows they were 5 % slower.
+_LONG, _TALL = 14336, 2048
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,13 @@ AnyConfig: TypeAlias = FusedConfig | Config
 
 
 def push_config(
-    tile: gemm_tiles.Tile, n: int, k: int, world_size: int, num_sms: int, *, split_n: bool = False
+    tile: gemm_tiles.Tile, m: int, n: int, k: int, world_size: int, num_sms: int, *, split_n: bool = False
 ) -> PushConfig:
-    """That of a tile. A band is a wave of tiles, so what an own tile waits for was computed a wave before; of long
+    """That of a tile, for ``m`` rows of a rank. A band is a wave of tiles, so what an own tile waits for was computed a wave before; of long
     products, which hide what is sent, it is wide: all of B is read once a band. Between two ranks parts are staged;
     with more, which fill the links, that has not been measured."""
     wave = round(num_sms / 2 / -(-n // tile.block_n))
-    band = 8 if k >= _LONG else min(max(wave, 2), 8)
+    band = 8 if k >= _LONG and m >= _TALL else min(max(wave, 2), 8)
     return PushConfig(tile, band, staged=world_size == 2, split_n=split_n)
 
 
@@ -151,7 +152,7 @@ def push_ranked(
 ) -> list[tuple[float, PushConfig]]:
     """All candidates with the microseconds that ``estimate_push_us`` gives them, the fastest first."""
     configs = [
-        push_config(tile, n, k, world_size, num_sms, split_n=split_n)
+        push_config(tile, batches * m, n, k, world_size, num_sms, split_n=split_n)
         for tile in gemm_tiles.suited(world_size * batches * m, n, k)
     ]
     estimated = [(estimate_push_us(c, m, n, k, world_size, num_sms, batches), c) for c in configs]
