@@ -13,7 +13,7 @@ from .program import Watch
 
 VECTOR = 16  #: bytes that travel in one slot
 # The largest grid. An H100 or H200 has 132 multiprocessors: however long a kernel waits on so many, a product in front
-# of what its peer waits for finds room. 132 blocks are no faster (bench/NOTES.md).
+# of what its peer waits for may find room in the others. 132 blocks are no faster (bench/NOTES.md).
 BLOCKS = 128
 THREADS = 512  #: the largest block, of those that send
 WARP = 32

@@ -84,9 +84,9 @@ AnyConfig: TypeAlias = FusedConfig | Config
 def push_config(
     tile: gemm_tiles.Tile, m: int, n: int, k: int, world_size: int, num_sms: int, *, split_n: bool = False
 ) -> PushConfig:
-    """That of a tile, for ``m`` rows of a rank. A band is a wave of tiles, so what an own tile waits for was computed a wave before; of long
-    products, which hide what is sent, it is wide: all of B is read once a band. Between two ranks parts are staged;
-    with more, which fill the links, that has not been measured."""
+    """That of a tile, for ``m`` rows of a rank. A band is a wave of tiles, so what an own tile waits for was computed a
+    wave before; of long products, which hide what is sent, it is wide: all of B is read once a band. Between two ranks
+    parts are staged; with more, which fill the links, that has not been measured."""
     wave = round(num_sms / 2 / -(-n // tile.block_n))
     band = 8 if k >= _LONG and m >= _TALL else min(max(wave, 2), 8)
     return PushConfig(tile, band, staged=world_size == 2, split_n=split_n)
