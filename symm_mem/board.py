@@ -23,6 +23,7 @@ from .errors import PeerTimeout, RankMismatch, WeftError
 from .findings import changed
 from .sites import call_site, text
 from .spin import Expired, spin
+from .switches import is_on
 from .timeouts import get_timeout
 
 if TYPE_CHECKING:
@@ -40,10 +41,7 @@ def is_checked() -> bool:
     """Whether calls are compared across ranks: what ``set_checked`` said, else WEFT_CHECK=1."""
     global _on
     if _on is None:
-        said = os.environ.get("WEFT_CHECK", "0")
-        if said not in ("0", "1"):
-            raise ValueError(f"WEFT_CHECK: is {said!r}, must be 0 or 1")
-        _on = said == "1"
+        _on = is_on("WEFT_CHECK")
     return _on
 
 

@@ -87,10 +87,12 @@ class Fault:
             layout, calls = self._places[place]
             half_of: Any = getattr(layout, "half_of", None)
             block_of: Any = getattr(layout, "block_of", None)
+            # A wait for memory to become free expects the count of the use before.
+            use = expected + (kind == _WAIT_FREE)
             if block_of is not None:
-                name, site = calls.find_push(block_of(word), expected)
-            else:  # a wait for a half to become free expects the count of the use before
-                name, site = calls.find(half_of and half_of(word), expected + (kind == _WAIT_FREE))
+                name, site = calls.find_push(block_of(word), use)
+            else:
+                name, site = calls.find(half_of and half_of(word), use)
             flag, seconds = layout.describe(word), calls.seconds
         if kind == _FAREWELL:  # nothing was waited for; what it says is 1 + the rank that it blames
             flag, expected, seconds, blames = f"'gave up' of rank {peer}", 0, 0.0, seen - 1

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
+from ...symm_mem.switches import is_on
 from . import program
 from .program import Watch
 
@@ -27,10 +27,7 @@ def dependent() -> bool:
     Raises:
         ValueError: WEFT_PDL is neither 0 nor 1.
     """
-    said = os.environ.get("WEFT_PDL", "0")
-    if said not in ("0", "1"):
-        raise ValueError(f"WEFT_PDL: is {said!r}, must be 0 or 1")
-    return said == "1"
+    return is_on("WEFT_PDL")
 
 
 class Slots(ctypes.Structure):

@@ -9,7 +9,6 @@ is known stands with the heap, where all ranks learn it in the same call, and a 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...symm_mem import switches
 from ...symm_mem.calls import running
 from ...symm_mem.errors import WeftError
 from ...symm_mem.heap import Heap
@@ -37,10 +37,7 @@ def is_on() -> bool:
     Raises:
         ValueError: WEFT_TUNE is neither 0 nor 1.
     """
-    said = os.environ.get("WEFT_TUNE", "0")
-    if said not in ("0", "1"):
-        raise ValueError(f"WEFT_TUNE: is {said!r}, must be 0 or 1")
-    return said == "1"
+    return switches.is_on("WEFT_TUNE")
 
 
 def tuned(

@@ -6,7 +6,6 @@ multicast is not used anywhere.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
+from ..switches import is_on
 from .host import host_identity, refuse_hosts
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -136,16 +136,14 @@ def refuse_shared(ranks: list[dict[str, Any]]) -> str | None:
     Raises:
         ValueError: WEFT_SHARE_GPUS is neither 0 nor 1.
     """
-    said = os.environ.get("WEFT_SHARE_GPUS", "0")
-    if said not in ("0", "1"):
-        raise ValueError(f"WEFT_SHARE_GPUS: is {said!r}, must be 0 or 1")
+    allowed = is_on("WEFT_SHARE_GPUS")
     seen: dict[str, int] = {}
     for rank, identity in enumerate(ranks):
         if (first := seen.setdefault(identity["gpu"], rank)) != rank:
             both = f"ranks {first} and {rank} share one GPU"
             if identity["mps"]:
                 return f"{both} under MPS, where kernels that wait for each other keep each other off it"
-            if said == "0":
+            if not allowed:
                 return f"{both}; that is slow, and for trying out: WEFT_SHARE_GPUS=1 allows it"
     return None
 

@@ -15,26 +15,12 @@ import triton
 from cuda.bindings import driver
 from weft.kernels.all_reduce import cuda_kernel as all_reduce
 from weft.kernels.all_reduce_rms_norm import cuda_kernel as norm
-from weft.kernels.device import push
 from weft.kernels.device.program import Function, Program
 
 PROGRAMS = {
     "all_reduce": lambda dependent: all_reduce.program(2, 1, torch.bfloat16, "sum", dependent=dependent),
     "norm": lambda dependent: norm.program(2, 1, torch.bfloat16, 2, 1, dependent=dependent),
 }
-
-
-@pytest.mark.parametrize(("said", "on"), [(None, False), ("0", False), ("1", True), ("yes", None)])
-def test_the_setting(monkeypatch: pytest.MonkeyPatch, said: str | None, on: bool | None) -> None:
-    monkeypatch.delenv("WEFT_PDL", raising=False)
-    if said is not None:
-        monkeypatch.setenv("WEFT_PDL", said)
-    ask = push.dependent.__wrapped__
-    if on is None:
-        with pytest.raises(ValueError, match="WEFT_PDL: is 'yes', must be 0 or 1"):
-            ask()
-    else:
-        assert ask() is on
 
 
 class Args(ctypes.Structure):

@@ -212,19 +212,6 @@ def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path: Path) -> None:
     run_ranks(unwritable, 2, str(tmp_path))
 
 
-@pytest.mark.parametrize(("said", "on"), [(None, False), ("0", False), ("1", True), ("yes", None)])
-def test_the_setting(monkeypatch: pytest.MonkeyPatch, said: str | None, on: bool | None) -> None:
-    monkeypatch.delenv("WEFT_TUNE", raising=False)
-    if said is not None:
-        monkeypatch.setenv("WEFT_TUNE", said)
-    ask = tuner.is_on.__wrapped__
-    if on is None:
-        with pytest.raises(ValueError, match="WEFT_TUNE: is 'yes', must be 0 or 1"):
-            ask()
-    else:
-        assert ask() is on
-
-
 def test_measuring_takes_turns_and_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     times = iter(ms for i in range(5) for ms in (0.3 * (i + 1), 0.6))  # the warm-ups are not asked for theirs

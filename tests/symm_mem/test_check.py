@@ -6,12 +6,14 @@ import ctypes
 import gc
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from weft import symm_mem
+from weft.kernels.device import push
 from weft.symm_mem import Layout, Workspace
 from weft.symm_mem.fault import Fault, fault_of
 from weft.symm_mem.workspace import HostUse
@@ -19,16 +21,16 @@ from weft.symm_mem.workspace import HostUse
 WAIT_DATA, WAIT_FREE, FAREWELL = 1, 2, 3
 
 
-def with_record(heap: symm_mem.Heap, tag: str) -> Workspace[Layout]:
+def with_record(heap: symm_mem.Heap, tag: str, layout: Any = None) -> Workspace[Any]:
     """A workspace as on GPUs, where kernels note what their waits run into."""
     fault = fault_of(heap)
     if fault._record is None:
         fault._record = torch.zeros(8, dtype=torch.int64)
         fault.written = ctypes.c_int64.from_address(fault._record.data_ptr())
-    return Workspace(heap, Layout(heap.world_size, 4, 1024), tag)
+    return Workspace(heap, layout or Layout(heap.world_size, 4, 1024), tag)
 
 
-def note(space: Workspace[Layout], *record: int) -> None:
+def note(space: Workspace[Any], *record: int) -> None:
     space.fault._record.copy_(torch.tensor([1, space.address, *record]))
 
 
@@ -83,6 +85,26 @@ def records(rank: int, world_size: int) -> None:
 
 def test_the_first_error_is_raised_and_a_group_can_be_asked_alone() -> None:
     run_ranks(records, 2, fresh=True)
+
+
+def several_uses(rank: int, world_size: int) -> None:
+    heap, peer = symm_mem.heap(), 1 - rank
+    for expected, kind, op in ((1, WAIT_DATA, 0), (1, WAIT_FREE, 1), (3, WAIT_FREE, 1), (5, WAIT_DATA, 2)):
+        layout = push.Layout(world_size, 64)
+        space = with_record(heap, "pushes", layout)
+        for n, uses in enumerate((1, 3, 1)):
+            space.raise_if_broken(f"op {n}", grids=(2,) * uses)
+        note(space, peer, layout.emptied + world_size + peer, expected, expected - 1, kind, 1000)
+        emptied = (
+            rf"^op {op}: .* count of uses that rank {peer} has emptied for block 1 is {expected - 1}, exp"
+        )
+        with pytest.raises(symm_mem.PeerTimeout, match=emptied):
+            symm_mem.check()
+        symm_mem.reset()
+
+
+def test_who_waits_until_slots_are_empty_is_the_call_that_needs_them() -> None:
+    run_ranks(several_uses, 2, fresh=True)
 
 
 def breaks_one(rank: int, world_size: int) -> tuple[str, float]:
