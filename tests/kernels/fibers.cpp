@@ -44,10 +44,15 @@ struct Zero {
     bool came = false;
 };
 using Zeros = std::vector<std::shared_ptr<Zero>>;
-static std::map<std::pair<int, unsigned>, Zeros> by_thread, by_block;  // on the way, of each rank; behind a barrier
+static std::map<int, std::vector<Zeros>> by_thread, by_block;  // on the way, of each rank; behind a barrier
 
-static Zeros& own_zeros() { return by_thread[{current->number, running->number}]; }
-static Zeros& zeros_of_block() { return by_block[{current->number, running->block}]; }
+static Zeros& zeros_of(std::map<int, std::vector<Zeros>>& all, unsigned which) {
+    std::vector<Zeros>& rank = all[current->number];
+    if (which >= rank.size()) rank.resize(which + 1);
+    return rank[which];
+}
+static Zeros& own_zeros() { return zeros_of(by_thread, running->number); }
+static Zeros& zeros_of_block() { return zeros_of(by_block, running->block); }
 
 static void arrive(Zeros& zeros) {
     for (const auto& zero : zeros) {
@@ -66,6 +71,7 @@ static Zero* own_zero(const uint4* place) {
 
 static void comes_to_a_barrier() {
     Zeros& own = own_zeros();
+    own.erase(std::remove_if(own.begin(), own.end(), [](const auto& zero) { return zero->came; }), own.end());
     zeros_of_block().insert(zeros_of_block().end(), own.begin(), own.end());
 }
 
@@ -226,9 +232,7 @@ static void launch_begins(Rank& rank) { rank.slow = dice() % (rank.launches[rank
 static bool rests(const Rank& rank, const Fiber& fiber) { return fiber.thread / 32 == rank.slow && dice() % 32 != 0; }
 static void launch_ends(Rank& rank) {
     for (auto* all : {&by_thread, &by_block}) {
-        for (auto& [key, zeros] : *all) {
-            if (key.first == rank.number) arrive(zeros);
-        }
+        for (Zeros& zeros : (*all)[rank.number]) arrive(zeros);
     }
 }
 static void between_turns() {}

@@ -138,8 +138,8 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", [None, *MISTAKES])
 def test_many_uses_in_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str | None) -> None:
     """Launches of one and of many uses, one behind the other, by blocks of changing sizes."""
-    library = compiled(tmp_path, 3, "float32", "sum", MISTAKES.get(mistake or ""))
-    layout = Layout(3, 64)
+    library = compiled(tmp_path, 2, "float32", "sum", MISTAKES.get(mistake or ""))
+    layout = Layout(2, 64)
     wrong = 0
     for seed in range(30):
         choice, ranks, calls = random.Random(seed), Ranks(library, layout), []
@@ -149,11 +149,11 @@ def test_many_uses_in_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
             count = choice.choice([most, choice.randrange(1, most)])
             if config.form == "two_shot":
                 count += most * choice.randrange(4)
-            xs = [torch.randint(1, 9, (12 * count,)).float() for _ in range(3)]
+            xs = [torch.randint(1, 9, (8 * count,)).float() for _ in range(2)]
             if config.form == "one_shot":
                 xs = [x[: 4 * count] for x in xs]
             outs = [torch.full_like(x, float("nan")) for x in xs]
-            for rank in range(3):
+            for rank in range(2):
                 launch(monkeypatch, ranks, rank, xs[rank], outs[rank], "sum", config, 2000)
             calls.append((xs, outs))
         ranks.run(seed)
