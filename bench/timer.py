@@ -26,7 +26,7 @@ class Schedule:
     """``rounds`` series of ``calls`` calls of each contender, after ``warmup`` calls."""
 
     calls: int
-    rounds: int
+    rounds: int = 5
     warmup: int = 3
 
 
@@ -38,11 +38,11 @@ def schedule(device: str, flops: float, elements: int) -> Schedule:
         elements: of an all-reduced tensor.
     """
     if device == "cpu":
-        return Schedule(calls=5, rounds=5, warmup=1)
+        return Schedule(calls=5, warmup=1)
     if not flops:
-        return Schedule(calls=50 if elements <= 1 << 20 else 10, rounds=5)
+        return Schedule(calls=50 if elements <= 1 << 20 else 10)
     us = flops / 7e8
-    return Schedule(calls=10 if us < 1500 else 4, rounds=5)
+    return Schedule(calls=10 if us < 1500 else 4)
 
 
 class Series:

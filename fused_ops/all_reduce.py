@@ -155,9 +155,10 @@ def run(
         return out
     with turn(x.device):
         config = config or choose(source.nbytes, found.world_size, num_sms(x.device))
-        # The ranks compile together: what a wait counts is not what a peer still compiles.
+        # The ranks compile together: what a wait counts is not what a peer still compiles. Under one name: one may call
+        # in place and another one not.
         key = (host.OP, config.form, x.dtype, reduce_op)
-        found.prepare(op, key, lambda: _prepare(found, source, reduce_op, config))
+        found.prepare(host.OP, key, lambda: _prepare(found, source, reduce_op, config))
         prepared = _prepare(found, source, reduce_op, config)
         ran(prepared.plan)  # ranks may differ here: then nothing is launched, and nothing may be noted
         prepared.workspace.raise_if_broken(op, grids=prepared.kernel.grids)

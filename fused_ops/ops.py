@@ -318,7 +318,6 @@ def _all_reduce_in_place_autograd(x: Tensor, reduce_op: str, group_name: str) ->
         return all_reduce_(x, reduce_op, group_name)
 
 
-_AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA")
 _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 
 
@@ -359,5 +358,5 @@ for _name, _fake, _real, _autograd in (
     for _key in ("CPU", "CUDA"):
         _lib.impl(_name, _real, _key)
     _lib.impl(_name, _autograd, "Autograd")
-    for _key in _AUTOCAST_KEYS:
+    for _key in ("AutocastCPU", "AutocastCUDA"):
         _lib.impl(_name, _below_autocast(getattr(torch.ops.weft, _name).default), _key)

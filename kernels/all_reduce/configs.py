@@ -9,9 +9,7 @@ from ..device import push
 from ..device.push import BLOCKS, THREADS, VECTOR, WARP, Layout, up
 
 FORMS = ("one_shot", "two_shot")
-MAX_BYTES = (
-    16 << 20
-)  #: of the input in one use of the slots; two_shot takes more in several uses, in one launch
+MAX_BYTES = 16 << 20  #: of the input in one use of the slots; two_shot takes more in several uses
 
 # From how many bytes of input on two_shot is faster. Two ranks send as much in either form; there it is less that is
 # received and kept. Measured on 2 and 4 H200; else from (W - 1) * bytes / 300 GB/s against 2 / W of that and one trip.
@@ -88,6 +86,16 @@ def grid(count: int, layout: Layout, config: Config) -> tuple[int, int]:
     return push.grid(count, layout.slots // _uses(config), config.blocks, config.threads)
 
 
+def workers(world_size: int) -> int:
+    """Threads of a block of two_shot_rounds that send, at most."""
+    return THREADS if world_size <= 4 else THREADS // 2
+
+
+def at_once(world_size: int) -> int:
+    """Vectors of each part that such a thread takes at once: what its registers hold."""
+    return 8 // world_size if world_size <= 4 else 1
+
+
 @dataclass(frozen=True)
 class Launch:
     """The kernel for a number of vectors, of those for whole ones, its grid, and how often it uses the slots."""
@@ -106,11 +114,11 @@ def launch(count: int, layout: Layout, config: Config) -> Launch:
     """
     world_size, most = layout.world_size, vectors(layout, config)
     blocks, threads = grid(count, layout, config)
-    at_once = 8 // world_size if world_size <= 4 else 1  # what a thread's registers hold
-    if config.form == "two_shot" and (count > most or count > at_once * blocks * threads):
-        threads = min(threads, THREADS if world_size <= 4 else THREADS // 2)
+    if config.form == "two_shot" and count > min(most, at_once(world_size) * blocks * threads):
+        threads = min(threads, workers(world_size))
         one_use = layout.slots // _uses(config) // threads * threads * blocks
-        return Launch("two_shot_rounds", blocks, threads + WARP, -(-count // one_use))  # push.cuh: Steward
+        with_steward = threads + WARP
+        return Launch("two_shot_rounds", blocks, with_steward, -(-count // one_use))
     if count > most:
         raise ValueError(f"numel: is {count} vectors, must be at most {most} in one_shot")
     return Launch(config.form, blocks, threads)

@@ -39,14 +39,19 @@ _X = _Params.x.offset
 _put_addresses = struct.Struct("2Q").pack_into
 
 
+def defines(world_size: int, dtype: str, reduce_op: str) -> dict[str, str | int]:
+    """What kernel.cu must know, besides the rank."""
+    rounds = {"WORKERS": configs.workers(world_size), "AT_ONCE": configs.at_once(world_size)}
+    return {"WORLD_SIZE": world_size, "DTYPE": dtype, "REDUCE": reduce_op, **rounds}
+
+
 @cache
 def program(
     world_size: int, rank: int, dtype: torch.dtype, reduce_op: str, *, dependent: bool = False
 ) -> Program:
     """kernel.cu for one rank, dtype and operation. ``dependent``: to be launched so (push.py)."""
-    defines: dict[str, str | int] = {"WORLD_SIZE": world_size, "RANK": rank}
-    defines |= {"DTYPE": DTYPES[dtype], "REDUCE": reduce_op, "DEPENDENT": int(dependent)}
-    return Program(SOURCE, defines=defines)
+    of_rank = {"RANK": rank, "DEPENDENT": int(dependent)}
+    return Program(SOURCE, defines=defines(world_size, DTYPES[dtype], reduce_op) | of_rank)
 
 
 @cache

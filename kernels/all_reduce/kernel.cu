@@ -1,7 +1,7 @@
 // out = what all ranks' x make together (sum, avg, max or min), every rank pushing into every rank.
 //
-// push.cuh has the protocol and its proof. Two forms that give the same bits, in float32 in rank order, rounded
-// once:
+// push.cuh has the protocol and its proof, steward.cuh what several uses in one launch ask for. Two forms that give the
+// same bits, in float32 in rank order, rounded once:
 //   one_shot  every rank sends its vectors to all, and reduces what came.
 //   two_shot  vector j of part q goes to rank q, which reduces the ranks' and sends the result to all: less on
 //             the wire from three ranks on, one more trip. Every part has as many vectors, those past the end
@@ -12,10 +12,13 @@
 // The order of loads and stores is what the time of a small call is made of: all that a thread loads, the epoch
 // last, is under way before the first of it is looked at.
 
-#include "push.cuh"
+#include "steward.cuh"
 
 #ifndef REDUCE
 #error "REDUCE: sum, avg, max or min"
+#endif
+#if !defined(WORKERS) || !defined(AT_ONCE)
+#error "WORKERS, AT_ONCE: threads of a block of two_shot_rounds that send, and vectors of a part that each takes at once"
 #endif
 
 namespace {
@@ -28,10 +31,6 @@ using weft::Use;
 using Number = weft::Number;
 using Element = Number::Storage;
 using Reduce = weft::reduce::REDUCE;
-
-// Of a block of two_shot_rounds, and how many vectors of a part each of them takes at once; configs.py has the same.
-constexpr int WORKERS = WORLD_SIZE <= 4 ? 512 : 256;
-constexpr int AT_ONCE = WORLD_SIZE <= 4 ? 8 / WORLD_SIZE : 1;
 
 struct Params {
     weft::Slots slots;

@@ -197,7 +197,8 @@ def test_a_call_that_cannot_take_its_turn_is_not_noted(
 def test_a_call_that_ranks_would_run_differently_is_not_noted(
     stage: SimpleNamespace, agree: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heap: Any = SimpleNamespace(world_size=2, group_name=NAME, prepare=lambda *_: None)
+    under: list[str] = []  # what name the ranks prepare the call: one may make it in place and another one not
+    heap: Any = SimpleNamespace(world_size=2, group_name=NAME, prepare=lambda name, *_: under.append(name))
     prepared = stage.workspace.prepared[15, torch.float32, "sum"]
 
     def differ(_: plan.Plan) -> None:
@@ -211,12 +212,11 @@ def test_a_call_that_ranks_would_run_differently_is_not_noted(
     monkeypatch.setattr(all_reduce, "ran", differ)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     x: Any = torch.empty(5, 3, device="meta")
-    if agree:
-        all_reduce.run(x, "sum", stage.group)
-    else:
-        with pytest.raises(symm_mem.RankMismatch):
-            all_reduce.run(x, "sum", stage.group)
-    assert len(stage.workspace.noted) == len(stage.kernel.launched) == int(agree)
+    for out, op in ((None, "one_shot_all_reduce"), (x, "one_shot_all_reduce_")):
+        with nullcontext() if agree else pytest.raises(symm_mem.RankMismatch):
+            all_reduce.run(x, "sum", stage.group, out, op=op)
+    assert len(stage.workspace.noted) == len(stage.kernel.launched) == (2 if agree else 0)
+    assert under == ["one_shot_all_reduce"] * 2
 
 
 def test_the_function_takes_it_without_the_dispatcher(stage: SimpleNamespace) -> None:

@@ -52,7 +52,7 @@ def build(
 
     Args:
         beside: more sources, the kernels of each and its Params, with which calls on one workspace take turns.
-        instead: a text in a source, push.cuh or farewell.cuh, and what shall stand there.
+        instead: a text in a source, push.cuh, steward.cuh or farewell.cuh, and what shall stand there.
     """
     folder.mkdir(exist_ok=True)
     sources = [(source, kernels, params), *beside]
@@ -60,7 +60,7 @@ def build(
         (folder / stand_in).touch()
     # Beside the stand-ins, so that they include them and not their neighbours; each rank's program, a namespace of one
     # file, includes them for itself.
-    places = {DEVICE / name: folder / name for name in ("push.cuh", "farewell.cuh")}
+    places = {DEVICE / name: folder / name for name in ("push.cuh", "steward.cuh", "farewell.cuh")}
     places |= {file: folder / f"{i}_{file.name}" for i, (file, _, _) in enumerate(sources)}
     texts = {place: file.read_text().replace("#pragma once", "") for file, place in places.items()}
     if instead is not None:

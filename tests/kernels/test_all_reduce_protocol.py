@@ -24,7 +24,7 @@ KERNELS = tuple(form + suffix for form in (*FORMS, "two_shot_rounds") for suffix
 def compiled(
     folder: Path, world_size: int, dtype: str, reduce_op: str, instead: tuple[str, str] | None = None
 ) -> Library:
-    defines: dict[str, str | int] = {"WORLD_SIZE": world_size, "DTYPE": dtype, "REDUCE": reduce_op}
+    defines = cuda_kernel.defines(world_size, dtype, reduce_op)
     return build(folder, cuda_kernel.SOURCE, KERNELS, cuda_kernel._Params, defines, instead=instead)
 
 
@@ -58,12 +58,8 @@ def reference(xs: list[torch.Tensor], reduce_op: str) -> torch.Tensor:
     [
         (2, "bfloat16", "avg", 512),
         (3, "float32", "sum", 512),
-        (
-            3,
-            "bfloat16",
-            "sum",
-            64,
-        ),  # so few that a thread of two_shot has one vector in a use, and most calls several uses
+        # So few slots that a thread of two_shot has one vector in a use, and most calls several uses.
+        (3, "bfloat16", "sum", 64),
         (4, "bfloat16", "sum", 512),
         (8, "float32", "sum", 512),
         (9, "bfloat16", "sum", 64),  # one sender's vector after the other
