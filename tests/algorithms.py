@@ -44,7 +44,7 @@ def taking(algorithm: str) -> Iterator[None]:
         stack.enter_context(mock.patch.object(again, "again", short_way))
         stack.enter_context(mock.patch.object(again, "remember", remembered))
         if algorithm == "one_shot":
-            stack.enter_context(mock.patch.object(one_shot, "_EXCHANGE", -1e9))
+            stack.enter_context(mock.patch.object(one_shot, "exchange_us", return_value=-1e9))
         else:
             for configs in (gather_configs, scatter_configs):
                 stack.enter_context(mock.patch.object(configs, "choose_one_shot", return_value=None))

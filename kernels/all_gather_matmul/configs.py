@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 from operator import itemgetter
 from typing import TypeAlias
 
@@ -22,11 +23,16 @@ _LINK = 364e3  # bytes a microsecond, measured between H200s
 _PRODUCTS = 350e6  # multiply-adds a microsecond
 _BAND = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
 
-# Of estimate_push_us, microseconds: a launch; between two tiles; how much slower products are beside pushing.
-_LAUNCH, _TILE_ENDS, _PUSH_HINDERS = 12.0, 3.1, 0.27
+# Of estimate_push_us, microseconds: a launch. Where all blocks send: between two tiles, and how much slower products
+# are beside it. Where some do: between two tiles, and until what was sent is seen.
+_LAUNCH = 12.0
+_TILE_ENDS, _PUSH_HINDERS = 3.1, 0.27
+_TILE_ENDS_BESIDE_SENDERS, _SEEN = 2.5, 3.0
 _MOST_WAVES = 256  # of one estimate; the waves of longer products are taken some at once
-# Bytes a microsecond, by senders. All blocks together are never waited for between two GPUs.
-_PUSH_RATE = {0: 2000e3, 4: 148e3, 8: 380e3}
+# Bytes a microsecond, by senders; fitted to which configuration is faster, of 33 products between 4 H200. (Alone they
+# reach 300 and 330.) All blocks together are never waited for between two GPUs.
+_PUSH_RATE = {0: 2000e3, 8: 365e3, 12: 350e3}
+_SLACK = 1.15  # beside products they take longer
 # Microseconds of a copy kernel, and bytes a microsecond that it moves: unfused, shards of the last dimension are put
 # side by side between the all-gather and the product. Not fitted to anything: a launch, and the memory's rate.
 _COPY, _COPY_RATE = 3.0, 1.75e6
@@ -75,10 +81,11 @@ def layout(m: int, k: int, dtype: torch.dtype, world_size: int, config: Config) 
 class PushConfig:
     """How the kernel that sends by itself (kernel.cu) is run.
 
-    Pieces of ``piece_rows`` x ``piece_columns`` are sent by ``senders`` blocks that do nothing else, or, if that is 0,
-    by every block beside its products; ``unit_columns`` of K are waited for at once; ``group`` rows of tiles of each
-    rank are sent and multiplied together; ``band`` pairs of own rows of tiles and ``remote_band`` pairs of the peers'
-    are walked together. ``split_k``: shards lie side by side along K; then no rows are only the own ones.
+    Pieces of ``piece_rows`` x ``piece_columns`` are sent by ``senders`` blocks, which do nothing else until all is
+    sent, for the time of ``missed`` tiles; or, if that is 0, by every block beside its products. ``unit_columns`` of K
+    are waited for at once; ``group`` rows of tiles of each rank are sent and multiplied together; ``band`` pairs of own
+    rows of tiles and ``remote_band`` pairs of the peers' are walked together. ``split_k``: shards lie side by side
+    along K; then no rows are only the own ones.
     """
 
     tile: gemm_tiles.Tile
@@ -90,6 +97,7 @@ class PushConfig:
     band: int = _BAND
     remote_band: int = _BAND
     split_k: bool = False
+    missed: int = 0
 
 
 FusedConfig: TypeAlias = PushConfig | OneShotConfig  # of 16 bits
@@ -122,7 +130,11 @@ def estimate_one_shot_us(m: int, ns: Sequence[int], k: int, world_size: int) -> 
     kernel that does both hides best, it was measured to lose more than these estimates say."""
     sent = (world_size - 1) * m * k * 2
     products = gemm_tiles.products_us(world_size * m, ns, k)
-    return one_shot.exchange_us(sent) + products + max(0.0, products - _HIDES * one_shot.sending_us(sent))
+    return (
+        one_shot.exchange_us(sent, world_size)
+        + products
+        + max(0.0, products - _HIDES * one_shot.sending_us(sent, world_size))
+    )
 
 
 def fused_ranked(
@@ -187,18 +199,29 @@ def push_ranked(
 def push_candidates(
     m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int, split_k: bool = False
 ) -> list[PushConfig]:
-    """What may be fastest. A group is one or two rows of tiles of all peers, or as many as keep every block busy once:
-    where the data is waited for, the tiles of the last group then advance together as it comes."""
+    """What may be fastest; of those that are thought to be as fast, what comes first. A group is one or two rows of
+    tiles of all peers, or as many as keep every block busy once: where the data is waited for, the tiles of the last
+    group then advance together as it comes."""
     configs, peers = [], world_size - 1
     listed = 1 if split_k else peers  # tiles that wait for a row of tiles of all peers, in each column
     for tile in gemm_tiles.suited(world_size * m, sum(ns), k):
         rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
         # Between two GPUs all blocks together send fast enough not to be missed.
-        for senders in (0,) if peers == 1 or num_sms < 32 else (4, 8):
-            for group in sorted({1, 2, (num_sms - senders) // (listed * columns)} & set(range(1, rows + 1))):
+        for senders in (0,) if peers == 1 or num_sms < 32 else (12, 8):
+            missed = _missed(tile, senders, m, k, world_size) if senders else 0
+            fill = (num_sms - senders) // (listed * columns)
+            for group in sorted({1, 2, fill} & set(range(1, rows + 1)), reverse=True):
                 remote_band = max(_BAND, -(-group * listed // 2))
-                configs.append(PushConfig(tile, senders, group, remote_band=remote_band, split_k=split_k))
+                of = PushConfig(tile, senders, group, remote_band=remote_band, split_k=split_k, missed=missed)
+                configs.append(of)
     return configs
+
+
+def _missed(tile: gemm_tiles.Tile, senders: int, m: int, k: int, world_size: int) -> int:
+    """Tiles that a block computes while so many ``senders`` send, in a time that they will not exceed by much: then
+    what comes last would wait for their tiles."""
+    tile_us = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us + _TILE_ENDS_BESIDE_SENDERS
+    return ceil((_LAUNCH + _SLACK * (world_size - 1) * m * k * 2 / _PUSH_RATE[senders]) / tile_us)
 
 
 def estimate_push_us(
@@ -215,16 +238,19 @@ def estimate_push_us(
     rate = _PUSH_RATE[config.senders]  # bytes a microsecond
     row_us = moved / rows / rate
     end = moved / _LINK
-    clusters = max(1, (num_sms - config.senders) // 2)
+    seen, tile_ends = (_SEEN, _TILE_ENDS_BESIDE_SENDERS) if config.senders else (0.0, _TILE_ENDS)
+    # Of two blocks each: those that multiply from the start, and with the senders.
+    others, clusters = max(1, (num_sms - config.senders) // 2), max(1, num_sms // 2)
     # Pairs of rows of tiles: those of the own shard alone, and those behind them, which wait for the peers' rows.
     own_pairs, listed, parts = (0, 1, world_size) if config.split_k else (rows // 2, peers, 1)
     pairs = (rows * (1 if config.split_k else world_size) + 1) // 2 - own_pairs
     own = own_pairs * columns
     steps = own + pairs * columns
     at_once = -(-steps // (clusters * _MOST_WAVES))
-    now = 0.0
-    for first in range(0, steps, clusters * at_once):
-        last, sent, height = min(steps, first + clusters * at_once) - 1, 0, 0
+    now, first, wave = 0.0, 0, 0
+    while first < steps:
+        taken = (others if wave < config.missed else clusters) * at_once
+        last, sent, height = min(steps, first + taken) - 1, 0, 0
         if last >= own:
             band, inside = divmod(last - own, config.remote_band * columns)
             tall = min(pairs - band * config.remote_band, config.remote_band)
@@ -233,13 +259,14 @@ def estimate_push_us(
             height = min(config.group, rows - sent)
         for unit in [*range(units)] * parts:
             if height:
-                now = max(now, (sent + height * (unit + 1) / units) * row_us)
+                now = max(now, (sent + height * (unit + 1) / units) * row_us + seen)
             us = min(config.unit_columns, k - unit * config.unit_columns) / gemm_tiles.BLOCK_K
             us *= tile.stage_us * at_once
             if not config.senders:
                 us += _PUSH_HINDERS * max(0.0, min(us, end - now))
             now += us
-        now += _TILE_ENDS * at_once
+        now += tile_ends * at_once
+        first, wave = first + taken, wave + at_once
     return _LAUNCH + now
 
 

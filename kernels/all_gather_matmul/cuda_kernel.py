@@ -49,14 +49,16 @@ class _Params(ctypes.Structure):
         ("remote_band", ctypes.c_int32),
         ("group", ctypes.c_int32),
         ("senders", ctypes.c_int32),
+        ("missed", ctypes.c_int32),
         ("push", ctypes.c_int32),
         ("final", ctypes.c_int32),
+        ("reserved", ctypes.c_int32 * 15),  # the size is a multiple of 64, as the alignment of a tensor map is
     )
 
 
 _OWN, _B, _A, _C, _SENDERS = (getattr(_Params, name).offset for name in ("own", "b", "a", "c", "senders"))
 # A store to a ctypes field costs as much as all of these.
-_put_address, _put_turns = struct.Struct("Q").pack_into, struct.Struct("3i").pack_into
+_put_address, _put_turns = struct.Struct("Q").pack_into, struct.Struct("4i").pack_into
 
 
 def defines(bs: Sequence[torch.Tensor], config: PushConfig) -> gemm.Defines:
@@ -114,7 +116,7 @@ class AllGatherMatmulPush:
         if layout.flags_per_rank < flags or layout.half_bytes < size * m * k * dtype.itemsize:
             raise ValueError(f"workspace: {layout} is too small for shards of {m} x {k} {dtype}")
         self.workspace = workspace
-        self._sends = (config.senders, not config.senders), (0, False)
+        self._sends = (config.senders, config.missed, not config.senders), (0, 0, False)
         self._timeouts_ns = [0, 0]
         rows = (1, 1, m, k)
         strides = (0, 0, *a.stride())

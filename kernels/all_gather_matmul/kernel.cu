@@ -9,8 +9,8 @@
 // Who writes: pushing warps, pieces of PIECE_ROWS x PIECE_COLUMNS of the own rows, into slot `rank` of every peer's half,
 // viewed [W, m, K]; behind them the block's posting warp sets flags(half)[rank][piece] = e on the peers. Before anything
 // is sent, done(half)[p] >= e - 1 was seen of every peer p. Either every block has one pushing warp beside its
-// multiplying ones (`senders` is 0), or the first `senders` blocks do nothing else, with all their warps: eight blocks fill
-// the links, and what the other blocks load does not wait behind what is sent.
+// multiplying ones (`senders` is 0), or the first `senders` blocks do nothing else until all is sent, with all their warps:
+// eight blocks fill the links, and what the other blocks load does not wait behind what is sent.
 // Who waits: warp 2 of every multiplying block, for every UNIT_COLUMNS of K of a peer's rows, a lane for each piece that
 // these lie in; it tells the loader (warp 0). Own rows are read from the input.
 // Use e = EPOCH[half] + 1 is read when the kernel starts; its last block ends the use (weft::leave), if `final`.
@@ -38,7 +38,7 @@ using weft::u8;
 namespace {
 
 constexpr int MOST_BS = 4;
-constexpr int PUSHERS = weft::THREADS / 32 - 1;  // warps of a block that only sends; the last one posts
+constexpr int PUSHERS = weft::THREADS / 32 - 1;  // warps of a block while it only sends; the last one posts
 // Which of s.counts: units of peers' rows that lie here, in the loader's order; and, of each pushing warp from SENT on,
 // pieces that have been sent.
 constexpr int ARRIVED = 0, SENT = 1;
@@ -63,7 +63,8 @@ struct Params {
     int band;  // pairs of own rows of tiles walked together
     int remote_band;  // and of the peers'
     int group;  // rows of tiles of a rank that are sent together
-    int senders;  // blocks that only send
+    int senders;  // blocks that first send
+    int missed;  // steps that each of the others takes meanwhile
     int push;  // every block sends beside its products
     int final;  // this launch ends the use
 };
@@ -71,6 +72,11 @@ struct Params {
 using Order = weft::GatherOrder<Params>;
 using Piece = weft::GatherPiece<Params>;
 using Tile = weft::GatherTile;
+using Walk = weft::GatherWalk;
+
+__device__ __forceinline__ Walk steps_of(const Params& p) {
+    return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), p.senders, p.missed};
+}
 
 // Pushing warp `pusher` of the launch's `pushers`: its pieces, from the own rows to all peers. Ordinary stores:
 // where bulk copies wait for a link, what the same SM loads for its products waits behind them.
@@ -142,7 +148,7 @@ __device__ __forceinline__ void post(
     }
 }
 
-// A block that only sends.
+// A block that sends before it multiplies.
 __device__ __forceinline__ void send(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
     const int warp = threadIdx.x / 32, first = blockIdx.x * PUSHERS, pushers = p.senders * PUSHERS;
     if (warp < PUSHERS) {
@@ -167,8 +173,8 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
     const int depth = (p.k + weft::BK - 1) / weft::BK;
     weft::Turn<STAGES> turn;
     u32 needed = 0;
-    for (int step = weft::first_step(p.senders); step < order.steps(); step += weft::stride(p.senders)) {
-        const Tile t = order.tile(p, step, s.block);
+    for (Walk walk = steps_of(p); walk.step < order.steps(); walk.next()) {
+        const Tile t = order.tile(p, walk.step, s.block);
         each_part(p, t, [&](int src) {
             const bool own = src == p.watch.rank;
             const weft::Rows rows{t.row * BM, own ? 0 : src, 0};
@@ -186,8 +192,8 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
 __device__ __forceinline__ void watch(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
     const int lane = threadIdx.x % 32;
     u32 arrived = 0;
-    for (int step = weft::first_step(p.senders); step < order.steps(); step += weft::stride(p.senders)) {
-        const Tile t = order.tile(p, step, s.block);
+    for (Walk walk = steps_of(p); walk.step < order.steps(); walk.next()) {
+        const Tile t = order.tile(p, walk.step, s.block);
         const int row = t.row * BM + lane / PIECES_K * PIECE_ROWS;
         each_part(p, t, [&](int src) {
             if (src == p.watch.rank) return;
@@ -218,7 +224,9 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
     const int warpgroup = threadIdx.x / weft::GROUP;
     if (static_cast<int>(blockIdx.x) < p.senders) {
         send(p, s, order, use);
-    } else if (warpgroup == 2) {
+        __syncthreads();
+    }
+    if (warpgroup == 2) {
         weft::give_registers<SERVE_REGISTERS>();
         const int warp = threadIdx.x / 32 % 4;
         if (warp == 0) load(p, s, order);
@@ -229,8 +237,8 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         weft::take_registers<MULTIPLY_REGISTERS>();
         const int depth = (p.k + weft::BK - 1) / weft::BK * (SPLIT_K ? p.half.world_size : 1);
         weft::Turn<STAGES> turn;
-        for (int step = weft::first_step(p.senders); step < order.steps(); step += weft::stride(p.senders)) {
-            const Tile t = order.tile(p, step, s.block);
+        for (Walk walk = steps_of(p); walk.step < order.steps(); walk.next()) {
+            const Tile t = order.tile(p, walk.step, s.block);
             float sums[weft::SUMS];
             weft::multiply(s, turn, warpgroup, depth, sums);
             const int row = t.row * BM, column = t.column * BN, n = p.n[t.b];

@@ -64,6 +64,30 @@ struct GatherOrder {
     }
 };
 
+// The steps of a cluster, one after the other. The first `senders` of all `blocks` send before they multiply: their clusters
+// come when the others have taken `missed` steps each.
+struct GatherWalk {
+    int step, all, others, index, joined;
+
+    __device__ GatherWalk(int block, int blocks, int senders, int missed) {
+        const int cluster = block / 2, sending = senders / 2;
+        all = blocks / 2;
+        others = all - sending;
+        joined = missed * others;
+        index = cluster < sending ? others + cluster : cluster - sending;
+        step = cluster < sending || joined == 0 ? joined + index : index;
+    }
+
+    __device__ void next() {
+        if (step >= joined) {
+            step += all;
+        } else {
+            step += others;
+            if (step >= joined) step = joined + index;
+        }
+    }
+};
+
 // Where piece `index` of the sending order lies.
 template <typename Params>
 struct GatherPiece {

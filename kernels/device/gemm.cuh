@@ -280,13 +280,9 @@ __device__ __forceinline__ void store_rows(
     }
 }
 
-// Clusters walk through steps, each a pair of rows by a column of tiles. The first `senders` blocks do not.
-__device__ __forceinline__ int first_step(int senders = 0) {
-    return (static_cast<int>(blockIdx.x) - senders) / CLUSTER;
-}
-__device__ __forceinline__ int stride(int senders = 0) {
-    return (static_cast<int>(gridDim.x) - senders) / CLUSTER;
-}
+// Clusters walk through steps, each a pair of rows by a column of tiles.
+__device__ __forceinline__ int first_step() { return static_cast<int>(blockIdx.x) / CLUSTER; }
+__device__ __forceinline__ int stride() { return static_cast<int>(gridDim.x) / CLUSTER; }
 
 // By all threads, at the end: other blocks may still read from here and write to here.
 __device__ __forceinline__ void end() { sync_cluster(); }

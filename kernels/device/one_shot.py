@@ -15,8 +15,8 @@ from .push import BLOCKS, THREADS, VECTOR, WARP, Layout, grid, slots_for, up
 MOST_BYTES = 32 << 20  #: gathered or scattered in all; beyond, what hides the sending behind the product wins
 
 # Microseconds of an exchange of nothing, and bytes that a rank sends a microsecond: fitted to which kernel is faster,
-# of 33 products between 2 H200 (bench/results/h200-x2-one-shot.txt).
-_EXCHANGE, _RATE = 2.0, 360e3
+# of 33 products between 2 H200 (bench/results/h200-x2-one-shot.txt) and 28 between 4.
+_BETWEEN_TWO, _BETWEEN_MORE = (2.0, 360e3), (2.0, 305e3)
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,18 @@ def config(part: int, num_sms: int) -> OneShotConfig:
     return OneShotConfig(part // VECTOR, min(BLOCKS, num_sms))
 
 
-def exchange_us(sent: int) -> float:
+def exchange_us(sent: int, world_size: int) -> float:
     """Microseconds of an exchange in which each rank sends so many bytes."""
-    return _EXCHANGE + sending_us(sent)
+    return _constants(world_size)[0] + sending_us(sent, world_size)
 
 
-def sending_us(sent: int) -> float:
+def sending_us(sent: int, world_size: int) -> float:
     """What of it grows with the bytes."""
-    return sent / _RATE
+    return sent / _constants(world_size)[1]
+
+
+def _constants(world_size: int) -> tuple[float, float]:
+    return _BETWEEN_TWO if world_size == 2 else _BETWEEN_MORE
 
 
 @cache

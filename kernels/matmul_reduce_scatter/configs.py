@@ -16,8 +16,8 @@ from ..device.tile_table import Tile, count, pick
 # Behind its last tile a block waits for the peers' and adds them up: as long as a main loop of this depth.
 _TAIL_DEPTH = 1800
 _LINK = 364e3  # bytes a microsecond, measured between H200s
-_LAUNCH = 13.0  # microseconds
 # K and rows of a part from which on wide bands are as fast or up to 1.7 % faster; of 512 rows they were 5 % slower.
+# (Between 2 ranks. Between 4 it is the rows alone: 2 to 4 % faster, in one row of six 2 % slower.)
 _LONG, _TALL = 14336, 2048
 
 
@@ -85,11 +85,14 @@ def push_config(
     tile: gemm_tiles.Tile, m: int, n: int, k: int, world_size: int, num_sms: int, *, split_n: bool = False
 ) -> PushConfig:
     """That of a tile, for ``m`` rows of a rank. A band is a wave of tiles, so what an own tile waits for was computed a
-    wave before; of long products, which hide what is sent, it is wide: all of B is read once a band. Between two ranks
-    parts are staged; with more, which fill the links, that has not been measured."""
-    wave = round(num_sms / 2 / -(-n // tile.block_n))
-    band = 8 if k >= _LONG and m >= _TALL else min(max(wave, 2), 8)
-    return PushConfig(tile, band, staged=world_size == 2, split_n=split_n)
+    wave before; of long products, which hide what is sent, it is wide: all of B is read once a band. Parts are staged:
+    only of very long products with few rows it was faster to send them from registers."""
+    band = max(round(num_sms / 2 / -(-n // tile.block_n)), 2)
+    if world_size == 2:
+        band = 8 if k >= _LONG and m >= _TALL else band
+    elif m >= _TALL:
+        band *= 2
+    return PushConfig(tile, min(band, 8), staged=True, split_n=split_n)
 
 
 def choose_push(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> PushConfig:
@@ -106,7 +109,7 @@ def choose_one_shot(m: int, n: int, world_size: int, num_sms: int, batches: int 
 
 def estimate_one_shot_us(m: int, n: int, k: int, world_size: int) -> float:
     """Microseconds: nothing is hidden behind anything."""
-    exchanged = one_shot.exchange_us((world_size - 1) * m * n * 2)
+    exchanged = one_shot.exchange_us((world_size - 1) * m * n * 2, world_size)
     return exchanged + gemm_tiles.product_us(world_size * m, n, k)
 
 
@@ -162,22 +165,23 @@ def push_ranked(
 def estimate_push_us(
     config: PushConfig, m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1
 ) -> float:
-    """Microseconds; the constants are fitted to measurements, of staged parts on 2 H200 and of others on 2 and 4.
+    """Microseconds; the constants are fitted to measurements on 2 and on 4 H200.
 
-    Sending begins behind the first tile's main loop, and it and the products hinder each other. Where parts are staged,
-    each wave has a cost of its own, and so has what small tiles load; where they are not, larger tiles hinder more.
+    Sending begins behind the first tile's main loop, and it and the products hinder each other. Small tiles load more.
+    Between two ranks each wave has a cost of its own; between more, which send and receive more, products are slower.
     """
     tile = config.tile
     rows = world_size * _rows(m, config, batches)
     product = gemm_tiles.estimate_us(tile, rows, [n], k, num_sms)
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
     sending = (world_size - 1) * batches * m * n * 2 / _LINK
-    if config.staged:
+    if world_size == 2:
         product *= 1 + 0.4 * (tile.loads - 1)
-        waves = gemm_tiles.waves(tile, rows, [n], num_sms)
-        return 12 + 2 * waves + max(product, first + sending) + 0.15 * min(product, sending)
-    hinders = 0.35 + 0.2 * tile.block_m * tile.block_n / (128 * 256)
-    return _LAUNCH + max(product, first + sending) + hinders * min(product, sending)
+        launch, hinders = 12 + 2 * gemm_tiles.waves(tile, rows, [n], num_sms), 0.15
+    else:
+        product *= 1.1 * (1 + 0.1 * (tile.loads - 1))
+        launch, hinders = 18, 0.3
+    return launch + max(product, first + sending) + hinders * min(product, sending)
 
 
 def push_inbox(

@@ -80,10 +80,11 @@ def both_ops(
 
 def every_tile(rank: int, world_size: int) -> None:
     for tile in TILES:
-        for senders in (0, 8):  # sent by every block, or by some that do nothing else
+        for senders in (0, 8):  # sent by every block, or by some, which miss a tile meanwhile
 
             def only(m: int, *_: object, tile: Tile = tile, senders: int = senders) -> list[PushConfig]:
-                return [PushConfig(tile, senders, group=min(2, -(-m // tile.block_m)))]
+                group = min(2, -(-m // tile.block_m))
+                return [PushConfig(tile, senders, group, missed=senders // 8)]
 
             # What was chosen for these shapes before is forgotten, the kernels with it.
             gather_configs.push_ranked.cache_clear()

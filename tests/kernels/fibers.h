@@ -45,7 +45,7 @@ struct Fiber {
 struct Launch {
     int kernel, blocks, threads;
     unsigned broken;  // whether a wait of this rank had expired when it ended
-    char params[1008];
+    char params[1072];
 };
 
 struct Meeting {

@@ -27,7 +27,7 @@ class Launch(ctypes.Structure):
         ("blocks", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("broken", ctypes.c_uint32),
-        ("params", ctypes.c_char * 1008),
+        ("params", ctypes.c_char * 1072),
     )
 
 
@@ -178,6 +178,7 @@ class Noted(Function):
 
         def note(rank: int) -> None:
             launch = Launch(self.kernel, grid, block)
+            assert ctypes.sizeof(args) <= Launch.params.size
             ctypes.memmove(ctypes.addressof(launch) + 16, ctypes.addressof(args), ctypes.sizeof(args))
             self.ranks.places[rank].launches.append(launch)
 

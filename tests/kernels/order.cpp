@@ -77,6 +77,25 @@ static void gather(const Params& p) {
     }
 }
 
+// `blocks` in pairs, the first `senders` of which send first.
+static void walk(int steps, int blocks, int senders, int missed) {
+    using namespace weft;
+    std::vector<int> taken(steps);
+    for (int block = 0; block < blocks; ++block) {
+        int before = -1, count = 0;
+        for (GatherWalk w(block, blocks, senders, missed); w.step < steps; w.next(), ++count) {
+            expect(w.step > before, "a step that is not behind the last one", {});
+            before = w.step;
+            if (w.step < 0 || w.step >= steps) return;
+            ++taken[w.step];
+            const bool all_have_missed = w.step >= missed * (blocks - senders) / 2;
+            expect(block >= senders || all_have_missed, "a sender multiplies before it is due", {});
+            expect(block < senders || all_have_missed == (count >= missed), "a round that is not one", {});
+        }
+    }
+    for (int times : taken) expect(times == 2, "a step that is not one cluster's", {});
+}
+
 static void scatter(Params p) {
     using namespace weft;
     std::map<std::tuple<int, int, int>, int> steps;  // (rank, dst, tile) -> step
@@ -122,6 +141,8 @@ int main() {
         p.watch.rank = pick(0, p.half.world_size - 1);
         gather(p);
         scatter(p);
+        const int senders = 2 * pick(0, 6);
+        walk(pick(1, 900), senders + 2 * pick(1, 60), senders, pick(0, 9));
     }
     return failures != 0;
 }

@@ -52,8 +52,10 @@ def test_matmul_reduce_scatter_fits_and_has_a_slot_for_each_peer(
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1024, 1024, 1024), (4096, 2048, 8192)])
 def test_a_half_takes_no_more_than_the_peers_results(m: int, n: int, k: int) -> None:
-    nbytes, _ = scatter.push_needs(m, n, scatter.choose_push(m, n, k, 4, 132), 4, 132)
-    assert nbytes == 3 * m * n * 2
+    """But for what is staged: a tile of each block."""
+    config = scatter.choose_push(m, n, k, 4, 132)
+    nbytes, _ = scatter.push_needs(m, n, config, 4, 132)
+    assert nbytes == 3 * m * n * 2 + 132 * 2 * config.tile.part_bytes
 
 
 @pytest.mark.parametrize(
@@ -63,9 +65,10 @@ def test_a_half_takes_no_more_than_the_peers_results(m: int, n: int, k: int) -> 
         (2, 2048, 3072, 4096, (128, 256), 0),
         (2, 4096, 5120, 8192, (128, 256), 0),
         (4, 256, 1536, 4096, (128, 128), 8),
-        (4, 1024, 7168, 4096, (128, 256), 4),
+        (4, 1024, 7168, 4096, (128, 256), 12),
         (4, 512, 2560, 8192, (64, 256), 8),
-        (4, 1024, 12288, 12288, (128, 256), 4),
+        (4, 1024, 12288, 12288, (128, 256), 12),
+        (4, 2048, 2560, 8192, (128, 128), 12),
     ],
 )
 def test_all_gather_matmul_takes_what_was_fast(
@@ -83,6 +86,7 @@ def test_all_gather_matmul_takes_what_was_fast(
         (4, 4096, 4096, 1024, (128, 128)),
         (4, 256, 4096, 3584, (64, 256)),
         (4, 1024, 8192, 7168, (128, 256)),
+        (4, 2048, 4096, 3584, (128, 256)),
         (2, 512, 4096, 2048, (64, 256)),
         (2, 512, 8192, 4096, (128, 256)),
         (2, 2048, 8192, 4096, (128, 256)),

@@ -157,10 +157,15 @@ class Scatter:
 
 
 def push(
-    tile: Tile, senders: int, group: int, unit_columns: int = 128, split_k: bool = False
+    tile: Tile, senders: int, group: int, unit_columns: int = 128, split_k: bool = False, missed: int = 0
 ) -> gather_configs.PushConfig:
     return gather_configs.PushConfig(
-        *(tile, senders, group), unit_columns=unit_columns, band=2, remote_band=2, split_k=split_k
+        *(tile, senders, group),
+        unit_columns=unit_columns,
+        band=2,
+        remote_band=2,
+        split_k=split_k,
+        missed=missed,
     )
 
 
@@ -168,10 +173,12 @@ GATHERS = {
     "beside": Gather(2, 147, (72, 40), 200, push(SMALL, 0, 1)),
     "beside-4": Gather(4, 65, (8,), 264, push(WIDE, 0, 1), blocks=2),
     "senders": Gather(3, 147, (72,), 200, push(SMALL, 2, 2)),
+    "senders-miss-one": Gather(3, 147, (72,), 200, push(SMALL, 2, 1, missed=1)),
+    "senders-miss-all": Gather(2, 147, (72,), 136, push(SMALL, 2, 1, missed=1 << 16)),
     "senders-wide": Gather(2, 200, (40,), 72, push(WIDE, 2, 1, 64)),
     "rows": Gather(2, 147, (64,), 200, push(BROAD, 0, 1), rows=True, apart=24),
     "split": Gather(2, 147, (72, 40), 200, push(SMALL, 0, 1, split_k=True)),
-    "split-senders": Gather(3, 200, (40,), 72, push(WIDE, 2, 1, 64, split_k=True), apart=8),
+    "split-senders": Gather(3, 200, (40,), 72, push(WIDE, 2, 1, 64, split_k=True, missed=1), apart=8),
     "split-rows": Gather(4, 65, (64, 128), 72, push(BROAD, 0, 1, split_k=True), rows=True),
     "split-odd-rows": Gather(3, 300, (72,), 136, push(BROAD, 2, 2, 64, split_k=True), rows=True),
 }
