@@ -204,13 +204,14 @@ def push_candidates(
     group then advance together as it comes."""
     configs, peers = [], world_size - 1
     listed = 1 if split_k else peers  # tiles that wait for a row of tiles of all peers, in each column
+    # Between two GPUs all blocks together send fast enough.
+    several = [senders for senders in (12, 8) if peers > 1 and 4 * senders <= num_sms] or [0]
     for tile in gemm_tiles.suited(world_size * m, sum(ns), k):
         rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
-        # Between two GPUs all blocks together send fast enough not to be missed.
-        for senders in (0,) if peers == 1 or num_sms < 32 else (12, 8):
+        for senders in several:
             missed = _missed(tile, senders, m, k, world_size) if senders else 0
             fill = (num_sms - senders) // (listed * columns)
-            for group in sorted({1, 2, fill} & set(range(1, rows + 1)), reverse=True):
+            for group in sorted({1, 2, fill} & set(range(1, rows + 1)), reverse=senders > 0):
                 remote_band = max(_BAND, -(-group * listed // 2))
                 of = PushConfig(tile, senders, group, remote_band=remote_band, split_k=split_k, missed=missed)
                 configs.append(of)

@@ -167,21 +167,28 @@ def estimate_push_us(
 ) -> float:
     """Microseconds; the constants are fitted to measurements on 2 and on 4 H200.
 
-    Sending begins behind the first tile's main loop, and it and the products hinder each other. Small tiles load more.
-    Between two ranks each wave has a cost of its own; between more, which send and receive more, products are slower.
+    Sending begins behind the first tile's main loop, and it and the products hinder each other. Between two ranks each
+    wave has a cost of its own.
     """
     tile = config.tile
     rows = world_size * _rows(m, config, batches)
-    product = gemm_tiles.estimate_us(tile, rows, [n], k, num_sms)
+    product = product_beside_us(tile, rows, n, k, world_size, num_sms)
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
     sending = (world_size - 1) * batches * m * n * 2 / _LINK
+    launch, hinders = 18.0, 0.3
     if world_size == 2:
-        product *= 1 + 0.4 * (tile.loads - 1)
-        launch, hinders = 12 + 2 * gemm_tiles.waves(tile, rows, [n], num_sms), 0.15
-    else:
-        product *= 1.1 * (1 + 0.1 * (tile.loads - 1))
-        launch, hinders = 18, 0.3
+        launch, hinders = 12.0 + 2 * gemm_tiles.waves(tile, rows, [n], num_sms), 0.15
     return launch + max(product, first + sending) + hinders * min(product, sending)
+
+
+def product_beside_us(
+    tile: gemm_tiles.Tile, rows: int, n: int, k: int, world_size: int, num_sms: int
+) -> float:
+    """Microseconds of the products alone, as long as they take beside what is sent and received: small tiles, which
+    load more, feel it most between two ranks, and all of them between more. ``rows``: of tiles, in all."""
+    alone = gemm_tiles.estimate_us(tile, rows, [n], k, num_sms)
+    loads = tile.loads - 1
+    return alone * ((1 + 0.4 * loads) if world_size == 2 else 1.1 * (1 + 0.1 * loads))
 
 
 def push_inbox(

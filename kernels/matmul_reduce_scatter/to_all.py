@@ -15,7 +15,7 @@ from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm, gemm_tiles
 from ..device.choice import Choice, Choices, make_together
 from ..device.launch import why_not
-from .configs import Epilogue, PushConfig, push_config, push_needs
+from .configs import Epilogue, PushConfig, product_beside_us, push_config, push_needs
 from .cuda_kernel import MatmulReduceScatterPush
 
 _LINK = 364e3  # bytes a microsecond, measured between H200s
@@ -103,7 +103,7 @@ def estimate_push_us(config: PushConfig, m: int, n: int, k: int, world_size: int
     there is nothing left to multiply."""
     tile = config.tile
     rows = world_size * -(-part_of(m, world_size) // tile.block_m)
-    product = gemm_tiles.estimate_us(tile, rows, [n], k, num_sms) * (1 + 0.4 * (tile.loads - 1))
+    product = product_beside_us(tile, rows, n, k, world_size, num_sms)
     waves = gemm_tiles.waves(tile, rows, [n], num_sms)
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
     sending = 2 * (world_size - 1) * part_of(m, world_size) * n * 2 / _LINK
