@@ -6,7 +6,6 @@ which chooses between the two.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from operator import itemgetter
 
 import torch
@@ -88,10 +87,7 @@ def choose_push(m: int, n: int, k: int, world_size: int, num_sms: int) -> tuple[
     """The configuration for A [m, K] and B [K, N] of 16 bits, and whether it is thought to beat a product with an
     all-reduce behind it. A pure function: all ranks choose alike."""
     part = part_of(m, world_size)
-    candidates = [
-        replace(push_config(tile, part, n, k, world_size, num_sms), staged=True)
-        for tile in gemm_tiles.suited(m, n, k)
-    ]
+    candidates = [push_config(tile, part, n, k, world_size, num_sms) for tile in gemm_tiles.suited(m, n, k)]
     estimated = [(estimate_push_us(c, m, n, k, world_size, num_sms), c) for c in candidates]
     fastest, config = min(estimated, key=itemgetter(0))
     half, _ = push_needs(part, n, config, world_size, num_sms, to_all=True)
