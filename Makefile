@@ -46,13 +46,17 @@ $(VENV)/.weft-installed: pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(PY) examples/llama_block.py
 
-# The kernels' tests keep one processor busy for minutes, want no GPU and look at nothing of the machine: they run beside
-# all others. What they print comes behind the rest.
+# The kernels' tests, and of the pass those that trace by themselves, keep one processor busy for minutes, want no GPU and
+# look at nothing of the machine: they run beside all others. What they print comes behind the rest.
+PASSES := tests/fused_ops/passes
+BESIDE := tests/kernels $(wildcard $(PASSES)/test_*_forms.py) \
+	$(addprefix $(PASSES)/test_,patterns.py random_graphs.py scatter_terms.py)
+
 test: $(STAMP)
 ifeq ($(strip $(PYTEST_ARGS)),)
 	@printed=$$(mktemp); \
-	$(PY) -m pytest tests/kernels -p no:cacheprovider >$$printed 2>&1 & beside=$$!; \
-	$(PY) -m pytest --ignore=tests/kernels; failed=$$?; \
+	$(PY) -m pytest $(BESIDE) -p no:cacheprovider >$$printed 2>&1 & beside=$$!; \
+	$(PY) -m pytest $(addprefix --ignore=,$(BESIDE)); failed=$$?; \
 	wait $$beside || failed=1; \
 	cat $$printed; rm $$printed; \
 	exit $$failed
