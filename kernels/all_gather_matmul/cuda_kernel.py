@@ -52,10 +52,8 @@ class _Params(ctypes.Structure):
         ("missed", ctypes.c_int32),
         ("push", ctypes.c_int32),
         ("final", ctypes.c_int32),
-        (
-            "reserved",
-            ctypes.c_int32 * 15,
-        ),  # the size is a multiple of 64, as the alignment of a tensor map is
+        # Tensor maps are aligned to 64 bytes, so there its size is a multiple of that.
+        ("reserved", ctypes.c_int32 * 15),
     )
 
 

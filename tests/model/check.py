@@ -1,8 +1,9 @@
 """The protocols as models for SPIN: `make model` checks them all, whole and broken on purpose.
 
-workspace.pml is the protocol of symm_mem/workspace.py, all_reduce.pml that of kernels/all_reduce/kernel.cu. SPIN looks
-at every order of every step of all ranks, and of every store on its way. A whole model must have no error; a model with
-one rule broken must have one, or the model would not see what it is there for.
+workspace.pml is the protocol of symm_mem/workspace.py, all_reduce.pml that of kernels/all_reduce/kernel.cu, and
+all_reduce_rounds.pml what holds where it uses its slots several times in one launch. SPIN looks at every order of every
+step of all ranks, and of every store on its way. A whole model must have no error; a model with one rule broken must
+have one, or the model would not see what it is there for.
 
 SPIN: `apt install spin`, `brew install spin`, or https://spinroot.com. It needs a C compiler, too.
 """
@@ -59,6 +60,8 @@ _GROWN = "W=2 CALLS=4 CHUNKS=1 GROWTHS=2"
 # half, and growth before calls 1 and 2, so that calls 2, 3 and 4 use the memory of call 0.
 _AGAIN = "W=3 CALLS=5 CHUNKS=1 GROWTHS=2 HALVES=1 ALWAYS_GROW=1 PROMPT=1"
 _REDUCED = "W=2 CALLS=3 BLOCKS=2 WORDS=1 FORMS=1 LEAST=1 RESIDENT=1"
+_ROUNDS = "W=2 WORKERS=1 CALLS=2 LEAST=1 MOST=2 PROMPT=0"
+_TWO_WORKERS = "W=2 WORKERS=2 CALLS=1 LEAST=3 MOST=3 PROMPT=1"
 
 #: Seconds together: part of `make test` where SPIN is there.
 SMALL = [
@@ -69,6 +72,8 @@ SMALL = [
     Case("all_reduce", _REDUCED),
     Case("all_reduce", _REDUCED, WRONG, "HALVES"),
     Case("all_reduce", _REDUCED, STUCK, "ORDER"),
+    Case("all_reduce_rounds", _ROUNDS),
+    Case("all_reduce_rounds", _ROUNDS, STUCK, "FENCE"),
 ]
 LARGE = [
     Case("workspace", "W=2 CALLS=7 CHUNKS=2 GROWTHS=0"),
@@ -93,6 +98,12 @@ LARGE = [
     Case("all_reduce", _REDUCED, WRONG, "EMPTY"),
     Case("all_reduce", _REDUCED, STUCK, "ZEROS"),
     Case("all_reduce", _REDUCED, STUCK, "VECTOR"),
+    Case("all_reduce_rounds", "W=2 WORKERS=1 CALLS=2 LEAST=1 MOST=3 PROMPT=0"),
+    Case("all_reduce_rounds", _TWO_WORKERS),
+    Case("all_reduce_rounds", "W=2 WORKERS=1 CALLS=2 LEAST=1 MOST=3 PROMPT=0", WRONG, "HEAR"),
+    Case("all_reduce_rounds", _ROUNDS, STUCK, "FIRST"),
+    Case("all_reduce_rounds", _ROUNDS, STUCK, "LAST"),
+    Case("all_reduce_rounds", _TWO_WORKERS, WRONG, "EMPTIED"),
 ]
 
 
