@@ -130,11 +130,8 @@ def estimate_one_shot_us(m: int, ns: Sequence[int], k: int, world_size: int) -> 
     kernel that does both hides best, it was measured to lose more than these estimates say."""
     sent = (world_size - 1) * m * k * 2
     products = gemm_tiles.products_us(world_size * m, ns, k)
-    return (
-        one_shot.exchange_us(sent, world_size)
-        + products
-        + max(0.0, products - _HIDES * one_shot.sending_us(sent, world_size))
-    )
+    not_hidden = max(0.0, products - _HIDES * one_shot.sending_us(sent, world_size))
+    return one_shot.exchange_us(sent, world_size) + products + not_hidden
 
 
 def fused_ranked(
@@ -213,8 +210,10 @@ def push_candidates(
             fill = (num_sms - senders) // (listed * columns)
             for group in sorted({1, 2, fill} & set(range(1, rows + 1)), reverse=senders > 0):
                 remote_band = max(_BAND, -(-group * listed // 2))
-                of = PushConfig(tile, senders, group, remote_band=remote_band, split_k=split_k, missed=missed)
-                configs.append(of)
+                config = PushConfig(
+                    tile, senders, group, remote_band=remote_band, split_k=split_k, missed=missed
+                )
+                configs.append(config)
     return configs
 
 

@@ -75,7 +75,7 @@ struct GatherWalk {
         others = all - sending;
         joined = missed * others;
         index = cluster < sending ? others + cluster : cluster - sending;
-        step = cluster < sending || joined == 0 ? joined + index : index;
+        step = cluster < sending ? joined + index : index;
     }
 
     __device__ void next() {

@@ -88,10 +88,10 @@ def push_config(
     wave before; of long products, which hide what is sent, it is wide: all of B is read once a band. Parts are staged:
     only of very long products with few rows it was faster to send them from registers."""
     band = max(round(num_sms / 2 / -(-n // tile.block_n)), 2)
-    if world_size == 2:
-        band = 8 if k >= _LONG and m >= _TALL else band
-    elif m >= _TALL:
+    if m >= _TALL and world_size > 2:
         band *= 2
+    elif m >= _TALL and k >= _LONG:
+        band = 8
     return PushConfig(tile, min(band, 8), staged=True, split_n=split_n)
 
 

@@ -1,8 +1,8 @@
 /* two_shot_rounds of kernels/all_reduce/kernel.cu: several uses of the slots in one launch, kernels/device/steward.cuh.
 
    Every rank launches the same CALLS kernels of one block, one after the other; how many uses each makes, from LEAST to
-   MOST, is chosen at the start in all ways. The block has WORKERS threads that send, and a steward. all_reduce.pml has what holds
-   for several blocks, and for vectors of several words.
+   MOST, is chosen at the start in all ways. The block has WORKERS threads that send, and a steward. all_reduce.pml has
+   what holds for several blocks, and for vectors of several words.
 
    Every word travels by itself and for any time: no store is ordered behind another. The zeros that empty a slot are in
    the rank's own memory when its kernel has ended or behind the steward's fence, and not surely before. What a rank says
