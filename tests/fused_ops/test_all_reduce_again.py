@@ -197,9 +197,8 @@ def test_a_call_that_cannot_take_its_turn_is_not_noted(
 def test_a_call_that_ranks_would_run_differently_is_not_noted(
     stage: SimpleNamespace, agree: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    under: list[
-        str
-    ] = []  # what name the ranks prepare the call: one may make it in place and another one not
+    # Under what name the ranks prepare the call: one may make it in place and another one not.
+    under: list[str] = []
     heap: Any = SimpleNamespace(world_size=2, group_name=NAME, prepare=lambda name, *_: under.append(name))
     prepared = stage.workspace.prepared[15, torch.float32, "sum"]
 
