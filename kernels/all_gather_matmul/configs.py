@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 from operator import itemgetter
@@ -21,18 +21,23 @@ from ..device.tile_table import Tile, pick
 _SPLIT_BYTES = 16 << 20
 _LINK = 364e3  # bytes a microsecond, measured between H200s
 _PRODUCTS = 350e6  # multiply-adds a microsecond
+MOST_BS = 4  # of one launch
 _BAND = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
 
 # Of estimate_push_us, microseconds: a launch. Where all blocks send: between two tiles, and how much slower products
-# are beside it. Where some do: between two tiles, and until what was sent is seen.
-_LAUNCH = 12.0
-_TILE_ENDS, _PUSH_HINDERS = 3.1, 0.27
-_TILE_ENDS_BESIDE_SENDERS, _SEEN = 2.5, 3.0
+# are beside it, between two GPUs and between more. Where some do: between two tiles, and until what was sent is seen.
+_LAUNCH = 13.0
+_TILE_ENDS, _PUSH_HINDERS, _PUSH_OF_MORE_HINDERS = 2.0, 0.15, 0.46
+_TILE_ENDS_BESIDE_SENDERS, _SEEN = 2.8, 4.0
+_LOADS_HINDER = 0.2  # products, for each time as much as a tile loads more than the largest one does
 _MOST_WAVES = 256  # of one estimate; the waves of longer products are taken some at once
-# Bytes a microsecond, by senders; fitted to which configuration is faster, of 33 products between 4 H200. (Alone they
-# reach 313 and 323.) All blocks together are never waited for between two GPUs.
-_PUSH_RATE = {0: 2000e3, 8: 365e3, 12: 350e3}
-_SLACK = 1.15  # beside products they take longer
+# Bytes a microsecond, by senders, between more than two GPUs; fitted to which configuration is faster. All blocks
+# together are never waited for between two.
+_PUSH_RATE = {0: 297e3, 8: 288e3, 12: 288e3, 16: 300e3}
+_PUSH_RATE_OF_TWO = 2000e3
+# Of a step whose K is shared: microseconds until the others' sums are seen, and for each number that is added.
+_SHARES, _ADDS = 2.0, 5e-5
+_SHARING_WARPS = 8  # of a block, each with a flag of its own
 # Microseconds of a copy kernel, and bytes a microsecond that it moves: unfused, shards of the last dimension are put
 # side by side between the all-gather and the product. Not fitted to anything: a launch, and the memory's rate.
 _COPY, _COPY_RATE = 3.0, 1.75e6
@@ -85,7 +90,8 @@ class PushConfig:
     sent, for the time of ``missed`` tiles; or, if that is 0, by every block beside its products. ``unit_columns`` of K
     are waited for at once; ``group`` rows of tiles of each rank are sent and multiplied together; ``band`` pairs of own
     rows of tiles and ``remote_band`` pairs of the peers' are walked together. ``split_k``: shards lie side by side
-    along K; then no rows are only the own ones.
+    along K; then no rows are only the own ones. The first wave has ``lead`` steps of a cluster (0: as many as it can),
+    all of own rows, and K of each is shared by ``parts`` clusters.
     """
 
     tile: gemm_tiles.Tile
@@ -98,6 +104,8 @@ class PushConfig:
     remote_band: int = _BAND
     split_k: bool = False
     missed: int = 0
+    lead: int = 0
+    parts: int = 1
 
 
 FusedConfig: TypeAlias = PushConfig | OneShotConfig  # of 16 bits
@@ -201,8 +209,8 @@ def push_candidates(
     group then advance together as it comes."""
     configs, peers = [], world_size - 1
     listed = 1 if split_k else peers  # tiles that wait for a row of tiles of all peers, in each column
-    # Between two GPUs all blocks together send fast enough.
-    several = [senders for senders in (12, 8) if peers > 1 and 4 * senders <= num_sms] or [0]
+    # Between two GPUs all blocks together are faster.
+    several = [senders for senders in (12, 8, 16, 0) if not senders or (peers > 1 and 4 * senders <= num_sms)]
     for tile in gemm_tiles.suited(world_size * m, sum(ns), k):
         rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
         for senders in several:
@@ -211,17 +219,62 @@ def push_candidates(
             for group in sorted({1, 2, fill} & set(range(1, rows + 1)), reverse=senders > 0):
                 remote_band = max(_BAND, -(-group * listed // 2))
                 config = PushConfig(
-                    tile, senders, group, remote_band=remote_band, split_k=split_k, missed=missed
+                    *(tile, senders, group),
+                    unit_columns=512 if senders and not split_k else 1024,
+                    remote_band=remote_band,
+                    split_k=split_k,
+                    missed=missed,
                 )
-                configs.append(config)
+                led = _led(config, m, ns, k, world_size, num_sms)
+                configs += [config] if led is None else [led, config]
     return configs
 
 
+def _led(
+    config: PushConfig, m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int
+) -> PushConfig | None:
+    """The same with what is left over of full waves in front of them; None if nothing is, or too much."""
+    tile = config.tile
+    rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
+    own, steps = rows // 2 * columns, (rows * world_size + 1) // 2 * columns
+    others, clusters = _clusters(config, num_sms)
+    behind = steps - config.missed * others
+    lead = behind % clusters if behind > 0 else steps % others
+    if config.split_k or len(ns) > MOST_BS or not 0 < lead <= min(own, others):
+        return None
+    most = min(others // lead, most_parts(config, lead, m, k), -(-k // gemm_tiles.BLOCK_K))
+    parts = min(range(1, most + 1), key=lambda parts: _lead_us(tile, k, parts))
+    return replace(config, lead=lead, parts=parts)
+
+
+def most_parts(config: PushConfig, lead: int, m: int, k: int) -> int:
+    """Clusters that may share K of each of ``lead`` steps: what they add up lies where this rank's own rows and flags
+    would."""
+    sums = 4 * config.tile.block_m * config.tile.block_n
+    room = min(m * k * 2 // sums, push_flags_per_rank(m, k, config) // _SHARING_WARPS)
+    return room // (2 * lead) + 1
+
+
+def _clusters(config: PushConfig, num_sms: int) -> tuple[int, int]:
+    """Of two blocks each: those that multiply from the start, and with the senders."""
+    return max(1, (num_sms - config.senders) // 2), max(1, num_sms // 2)
+
+
+def _lead_us(tile: gemm_tiles.Tile, k: int, parts: int) -> float:
+    """Microseconds of the first wave, where so many clusters share K of a step."""
+    each = tile.block_m * tile.block_n * _ADDS
+    return -(-k // gemm_tiles.BLOCK_K) * _stage_us(tile) / parts + (parts > 1) * _SHARES + (parts - 1) * each
+
+
 def _missed(tile: gemm_tiles.Tile, senders: int, m: int, k: int, world_size: int) -> int:
-    """Tiles that a block computes while so many ``senders`` send, in a time that they will not exceed by much: then
-    what comes last would wait for their tiles."""
-    tile_us = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us + _TILE_ENDS_BESIDE_SENDERS
-    return ceil((_LAUNCH + _SLACK * (world_size - 1) * m * k * 2 / _PUSH_RATE[senders]) / tile_us)
+    """Tiles that a block computes while so many ``senders`` send."""
+    tile_us = -(-k // gemm_tiles.BLOCK_K) * _stage_us(tile) + _TILE_ENDS_BESIDE_SENDERS
+    return ceil((_LAUNCH + (world_size - 1) * m * k * 2 / _PUSH_RATE[senders]) / tile_us)
+
+
+def _stage_us(tile: gemm_tiles.Tile) -> float:
+    """Microseconds of a stage beside what is sent: a tile that loads more for its products feels it more."""
+    return tile.stage_us * (1 + _LOADS_HINDER * (tile.loads - 1))
 
 
 def estimate_push_us(
@@ -235,19 +288,20 @@ def estimate_push_us(
     rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
     units = -(-k // config.unit_columns)
     moved = peers * m * k * 2
-    rate = _PUSH_RATE[config.senders]  # bytes a microsecond
+    rate = _PUSH_RATE[config.senders] if peers > 1 else _PUSH_RATE_OF_TWO
+    hinders = _PUSH_OF_MORE_HINDERS if peers > 1 else _PUSH_HINDERS
     row_us = moved / rows / rate
     end = moved / _LINK
     seen, tile_ends = (_SEEN, _TILE_ENDS_BESIDE_SENDERS) if config.senders else (0.0, _TILE_ENDS)
-    # Of two blocks each: those that multiply from the start, and with the senders.
-    others, clusters = max(1, (num_sms - config.senders) // 2), max(1, num_sms // 2)
+    others, clusters = _clusters(config, num_sms)
     # Pairs of rows of tiles: those of the own shard alone, and those behind them, which wait for the peers' rows.
     own_pairs, listed, parts = (0, 1, world_size) if config.split_k else (rows // 2, peers, 1)
     pairs = (rows * (1 if config.split_k else world_size) + 1) // 2 - own_pairs
     own = own_pairs * columns
     steps = own + pairs * columns
     at_once = -(-steps // (clusters * _MOST_WAVES))
-    now, first, wave = 0.0, 0, 0
+    now = _lead_us(tile, k, config.parts) + tile_ends if config.lead else 0.0
+    first, wave = config.lead, 0
     while first < steps:
         taken = (others if wave < config.missed else clusters) * at_once
         last, sent, height = min(steps, first + taken) - 1, 0, 0
@@ -261,9 +315,9 @@ def estimate_push_us(
             if height:
                 now = max(now, (sent + height * (unit + 1) / units) * row_us + seen)
             us = min(config.unit_columns, k - unit * config.unit_columns) / gemm_tiles.BLOCK_K
-            us *= tile.stage_us * at_once
+            us *= _stage_us(tile) * at_once
             if not config.senders:
-                us += _PUSH_HINDERS * max(0.0, min(us, end - now))
+                us += hinders * max(0.0, min(us, end - now))
             now += us
         now += tile_ends * at_once
         first, wave = first + taken, wave + at_once

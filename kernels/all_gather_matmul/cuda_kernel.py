@@ -20,9 +20,7 @@ from ..device.half import Half, watch
 from ..device.launch import ALIGNMENT
 from ..device.program import Watch
 from ..device.tensor_map import Maps, TensorMap, contiguous, put_map, put_maps
-from .configs import PushConfig, push_flags_per_rank
-
-MOST_BS = 4  # of one launch
+from .configs import MOST_BS, PushConfig, most_parts, push_flags_per_rank
 
 SOURCE = Path(__file__).parent / "kernel.cu"
 
@@ -50,16 +48,18 @@ class _Params(ctypes.Structure):
         ("group", ctypes.c_int32),
         ("senders", ctypes.c_int32),
         ("missed", ctypes.c_int32),
+        ("lead", ctypes.c_int32),
+        ("parts", ctypes.c_int32),
         ("push", ctypes.c_int32),
         ("final", ctypes.c_int32),
         # Tensor maps are aligned to 64 bytes, so there its size is a multiple of that.
-        ("reserved", ctypes.c_int32 * 15),
+        ("reserved", ctypes.c_int32 * 13),
     )
 
 
 _OWN, _B, _A, _C, _SENDERS = (getattr(_Params, name).offset for name in ("own", "b", "a", "c", "senders"))
 # A store to a ctypes field costs as much as all of these.
-_put_address, _put_turns = struct.Struct("Q").pack_into, struct.Struct("4i").pack_into
+_put_address, _put_turns = struct.Struct("Q").pack_into, struct.Struct("6i").pack_into
 
 
 def defines(bs: Sequence[torch.Tensor], config: PushConfig) -> gemm.Defines:
@@ -99,7 +99,7 @@ class AllGatherMatmulPush:
         num_sms: blocks to launch. As many must find an SM each.
 
     Raises:
-        ValueError: the workspace is too small.
+        ValueError: the workspace is too small, or for the configuration's ``parts``.
     """
 
     def __init__(
@@ -116,8 +116,13 @@ class AllGatherMatmulPush:
         flags = push_flags_per_rank(m, k, config)
         if layout.flags_per_rank < flags or layout.half_bytes < size * m * k * dtype.itemsize:
             raise ValueError(f"workspace: {layout} is too small for shards of {m} x {k} {dtype}")
+        if config.parts > 1 and config.parts > (most := most_parts(config, config.lead, m, k)):
+            raise ValueError(
+                f"config: parts is {config.parts}, must be at most {most} for shards of {m} x {k}"
+            )
         self.workspace = workspace
-        self._sends = (config.senders, config.missed, not config.senders), (0, 0, False)
+        sends = (config.senders, config.missed, config.lead, config.parts, not config.senders)
+        self._sends = sends, (0, 0, 0, 1, False)
         self._timeouts_ns = [0, 0]
         rows = (1, 1, m, k)
         strides = (0, 0, *a.stride())

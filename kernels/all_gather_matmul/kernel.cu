@@ -15,6 +15,10 @@
 // these lie in; it tells the loader (warp 0). Own rows are read from the input.
 // Use e = EPOCH[half] + 1 is read when the kernel starts; its last block ends the use (weft::leave), if `final`.
 //
+// K of the first `lead` steps, which have own rows only, may be shared by `parts` clusters each (order.cuh): the last wave of
+// tiles is then a full one, and the first, short one takes a part of a wave's time. Their sums lie where the half and its
+// flags have room for what the own rank does not send to itself (../device/shared_tile.cuh).
+//
 // Order: rows are sent and multiplied in groups of `group` rows of tiles from every rank, the own rows first. (With SPLIT_K
 // no rows are only the own ones.) Inside a group pieces are sent by columns, then by rows: all tiles of a group advance
 // along K as the data comes, and what remains to be done behind the last byte is the last columns' share of a tile, not a
@@ -27,6 +31,7 @@
 #define SERVE_REGISTERS 72
 #define MULTIPLY_REGISTERS 216
 #include "../device/gemm.cuh"
+#include "../device/shared_tile.cuh"
 #include "order.cuh"
 
 using weft::PIECES;
@@ -39,11 +44,14 @@ namespace {
 
 constexpr int MOST_BS = 4;
 constexpr int PUSHERS = weft::THREADS / 32 - 1;  // warps of a block while it only sends; the last one posts
+// Bytes a nanosecond that all pushing warps send: what the links take where several ranks send to one. Between two nothing
+// is gained by a pace.
+constexpr u64 RATE = 328;
 // Which of s.counts: units of peers' rows that lie here, in the loader's order; and, of each pushing warp from SENT on,
 // pieces that have been sent.
 constexpr int ARRIVED = 0, SENT = 1;
+constexpr int ORDER = SENT + PUSHERS;  // where the order stands among them
 
-static_assert(SENT + PUSHERS <= weft::COUNTS);
 static_assert(weft::PIECES <= 32, "a lane waits for each");
 static_assert(BM % PIECE_ROWS == 0 && UNIT_COLUMNS % PIECE_COLUMNS == 0 && UNIT_COLUMNS % weft::BK == 0);
 
@@ -64,7 +72,9 @@ struct Params {
     int remote_band;  // and of the peers'
     int group;  // rows of tiles of a rank that are sent together
     int senders;  // blocks that first send
-    int missed;  // steps that each of the others takes meanwhile
+    int missed;  // steps that each of the others takes meanwhile, behind the first wave
+    int lead;  // steps of the first wave
+    int parts;  // clusters that share K of each of these
     int push;  // every block sends beside its products
     int final;  // this launch ends the use
 };
@@ -73,10 +83,25 @@ using Order = weft::GatherOrder<Params>;
 using Piece = weft::GatherPiece<Params>;
 using Tile = weft::GatherTile;
 using Walk = weft::GatherWalk;
+static_assert(sizeof(Order) <= (weft::COUNTS - ORDER) * sizeof(u32));
 
-__device__ __forceinline__ Walk steps_of(const Params& p) {
-    return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), p.senders, p.missed};
+__device__ __forceinline__ int depth_of(const Params& p) { return (p.k + weft::BK - 1) / weft::BK; }
+
+__device__ __forceinline__ Walk steps_of(const Params& p, const Order& order) {
+    const int blocks = static_cast<int>(gridDim.x), lead = min(p.lead, order.own_pairs * order.columns);
+    return {static_cast<int>(blockIdx.x), blocks, p.senders, p.missed, lead, min(p.parts, depth_of(p))};
 }
+
+// The stages of K that this cluster multiplies of a step.
+struct Span {
+    int first, end;
+
+    __device__ __forceinline__ Span(const Params& p, const Walk& walk) {
+        const int depth = depth_of(p);
+        first = walk.shared() ? depth * walk.part() / walk.parts : 0;
+        end = walk.shared() ? depth * (walk.part() + 1) / walk.parts : depth;
+    }
+};
 
 // Pushing warp `pusher` of the launch's `pushers`: its pieces, from the own rows to all peers. Ordinary stores:
 // where bulk copies wait for a link, what the same SM loads for its products waits behind them.
@@ -91,6 +116,7 @@ __device__ __forceinline__ void push(const Params& p, const Order& order, u32 us
     constexpr int VECTORS = 8;  // of a lane, on their way at once
     static_assert(PIECE_ROWS % (ROWS * VECTORS) == 0);
     const u64 from_stride = static_cast<u64>(ROWS) * p.stride, to_stride = static_cast<u64>(ROWS) * p.k;
+    weft::Pace pace{world_size > 2 ? VECTORS * 32 * 16 * static_cast<u64>(pushers) / RATE : 0};
     u32 count = 0;
     for (int index = pusher; index < order.pieces; index += pushers) {
         const Piece piece(p, order, index);
@@ -110,6 +136,7 @@ __device__ __forceinline__ void push(const Params& p, const Order& order, u32 us
                 for (int turn = 1; turn < world_size; ++turn) {
                     const int peer = rank >= turn ? rank - turn : rank - turn + world_size;
                     weft::u16* to = weft::on_rank(slot, p.watch, p.half, peer);
+                    pace.wait();
 #pragma unroll
                     for (int i = 0; i < VECTORS; ++i) {
                         if (i * ROWS < left) *reinterpret_cast<uint4*>(to + i * to_stride) = v[i];
@@ -170,16 +197,16 @@ __device__ __forceinline__ void each_part(const Params& p, const Tile& t, const 
 
 // Warp 0: what the multiplying warpgroups work on.
 __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, const Order& order) {
-    const int depth = (p.k + weft::BK - 1) / weft::BK;
     weft::Turn<STAGES> turn;
     u32 needed = 0;
-    for (Walk walk = steps_of(p); walk.step < order.steps(); walk.next()) {
+    for (Walk walk = steps_of(p, order); walk.step < order.steps(); walk.next()) {
         const Tile t = order.tile(p, walk.step, s.block);
+        const Span span(p, walk);
         each_part(p, t, [&](int src) {
             const bool own = src == p.watch.rank;
             const weft::Rows rows{t.row * BM, own ? 0 : src, 0};
             const weft::TensorMap& a = own ? p.own : p.gathered;
-            for (int i = 0; i < depth; ++i) {
+            for (int i = span.first; i < span.end; ++i) {
                 if (!own && i % (UNIT_COLUMNS / weft::BK) == 0) weft::wait_count(s.counts + ARRIVED, ++needed);
                 weft::load_stage(s, turn, a, rows, p.b[t.b], t.column * BN, i * weft::BK, src);
             }
@@ -192,7 +219,7 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
 __device__ __forceinline__ void watch(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
     const int lane = threadIdx.x % 32;
     u32 arrived = 0;
-    for (Walk walk = steps_of(p); walk.step < order.steps(); walk.next()) {
+    for (Walk walk = steps_of(p, order); walk.step < order.steps(); walk.next()) {
         const Tile t = order.tile(p, walk.step, s.block);
         const int row = t.row * BM + lane / PIECES_K * PIECE_ROWS;
         each_part(p, t, [&](int src) {
@@ -212,6 +239,26 @@ __device__ __forceinline__ void watch(const Params& p, const weft::Shared& s, co
     }
 }
 
+// A multiplying warp's sums of a step whose K is shared: left for the first part, or, by that one, with those of all
+// others. Whether they are the tile's.
+__device__ __forceinline__ bool put_together(
+    const Params& p, const weft::Shared& s, const Walk& walk, u32 use, float (&sums)[weft::SUMS]) {
+    const int tile = 2 * walk.step + s.block;
+    weft::u16* base = p.data + static_cast<u64>(p.watch.rank) * p.m * p.k;
+    const u32 flags = p.half.flags + p.watch.rank * p.half.flags_per_rank;
+    if (walk.part() != 0) {
+        const u32 place = weft::shared_place(tile, walk.part(), walk.parts);
+        weft::leave_sums(
+            weft::shared_sums(base, place), p.watch.words + weft::shared_flag(flags, place), use, sums);
+        return false;
+    }
+    for (int part = 1; part < walk.parts; ++part) {
+        const u32 place = weft::shared_place(tile, part, walk.parts);
+        weft::add_sums(p.watch, weft::shared_sums(base, place), weft::shared_flag(flags, place), use, sums);
+    }
+    return true;
+}
+
 }  // namespace
 
 extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds__(weft::THREADS, 1)
@@ -220,7 +267,10 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
     const weft::Shared s = weft::shared_memory(base);
     weft::begin(s);
     const u32 use = p.watch.words[p.half.epoch] + 1;
-    const Order order(p);
+    // In shared memory: there are no registers to keep it in.
+    Order& order = *reinterpret_cast<Order*>(s.counts + ORDER);
+    if (threadIdx.x == 0) order = Order(p);
+    __syncthreads();
     const int warpgroup = threadIdx.x / weft::GROUP;
     if (static_cast<int>(blockIdx.x) < p.senders) {
         send(p, s, order, use);
@@ -235,15 +285,25 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         if (warp == 3 && p.push) post(p, order, use, blockIdx.x, 1, gridDim.x, s.counts + SENT);
     } else {
         weft::take_registers<MULTIPLY_REGISTERS>();
-        const int depth = (p.k + weft::BK - 1) / weft::BK * (SPLIT_K ? p.half.world_size : 1);
         weft::Turn<STAGES> turn;
-        for (Walk walk = steps_of(p); walk.step < order.steps(); walk.next()) {
-            const Tile t = order.tile(p, walk.step, s.block);
-            float sums[weft::SUMS];
-            weft::multiply(s, turn, warpgroup, depth, sums);
+        Walk walk = steps_of(p, order);
+        const auto store = [&](const Tile& t, const float (&sums)[weft::SUMS]) {
             const int row = t.row * BM, column = t.column * BN, n = p.n[t.b];
             weft::u16* c = p.c[t.b] + (static_cast<u64>(t.src) * p.m + row) * n + column;
             weft::store_rows(c, n, p.m - row, n - column, warpgroup, sums, [](int, float*) {});
+        };
+        if (walk.shared()) {
+            float sums[weft::SUMS];
+            const Span span(p, walk);
+            weft::multiply(s, turn, warpgroup, span.end - span.first, sums);
+            if (put_together(p, s, walk, use, sums)) store(order.tile(p, walk.step, s.block), sums);
+            walk.next();
+        }
+        const int depth = depth_of(p) * (SPLIT_K ? p.half.world_size : 1);
+        for (; walk.step < order.steps(); walk.next()) {
+            float sums[weft::SUMS];
+            weft::multiply(s, turn, warpgroup, depth, sums);
+            store(order.tile(p, walk.step, s.block), sums);
         }
     }
     weft::end();

@@ -44,7 +44,7 @@ static_assert(BM == 64 || BM == 128);
 static_assert(!B_ROWS || !B_WHOLE || BN % 64 == 0, "a box begins at a whole group of 64 columns");
 static_assert(WN % 32 == 0 && (!B_ROWS || WARPGROUPS_M == 2 || WN % 64 == 0));
 
-constexpr int COUNTS = 16;
+constexpr int COUNTS = 20;
 constexpr u32 NOTHING = ~0u;  // stands in a count of what is sent, if nothing will be
 
 struct Shared {

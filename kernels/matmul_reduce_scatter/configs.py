@@ -175,7 +175,7 @@ def estimate_push_us(
     product = product_beside_us(tile, rows, n, k, world_size, num_sms)
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
     sending = (world_size - 1) * batches * m * n * 2 / _LINK
-    launch, hinders = 18.0, 0.3
+    launch, hinders = 22.0 + 0.1 * first, 0.15
     if world_size == 2:
         launch, hinders = 12.0 + 2 * gemm_tiles.waves(tile, rows, [n], num_sms), 0.15
     return launch + max(product, first + sending) + hinders * min(product, sending)
@@ -185,10 +185,9 @@ def product_beside_us(
     tile: gemm_tiles.Tile, rows: int, n: int, k: int, world_size: int, num_sms: int
 ) -> float:
     """Microseconds of the products alone, as long as they take beside what is sent and received: small tiles, which
-    load more, feel it most between two ranks, and all of them between more. ``rows``: of tiles, in all."""
+    load more, feel it, most between two ranks. ``rows``: of tiles, in all."""
     alone = gemm_tiles.estimate_us(tile, rows, [n], k, num_sms)
-    loads = tile.loads - 1
-    return alone * ((1 + 0.4 * loads) if world_size == 2 else 1.1 * (1 + 0.1 * loads))
+    return alone * (1 + (0.4 if world_size == 2 else 0.2) * (tile.loads - 1))
 
 
 def push_inbox(

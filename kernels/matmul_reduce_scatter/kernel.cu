@@ -44,6 +44,8 @@ using weft::u8;
 namespace {
 
 constexpr int VECTORS = weft::PART_BYTES / 16;  // of a part
+// Bytes a nanosecond that all blocks send: a tenth more than the links take, as they have nothing to send at times.
+constexpr u64 RATE = 372;
 // Which of s.counts: parts that a multiplying warpgroup has staged, and parts of its that have been sent.
 constexpr int STAGED = 0, SENT = 2;
 constexpr int ORDER = 4;  // where the order stands among them
@@ -138,15 +140,17 @@ __device__ __forceinline__ void push(
     constexpr int AHEAD = 8;  // vectors of a lane, on their way at once
     static_assert(VECTORS % (32 * AHEAD) == 0);
     const uint4* from = staged(p, warpgroup) + lane;
+    weft::Pace pace{AHEAD * 32 * 16 * 2 * u64{gridDim.x} / RATE};
     u32 count = 0;
-    int step = next_sent(p, s, order, weft::first_step());
-    for (; step < order.steps(); step = next_sent(p, s, order, step + weft::stride())) {
+    for (int step = next_sent(p, s, order, weft::first_step()); step < order.steps();) {
         const Tile t = order.tile(p, step, s.block);
+        step = next_sent(p, s, order, step + weft::stride());
         if (weft::wait_count(s.counts + STAGED + warpgroup, ++count) == weft::NOTHING) count = weft::NOTHING;
         if (count == weft::NOTHING) break;
 #pragma unroll 1
         for (int first = 0; first < VECTORS; first += 32 * AHEAD) {
             uint4 v[AHEAD];
+            if (step < order.steps()) pace.wait();  // behind the last part there is little to hold up
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) v[i] = __ldcg(from + first + 32 * i);
             to_receivers(p, t, [&](int dst) {

@@ -6,6 +6,7 @@ Operands are small whole numbers and sums stay below 256: every rounding on the 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -80,11 +81,22 @@ def both_ops(
 
 def every_tile(rank: int, world_size: int) -> None:
     for tile in TILES:
-        for senders in (0, 8):  # sent by every block, or by some, which miss a tile meanwhile
+        # Sent by every block, or by some, which miss a tile meanwhile; with and without a wave whose K is shared.
+        for senders, lead in ((0, 2), (8, 0), (8, 1)):
 
-            def only(m: int, *_: object, tile: Tile = tile, senders: int = senders) -> list[PushConfig]:
+            def only(
+                m: int,
+                ns: list[int],
+                k: int,
+                *_: object,
+                tile: Tile = tile,
+                senders: int = senders,
+                lead: int = lead,
+            ) -> list[PushConfig]:
                 group = min(2, -(-m // tile.block_m))
-                return [PushConfig(tile, senders, group, missed=senders // 8)]
+                config = PushConfig(tile, senders, group, missed=senders // 8, lead=lead)
+                parts = min(3, gather_configs.most_parts(config, lead, m, k)) if lead else 1
+                return [replace(config, parts=parts)]
 
             # What was chosen for these shapes before is forgotten, the kernels with it.
             gather_configs.push_ranked.cache_clear()
@@ -100,7 +112,7 @@ def every_tile(rank: int, world_size: int) -> None:
                 for i, (m, k, ns) in enumerate(SHAPES):
                     for dtype, transposed in ((torch.bfloat16, False), (torch.float16, True)):
                         poison(rank)
-                        what = f"{tile}, {senders} senders, {m, k, ns} {dtype}"
+                        what = f"{tile}, {senders} senders, lead {lead}, {m, k, ns} {dtype}"
                         both_ops(m, k, ns, dtype, transposed, what, return_A=i % 2 == 0)
 
 

@@ -178,6 +178,8 @@ static T __ldcg(const T* place) {
     return *place;
 }
 static int min(int a, int b) { return a < b ? a : b; }
+static float __uint_as_float(unsigned bits) { return weft::as_float(bits); }
+static unsigned __float_as_uint(float value) { return weft::as_bits(value); }
 
 namespace weft {
 
@@ -243,6 +245,11 @@ static void wait(u64* barrier, u32 parity) {
 
 // What the lanes of a warp can only do together.
 static void together() { meet(warp().meeting, 32); }
+
+struct Pace {
+    u64 interval;
+    void wait() { go_on_later(); }
+};
 
 static bool elected() {
     together();
