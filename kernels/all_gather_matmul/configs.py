@@ -29,7 +29,7 @@ _BAND = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
 _LAUNCH = 13.0
 _TILE_ENDS, _PUSH_HINDERS, _PUSH_OF_MORE_HINDERS = 2.0, 0.15, 0.46
 _TILE_ENDS_BESIDE_SENDERS, _SEEN = 2.8, 4.0
-_LOADS_HINDER = 0.2  # products, for each time as much as a tile loads more than the largest one does
+_LOADS_HINDER = 0.0  # products, for each time as much as a tile loads more than the largest one does
 _MOST_WAVES = 256  # of one estimate; the waves of longer products are taken some at once
 # Bytes a microsecond, by senders, between more than two GPUs; fitted to which configuration is faster. All blocks
 # together are never waited for between two.
@@ -38,6 +38,9 @@ _PUSH_RATE_OF_TWO = 2000e3
 # Of a step whose K is shared: microseconds until the others' sums are seen, and for each number that is added.
 _SHARES, _ADDS = 2.0, 5e-5
 _SHARING_WARPS = 8  # of a block, each with a flag of its own
+_LEAST_SHARED = (
+    128 * 192
+)  # numbers of a tile; the products of smaller ones are slower in the code that shares K
 # Microseconds of a copy kernel, and bytes a microsecond that it moves: unfused, shards of the last dimension are put
 # side by side between the all-gather and the product. Not fitted to anything: a launch, and the memory's rate.
 _COPY, _COPY_RATE = 3.0, 1.75e6
@@ -243,6 +246,8 @@ def _led(
     if config.split_k or len(ns) > MOST_BS or not 0 < lead <= min(own, others):
         return None
     most = min(others // lead, most_parts(config, lead, m, k), -(-k // gemm_tiles.BLOCK_K))
+    if tile.block_m * tile.block_n < _LEAST_SHARED:
+        most = 1
     parts = min(range(1, most + 1), key=lambda parts: _lead_us(tile, k, parts))
     return replace(config, lead=lead, parts=parts)
 

@@ -69,6 +69,7 @@ def defines(bs: Sequence[torch.Tensor], config: PushConfig) -> gemm.Defines:
         ("PIECE_ROWS", config.piece_rows),
         ("PIECE_COLUMNS", config.piece_columns),
         ("UNIT_COLUMNS", config.unit_columns),
+        ("SHARE_K", int(config.parts > 1)),
     )
 
 

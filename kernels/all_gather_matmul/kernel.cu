@@ -15,9 +15,9 @@
 // these lie in; it tells the loader (warp 0). Own rows are read from the input.
 // Use e = EPOCH[half] + 1 is read when the kernel starts; its last block ends the use (weft::leave), if `final`.
 //
-// K of the first `lead` steps, which have own rows only, may be shared by `parts` clusters each (order.cuh): the last wave of
-// tiles is then a full one, and the first, short one takes a part of a wave's time. Their sums lie where the half and its
-// flags have room for what the own rank does not send to itself (../device/shared_tile.cuh).
+// The last wave of tiles is a full one, and the first has the `lead` steps that are left over, of own rows only. With SHARE_K
+// `parts` clusters share K of each of them (order.cuh), so that wave takes a part of the others' time. Their sums lie where
+// the half and its flags have room for what the own rank does not send to itself (../device/shared_tile.cuh).
 //
 // Order: rows are sent and multiplied in groups of `group` rows of tiles from every rank, the own rows first. (With SPLIT_K
 // no rows are only the own ones.) Inside a group pieces are sent by columns, then by rows: all tiles of a group advance
@@ -26,6 +26,10 @@
 //
 // Blocks wait for what blocks of the other ranks send, so all blocks of a launch must run at once: no more than there
 // are SMs to be had.
+
+#ifndef SHARE_K
+#error "SHARE_K: 1 if several clusters share K of the first steps. The code for it makes tiles of 128 columns a fifth slower."
+#endif
 
 // Of a thread; what is pushed is on its way in them.
 #define SERVE_REGISTERS 72
@@ -98,8 +102,9 @@ struct Span {
 
     __device__ __forceinline__ Span(const Params& p, const Walk& walk) {
         const int depth = depth_of(p);
-        first = walk.shared() ? depth * walk.part() / walk.parts : 0;
-        end = walk.shared() ? depth * (walk.part() + 1) / walk.parts : depth;
+        const bool all = !SHARE_K || !walk.shared();
+        first = all ? 0 : depth * walk.part() / walk.parts;
+        end = all ? depth : depth * (walk.part() + 1) / walk.parts;
     }
 };
 
@@ -292,6 +297,7 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
             weft::u16* c = p.c[t.b] + (static_cast<u64>(t.src) * p.m + row) * n + column;
             weft::store_rows(c, n, p.m - row, n - column, warpgroup, sums, [](int, float*) {});
         };
+#if SHARE_K
         if (walk.shared()) {
             float sums[weft::SUMS];
             const Span span(p, walk);
@@ -299,11 +305,13 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
             if (put_together(p, s, walk, use, sums)) store(order.tile(p, walk.step, s.block), sums);
             walk.next();
         }
+#endif
         const int depth = depth_of(p) * (SPLIT_K ? p.half.world_size : 1);
         for (; walk.step < order.steps(); walk.next()) {
+            const Tile t = order.tile(p, walk.step, s.block);
             float sums[weft::SUMS];
             weft::multiply(s, turn, warpgroup, depth, sums);
-            store(order.tile(p, walk.step, s.block), sums);
+            store(t, sums);
         }
     }
     weft::end();

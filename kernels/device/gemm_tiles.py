@@ -57,7 +57,7 @@ TILES = (
 
 def suited(m: int, n: int, k: int) -> list[Tile]:
     """What is worth a look for [m, K] @ [K, N]. Long products want tiles that load little for what they multiply."""
-    return [tile for tile in TILES if tile.block_m == 128 or m * n * k < 30e9]
+    return [tile for tile in TILES if tile.block_m == 128 or m * n * k < 50e9]
 
 
 def estimate_us(tile: Tile, rows: int, ns: Sequence[int], k: int, num_sms: int) -> float:
