@@ -26,15 +26,15 @@ _BAND = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
 
 # Of estimate_push_us, microseconds: a launch. Where all blocks send: between two tiles, and how much slower products
 # are beside it, between two GPUs and between more. Where some do: between two tiles, and until what was sent is seen.
-_LAUNCH = 13.0
-_TILE_ENDS, _PUSH_HINDERS, _PUSH_OF_MORE_HINDERS = 2.0, 0.15, 0.46
-_TILE_ENDS_BESIDE_SENDERS, _SEEN = 2.8, 4.0
-_LOADS_HINDER = 0.0  # products, for each time as much as a tile loads more than the largest one does
+_LAUNCH = 14.0
+_TILE_ENDS, _PUSH_HINDERS, _PUSH_OF_MORE_HINDERS = 1.8, 0.15, 0.4
+_TILE_ENDS_BESIDE_SENDERS, _SEEN = 1.6, 4.0
 _MOST_WAVES = 256  # of one estimate; the waves of longer products are taken some at once
-# Bytes a microsecond, by senders, between more than two GPUs; fitted to which configuration is faster. All blocks
-# together are never waited for between two.
-_PUSH_RATE = {0: 297e3, 8: 288e3, 12: 288e3, 16: 300e3}
+# Bytes a microsecond, by senders, between more than two GPUs. Between two, all blocks together are never waited for.
+_PUSH_RATE = {0: 294e3, 8: 294e3, 12: 294e3, 16: 284e3}
 _PUSH_RATE_OF_TWO = 2000e3
+# Of configurations that are thought to be as fast: of less than so many bytes fewer senders are faster, else more.
+_MUCH = 20 << 20
 # Of a step whose K is shared: microseconds until the others' sums are seen, and for each number that is added.
 _SHARES, _ADDS = 2.0, 5e-5
 _SHARING_WARPS = 8  # of a block, each with a flag of its own
@@ -213,7 +213,8 @@ def push_candidates(
     configs, peers = [], world_size - 1
     listed = 1 if split_k else peers  # tiles that wait for a row of tiles of all peers, in each column
     # Between two GPUs all blocks together are faster.
-    several = [senders for senders in (12, 8, 16, 0) if not senders or (peers > 1 and 4 * senders <= num_sms)]
+    order = (12, 16, 8, 0) if peers * m * k * 2 >= _MUCH else (8, 12, 16, 0)
+    several = [senders for senders in order if not senders or (peers > 1 and 4 * senders <= num_sms)]
     for tile in gemm_tiles.suited(world_size * m, sum(ns), k):
         rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
         for senders in several:
@@ -268,18 +269,13 @@ def _clusters(config: PushConfig, num_sms: int) -> tuple[int, int]:
 def _lead_us(tile: gemm_tiles.Tile, k: int, parts: int) -> float:
     """Microseconds of the first wave, where so many clusters share K of a step."""
     each = tile.block_m * tile.block_n * _ADDS
-    return -(-k // gemm_tiles.BLOCK_K) * _stage_us(tile) / parts + (parts > 1) * _SHARES + (parts - 1) * each
+    return -(-k // gemm_tiles.BLOCK_K) * tile.stage_us / parts + (parts > 1) * _SHARES + (parts - 1) * each
 
 
 def _missed(tile: gemm_tiles.Tile, senders: int, m: int, k: int, world_size: int) -> int:
     """Tiles that a block computes while so many ``senders`` send."""
-    tile_us = -(-k // gemm_tiles.BLOCK_K) * _stage_us(tile) + _TILE_ENDS_BESIDE_SENDERS
+    tile_us = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us + _TILE_ENDS_BESIDE_SENDERS
     return ceil((_LAUNCH + (world_size - 1) * m * k * 2 / _PUSH_RATE[senders]) / tile_us)
-
-
-def _stage_us(tile: gemm_tiles.Tile) -> float:
-    """Microseconds of a stage beside what is sent: a tile that loads more for its products feels it more."""
-    return tile.stage_us * (1 + _LOADS_HINDER * (tile.loads - 1))
 
 
 def estimate_push_us(
@@ -320,7 +316,7 @@ def estimate_push_us(
             if height:
                 now = max(now, (sent + height * (unit + 1) / units) * row_us + seen)
             us = min(config.unit_columns, k - unit * config.unit_columns) / gemm_tiles.BLOCK_K
-            us *= _stage_us(tile) * at_once
+            us *= tile.stage_us * at_once
             if not config.senders:
                 us += hinders * max(0.0, min(us, end - now))
             now += us
