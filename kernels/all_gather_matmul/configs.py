@@ -35,12 +35,6 @@ _PUSH_RATE = {0: 294e3, 8: 294e3, 12: 294e3, 16: 281e3}
 _PUSH_RATE_OF_TWO = 2000e3
 # Of configurations that are thought to be as fast: of less than so many bytes fewer senders are faster, else more.
 _MUCH = 20 << 20
-# Of a step whose K is shared: microseconds until the others' sums are seen, and for each number that is added.
-_SHARES, _ADDS = 2.0, 5e-5
-_SHARING_WARPS = 8  # of a block, each with a flag of its own
-_LEAST_SHARED = (
-    128 * 192
-)  # numbers of a tile; the products of smaller ones are slower in the code that shares K
 # Microseconds of a copy kernel, and bytes a microsecond that it moves: unfused, shards of the last dimension are put
 # side by side between the all-gather and the product. Not fitted to anything: a launch, and the memory's rate.
 _COPY, _COPY_RATE = 3.0, 1.75e6
@@ -94,7 +88,7 @@ class PushConfig:
     are waited for at once; ``group`` rows of tiles of each rank are sent and multiplied together; ``band`` pairs of own
     rows of tiles and ``remote_band`` pairs of the peers' are walked together. ``split_k``: shards lie side by side
     along K; then no rows are only the own ones. The first wave has ``lead`` steps of a cluster (0: as many as it can),
-    all of own rows, and K of each is shared by ``parts`` clusters.
+    all of own rows.
     """
 
     tile: gemm_tiles.Tile
@@ -108,7 +102,6 @@ class PushConfig:
     split_k: bool = False
     missed: int = 0
     lead: int = 0
-    parts: int = 1
 
 
 FusedConfig: TypeAlias = PushConfig | OneShotConfig  # of 16 bits
@@ -246,30 +239,12 @@ def _led(
     lead = behind % clusters if behind > 0 else steps % others
     if config.split_k or len(ns) > MOST_BS or not 0 < lead <= min(own, others):
         return None
-    most = min(others // lead, most_parts(config, lead, m, k), -(-k // gemm_tiles.BLOCK_K))
-    if tile.block_m * tile.block_n < _LEAST_SHARED:
-        most = 1
-    parts = min(range(1, most + 1), key=lambda parts: _lead_us(tile, k, parts))
-    return replace(config, lead=lead, parts=parts)
-
-
-def most_parts(config: PushConfig, lead: int, m: int, k: int) -> int:
-    """Clusters that may share K of each of ``lead`` steps: what they add up lies where this rank's own rows and flags
-    would."""
-    sums = 4 * config.tile.block_m * config.tile.block_n
-    room = min(m * k * 2 // sums, push_flags_per_rank(m, k, config) // _SHARING_WARPS)
-    return room // (2 * lead) + 1
+    return replace(config, lead=lead)
 
 
 def _clusters(config: PushConfig, num_sms: int) -> tuple[int, int]:
     """Of two blocks each: those that multiply from the start, and with the senders."""
     return max(1, (num_sms - config.senders) // 2), max(1, num_sms // 2)
-
-
-def _lead_us(tile: gemm_tiles.Tile, k: int, parts: int) -> float:
-    """Microseconds of the first wave, where so many clusters share K of a step."""
-    each = tile.block_m * tile.block_n * _ADDS
-    return -(-k // gemm_tiles.BLOCK_K) * tile.stage_us / parts + (parts > 1) * _SHARES + (parts - 1) * each
 
 
 def _missed(tile: gemm_tiles.Tile, senders: int, m: int, k: int, world_size: int) -> int:
@@ -301,7 +276,7 @@ def estimate_push_us(
     own = own_pairs * columns
     steps = own + pairs * columns
     at_once = -(-steps // (clusters * _MOST_WAVES))
-    now = _lead_us(tile, k, config.parts) + tile_ends if config.lead else 0.0
+    now = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us + tile_ends if config.lead else 0.0
     first, wave = config.lead, 0
     while first < steps:
         taken = (others if wave < config.missed else clusters) * at_once

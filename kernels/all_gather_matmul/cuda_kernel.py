@@ -20,7 +20,7 @@ from ..device.half import Half, watch
 from ..device.launch import ALIGNMENT
 from ..device.program import Watch
 from ..device.tensor_map import Maps, TensorMap, contiguous, put_map, put_maps
-from .configs import MOST_BS, PushConfig, most_parts, push_flags_per_rank
+from .configs import MOST_BS, PushConfig, push_flags_per_rank
 
 SOURCE = Path(__file__).parent / "kernel.cu"
 
@@ -49,17 +49,16 @@ class _Params(ctypes.Structure):
         ("senders", ctypes.c_int32),
         ("missed", ctypes.c_int32),
         ("lead", ctypes.c_int32),
-        ("parts", ctypes.c_int32),
         ("push", ctypes.c_int32),
         ("final", ctypes.c_int32),
         # Tensor maps are aligned to 64 bytes, so there its size is a multiple of that.
-        ("reserved", ctypes.c_int32 * 13),
+        ("reserved", ctypes.c_int32 * 14),
     )
 
 
 _OWN, _B, _A, _C, _SENDERS = (getattr(_Params, name).offset for name in ("own", "b", "a", "c", "senders"))
 # A store to a ctypes field costs as much as all of these.
-_put_address, _put_turns = struct.Struct("Q").pack_into, struct.Struct("6i").pack_into
+_put_address, _put_turns = struct.Struct("Q").pack_into, struct.Struct("5i").pack_into
 
 
 def defines(bs: Sequence[torch.Tensor], config: PushConfig) -> gemm.Defines:
@@ -69,7 +68,6 @@ def defines(bs: Sequence[torch.Tensor], config: PushConfig) -> gemm.Defines:
         ("PIECE_ROWS", config.piece_rows),
         ("PIECE_COLUMNS", config.piece_columns),
         ("UNIT_COLUMNS", config.unit_columns),
-        ("SHARE_K", int(config.parts > 1)),
     )
 
 
@@ -100,7 +98,7 @@ class AllGatherMatmulPush:
         num_sms: blocks to launch. As many must find an SM each.
 
     Raises:
-        ValueError: the workspace is too small, or for the configuration's ``parts``.
+        ValueError: the workspace is too small.
     """
 
     def __init__(
@@ -117,13 +115,9 @@ class AllGatherMatmulPush:
         flags = push_flags_per_rank(m, k, config)
         if layout.flags_per_rank < flags or layout.half_bytes < size * m * k * dtype.itemsize:
             raise ValueError(f"workspace: {layout} is too small for shards of {m} x {k} {dtype}")
-        if config.parts > 1 and config.parts > (most := most_parts(config, config.lead, m, k)):
-            raise ValueError(
-                f"config: parts is {config.parts}, must be at most {most} for shards of {m} x {k}"
-            )
         self.workspace = workspace
-        sends = (config.senders, config.missed, config.lead, config.parts, not config.senders)
-        self._sends = sends, (0, 0, 0, 1, False)
+        sends = (config.senders, config.missed, config.lead, not config.senders)
+        self._sends = sends, (0, 0, 0, False)
         self._timeouts_ns = [0, 0]
         rows = (1, 1, m, k)
         strides = (0, 0, *a.stride())

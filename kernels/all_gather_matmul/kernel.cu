@@ -15,27 +15,19 @@
 // these lie in; it tells the loader (warp 0). Own rows are read from the input.
 // Use e = EPOCH[half] + 1 is read when the kernel starts; its last block ends the use (weft::leave), if `final`.
 //
-// The last wave of tiles is a full one, and the first has the `lead` steps that are left over, of own rows only. With SHARE_K
-// `parts` clusters share K of each of them (order.cuh), so that wave takes a part of the others' time. Their sums lie where
-// the half and its flags have room for what the own rank does not send to itself (../device/shared_tile.cuh).
-//
 // Order: rows are sent and multiplied in groups of `group` rows of tiles from every rank, the own rows first. (With SPLIT_K
 // no rows are only the own ones.) Inside a group pieces are sent by columns, then by rows: all tiles of a group advance
 // along K as the data comes, and what remains to be done behind the last byte is the last columns' share of a tile, not a
-// tile.
+// tile. So that all clusters have one then, the wave that is not full is the first one: `lead` steps, of own rows.
+// (Sharing K of these among the clusters that have none would give own rows bits that the peers' results do not have.)
 //
 // Blocks wait for what blocks of the other ranks send, so all blocks of a launch must run at once: no more than there
 // are SMs to be had.
-
-#ifndef SHARE_K
-#error "SHARE_K: 1 if several clusters share K of the first steps. The code for it makes tiles of 128 columns a fifth slower."
-#endif
 
 // Of a thread; what is pushed is on its way in them.
 #define SERVE_REGISTERS 72
 #define MULTIPLY_REGISTERS 216
 #include "../device/gemm.cuh"
-#include "../device/shared_tile.cuh"
 #include "order.cuh"
 
 using weft::PIECES;
@@ -78,7 +70,6 @@ struct Params {
     int senders;  // blocks that first send
     int missed;  // steps that each of the others takes meanwhile, behind the first wave
     int lead;  // steps of the first wave
-    int parts;  // clusters that share K of each of these
     int push;  // every block sends beside its products
     int final;  // this launch ends the use
 };
@@ -89,24 +80,10 @@ using Tile = weft::GatherTile;
 using Walk = weft::GatherWalk;
 static_assert(sizeof(Order) <= (weft::COUNTS - ORDER) * sizeof(u32));
 
-__device__ __forceinline__ int depth_of(const Params& p) { return (p.k + weft::BK - 1) / weft::BK; }
-
 __device__ __forceinline__ Walk steps_of(const Params& p, const Order& order) {
-    const int blocks = static_cast<int>(gridDim.x), lead = min(p.lead, order.own_pairs * order.columns);
-    return {static_cast<int>(blockIdx.x), blocks, p.senders, p.missed, lead, min(p.parts, depth_of(p))};
+    const int lead = min(p.lead, order.own_pairs * order.columns);
+    return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), p.senders, p.missed, lead};
 }
-
-// The stages of K that this cluster multiplies of a step.
-struct Span {
-    int first, end;
-
-    __device__ __forceinline__ Span(const Params& p, const Walk& walk) {
-        const int depth = depth_of(p);
-        const bool all = !SHARE_K || !walk.shared();
-        first = all ? 0 : depth * walk.part() / walk.parts;
-        end = all ? depth : depth * (walk.part() + 1) / walk.parts;
-    }
-};
 
 // Pushing warp `pusher` of the launch's `pushers`: its pieces, from the own rows to all peers. Ordinary stores:
 // where bulk copies wait for a link, what the same SM loads for its products waits behind them.
@@ -202,16 +179,16 @@ __device__ __forceinline__ void each_part(const Params& p, const Tile& t, const 
 
 // Warp 0: what the multiplying warpgroups work on.
 __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, const Order& order) {
+    const int depth = (p.k + weft::BK - 1) / weft::BK;
     weft::Turn<STAGES> turn;
     u32 needed = 0;
     for (Walk walk = steps_of(p, order); walk.step < order.steps(); walk.next()) {
         const Tile t = order.tile(p, walk.step, s.block);
-        const Span span(p, walk);
         each_part(p, t, [&](int src) {
             const bool own = src == p.watch.rank;
             const weft::Rows rows{t.row * BM, own ? 0 : src, 0};
             const weft::TensorMap& a = own ? p.own : p.gathered;
-            for (int i = span.first; i < span.end; ++i) {
+            for (int i = 0; i < depth; ++i) {
                 if (!own && i % (UNIT_COLUMNS / weft::BK) == 0) weft::wait_count(s.counts + ARRIVED, ++needed);
                 weft::load_stage(s, turn, a, rows, p.b[t.b], t.column * BN, i * weft::BK, src);
             }
@@ -244,26 +221,6 @@ __device__ __forceinline__ void watch(const Params& p, const weft::Shared& s, co
     }
 }
 
-// A multiplying warp's sums of a step whose K is shared: left for the first part, or, by that one, with those of all
-// others. Whether they are the tile's.
-__device__ __forceinline__ bool put_together(
-    const Params& p, const weft::Shared& s, const Walk& walk, u32 use, float (&sums)[weft::SUMS]) {
-    const int tile = 2 * walk.step + s.block;
-    weft::u16* base = p.data + static_cast<u64>(p.watch.rank) * p.m * p.k;
-    const u32 flags = p.half.flags + p.watch.rank * p.half.flags_per_rank;
-    if (walk.part() != 0) {
-        const u32 place = weft::shared_place(tile, walk.part(), walk.parts);
-        weft::leave_sums(
-            weft::shared_sums(base, place), p.watch.words + weft::shared_flag(flags, place), use, sums);
-        return false;
-    }
-    for (int part = 1; part < walk.parts; ++part) {
-        const u32 place = weft::shared_place(tile, part, walk.parts);
-        weft::add_sums(p.watch, weft::shared_sums(base, place), weft::shared_flag(flags, place), use, sums);
-    }
-    return true;
-}
-
 }  // namespace
 
 extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds__(weft::THREADS, 1)
@@ -291,27 +248,14 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
     } else {
         weft::take_registers<MULTIPLY_REGISTERS>();
         weft::Turn<STAGES> turn;
-        Walk walk = steps_of(p, order);
-        const auto store = [&](const Tile& t, const float (&sums)[weft::SUMS]) {
+        const int depth = (p.k + weft::BK - 1) / weft::BK * (SPLIT_K ? p.half.world_size : 1);
+        for (Walk walk = steps_of(p, order); walk.step < order.steps(); walk.next()) {
+            const Tile t = order.tile(p, walk.step, s.block);
+            float sums[weft::SUMS];
+            weft::multiply<false>(s, turn, warpgroup, depth, sums);
             const int row = t.row * BM, column = t.column * BN, n = p.n[t.b];
             weft::u16* c = p.c[t.b] + (static_cast<u64>(t.src) * p.m + row) * n + column;
             weft::store_rows(c, n, p.m - row, n - column, warpgroup, sums, [](int, float*) {});
-        };
-#if SHARE_K
-        if (walk.shared()) {
-            float sums[weft::SUMS];
-            const Span span(p, walk);
-            weft::multiply(s, turn, warpgroup, span.end - span.first, sums);
-            if (put_together(p, s, walk, use, sums)) store(order.tile(p, walk.step, s.block), sums);
-            walk.next();
-        }
-#endif
-        const int depth = depth_of(p) * (SPLIT_K ? p.half.world_size : 1);
-        for (; walk.step < order.steps(); walk.next()) {
-            const Tile t = order.tile(p, walk.step, s.block);
-            float sums[weft::SUMS];
-            weft::multiply(s, turn, warpgroup, depth, sums);
-            store(t, sums);
         }
     }
     weft::end();

@@ -64,33 +64,27 @@ struct GatherOrder {
     }
 };
 
-// The steps of a cluster, one after the other. The first wave has `lead` steps only, each of which `parts` clusters share,
-// a part of K each; all others are whole. The first `senders` of all `blocks` send before they multiply: their clusters come
-// when the others have taken `missed` steps behind that wave. Where too few clusters run at once for the first wave, it has
-// fewer parts, or is none.
+// The steps of a cluster, one after the other. The first wave has `lead` steps only. The first `senders` of all `blocks` send
+// before they multiply: their clusters come when the others have taken `missed` steps behind that wave. Where fewer clusters
+// run at once than the first wave has steps, it is as long as the others.
 struct GatherWalk {
-    int step, all, others, index, lead, parts, joined;
+    int step, all, others, index, lead, joined;
 
-    __device__ GatherWalk(int block, int blocks, int senders, int missed, int wanted_lead, int wanted_parts) {
+    __device__ GatherWalk(int block, int blocks, int senders, int missed, int wanted_lead) {
         const int cluster = block / 2, sending = senders / 2;
         all = blocks / 2;
         others = all - sending;
         lead = wanted_lead <= others ? wanted_lead : 0;
-        parts = lead == 0 ? 1 : min(wanted_parts, others / lead);
         joined = lead + missed * others;
         index = cluster < sending ? others + cluster : cluster - sending;
-        step = index < lead * parts ? index % lead : (cluster < sending ? joined : lead) + index;
+        step = cluster < sending ? joined + index : index < lead ? index : lead + index;
     }
-
-    // Whether K is shared, else the step is this cluster's alone; and which part of it is this cluster's.
-    __device__ bool shared() const { return step < lead && parts > 1; }
-    __device__ int part() const { return index / lead; }
 
     __device__ void next() {
         if (step >= joined) {
             step += all;
         } else {
-            step = step < lead ? lead + index : step + others;
+            step += step < lead ? lead : others;
             if (step >= joined) step = joined + index;
         }
     }

@@ -178,8 +178,6 @@ static T __ldcg(const T* place) {
     return *place;
 }
 static int min(int a, int b) { return a < b ? a : b; }
-static float __uint_as_float(unsigned bits) { return weft::as_float(bits); }
-static unsigned __float_as_uint(float value) { return weft::as_bits(value); }
 
 namespace weft {
 

@@ -18,7 +18,7 @@ from weft.kernels.device.tensor_map import Boxes, TensorMap
 from weft.symm_mem.workspace import Layout
 
 STAND_INS = ("hopper.cuh", "sync.cuh", "numbers.cuh")
-AROUND = ("gemm.cuh", "half.cuh", "shared_tile.cuh", "walk.cuh")
+AROUND = ("gemm.cuh", "half.cuh", "walk.cuh")
 SHARED = 128 << 10  # bytes that a block has
 SMALL = Tile(64, 64, 2, 0.0)
 WIDE = Tile(128, 32, 3, 0.0)

@@ -164,7 +164,6 @@ def push(
     split_k: bool = False,
     missed: int = 0,
     lead: int = 0,
-    parts: int = 1,
 ) -> gather_configs.PushConfig:
     return gather_configs.PushConfig(
         *(tile, senders, group),
@@ -174,7 +173,6 @@ def push(
         split_k=split_k,
         missed=missed,
         lead=lead,
-        parts=parts,
     )
 
 
@@ -186,8 +184,7 @@ GATHERS = {
     "senders-miss-all": Gather(2, 147, (72,), 136, push(SMALL, 2, 1, missed=1 << 16)),
     "senders-wide": Gather(2, 200, (40,), 72, push(WIDE, 2, 1, 64)),
     "lead": Gather(2, 147, (72, 40), 72, push(SMALL, 0, 1, lead=2), blocks=6),
-    "lead-shared": Gather(2, 147, (72,), 712, push(SMALL, 0, 1, lead=1, parts=3), blocks=8),
-    "lead-senders": Gather(3, 147, (72,), 520, push(SMALL, 2, 1, missed=1, lead=1, parts=2), blocks=8),
+    "lead-senders": Gather(3, 147, (72,), 200, push(SMALL, 2, 1, missed=1, lead=1), blocks=8),
     "rows": Gather(2, 147, (64,), 200, push(BROAD, 0, 1), rows=True, apart=24),
     "split": Gather(2, 147, (72, 40), 200, push(SMALL, 0, 1, split_k=True)),
     "split-senders": Gather(3, 200, (40,), 72, push(WIDE, 2, 1, 64, split_k=True, missed=1), apart=8),
@@ -317,12 +314,6 @@ MISTAKES = {
     "gather-flags-not-awaited": ("weft::fence_proxy_async();\n                __syncwarp();", ""),
     "gather-count-not-awaited": ("weft::wait_count(s.counts + ARRIVED, ++needed)", "++needed"),
     "gather-half-not-free": ("half.done + lane, use - 1", "half.done + lane, use - 2"),
-    "lead-sums-not-awaited": ("wait_flag(watch, watch.rank, flag, use, WAIT_DATA);", ";"),
-    "lead-lanes-not-awaited": (
-        "__syncwarp();\n    if (threadIdx.x % 32 == 0) {\n        __threadfence();",
-        "if (threadIdx.x % 32 == 0) {\n        __threadfence();",
-    ),
-    "lead-places-shared": ("tile * (parts - 1) + part - 1", "tile * (parts - 1)"),
     "gather-split-other-part": ("i * weft::BK, src);", "i * weft::BK, src % 1);"),
     "scatter-no-fence": ("__threadfence_system();\n        if (!more) continue;", "if (!more) continue;"),
     "scatter-warps-not-awaited": ("weft::sync_warpgroup(warpgroup);", ""),
@@ -361,8 +352,6 @@ MISTAKES = {
 
 
 def may_show(mistake: str) -> Op:
-    if mistake.startswith("lead"):
-        return GATHERS["lead-shared"]
     if mistake.startswith("to-all"):
         return SCATTERS["to-all-3"]
     if mistake.startswith("columns"):

@@ -13,7 +13,6 @@ import time
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,9 +29,7 @@ from weft.fused_ops import (
 )
 from weft.fused_ops.all_reduce import run as run_all_reduce
 from weft.fused_ops.plan import forced
-from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_reduce.configs import Config
-from weft.kernels.device.gemm_tiles import TILES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from algorithms import ALGORITHMS, taking
@@ -63,11 +60,6 @@ def same(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
     assert torch.equal(got.cpu(), want.to(got.dtype)), f"{what}: wrong result"
 
 
-def shared(*_: object) -> list[gather_configs.PushConfig]:
-    """A first wave whose K two clusters share; so small a product is not run so by itself."""
-    return [gather_configs.PushConfig(TILES[1], 0, 1, lead=1, parts=2)]
-
-
 def all_gather_matmul(rank: int, size: int, seed: int) -> None:
     # A tile more or less than a chunk, columns that no tile divides, both layouts of B, and both at once, which is the
     # Triton kernel's; several Bs on one gathered A; shards side by side, and rows that lie apart.
@@ -81,7 +73,6 @@ def all_gather_matmul(rank: int, size: int, seed: int) -> None:
         (70, 36, 36, DTYPES[1], both, True, 0, 0),
         (129, 72, 136, DTYPES[0], both[:1], True, 1, 8),
         (65, 136, 64, DTYPES[0], both[1:], False, 1, 0),
-        (300, 520, 136, DTYPES[0], both[:1], False, 0, 0),
     ]:
         wider = [numbers(seed, r, dtype, m, k + apart) for r in range(size)]
         whole = torch.cat([shard[:, :k] for shard in wider], dim)
@@ -93,11 +84,7 @@ def all_gather_matmul(rank: int, size: int, seed: int) -> None:
             for i, transposed in enumerate(layouts, start=1)
         ]
         on_gpu, shard = [put(B) for B in Bs], put(wider[rank])[:, :k]
-        candidates = (
-            mock.patch.object(gather_configs, "push_candidates", shared) if m == 300 else nullcontext()
-        )
-        with candidates:
-            A, outs = fused_all_gather_matmul(shard, on_gpu, dim, dist.group.WORLD, return_A=return_A)
+        A, outs = fused_all_gather_matmul(shard, on_gpu, dim, dist.group.WORLD, return_A=return_A)
         fused()
         if A is not None:
             same("gathered A", A, whole)
