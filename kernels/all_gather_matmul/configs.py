@@ -27,11 +27,11 @@ _BAND = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
 # Of estimate_push_us, microseconds: a launch. Where all blocks send: between two tiles, and how much slower products
 # are beside it, between two GPUs and between more. Where some do: between two tiles, and until what was sent is seen.
 _LAUNCH = 14.0
-_TILE_ENDS, _PUSH_HINDERS, _PUSH_OF_MORE_HINDERS = 1.8, 0.15, 0.6
-_TILE_ENDS_BESIDE_SENDERS, _SEEN = 1.8, 3.6
+_TILE_ENDS, _PUSH_HINDERS, _PUSH_OF_MORE_HINDERS = 1.8, 0.15, 0.4
+_TILE_ENDS_BESIDE_SENDERS, _SEEN = 1.6, 3.6
 _MOST_WAVES = 256  # of one estimate; the waves of longer products are taken some at once
 # Bytes a microsecond, by senders, between more than two GPUs. Between two, all blocks together are never waited for.
-_PUSH_RATE = {0: 294e3, 8: 294e3, 12: 294e3, 16: 281e3}
+_PUSH_RATE = {0: 294e3, 8: 294e3, 12: 294e3, 16: 275e3}
 _PUSH_RATE_OF_TWO = 2000e3
 # Of configurations that are thought to be as fast: of less than so many bytes fewer senders are faster, else more.
 _MUCH = 20 << 20
