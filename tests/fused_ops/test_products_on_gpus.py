@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from algorithms import ALGORITHMS, taking
-from opcommon import gathered, matrix, poison, whole, world
+from opcommon import gathered, matrix, poison, same_on_all, whole, world
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, last_plan
@@ -22,6 +22,7 @@ from weft.kernels.all_gather_matmul.configs import PushConfig
 from weft.kernels.device import gemm_tiles
 from weft.kernels.device.choice import Choices
 from weft.kernels.device.gemm_tiles import TILES, Tile
+from weft.kernels.device.one_shot import MOST_BYTES
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatter_on_cuda
 
 pytestmark = pytest.mark.gpu
@@ -185,3 +186,22 @@ def test_strided_operands_are_not_copied(world_size: int, algorithm: str) -> Non
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_scattered_inner_dimension(world_size: int) -> None:
     run_ranks(leading, world_size, device="cuda")
+
+
+def equal_bs(rank: int, world_size: int) -> None:
+    """What a router computes of gathered tokens must be the same on all ranks, to the last bit."""
+    for m, k, n in [(300, 1000, 64), (1024, 2048, 520), (2048, 4096, 1536)]:
+        B = same_on_all(k, n).bfloat16()
+        shard = torch.randn(m, k, dtype=torch.bfloat16)
+        for algorithm in ALGORITHMS:
+            with taking(algorithm), forced("fused"):
+                _, (out,) = fused_all_gather_matmul(shard, [B], 0, world(), return_A=False)
+            fits = 2 * world_size * m * k <= MOST_BYTES
+            assert last_plan().algorithm == (algorithm if fits else "push")
+            for peer, theirs in enumerate(gathered(out)):
+                assert torch.equal(theirs, out), f"{algorithm}, {m, k, n}: rank {peer} has other bits"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_with_equal_bs_get_equal_bits(world_size: int) -> None:
+    run_ranks(equal_bs, world_size, device="cuda")
