@@ -252,7 +252,7 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         for (Walk walk = steps_of(p, order); walk.step < order.steps(); walk.next()) {
             const Tile t = order.tile(p, walk.step, s.block);
             float sums[weft::SUMS];
-            weft::multiply<false>(s, turn, warpgroup, depth, sums);
+            weft::multiply(s, turn, warpgroup, depth, sums);
             const int row = t.row * BM, column = t.column * BN, n = p.n[t.b];
             weft::u16* c = p.c[t.b] + (static_cast<u64>(t.src) * p.m + row) * n + column;
             weft::store_rows(c, n, p.m - row, n - column, warpgroup, sums, [](int, float*) {});

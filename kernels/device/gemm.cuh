@@ -144,21 +144,12 @@ __device__ __forceinline__ void release(u64* empty) {
 // The product of a tile, by a multiplying warpgroup, its stages as they come. It waits for its products of a stage before
 // it takes the next: the other warpgroup's keep the tensor cores busy meanwhile, and the stage is released a stage's time
 // earlier, on which the loads depend: one takes as long as two stages' products.
-//
-// The first product replaces the sums, or, with CLEARED, all are added to zeros: in a loop that a warp's threads may enter
-// apart, as far as the compiler knows, it has them vote in each stage on which product is the first one, and products of 128
-// columns wait for that.
-template <bool CLEARED>
 __device__ __forceinline__ void multiply(
     const Shared& s, Turn<STAGES>& turn, int warpgroup, int depth, float (&sums)[SUMS]) {
     const int m = warpgroup % WARPGROUPS_M, n = warpgroup / WARPGROUPS_M;
     const bool first_lane = threadIdx.x % 32 == 0;
     constexpr u32 LEADING = B_ROWS ? 4096 : 0;
     constexpr int B_COLUMNS = B_ROWS ? WN * 64 : WN * 128;  // bytes of a warpgroup's columns, in a half of k or in all
-    if constexpr (CLEARED) {
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i) sums[i] = 0;
-    }
     for (int i = 0; i < depth; ++i) {
         u8* stage = s.stages + turn.at * STAGE_BYTES;
         const u64 a = operand(stage + m * 64 * 128, 0, 1024);
@@ -168,7 +159,7 @@ __device__ __forceinline__ void multiply(
 #pragma unroll
         for (int k = 0; k < BK / 16; ++k) {
             const int b_at = B_ROWS ? k / 2 * (B_BYTES / 2) + k % 2 * 2048 : k * 32;
-            Product<WN>::template run<B_ROWS>(sums, a + k * 2, b + (b_at >> 4), CLEARED ? 1 : i + k);
+            Product<WN>::template run<B_ROWS>(sums, a + k * 2, b + (b_at >> 4), i + k);
         }
         products_commit();
         products_wait<0>();

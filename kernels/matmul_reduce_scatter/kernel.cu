@@ -385,7 +385,7 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         for (; step < order.steps(); step += weft::stride()) {
             const Tile t = order.tile(p, step, s.block);
             float sums[weft::SUMS];
-            weft::multiply<true>(s, turn, warpgroup, depth, sums);
+            weft::multiply(s, turn, warpgroup, depth, sums);
             if (t.inside && t.dst != p.watch.rank) send(p, s, order, t, warpgroup, use, sent, sums);
             if (t.inside && t.dst == p.watch.rank) finish(p, s, order, t, warpgroup, use, sent, sums);
             if (ALL_REDUCE) take_sums(p, s, order, step - weft::stride(), warpgroup, use);
