@@ -10,7 +10,7 @@
 // viewed [W, m, K]; behind them the block's posting warp sets flags(half)[rank][piece] = e on the peers. Before anything
 // is sent, done(half)[p] >= e - 1 was seen of every peer p. Either every block has one pushing warp beside its
 // multiplying ones (`senders` is 0), or the first `senders` blocks do nothing else until all is sent, with all their warps:
-// eight or twelve blocks fill the links, and what the other blocks load does not wait behind what is sent.
+// eight to sixteen blocks fill the links, and what the other blocks load does not wait behind what is sent.
 // Who waits: warp 2 of every multiplying block, for every UNIT_COLUMNS of K of a peer's rows, a lane for each piece that
 // these lie in; it tells the loader (warp 0). Own rows are read from the input.
 // Use e = EPOCH[half] + 1 is read when the kernel starts; its last block ends the use (weft::leave), if `final`.
