@@ -44,7 +44,8 @@ using weft::u8;
 namespace {
 
 constexpr int VECTORS = weft::PART_BYTES / 16;  // of a part
-// Bytes a nanosecond that all blocks send: a tenth more than the links take, as they have nothing to send at times.
+// Bytes a nanosecond that all blocks send: a tenth more than the links take, as they have nothing to send at times. (A sum
+// for all ranks counts once.)
 constexpr u64 RATE = 372;
 // Which of s.counts: parts that a multiplying warpgroup has staged, and parts of its that have been sent.
 constexpr int STAGED = 0, SENT = 2;

@@ -44,12 +44,11 @@ def own(whole: Tensor, rank: int, world_size: int, dim: int | None) -> Tensor:
 
 
 def compare(what: str, got: Tensor | None, wanted: Tensor, plain: Tensor | None = None) -> None:
-    """``plain``: what nn.Linear makes of it in the same dtype. A sum of few rounded numbers that nearly cancel may be
-    off by more than the limit there, too."""
+    """``plain``: what nn.Linear makes of it in the same dtype, where that may be off by more than the limit, too."""
     assert got is not None, f"{what}: is missing"
     assert got.shape == wanted.shape, f"{what}: {tuple(got.shape)}, wanted {tuple(wanted.shape)}"
     error = off(got, wanted)
-    allowed = max(LIMIT[got.dtype], 0.0 if plain is None else 2 * off(plain, wanted))
+    allowed = max(LIMIT[got.dtype], 0.0 if plain is None else 1.5 * off(plain, wanted))
     assert error <= allowed, f"{what}: relative error {error:.2e}, allowed {allowed:.2e}"
 
 
@@ -166,10 +165,11 @@ def pair(rank: int, world_size: int, seed: int, compiled: bool) -> None:
         compare(where + "x.grad", mine.grad, own(x64.grad, rank, world_size, cut))
         cuts = {"up.weight": 0, "up.bias": 0, "down.weight": 1, "down.bias": None}
         for name, parameter in model.named_parameters():
-            wanted, theirs = whole.get_parameter(name).grad, plain.get_parameter(name).grad
+            wanted, theirs = (p.get_parameter(name).grad for p in (whole, plain))
             assert wanted is not None and theirs is not None
             parts = [own(grad, rank, world_size, cuts[name]) for grad in (wanted, theirs)]
-            compare(where + name + ".grad", parameter.grad, *parts)
+            # A sum of a few rounded numbers that nearly cancel: alone of all these it is above the limit at times.
+            compare(where + name + ".grad", parameter.grad, *parts[: 2 if name == "up.bias" else 1])
 
 
 def whole_at_both_ends(rank: int, world_size: int, seed: int) -> None:

@@ -241,13 +241,14 @@ static void wait(u64* barrier, u32 parity) {
     go_on_when([&] { return phases(barrier).parity != parity; });
 }
 
-// What the lanes of a warp can only do together.
-static void together() { meet(warp().meeting, 32); }
-
+// No time passes here, but others may have their turns.
 struct Pace {
     u64 interval;
     void wait() { go_on_later(); }
 };
+
+// What the lanes of a warp can only do together.
+static void together() { meet(warp().meeting, 32); }
 
 static bool elected() {
     together();
