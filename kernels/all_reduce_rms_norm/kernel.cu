@@ -29,7 +29,7 @@ using Sum = weft::reduce::sum;
 constexpr int WARPS = 16;  // of a block, at most
 constexpr int TERMS = CLUSTER * WARPS * VECTORS;  // of a row, at most
 using OneRow = weft::Team<CLUSTER, TERMS>;
-using Group = weft::Team<CLUSTER, TERMS * WORLD_SIZE>;
+using Group = weft::Team<CLUSTER, TERMS, WORLD_SIZE>;
 
 struct Params {
     weft::Slots slots;
@@ -57,7 +57,6 @@ struct Share {
     __device__ __forceinline__ u32 piece(int v) const { return first + v * step; }
     __device__ __forceinline__ u32 at(int v) const { return piece(v) * 32 + threadIdx.x % 32; }
     __device__ __forceinline__ bool has(int v) const { return at(v) < vectors; }
-    __device__ __forceinline__ bool has_piece(int v) const { return piece(v) * 32 < vectors; }
     __device__ __forceinline__ u32 index(int v) const { return v * blockDim.x + threadIdx.x; }
     __device__ __forceinline__ u32 pieces() const { return (vectors + 31) / 32; }
 };
@@ -106,7 +105,7 @@ __device__ __forceinline__ uint4 row_or_zeros(const uint4* rows, const Params& p
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512, 1)
     one_shot(const __grid_constant__ Params p) {
-    OneRow team;
+    OneRow team(blockDim.x / 32 * CLUSTER * VECTORS);
     weft::begin();
     const Share s(p, team.rank());
     const u32 first = blockIdx.x / CLUSTER, teams = gridDim.x / CLUSTER;
@@ -139,24 +138,25 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
         uint4 sums[VECTORS];
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            float term = 0;
+            float term[1] = {};
             if (s.has(v)) {
                 const uint4 own = weft::load_vector(vector(p.x, p, row, s.at(v)));
                 const uint4 residual = weft::load_vector(vector(p.residual, p, row, s.at(v)));
                 sums[v] = plus(weft::take_reduced<Sum>(use, base + s.index(v), own).rounded(), residual);
                 weft::store_vector(vector(p.sums, p, row, s.at(v)), sums[v]);
-                term = squares(sums[v]);
+                term[0] = squares(sums[v]);
             }
             __syncwarp();
             team.gather();
-            if (s.has_piece(v)) team.publish(s.piece(v), weft::warp_sum(term));
+            team.publish(s.piece(v), term);
         }
         team.meet();
-        const float scale = scale_of(p, team.total(0, s.pieces()));
+        float scale[1];
+        team.totals(s.pieces(), [&](float squares) { return scale_of(p, squares); }, scale);
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             if (s.has(v)) {
-                weft::store_vector(vector(p.normed, p, row, s.at(v)), scaled(sums[v], scale, weight[v]));
+                weft::store_vector(vector(p.normed, p, row, s.at(v)), scaled(sums[v], scale[0], weight[v]));
             }
         }
     }
@@ -165,7 +165,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512, 1)
     two_shot(const __grid_constant__ Params p) {
-    Group team;
+    Group team(blockDim.x / 32 * CLUSTER * VECTORS);
     weft::begin();
     const Share s(p, team.rank());
     const u32 first = blockIdx.x / CLUSTER, teams = gridDim.x / CLUSTER;
@@ -241,24 +241,28 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
             }
             __syncwarp();
             team.gather();
-            if (s.has_piece(v)) {
+            team.publish(s.piece(v), terms);
+        }
 #pragma unroll
-                for (int q = 0; q < WORLD_SIZE; ++q) {
-                    team.publish(q * TERMS + s.piece(v), weft::warp_sum(terms[q]));
-                }
+        for (int q = 0; q < WORLD_SIZE; ++q) {
+            const u32 row = group * WORLD_SIZE + q;
+            if (q == RANK || row >= p.rows) continue;
+#pragma unroll
+            for (int v = 0; v < VECTORS; ++v) {
+                if (s.has(v)) weft::store_vector(vector(p.sums, p, row, s.at(v)), sums[v][q]);
             }
         }
         team.meet();
+        float scale[WORLD_SIZE];
+        team.totals(s.pieces(), [&](float squares) { return scale_of(p, squares); }, scale);
 #pragma unroll
         for (int q = 0; q < WORLD_SIZE; ++q) {
             const u32 row = group * WORLD_SIZE + q;
             if (row >= p.rows) continue;
-            const float scale = scale_of(p, team.total(q * TERMS, s.pieces()));
 #pragma unroll
             for (int v = 0; v < VECTORS; ++v) {
                 if (!s.has(v)) continue;
-                if (q != RANK) weft::store_vector(vector(p.sums, p, row, s.at(v)), sums[v][q]);
-                weft::store_vector(vector(p.normed, p, row, s.at(v)), scaled(sums[v][q], scale, weight[v]));
+                weft::store_vector(vector(p.normed, p, row, s.at(v)), scaled(sums[v][q], scale[q], weight[v]));
             }
         }
     }

@@ -1,11 +1,12 @@
-// What Hopper adds and C++ does not know: barriers and counts in shared memory, tensor copies, products of warpgroups.
+// What Hopper adds and C++ does not know: counts in shared memory, tensor copies, products of warpgroups; and what
+// barriers.cuh has.
 //
 // Nothing here waits for another rank. Waits on barriers in shared memory end when this block's own copies and
 // threads have done their part; what these wait for on other ranks is bounded in sync.cuh.
 
 #pragma once
 
-#include "sync.cuh"
+#include "barriers.cuh"
 
 namespace weft {
 
@@ -18,33 +19,12 @@ struct alignas(64) TensorMap {
     u64 opaque[16];
 };
 
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-    return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-
 // One lane of a warp that is together here, always the same. (The assembler knows by it that one thread issues what
 // follows: else it puts a loop over the lanes around each tensor copy.)
 __device__ __forceinline__ bool elected() {
     u32 chosen;
     asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
     return chosen != 0;
-}
-
-// ---- barriers in shared memory: `count` arrivals and all announced bytes end a phase; phases have parity 0, 1, 0 ...
-
-__device__ __forceinline__ void init_barrier(u64* barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
-}
-
-// After init_barrier, before a copy or another thread may use the barrier (a __syncthreads follows).
-__device__ __forceinline__ void publish_barriers() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-// One arrival that announces `bytes` to come by copies.
-__device__ __forceinline__ void arrive_expecting(u64* barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-                 : "memory");
 }
 
 // ---- counts in shared memory, that one warp sets and another one of the block waits for: they only grow
@@ -73,40 +53,6 @@ __device__ __forceinline__ u32 wait_count(const u32* count, u32 needed) {
         const u32 seen = read_count(count);
         if (seen >= needed) return seen;
     }
-}
-
-// ---- clusters of two blocks
-
-__device__ __forceinline__ u32 rank_in_cluster() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-// All threads of both blocks have come here, and see what the others wrote before.
-__device__ __forceinline__ void sync_cluster() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
-// At the same barrier of block `block` of the cluster.
-__device__ __forceinline__ void arrive_at(u64* barrier, u32 block) {
-    asm volatile(
-        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
-        " mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(barrier)),
-        "r"(block)
-        : "memory");
-}
-
-// Until the phase of this parity is over.
-__device__ __forceinline__ void wait(u64* barrier, u32 parity) {
-    u32 done;
-    do {
-        asm volatile(
-            "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(shared_address(barrier)), "r"(parity)
-            : "memory");
-    } while (done == 0);
 }
 
 // ---- copies

@@ -1,42 +1,70 @@
-// A team of blocks, one cluster, that works on a row together: sums over the row through distributed shared memory.
+// A team of blocks, one cluster, that works on rows together: sums over the rows through distributed shared memory.
 //
-//   Team<BLOCKS, TERMS> team;       the cluster's blocks begin to gather
-//   team.publish(i, warp_sum(x));   warp for warp, each i once: a term of the sums, told to every block
-//   team.meet();                    all terms are there
-//   team.total(first, count);       terms first, first + 1, ...: the same bits in every thread of every block
+//   Team<BLOCKS, TERMS, SUMS> team(count);   the cluster's blocks begin to gather
+//   team.publish(i, terms);                  a term of each of the SUMS sums, told to every block
+//   team.meet();                             all terms are there
+//   team.totals(most, map, out);             map of each sum of terms 0 to most - 1: the same bits in every thread
 //
-// Terms are added in an order that depends on their numbers alone, neither on the cluster's size nor on who
-// published them. Two sets of terms take turns, so one meeting a round is enough: who publishes for round
-// n + 2 has met, in round n + 1, everybody who had read round n. A block whose memory a peer may still write to
-// must not end: the last meeting is behind the last publish.
+// In each round every warp of every block publishes as often as the others, `count` times all in all, each i once.
+// Terms are added in an order that depends on their numbers alone, neither on the cluster's size nor on who published them.
+//
+// Who writes: a lane of any block, a term into each block's shared memory, with its bytes for the barrier of the round
+// there. Who waits: every thread, for all of a round's bytes at its own block's barrier. There is no fence in it: that of a
+// cluster's barrier would wait for all that the multiprocessor has sent to peers.
+//
+// Why two sets of terms and two barriers are enough: who publishes for round n + 2 has met in round n + 1, for which every
+// warp published, each after it had read the totals of round n. A block does not end before all that is written to its
+// memory is there: it waits for it.
 
 #pragma once
 
+#include "barriers.cuh"
+#include "warp.cuh"
+
 namespace weft {
 
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) x += __shfl_xor_sync(~0u, x, mask);
-    return x;
+// To block `block` of the cluster: a number for `place` there, and its bytes for `barrier` there.
+__device__ __forceinline__ void tell(float* place, u64* barrier, int block, float value) {
+    asm volatile(
+        "{\n .reg .b32 there, arrived;\n mapa.shared::cluster.u32 there, %0, %2;\n"
+        " mapa.shared::cluster.u32 arrived, %1, %2;\n"
+        " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [arrived];\n}" ::"r"(
+            shared_address(place)),
+        "r"(shared_address(barrier)), "r"(block), "f"(value)
+        : "memory");
 }
 
-template <int BLOCKS, int ROUND>
+template <int BLOCKS, int TERMS, int SUMS = 1>
 struct Team {
+    using Sums = WarpSums<SUMS>;
+    static constexpr int ROUND = SUMS * TERMS;
     float* terms;
+    u64* barriers;
+    u32 bytes;  // of a round
+    u32 round = 0;
     bool gathered = BLOCKS == 1;
-    int round = 0;
 
-    __device__ __forceinline__ Team() {
+    __device__ __forceinline__ explicit Team(u32 count) : bytes(count * SUMS * sizeof(float)) {
         __shared__ float memory[2 * ROUND];
+        __shared__ u64 both[2];
         terms = memory;
-        if constexpr (BLOCKS > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+        barriers = both;
+        if constexpr (BLOCKS > 1) {
+            if (threadIdx.x == 0) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) init_barrier(barriers + i, 1);
+                publish_barriers();
+#pragma unroll
+                for (int i = 0; i < 2; ++i) arrive_expecting(barriers + i, bytes);
+            }
+            __syncwarp();
+            asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+        }
     }
 
     __device__ __forceinline__ static int rank() {
         if constexpr (BLOCKS == 1) return 0;
-        int rank;
-        asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-        return rank;
+        return rank_in_cluster();
     }
 
     // By all threads, before the first publish: a block that has not started has no memory to write to.
@@ -47,20 +75,18 @@ struct Team {
         }
     }
 
-    // By whole warps: lane i tells block i.
-    __device__ __forceinline__ void publish(int term, float value) {
-        const int lane = threadIdx.x % 32;
-        if (lane >= BLOCKS) return;
-        float* place = terms + round % 2 * ROUND + term;
+    // By whole warps.
+    __device__ __forceinline__ void publish(int term, const float (&values)[SUMS]) {
+        const float sum = Sums::of(values);
+        if (Sums::which() >= SUMS) return;
+        float* place = terms + round % 2 * ROUND + Sums::which() * TERMS + term;
         if constexpr (BLOCKS == 1) {
-            *place = value;
+            if (Sums::lane() == 0) *place = sum;
         } else {
-            const unsigned here = static_cast<unsigned>(__cvta_generic_to_shared(place));
-            asm volatile(
-                "{ .reg .u32 there; mapa.shared::cluster.u32 there, %0, %1;"
-                " st.shared::cluster.f32 [there], %2; }" ::"r"(here),
-                "r"(lane), "f"(value)
-                : "memory");
+#pragma unroll
+            for (int block = Sums::lane(); block < BLOCKS; block += Sums::LANES) {
+                tell(place, barriers + round % 2, block, sum);
+            }
         }
     }
 
@@ -68,18 +94,22 @@ struct Team {
         if constexpr (BLOCKS == 1) {
             __syncthreads();
         } else {
-            asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-            asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+            wait(barriers + round % 2, round / 2 % 2);
+            if (threadIdx.x == 0) arrive_expecting(barriers + round % 2, bytes);
         }
         ++round;
     }
 
     // By whole warps, behind the meeting of the round in which they were published.
-    __device__ __forceinline__ float total(int first, int count) const {
-        const float* published = terms + (round - 1) % 2 * ROUND + first;
-        float sum = 0;
-        for (int i = threadIdx.x % 32; i < count; i += 32) sum += published[i];
-        return warp_sum(sum);
+    template <typename Map>
+    __device__ __forceinline__ void totals(int most, const Map& map, float (&out)[SUMS]) const {
+        const float* published = terms + (round - 1) % 2 * ROUND;
+        float of_lane[SUMS] = {};
+        for (int i = threadIdx.x % 32; i < most; i += 32) {
+#pragma unroll
+            for (int sum = 0; sum < SUMS; ++sum) of_lane[sum] += published[sum * TERMS + i];
+        }
+        Sums::to_all(map(Sums::of(of_lane)), out);
     }
 };
 

@@ -97,11 +97,23 @@ static unsigned __ballot_sync(unsigned, bool said) {
     return bits;
 }
 
+static float __shfl_sync(unsigned, float x, int from) {
+    float* lanes = warp_lanes();
+    lanes[running->thread % 32] = x;
+    meet_warp();
+    const float given = lanes[from];
+    meet_warp();
+    return given;
+}
+static float __shfl_xor_sync(unsigned, float x, int mask) { return __shfl_sync(0, x, running->thread % 32 ^ mask); }
+
 static unsigned atomicAdd(unsigned* place, unsigned more) {
     const unsigned before = *place;
     *place += more;
     return before;
 }
+
+#include "warp.cuh"
 
 namespace weft {
 
@@ -178,41 +190,42 @@ struct min {
 };
 }  // namespace reduce
 
-static float warp_sum(float x) {
-    float* lanes = warp_lanes();
-    const int lane = threadIdx.x % 32;
-    for (int mask = 16; mask > 0; mask /= 2) {
-        lanes[lane] = x;
-        meet_warp();
-        x += lanes[lane ^ mask];
-        meet_warp();
-    }
-    return x;
-}
-
-template <int BLOCKS, int ROUND>
+template <int BLOCKS, int TERMS, int SUMS = 1>
 struct Team {
-    int round = 0;
+    using Sums = WarpSums<SUMS>;
+    static constexpr int ROUND = SUMS * TERMS;
+    unsigned count, round = 0;
     bool gathered = BLOCKS == 1;
 
+    explicit Team(unsigned count) : count(count) {}
     static int rank() { return blockIdx.x % BLOCKS; }
     void gather() { gathered = true; }
-    void publish(int term, float value) {
-        if (!gathered || term >= ROUND) std::abort();
-        const int lane = threadIdx.x % 32;
-        if (lane >= BLOCKS) return;
-        shared_terms(blockIdx.x / BLOCKS * BLOCKS + lane, 2 * ROUND)[round % 2 * ROUND + term] = value;
-        go_on_later();
+    void publish(int term, const float (&values)[SUMS]) {
+        if (!gathered || term >= TERMS) std::abort();
+        const float sum = Sums::of(values);
+        if (Sums::which() >= SUMS) return;
+        const unsigned first = blockIdx.x / BLOCKS * BLOCKS;
+        for (int block = Sums::lane(); block < BLOCKS; block += Sums::LANES) {
+            shared_terms(first + block, 2 * ROUND)[round % 2 * ROUND + Sums::which() * TERMS + term] = sum;
+            current->told[first + block] += 1;
+            go_on_later();
+        }
     }
+    // As many terms as were announced, all in all; where one block is a team, a barrier.
     void meet() {
-        meet_blocks(BLOCKS);
         ++round;
+        if (BLOCKS == 1) return meet_blocks(1);
+        const unsigned &told = current->told[blockIdx.x], wanted = round * count * SUMS;
+        go_on_when([&] { return told >= wanted; });
     }
-    float total(int first, int count) {
-        const float* published = shared_terms(blockIdx.x, 2 * ROUND) + (round - 1) % 2 * ROUND + first;
-        float sum = 0;
-        for (int i = threadIdx.x % 32; i < count; i += 32) sum += published[i];
-        return warp_sum(sum);
+    template <typename Map>
+    void totals(int most, const Map& map, float (&out)[SUMS]) {
+        const float* published = shared_terms(blockIdx.x, 2 * ROUND) + (round - 1) % 2 * ROUND;
+        float of_lane[SUMS] = {};
+        for (int i = threadIdx.x % 32; i < most; i += 32) {
+            for (int sum = 0; sum < SUMS; ++sum) of_lane[sum] += published[sum * TERMS + i];
+        }
+        Sums::to_all(map(Sums::of(of_lane)), out);
     }
 };
 

@@ -59,6 +59,7 @@ struct Rank {
     size_t next = 0;
     std::vector<std::unique_ptr<Fiber>> fibers;
     std::vector<Meeting> blocks, warps, barriers;
+    std::vector<unsigned> told;  // terms of sums, to each block, in this launch
     unsigned slow = 0;  // a warp of each block
     int number = 0;
 };
@@ -205,6 +206,7 @@ static void start(Rank& rank) {
     std::memcpy(rank.params, launch.params, sizeof rank.params);
     rank.blocks.assign(launch.blocks, Meeting());
     rank.barriers.assign(launch.blocks * 16, Meeting());
+    rank.told.assign(launch.blocks, 0);
     rank.warps.assign(launch.blocks * ((launch.threads + 31) / 32), Meeting());
     launch_begins(rank);
     for (int i = 0; i < launch.blocks * launch.threads; ++i) {

@@ -88,7 +88,7 @@ def build(
     text.append(f"#define RANK_CALLS {', '.join(calls)}")
     (folder / "ranks.inc").write_text("\n".join(text) + "\n")
     library = folder / "fibers.so"
-    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{folder}"]
+    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{folder}", f"-I{DEVICE}"]
     options = [f"-D{name}={value}" for name, value in defines.items()]
     program = Path(__file__).with_name("fibers.cpp")
     subprocess.run(["g++", *flags, *options, program, "-o", library], check=True)

@@ -84,6 +84,44 @@ def test_calls_of_changing_size(
     assert ranks.slots_are_empty()
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_the_forms_give_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    """Of one_shot, where a warp makes one sum at a time, and of two_shot, where it makes those of a group of rows."""
+    torch.manual_seed(random.randrange(1 << 30))
+    rows, vectors = 7, 70
+    monkeypatch.setattr(configs, "THREADS", 32)
+    monkeypatch.setattr(cuda_kernel, "supports", lambda *a: None)
+    xs = [torch.randn(rows, vectors * 4) for _ in range(world_size)]
+    residual, weight = torch.randn(rows, vectors * 4), torch.randn(vectors * 4)
+    results = []
+    for cluster in (1, 2):
+        per_thread = shape(1, vectors, world_size, Config("one_shot", cluster)).per_thread
+        defines: dict[str, str | int] = {"WORLD_SIZE": world_size, "DTYPE": "float32"}
+        defines |= {"CLUSTER": cluster, "VECTORS": per_thread}
+        library = build(tmp_path / str(cluster), cuda_kernel.SOURCE, FORMS, cuda_kernel._Params, defines)
+        for form in FORMS:
+            ranks = Ranks(library, Layout(world_size, 64 * 20 * per_thread))
+            monkeypatch.setattr(cuda_kernel, "_program", lambda *a, dependent, found=ranks: Kernels(found))
+            outs = []
+            for rank, x in enumerate(xs):
+                config = Config(form, cluster, 2 * cluster)
+                kernel = cuda_kernel.AllReduceRmsNorm(
+                    ranks.places[rank], rows, vectors * 4, x.dtype, EPS, config
+                )
+                normed, sums = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
+                kernel.launch(*(t.data_ptr() for t in (x, residual, weight, normed, sums)), PATIENT, rank)
+                outs += [normed, sums]
+            ranks.run(random.randrange(1 << 30))
+            results.append(outs)
+    assert not results[0][0].isnan().any()
+    for i, first in enumerate(results[0]):
+        assert same(first, results[0][i % 2]), "ranks differ"
+        assert all(same(first, outs[i]) for outs in results), "forms differ"
+
+
 def test_every_block_hears_from_every_rank_and_has_room() -> None:
     for world_size in (2, 3, 4, 8):
         for rows in (1, 3, 16, 131, 133, 512, 5000):
