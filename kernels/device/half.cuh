@@ -41,8 +41,10 @@ __device__ __forceinline__ void leave(const Watch& watch, const Half& half, u32 
     __threadfence();
     watch.words[half.left] = 0;
     watch.words[half.epoch] = use;
+    // One fence for all of them: each waits until the store before it has come to its peer.
+    __threadfence_system();
     for (int rank = 0; rank < half.world_size; ++rank) {
-        post_flag(on_rank(watch.words, watch, half, rank) + half.done + watch.rank, use);
+        post_behind_fence(on_rank(watch.words, watch, half, rank) + half.done + watch.rank, use);
     }
 }
 
