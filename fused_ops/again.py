@@ -24,7 +24,7 @@ it said nothing, what WEFT_TIMEOUT was at the call that is remembered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -34,6 +34,7 @@ from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from ..kernels.device.empty import Empty, empty_on
 from ..symm_mem import Workspace, findings, is_checked
 from ..symm_mem.calls import Grids
 from ..symm_mem.registry import has_name, known_heap
@@ -90,20 +91,6 @@ def may_be_short(x: Any) -> bool:
     if _included().raw_repr() & ~_OF_THREADS or has_tangents():
         return False
     return type(x) in _TYPES and not x.is_neg() and not (x.requires_grad and _grad_enabled())
-
-
-Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
-
-
-def empty_like_on(device: torch.device) -> Empty:
-    """What makes an uninitialised tensor from sizes, strides and dtype, on a device while it is the current one.
-
-    No dispatcher, no parsing of arguments, as in the programs that Inductor writes: half of what torch.empty takes.
-    """
-    direct: Empty | None = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
-    if direct is not None:
-        return direct
-    return lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype, device=device)
 
 
 class Launcher(Protocol):
@@ -290,7 +277,7 @@ def remember(
     if any(g.data_ptr() != u.data_ptr() for g, u in zip(given, used, strict=True)):
         return
     alike = tuple((tuple(r.shape), r.stride(), r.dtype) for r in results)
-    calls, empty = isinstance(launcher, Caller), empty_like_on(given[0].device)
+    calls, empty = isinstance(launcher, Caller), empty_on(given[0].device)
     ready = _Ready(launcher, calls, ran, pays, alike, empty, default_ns(), grids)
     key = key_of(op, arguments, given)
     known: _Ready | None = workspace.prepared.get(key)

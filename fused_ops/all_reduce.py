@@ -18,11 +18,12 @@ from torch.distributed import ProcessGroup
 from ..kernels.all_reduce import host
 from ..kernels.all_reduce.configs import Config, choose
 from ..kernels.all_reduce.reference import all_reduce as unfused
+from ..kernels.device.empty import Empty, empty_on
 from ..symm_mem import Heap, Workspace, findings, get_timeout
 from ..symm_mem.calls import Grids
 from ..symm_mem.registry import has_name
 from . import plan
-from .again import Empty, default_ns, empty_like_on, place, stream_on, timeout
+from .again import default_ns, place, stream_on, timeout
 from .plan import Plan, heap_or_reason, num_sms, ran
 from .turns import Step, steps_on, turn
 from .workspaces import all_reduce_workspace, matmul_workspace
@@ -113,7 +114,7 @@ def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | N
     strides = torch.empty(sizes, device="meta").stride()
     return _Found(
         *(here.group, here.workspace, found.kernel.launch, found.kernel.grids, found.plan, deadline),
-        *(sizes, strides, empty_like_on(x.device), *steps_on(x.get_device(), stream)),
+        *(sizes, strides, empty_on(x.device), *steps_on(x.get_device(), stream)),
     )
 
 

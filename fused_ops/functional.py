@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._device import DeviceContext
 
 from ..kernels.all_reduce.host import IN_PLACE
 from ..symm_mem import Group, group_name
@@ -23,12 +24,15 @@ from .again import may_be_short
 
 _LISTS = (list, tuple)
 _is_compiling, _function_modes = torch.compiler.is_compiling, torch._C._len_torch_function_stack
+_function_mode = torch._C._get_function_stack_at
 
 
 def _known_name(group: Group) -> str | None:
     """The group's name, if a call may go round ``torch.ops``; None where Dynamo or a function mode wants to see it,
     and for what is no group."""
-    if _is_compiling() or _function_modes():
+    modes = _function_modes()
+    # That of torch.set_default_device is the last one, and has nothing to do with these ops.
+    if _is_compiling() or modes > 1 or (modes == 1 and not isinstance(_function_mode(0), DeviceContext)):
         return None
     if type(group) is str:
         return group

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..kernels.device.empty import Empty, empty_on
 from ..kernels.matmul_all_reduce import host
 from ..kernels.matmul_all_reduce.reference import matmul_all_reduce as unfused
 from ..symm_mem import Heap, findings, get_timeout, is_checked, resolve_group
@@ -28,7 +29,7 @@ class _Found:
 
     group: ProcessGroup
     sizes: tuple[int, int]  # of the product
-    empty: short.Empty
+    empty: Empty
 
 
 def again(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor | None:
@@ -62,7 +63,7 @@ def _reduce(out: Tensor, reduce_op: str, group_name: str) -> None:
 def _remember(kept: dict[Hashable, Any], A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup) -> None:
     """Such a call was a product and an all-reduce. ``kept``: what ``findings.kept`` was in front of it."""
     if not is_checked():
-        found = _Found(group, (A.shape[:-1].numel(), B.shape[1]), short.empty_like_on(A.device))
+        found = _Found(group, (A.shape[:-1].numel(), B.shape[1]), empty_on(A.device))
         findings.keep(kept, (short.key_of(host.OP, reduce_op, (A, B)), group.group_name), found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from ...symm_mem.workspace import Workspace
 from ..device import one_shot
+from ..device.empty import empty_on
 from ..device.gemm import Defines
 from ..device.one_shot import OneShotConfig
 from ..device.push import VECTOR, Layout, Slots, slots_of
@@ -33,6 +35,11 @@ class _Params(ctypes.Structure):
     )
 
 
+_A = _Params.a.offset
+# Of a and gathered, at once: a store to a ctypes field costs as much.
+_put_addresses = struct.Struct("2Q").pack_into
+
+
 def defines(world_size: int, rank: int) -> Defines:
     """What one_shot.cu is compiled with: any dtype of 16 bits, it only moves them."""
     return (("DTYPE", "bfloat16"), ("WORLD_SIZE", world_size), ("RANK", rank))
@@ -54,6 +61,7 @@ class AllGatherMatmulOneShot:
     def __init__(self, workspace: Workspace[Layout], a: torch.Tensor, config: OneShotConfig) -> None:
         (m, k), size = a.shape, workspace.world_size
         self.workspace, self._rows, self._k = workspace, size * m, k
+        self._empty, self._timeout_ns = empty_on(a.device), 0
         elements = VECTOR // a.element_size()
         p = self._params = _Params(slots_of(workspace, 0))
         p.vectors, p.columns, p.stride = config.vectors, k // elements, row_stride(a) // elements
@@ -79,7 +87,7 @@ class AllGatherMatmulOneShot:
             PeerTimeout, CallAbandoned: as ``Workspace.raise_if_broken``.
         """
         a, *bs = tensors
-        gathered = a.new_empty((self._rows, self._k))
+        gathered = self._empty((self._rows, self._k), (self._k, 1), a.dtype)
         # Three frames: this and two more, on the short way and on the long one.
         self.workspace.raise_if_broken(host.OP, inside=3, grids=self._grids)
         try:
@@ -99,5 +107,7 @@ class AllGatherMatmulOneShot:
         """The exchange alone, from the address of the shard to that of the gathered ones [W, m, K]."""
         with self.workspace.lock:
             p = self._params
-            p.a, p.gathered, p.slots.watch.timeout_ns = a, gathered, timeout_ns
+            if timeout_ns != self._timeout_ns:
+                self._timeout_ns = p.slots.watch.timeout_ns = timeout_ns
+            _put_addresses(p, _A, a, gathered)
             self._launch(stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from ...symm_mem.workspace import Workspace
 from ..device import one_shot
+from ..device.empty import empty_on
 from ..device.gemm import DTYPES, Defines
 from ..device.one_shot import OneShotConfig
 from ..device.push import VECTOR, Layout, Slots, slots_of
@@ -33,6 +35,11 @@ class _Params(ctypes.Structure):
         ("average", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
     )
+
+
+_C = _Params.c.offset
+# From c to residual, at once: a store to a ctypes field costs as much.
+_put_addresses = struct.Struct("4Q").pack_into
 
 
 def defines(dtype: torch.dtype, world_size: int, rank: int, epilogue: Epilogue) -> Defines:
@@ -74,7 +81,8 @@ class MatmulReduceScatterOneShot:
         size, m = workspace.world_size, a.shape[2]
         n = b.shape[1] // size if split_n else b.shape[1]
         self.workspace, self._epilogue, self._split_n = workspace, epilogue, split_n
-        self._partial, self._size = (size * m, n), size
+        self._partial, self._size, self._empty = (size * m, n), size, empty_on(a.device)
+        self._timeout_ns = 0
         self._parts = a.shape[1:], a.stride()[1:]
         self._rows = None if split_n else _rows(a)
         elements = VECTOR // a.element_size()
@@ -112,7 +120,7 @@ class MatmulReduceScatterOneShot:
             raise
 
     def _product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        partial = a.new_empty(self._partial)
+        partial = self._empty(self._partial, (self._partial[1], 1), a.dtype)
         if self._rows is None:
             parts = a.as_strided(*self._parts)
             columns = partial.shape[1]
@@ -133,11 +141,11 @@ class MatmulReduceScatterOneShot:
         of out [m, N]."""
         with self.workspace.lock:
             p = self._params
-            p.c, p.out, p.slots.watch.timeout_ns = partial, out, timeout_ns
-            if self._epilogue.bias:
-                p.bias = terms[0]
-            if self._epilogue.residual:
-                p.residual = terms[-1]
+            if timeout_ns != self._timeout_ns:
+                self._timeout_ns = p.slots.watch.timeout_ns = timeout_ns
+            bias = terms[0] if self._epilogue.bias else 0
+            residual = terms[-1] if self._epilogue.residual else 0
+            _put_addresses(p, _C, partial, out, bias, residual)
             self._launch(stream)
 
 

@@ -95,3 +95,13 @@ def test_a_scattered_last_dimension_is_another_call(stage: SimpleNamespace) -> N
             assert list(got.shape) == shape and got.is_contiguous()
             _, operands, results, *_ = stage.launcher.launched.pop()
             assert (operands, results) == ([A.data_ptr(), B.data_ptr()], [got.data_ptr()])
+
+
+def test_a_default_device_is_none_of_its_business(stage: SimpleNamespace, op: short.Op) -> None:
+    caller = stage.launcher = Caller()
+    op.first(*op.given)
+    with torch.device("cpu"):
+        op.call(*op.given)
+        assert caller.called
+        with pytest.raises(short.Seen), short.FunctionMode():
+            op.call(*op.given)
