@@ -54,6 +54,11 @@ class Shape:
     rows: int
 
 
+# Vectors of a row that a block of a cluster sends in one_shot, at least: between 2 H200 more blocks with less to send are
+# no faster (bench/results/h200-x2-norm-clusters.txt).
+_LEAST_SENT = 128
+
+
 def most_per_thread(world_size: int) -> int:
     """Vectors of a row that a thread can hold in registers, from every rank at once."""
     return 2 if world_size <= 4 else 1
@@ -73,8 +78,8 @@ def _units(rows: int, world_size: int, form: str) -> int:
 def choose(rows: int, vectors: int, world_size: int, num_sms: int = BLOCKS) -> Config:
     """The configuration for ``rows`` of ``vectors`` vectors each; the same on every rank.
 
-    As many multiprocessors as a cluster can bring together; clusters of one where there are rows enough, or where one
-    block sends a row in one vector a thread. ``num_sms``: blocks at most, or those of one cluster.
+    As many multiprocessors as a cluster can bring together and each has enough to send; clusters of one where there are
+    rows enough. ``num_sms``: blocks at most, or those of one cluster.
     """
     most = min(BLOCKS, num_sms)
     nbytes = rows * vectors * VECTOR
@@ -83,9 +88,10 @@ def choose(rows: int, vectors: int, world_size: int, num_sms: int = BLOCKS) -> C
     pieces = -(-vectors // WARP)
     fitting = [c for c in CLUSTERS if c <= pieces]
     held = [c for c in fitting if c * THREADS * most_per_thread(world_size) >= vectors]
-    if vectors * (world_size - 1) <= THREADS:
-        return Config(form, 1, most)
+    sent = vectors * (world_size - 1)  # of a row, in one_shot
     spread = [c for c in held if c * _units(rows, world_size, form) <= most]
+    if form == "one_shot":
+        spread = [c for c in spread if c == 1 or c * _LEAST_SENT <= sent]
     return Config(form, spread[-1] if spread else held[0], most)
 
 

@@ -105,7 +105,9 @@ struct Team {
     __device__ __forceinline__ void totals(int most, const Map& map, float (&out)[SUMS]) const {
         const float* published = terms + (round - 1) % 2 * ROUND;
         float of_lane[SUMS] = {};
-        for (int i = threadIdx.x % 32; i < most; i += 32) {
+#pragma unroll
+        for (int i = threadIdx.x % 32, first = 0; first < TERMS; first += 32, i += 32) {
+            if (i >= most) break;
 #pragma unroll
             for (int sum = 0; sum < SUMS; ++sum) of_lane[sum] += published[sum * TERMS + i];
         }
