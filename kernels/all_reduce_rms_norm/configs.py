@@ -54,8 +54,8 @@ class Shape:
     rows: int
 
 
-# Vectors of a row that a block of a cluster sends in one_shot, at least: between 2 H200 more blocks with less to send are
-# no faster (bench/results/h200-x2-norm-clusters.txt).
+# Vectors of a row that a block of a cluster sends in one_shot, at least: between 2 H200 more blocks with less to send
+# are no faster (bench/results/h200-x2-norm-clusters.txt).
 _LEAST_SENT = 128
 
 
