@@ -30,9 +30,11 @@ _function_mode = torch._C._get_function_stack_at
 def _known_name(group: Group) -> str | None:
     """The group's name, if a call may go round ``torch.ops``; None where Dynamo or a function mode wants to see it,
     and for what is no group."""
+    if _is_compiling():
+        return None
     modes = _function_modes()
-    # That of torch.set_default_device is the last one, and has nothing to do with these ops.
-    if _is_compiling() or modes > 1 or (modes == 1 and not isinstance(_function_mode(0), DeviceContext)):
+    # That of torch.set_default_device, which lies below all others, has nothing to do with these ops.
+    if modes > 1 or (modes == 1 and not isinstance(_function_mode(0), DeviceContext)):
         return None
     if type(group) is str:
         return group
