@@ -263,11 +263,12 @@ __device__ __forceinline__ void add_up(const uint4 (&parts)[WORLD_SIZE - 1], int
     for (int e = 0; e < 8; ++e) own[e] = total[e] * scale;
 }
 
-// To a warpgroup's part of an own tile, those of all peers. As many loads at once as there are registers for: one by one
-// they would keep the tensor cores waiting for microseconds.
+// To a warpgroup's part of an own tile, those of all peers. As many loads at once as there are registers for: each trip
+// keeps the tensor cores waiting for half a microsecond and more.
 __device__ __forceinline__ void add_parts(
     const Params& p, const Order& order, const Tile& t, int warpgroup, float (&sums)[weft::SUMS]) {
-    constexpr int ALL = VECTORS / weft::GROUP, AHEAD = WORLD_SIZE > 5 ? 1 : 8 / (WORLD_SIZE - 1);
+    constexpr int ALL = VECTORS / weft::GROUP, PEERS = WORLD_SIZE - 1;
+    constexpr int AHEAD = PEERS > 14 ? 1 : PEERS > 1 ? 14 / PEERS : ALL_REDUCE ? 8 : 16;
     const u64 slot = 2 * order.each() * u64{VECTORS};
     const uint4* slots = reinterpret_cast<const uint4*>(p.inbox);
     u32 at = (2u * t.index + warpgroup) * VECTORS + threadIdx.x % weft::GROUP;
