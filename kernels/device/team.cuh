@@ -23,17 +23,6 @@
 
 namespace weft {
 
-// To block `block` of the cluster: a number for `place` there, and its bytes for `barrier` there.
-__device__ __forceinline__ void tell(float* place, u64* barrier, int block, float value) {
-    asm volatile(
-        "{\n .reg .b32 there, arrived;\n mapa.shared::cluster.u32 there, %0, %2;\n"
-        " mapa.shared::cluster.u32 arrived, %1, %2;\n"
-        " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [arrived];\n}" ::"r"(
-            shared_address(place)),
-        "r"(shared_address(barrier)), "r"(block), "f"(value)
-        : "memory");
-}
-
 template <int BLOCKS, int TERMS, int SUMS = 1>
 struct Team {
     using Sums = WarpSums<SUMS>;
@@ -45,11 +34,9 @@ struct Team {
     bool gathered = BLOCKS == 1;
 
     __device__ __forceinline__ explicit Team(u32 count) : bytes(count * SUMS * sizeof(float)) {
-        __shared__ float memory[2 * ROUND];
-        __shared__ u64 both[2];
-        terms = memory;
-        barriers = both;
+        terms = of_block<float[2 * ROUND]>();
         if constexpr (BLOCKS > 1) {
+            barriers = of_block<u64[2]>();
             if (threadIdx.x == 0) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) init_barrier(barriers + i, 1);
@@ -58,7 +45,7 @@ struct Team {
                 for (int i = 0; i < 2; ++i) arrive_expecting(barriers + i, bytes);
             }
             __syncwarp();
-            asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+            arrive_at_cluster();
         }
     }
 
@@ -70,7 +57,7 @@ struct Team {
     // By all threads, before the first publish: a block that has not started has no memory to write to.
     __device__ __forceinline__ void gather() {
         if constexpr (BLOCKS > 1) {
-            if (!gathered) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+            if (!gathered) wait_for_cluster();
             gathered = true;
         }
     }

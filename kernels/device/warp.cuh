@@ -8,9 +8,9 @@ namespace weft {
 // exchanges for four sums instead of twenty. The pairs of lanes that are added are the same for any COUNT, so the bits are.
 template <int COUNT>
 struct WarpSums {
-    static constexpr int PADDED = COUNT <= 1 ? 1 : COUNT <= 2 ? 2 : COUNT <= 4 ? 4 : COUNT <= 8 ? 8 : 16;
+    static constexpr int PADDED = COUNT <= 1 ? 1 : COUNT <= 2 ? 2 : COUNT <= 4 ? 4 : 8;
     static constexpr int LANES = 32 / PADDED;  // that hold the same sum
-    static_assert(COUNT <= 16, "16 sums at most");
+    static_assert(COUNT <= 8, "8 sums at most");
 
     // The sum that this lane holds, which is none from COUNT on; and which of those that hold it this lane is.
     __device__ __forceinline__ static int which() { return threadIdx.x % 32 / LANES; }

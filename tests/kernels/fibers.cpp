@@ -1,11 +1,12 @@
 // Runs a .cu file of kernels that push on the CPU (fibers.h). fibers.py compiles it, with this file's stand-ins in place of
-// sync.cuh, numbers.cuh, reduce.cuh and team.cuh. They give up the processor wherever a kernel polls, stores to a peer or
+// sync.cuh, barriers.cuh, numbers.cuh and reduce.cuh. They give up the processor wherever a kernel polls, stores to a peer or
 // meets a barrier. What is stored is there at once, but for half of the zeros, with which slots are emptied: they come
 // when the thread has a fence, or another one of its block with a barrier before it, or when the kernel ends.
 
 #include "fibers.h"
 
 #include <map>
+#include <utility>
 
 struct uint4 {
     unsigned x, y, z, w;
@@ -15,11 +16,6 @@ static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 static unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 static unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 static float rsqrtf(float x) { return 1 / std::sqrt(x); }
-
-// All threads of so many blocks that stand side by side.
-static void meet_blocks(int blocks) {
-    meet(current->blocks[running->block / blocks * blocks], launched().threads * blocks);
-}
 
 static Meeting& warp() {
     return current->warps[running->block * (launched().threads / 32) + running->thread / 32];
@@ -31,12 +27,6 @@ static void meet_warp() { meet(warp(), 32); }
 static float* warp_lanes() {
     warp().values.resize(32);
     return warp().values.data();
-}
-
-static float* shared_terms(int block, int count) {
-    auto& terms = current->blocks[block].values;
-    if (terms.empty()) terms.assign(count, NAN);
-    return terms.data();
 }
 
 struct Zero {
@@ -77,7 +67,7 @@ static void comes_to_a_barrier() {
 
 static void __syncthreads() {
     comes_to_a_barrier();
-    meet_blocks(1);
+    meet(current->blocks[running->block], launched().threads);
 }
 static void __syncwarp() {}
 static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
@@ -112,8 +102,6 @@ static unsigned atomicAdd(unsigned* place, unsigned more) {
     *place += more;
     return before;
 }
-
-#include "warp.cuh"
 
 namespace weft {
 
@@ -190,44 +178,40 @@ struct min {
 };
 }  // namespace reduce
 
-template <int BLOCKS, int TERMS, int SUMS = 1>
-struct Team {
-    using Sums = WarpSums<SUMS>;
-    static constexpr int ROUND = SUMS * TERMS;
-    unsigned count, round = 0;
-    bool gathered = BLOCKS == 1;
+#ifdef CLUSTER
+constexpr u32 CLUSTER_BLOCKS = CLUSTER;
+#else
+constexpr u32 CLUSTER_BLOCKS = 1;
+#endif
+constexpr size_t SHARED = 16 << 10;  // bytes of a block
 
-    explicit Team(unsigned count) : count(count) {}
-    static int rank() { return blockIdx.x % BLOCKS; }
-    void gather() { gathered = true; }
-    void publish(int term, const float (&values)[SUMS]) {
-        if (!gathered || term >= TERMS) std::abort();
-        const float sum = Sums::of(values);
-        if (Sums::which() >= SUMS) return;
-        const unsigned first = blockIdx.x / BLOCKS * BLOCKS;
-        for (int block = Sums::lane(); block < BLOCKS; block += Sums::LANES) {
-            shared_terms(first + block, 2 * ROUND)[round % 2 * ROUND + Sums::which() * TERMS + term] = sum;
-            current->told[first + block] += 1;
-            go_on_later();
-        }
-    }
-    // As many terms as were announced, all in all; where one block is a team, a barrier.
-    void meet() {
-        ++round;
-        if (BLOCKS == 1) return meet_blocks(1);
-        const unsigned &told = current->told[blockIdx.x], wanted = round * count * SUMS;
-        go_on_when([&] { return told >= wanted; });
-    }
-    template <typename Map>
-    void totals(int most, const Map& map, float (&out)[SUMS]) {
-        const float* published = shared_terms(blockIdx.x, 2 * ROUND) + (round - 1) % 2 * ROUND;
-        float of_lane[SUMS] = {};
-        for (int i = threadIdx.x % 32; i < most; i += 32) {
-            for (int sum = 0; sum < SUMS; ++sum) of_lane[sum] += published[sum * TERMS + i];
-        }
-        Sums::to_all(map(Sums::of(of_lane)), out);
-    }
-};
+static u32 rank_in_cluster() { return running->block % CLUSTER_BLOCKS; }
+
+// Of kinds of memory, each at its place in every block's.
+static size_t taken = 0;
+template <typename T>
+static T& of_block() {
+    static const size_t place = std::exchange(taken, taken + (sizeof(T) + 7) / 8 * 8);
+    if (taken > SHARED) std::abort();
+    std::vector<char>& shared = current->shared;
+    if (shared.empty()) shared.assign(launched().blocks * SHARED, -1);  // NaNs
+    return *reinterpret_cast<T*>(shared.data() + running->block * SHARED + place);
+}
+
+static unsigned& begun() { return current->begun[running->block / CLUSTER_BLOCKS]; }
+static void arrive_at_cluster() { ++begun(); }
+static void wait_for_cluster() {
+    go_on_when([&now = begun(), all = launched().threads * CLUSTER_BLOCKS] { return now == all; });
+}
+
+static void tell(float* place, u64* barrier, int block, float value) {
+    const auto there = (block - static_cast<long>(rank_in_cluster())) * static_cast<long>(SHARED);
+    *reinterpret_cast<float*>(reinterpret_cast<char*>(place) + there) = value;
+    Phases& phases_there = phases(reinterpret_cast<u64*>(reinterpret_cast<char*>(barrier) + there));
+    phases_there.bytes -= sizeof value;
+    phases_there.settle();
+    go_on_later();
+}
 
 }  // namespace weft
 

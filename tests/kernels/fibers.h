@@ -59,7 +59,8 @@ struct Rank {
     size_t next = 0;
     std::vector<std::unique_ptr<Fiber>> fibers;
     std::vector<Meeting> blocks, warps, barriers;
-    std::vector<unsigned> told;  // terms of sums, to each block, in this launch
+    std::vector<char> shared;     // fibers.cpp: memory of the blocks of this launch
+    std::vector<unsigned> begun;  // fibers.cpp: threads of each cluster
     unsigned slow = 0;  // a warp of each block
     int number = 0;
 };
@@ -160,6 +161,33 @@ static bool wait_flag(const Watch& watch, int peer, u32 word, u32 expected, int 
     }
 }
 
+// Of arrivals and bytes, as barriers.cuh has it.
+struct Phases {
+    unsigned char count, pending, parity;
+    int bytes;
+    void settle() {
+        if (pending != 0 || bytes != 0) return;
+        pending = count;
+        parity ^= 1;
+    }
+};
+static_assert(sizeof(Phases) == sizeof(u64));
+static Phases& phases(u64* barrier) { return *reinterpret_cast<Phases*>(barrier); }
+
+static void init_barrier(u64* barrier, u32 count) {
+    const auto all = static_cast<unsigned char>(count);
+    phases(barrier) = {all, all, 0, 0};
+}
+static void publish_barriers() {}
+static void arrive_expecting(u64* barrier, u32 bytes) {
+    phases(barrier).bytes += bytes;
+    --phases(barrier).pending;
+    phases(barrier).settle();
+}
+static void wait(u64* barrier, u32 parity) {
+    go_on_when([&] { return phases(barrier).parity != parity; });
+}
+
 static float as_float(u32 bits) {
     float value;
     std::memcpy(&value, &bits, 4);
@@ -206,7 +234,8 @@ static void start(Rank& rank) {
     std::memcpy(rank.params, launch.params, sizeof rank.params);
     rank.blocks.assign(launch.blocks, Meeting());
     rank.barriers.assign(launch.blocks * 16, Meeting());
-    rank.told.assign(launch.blocks, 0);
+    rank.shared.clear();
+    rank.begun.assign(launch.blocks, 0);
     rank.warps.assign(launch.blocks * ((launch.threads + 31) / 32), Meeting());
     launch_begins(rank);
     for (int i = 0; i < launch.blocks * launch.threads; ++i) {

@@ -16,7 +16,8 @@ from weft.kernels.device.push import Layout
 from weft.symm_mem import fault, workspace
 
 DEVICE = Path(weft.kernels.device.__file__).parent
-STAND_INS = ("sync.cuh", "numbers.cuh", "reduce.cuh", "team.cuh")
+STAND_INS = ("sync.cuh", "barriers.cuh", "numbers.cuh", "reduce.cuh")
+REAL = ("push.cuh", "steward.cuh", "farewell.cuh", "team.cuh", "warp.cuh")
 PATIENT = 100_000  # polls of one wait: far more than any takes
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -52,7 +53,7 @@ def build(
 
     Args:
         beside: more sources, the kernels of each and its Params, with which calls on one workspace take turns.
-        instead: a text in a source, push.cuh, steward.cuh or farewell.cuh, and what shall stand there.
+        instead: a text in a source or in one of REAL, and what shall stand there.
     """
     folder.mkdir(exist_ok=True)
     sources = [(source, kernels, params), *beside]
@@ -60,7 +61,7 @@ def build(
         (folder / stand_in).touch()
     # Beside the stand-ins, so that they include them and not their neighbours; each rank's program, a namespace of one
     # file, includes them for itself.
-    places = {DEVICE / name: folder / name for name in ("push.cuh", "steward.cuh", "farewell.cuh")}
+    places = {DEVICE / name: folder / name for name in REAL}
     places |= {file: folder / f"{i}_{file.name}" for i, (file, _, _) in enumerate(sources)}
     texts = {place: file.read_text().replace("#pragma once", "") for file, place in places.items()}
     if instead is not None:
@@ -88,7 +89,7 @@ def build(
     text.append(f"#define RANK_CALLS {', '.join(calls)}")
     (folder / "ranks.inc").write_text("\n".join(text) + "\n")
     library = folder / "fibers.so"
-    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{folder}", f"-I{DEVICE}"]
+    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{folder}"]
     options = [f"-D{name}={value}" for name, value in defines.items()]
     program = Path(__file__).with_name("fibers.cpp")
     subprocess.run(["g++", *flags, *options, program, "-o", library], check=True)

@@ -213,34 +213,10 @@ static u32 wait_count(const u32* count, u32 needed) {
     return read_count(count);
 }
 
-// Of arrivals and bytes, as hopper.cuh has it.
-struct Phases {
-    u8 count, pending, parity;
-    int bytes;
-    void settle() {
-        if (pending != 0 || bytes != 0) return;
-        pending = count;
-        parity ^= 1;
-    }
-};
-static_assert(sizeof(Phases) == sizeof(u64));
-static Phases& phases(u64* barrier) { return *reinterpret_cast<Phases*>(barrier); }
-
-static void init_barrier(u64* barrier, u32 count) { phases(barrier) = {u8(count), u8(count), 0, 0}; }
-static void publish_barriers() {}
-static void arrive_expecting(u64* barrier, u32 bytes) {
-    phases(barrier).bytes += bytes;
-    --phases(barrier).pending;
-    phases(barrier).settle();
-}
 static void arrive_at(u64* barrier, u32 block) {
     --phases(in_block(barrier, block)).pending;
     phases(in_block(barrier, block)).settle();
 }
-static void wait(u64* barrier, u32 parity) {
-    go_on_when([&] { return phases(barrier).parity != parity; });
-}
-
 // No time passes here, but others may have their turns.
 struct Pace {
     u64 interval;

@@ -33,6 +33,41 @@ class Kernels:
 def test_calls_of_changing_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, dtype: str, cluster: int, pieces: int
 ) -> None:
+    calls_of_changing_size(tmp_path, monkeypatch, world_size, dtype, cluster, pieces)
+
+
+# In team.cuh, and what the calls above must then show.
+MISTAKES = {
+    "terms not awaited": ("wait(barriers + round % 2, round / 2 % 2);", ""),
+    "terms awaited by a thread": (
+        "wait(barriers + round % 2",
+        "if (threadIdx.x == 0) wait(barriers + round % 2",
+    ),
+}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_team_that_does_not_wait_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str
+) -> None:
+    def calls() -> None:
+        for i in range(20):
+            calls_of_changing_size(tmp_path / str(i), monkeypatch, 2, "bfloat16", 4, 3, MISTAKES[mistake])
+
+    with pytest.raises(AssertionError, match=r"Config\("):  # of a result, not of a text that is not there
+        calls()
+
+
+def calls_of_changing_size(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    world_size: int,
+    dtype: str,
+    cluster: int,
+    pieces: int,
+    instead: tuple[str, str] | None = None,
+) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     torch.manual_seed(seed)
@@ -43,7 +78,7 @@ def test_calls_of_changing_size(
     per_thread = shape(1, vectors, world_size, Config("one_shot", cluster)).per_thread
     defines: dict[str, str | int] = {"WORLD_SIZE": world_size, "DTYPE": dtype}
     defines |= {"CLUSTER": cluster, "VECTORS": per_thread}
-    library = build(tmp_path, cuda_kernel.SOURCE, FORMS, cuda_kernel._Params, defines)
+    library = build(folder, cuda_kernel.SOURCE, FORMS, cuda_kernel._Params, defines, instead=instead)
     ranks = Ranks(library, Layout(world_size, 64 * 20 * per_thread))
     monkeypatch.setattr(cuda_kernel, "_program", lambda *a, dependent: Kernels(ranks))
     monkeypatch.setattr(cuda_kernel, "supports", lambda *a: None)
