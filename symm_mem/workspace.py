@@ -65,6 +65,7 @@ class Layout:
     EPOCH = 8  #: + half: uses of the half that this rank has left
     TICKET = 16  #: + half: uses of the half that this rank's pushes have begun
     LEFT = 24  #: + half: blocks that have left the running kernel; the last one puts it back to 0
+    PACE = 32  #: two words: the time at which what this rank's kernels have asked to send will have left
     _DONE = 64
 
     def done(self, half: int) -> int:

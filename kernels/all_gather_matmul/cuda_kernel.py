@@ -52,7 +52,7 @@ class _Params(ctypes.Structure):
         ("push", ctypes.c_int32),
         ("final", ctypes.c_int32),
         # Tensor maps are aligned to 64 bytes, so there its size is a multiple of that.
-        ("reserved", ctypes.c_int32 * 14),
+        ("reserved", ctypes.c_int32 * 12),
     )
 
 

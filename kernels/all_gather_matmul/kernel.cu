@@ -13,7 +13,8 @@
 // eight to sixteen blocks fill the links, and what the other blocks load does not wait behind what is sent.
 // Who waits: warp 2 of every multiplying block, for every UNIT_COLUMNS of K of a peer's rows, a lane for each piece that
 // these lie in; it tells the loader (warp 0). Own rows are read from the input.
-// Use e = EPOCH[half] + 1 is read when the kernel starts; its last block ends the use (weft::leave), if `final`.
+// Use e = EPOCH[half] + 1 is read when the kernel starts; the last block whose loads have all been multiplied ends the
+// use (weft::leave), if `final`.
 //
 // Order: rows are sent and multiplied in groups of `group` rows of tiles from every rank, the own rows first. (With SPLIT_K
 // no rows are only the own ones.) Inside a group pieces are sent by columns, then by rows: all tiles of a group advance
@@ -28,6 +29,7 @@
 #define SERVE_REGISTERS 72
 #define MULTIPLY_REGISTERS 216
 #include "../device/gemm.cuh"
+#include "../device/pace.cuh"
 #include "order.cuh"
 
 using weft::PIECES;
@@ -40,9 +42,7 @@ namespace {
 
 constexpr int MOST_BS = 4;
 constexpr int PUSHERS = weft::THREADS / 32 - 1;  // warps of a block while it only sends; the last one posts
-// Bytes a nanosecond that all pushing warps send: what the links take where several ranks send to one. Between two nothing
-// is gained by a pace.
-constexpr u64 RATE = 328;
+constexpr u64 RATE = 328;  // bytes a nanosecond that leave: what the links take where several ranks send to one
 // Which of s.counts: units of peers' rows that lie here, in the loader's order; and, of each pushing warp from SENT on,
 // pieces that have been sent.
 constexpr int ARRIVED = 0, SENT = 1;
@@ -98,16 +98,17 @@ __device__ __forceinline__ void push(const Params& p, const Order& order, u32 us
     constexpr int VECTORS = 8;  // of a lane, on their way at once
     static_assert(PIECE_ROWS % (ROWS * VECTORS) == 0);
     const u64 from_stride = static_cast<u64>(ROWS) * p.stride, to_stride = static_cast<u64>(ROWS) * p.k;
-    weft::Pace pace{world_size > 2 ? VECTORS * 32 * 16 * static_cast<u64>(pushers) / RATE : 0};
+    weft::Pace pace(p.watch, p.half, VECTORS * 32 * 16, RATE);
+    pace.ask();
     u32 count = 0;
     for (int index = pusher; index < order.pieces; index += pushers) {
         const Piece piece(p, order, index);
         const int column = piece.column + lane % LANES * 8;
-        if (piece.inside && column < p.k) {
+        if (piece.inside) {
 #pragma unroll 1
             for (int row = piece.row + lane / LANES; row < piece.row + PIECE_ROWS; row += ROWS * VECTORS) {
                 uint4 v[VECTORS];
-                const int left = p.m - row;
+                const int left = column < p.k ? p.m - row : 0;  // lanes without a column keep the pace with the others
                 const weft::u16* from = p.a + static_cast<u64>(row) * p.stride + column;
 #pragma unroll
                 for (int i = 0; i < VECTORS; ++i) {
@@ -119,6 +120,7 @@ __device__ __forceinline__ void push(const Params& p, const Order& order, u32 us
                     const int peer = rank >= turn ? rank - turn : rank - turn + world_size;
                     weft::u16* to = weft::on_rank(slot, p.watch, p.half, peer);
                     pace.wait();
+                    pace.ask();
 #pragma unroll
                     for (int i = 0; i < VECTORS; ++i) {
                         if (i * ROWS < left) *reinterpret_cast<uint4*>(to + i * to_stride) = v[i];
@@ -194,6 +196,7 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
             }
         });
     }
+    weft::drain(s, turn);
 }
 
 // Warp 2: tells the loader how many units of peers' rows lie here, in its order. It goes ahead of the loader, which a
@@ -227,12 +230,10 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
     all_gather_matmul(const __grid_constant__ Params p) {
     extern __shared__ u8 base[];
     const weft::Shared s = weft::shared_memory(base);
-    weft::begin(s);
-    const u32 use = p.watch.words[p.half.epoch] + 1;
     // In shared memory: there are no registers to keep it in.
     Order& order = *reinterpret_cast<Order*>(s.counts + ORDER);
-    if (threadIdx.x == 0) order = Order(p);
-    __syncthreads();
+    const u32 use = p.watch.words[p.half.epoch] + 1;
+    weft::begin(s, [&] { order = Order(p); });
     const int warpgroup = threadIdx.x / weft::GROUP;
     if (static_cast<int>(blockIdx.x) < p.senders) {
         send(p, s, order, use);
@@ -241,7 +242,10 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
     if (warpgroup == 2) {
         weft::give_registers<SERVE_REGISTERS>();
         const int warp = threadIdx.x / 32 % 4;
-        if (warp == 0) load(p, s, order);
+        if (warp == 0) {
+            load(p, s, order);
+            if (p.final && threadIdx.x % 32 == 0) weft::leave(p.watch, p.half, use);
+        }
         if (warp == 1 && p.push) push(p, order, use, blockIdx.x, gridDim.x, s.counts + SENT);
         if (warp == 2) watch(p, s, order, use);
         if (warp == 3 && p.push) post(p, order, use, blockIdx.x, 1, gridDim.x, s.counts + SENT);
@@ -258,6 +262,4 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
             weft::store_rows(c, n, p.m - row, n - column, warpgroup, sums, [](int, float*) {});
         }
     }
-    weft::end();
-    if (p.final) weft::leave(p.watch, p.half, use);
 }

@@ -65,15 +65,19 @@ __device__ __forceinline__ Shared shared_memory(u8* base) {
     return s;
 }
 
-// By all threads.
-__device__ __forceinline__ void begin(const Shared& s) {
+// By all threads. `rest` is what one of them does for all behind the counts' zeros.
+template <typename Rest>
+__device__ __forceinline__ void begin(const Shared& s, const Rest& rest) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             init_barrier(s.full + i, 1);
             init_barrier(s.empty + i, 16);  // the multiplying warps of both blocks
         }
-        for (int i = 0; i < COUNTS; ++i) s.counts[i] = 0;
         publish_barriers();
+    }
+    if (threadIdx.x == 32) {
+        for (int i = 0; i < COUNTS; ++i) s.counts[i] = 0;
+        rest();
     }
     sync_cluster();
 }
@@ -132,6 +136,15 @@ __device__ __forceinline__ void load_stage(
     } else {
         u8* to = stage + A_BYTES + half * (BN / 2 * 128);
         load_b(b, to, full, part, k, column + half * (BN / 2));
+    }
+}
+
+// By the loader, behind its last stage: until both blocks have read all that it loaded. Then nothing reaches for this block's
+// shared memory any more, and it may end.
+__device__ __forceinline__ void drain(const Shared& s, Turn<STAGES>& turn) {
+    for (int i = 0; i < STAGES; ++i) {
+        wait(s.empty + turn.at, turn.parity ^ 1);
+        turn.next();
     }
 }
 
@@ -283,8 +296,5 @@ __device__ __forceinline__ void store_rows(
 // Clusters walk through steps, each a pair of rows by a column of tiles.
 __device__ __forceinline__ int first_step() { return static_cast<int>(blockIdx.x) / CLUSTER; }
 __device__ __forceinline__ int stride() { return static_cast<int>(gridDim.x) / CLUSTER; }
-
-// By all threads, at the end: other blocks may still read from here and write to here.
-__device__ __forceinline__ void end() { sync_cluster(); }
 
 }  // namespace weft

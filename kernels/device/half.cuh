@@ -11,6 +11,7 @@ struct Half {
     int epoch, left;  // indices of EPOCH[half] and LEFT[half]
     int done, flags, flags_per_rank;  // of the first done word and the first flag
     int world_size;
+    int pace;  // of the first of two words: the clock of pace.cuh
     u64 span;  // bytes from this rank's copy of an address to the next rank's
 };
 
@@ -33,9 +34,9 @@ __device__ __forceinline__ bool may_send(const Watch& watch, const Half& half, u
     return all;
 }
 
-// Behind a barrier, by all threads of every block, when nothing of the half is read any more: the last one ends the use.
+// By one thread of every block, when that block reads nothing of the half any more, though it may still store results: the
+// last one ends the use.
 __device__ __forceinline__ void leave(const Watch& watch, const Half& half, u32 use) {
-    if (threadIdx.x != 0) return;
     __threadfence();
     if (atomicAdd(watch.words + half.left, 1) != gridDim.x - 1) return;
     __threadfence();

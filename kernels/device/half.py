@@ -18,6 +18,7 @@ class Half(ctypes.Structure):
         ("flags", ctypes.c_int32),
         ("flags_per_rank", ctypes.c_int32),
         ("world_size", ctypes.c_int32),
+        ("pace", ctypes.c_int32),
         ("span", ctypes.c_uint64),
     )
 
@@ -31,6 +32,7 @@ class Half(ctypes.Structure):
             layout.flags(half),
             layout.flags_per_rank,
             workspace.world_size,
+            Layout.PACE,
             workspace.span,
         )
 

@@ -177,23 +177,6 @@ struct Patience {
     }
 };
 
-// Keeps a warp's stores to peers at the pace of the links. What is sent faster fills the ways out of the multiprocessors,
-// where loads wait behind it, and meets at the receivers, which then take less than their links could.
-struct Pace {
-    u64 interval;  // nanoseconds from one burst to the next; 0: no pace is kept
-    u64 next = 0;
-
-    __device__ __forceinline__ void wait() {
-        if (interval == 0) return;
-        u64 now = nanoseconds();
-        while (now < next) {
-            __nanosleep(32);
-            now = nanoseconds();
-        }
-        next = now + interval;
-    }
-};
-
 // Wait until words[word] >= expected. Acquire, system scope, for the calling thread.
 // Who writes: `peer`, by a release (or a copy engine, behind its data). False: the wait has expired.
 __device__ __forceinline__ bool wait_flag(const Watch& watch, int peer, u32 word, u32 expected, int kind) {

@@ -40,7 +40,7 @@ class _Params(ctypes.Structure):
         ("bias", ctypes.c_uint64),
         ("residual", ctypes.c_uint64),
         ("total", ctypes.c_int32),
-        ("_size_is_a_multiple_of_64", ctypes.c_int32 * 13),
+        ("_size_is_a_multiple_of_64", ctypes.c_int32 * 11),
     )
 
 

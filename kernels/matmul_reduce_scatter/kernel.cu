@@ -23,7 +23,7 @@
 // Who waits: a multiplying warpgroup with its part of an own tile in registers, for the same part from every peer. With
 // ALL_REDUCE also a step later, for the peers' sums of the tiles that have the index of that one: they come in the same
 // step of the peers' order.
-// Use e = EPOCH[half] + 1 is read when the kernel starts; its last block ends the use (weft::leave).
+// Use e = EPOCH[half] + 1 is read when the kernel starts; the last block that has read its parts ends the use (weft::leave).
 //
 // Order: chunks of tiles for the peers, the own ones a chunk behind (order.cuh). What a block waits for, a peer's block
 // computes in the same step of its order or an earlier one, and waits only for what is due in earlier ones itself. So the
@@ -34,7 +34,9 @@
 #define SERVE_REGISTERS 72
 #define MULTIPLY_REGISTERS 216
 #include "../device/gemm.cuh"
+#include "../device/pace.cuh"
 #include "order.cuh"
+#include "sums.cuh"
 
 using weft::u16;
 using weft::u32;
@@ -44,12 +46,11 @@ using weft::u8;
 namespace {
 
 constexpr int VECTORS = weft::PART_BYTES / 16;  // of a part
-// Bytes a nanosecond that all blocks send: a tenth more than the links take, as they have nothing to send at times. (A sum
-// for all ranks counts once.)
-constexpr u64 RATE = 372;
+constexpr u64 RATE = 340;  // bytes a nanosecond that leave
 // Which of s.counts: parts that a multiplying warpgroup has staged, and parts of its that have been sent.
 constexpr int STAGED = 0, SENT = 2;
-constexpr int ORDER = 4;  // where the order stands among them
+constexpr int READ = 4;  // whether one reads nothing of the half any more
+constexpr int ORDER = 6;  // where the order stands among them
 
 #if OUT_FLOAT32
 using Out = float;
@@ -141,19 +142,22 @@ __device__ __forceinline__ void push(
     constexpr int AHEAD = 8;  // vectors of a lane, on their way at once
     static_assert(VECTORS % (32 * AHEAD) == 0);
     const uint4* from = staged(p, warpgroup) + lane;
-    weft::Pace pace{AHEAD * 32 * 16 * 2 * u64{gridDim.x} / RATE};
+    weft::Pace pace(p.watch, p.half, AHEAD * 32 * 16, RATE);
     u32 count = 0;
     for (int step = next_sent(p, s, order, weft::first_step()); step < order.steps();) {
         const Tile t = order.tile(p, step, s.block);
         step = next_sent(p, s, order, step + weft::stride());
         if (weft::wait_count(s.counts + STAGED + warpgroup, ++count) == weft::NOTHING) count = weft::NOTHING;
         if (count == weft::NOTHING) break;
+        const int receivers = ALL_REDUCE && t.dst == p.watch.rank ? WORLD_SIZE - 1 : 1;
+        pace.ask(receivers);
 #pragma unroll 1
         for (int first = 0; first < VECTORS; first += 32 * AHEAD) {
             uint4 v[AHEAD];
-            if (step < order.steps()) pace.wait();  // behind the last part there is little to hold up
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) v[i] = __ldcg(from + first + 32 * i);
+            pace.wait();
+            if (first + 32 * AHEAD < VECTORS) pace.ask(receivers);
             to_receivers(p, t, [&](int dst) {
                 uint4* to = reinterpret_cast<uint4*>(inbox(p, order, t, warpgroup, p.watch.rank, dst)) + lane + first;
 #pragma unroll
@@ -228,6 +232,19 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
         const int column = (SPLIT_N ? t.dst * p.n : 0) + t.column * BN;
         for (int i = 0; i < depth; ++i) weft::load_stage(s, turn, p.a, rows, p.b, column, i * weft::BK);
     }
+    weft::drain(s, turn);
+}
+
+// A multiplying warpgroup reads nothing of the half any more; warp 3, which ends the use when neither does.
+__device__ __forceinline__ void have_read(const weft::Shared& s, int warpgroup) {
+    weft::sync_warpgroup(warpgroup);
+    if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + READ + warpgroup, 1);
+}
+
+__device__ __forceinline__ void leave(const Params& p, const weft::Shared& s, u32 use) {
+    if (threadIdx.x % 32 != 0) return;
+    for (int warpgroup = 0; warpgroup < 2; ++warpgroup) weft::wait_count(s.counts + READ + warpgroup, 1);
+    weft::leave(p.watch, p.half, use);
 }
 
 // Wait for what every peer sends of a tile for this warpgroup, its part or its sum: by each of its warps, a lane for each
@@ -238,29 +255,6 @@ __device__ __forceinline__ bool wait_parts(
     if (lane >= WORLD_SIZE || lane == p.watch.rank) return true;
     const int first = p.half.flags + lane * p.half.flags_per_rank;
     return weft::wait_flag(p.watch, lane, first + place_of(order, t, warpgroup, sums), use, weft::WAIT_DATA);
-}
-
-// own[8] = the sum of all ranks' in their order, of which `own` is one, and `parts` are the others.
-__device__ __forceinline__ void add_up(const uint4 (&parts)[WORLD_SIZE - 1], int rank, float scale, float* own) {
-    float total[8] = {};
-#pragma unroll
-    for (int i = 0; i < WORLD_SIZE; ++i) {
-        if (i == rank) {  // in front of slot `rank`
-#pragma unroll
-            for (int e = 0; e < 8; ++e) total[e] += own[e];
-        }
-        if (i == WORLD_SIZE - 1) break;
-        const u32 words[4] = {parts[i].x, parts[i].y, parts[i].z, parts[i].w};
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            float pair[2];
-            weft::Number::unpack(words[w], pair);
-            total[2 * w] += pair[0];
-            total[2 * w + 1] += pair[1];
-        }
-    }
-#pragma unroll
-    for (int e = 0; e < 8; ++e) own[e] = total[e] * scale;
 }
 
 // To a warpgroup's part of an own tile, those of all peers. As many loads at once as there are registers for: each trip
@@ -286,43 +280,17 @@ __device__ __forceinline__ void add_parts(
         }
 #pragma unroll
         for (int i = 0; i < AHEAD && first + i < ALL; ++i) {
-            add_up(parts[i], p.watch.rank, scale, sums + 8 * (first + i));
+            weft::add_up(parts[i], p.watch.rank, scale, sums + 8 * (first + i));
         }
         at += AHEAD * weft::GROUP;
     }
 }
 
-// values += the two numbers at `at`.
-__device__ __forceinline__ void add_pair(const u16* at, float* values) {
-    float pair[2];
-    weft::Number::unpack(__ldg(reinterpret_cast<const u32*>(at)), pair);
-    values[0] += pair[0];
-    values[1] += pair[1];
-}
-
-// What an own tile gets besides the ranks' parts: this thread's vector `i`. N is a multiple of 8, so pairs are inside or not.
-__device__ __forceinline__ void add_terms(const Params& p, const Tile& t, int warpgroup, int i, float* values) {
-    const weft::Place first = weft::place_of_sums(warpgroup);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        const int column = t.column * BN + first.column + 16 * i + 8 * j;
-        if (column >= p.n) break;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = t.row * BM + first.row + 8 * r;
-            float* pair = values + 4 * j + 2 * r;
-            if (BIAS) add_pair(p.bias + column, pair);
-            if (RESIDUAL && row < p.m) {
-                add_pair(p.residual + (static_cast<u64>(t.batch) * p.m + row) * p.n + column, pair);
-            }
-        }
-    }
-}
-
 // A multiplying warpgroup's part of an own tile: the peers' are added to it, and the sum goes to `out`, and on its way.
+// `last`: no tile follows.
 __device__ __forceinline__ void finish(
-    const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 use, u32& sent,
-    float (&sums)[weft::SUMS]) {
+    const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 use, bool last,
+    u32& sent, float (&sums)[weft::SUMS]) {
     const bool there = wait_parts(p, order, t, warpgroup, use, false);
     if (ALL_REDUCE && !weft::all_of_warpgroup(warpgroup, there)) {
         sent = weft::NOTHING;
@@ -330,12 +298,13 @@ __device__ __forceinline__ void finish(
     }
     add_parts(p, order, t, warpgroup, sums);
     if constexpr (ALL_REDUCE) send(p, s, order, t, warpgroup, use, sent, sums);
+    if (!ALL_REDUCE && last) have_read(s, warpgroup);
     const int row = t.row * BM, column = t.column * BN, part = ALL_REDUCE ? p.watch.rank : t.batch;
     Out* out = p.out + (static_cast<u64>(part) * p.m + row) * p.n + column;
     const int rows = rows_from(p, p.watch.rank, row);
     weft::store_rows(out, p.n, rows, p.n - column, warpgroup, sums, [&](int i, float* values) {
 #if BIAS || RESIDUAL
-        add_terms(p, t, warpgroup, i, values);
+        weft::add_terms(p, t, warpgroup, i, values);
 #endif
     });
 }
@@ -365,19 +334,20 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
     matmul_reduce_scatter(const __grid_constant__ Params p) {
     extern __shared__ u8 base[];
     const weft::Shared s = weft::shared_memory(base);
-    weft::begin(s);
-    const u32 use = p.watch.words[p.half.epoch] + 1;
     // In shared memory: there are no registers to keep it in.
     Order& order = *reinterpret_cast<Order*>(s.counts + ORDER);
-    if (threadIdx.x == 0) order = Order(p);
-    __syncthreads();
+    const u32 use = p.watch.words[p.half.epoch] + 1;
+    weft::begin(s, [&] { order = Order(p); });
     const int warpgroup = threadIdx.x / weft::GROUP;
     if (warpgroup == 2) {
         weft::give_registers<SERVE_REGISTERS>();
         const int warp = threadIdx.x / 32 % 4;
         if (warp == 0) load(p, s, order);
         if (STAGING && (warp == 1 || warp == 2)) push(p, s, order, warp - 1, use);
-        if (warp == 3) post_all(p, s, order, use);
+        if (warp == 3) {
+            post_all(p, s, order, use);
+            leave(p, s, use);
+        }
     } else {
         weft::take_registers<MULTIPLY_REGISTERS>();
         const int depth = (p.k + weft::BK - 1) / weft::BK;
@@ -389,11 +359,11 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
             float sums[weft::SUMS];
             weft::multiply(s, turn, warpgroup, depth, sums);
             if (t.inside && t.dst != p.watch.rank) send(p, s, order, t, warpgroup, use, sent, sums);
-            if (t.inside && t.dst == p.watch.rank) finish(p, s, order, t, warpgroup, use, sent, sums);
+            const bool last = step + weft::stride() >= order.steps();
+            if (t.inside && t.dst == p.watch.rank) finish(p, s, order, t, warpgroup, use, last, sent, sums);
             if (ALL_REDUCE) take_sums(p, s, order, step - weft::stride(), warpgroup, use);
         }
         if (ALL_REDUCE) take_sums(p, s, order, step - weft::stride(), warpgroup, use);
+        have_read(s, warpgroup);
     }
-    weft::end();
-    weft::leave(p.watch, p.half, use);
 }

@@ -4,10 +4,11 @@
 // What a thread stores at a peer becomes visible late, in any order, unless a fence of system scope orders it: that of
 // a thread which knows of the store, because it is its own or because barriers or counts lie between. (Votes and shuffles
 // tell nothing of memory.) Loads are never early: a reader that looks at data before its flag is found by what it reads
-// only if the program's order is wrong, not if merely an acquire is missing.
+// only if the program's order is wrong, not if merely an acquire is missing. Tensor copies are done late, too, in any order.
 
 #include "fibers.h"
 
+#include <functional>
 #include <unordered_map>
 
 using Clock = std::vector<unsigned>;
@@ -40,11 +41,18 @@ struct State {
     std::vector<Barrier> warps, warpgroups, blocks, clusters;
     std::unordered_map<const unsigned*, Clock> counts;
     std::vector<Late> late;
+    std::vector<int> threads;  // of each block that have not ended
+    struct Copy {
+        unsigned block;  // whose memory it fills
+        std::function<void()> run;
+    };
+    std::vector<Copy> copies;  // that are under way
 };
 
 static std::vector<State> states;
 static char *memory, *memory_end;  // of all workspaces
 static unsigned turns_a_store;
+static int strays;  // times that a block, or a copy, reached for a block that had ended
 
 // For the runs that follow: the workspaces, how long what is stored there takes, and how far ranks drift apart.
 extern "C" void use(char* first, uint64_t bytes, int ranks, unsigned a_store, unsigned a_rank) {
@@ -53,7 +61,9 @@ extern "C" void use(char* first, uint64_t bytes, int ranks, unsigned a_store, un
     states.assign(ranks, State());
     turns_a_store = a_store;
     turns_a_rank = a_rank;
+    strays = 0;
 }
+extern "C" int reached_for_ended_blocks() { return strays; }
 
 static State& state() { return states[current->number]; }
 
@@ -74,12 +84,24 @@ static void store(void* place, const void* value, int size) {
     if (dice() % 16 == 0) go_on_later();
 }
 
+template <typename T>
+static T taken(std::vector<T>& all) {
+    std::swap(all[dice() % all.size()], all.back());
+    T one = std::move(all.back());
+    all.pop_back();
+    return one;
+}
+
 static void between_turns() {
-    auto& late = states[dice() % states.size()].late;
+    State& s = states[dice() % states.size()];
+    if (!s.copies.empty() && dice() % (turns_a_store * turns_a_store) == 0) {
+        const State::Copy copy = taken(s.copies);
+        strays += s.threads[copy.block] == 0;
+        copy.run();
+    }
+    auto& late = s.late;
     if (late.empty() || dice() % turns_a_store != 0) return;
-    std::swap(late[dice() % late.size()], late.back());
-    arrive_late(late.back());
-    late.pop_back();
+    arrive_late(taken(late));
 }
 
 static void __threadfence_system() {
@@ -103,10 +125,13 @@ static void launch_begins(Rank& rank) {
     s.blocks.assign(launch.blocks, Barrier());
     s.clusters.assign(launch.blocks / CLUSTER_BLOCKS, Barrier());
     s.counts.clear();
+    s.threads.assign(launch.blocks, launch.threads);
 }
 
 static bool rests(const Rank&, const Fiber&) { return false; }
 static void launch_ends(Rank& rank) {
+    strays += states[rank.number].copies.size();
+    states[rank.number].copies.clear();
     auto& late = states[rank.number].late;
     std::for_each(late.begin(), late.end(), arrive_late);
     late.clear();
@@ -151,10 +176,15 @@ static unsigned __shfl_xor_sync(unsigned, unsigned value, int mask) {
 
 static void __syncthreads() { meet_and_tell(group(state().blocks, launched().threads), launched().threads); }
 
-static unsigned atomicAdd(unsigned* place, unsigned more) {
-    const unsigned before = *place;
+template <typename T>
+static T atomicAdd(T* place, std::common_type_t<T> more) {
+    const T before = *place;
     *place += more;
     return before;
+}
+template <typename T>
+static void atomicMax(T* place, T least) {
+    *place = std::max(*place, least);
 }
 
 struct uint4 {
@@ -190,12 +220,18 @@ static void post_flag(u32* word, u32 value) {
     post_behind_fence(word, value);
 }
 
+// Sleep is all that takes time.
+static u64 asleep;
+static u64 nanoseconds() { return asleep; }
+
 static u32 shared_address(const void* pointer) { return static_cast<u32>(reinterpret_cast<u64>(pointer)); }
 static u8* shared_base() { return reinterpret_cast<u8*>(state().shared.data() + running->block * SHARED); }
 static u32 rank_in_cluster() { return running->block % CLUSTER_BLOCKS; }
 
 template <typename T>
 static T* in_block(T* mine, u32 block) {
+    const u32 first = running->block - rank_in_cluster();
+    strays += state().threads[first + block] == 0;
     return reinterpret_cast<T*>(reinterpret_cast<u64>(mine) + (u64(block) - rank_in_cluster()) * SHARED);
 }
 
@@ -217,12 +253,6 @@ static void arrive_at(u64* barrier, u32 block) {
     --phases(in_block(barrier, block)).pending;
     phases(in_block(barrier, block)).settle();
 }
-// No time passes here, but others may have their turns.
-struct Pace {
-    u64 interval;
-    void wait() { go_on_later(); }
-};
-
 // What the lanes of a warp can only do together.
 static void together() { meet(warp().meeting, 32); }
 
@@ -276,12 +306,15 @@ static void copy_box(const TensorMap& map, void* place, u64* barrier, const int 
     phases(barrier).settle();
 }
 static void load_box(const TensorMap& map, void* to, u64* barrier, int x, int y, int z, int w) {
+    state().copies.push_back({running->block, [=] { copy_box(map, to, barrier, {x, y, z, w}); }});
     go_on_later();
-    copy_box(map, to, barrier, {x, y, z, w});
 }
 static void load_box_for_both(const TensorMap& map, void* to, u64* barrier, int x, int y, int z = 0, int w = 0) {
     for (int block = 0; block < CLUSTER_BLOCKS; ++block) {
-        copy_box(map, in_block(to, block), in_block(barrier, block), {x, y, z, w});
+        void* there = in_block(to, block);
+        u64* arrives = in_block(barrier, block);
+        const unsigned target = running->block - rank_in_cluster() + block;
+        state().copies.push_back({target, [=] { copy_box(map, there, arrives, {x, y, z, w}); }});
         go_on_later();
     }
 }
@@ -318,8 +351,17 @@ struct Product {
 
 }  // namespace weft
 
+static void __nanosleep(unsigned nanoseconds) {
+    weft::asleep += nanoseconds;
+    go_on_later();
+}
+
 #include SOURCE
 
 static_assert(sizeof(Params) == PARAMS_BYTES);
-static void call(int, int, const void* params) { KERNEL(*static_cast<const Params*>(params)); }
+static void call(int, int, const void* params) {
+    KERNEL(*static_cast<const Params*>(params));
+    --state().threads[running->block];
+}
 static const weft::Watch& watch_of(const void* params) { return static_cast<const Params*>(params)->watch; }
+

@@ -18,7 +18,7 @@ from weft.kernels.device.tensor_map import Boxes, TensorMap
 from weft.symm_mem.workspace import Layout
 
 STAND_INS = ("hopper.cuh", "sync.cuh", "numbers.cuh")
-AROUND = ("gemm.cuh", "half.cuh", "walk.cuh")
+AROUND = ("gemm.cuh", "half.cuh", "pace.cuh", "walk.cuh")
 SHARED = 128 << 10  # bytes that a block has
 SMALL = Tile(64, 64, 2, 0.0)
 WIDE = Tile(128, 32, 3, 0.0)
@@ -135,6 +135,11 @@ class Products(Ranks):
     def run_late(self, seed: int, late: int, turns: int) -> list[list[bool]]:
         self.use()
         return super().run_late(seed, late, turns)
+
+    @property
+    def strays(self) -> int:
+        """How often a block reached for another one's shared memory when that one had ended."""
+        return int(self.library.library.reached_for_ended_blocks())
 
     def run_alone(self, rank: int) -> None:
         """Run the one launch of a rank."""

@@ -240,6 +240,8 @@ def wrong(op: Op, ranks: Products) -> str:
     """What is wrong behind `uses`; empty if nothing is."""
     if ranks.records.any():
         return f"a wait has expired: {ranks.records.tolist()}"
+    if ranks.strays:
+        return f"{ranks.strays} times a block reached for one that had ended"
     bad = [i for i, (got, want) in enumerate(op.wanted) if not torch.equal(got, want)]
     return f"results {bad} of {len(op.wanted)} are wrong" if bad else ""
 
@@ -314,9 +316,19 @@ MISTAKES = {
     "gather-flags-not-awaited": ("weft::fence_proxy_async();\n                __syncwarp();", ""),
     "gather-count-not-awaited": ("weft::wait_count(s.counts + ARRIVED, ++needed)", "++needed"),
     "gather-half-not-free": ("half.done + lane, use - 1", "half.done + lane, use - 2"),
+    "gather-not-drained": ("    weft::drain(s, turn);\n", ""),
+    "gather-left-before-loading": (
+        "load(p, s, order);\n            if (p.final && threadIdx.x % 32 == 0) weft::leave(p.watch, p.half, use);",
+        "if (p.final && threadIdx.x % 32 == 0) weft::leave(p.watch, p.half, use);\n            load(p, s, order);",
+    ),
     "gather-split-other-part": ("i * weft::BK, src);", "i * weft::BK, src % 1);"),
     "scatter-no-fence": ("__threadfence_system();\n        if (!more) continue;", "if (!more) continue;"),
-    "scatter-warps-not-awaited": ("weft::sync_warpgroup(warpgroup);", ""),
+    "scatter-warps-not-awaited": (
+        "weft::sync_warpgroup(warpgroup);\n    if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + (ST",
+        "if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + (ST",
+    ),
+    "scatter-not-drained": ("    weft::drain(s, turn);\n", ""),
+    "scatter-left-before-reading": ("weft::wait_count(s.counts + READ + warpgroup, 1);", ""),
     "scatter-posted-ahead": ("posted < there;", "posted <= there && step < order.steps();"),
     "scatter-flags-not-awaited": (
         "        __syncwarp();  // each lane has waited for one peer; and",
@@ -339,7 +351,10 @@ MISTAKES = {
         "__syncwarp();\n        if (lane == 0) weft::set_count(sent, count);",
         "if (lane == 0) weft::set_count(sent, count);",
     ),
-    "staged-warps-not-awaited": ("weft::sync_warpgroup(warpgroup);", ""),
+    "staged-warps-not-awaited": (
+        "weft::sync_warpgroup(warpgroup);\n    if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + (ST",
+        "if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + (ST",
+    ),
     "to-all-lanes-not-awaited": (
         "    __syncwarp();  // each lane has waited for one peer\n#pragma",
         "#pragma",
@@ -360,6 +375,8 @@ def may_show(mistake: str) -> Op:
         return SCATTERS["staged"]
     if mistake.startswith("scatter"):
         return Scatter(2, 67, 200, 72)
+    if mistake == "gather-not-drained":  # all stages are under way at once
+        return Gather(2, 33, (8,), 128, push(SMALL, 0, 1))
     # Little to multiply until rows come.
     return Gather(2, 147, (8,), 264, push(WIDE, 0, 1, split_k="split" in mistake), blocks=2)
 
