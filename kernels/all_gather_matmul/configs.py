@@ -24,15 +24,17 @@ _PRODUCTS = 350e6  # multiply-adds a microsecond
 MOST_BS = 4  # of one launch
 _BAND = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
 
-# Of estimate_push_us, microseconds: a launch. Where all blocks send: between two tiles, and how much slower products
-# are beside it, between two GPUs and between more. Where some do: between two tiles, and until what was sent is seen.
+# Of estimate_push_us, microseconds. Between more than two GPUs: a launch; where all blocks send, between two tiles,
+# and how much slower products are beside it; where some do, between two tiles, and until what was sent is seen.
 _LAUNCH = 14.0
-_TILE_ENDS, _PUSH_HINDERS, _PUSH_OF_MORE_HINDERS = 1.8, 0.15, 0.4
+_TILE_ENDS, _PUSH_HINDERS = 1.8, 0.4
 _TILE_ENDS_BESIDE_SENDERS, _SEEN = 1.6, 3.6
 _MOST_WAVES = 256  # of one estimate; the waves of longer products are taken some at once
-# Bytes a microsecond, by senders, between more than two GPUs. Between two, all blocks together are never waited for.
+# Bytes a microsecond, by senders.
 _PUSH_RATE = {0: 294e3, 8: 294e3, 12: 294e3, 16: 275e3}
-_PUSH_RATE_OF_TWO = 2000e3
+# The same between two GPUs, where all blocks send.
+_LAUNCH_OF_TWO, _TILE_ENDS_OF_TWO, _PUSH_OF_TWO_HINDERS, _SEEN_OF_TWO = 2.0, 2.0, 0.3, 11.0
+_PUSH_RATE_OF_TWO = 290e3
 # Of configurations that are thought to be as fast: of less than so many bytes fewer senders are faster, else more.
 _MUCH = 20 << 20
 # Microseconds of a copy kernel, and bytes a microsecond that it moves: unfused, shards of the last dimension are put
@@ -264,11 +266,14 @@ def estimate_push_us(
     rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
     units = -(-k // config.unit_columns)
     moved = peers * m * k * 2
-    rate = _PUSH_RATE[config.senders] if peers > 1 else _PUSH_RATE_OF_TWO
-    hinders = _PUSH_OF_MORE_HINDERS if peers > 1 else _PUSH_HINDERS
+    if peers == 1:
+        launch, hinders, rate = _LAUNCH_OF_TWO, _PUSH_OF_TWO_HINDERS, _PUSH_RATE_OF_TWO
+        seen, tile_ends = _SEEN_OF_TWO, _TILE_ENDS_OF_TWO
+    else:
+        launch, hinders, rate = _LAUNCH, _PUSH_HINDERS, _PUSH_RATE[config.senders]
+        seen, tile_ends = (_SEEN, _TILE_ENDS_BESIDE_SENDERS) if config.senders else (0.0, _TILE_ENDS)
     row_us = moved / rows / rate
     end = moved / _LINK
-    seen, tile_ends = (_SEEN, _TILE_ENDS_BESIDE_SENDERS) if config.senders else (0.0, _TILE_ENDS)
     others, clusters = _clusters(config, num_sms)
     # Pairs of rows of tiles: those of the own shard alone, and those behind them, which wait for the peers' rows.
     own_pairs, listed, parts = (0, 1, world_size) if config.split_k else (rows // 2, peers, 1)
@@ -297,7 +302,7 @@ def estimate_push_us(
             now += us
         now += tile_ends * at_once
         first, wave = first + taken, wave + at_once
-    return _LAUNCH + now
+    return launch + now
 
 
 def push_flags_per_rank(m: int, k: int, config: PushConfig) -> int:

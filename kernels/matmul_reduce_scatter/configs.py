@@ -167,27 +167,23 @@ def estimate_push_us(
 ) -> float:
     """Microseconds; the constants are fitted to measurements on 2 and on 4 H200.
 
-    Sending begins behind the first tile's main loop, and it and the products hinder each other. Between two ranks each
-    wave has a cost of its own.
+    Sending begins behind the first tile's main loop, and it and the products hinder each other.
     """
     tile = config.tile
     rows = world_size * _rows(m, config, batches)
-    product = product_beside_us(tile, rows, n, k, world_size, num_sms)
+    product = product_beside_us(tile, rows, n, k, num_sms, feels=0.1 if world_size == 2 else 0.2)
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
     sending = (world_size - 1) * batches * m * n * 2 / _LINK
-    launch, hinders = 22.0 + 0.1 * first, 0.15
-    if world_size == 2:
-        launch, hinders = 12.0 + 2 * gemm_tiles.waves(tile, rows, [n], num_sms), 0.15
+    launch, hinders = (9.0, 0.43) if world_size == 2 else (22.0 + 0.1 * first, 0.15)
     return launch + max(product, first + sending) + hinders * min(product, sending)
 
 
 def product_beside_us(
-    tile: gemm_tiles.Tile, rows: int, n: int, k: int, world_size: int, num_sms: int
+    tile: gemm_tiles.Tile, rows: int, n: int, k: int, num_sms: int, *, feels: float
 ) -> float:
-    """Microseconds of the products alone, as long as they take beside what is sent and received: small tiles, which
-    load more, feel it, most between two ranks. ``rows``: of tiles, in all."""
-    alone = gemm_tiles.estimate_us(tile, rows, [n], k, num_sms)
-    return alone * (1 + (0.4 if world_size == 2 else 0.2) * (tile.loads - 1))
+    """Microseconds of the products alone, as long as they take beside what is sent and received, which tiles feel that
+    load more: so much for twice the loads. ``rows``: of tiles, in all."""
+    return gemm_tiles.estimate_us(tile, rows, [n], k, num_sms) * (1 + feels * (tile.loads - 1))
 
 
 def push_inbox(
