@@ -23,7 +23,7 @@ struct Pace {
 
     // `bytes` of a burst, and of those that leave in a nanosecond.
     __device__ __forceinline__ Pace(const Watch& watch, const Half& half, u32 bytes, u32 rate)
-        : watch(watch), half(half), interval(bytes * TICKS / rate) {}
+        : watch(watch), half(half), interval((bytes * TICKS + rate / 2) / rate) {}
 
     __device__ __forceinline__ u64* clock() const { return reinterpret_cast<u64*>(watch.words + half.pace); }
 

@@ -46,7 +46,7 @@ using weft::u8;
 namespace {
 
 constexpr int VECTORS = weft::PART_BYTES / 16;  // of a part
-constexpr u64 RATE = 356;  // bytes a nanosecond that leave
+constexpr u64 RATE = 356;  // bytes a nanosecond that leave: what the links take at most
 // Which of s.counts: parts that a multiplying warpgroup has staged, and parts of its that have been sent.
 constexpr int STAGED = 0, SENT = 2;
 constexpr int READ = 4;  // whether one reads nothing of the half any more
