@@ -94,6 +94,7 @@ static T taken(std::vector<T>& all) {
 
 static void between_turns() {
     State& s = states[dice() % states.size()];
+    // So late that a block which does not wait for its copies may have ended before them.
     if (!s.copies.empty() && dice() % (turns_a_store * turns_a_store) == 0) {
         const State::Copy copy = taken(s.copies);
         strays += s.threads[copy.block] == 0;

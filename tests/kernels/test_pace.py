@@ -1,0 +1,42 @@
+"""The clock by which a rank's warps keep the pace of the links, compiled for the CPU."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from cubins import KERNELS
+
+HERE = Path(__file__).parent
+PACE = KERNELS / "device" / "pace.cuh"
+
+
+def said(folder: Path, old: str = "", new: str = "") -> str:
+    """What pace.cpp says of pace.cuh, in which ``new`` stands for ``old``."""
+    text = PACE.read_text().replace('#include "half.cuh"\n', "")
+    assert old in text
+    (folder / "pace.cuh").write_text(text.replace(old, new) if old else text)
+    compiler = shutil.which("g++") or shutil.which("c++")
+    assert compiler, "a C++ compiler is needed"
+    options = ["-std=c++17", "-O1", "-w", f'-DPACE="{folder / "pace.cuh"}"']
+    subprocess.run([compiler, *options, HERE / "pace.cpp", "-o", folder / "pace"], check=True)
+    return subprocess.run([folder / "pace"], check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def test_bursts_of_all_warps_share_what_the_links_take(tmp_path: Path) -> None:
+    assert said(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("bursts * interval", "interval", "bursts are counted once"),
+        ("if (turn + LATE < now) atomicMax(clock(), now);", "", "a burst out of turn"),
+        ("now < turn", "false", "a burst out of turn"),
+    ],
+    ids=["counted-once", "clock-not-set", "not-awaited"],
+)
+def test_mistakes_are_found(old: str, new: str, what: str, tmp_path: Path) -> None:
+    assert what in said(tmp_path, old, new)
