@@ -42,7 +42,9 @@ namespace {
 
 constexpr int MOST_BS = 4;
 constexpr int PUSHERS = weft::THREADS / 32 - 1;  // warps of a block while it only sends; the last one posts
-constexpr u64 RATE = 328;  // bytes a nanosecond that leave: what the links take where several ranks send to one
+// Bytes a nanosecond that all pushing warps send: what the links take where several ranks send to one. Between two nothing
+// is gained by a pace.
+constexpr u64 RATE = 328;
 // Which of s.counts: units of peers' rows that lie here, in the loader's order; and, of each pushing warp from SENT on,
 // pieces that have been sent.
 constexpr int ARRIVED = 0, SENT = 1;
@@ -98,17 +100,16 @@ __device__ __forceinline__ void push(const Params& p, const Order& order, u32 us
     constexpr int VECTORS = 8;  // of a lane, on their way at once
     static_assert(PIECE_ROWS % (ROWS * VECTORS) == 0);
     const u64 from_stride = static_cast<u64>(ROWS) * p.stride, to_stride = static_cast<u64>(ROWS) * p.k;
-    weft::Pace pace(p.watch, p.half, VECTORS * 32 * 16, RATE);
-    pace.ask();
+    weft::Pace pace{world_size > 2 ? VECTORS * 32 * 16 * static_cast<u64>(pushers) / RATE : 0};
     u32 count = 0;
     for (int index = pusher; index < order.pieces; index += pushers) {
         const Piece piece(p, order, index);
         const int column = piece.column + lane % LANES * 8;
-        if (piece.inside) {
+        if (piece.inside && column < p.k) {
 #pragma unroll 1
             for (int row = piece.row + lane / LANES; row < piece.row + PIECE_ROWS; row += ROWS * VECTORS) {
                 uint4 v[VECTORS];
-                const int left = column < p.k ? p.m - row : 0;  // lanes without a column keep the pace with the others
+                const int left = p.m - row;
                 const weft::u16* from = p.a + static_cast<u64>(row) * p.stride + column;
 #pragma unroll
                 for (int i = 0; i < VECTORS; ++i) {
@@ -120,7 +121,6 @@ __device__ __forceinline__ void push(const Params& p, const Order& order, u32 us
                     const int peer = rank >= turn ? rank - turn : rank - turn + world_size;
                     weft::u16* to = weft::on_rank(slot, p.watch, p.half, peer);
                     pace.wait();
-                    pace.ask();
 #pragma unroll
                     for (int i = 0; i < VECTORS; ++i) {
                         if (i * ROWS < left) *reinterpret_cast<uint4*>(to + i * to_stride) = v[i];

@@ -142,7 +142,7 @@ __device__ __forceinline__ void push(
     constexpr int AHEAD = 8;  // vectors of a lane, on their way at once
     static_assert(VECTORS % (32 * AHEAD) == 0);
     const uint4* from = staged(p, warpgroup) + lane;
-    weft::Pace pace(p.watch, p.half, AHEAD * 32 * 16, RATE);
+    weft::SharedPace pace(p.watch, p.half, AHEAD * 32 * 16, RATE);
     u32 count = 0;
     for (int step = next_sent(p, s, order, weft::first_step()); step < order.steps();) {
         const Tile t = order.tile(p, step, s.block);

@@ -49,13 +49,13 @@ int main() {
     const weft::Watch watch{words};
     const weft::Half half{32};
     weft::now = BEGIN;
-    std::vector<weft::Pace> warps(WARPS, weft::Pace(watch, half, BYTES, RATE));
+    std::vector<weft::SharedPace> warps(WARPS, weft::SharedPace(watch, half, BYTES, RATE));
 
     // The first one finds a clock that nobody has set: it goes at once, and those behind it as the links do.
-    warps[0].ask();
+    warps[0].ask(1);
     warps[0].wait();
     expect(weft::now == BEGIN, "the first burst waits", BEGIN);
-    for (auto& warp : warps) warp.ask();
+    for (auto& warp : warps) warp.ask(1);
     for (unsigned i = 0; i < WARPS; ++i) {
         warps[i].wait();
         const u64 due = BEGIN + u64{i} * BYTES / RATE;
@@ -64,19 +64,19 @@ int main() {
     // To three receivers a burst takes three times as long.
     const u64 before = weft::now;
     warps[0].ask(300);
-    warps[1].ask();
+    warps[1].ask(1);
     warps[1].wait();
     const u64 due = before + 300 * BYTES / RATE;
     expect(weft::now >= due - SLACK && weft::now < due + SLACK, "bursts are counted once", due);
 
     // Behind an hour in which nobody has sent nothing is made up for, but for what LATE allows.
     weft::now += 3'600'000'000'000;
-    const u64 again = weft::now, late = weft::Pace::LATE / weft::Pace::TICKS;
-    warps[0].ask();
+    const u64 again = weft::now, late = weft::SharedPace::LATE / weft::SharedPace::TICKS;
+    warps[0].ask(1);
     warps[0].wait();
     expect(weft::now == again, "a burst behind a pause waits", again);
     for (int turn = 0; turn < 10; ++turn) {
-        for (auto& warp : warps) warp.ask();
+        for (auto& warp : warps) warp.ask(1);
         for (auto& warp : warps) warp.wait();
     }
     const u64 end = again + (10 * WARPS - 1) * u64{BYTES} / RATE;
