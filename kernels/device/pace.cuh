@@ -4,7 +4,8 @@
 // Where all warps that send do so all the time, each keeps its share by itself: Pace. Where they have something to send at
 // times only, they keep one pace together: SharedPace. Who sends a burst draws its time from a clock of the rank, which goes
 // on by as long as the links take for it: however few send at a time, they have all that the links give. Nobody waits for
-// another one: times that were drawn and not used pass by.
+// another one: times that were drawn and not used pass by. The clock is ahead of now by what warps have drawn and not sent,
+// a burst of each or one for each receiver: no wait is longer than the links take for these.
 
 #pragma once
 

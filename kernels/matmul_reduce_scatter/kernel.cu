@@ -364,6 +364,6 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
             if (ALL_REDUCE) take_sums(p, s, order, step - weft::stride(), warpgroup, use);
         }
         if (ALL_REDUCE) take_sums(p, s, order, step - weft::stride(), warpgroup, use);
-        have_read(s, warpgroup);
+        have_read(s, warpgroup);  // once more, where `finish` has said so
     }
 }

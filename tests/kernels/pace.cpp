@@ -61,7 +61,7 @@ int main() {
         const u64 due = BEGIN + u64{i} * BYTES / RATE;
         expect(weft::now >= due && weft::now < due + SLACK, "a burst out of turn", due);
     }
-    // To three receivers a burst takes three times as long.
+    // Who asks for several at once is behind by all of them, and so is the next one.
     const u64 before = weft::now;
     warps[0].ask(300);
     warps[1].ask(1);

@@ -365,4 +365,3 @@ static void call(int, int, const void* params) {
     --state().threads[running->block];
 }
 static const weft::Watch& watch_of(const void* params) { return static_cast<const Params*>(params)->watch; }
-

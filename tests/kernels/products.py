@@ -138,7 +138,7 @@ class Products(Ranks):
 
     @property
     def strays(self) -> int:
-        """How often a block reached for another one's shared memory when that one had ended."""
+        """How often a block, or a copy, reached for the shared memory of a block that had ended."""
         return int(self.library.library.reached_for_ended_blocks())
 
     def run_alone(self, rank: int) -> None:
