@@ -52,7 +52,7 @@ def _on_cpu(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A: 
     split_k, size = dim == A_shard.dim() - 1, where.world_size
     front = A_shard if split_k else A_shard.movedim(dim, 0)
     a = front.flatten(0, -2).contiguous()
-    workspace = matmul_workspace(where, *host.needs(a.shape[0], a.shape[1], a.element_size(), size))
+    workspace = matmul_workspace(where, host.layout(a.shape[0], a.shape[1], a.element_size(), size))
     ran(Plan("host", workspace_bytes=workspace.layout.bytes))
     gathered, products = host.all_gather_matmul(workspace, a, Bs, split_k=split_k)
     if split_k and return_A:

@@ -150,7 +150,7 @@ def run(
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.device.type == "cpu":
-        workspace = matmul_workspace(found, *host.needs(x.nbytes, found.world_size))
+        workspace = matmul_workspace(found, host.layout(x.nbytes, found.world_size))
         ran(Plan("host", workspace_bytes=workspace.layout.bytes))
         host.all_reduce(workspace, source.view(-1), out.view(-1), reduce_op, op)
         return out

@@ -56,7 +56,7 @@ def run(
     x2, residual2 = x.reshape(rows, hidden).contiguous(), residual.reshape(rows, hidden).contiguous()
     contiguous = weight.contiguous()
     if x.device.type == "cpu":
-        workspace = matmul_workspace(found, *host.needs(rows, hidden * x.element_size(), found.world_size))
+        workspace = matmul_workspace(found, host.layout(rows, hidden * x.element_size(), found.world_size))
         ran(Plan("host", workspace_bytes=workspace.layout.bytes))
         normed, sums = host.all_reduce_rms_norm(workspace, x2, residual2, contiguous, eps)
     else:

@@ -20,7 +20,7 @@ from . import again as short
 from . import all_reduce
 from .plan import Plan, aligned, heap_or_reason, num_sms, on, pays, ran
 from .turns import turn
-from .workspaces import matmul_workspace
+from .workspaces import matmul_workspace, product_workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ def run(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup) -> Tensor:
         return unfused(A, B, reduce_op, group)
     a = A.flatten(0, -2)
     if A.device.type == "cpu":
-        needs = host.needs(a.shape[0], B.shape[1], A.element_size(), found.world_size)
-        workspace = matmul_workspace(found, *needs)
+        layout = host.layout(a.shape[0], B.shape[1], A.element_size(), found.world_size)
+        workspace = matmul_workspace(found, layout)
         ran(Plan("host", workspace_bytes=workspace.layout.bytes))
         return host.matmul_all_reduce(workspace, a, B, reduce_op).view(shape)
     with on(A.device):
@@ -100,7 +100,7 @@ def _in_one_kernel(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor 
     if isinstance(choice, str) or not pays(choice.pays):
         return None
     with turn(A.device):
-        workspace = matmul_workspace(where, choice.half_bytes, choice.flags)
+        workspace = product_workspace(where, choice)
         workspace.raise_if_broken(host.OP)
         plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes)
         ran(plan)

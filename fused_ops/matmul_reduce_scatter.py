@@ -97,7 +97,7 @@ def _on_cpu(
     else:
         parts = [(a.flatten(0, -2), B) for a in A.chunk(size, dim)]
     m, n = parts[0][0].shape[0], parts[0][1].shape[1]
-    workspace = matmul_workspace(where, *host.needs(m, n, A.element_size(), size))
+    workspace = matmul_workspace(where, host.layout(m, n, A.element_size(), size))
     ran(Plan("host", workspace_bytes=workspace.layout.bytes))
     residual = None if residual is None else residual.reshape(m, n)
     return host.matmul_reduce_scatter(workspace, parts, reduce_op, out_dtype, bias, residual)

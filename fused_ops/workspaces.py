@@ -7,6 +7,7 @@ more: collectively, so all ranks must make their calls in the same order, as wit
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ..kernels.all_reduce.configs import Config, layout_for
@@ -39,12 +40,13 @@ def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[
         return made
 
 
-def matmul_workspace(heap: Heap, half_bytes: int, flags: int, *, copied: bool = False) -> Workspace[Layout]:
+def matmul_workspace(heap: Heap, wanted: Layout, *, copied: bool = False) -> Workspace[Layout]:
     """The workspace of this stream for the ops around a matrix product, with room for one call.
 
+    What announces itself has one of its own: others leave halves that are not empty.
+
     Args:
-        half_bytes: what the call writes into one half.
-        flags: words for each rank and half.
+        wanted: what the call takes.
         copied: copy engines write it. They have one of their own: at the end of each use in it ranks look whether one
             of them has written too late (kernels/device/farewell.cuh), which other kernels need not do.
 
@@ -53,17 +55,12 @@ def matmul_workspace(heap: Heap, half_bytes: int, flags: int, *, copied: bool = 
     """
 
     def grown(old: Layout | None) -> Layout:
-        half, row = -(-half_bytes // _GRAIN) * _GRAIN, -(-flags // 64) * 64
-        if old is not None:
-            half, row = max(half, old.half_bytes), max(row, old.flags_per_rank)
-        return Layout(heap.world_size, row, half)
+        half, row = -(-wanted.half_bytes // _GRAIN) * _GRAIN, -(-wanted.flags_per_rank // 64) * 64
+        layout = replace(wanted, half_bytes=half, flags_per_rank=row)
+        return layout if old is None else old.joined(layout)
 
-    return _fetch(
-        heap,
-        "copied" if copied else "matmul",
-        lambda layout: layout.half_bytes >= half_bytes and layout.flags_per_rank >= flags,
-        grown,
-    )
+    kind = "copied" if copied else "announced" if wanted.announced else "matmul"
+    return _fetch(heap, kind, lambda layout: layout.holds(wanted), grown)
 
 
 def push_workspace(heap: Heap, kind: str, wanted: PushLayout) -> Workspace[PushLayout]:
@@ -83,8 +80,8 @@ def product_workspace(heap: Heap, choice: Choice[Any]) -> Workspace[Any]:
     """
     if isinstance(choice.config, OneShotConfig):
         return push_workspace(heap, ONE_SHOT, choice.config.layout(heap.world_size))
-    copied = choice.algorithm == "copy_engine"
-    return matmul_workspace(heap, choice.half_bytes, choice.flags, copied=copied)
+    assert choice.layout is not None
+    return matmul_workspace(heap, choice.layout, copied=choice.algorithm == "copy_engine")
 
 
 def all_reduce_workspace(heap: Heap, nbytes: int, config: Config) -> Workspace[PushLayout]:

@@ -15,6 +15,9 @@ I am done             when nothing of my half h is read any more: ``EPOCH[h] = e
                       ``done(h)[me] = e`` in everybody's words (release, system scope).
 ====================  ==============================================================================
 
+Data may announce itself instead (``Layout.announced``): the halves are empty, all zeros, before the first use, no word
+that is sent is zero, and who takes a word puts the zero back before it is done. Then there are no flags.
+
 A rank that takes the same half twice in a row is right, too: it only waits longer. So the half may be
 chosen on the host and frozen into a graph.
 
@@ -28,7 +31,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -55,11 +58,18 @@ def _up(n: int, to: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things lie in a workspace: 32-bit words from its start, the same on every rank."""
+    """Where things lie in a workspace: 32-bit words from its start, the same on every rank.
+
+    Attributes:
+        announced: what is sent into a half announces itself.
+        staging_bytes: behind the halves, of the own rank alone; nothing of it lives longer than a kernel.
+    """
 
     world_size: int
     flags_per_rank: int
     half_bytes: int
+    announced: bool = False
+    staging_bytes: int = 0
 
     # Own words: only the own rank reads and writes them.
     EPOCH = 8  #: + half: uses of the half that this rank has left
@@ -79,24 +89,48 @@ class Layout:
 
     @property
     def words(self) -> int:
-        return _up(self.flags(HALVES), _ALIGN // WORD)
+        return self.half(HALVES if self.announced else 0) // WORD
 
     def half(self, half: int) -> int:
         """Byte offset of a half from the workspace's start."""
-        return self.words * WORD + half * _up(self.half_bytes, _ALIGN)
+        return _up(self.flags(HALVES) * WORD, _ALIGN) + half * _up(self.half_bytes, _ALIGN)
+
+    @property
+    def staging(self) -> int:
+        """Byte offset of the own rank's memory."""
+        return self.half(HALVES)
 
     @property
     def bytes(self) -> int:
-        return self.half(HALVES)
+        return self.staging + _up(self.staging_bytes, _ALIGN)
+
+    def holds(self, wanted: Layout) -> bool:
+        """Whether calls that want the other one find room in this one."""
+        return self == self.joined(wanted)
+
+    def joined(self, other: Layout) -> Layout:
+        """Room for the calls of both, which are of one kind."""
+        flags, half = max(self.flags_per_rank, other.flags_per_rank), max(self.half_bytes, other.half_bytes)
+        return replace(
+            other,
+            flags_per_rank=flags,
+            half_bytes=half,
+            staging_bytes=max(self.staging_bytes, other.staging_bytes),
+        )
 
     def half_of(self, word: int) -> int | None:
-        """The half that a 'done' word or a flag belongs to."""
+        """The half that a 'done' word or a flag belongs to, or what announces itself."""
         for half in range(HALVES):
-            if (word - self.done(half)) in range(self.world_size) or (word - self.flags(half)) in range(
-                self.world_size * self.flags_per_rank
+            if (
+                word - self.done(half) in range(self.world_size)
+                or word - self.flags(half) in range(self.world_size * self.flags_per_rank)
+                or self._is_payload(word, half)
             ):
                 return half
         return None
+
+    def _is_payload(self, word: int, half: int) -> bool:
+        return self.announced and word * WORD - self.half(half) in range(self.half_bytes)
 
     def describe(self, word: int) -> str:
         """What a word is, for an error message."""
@@ -105,6 +139,8 @@ class Layout:
                 return f"flag {i % self.flags_per_rank} of rank {i // self.flags_per_rank} (half {half})"
             if word - self.done(half) in range(self.world_size):
                 return f"'done' of rank {word - self.done(half)} (half {half})"
+            if self._is_payload(word, half):
+                return f"use count of the payload at byte {word * WORD - self.half(half)} (half {half})"
         return f"word {word}"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from weft.fused_ops import last_plan
-from weft.symm_mem import Layout, heap
+from weft.symm_mem import Layout, Workspace, heap
 
 # Rounding of one product in the dtype and of its result; float32 sums of a few hundred terms.
 BOUND = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -83,11 +83,21 @@ def meet() -> None:
     dist.barrier()
 
 
+def spoil(workspace: Workspace[Layout], half: int) -> None:
+    """0xFF into an own half: what it has held must not matter. Where data announces itself, it must hold nothing."""
+    held = workspace.half(workspace.rank, half, (workspace.layout.half_bytes,), torch.uint8)
+    if workspace.layout.announced:
+        assert not held.any(), "a call has left something in a half"
+    else:
+        held.fill_(0xFF)
+
+
 def poison(rank: int) -> None:
-    """NaN into every half of every workspace, so that reading what no peer wrote shows."""
+    """NaN into every half of every workspace, so that reading what no peer wrote shows; see ``spoil``."""
     meet()
     where = heap(world(), torch.get_default_device()) if dist.get_world_size() > 1 else None
-    for ws in (w for w in where.workspaces.values() if isinstance(w.layout, Layout)) if where else ():
-        for half in range(2):
-            ws.half(rank, half, (ws.layout.half_bytes // 4,), torch.float32).fill_(float("nan"))
+    for ws in where.workspaces.values() if where else ():
+        if isinstance(ws.layout, Layout):
+            for half in range(2):
+                spoil(ws, half)
     meet()

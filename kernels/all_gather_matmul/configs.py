@@ -161,13 +161,9 @@ def fused_ranked(
     return sorted(ranked, key=itemgetter(0))
 
 
-def fused_needs(m: int, k: int, world_size: int, config: FusedConfig) -> tuple[int, int]:
-    """Bytes of a half of the workspace, and flags for each rank; none of a OneShotConfig, which has a layout
-    of its own."""
-    if isinstance(config, OneShotConfig):
-        return 0, 0
-    layout = push_layout(m, k, world_size, config)
-    return layout.half_bytes, layout.flags_per_rank
+def fused_layout(m: int, k: int, world_size: int, config: FusedConfig) -> Layout | None:
+    """The workspace; None of a OneShotConfig, which has one of its own."""
+    return None if isinstance(config, OneShotConfig) else push_layout(m, k, world_size, config)
 
 
 def fusing_pays(

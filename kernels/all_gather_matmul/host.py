@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import torch
 
-from ...symm_mem.workspace import HostUse, Workspace
+from ...symm_mem.workspace import HostUse, Layout, Workspace
 from ..device.copy_thread import copying
 
 OP = "fused_all_gather_matmul"
 CHUNKS = 2  #: a shard is sent in so many pieces
 
 
-def needs(m: int, k: int, itemsize: int, world_size: int) -> tuple[int, int]:
-    """Bytes of a half, and flags for each rank."""
-    return world_size * m * k * itemsize, CHUNKS
+def layout(m: int, k: int, itemsize: int, world_size: int) -> Layout:
+    """The workspace for shards [m, k]."""
+    return Layout(world_size, CHUNKS, world_size * m * k * itemsize)
 
 
 def all_gather_matmul(

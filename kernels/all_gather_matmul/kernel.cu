@@ -161,7 +161,7 @@ __device__ __forceinline__ void post(
 
 // A block that sends before it multiplies.
 __device__ __forceinline__ void send(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
-    const int warp = threadIdx.x / 32, first = blockIdx.x * PUSHERS, pushers = p.senders * PUSHERS;
+    const int warp = weft::warp_of_block(), first = blockIdx.x * PUSHERS, pushers = p.senders * PUSHERS;
     if (warp < PUSHERS) {
         push(p, order, use, first + warp, pushers, s.counts + SENT + warp);
     } else {
@@ -234,21 +234,20 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
     Order& order = *reinterpret_cast<Order*>(s.counts + ORDER);
     const u32 use = p.watch.words[p.half.epoch] + 1;
     weft::begin(s, [&] { order = Order(p); });
-    const int warpgroup = threadIdx.x / weft::GROUP;
+    const int warp = weft::warp_of_block(), warpgroup = warp / 4, role = warp % 4;
     if (static_cast<int>(blockIdx.x) < p.senders) {
         send(p, s, order, use);
         __syncthreads();
     }
     if (warpgroup == 2) {
         weft::give_registers<SERVE_REGISTERS>();
-        const int warp = threadIdx.x / 32 % 4;
-        if (warp == 0) {
+        if (role == 0) {
             load(p, s, order);
             if (p.final && threadIdx.x % 32 == 0) weft::leave(p.watch, p.half, use);
         }
-        if (warp == 1 && p.push) push(p, order, use, blockIdx.x, gridDim.x, s.counts + SENT);
-        if (warp == 2) watch(p, s, order, use);
-        if (warp == 3 && p.push) post(p, order, use, blockIdx.x, 1, gridDim.x, s.counts + SENT);
+        if (role == 1 && p.push) push(p, order, use, blockIdx.x, gridDim.x, s.counts + SENT);
+        if (role == 2) watch(p, s, order, use);
+        if (role == 3 && p.push) post(p, order, use, blockIdx.x, 1, gridDim.x, s.counts + SENT);
     } else {
         weft::take_registers<MULTIPLY_REGISTERS>();
         weft::Turn<STAGES> turn;

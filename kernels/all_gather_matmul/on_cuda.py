@@ -69,13 +69,13 @@ def _choose(
     if a.dtype in gemm.DTYPES and len({is_transposed(b) for b in bs}) == 1:
         (_, config), *_ = configs.fused_ranked(m, tuple(ns), k, world_size, num_sms, split_k, return_A)
         pays = configs.fusing_pays(m, ns, k, world_size, num_sms, split_k=split_k, return_A=return_A)
-        return Choice(_algorithm(config), config, *configs.fused_needs(m, k, world_size, config), pays)
+        return Choice(_algorithm(config), config, configs.fused_layout(m, k, world_size, config), pays)
     if split_k:
         what = "Bs of both orders in memory" if a.dtype in gemm.DTYPES else f"{a.dtype} operands"
         return f"the last dimension is gathered, for which no kernel takes {what}"
     copied = pipeline.configure(a, bs, world_size, num_sms)
     pays = configs.pays(m, sum(ns), k, world_size, a.element_size())
-    return Choice("copy_engine", copied, *pipeline.needs(a, copied, world_size), pays)
+    return Choice("copy_engine", copied, configs.layout(m, k, a.dtype, world_size, copied), pays)
 
 
 def _algorithm(config: configs.FusedConfig) -> str:
@@ -104,7 +104,7 @@ def tuned(
     if return_A and not split_k:
         kind += ", A returned"  # other candidates
     candidates: list[Candidate[configs.AnyConfig]] = [
-        Candidate(config, *configs.fused_needs(m, k, size, config), _algorithm(config))
+        Candidate(config, configs.fused_layout(m, k, size, config), _algorithm(config))
         for _, config in configs.fused_ranked(m, ns, k, size, num_sms, split_k, return_A)
     ]
     results: list[torch.Tensor] = []

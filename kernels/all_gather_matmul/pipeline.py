@@ -12,7 +12,7 @@ from ...symm_mem.workspace import Layout, Workspace
 from ..device.copy_engine import CopyEngine
 from ..device.gate import leave, load
 from ..device.launch import compiling
-from .configs import Config, choose, flags_per_rank
+from .configs import Config, choose
 from .triton_kernel import AllGatherMatmul
 
 
@@ -20,11 +20,6 @@ def configure(a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms:
     """One configuration for all products of a shard [m, K]: that of the widest B."""
     m, k = a.shape
     return choose(m, max(b.shape[1] for b in bs), k, world_size, a.dtype, num_sms)
-
-
-def needs(a: torch.Tensor, config: Config, world_size: int) -> tuple[int, int]:
-    """Bytes of a half, and flags for each rank."""
-    return world_size * a.numel() * a.element_size(), flags_per_rank(a.shape[0], config)
 
 
 def prepare(

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import torch
 
-from ...symm_mem.workspace import HostUse, Workspace
+from ...symm_mem.workspace import HostUse, Layout, Workspace
 
 OP = "one_shot_all_reduce"
 IN_PLACE = f"{OP}_"
 PIECE = 4 << 20  #: bytes of the input that travel in one use of a half
 
 
-def needs(nbytes: int, world_size: int) -> tuple[int, int]:
-    """Bytes of a half, and flags for each rank."""
-    return world_size * min(nbytes, PIECE), 1
+def layout(nbytes: int, world_size: int) -> Layout:
+    """The workspace for inputs of ``nbytes``."""
+    return Layout(world_size, 1, world_size * min(nbytes, PIECE))
 
 
 def all_reduce(

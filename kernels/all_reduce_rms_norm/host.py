@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ...symm_mem.workspace import HostUse, Workspace
+from ...symm_mem.workspace import HostUse, Layout, Workspace
 from .reference import rms_norm
 
 OP = "fused_all_reduce_rms_norm"
@@ -22,9 +22,9 @@ def _rows(rows: int, row_bytes: int, world_size: int) -> tuple[int, int]:
     return most, -(-most // world_size)
 
 
-def needs(rows: int, row_bytes: int, world_size: int) -> tuple[int, int]:
-    """Bytes of a half, and flags for each rank."""
-    return 2 * world_size * _rows(rows, row_bytes, world_size)[1] * row_bytes, 2
+def layout(rows: int, row_bytes: int, world_size: int) -> Layout:
+    """The workspace for so many rows."""
+    return Layout(world_size, 2, 2 * world_size * _rows(rows, row_bytes, world_size)[1] * row_bytes)
 
 
 def all_reduce_rms_norm(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ...symm_mem.workspace import Workspace
+from ...symm_mem.workspace import Layout, Workspace
 
 _MOST_CHOICES = 4096  # kept before all are forgotten
 
@@ -18,15 +18,13 @@ T = TypeVar("T")
 class Choice(Generic[C]):
     """How calls of one kind are run.
 
-    ``half_bytes`` of a half of the workspace and ``flags`` for each rank are what it takes; a OneShotConfig has a
-    layout of its own instead. ``pays``: it is thought to be faster than the collective by itself and the
-    product by itself.
+    ``layout``: the workspace that it takes; a OneShotConfig has one of its own instead. ``pays``: it is thought to be
+    faster than the collective by itself and the product by itself.
     """
 
     algorithm: str
     config: C
-    half_bytes: int
-    flags: int
+    layout: Layout | None
     pays: bool
 
 

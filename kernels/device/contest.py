@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from statistics import median
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -43,8 +43,7 @@ class Candidate(Generic[C]):
     """A configuration, what it takes of a workspace, and its algorithm, as in ``Choice``; "" is that of the model's."""
 
     config: C
-    half_bytes: int
-    flags: int
+    layout: Layout | None
     algorithm: str = ""
 
 
@@ -157,11 +156,11 @@ class Contest(Generic[C]):
         """For candidates that take halves, and for those that are exchanged in one shot, as far as there are any."""
         size, fault = self._heap.world_size, Fault(self._heap)
         one_shots = [c.config for c in self._candidates if isinstance(c.config, OneShotConfig)]
-        halves = [c for c in self._candidates if not isinstance(c.config, OneShotConfig)]
+        halves = [c.layout for c in self._candidates if c.layout is not None]
         self._halves: Workspace[Layout] | None = None
         self._slots: Workspace[PushLayout] | None = None
         if halves:
-            layout = Layout(size, max(c.flags for c in halves), max(c.half_bytes for c in halves))
+            layout = reduce(Layout.joined, halves)
             self._halves = Workspace(self._heap, layout, f"workspace to tune in {layout}", fault=fault)
         if one_shots:
             slots = max((config.layout(size) for config in one_shots), key=lambda layout: layout.slots)

@@ -65,6 +65,10 @@ __device__ __forceinline__ Shared shared_memory(u8* base) {
     return s;
 }
 
+// Which warp this thread is in: by all of its lanes, which agree on it as far as the compiler knows. So it keeps what depends
+// on it in uniform registers, where products want the addresses of their operands.
+__device__ __forceinline__ int warp_of_block() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0); }
+
 // By all threads. `rest` is what one of them does for all behind the counts' zeros.
 template <typename Rest>
 __device__ __forceinline__ void begin(const Shared& s, const Rest& rest) {
@@ -251,44 +255,6 @@ __device__ __forceinline__ void store_rows(
                     *reinterpret_cast<float2*>(to + 8 * stride) = make_float2(v[4 * j + 2], v[4 * j + 3]);
                 }
             }
-        }
-    }
-}
-
-// Write a warpgroup's part of a tile in the order in which threads hold it: vectors of 16 bytes, [WN / 16][GROUP].
-__device__ __forceinline__ void store_registers(uint4* part, const float (&sums)[SUMS]) {
-    part += threadIdx.x % GROUP;
-#pragma unroll
-    for (int i = 0; i < WN / 16; ++i) {
-        const float* v = sums + 8 * i;
-        part[i * GROUP] = make_uint4(Number::pack(v), Number::pack(v + 2), Number::pack(v + 4), Number::pack(v + 6));
-    }
-}
-
-// A part that lies as `store_registers` has left it, to `out` as above.
-__device__ __forceinline__ void store_rows(
-    u16* out, u64 stride, int rows, int columns, int warpgroup, const uint4* part) {
-    constexpr int ALL = WN / 16, AHEAD = 8;  // vectors of a thread, and how many are on their way at once
-    const int row = place_of_sums(warpgroup).row;
-    const int column = warpgroup / WARPGROUPS_M * WN + threadIdx.x % 4 * 8;
-    part += threadIdx.x % GROUP;
-#pragma unroll 1
-    for (int first = 0; first < ALL; first += AHEAD) {
-        uint4 v[AHEAD];
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            if (first + i < ALL) v[i] = load_payload(part + (first + i) * GROUP);
-        }
-#pragma unroll
-        for (int i = 0; i < AHEAD; i += 2) {
-            if (first + i >= ALL) break;
-            const uint4 upper = transposed(v[i].x, v[i].z, v[i + 1].x, v[i + 1].z);
-            const uint4 lower = transposed(v[i].y, v[i].w, v[i + 1].y, v[i + 1].w);
-            const int right = 16 * (first + i);
-            if (column + right >= columns) continue;
-            u16* to = out + row * stride + column + right;
-            if (row < rows) *reinterpret_cast<uint4*>(to) = upper;
-            if (row + 8 < rows) *reinterpret_cast<uint4*>(to + 8 * stride) = lower;
         }
     }
 }

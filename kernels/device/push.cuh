@@ -1,11 +1,8 @@
 // Pushing vectors that announce themselves: no flag, no barrier. What the all-reduces are made of, and the exchanges in one
 // shot beside products of cuBLAS.
 //
-// The wire. A slot is a 16-byte vector of 32-bit words in the receiver's memory. A word that is 0 is empty.
-// The sender inverts each word of its payload, so empty would be the word 0xffffffff, a NaN in every dtype
-// here; it is sent as the NaN 0xfffffffe instead. A sum turns every NaN into the same NaN, so any input
-// survives bit for bit: NaN, -0.0, and the empty word itself. Nothing but payload is sent, and nothing is
-// assumed of a store but that a 32-bit word of it arrives whole.
+// The wire is that of wire.cuh. The NaN that would be empty is sent as another one; a sum turns every NaN into the same, so
+// any input survives bit for bit: NaN, -0.0, and the empty word itself.
 //
 // Who writes: thread t of block b on rank r writes slot (half, r, i) of block b on a peer. Who waits: thread t
 // of block b on that peer, until none of the words is empty; it then empties the slot again.
@@ -24,7 +21,7 @@
 
 #include "numbers.cuh"
 #include "reduce.cuh"
-#include "sync.cuh"
+#include "wire.cuh"
 
 #if !defined(WORLD_SIZE) || !defined(RANK)
 #error "WORLD_SIZE, RANK: ranks of the group, 2 or more, and which of them this is"
@@ -63,16 +60,6 @@ __device__ __forceinline__ void begin() {
 __device__ __forceinline__ u32& word(uint4& v, int i) {
     return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
-
-__device__ __forceinline__ bool has_empty(const uint4& v) {
-    return v.x == 0 || v.y == 0 || v.z == 0 || v.w == 0;
-}
-
-__device__ __forceinline__ uint4 to_wire(const uint4& v) {
-    return make_uint4(max(~v.x, 1u), max(~v.y, 1u), max(~v.z, 1u), max(~v.w, 1u));
-}
-
-__device__ __forceinline__ uint4 from_wire(const uint4& v) { return make_uint4(~v.x, ~v.y, ~v.z, ~v.w); }
 
 // The i-th peer to send to, i from 1 on: no two ranks send to the same one at the same time.
 __device__ __forceinline__ constexpr int peer_of(int i) { return (RANK + i) % WORLD_SIZE; }

@@ -169,11 +169,16 @@ struct Patience {
     __device__ __forceinline__ bool overdue(
         const Watch& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
         if (is_broken(watch)) return true;
-        const u64 now = nanoseconds();
-        if (start == 0) start = now;
-        if (now - start <= watch.timeout_ns) return false;
+        if (!is_late(watch)) return false;
         report(watch, peer, word, expected, seen, kind);
         return true;
+    }
+
+    // Whether the deadline is over, for who tells another warp of it: there may be no registers for a call of `report`.
+    __device__ __forceinline__ bool is_late(const Watch& watch) {
+        const u64 now = nanoseconds();
+        if (start == 0) start = now;
+        return now - start > watch.timeout_ns;
     }
 };
 

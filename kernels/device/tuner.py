@@ -67,9 +67,7 @@ def tuned(
 def _with(choice: Choice[C], found: Candidate[C]) -> Choice[C]:
     """One object for each pair: kernels are kept under their choice."""
     algorithm = found.algorithm or choice.algorithm
-    return replace(
-        choice, algorithm=algorithm, config=found.config, half_bytes=found.half_bytes, flags=found.flags
-    )
+    return replace(choice, algorithm=algorithm, config=found.config, layout=found.layout)
 
 
 class Tuner:

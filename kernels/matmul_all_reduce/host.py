@@ -12,15 +12,15 @@ import queue
 
 import torch
 
-from ...symm_mem.workspace import HostUse, Workspace
+from ...symm_mem.workspace import HostUse, Layout, Workspace
 from ..device.copy_thread import copying
 
 OP = "fused_matmul_all_reduce"
 
 
-def needs(m: int, n: int, itemsize: int, world_size: int) -> tuple[int, int]:
-    """Bytes of a half, and flags for each rank, for a product [m, n]."""
-    return 2 * world_size * -(-m // world_size) * n * itemsize, 2
+def layout(m: int, n: int, itemsize: int, world_size: int) -> Layout:
+    """The workspace for a product [m, n]."""
+    return Layout(world_size, 2, 2 * world_size * -(-m // world_size) * n * itemsize)
 
 
 def matmul_all_reduce(workspace: Workspace, a: torch.Tensor, b: torch.Tensor, reduce_op: str) -> torch.Tensor:

@@ -130,14 +130,13 @@ def fused_ranked(
     return sorted(ranked, key=itemgetter(0))
 
 
-def fused_needs(
+def fused_layout(
     m: int, n: int, config: FusedConfig, world_size: int, num_sms: int, batches: int = 1
-) -> tuple[int, int]:
-    """Bytes of a half of the workspace, and flags for each rank; none of a OneShotConfig, which has a layout
-    of its own."""
+) -> Layout | None:
+    """The workspace; None of a OneShotConfig, which has one of its own."""
     if isinstance(config, OneShotConfig):
-        return 0, 0
-    return push_needs(m, n, config, world_size, num_sms, batches)
+        return None
+    return push_layout(m, n, config, world_size, num_sms, batches)
 
 
 def fusing_pays(
@@ -186,15 +185,7 @@ def product_beside_us(
     return gemm_tiles.estimate_us(tile, rows, [n], k, num_sms) * (1 + feels * (tile.loads - 1))
 
 
-def push_inbox(
-    m: int, n: int, config: PushConfig, world_size: int, batches: int = 1, *, to_all: bool = False
-) -> int:
-    """Bytes of a half that peers write: a slot for each, whole tiles; ``to_all``: and as many for their sums."""
-    slots = (world_size - 1) * (1 + to_all)
-    return slots * _tiles(m, n, config, batches) * 2 * config.tile.part_bytes
-
-
-def push_needs(
+def push_layout(
     m: int,
     n: int,
     config: PushConfig,
@@ -203,13 +194,13 @@ def push_needs(
     batches: int = 1,
     *,
     to_all: bool = False,
-) -> tuple[int, int]:
-    """Bytes of a half, and flags for each rank: two parts of each tile. What is staged lies behind the peers' slots: a
-    tile's two parts for each block. (In this half: a peer may be writing to the other one already, for the next call.)
-    """
+) -> Layout:
+    """The workspace: a half has a slot for each peer, whole tiles; ``to_all``: and as many for their sums. What is
+    staged are a tile's two parts for each block."""
+    slots = (world_size - 1) * (1 + to_all)
+    inbox = slots * _tiles(m, n, config, batches) * 2 * config.tile.part_bytes
     staging = num_sms * 2 * config.tile.part_bytes if config.staged else 0
-    flags = 2 * _tiles(m, n, config, batches) * (1 + to_all)
-    return push_inbox(m, n, config, world_size, batches, to_all=to_all) + staging, flags
+    return Layout(world_size, 0, inbox, announced=True, staging_bytes=staging)
 
 
 def _rows(m: int, config: PushConfig, batches: int) -> int:

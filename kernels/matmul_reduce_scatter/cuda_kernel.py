@@ -15,7 +15,7 @@ from ..device.gemm import boxes_of_b, boxes_of_rows, is_whole
 from ..device.half import Half, watch
 from ..device.program import Watch
 from ..device.tensor_map import Maps, TensorMap, put_map
-from .configs import Epilogue, PushConfig, push_inbox, push_needs
+from .configs import Epilogue, PushConfig, push_layout
 
 SOURCE = Path(__file__).parent / "kernel.cu"
 
@@ -36,7 +36,7 @@ class _Params(ctypes.Structure):
         ("n", ctypes.c_int32),
         ("k", ctypes.c_int32),
         ("band", ctypes.c_int32),
-        ("average", ctypes.c_int32),
+        ("scale", ctypes.c_float),
         ("bias", ctypes.c_uint64),
         ("residual", ctypes.c_uint64),
         ("total", ctypes.c_int32),
@@ -50,12 +50,15 @@ _A, _B, _OUT, _BIAS, _RESIDUAL = (
 _put_address = struct.Struct("Q").pack_into  # a store to a ctypes field costs twice as much
 
 
-def defines(b: torch.Tensor, config: PushConfig, world_size: int, epilogue: Epilogue) -> gemm.Defines:
+def defines(
+    b: torch.Tensor, config: PushConfig, world_size: int, rank: int, epilogue: Epilogue
+) -> gemm.Defines:
     """What kernel.cu is compiled with for B [K, N] and its like, or with ``split_n`` for a rank's columns of it."""
     return (
         *gemm.defines(config.tile, [b]).items(),
         ("SPLIT_N", int(config.split_n)),
         ("WORLD_SIZE", world_size),
+        ("RANK", rank),
         ("OUT_FLOAT32", int(epilogue.out_dtype == torch.float32)),
         ("BIAS", int(epilogue.bias)),
         ("RESIDUAL", int(epilogue.residual)),
@@ -68,7 +71,7 @@ class MatmulReduceScatterPush:
     """This op on one problem and one workspace: prepared once, launched often.
 
     Args:
-        workspace: with room for ``configs.push_needs``, the same call site on every rank.
+        workspace: with room for ``configs.push_layout``, the same call site on every rank.
         a, b: examples of the operands: A [L, W, m, K], or [1, 1, M, K] with ``epilogue.to_all``, and B [K, N]; with the
             configuration's ``split_n`` [1, 1, m, K] and [K, W * N]. Every launch gets tensors of these sizes, strides
             and dtype.
@@ -95,9 +98,8 @@ class MatmulReduceScatterPush:
         of_one = b[:, : b.shape[1] // size] if config.split_n else b
         n, whole = of_one.shape[1], is_whole([of_one], tile)
         m = -(-rows // size) if to_all else rows
-        nbytes, flags = push_needs(m, n, config, size, num_sms, batches, to_all=to_all)
-        layout = workspace.layout
-        if layout.flags_per_rank < flags or layout.half_bytes < nbytes:
+        wanted, layout = push_layout(m, n, config, size, num_sms, batches, to_all=to_all), workspace.layout
+        if not layout.holds(wanted):
             raise ValueError(f"workspace: {layout} is too small for results of {batches} x {m} x {n} {dtype}")
         self.workspace = workspace
         self._a = Maps(boxes_of_rows(dtype, tuple(a.shape), a.stride(), tile))
@@ -107,15 +109,15 @@ class MatmulReduceScatterPush:
             p = _Params()
             p.watch, p.half = watch(workspace), Half.of(workspace, half)
             p.inbox = workspace.address + layout.half(half)
-            inbox = push_inbox(m, n, config, size, batches, to_all=to_all)
-            p.staging = p.inbox + inbox if config.staged else 0
-            p.batches, p.m, p.n, p.k, p.band, p.average = batches, m, n, k, config.band, epilogue.average
+            p.staging = workspace.address + layout.staging
+            p.batches, p.m, p.n, p.k, p.band = batches, m, n, k, config.band
+            p.scale = 1 / size if epilogue.average else 1
             p.total = rows
             self._params.append(p)
         self._terms = _BIAS if epilogue.bias else _RESIDUAL
         terms = epilogue.bias + epilogue.residual
         self._put_terms = struct.Struct(f"{terms}Q").pack_into if terms else None
-        program = gemm.program(SOURCE, defines(of_one, config, size, epilogue))
+        program = gemm.program(SOURCE, defines(of_one, config, size, workspace.rank, epilogue))
         self._launches = gemm.launches(program, "matmul_reduce_scatter", self._params, num_sms, tile.shared)
 
     def launch(

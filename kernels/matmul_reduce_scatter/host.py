@@ -11,15 +11,15 @@ import queue
 
 import torch
 
-from ...symm_mem.workspace import HostUse, Workspace
+from ...symm_mem.workspace import HostUse, Layout, Workspace
 from ..device.copy_thread import copying
 
 OP = "fused_matmul_reduce_scatter"
 
 
-def needs(rows: int, n: int, itemsize: int, world_size: int) -> tuple[int, int]:
-    """Bytes of a half, and flags for each rank; ``rows`` x ``n`` is the result's size."""
-    return world_size * rows * n * itemsize, 1
+def layout(rows: int, n: int, itemsize: int, world_size: int) -> Layout:
+    """The workspace; ``rows`` x ``n`` is the result's size."""
+    return Layout(world_size, 1, world_size * rows * n * itemsize)
 
 
 def matmul_reduce_scatter(

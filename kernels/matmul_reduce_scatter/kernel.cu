@@ -15,27 +15,30 @@
 // [W - 1][tiles][2][PART_BYTES] (the sender's slot: its rank, less one behind dst). A part lies there as its threads hold
 // it: the same thread of the same warpgroup adds it up. Either they store it there from their registers; or, with
 // STAGING, in a place of their own in local memory, and warp 1 or 2 copies it while they multiply the next tile: a
-// store that waits for the link then holds up no products. Behind a part warp 3 sets
-// flags(half)[src][2 tile + part] = e on dst. Before the first store, done(half)[p] >= e - 1 was seen of every peer p.
-// Sums for all ranks travel in the same way, into as many slots and flags behind those. A warpgroup whose wait has expired
+// store that waits for the link then holds up no products. Its vectors announce themselves: there is no flag. Before the
+// first store, done(half)[p] >= e - 1 was seen of every peer p.
+// Sums for all ranks travel in the same way, into as many slots behind those. A warpgroup whose wait has expired
 // sends none, nor anything after it: what it has added up is worth nothing.
 // (Ordinary stores: where bulk copies wait for a link, what the same SM loads for its products waits behind them.)
-// Who waits: a multiplying warpgroup with its part of an own tile in registers, for the same part from every peer. With
-// ALL_REDUCE also a step later, for the peers' sums of the tiles that have the index of that one: they come in the same
-// step of the peers' order.
-// Use e = EPOCH[half] + 1 is read when the kernel starts; the last block that has read its parts ends the use (weft::leave).
+// Who waits: each thread of a multiplying warpgroup with its part of an own tile in registers, for the vectors that the same
+// thread has of it at every peer. With ALL_REDUCE also a step later, for the peers' sums of the tiles that have the index of
+// that one: they come in the same step of the peers' order. Who has taken a vector empties its place.
+// Use e = EPOCH[half] + 1 is read when the kernel starts; the last block that has emptied its places ends the use
+// (weft::leave). So whoever has seen done(half)[p] >= e - 1 finds p's half empty: it was at first, and each use takes all
+// that is sent for it.
 //
 // Order: chunks of tiles for the peers, the own ones a chunk behind (order.cuh). What a block waits for, a peer's block
 // computes in the same step of its order or an earlier one, and waits only for what is due in earlier ones itself. So the
 // kernels of all ranks come to their end if all their blocks are resident together: launch no more blocks than there are
 // SMs to be had.
 
-// Of a thread; what is copied is on its way in them.
-#define SERVE_REGISTERS 72
-#define MULTIPLY_REGISTERS 216
+// Of a thread; what is copied, and what comes, is on its way in them.
+#define SERVE_REGISTERS 56
+#define MULTIPLY_REGISTERS 224
 #include "../device/gemm.cuh"
 #include "../device/pace.cuh"
 #include "order.cuh"
+#include "parts.cuh"
 #include "sums.cuh"
 
 using weft::u16;
@@ -45,12 +48,13 @@ using weft::u8;
 
 namespace {
 
-constexpr int VECTORS = weft::PART_BYTES / 16;  // of a part
+constexpr u32 PART = weft::PART_BYTES / 16;  // vectors
 constexpr u64 RATE = 356;  // bytes a nanosecond that leave: what the links take at most
 // Which of s.counts: parts that a multiplying warpgroup has staged, and parts of its that have been sent.
 constexpr int STAGED = 0, SENT = 2;
-constexpr int READ = 4;  // whether one reads nothing of the half any more
-constexpr int ORDER = 6;  // where the order stands among them
+constexpr int TAKEN = 4;  // whether one takes nothing from the half any more
+constexpr int MISSED = 6;  // 1 + the place of a vector that has not come in time
+constexpr int ORDER = 7;  // where the order stands among them
 
 #if OUT_FLOAT32
 using Out = float;
@@ -67,12 +71,12 @@ struct Params {
     weft::TensorMap b;
     weft::Watch watch;
     weft::Half half;
-    u8* inbox;  // the own half
-    u8* staging;  // with STAGING: [blocks][2][PART_BYTES]
+    uint4* inbox;  // the own half
+    uint4* staging;  // [blocks][2][PART], if there is any
     Out* out;  // [L, m, N]
     int batches, m, n, k;
     int band;  // pairs of rows of tiles walked together, and rows of a chunk
-    int average;
+    float scale;  // of the sum: 1, or that of an average
     const u16* bias;  // [N]
     const u16* residual;  // [L, m, N]
     int total;  // ALL_REDUCE: M
@@ -87,17 +91,25 @@ __device__ __forceinline__ int rows_from(const Params& p, int rank, int row) {
     return (ALL_REDUCE ? min(p.m, p.total - rank * p.m) : p.m) - row;
 }
 
-// Which of a sender's places and flags a part has: those of sums stand behind all others.
-__device__ __forceinline__ u64 place_of(const Order& order, const Tile& t, int part, bool sum) {
-    return (static_cast<u64>(sum ? order.each() : 0) + t.index) * 2 + part;
+// The place of a part that `src` sends to rank `at`: of vectors from the begin of a half. Sums stand behind all others.
+__device__ __forceinline__ u32 place_of(const Order& order, const Tile& t, int part, int src, int at) {
+    const int slot = src - (src > at) + (t.dst == src ? WORLD_SIZE - 1 : 0);
+    return ((slot * order.each() + t.index) * 2 + part) * PART;
 }
 
-// Where a part that `src` sends to rank `at` lies there, in the half whose own copy begins at p.inbox.
-__device__ __forceinline__ u8* inbox(const Params& p, const Order& order, const Tile& t, int part, int src, int at) {
-    const bool sum = t.dst == src;
-    const int slot = src - (src > at) + (sum ? WORLD_SIZE - 1 : 0);
-    const u64 place = (static_cast<u64>(slot) * order.each() + t.index) * 2 + part;
-    return weft::on_rank(p.inbox, p.watch, p.half, at) + place * weft::PART_BYTES;
+// Whose vector comes to lie at a place of rank `at`: the inverse.
+__device__ __forceinline__ int sender_of(const Order& order, u32 place, int at) {
+    const int peer = place / (2 * order.each() * PART) % (WORLD_SIZE - 1);
+    return peer + (peer >= at);
+}
+
+// Where this rank's part of tile t for `dst` goes.
+__device__ __forceinline__ uint4* at_peer(const Params& p, const Order& order, const Tile& t, int part, int dst) {
+    return weft::on_rank(p.inbox, p.watch, p.half, dst) + place_of(order, t, part, p.watch.rank, dst);
+}
+
+__device__ __forceinline__ weft::Inbox inbox(const Params& p, const weft::Shared& s) {
+    return {p.watch, p.inbox, s.counts + MISSED};
 }
 
 // What this rank sends of tile t: to the peer that it is for, or its sum to all of them.
@@ -111,12 +123,6 @@ __device__ __forceinline__ void to_receivers(const Params& p, const Tile& t, con
     }
 }
 
-__device__ __forceinline__ void post(const Params& p, const Order& order, const Tile& t, int part, u32 use) {
-    const int first = p.half.flags + p.watch.rank * p.half.flags_per_rank;
-    u32* mine = p.watch.words + first + place_of(order, t, part, t.dst == p.watch.rank);
-    to_receivers(p, t, [&](int dst) { weft::post_behind_fence(weft::on_rank(mine, p.watch, p.half, dst), use); });
-}
-
 // The first step from `step` on, of this block's, at which it has something to send.
 __device__ __forceinline__ int next_sent(const Params& p, const weft::Shared& s, const Order& order, int step) {
     for (; step < order.steps(); step += weft::stride()) {
@@ -127,7 +133,7 @@ __device__ __forceinline__ int next_sent(const Params& p, const weft::Shared& s,
 }
 
 __device__ __forceinline__ uint4* staged(const Params& p, int warpgroup) {
-    return reinterpret_cast<uint4*>(p.staging + (2 * u64{blockIdx.x} + warpgroup) * weft::PART_BYTES);
+    return p.staging + (2 * blockIdx.x + warpgroup) * PART;
 }
 
 // Warps 1 and 2: what their warpgroup stages, to the peers.
@@ -140,60 +146,42 @@ __device__ __forceinline__ void push(
         return;
     }
     constexpr int AHEAD = 8;  // vectors of a lane, on their way at once
-    static_assert(VECTORS % (32 * AHEAD) == 0);
+    static_assert(PART % (32 * AHEAD) == 0);
     const uint4* from = staged(p, warpgroup) + lane;
     weft::SharedPace pace(p.watch, p.half, AHEAD * 32 * 16, RATE);
-    u32 count = 0;
     for (int step = next_sent(p, s, order, weft::first_step()); step < order.steps();) {
         const Tile t = order.tile(p, step, s.block);
         step = next_sent(p, s, order, step + weft::stride());
-        if (weft::wait_count(s.counts + STAGED + warpgroup, ++count) == weft::NOTHING) count = weft::NOTHING;
-        if (count == weft::NOTHING) break;
+        // How many have been sent stands in `sent` alone, for want of registers.
+        if (weft::wait_count(s.counts + STAGED + warpgroup, weft::read_count(sent) + 1) == weft::NOTHING) {
+            if (lane == 0) weft::set_count(sent, weft::NOTHING);
+            return;
+        }
         const int receivers = ALL_REDUCE && t.dst == p.watch.rank ? WORLD_SIZE - 1 : 1;
         pace.ask(receivers);
 #pragma unroll 1
-        for (int first = 0; first < VECTORS; first += 32 * AHEAD) {
+        for (u32 first = 0; first < PART; first += 32 * AHEAD) {
             uint4 v[AHEAD];
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) v[i] = __ldcg(from + first + 32 * i);
             pace.wait();
-            if (first + 32 * AHEAD < VECTORS) pace.ask(receivers);
+            if (first + 32 * AHEAD < PART) pace.ask(receivers);
             to_receivers(p, t, [&](int dst) {
-                uint4* to = reinterpret_cast<uint4*>(inbox(p, order, t, warpgroup, p.watch.rank, dst)) + lane + first;
+                uint4* to = at_peer(p, order, t, warpgroup, dst) + lane + first;
 #pragma unroll
                 for (int i = 0; i < AHEAD; ++i) to[32 * i] = v[i];
             });
         }
+        // The pace has brought all lanes together behind their last loads.
+        if (lane == 0) weft::set_count(sent, weft::read_count(sent) + 1);
         __syncwarp();
-        if (lane == 0) weft::set_count(sent, count);
-    }
-    if (count == weft::NOTHING && lane == 0) weft::set_count(sent, count);
-}
-
-// Warp 3, a lane for each warpgroup: the flags of its parts, as many behind one fence as there are, for it takes
-// microseconds.
-__device__ __forceinline__ void post_all(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
-    const int lane = threadIdx.x % 32;
-    u32 posted = 0;
-    int step = lane < 2 ? next_sent(p, s, order, weft::first_step()) : order.steps();
-    while (__any_sync(~0u, step < order.steps())) {
-        const u32 there = lane < 2 ? weft::read_count(s.counts + SENT + lane) : 0;
-        if (there == weft::NOTHING) step = order.steps();
-        const bool more = step < order.steps() && there > posted;
-        if (!__any_sync(~0u, more)) continue;
-        __threadfence_system();
-        if (!more) continue;
-        for (; posted < there; ++posted) {
-            post(p, order, order.tile(p, step, s.block), lane, use);
-            step = next_sent(p, s, order, step + weft::stride());
-        }
     }
 }
 
-// `sent`: parts of this warpgroup that are on their way; NOTHING: it sends no more. To the warp that goes on with them.
-__device__ __forceinline__ void tell(const Params& p, const weft::Shared& s, int warpgroup, u32 sent) {
+// `count`: parts of this warpgroup that are staged; NOTHING: it stages no more. To the warp that sends them.
+__device__ __forceinline__ void tell(const weft::Shared& s, int warpgroup, u32 count) {
     weft::sync_warpgroup(warpgroup);
-    if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + (STAGING ? STAGED : SENT) + warpgroup, sent);
+    if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + STAGED + warpgroup, count);
 }
 
 // A multiplying warpgroup's part of a tile, on its way to those that it is for.
@@ -203,18 +191,14 @@ __device__ __forceinline__ void send(
     if (sent == weft::NOTHING) return;
     if constexpr (STAGING) {
         weft::wait_count(s.counts + SENT + warpgroup, sent);  // its place has been read
-        weft::store_registers(staged(p, warpgroup), sums);
-        ++sent;
+        weft::store_part(staged(p, warpgroup), sums);
+        tell(s, warpgroup, ++sent);
     } else {
-        // Warps may see different things around a deadline: all send, or none does and the peers will miss the flags.
-        if (sent == 0 && !weft::all_of_warpgroup(warpgroup, weft::may_send(p.watch, p.half, use))) sent = weft::NOTHING;
-        if (sent != weft::NOTHING) {
-            const auto to = inbox(p, order, t, warpgroup, p.watch.rank, t.dst);
-            weft::store_registers(reinterpret_cast<uint4*>(to), sums);
-            ++sent;
-        }
+        // Warps may see different things around a deadline: each sends all, or nothing.
+        if (sent == 0) sent = weft::may_send(p.watch, p.half, use) ? 1 : weft::NOTHING;
+        if (sent == weft::NOTHING) return;
+        weft::store_part(at_peer(p, order, t, warpgroup, t.dst), sums);
     }
-    tell(p, s, warpgroup, sent);
 }
 
 // Warp 0: what the multiplying warpgroups work on.
@@ -235,55 +219,52 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
     weft::drain(s, turn);
 }
 
-// A multiplying warpgroup reads nothing of the half any more; warp 3, which ends the use when neither does.
-__device__ __forceinline__ void have_read(const weft::Shared& s, int warpgroup) {
+// A multiplying warpgroup takes nothing from the half any more.
+__device__ __forceinline__ void have_taken(const weft::Shared& s, int warpgroup) {
     weft::sync_warpgroup(warpgroup);
-    if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + READ + warpgroup, 1);
+    if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + TAKEN + warpgroup, 1);
 }
 
-__device__ __forceinline__ void leave(const Params& p, const weft::Shared& s, u32 use) {
+// Warp 3: reports the first vector that does not come in time, and ends the use when all are taken.
+__device__ __forceinline__ void attend(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
     if (threadIdx.x % 32 != 0) return;
-    for (int warpgroup = 0; warpgroup < 2; ++warpgroup) weft::wait_count(s.counts + READ + warpgroup, 1);
+    for (bool told = false, over = false; !over; __nanosleep(100)) {
+        over = weft::read_count(s.counts + TAKEN) != 0 && weft::read_count(s.counts + TAKEN + 1) != 0;
+        const u32 missed = weft::read_count(s.counts + MISSED);
+        if (told || missed == 0) continue;
+        told = true;
+        const u32 word = static_cast<u32>(reinterpret_cast<u32*>(p.inbox + missed - 1) - p.watch.words);
+        const int sender = sender_of(order, missed - 1, p.watch.rank);
+        weft::report(p.watch, sender, word, use, use - 1, weft::WAIT_DATA);
+    }
     weft::leave(p.watch, p.half, use);
 }
 
-// Wait for what every peer sends of a tile for this warpgroup, its part or its sum: by each of its warps, a lane for each
-// peer. Whether it has come.
-__device__ __forceinline__ bool wait_parts(
-    const Params& p, const Order& order, const Tile& t, int warpgroup, u32 use, bool sums) {
-    const int lane = threadIdx.x % 32;
-    if (lane >= WORLD_SIZE || lane == p.watch.rank) return true;
-    const int first = p.half.flags + lane * p.half.flags_per_rank;
-    return weft::wait_flag(p.watch, lane, first + place_of(order, t, warpgroup, sums), use, weft::WAIT_DATA);
-}
-
-// To a warpgroup's part of an own tile, those of all peers. As many loads at once as there are registers for: each trip
-// keeps the tensor cores waiting for half a microsecond and more.
-__device__ __forceinline__ void add_parts(
-    const Params& p, const Order& order, const Tile& t, int warpgroup, float (&sums)[weft::SUMS]) {
-    constexpr int ALL = VECTORS / weft::GROUP, PEERS = WORLD_SIZE - 1;
-    constexpr int AHEAD = PEERS > 14 ? 1 : PEERS > 1 ? 14 / PEERS : ALL_REDUCE ? 8 : 16;
-    const u64 slot = 2 * order.each() * u64{VECTORS};
-    const uint4* slots = reinterpret_cast<const uint4*>(p.inbox);
-    u32 at = (2u * t.index + warpgroup) * VECTORS + threadIdx.x % weft::GROUP;
-    const float scale = p.average ? 1.0f / WORLD_SIZE : 1.0f;
+// To a warpgroup's part of an own tile, those of all peers, as they come; whether they have. As many loads at once as there
+// are registers for: each trip keeps the tensor cores waiting for half a microsecond and more.
+__device__ __forceinline__ bool add_parts(
+    const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup,
+    float (&sums)[weft::SUMS]) {
+    constexpr int ALL = weft::VECTORS, PEERS = WORLD_SIZE - 1;
+    constexpr int ROOM = ALL_REDUCE ? 8 : PEERS == 1 ? 16 : BIAS ? 9 : 12;
+    constexpr int AHEAD = PEERS > ROOM ? 1 : ROOM / PEERS < ALL ? ROOM / PEERS : ALL;
+    const u32 slot = 2 * order.each() * PART;
+    uint4* at = p.inbox + (2 * t.index + warpgroup) * PART + threadIdx.x % weft::GROUP;
+    bool there = true;
 #pragma unroll
     for (int first = 0; first < ALL; first += AHEAD) {
-        uint4 parts[AHEAD][WORLD_SIZE - 1];
-        __syncwarp();  // each lane has waited for one peer; and the compiler shall not load all at once, and spill
+        uint4 parts[AHEAD * PEERS];
+        const int count = first + AHEAD < ALL ? AHEAD : ALL - first;
+        there &= weft::take(inbox(p, s), parts, count * PEERS, [&](int i) {
+            return at + i % PEERS * u64{slot} + i / PEERS * weft::GROUP;
+        });
 #pragma unroll
-        for (int i = 0; i < AHEAD && first + i < ALL; ++i) {
-#pragma unroll
-            for (int peer = 0; peer < WORLD_SIZE - 1; ++peer) {
-                parts[i][peer] = weft::load_payload(slots + peer * slot + at + i * weft::GROUP);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < AHEAD && first + i < ALL; ++i) {
-            weft::add_up(parts[i], p.watch.rank, scale, sums + 8 * (first + i));
+        for (int i = 0; i < count; ++i) {
+            weft::add_up(parts + i * PEERS, p.scale, sums + 8 * (first + i));
         }
         at += AHEAD * weft::GROUP;
     }
+    return there;
 }
 
 // A multiplying warpgroup's part of an own tile: the peers' are added to it, and the sum goes to `out`, and on its way.
@@ -291,14 +272,12 @@ __device__ __forceinline__ void add_parts(
 __device__ __forceinline__ void finish(
     const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 use, bool last,
     u32& sent, float (&sums)[weft::SUMS]) {
-    const bool there = wait_parts(p, order, t, warpgroup, use, false);
-    if (ALL_REDUCE && !weft::all_of_warpgroup(warpgroup, there)) {
-        sent = weft::NOTHING;
-        tell(p, s, warpgroup, sent);
+    const bool there = add_parts(p, s, order, t, warpgroup, sums);
+    if constexpr (ALL_REDUCE) {
+        if (!weft::all_of_warpgroup(warpgroup, there)) tell(s, warpgroup, sent = weft::NOTHING);
+        send(p, s, order, t, warpgroup, use, sent, sums);
     }
-    add_parts(p, order, t, warpgroup, sums);
-    if constexpr (ALL_REDUCE) send(p, s, order, t, warpgroup, use, sent, sums);
-    if (!ALL_REDUCE && last) have_read(s, warpgroup);
+    if (!ALL_REDUCE && last) have_taken(s, warpgroup);
     const int row = t.row * BM, column = t.column * BN, part = ALL_REDUCE ? p.watch.rank : t.batch;
     Out* out = p.out + (static_cast<u64>(part) * p.m + row) * p.n + column;
     const int rows = rows_from(p, p.watch.rank, row);
@@ -311,20 +290,19 @@ __device__ __forceinline__ void finish(
 
 // If an own tile came at `step`: from every peer the sum of the tile with its index, to its rows.
 __device__ __forceinline__ void take_sums(
-    const Params& p, const weft::Shared& s, const Order& order, int step, int warpgroup, u32 use) {
+    const Params& p, const weft::Shared& s, const Order& order, int step, int warpgroup) {
     if (step < 0) return;
     const Tile own = order.tile(p, step, s.block);
     if (!own.inside || own.dst != p.watch.rank) return;
-    wait_parts(p, order, own, warpgroup, use, true);
-    __syncwarp();  // each lane has waited for one peer
 #pragma unroll 1
     for (int i = 1; i < WORLD_SIZE; ++i) {
         Tile t = own;
         t.dst = (p.watch.rank + i) % WORLD_SIZE;
-        const auto part = reinterpret_cast<const uint4*>(inbox(p, order, t, warpgroup, t.dst, p.watch.rank));
         const int row = t.row * BM, column = t.column * BN;
         u16* out = reinterpret_cast<u16*>(p.out) + static_cast<u64>(t.dst * p.m + row) * p.n + column;
-        weft::store_rows(out, p.n, rows_from(p, t.dst, row), p.n - column, warpgroup, part);
+        const int rows = rows_from(p, t.dst, row);
+        uint4* part = p.inbox + place_of(order, t, warpgroup, t.dst, p.watch.rank);
+        weft::store_rows(out, p.n, rows, p.n - column, warpgroup, inbox(p, s), part);
     }
 }
 
@@ -338,16 +316,12 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
     Order& order = *reinterpret_cast<Order*>(s.counts + ORDER);
     const u32 use = p.watch.words[p.half.epoch] + 1;
     weft::begin(s, [&] { order = Order(p); });
-    const int warpgroup = threadIdx.x / weft::GROUP;
+    const int warp = weft::warp_of_block(), warpgroup = warp / 4, role = warp % 4;
     if (warpgroup == 2) {
         weft::give_registers<SERVE_REGISTERS>();
-        const int warp = threadIdx.x / 32 % 4;
-        if (warp == 0) load(p, s, order);
-        if (STAGING && (warp == 1 || warp == 2)) push(p, s, order, warp - 1, use);
-        if (warp == 3) {
-            post_all(p, s, order, use);
-            leave(p, s, use);
-        }
+        if (role == 0) load(p, s, order);
+        if (STAGING && (role == 1 || role == 2)) push(p, s, order, role - 1, use);
+        if (role == 3) attend(p, s, order, use);
     } else {
         weft::take_registers<MULTIPLY_REGISTERS>();
         const int depth = (p.k + weft::BK - 1) / weft::BK;
@@ -361,9 +335,9 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
             if (t.inside && t.dst != p.watch.rank) send(p, s, order, t, warpgroup, use, sent, sums);
             const bool last = step + weft::stride() >= order.steps();
             if (t.inside && t.dst == p.watch.rank) finish(p, s, order, t, warpgroup, use, last, sent, sums);
-            if (ALL_REDUCE) take_sums(p, s, order, step - weft::stride(), warpgroup, use);
+            if (ALL_REDUCE) take_sums(p, s, order, step - weft::stride(), warpgroup);
         }
-        if (ALL_REDUCE) take_sums(p, s, order, step - weft::stride(), warpgroup, use);
-        have_read(s, warpgroup);  // once more, where `finish` has said so
+        if (ALL_REDUCE) take_sums(p, s, order, step - weft::stride(), warpgroup);
+        have_taken(s, warpgroup);  // once more, where `finish` has said so
     }
 }

@@ -53,14 +53,13 @@ def _choose(
     if a.dtype in gemm.DTYPES:
         (_, config), *_ = configs.fused_ranked(m, n, k, world_size, num_sms, batches, split_n=split_n)
         pays = configs.fusing_pays(m, n, k, world_size, num_sms, batches, split_n=split_n)
-        needs = configs.fused_needs(m, n, config, world_size, num_sms, batches)
-        return Choice(_algorithm(config), config, *needs, pays)
+        layout = configs.fused_layout(m, n, config, world_size, num_sms, batches)
+        return Choice(_algorithm(config), config, layout, pays)
     if split_n:
         return f"the last dimension is scattered, of {a.dtype}"
     stored = configs.choose(m, n, k, world_size, a.dtype, num_sms, batches)
-    nbytes = world_size * batches * m * n * a.element_size()
-    flags = configs.flags_per_rank(m, n, stored, batches)
-    return Choice("tma_store", stored, nbytes, flags, batches * m >= 64)
+    stored_in = configs.layout(m, n, a.dtype, world_size, stored, batches)
+    return Choice("tma_store", stored, stored_in, batches * m >= 64)
 
 
 def _columns(b: torch.Tensor, world_size: int, split_n: bool) -> int:
@@ -94,7 +93,7 @@ def tuned(
     kind = f"{op} {batches} x {size} x {m} x {k} @ {k} x {n}, {a.dtype} to {epilogue.out_dtype}"
     kind += f"{' + bias' * epilogue.bias}{' + residual' * epilogue.residual}, {num_sms} SMs"
     candidates: list[Candidate[configs.AnyConfig]] = [
-        Candidate(c, *configs.fused_needs(m, n, c, size, num_sms, batches), _algorithm(c))
+        Candidate(c, configs.fused_layout(m, n, c, size, num_sms, batches), _algorithm(c))
         for _, config in configs.fused_ranked(m, n, k, size, num_sms, batches, split_n=split_n)
         for c in _both_ways(config)
     ]

@@ -7,17 +7,17 @@
 
 namespace weft {
 
-// own[8] = the sum of all ranks' in their order, of which `own` is one, and `parts` are the others.
-__device__ __forceinline__ void add_up(const uint4 (&parts)[WORLD_SIZE - 1], int rank, float scale, float* own) {
+// own[8] = the sum of all ranks' in their order, of which `own` is one, and `parts` are the others, a vector of each.
+__device__ __forceinline__ void add_up(const uint4* parts, float scale, float* own) {
     float total[8] = {};
 #pragma unroll
     for (int i = 0; i < WORLD_SIZE; ++i) {
-        if (i == rank) {  // in front of slot `rank`
+        if (i == RANK) {  // in front of slot RANK
 #pragma unroll
             for (int e = 0; e < 8; ++e) total[e] += own[e];
         }
         if (i == WORLD_SIZE - 1) break;
-        const u32 words[4] = {parts[i].x, parts[i].y, parts[i].z, parts[i].w};
+        const u32 words[4] = {~parts[i].x, ~parts[i].y, ~parts[i].z, ~parts[i].w};
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
             float pair[2];

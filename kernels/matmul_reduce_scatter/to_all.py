@@ -14,7 +14,7 @@ from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm, gemm_tiles
 from ..device.choice import Choice, Choices, make_together
 from ..device.launch import why_not
-from .configs import Epilogue, PushConfig, product_beside_us, push_config, push_needs
+from .configs import Epilogue, PushConfig, product_beside_us, push_config, push_layout
 from .cuda_kernel import MatmulReduceScatterPush
 
 _LINK = 364e3  # bytes a microsecond, measured between H200s
@@ -45,8 +45,8 @@ def _choose(a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int) -> 
         return reason
     (m, k), n = a.shape, b.shape[1]
     config, pays = choose_push(m, n, k, world_size, num_sms)
-    needs = push_needs(part_of(m, world_size), n, config, world_size, num_sms, to_all=True)
-    return Choice("push", config, *needs, pays)
+    layout = push_layout(part_of(m, world_size), n, config, world_size, num_sms, to_all=True)
+    return Choice("push", config, layout, pays)
 
 
 def run(
@@ -90,21 +90,22 @@ def choose_push(m: int, n: int, k: int, world_size: int, num_sms: int) -> tuple[
     candidates = [push_config(tile, part, n, k, world_size, num_sms) for tile in gemm_tiles.suited(m, n, k)]
     estimated = [(estimate_push_us(c, m, n, k, world_size, num_sms), c) for c in candidates]
     fastest, config = min(estimated, key=itemgetter(0))
-    half, _ = push_needs(part, n, config, world_size, num_sms, to_all=True)
-    return config, fastest < behind_us(m, n, k, world_size) and 2 * half <= _MOST_WORKSPACE
+    size = push_layout(part, n, config, world_size, num_sms, to_all=True).bytes
+    return config, fastest < behind_us(m, n, k, world_size) and size <= _MOST_WORKSPACE
 
 
 def estimate_push_us(config: PushConfig, m: int, n: int, k: int, world_size: int, num_sms: int) -> float:
     """Microseconds. As for matmul_reduce_scatter, with twice as much on the links, and a tile's sum that travels when
-    there is nothing left to multiply."""
+    there is nothing left to multiply. The constants of more than 2 ranks are those of a kernel with flags."""
     tile = config.tile
     rows = world_size * -(-part_of(m, world_size) // tile.block_m)
-    product = product_beside_us(tile, rows, n, k, num_sms, feels=0.4 if world_size == 2 else 0.2)
+    product = product_beside_us(tile, rows, n, k, num_sms, feels=0.52 if world_size == 2 else 0.2)
     waves = gemm_tiles.waves(tile, rows, [n], num_sms)
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
     sending = 2 * (world_size - 1) * part_of(m, world_size) * n * 2 / _LINK
-    tail = 12 * tile.block_m * tile.block_n / (128 * 256)
-    return 12 + 3 * waves + max(product, first + sending) + 0.15 * min(product, sending) + tail
+    launch, each, tail = (8.0, 0.8, 4.4) if world_size == 2 else (12.0, 3.0, 12.0)
+    overlapped = max(product, first + sending) + 0.14 * min(product, sending)
+    return launch + each * waves + overlapped + tail * tile.block_m * tile.block_n / (128 * 256)
 
 
 def behind_us(m: int, n: int, k: int, world_size: int) -> float:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from opcommon import check, gather, world
+from opcommon import check, gather, spoil, world
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import (
@@ -225,9 +225,11 @@ def multiplied(m: int, k: int, n: int, dtype: torch.dtype, reduce_op: str, *, on
     if n % 64:
         B = B.contiguous()
     workspaces = [w for w in heap(world(), A.device).workspaces.values() if isinstance(w.layout, Layout)]
-    for workspace in workspaces:  # what a half has held must not matter
+    torch.cuda.synchronize()
+    dist.barrier()
+    for workspace in workspaces:
         for half in (0, 1):
-            workspace.half(workspace.rank, half, (workspace.layout.half_bytes,), torch.uint8).fill_(0xFF)
+            spoil(workspace, half)
     torch.cuda.synchronize()
     dist.barrier()
     out = fused_matmul_all_reduce(A, B, reduce_op, world())

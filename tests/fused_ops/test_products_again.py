@@ -88,7 +88,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
         monkeypatch.setattr(module, "turn", lambda device: nullcontext())
         monkeypatch.setattr(module, "product_workspace", lambda *_: stage.workspace)
-        monkeypatch.setattr(f"{kernels}.choose", lambda *_: Choice("push", None, 0, 0, pays=True))
+        monkeypatch.setattr(f"{kernels}.choose", lambda *_: Choice("push", None, None, pays=True))
         monkeypatch.setattr(f"{kernels}.launcher", lambda *_, **__: stage.launcher)
 
     def gathered(
@@ -359,7 +359,7 @@ def test_wrong_arguments_are_refused_as_ever(stage: SimpleNamespace, op: Op) -> 
 def test_what_does_not_pay_is_fused_only_where_it_is_asked_for(
     stage: SimpleNamespace, op: Op, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choice = Choice("push", None, 0, 0, pays=False)
+    choice = Choice("push", None, None, pays=False)
     for kernels in ("all_gather_matmul", "matmul_reduce_scatter"):
         monkeypatch.setattr(f"weft.kernels.{kernels}.on_cuda.choose", lambda *_: choice)
     with plan.forced("fused"):

@@ -143,12 +143,14 @@ struct Patience {
     bool due() { return true; }
     bool overdue(const Watch& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
         if (is_broken(watch)) return true;
-        if (++polls <= watch.timeout_ns) {
-            go_on_later();
-            return false;
-        }
+        if (!is_late(watch)) return false;
         report(watch, peer, word, expected, seen, kind);
         return true;
+    }
+    bool is_late(const Watch& watch) {
+        if (++polls > watch.timeout_ns) return true;
+        go_on_later();
+        return false;
     }
 };
 

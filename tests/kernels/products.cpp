@@ -166,6 +166,15 @@ static unsigned vote(bool said) {
 static bool __any_sync(unsigned, bool said) { return vote(said) != 0; }
 static bool __all_sync(unsigned, bool said) { return vote(said) == ~0u; }
 
+template <typename T>
+static T __shfl_sync(unsigned, T value, int lane) {
+    Barrier& w = warp();
+    unsigned* lanes = w.lanes[w.meeting.round % 2];
+    lanes[running->thread % 32] = value;
+    meet(w.meeting, 32);
+    return lanes[lane];
+}
+
 static unsigned __shfl_xor_sync(unsigned, unsigned value, int mask) {
     Barrier& w = warp();
     const unsigned lane = running->thread % 32;
@@ -190,8 +199,10 @@ static void atomicMax(T* place, T least) {
 
 struct uint4 {
     unsigned x, y, z, w;
+    // Its words arrive in no order.
     uint4& operator=(const uint4& other) {
-        store(this, &other, sizeof other);
+        const unsigned words[4] = {other.x, other.y, other.z, other.w};
+        for (int i = 0; i < 4; ++i) store(&x + i, words + i, sizeof words[i]);
         return *this;
     }
 };
@@ -209,12 +220,18 @@ static T __ldcg(const T* place) {
     return *place;
 }
 static int min(int a, int b) { return a < b ? a : b; }
+static unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+static unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
 
 namespace weft {
 
 using u8 = unsigned char;
 
 static uint4 load_payload(const uint4* slot) { return *slot; }
+static void reload_payload(bool wanted, const uint4* slot, uint4& v) {
+    if (wanted) std::memcpy(&v, slot, sizeof v);
+}
+static void store_vector(uint4* place, uint4 v) { *place = v; }
 static void post_behind_fence(u32* word, u32 value) { store(word, &value, sizeof value); }
 static void post_flag(u32* word, u32 value) {
     __threadfence_system();

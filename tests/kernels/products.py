@@ -18,7 +18,7 @@ from weft.kernels.device.tensor_map import Boxes, TensorMap
 from weft.symm_mem.workspace import Layout
 
 STAND_INS = ("hopper.cuh", "sync.cuh", "numbers.cuh")
-AROUND = ("gemm.cuh", "half.cuh", "pace.cuh", "walk.cuh")
+AROUND = ("gemm.cuh", "half.cuh", "pace.cuh", "walk.cuh", "wire.cuh")
 SHARED = 128 << 10  # bytes that a block has
 SMALL = Tile(64, 64, 2, 0.0)
 WIDE = Tile(128, 32, 3, 0.0)
@@ -79,6 +79,7 @@ def _build(
         "SOURCE": f'"{kernel}"',
         "KERNEL": name,
         "PARAMS_BYTES": ctypes.sizeof(params),
+        "RANK": "current->number",  # one program for all
     }
     subprocess.run(
         [
@@ -113,7 +114,7 @@ def encoded(boxes: Boxes, address: int) -> ctypes.Array[ctypes.c_uint64]:
 
 
 class Products(Ranks):
-    """Ranks with poisoned halves, on which the launchers' kernels run.
+    """Ranks with poisoned halves, or empty ones where data announces itself, on which the launchers' kernels run.
 
     Args:
         pace: turns between two stores' becoming visible, and at most of a rank before another one has some.
@@ -123,7 +124,7 @@ class Products(Ranks):
         self, monkeypatch: pytest.MonkeyPatch, library: Library, layout: Layout, pace: tuple[int, int]
     ) -> None:
         super().__init__(library, layout)
-        self.memory[:, layout.half(0) :] = 0xFF
+        self.memory[:, layout.staging if layout.announced else layout.half(0) :] = 0xFF
         self.pace = pace
         monkeypatch.setattr(gemm, "program", lambda path, defines: Loaded(self))
         monkeypatch.setattr(Boxes, "encode", encoded)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from fibers import Ranks
+from products import Products
 from test_all_reduce_protocol import FORMS, compiled, launch, reference
 from test_product_protocols import GATHERS, SCATTERS, Op
 from weft.kernels.all_reduce.configs import Config
@@ -24,6 +25,18 @@ SIZE = 3
 MISSING = 1
 
 
+def theirs_has_come(products: Products, words: torch.Tensor, peer: int) -> None:
+    """What rank 0 waits for of ``peer``, in its first half: flags, or data that is not empty."""
+    layout = products.layout
+    if layout.announced:
+        of_peer = layout.half_bytes // (SIZE - 1) // 4
+        first = layout.half(0) // 4 + (peer - 1) * of_peer
+        words[first : first + of_peer] = -1
+    else:
+        row = layout.flags(0) + peer * layout.flags_per_rank
+        words[row : row + layout.flags_per_rank] = 1
+
+
 @pytest.mark.parametrize("op", [GATHERS["senders"], SCATTERS["3"]], ids=["gather", "scatter"])
 @pytest.mark.parametrize("breaks", [True, False])
 def test_no_peer_gets_a_wrong_number(
@@ -34,15 +47,18 @@ def test_no_peer_gets_a_wrong_number(
     products = op.prepare(monkeypatch, op.compiled().result(), (1, 2000))
     if breaks:
         op.launch(0, polls=100)
-        layout, words = products.layout, products.memory.view(torch.int32)
+        words = products.memory.view(torch.int32)
         for peer in range(SIZE):
             if peer != MISSING:
-                row = layout.flags(0) + peer * layout.flags_per_rank
-                words[0, row : row + layout.flags_per_rank] = 1  # theirs has come
+                theirs_has_come(products, words[0], peer)
         products.run_alone(0)
         assert products.faults[0, Fault.BROKEN] == 1 + MISSING
     of_product = products.records[0].clone()
     assert of_product[:3].tolist() == ([1, products.places[0].address, MISSING] if breaks else [0, 0, 0])
+    if breaks:
+        said, expected, seen = products.layout.describe(int(of_product[3])), *of_product[4:6].tolist()
+        assert (expected, seen) == (1, 0) and "(half 0)" in said, said
+        assert ("payload" if products.layout.announced else f"of rank {MISSING}") in said
 
     library = compiled(tmp_path / "all_reduce", SIZE, "float32", "sum")
     for seed, form in enumerate(FORMS):

@@ -40,7 +40,7 @@ def scatter(
 ) -> Program:
     config = replace(scatter_configs.choose_push(1024, 1024, 1024, world_size, 132), tile=tile)
     config = replace(config, staged=config.staged or epilogue.to_all, split_n=split_n)
-    defines = matmul_reduce_scatter.defines(ORDERS[order], config, world_size, epilogue)
+    defines = matmul_reduce_scatter.defines(ORDERS[order], config, world_size, world_size // 2, epilogue)
     return gemm.program(matmul_reduce_scatter.SOURCE, defines)
 
 

@@ -45,18 +45,17 @@ def test_matmul_reduce_scatter_fits_and_has_a_slot_for_each_peer(
 ) -> None:
     config = scatter.choose_push(m, n, k, world_size, num_sms, batches)
     assert config.tile.shared <= MOST_SHARED
-    nbytes, flags = scatter.push_needs(m, n, config, world_size, 132, batches)
-    staging = 132 * 2 * config.tile.part_bytes if config.staged else 0
-    assert flags * config.tile.part_bytes * (world_size - 1) + staging == nbytes
-    assert nbytes >= (world_size - 1) * batches * m * n * 2
+    layout = scatter.push_layout(m, n, config, world_size, 132, batches)
+    assert layout.announced and layout.flags_per_rank == 0
+    assert layout.staging_bytes == (132 * 2 * config.tile.part_bytes if config.staged else 0)
+    assert layout.half_bytes % (2 * config.tile.part_bytes * (world_size - 1)) == 0
+    assert layout.half_bytes >= (world_size - 1) * batches * m * n * 2
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1024, 1024, 1024), (4096, 2048, 8192)])
 def test_a_half_takes_no_more_than_the_peers_results(m: int, n: int, k: int) -> None:
-    """But for what is staged: a tile of each block."""
-    config = scatter.choose_push(m, n, k, 4, 132)
-    nbytes, _ = scatter.push_needs(m, n, config, 4, 132)
-    assert nbytes == 3 * m * n * 2 + 132 * 2 * config.tile.part_bytes
+    layout = scatter.push_layout(m, n, scatter.choose_push(m, n, k, 4, 132), 4, 132)
+    assert layout.half_bytes == 3 * m * n * 2
 
 
 @pytest.mark.parametrize(
@@ -134,8 +133,8 @@ def test_one_shot_is_one_launch_in_which_no_block_goes_without_a_vector(
         assert (config is not None) is (moved <= 32 << 20)
     if (config := configs[0]) is not None:
         assert configs[1] == config and config.vectors * 8 == m * n
-        assert gather.fused_needs(m, n, world_size, config) == (0, 0)
-        assert scatter.fused_needs(m, n, config, world_size, 132) == (0, 0)
+        assert gather.fused_layout(m, n, world_size, config) is None
+        assert scatter.fused_layout(m, n, config, world_size, 132) is None
         layout = config.layout(world_size)
         for slots in (layout.slots, 2 * layout.slots):  # also of a workspace that was made for more
             blocks, threads = grid(config.vectors, slots, config.blocks, config.threads)

@@ -51,8 +51,10 @@ class Lock:
     def __exit__(self, *_: object) -> None: ...
 
 
-def workspace(rank: int) -> Any:
-    layout = Layout(WORLD_SIZE, 1 << 14, 1 << 20)
+ROOM = Layout(WORLD_SIZE, 1 << 14, 1 << 20)
+
+
+def workspace(rank: int, layout: Layout = ROOM) -> Any:
     made = SimpleNamespace(rank=rank, world_size=WORLD_SIZE, span=1 << 30, lock=Lock())
     made.layout, made.address = layout, HALF - layout.half(1)
     made.fault = SimpleNamespace(address=1 << 20, record=0)
@@ -100,7 +102,8 @@ def test_matmul_reduce_scatter(done: list[tuple[Any, ...]]) -> None:
     a, b = bfloat16(1, WORLD_SIZE, M, K), bfloat16(K, N)
     for bias, residual in product((False, True), repeat=2):
         epilogue = scatter_configs.Epilogue(a.dtype, bias=bias, residual=residual)
-        kernel = scatter.MatmulReduceScatterPush(workspace(0), a, b, config, epilogue, num_sms=8)
+        layout = scatter_configs.push_layout(M, N, config, WORLD_SIZE, 8)
+        kernel = scatter.MatmulReduceScatterPush(workspace(0, layout), a, b, config, epilogue, num_sms=8)
         for turn in (1, 2):
             terms = [A * turn + 128] * bias + [A * turn + 256] * residual
             kernel.launch(1, [A * turn, A * turn + 64, *terms], [OUT * turn], turn, STREAM)

@@ -20,8 +20,8 @@ from weft.kernels.device.contest import Candidate
 from weft.kernels.device.tuned_file import TunedFile
 from weft.symm_mem.workspace import HostUse, Layout, Workspace
 
-CANDIDATES = [Candidate(name, 256 * (i + 1), 4 - i) for i, name in enumerate("abcd")]
-MODELS = Choice("push", "a", 256, 4, pays=True)
+CANDIDATES = [Candidate(name, Layout(2, 4 - i, 256 * (i + 1))) for i, name in enumerate("abcd")]
+MODELS = Choice("push", "a", Layout(2, 4, 256), pays=True)
 TIMES = ({"a": 10.0, "b": 20.0, "c": 12.0, "d": 99.0}, {"a": 30.0, "b": 22.0, "c": 25.0, "d": 1.0})
 
 
@@ -60,9 +60,7 @@ class Kernels:
         """The configuration that is taken, and where it comes from."""
         with mock.patch.object(contest, "median_us", clock or self.median_us):
             choice, how = tuner.tuned(where(), kind, MODELS, CANDIDATES, self.make)
-        assert (choice.config, choice.half_bytes, choice.flags) in [
-            (c.config, c.half_bytes, c.flags) for c in CANDIDATES
-        ]
+        assert (choice.config, choice.layout) in [(c.config, c.layout) for c in CANDIDATES]
         return choice.config, how
 
 
@@ -103,7 +101,7 @@ def test_ranks_take_what_is_fastest_on_the_slowest_and_keep_it(tmp_path: Path) -
 def same_object(rank: int, world_size: int, folder: str) -> None:
     """Kernels are kept under the choice: calls with other strides have another one, of the same configuration."""
     with in_folder(rank, folder), mock.patch.object(contest, "median_us", Kernels(rank).median_us):
-        other = Choice("push", "a", 256, 4, pays=False)
+        other = Choice("push", "a", Layout(2, 4, 256), pays=False)
         found = [
             tuner.tuned(where(), "same", c, CANDIDATES, Kernels(rank).make)[0]
             for c in (MODELS, MODELS, other)
