@@ -41,7 +41,7 @@ from ..symm_mem.registry import has_name, known_heap
 from ..symm_mem.timeouts import chosen_timeout, default_timeout
 from . import plan
 from .turns import Step, steps_on
-from .workspaces import ONE_SHOT
+from .workspaces import PRODUCTS
 
 _ALIGNMENT = 16  # bytes, of what kernels take
 
@@ -191,15 +191,14 @@ def look(op: str, arguments: Hashable, tensors: Sequence[Any]) -> tuple[Hashable
 
 
 def again(
-    op: str, arguments: Hashable, tensors: Sequence[Any], group_name: str, kind: str = "matmul"
+    op: str, arguments: Hashable, tensors: Sequence[Any], group_name: str, kinds: tuple[str, ...] = PRODUCTS
 ) -> list[Tensor] | None:
     """The results, if such a call was made before; else None, and nothing happened.
 
     Args:
         arguments: whatever else than tensors makes a difference, of exactly the types that the op takes.
         tensors: of one dtype, on one device, or anything: then the answer is None.
-        kind: of workspace. Only those of products have halves that a launch is told of; what is exchanged beside a
-            product is found, too.
+        kinds: of workspaces in which it may be remembered. Only those of products have halves that a launch is told of.
     """
     looked_at = look(op, arguments, tensors)
     if looked_at is None:
@@ -211,7 +210,7 @@ def again(
     kept = findings.kept
     found: _Found | None = kept.get((alike, group_name, stream))
     if found is None:
-        found = _find(alike, group_name, tensors[0].get_device(), stream, kind)
+        found = _find(alike, group_name, tensors[0].get_device(), stream, kinds)
         if found is None:
             return None
         findings.keep(kept, (alike, group_name, stream), found)
@@ -230,7 +229,7 @@ def again(
         workspace.raise_if_broken(op, 2, ready.grids)  # inside this and the op's own ``again``
         plan._last = ready.plan
         try:
-            half = workspace.next_half() if kind == "matmul" else 0
+            half = workspace.next_half() if kinds is PRODUCTS else 0
             addresses = [r.data_ptr() for r in results]
             ready.launcher.launch(half, operands, addresses, found.timeout_ns, stream)
         except BaseException as e:
@@ -241,10 +240,12 @@ def again(
     return results
 
 
-def _find(alike: Hashable, group_name: str, device: int, stream: int, kind: str) -> _Found | None:
+def _find(
+    alike: Hashable, group_name: str, device: int, stream: int, kinds: tuple[str, ...]
+) -> _Found | None:
     """What was remembered of such calls, where they are made now."""
-    for each in (kind, ONE_SHOT) if kind == "matmul" else (kind,):
-        here = place(each, group_name, device, stream)
+    for kind in kinds:
+        here = place(kind, group_name, device, stream)
         ready = None if here is None else here.workspace.prepared.get(alike)
         if here is not None and ready is not None and (ready.pays or plan._forced == "fused"):
             deadline = timeout(group_name, ready.timeout_ns)

@@ -26,7 +26,7 @@ from . import plan
 from .again import default_ns, place, stream_on, timeout
 from .plan import Plan, heap_or_reason, num_sms, ran
 from .turns import Step, steps_on, turn
-from .workspaces import all_reduce_workspace, matmul_workspace
+from .workspaces import ALL_REDUCE, all_reduce_workspace, matmul_workspace
 
 if TYPE_CHECKING:
     from ..kernels.all_reduce.cuda_kernel import AllReduce
@@ -104,7 +104,7 @@ def again(
 
 def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | None:
     """What was prepared for such calls, where they are made now."""
-    here = place("all_reduce", group_name, x.get_device(), stream)
+    here = place(ALL_REDUCE, group_name, x.get_device(), stream)
     if here is None:
         return None
     found = here.workspace.prepared.get((x.numel(), x.dtype, reduce_op))

@@ -17,7 +17,7 @@ from . import again as short
 from . import all_reduce
 from .plan import Plan, aligned, heap_or_reason, num_sms, ran
 from .turns import turn
-from .workspaces import matmul_workspace, push_workspace
+from .workspaces import ALL_REDUCE, matmul_workspace, push_workspace
 
 if TYPE_CHECKING:
     from ..kernels.all_reduce_rms_norm.cuda_kernel import AllReduceRmsNorm
@@ -27,7 +27,7 @@ def again(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
 ) -> tuple[Tensor, Tensor] | None:
     """As the op, if such a call was made before on CUDA; else None, and nothing happened. Tensors may be anything."""
-    results = short.again(host.OP, eps, (x, residual, weight), group_name, "all_reduce")
+    results = short.again(host.OP, eps, (x, residual, weight), group_name, (ALL_REDUCE,))
     return None if results is None else (results[0], results[1])
 
 
@@ -100,7 +100,7 @@ def _on_cuda(
     vectors = hidden * x.element_size() // 16
     config = choose(rows, vectors, where.world_size, num_sms(x.device))
     with turn(x.device):
-        place = push_workspace(where, "all_reduce", layout_for(rows, vectors, where.world_size, config))
+        place = push_workspace(where, ALL_REDUCE, layout_for(rows, vectors, where.world_size, config))
         place.raise_if_broken()
         key: Any = (host.OP, rows, hidden, x.dtype, eps)
         kernel = place.prepared.get(key)

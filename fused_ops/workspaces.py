@@ -18,7 +18,11 @@ from ..symm_mem import Heap, Layout, Workspace
 from ..symm_mem.fault import refuse_if_broken
 from .turns import stream_and_graph
 
-ONE_SHOT = "one_shot"  #: the kind of workspace of exchanges beside products, of both ops
+MATMUL = "matmul"  #: the kind of workspace of kernels that set flags behind what they send
+ANNOUNCED = "announced"  #: of those that send what announces itself
+ONE_SHOT = "one_shot"  #: of exchanges beside products, of both ops
+ALL_REDUCE = "all_reduce"  #: of all-reduces, and of norms behind them
+PRODUCTS = (MATMUL, ANNOUNCED, ONE_SHOT)  #: where calls around products may take the short way
 _GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace
 
 
@@ -59,7 +63,7 @@ def matmul_workspace(heap: Heap, wanted: Layout, *, copied: bool = False) -> Wor
         layout = replace(wanted, half_bytes=half, flags_per_rank=row)
         return layout if old is None else old.joined(layout)
 
-    kind = "copied" if copied else "announced" if wanted.announced else "matmul"
+    kind = "copied" if copied else ANNOUNCED if wanted.announced else MATMUL
     return _fetch(heap, kind, lambda layout: layout.holds(wanted), grown)
 
 
@@ -90,4 +94,4 @@ def all_reduce_workspace(heap: Heap, nbytes: int, config: Config) -> Workspace[P
     Raises:
         RankMismatch, PeerTimeout: the ranks do not grow it together.
     """
-    return push_workspace(heap, "all_reduce", layout_for(nbytes, heap.world_size, config))
+    return push_workspace(heap, ALL_REDUCE, layout_for(nbytes, heap.world_size, config))

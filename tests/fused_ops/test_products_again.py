@@ -23,9 +23,10 @@ from weft.fused_ops import (
     matmul_reduce_scatter,
     plan,
     turns,
+    workspaces,
 )
 from weft.kernels.device.choice import Choice
-from weft.symm_mem import registry, timeouts
+from weft.symm_mem import Layout, registry, timeouts
 from weft.symm_mem.findings import Noted
 
 NAME = "a group"
@@ -64,7 +65,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A GPU, a group and a workspace that are none; tensors say that they lie on GPU 0."""
     stage = SimpleNamespace(group=object(), stream=7, capturing=False, device=0, workspace=Workspace())
     stage.launcher = Launcher()
-    stage.workspaces = Noted({("matmul", 7, 0): stage.workspace})
+    stage.workspaces = Noted()
     monkeypatch.setattr(timeouts, "_per_group", Noted())
     where = SimpleNamespace(workspaces=stage.workspaces, world_size=WORLD_SIZE, group_name=NAME)
     stage.where = where
@@ -81,14 +82,20 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stage.stream, raising=False)
-    for module, kernels in (
-        (all_gather_matmul, "weft.kernels.all_gather_matmul.on_cuda"),
-        (matmul_reduce_scatter, "weft.kernels.matmul_reduce_scatter.on_cuda"),
+    monkeypatch.setattr(
+        workspaces, "_fetch", lambda _, kind, *__: stage.workspaces.setdefault((kind, 7, 0), stage.workspace)
+    )
+    for module, kernels, layout in (
+        (all_gather_matmul, "weft.kernels.all_gather_matmul.on_cuda", Layout(WORLD_SIZE, 1, 8)),
+        (
+            *(matmul_reduce_scatter, "weft.kernels.matmul_reduce_scatter.on_cuda"),
+            Layout(WORLD_SIZE, 0, 8, announced=True),
+        ),
     ):
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
         monkeypatch.setattr(module, "turn", lambda device: nullcontext())
-        monkeypatch.setattr(module, "product_workspace", lambda *_: stage.workspace)
-        monkeypatch.setattr(f"{kernels}.choose", lambda *_: Choice("push", None, None, pays=True))
+        choice = Choice("push", None, layout, pays=True)
+        monkeypatch.setattr(f"{kernels}.choose", lambda *_, choice=choice: choice)
         monkeypatch.setattr(f"{kernels}.launcher", lambda *_, **__: stage.launcher)
 
     def gathered(
@@ -209,7 +216,7 @@ CHANGES: dict[str, Callable[[SimpleNamespace, ExitStack], Any]] = {
     "checked": lambda _, stack: (stack.callback(symm_mem.set_checked, False), symm_mem.set_checked(True)),
     "another group": lambda stage, _: setattr(stage, "group", object()),
     "destroyed": lambda stage, _: setattr(stage, "group", None),
-    "grown": lambda stage, _: stage.workspaces.update({("matmul", 7, 0): Workspace()}),
+    "grown": lambda stage, _: stage.workspaces.update(dict.fromkeys(stage.workspaces, Workspace())),
     "gone": lambda stage, _: stage.workspaces.clear(),
     "reset": lambda stage, _: stage.workspace.prepared.clear(),
     "no heap": lambda *_: registry._heaps.clear(),
@@ -359,7 +366,7 @@ def test_wrong_arguments_are_refused_as_ever(stage: SimpleNamespace, op: Op) -> 
 def test_what_does_not_pay_is_fused_only_where_it_is_asked_for(
     stage: SimpleNamespace, op: Op, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choice = Choice("push", None, None, pays=False)
+    choice = Choice("push", None, Layout(WORLD_SIZE, 1, 8), pays=False)
     for kernels in ("all_gather_matmul", "matmul_reduce_scatter"):
         monkeypatch.setattr(f"weft.kernels.{kernels}.on_cuda.choose", lambda *_: choice)
     with plan.forced("fused"):
