@@ -8,6 +8,9 @@
    A store into another rank's memory is under way for any time, and stores overtake each other, but for what release
    and acquire forbid: a flag does not arrive before its data. `Wire` delivers them.
 
+   With ANNOUNCED there are no flags: data that is 0 has not come, each chunk for itself, and a rank puts the zeros back
+   before it leaves.
+
    Data is the number of the call that sent it. Reading anything else is an overwrite of unread data, or a flag ahead
    of its data. A rank that waits for ever is an invalid end state.
 
@@ -20,7 +23,8 @@
    BREAK_FLAG       a flag overtakes its data                BREAK_DONE        `done` is said before the data is read
    BREAK_LOST_DONE  `done` is not told to one peer           BREAK_QUIESCE     memory is given up with stores under way
    BREAK_AGREE      memory is used again though a rank has not dropped it
-   BREAK_ZEROED     a new workspace is used before all ranks have zeroed their words */
+   BREAK_ZEROED     a new workspace is used before all ranks have zeroed their words
+   BREAK_KEPT       no zeros are put back                    BREAK_EMPTIED     they are, but `done` is said before */
 
 #if W != 2 && W != 3
 #error "W: must be 2 or 3"
@@ -95,6 +99,14 @@ inline send(there, value) {
     there = value
 }
 
+#ifdef ANNOUNCED
+#define send_flag(there) skip
+#define set_flag(there) skip
+#else
+#define send_flag(there) send(there, use_of[me])
+#define set_flag(there) there = use_of[me]
+#endif
+
 #if defined(BREAK_REUSE)
 #define FREE(peer) true
 #elif defined(BREAK_REUSE_LATE)
@@ -116,7 +128,7 @@ proctype Pusher(byte me) {
             do
             :: step < W ->
                 place = AT(PEER, block_of[me], half_of[k], me) * CHUNKS;
-                for (c : 0 .. (CHUNKS - 1)) { data[place + c] = k + 1; flag[place + c] = use_of[me] }
+                for (c : 0 .. (CHUNKS - 1)) { data[place + c] = k + 1; set_flag(flag[place + c]) }
                 step++
             :: else -> break
             od;
@@ -127,7 +139,7 @@ proctype Pusher(byte me) {
             do
             :: c < CHUNKS ->
                 send(data_sent[place * CHUNKS + c], k + 1);
-                send(flag_sent[place * CHUNKS + c], use_of[me]);
+                send_flag(flag_sent[place * CHUNKS + c]);
                 c++
             :: else -> break
             od;
@@ -151,6 +163,17 @@ inline check_all() {
     src = 0; c = 0
 }
 
+inline empty_all() {
+#if defined(ANNOUNCED) && !defined(BREAK_KEPT)
+    for (src : 0 .. (W - 1)) {
+        for (c : 0 .. (CHUNKS - 1)) { data[AT(me, b, h, src) * CHUNKS + c] = 0 }
+    }
+    src = 0; c = 0
+#else
+    skip
+#endif
+}
+
 inline leave() {
     epoch[(me * BLOCKS + b) * HALVES + h] = use_of[me];
     done_at[AT(me, b, h, me)] = use_of[me];
@@ -172,8 +195,12 @@ inline leave() {
     peer = 0
 }
 
+#ifdef ANNOUNCED
+#define CAME(src) (src == me || (data[AT(me, b, h, src) * CHUNKS] && data[AT(me, b, h, src) * CHUNKS + CHUNKS - 1]))
+#else
 #define CAME(src) (src == me || (flag[AT(me, b, h, src) * CHUNKS] >= use_of[me] \
     && flag[AT(me, b, h, src) * CHUNKS + CHUNKS - 1] >= use_of[me]))
+#endif
 #define ALL_DATA_CAME (CAME(0) && CAME(1) && CAME(W - 1))
 
 #ifdef BREAK_QUIESCE
@@ -225,7 +252,12 @@ proctype Rank(byte me) {
                     epoch[(me * BLOCKS + chosen) * HALVES + h] = 0;
                     for (src : 0 .. (W - 1)) {
                         done_at[AT(me, chosen, h, src)] = 0;
-                        for (c : 0 .. (CHUNKS - 1)) { flag[AT(me, chosen, h, src) * CHUNKS + c] = 0 }
+                        for (c : 0 .. (CHUNKS - 1)) {
+                            flag[AT(me, chosen, h, src) * CHUNKS + c] = 0;
+#ifdef ANNOUNCED
+                            data[AT(me, chosen, h, src) * CHUNKS + c] = 0
+#endif
+                        }
                     }
                 }
                 c = 0; src = 0; h = 0;
@@ -248,8 +280,12 @@ proctype Rank(byte me) {
         atomic { leave() }
 #endif
         atomic { ALL_DATA_CAME; check_all() }
-#ifndef BREAK_DONE
-        atomic { check_all(); leave() }  /* it is read until the end */
+#ifdef BREAK_EMPTIED
+        atomic { leave() }
+        atomic { empty_all() }
+#elif !defined(BREAK_DONE)
+        atomic { check_all(); empty_all() }  /* it is read until the end */
+        atomic { leave() }
 #endif
         atomic { pushed[me] > k -> k++; h = 0 }
     od
