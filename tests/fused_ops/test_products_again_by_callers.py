@@ -105,3 +105,17 @@ def test_a_default_device_is_none_of_its_business(stage: SimpleNamespace, op: sh
         assert caller.called
         with pytest.raises(short.Seen), short.FunctionMode():
             op.call(*op.given)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the driver refuses"), KeyboardInterrupt()])
+def test_a_launch_that_fails_breaks_the_workspace(
+    stage: SimpleNamespace, op: short.Op, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(stage.launcher, "launch", refused)
+    with pytest.raises(type(error)):
+        op.call(*op.given)
+    with pytest.raises(symm_mem.WeftError, match="a call was ended by"):
+        op.call(*op.given)
