@@ -244,6 +244,8 @@ def _connect(group: ProcessGroup) -> None:
         for backend, device in _CONNECT_AT_FIRST.items():
             if backend in dist.get_backend_config(group):
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
+        if torch.cuda.is_initialized():
+            torch.cuda.current_blas_handle()  # made at cuBLAS's first product, and fused graphs may have none
         where.connected = True
 
 
