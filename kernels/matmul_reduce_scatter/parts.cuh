@@ -1,6 +1,5 @@
 // A warpgroup's part of a finished tile on its way to another rank: vectors as its threads hold them, [WN / 16][GROUP],
-// that announce themselves (../device/wire.cuh). Rounded numbers are never the NaN that would be empty: of each NaN the
-// rounding makes another one.
+// that announce themselves (../device/wire.cuh).
 
 #pragma once
 
@@ -16,8 +15,8 @@ __device__ __forceinline__ void store_part(uint4* part, const float (&sums)[SUMS
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const float* v = sums + 8 * i;
-        part[i * GROUP] = from_wire(  // which is its own inverse
-            make_uint4(Number::pack(v), Number::pack(v + 2), Number::pack(v + 4), Number::pack(v + 6)));
+        part[i * GROUP] =
+            to_wire(make_uint4(Number::pack(v), Number::pack(v + 2), Number::pack(v + 4), Number::pack(v + 6)));
     }
 }
 

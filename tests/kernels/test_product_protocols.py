@@ -329,7 +329,7 @@ MISTAKES = {
     "scatter-not-awaited": ("if (!__any_sync(~0u, missing && there)) break;", "break;"),
     "scatter-not-emptied": ("if (i < count) store_vector(at(i), make_uint4(0, 0, 0, 0));", ""),
     "scatter-half-a-vector": ("v.x == 0 || v.y == 0 || v.z == 0 || v.w == 0", "v.x == 0 || v.z == 0"),
-    "scatter-not-on-the-wire": ("from_wire(  // which is its own inverse", "("),
+    "scatter-not-on-the-wire": ("to_wire(make_uint4(Number", "(make_uint4(Number"),
     "scatter-other-part-taken": ("(2 * t.index + warpgroup) * PART", "(2 * t.index + 1 - warpgroup) * PART"),
     "scatter-not-drained": ("    weft::drain(s, turn);\n", ""),
     "scatter-left-before-taking": ("over = weft::read_count(s.counts + TAKEN) != 0 &&", "over = true ||"),
