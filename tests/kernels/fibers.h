@@ -210,7 +210,9 @@ struct bfloat16 {
     }
     static u32 half(float value) {
         const u32 bits = as_bits(value);
-        return std::isnan(value) ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+        // All bits set, if it is negative: the worst that a rounding could make of it.
+        if (std::isnan(value)) return 0x7fffu | (bits >> 16 & 0x8000u);
+        return (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
     }
     static u32 pack(const float* in) { return half(in[0]) | half(in[1]) << 16; }
 };
