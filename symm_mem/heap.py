@@ -37,7 +37,7 @@ ALIGNMENT = 256
 
 
 class Placed(NamedTuple):
-    """Where a block lies. Its first ``zero`` bytes are words that ranks count in."""
+    """Where a block lies. Its first ``zero`` bytes are words that ranks count in, or payload that is empty."""
 
     offset: int
     size: int
@@ -248,7 +248,7 @@ class Heap:
         self._free.give(start, size)
 
     def reset(self, session: str) -> None:
-        """Zero every word that ranks count in, on all ranks, and agree on what lies where. Collective.
+        """Zero every word that ranks count in or wait for, on all ranks, and agree on what lies where. Collective.
 
         What an error has left half-made is dropped: an allocation, a chunk or a workspace that not every rank has.
         Memory and addresses of everything else stay, so captured graphs stay valid.

@@ -1,7 +1,7 @@
 """A workspace: what one call site owns on the heap, at the same offset on every rank.
 
 It holds control words, flags and two halves of data. Calls take the halves in turn. Nothing is ever
-reset: every word counts uses of a half, has one writer, only grows, and is compared ``>=`` with
+reset: every control word and flag counts uses of a half, has one writer, only grows, and is compared ``>=`` with
 wrap-around, so a captured CUDA graph goes on counting when it is replayed.
 
 Use ``e`` of half ``h`` (``e = EPOCH[h] + 1``) runs like this on every rank:
@@ -260,7 +260,7 @@ class Workspace(Generic[L]):
         return self._turn
 
     def words_of(self, rank: int) -> torch.Tensor:
-        """Rank's control words and flags as an int32 tensor."""
+        """Rank's control words and flags as an int32 tensor; and halves that hold zeros at first."""
         return self.heap.tensor(rank, self.block.offset, (self.layout.words,), torch.int32, None)
 
     def half(

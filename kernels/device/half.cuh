@@ -34,8 +34,8 @@ __device__ __forceinline__ bool may_send(const Watch& watch, const Half& half, u
     return all;
 }
 
-// By one thread of every block, when that block reads nothing of the half any more, though it may still store results: the
-// last one ends the use.
+// By one thread of every block, when that block reads nothing of the half any more, and has emptied what it took where data
+// announces itself, though it may still store results: the last one ends the use. The first fence covers the zeros.
 __device__ __forceinline__ void leave(const Watch& watch, const Half& half, u32 use) {
     __threadfence();
     if (atomicAdd(watch.words + half.left, 1) != gridDim.x - 1) return;

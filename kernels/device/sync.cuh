@@ -88,7 +88,7 @@ __device__ __forceinline__ void reload_payload(bool wanted, const uint4* slot, u
         : "memory");
 }
 
-// Memory that no other GPU writes to during the kernel. They stay in the order in which they are written here:
+// Memory that no other GPU writes to at the same time. They stay in the order in which they are written here:
 // a load is under way before what stands behind it.
 __device__ __forceinline__ uint4 load_vector(const uint4* place) {
     uint4 v;

@@ -21,7 +21,7 @@ _LINK = 364e3  # bytes a microsecond, measured between H200s
 # Of the all-reduce behind a product, measured on 2 and 4 H200: microseconds, and bytes a microsecond.
 _ALL_REDUCE_LAUNCH = 2.5
 _ALL_REDUCE_LINK = 310e3
-_MOST_WORKSPACE = 1 << 30  # bytes of both halves
+_MOST_WORKSPACE = 1 << 30  # bytes
 
 _choices: Choices[PushConfig] = Choices()
 

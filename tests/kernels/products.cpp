@@ -3,8 +3,9 @@
 //
 // What a thread stores at a peer becomes visible late, in any order, unless a fence of system scope orders it: that of
 // a thread which knows of the store, because it is its own or because barriers or counts lie between. (Votes and shuffles
-// tell nothing of memory.) Loads are never early: a reader that looks at data before its flag is found by what it reads
-// only if the program's order is wrong, not if merely an acquire is missing. Tensor copies are done late, too, in any order.
+// tell nothing of memory.) So do the zeros that empty a place at home, for which any fence will do. Loads are never early: a
+// reader that looks at data before its flag is found by what it reads only if the program's order is wrong, not if merely
+// an acquire is missing. Tensor copies are done late, too, in any order.
 
 #include "fibers.h"
 
@@ -69,10 +70,14 @@ static State& state() { return states[current->number]; }
 
 static void arrive_late(const Late& store) { std::memcpy(store.to, store.bytes, store.size); }
 
-static void store(void* place, const void* value, int size) {
-    char* to = static_cast<char*>(place);
+static bool is_own(const char* place) {
     const auto each = (memory_end - memory) / static_cast<std::ptrdiff_t>(states.size());
-    if (to < memory || to >= memory_end || (to - memory) / each == current->number) {
+    return (place - memory) / each == current->number;
+}
+
+static void store(void* place, const void* value, int size, bool late_at_home = false) {
+    char* to = static_cast<char*>(place);
+    if (to < memory || to >= memory_end || (!late_at_home && is_own(to))) {
         std::memcpy(to, value, size);
         return;
     }
@@ -105,17 +110,17 @@ static void between_turns() {
     arrive_late(taken(late));
 }
 
-static void __threadfence_system() {
+static void fence(bool at_peers) {
     const Clock& knows = running->knows;
     auto& late = state().late;
     const auto behind = std::partition(late.begin(), late.end(), [&](const Late& store) {
-        return store.by >= knows.size() || knows[store.by] < store.number;
+        return store.by >= knows.size() || knows[store.by] < store.number || (!at_peers && !is_own(store.to));
     });
     std::for_each(behind, late.end(), arrive_late);
     late.erase(behind, late.end());
 }
-
-static void __threadfence() {}
+static void __threadfence_system() { fence(true); }
+static void __threadfence() { fence(false); }
 
 static void launch_begins(Rank& rank) {
     const Launch& launch = *rank.launches[rank.next];
@@ -231,7 +236,7 @@ static uint4 load_payload(const uint4* slot) { return *slot; }
 static void reload_payload(bool wanted, const uint4* slot, uint4& v) {
     if (wanted) std::memcpy(&v, slot, sizeof v);
 }
-static void store_vector(uint4* place, uint4 v) { *place = v; }
+static void store_vector(uint4* place, uint4 v) { store(place, &v, sizeof v, true); }
 static void post_behind_fence(u32* word, u32 value) { store(word, &value, sizeof value); }
 static void post_flag(u32* word, u32 value) {
     __threadfence_system();

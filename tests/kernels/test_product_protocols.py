@@ -337,6 +337,7 @@ MISTAKES = {
     "scatter-not-emptied": ("if (i < count) store_vector(at(i), make_uint4(0, 0, 0, 0));", ""),
     "scatter-half-a-vector": ("v.x == 0 || v.y == 0 || v.z == 0 || v.w == 0", "v.x == 0 || v.z == 0"),
     "scatter-not-on-the-wire": ("to_wire(make_uint4(Number", "(make_uint4(Number"),
+    "scatter-zeros-not-fenced": ("__threadfence();\n    if (atomicAdd", "if (atomicAdd"),
     "nans-on-the-wire": ("to_wire(make_uint4(Number", "from_wire(make_uint4(Number"),
     "scatter-other-part-taken": ("(2 * t.index + warpgroup) * PART", "(2 * t.index + 1 - warpgroup) * PART"),
     "scatter-not-drained": ("    weft::drain(s, turn);\n", ""),
