@@ -28,9 +28,9 @@ struct Inbox {
     u32* missed;
 };
 
-// The first `count` of v: this thread's vectors, which come to lie at `at(i)`, as they come; there it is empty again then.
-// Whether they have come. By whole warps: where lanes may part the compiler gives up uniform registers all over the kernel,
-// and each product waits for the addresses of its operands (12 % slower in tiles of 64 x 256).
+// The first `count` of v: this thread's vectors, which come to lie at `at(i)`, as they come and lie on the wire; there it is
+// empty again then. Whether they have come. By whole warps: where lanes may part the compiler gives up uniform registers
+// all over the kernel, and each product waits for the addresses of its operands (up to 13 % slower in tiles of 64 x 256).
 template <int MOST, typename At>
 __device__ __forceinline__ bool take(const Inbox& inbox, uint4 (&v)[MOST], int count, const At& at) {
 #pragma unroll

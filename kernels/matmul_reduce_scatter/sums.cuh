@@ -3,11 +3,13 @@
 #pragma once
 
 #include "../device/gemm.cuh"
+#include "../device/wire.cuh"
 #include "order.cuh"
 
 namespace weft {
 
-// own[8] = the sum of all ranks' in their order, of which `own` is one, and `parts` are the others, a vector of each.
+// own[8] = the sum of all ranks' in their order, of which `own` is one, and `parts` are the others, a vector
+// of each as it lies on the wire.
 __device__ __forceinline__ void add_up(const uint4* parts, float scale, float* own) {
     float total[8] = {};
 #pragma unroll
@@ -17,7 +19,8 @@ __device__ __forceinline__ void add_up(const uint4* parts, float scale, float* o
             for (int e = 0; e < 8; ++e) total[e] += own[e];
         }
         if (i == WORLD_SIZE - 1) break;
-        const u32 words[4] = {~parts[i].x, ~parts[i].y, ~parts[i].z, ~parts[i].w};
+        const uint4 part = from_wire(parts[i]);
+        const u32 words[4] = {part.x, part.y, part.z, part.w};
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
             float pair[2];

@@ -251,9 +251,7 @@ def wrong(op: Op, ranks: Products) -> str:
         return "a half is not empty"
     if ranks.strays:
         return f"{ranks.strays} times a block reached for one that had ended"
-    bad = [
-        i for i, (got, want) in enumerate(op.wanted) if not torch.equal(got.nan_to_num(9), want.nan_to_num(9))
-    ]
+    bad = [i for i, pair in enumerate(op.wanted) if not torch.allclose(*pair, rtol=0, atol=0, equal_nan=True)]
     return f"results {bad} of {len(op.wanted)} are wrong" if bad else ""
 
 
