@@ -23,20 +23,33 @@ _LINK = 364e3  # bytes a microsecond, measured between H200s
 _PRODUCTS = 350e6  # multiply-adds a microsecond
 MOST_BS = 4  # of one launch
 _BAND = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
-
-# Of estimate_push_us, microseconds. Between more than two GPUs: a launch; where all blocks send, between two tiles,
-# and how much slower products are beside it; where some do, between two tiles, and until what was sent is seen.
-_LAUNCH = 14.0
-_TILE_ENDS, _PUSH_HINDERS = 1.8, 0.4
-_TILE_ENDS_BESIDE_SENDERS, _SEEN = 1.6, 3.6
 _MOST_WAVES = 256  # of one estimate; the waves of longer products are taken some at once
-# Bytes a microsecond, by senders.
-_PUSH_RATE = {0: 294e3, 8: 294e3, 12: 294e3, 16: 275e3}
-# The same between two GPUs, where all blocks send.
-_LAUNCH_OF_TWO, _TILE_ENDS_OF_TWO, _PUSH_OF_TWO_HINDERS, _SEEN_OF_TWO = 2.0, 2.0, 0.3, 11.0
-_PUSH_RATE_OF_TWO = 290e3
-# Of configurations that are thought to be as fast: of less than so many bytes fewer senders are faster, else more.
-_MUCH = 20 << 20
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Of estimate_push_us, microseconds: a launch; between two tiles; how much slower products are beside what the same
+    blocks send; until what was sent is seen. ``rates``: bytes a microsecond, by senders. ``feels``: how much longer
+    products of tiles take that load twice as much for what they multiply."""
+
+    launch: float
+    tile_ends: float
+    hinders: float
+    seen: float
+    rates: dict[int, float]
+    feels: float = 0.0
+
+
+# Fitted to measurements on 2 and 4 H200: where all blocks send, where some do, and of shards of the last dimension.
+_ALL_OF_TWO = _Costs(1.0, 1.9, 0.0, 8.0, {0: 333e3})
+_SOME_OF_TWO = _Costs(4.1, 0.2, 0.0, 5.4, {8: 229e3, 12: 330e3, 16: 329e3})
+_ALONG_K_OF_TWO = _Costs(0.6, 1.7, 0.13, 3.5, {0: 360e3}, feels=0.1)
+_ALL = _Costs(14.0, 1.8, 0.4, 0.0, {0: 294e3})
+_SOME = _Costs(14.0, 1.6, 0.0, 3.6, {8: 294e3, 12: 294e3, 16: 275e3})
+# Of configurations that are thought to be as fast: how many senders are faster for less than so many bytes, and for
+# more.
+_MUCH, _FEW_FIRST, _MANY_FIRST = 20 << 20, (8, 12, 16, 0), (12, 16, 8, 0)
+_MUCH_OF_TWO, _LITTLE_OF_TWO_FIRST, _MUCH_OF_TWO_FIRST = 10 << 20, (12, 8, 16, 0), (8, 16, 12, 0)
 # Microseconds of a copy kernel, and bytes a microsecond that it moves: unfused, shards of the last dimension are put
 # side by side between the all-gather and the product. Not fitted to anything: a launch, and the memory's rate.
 _COPY, _COPY_RATE = 3.0, 1.75e6
@@ -203,10 +216,14 @@ def push_candidates(
     group then advance together as it comes."""
     configs, peers = [], world_size - 1
     listed = 1 if split_k else peers  # tiles that wait for a row of tiles of all peers, in each column
-    # Between two GPUs all blocks together are faster.
-    order = (12, 16, 8, 0) if peers * m * k * 2 >= _MUCH else (8, 12, 16, 0)
-    several = [senders for senders in order if not senders or (peers > 1 and 4 * senders <= num_sms)]
-    for tile in gemm_tiles.suited(world_size * m, sum(ns), k):
+    if peers == 1 and split_k:
+        order: tuple[int, ...] = (0,)  # no rows are only the own ones, that others could begin with
+    elif peers == 1:
+        order = _LITTLE_OF_TWO_FIRST if m * k * 2 < _MUCH_OF_TWO else _MUCH_OF_TWO_FIRST
+    else:
+        order = _FEW_FIRST if peers * m * k * 2 < _MUCH else _MANY_FIRST
+    several = [senders for senders in order if 4 * senders <= num_sms]
+    for tile in gemm_tiles.suited(world_size * m, sum(ns), k, world_size):
         rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
         for senders in several:
             missed = _missed(tile, senders, m, k, world_size) if senders else 0
@@ -246,9 +263,17 @@ def _clusters(config: PushConfig, num_sms: int) -> tuple[int, int]:
 
 
 def _missed(tile: gemm_tiles.Tile, senders: int, m: int, k: int, world_size: int) -> int:
-    """Tiles that a block computes while so many ``senders`` send."""
-    tile_us = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us + _TILE_ENDS_BESIDE_SENDERS
-    return ceil((_LAUNCH + (world_size - 1) * m * k * 2 / _PUSH_RATE[senders]) / tile_us)
+    """Tiles that a block computes while so many ``senders`` send. Measured with these costs between two, too."""
+    tile_us = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us + _SOME.tile_ends
+    return ceil((_SOME.launch + (world_size - 1) * m * k * 2 / _SOME.rates[senders]) / tile_us)
+
+
+def _costs(config: PushConfig, world_size: int) -> _Costs:
+    if world_size > 2:
+        return _SOME if config.senders else _ALL
+    if config.split_k:
+        return _ALONG_K_OF_TWO
+    return _SOME_OF_TWO if config.senders else _ALL_OF_TWO
 
 
 def estimate_push_us(
@@ -262,12 +287,8 @@ def estimate_push_us(
     rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
     units = -(-k // config.unit_columns)
     moved = peers * m * k * 2
-    if peers == 1:
-        launch, hinders, rate = _LAUNCH_OF_TWO, _PUSH_OF_TWO_HINDERS, _PUSH_RATE_OF_TWO
-        seen, tile_ends = _SEEN_OF_TWO, _TILE_ENDS_OF_TWO
-    else:
-        launch, hinders, rate = _LAUNCH, _PUSH_HINDERS, _PUSH_RATE[config.senders]
-        seen, tile_ends = (_SEEN, _TILE_ENDS_BESIDE_SENDERS) if config.senders else (0.0, _TILE_ENDS)
+    costs = _costs(config, world_size)
+    rate = costs.rates[config.senders]
     row_us = moved / rows / rate
     end = moved / _LINK
     others, clusters = _clusters(config, num_sms)
@@ -277,7 +298,8 @@ def estimate_push_us(
     own = own_pairs * columns
     steps = own + pairs * columns
     at_once = -(-steps // (clusters * _MOST_WAVES))
-    now = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us + tile_ends if config.lead else 0.0
+    stage_us = tile.stage_us * (1 + costs.feels * (tile.loads - 1))
+    now = -(-k // gemm_tiles.BLOCK_K) * stage_us + costs.tile_ends if config.lead else 0.0
     first, wave = config.lead, 0
     while first < steps:
         taken = (others if wave < config.missed else clusters) * at_once
@@ -290,15 +312,15 @@ def estimate_push_us(
             height = min(config.group, rows - sent)
         for unit in [*range(units)] * parts:
             if height:
-                now = max(now, (sent + height * (unit + 1) / units) * row_us + seen)
+                now = max(now, (sent + height * (unit + 1) / units) * row_us + costs.seen)
             us = min(config.unit_columns, k - unit * config.unit_columns) / gemm_tiles.BLOCK_K
-            us *= tile.stage_us * at_once
+            us *= stage_us * at_once
             if not config.senders:
-                us += hinders * max(0.0, min(us, end - now))
+                us += costs.hinders * max(0.0, min(us, end - now))
             now += us
-        now += tile_ends * at_once
+        now += costs.tile_ends * at_once
         first, wave = first + taken, wave + at_once
-    return launch + now
+    return costs.launch + now
 
 
 def push_flags_per_rank(m: int, k: int, config: PushConfig) -> int:

@@ -42,9 +42,8 @@ namespace {
 
 constexpr int MOST_BS = 4;
 constexpr int PUSHERS = weft::THREADS / 32 - 1;  // warps of a block while it only sends; the last one posts
-// Bytes a nanosecond that all pushing warps send: what the links take where several ranks send to one. Between two nothing
-// is gained by a pace.
-constexpr u64 RATE = 328;
+// Bytes a nanosecond that all pushing warps send: what the links take where several ranks send to one, and between two.
+constexpr u64 RATE = 328, RATE_OF_TWO = 345;
 // Which of s.counts: units of peers' rows that lie here, in the loader's order; and, of each pushing warp from SENT on,
 // pieces that have been sent.
 constexpr int ARRIVED = 0, SENT = 1;
@@ -100,7 +99,7 @@ __device__ __forceinline__ void push(const Params& p, const Order& order, u32 us
     constexpr int VECTORS = 8;  // of a lane, on their way at once
     static_assert(PIECE_ROWS % (ROWS * VECTORS) == 0);
     const u64 from_stride = static_cast<u64>(ROWS) * p.stride, to_stride = static_cast<u64>(ROWS) * p.k;
-    weft::Pace pace{world_size > 2 ? VECTORS * 32 * 16 * static_cast<u64>(pushers) / RATE : 0};
+    weft::Pace pace{VECTORS * 32 * 16 * static_cast<u64>(pushers) / (world_size > 2 ? RATE : RATE_OF_TWO)};
     u32 count = 0;
     for (int index = pusher; index < order.pieces; index += pushers) {
         const Piece piece(p, order, index);

@@ -14,9 +14,9 @@ from .push import BLOCKS, THREADS, VECTOR, WARP, Layout, grid, slots_for, up
 
 MOST_BYTES = 32 << 20  #: gathered or scattered in all; beyond, what hides the sending behind the product wins
 
-# Microseconds of an exchange of nothing, and bytes that a rank sends a microsecond: fitted to which kernel is faster,
-# of 33 products between 2 H200 (bench/results/h200-x2-one-shot.txt) and 28 between 4.
-_EXCHANGE, _RATE_OF_TWO, _RATE_OF_MORE = 2.0, 360e3, 305e3
+# Microseconds of an exchange of nothing, and bytes that a rank sends a microsecond, between two and between more.
+# Fitted to which kernel is faster, of 193 products between 2 H200 (bench/results/h200-x2-choices.txt) and 28 between 4.
+_OF_TWO, _OF_MORE = (3.0, 300e3), (2.0, 305e3)
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,16 @@ def config(part: int, num_sms: int) -> OneShotConfig:
 
 def exchange_us(sent: int, world_size: int) -> float:
     """Microseconds of an exchange in which each rank sends so many bytes."""
-    return _EXCHANGE + sending_us(sent, world_size)
+    return _exchange(world_size)[0] + sending_us(sent, world_size)
 
 
 def sending_us(sent: int, world_size: int) -> float:
     """What of it grows with the bytes."""
-    return sent / (_RATE_OF_TWO if world_size == 2 else _RATE_OF_MORE)
+    return sent / _exchange(world_size)[1]
+
+
+def _exchange(world_size: int) -> tuple[float, float]:
+    return _OF_TWO if world_size == 2 else _OF_MORE
 
 
 @cache

@@ -15,11 +15,10 @@ namespace weft {
 
 // By each thread of a warp.
 struct Pace {
-    u64 interval;  // nanoseconds from one burst to the next; 0: no pace is kept
+    u64 interval;  // nanoseconds from one burst to the next
     u64 next = 0;
 
     __device__ __forceinline__ void wait() {
-        if (interval == 0) return;
         u64 now = nanoseconds();
         while (now < next) {
             __nanosleep(32);

@@ -87,7 +87,9 @@ def choose_push(m: int, n: int, k: int, world_size: int, num_sms: int) -> tuple[
     """The configuration for A [m, K] and B [K, N] of 16 bits, and whether it is thought to beat a product with an
     all-reduce behind it. A pure function: all ranks choose alike."""
     part = part_of(m, world_size)
-    candidates = [push_config(tile, part, n, k, world_size, num_sms) for tile in gemm_tiles.suited(m, n, k)]
+    candidates = [
+        push_config(tile, part, n, k, world_size, num_sms) for tile in gemm_tiles.suited(m, n, k, world_size)
+    ]
     estimated = [(estimate_push_us(c, m, n, k, world_size, num_sms), c) for c in candidates]
     fastest, config = min(estimated, key=itemgetter(0))
     size = push_layout(part, n, config, world_size, num_sms, to_all=True).bytes
