@@ -27,7 +27,7 @@ from weft.kernels.matmul_reduce_scatter import on_cuda as scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
 from weft.symm_mem.workspace import HostUse, Layout, Workspace
 
-FASTEST = [(128, 128), "one_shot"]  # the tile, or the algorithm, where all ranks are looked at
+FASTEST = [(128, 96), "one_shot"]  # the tile, or the algorithm, where all ranks are looked at
 
 
 class Kernel:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from fibers import Ranks
+from product_ops import GATHERS, SCATTERS, Op
 from products import Products
 from test_all_reduce_protocol import FORMS, compiled, launch, reference
-from test_product_protocols import GATHERS, SCATTERS, Op
 from weft.kernels.all_reduce.configs import Config
 from weft.kernels.device.push import Layout
 from weft.symm_mem.fault import Fault

@@ -1,0 +1,260 @@
+"""Calls of the products that send by themselves, on the CPU, threads as fibers, for the tests of their protocols.
+
+The kernels and their launchers run as they are but for tensor copies, products of warpgroups and assembly; stores to
+peers become visible late and in any order (products.cpp). Operands are small whole numbers: all sums are exact.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from fibers import PATIENT, Library
+from products import BROAD, SMALL, WIDE, Products, build
+from weft.kernels.all_gather_matmul import configs as gather_configs
+from weft.kernels.all_gather_matmul import cuda_kernel as gather
+from weft.kernels.device.gemm_tiles import Tile
+from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
+from weft.kernels.matmul_reduce_scatter import cuda_kernel as scatter
+from weft.kernels.matmul_reduce_scatter.configs import Epilogue
+
+ROUNDED = Epilogue(torch.bfloat16)
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randint(-1, 2, shape).bfloat16()
+
+
+@dataclass
+class Gather:
+    """all_gather(A) @ [B, ...] on one workspace of each rank."""
+
+    size: int
+    m: int
+    ns: tuple[int, ...]
+    k: int
+    config: gather_configs.PushConfig
+    blocks: int = 4
+    rows: bool = False  # N is contiguous in B, not K
+    apart: int = 0  # what lies between two rows of a shard, in elements
+
+    def shard(self) -> torch.Tensor:
+        return numbers(self.m, self.k + self.apart)[:, self.apart :]
+
+    def bs(self) -> list[torch.Tensor]:
+        k = self.size * self.k if self.config.split_k else self.k
+        return [numbers(k, n) if self.rows else numbers(n, k).t() for n in self.ns]
+
+    def compiled(self, instead: tuple[str, str] | None = None) -> Future[Library]:
+        return build(gather.SOURCE, gather._Params, gather.defines(self.bs(), self.config), instead)
+
+    def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
+        layout = gather_configs.push_layout(self.m, self.k, self.size, self.config)
+        self.ranks = Products(monkeypatch, library, layout, pace)
+        a, bs = self.shard(), self.bs()
+        self.kernels = [
+            gather.AllGatherMatmulPush(place, a, bs, self.config, num_sms=self.blocks)
+            for place in self.ranks.places
+        ]
+        self.kept: list[object] = []
+        self.wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
+        return self.ranks
+
+    def launch(self, half: int, polls: int, pieces: int = 1) -> None:
+        """A use on every rank, in so many launches, of which the first one sends and the last one ends the use."""
+        shards = [self.shard() for _ in self.kernels]
+        split_k = self.config.split_k
+        whole = torch.cat(shards, 1).double() if split_k else torch.stack(shards).double()
+        for rank, kernel in enumerate(self.kernels):
+            for piece in range(pieces):
+                bs = self.bs()
+                cs = [torch.full((*whole.shape[:-1], n), float("nan")).bfloat16() for n in self.ns]
+                kernel.launch(
+                    *(half, shards[rank].data_ptr(), [b.data_ptr() for b in bs], [c.data_ptr() for c in cs]),
+                    *(piece == 0, piece == pieces - 1, polls, rank),
+                )
+                self.kept += [bs, shards]
+                self.wanted += [(c, (whole @ b.double()).bfloat16()) for c, b in zip(cs, bs, strict=True)]
+
+
+@dataclass
+class Scatter:
+    """reduce_scatter(A @ B) on one workspace of each rank; with ``epilogue.to_all`` all_reduce(A @ B) of ``m`` rows."""
+
+    size: int
+    m: int
+    n: int
+    k: int
+    tile: Tile = SMALL
+    batches: int = 1
+    epilogue: Epilogue = ROUNDED
+    blocks: int = 4
+    band: int = 1
+    staged: bool = False
+    split_n: bool = False  # ranks have columns of B of their own
+    rows: bool = False  # N is contiguous in B, not K
+    nans: bool = False  # in the first row of each part of A
+
+    def __post_init__(self) -> None:
+        self.config = scatter_configs.PushConfig(self.tile, self.band, self.staged, self.split_n)
+
+    @property
+    def part(self) -> int:
+        """Rows that a rank sums."""
+        return -(-self.m // self.size) if self.epilogue.to_all else self.m
+
+    def operand(self) -> torch.Tensor:
+        parts = 1 if self.epilogue.to_all or self.split_n else self.size
+        a = numbers(self.batches, parts, self.m, self.k)
+        if self.nans:
+            a.view(torch.int16)[:, :, 0] = -1  # all bits set
+        return a
+
+    def columns(self, of_all: bool = True) -> torch.Tensor:
+        n = self.size * self.n if of_all and self.split_n else self.n
+        return numbers(self.k, n) if self.rows else numbers(n, self.k).t()
+
+    def compiled(self, instead: tuple[str, str] | None = None) -> Future[Library]:
+        b = self.columns(of_all=False)
+        defines = scatter.defines(b, self.config, self.size, 0, self.epilogue)
+        return build(scatter.SOURCE, scatter._Params, defines, instead)
+
+    def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
+        to_all, m = self.epilogue.to_all, self.part
+        layout = scatter_configs.push_layout(
+            *(m, self.n, self.config, self.size, self.blocks, self.batches), to_all=to_all
+        )
+        self.ranks = Products(monkeypatch, library, layout, pace)
+        a, b = self.operand(), self.columns()
+        self.kernels = [
+            scatter.MatmulReduceScatterPush(place, a, b, self.config, self.epilogue, num_sms=self.blocks)
+            for place in self.ranks.places
+        ]
+        self.kept: list[object] = []
+        self.wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
+        return self.ranks
+
+    def launch(self, half: int, polls: int) -> None:
+        a = [self.operand() for _ in self.kernels]
+        b = [self.columns() for _ in self.kernels]
+        total = sum(x.float() @ y.float() for x, y in zip(a, b, strict=True))
+        if self.split_n:
+            total = torch.cat(total.chunk(self.size, -1), 1)
+        epilogue, shape = self.epilogue, (self.batches, self.m, self.n)
+        scale = torch.tensor(1.0) / self.size if epilogue.average else torch.tensor(1.0)
+        for rank, kernel in enumerate(self.kernels):
+            out = torch.full(shape, float("nan"), dtype=epilogue.out_dtype)
+            terms = [numbers(self.n)] * epilogue.bias + [numbers(*shape)] * epilogue.residual
+            operands = [x.data_ptr() for x in (a[rank], b[rank], *terms)]
+            kernel.launch(half, operands, [out.data_ptr()], polls, rank)
+            want = sum(terms, start=total[:, 0 if epilogue.to_all else rank] * scale)
+            self.wanted.append((out, want.to(epilogue.out_dtype)))
+            self.kept += terms
+        self.kept += [a, b]
+
+
+def push(
+    tile: Tile,
+    senders: int,
+    group: int,
+    unit_columns: int = 128,
+    split_k: bool = False,
+    missed: int = 0,
+    lead: int = 0,
+) -> gather_configs.PushConfig:
+    return gather_configs.PushConfig(
+        *(tile, senders, group),
+        unit_columns=unit_columns,
+        band=2,
+        remote_band=2,
+        split_k=split_k,
+        missed=missed,
+        lead=lead,
+    )
+
+
+GATHERS = {
+    "beside": Gather(2, 147, (72, 40), 200, push(SMALL, 0, 1)),
+    "beside-4": Gather(4, 65, (8,), 264, push(WIDE, 0, 1), blocks=2),
+    "senders": Gather(3, 147, (72,), 200, push(SMALL, 2, 2)),
+    "senders-miss-one": Gather(3, 147, (72,), 200, push(SMALL, 2, 1, missed=1)),
+    "senders-miss-all": Gather(2, 147, (72,), 136, push(SMALL, 2, 1, missed=1 << 16)),
+    "senders-wide": Gather(2, 200, (40,), 72, push(WIDE, 2, 1, 64)),
+    "lead": Gather(2, 147, (72, 40), 72, push(SMALL, 0, 1, lead=2), blocks=6),
+    "lead-senders": Gather(3, 147, (72,), 200, push(SMALL, 2, 1, missed=1, lead=1), blocks=8),
+    "rows": Gather(2, 147, (64,), 200, push(BROAD, 0, 1), rows=True, apart=24),
+    "split": Gather(2, 147, (72, 40), 200, push(SMALL, 0, 1, split_k=True)),
+    "split-senders": Gather(3, 200, (40,), 72, push(WIDE, 2, 1, 64, split_k=True, missed=1), apart=8),
+    "split-rows": Gather(4, 65, (64, 128), 72, push(BROAD, 0, 1, split_k=True), rows=True),
+    "split-odd-rows": Gather(3, 300, (72,), 136, push(BROAD, 2, 2, 64, split_k=True), rows=True),
+}
+SCATTERS = {
+    "2": Scatter(2, 147, 72, 200, band=2),
+    "staged": Scatter(2, 147, 136, 72, blocks=2, staged=True),
+    "staged-3": Scatter(
+        3, 67, 40, 136, WIDE, blocks=2, staged=True, epilogue=Epilogue(torch.float32, average=True)
+    ),
+    "3": Scatter(3, 65, 136, 72, epilogue=Epilogue(torch.bfloat16, average=True, bias=True)),
+    "4": Scatter(4, 67, 40, 136, WIDE, blocks=2, epilogue=Epilogue(torch.bfloat16, residual=True)),
+    "to-all": Scatter(2, 275, 136, 72, blocks=2, staged=True, epilogue=replace(ROUNDED, to_all=True)),
+    "to-all-3": Scatter(
+        *(3, 391, 40, 136, WIDE),
+        blocks=2,
+        band=2,
+        staged=True,
+        epilogue=Epilogue(torch.bfloat16, average=True, to_all=True),
+    ),
+    "to-all-few-rows": Scatter(4, 5, 72, 72, staged=True, epilogue=replace(ROUNDED, to_all=True)),
+    "columns": Scatter(2, 147, 72, 200, staged=True, band=2, split_n=True),
+    "columns-odd-rows": Scatter(
+        *(3, 300, 72, 136, BROAD),
+        split_n=True,
+        rows=True,
+        epilogue=Epilogue(torch.float32, average=True, bias=True, residual=True),
+    ),
+    "columns-whole": Scatter(4, 65, 64, 72, BROAD, blocks=2, band=3, split_n=True, rows=True),
+    "nans": Scatter(2, 67, 72, 72, staged=True, nans=True),
+    "batches": Scatter(2, 33, 72, 72, batches=3, epilogue=Epilogue(torch.float32, bias=True, residual=True)),
+}
+Op = Gather | Scatter
+#: How long stores take, and how far ranks drift apart (products.cpp).
+PACES = [(store, rank) for store in (1, 10, 100) for rank in (2000, 200_000)]
+
+
+def uses(
+    op: Op,
+    monkeypatch: pytest.MonkeyPatch,
+    library: Library,
+    seed: int,
+    count: int = 6,
+    polls: int = PATIENT,
+    paces: Sequence[tuple[int, int]] = PACES,
+) -> Products:
+    """Random halves: the same one twice in a row, too."""
+    choice = random.Random(seed)
+    torch.manual_seed(seed)
+    ranks = op.prepare(monkeypatch, library, choice.choice(paces))
+    for _ in range(count):
+        half = choice.randrange(2)
+        if isinstance(op, Gather):
+            op.launch(half, polls, choice.choice([1, 1, 2]))
+        else:
+            op.launch(half, polls)
+    ranks.run(seed)
+    return ranks
+
+
+def wrong(op: Op, ranks: Products) -> str:
+    """What is wrong behind `uses`; empty if nothing is."""
+    if ranks.records.any():
+        return f"a wait has expired: {ranks.records.tolist()}"
+    if ranks.layout.announced and ranks.memory[:, ranks.layout.half(0) : ranks.layout.staging].any():
+        return "a half is not empty"
+    if ranks.strays:
+        return f"{ranks.strays} times a block reached for one that had ended"
+    bad = [i for i, pair in enumerate(op.wanted) if not torch.allclose(*pair, rtol=0, atol=0, equal_nan=True)]
+    return f"results {bad} of {len(op.wanted)} are wrong" if bad else ""

@@ -1,0 +1,99 @@
+"""Mistakes in the kernels of the products that send by themselves: each of them is seen (product_ops.py)."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from fibers import PATIENT
+from product_ops import PACES, SCATTERS, Gather, Op, Scatter, push, uses, wrong
+from products import SMALL, WIDE
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+# What must stand in the kernels' text, and what a mistake would look like there.
+MISTAKES = {
+    "gather-no-fence": ("__threadfence_system();\n        if (!more) continue;", "if (!more) continue;"),
+    "gather-lanes-not-awaited": (
+        "__syncwarp();\n        if (lane == 0) weft::set_count(sent, ++count);",
+        "if (lane == 0) weft::set_count(sent, ++count);",
+    ),
+    "gather-posted-ahead": ("posted < there;", "posted <= there && index < order.pieces;"),
+    "gather-flags-not-awaited": ("weft::fence_proxy_async();\n                __syncwarp();", ""),
+    "gather-count-not-awaited": ("weft::wait_count(s.counts + ARRIVED, ++needed)", "++needed"),
+    "gather-half-not-free": ("half.done + lane, use - 1", "half.done + lane, use - 2"),
+    "gather-not-drained": ("    weft::drain(s, turn);\n", ""),
+    "gather-left-before-loading": (
+        "load(p, s, order);\n            if (p.final && threadIdx.x % 32 == 0) weft::leave(p.watch, p.half, use);",
+        "if (p.final && threadIdx.x % 32 == 0) weft::leave(p.watch, p.half, use);\n            load(p, s, order);",
+    ),
+    "gather-split-other-part": ("i * weft::BK, src);", "i * weft::BK, src % 1);"),
+    "scatter-not-awaited": ("if (!__any_sync(~0u, missing && there)) break;", "break;"),
+    "scatter-not-emptied": ("if (i < count) store_vector(at(i), make_uint4(0, 0, 0, 0));", ""),
+    "scatter-half-a-vector": ("v.x == 0 || v.y == 0 || v.z == 0 || v.w == 0", "v.x == 0 || v.z == 0"),
+    "scatter-not-on-the-wire": ("to_wire(make_uint4(Number", "(make_uint4(Number"),
+    "scatter-zeros-not-fenced": ("__threadfence();\n    if (atomicAdd", "if (atomicAdd"),
+    "nans-on-the-wire": ("to_wire(make_uint4(Number", "from_wire(make_uint4(Number"),
+    "scatter-other-part-taken": ("(2 * t.index + warpgroup) * PART", "(2 * t.index + 1 - warpgroup) * PART"),
+    "scatter-not-drained": ("    weft::drain(s, turn);\n", ""),
+    "scatter-left-before-taking": ("over = weft::read_count(s.counts + TAKEN) != 0 &&", "over = true ||"),
+    "columns-of-another-rank": ("(SPLIT_N ? t.dst * p.n : 0)", "(SPLIT_N ? p.watch.rank * p.n : 0)"),
+    "columns-rows-of-another-rank": ("SPLIT_N ? 0 : t.dst", "t.dst"),
+    "scatter-half-not-free": ("half.done + lane, use - 1", "half.done + lane, use - 2"),
+    "staged-half-not-free": ("half.done + lane, use - 1", "half.done + lane, use - 2"),
+    "staged-place-not-read": ("weft::wait_count(s.counts + SENT + warpgroup, sent);", ""),
+    "staged-sent-ahead": (
+        "if (weft::wait_count(s.counts + STAGED + warpgroup, weft::read_count(sent) + 1) == weft::NOTHING)",
+        "if (false)",
+    ),
+    "staged-lanes-not-awaited": (
+        "weft::set_count(sent, weft::read_count(sent) + 1);\n        __syncwarp();",
+        "weft::set_count(sent, weft::read_count(sent) + 1);",
+    ),
+    "staged-warps-not-awaited": (
+        "weft::sync_warpgroup(warpgroup);\n    if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + ST",
+        "if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + ST",
+    ),
+    "to-all-part-for-sum": ("+ (t.dst == src ? WORLD_SIZE - 1 : 0)", ""),
+    "to-all-one-receiver": ("i < WORLD_SIZE; ++i) send(", "i < 2; ++i) send("),
+}
+
+
+def may_show(mistake: str) -> Op:
+    if mistake.startswith("to-all"):
+        return SCATTERS["to-all-3"]
+    if mistake.startswith("nans"):
+        return SCATTERS["nans"]
+    if mistake.startswith("columns"):
+        return SCATTERS["columns"]
+    if mistake.startswith("staged"):
+        return SCATTERS["staged"]
+    if mistake == "scatter-zeros-not-fenced":
+        return Scatter(2, 33, 72, 40)
+    if mistake.startswith("scatter"):
+        return Scatter(2, 67, 200, 72)
+    if mistake == "gather-not-drained":  # all stages are under way at once
+        return Gather(2, 33, (8,), 128, push(SMALL, 0, 1))
+    # Little to multiply until rows come.
+    return Gather(2, 147, (8,), 264, push(WIDE, 0, 1, split_k="split" in mistake), blocks=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_ahead(request: pytest.FixtureRequest) -> None:
+    """What the tests to come need is compiled while those before them run."""
+    for item in request.session.items:
+        if item.path == request.path and hasattr(item, "callspec"):
+            mistake = item.callspec.params["mistake"]
+            may_show(mistake).compiled(MISTAKES[mistake])
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = may_show(mistake)
+    library = op.compiled(MISTAKES[mistake]).result()
+    # What is lost is waited for in vain. Zeros that nothing holds up are in time, unless they take long.
+    paces = PACES[-1:] if mistake == "scatter-zeros-not-fenced" else PACES
+    assert any(
+        wrong(op, uses(op, monkeypatch, library, seed, polls=PATIENT // 20, paces=paces))
+        for seed in range(40)
+    )
