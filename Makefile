@@ -46,19 +46,22 @@ $(VENV)/.weft-installed: pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(PY) examples/llama_block.py
 
-# The kernels' tests, and of the pass those that trace by themselves, keep one processor busy for minutes, want no GPU and
-# look at nothing of the machine: they run beside all others. What they print comes behind the rest.
+# The kernels' tests, and of the pass those that trace by themselves, keep a processor busy for minutes, want no GPU and look
+# at nothing of the machine: they run beside all others, and leave the processors to them. What they print comes behind
+# the rest.
 PASSES := tests/fused_ops/passes
-BESIDE := tests/kernels $(wildcard $(PASSES)/test_*_forms.py) \
-	$(addprefix $(PASSES)/test_,patterns.py random_graphs.py scatter_terms.py)
+TRACED := $(wildcard $(PASSES)/test_*_forms.py) $(addprefix $(PASSES)/test_,patterns.py random_graphs.py scatter_terms.py)
+BESIDE := nice $(PY) -m pytest -p no:cacheprovider
 
 test: $(STAMP)
 ifeq ($(strip $(PYTEST_ARGS)),)
-	@printed=$$(mktemp); \
-	$(PY) -m pytest $(BESIDE) -p no:cacheprovider >$$printed 2>&1 & beside=$$!; \
-	$(PY) -m pytest $(addprefix --ignore=,$(BESIDE)); failed=$$?; \
-	wait $$beside || failed=1; \
-	cat $$printed; rm $$printed; \
+	@printed=$$(mktemp -d); \
+	$(BESIDE) tests/kernels/test_[a-o]*.py >$$printed/kernels 2>&1 & first=$$!; \
+	$(BESIDE) tests/kernels/test_[p-z]*.py >$$printed/more_kernels 2>&1 & second=$$!; \
+	$(BESIDE) $(TRACED) >$$printed/traced 2>&1 & third=$$!; \
+	$(PY) -m pytest $(addprefix --ignore=,tests/kernels $(TRACED)); failed=$$?; \
+	for beside in $$first $$second $$third; do wait $$beside || failed=1; done; \
+	cat $$printed/*; rm -r $$printed; \
 	exit $$failed
 else
 	$(PY) -m pytest $(PYTEST_ARGS)
