@@ -46,10 +46,6 @@ _SOME_OF_TWO = _Costs(4.1, 0.2, 0.0, 5.4, {8: 229e3, 12: 330e3, 16: 329e3})
 _ALONG_K_OF_TWO = _Costs(0.6, 1.7, 0.13, 3.5, {0: 360e3}, feels=0.1)
 _ALL = _Costs(14.0, 1.8, 0.4, 0.0, {0: 294e3})
 _SOME = _Costs(14.0, 1.6, 0.0, 3.6, {8: 294e3, 12: 294e3, 16: 275e3})
-# Of configurations that are thought to be as fast: how many senders are faster for less than so many bytes, and for
-# more.
-_MUCH, _FEW_FIRST, _MANY_FIRST = 20 << 20, (8, 12, 16, 0), (12, 16, 8, 0)
-_MUCH_OF_TWO, _LITTLE_OF_TWO_FIRST, _MUCH_OF_TWO_FIRST = 10 << 20, (12, 8, 16, 0), (8, 16, 12, 0)
 # Microseconds of a copy kernel, and bytes a microsecond that it moves: unfused, shards of the last dimension are put
 # side by side between the all-gather and the product. Not fitted to anything: a launch, and the memory's rate.
 _COPY, _COPY_RATE = 3.0, 1.75e6
@@ -216,13 +212,7 @@ def push_candidates(
     group then advance together as it comes."""
     configs, peers = [], world_size - 1
     listed = 1 if split_k else peers  # tiles that wait for a row of tiles of all peers, in each column
-    if peers == 1 and split_k:
-        order: tuple[int, ...] = (0,)  # no rows are only the own ones, that others could begin with
-    elif peers == 1:
-        order = _LITTLE_OF_TWO_FIRST if m * k * 2 < _MUCH_OF_TWO else _MUCH_OF_TWO_FIRST
-    else:
-        order = _FEW_FIRST if peers * m * k * 2 < _MUCH else _MANY_FIRST
-    several = [senders for senders in order if 4 * senders <= num_sms]
+    several = [s for s in _senders(peers * m * k * 2, world_size, split_k) if 4 * s <= num_sms]
     for tile in gemm_tiles.suited(world_size * m, sum(ns), k, world_size):
         rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
         for senders in several:
@@ -240,6 +230,16 @@ def push_candidates(
                 led = _led(config, m, ns, k, world_size, num_sms)
                 configs += [config] if led is None else [led, config]
     return configs
+
+
+def _senders(moved: int, world_size: int, split_k: bool) -> tuple[int, ...]:
+    """How many blocks may only send at first, where ``moved`` bytes are sent. What was measured to be a little faster
+    than others that are thought to be as fast comes first."""
+    if world_size > 2:
+        return (8, 12, 16, 0) if moved < 20 << 20 else (12, 16, 8, 0)
+    if split_k:
+        return (0,)  # no rows are only the own ones, that others could begin with
+    return (12, 8, 16, 0) if moved < 10 << 20 else (8, 16, 12, 0)
 
 
 def _led(
@@ -298,7 +298,7 @@ def estimate_push_us(
     own = own_pairs * columns
     steps = own + pairs * columns
     at_once = -(-steps // (clusters * _MOST_WAVES))
-    stage_us = tile.stage_us * (1 + costs.feels * (tile.loads - 1))
+    stage_us = tile.stage_us * tile.felt(costs.feels)
     now = -(-k // gemm_tiles.BLOCK_K) * stage_us + costs.tile_ends if config.lead else 0.0
     first, wave = config.lead, 0
     while first < steps:

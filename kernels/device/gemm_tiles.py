@@ -37,6 +37,10 @@ class Tile:
         other block of its cluster the other one.)"""
         return (self.block_m + self.block_n / 2) / (self.block_m * self.block_n) * 128
 
+    def felt(self, feels: float) -> float:
+        """How much longer it takes beside what is sent and received, if that is ``feels`` for twice the loads."""
+        return 1 + feels * (self.loads - 1)
+
     @property
     def shared(self) -> int:
         """Bytes of shared memory."""

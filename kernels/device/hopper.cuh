@@ -27,7 +27,8 @@ __device__ __forceinline__ bool elected() {
     return chosen != 0;
 }
 
-// ---- counts in shared memory, that one warp sets and another one of the block waits for: they only grow. (Several may set one that only says whether.)
+// ---- counts in shared memory, that one warp sets and another one of the block waits for: they only grow. (Several may set
+// one that only says whether.)
 
 #ifdef RACECHECK  // that tool takes a release and an acquire for a race, and atomic operations for none
 #define SET_COUNT "red.release.cta.shared.max.u32 [%0], %1;"

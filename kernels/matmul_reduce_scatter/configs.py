@@ -183,7 +183,7 @@ def product_beside_us(
 ) -> float:
     """Microseconds of the products alone, as long as they take beside what is sent and received, which tiles feel that
     load more: so much for twice the loads. ``rows``: of tiles, in all."""
-    return gemm_tiles.estimate_us(tile, rows, [n], k, num_sms) * (1 + feels * (tile.loads - 1))
+    return gemm_tiles.estimate_us(tile, rows, [n], k, num_sms) * tile.felt(feels)
 
 
 def push_layout(
