@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <random>
 #include <vector>
 
 #define __device__
@@ -37,7 +36,12 @@ struct Fiber {
     unsigned thread, block, number;
     std::vector<unsigned> knows;  // products.cpp: how many stores of each fiber of the launch lie before what it does next
     bool done = false;
-    // What it waits for: while it is not so, the fiber's turns are not worth a switch.
+    size_t place_in_rank;
+};
+
+// What a fiber waits for: while it is not so, its turns are not worth a switch. Most turns end here, so that is looked at
+// without a look at the fiber.
+struct Wait {
     bool (*over)(const void*) = nullptr;
     const void* condition;
 };
@@ -58,6 +62,7 @@ struct Rank {
     std::vector<Launch*> launches;
     size_t next = 0;
     std::vector<std::unique_ptr<Fiber>> fibers;
+    std::vector<Wait> waits;  // of these fibers
     std::vector<Meeting> blocks, warps, barriers;
     std::vector<char> shared;     // fibers.cpp: memory of the blocks of this launch
     std::vector<unsigned> begun;  // fibers.cpp: threads of each cluster
@@ -70,7 +75,19 @@ static unsigned turns_a_rank = 2000;  // at most, before another rank's
 static jmp_buf scheduler;
 static Fiber* running;
 static Rank* current;
-static std::mt19937 dice;
+
+// xorshift64*: a turn takes three numbers and little else.
+struct Dice {
+    uint64_t state;
+    void seed(unsigned seed) { state = (uint64_t{seed} + 1) * 0x9e3779b97f4a7c15; }
+    unsigned operator()() {
+        state ^= state >> 12;
+        state ^= state << 25;
+        state ^= state >> 27;
+        return state * 0x2545f4914f6cdd1d >> 32;
+    }
+};
+static Dice dice;
 
 // Jumps, not swapcontext: that asks the kernel for the signal mask, which takes longer than all else in a turn.
 static void go_on_later() {
@@ -86,10 +103,10 @@ static void go_on(Fiber& fiber) {
 
 template <typename Condition>
 static void go_on_when(const Condition& condition) {
-    running->condition = &condition;
-    running->over = [](const void* c) { return (*static_cast<const Condition*>(c))(); };
+    const auto over = [](const void* c) { return (*static_cast<const Condition*>(c))(); };
+    current->waits[running->place_in_rank] = {over, &condition};
     while (!condition()) go_on_later();
-    running->over = nullptr;
+    current->waits[running->place_in_rank].over = nullptr;
 }
 
 static const Launch& launched() { return *current->launches[current->next]; }
@@ -254,8 +271,10 @@ static void start(Rank& rank) {
         fiber->context.uc_stack.ss_size = STACK;
         fiber->context.uc_link = nullptr;
         makecontext(&fiber->context, body, 0);
+        fiber->place_in_rank = i;
         rank.fibers.push_back(std::move(fiber));
     }
+    rank.waits.assign(rank.fibers.size(), Wait());
 }
 
 // Rank `late` begins when the others have had so many turns, or are at their end. False: not all comes to its end.
@@ -283,9 +302,10 @@ static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long w
             --wanted;
             ++all_turns;
             between_turns();
+            const Wait& first = rank.waits[i];
+            if (first.over != nullptr && !first.over(first.condition)) continue;
             Fiber& fiber = *rank.fibers[i];
             if (rests(rank, fiber)) continue;
-            if (fiber.over != nullptr && !fiber.over(fiber.condition)) continue;
             current = &rank;
             running = &fiber;
             threadIdx.x = fiber.thread;
@@ -295,7 +315,10 @@ static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long w
             go_on(fiber);
             if (fiber.done) {
                 std::swap(rank.fibers[i], rank.fibers.back());
+                rank.fibers[i]->place_in_rank = i;
+                rank.waits[i] = rank.waits.back();
                 rank.fibers.pop_back();
+                rank.waits.pop_back();
                 if (rank.fibers.empty()) {
                     launch_ends(rank);
                     launch.broken = watch_of(rank.params).fault[weft::BROKEN];

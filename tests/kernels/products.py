@@ -86,7 +86,9 @@ def _build(
             *(
                 "g++",
                 "-std=c++17",
-                "-O2",
+                "-O3",
+                "-march=native",
+                "-ffp-contract=off",
                 "-ftree-vectorize",
                 "-fno-strict-aliasing",
                 "-w",
