@@ -246,7 +246,7 @@ def rounded_once(rank: int, world: int) -> tuple[float, float, str]:
     inputs = [one.expand(s).contiguous() for s in ((6, 128), (128, 5), (5,), (3, 5))]
     fusion = FusionPass(strict=True)
     torch._dynamo.reset()
-    with torch.no_grad(), inductor_config.patch(fx_graph_cache=False, force_disable_caches=True):
+    with torch.no_grad(), inductor_config.patch(fx_graph_cache=False):
         ours = torch.compile(fn, options=fusion.options)(*inputs)
         theirs = fn(*inputs)
     torch._dynamo.reset()
@@ -284,7 +284,7 @@ def waited_and_chained(rank: int, world: int) -> tuple[list[str | None], str]:
     fusion = FusionPass(fuse="always")
     torch._dynamo.reset()
     x, w = torch.randn(6, 8), torch.full((8, 5), 0.5)
-    with torch.no_grad(), inductor_config.patch(fx_graph_cache=False, force_disable_caches=True):
+    with torch.no_grad(), inductor_config.patch(fx_graph_cache=False):
         got = torch.compile(waits_and_chains, options=fusion.options)(x, w)
         for a, b in zip(got, waits_and_chains(x, w), strict=True):
             assert a.stride() == b.stride()

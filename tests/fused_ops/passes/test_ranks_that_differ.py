@@ -23,14 +23,16 @@ from weft.fused_ops.passes.outcomes import Disagreement
 
 @contextlib.contextmanager
 def compiler(cached: bool = False) -> Iterator[None]:
-    """Without Inductor's caches or with them; everything is put back at the end, the ranks' patience, too."""
+    """Without caches of graphs or with them; everything is put back at the end, the ranks' patience, too.
+
+    What a C++ compiler has made of Inductor's code is kept in both cases: that code is written anew."""
     before = choice.PATIENCE
     outcomes.forget()
     torch._dynamo.reset()
     try:
         with (
             functorch_config.patch(enable_autograd_cache=cached),
-            inductor_config.patch(fx_graph_cache=cached, force_disable_caches=not cached),
+            inductor_config.patch(fx_graph_cache=cached, force_disable_caches=False),
         ):
             yield
     finally:
