@@ -12,6 +12,8 @@ makes an end of all that was found before (symm_mem/findings.py): then it is loo
   first call on a second stream, or on one more than there is room for: an end. Then calls take turns (turns.py).
 - modes, transforms, tracing: the thread's dispatch keys are none but those that lead to the kernels at once. Dynamo
   and function modes are looked for where they come in, in functional.py.
+- all of that and what a call is remembered by at once, where tensors are alike (alike.py): those of one of the last
+  few findings of such calls. Then nothing is looked up.
 - gradients; subclasses, fake, functional and lazily negated tensors, those of torch.func: by type, flags and address.
 - tangents: there may be some inside of a level of forward-mode differentiation.
 - addresses that are no multiple of 16 bytes: the long way copies.
@@ -30,9 +32,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
-from torch.nn import Parameter
 
 from ..kernels.device.empty import Empty, empty_on
 from ..symm_mem import Workspace, findings, is_checked
@@ -40,7 +40,8 @@ from ..symm_mem.calls import Grids
 from ..symm_mem.registry import has_name, known_heap
 from ..symm_mem.timeouts import chosen_timeout, default_timeout
 from . import plan
-from .turns import Step, steps_on
+from .alike import TYPES, Alike, alike_to, has_tangents, is_likely, likely
+from .turns import Step, steps_on, stream_on
 from .workspaces import PRODUCTS
 
 _ALIGNMENT = 16  # bytes, of what kernels take
@@ -54,20 +55,14 @@ def _bits(*names: str) -> int:
 
 
 # All other keys of a tensor, or of the thread, want to see a call before its kernel does. Those of autocast fall
-# through: the ops have no rule for it.
+# through: the ops have no rule for it; and so does Python's dispatcher, which is on below some traces.
 _OF_TENSORS = _bits(
     "CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "AutocastCPU", "AutocastCUDA"
 )
-_OF_THREADS = _bits("BackendSelect", "ADInplaceOrView")
-_TYPES = frozenset((Tensor, Parameter))
+_OF_THREADS = _bits("BackendSelect", "ADInplaceOrView", "PythonDispatcher")
 
 _C = torch._C
 _included, _grad_enabled = _C._dispatch_tls_local_include_set, torch.is_grad_enabled
-
-
-def has_tangents() -> bool:
-    """Whether tensors may be dual ones, of forward-mode differentiation. Neither type nor flag tells them apart."""
-    return forward_ad._current_level >= 0
 
 
 def goes_straight(*tensors: Any) -> bool:
@@ -79,7 +74,7 @@ def goes_straight(*tensors: Any) -> bool:
         return False
     grad = torch.is_grad_enabled()
     for t in tensors:
-        if type(t) not in _TYPES or torch._C._dispatch_keys(t).raw_repr() & ~_OF_TENSORS:
+        if type(t) not in TYPES or torch._C._dispatch_keys(t).raw_repr() & ~_OF_TENSORS:
             return False
         if grad and t.requires_grad:
             return False
@@ -90,7 +85,7 @@ def may_be_short(x: Any) -> bool:
     """As ``goes_straight`` for an x that has memory at its address: by kind, not by dispatch keys, is less work."""
     if _included().raw_repr() & ~_OF_THREADS or has_tangents():
         return False
-    return type(x) in _TYPES and not x.is_neg() and not (x.requires_grad and _grad_enabled())
+    return type(x) in TYPES and not x.is_neg() and not (x.requires_grad and _grad_enabled())
 
 
 class Launcher(Protocol):
@@ -141,16 +136,11 @@ class _Found:
     workspace: Workspace[Any]
     ready: _Ready
     timeout_ns: int
+    alike: Alike
+    device: int
+    stream: int
     before: Step
     behind: Step
-
-
-def stream_on(device: int) -> int | None:
-    """The current stream on a CUDA device; None where a call must take the long way, as one on the CPU (-1)."""
-    if device < 0 or _C._cuda_getDevice() != device or _C._cuda_isCurrentStreamCapturing():
-        return None
-    stream: int = _C._cuda_getCurrentRawStream(device)
-    return stream
 
 
 def place(kind: str, group_name: str, device: int, stream: int) -> Place | None:
@@ -180,7 +170,7 @@ def look(op: str, arguments: Hashable, tensors: Sequence[Any]) -> tuple[Hashable
     grad, key, operands, together = _grad_enabled(), [op, arguments], [], 0
     try:
         for t in tensors:  # each as in ``may_be_short``
-            if type(t) not in _TYPES or t.is_neg() or (grad and t.requires_grad):
+            if type(t) not in TYPES or t.is_neg() or (grad and t.requires_grad):
                 return None
             key += (t.shape, t.stride(), t.dtype, t.device)
             operands.append(address := t.data_ptr())
@@ -200,22 +190,27 @@ def again(
         tensors: of one dtype, on one device, or anything: then the answer is None.
         kinds: of workspaces in which it may be remembered. Only those of products have halves that a launch is told of.
     """
-    looked_at = look(op, arguments, tensors)
-    if looked_at is None:
-        return None
-    alike, operands = looked_at
-    stream = stream_on(tensors[0].get_device())
-    if stream is None:
-        return None
-    kept = findings.kept
-    found: _Found | None = kept.get((alike, group_name, stream))
-    if found is None:
-        found = _find(alike, group_name, tensors[0].get_device(), stream, kinds)
-        if found is None:
+    kept, kind = findings.kept, (op, arguments, group_name, len(tensors))
+    found: _Found | None = likely(kept, kind, tensors)
+    operands = None if found is None else _addresses(tensors)
+    if found is None or operands is None:
+        looked_at = look(op, arguments, tensors)
+        if looked_at is None:
             return None
-        findings.keep(kept, (alike, group_name, stream), found)
-    elif not has_name(found.group, group_name):
+        alike, operands = looked_at
+        stream = stream_on(tensors[0].get_device())
+        if stream is None:
+            return None
+        found = kept.get((alike, group_name, stream))
+        if found is None:
+            found = _find(alike, group_name, tensors, stream, kinds)
+            if found is None:
+                return None
+            findings.keep(kept, (alike, group_name, stream), found)
+        is_likely(kept, kind, found)
+    if not has_name(found.group, group_name):
         return None
+    stream = found.stream
     workspace, ready = found.workspace, found.ready
     empty = ready.empty
     results = [empty(sizes, strides, dtype) for sizes, strides, dtype in ready.results]
@@ -240,16 +235,28 @@ def again(
     return results
 
 
+def _addresses(tensors: Sequence[Tensor]) -> list[int] | None:
+    """Of tensors that are known to have memory somewhere; None if a kernel cannot take them there."""
+    addresses, together = [], 0
+    for t in tensors:
+        addresses.append(address := t.data_ptr())
+        together |= address
+    return None if together % _ALIGNMENT or 0 in addresses else addresses
+
+
 def _find(
-    alike: Hashable, group_name: str, device: int, stream: int, kinds: tuple[str, ...]
+    alike: Hashable, group_name: str, tensors: Sequence[Tensor], stream: int, kinds: tuple[str, ...]
 ) -> _Found | None:
     """What was remembered of such calls, where they are made now."""
+    device = tensors[0].get_device()
     for kind in kinds:
         here = place(kind, group_name, device, stream)
         ready = None if here is None else here.workspace.prepared.get(alike)
         if here is not None and ready is not None and (ready.pays or plan._forced == "fused"):
             deadline = timeout(group_name, ready.timeout_ns)
-            return _Found(here.group, here.workspace, ready, deadline, *steps_on(device, stream))
+            before, behind = steps_on(device, stream)
+            where = alike_to(tensors), device, stream
+            return _Found(here.group, here.workspace, ready, deadline, *where, before, behind)
     return None
 
 

@@ -23,9 +23,10 @@ from ..symm_mem import Heap, Workspace, findings, get_timeout
 from ..symm_mem.calls import Grids
 from ..symm_mem.registry import has_name
 from . import plan
-from .again import default_ns, place, stream_on, timeout
+from .again import default_ns, may_be_short, place, timeout
+from .alike import Alike, alike_to, is_likely, likely
 from .plan import Plan, heap_or_reason, num_sms, ran
-from .turns import Step, steps_on, turn
+from .turns import Step, steps_on, stream_on, turn
 from .workspaces import ALL_REDUCE, all_reduce_workspace, matmul_workspace
 
 if TYPE_CHECKING:
@@ -52,40 +53,61 @@ class _Found:
     grids: Grids
     plan: Plan
     timeout_ns: int
+    alike: Alike
+    device: int
+    stream: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
+    dtype: torch.dtype
     empty: Empty
     before: Step
     behind: Step
 
 
 def again(
-    x: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None, op: str = host.OP
+    x: Tensor,
+    reduce_op: str,
+    group_name: str,
+    out: Tensor | None = None,
+    op: str = host.OP,
+    *,
+    anything: bool = False,
 ) -> Tensor | None:
     """The result, if x is a contiguous CUDA tensor and such a call was made before; else None, and nothing happened.
 
-    again.py says what is looked at each time, and why. ``op``: whose call it is, for errors.
+    again.py says what is looked at each time, and why.
+
+    Args:
+        op: whose call it is, for errors.
+        anything: x may be what a kernel must not see yet (``may_be_short``).
     """
-    try:
-        if not x.is_contiguous() or not (address := x.data_ptr()):
+    kept, kind = findings.kept, (host.OP, reduce_op, group_name)
+    found: _Found | None = likely(kept, kind, (x,))
+    address = 0 if found is None else x.data_ptr()
+    if found is None or not address:
+        if anything and not may_be_short(x):
             return None
-    except RuntimeError:  # sparse, nested, of torch.func: without strides, or without memory
-        return None
-    device, dtype = x.get_device(), x.dtype
-    stream = stream_on(device)
-    if stream is None:
-        return None
-    kept, key = findings.kept, (host.OP, x.shape, dtype, reduce_op, device, stream, group_name)
-    found: _Found | None = kept.get(key)
-    if found is None:
-        found = _find(x, reduce_op, group_name, stream)
+        try:
+            if not x.is_contiguous() or not (address := x.data_ptr()):
+                return None
+        except RuntimeError:  # sparse, nested, of torch.func: without strides, or without memory
+            return None
+        stream = stream_on(x.get_device())
+        if stream is None:
+            return None
+        key = (host.OP, x.shape, x.dtype, reduce_op, x.get_device(), stream, group_name)
+        found = kept.get(key)
         if found is None:
-            return None
-        findings.keep(kept, key, found)
-    elif not has_name(found.group, group_name):
+            found = _find(x, reduce_op, group_name, stream)
+            if found is None:
+                return None
+            findings.keep(kept, key, found)
+        is_likely(kept, kind, found)
+    if not has_name(found.group, group_name):
         return None
+    stream = found.stream
     if out is None:
-        out = found.empty(found.sizes, found.strides, dtype)
+        out = found.empty(found.sizes, found.strides, found.dtype)
     to = address if out is x else out.data_ptr()
     workspace = found.workspace
     if found.before is not None:
@@ -110,11 +132,20 @@ def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | N
     found = here.workspace.prepared.get((x.numel(), x.dtype, reduce_op))
     if found is None:
         return None
-    deadline, sizes = timeout(group_name, found.timeout_ns), tuple(x.shape)
+    deadline, device, sizes = timeout(group_name, found.timeout_ns), x.get_device(), tuple(x.shape)
     strides = torch.empty(sizes, device="meta").stride()
+    before, behind = steps_on(device, stream)
     return _Found(
         *(here.group, here.workspace, found.kernel.launch, found.kernel.grids, found.plan, deadline),
-        *(sizes, strides, empty_on(x.device), *steps_on(x.get_device(), stream)),
+        alike=alike_to([x]),
+        device=device,
+        stream=stream,
+        sizes=sizes,
+        strides=strides,
+        dtype=x.dtype,
+        empty=empty_on(x.device),
+        before=before,
+        behind=behind,
     )
 
 

@@ -20,7 +20,6 @@ from . import (
     matmul_reduce_scatter,
     ops,
 )
-from .again import may_be_short
 
 _LISTS = (list, tuple)
 _is_compiling, _function_modes = torch.compiler.is_compiling, torch._C._len_torch_function_stack
@@ -169,8 +168,8 @@ def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
         PeerTimeout: a rank did not come.
     """
     name = _known_name(group)
-    if name is not None and type(reduce_op) is str and may_be_short(x):
-        out = all_reduce.again(x, reduce_op, name)
+    if name is not None and type(reduce_op) is str:
+        out = all_reduce.again(x, reduce_op, name, anything=True)
         if out is not None:
             return out
     checks.tensor("x", x)
@@ -184,8 +183,8 @@ def one_shot_all_reduce_(x: Tensor, reduce_op: str, group: Group) -> Tensor:
     After an error what ``x`` holds is worth nothing: a part of it may be overwritten already.
     """
     name = _known_name(group)
-    if name is not None and type(reduce_op) is str and may_be_short(x):
-        out = all_reduce.again(x, reduce_op, name, x, IN_PLACE)
+    if name is not None and type(reduce_op) is str:
+        out = all_reduce.again(x, reduce_op, name, x, IN_PLACE, anything=True)
         if out is not None:
             return out
     checks.tensor("x", x)

@@ -19,7 +19,7 @@ from ..symm_mem.registry import has_name
 from . import again as short
 from . import all_reduce
 from .plan import Plan, aligned, heap_or_reason, num_sms, on, pays, ran
-from .turns import turn
+from .turns import stream_on, turn
 from .workspaces import matmul_workspace, product_workspace
 
 
@@ -38,7 +38,7 @@ def again(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor | Non
     Tensors and operation may be anything.
     """
     looked_at = short.look(host.OP, reduce_op, (A, B))
-    if looked_at is None or short.stream_on(A.get_device()) is None:
+    if looked_at is None or stream_on(A.get_device()) is None:
         return None
     found: _Found | None = findings.kept.get((looked_at[0], group_name))
     if found is None:

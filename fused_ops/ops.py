@@ -23,7 +23,8 @@ from . import all_reduce_rms_norm as _arn
 from . import checks
 from . import matmul_all_reduce as _mar
 from . import matmul_reduce_scatter as _rs
-from .again import goes_straight, has_tangents, may_be_short
+from .again import goes_straight
+from .alike import has_tangents
 from .autograd import (
     AllGatherMatmul,
     AllReduce,
@@ -277,7 +278,7 @@ def _matmul_reduce_scatter_autograd(
 
 
 def _all_reduce_autograd(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    if may_be_short(x) and (out := _ar.again(x, reduce_op, group_name)) is not None:
+    if (out := _ar.again(x, reduce_op, group_name, anything=True)) is not None:
         return out
     if not _wants_grad(x):
         if goes_straight(x):
@@ -308,7 +309,7 @@ def _matmul_all_reduce_autograd(A: Tensor, B: Tensor, reduce_op: str, group_name
 
 
 def _all_reduce_in_place_autograd(x: Tensor, reduce_op: str, group_name: str) -> None:
-    if may_be_short(x) and _ar.again(x, reduce_op, group_name, x, IN_PLACE) is not None:
+    if _ar.again(x, reduce_op, group_name, x, IN_PLACE, anything=True) is not None:
         return None
     if _wants_grad(x):
         raise ValueError("x: requires a gradient, must not where it is overwritten; use one_shot_all_reduce")

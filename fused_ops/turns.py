@@ -55,6 +55,14 @@ def stream_and_graph(device: torch.device) -> tuple[int, int]:
     return stream, graph
 
 
+def stream_on(device: int) -> int | None:
+    """The current stream on a CUDA device; None where a call must take the long way, as one on the CPU (-1)."""
+    if device < 0 or torch._C._cuda_getDevice() != device or torch._C._cuda_isCurrentStreamCapturing():
+        return None
+    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    return stream
+
+
 def _graph_of(stream: int) -> int:
     from cuda.bindings import driver
 

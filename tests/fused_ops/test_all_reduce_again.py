@@ -246,13 +246,22 @@ def test_the_function_takes_it_without_the_dispatcher(stage: SimpleNamespace) ->
         lambda x: torch.nested.nested_tensor([x, x]),
     ],
 )
-def test_the_function_leaves_other_tensors_to_the_dispatcher(stage: SimpleNamespace, other: Any) -> None:
+@pytest.mark.parametrize("before", [False, True])
+def test_the_function_leaves_other_tensors_to_the_dispatcher(
+    stage: SimpleNamespace, other: Any, before: bool
+) -> None:
+    if before:
+        one_shot_all_reduce(stage.x, "sum", NAME)
+        stage.kernel.launched.clear()
     with pytest.raises((ValueError, RuntimeError)):  # the group is none
         one_shot_all_reduce(other(stage.x), "sum", NAME)
     assert not stage.kernel.launched
 
 
-def test_what_is_lazily_negated_is_negated_first(stage: SimpleNamespace) -> None:
+@pytest.mark.parametrize("before", [False, True])
+def test_what_is_lazily_negated_is_negated_first(stage: SimpleNamespace, before: bool) -> None:
+    if before:
+        one_shot_all_reduce(stage.x, "sum", NAME)
     one_shot_all_reduce(torch._neg_view(stage.x), "sum", NAME)
     assert stage.kernel.launched.pop()[0] != stage.x.data_ptr()
 

@@ -1,0 +1,139 @@
+"""What says that tensors are like those of a call before: only of such, and in the same state of the thread."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from test_products_again import OTHERS
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from weft.fused_ops import alike
+from weft.fused_ops.alike import Alike, alike_to, is_likely, likely
+
+KIND = "a kind"
+
+
+@dataclass(eq=False)
+class Found:
+    alike: Alike
+    device: int = 0
+    stream: int = 7
+
+
+@pytest.fixture(autouse=True)
+def stream(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    current = [7]
+    monkeypatch.setattr(alike, "stream_on", lambda device: current[0])
+    return current
+
+
+def test_tensors_elsewhere_are_alike() -> None:
+    x, y = torch.randn(3, 4, 8), torch.randn(8, 16).t()
+    same = alike_to([x, y])
+    assert same(x, y) and same(x.clone(), torch.randn(8, 16).t())
+    with torch.no_grad():
+        assert same(x, y)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("other", [*OTHERS, "list"])
+@pytest.mark.parametrize("position", [0, 1])
+def test_others_are_not_likely(other: str, position: int) -> None:
+    given: list[Any] = [torch.randn(3, 4, 8), torch.randn(3, 4, 8)]
+    kept: dict[Hashable, Any] = {}
+    is_likely(kept, KIND, Found(alike_to(given)))
+    assert likely(kept, KIND, given) is not None
+    given[position] = given[position].tolist() if other == "list" else OTHERS[other](given[position])
+    # Addresses are not compared.
+    assert (likely(kept, KIND, given) is None) == (other != "misaligned")
+
+
+CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "dual level": forward_ad.dual_level,
+    "fake mode": FakeTensorMode,
+    "below autograd": torch._C._AutoDispatchBelowAutograd,
+    "autocast": lambda: torch.autocast("cpu"),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_nothing_is_likely_in_another_state(context: str) -> None:
+    x = torch.randn(3, 4)
+    kept: dict[Hashable, Any] = {}
+    is_likely(kept, KIND, Found(alike_to([x])))
+    with CONTEXTS[context]():
+        assert likely(kept, KIND, [x]) is None
+    assert likely(kept, KIND, [x]) is not None
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_nothing_is_likely_in_traces_and_transforms(pre_dispatch: bool) -> None:
+    x, answers = torch.randn(3, 4), []
+    kept: dict[Hashable, Any] = {}
+    is_likely(kept, KIND, Found(alike_to([x])))
+
+    def asks(y: Tensor) -> Tensor:
+        answers.extend(likely(kept, KIND, [z]) for z in (x, y))
+        return y.sum()
+
+    make_fx(asks, pre_dispatch=pre_dispatch)(x)
+    torch.func.vmap(asks)(torch.randn(2, 3, 4))
+    torch.func.grad(asks)(x)
+    torch.func.functionalize(asks)(x)
+    assert answers == [None] * 8
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode])
+def test_in_inference_mode_its_own_findings_are(mode: Callable[[], AbstractContextManager[Any]]) -> None:
+    kept: dict[Hashable, Any] = {}
+    with mode():
+        x = torch.randn(3, 4)
+        is_likely(kept, KIND, Found(alike_to([x])))
+        assert likely(kept, KIND, [torch.randn(3, 4)]) is not None
+    with torch.inference_mode(mode is nullcontext):
+        assert likely(kept, KIND, [torch.randn(3, 4)]) is None
+
+
+def test_what_may_want_a_gradient_or_is_found_in_a_rare_state_is_never_tried() -> None:
+    kept: dict[Hashable, Any] = {}
+    is_likely(kept, KIND, Found(alike_to([torch.randn(3, requires_grad=True)])))
+    with torch.autocast("cpu"):
+        is_likely(kept, KIND, Found(alike_to([torch.randn(3)])))
+    assert not kept
+
+
+def test_another_stream_has_findings_of_its_own(stream: list[int]) -> None:
+    x = torch.randn(3, 4)
+    kept: dict[Hashable, Any] = {}
+    found = {number: Found(alike_to([x]), stream=number) for number in (7, 8)}
+    for one in found.values():
+        is_likely(kept, KIND, one)
+    for number in (7, 8, 7, 9):
+        stream[0] = number
+        assert likely(kept, KIND, [x]) is found.get(number)
+
+
+def test_the_last_few_findings_are_tried() -> None:
+    kept: dict[Hashable, Any] = {}
+    sizes = range(1, 7)
+    for size in [*sizes, 3]:
+        is_likely(kept, KIND, Found(alike_to([torch.empty(size)])))
+    assert [likely(kept, KIND, [torch.empty(size)]) is not None for size in sizes] == [False] * 2 + [True] * 4
+    assert likely(kept, "another kind", [torch.empty(3)]) is None
+
+
+def test_no_tensor_is_kept() -> None:
+    x = torch.randn(3)
+    gone, same = weakref.ref(x), alike_to([x])
+    del x
+    gc.collect()
+    assert gone() is None and same(torch.randn(3))
