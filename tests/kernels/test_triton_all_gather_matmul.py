@@ -60,9 +60,13 @@ class Site:
     def shard(self, m: int, k: int) -> torch.Tensor:
         return torch.randn(m, k + 16).to(self.dtype)[:, 8 : 8 + k]  # rows lie apart: strides are honoured
 
-    def push(self, half: int, a: torch.Tensor, pause: float) -> None:
+    def use(self, half: int) -> torch.Tensor:
+        """Of the next launch; asked before it, as one that the peers have served already may end before it is sent."""
+        return self.words[self.layout.EPOCH + half] + 1
+
+    def push(self, half: int, use: torch.Tensor, a: torch.Tensor, pause: float) -> None:
         """What gate, copy engines and stream writes do on GPUs."""
-        epoch = int(self.words[self.layout.EPOCH + half]) + 1
+        epoch = int(use)
         flags = self.layout.flags_per_rank
         for step in range(1, self.world_size):
             peer = (self.rank + step) % self.world_size
@@ -98,7 +102,7 @@ def check(
     for call, half in enumerate((0, 1, 0, 1, 1)):  # the last two on the same half: that is right, too
         a = site.shard(m, k)
         bs = [site.operand(n, k, transposed) for _ in range(1 + call % 2)]
-        pusher = threading.Thread(target=site.push, args=(half, a, 0.01 * (rank + call % 3)))
+        pusher = threading.Thread(target=site.push, args=(half, site.use(half), a, 0.01 * (rank + call % 3)))
         pusher.start()
         cs = [torch.full((world_size, m, n), float("nan"), dtype=dtype) for _ in bs]
         for i, (b, c) in enumerate(zip(bs, cs, strict=True)):
@@ -144,7 +148,7 @@ def check_wrap(rank: int, world_size: int) -> None:
     for _ in range(3):
         a, b = site.shard(40, 32), site.operand(32, 32, False)
         c = torch.full((world_size, 40, 32), float("nan"))
-        pusher = threading.Thread(target=wrapping_push, args=(site, a))
+        pusher = threading.Thread(target=wrapping_push, args=(site, site.use(0), a))
         pusher.start()
         site.op.launch(0, a, b, c, final=True, timeout_ns=20 * SECOND)
         pusher.join()
@@ -153,10 +157,9 @@ def check_wrap(rank: int, world_size: int) -> None:
     assert site.record[0] == 0
 
 
-def wrapping_push(site: Site, a: torch.Tensor) -> None:
+def wrapping_push(site: Site, epoch: torch.Tensor, a: torch.Tensor) -> None:
     """Only one use is under way: the test's ranks meet after each."""
     time.sleep(0.05)
-    epoch = site.words[site.layout.EPOCH] + 1
     peer = 1 - site.rank
     site.workspace.half(peer, 0, site.shape, site.dtype)[site.rank] = a
     site.workspace.words_of(peer)[site.layout.flags(0) + site.rank * site.layout.flags_per_rank] = epoch
@@ -200,7 +203,7 @@ def check_farewell(rank: int, world_size: int) -> list[int] | None:
     site = Site(40, 32, 32, torch.float32, False, 64)
     a, b = site.shard(40, 32), site.operand(32, 32, False)
     c = torch.empty(world_size, 40, 32)
-    site.push(0, a, 0.0)
+    site.push(0, site.use(0), a, 0.0)
     dist.barrier()
     if rank == 0:
         fault = site.workspace.fault
