@@ -12,11 +12,11 @@ makes an end of all that was found before (symm_mem/findings.py): then it is loo
   first call on a second stream, or on one more than there is room for: an end. Then calls take turns (turns.py).
 - modes, transforms, tracing: the thread's dispatch keys are none but those that lead to the kernels at once. Dynamo
   and function modes are looked for where they come in, in functional.py.
-- all of that and what a call is remembered by at once, where tensors are alike (alike.py): those of one of the last
-  few findings of such calls. Then nothing is looked up.
 - gradients; subclasses, fake, functional and lazily negated tensors, those of torch.func: by type, flags and address.
 - tangents: there may be some inside of a level of forward-mode differentiation.
 - addresses that are no multiple of 16 bytes: the long way copies.
+- tensors like those of one of the last few findings are not asked one by one for kind, flags, sizes, strides, dtype and
+  device: guards know all of them at once (alike.py).
 - the checked mode and ``forced``: an end. WEFT_RESERVED_SMS and WEFT_TUNE are read once in a process, on the long way,
   too; there a kind of call is tuned before it is remembered.
 
@@ -55,11 +55,11 @@ def _bits(*names: str) -> int:
 
 
 # All other keys of a tensor, or of the thread, want to see a call before its kernel does. Those of autocast fall
-# through: the ops have no rule for it; and so does Python's dispatcher, which is on below some traces.
+# through: the ops have no rule for it.
 _OF_TENSORS = _bits(
     "CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "AutocastCPU", "AutocastCUDA"
 )
-_OF_THREADS = _bits("BackendSelect", "ADInplaceOrView", "PythonDispatcher")
+_OF_THREADS = _bits("BackendSelect", "ADInplaceOrView")
 
 _C = torch._C
 _included, _grad_enabled = _C._dispatch_tls_local_include_set, torch.is_grad_enabled
@@ -167,17 +167,16 @@ def look(op: str, arguments: Hashable, tensors: Sequence[Any]) -> tuple[Hashable
     """What such calls are remembered by, and the tensors' addresses; None where a call must take the long way."""
     if _included().raw_repr() & ~_OF_THREADS or has_tangents():
         return None
-    grad, key, operands, together = _grad_enabled(), [op, arguments], [], 0
+    grad, key = _grad_enabled(), [op, arguments]
     try:
         for t in tensors:  # each as in ``may_be_short``
             if type(t) not in TYPES or t.is_neg() or (grad and t.requires_grad):
                 return None
             key += (t.shape, t.stride(), t.dtype, t.device)
-            operands.append(address := t.data_ptr())
-            together |= address
+        operands = _addresses(tensors)
     except RuntimeError:  # sparse, nested, of torch.func: without strides, or without memory
         return None
-    return None if together % _ALIGNMENT or 0 in operands else (tuple(key), operands)
+    return None if operands is None else (tuple(key), operands)
 
 
 def again(
@@ -236,7 +235,7 @@ def again(
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int] | None:
-    """Of tensors that are known to have memory somewhere; None if a kernel cannot take them there."""
+    """Where they lie; None if a kernel cannot take them there."""
     addresses, together = [], 0
     for t in tensors:
         addresses.append(address := t.data_ptr())

@@ -2,8 +2,8 @@
 
 Types, sizes, strides, dtypes and devices are compared, and the dispatch keys that tensors and the thread have together:
 in transforms and traces these differ, and of negated, sparse or functional tensors. Asked one by one (again.py), all
-that takes as long as what else stands in front of a launch. What is not compared is left to the caller: addresses,
-tangents, streams, dispatch modes (guards do not see all of them).
+that takes as long as what else stands in front of a launch. Tangents, streams and what guards overlook of a thread's
+state are asked for besides (``likely``); addresses are left to the caller.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from torch.nn import Parameter
 
 from .turns import stream_on
 
+_PYTHON_DISPATCHER = torch._C.DispatchKey.PythonDispatcher
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_key_is_on = torch._C._dispatch_tls_is_dispatch_key_included
 TYPES = frozenset((Tensor, Parameter))  # of what is no subclass to the ops
 _MOST_LIKELY = 4  # findings of a kind that are tried
 #: Whether so many tensors, or whatever else stands there, are alike.
@@ -91,7 +94,10 @@ def likely(kept: dict[Hashable, Any], kind: Hashable, tensors: Sequence[Any]) ->
             return None
     for found in findings:
         if found.alike(*tensors) and stream_on(found.device) == found.stream:
-            return None if torch._C._len_torch_dispatch_stack() or has_tangents() else found
+            # Guards overlook modes that trace, and Python's dispatcher.
+            if _dispatch_modes() or _key_is_on(_PYTHON_DISPATCHER) or has_tangents():
+                return None
+            return found
     return None
 
 

@@ -302,8 +302,8 @@ static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long w
             --wanted;
             ++all_turns;
             between_turns();
-            const Wait& first = rank.waits[i];
-            if (first.over != nullptr && !first.over(first.condition)) continue;
+            const Wait& what = rank.waits[i];
+            if (what.over != nullptr && !what.over(what.condition)) continue;
             Fiber& fiber = *rank.fibers[i];
             if (rests(rank, fiber)) continue;
             current = &rank;

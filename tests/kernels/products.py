@@ -89,7 +89,6 @@ def _build(
                 "-O3",
                 "-march=native",
                 "-ffp-contract=off",
-                "-ftree-vectorize",
                 "-fno-strict-aliasing",
                 "-w",
                 "-Wno-psabi",
