@@ -136,6 +136,7 @@ class _Found:
     workspace: Workspace[Any]
     ready: _Ready
     timeout_ns: int
+    has_halves: bool  # which a launch is told of
     alike: Alike
     device: int
     stream: int
@@ -187,7 +188,7 @@ def again(
     Args:
         arguments: whatever else than tensors makes a difference, of exactly the types that the op takes.
         tensors: of one dtype, on one device, or anything: then the answer is None.
-        kinds: of workspaces in which it may be remembered. Only those of products have halves that a launch is told of.
+        kinds: of workspaces in which it may be remembered.
     """
     kept, kind = findings.kept, (op, arguments, group_name, len(tensors))
     found: _Found | None = likely(kept, kind, tensors)
@@ -223,7 +224,7 @@ def again(
         workspace.raise_if_broken(op, 2, ready.grids)  # inside this and the op's own ``again``
         plan._last = ready.plan
         try:
-            half = workspace.next_half() if kinds is PRODUCTS else 0
+            half = workspace.next_half() if found.has_halves else 0
             addresses = [r.data_ptr() for r in results]
             ready.launcher.launch(half, operands, addresses, found.timeout_ns, stream)
         except BaseException as e:
@@ -254,7 +255,7 @@ def _find(
         if here is not None and ready is not None and (ready.pays or plan._forced == "fused"):
             deadline = timeout(group_name, ready.timeout_ns)
             before, behind = steps_on(device, stream)
-            where = alike_to(tensors), device, stream
+            where = kind in PRODUCTS, alike_to(tensors), device, stream
             return _Found(here.group, here.workspace, ready, deadline, *where, before, behind)
     return None
 

@@ -127,10 +127,8 @@ def again(
 def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | None:
     """What was prepared for such calls, where they are made now."""
     here = place(ALL_REDUCE, group_name, x.get_device(), stream)
-    if here is None:
-        return None
-    found = here.workspace.prepared.get((x.numel(), x.dtype, reduce_op))
-    if found is None:
+    found = None if here is None else here.workspace.prepared.get((x.numel(), x.dtype, reduce_op))
+    if here is None or found is None:
         return None
     deadline, device, sizes = timeout(group_name, found.timeout_ns), x.get_device(), tuple(x.shape)
     strides = torch.empty(sizes, device="meta").stride()
@@ -147,6 +145,13 @@ def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | N
         before=before,
         behind=behind,
     )
+
+
+def made_before(x: Tensor, reduce_op: str, group_name: str) -> _Prepared | None:
+    """What such calls, also of other shapes, are made with on the current stream; None where they take the long way."""
+    stream = stream_on(x.get_device())
+    here = None if stream is None else place(ALL_REDUCE, group_name, x.get_device(), stream)
+    return None if here is None else here.workspace.prepared.get((x.numel(), x.dtype, reduce_op))
 
 
 def in_place(x: Tensor, reduce_op: str, group: ProcessGroup, op: str) -> Tensor:

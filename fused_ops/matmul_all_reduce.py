@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,26 +10,41 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..kernels.device.empty import Empty, empty_on
 from ..kernels.matmul_all_reduce import host
 from ..kernels.matmul_all_reduce.reference import matmul_all_reduce as unfused
-from ..symm_mem import Heap, findings, get_timeout, is_checked, resolve_group
-from ..symm_mem.calls import whole
-from ..symm_mem.registry import has_name
+from ..symm_mem import Heap, Workspace, get_timeout
 from . import again as short
-from . import all_reduce
+from . import all_reduce, plan
 from .plan import Plan, aligned, heap_or_reason, num_sms, on, pays, ran
-from .turns import stream_on, turn
-from .workspaces import matmul_workspace, product_workspace
+from .turns import turn
+from .workspaces import ALL_REDUCE, PRODUCTS, matmul_workspace, product_workspace
+
+_ALL = (*PRODUCTS, ALL_REDUCE)
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A finding: such a call is one product and one all-reduce behind it."""
+@dataclass(frozen=True)
+class _ProductThenSum:
+    """cuBLAS's product, and an all-reduce of it where it lies: what calls like one before are made of."""
 
-    group: ProcessGroup
-    sizes: tuple[int, int]  # of the product
-    empty: Empty
+    workspace: Workspace[Any]  # the all-reduce's
+    kernel: Any  # an AllReduce
+
+    def call(
+        self, tensors: Sequence[Tensor], results: Sequence[Tensor], timeout_ns: int, stream: int
+    ) -> None:
+        """As ``again.Caller``."""
+        (A, B), (out,) = tensors, results
+        if out.dim() == 2:
+            torch.mm(A, B, out=out)
+        else:
+            torch.mm(A.flatten(0, -2), B, out=out.view(-1, out.shape[-1]))
+        self.workspace.raise_if_broken(host.OP, inside=3, grids=self.kernel.grids)
+        address = out.data_ptr()
+        try:
+            self.kernel.launch(address, address, timeout_ns, stream)
+        except BaseException as e:
+            self.workspace.abandon(e)  # the peers may wait for what was not launched
+            raise
 
 
 def again(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor | None:
@@ -37,39 +52,23 @@ def again(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor | Non
 
     Tensors and operation may be anything.
     """
-    looked_at = short.look(host.OP, reduce_op, (A, B))
-    if looked_at is None or stream_on(A.get_device()) is None:
-        return None
-    found: _Found | None = findings.kept.get((looked_at[0], group_name))
-    if found is None:
-        results = short.again(host.OP, reduce_op, (A, B), group_name)
-        return None if results is None else results[0]
-    if not has_name(found.group, group_name):
-        return None
-    sizes, flat = found.sizes, A.dim() == 2
-    out = found.empty(sizes, (sizes[1], 1), A.dtype)
-    torch.mm(A if flat else A.flatten(0, -2), B, out=out)
-    if all_reduce.again(out, reduce_op, group_name, out, host.OP) is None:
-        _reduce(out, reduce_op, group_name)
-    return out if flat else out.view(*A.shape[:-1], sizes[1])
+    kinds = PRODUCTS if plan._forced == "fused" else _ALL
+    results = short.again(host.OP, reduce_op, (A, B), group_name, kinds)
+    return None if results is None else results[0]
 
 
-@whole
-def _reduce(out: Tensor, reduce_op: str, group_name: str) -> None:
-    """The all-reduce the long way, under this op's name."""
-    all_reduce.run(out, reduce_op, resolve_group(group_name), out, op=host.OP)
-
-
-def _remember(kept: dict[Hashable, Any], A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup) -> None:
-    """Such a call was a product and an all-reduce. ``kept``: what ``findings.kept`` was in front of it."""
-    if not is_checked():
-        found = _Found(group, (A.shape[:-1].numel(), B.shape[1]), empty_on(A.device))
-        findings.keep(kept, (short.key_of(host.OP, reduce_op, (A, B)), group.group_name), found)
+def _remember(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup, out: Tensor) -> None:
+    """Such a call was a product and an all-reduce."""
+    found = all_reduce.made_before(out, reduce_op, group.group_name)
+    if found is not None:
+        given, caller = (A, B), _ProductThenSum(found.workspace, found.kernel)
+        short.remember(
+            host.OP, reduce_op, given, given, [out], found.workspace, caller, found.plan, pays=True
+        )
 
 
 def run(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup) -> Tensor:
     """As the op; the arguments are checked."""
-    kept = findings.kept
     shape = (*A.shape[:-1], B.shape[1])
     found = heap_or_reason(A, group, empty=0 in shape)
     if isinstance(found, str):
@@ -87,7 +86,7 @@ def run(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup) -> Tensor:
             out = a.new_empty(a.shape[0], B.shape[1])
             torch.mm(a, B, out=out)
             all_reduce.in_place(out, reduce_op, group, host.OP)
-            _remember(kept, A, B, reduce_op, group)
+            _remember(A, B, reduce_op, group, out.view(shape))
     return out.view(shape)
 
 
@@ -102,10 +101,10 @@ def _in_one_kernel(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor 
     with turn(A.device):
         workspace = product_workspace(where, choice)
         workspace.raise_if_broken(host.OP)
-        plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes)
-        ran(plan)
+        fused = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes)
+        ran(fused)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
         out, launcher = to_all.run(choice, workspace, a, b, sms, timeout_ns, host.OP, reduce_op)
     shaped = out.view(*A.shape[:-1], B.shape[1])
-    short.remember(host.OP, reduce_op, (A, B), (a, b), [shaped], workspace, launcher, plan, pays=choice.pays)
+    short.remember(host.OP, reduce_op, (A, B), (a, b), [shaped], workspace, launcher, fused, pays=choice.pays)
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,8 @@ from weft.fused_ops import (
     plan,
     turns,
 )
-from weft.symm_mem import findings, registry, timeouts
+from weft.symm_mem import registry, timeouts
+from weft.symm_mem.calls import Calls
 from weft.symm_mem.findings import Noted
 
 EPS = 1e-5
@@ -84,7 +86,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         pays=True,
     )
     for a in (A, A.flatten(0, 1)):
-        matmul_all_reduce._remember(findings.kept, a, B, "sum", group)
+        matmul_all_reduce._remember(a, B, "sum", group, a @ B)
     return stage
 
 
@@ -95,25 +97,53 @@ def test_the_product_is_summed_where_it_lies(stage: SimpleNamespace) -> None:
             out = call(a, B, "sum", NAME)
             assert torch.equal(out, a @ B) and out.is_contiguous()
             (launched,) = stage.kernel.launched
-            assert launched == (out.data_ptr(), out.data_ptr(), 123, 7)
+            assert launched == (out.data_ptr(), out.data_ptr(), 300_000_000_000, 7)
             assert plan.last_plan().algorithm == "push"
             stage.kernel.launched.clear()
     assert stage.workspace.noted == 6 * ["fused_matmul_all_reduce"], "an error names the op that was called"
 
 
-@pytest.mark.parametrize("step", ["in_place", "_reduce"])
 def test_errors_name_the_product_where_the_all_reduce_goes_the_long_way(
-    stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, step: str
+    stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named = []
     monkeypatch.setattr(all_reduce, "again", lambda *_: None)
     monkeypatch.setattr(all_reduce, "run", lambda *args, op, **_: named.append(op))
-    if step == "in_place":
-        all_reduce.in_place(stage.norm[0], "sum", stage.group, "fused_matmul_all_reduce")
-    else:
-        monkeypatch.setattr(matmul_all_reduce, "resolve_group", lambda name: stage.group)
-        matmul_all_reduce.again(*stage.product, "sum", NAME)
+    all_reduce.in_place(stage.norm[0], "sum", stage.group, "fused_matmul_all_reduce")
     assert named == ["fused_matmul_all_reduce"]
+
+
+def test_errors_name_the_line_of_the_product(stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(2, lambda: 1.0, replayed=False)
+    fault = SimpleNamespace(error=None, written=SimpleNamespace(value=0))
+    real: Any = SimpleNamespace(fault=fault, _calls=calls, _has_halves=False)
+    monkeypatch.setattr(stage.workspace, "raise_if_broken", partial(symm_mem.Workspace.raise_if_broken, real))
+    for call in (fused_matmul_all_reduce, torch.ops.weft.fused_matmul_all_reduce):
+        calls.begins("", None)
+        call(*stage.product, "sum", NAME)
+        assert calls.op == "fused_matmul_all_reduce" and calls.site is not None
+        assert calls.site.startswith(f"{__file__}:"), "where the op is called, neither above nor below"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the driver refuses"), KeyboardInterrupt()])
+def test_a_launch_behind_the_product_that_fails_breaks_the_workspace(
+    stage: SimpleNamespace, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(stage.kernel, "launch", refused)
+    with pytest.raises(type(error)):
+        fused_matmul_all_reduce(*stage.product, "sum", NAME)
+    with pytest.raises(symm_mem.WeftError, match="a call was ended by"):
+        fused_matmul_all_reduce(*stage.product, "sum", NAME)
+
+
+def test_a_product_that_must_run_in_one_kernel_is_no_product_and_sum(stage: SimpleNamespace) -> None:
+    assert fused_matmul_all_reduce(*stage.product, "sum", NAME) is not None
+    with plan.forced("fused"):
+        assert matmul_all_reduce.again(*stage.product, "sum", NAME) is None
+    assert matmul_all_reduce.again(*stage.product, "sum", NAME) is not None
 
 
 def test_the_norm_is_launched_as_on_the_long_way(stage: SimpleNamespace) -> None:
@@ -208,12 +238,16 @@ def test_other_arguments_go_the_long_way(stage: SimpleNamespace) -> None:
 
 
 def test_nothing_is_found_in_the_checked_mode(stage: SimpleNamespace) -> None:
-    symm_mem.set_checked(True)
-    try:
-        matmul_all_reduce._remember(findings.kept, *stage.product, "sum", stage.group)
-        assert matmul_all_reduce.again(*stage.product, "sum", NAME) is None
-    finally:
-        symm_mem.set_checked(False)
+    out = fused_matmul_all_reduce(*stage.product, "sum", NAME)
+    key = out.numel(), out.dtype, "sum"
+    stage.workspace.prepared = Noted({key: stage.workspace.prepared[key]})
+    for checked in (True, False):
+        symm_mem.set_checked(checked)
+        try:
+            matmul_all_reduce._remember(*stage.product, "sum", stage.group, out)
+            assert (matmul_all_reduce.again(*stage.product, "sum", NAME) is None) == checked
+        finally:
+            symm_mem.set_checked(False)
 
 
 def test_a_broken_group_is_not_used(stage: SimpleNamespace) -> None:
