@@ -1,4 +1,4 @@
-"""fused_matmul_all_reduce: one kernel for large products, and for others cuBLAS with an all-reduce behind it."""
+"""fused_matmul_all_reduce: a kernel for few rows, one for large products, and for others cuBLAS and an all-reduce."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..kernels.device.choice import make_together
 from ..kernels.matmul_all_reduce import host
 from ..kernels.matmul_all_reduce.reference import matmul_all_reduce as unfused
 from ..symm_mem import Heap, Workspace, get_timeout
@@ -17,7 +18,7 @@ from . import again as short
 from . import all_reduce, plan
 from .plan import Plan, aligned, heap_or_reason, num_sms, on, pays, ran
 from .turns import turn
-from .workspaces import ALL_REDUCE, PRODUCTS, matmul_workspace, product_workspace
+from .workspaces import ALL_REDUCE, PRODUCTS, matmul_workspace, product_workspace, push_workspace
 
 _ALL = (*PRODUCTS, ALL_REDUCE)
 
@@ -81,13 +82,53 @@ def run(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup) -> Tensor:
         ran(Plan("host", workspace_bytes=workspace.layout.bytes))
         return host.matmul_all_reduce(workspace, a, B, reduce_op).view(shape)
     with on(A.device):
-        out = _in_one_kernel(found, A, B, reduce_op)
+        out = _of_few_rows(found, A, B, reduce_op)
+        if out is None:
+            out = _in_one_kernel(found, A, B, reduce_op)
         if out is None:
             out = a.new_empty(a.shape[0], B.shape[1])
             torch.mm(a, B, out=out)
             all_reduce.in_place(out, reduce_op, group, host.OP)
             _remember(A, B, reduce_op, group, out.view(shape))
     return out.view(shape)
+
+
+def _of_few_rows(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor | None:
+    """The result, [M, N], by the kernel for few rows; None if it cannot take the call, or another way is faster."""
+    from ..kernels.matmul_all_reduce import configs, cuda_kernel
+
+    a, b = A.flatten(0, -2), B
+    (m, k), n = a.shape, b.shape[1]
+    config = configs.choose(m, n, num_sms(A.device))
+    if config is None or not pays(configs.pays(config, n, k)):
+        return None
+    a, b = aligned(a), aligned(b)
+    if cuda_kernel.supports(a, b) is not None:
+        return None
+    with turn(A.device):
+        workspace = push_workspace(where, ALL_REDUCE, config.layout(m, where.world_size))
+        key = (host.OP, a.shape, a.stride(), b.shape, b.stride(), a.dtype, reduce_op, config)
+        kernel = workspace.prepared.get(key)
+        if kernel is None:
+            same = (host.OP, a.shape, b.shape, a.dtype, reduce_op, config)
+            kernel = make_together(
+                *(workspace, host.OP, key, same),
+                lambda: cuda_kernel.MatmulAllReduce(workspace, a, b, reduce_op, config),
+            )
+        fused = Plan("one_shot", workspace_bytes=workspace.layout.bytes)
+        ran(fused)
+        workspace.raise_if_broken(host.OP, grids=kernel.grids)
+        out = a.new_empty(m, n)
+        timeout_ns = int(get_timeout(where.group_name) * 1e9)
+        stream = torch.cuda.current_stream().cuda_stream
+        kernel.launch(0, (a.data_ptr(), b.data_ptr()), (out.data_ptr(),), timeout_ns, stream)
+    shaped = out.view(*A.shape[:-1], n)
+    short.remember(
+        *(host.OP, reduce_op, (A, B), (a, b), [shaped], workspace, kernel, fused),
+        pays=configs.pays(config, n, k),
+        grids=kernel.grids,
+    )
+    return out
 
 
 def _in_one_kernel(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor | None:

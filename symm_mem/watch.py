@@ -45,12 +45,12 @@ class Watch:
     def __init__(self, device: torch.device) -> None:
         from cuda.bindings import driver
 
-        from .backends.vmm import check
+        from .backends.vmm import check, own_stream
 
         self._driver, self._call, self._device = driver, check, device
         self._waiting: list[tuple[torch.cuda.Event, float, Word, float, Expiry, Word]] = []
         self._lock = threading.Lock()
-        self._side = torch.cuda.Stream(device)
+        self._side = own_stream(self, device)
         self._running = False
 
     def _stream(self) -> int:
@@ -99,7 +99,7 @@ class Watch:
         broken: Word,
     ) -> None:
         seen = ctypes.c_uint32()
-        stream = self._side.cuda_stream
+        stream = self._side
         self._call(self._driver.cuMemcpyDtoHAsync(ctypes.addressof(seen), awaited[0], 4, stream))
         self._call(self._driver.cuStreamSynchronize(stream))
         if not reached(seen.value, awaited[1]):

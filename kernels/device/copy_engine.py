@@ -24,7 +24,7 @@ from contextlib import contextmanager
 import torch
 from cuda.bindings import driver
 
-from ...symm_mem.backends.vmm import check
+from ...symm_mem.backends.vmm import check, own_stream
 from ...symm_mem.workspace import Layout, Workspace
 from .gate import gate
 
@@ -34,11 +34,8 @@ class CopyEngine:
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
-        # A stream of its own: those of torch's pool are handed out more than once.
-        flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-        _, highest = check(driver.cuCtxGetStreamPriorityRange())
-        self._handle = check(driver.cuStreamCreateWithPriority(int(flags), highest))
-        self._stream = torch.cuda.ExternalStream(int(self._handle), device=workspace.heap.device)
+        self._handle = own_stream(self, workspace.heap.device, first=True)
+        self._stream = torch.cuda.ExternalStream(self._handle, device=workspace.heap.device)
         self._begin, self._end = torch.cuda.Event(), torch.cuda.Event()
 
     @contextmanager
@@ -59,7 +56,7 @@ class CopyEngine:
             current.wait_event(self._end)
 
     def _push(self, half: int, shard: torch.Tensor, chunk_rows: int) -> None:
-        w, stream, rows = self.workspace, int(self._handle), shard.shape[0]
+        w, stream, rows = self.workspace, self._handle, shard.shape[0]
         row_bytes = shard.shape[1] * shard.element_size()
         source, ticket = shard.data_ptr(), w.address + 4 * (Layout.TICKET + half)
         slot = w.address + w.layout.half(half) + w.rank * rows * row_bytes

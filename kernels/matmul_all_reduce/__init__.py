@@ -1,1 +1,1 @@
-"""``out = all_reduce(A @ B)``. On CUDA by others: matmul_reduce_scatter/to_all.py, or cuBLAS and all_reduce."""
+"""``out = all_reduce(A @ B)``: few rows. On CUDA others by ..matmul_reduce_scatter.to_all, or cuBLAS, ..all_reduce."""

@@ -1,7 +1,7 @@
 """all_reduce(A @ B) by kernel.cu: the sums that ranks have made of their parts go to all ranks.
 
-Large products only: small ones are faster in cuBLAS with an all-reduce behind them. Part of fused_matmul_all_reduce,
-which chooses between the two.
+Large products only: a few rows have a kernel of their own (../matmul_all_reduce), and what lies between is faster in
+cuBLAS with an all-reduce behind it. Part of fused_matmul_all_reduce, which chooses.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ multicast is not used anywhere.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,22 @@ def check(result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
+def own_stream(owner: object, device: torch.device, *, first: bool = False) -> int:
+    """A stream (a CUstream as an integer) that lives as long as ``owner``, and is nobody else's.
+
+    Those of torch's pool are handed out more than once: one may be captured, or wait for what was to be done beside it.
+
+    Args:
+        first: what lies on it comes before what lies on others.
+    """
+    flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    with relaxed_capture(), torch.cuda.device(device):
+        lowest, highest = check(driver.cuCtxGetStreamPriorityRange())
+        handle = check(driver.cuStreamCreateWithPriority(flags, highest if first else lowest))
+    weakref.finalize(owner, driver.cuStreamDestroy, handle).atexit = False
+    return int(handle)
+
+
 class VmmBackend:
     """The twin of ``HostBackend`` on NVIDIA GPUs."""
 
@@ -48,7 +65,7 @@ class VmmBackend:
         self.chunk = 32 << 20
         total = torch.cuda.get_device_properties(self.device).total_memory
         self.span = -(-total // (1 << 30)) << 30
-        self._side = torch.cuda.Stream(self.device)
+        self._side = own_stream(self, self.device)
 
     def identity(self) -> dict[str, Any]:
         uuid = bytes(check(driver.cuDeviceGetUuid(self._handle)).bytes).hex()
@@ -113,8 +130,8 @@ class VmmBackend:
 
     def zero(self, address: int, size: int) -> None:
         with relaxed_capture(), torch.cuda.device(self.device):
-            check(driver.cuMemsetD8Async(address, 0, size, self._side.cuda_stream))
-            check(driver.cuStreamSynchronize(self._side.cuda_stream))
+            check(driver.cuMemsetD8Async(address, 0, size, self._side))
+            check(driver.cuStreamSynchronize(self._side))
 
     def quiesce(self) -> bool:
         if torch.cuda.is_current_stream_capturing():

@@ -232,6 +232,21 @@ def test_growth_during_a_capture_works_or_is_refused() -> None:
     run_ranks(grows_in_a_capture, 2, device="cuda")
 
 
+def captures_on_every_stream(rank: int, world_size: int) -> None:
+    """Torch hands its streams out more than once. What is zeroed during a capture must not lie on the captured one."""
+    x = torch.full((64,), float(rank))
+    for stream in [torch.cuda.Stream() for _ in range(33)]:
+        graph = torch.cuda.CUDAGraph()
+        with forced("fused"), torch.cuda.graph(graph, stream=stream):
+            out = one_shot_all_reduce(x, "sum", None)
+        graph.replay()
+        assert (out == sum(range(world_size))).all()
+
+
+def test_captures_work_on_every_stream_of_torchs_pool() -> None:
+    run_ranks(captures_on_every_stream, 2, device="cuda")
+
+
 def test_a_killed_rank_is_named_within_the_deadline() -> None:
     of_rank_0 = run_ranks(kills, 2, CULPRIT, DEADLINE, device="cuda", expect_dead=(CULPRIT,))[0]
     for op, seen in zip(OPS, of_rank_0, strict=True):

@@ -22,6 +22,7 @@ from weft.fused_ops import (
 from weft.fused_ops.plan import forced
 from weft.kernels.all_reduce_rms_norm.reference import rms_norm
 from weft.kernels.device import push
+from weft.kernels.matmul_all_reduce.configs import MOST_ROWS
 from weft.symm_mem import Layout, heap
 
 pytestmark = pytest.mark.gpu
@@ -211,8 +212,16 @@ def test_launched_while_the_kernel_before_still_runs(world_size: int) -> None:
 
 
 def product(rank: int, world_size: int) -> None:
-    chosen = [(1, 512, 4096), (300, 1024, 4096), (4096, 2048, 4096), (5000, 1024, 8192)]
-    in_one_kernel = [(1, 64, 8), (3, 200, 72), (131, 264, 1000), (777, 4104, 2056), (4096, 2048, 4096)]
+    chosen = [(1, 512, 4096), (17, 512, 4096), (300, 1024, 4096), (4096, 2048, 4096), (5000, 1024, 8192)]
+    in_one_kernel = [
+        (1, 64, 8),
+        (3, 200, 72),
+        (8, 2048, 4096),
+        (11, 1000, 4104),
+        (16, 1032, 8192),
+        (9, 8, 40),
+    ]
+    in_one_kernel += [(131, 264, 1000), (777, 4104, 2056), (4096, 2048, 4096)]
     for way, sizes in ((nullcontext(), chosen), (forced("fused"), in_one_kernel)):
         with way:
             for size in sizes:
@@ -233,7 +242,7 @@ def multiplied(m: int, k: int, n: int, dtype: torch.dtype, reduce_op: str, *, on
     torch.cuda.synchronize()
     dist.barrier()
     out = fused_matmul_all_reduce(A, B, reduce_op, world())
-    assert not one_kernel or last_plan().algorithm == "push"
+    assert not one_kernel or last_plan().algorithm == ("one_shot" if m <= MOST_ROWS else "push")
     parts = [(a @ b) for a, b in zip(gather(A), gather(B), strict=True)]
     scale = len(parts) if reduce_op == "avg" else 1
     check(f"{m} {k} {n} {dtype}", out, sum(parts) / scale, 4e-3, parts)

@@ -1,5 +1,5 @@
 // Runs a .cu file of kernels that push on the CPU (fibers.h). fibers.py compiles it, with this file's stand-ins in place of
-// sync.cuh, barriers.cuh, numbers.cuh and reduce.cuh. They give up the processor wherever a kernel polls, stores to a peer or
+// sync.cuh, barriers.cuh, numbers.cuh, reduce.cuh and mma.cuh. They give up the processor wherever a kernel polls, stores to a peer or
 // meets a barrier. What is stored is there at once, but for half of the zeros, with which slots are emptied: they come
 // when the thread has a fence, or another one of its block with a barrier before it, or when the kernel ends.
 
@@ -12,10 +12,22 @@ struct uint4 {
     unsigned x, y, z, w;
 };
 
+struct uint2 {
+    unsigned x, y;
+};
+
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 static unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 static float rsqrtf(float x) { return 1 / std::sqrt(x); }
+static unsigned __float_as_uint(float x) { return weft::as_bits(x); }
+static float __uint_as_float(unsigned bits) { return weft::as_float(bits); }
+static unsigned __byte_perm(unsigned low, unsigned high, unsigned selected) {
+    const uint64_t bytes = uint64_t{high} << 32 | low;
+    unsigned chosen = 0;
+    for (int i = 0; i < 4; ++i) chosen |= unsigned(bytes >> (selected >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return chosen;
+}
 
 static Meeting& warp() {
     return current->warps[running->block * (launched().threads / 32) + running->thread / 32];
@@ -129,6 +141,12 @@ static void store_vector(uint4* place, uint4 v) {
     }
 }
 static u32 load_relaxed(const u32* word) { return *word; }
+
+template <typename T>
+static T load_once(const T* place) {
+    return *place;
+}
+
 static void post_flag(u32* word, u32 value) {
     __threadfence_system();
     *word = value;
@@ -178,12 +196,37 @@ struct min {
 };
 }  // namespace reduce
 
+#ifdef DTYPE
+// As mma.cuh has it, of what the lanes of the warp hold.
+static void multiply_add(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    std::vector<float>& lanes = warp().values;
+    lanes.resize(32 * 6);
+    const int lane = running->thread % 32;
+    const u32 own[6] = {a0, a1, a2, a3, b0, b1};
+    std::memcpy(&lanes[lane * 6], own, sizeof own);
+    meet_warp();
+    const auto number = [&](int lane, int word, int k) {
+        float pair[2];
+        DTYPE::unpack(as_bits(lanes[lane * 6 + word]), pair);
+        return pair[k % 2];
+    };
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; ++k) {
+            const int q = k % 8 / 2, right = k / 8;
+            d[i] += number(row % 8 * 4 + q, row / 8 + 2 * right, k) * number(column * 4 + q, 4 + right, k);
+        }
+    }
+    meet_warp();
+}
+#endif
+
 #ifdef CLUSTER
 constexpr u32 CLUSTER_BLOCKS = CLUSTER;
 #else
 constexpr u32 CLUSTER_BLOCKS = 1;
 #endif
-constexpr size_t SHARED = 16 << 10;  // bytes of a block
+constexpr size_t SHARED = 96 << 10;  // bytes of a block, for the kinds of memory of all ranks
 
 static u32 rank_in_cluster() { return running->block % CLUSTER_BLOCKS; }
 

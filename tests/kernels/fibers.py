@@ -16,7 +16,7 @@ from weft.kernels.device.push import Layout
 from weft.symm_mem import fault, workspace
 
 DEVICE = Path(weft.kernels.device.__file__).parent
-STAND_INS = ("sync.cuh", "barriers.cuh", "numbers.cuh", "reduce.cuh")
+STAND_INS = ("sync.cuh", "barriers.cuh", "numbers.cuh", "reduce.cuh", "mma.cuh")
 REAL = ("wire.cuh", "push.cuh", "steward.cuh", "farewell.cuh", "team.cuh", "warp.cuh")
 PATIENT = 100_000  # polls of one wait: far more than any takes
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}

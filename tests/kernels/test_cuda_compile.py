@@ -17,6 +17,8 @@ from weft.kernels.all_reduce_rms_norm import cuda_kernel as norm_kernel
 from weft.kernels.all_reduce_rms_norm.configs import CLUSTERS, most_per_thread
 from weft.kernels.device import gate, one_shot
 from weft.kernels.device.program import Program
+from weft.kernels.matmul_all_reduce import configs as few_rows_configs
+from weft.kernels.matmul_all_reduce import cuda_kernel as few_rows
 from weft.kernels.matmul_reduce_scatter import one_shot_kernel as scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
 
@@ -32,11 +34,27 @@ NORM = [
 ]
 NORM += [(4, "float32", 8, 1)]
 ONE_SHOT = (2, 3, 4, 5, 8, 9)
+FEW_ROWS = [
+    (size, dtype, reduce_op, n, b_rows)
+    for size, dtype, reduce_op, n in [
+        (2, "bfloat16", "sum", 4096),
+        (4, "bfloat16", "sum", 8192),
+        (8, "float16", "avg", 8192),
+        (9, "bfloat16", "sum", 4096),
+    ]
+    for b_rows in (True, False)
+]
 EPILOGUES = {
     "rounded": (torch.float16, Epilogue(torch.float16)),
     "terms": (torch.bfloat16, Epilogue(torch.bfloat16, average=True, bias=True, residual=True)),
     "float32": (torch.bfloat16, Epilogue(torch.float32, bias=True, residual=True)),
 }
+
+
+def few_rows_program(size: int, dtype: str, reduce_op: str, n: int, b_rows: bool) -> Program:
+    config = few_rows_configs.choose(16, n, 132)
+    assert config is not None
+    return few_rows.program(few_rows.defines(TORCH[dtype], size, reduce_op, config, b_rows=b_rows), size - 1)
 
 
 PROGRAMS: dict[str, Program] = {
@@ -49,6 +67,7 @@ PROGRAMS: dict[str, Program] = {
         f"norm-{size}-{dtype}-{cluster}-{held}": norm_kernel.program(size, 1, TORCH[dtype], cluster, held)
         for size, dtype, cluster, held in NORM
     },
+    **{f"few_rows-{'-'.join(map(str, case))}": few_rows_program(*case) for case in FEW_ROWS},
     "all_reduce-early": cuda_kernel.program(4, 3, torch.bfloat16, "sum", dependent=True),
     "norm-early": norm_kernel.program(4, 1, torch.bfloat16, 2, 1, dependent=True),
     **{
@@ -67,10 +86,11 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
         cuda_kernel._Params,
     ),
     "norm": ({"one_shot", "two_shot"}, norm_kernel._Params),
+    "few_rows": ({"matmul_all_reduce"}, few_rows._Params),
     "gather": ({"all_gather_one_shot"}, gather._Params),
     "scatter": ({"reduce_scatter_one_shot"}, scatter._Params),
 }
-ONCE = ("norm", "gather", "scatter")  # blocks of theirs have a multiprocessor each
+ONCE = ("norm", "few_rows", "gather", "scatter")  # blocks of theirs have a multiprocessor each
 
 
 @pytest.fixture(scope="module", autouse=True)

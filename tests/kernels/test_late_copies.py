@@ -115,8 +115,6 @@ class Gpu:
 class Driver:
     """A stand-in for driver and torch: what is asked for goes to the streams of ``self.gpu``."""
 
-    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
-
     def __init__(self) -> None:
         self.gpu: Gpu
         self._made = 0
@@ -126,10 +124,7 @@ class Driver:
             current_stream=lambda: self.stream(CURRENT),
         )
 
-    def cuCtxGetStreamPriorityRange(self) -> tuple[int, int]:
-        return 0, -1
-
-    def cuStreamCreateWithPriority(self, *_: Any) -> int:
+    def own_stream(self, *_: Any, first: bool) -> int:
         self._made += 1
         return self._made
 
@@ -169,6 +164,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(copy_engine, "driver", driver)
     monkeypatch.setattr(copy_engine, "torch", driver)
     monkeypatch.setattr(copy_engine, "check", lambda result: result)
+    monkeypatch.setattr(copy_engine, "own_stream", driver.own_stream)
     monkeypatch.setattr(gate, "_program", driver)
     return driver
 

@@ -154,15 +154,17 @@ def all_reduce_rms_norm(rank: int, size: int, seed: int) -> None:
 
 
 def matmul_all_reduce(rank: int, size: int, seed: int) -> None:
-    As = [numbers(seed, r, DTYPES[0], 300, 64) for r in range(size)]
-    Bs = [numbers(seed + 1, r, DTYPES[0], 64, 72) for r in range(size)]
-    total = sum(a.float() @ b.float() for a, b in zip(As, Bs, strict=True))
-    # By itself such a small one is cuBLAS's, with an all-reduce behind it.
-    for algorithm in (nullcontext(), forced("fused")):
-        with algorithm:
-            out = fused_matmul_all_reduce(put(As[rank]), put(Bs[rank]), "sum", dist.group.WORLD)
-        fused()
-        same("matmul + all-reduce", out, total)
+    for rows, columns, by_columns in ((300, 72, False), (13, 72, False), (16, 4168, True)):
+        As = [numbers(seed, r, DTYPES[0], rows, 64) for r in range(size)]
+        Bs = [numbers(seed + 1, r, DTYPES[0], 64, columns) for r in range(size)]
+        total = sum(a.float() @ b.float() for a, b in zip(As, Bs, strict=True))
+        B = put(Bs[rank].t().contiguous()).t() if by_columns else put(Bs[rank])
+        # By itself a small one of many rows is cuBLAS's, with an all-reduce behind it.
+        for algorithm in (nullcontext(), forced("fused")):
+            with algorithm:
+                out = fused_matmul_all_reduce(put(As[rank]), B, "sum", dist.group.WORLD)
+            fused()
+            same(f"matmul + all-reduce, {rows} rows", out, total)
 
 
 @triton.jit

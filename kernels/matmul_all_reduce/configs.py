@@ -1,0 +1,44 @@
+"""How kernel.cu is run, and for which products. Pure functions, no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..device.push import BLOCKS, WARP, Layout, up
+
+MOST_ROWS = 16
+GROUP = 32  #: columns
+_WARPS = 16
+# Bytes of B, by groups of a strip, up to which the kernel beats cuBLAS with an all-reduce behind it, between 2 H200
+# (bench/results/h200-x2-few-rows.txt): a launch less is worth 2 us, and cuBLAS reads a large B up to 7 % faster.
+_MOST_BYTES = {1: 96 << 20, 2: 32 << 20}
+
+
+@dataclass(frozen=True)
+class Config:
+    """``blocks`` of ``warps``, each with a strip of ``groups`` of GROUP columns. The same on all ranks."""
+
+    groups: int
+    blocks: int
+    warps: int = _WARPS
+
+    def layout(self, m: int, world_size: int) -> Layout:
+        """A workspace that takes products of M rows in one launch."""
+        return Layout(world_size, up(self.groups * m * GROUP // 8, 2 * WARP))
+
+
+def choose(m: int, n: int, num_sms: int) -> Config | None:
+    """The configuration for A [M, K] and B [K, N]; None if there are too many rows or columns. All ranks choose alike.
+
+    ``num_sms``: blocks at most. They keep their multiprocessors while they wait for a peer.
+    """
+    all_groups = -(-n // GROUP)
+    groups = -(-all_groups // min(BLOCKS, num_sms))
+    if not 1 <= m <= MOST_ROWS or groups not in _MOST_BYTES:
+        return None
+    return Config(groups, -(-all_groups // groups))
+
+
+def pays(config: Config, n: int, k: int) -> bool:
+    """Whether it is thought to beat a product with an all-reduce behind it, for B [K, N] of 16 bits."""
+    return 2 * n * k <= _MOST_BYTES[config.groups]

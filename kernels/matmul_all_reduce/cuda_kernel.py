@@ -1,0 +1,140 @@
+"""Launches kernel.cu, which says what it does."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ..device import push
+from ..device.gemm import DTYPES
+from ..device.launch import is_transposed, why_not
+from ..device.program import Program
+from ..device.push import WARP, Place, Slots, slots_of
+from .configs import MOST_ROWS, Config
+
+SOURCE = Path(__file__).with_name("kernel.cu")
+REDUCE_OPS = ("sum", "avg")
+
+
+class _Params(ctypes.Structure):
+    """The twin of ``Params`` in kernel.cu."""
+
+    _fields_ = (
+        ("slots", Slots),
+        ("a", ctypes.c_uint64),
+        ("b", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("a_stride", ctypes.c_uint64),
+        ("b_stride", ctypes.c_uint64),
+        ("m", ctypes.c_int32),
+        ("n", ctypes.c_int32),
+        ("k", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    )
+
+
+_A = _Params.a.offset
+# Of a, b and out, at once: a store to a ctypes field costs as much.
+_put_addresses = struct.Struct("3Q").pack_into
+
+
+def defines(
+    dtype: torch.dtype, world_size: int, reduce_op: str, config: Config, *, b_rows: bool
+) -> dict[str, str | int]:
+    """What kernel.cu must know, besides the rank. ``b_rows``: N is contiguous in B, not K."""
+    name, product = DTYPES[dtype]
+    return {
+        "DTYPE": name,
+        "PRODUCT_TYPE": product,
+        "WORLD_SIZE": world_size,
+        "REDUCE": reduce_op,
+        "B_ROWS": int(b_rows),
+        "GROUPS": config.groups,
+        "WARPS": config.warps,
+    }
+
+
+@cache
+def _program(items: tuple[tuple[str, str | int], ...]) -> Program:
+    return Program(SOURCE, defines=dict(items))
+
+
+def program(items: dict[str, str | int], rank: int, *, dependent: bool = False) -> Program:
+    """kernel.cu for one rank of ``defines``; one for each. ``dependent``: to be launched so (push.py)."""
+    return _program((*items.items(), ("RANK", rank), ("DEPENDENT", int(dependent))))
+
+
+def supports(a: torch.Tensor, b: torch.Tensor) -> str | None:
+    """Why the kernel cannot take A [M, K] and B [K, N]; None if it can."""
+    if a.dtype not in DTYPES:
+        return f"no kernel takes {a.dtype}"
+    return why_not(a, b)
+
+
+class MatmulAllReduce:
+    """This op on one problem and one workspace: prepared once, launched often.
+
+    Args:
+        place: a workspace with room for ``config.layout``, the same call site on every rank.
+        a, b: examples of the operands, which ``supports`` takes: A [M, K] and B [K, N]. Every launch gets tensors of
+            these sizes, strides and dtype.
+        reduce_op: "sum" or "avg".
+        config: of ``configs.choose``, the same on every rank.
+
+    Attributes:
+        grids: the blocks of a launch.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it must be.
+    """
+
+    def __init__(
+        self, place: Place, a: torch.Tensor, b: torch.Tensor, reduce_op: str, config: Config
+    ) -> None:
+        (m, k), n, layout = a.shape, b.shape[1], place.layout
+        if reduce_op not in REDUCE_OPS:
+            raise ValueError(f"reduce_op: is {reduce_op!r}, must be one of {', '.join(REDUCE_OPS)}")
+        if not 1 <= m <= MOST_ROWS:
+            raise ValueError(f"a: has {m} rows, must have 1 to {MOST_ROWS}")
+        if layout.slots < (needed := config.layout(m, layout.world_size).slots):
+            raise ValueError(
+                f"workspace: has {layout.slots} slots, must have {needed} for {m} rows and {config}"
+            )
+        b_rows = not is_transposed(b)
+        p = self._params = _Params(slots_of(place, 0))
+        # The stride of a single row may be anything.
+        p.a_stride, p.b_stride = k if m == 1 else a.stride(0), b.stride(0) if b_rows else b.stride(1)
+        p.m, p.n, p.k = m, n, k
+        self._timeout_ns, self.grids = 0, (config.blocks,)
+        items = defines(a.dtype, layout.world_size, reduce_op, config, b_rows=b_rows)
+        early = push.dependent()
+        function = program(items, place.rank, dependent=early).function("matmul_all_reduce")
+        self._launch = function.bound(config.blocks, config.warps * WARP, p, dependent=early)
+
+    def launch(
+        self, half: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
+    ) -> None:
+        """The sum over ranks, the same bits on every rank. Safe to capture in a CUDA graph.
+
+        Every rank makes the same calls on a workspace, in one order and on one stream at a time. The current device
+        must be that of the tensors.
+
+        Args:
+            half: of no account; there are none.
+            operands: addresses of A and B; results: of out [M, N], contiguous. All multiples of 16.
+            timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
+            stream: a CUstream as an integer.
+
+        Raises:
+            RuntimeError: the kernel cannot be launched.
+        """
+        p = self._params
+        if timeout_ns != self._timeout_ns:
+            self._timeout_ns = p.slots.watch.timeout_ns = timeout_ns
+        _put_addresses(p, _A, *operands, *results)
+        self._launch(stream)

@@ -1,0 +1,173 @@
+"""The kernel of matmul_all_reduce for few rows and its launcher on the CPU, threads as fibers, beside all-reduces."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from fibers import PATIENT, Library, Ranks, build
+from weft.kernels.all_reduce import cuda_kernel as all_reduce
+from weft.kernels.all_reduce.configs import Config as AllReduceConfig
+from weft.kernels.device.program import Function
+from weft.kernels.device.push import BLOCKS, Layout
+from weft.kernels.matmul_all_reduce import configs, cuda_kernel
+from weft.kernels.matmul_all_reduce.configs import GROUP, MOST_ROWS, Config
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+BF16 = torch.bfloat16
+KERNELS = ("matmul_all_reduce",)
+BESIDE = tuple(
+    f"{form}{kind}" for form in ("one_shot", "two_shot", "two_shot_rounds") for kind in ("", "_any")
+)
+
+
+def compiled(
+    folder: Path, size: int, groups: int, b_rows: bool, reduce_op: str, instead: tuple[str, str] | None = None
+) -> Library:
+    few = cuda_kernel.defines(BF16, size, reduce_op, Config(groups, 1, warps=4), b_rows=b_rows)
+    defines = few | all_reduce.defines(size, "bfloat16", reduce_op)
+    beside = [(all_reduce.SOURCE, BESIDE, all_reduce._Params)]
+    return build(folder, cuda_kernel.SOURCE, KERNELS, cuda_kernel._Params, defines, beside, instead)
+
+
+class _Program:
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def function(self, name: str) -> Function:
+        return self._ranks.function(name)
+
+
+class Calls:
+    """What all ranks launch on one workspace of each, what comes of it, and what should."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: Ranks, reduce_op: str) -> None:
+        self.ranks, self.size, self.reduce_op = ranks, len(ranks.places), reduce_op
+        self.done: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.kept: list[torch.Tensor] = []
+        monkeypatch.setattr(cuda_kernel, "program", lambda *_, **__: _Program(ranks))
+        monkeypatch.setattr(all_reduce, "_function", lambda w, r, d, op, name, device: ranks.function(name))
+
+    def product(self, m: int, n: int, k: int, groups: int, b_rows: bool, apart: int) -> None:
+        """``apart``: elements between two rows of A, and between two rows or columns of B."""
+        blocks = -(-n // (GROUP * groups))
+        As = [torch.randint(-4, 5, (m, k + apart)).to(BF16)[:, :k] for _ in range(self.size)]
+        rows, columns = (k, n) if b_rows else (n, k)
+        stored = [
+            torch.randint(-4, 5, (rows, columns + apart)).to(BF16)[:, :columns] for _ in range(self.size)
+        ]
+        Bs = [b if b_rows else b.t() for b in stored]
+        want = self._sum([(A.float() @ B.float()).to(BF16) for A, B in zip(As, Bs, strict=True)])
+        for place, A, B in zip(self.ranks.places, As, Bs, strict=True):
+            out = self._out(m * n, want)
+            config = Config(groups, blocks, warps=4)
+            kernel = cuda_kernel.MatmulAllReduce(place, A, B, self.reduce_op, config)
+            assert kernel.grids == (blocks,)
+            kernel.launch(0, (A.data_ptr(), B.data_ptr()), (out.data_ptr(),), PATIENT, place.rank)
+        self.kept += [*As, *stored]
+
+    def all_reduce(self, numel: int, form: str) -> None:
+        xs = [torch.randint(-9, 9, (numel,)).to(BF16) for _ in range(self.size)]
+        want = self._sum(xs)
+        for place, x in zip(self.ranks.places, xs, strict=True):
+            out = self._out(numel, want)
+            config = AllReduceConfig(form, 3, 64)
+            kernel = all_reduce.AllReduce(place, numel, BF16, self.reduce_op, x.device, config)
+            kernel.launch(x.data_ptr(), out.data_ptr(), PATIENT, place.rank)
+        self.kept += xs
+
+    def _sum(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part.float()
+        return (total / self.size if self.reduce_op == "avg" else total).to(BF16).flatten()
+
+    def _out(self, numel: int, want: torch.Tensor) -> torch.Tensor:
+        out = torch.full((numel + 1,), float("nan"), dtype=BF16)
+        out[-1] = 1.5
+        self.done.append((out, torch.cat([want, out[-1:]])))
+        return out
+
+    def right(self) -> bool:
+        if self.ranks.records.any() or not self.ranks.slots_are_empty():
+            return False
+        return all(torch.equal(out, want) for out, want in self.done)
+
+
+@pytest.mark.parametrize(
+    ("size", "groups", "b_rows", "reduce_op"),
+    [(2, 1, True, "sum"), (3, 2, False, "avg"), (4, 2, True, "sum"), (9, 1, False, "sum")],
+)
+def test_products_and_all_reduces_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, groups: int, b_rows: bool, reduce_op: str
+) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    torch.manual_seed(seed)
+    choice = random.Random(seed)
+    ranks = Ranks(compiled(tmp_path, size, groups, b_rows, reduce_op), Layout(size, 128))
+    calls = Calls(monkeypatch, ranks, reduce_op)
+    for call in range(12 if size < 9 else 4):
+        if call % 3 == 2:
+            calls.all_reduce(choice.randrange(1, 2000), choice.choice(["one_shot", "two_shot"]))
+        else:
+            m = (1, MOST_ROWS)[call] if call < 2 else choice.randrange(1, MOST_ROWS + 1)
+            n, k = 8 * choice.randrange(1, 17 if size < 9 else 5), 8 * choice.randrange(1, 40)
+            calls.product(m, n, k, groups, b_rows, 8 * choice.randrange(3))
+    ranks.run(seed)
+    assert calls.right()
+
+
+MISTAKES = {
+    "not-together": ("    __syncthreads();\n\n    // A thread's vector", "\n    // A thread's vector"),
+    "lower-half-early": (
+        "        __syncthreads();\n        if (warp < SUMS) sums.add",
+        "        if (warp < SUMS) sums.add",
+    ),
+    "another-slot": ("use, vector, own)", "use, vector ^ 1, own)"),
+    "other-rows": ("(group * 2 + row / 8) * 32", "(group * 2 + row / 4) * 32"),
+}
+
+
+@pytest.mark.parametrize("mistake", [None, *MISTAKES])
+def test_mistakes_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str | None) -> None:
+    library = compiled(tmp_path, 2, 2, True, "sum", MISTAKES.get(mistake or ""))
+    wrong = False
+    for seed in range(6):
+        torch.manual_seed(seed)
+        calls = Calls(monkeypatch, Ranks(library, Layout(2, 128)), "sum")
+        for m in (13, 5):
+            calls.product(m, 104, 136, 2, True, 0)
+        calls.ranks.run(seed)
+        wrong |= not calls.right()
+    assert wrong == (mistake is not None)
+
+
+def test_which_products_it_takes() -> None:
+    for n, groups, blocks in ((8, 1, 1), (4096, 1, 128), (4104, 2, 65), (8192, 2, 128)):
+        config = configs.choose(16, n, 132)
+        assert config is not None and (config.groups, config.blocks) == (groups, blocks)
+        assert (config.blocks - 1) * config.groups * GROUP < n <= config.blocks * config.groups * GROUP
+        assert config.layout(16, 4).slots >= 16 * config.groups * GROUP // 8
+    assert configs.choose(17, 64, 132) is None and configs.choose(1, 8200, 132) is None
+    assert configs.choose(1, 4096, 64) == Config(2, 64) and configs.choose(1, 4096, 60) is None
+    few = configs.choose(1, 4096, 132)
+    assert few is not None and few.blocks <= BLOCKS
+    assert configs.pays(few, 4096, 7168) and not configs.pays(few, 4096, 28672)
+
+
+def test_bad_arguments_are_named() -> None:
+    A, B = torch.empty(17, 8, dtype=BF16), torch.empty(8, 8, dtype=BF16)
+    stand_in = type("Place", (), {"layout": Layout(2, 64)})()
+    with pytest.raises(ValueError, match=r"reduce_op: is 'max', must be one of sum, avg"):
+        cuda_kernel.MatmulAllReduce(stand_in, A, B, "max", Config(1, 1))
+    with pytest.raises(ValueError, match="a: has 17 rows, must have 1 to 16"):
+        cuda_kernel.MatmulAllReduce(stand_in, A, B, "sum", Config(1, 1))
+    with pytest.raises(ValueError, match="workspace: has 64 slots, must have 128"):
+        cuda_kernel.MatmulAllReduce(stand_in, A[:16], B, "sum", Config(2, 1))
+    assert cuda_kernel.supports(A.float(), B.float()) == "no kernel takes torch.float32"
+    assert "K: rows of 7" in str(cuda_kernel.supports(A[:, :7], B[:7]))
