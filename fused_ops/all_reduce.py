@@ -126,15 +126,15 @@ def again(
 
 def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | None:
     """What was prepared for such calls, where they are made now."""
-    here = place(ALL_REDUCE, group_name, x.get_device(), stream)
-    found = None if here is None else here.workspace.prepared.get((x.numel(), x.dtype, reduce_op))
-    if here is None or found is None:
+    made = _made_on(x, reduce_op, group_name, stream)
+    if made is None:
         return None
+    group, found = made
     deadline, device, sizes = timeout(group_name, found.timeout_ns), x.get_device(), tuple(x.shape)
     strides = torch.empty(sizes, device="meta").stride()
     before, behind = steps_on(device, stream)
     return _Found(
-        *(here.group, here.workspace, found.kernel.launch, found.kernel.grids, found.plan, deadline),
+        *(group, found.workspace, found.kernel.launch, found.kernel.grids, found.plan, deadline),
         alike=alike_to([x]),
         device=device,
         stream=stream,
@@ -150,8 +150,16 @@ def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | N
 def made_before(x: Tensor, reduce_op: str, group_name: str) -> _Prepared | None:
     """What such calls, also of other shapes, are made with on the current stream; None where they take the long way."""
     stream = stream_on(x.get_device())
-    here = None if stream is None else place(ALL_REDUCE, group_name, x.get_device(), stream)
-    return None if here is None else here.workspace.prepared.get((x.numel(), x.dtype, reduce_op))
+    made = None if stream is None else _made_on(x, reduce_op, group_name, stream)
+    return None if made is None else made[1]
+
+
+def _made_on(
+    x: Tensor, reduce_op: str, group_name: str, stream: int
+) -> tuple[ProcessGroup, _Prepared] | None:
+    here = place(ALL_REDUCE, group_name, x.get_device(), stream)
+    found = None if here is None else here.workspace.prepared.get((x.numel(), x.dtype, reduce_op))
+    return None if here is None or found is None else (here.group, found)
 
 
 def in_place(x: Tensor, reduce_op: str, group: ProcessGroup, op: str) -> Tensor:

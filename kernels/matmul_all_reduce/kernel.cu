@@ -24,6 +24,7 @@ namespace {
 using weft::u16;
 using weft::u32;
 using weft::u64;
+using weft::word;
 
 constexpr int COLUMNS = 32 * GROUPS;  // of a strip
 constexpr int BK = 32;
@@ -46,8 +47,6 @@ struct Params {
 struct Partials {
     uint4 of[SUMS][2][VECTORS];  // float32
 };
-
-__device__ __forceinline__ u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // Where this lane's operands begin, for K = 0.
 struct Start {

@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from fibers import PATIENT, Library, Ranks, build
+from test_all_reduce_protocol import KERNELS as ALL_REDUCES
+from test_all_reduce_protocol import launch, reference
 from weft.kernels.all_reduce import cuda_kernel as all_reduce
 from weft.kernels.all_reduce.configs import Config as AllReduceConfig
-from weft.kernels.device.program import Function
 from weft.kernels.device.push import BLOCKS, Layout
 from weft.kernels.matmul_all_reduce import configs, cuda_kernel
 from weft.kernels.matmul_all_reduce.configs import GROUP, MOST_ROWS, Config
@@ -20,9 +23,6 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 BF16 = torch.bfloat16
 KERNELS = ("matmul_all_reduce",)
-BESIDE = tuple(
-    f"{form}{kind}" for form in ("one_shot", "two_shot", "two_shot_rounds") for kind in ("", "_any")
-)
 
 
 def compiled(
@@ -30,27 +30,20 @@ def compiled(
 ) -> Library:
     few = cuda_kernel.defines(BF16, size, reduce_op, Config(groups, 1, warps=4), b_rows=b_rows)
     defines = few | all_reduce.defines(size, "bfloat16", reduce_op)
-    beside = [(all_reduce.SOURCE, BESIDE, all_reduce._Params)]
+    beside = [(all_reduce.SOURCE, ALL_REDUCES, all_reduce._Params)]
     return build(folder, cuda_kernel.SOURCE, KERNELS, cuda_kernel._Params, defines, beside, instead)
-
-
-class _Program:
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-
-    def function(self, name: str) -> Function:
-        return self._ranks.function(name)
 
 
 class Calls:
     """What all ranks launch on one workspace of each, what comes of it, and what should."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: Ranks, reduce_op: str) -> None:
-        self.ranks, self.size, self.reduce_op = ranks, len(ranks.places), reduce_op
+        self.monkeypatch, self.ranks = monkeypatch, ranks
+        self.size, self.reduce_op = len(ranks.places), reduce_op
         self.done: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.kept: list[torch.Tensor] = []
-        monkeypatch.setattr(cuda_kernel, "program", lambda *_, **__: _Program(ranks))
-        monkeypatch.setattr(all_reduce, "_function", lambda w, r, d, op, name, device: ranks.function(name))
+        program = SimpleNamespace(function=ranks.function)
+        monkeypatch.setattr(cuda_kernel, "program", lambda *_, **__: program)
 
     def product(self, m: int, n: int, k: int, groups: int, b_rows: bool, apart: int) -> None:
         """``apart``: elements between two rows of A, and between two rows or columns of B."""
@@ -61,7 +54,8 @@ class Calls:
             torch.randint(-4, 5, (rows, columns + apart)).to(BF16)[:, :columns] for _ in range(self.size)
         ]
         Bs = [b if b_rows else b.t() for b in stored]
-        want = self._sum([(A.float() @ B.float()).to(BF16) for A, B in zip(As, Bs, strict=True)])
+        parts = [(A.float() @ B.float()).to(BF16) for A, B in zip(As, Bs, strict=True)]
+        want = reference(parts, self.reduce_op).flatten()
         for place, A, B in zip(self.ranks.places, As, Bs, strict=True):
             out = self._out(m * n, want)
             config = Config(groups, blocks, warps=4)
@@ -72,19 +66,11 @@ class Calls:
 
     def all_reduce(self, numel: int, form: str) -> None:
         xs = [torch.randint(-9, 9, (numel,)).to(BF16) for _ in range(self.size)]
-        want = self._sum(xs)
-        for place, x in zip(self.ranks.places, xs, strict=True):
+        want, config = reference(xs, self.reduce_op), AllReduceConfig(form, 3, 64)
+        for rank, x in enumerate(xs):
             out = self._out(numel, want)
-            config = AllReduceConfig(form, 3, 64)
-            kernel = all_reduce.AllReduce(place, numel, BF16, self.reduce_op, x.device, config)
-            kernel.launch(x.data_ptr(), out.data_ptr(), PATIENT, place.rank)
+            launch(self.monkeypatch, self.ranks, rank, x, out[:-1], self.reduce_op, config)
         self.kept += xs
-
-    def _sum(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        total = parts[0].float()
-        for part in parts[1:]:
-            total = total + part.float()
-        return (total / self.size if self.reduce_op == "avg" else total).to(BF16).flatten()
 
     def _out(self, numel: int, want: torch.Tensor) -> torch.Tensor:
         out = torch.full((numel + 1,), float("nan"), dtype=BF16)
@@ -162,7 +148,7 @@ def test_which_products_it_takes() -> None:
 
 def test_bad_arguments_are_named() -> None:
     A, B = torch.empty(17, 8, dtype=BF16), torch.empty(8, 8, dtype=BF16)
-    stand_in = type("Place", (), {"layout": Layout(2, 64)})()
+    stand_in: Any = SimpleNamespace(layout=Layout(2, 64))
     with pytest.raises(ValueError, match=r"reduce_op: is 'max', must be one of sum, avg"):
         cuda_kernel.MatmulAllReduce(stand_in, A, B, "max", Config(1, 1))
     with pytest.raises(ValueError, match="a: has 17 rows, must have 1 to 16"):
