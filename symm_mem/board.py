@@ -19,7 +19,8 @@ import os
 from typing import TYPE_CHECKING
 
 from .descriptors import close_fds, exchange
-from .errors import PeerTimeout, RankMismatch, WeftError
+from .errors import PeerTimeout, RankMismatch
+from .fault import fault_of
 from .findings import changed
 from .sites import call_site, text
 from .spin import Expired, spin
@@ -76,6 +77,10 @@ class Board:
         self._rank, self._size, self._group = heap.rank, heap.world_size, heap.group_name
         self._rendezvous = heap.rendezvous
         self._lock = heap.lock
+        self._fault = fault_of(heap)
+        # On CUDA farewells lie where the host cannot read them.
+        on_host = heap.device.type == "cpu"
+        self._farewells = [self._fault.farewell(rank) if on_host else None for rank in range(self._size)]
         fds = [heap.settled("make a board", _page)]
         try:
             fds = exchange(heap.rendezvous, fds[0], heap.secret)
@@ -84,13 +89,11 @@ class Board:
             close_fds(fds)
         # A ctypes object over a page keeps it mapped.
         self._counts = [ctypes.c_uint32.from_buffer(page) for page in self._pages]
-        self._error: WeftError | None = None
         self._count = self._calls = 0
 
     def forget(self) -> None:
         """Count from 0 again: the heap is being reset."""
         self._count = self._calls = self._counts[self._rank].value = 0
-        self._error = None
 
     def compare(self, op: str, said: str, remark: str = "", *, begins: bool = True) -> None:
         """Every rank must say the same of its next call.
@@ -103,13 +106,12 @@ class Board:
 
         Raises:
             RankMismatch: on every rank, naming the first rank that differs from rank 0.
-            PeerTimeout: a rank did not come; until the group is reset.
+            PeerTimeout: a rank did not come, or has given up; until the group is reset.
         """
         site = text(call_site())
         where = f" at {site}" if site else ""
         with self._lock:
-            if self._error is not None:
-                raise self._error.again()
+            self._fault.raise_if_broken()
             self._calls += begins
             digest = hashlib.blake2b(said.encode(), digest_size=_DIGEST).digest()
             shown = f"{said}{remark}{where}".encode()[: _PLACE - _DIGEST - 2]
@@ -129,19 +131,20 @@ class Board:
         entries = []
         for rank, page in enumerate(self._pages):
             if rank != self._rank:
+                address, process = ctypes.addressof(self._counts[rank]), self._rendezvous.processes[rank]
                 try:
                     spin(
-                        ctypes.addressof(self._counts[rank]),
-                        count,
-                        timeout,
-                        self._rendezvous.processes[rank],
+                        *(address, count, timeout, process),
+                        *(self._farewells[rank], self._fault.raise_if_broken),
                     )
                 except Expired as e:
-                    self._error = PeerTimeout(
-                        *(op, self._group, self._rank, rank, "its count of checked calls"),
-                        *(count, e.seen, e.seconds, site, e.ended),
+                    flag = "its count of checked calls"
+                    error = PeerTimeout(
+                        *(op, self._group, self._rank, rank),
+                        *(flag, count, e.seen, e.seconds),
+                        *(site, e.ended, e.blames),
                     )
-                    raise self._error.again() from None
+                    raise self._fault.breaks(error).again() from None
             entries.append(page[at : at + _PLACE])
         return entries
 

@@ -61,11 +61,11 @@ def _exchange(
     problem: str | None = None
     with _giving(server, fd, secret) as refused:
         try:
-            for rank, name in enumerate(names):
-                fds.append(fd if rank == rendezvous.rank else _take(rank, name, secret, deadline))
-        except Exception as e:
-            problem = describe(e)
-        try:
+            try:
+                for rank, name in enumerate(names):
+                    fds.append(fd if rank == rendezvous.rank else _take(rank, name, secret, deadline))
+            except Exception as e:
+                problem = describe(e)
             # Nobody stops giving before all have taken.
             rendezvous.settle("hand out memory", refused[0] if refused else problem)
         except BaseException:

@@ -271,10 +271,15 @@ class Heap:
         blocks = {str(number): list(placed) for number, placed in self._blocks.items()}
         fault = None if self.fault is None else self.fault.block.number
         known = [workspace.block.number for workspace in self.workspaces.values()]
-        posts = self.rendezvous.gather("reset", [problem, blocks, self._chunks, self._number, fault, known])
+        board = self.board is not None
+        posts = self.rendezvous.gather(
+            "reset", [problem, blocks, self._chunks, self._number, fault, known, board]
+        )
         self.rendezvous.refuse("reset", [post[0] for post in posts])
         if any(post[4] != fault for post in posts):
             self.fault = None  # an error came while it was made, before there was anything that uses it
+        if not all(post[6] for post in posts):
+            self.board = None  # likewise
         self._keep_what_all_have([post[1] for post in posts], [post[2] for post in posts])
         # Of a workspace all ranks may have the block, and one of them gave up in the last step of making it.
         known_to_all = set.intersection(*(set(post[5]) for post in posts)) & self._blocks.keys()
@@ -370,5 +375,10 @@ def heap_of(tensor: torch.Tensor) -> Block | None:
         raise TypeError(f"tensor: is of type {type(tensor).__name__}, must be a tensor")
     if tensor.layout != torch.strided or isinstance(tensor, FakeTensor):
         return None
-    owner = getattr(tensor.untyped_storage(), "_weft_owner", None)
-    return owner if isinstance(owner, Block) else None
+    storage = tensor.untyped_storage()
+    owner = getattr(storage, "_weft_owner", None)
+    if not isinstance(owner, Block):
+        return None
+    # What moves a storage elsewhere (share_memory_) leaves the owner noted on it.
+    begin = owner.heap.address(owner.heap.rank) + owner.offset
+    return owner if begin <= storage.data_ptr() < begin + owner.size else None

@@ -100,7 +100,7 @@ class Peers:
         Raises:
             PeerTimeout: the deadline passed; on CUDA at the group's next call.
         """
-        self._pad.wait(peer, channel, "wait")
+        self._pad.wait(peer, channel)
 
     def barrier(self, channel: int = 0) -> None:
         """Every rank has come here, and may read what the others stored before they came.
@@ -108,11 +108,7 @@ class Peers:
         Raises:
             PeerTimeout: as ``wait``.
         """
-        others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        for peer in others:
-            self._pad.put(peer, channel)
-        for peer in others:
-            self._pad.wait(peer, channel, "barrier")
+        self._pad.barrier(channel)
 
 
 def rendezvous(tensor: torch.Tensor, group: Group = None) -> Peers:
@@ -138,4 +134,6 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _like(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    return flat.as_strided(tensor.shape, tensor.stride())
+    like = flat.as_strided(tensor.shape, tensor.stride())
+    like = like.conj() if tensor.is_conj() else like
+    return torch._neg_view(like) if tensor.is_neg() else like

@@ -6,18 +6,21 @@ my pad has reached my next count: the n-th wait meets the n-th put, and puts may
 
 On CPU ranks a wait spins. On CUDA put and wait are stream memory operations: the host does not wait, the stream does
 (watch.py bounds that). A wait that expires breaks the group on this rank, as one in a workspace does (fault.py): no
-more calls until it is reset, and kernels behind it in the stream send nothing. A put that a stream comes to behind an
-expired wait is made all the same.
+more calls until it is reset, and kernels behind it in the stream send nothing. So does any other exception inside a
+call (Ctrl-C): counts that have gone up on one side alone would pair puts with the wrong waits. A put that a stream
+comes to behind an expired wait is made all the same.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
-from .errors import PeerTimeout, WeftError
+from .errors import CallAbandoned, PeerTimeout, WeftError, describe
 from .fault import WORD, Fault, fault_of
 from .sites import call_site, text
 from .spin import Expired, spin
@@ -63,8 +66,39 @@ class Pad:
             raise WeftError("signals count on the host and cannot be captured; weft's ops can")
         self._fault.raise_if_broken()
 
+    @contextmanager
+    def _whole(self, op: str) -> Iterator[None]:
+        try:
+            yield
+        except WeftError:
+            raise  # it has broken the group already
+        except BaseException as e:
+            heap = self._heap
+            site = text(call_site(3))  # this, contextlib, and the method that is whole
+            self._fault.breaks(CallAbandoned(op, heap.group_name, heap.rank, describe(e), site))
+            raise
+
     def put(self, peer: int, channel: int) -> None:
         self._check(peer, channel)
+        with self._whole("put"):
+            self._put(peer, channel)
+
+    def wait(self, peer: int, channel: int) -> None:
+        self._check(peer, channel)
+        with self._whole("wait"):
+            self._wait(peer, channel, "wait")
+
+    def barrier(self, channel: int) -> None:
+        rank, size = self._heap.rank, self._heap.world_size
+        self._check(rank, channel)
+        others = [(rank + step) % size for step in range(1, size)]
+        with self._whole("barrier"):
+            for peer in others:
+                self._put(peer, channel)
+            for peer in others:
+                self._wait(peer, channel, "barrier")
+
+    def _put(self, peer: int, channel: int) -> None:
         self._puts[channel][peer] += 1
         count = self._puts[channel][peer] & 0xFFFFFFFF
         address = self._word(peer, channel, self._heap.rank)
@@ -73,8 +107,7 @@ class Pad:
         else:
             self._watch.write(address, count)
 
-    def wait(self, peer: int, channel: int, op: str) -> None:
-        self._check(peer, channel)
+    def _wait(self, peer: int, channel: int, op: str) -> None:
         heap = self._heap
         self._waits[channel][peer] += 1
         count = self._waits[channel][peer] & 0xFFFFFFFF

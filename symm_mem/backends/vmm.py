@@ -106,7 +106,11 @@ class VmmBackend:
     def create(self, size: int) -> tuple[int, Any]:
         with relaxed_capture():
             handle = check(driver.cuMemCreate(size, self._prop, 0))
-            fd = check(driver.cuMemExportToShareableHandle(handle, _FD, 0))
+            try:
+                fd = check(driver.cuMemExportToShareableHandle(handle, _FD, 0))
+            except BaseException:
+                self.drop(handle)
+                raise
         return int(fd), handle
 
     def adopt(self, fd: int, size: int) -> Any:
@@ -120,7 +124,11 @@ class VmmBackend:
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         with relaxed_capture():
             check(driver.cuMemMap(address, size, 0, handle, 0))
-            check(driver.cuMemSetAccess(address, size, [access], 1))
+            try:
+                check(driver.cuMemSetAccess(address, size, [access], 1))
+            except BaseException:
+                self.unmap(address, size)
+                raise
 
     def unmap(self, address: int, size: int) -> None:
         check(driver.cuMemUnmap(address, size))

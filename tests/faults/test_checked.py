@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
@@ -22,6 +23,7 @@ from weft.fused_ops import (
     one_shot_all_reduce,
     plan,
 )
+from weft.kernels.all_reduce import host
 
 ODD = 1  # the rank that differs
 
@@ -130,6 +132,32 @@ def test_settings_that_differ_are_found() -> None:
     usual, odd = run_ranks(one_alone, 2, fresh=True)
     assert odd.startswith("make a board: rank 1 of group '0' waited 0.4 s for rank 0")
     assert usual.startswith("one_shot_all_reduce: rank 0 of group '0' waited 0.4 s for rank 1")
+
+
+def gives_up(rank: int, world_size: int) -> str:
+    """A rank leaves a call when it has sent all that the others wait for: they learn it at the next one."""
+    symm_mem.set_timeout(60)
+    symm_mem.set_checked(True)
+    reduce()()
+    with ExitStack() as stack:
+        if rank == ODD:
+            broken = mock.patch.object(host.torch, "add", side_effect=MemoryError)
+            stack.enter_context(broken)
+            stack.enter_context(pytest.raises(MemoryError))
+        reduce()()
+    begin = time.monotonic()
+    with pytest.raises(symm_mem.WeftError) as error:
+        reduce()()
+    assert time.monotonic() - begin < 10
+    symm_mem.reset()
+    reduce()()
+    symm_mem.set_checked(False)
+    return str(error.value)
+
+
+def test_a_rank_that_has_given_up_is_not_waited_for() -> None:
+    usual, _ = run_ranks(gives_up, 2, fresh=True)
+    assert re.search(r"for rank 1: its count of checked calls is \d+, expected \d+, and it has given up", usual)
 
 
 def environment(rank: int, world_size: int) -> None:

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -27,6 +28,17 @@ def ones() -> torch.Tensor:
     return torch.ones(4, 4)
 
 
+@cache
+def peers() -> symm_mem.Peers:
+    return symm_mem.rendezvous(symm_mem.empty(4))
+
+
+def wait() -> None:
+    rank, size = peers().rank, peers().world_size
+    peers().put((rank + 1) % size, channel=1)
+    peers().wait((rank - 1) % size, channel=1)
+
+
 CALLS: dict[str, Callable[[], object]] = {
     "fused_all_gather_matmul": lambda: fused_all_gather_matmul(ones(), [ones()], 0, None),
     "fused_matmul_reduce_scatter": lambda: fused_matmul_reduce_scatter(
@@ -34,6 +46,8 @@ CALLS: dict[str, Callable[[], object]] = {
     ),
     "one_shot_all_reduce": lambda: one_shot_all_reduce(ones(), "sum", None),
     "allocate": lambda: symm_mem.empty(100),
+    "barrier": lambda: peers().barrier(),
+    "wait": wait,
 }
 
 

@@ -8,6 +8,7 @@ import re
 import resource
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,9 +17,11 @@ from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, one_shot_all_reduce
 from weft.kernels.all_gather_matmul import host
+from weft.symm_mem import descriptors
 
 SHORT = 1  # the rank that runs out
 MORE = 40 << 20  # bytes: the heap must grow for so many
+BOARD = "map the boards"  # the last step of making what checked calls are compared on
 
 
 @contextmanager
@@ -125,6 +128,34 @@ def test_a_range_that_cannot_be_reserved() -> None:
     assert "cannot reserve" in texts[0] and "Cannot allocate memory" in texts[0]
 
 
+def interrupted(rank: int, world_size: int) -> None:
+    """Ctrl-C when one of the peers' descriptors has come already: it is closed, and so is the own one."""
+    symm_mem.set_timeout(20)
+    works(rank, world_size)
+    before, taken = state(), 0
+    take = descriptors._take
+
+    def interrupts(*args: Any) -> int:
+        nonlocal taken
+        taken += 1
+        if taken == world_size - 1:
+            raise KeyboardInterrupt
+        return take(*args)
+
+    with ExitStack() as stack:
+        if rank == SHORT:
+            stack.enter_context(mock.patch.object(descriptors, "_take", interrupts))
+        with pytest.raises(KeyboardInterrupt if rank == SHORT else symm_mem.PeerTimeout):
+            symm_mem.empty(MORE, dtype=torch.uint8)
+    symm_mem.reset()
+    assert state() == before
+    works(rank, world_size)
+
+
+def test_an_interrupt_between_two_descriptors() -> None:
+    run_ranks(interrupted, 3, fresh=True, store="tcp")
+
+
 def out_of_memory_inside(rank: int, world_size: int) -> str:
     """An allocation of torch fails in the middle of a call: this rank gets that error, the others its name."""
     symm_mem.set_timeout(20)
@@ -156,17 +187,18 @@ def test_an_exception_inside_a_call() -> None:
     assert "waited 0" in other and "for rank 1: " in other and "it has given up (called at " in other
 
 
-def made_on_one_rank(rank: int, world_size: int) -> None:
-    """A rank gives up in the last step of making a workspace, when the other one has it already."""
+def made_on_one_rank(rank: int, world_size: int, last_step: str) -> None:
+    """A rank gives up in the last step of making a workspace or a board, when the other one has it already."""
     symm_mem.set_timeout(1)
     a, b = torch.full((4, 4), rank + 1.0), torch.ones(4, 4)
     symm_mem.empty(1)  # what is made once for the group is there
     rendezvous = symm_mem.heap().rendezvous
     gather = rendezvous.gather
+    symm_mem.set_checked(last_step == BOARD)
 
     def gives_up(what: str, *args: object) -> object:
         posts = gather(what, *args)
-        if what == "zeroed":
+        if what == last_step:
             raise KeyboardInterrupt
         return posts
 
@@ -183,5 +215,6 @@ def made_on_one_rank(rank: int, world_size: int) -> None:
         assert product[:4].eq(4).all() and product[4:].eq(8).all()
 
 
-def test_a_workspace_that_one_rank_alone_has_made() -> None:
-    run_ranks(made_on_one_rank, 2, fresh=True)
+@pytest.mark.parametrize("last_step", ["zeroed", BOARD])
+def test_what_one_rank_alone_has_made(last_step: str) -> None:
+    run_ranks(made_on_one_rank, 2, last_step, fresh=True)

@@ -1,0 +1,33 @@
+"""What ``rendezvous`` makes of tensors that are not as ``empty`` gave them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from weft import symm_mem
+
+
+def moved(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match="tensor: does not lie on a heap"):
+        symm_mem.rendezvous(symm_mem.empty(100).share_memory_())
+    symm_mem.rendezvous(symm_mem.empty(0)).barrier()
+
+
+def test_a_tensor_that_torch_has_moved_is_refused() -> None:
+    run_ranks(moved, 2)
+
+
+def with_bits(rank: int, world_size: int) -> None:
+    x = symm_mem.empty(3, dtype=torch.complex64).fill_(complex(rank, rank + 1))
+    peers = symm_mem.rendezvous(x)
+    peers.barrier()
+    conjugated, negated = (symm_mem.rendezvous(view).tensors for view in (x.conj(), x.conj().imag))
+    for source in range(world_size):
+        assert conjugated[source].tolist() == 3 * [complex(source, -source - 1)]
+        assert negated[source].tolist() == 3 * [-source - 1]
+    peers.barrier()
+
+
+def test_peers_of_conjugated_and_negated_views_are_so_too() -> None:
+    run_ranks(with_bits, 2)
