@@ -31,6 +31,8 @@ DEVICE_FOLDER = Path(__file__).parent
 _OPTIONS = (
     "--std=c++17",
     "--device-as-default-execution-space",
+    # A source has no folder but the one it was given: NVRTC would take the process's, and headers of that name in it.
+    "--no-source-include",
     *os.environ.get("WEFT_NVRTC_OPTIONS", "").split(),
 )
 _ANY_SHARED = 48 << 10  # bytes of shared memory that any kernel may take
@@ -185,9 +187,17 @@ class Program:
 
 
 def cache_folder() -> Path:
-    """Where cubins are kept: WEFT_CACHE_DIR, else ~/.cache/weft."""
-    named = os.environ.get("WEFT_CACHE_DIR")
-    return Path(named) if named else Path.home() / ".cache" / "weft"
+    """Where cubins are kept: WEFT_CACHE_DIR, else ~/.cache/weft.
+
+    Raises:
+        OSError: there is no home directory.
+    """
+    if named := os.environ.get("WEFT_CACHE_DIR"):
+        return Path(named)
+    try:
+        return Path.home() / ".cache" / "weft"
+    except RuntimeError as e:
+        raise FileNotFoundError(f"no folder for a cache, WEFT_CACHE_DIR may name one: {e}") from e
 
 
 def write_whole(place: Path, content: bytes) -> None:
@@ -234,17 +244,16 @@ def compile_cubin(path: Path, arch: str = ARCH, defines: Mapping[str, str | int]
 
 
 def _cached(program: Program) -> bytes:
-    key = _key(program)
-    place = cache_folder() / f"{program.path.parent.name}-{program.path.stem}-{key}.cubin"
+    name = f"{program.path.parent.name}-{program.path.stem}-{_key(program)}.cubin"
     try:
-        stored = place.read_bytes()
+        stored = (cache_folder() / name).read_bytes()
         if hashlib.sha256(stored[_DIGEST:]).digest() == stored[:_DIGEST]:
             return stored[_DIGEST:]
     except OSError:
         pass
     cubin = compile_cubin(program.path, program.arch, program.defines)
     with contextlib.suppress(OSError):  # without a cache the program runs all the same
-        write_whole(place, hashlib.sha256(cubin).digest() + cubin)
+        write_whole(cache_folder() / name, hashlib.sha256(cubin).digest() + cubin)
     return cubin
 
 

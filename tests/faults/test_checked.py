@@ -157,7 +157,9 @@ def gives_up(rank: int, world_size: int) -> str:
 
 def test_a_rank_that_has_given_up_is_not_waited_for() -> None:
     usual, _ = run_ranks(gives_up, 2, fresh=True)
-    assert re.search(r"for rank 1: its count of checked calls is \d+, expected \d+, and it has given up", usual)
+    assert re.search(
+        r"for rank 1: its count of checked calls is \d+, expected \d+, and it has given up", usual
+    )
 
 
 def environment(rank: int, world_size: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from weft.kernels.device import program as under_test
@@ -81,6 +82,28 @@ def test_without_a_place_for_the_cache_programs_compile_all_the_same(
     (tmp_path / "file").touch()
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "file" / "cache"))
     assert cubin(source).startswith(b"\x7fELF")
+
+
+def test_without_a_home_there_is_no_cache(
+    source: Path, compiles: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WEFT_CACHE_DIR")
+    monkeypatch.setattr(
+        Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory."))
+    )
+    assert cubin(source) == cubin(source)
+    assert len(compiles) == 2
+
+
+def test_headers_in_the_current_folder_are_not_the_programs(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = compile_cubin(source, defines={"VALUE": 2})
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "part.cuh").write_text("#define PART 5\n")
+    monkeypatch.chdir(elsewhere)
+    assert compile_cubin(source, defines={"VALUE": 2}) == want
 
 
 def test_a_broken_source_is_shown_with_its_line(source: Path) -> None:
