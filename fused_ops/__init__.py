@@ -1,5 +1,6 @@
 """Fused tensor-parallel ops: as functions, in ``torch.ops.weft``, and found in compiled graphs by a pass."""
 
+from . import flops as flops  # torch's counter knows them
 from .functional import (
     fused_all_gather_matmul,
     fused_all_reduce_rms_norm,

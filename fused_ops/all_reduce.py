@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from ..kernels.all_reduce import host
@@ -105,6 +106,8 @@ def again(
         is_likely(kept, kind, found)
     if not has_name(found.group, group_name):
         return None
+    if out is x and x.is_inference() and not torch.is_inference_mode_enabled():
+        return None  # is refused
     stream = found.stream
     if out is None:
         out = found.empty(found.sizes, found.strides, found.dtype)
@@ -121,6 +124,8 @@ def again(
         raise
     if found.behind is not None:
         found.behind(stream)
+    if out is x:
+        increment_version(x)  # of what a kernel writes at an address autograd sees nothing
     return out
 
 

@@ -6,12 +6,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd.function import FunctionCtx
 
 from ..symm_mem import resolve_group
 from . import all_gather_matmul, matmul_reduce_scatter
 
 _ops = torch.ops.weft
+
+AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """As the ops, which cast nothing where autocast is on."""
+    with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+        return x @ y
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -44,6 +53,9 @@ class AllGatherMatmul(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.gather_dim, ctx.group_name = gather_dim, group_name
         ctx.save_for_backward(A if needs_A else None, *Bs)
+        of_A, of_Bs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        constants = [out for out, of_B in zip(outs, of_Bs, strict=True) if not (of_A or of_B)]
+        ctx.mark_non_differentiable(*([] if of_A or A is None else [A]), *constants)
         # Also where the caller does not want it: to a second backward what is saved and is no result is a constant.
         return A, *outs
 
@@ -62,7 +74,7 @@ class AllGatherMatmul(torch.autograd.Function):
                 rest = _reduce_scatter(grad_A, ctx.gather_dim, ctx.group_name)
                 grad_shard = rest if grad_shard is None else grad_shard + rest
         grad_Bs = [
-            _rows(A).t() @ _rows(g) if needed and g is not None else None
+            _product(_rows(A).t(), _rows(g)) if needed and g is not None else None
             for needed, g in zip(ctx.needs_input_grad[4:], grads, strict=True)
         ]
         return grad_shard, None, None, None, *grad_Bs
@@ -104,7 +116,7 @@ class MatmulReduceScatter(torch.autograd.Function):
             gathered, (grad_A,) = _ops.fused_all_gather_matmul(
                 grad.to(A.dtype), [B.t()], ctx.scatter_dim, ctx.group_name, return_A=needed[1]
             )
-            grad_B = _rows(A).t() @ _rows(gathered) if needed[1] else None
+            grad_B = _product(_rows(A).t(), _rows(gathered)) if needed[1] else None
         return grad_A, grad_B, None, None, None, None, grad_bias, grad_residual
 
 
@@ -157,6 +169,6 @@ class MatmulAllReduce(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         A, B = ctx.saved_tensors
         total = _ops.one_shot_all_reduce(grad, ctx.reduce_op, ctx.group_name)
-        grad_A = total @ B.t() if ctx.needs_input_grad[0] else None
-        grad_B = _rows(A).t() @ _rows(total) if ctx.needs_input_grad[1] else None
+        grad_A = _product(total, B.t()) if ctx.needs_input_grad[0] else None
+        grad_B = _product(_rows(A).t(), _rows(total)) if ctx.needs_input_grad[1] else None
         return grad_A, grad_B, None, None

@@ -95,6 +95,10 @@ def reduction(reduce_op: Any, allowed: Sequence[str] = REDUCE_OPS) -> None:
 def number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: is {_kind(value)}, must be a number")
+    try:
+        float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: is too large for a float") from None
 
 
 def _one_of(names: Sequence[str]) -> str:
@@ -214,9 +218,12 @@ def all_reduce_in_place(x: torch.Tensor, reduce_op: str, group_name: str) -> Pro
         ValueError, TypeError: naming the argument, what it was and what it must be.
     """
     group = all_reduce(x, reduce_op, group_name)
-    # torch's own in-place functions refuse the same, but only when the sum is about to be copied.
-    if x.numel() and any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+    # torch's own in-place functions refuse the same, but only when the sum is about to be copied. Strides first: sizes
+    # may be known at run time alone.
+    if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)) and x.numel():
         raise ValueError("x: is expanded, must have memory of its own for every element to be overwritten")
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError("x: is an inference tensor, must be overwritten in inference mode or be a usual one")
     return group
 
 

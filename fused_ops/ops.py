@@ -7,12 +7,14 @@ above the others: the graph pass inserts the ops below autograd, where a call co
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from ..kernels.all_reduce.host import IN_PLACE
 from ..symm_mem import is_checked
@@ -26,6 +28,7 @@ from . import matmul_reduce_scatter as _rs
 from .again import goes_straight
 from .alike import has_tangents
 from .autograd import (
+    AUTOCAST,
     AllGatherMatmul,
     AllReduce,
     AllReduceRmsNorm,
@@ -64,6 +67,21 @@ all_reduce = torch.ops.weft.one_shot_all_reduce.default
 all_reduce_ = torch.ops.weft.one_shot_all_reduce_.default
 all_reduce_rms_norm = torch.ops.weft.fused_all_reduce_rms_norm.default
 matmul_all_reduce = torch.ops.weft.fused_matmul_all_reduce.default
+
+
+_VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
+
+
+def _fresh(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Its results are new tensors, like those of torch's own ops. They are views of what kernels write, and as such
+    autograd would let nobody change them in place."""
+
+    @wraps(run)
+    def call(*args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+            return run(*args)
+
+    return call
 
 
 def _all_gather_matmul_fake(
@@ -128,6 +146,7 @@ def _all_gather_matmul(
     return done or _all_gather_matmul_anew(A_shard, Bs, gather_dim, group_name, return_A)
 
 
+@_fresh
 @whole
 def _all_gather_matmul_anew(
     A_shard: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, return_A: bool
@@ -155,6 +174,7 @@ def _matmul_reduce_scatter(
     return _matmul_reduce_scatter_anew(*args) if done is None else done
 
 
+@_fresh
 @whole
 def _matmul_reduce_scatter_anew(
     A: Tensor,
@@ -180,6 +200,7 @@ def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
     return _all_reduce_anew(x, reduce_op, group_name) if done is None else done
 
 
+@_fresh
 @whole
 def _all_reduce_anew(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
     group = checks.all_reduce(x, reduce_op, group_name)
@@ -202,6 +223,7 @@ def _all_reduce_in_place_anew(x: Tensor, reduce_op: str, group_name: str) -> Non
         _ar.run(x, reduce_op, group, x, op=IN_PLACE)
     else:
         x.copy_(_ar.run(x, reduce_op, group, op=IN_PLACE))
+    increment_version(x)  # as in ``again``
 
 
 def _all_reduce_rms_norm(
@@ -211,6 +233,7 @@ def _all_reduce_rms_norm(
     return done or _all_reduce_rms_norm_anew(x, residual, weight, eps, group_name)
 
 
+@_fresh
 @whole
 def _all_reduce_rms_norm_anew(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
@@ -226,6 +249,7 @@ def _matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group_name: str) ->
     return _matmul_all_reduce_anew(A, B, reduce_op, group_name) if done is None else done
 
 
+@_fresh
 @whole
 def _matmul_all_reduce_anew(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor:
     group = checks.matmul_all_reduce(A, B, reduce_op, group_name)
@@ -313,20 +337,20 @@ def _all_reduce_in_place_autograd(x: Tensor, reduce_op: str, group_name: str) ->
         return None
     if _wants_grad(x):
         raise ValueError("x: requires a gradient, must not where it is overwritten; use one_shot_all_reduce")
+    if x.is_neg():  # what resolves that below has no way with ops that return nothing
+        x.copy_(all_reduce(x, reduce_op, group_name))
+        return None
     if goes_straight(x):
         return _all_reduce_in_place_anew(x, reduce_op, group_name)
     with torch._C._AutoDispatchBelowAutograd():
         return all_reduce_(x, reduce_op, group_name)
 
 
-_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
-
-
 def _below_autocast(op: Callable[..., Any]) -> Callable[..., Any]:
     """The op without autocast: it would cast the products of what runs unfused or between CPU ranks, and no others."""
 
     def call(*args: Any, **named: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
             return op(*args, **named)
 
     return call

@@ -9,10 +9,12 @@ from torch.distributed import ProcessGroup
 
 def all_reduce(x: torch.Tensor, reduce_op: str, group: ProcessGroup) -> torch.Tensor:
     """``sum over ranks of x`` (``avg``: divided by their number), or their ``max`` or ``min``; contiguous."""
-    out = x.clone(memory_format=torch.contiguous_format)
+    # A sum of float16 numbers may be too large for one where their average is not.
+    wide = torch.float32 if reduce_op == "avg" and x.dtype == torch.float16 else x.dtype
+    out = x.to(wide, copy=True, memory_format=torch.contiguous_format)
     if out.numel():
         op = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(reduce_op, dist.ReduceOp.SUM)
         dist.all_reduce(out, op=op, group=group)
     if reduce_op == "avg":
         out /= group.size()
-    return out
+    return out.to(x.dtype)

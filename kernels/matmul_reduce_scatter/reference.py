@@ -34,13 +34,16 @@ def matmul_reduce_scatter(
     """
     shape = [*A.shape[:-1], B.shape[1]]
     shape[scatter_dim] //= group.size()
-    product = (A @ B).to(out_dtype or A.dtype).movedim(scatter_dim, 0).contiguous()
+    dtype = out_dtype or A.dtype
+    # A sum of float16 numbers may be too large for one where their average is not.
+    wide = torch.float32 if reduce_op == "avg" and dtype == torch.float16 else dtype
+    product = (A @ B).to(wide).movedim(scatter_dim, 0).contiguous()
     out = product.new_empty(product.shape[0] // group.size(), *product.shape[1:])
     if out.numel():
         _reduce_scatter(out, product, group=group)
     if reduce_op == "avg":
         out /= group.size()
-    own = out.movedim(0, scatter_dim)
+    own = out.to(dtype).movedim(0, scatter_dim)
     terms = [term for term in (bias, residual) if term is not None]
     if len(terms) == 1:
         # In float32 inside of the addition, and rounded once: the same bits in one kernel.

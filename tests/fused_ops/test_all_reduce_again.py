@@ -71,7 +71,9 @@ def test_it_is_taken(stage: SimpleNamespace) -> None:
     x = stage.x
     out = all_reduce.again(x, "sum", NAME)
     assert out is not None and out.shape == x.shape and out.data_ptr() != x.data_ptr()
+    assert x._version == 0
     assert all_reduce.again(x, "sum", NAME, x) is x
+    assert x._version == 1, "autograd must know"
     symm_mem.set_timeout(0.5, NAME)
     all_reduce.again(x, "sum", NAME, x)
     assert stage.kernel.launched == [

@@ -1,0 +1,180 @@
+"""What users do with the arguments and results of torch's own ops: they may with those of weft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from opcommon import DEVICES, gather, world
+from ranks import run_ranks
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from weft.fused_ops import (
+    fused_all_gather_matmul,
+    fused_all_reduce_rms_norm,
+    fused_matmul_all_reduce,
+    fused_matmul_reduce_scatter,
+    one_shot_all_reduce,
+    one_shot_all_reduce_,
+    plan,
+)
+
+Op = tuple[Callable[..., Tensor], list[Tensor]]
+
+
+def ops() -> list[Op]:
+    A, B, x = torch.randn(4, 3, 6), torch.randn(6, 8), torch.randn(5, 7)
+    return [
+        (lambda a, b: fused_all_gather_matmul(a, [b], 1, world(), return_A=False)[1][0], [A, B]),
+        (lambda a, b: fused_matmul_reduce_scatter(a, b, "sum", 0, world()), [A, B]),
+        (lambda a, b: fused_matmul_all_reduce(a, b, "sum", world()), [A, B]),
+        (lambda a: one_shot_all_reduce(a, "sum", world()), [x]),
+        (lambda a, r, w: fused_all_reduce_rms_norm(a, r, w, 1e-5, world())[0], [x, x + 1, x[0]]),
+    ]
+
+
+def changed(rank: int, world_size: int) -> None:
+    """A result is changed in place: gradients are those of the same out of place."""
+    for fused in (True, False):
+        for op, inputs in ops():
+            results = []
+            for change in (lambda y: y.mul_(2).relu_(), lambda y: (y * 2).relu()):
+                given = [t.clone().requires_grad_() for t in inputs]
+                if fused:
+                    y = op(*given)
+                else:
+                    with plan.forced("unfused"):
+                        y = op(*given)
+                results.append([y := change(y), *torch.autograd.grad(y.square().sum(), given)])
+            assert all(map(torch.equal, *results))
+            with torch.no_grad():
+                y = op(*inputs)
+            y += (p := torch.ones(y.shape[-1], requires_grad=True))
+            assert torch.autograd.grad(y.sum(), p)[0].eq(y.numel() // y.shape[-1]).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_results_may_be_changed_in_place(device: str) -> None:
+    run_ranks(changed, 2, device=device)
+
+
+def constants(rank: int, world_size: int) -> None:
+    A, B, C = torch.randn(3, 4), torch.randn(4, 5), torch.randn(4, 2)
+    whole, (first, second) = fused_all_gather_matmul(A, [B.requires_grad_(), C], 0, world())
+    assert [t.requires_grad for t in (whole, first, second)] == [False, True, False]
+    (grad,) = torch.autograd.grad(first.sum(), B)
+    assert torch.allclose(grad, torch.cat(gather(A)).sum(0)[:, None].expand(4, 5).to(grad), atol=1e-5)
+    whole, (first, second) = fused_all_gather_matmul(A.requires_grad_(), [B, C], 0, world())
+    assert whole.requires_grad and first.requires_grad and second.requires_grad
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_no_gradient_flows_through_requires_none(device: str) -> None:
+    run_ranks(constants, 2, device=device)
+
+
+def autocast_backward(rank: int, world_size: int) -> None:
+    """Under autocast gradients are cast no more than results are: eager, and traced under it."""
+    A, B = torch.randn(4, 33), torch.randn(33, 6)
+    kind = A.device.type
+    for op, inputs in (
+        (lambda a, b: fused_all_gather_matmul(a, [b], 0, world())[1][0], [A, B]),
+        (lambda a, b: fused_matmul_reduce_scatter(a, b, "sum", 0, world()), [A, B]),
+        (lambda a, b: fused_matmul_all_reduce(a, b, "sum", world()), [A, B]),
+    ):
+        given = [t.clone().requires_grad_() for t in inputs]
+        want = torch.autograd.grad(op(*given).sum(), given)
+        torch.compiler.reset()
+        compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
+        with torch.autocast(kind, torch.bfloat16):
+            eager = torch.autograd.grad(op(*given).sum(), given)
+            y = compiled(*given).sum()
+        traced = torch.autograd.grad(y, given)
+        for got in (eager, traced):
+            assert all(torch.allclose(g, w, rtol=1e-5, atol=1e-5) for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_under_autocast(device: str) -> None:
+    run_ranks(autocast_backward, 2, device=device)
+
+
+def large_average(rank: int, world_size: int) -> None:
+    """Numbers of float16 whose sum is too large for one, and whose average is not."""
+    x, eye = torch.full((2 * world_size, 4), 40_000.0).half(), torch.eye(4).half()
+    for forced in (None, "unfused"):
+        for op in (
+            lambda: one_shot_all_reduce(x, "avg", world()),
+            lambda: fused_matmul_all_reduce(x, eye, "avg", world()),
+            lambda: fused_matmul_reduce_scatter(x, eye, "avg", 0, world()),
+        ):
+            if forced:
+                with plan.forced("unfused"):
+                    out = op()
+            else:
+                out = op()
+            assert out.dtype == torch.float16 and out.eq(40_000).all(), forced
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_average_of_large_numbers(device: str) -> None:
+    run_ranks(large_average, 2, device=device)
+
+
+def in_place(rank: int, world_size: int) -> None:
+    group = world()
+    for _ in range(3):  # on CUDA by the short way, too
+        w, t = torch.full((3,), 2.0, requires_grad=True), torch.full((3,), 3.0)
+        y = (w * t).sum()
+        one_shot_all_reduce_(t, "sum", group)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+    with torch.inference_mode():
+        x = torch.ones(5)
+        one_shot_all_reduce_(x, "sum", group)
+    with pytest.raises(ValueError, match="x: is an inference tensor, must be overwritten in inference mode"):
+        one_shot_all_reduce_(x, "sum", group)
+    z = torch.full((3,), 2 + 3j, dtype=torch.complex64)
+    assert one_shot_all_reduce_(z.conj().imag, "sum", group).eq(-3 * world_size).all()
+    assert z.eq(complex(2, 3 * world_size)).all()
+    assert one_shot_all_reduce(x, "sum", group).eq(world_size**2).all(), "nothing is broken"
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def of_unknown_size(x: Tensor, mask: Tensor) -> Tensor:
+        return one_shot_all_reduce_(x[mask], "sum", group)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        out = of_unknown_size(torch.arange(6.0), torch.arange(6) % 2 == 0)
+    assert out.tolist() == [0.0, 2.0 * world_size, 4.0 * world_size]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_overwritten(device: str) -> None:
+    run_ranks(in_place, 2, device=device)
+
+
+def counted(rank: int, world_size: int) -> list[int]:
+    A, B = torch.ones(4, 6), torch.ones(6, 5)
+    calls: list[Callable[[], Any]] = [
+        lambda: fused_all_gather_matmul(A, [B, B[:, :1]], 0, world()),
+        lambda: fused_matmul_reduce_scatter(A, B, "sum", 0, world(), bias=B[0]),
+        lambda: fused_matmul_all_reduce(A, B, "sum", world()),
+    ]
+    flops = []
+    for call in calls:
+        with FlopCounterMode(display=False) as counter:
+            call()
+        flops.append(counter.get_total_flops())
+    return flops
+
+
+def test_torchs_counter_knows_how_much_they_multiply() -> None:
+    assert run_ranks(counted, 2) == [[2 * 2 * 4 * 6 * 6, 2 * 4 * 6 * 5, 2 * 4 * 6 * 5]] * 2
+
+
+def test_an_eps_that_is_too_large_is_named() -> None:
+    x = torch.ones(3)
+    with pytest.raises(ValueError, match="eps: is too large for a float"):
+        fused_all_reduce_rms_norm(x, x, x, 10**400, None)
