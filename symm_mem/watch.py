@@ -1,8 +1,9 @@
 """Stream memory operations whose waits end.
 
-A wait of the stream for a word cannot be given a deadline. So a thread looks after those that are under way: when a
-deadline passes it tells whoever asked for the wait, sets the word by which kernels know that what they are given is
-worth nothing (fault.py), and writes the awaited count itself, so that the stream goes on and the context stays usable.
+A wait of the stream for a word cannot be given a deadline. So a thread looks after those that are under way. When a
+deadline passes, which counts from when the stream has come to the wait, it tells whoever asked for the wait, sets the
+word by which kernels know that what they are given is worth nothing (fault.py), and writes the awaited count itself, so
+that the stream goes on and the context stays usable.
 One thread for each heap, and only while there is something to look after.
 """
 
@@ -12,6 +13,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -27,6 +29,17 @@ Expiry: TypeAlias = Callable[[int, float], object]
 Word: TypeAlias = tuple[int, int]
 
 _PERIOD = 0.02  # seconds between two looks
+
+
+@dataclass
+class _Wait:
+    begins: torch.cuda.Event  # behind all that the stream does before
+    ends: torch.cuda.Event
+    awaited: Word
+    timeout: float
+    expiry: Expiry
+    broken: Word
+    deadline: float | None = None  # not before it begins
 
 
 def watch_of(heap: Heap) -> Watch | None:
@@ -48,7 +61,7 @@ class Watch:
         from .backends.vmm import check, own_stream
 
         self._driver, self._call, self._device = driver, check, device
-        self._waiting: list[tuple[torch.cuda.Event, float, Word, float, Expiry, Word]] = []
+        self._waiting: list[_Wait] = []
         self._lock = threading.Lock()
         self._side = own_stream(self, device)
         self._running = False
@@ -62,13 +75,14 @@ class Watch:
 
     def wait(self, address: int, value: int, timeout: float, expiry: Expiry, broken: Word) -> None:
         """``broken``: what is written if the deadline passes, before the stream goes on."""
+        stream = torch.cuda.current_stream(self._device)
+        begins, ends = torch.cuda.Event(), torch.cuda.Event()
+        begins.record(stream)
         greater_or_equal = self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
         self._call(self._driver.cuStreamWaitValue32(self._stream(), address, value, int(greater_or_equal)))
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
+        ends.record(stream)
         with self._lock:
-            deadline = time.monotonic() + timeout
-            self._waiting.append((event, deadline, (address, value), timeout, expiry, broken))
+            self._waiting.append(_Wait(begins, ends, (address, value), timeout, expiry, broken))
             if not self._running:
                 self._running = True
                 threading.Thread(target=self._run, name="weft-signals", daemon=True).start()
@@ -80,30 +94,29 @@ class Watch:
         with relaxed_capture():  # a look at an event must not end another thread's capture
             while True:
                 with self._lock:
-                    self._waiting = [w for w in self._waiting if not w[0].query()]
+                    self._waiting = [w for w in self._waiting if not w.ends.query()]
                     if not self._waiting:
                         self._running = False
                         return
-                    late = next((w for w in self._waiting if time.monotonic() > w[1]), None)
+                    late = next((w for w in self._waiting if self._is_late(w)), None)
                 if late is not None:
-                    self._release(*late)
+                    self._release(late)
                 time.sleep(_PERIOD)
 
-    def _release(
-        self,
-        event: torch.cuda.Event,
-        _deadline: float,
-        awaited: Word,
-        timeout: float,
-        expiry: Expiry,
-        broken: Word,
-    ) -> None:
+    def _is_late(self, wait: _Wait) -> bool:
+        if wait.deadline is None:
+            if wait.begins.query():
+                wait.deadline = time.monotonic() + wait.timeout
+            return False
+        return time.monotonic() > wait.deadline
+
+    def _release(self, late: _Wait) -> None:
         seen = ctypes.c_uint32()
         stream = self._side
-        self._call(self._driver.cuMemcpyDtoHAsync(ctypes.addressof(seen), awaited[0], 4, stream))
+        self._call(self._driver.cuMemcpyDtoHAsync(ctypes.addressof(seen), late.awaited[0], 4, stream))
         self._call(self._driver.cuStreamSynchronize(stream))
-        if not reached(seen.value, awaited[1]):
-            expiry(seen.value, timeout)
-            for address, value in (broken, awaited):
+        if not reached(seen.value, late.awaited[1]):
+            late.expiry(seen.value, late.timeout)
+            for address, value in (late.broken, late.awaited):
                 self._call(self._driver.cuMemsetD32Async(address, value, 1, stream))
-        event.synchronize()
+        late.ends.synchronize()
