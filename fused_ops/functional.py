@@ -230,7 +230,7 @@ def fused_all_reduce_rms_norm(
 
 
 def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: Group) -> Tensor:
-    """``A @ B`` summed over ranks, on every rank: parts of it are all-reduced while the next ones are multiplied.
+    """``A @ B`` summed over ranks, on every rank: overlapped where one kernel takes it, else one behind the other.
 
     Partial products are summed in float32, in rank order, and rounded once: the same bits on every rank and in every
     run. To be sent they are rounded to the dtype; a large product's own part is not. Differentiable. Works under

@@ -27,8 +27,16 @@ class Plan:
     """How a call is run.
 
     Attributes:
-        algorithm: "unfused" (the group's own collective and one product), "host" (CPU ranks), "copy_engine",
-            "tma_store", "push" or "one_shot" (CUDA).
+        algorithm: "none" before the first call, then
+            "unfused": the group's own collective, behind or in front of the product.
+            "host": CPU ranks; a thread copies, or every rank writes to every rank.
+            "push": CUDA; the blocks of a kernel of our own send. An all-reduce behind a product of cuBLAS, too.
+            "one_shot": CUDA; every rank sends to every rank at once, in front of or behind a product of cuBLAS, or,
+                of few rows that are all-reduced, in the kernel that multiplies.
+            "copy_engine": CUDA; a Triton kernel multiplies, the GPU's copy engines send (float32 all-gathers, and
+                16-bit ones with Bs of both orders).
+            "tma_store": CUDA; a Triton kernel multiplies and stores its tiles at their owners (float32
+                reduce-scatters).
         reason: why it is "unfused".
         workspace_bytes: of the heap, on each rank; calls of one stream share it.
         chosen: how the configuration of a kernel that can be tuned was come by: "tuned" (WEFT_TUNE=1), or "from the

@@ -279,12 +279,23 @@ _WORDS = {
     "weft::fused_all_gather_matmul": "all_gather_matmul",
     "weft::fused_matmul_reduce_scatter": "matmul_reduce_scatter",
     "weft::fused_matmul_all_reduce": "matmul_all_reduce",
+    # What reduces without a product.
+    "weft::one_shot_all_reduce": "all_reduce",
+    "weft::fused_all_reduce_rms_norm": "all_reduce",
+    "_c10d_functional::all_reduce": "all_reduce",
 }
 
 
 def _word(op: Any) -> str:
-    """The word by which ``worth`` knows an op; what reduces without a product is an all_reduce."""
-    return _WORDS.get(str(op._schema.name), "all_reduce")
+    """The word by which ``worth`` knows an op.
+
+    Raises:
+        KeyError: ``_WORDS`` has none.
+    """
+    name = str(op._schema.name)
+    if name not in _WORDS:
+        raise KeyError(f"{name} is not in _WORDS, so nobody knows whether it pays")
+    return _WORDS[name]
 
 
 def _where(match: forms.Form) -> tuple[int, torch.dtype, str]:

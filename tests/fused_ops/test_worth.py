@@ -7,6 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from weft.fused_ops import worth
+from weft.fused_ops.passes import fusion
+from weft.fused_ops.passes.lowering import _COMMUNICATING
+from weft.fused_ops.passes.match import c10d
 from weft.fused_ops.worth import OPS, expected_gain, worth_fusing
 from weft.kernels.all_gather_matmul import configs as gather
 from weft.kernels.matmul_reduce_scatter import configs as scatter
@@ -94,6 +97,14 @@ def test_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_op() -> None:
     with pytest.raises(ValueError, match="op: is 'matmul', must be one of all_gather_matmul, "):
         worth_fusing("matmul", 1, 1, 1, 2, BF16, "cpu")
+
+
+def test_every_op_that_the_pass_puts_in_has_a_word() -> None:
+    for name in _COMMUNICATING:
+        assert fusion._word(getattr(torch.ops.weft, name).default) in OPS
+    assert fusion._word(c10d.all_reduce.default) == "all_reduce"
+    with pytest.raises(KeyError, match="aten::mm is not in _WORDS"):
+        fusion._word(torch.ops.aten.mm.default)
 
 
 @given(SIZES, SIZES, SIZES, st.integers(2, 8))
