@@ -18,70 +18,8 @@ from typing_extensions import Self
 
 from ..symm_mem import Group, group_name, resolve_group
 from . import checks
-from .functional import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
-
-
-class _SumGradient(torch.autograd.Function):
-    """Before what every rank uses for a part of the result: each rank's gradient is a part of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return one_shot_all_reduce(grad, "sum", ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    """Sums what the ranks hold. All of them use the sum alike: its gradient is already whole on each rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return one_shot_all_reduce(x, "sum", group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
-
-
-def _gather_columns(x: Tensor, group: str, size: int) -> Tensor:
-    collectives = torch.ops._c10d_functional
-    columns = x.movedim(-1, 0).contiguous()
-    pending = collectives.all_gather_into_tensor(columns, size, group)
-    return collectives.wait_tensor(pending).movedim(0, -1).contiguous()
-
-
-def _own_columns(x: Tensor, rank: int, size: int) -> Tensor:
-    return x.chunk(size, -1)[rank].contiguous()
-
-
-# Rank and size are given to both: Dynamo does not look for a group by its name in an autograd.Function.
-class _Gather(torch.autograd.Function):
-    """Joins the columns of all ranks. All of them use the result alike: its gradient is already whole."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, rank: int, size: int) -> Tensor:
-        ctx.rank, ctx.size = rank, size
-        return _gather_columns(x, group, size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _own_columns(grad, ctx.rank, ctx.size), None, None, None
-
-
-class _Split(torch.autograd.Function):
-    """The own columns of what every rank holds whole; its gradient is whole again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, rank: int, size: int) -> Tensor:
-        ctx.group, ctx.size = group, size
-        return _own_columns(x, rank, size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _gather_columns(grad, ctx.group, ctx.size), None, None, None
+from .duals import Gather, Split, Sum, SumGradient
+from .functional import fused_all_gather_matmul, fused_matmul_reduce_scatter
 
 
 def _is_autocast(x: Tensor) -> bool:
@@ -260,8 +198,8 @@ class ColumnParallelLinear(_ParallelLinear):
             _, (y,) = fused_all_gather_matmul(x, [weight.t()], along, self.group, return_A=False)
             y = y if self.bias is None else y + self.bias.to(dtype)
         else:
-            y = F.linear(_SumGradient.apply(x, self.group), self.weight, self.bias)
-        return _Gather.apply(y, self.group, self.rank, self.world_size) if self.gather_output else y
+            y = F.linear(SumGradient.apply(x, self.group), self.weight, self.bias)
+        return Gather.apply(y, self.group, self.rank, self.world_size) if self.gather_output else y
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -330,13 +268,13 @@ class RowParallelLinear(_ParallelLinear):
         """
         self._check(x, self.weight.shape[1] if self.input_is_parallel else self.in_features)
         if not self.input_is_parallel:
-            x = _Split.apply(x, self.group, self.rank, self.world_size)
+            x = Split.apply(x, self.group, self.rank, self.world_size)
         dtype = _linear_dtype(x)
         if not self.sequence_parallel:
-            y = _Sum.apply(F.linear(x, self.weight), self.group)
+            y = Sum.apply(F.linear(x, self.weight), self.group)
             return y if self.bias is None else y + self.bias.to(dtype)
         # Each rank adds it to its part of the sequence only, so the parts of its gradient are summed.
-        bias = None if self.bias is None else _SumGradient.apply(self.bias, self.group).to(dtype)
+        bias = None if self.bias is None else SumGradient.apply(self.bias, self.group).to(dtype)
         along = self._along_sequence(x)
         x, weight = x.to(dtype), self.weight.to(dtype)
         return fused_matmul_reduce_scatter(x, weight.t(), "sum", along, self.group, bias=bias)
