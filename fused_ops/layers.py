@@ -32,6 +32,11 @@ def _linear_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if _is_autocast(x) else x.dtype
 
 
+def _check_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in checks.DTYPES:
+        raise TypeError(f"{name}: is {dtype}, must be float32, bfloat16 or float16")
+
+
 class _ParallelLinear(nn.Module):
     shard_dim: int  # of the weight [out_features, in_features]
 
@@ -52,6 +57,11 @@ class _ParallelLinear(nn.Module):
         checks.flags(bias=bias, sequence_parallel=sequence_parallel)
         checks.integer("sequence_dim", sequence_dim)
         checks.place(device, dtype)
+        default = torch.get_default_dtype()
+        if dtype is None and default not in checks.DTYPES:
+            raise TypeError(
+                f"dtype: is None, torch's default, {default}, must be float32, bfloat16 or float16"
+            )
         # The name and not the ProcessGroup: the module can be copied and saved.
         self.group = group_name(group)
         self.rank, self.world_size = resolve_group(group).rank(), resolve_group(group).size()
@@ -86,11 +96,13 @@ class _ParallelLinear(nn.Module):
             options: as for the class, without sizes, bias, device and dtype, which are those of ``linear``.
 
         Raises:
-            TypeError: ``linear`` is no nn.Linear, or an option is none, or one that ``linear`` decides.
+            TypeError: ``linear`` is no nn.Linear or not of a dtype that the layer can have, or an option is none, or
+                one that ``linear`` decides.
             ValueError: its size is not a multiple of the number of ranks.
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear: is {type(linear).__name__}, must be an nn.Linear")
+        _check_dtype("linear.weight", linear.weight.dtype)
         layer = cls(
             linear.in_features,
             linear.out_features,
@@ -109,7 +121,11 @@ class _ParallelLinear(nn.Module):
             raise ValueError(f"x: has {x.shape[-1]} columns, must have {columns}")
         if x.device != self.weight.device:
             raise ValueError(f"x: lies on {x.device}, must lie on {self.weight.device} like the weight")
-        if x.dtype != self.weight.dtype and not _is_autocast(x):
+        # Here, not in the constructor alone: module.double() comes later.
+        _check_dtype("weight", self.weight.dtype)
+        if _is_autocast(x):
+            _check_dtype("x", x.dtype)
+        elif x.dtype != self.weight.dtype:
             raise TypeError(f"x: is {x.dtype}, must be {self.weight.dtype} like the weight")
 
     def _along_sequence(self, x: Tensor) -> int:
@@ -273,8 +289,13 @@ class RowParallelLinear(_ParallelLinear):
         if not self.sequence_parallel:
             y = Sum.apply(F.linear(x, self.weight), self.group)
             return y if self.bias is None else y + self.bias.to(dtype)
+        along = self._along_sequence(x)
+        if x.shape[along] % self.world_size:
+            raise ValueError(
+                f"x: has size {x.shape[along]} in dimension {along}, the sequence, "
+                f"must have a multiple of {self.world_size} ranks there"
+            )
         # Each rank adds it to its part of the sequence only, so the parts of its gradient are summed.
         bias = None if self.bias is None else SumGradient.apply(self.bias, self.group).to(dtype)
-        along = self._along_sequence(x)
         x, weight = x.to(dtype), self.weight.to(dtype)
         return fused_matmul_reduce_scatter(x, weight.t(), "sum", along, self.group, bias=bias)

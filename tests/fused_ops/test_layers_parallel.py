@@ -264,8 +264,12 @@ def refused(rank: int, world_size: int) -> None:
         ColumnParallelLinear(4, 4, group=None, sequence_dim=1)(torch.ones(3, 4))
     with pytest.raises(ValueError, match="sequence_dim: is -1"):
         RowParallelLinear(4, 4, group=None, sequence_dim=-1)(torch.ones(2, 2, 2))
-    with pytest.raises(ValueError, match="multiple of 2 ranks"):
+    with pytest.raises(
+        ValueError, match=r"^x: has size 3 in dimension 0, the sequence, .* multiple of 2 ranks"
+    ):
         RowParallelLinear(4, 4, group=None)(torch.ones(3, 2))
+    with pytest.raises(ValueError, match=r"^x: has size 5 in dimension 1, the sequence"):
+        RowParallelLinear(4, 4, group=None, sequence_dim=-2, bias=False)(torch.ones(2, 5, 2))
     with pytest.raises(ValueError, match="x: has 2 columns, must have 4"):
         RowParallelLinear(4, 4, group=None, input_is_parallel=False)(torch.ones(4, 2))
     layer = ColumnParallelLinear(4, 6, group=None, bias=False, device="meta")
@@ -273,6 +277,45 @@ def refused(rank: int, world_size: int) -> None:
     assert layer.weight.shape == (3, 4)
     assert copy.deepcopy(layer).group == layer.group
     assert f"rank {rank} of 2" in repr(layer)
+
+
+def refused_dtypes(rank: int, world_size: int) -> None:
+    supported = "must be float32, bfloat16 or float16$"
+    layers: list[tuple[type[ColumnParallelLinear | RowParallelLinear], dict[str, Any]]]
+    layers = [
+        (ColumnParallelLinear, {"gather_output": True}),
+        (RowParallelLinear, {"input_is_parallel": False}),
+    ]
+    for (cls, whole), sequence_parallel, joined in product(layers, (True, False), (True, False)):
+        layer = cls(4, 4, group=None, sequence_parallel=sequence_parallel, **(whole if joined else {}))
+        columns = 2 if cls is RowParallelLinear and not joined else 4
+        for dtype in (torch.int64, torch.float64, torch.complex64, torch.bool):
+            x = torch.ones(4, columns, dtype=dtype)
+            with pytest.raises(TypeError, match=f"^x: is {dtype}, must be torch.float32 like the weight"):
+                layer(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                with pytest.raises(TypeError, match=f"^x: is {dtype}, {supported}"):
+                    layer(x)
+                with pytest.raises(RuntimeError):  # as of nn.Linear
+                    nn.Linear(columns, 4)(x)
+        layer.double()
+        for autocast in (True, False):
+            late = pytest.raises(TypeError, match=f"^weight: is torch.float64, {supported}")
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast), late:
+                layer(torch.ones(4, columns, dtype=torch.float64))
+        with pytest.raises(TypeError, match=f"^dtype: is torch.float64, {supported}"):
+            cls(4, 4, group=None, dtype=torch.float64)
+        with pytest.raises(TypeError, match=f"^linear.weight: is torch.float64, {supported}"):
+            cls.from_linear(nn.Linear(4, 4, dtype=torch.float64), None)
+        torch.set_default_dtype(torch.float64)
+        try:
+            with pytest.raises(
+                TypeError, match=f"^dtype: is None, torch's default, torch.float64, {supported}"
+            ):
+                cls(4, 4, group=None)
+            assert cls(4, 4, group=None, dtype=torch.float32).weight.dtype == torch.float32
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -309,3 +352,7 @@ def test_frozen() -> None:
 
 def test_refused() -> None:
     run_ranks(refused, 2)
+
+
+def test_refused_dtypes() -> None:
+    run_ranks(refused_dtypes, 2)
