@@ -70,21 +70,38 @@ class _ParallelLinear(nn.Module):
             raise ValueError(f"{name}: is {size}, must be a multiple of {self.world_size} ranks")
         self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
-        self._take(nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype))
-
-    def _take(self, linear: nn.Linear) -> None:
-        """Keep this rank's part of ``linear``."""
-
-        def own(whole: Tensor, parts: int, dim: int) -> nn.Parameter:
-            part = whole.detach().chunk(parts, dim)[self.rank % parts]
-            return nn.Parameter(part.clone(memory_format=torch.contiguous_format), whole.requires_grad)
-
-        self.weight = own(linear.weight, self.world_size, self.shard_dim)
-        bias: Tensor | None = linear.bias
-        if bias is None:
-            self.register_parameter("bias", None)
+        own = [out_features, in_features]
+        own[self.shard_dim] //= self.world_size
+        self.weight = nn.Parameter(torch.empty(own, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(own[0], device=device, dtype=dtype))
         else:
-            self.bias = own(bias, self.world_size if self.shard_dim == 0 else 1, 0)
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew, in place and as the constructor does: after ``to_empty`` of a layer made on "meta".
+
+        A whole nn.Linear is drawn, for a moment in memory, and the own part kept. A row-parallel layer's bias is zero.
+        """
+        place = {"device": self.weight.device, "dtype": self.weight.dtype}
+        linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, **place)
+        if self.shard_dim == 1 and self.bias is not None:
+            # All ranks hold it whole: drawn, it would differ where their seeds do.
+            nn.init.zeros_(linear.bias)
+        with torch.no_grad():
+            for name, part in self._parts(linear).items():
+                self.get_parameter(name).copy_(part)
+
+    def _parts(self, linear: nn.Linear) -> dict[str, Tensor]:
+        """Views of this rank's part of ``linear``, of each parameter that there is."""
+        parts = {"weight": linear.weight.detach().chunk(self.world_size, self.shard_dim)[self.rank]}
+        bias: Tensor | None = linear.bias
+        if bias is not None:
+            parts["bias"] = (
+                bias.detach().chunk(self.world_size)[self.rank] if self.shard_dim == 0 else bias.detach()
+            )
+        return parts
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, group: Group, **options: Any) -> Self:
@@ -112,7 +129,9 @@ class _ParallelLinear(nn.Module):
             dtype=linear.weight.dtype,
             **options,
         )
-        layer._take(linear)
+        for name, part in layer._parts(linear).items():
+            own = part.clone(memory_format=torch.contiguous_format)
+            setattr(layer, name, nn.Parameter(own, getattr(linear, name).requires_grad))
         return layer.train(linear.training)
 
     def _check(self, x: Tensor, columns: int) -> None:
@@ -221,7 +240,8 @@ class ColumnParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """``y = x @ weight^T + bias`` with the columns of ``weight`` and of ``x`` cut into one part a rank.
 
-    The bias is whole on every rank and added once, after the sum over ranks. Its gradient is whole, too.
+    The bias is whole on every rank and added once, after the sum over ranks. Its gradient is whole, too. It is zero at
+    first, not drawn: the same on all ranks without a broadcast, also where they are seeded differently.
 
     Args:
         in_features, out_features: of the whole layer; ``in_features`` a multiple of W.

@@ -148,6 +148,7 @@ def pair(rank: int, world_size: int, seed: int, compiled: bool) -> None:
         )
         seeded(seed)
         plain = Pair(nn.Linear(IN, hidden, dtype=dtype), nn.Linear(hidden, IN, dtype=dtype))
+        nn.init.zeros_(plain.get_parameter("down.bias"))
         whole = deepcopy(plain).double()
         x, grad = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
         x64 = x.double().requires_grad_()

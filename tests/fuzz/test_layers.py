@@ -79,6 +79,8 @@ def invoke(kind: str, options: dict[str, Any], x: Any, rank: int, size: int) -> 
     whole = nn.Linear(
         options["in_features"], options["out_features"], options["bias"], options["device"], options["dtype"]
     )
+    if kind == "row" and options["bias"]:
+        nn.init.zeros_(whole.bias)
     want = whole.double()(x.double())
     if kind == "column" and not options["gather_output"]:
         want = own(want, -1, rank, size)
