@@ -1,6 +1,7 @@
 """Fused tensor-parallel ops: as functions, in ``torch.ops.weft``, and found in compiled graphs by a pass."""
 
 from . import flops as flops  # torch's counter knows them
+from .checkpoint import local_state_dict, sharded_state_dict
 from .functional import (
     fused_all_gather_matmul,
     fused_all_reduce_rms_norm,
@@ -25,6 +26,8 @@ __all__ = [
     "fused_matmul_all_reduce",
     "fused_matmul_reduce_scatter",
     "last_plan",
+    "local_state_dict",
     "one_shot_all_reduce",
     "one_shot_all_reduce_",
+    "sharded_state_dict",
 ]

@@ -4,6 +4,8 @@ With ``sequence_parallel`` the activations outside the pair are cut along the se
 hides behind the products: all_gather_matmul on the way in, matmul_reduce_scatter on the way out. Without it
 they are whole on every rank, and the way out is an all_reduce.
 
+A layer's state_dict has this rank's parts. torch.distributed.checkpoint must be told so: ``sharded_state_dict``.
+
 Shapes below are those of one rank. W is the number of ranks, S the size of the sequence dimension.
 """
 
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from typing_extensions import Self
 
@@ -37,8 +40,9 @@ def _check_dtype(name: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{name}: is {dtype}, must be float32, bfloat16 or float16")
 
 
-class _ParallelLinear(nn.Module):
+class ParallelLinear(nn.Module):
     shard_dim: int  # of the weight [out_features, in_features]
+    bias_dim: int | None  # None: every rank has the whole bias
 
     def __init__(
         self,
@@ -86,7 +90,7 @@ class _ParallelLinear(nn.Module):
         """
         place = {"device": self.weight.device, "dtype": self.weight.dtype}
         linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, **place)
-        if self.shard_dim == 1 and self.bias is not None:
+        if self.bias_dim is None and self.bias is not None:
             # All ranks hold it whole: drawn, it would differ where their seeds do.
             nn.init.zeros_(linear.bias)
         with torch.no_grad():
@@ -98,9 +102,8 @@ class _ParallelLinear(nn.Module):
         parts = {"weight": linear.weight.detach().chunk(self.world_size, self.shard_dim)[self.rank]}
         bias: Tensor | None = linear.bias
         if bias is not None:
-            parts["bias"] = (
-                bias.detach().chunk(self.world_size)[self.rank] if self.shard_dim == 0 else bias.detach()
-            )
+            whole = bias.detach()
+            parts["bias"] = whole if self.bias_dim is None else whole.chunk(self.world_size)[self.rank]
         return parts
 
     @classmethod
@@ -134,6 +137,14 @@ class _ParallelLinear(nn.Module):
             setattr(layer, name, nn.Parameter(own, getattr(linear, name).requires_grad))
         return layer.train(linear.training)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Also from what ``sharded_state_dict`` has made, when torch.distributed.checkpoint has filled it."""
+        for name, own in self.named_parameters(recurse=False):
+            given = state_dict.get(prefix + name)
+            if isinstance(given, DTensor) and not isinstance(own, DTensor):
+                state_dict[prefix + name] = given.to_local()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _check(self, x: Tensor, columns: int) -> None:
         checks.tensor("x", x, 1)
         if x.shape[-1] != columns:
@@ -163,7 +174,7 @@ class _ParallelLinear(nn.Module):
         )
 
 
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(ParallelLinear):
     """``y = x @ weight^T + bias`` with the rows of ``weight``, the columns of y, cut into one part a rank.
 
     Layers that share an input gather it once through one ``fused_all_gather_matmul`` with all their weights.
@@ -186,7 +197,7 @@ class ColumnParallelLinear(_ParallelLinear):
         ValueError, TypeError: naming the argument; ``out_features`` is not a multiple of W.
     """
 
-    shard_dim = 0
+    shard_dim, bias_dim = 0, 0
 
     def __init__(
         self,
@@ -237,7 +248,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return Gather.apply(y, self.group, self.rank, self.world_size) if self.gather_output else y
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(ParallelLinear):
     """``y = x @ weight^T + bias`` with the columns of ``weight`` and of ``x`` cut into one part a rank.
 
     The bias is whole on every rank and added once, after the sum over ranks. Its gradient is whole, too. It is zero at
@@ -262,7 +273,7 @@ class RowParallelLinear(_ParallelLinear):
         ValueError, TypeError: naming the argument; ``in_features`` is not a multiple of W.
     """
 
-    shard_dim = 1
+    shard_dim, bias_dim = 1, None
 
     def __init__(
         self,

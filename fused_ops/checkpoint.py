@@ -1,0 +1,106 @@
+"""Parallel layers' parts as DTensors, by which torch.distributed.checkpoint knows that they are parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ..symm_mem import resolve_group
+from .layers import ParallelLinear
+
+
+def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A state dict for torch.distributed.checkpoint, which takes plain tensors for the same on every rank.
+
+    >>> dcp.save(sharded_state_dict(model), checkpoint_id=folder)
+    >>> dcp.load(sharded_state_dict(model), checkpoint_id=folder)  # fills the parameters themselves
+
+    What is saved is what a model of nn.Linear would save: such a model, and another number of ranks, can load it.
+
+    An optimizer's state, by get_state_dict and set_state_dict of torch.distributed.checkpoint.state_dict:
+
+    >>> state = sharded_state_dict(model, dict(zip(("model", "optim"), get_state_dict(model, optimizer))))
+    >>> dcp.load(state, checkpoint_id=folder)  # or dcp.save
+    >>> own = local_state_dict(state)
+    >>> set_state_dict(model, optimizer, model_state_dict=own["model"], optim_state_dict=own["optim"])
+
+    Args:
+        module: a ColumnParallelLinear, a RowParallelLinear, or what holds some, however deep.
+        state: what to make it of, by default ``module.state_dict()``; may be dicts in dicts.
+
+    Returns:
+        ``state`` with DTensors over the layers' groups in place of their weights and biases, and of tensors of the same
+        shapes in dicts under their names. They share the memory. Nothing is communicated.
+
+    Raises:
+        TypeError: ``module`` is no nn.Module, ``state`` no mapping, or one of these tensors is a DTensor: those of
+            ``fully_shard`` are parts of a part, and do not know it.
+        ValueError: ``state`` has none of these tensors.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: is of type {type(module).__name__}, must be an nn.Module")
+    if state is not None and not isinstance(state, Mapping):
+        raise TypeError(f"state: is of type {type(state).__name__}, must be a mapping")
+    owners = {
+        id(parameter): (layer, cut)
+        for layer in module.modules()
+        if isinstance(layer, ParallelLinear)
+        for parameter, cut in ((layer.weight, layer.shard_dim), (layer.bias, layer.bias_dim))
+    }
+    # By identity, as modules may change names in state dicts.
+    parts = {
+        name: _Part(name, parameter.shape, *owners[id(parameter)])
+        for name, parameter in module.state_dict(keep_vars=True).items()
+        if isinstance(parameter, Tensor) and id(parameter) in owners
+    }
+    found = False
+
+    def whole(value: Any, part: _Part | None) -> Any:
+        nonlocal found
+        if isinstance(value, Mapping):
+            return {key: whole(inner, parts.get(key, part)) for key, inner in value.items()}
+        if part is None or not isinstance(value, Tensor):
+            return value
+        if isinstance(value, DTensor):
+            raise TypeError(f"state: has a DTensor under {part.name!r}, must have this rank's own tensor there")
+        if value.shape != part.shape:
+            return value
+        found = True
+        return part.of_whole(value)
+
+    result: dict[str, Any] = whole(module.state_dict() if state is None else state, None)
+    if parts and not found:
+        raise ValueError(
+            f"state: has no tensor under the name of a layer's parameter, must have one under {next(iter(parts))!r}, "
+            "say; of a module in a wrapper, give the module"
+        )
+    return result
+
+
+def local_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state``, which ``sharded_state_dict`` has made, with what this rank holds in place of its DTensors."""
+
+    def own(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return local_state_dict(value)
+        return value.to_local() if isinstance(value, DTensor) else value
+
+    return {key: own(value) for key, value in state.items()}
+
+
+class _Part(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    layer: ParallelLinear
+    cut: int | None
+
+    def of_whole(self, local: Tensor) -> DTensor:
+        # There is no mesh of meta tensors.
+        kind = "cpu" if local.is_meta else local.device.type
+        mesh = DeviceMesh.from_group(resolve_group(self.layer.group), kind)
+        placement = Replicate() if self.cut is None else Shard(self.cut)
+        return DTensor.from_local(local, mesh, [placement], run_check=False)
