@@ -66,7 +66,9 @@ def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None
         if part is None or not isinstance(value, Tensor):
             return value
         if isinstance(value, DTensor):
-            raise TypeError(f"state: has a DTensor under {part.name!r}, must have this rank's own tensor there")
+            raise TypeError(
+                f"state: has a DTensor under {part.name!r}, must have this rank's own tensor there"
+            )
         if value.shape != part.shape:
             return value
         found = True

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from typing_extensions import Self
 
@@ -95,7 +95,12 @@ class ParallelLinear(nn.Module):
             nn.init.zeros_(linear.bias)
         with torch.no_grad():
             for name, part in self._parts(linear).items():
-                self.get_parameter(name).copy_(part)
+                parameter = self.get_parameter(name)
+                if isinstance(parameter, DTensor):  # fully_shard's, of the part, which each rank has drawn
+                    mesh, placements = parameter.device_mesh, parameter.placements
+                    parameter.copy_(distribute_tensor(part, mesh, placements, src_data_rank=None))
+                else:
+                    parameter.copy_(part)
 
     def _parts(self, linear: nn.Linear) -> dict[str, Tensor]:
         """Views of this rank's part of ``linear``, of each parameter that there is."""

@@ -144,4 +144,4 @@ def refused(rank: int, size: int) -> None:
 
 
 def test_refused() -> None:
-    run_ranks(refused, 2, fresh=True)
+    run_ranks(refused, 2)

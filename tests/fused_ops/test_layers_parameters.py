@@ -9,6 +9,8 @@ import torch
 from opcommon import gather
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from weft.fused_ops import ColumnParallelLinear, RowParallelLinear
 
 Layer = ColumnParallelLinear | RowParallelLinear
@@ -60,6 +62,24 @@ def drawn(rank: int, size: int, seed: int) -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_what_is_drawn(size: int) -> None:
     run_ranks(drawn, size, secrets.randbits(32))
+
+
+def fully_sharded(rank: int, size: int, seed: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "part"))
+    for cls in LAYERS:
+        torch.manual_seed(seed)
+        wanted = cls(IN, OUT, group=(mesh, "part"), sequence_parallel=False)
+        layer = cls(IN, OUT, group=(mesh, "part"), sequence_parallel=False, device="meta")
+        fully_shard(layer, mesh=mesh["replica"])
+        layer.to_empty(device="cpu")
+        torch.manual_seed(seed)
+        layer.reset_parameters()
+        x = torch.ones(3, layer.weight.shape[1])
+        assert torch.equal(layer(x), wanted(x))
+
+
+def test_what_is_drawn_by_a_layer_of_fully_shard() -> None:
+    run_ranks(fully_sharded, 4, secrets.randbits(32))
 
 
 def differently_seeded(rank: int, size: int, seed: int) -> None:
