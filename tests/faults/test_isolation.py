@@ -84,6 +84,8 @@ def test_an_overlapping_group_goes_on_beside_a_broken_one() -> None:
 def made_in_part(rank: int, world_size: int) -> None:
     """A rank comes when the others no longer wait for what is made together: behind a reset all make it once more."""
     space: Workspace[Layout] = Workspace(symm_mem.heap(), Layout(world_size, 4, 1024), "site")
+    of_graph = Workspace(symm_mem.heap(), Layout(world_size, 4, 1024), "graph", replayed=True)
+    of_graph.prepared["kernel"] = "captured"
     made = []
 
     def come() -> None:
@@ -112,6 +114,9 @@ def made_in_part(rank: int, world_size: int) -> None:
     symm_mem.set_timeout(5)
     symm_mem.reset()
     assert not space.prepared
+    assert of_graph.prepared == {"kernel": "captured"}, (
+        "what a captured graph runs must live as long as it does"
+    )
 
 
 def test_what_ranks_make_together_they_make_again_after_a_reset() -> None:

@@ -21,7 +21,7 @@ from weft.fused_ops import (
     plan,
     turns,
 )
-from weft.symm_mem import registry, timeouts
+from weft.symm_mem import findings, registry, timeouts
 from weft.symm_mem.calls import Calls
 from weft.symm_mem.findings import Noted
 
@@ -235,6 +235,35 @@ def test_other_arguments_go_the_long_way(stage: SimpleNamespace) -> None:
     with pytest.raises(TypeError, match="must be a tensor"):
         fused_matmul_all_reduce([1.0], stage.product[1], "sum", NAME)
     assert not stage.kernel.launched
+
+
+def test_true_is_no_eps_where_one_was(stage: SimpleNamespace) -> None:
+    results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
+    launcher = all_reduce_rms_norm._Launcher(stage.kernel)
+    again.remember(
+        *(all_reduce_rms_norm.host.OP, 1.0, stage.norm, stage.norm, results, stage.workspace, launcher),
+        plan.Plan("push"),
+        pays=True,
+    )
+    fused_all_reduce_rms_norm(*stage.norm, 1.0, NAME)
+    assert len(stage.kernel.launched) == 1
+    with pytest.raises(TypeError, match="eps: is"):
+        fused_all_reduce_rms_norm(*stage.norm, True, NAME)
+
+
+def test_what_is_remembered_already_makes_no_end_of_what_was_found(stage: SimpleNamespace) -> None:
+    """A rank's own long way, for a call that others make for the first time, say."""
+    fused_all_reduce_rms_norm(*stage.norm, EPS, NAME)
+    results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
+    launcher = all_reduce_rms_norm._Launcher(stage.kernel)
+    for ran, is_kept in ((plan.Plan("push"), True), (plan.Plan("one_shot"), False)):
+        kept = findings.kept
+        again.remember(
+            *(all_reduce_rms_norm.host.OP, EPS, stage.norm, stage.norm, results, stage.workspace, launcher),
+            ran,
+            pays=True,
+        )
+        assert (findings.kept is kept) == is_kept
 
 
 def test_nothing_is_found_in_the_checked_mode(stage: SimpleNamespace) -> None:

@@ -276,6 +276,8 @@ def refused(rank: int, world_size: int) -> None:
     layer = ColumnParallelLinear(4, 6, group=None, bias=False, device="meta")
     assert layer.weight.is_meta
     assert layer.weight.shape == (3, 4)
+    with pytest.raises(ValueError, match="x: lies on cpu, must lie on meta like the weight"):
+        layer(torch.ones(2, 4))
     assert copy.deepcopy(layer).group == layer.group
     assert f"rank {rank} of 2" in repr(layer)
 

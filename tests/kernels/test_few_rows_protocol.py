@@ -143,7 +143,8 @@ def test_which_products_it_takes() -> None:
     assert configs.choose(1, 4096, 64) == Config(2, 64) and configs.choose(1, 4096, 60) is None
     few = configs.choose(1, 4096, 132)
     assert few is not None and few.blocks <= BLOCKS
-    assert configs.pays(few, 4096, 7168) and not configs.pays(few, 4096, 28672)
+    assert configs.pays(few, 4096, 12288) and not configs.pays(few, 4096, 12288 + 8)  # 96 MiB
+    assert configs.pays(Config(2, 128), 8192, 2048) and not configs.pays(Config(2, 128), 8192, 2056)
 
 
 def test_bad_arguments_are_named() -> None:

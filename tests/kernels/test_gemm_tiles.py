@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from weft.kernels.all_gather_matmul import configs as gather
 from weft.kernels.all_gather_matmul import on_cuda as gather_on_cuda
@@ -124,6 +124,7 @@ def test_it_steps_aside_where_little_is_gathered() -> None:
 
 
 @given(SIZES, st.integers(1, 5000).map(lambda n: 8 * n), RANKS, st.sampled_from((2, 64, 100, 132)))
+@example(2048, 4096, 2, 132)  # just as much as it takes
 def test_one_shot_is_one_launch_in_which_no_block_goes_without_a_vector(
     m: int, n: int, world_size: int, sms: int
 ) -> None:

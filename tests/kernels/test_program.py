@@ -50,7 +50,9 @@ def test_a_program_is_compiled_once(source: Path, compiles: list[str], tmp_path:
     assert left.suffix == ".cubin"
 
 
-def test_whatever_changes_the_program_compiles_it_again(source: Path, compiles: list[str]) -> None:
+def test_whatever_changes_the_program_compiles_it_again(
+    source: Path, compiles: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = cubin(source)
     assert cubin(source, value=3) != first
     assert cubin(source, arch="sm_100a") != first
@@ -59,6 +61,9 @@ def test_whatever_changes_the_program_compiles_it_again(source: Path, compiles: 
     source.write_text(SOURCE.replace("+", "-"))
     assert cubin(source) != first
     assert len(compiles) == 5
+    monkeypatch.setattr(under_test, "_OPTIONS", (*under_test._OPTIONS, "--generate-line-info"))
+    cubin(source)
+    assert len(compiles) == 6
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])

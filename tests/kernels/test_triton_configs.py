@@ -175,6 +175,12 @@ def test_repeated_launches_pass_what_triton_would_pass(monkeypatch: pytest.Monke
     op(5, (z, y), (word,), (42,))
     assert launched[-1][13][1] == z.data_ptr()
     assert len(encoded) == 5
+    monkeypatch.setattr(launch, "_MOST_ADDRESSES", 3)
+    alive = [torch.empty(8, 8) for _ in range(10)]
+    for t in alive:
+        op(5, (t, y), (word,), (42,))
+        assert launched[-1][13][1] == t.data_ptr()
+        assert len(op._encoded[0]) <= 3
 
 
 def test_another_triton_is_asked_for_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from weft.kernels.device import tuned_file
+from weft.kernels.device.program import write_whole
 from weft.kernels.device.tuned_file import TunedFile
 
 
@@ -86,6 +87,13 @@ def test_writers_at_once_leave_a_whole_file(folder: Path) -> None:
         thread.join()
     assert not wrong and set(file.read().values()) == {"config" * 50}
     assert list(folder.iterdir()) == [file.place]
+
+
+def test_what_cannot_take_its_place_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a folder").mkdir()
+    with pytest.raises(OSError):
+        write_whole(tmp_path / "a folder", b"content")
+    assert [p.name for p in tmp_path.iterdir()] == ["a folder"]
 
 
 @pytest.mark.parametrize(

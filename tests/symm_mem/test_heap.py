@@ -15,6 +15,8 @@ import torch.distributed as dist
 from opcommon import DEVICES
 from ranks import run_ranks
 from weft import symm_mem
+from weft.symm_mem import opening, timeouts
+from weft.symm_mem.findings import Noted
 from weft.symm_mem.free_list import FreeList
 
 
@@ -281,14 +283,13 @@ def killed(rank: int, world_size: int) -> str | None:
     return str(error.value)
 
 
-def test_a_killed_rank_is_named_and_leaves_nothing_behind() -> None:
-    def litter() -> set[str]:
-        return {
-            str(p)
-            for d in ("/dev/shm", "/tmp")
-            for p in Path(d).glob("*")
-            if "weft" in p.name or "torch_" in p.name
-        }
+def test_a_killed_rank_is_named_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # other tests may run beside this one
+
+    def litter() -> list[Path]:
+        return [*tmp_path.iterdir(), *Path("/dev/shm").glob("*weft*")]
 
     before = litter()
     texts = run_ranks(killed, 2, expect_dead=(1,), fresh=True)
@@ -297,7 +298,7 @@ def test_a_killed_rank_is_named_and_leaves_nothing_behind() -> None:
         and "for rank 1" in texts[0]
         and "channel 0 is 1, expected 2" in texts[0]
     )
-    assert litter() <= before
+    assert litter() == before
 
 
 def bad_arguments(rank: int, world_size: int) -> None:
@@ -337,6 +338,21 @@ def test_the_environment_sets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("WEFT_TIMEOUT", "soon")
     with pytest.raises(ValueError, match="WEFT_TIMEOUT: is 'soon'"):
         symm_mem.get_timeout("any")
+
+
+def test_compiling_has_half_an_hour_or_the_deadline_if_that_is_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timeouts, "_per_group", Noted())
+    for seconds in (1, 5000):
+        symm_mem.set_timeout(seconds, "any")
+        assert timeouts.preparing_timeout("any") == max(seconds, 1800)
+
+
+def test_ranks_may_have_deadlines_and_caches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WEFT_TIMEOUT", "WEFT_CACHE_DIR", "WEFT_PDL"):
+        monkeypatch.setenv(name, "1")
+    assert opening._settings().keys() & {"WEFT_TIMEOUT", "WEFT_CACHE_DIR", "WEFT_PDL"} == {"WEFT_PDL"}
 
 
 def test_free_list() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -90,6 +91,25 @@ def test_the_parts_of_a_workspace_do_not_overlap(world_size: int, flags: int) ->
     assert layout.describe(layout.flags(1) + flags) == (
         "flag 0 of rank 1 (half 1)" if world_size > 1 else layout.describe(layout.flags(1) + flags)
     )
+
+
+def test_what_announces_itself_belongs_to_its_half() -> None:
+    layout = Layout(2, 0, 1024, announced=True)
+    for half in range(HALVES):
+        for byte in (0, 1020):
+            word = (layout.half(half) + byte) // 4
+            assert layout.half_of(word) == half
+            assert layout.describe(word) == f"use count of the payload at byte {byte} (half {half})"
+    assert replace(layout, announced=False).half_of(layout.half(0) // 4) is None
+    assert layout.half_of(Layout.EPOCH) is None
+
+
+def test_a_workspace_for_both_has_room_for_both() -> None:
+    small, large = Layout(2, 64, 512, staging_bytes=4096), Layout(2, 128, 1024)
+    for joined in (small.joined(large), large.joined(small)):
+        assert joined == Layout(2, 128, 1024, staging_bytes=4096)
+        assert joined.holds(small) and joined.holds(large)
+    assert not small.holds(large) and not large.holds(small)
 
 
 def uses(rank: int, world_size: int) -> None:

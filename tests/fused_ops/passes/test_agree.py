@@ -11,7 +11,7 @@ import torch.distributed as dist
 from graphs import c10d, copied, fake_ranks, traced
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
-from weft.fused_ops.passes import FusionPass, agree
+from weft.fused_ops.passes import Entry, FusionPass, agree
 from weft.fused_ops.passes.choice import Choice
 
 
@@ -96,6 +96,36 @@ def test_a_kept_graph_that_cannot_be_compiled_runs_op_by_op(caplog: pytest.LogCa
     for _ in range(4):
         assert choice.plain([X, W], [(1, 12)])[0].shape == (12, 5)
     assert sum("cannot be compiled as it was" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_what_was_taken_apart_counts_as_fused() -> None:
+    """Other ranks run it coalesced: this one may run its graph only where they run the same."""
+
+    def fn(x: Tensor, y: Tensor) -> list[Tensor]:
+        return [c10d.wait_tensor(g) for g in c10d.all_gather_into_tensor_coalesced([x, y], 2, "0")]
+
+    before, after = traced(fn, X, X), traced(lambda x, y: [gathered(x), gathered(y)], X, X)
+    original = agree.Original(before, [n for n in before.nodes if "coalesced" in n.name])
+    entries = [
+        Entry(0, n.name, "all_gather_into_tensor", "0")
+        for n in after.nodes
+        if n.target is c10d.all_gather_into_tensor.default
+    ]
+    original.ask_first(after, entries, captured=False)
+    (question,) = questions(after)
+    assert question.args[1] is True and Choice(str(question.args[0]))._groups[0].fused
+
+
+def gathered(x: Tensor) -> Tensor:
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0"))
+
+
+def test_inductor_is_told_of_every_op_that_communicates() -> None:
+    """Else it does not keep them in the order of the graph."""
+    from weft.fused_ops.passes import lowering
+
+    ops = {n.removeprefix("weft::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("weft::")}
+    assert {*lowering._COMMUNICATING} == ops - {"agree", "one_shot_all_reduce_"}
 
 
 def test_a_graph_in_which_nothing_is_fused_asks_without_a_way_out() -> None:

@@ -140,6 +140,29 @@ def test_who_ran_something_else_was_not_late() -> None:
     assert where[0].came_after_all(1, missed) is False
 
 
+def test_who_may_still_come_is_not_known_to_have_run_something_else() -> None:
+    """A graph without collectives of the group leaves a rank where it is."""
+    where = make(2)
+    missed = post(4)
+    assert where[0].ask(missed, lambda: 0.05).why == LATE
+    where[1].ask(post(4, count=0, signature=8, willing=False), lambda: 10.0)
+    assert where[0].came_after_all(1, missed) is None
+    where[1].ask(missed, lambda: 10.0)
+    assert where[0].came_after_all(1, missed) is True
+
+
+def test_the_last_posts_are_remembered_however_many_there_were() -> None:
+    where = make(2)
+    assert where[1].attached()
+    for i in range(3 * boards._KEPT):
+        where[1].ask(post(2 * i, willing=False), lambda: 10.0)
+    missed = post(6 * boards._KEPT)
+    assert where[0].ask(missed, lambda: 0.05).why == LATE
+    for i in range(boards._KEPT // 2):
+        where[1].ask(post(missed.begun + 2 * i, willing=False), lambda: 10.0)
+    assert where[0].came_after_all(1, missed) is True
+
+
 def test_a_board_that_is_not_there() -> None:
     store = dist.HashStore()
     lonely = Board(Group(1, 2, store))  # type: ignore[arg-type]

@@ -204,6 +204,17 @@ def test_right_and_left_operand_of_two_products() -> None:
 
 
 @pytest.mark.usefixtures("two")
+def test_what_a_product_adds_to_itself_comes_from_the_op() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = ag(x)
+        return torch.addmm(y, y, w)
+
+    seen = only(fn, (6, 8), (8, 8))
+    assert seen.entries[0].detail == "1 product, A returned"
+    assert seen.count("_c10d_functional::all_gather_into_tensor") == 0
+
+
+@pytest.mark.usefixtures("two")
 def test_gathered_again_for_something_else() -> None:
     seen = only(lambda x, w: (ag(x) @ w, ag(x), ag(x).sum()), (6, 8), (8, 5))
     assert seen.fused == [AG] * 3

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from graphs import AG, RS, c10d, captured, copied, fake_ranks, gather, scatter, traced
 from torch import Tensor
 from weft.fused_ops.passes import Entry, FusionError, FusionPass, Report
+from weft.fused_ops.passes.subgraphs import WHY
 
 
 @pytest.fixture(autouse=True)
@@ -199,6 +200,19 @@ def test_torch_logs_knows_weft() -> None:
         assert runs[logs].returncode == 0, texts[logs]
         said = texts[logs].count("graph 0: 1 of 1 collectives fused, should save")
         assert said == lines, texts[logs]
+
+
+def test_what_was_left_alone_before_its_graph_was_put_back_keeps_its_reason() -> None:
+    fusion = FusionPass()
+    told = ("all_gather_into_tensor", "all_gather_into_tensor", "0")
+    fusion._entries = [
+        Entry(0, *told, dim=0, fused_into=AG),
+        Entry(0, *told, reason="nobody waits for it"),
+        Entry(1, *told, dim=0, fused_into=AG),
+    ]
+    fusion._leave(0)
+    assert [e.reason for e in fusion.report().entries] == [WHY, "nobody waits for it", ""]
+    assert [e.fused_into for e in fusion.report().entries] == [None, None, AG]
 
 
 def test_report_is_data() -> None:

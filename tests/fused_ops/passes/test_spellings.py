@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import pytest
@@ -53,6 +54,33 @@ def test_into_new_memory() -> None:
     assert not any(n.target is torch.ops.aten.empty.memory_format for n in seen.after.nodes)
     seen = only(fn_that_returns_it, (6, 8), (8, 5))
     assert "which others may use" in seen.reasons
+    assert str(seen.after) == str(seen.before)
+
+
+def test_into_new_memory_with_strides_of_its_own() -> None:
+    """What the collective returns has them, too: a collective that returns new memory would not."""
+
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.empty_strided((12, 8), (1, 12))
+        gathered = c10d.wait_tensor(c10d.all_gather_into_tensor_out(x, 2, "0", out=out))
+        return gathered @ w, gathered
+
+    seen = applied(traced(fn, torch.randn(6, 8), torch.randn(8, 5)))
+    assert seen.fused == [None]
+    assert "which has strides of its own" in seen.reasons
+    assert str(seen.after) == str(seen.before)
+
+
+def test_coalesced_of_which_one_is_taken_twice() -> None:
+    graph = traced(both, *(torch.randn(s) for s in ((6, 8), (4, 8), (8, 5), (8, 3))))
+    first = next(n for n in graph.nodes if n.target is operator.getitem)
+    with graph.inserting_after(first):
+        again = graph.call_function(operator.getitem, first.args)
+    again.meta = dict(first.meta)
+    output = graph.output_node()
+    output.args = ((*output.args[0], again),)
+    seen = applied(graph)
+    assert "not each of its results is used once" in seen.reasons
     assert str(seen.after) == str(seen.before)
 
 

@@ -1,0 +1,59 @@
+"""Which workspace a call gets, without ranks: when one is made, and what becomes of the one before it."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from weft.fused_ops import workspaces
+from weft.symm_mem import Layout
+
+SMALL, MANY, BOTH = Layout(2, 64, 2 << 20), Layout(2, 128, 1 << 20), Layout(2, 128, 2 << 20)
+
+
+class Made:
+    def __init__(self, heap: Any, layout: Layout, tag: str, *, replayed: bool = False) -> None:
+        self.layout, self.replayed = layout, replayed
+        self.prepared: dict[str, Any] = {}
+
+
+@pytest.fixture
+def heap(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """On a GPU that is none; ``graph`` is what its stream is captured into."""
+    heap = SimpleNamespace(device=torch.device("cuda", 0), workspaces={}, lock=threading.RLock(), graph=0)
+    monkeypatch.setattr(workspaces, "stream_and_graph", lambda device: (7, heap.graph))
+    monkeypatch.setattr(workspaces, "refuse_if_broken", lambda heap: None)
+    monkeypatch.setattr(workspaces, "Workspace", Made)
+    return heap
+
+
+def test_it_grows_and_never_shrinks(heap: SimpleNamespace) -> None:
+    first = workspaces.matmul_workspace(heap, SMALL)
+    assert workspaces.matmul_workspace(heap, SMALL) is first
+    second = workspaces.matmul_workspace(heap, MANY)
+    assert second is not first and second.layout == BOTH
+    for wanted in (SMALL, MANY, BOTH):
+        assert workspaces.matmul_workspace(heap, wanted) is second
+
+
+@pytest.mark.parametrize("graph", [0, 5])
+def test_a_captured_graph_keeps_what_it_has_outgrown(heap: SimpleNamespace, graph: int) -> None:
+    """Its earlier nodes write to it whenever it is replayed."""
+    heap.graph = graph
+    first: Any = workspaces.matmul_workspace(heap, SMALL)
+    second: Any = workspaces.matmul_workspace(heap, MANY)
+    assert first.replayed is second.replayed is bool(graph)
+    assert (first in second.prepared.values()) is bool(graph)
+
+
+def test_streams_and_graphs_and_kinds_have_their_own(heap: SimpleNamespace) -> None:
+    found = [workspaces.matmul_workspace(heap, SMALL, copied=copied) for copied in (False, True)]
+    heap.graph = 5
+    found.append(workspaces.matmul_workspace(heap, SMALL))
+    heap.graph = 0
+    found.append(workspaces.matmul_workspace(heap, Layout(2, 0, 1 << 20, announced=True)))
+    assert len(set(map(id, found))) == 4
+    assert workspaces.matmul_workspace(heap, SMALL) is found[0]
