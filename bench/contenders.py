@@ -14,56 +14,19 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from parts import Bench, after_producer, divisible, has_torch_symm, random_tensor, sets_of
+from reductions import all_reduce_rms_norm, matmul_all_reduce
 from registry import LAST_DIMENSION, SPLITS, Row
 from timer import Call
 from torch import Tensor
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
 
-LINK_BYTES_PER_US = 364e3  # what a GPU receives over NVLink; see the README
+# What a GPU sends, and so receives, at most: 362 by stores, 374 by a copy engine (results/h200-x4-links.txt).
+LINK_BYTES_PER_US = 364e3
 NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
-
-
-@dataclass(frozen=True)
-class Bench:
-    """A row's contenders. ``reference`` is this rank's float64 result of set 0."""
-
-    calls: dict[str, Call]
-    reference: Tensor
-    sets: int
-    flops: float
-    bytes_received: float
-
-
-def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.randn(shape, dtype=torch.float32, device=device).to(dtype)
-
-
-def _sets(bytes_of_one: int, device: torch.device) -> int:
-    """Input sets that together are twice the L2 cache; at most 16."""
-    if device.type == "cpu":
-        return 2
-    l2 = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(1, min(16, math.ceil(2 * l2 / bytes_of_one)))
-
-
-def _divisible(size: int, world: int, what: str, row: Row) -> int:
-    if size % world:
-        raise ValueError(f"{what}: is {size} in {row.id}, must be a multiple of {world} ranks")
-    return size // world
-
-
-def _torch_symm(group: str, device: torch.device) -> bool:
-    """Whether torch's own ops can run here; before 2.13 they want the group to be announced."""
-    if device.type != "cuda":
-        return False
-    import torch.distributed._symmetric_memory as torch_symm
-
-    torch_symm.enable_symm_mem_for_group(group)  # type: ignore[arg-type]
-    return True
 
 
 def _with_native(call: Call) -> Call:
@@ -81,18 +44,19 @@ def all_gather_matmul(row: Row, group: str, device: torch.device) -> Bench:
     assert row.K is not None
     world = dist.get_world_size()
     last = row.name in LAST_DIMENSION
-    m, k, n = row.M, row.K, _divisible(row.N, world, "N", row)
+    m, k, n = row.M, row.K, divisible(row.N, world, "N", row)
     if last:
-        k = _divisible(k, world, "K", row)
+        k = divisible(k, world, "K", row)
     else:
-        m = _divisible(m, world, "M", row)
+        m = divisible(m, world, "M", row)
     size = row.dtype.itemsize
-    sets = _sets((m * k + row.K * n) * size, device)
-    shards = [_random((m, k), row.dtype, device) for _ in range(sets)]
+    sets = sets_of((m * k + row.K * n) * size, device)
+    shards = [random_tensor((m, k), row.dtype, device) for _ in range(sets)]
     split = SPLITS.get(row.name, (1,))
     columns = [n * share // sum(split) for share in split]
     weights = [
-        [_random((row.K, c), row.dtype, device) / math.sqrt(row.K) for c in columns] for _ in range(sets)
+        [random_tensor((row.K, c), row.dtype, device) / math.sqrt(row.K) for c in columns]
+        for _ in range(sets)
     ]
     stacked = torch.empty(world * m, k, dtype=row.dtype, device=device)
     gathered = torch.empty(row.M, row.K, dtype=row.dtype, device=device) if last else stacked
@@ -124,7 +88,7 @@ def all_gather_matmul(row: Row, group: str, device: torch.device) -> Bench:
         ][0]
 
     calls: dict[str, Call] = {"weft": weft, "unfused": unfused, "product": product}
-    if _torch_symm(group, device):
+    if has_torch_symm(group, device):
         calls["torch"] = torch_
         # The condition of torch's own gate, and of the kernel behind it.
         if (
@@ -142,13 +106,13 @@ def matmul_reduce_scatter(row: Row, group: str, device: torch.device) -> Bench:
     assert row.K is not None
     world, rank = dist.get_world_size(), dist.get_rank()
     last = row.name in LAST_DIMENSION
-    dim, k = int(last), _divisible(row.K, world, "K", row)
-    m = row.M if last else _divisible(row.M, world, "M", row)
-    n = _divisible(row.N, world, "N", row) if last else row.N
+    dim, k = int(last), divisible(row.K, world, "K", row)
+    m = row.M if last else divisible(row.M, world, "M", row)
+    n = divisible(row.N, world, "N", row) if last else row.N
     size = row.dtype.itemsize
-    sets = _sets((row.M * k + k * row.N) * size, device)
-    lefts = [_random((row.M, k), row.dtype, device) for _ in range(sets)]
-    weights = [_random((k, row.N), row.dtype, device) / math.sqrt(row.K) for _ in range(sets)]
+    sets = sets_of((row.M * k + k * row.N) * size, device)
+    lefts = [random_tensor((row.M, k), row.dtype, device) for _ in range(sets)]
+    weights = [random_tensor((k, row.N), row.dtype, device) / math.sqrt(row.K) for _ in range(sets)]
     whole = lefts[0].double() @ weights[0].double()
     dist.all_reduce(whole)
     reference = whole.chunk(world, dim)[rank].clone()
@@ -172,42 +136,35 @@ def matmul_reduce_scatter(row: Row, group: str, device: torch.device) -> Bench:
         return torch.ops.symm_mem.fused_matmul_reduce_scatter(lefts[i], weights[i], "sum", dim, group)
 
     calls: dict[str, Call] = {"weft": weft, "unfused": unfused, "product": product}
-    if _torch_symm(group, device):
+    if has_torch_symm(group, device):
         calls["torch"] = torch_
     return Bench(calls, reference, sets, 2.0 * row.M * k * row.N, (world - 1) * m * n * size)
 
 
 def all_reduce(row: Row, group: str, device: torch.device) -> Bench:
     world = dist.get_world_size()
-    source = _random((row.N,), row.dtype, device)
+    source = random_tensor((row.N,), row.dtype, device)
     reference = source.double()
     dist.all_reduce(reference)
     plain = torch.empty_like(source)
-
-    def after_producer(x: Tensor, call: Callable[[], Tensor]) -> Call:
-        def produce_and_call(i: int) -> Tensor:
-            x.copy_(source)
-            return call()
-
-        return produce_and_call
 
     def unfused() -> Tensor:
         dist.all_reduce(plain)
         return plain
 
     calls = {
-        "weft": after_producer(plain, lambda: one_shot_all_reduce(plain, "sum", group)),
-        "unfused": after_producer(plain, unfused),
-        "producer": after_producer(plain, lambda: plain),
+        "weft": after_producer(plain, source, lambda: one_shot_all_reduce(plain, "sum", group)),
+        "unfused": after_producer(plain, source, unfused),
+        "producer": after_producer(plain, source, lambda: plain),
     }
-    if _torch_symm(group, device):
+    if has_torch_symm(group, device):
         import torch.distributed._symmetric_memory as torch_symm
 
         symmetric = torch_symm.empty(row.N, dtype=row.dtype, device=device)
         torch_symm.rendezvous(symmetric, group)  # type: ignore[arg-type]
         one, two = torch.ops.symm_mem.one_shot_all_reduce, torch.ops.symm_mem.two_shot_all_reduce_
-        calls["torch"] = after_producer(symmetric, lambda: one(symmetric, "sum", group))
-        calls["torch two-shot"] = after_producer(symmetric, lambda: two(symmetric, "sum", group))
+        calls["torch"] = after_producer(symmetric, source, lambda: one(symmetric, "sum", group))
+        calls["torch two-shot"] = after_producer(symmetric, source, lambda: two(symmetric, "sum", group))
     # Every rank has to receive its part from all others, and the other parts' sums.
     return Bench(calls, reference, 1, 0.0, 2 * (world - 1) / world * row.N * row.dtype.itemsize)
 
@@ -216,4 +173,6 @@ TABLE: dict[str, Callable[[Row, str, torch.device], Bench]] = {
     "all_gather_matmul": all_gather_matmul,
     "matmul_reduce_scatter": matmul_reduce_scatter,
     "all_reduce": all_reduce,
+    "all_reduce_rms_norm": all_reduce_rms_norm,
+    "matmul_all_reduce": matmul_all_reduce,
 }

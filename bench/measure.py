@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import LINK_BYTES_PER_US, TABLE, Bench
-from reductions import TABLE as REDUCTIONS
+from contenders import LINK_BYTES_PER_US, TABLE
+from parts import Bench
 from registry import Row
 from timer import Schedule, Series, over_ranks, schedule
 from torch import Tensor
@@ -75,7 +75,7 @@ def _ready(
 
 def measure(row: Row, group: str, device: torch.device, pedantic: Pedantic) -> dict[str, Any]:
     """The row's line of the table: times in microseconds, None where there is none."""
-    bench = {**TABLE, **REDUCTIONS}[row.op](row, group, device)
+    bench = TABLE[row.op](row, group, device)
     plan = schedule(device.type, bench.flops, row.N)
     ready, algorithm, error = _ready(bench, row, plan, device)
     host_us = {name: round(series.host_us, 1) for name, series in ready.items() if series.host_us}

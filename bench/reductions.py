@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
-from contenders import Bench, _divisible, _random, _sets, _torch_symm
+from parts import Bench, after_producer, divisible, has_torch_symm, random_tensor, sets_of
 from registry import Row
 from timer import Call
 from torch import Tensor
@@ -34,8 +34,8 @@ def _compiled(shape: torch.Size) -> Callable[[Tensor, Tensor, Tensor], tuple[Ten
 
 def all_reduce_rms_norm(row: Row, group: str, device: torch.device) -> Bench:
     world, shape = dist.get_world_size(), (row.M, row.N)
-    source = _random(shape, row.dtype, device)
-    residual, weight = _random(shape, row.dtype, device), _random((row.N,), row.dtype, device)
+    source = random_tensor(shape, row.dtype, device)
+    residual, weight = random_tensor(shape, row.dtype, device), random_tensor((row.N,), row.dtype, device)
     dist.broadcast(residual, 0)
     dist.broadcast(weight, 0)
     sums = source.double()
@@ -45,13 +45,6 @@ def all_reduce_rms_norm(row: Row, group: str, device: torch.device) -> Bench:
     plain = torch.empty_like(source)
     norm = _compiled(source.shape) if device.type == "cuda" else _add_and_norm
 
-    def after_producer(x: Tensor, call: Callable[[], Tensor]) -> Call:
-        def produce_and_call(i: int) -> Tensor:
-            x.copy_(source)
-            return call()
-
-        return produce_and_call
-
     def unfused() -> Tensor:
         dist.all_reduce(plain)
         return norm(plain, residual, weight)[0]
@@ -60,11 +53,11 @@ def all_reduce_rms_norm(row: Row, group: str, device: torch.device) -> Bench:
         return fused_all_reduce_rms_norm(plain, residual, weight, EPS, group)[0]
 
     calls = {
-        "weft": after_producer(plain, weft),
-        "unfused": after_producer(plain, unfused),
-        "producer": after_producer(plain, lambda: plain),
+        "weft": after_producer(plain, source, weft),
+        "unfused": after_producer(plain, source, unfused),
+        "producer": after_producer(plain, source, lambda: plain),
     }
-    if _torch_symm(group, device):
+    if has_torch_symm(group, device):
         import torch.distributed._symmetric_memory as torch_symm
 
         symmetric = torch_symm.empty(shape, dtype=row.dtype, device=device)
@@ -73,7 +66,7 @@ def all_reduce_rms_norm(row: Row, group: str, device: torch.device) -> Bench:
 
         def normed(reduce: Callable[[Tensor, str, str], Tensor]) -> Call:
             return after_producer(
-                symmetric, lambda: norm(reduce(symmetric, "sum", group), residual, weight)[0]
+                symmetric, source, lambda: norm(reduce(symmetric, "sum", group), residual, weight)[0]
             )
 
         calls |= {"torch": normed(one), "torch two-shot": normed(two)}
@@ -83,10 +76,10 @@ def all_reduce_rms_norm(row: Row, group: str, device: torch.device) -> Bench:
 def matmul_all_reduce(row: Row, group: str, device: torch.device) -> Bench:
     assert row.K is not None
     world = dist.get_world_size()
-    k, size = _divisible(row.K, world, "K", row), row.dtype.itemsize
-    sets = _sets((row.M * k + k * row.N) * size, device)
-    lefts = [_random((row.M, k), row.dtype, device) for _ in range(sets)]
-    weights = [_random((k, row.N), row.dtype, device) / math.sqrt(row.K) for _ in range(sets)]
+    k, size = divisible(row.K, world, "K", row), row.dtype.itemsize
+    sets = sets_of((row.M * k + k * row.N) * size, device)
+    lefts = [random_tensor((row.M, k), row.dtype, device) for _ in range(sets)]
+    weights = [random_tensor((k, row.N), row.dtype, device) / math.sqrt(row.K) for _ in range(sets)]
     reference = lefts[0].double() @ weights[0].double()
     dist.all_reduce(reference)
 
@@ -102,7 +95,7 @@ def matmul_all_reduce(row: Row, group: str, device: torch.device) -> Bench:
         return torch.mm(lefts[i], weights[i])
 
     calls: dict[str, Call] = {"weft": weft, "unfused": unfused, "product": product}
-    if _torch_symm(group, device):
+    if has_torch_symm(group, device):
         import torch.distributed._symmetric_memory as torch_symm
 
         symmetric = torch_symm.empty((row.M, row.N), dtype=row.dtype, device=device)
@@ -119,9 +112,3 @@ def matmul_all_reduce(row: Row, group: str, device: torch.device) -> Bench:
         calls["torch two-shot"] = behind(torch.ops.symm_mem.two_shot_all_reduce_)
     received = 2 * (world - 1) / world * row.M * row.N * size
     return Bench(calls, reference, sets, 2.0 * row.M * k * row.N, received)
-
-
-TABLE: dict[str, Callable[[Row, str, torch.device], Bench]] = {
-    "all_reduce_rms_norm": all_reduce_rms_norm,
-    "matmul_all_reduce": matmul_all_reduce,
-}

@@ -1,0 +1,61 @@
+"""What the contenders of several ops are made of: inputs, the kernel that writes them, torch's own group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from registry import Row
+from timer import Call
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A row's contenders. ``reference`` is this rank's float64 result of set 0."""
+
+    calls: dict[str, Call]
+    reference: Tensor
+    sets: int
+    flops: float
+    bytes_received: float
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(shape, dtype=torch.float32, device=device).to(dtype)
+
+
+def sets_of(bytes_of_one: int, device: torch.device) -> int:
+    """Input sets that together are twice the L2 cache; at most 16."""
+    if device.type == "cpu":
+        return 2
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(1, min(16, math.ceil(2 * l2 / bytes_of_one)))
+
+
+def divisible(size: int, world: int, what: str, row: Row) -> int:
+    if size % world:
+        raise ValueError(f"{what}: is {size} in {row.id}, must be a multiple of {world} ranks")
+    return size // world
+
+
+def has_torch_symm(group: str, device: torch.device) -> bool:
+    """Whether torch's own ops can run here; before 2.13 they want the group to be announced."""
+    if device.type != "cuda":
+        return False
+    import torch.distributed._symmetric_memory as torch_symm
+
+    torch_symm.enable_symm_mem_for_group(group)  # type: ignore[arg-type]
+    return True
+
+
+def after_producer(x: Tensor, source: Tensor, call: Callable[[], Tensor]) -> Call:
+    """``call`` behind a kernel that writes its input ``x``: as in a model, and as ops in place need it."""
+
+    def produce_and_call(i: int) -> Tensor:
+        x.copy_(source)
+        return call()
+
+    return produce_and_call
