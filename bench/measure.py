@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from contenders import LINK_BYTES_PER_US, TABLE
 from parts import Bench
 from registry import Row
-from timer import Schedule, Series, over_ranks, schedule
+from timer import Schedule, Series, order, over_ranks, rounds_of, schedule
 from torch import Tensor
 from weft.fused_ops import last_plan
 
@@ -18,8 +19,8 @@ from weft.fused_ops import last_plan
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 HIDDEN = ("product", "producer")
 
-Pedantic = Callable[[Callable[[], None], Schedule], None]
-"""Runs a function once a round, and once before the first one."""
+Pedantic = Callable[[Callable[[], None], int], None]
+"""Runs a function so many times, a round each, and once before the first one."""
 
 
 def _agree(problem: str, head_start_us: float) -> tuple[str, float]:
@@ -80,16 +81,14 @@ def measure(row: Row, group: str, device: torch.device, pedantic: Pedantic) -> d
     ready, algorithm, error = _ready(bench, row, plan, device)
     host_us = {name: round(series.host_us, 1) for name, series in ready.items() if series.host_us}
     times: dict[str, list[float]] = {name: [] for name in ready}
-    order = list(ready)
+    names = list(ready)
+    numbers = count()
 
     def one_round() -> None:
-        for name in order:
-            times[name].append(ready[name].time())
-        # Who follows whom matters where the power is what limits a product: it is slower behind another long one.
-        order.append(order.pop(0))
-        order.reverse()
+        for i in order(len(names), next(numbers)):
+            times[names[i]].append(ready[names[i]].time())
 
-    pedantic(one_round, plan)
+    pedantic(one_round, rounds_of(len(names)))
     ready.clear()
     # The first round is the warm-up.
     medians = {name: over_ranks(rounds[1:], device) for name, rounds in times.items()}

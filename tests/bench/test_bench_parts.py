@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
+from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +73,21 @@ def test_unknown_selection(device: str, selection: dict[str, Any], words: str) -
 
 
 def test_long_products_get_fewer_calls() -> None:
-    short, long = timer.schedule("cuda", 1e9, 0), timer.schedule("cuda", 5e12, 0)
-    assert short.calls * short.rounds > long.calls * long.rounds > 0
-    assert long.rounds % 2 == 1, "the median is one of the rounds"
+    assert timer.schedule("cuda", 1e9, 0).calls > timer.schedule("cuda", 5e12, 0).calls > 0
+
+
+@pytest.mark.parametrize("contenders", range(9))
+def test_each_contender_follows_each_other_one_equally_often(contenders: int) -> None:
+    rounds = timer.rounds_of(contenders)
+    assert 5 <= rounds <= 8
+    # Round 0 is the warm-up: what it ends with is what the first counted round follows.
+    orders = [timer.order(contenders, number) for number in range(rounds + 1)]
+    assert all(sorted(order) == list(range(contenders)) for order in orders)
+    line = [i for order in orders for i in order][max(0, contenders - 1) :]
+    followed = Counter(pairwise(line))
+    if contenders > 1:
+        times = rounds // (contenders - 1)
+        assert followed == dict.fromkeys(permutations(range(contenders), 2), times)
 
 
 def row(**change: Any) -> dict[str, Any]:
