@@ -1,4 +1,4 @@
-"""Who is measured against whom: for each op a table name -> call, and the float64 reference of set 0.
+"""Who is measured against whom: for each op a table name -> call, and the right results of set 0.
 
 weft       the public ops
 unfused    NCCL and cuBLAS; between CPU ranks gloo and torch.mm
@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from parts import Bench, after_producer, divisible, has_torch_symm, random_tensor, sets_of
+from accuracy import of_products, of_sums
+from parts import Bench, after_producer, divisible, has_torch_symm, random_tensor, sets_of, summed
 from reductions import all_reduce_rms_norm, matmul_all_reduce
 from registry import LAST_DIMENSION, SPLITS, Row
 from timer import Call
@@ -30,7 +31,7 @@ NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
 
 
 def _with_native(call: Call) -> Call:
-    def native(i: int) -> Tensor:
+    def native(i: int) -> Sequence[Tensor]:
         os.environ[NATIVE] = "1"
         try:
             return call(i)
@@ -67,25 +68,26 @@ def all_gather_matmul(row: Row, group: str, device: torch.device) -> Bench:
             gathered.view(m, world, k).copy_(stacked.view(world, m, k).movedim(0, 1))
 
     gather(0)
-    reference = gathered.double() @ weights[0][0].double()
+    A = gathered.double()
+    references = [A @ w.double() for w in weights[0]]
+    del A
 
-    # The first product is looked at; the tests look at all.
-    def weft(i: int) -> Tensor:
-        return fused_all_gather_matmul(shards[i], weights[i], int(last), group, return_A=False)[1][0]
+    def weft(i: int) -> Sequence[Tensor]:
+        return fused_all_gather_matmul(shards[i], weights[i], int(last), group, return_A=False)[1]
 
-    def unfused(i: int) -> Tensor:
+    def unfused(i: int) -> Sequence[Tensor]:
         gather(i)
         return product(i)
 
-    def product(i: int) -> Tensor:
-        products = [torch.mm(gathered, w) for w in weights[i]]
-        return products[0]
+    def product(i: int) -> Sequence[Tensor]:
+        return [torch.mm(gathered, w) for w in weights[i]]
 
-    def torch_(i: int) -> Tensor:
+    def torch_(i: int) -> Sequence[Tensor]:
         dim = int(last)
-        return torch.ops.symm_mem.fused_all_gather_matmul(shards[i], weights[i], dim, group, return_A=False)[
-            1
-        ][0]
+        _, products = torch.ops.symm_mem.fused_all_gather_matmul(
+            shards[i], weights[i], dim, group, return_A=False
+        )
+        return products
 
     calls: dict[str, Call] = {"weft": weft, "unfused": unfused, "product": product}
     if has_torch_symm(group, device):
@@ -99,7 +101,8 @@ def all_gather_matmul(row: Row, group: str, device: torch.device) -> Bench:
             and row.dtype == torch.bfloat16
         ):
             calls["torch native"] = _with_native(torch_)
-    return Bench(calls, reference, sets, 2.0 * row.M * row.K * n, (world - 1) * m * k * size)
+    expected = [of_products(reference, reference.abs(), 1, row.dtype) for reference in references]
+    return Bench(calls, expected, sets, 2.0 * row.M * row.K * n, (world - 1) * m * k * size)
 
 
 def matmul_reduce_scatter(row: Row, group: str, device: torch.device) -> Bench:
@@ -113,49 +116,49 @@ def matmul_reduce_scatter(row: Row, group: str, device: torch.device) -> Bench:
     sets = sets_of((row.M * k + k * row.N) * size, device)
     lefts = [random_tensor((row.M, k), row.dtype, device) for _ in range(sets)]
     weights = [random_tensor((k, row.N), row.dtype, device) / math.sqrt(row.K) for _ in range(sets)]
-    whole = lefts[0].double() @ weights[0].double()
-    dist.all_reduce(whole)
-    reference = whole.chunk(world, dim)[rank].clone()
-    del whole
+    sums, terms = (
+        whole.chunk(world, dim)[rank].clone() for whole in summed(lefts[0].double() @ weights[0].double())
+    )
 
-    def weft(i: int) -> Tensor:
-        return fused_matmul_reduce_scatter(lefts[i], weights[i], "sum", dim, group)
+    def weft(i: int) -> Sequence[Tensor]:
+        return (fused_matmul_reduce_scatter(lefts[i], weights[i], "sum", dim, group),)
 
-    def unfused(i: int) -> Tensor:
+    def unfused(i: int) -> Sequence[Tensor]:
         out = torch.empty(m, n, dtype=row.dtype, device=device)
         partial = torch.mm(lefts[i], weights[i])
         if last:
             partial = partial.unflatten(1, (world, n)).movedim(1, 0).flatten(0, 1)
         dist.reduce_scatter_tensor(out, partial)
-        return out
+        return (out,)
 
-    def product(i: int) -> Tensor:
-        return torch.mm(lefts[i], weights[i])
+    def product(i: int) -> Sequence[Tensor]:
+        return (torch.mm(lefts[i], weights[i]),)
 
-    def torch_(i: int) -> Tensor:
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(lefts[i], weights[i], "sum", dim, group)
+    def torch_(i: int) -> Sequence[Tensor]:
+        return (torch.ops.symm_mem.fused_matmul_reduce_scatter(lefts[i], weights[i], "sum", dim, group),)
 
     calls: dict[str, Call] = {"weft": weft, "unfused": unfused, "product": product}
     if has_torch_symm(group, device):
         calls["torch"] = torch_
-    return Bench(calls, reference, sets, 2.0 * row.M * k * row.N, (world - 1) * m * n * size)
+    # A product's rounding, and one at each hop of a ring.
+    expected = of_products(sums, terms, world, row.dtype)
+    return Bench(calls, [expected], sets, 2.0 * row.M * k * row.N, (world - 1) * m * n * size)
 
 
 def all_reduce(row: Row, group: str, device: torch.device) -> Bench:
     world = dist.get_world_size()
     source = random_tensor((row.N,), row.dtype, device)
-    reference = source.double()
-    dist.all_reduce(reference)
+    expected = of_sums(*summed(source), max(1, world - 1), row.dtype)
     plain = torch.empty_like(source)
 
-    def unfused() -> Tensor:
+    def unfused() -> Sequence[Tensor]:
         dist.all_reduce(plain)
-        return plain
+        return (plain,)
 
     calls = {
-        "weft": after_producer(plain, source, lambda: one_shot_all_reduce(plain, "sum", group)),
+        "weft": after_producer(plain, source, lambda: (one_shot_all_reduce(plain, "sum", group),)),
         "unfused": after_producer(plain, source, unfused),
-        "producer": after_producer(plain, source, lambda: plain),
+        "producer": after_producer(plain, source, lambda: (plain,)),
     }
     if has_torch_symm(group, device):
         import torch.distributed._symmetric_memory as torch_symm
@@ -163,10 +166,10 @@ def all_reduce(row: Row, group: str, device: torch.device) -> Bench:
         symmetric = torch_symm.empty(row.N, dtype=row.dtype, device=device)
         torch_symm.rendezvous(symmetric, group)  # type: ignore[arg-type]
         one, two = torch.ops.symm_mem.one_shot_all_reduce, torch.ops.symm_mem.two_shot_all_reduce_
-        calls["torch"] = after_producer(symmetric, source, lambda: one(symmetric, "sum", group))
-        calls["torch two-shot"] = after_producer(symmetric, source, lambda: two(symmetric, "sum", group))
+        calls["torch"] = after_producer(symmetric, source, lambda: (one(symmetric, "sum", group),))
+        calls["torch two-shot"] = after_producer(symmetric, source, lambda: (two(symmetric, "sum", group),))
     # Every rank has to receive its part from all others, and the other parts' sums.
-    return Bench(calls, reference, 1, 0.0, 2 * (world - 1) / world * row.N * row.dtype.itemsize)
+    return Bench(calls, [expected], 1, 0.0, 2 * (world - 1) / world * row.N * row.dtype.itemsize)
 
 
 TABLE: dict[str, Callable[[Row, str, torch.device], Bench]] = {

@@ -6,17 +6,15 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+import accuracy
 import torch
 import torch.distributed as dist
 from contenders import LINK_BYTES_PER_US, TABLE
 from parts import Bench
 from registry import Row
 from timer import Schedule, Series, order, over_ranks, rounds_of, schedule
-from torch import Tensor
 from weft.fused_ops import last_plan
 
-# ||result - reference|| / ||reference||. Rounding a result to the dtype costs about a third of it.
-MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 HIDDEN = ("product", "producer")
 
 Pedantic = Callable[[Callable[[], None], int], None]
@@ -31,26 +29,9 @@ def _agree(problem: str, head_start_us: float) -> tuple[str, float]:
     return first, max(us for _, us in said)
 
 
-def _error(out: Tensor, reference: Tensor, dtype: torch.dtype) -> str:
-    if out.numel() != reference.numel():
-        return f"wrong result: shape {tuple(out.shape)}, must be {tuple(reference.shape)}"
-    difference = out.double().reshape(reference.shape).sub_(reference)
-    error = float(difference.norm() / reference.norm())
-    return (
-        ""
-        if error <= MAX_ERROR[dtype]
-        else f"wrong result: error {error:.1e}, at most {MAX_ERROR[dtype]:.0e}"
-    )
-
-
-def _poison(like: Tensor) -> None:
-    """Leave NaN in the memory that the next result of this size is likely to get."""
-    torch.full(like.shape, float("nan"), dtype=like.dtype, device=like.device)
-
-
 def _ready(
     bench: Bench, row: Row, plan: Schedule, device: torch.device
-) -> tuple[dict[str, Series], str, str]:
+) -> tuple[dict[str, Series], str, list[str]]:
     """(what can be timed, weft's algorithm, what is wrong with the others)."""
     ready: dict[str, Series] = {}
     algorithm, problems = "", []
@@ -59,8 +40,9 @@ def _ready(
         try:
             series = Series(call, bench.sets, plan, row.mode, device)
             if name not in HIDDEN:
-                _poison(series.last)
-                problem = _error(series.run(), bench.reference, row.dtype)
+                series.poison()
+                series.run()
+                problem = accuracy.problem(series.last, bench.expected, row.dtype)
             if name == "weft":
                 algorithm = last_plan().algorithm
         except Exception as e:
@@ -71,14 +53,27 @@ def _ready(
         else:
             series.head_start_us = head_start_us
             ready[name] = series
-    return ready, algorithm, "; ".join(problems)
+    return ready, algorithm, problems
+
+
+def _still_right(bench: Bench, row: Row, ready: dict[str, Series]) -> list[str]:
+    """One more series of each, as they were timed; drops what is wrong now and says what it is."""
+    problems = []
+    for name in [name for name in ready if name not in HIDDEN]:
+        ready[name].poison()
+        ready[name].time()
+        problem, _ = _agree(accuracy.problem(ready[name].last, bench.expected, row.dtype), 0.0)
+        if problem:
+            problems.append(f"{name}: after the rounds: {problem}")
+            del ready[name]
+    return problems
 
 
 def measure(row: Row, group: str, device: torch.device, pedantic: Pedantic) -> dict[str, Any]:
     """The row's line of the table: times in microseconds, None where there is none."""
     bench = TABLE[row.op](row, group, device)
     plan = schedule(device.type, bench.flops, row.N)
-    ready, algorithm, error = _ready(bench, row, plan, device)
+    ready, algorithm, problems = _ready(bench, row, plan, device)
     host_us = {name: round(series.host_us, 1) for name, series in ready.items() if series.host_us}
     times: dict[str, list[float]] = {name: [] for name in ready}
     names = list(ready)
@@ -89,9 +84,11 @@ def measure(row: Row, group: str, device: torch.device, pedantic: Pedantic) -> d
             times[names[i]].append(ready[names[i]].time())
 
     pedantic(one_round, rounds_of(len(names)))
+    problems += _still_right(bench, row, ready)
+    names = list(ready)
     ready.clear()
     # The first round is the warm-up.
-    medians = {name: over_ranks(rounds[1:], device) for name, rounds in times.items()}
+    medians = {name: over_ranks(times[name][1:], device) for name in names}
     before = medians.get("producer", 0.0)
 
     def of(*names: str) -> float | None:
@@ -116,5 +113,5 @@ def measure(row: Row, group: str, device: torch.device, pedantic: Pedantic) -> d
         "limit_us": limit,
         "contenders_us": {name: of(name) for name in medians if name not in HIDDEN},
         "host_us": {name: us for name, us in host_us.items() if name not in HIDDEN},
-        "error": error or None,
+        "error": "; ".join(problems) or None,
     }

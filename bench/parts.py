@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from accuracy import Expected
 from registry import Row
 from timer import Call
 from torch import Tensor
@@ -14,10 +16,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Bench:
-    """A row's contenders. ``reference`` is this rank's float64 result of set 0."""
+    """A row's contenders. ``expected`` are this rank's results of set 0."""
 
     calls: dict[str, Call]
-    reference: Tensor
+    expected: list[Expected]
     sets: int
     flops: float
     bytes_received: float
@@ -51,10 +53,19 @@ def has_torch_symm(group: str, device: torch.device) -> bool:
     return True
 
 
-def after_producer(x: Tensor, source: Tensor, call: Callable[[], Tensor]) -> Call:
+def summed(x: Tensor) -> tuple[Tensor, Tensor]:
+    """In float64: (the sum over ranks, that of absolute values)."""
+    total = x.double()
+    terms = total.abs()
+    dist.all_reduce(total)
+    dist.all_reduce(terms)
+    return total, terms
+
+
+def after_producer(x: Tensor, source: Tensor, call: Callable[[], Sequence[Tensor]]) -> Call:
     """``call`` behind a kernel that writes its input ``x``: as in a model, and as ops in place need it."""
 
-    def produce_and_call(i: int) -> Tensor:
+    def produce_and_call(i: int) -> Sequence[Tensor]:
         x.copy_(source)
         return call()
 

@@ -7,12 +7,13 @@ matmul_all_reduce: the others multiply first. "torch" is torch's one-shot, "torc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 import torch.distributed as dist
-from parts import Bench, after_producer, divisible, has_torch_symm, random_tensor, sets_of
+from accuracy import Expected, of_products, of_sums
+from parts import Bench, after_producer, divisible, has_torch_symm, random_tensor, sets_of, summed
 from registry import Row
 from timer import Call
 from torch import Tensor
@@ -21,7 +22,7 @@ from weft.fused_ops import fused_all_reduce_rms_norm, fused_matmul_all_reduce
 EPS = 1e-6
 
 
-def _add_and_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def add_and_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     sums = x + residual
     return torch.nn.functional.rms_norm(sums, (sums.shape[-1],), weight, EPS), sums
 
@@ -29,7 +30,20 @@ def _add_and_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, 
 @cache
 def _compiled(shape: torch.Size) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
     """One for each shape: no contender pays for dynamic sizes."""
-    return torch.compile(_add_and_norm, dynamic=False)
+    return torch.compile(add_and_norm, dynamic=False)
+
+
+def expected_norm(
+    total: Tensor, terms: Tensor, residual: Tensor, weight: Tensor, world: int
+) -> list[Expected]:
+    """The normed sums and the sums, of this many ranks and the residual."""
+    dtype, sums, terms = residual.dtype, total + residual, terms + residual.double().abs()
+    scale = (sums.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
+    # Behind the sums: the scale, which their errors move by less, the product with it, that with the weight.
+    normed = of_sums(sums * scale, terms * scale.abs(), world + 3, dtype)
+    # The mean's sum is made in float32, in any order: a rounding for each of its terms, half of it behind the root.
+    normed.allowed.add_(normed.reference.abs(), alpha=sums.shape[-1] / 2 * torch.finfo(torch.float32).eps / 2)
+    return [normed, of_sums(sums, terms, world, dtype)]
 
 
 def all_reduce_rms_norm(row: Row, group: str, device: torch.device) -> Bench:
@@ -38,24 +52,21 @@ def all_reduce_rms_norm(row: Row, group: str, device: torch.device) -> Bench:
     residual, weight = random_tensor(shape, row.dtype, device), random_tensor((row.N,), row.dtype, device)
     dist.broadcast(residual, 0)
     dist.broadcast(weight, 0)
-    sums = source.double()
-    dist.all_reduce(sums)
-    sums += residual
-    reference = sums * (sums.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
+    expected = expected_norm(*summed(source), residual, weight, world)
     plain = torch.empty_like(source)
-    norm = _compiled(source.shape) if device.type == "cuda" else _add_and_norm
+    norm = _compiled(source.shape) if device.type == "cuda" else add_and_norm
 
-    def unfused() -> Tensor:
+    def unfused() -> Sequence[Tensor]:
         dist.all_reduce(plain)
-        return norm(plain, residual, weight)[0]
+        return norm(plain, residual, weight)
 
-    def weft() -> Tensor:
-        return fused_all_reduce_rms_norm(plain, residual, weight, EPS, group)[0]
+    def weft() -> Sequence[Tensor]:
+        return fused_all_reduce_rms_norm(plain, residual, weight, EPS, group)
 
     calls = {
         "weft": after_producer(plain, source, weft),
         "unfused": after_producer(plain, source, unfused),
-        "producer": after_producer(plain, source, lambda: plain),
+        "producer": after_producer(plain, source, lambda: (plain,)),
     }
     if has_torch_symm(group, device):
         import torch.distributed._symmetric_memory as torch_symm
@@ -66,11 +77,11 @@ def all_reduce_rms_norm(row: Row, group: str, device: torch.device) -> Bench:
 
         def normed(reduce: Callable[[Tensor, str, str], Tensor]) -> Call:
             return after_producer(
-                symmetric, source, lambda: norm(reduce(symmetric, "sum", group), residual, weight)[0]
+                symmetric, source, lambda: norm(reduce(symmetric, "sum", group), residual, weight)
             )
 
         calls |= {"torch": normed(one), "torch two-shot": normed(two)}
-    return Bench(calls, reference, 1, 0.0, 2 * (world - 1) / world * source.nbytes)
+    return Bench(calls, expected, 1, 0.0, 2 * (world - 1) / world * source.nbytes)
 
 
 def matmul_all_reduce(row: Row, group: str, device: torch.device) -> Bench:
@@ -80,19 +91,19 @@ def matmul_all_reduce(row: Row, group: str, device: torch.device) -> Bench:
     sets = sets_of((row.M * k + k * row.N) * size, device)
     lefts = [random_tensor((row.M, k), row.dtype, device) for _ in range(sets)]
     weights = [random_tensor((k, row.N), row.dtype, device) / math.sqrt(row.K) for _ in range(sets)]
-    reference = lefts[0].double() @ weights[0].double()
-    dist.all_reduce(reference)
+    # A product's rounding, and one at each hop of a ring.
+    expected = of_products(*summed(lefts[0].double() @ weights[0].double()), world, row.dtype)
 
-    def weft(i: int) -> Tensor:
-        return fused_matmul_all_reduce(lefts[i], weights[i], "sum", group)
+    def weft(i: int) -> Sequence[Tensor]:
+        return (fused_matmul_all_reduce(lefts[i], weights[i], "sum", group),)
 
-    def unfused(i: int) -> Tensor:
+    def unfused(i: int) -> Sequence[Tensor]:
         out = torch.mm(lefts[i], weights[i])
         dist.all_reduce(out)
-        return out
+        return (out,)
 
-    def product(i: int) -> Tensor:
-        return torch.mm(lefts[i], weights[i])
+    def product(i: int) -> Sequence[Tensor]:
+        return (torch.mm(lefts[i], weights[i]),)
 
     calls: dict[str, Call] = {"weft": weft, "unfused": unfused, "product": product}
     if has_torch_symm(group, device):
@@ -102,13 +113,13 @@ def matmul_all_reduce(row: Row, group: str, device: torch.device) -> Bench:
         torch_symm.rendezvous(symmetric, group)  # type: ignore[arg-type]
 
         def behind(reduce: Callable[[Tensor, str, str], Tensor]) -> Call:
-            def call(i: int) -> Tensor:
+            def call(i: int) -> Sequence[Tensor]:
                 torch.mm(lefts[i], weights[i], out=symmetric)
-                return reduce(symmetric, "sum", group)
+                return (reduce(symmetric, "sum", group),)
 
             return call
 
         calls["torch"] = behind(torch.ops.symm_mem.one_shot_all_reduce)
         calls["torch two-shot"] = behind(torch.ops.symm_mem.two_shot_all_reduce_)
     received = 2 * (world - 1) / world * row.M * row.N * size
-    return Bench(calls, reference, sets, 2.0 * row.M * k * row.N, received)
+    return Bench(calls, [expected], sets, 2.0 * row.M * k * row.N, received)

@@ -6,7 +6,7 @@ Rounds, their order and calls are fixed before the first one, so that the ranks 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Call = Callable[[int], Tensor]
-"""``call(i)`` runs an op on input set i and returns its result."""
+Call = Callable[[int], Sequence[Tensor]]
+"""``call(i)`` runs an op on input set i and returns its results."""
 
 _CYCLES_PER_US = 1980  # of torch.cuda._sleep, at the H200's highest clock
 _HEAD_START_US = 500.0  # covers the launch of a graph of 100 nodes
@@ -82,7 +82,7 @@ def order(contenders: int, number: int) -> list[int]:
 class Series:
     """``calls`` calls of one contender, eager or captured once into a CUDA graph.
 
-    Call i works on set ``(calls - 1 - i) % sets``: ``last`` is always the result of set 0.
+    Call i works on set ``(calls - 1 - i) % sets``: ``last`` are always the results of set 0.
     ``head_start_us`` is how long the device sleeps before a series; it must be the same on all ranks. ``host_us`` is
     what a call takes on the host, in eager mode.
     """
@@ -95,7 +95,7 @@ class Series:
         self._graph: torch.cuda.CUDAGraph | None = None
         self.head_start_us = _HEAD_START_US
         self.host_us: float | None = None
-        self.last = torch.empty(0)
+        self.last: Sequence[Tensor] = ()
         for _ in range(plan.warmup):
             self.last = call(0)
         if device.type == "cuda":
@@ -120,14 +120,18 @@ class Series:
         self.host_us = host_us / self._plan.calls
         self.head_start_us = min(1.5 * host_us + _HEAD_START_US, _MAX_HEAD_START_US)
 
-    def run(self) -> Tensor:
-        """The series once, untimed; returns ``last``. A graph's result is poisoned before."""
+    def poison(self) -> None:
+        """NaN in the last results, and in the memory that the next ones of their sizes are likely to get."""
+        for out in self.last:
+            out.fill_(float("nan"))
+        _ = [torch.full_like(out, float("nan")) for out in self.last]
+
+    def run(self) -> None:
+        """The series once, untimed."""
         if self._graph is None:
             self._calls()
         else:
-            self.last.fill_(float("nan"))
             self._graph.replay()
-        return self.last
 
     def time(self) -> float:
         """Microseconds a call took on this rank in one series."""
@@ -141,10 +145,7 @@ class Series:
         # While the device sleeps the host runs ahead: what it takes to launch does not show as idle time.
         torch.cuda._sleep(int(self.head_start_us * _CYCLES_PER_US))
         start.record()
-        if self._graph is None:
-            self._calls()
-        else:
-            self._graph.replay()
+        self.run()
         end.record()
         end.synchronize()
         return start.elapsed_time(end) * 1e3 / self._plan.calls

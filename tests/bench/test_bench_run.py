@@ -70,20 +70,30 @@ def test_run_writes_every_op(tmp_path: Path) -> None:
 
 
 def test_a_wrong_result_gets_no_time(tmp_path: Path) -> None:
-    """Wrong on rank 1 alone, or failed on both: weft has no time, and the contenders that are right do."""
+    """Wrong on rank 1 alone, at once or later, or failed on both: weft has no time; what is right has one."""
     process, written = bench(
         tmp_path, "-p", "wrong_op", "--layers=llama8b.qkv,llama8b.o", "--m-sizes=6", "--kib-sizes=2"
     )
     assert process.returncode != 0
-    (gather,), (scatter,), (reduce,) = (
-        written[op]["rows"] for op in ("all_gather_matmul", "matmul_reduce_scatter", "all_reduce")
+    ops = (
+        "all_gather_matmul",
+        "matmul_reduce_scatter",
+        "all_reduce",
+        "all_reduce_rms_norm",
+        "matmul_all_reduce",
     )
+    (gather,), (scatter,), (reduce,), (norm,), (worn_out,) = (written[op]["rows"] for op in ops)
     assert gather["weft_us"] is None
     assert "weft: rank 1: wrong result: error" in gather["error"]
     assert gather["unfused_us"] > 0
     assert scatter["weft_us"] is None
     assert "weft: rank 0: RuntimeError: planted failure" in scatter["error"]
     assert scatter["unfused_us"] > 0
+    assert norm["weft_us"] is None
+    assert "weft: rank 1: wrong result: error" in norm["error"]
+    assert worn_out["weft_us"] is None
+    assert "weft: after the rounds: rank 1: wrong result: error" in worn_out["error"]
+    assert worn_out["unfused_us"] > 0
     assert reduce["weft_us"] > 0
 
 
