@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
+from statistics import median
 from typing import Any
 
 import accuracy
@@ -70,7 +71,12 @@ def _still_right(bench: Bench, row: Row, ready: dict[str, Series]) -> list[str]:
 
 
 def measure(row: Row, group: str, device: torch.device, pedantic: Pedantic) -> dict[str, Any]:
-    """The row's line of the table: times in microseconds, None where there is none."""
+    """The row's line of the table: times in microseconds, None where there is none.
+
+    A time is the median of the rounds, ``spread_us`` the least and the greatest of them, each that of the slowest rank.
+    ``limit_us`` is the larger of ``product_us``, cuBLAS's time of the product alone, and of the bytes' time over the
+    links: a reference, measured too, that repeats to about 5 %, so weft is below it in a few rows.
+    """
     bench = TABLE[row.op](row, group, device)
     plan = schedule(device.type, bench.flops, row.N)
     ready, algorithm, problems = _ready(bench, row, plan, device)
@@ -88,7 +94,8 @@ def measure(row: Row, group: str, device: torch.device, pedantic: Pedantic) -> d
     names = list(ready)
     ready.clear()
     # The first round is the warm-up.
-    medians = {name: over_ranks(times[name][1:], device) for name in names}
+    rounds = {name: over_ranks(times[name][1:], device) for name in names}
+    medians = {name: median(us) for name, us in rounds.items()}
     before = medians.get("producer", 0.0)
 
     def of(*names: str) -> float | None:
@@ -111,7 +118,13 @@ def measure(row: Row, group: str, device: torch.device, pedantic: Pedantic) -> d
         "unfused_us": of("unfused"),
         "torch_us": of("torch", "torch native", "torch two-shot"),
         "limit_us": limit,
+        "product_us": of("product"),
         "contenders_us": {name: of(name) for name in medians if name not in HIDDEN},
+        "spread_us": {
+            name: [round(us - before, 2) for us in (min(times_us), max(times_us))]
+            for name, times_us in rounds.items()
+            if name != "producer"
+        },
         "host_us": {name: us for name, us in host_us.items() if name not in HIDDEN},
         "error": "; ".join(problems) or None,
     }

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -151,8 +150,8 @@ class Series:
         return start.elapsed_time(end) * 1e3 / self._plan.calls
 
 
-def over_ranks(rounds: list[float], device: torch.device) -> float:
-    """Median over rounds of the slowest rank's time."""
+def over_ranks(rounds: list[float], device: torch.device) -> list[float]:
+    """The slowest rank's time of each round."""
     slowest = torch.tensor(rounds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return median(slowest.tolist())
+    return [float(us) for us in slowest.tolist()]

@@ -25,7 +25,9 @@ SCHEMA: dict[str, Any] = {
     "unfused_us": (*NUMBER, type(None)),
     "torch_us": (*NUMBER, type(None)),
     "limit_us": (*NUMBER, type(None)),
+    "product_us": (*NUMBER, type(None)),
     "contenders_us": dict,
+    "spread_us": dict,
     "host_us": dict,
     "error": (str, type(None)),
 }
@@ -65,6 +67,11 @@ def test_run_writes_every_op(tmp_path: Path) -> None:
         assert row["unfused_us"] > 0
         assert row["torch_us"] is None
         assert row["limit_us"] is None
+        assert (row["product_us"] is None) == (row["K"] is None)
+        timed = row["contenders_us"] | ({"product": row["product_us"]} if row["K"] else {})
+        assert set(row["spread_us"]) == set(timed)
+        assert all(least <= timed[name] <= most for name, (least, most) in row["spread_us"].items())
+        assert any(least < most for least, most in row["spread_us"].values())
     assert "peer/weft" in process.stdout
     assert process.stdout.count("\nllama8b.qkv ") == 1, "ranks other than 0 print nothing"
 
