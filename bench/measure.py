@@ -13,7 +13,7 @@ import torch.distributed as dist
 from contenders import LINK_BYTES_PER_US, TABLE
 from parts import Bench
 from registry import Row
-from timer import Schedule, Series, order, over_ranks, rounds_of, schedule
+from timer import Schedule, Series, order, over_ranks, rounds_of, same_head_start, schedule
 from weft.fused_ops import last_plan
 
 HIDDEN = ("product", "producer")
@@ -22,12 +22,11 @@ Pedantic = Callable[[Callable[[], None], int], None]
 """Runs a function so many times, a round each, and once before the first one."""
 
 
-def _agree(problem: str, head_start_us: float) -> tuple[str, float]:
-    """The first rank's problem (all ranks drop a contender or none does) and the longest head start."""
-    said: list[tuple[str, float]] = [("", 0.0)] * dist.get_world_size()
-    dist.all_gather_object(said, (problem, head_start_us))
-    first = next((f"rank {rank}: {p}" for rank, (p, _) in enumerate(said) if p), "")
-    return first, max(us for _, us in said)
+def _agree(problem: str) -> str:
+    """The first rank's problem: all ranks drop a contender or none does."""
+    said = [""] * dist.get_world_size()
+    dist.all_gather_object(said, problem)
+    return next((f"rank {rank}: {p}" for rank, p in enumerate(said) if p), "")
 
 
 def _ready(
@@ -48,12 +47,12 @@ def _ready(
                 algorithm = last_plan().algorithm
         except Exception as e:
             problem = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
-        problem, head_start_us = _agree(problem, series.head_start_us if series else 0.0)
+        problem = _agree(problem)
         if problem or series is None:
             problems.append(f"{name}: {problem}")
         else:
-            series.head_start_us = head_start_us
             ready[name] = series
+    same_head_start(list(ready.values()), device)
     return ready, algorithm, problems
 
 
@@ -63,7 +62,7 @@ def _still_right(bench: Bench, row: Row, ready: dict[str, Series]) -> list[str]:
     for name in [name for name in ready if name not in HIDDEN]:
         ready[name].poison()
         ready[name].time()
-        problem, _ = _agree(accuracy.problem(ready[name].last, bench.expected, row.dtype), 0.0)
+        problem = _agree(accuracy.problem(ready[name].last, bench.expected, row.dtype))
         if problem:
             problems.append(f"{name}: after the rounds: {problem}")
             del ready[name]

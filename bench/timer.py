@@ -155,3 +155,11 @@ def over_ranks(rounds: list[float], device: torch.device) -> list[float]:
     slowest = torch.tensor(rounds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return [float(us) for us in slowest.tolist()]
+
+
+def same_head_start(series: Sequence[Series], device: torch.device) -> None:
+    """The longest that any contender needs on any rank, for all: a device that slept longer has more power to spend."""
+    if series:
+        (longest,) = over_ranks([max(one.head_start_us for one in series)], device)
+        for one in series:
+            one.head_start_us = longest

@@ -1,4 +1,4 @@
-"""The registry, the schedule and the report, without ranks."""
+"""The registry, the schedule and the report."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from ranks import run_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
@@ -17,6 +19,8 @@ import plot
 import registry
 import report
 import timer
+
+BENCH = str(Path(__file__).parents[2] / "bench")
 
 
 def test_the_whole_table() -> None:
@@ -88,6 +92,22 @@ def test_each_contender_follows_each_other_one_equally_often(contenders: int) ->
     if contenders > 1:
         times = rounds // (contenders - 1)
         assert followed == dict.fromkeys(permutations(range(contenders), 2), times)
+
+
+def head_starts(rank: int, world: int) -> list[float]:
+    """Of three contenders, of which the second needs the longest one, on rank 1."""
+    sys.path.append(BENCH)
+    import timer
+
+    cpu = torch.device("cpu")
+    series = [timer.Series(lambda _: (), 1, timer.Schedule(calls=1), "eager", cpu) for _ in range(3)]
+    series[1].head_start_us = 1000.0 + rank
+    timer.same_head_start(series, cpu)
+    return [one.head_start_us for one in series]
+
+
+def test_all_contenders_of_all_ranks_get_the_longest_head_start() -> None:
+    assert run_ranks(head_starts, 2) == [[1001.0] * 3] * 2
 
 
 def row(**change: Any) -> dict[str, Any]:
