@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 import time
@@ -15,12 +14,12 @@ from typing import Any
 os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
 os.environ["NCCL_NVLS_ENABLE"] = "0"
 
+import machine
 import pytest
 import registry
 import report
 import torch
 import torch.distributed as dist
-import triton
 
 RESULTS = Path(__file__).parent / "results"
 START = time.perf_counter()
@@ -96,29 +95,19 @@ def results() -> list[dict[str, Any]]:
     return ROWS
 
 
-def device_name(device: str) -> str:
-    """ "h200" for "NVIDIA H200"."""
-    if device == "cpu":
-        return "cpu"
-    name = torch.cuda.get_device_name()
-    return re.sub(r"[^a-z0-9]+", "-", name.removeprefix("NVIDIA ").split()[0].lower())
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if dist.get_rank() != 0 or not ROWS:
         return
+    command, folder = config.getoption("command"), config.getoption("results")
     meta = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "device": device_name(config.getoption("device")),
-        "world": dist.get_world_size(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "command": config.getoption("command"),
+        **machine.described(config.getoption("device"), dist.get_world_size()),
+        "command": command.replace(str(folder), folder.name) if folder.is_absolute() else command,
     }
     terminalreporter.section("microseconds a call")
     for line in report.table(ROWS):
         terminalreporter.write_line(line)
-    for path in report.write(ROWS, meta, config.getoption("results")):
+    for path in report.write(ROWS, meta, folder):
         terminalreporter.write_line(f"wrote {path}")
     terminalreporter.write_line(f"{len(ROWS)} rows in {time.perf_counter() - START:.0f} s")
 

@@ -56,8 +56,20 @@ def test_run_writes_every_op(tmp_path: Path) -> None:
     }
     for content in written.values():
         meta = content["meta"]
-        assert set(meta) == {"date", "device", "world", "torch", "triton", "command"}
+        assert list(meta) == [
+            "date",
+            "device",
+            "world",
+            "torch",
+            "triton",
+            "commit",
+            "dirty",
+            "settings",
+            "command",
+        ]
         assert (meta["device"], meta["world"]) == ("cpu", 2)
+        assert meta["settings"]["NCCL_NVLS_ENABLE"] == "0"
+        assert str(tmp_path) not in json.dumps(meta)
         assert "bench/run.py --ranks 2" in meta["command"]
         (row,) = content["rows"]
         assert list(row) == list(SCHEMA)
