@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,15 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def write(rows: list[dict[str, Any]], meta: dict[str, Any], folder: Path) -> list[Path]:
-    """One file for each op that was measured; what stood there is replaced."""
+    """One file for each op that was measured; what stood there is kept, with its date behind its name."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for op in sorted({row["op"] for row in rows}):
         path = folder / f"{meta['device']}-x{meta['world']}-{op}.json"
+        if path.exists():
+            # No parser: what was measured just now is not to be lost over a file that was cut off.
+            date = re.search(r'"date": "([\d-]+) (\d+):(\d+)', path.read_text())
+            path.rename(path.with_stem("-".join((path.stem, *(date.groups() if date else ("undated",))))))
         lines = ",\n".join("    " + json.dumps(row) for row in rows if row["op"] == op)
         path.write_text(f'{{\n  "meta": {json.dumps(meta)},\n  "rows": [\n{lines}\n  ]\n}}\n')
         written.append(path)

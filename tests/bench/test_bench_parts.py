@@ -139,10 +139,25 @@ def test_table_shows_errors_and_counts_what_is_slower() -> None:
 
 def test_write_keeps_ops_apart(tmp_path: Path) -> None:
     rows = [row(), row(op="all_gather_matmul", K=4), row(N=16)]
-    meta = {"device": "h200", "world": 4}
+    meta = {"device": "h200", "world": 4, "date": "2026-11-21 12:05 UTC"}
     paths = report.write(rows, meta, tmp_path / "new")
     assert [p.name for p in paths] == ["h200-x4-all_gather_matmul.json", "h200-x4-all_reduce.json"]
     assert json.loads(paths[1].read_text()) == {"meta": meta, "rows": [rows[0], rows[2]]}
+
+
+def test_write_keeps_older_results(tmp_path: Path) -> None:
+    """A run of one size would be all that is left of a whole table."""
+    (tmp_path / "h200-x4-all_reduce.json").write_text("{")
+    for minute in range(3):
+        meta = {"device": "h200", "world": 4, "date": f"2026-11-21 12:0{minute} UTC"}
+        report.write([row(weft_us=float(minute))], meta, tmp_path)
+    assert (tmp_path / "h200-x4-all_reduce-undated.json").read_text() == "{"
+    found = {f.name: json.loads(f.read_text())["rows"][0]["weft_us"] for f in tmp_path.glob("*[!d].json")}
+    assert found == {
+        "h200-x4-all_reduce.json": 2.0,
+        "h200-x4-all_reduce-2026-11-21-12-01.json": 1.0,
+        "h200-x4-all_reduce-2026-11-21-12-00.json": 0.0,
+    }
 
 
 def test_curves_are_of_one_op_and_mode() -> None:
