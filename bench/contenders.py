@@ -3,10 +3,11 @@
 weft       the public ops
 unfused    NCCL and cuBLAS; between CPU ranks gloo and torch.mm
 torch...   torch.ops.symm_mem as it is, and with its other algorithms where they apply (CUDA only)
-product    the same matrix product without communication: a part of the limit
-producer   all_reduce only: the kernel that writes the input before every call; its time is subtracted
+product    the same matrix product without communication: a term of the limit
+producer   all_reduce and the norm: the kernel that writes the input before every call; its time is subtracted
 
-All contenders of a row get the same random inputs, several sets of them so that no cache holds them all.
+All contenders of a row get the same random inputs: of products several sets, so that no cache holds them all; of an
+all-reduce and the norm one, which the producer has just written, as in a model, so that a cache may hold it.
 """
 
 from __future__ import annotations

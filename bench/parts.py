@@ -30,7 +30,7 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 
 
 def sets_of(bytes_of_one: int, device: torch.device) -> int:
-    """Input sets that together are twice the L2 cache; at most 16."""
+    """Input sets of a product that together are twice the L2 cache; at most 16."""
     if device.type == "cpu":
         return 2
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
