@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,13 +58,19 @@ def again(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor | Non
     return None if results is None else results[0]
 
 
+def _in_two(sum_ran: Plan) -> Plan:
+    """How the product and the all-reduce ran, the latter so."""
+    return replace(sum_ran, algorithm="two_kernels") if sum_ran.algorithm == "push" else sum_ran
+
+
 def _remember(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup, out: Tensor) -> None:
     """Such a call was a product and an all-reduce."""
     found = all_reduce.made_before(out, reduce_op, group.group_name)
     if found is not None:
         given, caller = (A, B), _ProductThenSum(found.workspace, found.kernel)
         short.remember(
-            host.OP, reduce_op, given, given, [out], found.workspace, caller, found.plan, pays=True
+            *(host.OP, reduce_op, given, given, [out], found.workspace, caller, _in_two(found.plan)),
+            pays=True,
         )
 
 
@@ -89,6 +95,7 @@ def run(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup) -> Tensor:
             out = a.new_empty(a.shape[0], B.shape[1])
             torch.mm(a, B, out=out)
             all_reduce.in_place(out, reduce_op, group, host.OP)
+            plan._last = _in_two(plan._last)
             _remember(A, B, reduce_op, group, out.view(shape))
     return out.view(shape)
 

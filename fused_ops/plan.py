@@ -30,7 +30,8 @@ class Plan:
         algorithm: "none" before the first call, then
             "unfused": the group's own collective, behind or in front of the product.
             "host": CPU ranks; a thread copies, or every rank writes to every rank.
-            "push": CUDA; the blocks of a kernel of our own send. An all-reduce behind a product of cuBLAS, too.
+            "push": CUDA; the blocks of a kernel of our own send.
+            "two_kernels": CUDA; a product of cuBLAS, then an all-reduce of our own.
             "one_shot": CUDA; every rank sends to every rank at once, in front of or behind a product of cuBLAS, or,
                 of few rows that are all-reduced, in the kernel that multiplies.
             "copy_engine": CUDA; a Triton kernel multiplies, the GPU's copy engines send (float32 all-gathers, and

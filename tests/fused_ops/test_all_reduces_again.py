@@ -98,7 +98,7 @@ def test_the_product_is_summed_where_it_lies(stage: SimpleNamespace) -> None:
             assert torch.equal(out, a @ B) and out.is_contiguous()
             (launched,) = stage.kernel.launched
             assert launched == (out.data_ptr(), out.data_ptr(), 300_000_000_000, 7)
-            assert plan.last_plan().algorithm == "push"
+            assert plan.last_plan().algorithm == "two_kernels"
             stage.kernel.launched.clear()
     assert stage.workspace.noted == 6 * ["fused_matmul_all_reduce"], "an error names the op that was called"
 
