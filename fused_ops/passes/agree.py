@@ -40,12 +40,13 @@ import torch
 import torch.distributed as dist
 from torch import fx
 from torch._inductor import config as inductor_config
+from torch._inductor import inductor_prims
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ...symm_mem import resolve_group
 from .board import begun
 from .choice import Asked, pack
-from .match import collectives, group_of, kind_of
+from .match import argument, calls, collectives, group_of, kind_of, what
 from .report import Entry
 
 _lib = torch.library.Library("weft", "FRAGMENT")
@@ -60,6 +61,8 @@ _CONSTANT_BYTES = 1 << 20
 # Operators of higher order that take no graphs, objects or numbers of this process's tables: a user's operator that
 # writes to its arguments.
 _AS_TEXT = ("auto_functionalized_v2",)
+# What draws by a seed that is a tensor, and which argument it is. Op by op they take no notice of it.
+_DRAWS = {inductor_prims.random: (1, "seed"), inductor_prims.randint: (3, "seed")}
 _SIGNATURE = re.compile(r"^def forward\(self.*?\)[^\n()]*:\n", re.DOTALL | re.MULTILINE)
 
 
@@ -105,6 +108,11 @@ class Original:
 
     def why_not_kept(self) -> str | None:
         """Why the graph cannot be kept as text; None if it can."""
+        if (node := _drawn_elsewhere(self._graph)) is not None:
+            return (
+                f"{what(node)} draws random numbers that another graph draws again from the same seed, as for dropout "
+                "that is recomputed: kept for ranks that do not agree, the graph would draw others"
+            )
         size = 0
         for node in self._graph.nodes:
             if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() not in _AS_TEXT:
@@ -177,6 +185,24 @@ def has_ranks(group: str) -> bool:
     except ValueError:
         return False
     return dist.get_backend(pg) != "fake" and pg.size() > 1 and why_not_asked(group) is None
+
+
+def _drawn_elsewhere(graph: fx.Graph) -> fx.Node | None:
+    """A node that draws by a seed which is not this graph's own, or not this node's alone."""
+    seen: set[tuple[fx.Node, int]] = set()
+    for node in graph.nodes:
+        if node.target not in _DRAWS:
+            continue
+        seed = argument(node, *_DRAWS[node.target])
+        if not calls(seed, inductor_prims.lookup_seed) or len(seed.users) > 1 or seed.args in seen:
+            return node
+        seen.add(seed.args)
+        seeds = seed.args[0]
+        if not calls(seeds, inductor_prims.seeds) or not all(
+            calls(u, inductor_prims.lookup_seed) for u in seeds.users
+        ):
+            return node
+    return None
 
 
 def _attribute(owner: Any, target: Any) -> Any:

@@ -208,8 +208,13 @@ class Choice:
             return tuple(_restrided(o, s) for o, s in zip(outputs, strides, strict=True))
 
     def _outputs(self, args: list[Any]) -> Sequence[Any]:
-        """Op by op at first: ranks that differ once need no second compilation. Nor can one begin in a capture."""
-        if self._plain_runs <= _OP_BY_OP or self._compiled is None or _capturing():
+        """Op by op at first: ranks that differ once need no second compilation. Nor can one begin in a capture.
+
+        Random numbers are drawn by Inductor wherever that can be. Others would be as good for this graph, but they
+        move the generator on by another step: what ranks draw alike later, they would not any more.
+        """
+        op_by_op = 0 if self._draws else _OP_BY_OP
+        if self._plain_runs <= op_by_op or self._compiled is None or _capturing():
             return self._run(self._namespace, args)
         inputs = list(args)  # they are needed again if this cannot be compiled
         try:
@@ -218,6 +223,10 @@ class Choice:
             _log.warning("graph %s: cannot be compiled as it was, and runs op by op: %s", self.name, e)
             self._compiled = None
         return self._run(self._namespace, inputs)
+
+    @cached_property
+    def _draws(self) -> bool:
+        return self._code is not None and "inductor_lookup_seed" in self._code
 
     @cached_property
     def _compiled(self) -> Any:

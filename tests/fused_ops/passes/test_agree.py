@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from graphs import c10d, copied, fake_ranks, traced
+from graphs import AG, c10d, captured, copied, fake_ranks, gather, traced
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
+from torch.utils.checkpoint import checkpoint
 from weft.fused_ops.passes import Entry, FusionPass, agree
 from weft.fused_ops.passes.choice import Choice
 
@@ -188,6 +189,26 @@ def test_a_part_that_is_no_text() -> None:
         return torch.cond(y.sum() > 0, lambda t: t + 1, lambda t: t - 1, (y,))
 
     check_left(traced(fn, X, W), "which cannot be kept for ranks that do not agree")
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_dropout(recomputed: bool) -> None:
+    """Recomputed, it is drawn in the backward graph again, which the kept graphs would do from other numbers."""
+
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        return torch.nn.functional.dropout((gather(x) @ w).sin(), 0.5)
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return checkpoint(layer, x, w, use_reentrant=False) if recomputed else layer(x, w)
+
+    forward, *_ = seen = captured(fn, X, W.clone().requires_grad_(), fusion=FusionPass())
+    assert "inductor_random" in str(forward.before)
+    if recomputed:
+        assert [s.fused for s in seen] == [[None], [None]]
+        assert all("another graph draws again from the same seed" in s.reasons for s in seen)
+        assert [s.fused for s in captured(fn, X, W.clone().requires_grad_())] == [[AG], [AG]]
+    else:
+        assert forward.fused == [AG]
 
 
 def test_many_constants(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,6 +286,36 @@ def without_agreement(rank: int, size: int, dynamic: bool) -> None:
         Choice.fused = asked  # type: ignore[method-assign]
 
 
+def drops(x: Tensor, a: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    y = torch.nn.functional.dropout(gather(x, world()) @ a, 0.5)
+    return y, torch.nn.functional.dropout(torch.ones_like(y), 0.1)
+
+
+def without_agreement_but_random(rank: int, size: int) -> None:
+    from weft.fused_ops.passes import FusionPass
+    from weft.fused_ops.passes.choice import Choice
+
+    asked, answer = Choice.fused, [True]
+    Choice.fused = lambda self: answer[0]  # type: ignore[method-assign]
+
+    def seeded(*tensors: Tensor) -> tuple[Tensor, ...]:
+        torch.manual_seed(7)
+        return (*mine(*tensors), torch.rand(3))  # what is drawn later is the same, too
+
+    try:
+        with compiler():
+            fusion = FusionPass()
+            mine = torch.compile(drops, options=fusion.options)
+            compare(seeded, [torch.randn(4, 8), torch.randn(8, 6), torch.zeros(6)], answer)
+            assert fusion.report().fused == 1, fusion.report()
+    finally:
+        Choice.fused = asked  # type: ignore[method-assign]
+
+
+def test_the_way_out_draws_the_same_numbers() -> None:
+    run_ranks(without_agreement_but_random, 2)
+
+
 def compare(mine: Callable[..., Any], tensors: list[Tensor], answer: list[bool]) -> None:
     outs = []
     for answer[0] in (True, False, False, False):  # op by op at first, and then compiled
