@@ -31,7 +31,6 @@ Where the generated code cannot ask (the C++ wrapper), nothing is fused.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -45,9 +44,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ...symm_mem import resolve_group
 from .board import begun
-from .choice import Asked, pack
+from .choice import SIZES, Asked, pack
 from .match import argument, calls, collectives, group_of, kind_of, what
 from .report import Entry
+from .signature import Order, Signature
 
 _lib = torch.library.Library("weft", "FRAGMENT")
 _lib.define("agree(str packed, bool fused) -> ()")
@@ -132,12 +132,15 @@ class Original:
             )
         return None
 
-    def ask_first(self, graph: fx.Graph, entries: Iterable[Entry], *, captured: bool) -> None:
+    def ask_first(
+        self, graph: fx.Graph, entries: Iterable[Entry], orders: Iterable[Order], *, captured: bool
+    ) -> None:
         """Puts the question in front of ``graph``, which is this one after the pass.
 
         Collectives that were taken apart but not fused count as fused: they are not what other ranks run.
 
         Args:
+            orders: as ``Signature`` has them.
             captured: as ``pack`` has it.
         """
         entries = tuple(entries)
@@ -150,18 +153,25 @@ class Original:
         fused = {e.group for e in entries if e.fused_into is not None}
         if [kind_of(n) for n in collectives(self._graph)] != [e.collective for e in entries]:
             fused |= self._counts.keys()
-        what = [_what(e, index) for e in entries]
         asked = [Asked(g, self._counts[g], g in fused) for g in order]
         kept = any(a.fused for a in asked)
-        text = "\n".join([*what, *_communication(graph, index)])
-        signature = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+        signature = Signature(graph, index, entries, orders)
         code = self._code() if kept else None
         with unset_fake_temporarily():  # the constants are real
             constants = self._constants() if kept else {}
-            packed = pack(asked, signature, what, code, constants, captured=captured)
+            packed = pack(
+                asked,
+                signature.digest,
+                signature.sizes,
+                signature.what,
+                code,
+                constants,
+                captured=captured,
+            )
         first = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(first):
-            graph.call_function(_agree, (packed, kept)).meta["val"] = None
+            question = graph.call_function(_agree, (packed, kept))
+        question.meta["val"], question.meta[SIZES] = None, signature.symbolic
 
     def _code(self) -> str:
         names = [n.name for n in self._graph.nodes if n.op == "placeholder"]
@@ -210,36 +220,3 @@ def _attribute(owner: Any, target: Any) -> Any:
     for part in str(target).split("."):
         value = getattr(value, part, None)
     return value
-
-
-def _what(entry: Entry, index: dict[str, int]) -> str:
-    """An entry in words that are the same on every rank: without names of groups and nodes."""
-    where = f"{entry.collective} over group {index.get(entry.group or '', '?')}"
-    return (
-        f"{where} fused into {entry.fused_into}, dim {entry.dim}"
-        if entry.fused_into
-        else f"{where} left alone"
-    )
-
-
-def _communication(graph: fx.Graph, index: dict[str, int]) -> list[str]:
-    """The nodes that communicate, in order: their arguments, and of tensors the dtype."""
-    lines = []
-    plain = set(collectives(graph))
-    for node in graph.nodes:
-        namespace = getattr(node.target, "namespace", "")
-        if node in plain or (namespace == "weft" and node.target is not _agree):
-            words = [_word(a, index) for a in node.args]
-            words += [f"{name}={_word(a, index)}" for name, a in node.kwargs.items()]
-            lines.append(f"{kind_of(node)} {' '.join(words)}")
-    return lines
-
-
-def _word(value: Any, index: dict[str, int]) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"[{len(value)}]"
-    if isinstance(value, str):
-        return f"group {index[value]}" if value in index else value
-    if isinstance(value, fx.Node):
-        return str(getattr(value.meta.get("val"), "dtype", "-"))
-    return str(value) if isinstance(value, (bool, int, float)) else "-"

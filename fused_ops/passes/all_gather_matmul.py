@@ -94,6 +94,10 @@ class AllGatherMatmul:
         return self.layout.contracted
 
     @property
+    def order(self) -> tuple[Dims, tuple[Size, ...]]:
+        return self.layout.joined(self.collective.world), tuple(val(self.collective.x).shape)
+
+    @property
     def form(self) -> str:
         count = len(self.uses)
         how = "all_gather of what is contracted" if self.layout.contracted else "all_gather"

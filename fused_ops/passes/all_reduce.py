@@ -18,7 +18,7 @@ from torch import fx
 from .. import ops
 from ..worth import worth_fusing
 from . import insert
-from .dims import plain
+from .dims import Dims, plain
 from .insert import call
 from .match import (
     Collective,
@@ -64,6 +64,11 @@ class AllReduce:
     @property
     def others(self) -> tuple[fx.Node, ...]:
         return tuple(c.node for c in self.collectives[1:])
+
+    @property
+    def order(self) -> tuple[Dims, tuple[Size, ...]]:
+        shape = tuple(val(self.collective.x).shape)
+        return plain(shape) if self.sum is None else (self.sum.rows, self.sum.columns), shape
 
     @property
     def form(self) -> str:

@@ -34,11 +34,15 @@ from torch.distributed import ProcessGroup
 from ...symm_mem import get_timeout, resolve_group
 from . import outcomes
 from .board import ANOTHER_GRAPH, LATE, NO_BOARD, PASSED_BY, UNWILLING, Answer, Post, begun, board
+from .signature import digest
 
 _log = logging.getLogger("weft.passes")
 #: Seconds until a rank that does not come is taken to run something else; less if the group's deadline is less.
 PATIENCE = 30.0
+#: What the question's node has in its ``meta``: the sizes that are known when the graph runs.
+SIZES = "weft_sizes"
 _OP_BY_OP = 2  # runs of an unfused graph until it is compiled
+_TOLD = 64  # sizes of which a graph tells the others what stands behind its signature: each is an entry in the store
 # Backends that make a group's communicator at its first collective, which they cannot while a CUDA graph is captured;
 # and where their tensors lie.
 _CONNECT_AT_FIRST = {"nccl": "cuda"}
@@ -60,6 +64,7 @@ class Asked:
 def pack(
     groups: Sequence[Asked],
     signature: int,
+    sizes: Sequence[int | str | None],
     what: Sequence[str],
     code: str | None,
     constants: dict[str, Any],
@@ -70,7 +75,8 @@ def pack(
 
     Args:
         groups: in the order in which they first occur in the graph.
-        signature: 63 bits; equal for graphs that communicate alike.
+        signature: 63 bits; equal for graphs that communicate alike, but for their sizes.
+        sizes: None for one that is known when the graph runs.
         what: what became of each collective, for the other ranks' reports.
         code: ``def forward(self, args)``, the graph as it was; it empties ``args``. None if nothing was fused.
         constants: the graph's attributes that the code reads.
@@ -81,6 +87,7 @@ def pack(
     data = {
         "groups": [[g.name, g.count, g.fused] for g in groups],
         "signature": signature,
+        "sizes": list(sizes),
         "what": list(what),
         "code": code,
         "constants": base64.b64encode(buffer.getvalue()).decode() if constants else None,
@@ -96,6 +103,8 @@ class Choice:
         data = json.loads(zlib.decompress(base64.b64decode(packed)))
         self._groups = [Asked(*g) for g in data["groups"]]
         self._signature: int = data["signature"]
+        self._sizes: list[int | str | None] = data["sizes"]
+        self._signed: tuple[tuple[int, ...], int] | None = None  # sizes, and the signature with them
         self._what: list[str] = data["what"]
         self._code: str | None = data["code"]
         self._constants: str | None = data["constants"]
@@ -113,22 +122,33 @@ class Choice:
     def name(self) -> str:
         return f"{self._signature:016x}"
 
-    def fused(self) -> bool:
+    def fused(self, sizes: tuple[int, ...] = ()) -> bool:
         """Whether every rank is about to run this graph, and so may run it fused. Every rank gets the same answer.
+
+        ``sizes`` are those that the graph was compiled without. The ranks must have the same.
 
         A rank that does not come is waited for once: ``PATIENCE`` seconds, or the group's deadline if that is less.
         Then the graph runs unfused until that rank has shown that it was only late, or for good if it ran something
         else.
         """
         begin = time.perf_counter()
-        answer = self._agreed()
+        answer = self._agreed(self.signature(sizes))
         outcomes.count(answer, time.perf_counter() - begin)
         return answer
 
-    def _agreed(self) -> bool:
+    def signature(self, sizes: tuple[int, ...]) -> int:
+        """What this graph posts when it runs with these sizes."""
+        signed = self._signed
+        if signed is None or signed[0] != sizes:
+            now = iter(sizes)
+            filled = [next(now) if size is None else size for size in self._sizes]
+            signed = self._signed = sizes, digest(f"{self._signature} {filled}")
+        return signed[1]
+
+    def _agreed(self, signature: int) -> bool:
         for asked in self._groups:
             if not asked.fused:
-                self._ask(asked, 0, willing=False)
+                self._ask(asked, signature, willing=False)
         if self._code is not None and not _capturing():
             _ = self._namespace  # what is on the device cannot be made while a CUDA graph is captured
         willing = self._captured or not _capturing()
@@ -136,7 +156,8 @@ class Choice:
             first = self._rounds[0].name
             outcomes.note(self.name, first, board(resolve_group(first)).rank, _IN_CAPTURE)
         for i, asked in enumerate(self._rounds):
-            answer = self._ask(asked, i, willing and self._may_wait(asked.name))
+            turn = (signature + i) % (1 << 63)
+            answer = self._ask(asked, turn, willing and self._may_wait(asked.name))
             if willing and not answer.fused:
                 self._explain(asked.name, answer)
             willing = willing and answer.fused
@@ -147,13 +168,12 @@ class Choice:
                     _connect(resolve_group(asked.name))
         return agreed
 
-    def _ask(self, asked: Asked, turn: int, willing: bool) -> Answer:
+    def _ask(self, asked: Asked, signature: int, willing: bool) -> Answer:
         group = resolve_group(asked.name)
         where = board(group)
-        signature = (self._signature + turn) % (1 << 63)
-        if (asked.name, turn) not in self._told:
+        if (asked.name, signature) not in self._told and len(self._told) < _TOLD:
             where.tell(signature, json.dumps(self._what))
-            self._told.add((asked.name, turn))
+            self._told.add((asked.name, signature))
         post = Post(where.turns, begun(group), asked.count, signature, willing)
         answer = where.ask(post, lambda: _patience(asked.name))
         if willing and answer.why in (LATE, NO_BOARD):
@@ -283,4 +303,4 @@ def _difference(own: list[str], told: str | None, peer: int) -> str:
             return f"collective {i} is {b} there, {a} here"
     if len(own) != len(other):
         return f"it has {len(other)} collectives, this one {len(own)}"
-    return "with the same collectives"
+    return "with the same collectives, whose ops get other shapes, or elements in another order"

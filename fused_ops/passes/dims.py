@@ -61,6 +61,13 @@ def numel(digits: Iterable[Digit]) -> Size:
     return math.prod((d.size for d in digits), start=1)
 
 
+def strides(dims: Dims, shape: Sequence[Size]) -> list[list[tuple[Size, Size]]]:
+    """Of each dimension's digits the size, and how far apart in the memory of shards of this shape neighbours lie."""
+    apart = {axis: math.prod(shape[axis + 1 :], start=1) for axis in range(len(shape))}
+    apart[RANK] = math.prod(shape, start=1)
+    return [[(d.size, d.step * apart[d.axis]) for d in _merged(digits)] for digits in dims]
+
+
 def same(a: Digits, b: Digits) -> bool:
     """Whether they are known to be the same."""
     a, b = _merged(a), _merged(b)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...symm_mem import Group, group_name
 from .. import worth
@@ -24,6 +25,7 @@ from .match import Collective, LeftAlone, collectives, group_of, kind_of, val
 from .normal import make_functional, prepare, wait_once
 from .outcomes import disagreements, forget, questions
 from .report import Entry, Report, source_of
+from .signature import Order
 from .subgraphs import WHY, Called
 
 _log = logging.getLogger("weft.passes")
@@ -155,12 +157,13 @@ class FusionPass(CustomGraphPass):
         entries = {n: Entry(**told[n], reason=reason) for n, reason in left.items()}
         # Reductions first: a product between two collectives is fused with the one behind it. The one before it may
         # gather a weight, which can be there early.
+        orders = []
         for node in sorted(nodes, key=lambda n: "gather" in kind_of(n)):
-            if node not in entries:
-                self._fuse(node, told, entries, why_not)
+            if node not in entries and (order := self._fuse(node, told, entries, why_not)) is not None:
+                orders.append(order)
         report = Report(entries[n] for n in nodes)
         if original is not None:
-            original.ask_first(graph, report.entries, captured=self.agree == CAPTURE)
+            original.ask_first(graph, report.entries, orders, captured=self.agree == CAPTURE)
             self._called.remember(graph, original.graph, self._graphs - 1)
         graph.lint()
         self._entries += report.entries
@@ -197,8 +200,12 @@ class FusionPass(CustomGraphPass):
         told: dict[fx.Node, dict[str, Any]],
         entries: dict[fx.Node, Entry],
         why_not_kept: str | None,
-    ) -> None:
-        """Fuses one collective if it can be and should be, and enters what became of it and of those merged with it."""
+    ) -> Order | None:
+        """Fuses one collective if it can be and should be, and enters what became of it and of those merged with it.
+
+        Returns:
+            what then travels, and in which order.
+        """
         found: dict[str, Any] = {}
         try:
             match = self._find(node)
@@ -207,10 +214,11 @@ class FusionPass(CustomGraphPass):
             reason = self._why_not(match, problem, why_not_kept)
             if reason is not None:
                 raise LeftAlone(reason)
+            order = match.order
             match.replace()
         except LeftAlone as e:
             entries[node] = Entry(**told[node], **found, reason=str(e))
-            return
+            return None
         # It may be one that was met before, and left.
         node = match.collective.node
         into: dict[str, Any] = {"dim": match.dim, "fused_into": str(match.op._schema.name), **found}
@@ -221,6 +229,7 @@ class FusionPass(CustomGraphPass):
         entries[node] = Entry(**told[node], **into, **gain, detail=match.detail)
         for other in match.others:
             entries[other] = Entry(**told[other], **into, detail=f"merged with {told[node]['node']}")
+        return order
 
     def _why_not(
         self, match: forms.Form, problem: tuple[int, int, int] | None, why_not_kept: str | None
@@ -236,7 +245,8 @@ class FusionPass(CustomGraphPass):
         if not self.agree:
             return None
         group = match.collective.group
-        return why_not_asked(group) or (why_not_kept if has_ranks(group) else None)
+        why_not = why_not_asked(group)
+        return why_not or ((why_not_kept or _why_not_compared(match)) if has_ranks(group) else None)
 
 
 @cache
@@ -312,6 +322,21 @@ def _problem(match: forms.Form) -> tuple[int, int, int] | None:
         sizes.append(0 if hint is None else int(hint))
     m, n, k = sizes
     return m, n, k
+
+
+def _why_not_compared(match: forms.Form) -> str | None:
+    """Why ranks cannot tell, before the run, whether they have the same shapes; None if they can.
+
+    One size that depends on data is no reason: without the pass, too, all ranks send as many elements.
+    """
+    sent = free_unbacked_symbols(val(match.collective.x).numel())
+    others = free_unbacked_symbols([match.m, match.n, match.k]) - sent
+    if len(sent) > 1 or others:
+        names = ", ".join(sorted(map(str, sent | others)))
+        return (
+            f"the sizes {names} depend on data, so ranks cannot know beforehand whether theirs are the same"
+        )
+    return None
 
 
 def _line(number: int, report: Report) -> str:

@@ -14,6 +14,8 @@ from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._pytree import tree_map
 
+from .choice import SIZES
+
 _AGREE = torch.ops.weft.agree.default
 _COMMUNICATING = (
     "fused_all_gather_matmul",
@@ -27,9 +29,9 @@ _COMMUNICATING = (
 class _Agree(ir.ExternKernel):
     """Writes the question: where the graph's inputs are unpacked, wherever the scheduler puts this node."""
 
-    def __init__(self, packed: str, fused: bool) -> None:
+    def __init__(self, packed: str, fused: bool, sizes: list[Any]) -> None:
         super().__init__(None, ir.NoneLayout(device=torch.device("cpu")), [])
-        self.packed, self.fused = packed, fused
+        self.packed, self.fused, self.sizes = packed, fused, sizes
 
     def get_reads(self) -> OrderedSet[Any]:
         return OrderedSet()
@@ -50,11 +52,14 @@ class _Agree(ir.ExternKernel):
         wrapper.header.writeline(f"weft_choice = WeftChoice({self.packed!r})")
         names = wrapper.get_graph_input_names()
         strides = ", ".join(_stride(wrapper, out) for out in V.graph.graph_outputs)
+        sizes = wrapper.codegen_python_shape_tuple(self.sizes) if self.sizes else ""
         with wrapper.prefix.indent(indent):
             if not self.fused:
-                wrapper.prefix.writeline("weft_choice.fused()")  # for ranks that would run theirs fused
+                wrapper.prefix.writeline(
+                    f"weft_choice.fused({sizes})"
+                )  # for ranks that would run theirs fused
                 return
-            wrapper.prefix.writeline("if not weft_choice.fused():")
+            wrapper.prefix.writeline(f"if not weft_choice.fused({sizes}):")
             with wrapper.prefix.indent():
                 wrapper.prefix.writeline(f"weft_inputs = [{', '.join(names)}]")
                 if names:
@@ -71,7 +76,8 @@ def _stride(wrapper: Any, out: Any) -> str:
 
 @register_lowering(_AGREE, type_promotion_kind=None)
 def _lower_agree(packed: str, fused: bool) -> None:
-    node = _Agree(packed, fused)
+    sizes = V.graph.current_node.meta[SIZES]
+    node = _Agree(packed, fused, [size.node.expr for size in sizes])
     node.name = V.graph.register_buffer(node)
     V.graph.register_operation(node)
 

@@ -44,6 +44,10 @@ class MatmulReduceScatter:
         return self.dim == len(self.part) - 1
 
     @property
+    def order(self) -> tuple[Dims, tuple[Size, ...]]:
+        return (self.sum.rows, self.sum.columns), tuple(val(self.collective.wait).shape)
+
+    @property
     def form(self) -> str:
         cast = " → cast" if self.sum.dtype != val(self.collective.x).dtype else ""
         where = " of columns" if self.last_dim else ""

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from graphs import AG, c10d, captured, copied, fake_ranks, gather, traced
+from graphs import AG, c10d, captured, copied, fake_ranks, gather, hint, traced
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 from weft.fused_ops.passes import Entry, FusionPass, agree
-from weft.fused_ops.passes.choice import Choice
+from weft.fused_ops.passes.choice import SIZES, Choice
 
 
 @pytest.fixture(autouse=True)
@@ -137,9 +137,13 @@ def test_a_graph_in_which_nothing_is_fused_asks_without_a_way_out() -> None:
     assert Choice(str(question.args[0]))._code is None
 
 
-def signature(fn: Any, *inputs: Tensor) -> str:
+def asked(fn: Any, *inputs: Tensor) -> Choice:
     (question,) = questions(passed(traced(fn, *inputs))[1])
-    return Choice(str(question.args[0])).name
+    return Choice(str(question.args[0]))
+
+
+def signature(fn: Any, *inputs: Tensor) -> str:
+    return asked(fn, *inputs).name
 
 
 def test_graphs_that_communicate_alike_have_equal_signatures() -> None:
@@ -147,6 +151,37 @@ def test_graphs_that_communicate_alike_have_equal_signatures() -> None:
     name = signature(program, X, W)
     assert name == signature(program, torch.randn(4, 8), torch.randn(8, 3))
     assert name == signature(lambda x, w: program(x, w) + 7, X, W)
+
+
+def test_what_is_posted_holds_sizes_and_order() -> None:
+    posted = asked(program, X, W).signature(())
+    assert posted == asked(program, X, W).signature(())
+    assert posted != asked(program, torch.randn(4, 8), W).signature(())
+    assert posted != asked(program, X, torch.randn(8, 3)).signature(())
+
+    def scattered(order: tuple[int, ...]) -> Any:
+        return lambda x, w: c10d.wait_tensor(
+            c10d.reduce_scatter_tensor((x @ w).view(2, 3, 5).permute(order).reshape(6, 5), "sum", 2, "0")
+        )
+
+    orders = [asked(scattered(order), X, W).signature(()) for order in ((0, 1, 2), (0, 2, 1), (0, 1, 2))]
+    assert orders[0] == orders[2] != orders[1]
+
+
+def test_a_graph_for_any_size_posts_what_one_for_this_size_does() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return gather(x) @ w
+
+    (fixed,) = captured(fn, X, W, fusion=FusionPass())
+    torch._dynamo.mark_dynamic(rows := X.clone(), 0)
+    (free,) = captured(fn, rows, W, fusion=FusionPass(), dynamic=True)
+    (question,), (other,) = questions(fixed.after), questions(free.after)
+    sizes = other.meta[SIZES]
+    assert sizes
+    assert not question.meta[SIZES]
+    posts = Choice(str(question.args[0])), Choice(str(other.args[0]))
+    assert posts[0].signature(()) == posts[1].signature(tuple(hint(s) for s in sizes))
+    assert posts[0].signature(()) != posts[1].signature(tuple(hint(s) + 1 for s in sizes))
 
 
 def test_other_graphs_have_other_signatures() -> None:
@@ -254,6 +289,6 @@ def test_what_the_op_adds_is_part_of_the_question() -> None:
         (question,) = questions(after)
         return Choice(question.args[0])  # type: ignore[arg-type]
 
-    names = [adding(shape).name for shape in ((3, 5), (5,), (3, 1), (3, 5))]
+    names = [adding(shape).signature(()) for shape in ((3, 5), (5,), (3, 1), (3, 5))]
     assert len({*names}) == 3
     assert names[0] == names[3]

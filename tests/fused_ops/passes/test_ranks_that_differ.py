@@ -141,6 +141,33 @@ def test_a_residual_that_one_rank_adds_behind_the_op() -> None:
     assert second == (True, "none", "product → reduce_scatter → add")
 
 
+def other_shapes(rank: int, size: int, shapes: list[tuple[int, ...]], dynamic: bool) -> list[str]:
+    """As many elements on each rank, along dimension 1, so that the ranks send them in another order."""
+    from weft.fused_ops.passes import FusionPass
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return gather(x, world(), 1) @ w
+
+    x, w = torch.randn(shapes[rank]), torch.randn(4, 5)
+    with compiler(), torch.no_grad():
+        fusion = FusionPass()
+        plan.ran(Plan("none"))
+        got = torch.compile(fn, options=fusion.options, dynamic=dynamic)(x, w)
+        torch.testing.assert_close(got, fn(x, w), rtol=1e-4, atol=1e-4)
+        assert fusion.report().fused == 1, fusion.report()
+        return [last_plan().algorithm, *(d.reason for d in fusion.report().disagreements)]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_same_elements_in_other_shapes(dynamic: bool) -> None:
+    alike, reason = "the same collectives", "other shapes, or elements in another order"
+    for algorithm, *reasons in run_ranks(other_shapes, 2, [(3, 2, 4), (2, 3, 4)], dynamic):
+        assert algorithm == "none"
+        assert alike in reasons[0]
+        assert reason in reasons[0]
+    assert run_ranks(other_shapes, 2, [(3, 2, 4)] * 2, dynamic) == [["host"]] * 2
+
+
 def now_and_then_in_eager_mode(rank: int, size: int) -> tuple[list[Disagreement], str]:
     from weft.fused_ops.passes import FusionPass
 
@@ -243,8 +270,8 @@ def listening(answers: list[bool]) -> Iterator[None]:
 
     asked = Choice.fused
 
-    def fused(self: Choice) -> bool:
-        answers.append(asked(self))
+    def fused(self: Choice, sizes: tuple[int, ...] = ()) -> bool:
+        answers.append(asked(self, sizes))
         return answers[-1]
 
     Choice.fused = fused  # type: ignore[method-assign]
@@ -274,7 +301,7 @@ def without_agreement(rank: int, size: int, dynamic: bool) -> None:
     from weft.fused_ops.passes.choice import Choice
 
     asked, answer = Choice.fused, [True]
-    Choice.fused = lambda self: answer[0]  # type: ignore[method-assign]
+    Choice.fused = lambda self, sizes=(): answer[0]  # type: ignore[method-assign]
     try:
         with compiler():
             fusion = FusionPass()
@@ -296,7 +323,7 @@ def without_agreement_but_random(rank: int, size: int) -> None:
     from weft.fused_ops.passes.choice import Choice
 
     asked, answer = Choice.fused, [True]
-    Choice.fused = lambda self: answer[0]  # type: ignore[method-assign]
+    Choice.fused = lambda self, sizes=(): answer[0]  # type: ignore[method-assign]
 
     def seeded(*tensors: Tensor) -> tuple[Tensor, ...]:
         torch.manual_seed(7)
