@@ -21,7 +21,7 @@ from . import insert
 from .dims import RANK, Digit, Dims, around_rank, numel, plain, same
 from .gathered import Gathered
 from .insert import call
-from .match import Collective, LeftAlone, Size, aten, contiguous, first_write, some, val, what
+from .match import Collective, LeftAlone, Size, aten, contiguous, first_write, memory, some, val, what
 from .products import Product, Use, matrix, one_matrix, product, use
 from .views import View
 
@@ -176,7 +176,8 @@ class AllGatherMatmul:
             new = {}
             if self.kept:
                 A = call(at, operator.getitem, fused, 0)
-                new = {view.node: self._of(A, view) for view in self.kept.values()}
+                lent: list[int] = []
+                new = {view.node: self._of(A, view, lent) for view in self.kept.values()}
             after = at.prev
             for i, u in enumerate(self.uses):
                 out = call(u.product.node, operator.getitem, outs, i)
@@ -189,14 +190,20 @@ class AllGatherMatmul:
             u.product.node.graph.erase_node(u.product.node)
         self.tensor.forget(after)
 
-    def _of(self, A: fx.Node, view: View) -> fx.Node:
-        """A view of the gathered tensor, made of what the op returns."""
+    def _of(self, A: fx.Node, view: View, lent: list[int]) -> fx.Node:
+        """A view of the gathered tensor, made of what the op returns.
+
+        Args:
+            lent: the memory for which that of A could stand; it does for the first. What is other memory in the graph
+                stays other memory.
+        """
         c, at = self.collective, self.at
         new = insert.rearrange(A, self.layout.joined(c.world), view.dims, val(view.node).shape, at, [c.x])
-        if not contiguous(val(new)) or not self.tensor.is_first(view):
-            # Tensors that were gathered one by one do not share memory.
-            new = call(at, aten.clone.default, new, memory_format=torch.contiguous_format)
-        return new
+        fits = contiguous(val(new))
+        if fits and memory(new) == memory(A):
+            lent.append(memory(view.node))
+            fits = lent[0] == lent[-1]
+        return new if fits else call(at, aten.clone.default, new, memory_format=torch.contiguous_format)
 
 
 def _candidates(tensor: Gathered) -> tuple[list[tuple[Use, _Layout]], dict[fx.Node, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -23,6 +23,7 @@ from .match import (
     group_of,
     is_random,
     known,
+    memory,
     val,
     what,
 )
@@ -40,7 +41,6 @@ class Gathered:
     views: dict[fx.Node, View]
     reasons: list[str]  # why what joins its parts is none of them
     cut: dict[fx.Node, fx.Node]  # parts of views that other views join, and what they are cut from
-    roots: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of each view, which gathered tensor it is
 
     @classmethod
     def by(cls, c: Collective, groups: frozenset[str] | None) -> Gathered:
@@ -54,16 +54,11 @@ class Gathered:
         for each in result.collectives:
             found, reasons = views(each.wait, gathered(val(c.x).shape, c.world))
             result.views |= found
-            result.roots |= dict.fromkeys(found, each.wait)
             result.reasons += reasons
         for view in result.views.values():
             if view.step is not None:
                 result.cut |= dict.fromkeys(view.step.between, view.step.source)
         return result
-
-    def is_first(self, view: View) -> bool:
-        """Whether it is a view of the tensor gathered first."""
-        return self.roots[view.node] is self.collectives[0].wait
 
     def outside(self) -> list[fx.Node]:
         """The users, in the order of the graph, that are no views."""
@@ -137,7 +132,9 @@ class Gathered:
         for node, user in used.items():
             view = self._ancestor(node, casts, joined)
             if view is None:
-                raise LeftAlone(f"{what(user)} uses the gathered tensor before it is cast")
+                write = first_write(self.collectives[0].node, max(node, self.collectives[0].wait))
+                when = "before it is cast" if write is None else f"after {what(write)} wrote to memory"
+                raise LeftAlone(f"{what(user)} uses the gathered tensor {when}")
             result[view.node] = view
         return result
 
@@ -146,13 +143,22 @@ class Gathered:
         best: tuple[bool, View] | None = None
         view: View | None = self.views[node]
         while view is not None:
-            if view.casts == casts and contiguous(val(view.node)):
+            if view.casts == casts and contiguous(val(view.node)) and self._unwritten(view):
                 # In the order in which the op gives it; of several the first made, from which the others follow.
                 in_order = same(flat(view.dims), flat(joined))
                 if best is None or in_order >= best[0]:
                     best = in_order, view
             view = self.views[view.step.source] if view.step is not None else None
         return best and best[1]
+
+    def _unwritten(self, view: View) -> bool:
+        """Whether the view has what was gathered, or what has since been written to the gathered tensor itself.
+
+        A copy that was made after something was written may have neither.
+        """
+        while view.step is not None and memory(view.step.source) == memory(view.node):
+            view = self.views[view.step.source]
+        return view.step is None or first_write(self.collectives[0].node, view.node) is None
 
     def _size(self, user: fx.Node) -> tuple[int, int] | None:
         """For a node that reads a size of a view: the dimension of the shard and the factor that give it, too."""

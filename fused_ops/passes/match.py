@@ -88,6 +88,11 @@ def val(node: fx.Node) -> torch.Tensor:
     return value
 
 
+def memory(node: fx.Node) -> int:
+    """The same for nodes that share memory."""
+    return val(node).untyped_storage()._cdata
+
+
 def calls(node: Any, *targets: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 

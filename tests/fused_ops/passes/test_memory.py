@@ -1,0 +1,89 @@
+"""What is made of a gathered tensor shares memory after the pass as before, and holds what was written before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from graphs import AG, check_same
+from left import W8, X2, ag, check_left, seen, two_ranks
+from torch import Tensor
+
+__all__ = ["two_ranks"]
+
+aten = torch.ops.aten
+
+
+def side_by_side(y: Tensor) -> Tensor:
+    return torch.cat(y.split(6), 1)
+
+
+def two_joined(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = ag(x)
+    a, b = side_by_side(y), side_by_side(y)
+    return a @ w.repeat(2, 1), a, b
+
+
+def two_transposed(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = ag(x)
+    return x.t().repeat(1, 2) @ y, y.t().contiguous(), y.t().contiguous()
+
+
+def two_cast(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = ag(x)
+    a, b = (aten._to_copy(y, dtype=torch.bfloat16) for _ in range(2))
+    return a @ w.bfloat16(), a, b
+
+
+def two_gathered(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return ag(x) @ w, ag(x), ag(x)
+
+
+def views_of_one(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = ag(x)
+    return y @ w, y, y.view(-1), y.t()
+
+
+def one_of_two_written(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = ag(x)
+    a, b = side_by_side(y), side_by_side(y)
+    z = a @ w.repeat(2, 1)
+    b.mul_(2)
+    return z, a
+
+
+def copied_after_a_write(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = ag(x)
+    z = side_by_side(y) @ w.repeat(2, 1)
+    y.view(-1).mul_(2)
+    return z, side_by_side(y)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        two_joined,
+        two_transposed,
+        two_cast,
+        two_gathered,
+        views_of_one,
+        one_of_two_written,
+        copied_after_a_write,
+    ],
+)
+def test_memory(fn: Callable[..., tuple[Tensor, ...]]) -> None:
+    found = seen(fn, X2, W8)
+    assert AG in found.fused
+    check_same(found, 2)
+
+
+def test_a_cast_after_a_write_is_left() -> None:
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = ag(x)
+        a = aten._to_copy(y, dtype=torch.bfloat16)
+        z = a @ w.bfloat16()
+        a.view(-1).mul_(2)
+        return z, aten._to_copy(y, dtype=torch.bfloat16)
+
+    check_left(fn, "uses the gathered tensor after mul_", X2, W8)
