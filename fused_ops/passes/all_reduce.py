@@ -1,9 +1,9 @@
 """Matrix products, summed, then all_reduce: what row-parallel layers without sequence parallelism do.
 
 Several all-reduces whose results are added are one all-reduce of the sum, as in the backward pass of projections that
-share an input. That becomes, by size, ``one_shot_all_reduce``, ``fused_matmul_all_reduce`` of a product, or, with the
-residual and the norm that follow, ``fused_all_reduce_rms_norm``. What reduces something else than products, such as a
-loss or an embedding, is left alone.
+share an input; not in float16, in which such a sum may be too large. That becomes, by size, ``one_shot_all_reduce``,
+``fused_matmul_all_reduce`` of a product, or, with the residual and the norm that follow,
+``fused_all_reduce_rms_norm``. What reduces something else than products, such as a loss or an embedding, is left alone.
 """
 
 from __future__ import annotations
@@ -248,4 +248,6 @@ def _other(c: Collective, wait: fx.Node, groups: frozenset[str] | None) -> Colle
         return None
     same = (other.group, other.reduce_op) == (c.group, c.reduce_op) and alike(val(other.x), val(c.x))
     same = same and other.wait is wait and other.only_waited_for and len(wait.users) == 1
+    # What the ranks' sums leave of it may be in float16's range, and what each rank would sum first may not.
+    same = same and val(c.x).dtype != torch.float16
     return other if same and has_product(other.x) else None

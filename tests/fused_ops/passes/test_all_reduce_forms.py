@@ -168,6 +168,17 @@ def test_where_no_op_pays_those_that_feed_one_sum_are_still_one(
     check_same(backward, 2)
 
 
+@pytest.mark.parametrize("fuse", ["auto", "always"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_float16_is_not_summed_before_it_is_reduced(dtype: torch.dtype, fuse: str) -> None:
+    """40000 and 40000 on one rank, -40000 twice on the other: the sum of each rank's would be infinite."""
+    graph = traced(twice, *(t.to(dtype) for t in (X, W, U)))
+    seen = applied(graph, FusionPass(agree=False, fuse=fuse))
+    assert None not in seen.fused
+    assert any("as one" in e.detail for e in seen.entries) == (dtype != torch.float16)
+    check_same(seen, 2)
+
+
 X, W, U = torch.randn(6, 8), torch.randn(8, 5), torch.randn(8, 5)
 
 
