@@ -32,7 +32,9 @@ Where the generated code cannot ask (the C++ wrapper), nothing is fused.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor import inductor_prims
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.graph import PythonCode
 
 from ...symm_mem import resolve_group
 from .board import begun
@@ -63,6 +66,7 @@ _CONSTANT_BYTES = 1 << 20
 _AS_TEXT = ("auto_functionalized_v2",)
 # What draws by a seed that is a tensor, and which argument it is. Op by op they take no notice of it.
 _DRAWS = {inductor_prims.random: (1, "seed"), inductor_prims.randint: (3, "seed")}
+_BUILTIN = fx.graph._custom_builtins  # what a graph's text may use without an import
 _SIGNATURE = re.compile(r"^def forward\(self.*?\)[^\n()]*:\n", re.DOTALL | re.MULTILINE)
 
 
@@ -130,6 +134,9 @@ class Original:
             return (
                 f"the graph holds {size} bytes of constants, too many to be kept for ranks that do not agree"
             )
+        for name, value in self._written.globals.items():
+            if name not in _BUILTIN and not _importable(value):
+                return f"the graph uses {value}, which cannot be kept for ranks that do not agree"
         return None
 
     def ask_first(
@@ -173,15 +180,24 @@ class Original:
             question = graph.call_function(_agree, (packed, kept))
         question.meta["val"], question.meta[SIZES] = None, signature.symbolic
 
-    def _code(self) -> str:
-        names = [n.name for n in self._graph.nodes if n.op == "placeholder"]
+    @cached_property
+    def _written(self) -> PythonCode:
         for node in self._graph.nodes:
             node.type = None
-        text = self._graph.python_code("self").src
+        return self._graph.python_code("self")
+
+    def _code(self) -> str:
+        names = [n.name for n in self._graph.nodes if n.op == "placeholder"]
         unpack = f"    {', '.join(names)}, = args; args.clear()\n" if names else ""
+        text = self._written.src
         body, replaced = _SIGNATURE.subn(lambda _: f"def forward(self, args):\n{unpack}", text, count=1)
         assert replaced == 1
-        return body[body.index("def forward") :]
+        imports = [
+            f"from {value.__module__} import {value.__name__} as {name}\n"
+            for name, value in self._written.globals.items()
+            if name not in _BUILTIN
+        ]
+        return "".join(imports) + body[body.index("def forward") :]
 
     def _constants(self) -> dict[str, torch.Tensor]:
         names = dict.fromkeys(str(n.target) for n in self._graph.nodes if n.op == "get_attr")
@@ -213,6 +229,11 @@ def _drawn_elsewhere(graph: fx.Graph) -> fx.Node | None:
         ):
             return node
     return None
+
+
+def _importable(value: Any) -> bool:
+    module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    return module in sys.modules and getattr(sys.modules[module], str(name), None) is value
 
 
 def _attribute(owner: Any, target: Any) -> Any:

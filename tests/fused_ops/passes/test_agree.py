@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,6 +84,37 @@ def test_the_kept_graph_runs(group: str) -> None:
         assert args == []
         assert out.shape == (12, 5)
         assert out.stride() == (1, 12)
+
+
+@pytest.mark.parametrize("fn", [math.ceil, abs, round])
+def test_the_kept_graph_has_what_sizes_are_made_with(fn: Any) -> None:
+    graph = traced(program, X, W)
+    out = graph.output_node()
+    with graph.inserting_before(out):
+        size = graph.call_function(fn, (7.5,))
+    out.args = ([out.args[0], size],)
+    (question,) = questions(passed(graph)[1])
+    assert Choice(str(question.args[0])).plain([X, W], [None, None])[1] == fn(7.5)
+
+
+def own(x: Tensor) -> Tensor:
+    return x
+
+
+def test_a_function_that_is_not_to_be_imported() -> None:
+    graph = traced(program, X, W)
+    (multiplied,) = (n for n in graph.nodes if n.target is torch.ops.aten.mm.default)
+    for fn in (own, lambda x: x):
+        after = copied(graph)
+        (out,) = (n for n in after.nodes if n.op == "output")
+        with after.inserting_before(out):
+            node = after.call_function(fn, (out.args[0],))
+        node.meta = dict(multiplied.meta)
+        out.args = (node,)
+        if fn is own:
+            assert passed(after)[0] == [""]
+        else:
+            check_left(after, "which cannot be kept for ranks that do not agree")
 
 
 def test_a_kept_graph_that_cannot_be_compiled_runs_op_by_op(caplog: pytest.LogCaptureFixture) -> None:
