@@ -35,17 +35,17 @@ class _Layout:
     casts: tuple[torch.dtype, ...]
 
     @classmethod
-    def of(cls, use: Use, casts: tuple[torch.dtype, ...]) -> _Layout:
+    def of(cls, use: Use, casts: tuple[torch.dtype, ...], world: int) -> _Layout:
         """
         Raises:
             LeftAlone: the op has none for that.
         """
-        if (around := around_rank(use.rows)) is not None:
+        if (around := around_rank(use.rows, world)) is not None:
             before, after = around
             return cls(
                 (before, after, use.columns) if before else (after, use.columns), 1 if before else 0, casts
             )
-        before, after = around_rank(use.columns) or ((), ())
+        before, after = around_rank(use.columns, world) or ((), ())
         if before:
             raise LeftAlone("it contracts the ranks, but not outermost")
         return cls((use.rows, after), 1, casts)
@@ -236,7 +236,7 @@ def _candidate(tensor: Gathered, taken: Product, view: View) -> tuple[Use, _Layo
         raise LeftAlone("it has another dtype or layout")
     if dtype.itemsize > x.dtype.itemsize:
         raise LeftAlone(f"cast to {dtype} before it is gathered, twice as many bytes would be sent")
-    return used, _Layout.of(used, view.casts)
+    return used, _Layout.of(used, view.casts, tensor.collectives[0].world)
 
 
 def _why_none(tensor: Gathered) -> str:

@@ -156,8 +156,8 @@ def moved(dims: Dims, count: Size, source: int, target: int) -> Dims:
     return tuple(result)
 
 
-def around_rank(digits: Digits) -> tuple[Digits, Digits] | None:
-    """The digits before and after the ranks, or None where there are no ranks.
+def around_rank(digits: Digits, world: int) -> tuple[Digits, Digits] | None:
+    """The digits before and after the ranks, of which there are ``world``, or None where there are no ranks.
 
     Raises:
         LeftAlone: the ranks are there in part only.
@@ -165,7 +165,7 @@ def around_rank(digits: Digits) -> tuple[Digits, Digits] | None:
     at = [i for i, digit in enumerate(digits) if digit.axis == RANK]
     if not at:
         return None
-    if len(at) > 1 or digits[at[0]].step != 1:
+    if len(at) > 1 or not known(digits[at[0]].size == world):
         raise LeftAlone("the ranks are no single dimension there")
     return digits[: at[0]], digits[at[0] + 1 :]
 

@@ -84,12 +84,12 @@ class MatmulReduceScatter:
             LeftAlone: what is reduced is not exactly a product that the op computes.
         """
         total = sum_of(c.x, gathered(val(c.wait).shape, c.world), c.node)
-        if (around := around_rank(total.rows)) is not None:
+        if (around := around_rank(total.rows, c.world)) is not None:
             before, after = around
             part = (before, after, total.columns) if before else (after, total.columns)
             dim = int(bool(before))
         else:
-            before, after = around_rank(total.columns) or ((), ())
+            before, after = around_rank(total.columns, c.world) or ((), ())
             if before:
                 raise LeftAlone("each rank gets columns of the product that do not stand side by side")
             if total.vectors:

@@ -121,8 +121,10 @@ def test_a_shape_that_cuts_through() -> None:
 
 def test_ranks_that_are_split() -> None:
     with pytest.raises(LeftAlone, match="no single dimension"):
-        around_rank((Digit(RANK, 2, 2), Digit(0, 3), Digit(RANK, 2, 1)))
-    assert around_rank(plain([3])[0]) is None
+        around_rank((Digit(RANK, 2, 2), Digit(0, 3), Digit(RANK, 2, 1)), 4)
+    with pytest.raises(LeftAlone, match="no single dimension"):
+        around_rank((Digit(RANK, 2, 1), Digit(0, 3)), 4)
+    assert around_rank(plain([3])[0], 4) is None
 
 
 @pytest.fixture
@@ -147,7 +149,7 @@ def test_symbolic_sizes(symbols: list[torch.SymInt]) -> None:
     dims = moved(gathered([4, s, t], 2), 2, 0, 1)
     rows = reshaped(dims, [8 * s, t])
     assert [len(d) for d in rows] == [3, 1]
-    around = around_rank(rows[0])
+    around = around_rank(rows[0], 2)
     assert around is not None
     assert same(around[0], plain([4])[0])
     assert same(around[1], (Digit(1, s),))

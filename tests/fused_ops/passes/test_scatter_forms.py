@@ -259,3 +259,23 @@ def test_coalesced() -> None:
         return [*map(c10d.wait_tensor, c10d.reduce_scatter_tensor_coalesced([x @ w, x @ u], "sum", 2, "0"))]
 
     assert only(fn, (6, 8), (8, 5), (8, 3)).fused == [RS, RS]
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_ranks_that_are_rows_and_columns_are_left(rows: int) -> None:
+    """4 ranks as 2 x 2 blocks of the product."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        blocks = (x @ w).view(2, rows, 2, 5).permute(2, 0, 1, 3).reshape(4 * rows, 5)
+        return c10d.wait_tensor(c10d.reduce_scatter_tensor(blocks, "sum", 4, "0"))
+
+    def gathered(x: Tensor, w: Tensor) -> Tensor:
+        y = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 4, "0"))
+        return y.view(2, 2, rows, 5).permute(1, 2, 0, 3).reshape(2 * rows, 10) @ w.t()
+
+    with fake_ranks(4):
+        for each, shapes in ((fn, ((2 * rows, 8), (8, 10))), (gathered, ((rows, 5), (8, 10)))):
+            seen = applied(traced(each, *(torch.randn(s) for s in shapes)))
+            assert seen.fused == [None]
+            assert "the ranks are no single dimension there" in seen.reasons
+            assert str(seen.after) == str(seen.before)
