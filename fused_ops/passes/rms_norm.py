@@ -93,10 +93,14 @@ def _from_square(
     mean = only_user(square)
     if not calls(mean, aten.mean.dim) or not argument(mean, 2, "keepdim", False) or "dtype" in mean.kwargs:
         return None
-    if [d % val(x).dim() for d in mean.args[1]] != [val(x).dim() - 1]:  # type: ignore[operator, union-attr]
+    dims = argument(mean, 1, "dim")
+    if not isinstance(dims, (list, tuple)) or [d % val(x).dim() for d in dims] != [val(x).dim() - 1]:
         return None
     plus = only_user(mean)
-    if not calls(plus, aten.add.Tensor, aten.add.Scalar) or plus.kwargs or plus.args[0] is not mean:
+    # Of two arguments: one more, by name or not, scales the second.
+    if not calls(plus, aten.add.Tensor, aten.add.Scalar) or plus.kwargs or len(plus.args) != 2:
+        return None
+    if plus.args[0] is not mean:
         return None
     eps = plus.args[1]
     root = only_user(plus)
