@@ -22,7 +22,7 @@ from .. import worth
 from . import forms
 from .agree import Original, has_ranks, why_captured_whole, why_not_asked
 from .match import Collective, LeftAlone, collectives, group_of, kind_of, val
-from .normal import make_functional, prepare, wait_once
+from .normal import by_position, make_functional, prepare, wait_once
 from .outcomes import disagreements, forget, questions
 from .report import Entry, Report, source_of
 from .signature import Order
@@ -137,6 +137,7 @@ class FusionPass(CustomGraphPass):
         )
 
     def __call__(self, graph: fx.Graph) -> None:
+        by_position(graph)
         make_functional(graph)
         wait_once(graph)
         nodes = list(collectives(graph))

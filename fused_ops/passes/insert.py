@@ -25,7 +25,7 @@ def call(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A call of ``target`` before the given node.
 
     Raises:
-        LeftAlone: whether it can be called with these sizes depends on data.
+        LeftAlone: it cannot be called with these arguments, or whether it can depends on data.
     """
 
     def value(node: fx.Node) -> Any:
@@ -38,6 +38,8 @@ def call(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
             result = target(*fake_args, **fake_kwargs)
     except GuardOnDataDependentSymNode as e:
         raise LeftAlone(f"whether {target} takes its sizes depends on data") from e
+    except (RuntimeError, TypeError, ValueError) as e:
+        raise LeftAlone(f"{target} does not take what it would get: {e}") from e
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, args, kwargs)
     node.meta["val"] = result

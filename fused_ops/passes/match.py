@@ -1,6 +1,7 @@
 """Finds collectives in a graph, and says what can be said of a node for certain.
 
-Sizes may be symbolic. What is not known to be true is taken to be false: the pass adds no guards.
+Sizes may be symbolic. What is not known to be true is taken to be false, without a guard. Guards come only with what is
+put in: what its fake implementation checks holds for the inputs that the graph is then used for.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from .. import ops
 from . import insert
 from .dims import Dims, around_rank, gathered, numel, plain
 from .insert import call
-from .match import Collective, LeftAlone, Size, aten, check_no_write, some, val
+from .match import Collective, LeftAlone, Size, aten, check_no_write, known, some, val
 from .sums import Sum, sum_of
 from .terms import Terms
 
@@ -83,6 +83,9 @@ class MatmulReduceScatter:
         Raises:
             LeftAlone: what is reduced is not exactly a product that the op computes.
         """
+        rows = val(c.x).shape[0]
+        if known(rows != c.world * val(c.wait).shape[0]):
+            raise LeftAlone(f"its input has {rows} rows, no multiple of {c.world} ranks")
         total = sum_of(c.x, gathered(val(c.wait).shape, c.world), c.node)
         if (around := around_rank(total.rows, c.world)) is not None:
             before, after = around

@@ -26,6 +26,18 @@ _FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 _EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_strided.default)
 
 
+def by_position(graph: fx.Graph) -> None:
+    """Arguments that are given by name, and need not be, stand where the forms look for them."""
+    for node in graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload) or not node.kwargs:
+            continue
+        args, kwargs = list(node.args), dict(node.kwargs)
+        places = [a for a in node.target._schema.arguments if not a.kwarg_only]
+        last = max((i for i, a in enumerate(places) if a.name in kwargs), default=-1)
+        args += [kwargs.pop(a.name, a.default_value) for a in places[len(args) : last + 1]]
+        node.args, node.kwargs = tuple(args), kwargs
+
+
 def make_functional(graph: fx.Graph) -> None:
     """A collective whose ``out`` torch.compile has found to be new memory becomes one that returns new memory.
 
@@ -38,7 +50,10 @@ def make_functional(graph: fx.Graph) -> None:
         if node.kwargs.get("_all_bases") != [] or not is_val(node) or not contiguous(val(node)):
             continue
         target = _OUT[node.args[0]]  # type: ignore[index]
-        new = call(node, target, *(node.kwargs[a.name] for a in target._schema.arguments))
+        try:
+            new = call(node, target, *(node.kwargs[a.name] for a in target._schema.arguments))
+        except LeftAlone:
+            continue
         if not alike(val(new), val(node)):
             graph.erase_node(new)
             continue
@@ -104,11 +119,11 @@ def _replace_if_fused(
     # Meanwhile it uses nothing, and does nothing that others must not be moved across.
     saved, after = (at.target, at.args, at.kwargs), at.next
     at.target, at.args, at.kwargs = operator.pos, (), {}
-    for old, (target, *args) in parts.items():
-        new[old] = call(after, target, *args)
-        new[old].meta["stack_trace"] = at.meta.get("stack_trace")
-        old.replace_all_uses_with(new[old])
     try:
+        for old, (target, *args) in parts.items():
+            new[old] = call(after, target, *args)
+            new[old].meta["stack_trace"] = at.meta.get("stack_trace")
+            old.replace_all_uses_with(new[old])
         for i, single in enumerate(new.values()):
             which = f"coalesced with others, of which number {i}: " if len(new) > 1 else ""
             try:

@@ -10,7 +10,17 @@ from .dims import Digits, Dims
 from .insert import call
 from .match import Size, argument, aten, calls, is_val, known, val
 
-PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+# And how many operands each has.
+PRODUCTS = {
+    aten.mm.default: 2,
+    aten.bmm.default: 2,
+    aten.addmm.default: 3,
+    aten.baddbmm.default: 3,
+    aten.mm.dtype: 2,
+    aten.bmm.dtype: 2,
+    aten.addmm.dtype: 3,
+    aten.baddbmm.dtype: 3,
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,7 @@ def product(node: fx.Node) -> Product | None:
     """The node as a product, None if it is none."""
     if not calls(node, *PRODUCTS) or not is_val(node):
         return None
-    *addend, left, right = node.args
+    *addend, left, right = node.args[: PRODUCTS[node.target]]  # type: ignore[index]
     if not (is_val(left) and is_val(right) and all(is_val(a) for a in addend)):
         return None
     return Product(node, left, right, addend[0] if addend else None)  # type: ignore[arg-type]

@@ -107,6 +107,10 @@ def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> Sum:
             _check_dtype(val(node).dtype, wanted)
             if taken.scaled:
                 raise LeftAlone(f"{what(node)} scales what it adds")
+            if val(taken.left).dtype != val(node).dtype:
+                raise LeftAlone(
+                    f"{what(node)} has another dtype than its operands, to which the op would round"
+                )
             if not one_matrix(taken.right):
                 raise LeftAlone(f"{what(node)} is a batch of products with different matrices")
             *lead, rows, columns = dims

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from left import W8, X2, X3, check_left, rs, two_ranks
+from graphs import traced
+from left import GROUP, W8, X2, X3, ag, check_left, rs, two_ranks
 from torch import Tensor
+from weft.fused_ops import ops
+from weft.fused_ops.passes import insert
+from weft.fused_ops.passes.match import LeftAlone
 
 __all__ = ["two_ranks"]
 
@@ -139,3 +143,29 @@ def test_a_permutation_whose_parts_cut_through_rows() -> None:
 
 def test_a_batched_product_before_the_scatter() -> None:
     check_left(lambda x, w: rs(torch.bmm(x, w)), "a batch of products", X3, torch.randn(2, 8, 5))
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_rows_that_are_no_multiple_of_the_ranks(rows: int) -> None:
+    check_left(lambda x, w: rs(x @ w), "no multiple of 2 ranks", torch.randn(rows, 8), W8)
+
+
+def test_a_product_of_another_dtype_than_its_operands() -> None:
+    """In float32, unrounded: the op would send bfloat16."""
+    x, w = X2.bfloat16(), W8.bfloat16()
+    check_left(
+        lambda x, w: rs(torch.mm(x, w, out_dtype=torch.float32)), "another dtype than its operands", x, w
+    )
+    check_left(
+        lambda x, w: torch.mm(ag(x), w, out_dtype=torch.float32), "mm.dtype): it has another dtype", x, w
+    )
+
+
+def test_what_an_op_does_not_take() -> None:
+    """A form that is found where the op has no such sizes is left alone, with the op's words."""
+    graph = traced(torch.mm, torch.randn(7, 8), W8)
+    before, names = graph.output_node(), [n.name for n in graph.nodes]
+    A, B = graph.find_nodes(op="placeholder")
+    with pytest.raises(LeftAlone, match="A @ B has size 7 there, must be a multiple of 2 ranks"):
+        insert.call(before, ops.matmul_reduce_scatter, A, B, "sum", 0, GROUP[0])
+    assert [n.name for n in graph.nodes] == names

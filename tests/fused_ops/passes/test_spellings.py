@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
-from graphs import AG, RS, Seen, applied, c10d, captured, check_same, fake_ranks, traced
+from graphs import AG, AR, RS, Seen, applied, c10d, captured, check_same, copied, fake_ranks, traced
 from torch import Tensor
 
 
@@ -104,3 +105,23 @@ def test_into_new_memory_under_torch_compile(scattered: bool, returned: bool) ->
         pytest.skip("this torch says otherwise that the memory is new")
     assert seen.fused == [RS if scattered else AG], seen.reasons
     assert "auto_functionalized" not in str(seen.after)
+
+
+@pytest.mark.parametrize("form", ["gather", "scatter", "reduce"])
+def test_arguments_by_name(form: str) -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        if form == "gather":
+            return c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0")) @ w
+        if form == "scatter":
+            return c10d.wait_tensor(c10d.reduce_scatter_tensor(x @ w, "sum", 2, "0")) + x[:3, :5]
+        return c10d.wait_tensor(c10d.all_reduce(x @ w, "sum", "0"))
+
+    graph = traced(fn, torch.randn(6, 8), torch.randn(8, 5))
+    before = copied(graph)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            names = [a.name for a in node.target._schema.arguments]
+            node.args, node.kwargs = (), {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    seen = applied(graph)
+    assert seen.fused == [{"gather": AG, "scatter": RS, "reduce": AR}[form]]
+    check_same(replace(seen, before=before), 2)
