@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from graphs import AG, c10d, captured, copied, fake_ranks, gather, hint, traced
+from graphs import AG, c10d, captured, copied, fake_ranks, gather, hint, scatter, traced
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
@@ -214,6 +214,21 @@ def test_a_graph_for_any_size_posts_what_one_for_this_size_does() -> None:
     posts = Choice(str(question.args[0])), Choice(str(other.args[0]))
     assert posts[0].signature(()) == posts[1].signature(tuple(hint(s) for s in sizes))
     assert posts[0].signature(()) != posts[1].signature(tuple(hint(s) + 1 for s in sizes))
+
+
+@pytest.mark.parametrize("contracted", [False, True])
+def test_sizes_that_depend_on_data(contracted: bool) -> None:
+    """Of what is sent, ranks have as many elements without the pass, too; what they contract may differ."""
+
+    def fn(x: Tensor, w: Tensor, kept: Tensor) -> Tensor:
+        at = kept.nonzero().squeeze(-1)
+        return scatter(x[:, at] @ w[at]) if contracted else gather(x[at]) @ w
+
+    kept = torch.tensor([True, False, True, True, False, True, False, True])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        (seen,) = captured(fn, torch.randn(8, 8), W, kept, fusion=FusionPass(), dynamic=True)
+    assert seen.fused == [None if contracted else AG], seen.reasons
+    assert contracted == ("depend on data, so ranks cannot know beforehand" in seen.reasons)
 
 
 def test_other_graphs_have_other_signatures() -> None:
