@@ -14,7 +14,10 @@ def identity() -> dict[str, Any]:
 
 def has_ended(process: dict[str, Any] | None) -> bool:
     """Whether that process is certain to be gone. False where it cannot be seen from here."""
-    if process is None or process["namespace"] != _namespace():
+    try:
+        if process is None or process["namespace"] != _namespace():
+            return False
+    except OSError:  # nothing can be seen from here
         return False
     try:
         state, started = _stat(process["pid"])

@@ -14,7 +14,7 @@ from .errors import HeapUnavailable, WeftError
 from .findings import Noted
 from .groups import Group, resolve_group
 from .heap import Heap
-from .rendezvous import Rendezvous, come_together
+from .rendezvous import Rendezvous
 from .timeouts import get_timeout
 
 _WITHOUT_PROCESSES = ("fake", "threaded")  # backends of groups that have no heap
@@ -157,17 +157,14 @@ def reset(group: Group = None) -> None:
     if pg.name() in _WITHOUT_PROCESSES:
         return
     heaps = _named_heaps(pg)
-    known = next((h.rendezvous.processes for h in heaps.values()), None)
-
-    def timeout() -> float:
-        return get_timeout(pg.group_name)
-
-    session = come_together(pg, "reset", timeout(), known)
-    here = Rendezvous(pg, "reset", timeout).gather("reset", sorted(heaps))
-    everywhere = set.intersection(*map(set, here))
+    here = Rendezvous(pg, "reset", lambda: get_timeout(pg.group_name))
+    for known in heaps.values():
+        here.processes = known.rendezvous.processes
+    session = here.meet("reset")
+    everywhere = set.intersection(*map(set, here.gather("reset", sorted(heaps))))
     for name in sorted(heaps):
         if name in everywhere:
-            heaps[name].reset(session)
+            heaps[name].reset(f"{session}/{name}")
     for key, (owner, found) in list(_heaps.items()):
         # A heap that another rank failed to make.
         if owner is pg and isinstance(found, Heap) and not any(found is heaps[n] for n in everywhere):

@@ -5,7 +5,8 @@ whoever differs is named with both values, whoever is missing is named when the 
 its process is known to have ended.
 
 A step that one rank leaves early leaves the ranks at different numbers. So it takes no further steps, and says why in
-the same words, until ``come_together`` has begun a new session for all ranks.
+the same words, until all ranks have begun another session. A session's name is new, and all its keys have it: what an
+earlier one has left in the store, or a group that had this group's name, is read by nobody.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import json
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from torch.distributed import ProcessGroup, Store
@@ -24,15 +24,15 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from . import processes
 from .errors import CallAbandoned, PeerTimeout, RankMismatch, WeftError, describe
 from .sites import call_site, text
+from .store import Questions, peek
 
 _SHORTEST, _LONGEST = 0.0002, 0.01  # seconds between two looks into the store
 _LOOK = 0.05  # seconds between two looks whether the awaited rank's process is still there
-
-_sessions: dict[str, tuple[ProcessGroup, str]] = {}  # of groups that have been reset
+_UNREADABLE = 300.0  # seconds in which a rank that cannot read its own deadline meets the others
 
 
 class Rendezvous:
-    """The meeting point of one group's ranks. Every method is collective.
+    """The meeting point of one group's ranks. Every method is collective; ``meet`` or ``begin`` comes first.
 
     Attributes:
         processes: of each rank, once known: ``processes.identity()``.
@@ -45,17 +45,64 @@ class Rendezvous:
         self._store: Store = _get_process_group_store(group)
         self._timeout = timeout
         self._topic = topic
-        self._broken: WeftError | None = None
-        known = _sessions.get(self.group_name)
-        self.begin(known[1] if known is not None and known[0] is group else "")
 
     def begin(self, session: str) -> None:
         """Begin at step 0, under keys of this session."""
-        # A store may outlive a group of this name: each rank counts its own meetings, so that keys are new.
-        prefix = f"weft/{self.group_name}/{session}/{self._topic}"
-        self._prefix = f"{prefix}/{self._store.add(f'{prefix}/made/{self.rank}', 1)}"
+        self._prefix = f"weft/{self.group_name}/{session}/{self._topic}"
         self._step = 0
-        self._broken = None
+        self._broken: WeftError | None = None
+
+    def meet(self, what: str) -> str:
+        """Begin a new session with all ranks, whatever state an error has left each of them in; gives its name.
+
+        Each rank posts a token that is new at every try, and what it has seen of the others' tokens. All ranks are
+        here, in this try, once all have seen the same tokens. A rank that gives up takes its token back.
+
+        Raises:
+            PeerTimeout: a rank did not come.
+            WeftError: the store cannot be reached, or does not answer.
+        """
+        try:
+            seconds = self._timeout()
+        except ValueError:  # the first step raises it, where the others hear of it
+            seconds = _UNREADABLE
+        keys = [f"weft/{self.group_name}/{self._topic}/{rank}" for rank in range(self.world_size)]
+        own, token = keys[self.rank], secrets.token_hex(16)
+        with self._questions(what) as store:
+            store.limit(seconds)
+            try:
+                store.set(own, token)
+                session = self._all_here(store, keys, what, seconds)
+            except BaseException:  # a store that answers late must not lose the next try's token
+                store.tell(lambda s: s.set(own, "") if peek(s, own) == token else None)
+                raise
+        self.begin(session)
+        return session
+
+    def _all_here(self, store: Questions, keys: list[str], what: str, seconds: float) -> str:
+        begin, pause = time.monotonic(), _SHORTEST
+        views = [""] * self.world_size
+        while True:
+            here = store.ask(lambda s: [peek(s, key) for key in keys])
+            if "" in here:
+                missing = here.index("")
+            else:
+                session = hashlib.sha256("".join(here).encode()).hexdigest()[:16]
+                if views[self.rank] != session:
+                    store.set(f"{keys[self.rank]}/seen", session)
+                views = store.ask(lambda s: [peek(s, f"{key}/seen") for key in keys])
+                if set(views) == {session}:
+                    return session
+                missing = [view == session for view in views].index(False)
+            waited = time.monotonic() - begin
+            gone = [rank for rank, process in enumerate(self.processes) if processes.has_ended(process)]
+            if waited > seconds or gone:
+                peer, waited = gone[0] if gone else missing, min(waited, seconds)
+                call = ("its call", "made", "not made")
+                site = text(call_site())
+                raise PeerTimeout(what, self.group_name, self.rank, peer, *call, waited, site, bool(gone))
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST)
 
     def _key(self, step: int, rank: int) -> str:
         return f"{self._prefix}/{step}/{rank}"
@@ -77,21 +124,18 @@ class Rendezvous:
         if self._broken is not None:
             raise self._broken.again()
         step, self._step = self._step, self._step + 1
-        seconds = self._timeout() if timeout is None else timeout
-        try:
-            self._store.set(self._key(step, self.rank), json.dumps([what, value]))
-            begin = time.monotonic()
-            posts = [self._read(step, rank, what, begin, seconds) for rank in range(self.world_size)]
-            if step:  # whoever posted this step has read the one before
-                self._store.delete_key(self._key(step - 1, self.rank))
-        except BaseException as e:
-            self.abandon(what, e)
-            if isinstance(e, WeftError) or not isinstance(e, RuntimeError):
+        with self._questions(what) as store:
+            try:
+                seconds = self._timeout() if timeout is None else timeout
+                store.limit(seconds)
+                store.set(self._key(step, self.rank), json.dumps([what, value]))
+                begin = time.monotonic()
+                posts = [self._read(store, step, r, what, begin, seconds) for r in range(self.world_size)]
+                if step:  # whoever posted this step has read the one before
+                    store.ask(lambda s: s.delete_key(self._key(step - 1, self.rank)))
+            except BaseException as e:
+                self._give_up(store, what, e)
                 raise
-            raise WeftError(
-                f"{what} in group {self.group_name!r}: rank {self.rank} cannot reach the group's store "
-                f"(rank 0's process keeps it, or the launcher's): {_first_line(e)}"
-            ) from e
         for rank, (topic, _) in enumerate(posts):
             if topic != posts[0][0]:
                 raise RankMismatch(f"step {step}", self.group_name, rank, repr(topic), repr(posts[0][0]))
@@ -99,16 +143,22 @@ class Rendezvous:
 
     def abandon(self, what: str, cause: BaseException) -> None:
         """This rank does not complete a step: no further ones until ``begin``, and the others are told."""
-        if self._broken is not None:
-            return
-        with suppress(RuntimeError):  # the store may be what has failed
-            self._store.set(self._farewell(self.rank), str(getattr(cause, "culprit", self.rank)))
+        if self._broken is None:
+            with self._questions(what) as store:
+                self._give_up(store, what, cause)
+
+    def _give_up(self, store: Questions, what: str, cause: BaseException) -> None:
+        blamed = str(getattr(cause, "culprit", self.rank))
+        store.tell(lambda s: s.set(self._farewell(self.rank), blamed))
         if isinstance(cause, WeftError):
             self._broken = cause.again()
         else:
             self._broken = CallAbandoned(
-                what, self.group_name, self.rank, _first_line(cause), text(call_site())
+                what, self.group_name, self.rank, describe(cause).splitlines()[0], text(call_site())
             )
+
+    def _questions(self, what: str) -> Questions:
+        return Questions(self._store, what, self.group_name, self.rank)
 
     def agree(self, what: str, value: dict[str, Any]) -> None:
         """Every rank must come with the same ``value``.
@@ -132,12 +182,12 @@ class Rendezvous:
         if found:
             raise WeftError(f"{what} in group {self.group_name!r}: {'; '.join(found)}")
 
-    def _read(self, step: int, rank: int, what: str, begin: float, seconds: float) -> Any:
-        key = self._key(step, rank)
+    def _read(self, store: Questions, step: int, rank: int, what: str, begin: float, seconds: float) -> Any:
+        key, farewell = self._key(step, rank), self._farewell(rank)
         pause, look = _SHORTEST, begin + _LOOK
         ended, blames = False, None
-        # Not the store's own wait: it lets no other thread's question through, and no Ctrl-C.
-        while not self._store.check([key]):
+        # Not the store's own wait: it lets no other thread's question through.
+        while not (post := store.ask(lambda s: peek(s, key))):
             now = time.monotonic()
             if ended or blames is not None or now - begin > seconds:
                 waited, site = min(now - begin, seconds), text(call_site())
@@ -148,73 +198,13 @@ class Rendezvous:
                 )
             if now > look:  # it may have posted just before: look for that once more
                 ended = processes.has_ended(self.processes[rank])
-                if not ended and self._store.check([self._farewell(rank)]):
-                    blames = int(self._store.get(self._farewell(rank)))
+                if not ended and (said := store.ask(lambda s: peek(s, farewell))):
+                    blames = int(said)
                 look = now + _LOOK
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST)
-        return json.loads(self._store.get(key))
-
-
-def come_together(
-    group: ProcessGroup, what: str, seconds: float, known: list[dict[str, Any] | None] | None = None
-) -> str:
-    """The name of a new session that all ranks begin, whatever state an error has left each of them in.
-
-    Each rank posts a token that is new at every try, and what it has seen of the others' tokens. All ranks are here,
-    in this try, once all have seen the same tokens. A rank that gives up takes its token back.
-
-    Args:
-        known: the ranks' processes, where they are known.
-
-    Raises:
-        PeerTimeout: a rank did not come.
-    """
-    store: Store = _get_process_group_store(group)
-    rank, size = group.rank(), group.size()
-    tokens = [f"weft/{group.group_name}/together/{r}" for r in range(size)]
-    views = [f"{key}/seen" for key in tokens]
-    begin, pause = time.monotonic(), _SHORTEST
-    missing, session = 0, ""
-    store.set(tokens[rank], secrets.token_hex(16))
-    try:
-        while True:
-            here = [_get(store, key) for key in tokens]
-            if "" in here:
-                missing = here.index("")
-            else:
-                now = hashlib.sha256("".join(here).encode()).hexdigest()[:16]
-                if now != session:
-                    session = now
-                    store.set(views[rank], session)
-                seen = [_get(store, key) == session for key in views]
-                if all(seen):
-                    _sessions[group.group_name] = (group, session)
-                    return session
-                missing = seen.index(False)
-            waited = time.monotonic() - begin
-            gone = [r for r in range(size) if known is not None and processes.has_ended(known[r])]
-            if waited > seconds or gone:
-                missing = gone[0] if gone else missing
-                name, site, waited = group.group_name, text(call_site()), min(waited, seconds)
-                raise PeerTimeout(
-                    what, name, rank, missing, "its call", "made", "not made", waited, site, bool(gone)
-                )
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST)
-    except BaseException:
-        store.set(tokens[rank], "")
-        raise
-
-
-def _get(store: Store, key: str) -> str:
-    """What a key that is never deleted holds; "" before it is set."""
-    return store.get(key).decode() if store.check([key]) else ""
+        return json.loads(post)
 
 
 def _text(value: dict[str, Any]) -> str:
     return ", ".join(f"{k}={v}" for k, v in value.items())
-
-
-def _first_line(error: BaseException) -> str:
-    return describe(error).splitlines()[0]

@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
+from weft.symm_mem.rendezvous import Rendezvous
 
 LONG = 120.0  # seconds: a deadline that no test waits for
 
@@ -131,6 +132,7 @@ def test_ctrl_c_ends_a_job_cleanly(tmp_path: Path) -> None:
 def loses_the_store(rank: int, world_size: int) -> str | None:
     symm_mem.set_timeout(LONG)
     CALLS["one_shot_all_reduce"]()
+    other = dist.new_group([1, 2])
     dist.barrier()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -139,6 +141,11 @@ def loses_the_store(rank: int, world_size: int) -> str | None:
         CALLS["allocate"]()
     with pytest.raises(symm_mem.WeftError) as again:
         CALLS["allocate"]()
+    for what, call in [("reset", symm_mem.reset), ("make a heap", lambda: symm_mem.empty(4, group=other))]:
+        with pytest.raises(
+            symm_mem.WeftError, match=rf"^{what} in group .*: rank \d cannot reach the group's store"
+        ):
+            call()
     assert time.monotonic() - begin < 10
     return f"{error.value} | {again.value}"
 
@@ -148,6 +155,50 @@ def test_a_store_that_is_lost_with_rank_0() -> None:
     for rank in (1, 2):
         ours = rf"rank {rank} (of group '0' waited [\d.]+ s for rank 0|cannot reach the group's store \(rank 0's)"
         assert re.search(ours, texts[rank]), texts[rank]
+
+
+def store_is_stopped(rank: int, world_size: int) -> None:
+    """Rank 0's process keeps the store and is stopped for a while: that is named, within the deadline."""
+    CALLS["allocate"]()
+    pids = [0] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 1:
+        symm_mem.set_timeout(0.6)
+        os.kill(pids[0], signal.SIGSTOP)
+        try:
+            begin = time.monotonic()
+            for call, what in [(CALLS["allocate"], "allocate"), (symm_mem.reset, "reset")]:
+                words = (
+                    rf"^{what} in group '0': rank 1 waited 0.\d+ s for the group's store .* does not answer"
+                )
+                with pytest.raises(symm_mem.WeftError, match=words):
+                    call()
+            assert time.monotonic() - begin < 3
+        finally:
+            os.kill(pids[0], signal.SIGCONT)
+    dist.barrier()
+    symm_mem.set_timeout(LONG)
+    symm_mem.reset()
+    CALLS["allocate"]()
+
+
+def test_a_store_that_is_stopped_with_rank_0() -> None:
+    run_ranks(store_is_stopped, 2, fresh=True, store="rank 0")
+
+
+def killed_in_a_reset(rank: int, world_size: int) -> str:
+    symm_mem.set_timeout(LONG)
+    CALLS["allocate"]()
+    if rank == 1:  # once all ranks have come
+        Rendezvous.gather = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    with pytest.raises(symm_mem.PeerTimeout) as error:
+        symm_mem.reset()
+    return str(error.value)
+
+
+def test_a_rank_that_is_killed_in_a_reset_is_named_at_once() -> None:
+    text = run_ranks(killed_in_a_reset, 2, expect_dead=(1,), store="tcp", timeout=30)[0]
+    assert text.startswith("reset: rank 0 of group '0' waited ") and "its process has ended" in text, text
 
 
 def killed_anywhere(rank: int, world_size: int, after: float) -> str | None:

@@ -1,0 +1,144 @@
+"""Ranks meet in a store that falls silent, fails or holds what others have left: threads take the ranks' parts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from weft import symm_mem
+from weft.symm_mem.rendezvous import Rendezvous
+
+
+class Store:
+    """A store whose keeper can be stopped, and lost."""
+
+    def __init__(self) -> None:
+        self.kept = dist.HashStore()
+        self.answers = threading.Event()
+        self.answers.set()
+        self.lost = False
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*args: Any) -> Any:
+            self.answers.wait(20)
+            if self.lost:
+                raise dist.DistNetworkError("Broken pipe\nwhere that was")
+            return getattr(self.kept, name)(*args)
+
+        return ask
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    made = Store()
+    module = sys.modules[Rendezvous.__module__]  # the function has its name
+    monkeypatch.setattr(module, "_get_process_group_store", lambda group: made)
+    return made
+
+
+def ranks(seconds: float = 20.0, count: int = 2) -> list[Rendezvous]:
+    groups = (SimpleNamespace(group_name="g", rank=lambda r=r: r, size=lambda: count) for r in range(count))
+    return [Rendezvous(group, "topic", lambda: seconds) for group in groups]  # type: ignore[arg-type]
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """What each returns or raises."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        running = [threads.submit(call) for call in calls]
+        return [r.exception(30) or r.result() for r in running]
+
+
+def meet(where: list[Rendezvous]) -> None:
+    sessions = at_once(*(lambda w=w: w.meet("meet") for w in where))
+    assert len(set(sessions)) == 1, sessions
+
+
+def test_a_store_that_falls_silent_is_waited_for_up_to_the_deadline(store: Store) -> None:
+    where = ranks(0.6)
+    meet(where)
+    store.answers.clear()
+    words = r"^ask in group 'g': rank 0 waited 0\.[67]\d* s for the group's store .*, which does not answer \(called"
+    begin = time.monotonic()
+    with pytest.raises(symm_mem.WeftError, match=words) as error:
+        where[0].gather("ask", None)
+    with pytest.raises(symm_mem.WeftError) as again:
+        where[0].gather("ask", None)
+    assert str(again.value) == str(error.value)
+    assert time.monotonic() - begin < 1
+    with pytest.raises(symm_mem.WeftError, match=r"^reset in group 'g': rank 0 waited .* does not answer"):
+        where[0].meet("reset")
+    assert time.monotonic() - begin < 2
+    store.answers.set()
+    with pytest.raises(symm_mem.PeerTimeout, match=r"rank 1 .* for rank 0: .* and it has given up"):  # noqa: PT012
+        for _ in range(2):  # what rank 0 has asked for may come late
+            where[1].gather("ask", None)
+    meet(where)  # what the first try asked for late is not in its way
+    assert at_once(*(lambda w=w: w.gather("ask", w.rank) for w in where)) == [[0, 1]] * 2
+
+
+def test_ctrl_c_ends_a_wait_for_a_silent_store(store: Store) -> None:
+    where = ranks()
+    meet(where)
+    store.answers.clear()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            where[0].gather("ask", None)
+        assert time.monotonic() - begin < 2
+        with pytest.raises(
+            symm_mem.CallAbandoned, match="ask: rank 0 of group 'g' left a call half-way: Keyboard"
+        ):
+            where[0].gather("ask", None)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        store.answers.set()
+
+
+def test_a_store_that_is_lost_is_named(store: Store) -> None:
+    where = ranks()
+    meet(where)
+    store.lost = True
+    words = "in group 'g': rank 0 cannot reach the group's store .*: DistNetworkError: Broken pipe$"
+    with pytest.raises(symm_mem.WeftError, match=f"^ask {words}"):
+        where[0].gather("ask", None)
+    with pytest.raises(symm_mem.WeftError, match=f"^reset {words}"):
+        where[0].meet("reset")
+
+
+def test_a_rank_whose_deadline_cannot_be_read_tells_the_others(store: Store) -> None:
+    def unreadable() -> float:
+        raise ValueError("WEFT_TIMEOUT: is 'soon'")
+
+    where = ranks()
+    where[1]._timeout = unreadable
+    meet(where)
+    begin = time.monotonic()
+    first, second = at_once(*(lambda w=w: w.gather("ask", None) for w in where))
+    assert time.monotonic() - begin < 5
+    assert isinstance(second, ValueError) and "and it has given up" in str(first)
+
+
+def test_what_lies_in_the_store_from_before_is_read_by_nobody(store: Store) -> None:
+    """A group had this name; and one rank has tried more often than the others."""
+    old = ranks()
+    meet(old)
+    at_once(*(lambda w=w: w.gather("ask", "old") for w in old))
+    for _ in range(2):
+        with pytest.raises(
+            symm_mem.PeerTimeout, match=r"rank 0 of group 'g' waited 0\.05 s for rank 1: its call"
+        ):
+            ranks(0.05)[0].meet("meet")
+    where = ranks()
+    meet(where)
+    assert at_once(*(lambda w=w: w.gather("ask", w.rank) for w in where)) == [[0, 1]] * 2
