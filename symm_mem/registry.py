@@ -41,10 +41,10 @@ def heap(group: Group = None, device: torch.device | str | None = None) -> Heap:
     key = (pg.group_name, where.type, index)
     known = _heaps.get(key)
     if known is None or known[0] is not pg:  # a name may be used again after destroy_process_group
+        _forget_destroyed()
         with _making.setdefault(key, threading.RLock()):
             known = _heaps.get(key)
             if known is None or known[0] is not pg:
-                _forget_destroyed()
                 known = _heaps[key] = (pg, _make(pg, where))
     found = known[1]
     if isinstance(found, HeapUnavailable):
@@ -83,11 +83,7 @@ def _device(device: torch.device | str) -> torch.device:
 def _forget_destroyed() -> None:
     """Let go of the heaps of groups that are no more; their memory lives on while tensors lie in it."""
     for key, (pg, _) in list(_heaps.items()):
-        try:
-            alive = resolve_group(key[0]) is pg
-        except ValueError:
-            alive = False
-        if not alive:
+        if not has_name(pg, key[0]):
             _heaps.pop(key, None)
             _making.pop(key, None)
 
@@ -105,6 +101,7 @@ def _make(pg: ProcessGroup, device: torch.device) -> Heap | HeapUnavailable:
 
 def unavailable(group: Group = None, device: torch.device | str | None = None) -> str | None:
     """Why ``group`` has no heap on ``device``; None if it has one. The first call is collective."""
+    _forget_destroyed()
     try:
         heap(group, device)
     except HeapUnavailable as e:
@@ -116,7 +113,8 @@ def check(group: Group = None) -> None:
     """Raise what a wait of this rank has run into: for programs that only replay CUDA graphs.
 
     Otherwise the next call says so. It reads host memory only: for the state up to now, synchronize first. Of a group
-    the first wait that has expired is raised, of several groups the first one of all.
+    the first wait that has expired is raised, of several groups the first one of all. Groups that have been destroyed
+    are over: nothing is raised for them, and what they still hold is let go.
 
     Args:
         group: look at this one only; default every group.
@@ -124,6 +122,7 @@ def check(group: Group = None) -> None:
     Raises:
         PeerTimeout: a wait on a peer has expired in a workspace of an op, or in the signals of a tensor.
     """
+    _forget_destroyed()
     wanted = None if group is None else resolve_group(group)
     first: tuple[int, WeftError] | None = None
     for pg, found in list(_heaps.values()):
@@ -156,6 +155,7 @@ def reset(group: Group = None) -> None:
     pg = resolve_group(group)
     if pg.name() in _WITHOUT_PROCESSES:
         return
+    _forget_destroyed()
     heaps = _named_heaps(pg)
     here = Rendezvous(pg, "reset", lambda: get_timeout(pg.group_name))
     for known in heaps.values():

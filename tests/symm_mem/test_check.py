@@ -188,3 +188,20 @@ def a_thread_waits(rank: int, world_size: int) -> None:
 
 def test_who_waits_elsewhere_hears_of_it() -> None:
     run_ranks(a_thread_waits, 2, fresh=True)
+
+
+def destroyed(rank: int, world_size: int) -> None:
+    group, other = dist.new_group([0, 1]), dist.new_group([0, 1])
+    for g in (group, other):
+        fault_of(symm_mem.heap(g))
+    fault_of(symm_mem.heap(group)).breaks(symm_mem.WeftError("what came of a group that is gone"))
+    with pytest.raises(symm_mem.WeftError, match="gone"):
+        symm_mem.check()
+    dist.barrier()
+    dist.destroy_process_group(group)
+    symm_mem.check()
+    symm_mem.check(other)
+
+
+def test_a_group_that_is_destroyed_is_over() -> None:
+    run_ranks(destroyed, 2, fresh=True)

@@ -368,26 +368,28 @@ def test_free_list() -> None:
 
 
 def regrouped(rank: int, world_size: int) -> None:
-    """Groups that come and go leave no memory, addresses or descriptors behind."""
+    """Groups that come and go leave no memory, addresses, descriptors or threads behind."""
     from weft.fused_ops import one_shot_all_reduce
 
-    def held() -> tuple[int, int]:
+    def held() -> tuple[int, int, int]:
         gc.collect()
         with open("/proc/self/maps") as f:
             mapped = sum("memfd:weft" in line for line in f)
-        return mapped, len(os.listdir("/proc/self/fd"))
+        return mapped, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
     counts = []
-    for turn in range(5):
+    for turn, lets_go in enumerate([symm_mem.unavailable, symm_mem.check, symm_mem.reset] * 2):
         group = dist.new_group([0, 1])
         x = torch.full((1000,), float(rank + turn))
         assert (one_shot_all_reduce(x, "sum", group) == 1 + 2 * turn).all()
+        symm_mem.reset(group)
         dist.barrier()
         dist.destroy_process_group(group)
-        symm_mem.unavailable(dist.group.WORLD)  # any heap that is asked for later lets go of the old ones
-        counts.append(held()[0])
-    assert counts[-1] <= counts[1] + 1, counts
+        del group
+        lets_go()
+        counts.append(held())
+    assert all(a <= b for now in counts[2:] for a, b in zip(now, counts[1], strict=True)), counts
 
 
-def test_groups_that_are_destroyed_leave_nothing_mapped() -> None:
+def test_groups_that_are_destroyed_leave_nothing_behind() -> None:
     run_ranks(regrouped, 2, fresh=True)
