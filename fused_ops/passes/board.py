@@ -9,7 +9,7 @@ group has run fused. A rank posts ``Post`` and learns one of two answers:
 ======  ====================================================================================================
 FUSED   every rank of the group stands at the same place before a graph with the same signature, and is willing
 PLAIN   else: another rank posted another graph for these collectives, is past them without having posted, is not
-        willing, or has not come in time
+        willing, or has not come in time; or the lock cannot be had, then nothing is posted
 ======  ====================================================================================================
 
 FUSED is written for all ranks at once by the last one to post, and only over posts that no rank has withdrawn; PLAIN
@@ -28,22 +28,31 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 from torch.distributed.distributed_c10d import _get_process_group_store
+
+from ...symm_mem import WeftError, get_timeout
+from ...symm_mem.registry import has_name
+from ...symm_mem.store import Questions, peek
 
 UNDECIDED, FUSED, PLAIN = range(3)
 #: Why PLAIN; ``peer`` is the rank that it is about.
-NOTHING, UNWILLING, ANOTHER_GRAPH, PASSED_BY, LATE, NO_BOARD = range(6)
+NOTHING, UNWILLING, ANOTHER_GRAPH, PASSED_BY, LATE, NO_BOARD, LOCKED = range(7)
 
 # A rank's words: its post (from which a count of 1 on there is one), the answer, and digests of its last posts.
 _TURNS, _BEGUN, _COUNT, _SIGNATURE, _WILLING, _ANSWER, _WHY, _PEER, _POSTS = range(9)
 _HISTORY, _KEPT = 16, 112
 _ROW = _HISTORY + _KEPT
 _HEADER = 16  # words, the first four hold the board's secret
+_WHAT = "agree on a graph"  # in errors
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -88,21 +97,28 @@ class Board:
         self._store = _get_process_group_store(group)
         # A store may outlive a group of this name: each rank counts its own boards, so that keys are new.
         prefix = f"weft/{self._name}/agree"
-        self._prefix = f"{prefix}/{self._store.add(f'{prefix}/made/{self.rank}', 1)}"
+        self._prefix = f"{prefix}/{self._asked(lambda s: s.add(f'{prefix}/made/{self.rank}', 1))}"
         self._fd = -1
+        self._close: weakref.finalize[..., Board] | None = None
         self._blind = -1  # a rank that cannot see the board, and never will
+        self._shut = False  # the lock was waited for in vain, and has not been had since
         self._words: memoryview | None = None
         self._thread_lock = threading.Lock()
         if self.rank == 0:
             self._make()
 
     def _make(self) -> None:
-        self._fd = os.memfd_create("weft-agree", os.MFD_CLOEXEC)
+        self._hold(os.memfd_create("weft-agree", os.MFD_CLOEXEC))
         os.ftruncate(self._fd, 8 * (_HEADER + self.size * _ROW))
         secret = secrets.token_bytes(32)
         self._map()[:4] = memoryview(secret).cast("Q")
         where = {"host": _host(), "pid": os.getpid(), "fd": self._fd, "secret": secret.hex()}
-        self._store.set(f"{self._prefix}/where", json.dumps(where))
+        self._asked(lambda s: s.set(f"{self._prefix}/where", json.dumps(where)))
+
+    def _hold(self, fd: int) -> None:
+        self._fd = fd
+        self._close = weakref.finalize(self, os.close, fd)
+        self._close.atexit = False
 
     def _map(self) -> memoryview:
         self._words = memoryview(mmap.mmap(self._fd, 8 * (_HEADER + self.size * _ROW))).cast("Q")
@@ -112,45 +128,56 @@ class Board:
         """Whether the board is there and this rank can see it; looks for it if it has not been found yet."""
         if self._words is not None:
             return True
-        key = f"{self._prefix}/where"
-        if self._blind == self.rank or not self._store.check([key]):
+        if self._blind == self.rank:
             return False
-        where = json.loads(self._store.get(key))
+        if not (found := self._asked(lambda s: peek(s, f"{self._prefix}/where"))):
+            return False
+        where = json.loads(found)
         try:
             if where["host"] != _host():
                 raise OSError("on another host")
-            self._fd = os.open(f"/proc/{where['pid']}/fd/{where['fd']}", os.O_RDWR | os.O_CLOEXEC)
+            self._hold(os.open(f"/proc/{where['pid']}/fd/{where['fd']}", os.O_RDWR | os.O_CLOEXEC))
             if os.fstat(self._fd).st_size != 8 * (_HEADER + self.size * _ROW):
                 raise OSError("not the board")
             if self._map()[:4].tobytes().hex() != where["secret"]:
                 self._words = None
                 raise OSError("not the board")
         except OSError:
+            if self._close is not None:
+                self._close()
             self._blind = self.rank
-            self._store.set(f"{self._prefix}/blind", str(self.rank))
+            self._asked(lambda s: s.set(f"{self._prefix}/blind", str(self.rank)))
             return False
         return True
 
     def _all_see(self) -> bool:
         """Whether no rank is known that cannot see the board: one of another host, say."""
-        key = f"{self._prefix}/blind"
-        if self._blind < 0 and self._store.check([key]):
-            self._blind = int(self._store.get(key))
+        if self._blind < 0 and (found := self._asked(lambda s: peek(s, f"{self._prefix}/blind"))):
+            self._blind = int(found)
         return self._blind < 0
+
+    def _asked(self, question: Callable[[Store], T]) -> T:
+        with Questions(self._store, _WHAT, self._name, self.rank) as store:
+            store.limit(get_timeout(self._name))
+            return store.ask(question)
 
     def tell(self, signature: int, text: str) -> None:
         """Let the others know what stands behind a signature of this rank."""
-        self._store.set(f"{self._prefix}/graph/{signature}", text)
+        self._asked(lambda s: s.set(f"{self._prefix}/graph/{signature}", text))
 
     def told(self, rank: int) -> str | None:
         """What stands behind the signature that ``rank`` posted last."""
         if self._words is None:
             return None
         key = f"{self._prefix}/graph/{self._words[self._row(rank) + _SIGNATURE]}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return self._asked(lambda s: peek(s, key)) or None
 
     def ask(self, post: Post, timeout: Callable[[], float]) -> Answer:
-        """Post, and wait for the answer, for ``timeout`` seconds at most. Who is not willing does not wait."""
+        """Post, and wait for the answer, for ``timeout`` seconds at most. Who is not willing does not wait.
+
+        Raises:
+            WeftError: the lock cannot be had to take the post back, so others may count on it; or there is no store.
+        """
         deadline: float | None = None
 
         def over() -> bool:
@@ -164,15 +191,18 @@ class Board:
                 return Answer(False, NO_BOARD, 0) if post.willing else Answer(False, UNWILLING, self.rank)
             time.sleep(0.01)
         with self._thread_lock:
-            with self._lock() as words:
-                self._post(words, post)
+            try:
+                with self._lock(timeout) as words:
+                    self._post(words, post)
+            except WeftError:  # no rank has seen this post, so none counts on it
+                return Answer(False, LOCKED if post.willing else UNWILLING, self.rank)
             answer = self._answer()
             pauses = _pauses()
             while answer is None:
                 pause = next(pauses)
                 in_vain = pause is None and not self._all_see()
                 if over() or in_vain:
-                    with self._lock() as words:
+                    with self._lock(timeout) as words:
                         if words[self._row(self.rank) + _ANSWER] == UNDECIDED:
                             why = (NO_BOARD, self._blind) if in_vain else (LATE, self._missing(words, post))
                             self._decide(words, self.rank, PLAIN, *why)
@@ -198,9 +228,29 @@ class Board:
         return _HEADER + rank * _ROW
 
     @contextmanager
-    def _lock(self) -> Iterator[memoryview]:
+    def _lock(self, timeout: Callable[[], float]) -> Iterator[memoryview]:
+        """The words, for this rank alone. The kernel gives the lock back once no process has the holder's file open.
+
+        Raises:
+            WeftError: another rank's process has held it all the time, or one that was forked from it.
+        """
         assert self._words is not None
-        fcntl.flock(self._fd, fcntl.LOCK_EX)  # given back by the kernel if the holder dies
+        begin, seconds, pauses = time.monotonic(), -1.0, _pauses()
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if seconds < 0:  # whoever has waited in vain does not wait again
+                    seconds = 0.0 if self._shut else timeout()
+                if time.monotonic() - begin > seconds:
+                    self._shut = True
+                    raise WeftError(
+                        f"{_WHAT}: rank {self.rank} of group {self._name!r} waited {seconds:g} s for the lock of the "
+                        "ranks' board, which rank 0 keeps: it is held, expected free"
+                    ) from None
+                time.sleep(next(pauses) or 0.0)
+        self._shut = False
         try:
             yield self._words
         finally:
@@ -309,16 +359,19 @@ def begun(group: ProcessGroup) -> int:
     return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
-_boards: dict[str, tuple[ProcessGroup, Board]] = {}
+_boards: weakref.WeakKeyDictionary[ProcessGroup, Board] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
 
 
 def board(group: ProcessGroup) -> Board:
     """The group's board, as this rank sees it."""
-    known = _boards.get(group.group_name)
-    if known is None or known[0] is not group:  # a name may be used again after destroy_process_group
+    known = _boards.get(group)
+    if known is None:
         with _making:
-            known = _boards.get(group.group_name)
-            if known is None or known[0] is not group:
-                known = _boards[group.group_name] = (group, Board(group))
-    return known[1]
+            known = _boards.get(group)
+            if known is None:
+                for other in list(_boards):  # a program may keep a group that it has destroyed
+                    if not has_name(other, other.group_name):
+                        del _boards[other]
+                known = _boards[group] = Board(group)
+    return known

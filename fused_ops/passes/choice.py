@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 
 from ...symm_mem import get_timeout, resolve_group
 from . import outcomes
-from .board import ANOTHER_GRAPH, LATE, NO_BOARD, PASSED_BY, UNWILLING, Answer, Post, begun, board
+from .board import ANOTHER_GRAPH, LATE, LOCKED, NO_BOARD, PASSED_BY, UNWILLING, Answer, Post, begun, board
 from .signature import digest
 
 _log = logging.getLogger("weft.passes")
@@ -209,6 +209,8 @@ class Choice:
             reason = f"rank {peer} does this graph's collectives outside of a graph of this pass"
         elif answer.why == ANOTHER_GRAPH and peer != where.rank:
             reason = f"rank {peer} runs another graph: {_difference(self._what, where.told(peer), peer)}"
+        elif answer.why == LOCKED:
+            reason = "another process holds the lock of the ranks' board"
         elif answer.why == UNWILLING:
             reason = f"rank {peer} runs this graph unfused"
         else:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +16,12 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from weft import symm_mem
 from weft.fused_ops.passes import board as boards
 from weft.fused_ops.passes.board import (
     ANOTHER_GRAPH,
     LATE,
+    LOCKED,
     NO_BOARD,
     PASSED_BY,
     UNWILLING,
@@ -26,7 +31,7 @@ from weft.fused_ops.passes.board import (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """As much of a ProcessGroup as a board asks for."""
 
@@ -167,8 +172,62 @@ def test_a_board_that_is_not_there() -> None:
     store = dist.HashStore()
     lonely = Board(Group(1, 2, store))  # type: ignore[arg-type]
     assert lonely.ask(post(0), lambda: 0.05) == Answer(False, NO_BOARD, 0)
-    Board(Group(0, 2, store))  # type: ignore[arg-type]
-    assert lonely.attached()
+    kept = Board(Group(0, 2, store))  # type: ignore[arg-type]
+    assert lonely.attached() and kept.attached()
+
+
+def test_a_lock_that_is_held_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = make(2)
+    assert where[1].attached()
+    begin = time.monotonic()
+    with where[1]._lock(lambda: 10.0):
+        assert where[0].ask(post(4), lambda: 0.2) == Answer(False, LOCKED, 0)
+        assert where[0].ask(post(5, willing=False), lambda: 10.0) == Answer(False, UNWILLING, 0)
+        assert where[0].ask(post(6), lambda: 10.0) == Answer(False, LOCKED, 0)
+        assert time.monotonic() - begin < 5
+    assert [a.fused for a in ask_all(where, [post(8)] * 2)] == [True] * 2
+    # Once others may count on its post, a rank cannot go on without them.
+    with ExitStack() as held:
+        posted = where[0]._post
+        monkeypatch.setattr(where[0], "_post", lambda *a: (posted(*a), take.start()))
+        take = threading.Thread(target=lambda: held.enter_context(where[1]._lock(lambda: 10.0)), daemon=True)
+        words = "^agree on a graph: rank 0 of group 'g' waited 0.2 s for the lock of the ranks' board"
+        with pytest.raises(symm_mem.WeftError, match=words):
+            where[0].ask(post(10, turns=1), lambda: 0.2)
+
+
+def open_files() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_board_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_files()
+    where = make(2)
+    assert where[1].attached() and open_files() > before
+    del where
+    assert open_files() == before
+    store = dist.HashStore()
+    kept, other = (Board(Group(rank, 2, store)) for rank in range(2))  # type: ignore[arg-type]
+    held = open_files()
+    kept._words[0] += 1  # type: ignore[index]
+    assert not other.attached()
+    assert open_files() == held
+
+
+def test_a_groups_board_goes_with_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    there: list[Group] = []
+    monkeypatch.setattr(boards, "has_name", lambda group, name: group in there)
+    before = open_files()
+    groups = [Group(0, 1, dist.HashStore()) for _ in range(3)]
+    for group in groups[:2]:
+        there[:] = [group]
+        known = boards.board(group)  # type: ignore[arg-type]
+        assert boards.board(group) is known  # type: ignore[arg-type]
+    assert list(boards._boards) == [groups[1]], "one that is destroyed but kept"
+    del groups, group, known
+    there.clear()
+    assert open_files() == before
 
 
 def test_a_rank_that_cannot_see_the_board_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
