@@ -59,7 +59,7 @@ def fails_in_between(rank: int, world_size: int) -> None:
     if rank == 1:
         HostBackend.refuse = out_of_memory  # type: ignore[method-assign]
     begin = time.monotonic()
-    with pytest.raises(MemoryError if rank == 1 else symm_mem.PeerTimeout, match="and it has given up|^$"):
+    with pytest.raises(MemoryError if rank == 1 else symm_mem.PeerTimeout, match=r"and it has given up|^$"):
         symm_mem.heap()
     assert time.monotonic() - begin < 5
     HostBackend.refuse = refuse  # type: ignore[method-assign]
