@@ -95,9 +95,10 @@ def _on_cuda(
     from ..kernels.all_reduce_rms_norm.configs import choose, layout_for
     from ..kernels.all_reduce_rms_norm.cuda_kernel import AllReduceRmsNorm
     from ..kernels.device.choice import make_together
+    from ..kernels.device.push import VECTOR
 
     rows, hidden = x.shape
-    vectors = hidden * x.element_size() // 16
+    vectors = hidden * x.element_size() // VECTOR
     config = choose(rows, vectors, where.world_size, num_sms(x.device))
     with turn(x.device):
         place = push_workspace(where, ALL_REDUCE, layout_for(rows, vectors, where.world_size, config))

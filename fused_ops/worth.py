@@ -11,6 +11,7 @@ from functools import cache
 import torch
 
 from ..kernels.all_gather_matmul import configs as gather
+from ..kernels.device.gemm_tiles import LINK, MULTIPLY_ADDS
 from ..kernels.matmul_reduce_scatter import configs as scatter
 from ..kernels.matmul_reduce_scatter import to_all
 
@@ -19,8 +20,8 @@ _ROW = 16  # bytes; the kernels' descriptors want rows of a multiple
 _LEAST_ROWS = 64  # of a rank's result of a float32 matmul_reduce_scatter, for its tiles
 _NUM_SMS = 132  # of Hopper; that some are reserved on a machine does not change what pays
 _MOST_REDUCED = 64 << 20  # bytes; how all-reduces of more do on three ranks and more was not measured
-# bytes and multiply-adds a microsecond: measured between H200s; of the order of one core each between CPU ranks.
-_RATES = {"cuda": (364e3, 350e6), "cpu": (5e3, 30e3)}
+# bytes and multiply-adds a microsecond; between CPU ranks of the order of one core each.
+_RATES = {"cuda": (LINK, MULTIPLY_ADDS), "cpu": (5e3, 30e3)}
 
 
 def worth_fusing(

@@ -19,8 +19,6 @@ from ..device.tile_table import Tile, pick
 # A copy engine takes some microseconds for each copy, and as many again for the flag behind it: a second chunk
 # pays only for shards from this size on that take longer to arrive than the products before them.
 _SPLIT_BYTES = 16 << 20
-_LINK = 364e3  # bytes a microsecond, measured between H200s
-_PRODUCTS = 350e6  # multiply-adds a microsecond
 MOST_BS = 4  # of one launch
 _BAND = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
 _MOST_WAVES = 256  # of one estimate; the waves of longer products are taken some at once
@@ -68,7 +66,7 @@ def choose(m: int, n: int, k: int, world_size: int, dtype: torch.dtype, num_sms:
     tile = pick(world_size, m, n, dtype, num_sms, tail=0.0)
     tile_rows = -(-m // tile.block_m)
     shard_bytes = m * k * dtype.itemsize
-    waits = shard_bytes / _LINK > m * n * k / _PRODUCTS
+    waits = shard_bytes / gemm_tiles.LINK > m * n * k / gemm_tiles.MULTIPLY_ADDS
     chunks = 2 if waits and shard_bytes >= _SPLIT_BYTES and tile_rows > 1 else 1
     rows_a_chunk = -(-tile_rows // chunks)
     return Config(tile, min(8, rows_a_chunk), rows_a_chunk * tile.block_m)
@@ -76,8 +74,8 @@ def choose(m: int, n: int, k: int, world_size: int, dtype: torch.dtype, num_sms:
 
 def pays(m: int, n: int, k: int, world_size: int, itemsize: int) -> bool:
     """Whether copy engines beat an all-gather in front of the product; ``n``: the columns of all Bs."""
-    gathered = world_size * m * k * itemsize
-    return gathered >= 32 << 20 or (gathered >= 4 << 20 and world_size * m * n * k / _PRODUCTS >= 80)
+    gathered, multiplying = world_size * m * k * itemsize, world_size * m * n * k / gemm_tiles.MULTIPLY_ADDS
+    return gathered >= 32 << 20 or (gathered >= 4 << 20 and multiplying >= 80)
 
 
 def flags_per_rank(m: int, config: Config) -> int:
@@ -290,7 +288,7 @@ def estimate_push_us(
     costs = _costs(config, world_size)
     rate = costs.rates[config.senders]
     row_us = moved / rows / rate
-    end = moved / _LINK
+    end = moved / gemm_tiles.LINK
     others, clusters = _clusters(config, num_sms)
     # Pairs of rows of tiles: those of the own shard alone, and those behind them, which wait for the peers' rows.
     own_pairs, listed, parts = (0, 1, world_size) if config.split_k else (rows // 2, peers, 1)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 BLOCK_K = 64
 MOST_SHARED = 227 * 1024  # bytes a block may have
+# Measured between H200s: bytes that a GPU receives and sends in a microsecond, and multiply-adds.
+LINK, MULTIPLY_ADDS = 364e3, 350e6
 _BARRIERS = 256  # bytes, rounded up
 _ALIGNMENT = 1024
 # Microseconds of cuBLAS around a product, and between the end of one and the next.

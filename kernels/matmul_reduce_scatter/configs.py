@@ -15,7 +15,6 @@ from ..device.tile_table import Tile, count, pick
 
 # Behind its last tile a block waits for the peers' and adds them up: as long as a main loop of this depth.
 _TAIL_DEPTH = 1800
-_LINK = 364e3  # bytes a microsecond, measured between H200s
 # K and rows of a part from which on wide bands are as fast or up to 1.7 % faster; of 512 rows they were 5 % slower.
 # (Between 2 ranks. Between 4 it is the rows alone: 2 to 4 % faster, in one row of six 2 % slower.)
 _LONG, _TALL = 14336, 2048
@@ -173,7 +172,7 @@ def estimate_push_us(
     rows = world_size * _rows(m, config, batches)
     product = product_beside_us(tile, rows, n, k, num_sms, feels=0.1 if world_size == 2 else 0.2)
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
-    sending = (world_size - 1) * batches * m * n * 2 / _LINK
+    sending = (world_size - 1) * batches * m * n * 2 / gemm_tiles.LINK
     launch, hinders = (8.4, 0.3) if world_size == 2 else (19.0 + 0.1 * first, 0.15)
     return launch + max(product, first + sending) + hinders * min(product, sending)
 

@@ -17,7 +17,6 @@ from ..device.launch import why_not
 from .configs import Epilogue, PushConfig, product_beside_us, push_config, push_layout
 from .cuda_kernel import MatmulReduceScatterPush
 
-_LINK = 364e3  # bytes a microsecond, measured between H200s
 # Of the all-reduce behind a product, measured on 2 and 4 H200: microseconds, and bytes a microsecond.
 _ALL_REDUCE_LAUNCH = 2.5
 _ALL_REDUCE_LINK = 310e3
@@ -104,7 +103,7 @@ def estimate_push_us(config: PushConfig, m: int, n: int, k: int, world_size: int
     product = product_beside_us(tile, rows, n, k, num_sms, feels=0.52 if world_size == 2 else 0.2)
     waves = gemm_tiles.waves(tile, rows, [n], num_sms)
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
-    sending = 2 * (world_size - 1) * part_of(m, world_size) * n * 2 / _LINK
+    sending = 2 * (world_size - 1) * part_of(m, world_size) * n * 2 / gemm_tiles.LINK
     launch, each, tail = (8.0, 0.8, 4.4) if world_size == 2 else (12.0, 3.0, 12.0)
     overlapped = max(product, first + sending) + 0.14 * min(product, sending)
     return launch + each * waves + overlapped + tail * tile.block_m * tile.block_n / (128 * 256)
