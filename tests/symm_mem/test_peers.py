@@ -31,3 +31,13 @@ def with_bits(rank: int, world_size: int) -> None:
 
 def test_peers_of_conjugated_and_negated_views_are_so_too() -> None:
     run_ranks(with_bits, 2)
+
+
+def numbered(rank: int, world_size: int) -> None:
+    x = symm_mem.empty(3, device="cpu:0")
+    assert symm_mem.heap(device="cpu:0") is symm_mem.heap(device="cpu") and x.device == torch.device("cpu")
+    symm_mem.rendezvous(x).barrier()
+
+
+def test_the_cpu_may_have_a_number() -> None:
+    run_ranks(numbered, 2)
