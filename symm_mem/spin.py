@@ -34,11 +34,14 @@ def spin(
     process: dict[str, Any] | None = None,
     gave_up: int | None = None,
     give_up: Callable[[], None] | None = None,
+    *,
+    exactly: bool = False,
 ) -> None:
     """Wait until the word at a CPU address has reached ``expected``.
 
     Args:
         timeout: seconds.
+        exactly: it is waited for itself: the word cannot be past it, and may be as old as one that is.
         process: that of the rank that writes the word; once it has ended nobody waits for it.
         gave_up: address of the word in which that rank says that it takes no further part: 1 + whom it blames.
         give_up: called now and then; what it raises ends the wait.
@@ -50,9 +53,10 @@ def spin(
     begin = look = 0.0
     farewell = None if gave_up is None else ctypes.c_uint32.from_address(gave_up)
     ended, blames = False, 0
+    there = int.__eq__ if exactly else reached
     while True:
         for _ in range(_SPINS):
-            if reached(word.value, expected):
+            if there(word.value, expected):
                 return
         now = time.monotonic()
         if ended or blames:

@@ -1,7 +1,7 @@
 """A workspace: what one call site owns on the heap, at the same offset on every rank.
 
 It holds control words, flags and two halves of data. Calls take the halves in turn. Nothing is ever
-reset: every control word and flag counts uses of a half, has one writer, only grows, and is compared ``>=`` with
+reset: every control word and flag counts uses of a half, has one writer and only grows, with
 wrap-around, so a captured CUDA graph goes on counting when it is replayed.
 
 Use ``e`` of half ``h`` (``e = EPOCH[h] + 1``) runs like this on every rank:
@@ -10,13 +10,17 @@ Use ``e`` of half ``h`` (``e = EPOCH[h] + 1``) runs like this on every rank:
 may I overwrite?      rank p's half h is free for use e once ``done(h)[p] >= e - 1`` in *my* words: p
                       has written that it left use e - 1. It is looked at before the first store to p.
 data, then flag       I store data into p's half h, then ``flags(h)[me][i] = e`` in p's words (release,
-                      system scope). p reads the data after it saw ``flags(h)[me][i] >= e`` (acquire).
+                      system scope). p reads the data after it saw ``flags(h)[me][i] == e`` (acquire).
 I am done             when nothing of my half h is read any more: ``EPOCH[h] = e`` in my words, then
                       ``done(h)[me] = e`` in everybody's words (release, system scope).
 ====================  ==============================================================================
 
 Data may announce itself instead (``Layout.announced``): the halves are empty, all zeros, before the first use, no word
 that is sent is zero, and who takes a word puts the zero back before it is done. Then there are no flags.
+
+A flag cannot be past e before p is done. It may be older by any number of uses, in which calls had less to say. So it
+is compared for equality, where ``>=`` with wrap-around would take one of 2**31 uses ago for a later one. (Triton's
+kernels, those of float32, compare ``>=``: equality made one of them spill.)
 
 A rank that takes the same half twice in a row is right, too: it only waits longer. So the half may be
 chosen on the host and frozen into a graph.
@@ -298,13 +302,14 @@ class HostUse:
         else:
             self.ws.abandon(error)
 
-    def _wait(self, peer: int, index: int, expected: int) -> None:
-        ws = self.ws
+    def _wait(self, peer: int, index: int, expected: int, *, exactly: bool = False) -> None:
+        ws, address = self.ws, self.ws.address + WORD * index
         process = ws.heap.rendezvous.processes[peer]
         farewell = ws.fault.farewell(peer)
         try:
             # Of the two threads of a call one may have failed, or a call in another workspace: nothing is worth a wait.
-            spin(ws.address + WORD * index, expected, self._timeout, process, farewell, ws.raise_if_broken)
+            told = process, farewell, ws.raise_if_broken
+            spin(address, expected, self._timeout, *told, exactly=exactly)
         except Expired as e:
             raise ws.expired(self.op, peer, index, expected, e).again() from None
 
@@ -321,7 +326,7 @@ class HostUse:
 
     def wait(self, peer: int, i: int) -> None:
         """Until what belongs to flag ``i`` of peer lies in the own half."""
-        self._wait(peer, self._flag(peer, i), self.epoch)
+        self._wait(peer, self._flag(peer, i), self.epoch, exactly=True)
 
     def leave(self) -> None:
         """Nothing of the own half is read any more."""

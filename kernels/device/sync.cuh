@@ -1,6 +1,6 @@
 // Waiting and posting inside CUDA C++ kernels: every flag, fence and deadline. The Triton side is sync.py.
 //
-// Control words are 32-bit, have one writer, only grow, and are compared >= with wrap-around. Nothing is ever
+// Control words are 32-bit, have one writer and only grow, with wrap-around (symm_mem/workspace.py). Nothing is ever
 // reset by the host and no epoch is a kernel argument: all of it is safe to capture in a CUDA graph.
 //
 // A wait that expires writes one record of eight 64-bit words to pinned host memory,
@@ -182,13 +182,18 @@ struct Patience {
     }
 };
 
-// Wait until words[word] >= expected. Acquire, system scope, for the calling thread.
+// Whether a word has come to `expected`. Data's flags cannot be past it, and may be 2^31 uses old.
+__device__ __forceinline__ bool reached(u32 seen, u32 expected, int kind) {
+    return kind == WAIT_DATA ? seen == expected : static_cast<int>(seen - expected) >= 0;
+}
+
+// Wait until words[word] has reached `expected`. Acquire, system scope, for the calling thread.
 // Who writes: `peer`, by a release (or a copy engine, behind its data). False: the wait has expired.
 __device__ __forceinline__ bool wait_flag(const Watch& watch, int peer, u32 word, u32 expected, int kind) {
     Patience patience;
     for (;;) {
         const u32 seen = load_acquire(watch.words + word);
-        if (static_cast<int>(seen - expected) >= 0) return true;
+        if (reached(seen, expected, kind)) return true;
         if (patience.expired(watch, peer, word, expected, seen, kind)) return false;
     }
 }

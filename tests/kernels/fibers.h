@@ -175,7 +175,7 @@ static bool wait_flag(const Watch& watch, int peer, u32 word, u32 expected, int 
     Patience patience;
     for (;;) {
         const u32 seen = load_acquire(watch.words + word);
-        if (static_cast<int>(seen - expected) >= 0) return true;
+        if (kind == WAIT_DATA ? seen == expected : static_cast<int>(seen - expected) >= 0) return true;
         if (patience.overdue(watch, peer, word, expected, seen, kind)) return false;
     }
 }

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from fibers import PATIENT
 from product_ops import GATHERS, SCATTERS, Op, uses, wrong
 from weft.symm_mem.fault import Fault
 
@@ -52,6 +53,20 @@ def test_a_rank_that_gives_up_sends_nothing(op: Op, told: bool, monkeypatch: pyt
     assert torch.equal(ranks.memory[1:], before[1:])
     # A wait for data may expire as soon as the one for the half does.
     assert ranks.records[0, :2].tolist() == ([0, 0] if told else [1, ranks.places[0].address])
+
+
+@pytest.mark.parametrize("op", [GATHERS["beside"], GATHERS["senders"]], ids=["beside", "senders"])
+def test_flags_that_were_not_written_for_very_long(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 2**31 uses in which calls had less to say: by >= with wrap-around they would be ahead."""
+    ranks = op.prepare(monkeypatch, op.compiled().result(), (10, 20_000))
+    layout, words = ranks.layout, ranks.memory.view(torch.int32)
+    for half in (0, 1):
+        words[:, layout.EPOCH + half] = 5 - 2**31
+        words[:, layout.done(half) : layout.done(half) + op.size] = 5 - 2**31
+    for half in (0, 1, 0):
+        op.launch(half, PATIENT)
+    ranks.run(seed=random.randrange(1 << 30))
+    assert not wrong(op, ranks)
 
 
 @pytest.mark.parametrize(

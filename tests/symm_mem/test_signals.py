@@ -116,7 +116,7 @@ def uses(rank: int, world_size: int) -> None:
     ws = Workspace(symm_mem.heap(), Layout(world_size, 2, world_size * 400), "test")
     ws.words[Layout.EPOCH] = -3  # 32-bit counters shortly before they wrap around: half 0 only
     ws.words[ws.layout.done(0) : ws.layout.done(0) + world_size] = -3
-    ws.words[ws.layout.flags(0) : ws.layout.flags(1)] = -3
+    # (Its flags are those of 2**32 - 3 uses ago: calls in between had less to say.)
     symm_mem.rendezvous(symm_mem.empty(1)).barrier()
     for turn in range(12):
         use = HostUse(ws, "test")
