@@ -27,7 +27,8 @@ from .functional import fused_all_gather_matmul, fused_matmul_reduce_scatter
 
 def _is_autocast(x: Tensor) -> bool:
     kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    # Not is_autocast_available, at which Dynamo of torch 2.11 breaks the graph.
+    return kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
 
 
 def _linear_dtype(x: Tensor) -> torch.dtype:
