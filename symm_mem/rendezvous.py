@@ -72,19 +72,22 @@ class Rendezvous:
             store.limit(seconds)
             try:
                 store.set(own, token)
-                session = self._all_here(store, keys, what, seconds)
+                session = self._all_here(store, keys, token, what, seconds)
             except BaseException:  # a store that answers late must not lose the next try's token
-                store.tell(lambda s: s.set(own, "") if peek(s, own) == token else None)
+                store.tell(lambda s: s.compare_set(own, token, ""))
                 raise
         self.begin(session)
         return session
 
-    def _all_here(self, store: Questions, keys: list[str], what: str, seconds: float) -> str:
+    def _all_here(self, store: Questions, keys: list[str], token: str, what: str, seconds: float) -> str:
         begin, pause = time.monotonic(), _SHORTEST
         views = [""] * self.world_size
         while True:
             here = store.ask(lambda s: [peek(s, key) for key in keys])
-            if "" in here:
+            if here[self.rank] != token:  # what an earlier try asked a silent store for has been done only now
+                store.set(keys[self.rank], token)
+                missing = self.rank
+            elif "" in here:
                 missing = here.index("")
             else:
                 session = hashlib.sha256("".join(here).encode()).hexdigest()[:16]

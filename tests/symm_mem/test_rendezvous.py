@@ -85,6 +85,50 @@ def test_a_store_that_falls_silent_is_waited_for_up_to_the_deadline(store: Store
     assert at_once(*(lambda w=w: w.gather("ask", w.rank) for w in where)) == [[0, 1]] * 2
 
 
+def test_a_token_that_is_taken_back_late_is_posted_again(store: Store) -> None:
+    """A store that was silent does what an earlier try asked it for once the next one has begun."""
+    where = ranks(5)
+    own = "weft/g/topic/0"
+
+    def take_back() -> None:
+        while not store.kept.check([own]):
+            time.sleep(0.001)
+        store.kept.set(own, "")
+
+    def come_late() -> str:
+        time.sleep(0.1)
+        return where[1].meet("meet")
+
+    first, second, _ = at_once(lambda: where[0].meet("meet"), come_late, take_back)
+    assert first == second, (first, second)
+
+
+def test_a_try_that_gives_up_leaves_the_token_of_the_next_one_alone(store: Store) -> None:
+    where, next_one = ranks(0.6)[0], "the token of the next try"
+    own = "weft/g/topic/0"
+    looks = []
+
+    def get(key: str) -> bytes:
+        """The next try posts its token behind a look at the key."""
+        found: bytes = store.kept.get(key)
+        if gave_up.is_set() and key == own:
+            looks.append(key)
+            store.kept.set(own, next_one)
+        return found
+
+    gave_up = threading.Event()
+    store.get = get  # type: ignore[attr-defined]
+    store.answers.clear()
+    with pytest.raises(symm_mem.WeftError):
+        where.meet("meet")
+    gave_up.set()
+    store.answers.set()
+    for thread in threading.enumerate():
+        if thread.name == "weft-store":
+            thread.join(5)
+    assert store.kept.get(own) == (next_one.encode() if looks else b"")
+
+
 def test_ctrl_c_ends_a_wait_for_a_silent_store(store: Store) -> None:
     where = ranks()
     meet(where)
