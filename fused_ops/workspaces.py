@@ -1,7 +1,8 @@
 """Which workspace a call uses: one for each heap, kind and stream, and again for each captured graph.
 
 Calls of one stream follow each other and share; calls that may run at once do not. A workspace grows when a call needs
-more: collectively, so all ranks must make their calls in the same order, as with every collective.
+more: collectively, so all ranks must make their calls in the same order, as with every collective. The memory of a
+graph's workspaces is used again once that graph is gone on every rank.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from ..kernels.device.choice import Choice
 from ..kernels.device.one_shot import OneShotConfig
 from ..kernels.device.push import Layout as PushLayout
 from ..symm_mem import Heap, Layout, Workspace
+from ..symm_mem.captured import CapturedGraph
 from ..symm_mem.fault import refuse_if_broken
+from ..symm_mem.workspace import OUTGROWN
 from .turns import stream_and_graph
 
 MATMUL = "matmul"  #: the kind of workspace of kernels that set flags behind what they send
@@ -37,9 +40,10 @@ def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[
             return found
         refuse_if_broken(heap)  # new memory is no way around a reset
         layout = grown(found.layout if found is not None else None)
-        made = Workspace(heap, layout, f"{kind} workspace {layout}", replayed=bool(key[-1]))
-        if found is not None and key[-1]:
-            made.prepared["outgrown"] = found  # earlier nodes of the captured graph still write to it
+        graph = CapturedGraph(key[1]) if key[-1] else None
+        made = Workspace(heap, layout, f"{kind} workspace {layout}", graph=graph)
+        if found is not None and graph is not None:
+            made.prepared[OUTGROWN] = found
         heap.workspaces[key] = made
         return made
 

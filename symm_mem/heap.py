@@ -7,7 +7,8 @@ or compiled with them stays valid.
 
 Allocating is collective: ranks compare what they ask for through the group's store. Freeing is not: tensors die
 at different times on different ranks, so each rank reports at the next allocation what it has dropped, and memory
-is used again once every rank has dropped it: what a late rank still writes goes where nobody else reads.
+is used again once every rank has dropped it: what a late rank still writes goes where nobody else reads. Workspaces of
+a captured graph are dropped when it is gone.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup
 
 from .backends.base import Backend, tensor_over
+from .captured import let_go_of_gone
 from .descriptors import close_fds, exchange
 from .errors import WeftError, describe
 from .findings import Noted
@@ -82,6 +84,7 @@ class Heap:
         self._blocks: dict[int, Placed] = {}  # by number: all that is not free
         self._falling: deque[int] = deque()  # dropped since the last allocation: finalizers run at any moment
         self._dropped: set[int] = set()
+        self._at_rest: set[int] = set()  # of captured graphs that are gone: nothing of this rank writes there
         self._number = 0
         self._chunks: list[tuple[int, int]] = []  # (offset, size)
 
@@ -144,15 +147,18 @@ class Heap:
 
     def _allocate(self, size: int, tag: str, zero: int) -> Block:
         want = -(-size // ALIGNMENT) * ALIGNMENT
+        self._at_rest |= let_go_of_gone(self.workspaces)
         while self._falling:
             self._dropped.add(self._falling.popleft())
         self._dropped &= self._blocks.keys()
         # Kernels of this rank may still write to peers' copies of what it dropped.
-        dropped = sorted(self._dropped) if self._dropped and self.backend.quiesce() else []
+        rest = self._dropped if self._dropped <= self._at_rest or self.backend.quiesce() else self._at_rest
+        dropped = sorted(self._dropped & rest)
         posts = self.rendezvous.gather("allocate", [{"bytes": size, "tag": tag}, dropped])
         self.rendezvous.check_equal("allocate", [post[0] for post in posts])
         for number in sorted(set.intersection(*(set(post[1]) for post in posts))):
             self._dropped.discard(number)
+            self._at_rest.discard(number)
             placed = self._blocks.pop(number)
             self._free.give(placed.offset, placed.size)
         if (offset := self._free.take(want)) is None:
@@ -270,7 +276,7 @@ class Heap:
         problem = self._come_to_rest(users, stack)
         blocks = {str(number): list(placed) for number, placed in self._blocks.items()}
         fault = None if self.fault is None else self.fault.block.number
-        known = [workspace.block.number for workspace in self.workspaces.values()]
+        known = [*self._at_rest, *(workspace.block.number for workspace in self.workspaces.values())]
         board = self.board is not None
         posts = self.rendezvous.gather(
             "reset", [problem, blocks, self._chunks, self._number, fault, known, board]
@@ -331,6 +337,7 @@ class Heap:
             for number, placed in self._blocks.items()
             if all(b.get(str(number)) == list(placed) for b in blocks)
         }
+        self._at_rest &= self._blocks.keys()
         self._free = FreeList()
         at = 0
         for placed in sorted(self._blocks.values()):

@@ -84,7 +84,7 @@ class Rendezvous:
         views = [""] * self.world_size
         while True:
             here = store.ask(lambda s: [peek(s, key) for key in keys])
-            if here[self.rank] != token:  # what an earlier try asked a silent store for has been done only now
+            if here[self.rank] != token:  # a silent store has done only now what an earlier try asked for
                 store.set(keys[self.rank], token)
                 missing = self.rank
             elif "" in here:

@@ -50,9 +50,11 @@ from .spin import Expired, spin
 from .timeouts import get_timeout
 
 if TYPE_CHECKING:
+    from .captured import CapturedGraph
     from .heap import Heap
 
 HALVES = 2
+OUTGROWN = "outgrown"  #: in ``prepared``, of a captured graph: a smaller one that its earlier nodes write to
 _ALIGN = 256
 
 
@@ -174,7 +176,7 @@ class Workspace(Generic[L]):
     from Python's garbage collector, which could not free a workspace that its own tensors keep.)
 
     Args:
-        replayed: it belongs to one captured graph, whose replays repeat the calls that were captured.
+        graph: it belongs to this one alone, whose replays repeat the calls that were captured.
         fault: what breaks along with it; default all of the heap.
 
     Attributes:
@@ -184,9 +186,16 @@ class Workspace(Generic[L]):
     """
 
     def __init__(
-        self, heap: Heap, layout: L, tag: str, *, replayed: bool = False, fault: Fault | None = None
+        self,
+        heap: Heap,
+        layout: L,
+        tag: str,
+        *,
+        graph: CapturedGraph | None = None,
+        fault: Fault | None = None,
     ) -> None:
         self.heap = heap
+        self.graph = graph
         self.fault = fault or fault_of(heap)
         self.layout = layout
         self.rank = heap.rank
@@ -200,7 +209,7 @@ class Workspace(Generic[L]):
         self.copy_streams: dict[Any, Any] = {}
         self._turn = 0
         self._has_halves = isinstance(layout, Layout)
-        self._calls = Calls(HALVES, lambda: get_timeout(heap.group_name), replayed)
+        self._calls = Calls(HALVES, lambda: get_timeout(heap.group_name), graph is not None)
         self.fault.knows(self.address, layout, self._calls)
         heap.users.add(self)
 
@@ -252,8 +261,16 @@ class Workspace(Generic[L]):
         """As new: the heap is being reset, and the words are zero on every rank."""
         self._turn = 0
         self._calls.forget()
-        if not self._calls.replayed:  # a captured graph runs what was made for it
+        if self.graph is None:  # a captured graph runs what was made for it
             self.prepared.clear()
+
+    def let_go(self) -> list[int]:
+        """Of what refers to it and to what it has outgrown, so that their memory is dropped with the last one who holds
+        them; the numbers of their blocks."""
+        outgrown: Workspace[L] | None = self.prepared.get(OUTGROWN)
+        self.prepared.clear()
+        self.copy_streams.clear()
+        return [self.block.number, *(outgrown.let_go() if outgrown is not None else ())]
 
     def next_half(self) -> int:
         """The half that the next call uses: the halves take turns."""
