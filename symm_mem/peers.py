@@ -27,7 +27,8 @@ def empty(
         shape: the sizes, as numbers or as one sequence.
         dtype: default ``torch.get_default_dtype()``.
         group: name, ProcessGroup, 1-D DeviceMesh or (mesh, dim); default the default group.
-        device: default the current CUDA device for a group with NCCL, the CPU for others.
+        device: default torch's default device if that is a GPU; else the current CUDA device for a group with NCCL,
+            the CPU for others.
 
     Raises:
         HeapUnavailable: the ranks cannot address each other's memory.

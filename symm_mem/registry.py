@@ -24,7 +24,7 @@ _making: dict[Any, threading.RLock] = {}  # by heap: threads may make those of d
 
 
 def heap(group: Group = None, device: torch.device | str | None = None) -> Heap:
-    """The heap of ``group`` on ``device`` (default: what its backend is for). The first call is collective.
+    """The heap of ``group`` on ``device`` (default: as for ``empty``). The first call is collective.
 
     Raises:
         HeapUnavailable: the ranks cannot address each other's memory: several hosts, no peer access, a
@@ -184,5 +184,7 @@ def _named_heaps(pg: ProcessGroup) -> dict[str, Heap]:
 
 
 def _default_device(pg: ProcessGroup) -> torch.device:
-    """The current CUDA device for a group with NCCL, the CPU for others."""
+    """torch's default device if that is a GPU; else the current one for a group with NCCL, the CPU for others."""
+    if (default := torch.get_default_device()).type == "cuda":
+        return default
     return torch.device("cuda" if "nccl" in dist.get_backend_config(pg) else "cpu")

@@ -30,9 +30,9 @@ def matrix(k: int, n: int, dtype: torch.dtype, transposed: bool) -> torch.Tensor
 
 def gathered(x: torch.Tensor) -> torch.Tensor:
     """Every rank's x, [W, ...]."""
-    out = x.new_empty(world().size(), *x.shape)
-    dist.all_gather_into_tensor(out, x.contiguous())
-    return out
+    out = x.new_empty(world().size() * x.numel())
+    dist.all_gather_into_tensor(out, x.contiguous().view(-1))
+    return out.view(-1, *x.shape)
 
 
 def same_on_all(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -50,13 +50,16 @@ def run_ranks(
     Args:
         device: "cpu" over gloo, or "cuda" over NCCL, where new tensors lie on the rank's GPU by default.
         gpus: on "cuda", the ranks share so many GPUs: rank r has GPU r % gpus, and the group is gloo, as NCCL takes no
-            two ranks on one. A kernel waits for other processes' turns on its GPU: milliseconds a call.
+            two ranks on one. A kernel waits for other processes' turns on its GPU: milliseconds a call. Default one GPU a
+            rank; with WEFT_TEST_SHARED_GPUS=1 those that there are.
         timeout: seconds.
         env: set before torch is imported in the ranks.
         expect_dead: ranks that may die without a result (None).
         fresh: the ranks are started for this run and end with it.
         store: "file", "tcp" (this process keeps it, as torchrun does) or "rank 0" (TCP, kept by that rank).
     """
+    if device == "cuda" and gpus is None and os.environ.get("WEFT_TEST_SHARED_GPUS") == "1":
+        gpus = max(1, min(world_size, torch.cuda.device_count()))
     needed = world_size if gpus is None else gpus
     if device == "cuda" and torch.cuda.device_count() < needed:
         pytest.skip(f"needs {needed} GPUs, here are {torch.cuda.device_count()}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -66,16 +67,14 @@ def every_tile(rank: int, world_size: int) -> None:
     for tile in TILES:
         for senders in (0, 8):  # sent by every block, or by some, which miss a tile meanwhile
 
-            def only(m: int, *_: object, tile: Tile = tile, senders: int = senders) -> list[PushConfig]:
+            def only(m: int, *_: object, tile: Tile = tile, senders: int = senders) -> Any:
                 group = min(2, -(-m // tile.block_m))
-                return [PushConfig(tile, senders, group, split_k=True, missed=senders // 8)]
+                return [(1.0, PushConfig(tile, senders, group, split_k=True, missed=senders // 8))]
 
-            # What was chosen for these shapes before is forgotten, the kernels with it.
-            configs.push_ranked.cache_clear()
-            symm_mem.reset()
+            symm_mem.reset()  # forgets the kernels that were made for these shapes before
             with (
                 mock.patch.object(on_cuda, "_choices", Choices()),
-                mock.patch.object(configs, "push_candidates", only),
+                mock.patch.object(configs, "push_ranked", only),
                 forced("fused"),
             ):
                 for i, (m, k, ns) in enumerate(SHAPES):
