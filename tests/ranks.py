@@ -50,8 +50,8 @@ def run_ranks(
     Args:
         device: "cpu" over gloo, or "cuda" over NCCL, where new tensors lie on the rank's GPU by default.
         gpus: on "cuda", the ranks share so many GPUs: rank r has GPU r % gpus, and the group is gloo, as NCCL takes no
-            two ranks on one. A kernel waits for other processes' turns on its GPU: milliseconds a call. Default one GPU a
-            rank; with WEFT_TEST_SHARED_GPUS=1 those that there are.
+            two ranks on one. A kernel waits for other processes' turns on its GPU: milliseconds a call. By default a
+            rank has one of its own; with WEFT_TEST_SHARED_GPUS=1 they share those that there are.
         timeout: seconds.
         env: set before torch is imported in the ranks.
         expect_dead: ranks that may die without a result (None).
