@@ -21,7 +21,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpus, shared = torch.cuda.device_count(), os.environ.get("WEFT_TEST_SHARED_GPUS") == "1"
     for item in items:
         if (marker := item.get_closest_marker("gpu")) is not None:
-            wanted = 1 if shared else marker.args[0] if marker.args else 2
+            wanted = marker.args[0] if marker.args else 2
+            if shared and not marker.kwargs.get("own"):
+                wanted = 1
             if gpus < wanted:
                 item.add_marker(
                     pytest.mark.skip(reason=f"needs {wanted} GPUs with peer access, here are {gpus}")

@@ -1,4 +1,4 @@
-"""Run a function on N ranks: real processes, one a rank, gloo on the CPU or on shared GPUs, else NCCL on GPUs.
+"""Run a function on N ranks: real processes, one a rank: gloo on the CPU, NCCL on GPUs, staged.py on shared ones.
 
     def check(rank, world_size, rows): ...
     run_ranks(check, 3, 17)
@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pytest
+import staged
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -49,9 +50,9 @@ def run_ranks(
 
     Args:
         device: "cpu" over gloo, or "cuda" over NCCL, where new tensors lie on the rank's GPU by default.
-        gpus: on "cuda", the ranks share so many GPUs: rank r has GPU r % gpus, and the group is gloo, as NCCL takes no
-            two ranks on one. A kernel waits for other processes' turns on its GPU: milliseconds a call. By default a
-            rank has one of its own; with WEFT_TEST_SHARED_GPUS=1 they share those that there are.
+        gpus: on "cuda", the ranks share so many GPUs: rank r has GPU r % gpus, and the group is that of staged.py,
+            as NCCL takes no two ranks on one. A kernel waits for other processes' turns on its GPU: milliseconds a
+            call. Default: each has one of its own, or with WEFT_TEST_SHARED_GPUS=1 a share of those that there are.
         timeout: seconds.
         env: set before torch is imported in the ranks.
         expect_dead: ranks that may die without a result (None).
@@ -198,8 +199,10 @@ def _rank_main(
                 if device == "cuda":
                     torch.cuda.set_device(rank % (gpus or world_size))
                     torch.set_default_device("cuda")
+                if gpus is not None:
+                    staged.register()
                 dist.init_process_group(
-                    "nccl" if device == "cuda" and gpus is None else "gloo",
+                    "gloo" if device == "cpu" else "nccl" if gpus is None else staged.NAME,
                     **_connect(place, port, rank),
                     rank=rank,
                     world_size=world_size,

@@ -127,6 +127,7 @@ def mixed(rank: int, world_size: int, calls: int) -> None:
                 both_ops(m, k, ns, dtype, transposed, what, return_A, algorithm)
 
 
+@pytest.mark.gpu(own=True)  # by turns on one GPU it takes minutes
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_thousand_calls_of_random_shapes_with_late_ranks(world_size: int) -> None:
     run_ranks(mixed, world_size, 500, device="cuda")

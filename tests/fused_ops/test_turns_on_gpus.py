@@ -118,6 +118,7 @@ def ordered(rank: int, world_size: int, default: int | None) -> tuple[float, flo
     return begin.elapsed_time(a), begin.elapsed_time(b)
 
 
+@pytest.mark.gpu(own=True)  # what lies behind a call runs beside the next one
 @pytest.mark.parametrize("default", [None, 0, 1], ids=["none", "first", "second"])
 def test_a_call_waits_for_the_last_call_and_not_for_what_lies_behind_it(default: int | None) -> None:
     """Whether one of the streams is the default one, or none."""

@@ -1,0 +1,46 @@
+"""The process group of ranks that share a GPU, between CPU ranks."""
+
+from __future__ import annotations
+
+import staged
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+
+def collectives(rank: int, size: int) -> None:
+    staged.register()
+    group = dist.new_group(backend=staged.NAME)
+    ops, name = torch.ops._c10d_functional, group.group_name
+    x = torch.arange(6.0).view(3, 2) + 10 * rank
+    parts = [torch.arange(6.0).view(3, 2) + 10 * r for r in range(size)]
+    whole, total = torch.cat(parts), sum(parts)
+    begun = group._get_sequence_number_for_group()
+
+    assert torch.equal(ops.wait_tensor(ops.all_gather_into_tensor(x, size, name)), whole)
+    rows = torch.cat([x] * size)
+    assert torch.equal(ops.wait_tensor(ops.reduce_scatter_tensor(rows, "sum", size, name)), total)
+    assert torch.equal(ops.wait_tensor(ops.reduce_scatter_tensor(rows, "avg", size, name)), total / size)
+    assert torch.equal(ops.wait_tensor(ops.all_reduce(x, "avg", name)), total / size)
+    assert torch.equal(ops.wait_tensor(ops.all_reduce(x, "max", name)), parts[-1])
+
+    out = torch.empty(3 * size, 2)
+    dist.all_gather_into_tensor(out, x, group=group)
+    assert torch.equal(out, whole)
+    outs = [torch.empty(2, 3) for _ in range(size)]
+    dist.all_gather(outs, x.t(), group=group)
+    assert all(torch.equal(a, b.t()) for a, b in zip(outs, parts, strict=True))
+    own = torch.empty(3, 2)
+    dist.reduce_scatter_tensor(own, rows, group=group)
+    assert torch.equal(own, total)
+    dist.broadcast(x, 1, group=group)
+    assert torch.equal(x, parts[1])
+    said: list[int | None] = [None] * size
+    dist.all_gather_object(said, rank, group=group)
+    assert said == list(range(size))
+    dist.barrier(group=group)
+    assert group._get_sequence_number_for_group() > begun
+
+
+def test_what_it_computes() -> None:
+    run_ranks(collectives, 3, fresh=True)
