@@ -14,11 +14,13 @@ from typing import Any
 from ..kernels.all_reduce.configs import Config, layout_for
 from ..kernels.device.choice import Choice
 from ..kernels.device.one_shot import OneShotConfig
+from ..kernels.device.push import BLOCKS
 from ..kernels.device.push import Layout as PushLayout
 from ..symm_mem import Heap, Layout, Workspace
 from ..symm_mem.captured import CapturedGraph
 from ..symm_mem.fault import refuse_if_broken
 from ..symm_mem.workspace import OUTGROWN
+from .plan import num_sms
 from .turns import stream_and_graph
 
 MATMUL = "matmul"  #: the kind of workspace of kernels that set flags behind what they send
@@ -72,12 +74,19 @@ def matmul_workspace(heap: Heap, wanted: Layout, *, copied: bool = False) -> Wor
 
 
 def push_workspace(heap: Heap, kind: str, wanted: PushLayout) -> Workspace[PushLayout]:
-    """The workspace of this stream for kernels that push, with as many slots as ``wanted`` or more.
+    """The workspace of this stream for kernels that push, with room for what takes ``wanted``.
 
     Raises:
         RankMismatch, PeerTimeout: the ranks do not grow it together.
     """
-    return _fetch(heap, kind, lambda layout: layout.slots >= wanted.slots, lambda _: wanted)
+
+    def grown(old: PushLayout | None) -> PushLayout:
+        # For as many blocks as any call may have: they are not what it grows by.
+        most = max(wanted.blocks, min(BLOCKS, num_sms(heap.device)))
+        layout = replace(wanted, blocks=most)
+        return layout if old is None else old.joined(layout)
+
+    return _fetch(heap, kind, lambda layout: layout.holds(wanted), grown)
 
 
 def product_workspace(heap: Heap, choice: Choice[Any]) -> Workspace[Any]:

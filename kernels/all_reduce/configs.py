@@ -71,7 +71,7 @@ def layout_for(nbytes: int, world_size: int, config: Config) -> Layout:
     """A workspace that takes an input of ``nbytes`` in one use if it is not above MAX_BYTES; else in several."""
     vectors = -(-min(nbytes, MAX_BYTES) // (VECTOR * _parts(config, world_size)))
     slots = push.slots_for(vectors, config.blocks, config.threads)
-    return Layout(world_size, up(slots * _uses(config), 2 * WARP))
+    return Layout(world_size, up(slots * _uses(config), 2 * WARP), config.blocks)
 
 
 def vectors(layout: Layout, config: Config) -> int:
@@ -110,8 +110,10 @@ def launch(count: int, layout: Layout, config: Config) -> Launch:
     """The launch that moves ``count`` vectors: of the input in one_shot, of each rank's part in two_shot.
 
     Raises:
-        ValueError: they do not fit into one use, which is all that one_shot has.
+        ValueError: they do not fit into one use, which is all that one_shot has; or the layout is for fewer blocks.
     """
+    if config.blocks > layout.blocks:
+        raise ValueError(f"workspace: is for {layout.blocks} blocks, must be for {config.blocks}")
     world_size, most = layout.world_size, vectors(layout, config)
     blocks, threads = grid(count, layout, config)
     if config.form == "two_shot" and count > min(most, at_once(world_size) * blocks * threads):

@@ -111,4 +111,5 @@ def shape(rows: int, vectors: int, world_size: int, config: Config) -> Shape:
 
 def layout_for(rows: int, vectors: int, world_size: int, config: Config) -> Layout:
     """The workspace for that."""
-    return Layout(world_size, shape(rows, vectors, world_size, config).slots)
+    wanted = shape(rows, vectors, world_size, config)
+    return Layout(world_size, wanted.slots, wanted.blocks)

@@ -13,7 +13,7 @@ import torch
 from ..device import push
 from ..device.program import Program
 from ..device.push import VECTOR, Place, Slots, slots_of
-from .configs import MAX_WORLD_SIZE, Config, choose, most_vectors, shape
+from .configs import MAX_WORLD_SIZE, Config, choose, layout_for, most_vectors, shape
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 SOURCE = Path(__file__).with_name("kernel.cu")
@@ -102,8 +102,8 @@ class AllReduceRmsNorm:
         vectors = hidden * dtype.itemsize // VECTOR
         config = config or choose(rows, vectors, size)
         wanted = shape(rows, vectors, size, config)
-        if place.layout.slots < wanted.slots:
-            raise ValueError(f"workspace: has {place.layout.slots} slots, must have {wanted.slots} or more")
+        if not place.layout.holds(needed := layout_for(rows, vectors, size, config)):
+            raise ValueError(f"workspace: is {place.layout}, must hold {needed}")
         self._timeout_ns = 0
         self.grids: tuple[int, ...] = ()
         self._pieces: list[tuple[int, Callable[[int], None], _Params]] = []

@@ -163,7 +163,7 @@ class Contest(Generic[C]):
             layout = reduce(Layout.joined, halves)
             self._halves = Workspace(self._heap, layout, f"workspace to tune in {layout}", fault=fault)
         if one_shots:
-            slots = max((config.layout(size) for config in one_shots), key=lambda layout: layout.slots)
+            slots = reduce(PushLayout.joined, (config.layout(size) for config in one_shots))
             self._slots = Workspace(self._heap, slots, f"workspace to tune in {slots}", fault=fault)
 
 

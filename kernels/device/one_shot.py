@@ -30,7 +30,8 @@ class OneShotConfig:
 
     def layout(self, world_size: int) -> Layout:
         """A workspace that takes them in one launch."""
-        return Layout(world_size, up(slots_for(self.vectors, self.blocks, self.threads), 2 * WARP))
+        slots = up(slots_for(self.vectors, self.blocks, self.threads), 2 * WARP)
+        return Layout(world_size, slots, self.blocks)
 
 
 def config(part: int, num_sms: int) -> OneShotConfig:
@@ -67,7 +68,7 @@ def launch_of(
         ValueError: the workspace is too small.
     """
     needed = config.layout(layout.world_size)
-    if layout.slots < needed.slots:
-        raise ValueError(f"workspace: has {layout.slots} slots, must have {needed.slots} for {config}")
+    if not layout.holds(needed):
+        raise ValueError(f"workspace: is {layout}, must hold {needed} for {config}")
     blocks, threads = grid(config.vectors, layout.slots, config.blocks, config.threads)
     return program.function(name).bound(blocks, threads, params), (blocks,)

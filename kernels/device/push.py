@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Protocol
 
@@ -50,11 +50,12 @@ class Layout:
     ``[EPOCH of each block][slots: block, half, sender, index][EMPTIED: block, rank]``. Takes the place of
     ``symm_mem.Layout`` in a ``Workspace``.
 
-    Attributes: ``slots``: vectors that a block takes from one sender in one use.
+    Attributes: ``slots``: vectors that a block takes from one sender in one use. ``blocks``: of a launch, at most.
     """
 
     world_size: int
     slots: int
+    blocks: int = BLOCKS
 
     EPOCHS = 0  #: + block: uses of the block's slots that this rank has left
     FIRST = EPOCHS + 192  #: the first slot
@@ -64,20 +65,31 @@ class Layout:
             raise ValueError(f"world_size: is {self.world_size}, must be 2 or more")
         if self.slots < 2 * WARP or self.slots % (2 * WARP):
             raise ValueError(f"slots: is {self.slots}, must be a multiple of 64")
+        if not 1 <= self.blocks <= BLOCKS:
+            raise ValueError(f"blocks: is {self.blocks}, must be from 1 to {BLOCKS}")
 
     @property
     def emptied(self) -> int:
         """+ block * W + rank: the use of the block's slots that the rank has emptied last, where it says so."""
-        return self.FIRST + BLOCKS * 2 * self.world_size * self.slots * VECTOR // 4
+        return self.FIRST + self.blocks * 2 * self.world_size * self.slots * VECTOR // 4
 
     @property
     def bytes(self) -> int:
-        return 4 * (self.emptied + BLOCKS * self.world_size)
+        return 4 * (self.emptied + self.blocks * self.world_size)
 
     @property
     def words(self) -> int:
         """Words that must be zero before the first use: all."""
         return self.bytes // 4
+
+    def holds(self, wanted: Layout) -> bool:
+        """Whether calls that want the other one find room in this one."""
+        return self.slots >= wanted.slots and self.blocks >= wanted.blocks
+
+    def joined(self, other: Layout) -> Layout:
+        """Room for the calls of both."""
+        slots, blocks = max(self.slots, other.slots), max(self.blocks, other.blocks)
+        return replace(self, slots=slots, blocks=blocks)
 
     def block_of(self, word: int) -> int:
         """The block whose slots a word belongs to."""

@@ -24,7 +24,7 @@ class Config:
 
     def layout(self, m: int, world_size: int) -> Layout:
         """A workspace that takes products of M rows in one launch."""
-        return Layout(world_size, up(self.groups * m * GROUP // 8, 2 * WARP))
+        return Layout(world_size, up(self.groups * m * GROUP // 8, 2 * WARP), self.blocks)
 
 
 def choose(m: int, n: int, num_sms: int) -> Config | None:

@@ -101,10 +101,8 @@ class MatmulAllReduce:
             raise ValueError(f"reduce_op: is {reduce_op!r}, must be one of {', '.join(REDUCE_OPS)}")
         if not 1 <= m <= MOST_ROWS:
             raise ValueError(f"a: has {m} rows, must have 1 to {MOST_ROWS}")
-        if layout.slots < (needed := config.layout(m, layout.world_size).slots):
-            raise ValueError(
-                f"workspace: has {layout.slots} slots, must have {needed} for {m} rows and {config}"
-            )
+        if not layout.holds(needed := config.layout(m, layout.world_size)):
+            raise ValueError(f"workspace: is {layout}, must hold {needed} for {m} rows and {config}")
         b_rows = not is_transposed(b)
         p = self._params = _Params(slots_of(place, 0))
         # The stride of a single row may be anything.

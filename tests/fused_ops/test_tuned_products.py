@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from weft import symm_mem
-from weft.fused_ops import all_gather_matmul, last_plan, matmul_reduce_scatter
+from weft.fused_ops import all_gather_matmul, last_plan, matmul_reduce_scatter, workspaces
 from weft.fused_ops.plan import forced
 from weft.kernels.all_gather_matmul import on_cuda as gather
 from weft.kernels.device import contest, tuner
@@ -110,8 +110,9 @@ def stage(folder: str, on: bool, fastest: Any) -> Iterator[symm_mem.Heap]:
             (tuner, "is_on", lambda: on),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
-        for module in (all_gather_matmul, matmul_reduce_scatter):
+        for module in (all_gather_matmul, matmul_reduce_scatter, workspaces):
             stack.enter_context(mock.patch.object(module, "num_sms", return_value=132))
+        for module in (all_gather_matmul, matmul_reduce_scatter):
             stack.enter_context(mock.patch.object(module, "turn", return_value=nullcontext()))
         if fastest == "one_shot":  # the model thinks a little less of it than of the best that pushes
             for configs in (gather.configs, scatter.configs):

@@ -207,6 +207,9 @@ def test_the_layout_takes_what_it_was_made_for() -> None:
             assert vectors(layout, config) * VECTOR * parts >= nbytes
             assert layout.emptied == Layout.FIRST + BLOCKS * 2 * world_size * layout.slots * VECTOR // 4
             assert layout.bytes == 4 * (layout.emptied + BLOCKS * world_size)
+            for few in (3, 16, 100):  # as many bytes for fewer blocks, which take them in whole passes
+                smaller = layout_for(nbytes, world_size, choose(nbytes, world_size, few))
+                assert smaller.blocks == few and smaller.bytes < 2 * layout.bytes + (1 << 20)
             copies = world_size if config.form == "one_shot" else 1
             assert layout.bytes <= 5 * nbytes * copies + (3 << 20) * world_size
     for slots in (64, 192, 1024, 8192):

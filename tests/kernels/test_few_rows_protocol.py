@@ -154,7 +154,7 @@ def test_bad_arguments_are_named() -> None:
         cuda_kernel.MatmulAllReduce(stand_in, A, B, "max", Config(1, 1))
     with pytest.raises(ValueError, match="a: has 17 rows, must have 1 to 16"):
         cuda_kernel.MatmulAllReduce(stand_in, A, B, "sum", Config(1, 1))
-    with pytest.raises(ValueError, match="workspace: has 64 slots, must have 128"):
+    with pytest.raises(ValueError, match=r"workspace: is Layout\(.* slots=64, .* must hold .* slots=128, "):
         cuda_kernel.MatmulAllReduce(stand_in, A[:16], B, "sum", Config(2, 1))
     assert cuda_kernel.supports(A.float(), B.float()) == "no kernel takes torch.float32"
     assert "K: rows of 7" in str(cuda_kernel.supports(A[:, :7], B[:7]))
