@@ -290,7 +290,7 @@ def remember(
     key = key_of(op, arguments, given)
     known: _Ready | None = workspace.prepared.get(key)
     if known is None or (known.launcher, known.plan, known.pays) != (launcher, ran, pays):
-        workspace.prepared[key] = ready  # else it would make an end of what was found
+        workspace.keep(key, ready)  # else it would make an end of what was found
 
 
 def key_of(op: str, arguments: Hashable, tensors: Sequence[Tensor]) -> Hashable:

@@ -229,7 +229,8 @@ def _prepare(where: Heap, x: Tensor, reduce_op: str, config: Config) -> _Prepare
     if found is None:
         kernel = AllReduce(workspace, x.numel(), x.dtype, reduce_op, x.device, config)
         plan = Plan("push", workspace_bytes=workspace.layout.bytes)
-        found = workspace.prepared[key] = _Prepared(workspace, kernel, plan, default_ns())
+        found = _Prepared(workspace, kernel, plan, default_ns())
+        workspace.keep(key, found)
     return found
 
 

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 HALVES = 2
 OUTGROWN = "outgrown"  #: in ``prepared``, of a captured graph: a smaller one that its earlier nodes write to
 _ALIGN = 256
+_MOST_PREPARED = 4096  # of a few KiB each: a program whose sizes change all the time makes one for each
 
 
 def _up(n: int, to: int) -> int:
@@ -263,6 +264,15 @@ class Workspace(Generic[L]):
         self._calls.forget()
         if self.graph is None:  # a captured graph runs what was made for it
             self.prepared.clear()
+
+    def keep(self, key: Any, made: Any) -> None:
+        """Note in ``prepared`` what a launcher has made. Where there are too many, all others are forgotten: each rank
+        makes them anew by itself."""
+        if (
+            self.graph is None and len(self.prepared) >= _MOST_PREPARED
+        ):  # a captured graph runs what was made for it
+            self.prepared.clear()
+        self.prepared[key] = made
 
     def let_go(self) -> list[int]:
         """Of what refers to it and to what it has outgrown, so that their memory is dropped with the last one who holds

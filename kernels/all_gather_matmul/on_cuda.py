@@ -175,5 +175,5 @@ def _stack(split_k: bool, world_size: int) -> tuple[int, ...]:
 def launcher(
     choice: Choice[configs.AnyConfig], workspace: Workspace[Any]
 ) -> cuda_kernel.AllGatherMatmulPushes | AllGatherMatmulOneShot | None:
-    """What ``run`` launched, for more calls like it; None for copy engines."""
-    return None if isinstance(choice.config, configs.Config) else workspace.prepared[choice]
+    """What ``run`` launched, for more calls like it; None for copy engines, or where it is forgotten already."""
+    return None if isinstance(choice.config, configs.Config) else workspace.prepared.get(choice)

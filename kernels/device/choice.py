@@ -60,5 +60,5 @@ def make_together(
     workspace.heap.prepare(op, same, lambda: made.append(make()))
     # Kept once all ranks have theirs: a rank that the others have given up on meanwhile comes here again, as they do.
     kept: T = made[0] if made else make()
-    workspace.prepared[key] = kept
+    workspace.keep(key, kept)
     return kept

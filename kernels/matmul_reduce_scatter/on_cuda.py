@@ -175,4 +175,4 @@ def launcher(
 ) -> MatmulReduceScatterPush | MatmulReduceScatterOneShot | None:
     """What ``run`` launched, for more calls like it; None for the Triton kernel."""
     triton = isinstance(choice.config, configs.Config)
-    return None if triton else workspace.prepared[choice, epilogue]
+    return None if triton else workspace.prepared.get((choice, epilogue))

@@ -35,6 +35,9 @@ class Workspace:
         self.error: Exception | None = None
         self.noted: list[str] = []
 
+    def keep(self, key: Any, made: Any) -> None:
+        self.prepared[key] = made
+
     def raise_if_broken(self, op: str, inside: int = 0, grids: tuple[int, ...] = ()) -> None:
         if self.error is not None:
             raise self.error

@@ -49,6 +49,9 @@ class Workspace:
         self.prepared: Noted[Any, Any] = Noted()
         self.error: Exception | None = None
 
+    def keep(self, key: Any, made: Any) -> None:
+        self.prepared[key] = made
+
     def raise_if_broken(self, op: str, inside: int = 0, grids: tuple[int, ...] = ()) -> None:
         if self.error is not None:
             raise self.error

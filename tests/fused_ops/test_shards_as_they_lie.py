@@ -45,9 +45,14 @@ class OneShot(Kernels):
 @pytest.fixture
 def where(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A heap and a GPU that are none."""
-    heap = SimpleNamespace(prepare=lambda op, same, step: step())
+    heap, prepared = SimpleNamespace(prepare=lambda op, same, step: step()), dict[Any, Any]()
     workspace = SimpleNamespace(
-        world_size=WORLD_SIZE, prepared={}, heap=heap, layout=SimpleNamespace(bytes=0), next_half=lambda: 0
+        world_size=WORLD_SIZE,
+        prepared=prepared,
+        keep=prepared.__setitem__,
+        heap=heap,
+        layout=SimpleNamespace(bytes=0),
+        next_half=lambda: 0,
     )
     workspace.raise_if_broken = lambda op: None
     monkeypatch.setattr(all_gather_matmul, "num_sms", lambda device: 132)
