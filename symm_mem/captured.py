@@ -42,23 +42,23 @@ class CapturedGraph:
 
     def is_gone(self) -> bool:
         """Whether nothing of it is left, and nothing of it runs. May be asked at any time, costs no driver call."""
-        if self._gone.value is not None and _libc().sem_trywait(self._gone) == 0:
-            _libc().free(self._gone)
-            self._gone.value = None
+        if (said := self._gone.value) is not None and _libc().sem_trywait(self._gone) == 0:
+            self._gone.value = None  # before it is freed: Ctrl-C may come in between
+            _libc().free(ctypes.c_void_p(said))
         return self._gone.value is None
 
 
-def let_go_of_gone(workspaces: dict[Any, Any]) -> set[int]:
+def let_go_of_gone(workspaces: dict[Any, Any], at_rest: set[int]) -> None:
     """Take those of graphs that are gone out of a heap's workspaces. A peer's graph may be there yet.
 
-    Returns: the numbers of their blocks, to which nothing of this rank writes any more.
+    Args:
+        at_rest: takes the numbers of their blocks, to which nothing of this rank writes any more. Each is in one of
+            both at any moment, whenever Ctrl-C comes: a reset leaves the peers their workspaces of such a graph.
     """
-    at_rest: set[int] = set()
     for key, workspace in list(workspaces.items()):
         if workspace.graph is not None and workspace.graph.is_gone():
-            del workspaces[key]
             at_rest.update(workspace.let_go())
-    return at_rest
+            del workspaces[key]
 
 
 @cache

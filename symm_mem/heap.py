@@ -147,7 +147,7 @@ class Heap:
 
     def _allocate(self, size: int, tag: str, zero: int) -> Block:
         want = -(-size // ALIGNMENT) * ALIGNMENT
-        self._at_rest |= let_go_of_gone(self.workspaces)
+        let_go_of_gone(self.workspaces, self._at_rest)
         while self._falling:
             self._dropped.add(self._falling.popleft())
         self._dropped &= self._blocks.keys()
