@@ -19,7 +19,7 @@ import os
 from typing import TYPE_CHECKING
 
 from .descriptors import close_fds, exchange
-from .errors import PeerTimeout, RankMismatch
+from .errors import CallAbandoned, PeerTimeout, RankMismatch, WeftError, describe
 from .fault import fault_of
 from .findings import changed
 from .sites import call_site, text
@@ -66,7 +66,8 @@ def board_of(heap: Heap) -> Board:
     """The heap's board; made by all ranks together at the first call."""
     with heap.lock:
         if heap.board is None:
-            heap.board = Board(heap)
+            with heap.rendezvous.whole("make a board"):
+                heap.board = Board(heap)
         return heap.board
 
 
@@ -81,10 +82,12 @@ class Board:
         # On CUDA farewells lie where the host cannot read them.
         on_host = heap.device.type == "cpu"
         self._farewells = [self._fault.farewell(rank) if on_host else None for rank in range(self._size)]
-        fds = [heap.settled("make a board", _page)]
+        fds = [heap.rendezvous.settled("make a board", _page)]
         try:
             fds = exchange(heap.rendezvous, fds[0], heap.secret)
-            self._pages = heap.settled("map the boards", lambda: [mmap.mmap(fd, _BYTES) for fd in fds])
+            self._pages = heap.rendezvous.settled(
+                "map the boards", lambda: [mmap.mmap(fd, _BYTES) for fd in fds]
+            )
         finally:
             close_fds(fds)
         # A ctypes object over a page keeps it mapped.
@@ -115,7 +118,13 @@ class Board:
             self._calls += begins
             digest = hashlib.blake2b(said.encode(), digest_size=_DIGEST).digest()
             shown = f"{said}{remark}{where}".encode()[: _PLACE - _DIGEST - 2]
-            entries = self._post(op, digest + len(shown).to_bytes(2, "little") + shown, site)
+            try:
+                entries = self._post(op, digest + len(shown).to_bytes(2, "little") + shown, site)
+            except WeftError:
+                raise  # it has broken the group already
+            except BaseException as e:  # the others may take this rank to make the call
+                self._fault.breaks(CallAbandoned(op, self._group, self._rank, describe(e), site))
+                raise
             first = entries[0]
             for rank, entry in enumerate(entries):
                 if entry[:_DIGEST] != first[:_DIGEST]:

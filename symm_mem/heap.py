@@ -17,7 +17,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from torch.distributed import ProcessGroup
 from .backends.base import Backend, tensor_over
 from .captured import let_go_of_gone
 from .descriptors import close_fds, exchange
-from .errors import WeftError, describe
+from .errors import describe
 from .findings import Noted
 from .free_list import FreeList
 from .opening import open_together
@@ -69,6 +68,11 @@ class Heap:
         self.rank, self.world_size = group.rank(), group.size()
         self.lock = threading.RLock()
         self.rendezvous = Rendezvous(group, f"heap-{device.type}", lambda: get_timeout(self.group_name))
+        with self.rendezvous.whole("make a heap"):
+            self.rendezvous.meet("make a heap")
+            self._make(device)
+
+    def _make(self, device: torch.device) -> None:
         self.backend, self.secret = open_together(self.rendezvous, device)
         self.device = self.backend.device
         self.span = self.backend.span
@@ -100,22 +104,11 @@ class Heap:
             return base
 
         try:
-            self._base = self.settled("reserve addresses", reserve)
+            self._base = self.rendezvous.settled("reserve addresses", reserve)
         except BaseException:
             for end in unmap:  # now: the error's traceback keeps this heap
                 end()
             raise
-
-    def settled(self, what: str, step: Callable[[], Any]) -> Any:
-        """Run a step that may fail here; if it fails on any rank, every rank raises. Collective."""
-        problem: str | None = None
-        result: Any = None
-        try:
-            result = step()
-        except Exception as e:
-            problem = describe(e)
-        self.rendezvous.settle(what, problem)
-        return result
 
     def address(self, rank: int) -> int:
         """Where rank's memory begins in this process."""
@@ -136,14 +129,8 @@ class Heap:
         """
         if size < 1:
             raise ValueError(f"size: is {size}, must be at least 1 byte")
-        with self.lock:
-            try:
-                return self._allocate(size, tag, zero)
-            except WeftError:
-                raise  # every rank has it, or the rendezvous refuses from now on
-            except BaseException as e:
-                self.rendezvous.abandon("allocate", e)
-                raise
+        with self.lock, self.rendezvous.whole("allocate"):
+            return self._allocate(size, tag, zero)
 
     def _allocate(self, size: int, tag: str, zero: int) -> Block:
         want = -(-size // ALIGNMENT) * ALIGNMENT
@@ -167,11 +154,12 @@ class Heap:
             assert offset is not None
         self._number += 1
         block = Block(self, offset, want, self._number)
+        weakref.finalize(block, self._falling.append, block.number)  # first: what is entered can be dropped
         self._blocks[block.number] = Placed(offset, want, zero)
-        weakref.finalize(block, self._falling.append, block.number)
         if zero:
             self.backend.zero(self.address(self.rank) + offset, zero)
-            self.rendezvous.gather("zeroed", None)
+        # Nobody is given a block that a rank has not entered: a reset would take its memory away.
+        self.rendezvous.gather("finish an allocation", None)
         return block
 
     def prepare(self, what: str, key: Any, step: Callable[[], Any]) -> None:
@@ -188,19 +176,11 @@ class Heap:
         """
         if key in self._ready:
             return
-        with self.lock:
+        with self.lock, self.rendezvous.whole(f"prepare {what}"):
             if key in self._ready:
                 return
             self.rendezvous.gather(f"prepare {what}", None)
-            problem: str | None = None
-            try:
-                step()
-            except Exception as e:
-                problem = describe(e)
-            except BaseException as e:
-                self.rendezvous.abandon(f"prepare {what}", e)
-                raise
-            self.rendezvous.settle(f"prepare {what}", problem, preparing_timeout(self.group_name))
+            self.rendezvous.settled(f"prepare {what}", step, preparing_timeout(self.group_name))
             self._ready.add(key)
 
     def _grow(self, need: int) -> None:
@@ -240,7 +220,7 @@ class Heap:
                         if rank != self.rank:
                             self.backend.drop(handle)
 
-            self.settled("map memory", map_all)
+            self.rendezvous.settled("map memory", map_all)
         except BaseException:
             for address in mapped:
                 self.backend.unmap(address, size)
@@ -249,39 +229,52 @@ class Heap:
             if mine is not None:  # mappings keep the memory
                 self.backend.drop(mine[1])
                 close_fds([*fds, mine[0]] if mine[0] not in fds else fds)
+        self._enter_chunk(start, size)
+
+    def _enter_chunk(self, start: int, size: int) -> None:
         self._chunks.append((start, size))
         self.capacity += size
         self._free.give(start, size)
 
-    def reset(self, session: str) -> None:
+    def reset(self, here: Rendezvous, session: str) -> None:
         """Zero every word that ranks count in or wait for, on all ranks, and agree on what lies where. Collective.
 
         What an error has left half-made is dropped: an allocation, a chunk or a workspace that not every rank has.
-        Memory and addresses of everything else stay, so captured graphs stay valid.
+        Memory and addresses of everything else stay, so captured graphs stay valid. If it fails here, the group is
+        broken on this rank: others may count from 0 already.
+
+        Args:
+            here: where the ranks that reset have met.
+            session: of what is allocated from then on.
 
         Raises:
             PeerTimeout: a rank did not come.
             WeftError: a rank could not zero its words, in the driver's words.
         """
-        with self.lock, ExitStack() as stack:
-            self.rendezvous.begin(session)
-            try:
-                self._reset(stack)
-            except BaseException as e:  # what is half-made is used by nobody until a reset has succeeded
-                self.rendezvous.abandon("reset", e)
-                raise
+        held: list[Any] = []
+        try:
+            with self.lock:
+                self.rendezvous.begin(session)
+                try:
+                    self._reset(here, held)
+                finally:
+                    for lock in held:
+                        lock.release()
+        except BaseException as e:  # what is half-made is used by nobody until a reset has succeeded
+            refused = self.rendezvous.abandon("reset", e)
+            if self.fault is not None:
+                self.fault.breaks(refused)
+            raise
 
-    def _reset(self, stack: ExitStack) -> None:
+    def _reset(self, here: Rendezvous, held: list[Any]) -> None:
         users = list(self.users)
-        problem = self._come_to_rest(users, stack)
+        problem = self._come_to_rest(users, held)
         blocks = {str(number): list(placed) for number, placed in self._blocks.items()}
         fault = None if self.fault is None else self.fault.block.number
         known = [*self._at_rest, *(workspace.block.number for workspace in self.workspaces.values())]
         board = self.board is not None
-        posts = self.rendezvous.gather(
-            "reset", [problem, blocks, self._chunks, self._number, fault, known, board]
-        )
-        self.rendezvous.refuse("reset", [post[0] for post in posts])
+        posts = here.gather("reset", [problem, blocks, self._chunks, self._number, fault, known, board])
+        here.refuse("reset", [post[0] for post in posts])
         if any(post[4] != fault for post in posts):
             self.fault = None  # an error came while it was made, before there was anything that uses it
         if not all(post[6] for post in posts):
@@ -305,17 +298,17 @@ class Heap:
                 if kept is not None:
                     kept.forget()
 
-        self.settled("reset", zero)
+        here.settled("reset", zero)
 
-    def _come_to_rest(self, users: list[Any], stack: ExitStack) -> str | None:
-        """Until nothing of this rank writes to a peer any more; why that cannot be had, if so."""
+    def _come_to_rest(self, users: list[Any], held: list[Any]) -> str | None:
+        """Until nothing of this rank writes to a peer any more; or why not. ``held``: takes the locks."""
         try:
             for user in users:
                 if (lock := getattr(user, "lock", None)) is not None:
                     # A thread in a call comes out of it: its waits are bounded.
                     if not lock.acquire(timeout=get_timeout(self.group_name)):
                         return "another thread is in a call"
-                    stack.callback(lock.release)
+                    held.append(lock)
             if not self.backend.quiesce():
                 return "a CUDA graph is being captured"
         except Exception as e:

@@ -11,23 +11,12 @@ import torch
 from . import processes
 from .backends import open_backend
 from .backends.base import Backend
-from .errors import HeapUnavailable, WeftError, describe
+from .errors import HeapUnavailable, describe
 from .rendezvous import Rendezvous
 
 
 def open_together(rendezvous: Rendezvous, device: torch.device) -> tuple[Backend, str]:
     """The backend and the group's secret, or HeapUnavailable on every rank, in the same words."""
-    rendezvous.meet("make a heap")
-    try:
-        return _open(rendezvous, device)
-    except WeftError:
-        raise  # every rank has it, or the rendezvous has told the others
-    except BaseException as e:
-        rendezvous.abandon("make a heap", e)
-        raise
-
-
-def _open(rendezvous: Rendezvous, device: torch.device) -> tuple[Backend, str]:
     backend: Backend | None = None
     problem: str | None = None
     identity: dict[str, Any] = {}

@@ -151,22 +151,29 @@ def reset(group: Group = None) -> None:
         group: name, ProcessGroup, 1-D DeviceMesh or (mesh, dim); default the default group.
 
     Raises:
-        PeerTimeout: a rank does not come. The group may be reset again.
+        PeerTimeout: a rank does not come, or has given up. The group may be reset again; if the ranks had met already,
+            it is broken until then.
         WeftError: a rank is capturing a CUDA graph, or has lost its device.
     """
     pg = resolve_group(group)
     if pg.name() in _WITHOUT_PROCESSES:
         return
     _forget_destroyed()
+    with _making.setdefault((pg.group_name, "reset"), threading.RLock()):  # threads that reset it take turns
+        _reset(pg)
+
+
+def _reset(pg: ProcessGroup) -> None:
     heaps = _named_heaps(pg)
     here = Rendezvous(pg, "reset", lambda: get_timeout(pg.group_name))
     for known in heaps.values():
         here.processes = known.rendezvous.processes
-    session = here.meet("reset")
-    everywhere = set.intersection(*map(set, here.gather("reset", sorted(heaps))))
-    for name in sorted(heaps):
-        if name in everywhere:
-            heaps[name].reset(f"{session}/{name}")
+    with here.whole("reset"):
+        session = here.meet("reset")
+        everywhere = set.intersection(*map(set, here.gather("reset", sorted(heaps))))
+        for name in sorted(heaps):
+            if name in everywhere:
+                heaps[name].reset(here, f"{session}/{name}")
     for key, (owner, found) in list(_heaps.items()):
         # A heap that another rank failed to make.
         if owner is pg and isinstance(found, Heap) and not any(found is heaps[n] for n in everywhere):

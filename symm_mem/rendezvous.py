@@ -15,8 +15,9 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup, Store
 from torch.distributed.distributed_c10d import _get_process_group_store
@@ -29,6 +30,8 @@ from .store import Questions, peek
 _SHORTEST, _LONGEST = 0.0002, 0.01  # seconds between two looks into the store
 _LOOK = 0.05  # seconds between two looks whether the awaited rank's process is still there
 _UNREADABLE = 300.0  # seconds in which a rank that cannot read its own deadline meets the others
+
+T = TypeVar("T")
 
 
 class Rendezvous:
@@ -45,18 +48,22 @@ class Rendezvous:
         self._store: Store = _get_process_group_store(group)
         self._timeout = timeout
         self._topic = topic
+        self._prefix = ""  # before the first session
+        self._step = 0
+        self._broken: WeftError | None = None
 
     def begin(self, session: str) -> None:
         """Begin at step 0, under keys of this session."""
         self._prefix = f"weft/{self.group_name}/{session}/{self._topic}"
         self._step = 0
-        self._broken: WeftError | None = None
+        self._broken = None
 
     def meet(self, what: str) -> str:
         """Begin a new session with all ranks, whatever state an error has left each of them in; gives its name.
 
         Each rank posts a token that is new at every try, and what it has seen of the others' tokens. All ranks are
-        here, in this try, once all have seen the same tokens. A rank that gives up takes its token back.
+        here, in this try, once all have seen the same tokens. A rank that gives up takes its token back, or
+        tells the others in the session, if they may have begun it already.
 
         Raises:
             PeerTimeout: a rank did not come.
@@ -68,16 +75,17 @@ class Rendezvous:
             seconds = _UNREADABLE
         keys = [f"weft/{self.group_name}/{self._topic}/{rank}" for rank in range(self.world_size)]
         own, token = keys[self.rank], secrets.token_hex(16)
-        with self._questions(what) as store:
+        self._prefix, self._broken = "", None
+        with self.whole(what), self._questions(what) as store:
             store.limit(seconds)
             try:
                 store.set(own, token)
-                session = self._all_here(store, keys, token, what, seconds)
-            except BaseException:  # a store that answers late must not lose the next try's token
-                store.tell(lambda s: s.compare_set(own, token, ""))
+                return self._all_here(store, keys, token, what, seconds)
+            except BaseException as e:
+                if not self._prefix:  # a store that answers late must not lose the next try's token
+                    store.tell(lambda s: s.compare_set(own, token, ""))
+                self._give_up(store, what, e)
                 raise
-        self.begin(session)
-        return session
 
     def _all_here(self, store: Questions, keys: list[str], token: str, what: str, seconds: float) -> str:
         begin, pause = time.monotonic(), _SHORTEST
@@ -92,6 +100,7 @@ class Rendezvous:
             else:
                 session = hashlib.sha256("".join(here).encode()).hexdigest()[:16]
                 if views[self.rank] != session:
+                    self.begin(session)  # the others may do so once they see that
                     store.set(f"{keys[self.rank]}/seen", session)
                 views = store.ask(lambda s: [peek(s, f"{key}/seen") for key in keys])
                 if set(views) == {session}:
@@ -127,7 +136,7 @@ class Rendezvous:
         if self._broken is not None:
             raise self._broken.again()
         step, self._step = self._step, self._step + 1
-        with self._questions(what) as store:
+        with self.whole(what), self._questions(what) as store:
             try:
                 seconds = self._timeout() if timeout is None else timeout
                 store.limit(seconds)
@@ -144,15 +153,33 @@ class Rendezvous:
                 raise RankMismatch(f"step {step}", self.group_name, rank, repr(topic), repr(posts[0][0]))
         return [post[1] for post in posts]
 
-    def abandon(self, what: str, cause: BaseException) -> None:
-        """This rank does not complete a step: no further ones until ``begin``, and the others are told."""
+    @contextmanager
+    def whole(self, what: str) -> Iterator[None]:
+        """The body is steps that this rank takes to their end, or it takes no further ones and the others are told."""
+        try:
+            yield
+        except WeftError:
+            raise  # every rank has it, or a step has told the others
+        except BaseException as e:
+            self.abandon(what, e)
+            raise
+
+    def abandon(self, what: str, cause: BaseException) -> WeftError:
+        """This rank does not complete a step: no further ones until ``begin``, and the others are told.
+
+        Returns: what it refuses further ones with.
+        """
         if self._broken is None:
             with self._questions(what) as store:
                 self._give_up(store, what, cause)
+        assert self._broken is not None
+        return self._broken
 
     def _give_up(self, store: Questions, what: str, cause: BaseException) -> None:
         blamed = str(getattr(cause, "culprit", self.rank))
-        store.tell(lambda s: s.set(self._farewell(self.rank), blamed))
+        if self._prefix:
+            farewell = self._farewell(self.rank)
+            store.tell(lambda s: s.set(farewell, blamed))
         if isinstance(cause, WeftError):
             self._broken = cause.again()
         else:
@@ -179,6 +206,16 @@ class Rendezvous:
     def settle(self, what: str, problem: str | None, timeout: float | None = None) -> None:
         """All ranks go on, or none: raises on every rank when one of them has a problem."""
         self.refuse(what, self.gather(what, problem, timeout))
+
+    def settled(self, what: str, step: Callable[[], T], timeout: float | None = None) -> T:
+        """Run a step that may fail here; if it fails on any rank, every rank raises."""
+        problem: str | None = None
+        try:
+            result = step()
+        except Exception as e:
+            problem = describe(e)
+        self.settle(what, problem, timeout)
+        return result
 
     def refuse(self, what: str, problems: list[str | None]) -> None:
         found = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]

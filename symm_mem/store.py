@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -37,13 +38,16 @@ class Questions:
         self._thread = threading.Thread(
             target=_answer, args=(store, self._queue), name="weft-store", daemon=True
         )
+        # At the latest once nobody can ask any more: Ctrl-C may come while the thread starts, or when it is to end.
+        self._end = weakref.finalize(self, self._queue.put, None)
+        self._end.atexit = False
 
     def __enter__(self) -> Questions:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._queue.put(None)
+        self._end()
         if not self._silent:
             self._thread.join(_LEAST)
 

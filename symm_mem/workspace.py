@@ -205,7 +205,8 @@ class Workspace(Generic[L]):
         self.block = heap.allocate(layout.bytes, tag, zero=layout.words * WORD)
         self.address = heap.address(self.rank) + self.block.offset
         self.words = self.words_of(self.rank)
-        self.lock = threading.Lock()  #: CPU ranks hold it through a call: threads take turns
+        #: CPU ranks hold it through a call: threads take turns. One that Ctrl-C has kept from letting go of it goes on.
+        self.lock = threading.RLock()
         self.prepared: Noted[Any, Any] = Noted()
         self.copy_streams: dict[Any, Any] = {}
         self._turn = 0

@@ -215,6 +215,6 @@ def made_on_one_rank(rank: int, world_size: int, last_step: str) -> None:
         assert product[:4].eq(4).all() and product[4:].eq(8).all()
 
 
-@pytest.mark.parametrize("last_step", ["zeroed", BOARD])
+@pytest.mark.parametrize("last_step", ["finish an allocation", BOARD])
 def test_what_one_rank_alone_has_made(last_step: str) -> None:
     run_ranks(made_on_one_rank, 2, last_step, fresh=True)

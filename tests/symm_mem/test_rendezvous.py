@@ -129,6 +129,48 @@ def test_a_try_that_gives_up_leaves_the_token_of_the_next_one_alone(store: Store
     assert store.kept.get(own) == (next_one.encode() if looks else b"")
 
 
+def test_a_rank_that_leaves_a_session_which_the_others_have_begun_tells_them(store: Store) -> None:
+    where = ranks()
+    real = where[0]._all_here
+
+    def leaves(*args: Any) -> str:
+        real(*args)
+        raise KeyboardInterrupt
+
+    where[0]._all_here = leaves  # type: ignore[method-assign]
+    left, _ = at_once(lambda: where[0].meet("meet"), lambda: where[1].meet("meet"))
+    assert isinstance(left, KeyboardInterrupt)
+    begin = time.monotonic()
+    with pytest.raises(symm_mem.PeerTimeout, match=r"for rank 0: .* and it has given up"):
+        where[1].gather("ask", None)
+    assert time.monotonic() - begin < 5
+    where[0]._all_here = real  # type: ignore[method-assign]
+    meet(where)
+
+
+def test_an_interrupt_while_a_thread_is_started_leaves_no_thread_and_tells_the_others(store: Store) -> None:
+    where = ranks()
+    meet(where)
+    real = threading.Thread.start
+
+    def interrupts(self: threading.Thread) -> None:
+        real(self)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: patch.undo() or interrupts(self))
+        with pytest.raises(KeyboardInterrupt):
+            where[0].gather("ask", None)
+    with pytest.raises(symm_mem.PeerTimeout, match="and it has given up"):
+        where[1].gather("ask", None)
+    with pytest.raises(symm_mem.CallAbandoned, match="ask: rank 0 of group 'g' left a call half-way"):
+        where[0].gather("ask", None)
+    end = time.monotonic() + 5
+    while (left := [t for t in threading.enumerate() if t.name == "weft-store"]) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not left
+
+
 def test_ctrl_c_ends_a_wait_for_a_silent_store(store: Store) -> None:
     where = ranks()
     meet(where)
