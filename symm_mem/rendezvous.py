@@ -144,7 +144,8 @@ class Rendezvous:
                 begin = time.monotonic()
                 posts = [self._read(store, step, r, what, begin, seconds) for r in range(self.world_size)]
                 if step:  # whoever posted this step has read the one before
-                    store.ask(lambda s: s.delete_key(self._key(step - 1, self.rank)))
+                    before = self._key(step - 1, self.rank)
+                    store.ask(lambda s: s.delete_key(before))
             except BaseException as e:
                 self._give_up(store, what, e)
                 raise
@@ -178,7 +179,9 @@ class Rendezvous:
     def _give_up(self, store: Questions, what: str, cause: BaseException) -> None:
         blamed = str(getattr(cause, "culprit", self.rank))
         if self._prefix:
-            farewell = self._farewell(self.rank)
+            farewell = self._farewell(
+                self.rank
+            )  # now: a store that is silent hears of it in the next session
             store.tell(lambda s: s.set(farewell, blamed))
         if isinstance(cause, WeftError):
             self._broken = cause.again()

@@ -129,6 +129,23 @@ def test_a_try_that_gives_up_leaves_the_token_of_the_next_one_alone(store: Store
     assert store.kept.get(own) == (next_one.encode() if looks else b"")
 
 
+def test_a_rank_that_gives_up_says_so_in_its_session_however_late_the_store_is(store: Store) -> None:
+    where = ranks(0.1)
+    meet(where)
+    store.answers.clear()
+    failed = at_once(*(lambda w=w: w.gather("ask", w.rank) for w in where))
+    assert all("does not answer" in str(e) for e in failed), failed
+    asked = [t for t in threading.enumerate() if t.name == "weft-store"]
+    assert asked
+    for w in where:
+        w.begin("next")
+        w._timeout = lambda: 5.0
+    store.answers.set()
+    for thread in asked:
+        thread.join(5)
+    assert not store.kept.check(["weft/g/next/topic/gave up/0"])
+
+
 def test_a_rank_that_leaves_a_session_which_the_others_have_begun_tells_them(store: Store) -> None:
     where = ranks()
     real = where[0]._all_here
