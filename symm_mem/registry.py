@@ -30,8 +30,8 @@ def heap(group: Group = None, device: torch.device | str | None = None) -> Heap:
         HeapUnavailable: the ranks cannot address each other's memory: several hosts, no peer access, a
             process group without processes; or two of them share a GPU and WEFT_SHARE_GPUS is not 1. Every rank gets
             the same answer, at once from then on.
-        ValueError, TypeError: there is no such group, ``device`` is neither a CUDA device nor the CPU, or
-            WEFT_SHARE_GPUS is neither 0 nor 1.
+        ValueError, TypeError: there is no such group, or no longer, ``device`` is neither a CUDA device nor the CPU,
+            or WEFT_SHARE_GPUS is neither 0 nor 1.
     """
     pg = resolve_group(group)
     where = _device(device) if device is not None else _default_device(pg)
@@ -45,6 +45,7 @@ def heap(group: Group = None, device: torch.device | str | None = None) -> Heap:
         with _making.setdefault(key, threading.RLock()):
             known = _heaps.get(key)
             if known is None or known[0] is not pg:
+                _refuse_destroyed(pg)
                 known = _heaps[key] = (pg, _make(pg, where))
     found = known[1]
     if isinstance(found, HeapUnavailable):
@@ -66,6 +67,11 @@ def has_name(group: ProcessGroup, name: str) -> bool:
         return _resolve_process_group(name) is group  # type: ignore[arg-type]
     except Exception:  # destroyed
         return False
+
+
+def _refuse_destroyed(pg: ProcessGroup) -> None:
+    if pg.name() not in _WITHOUT_PROCESSES and not has_name(pg, pg.group_name):
+        raise ValueError(f"group: {pg.group_name!r} has been destroyed, must be a group that torch knows")
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -153,12 +159,14 @@ def reset(group: Group = None) -> None:
     Raises:
         PeerTimeout: a rank does not come, or has given up. The group may be reset again; if the ranks had met already,
             it is broken until then.
+        ValueError: there is no such group, or no longer.
         WeftError: a rank is capturing a CUDA graph, or has lost its device.
     """
     pg = resolve_group(group)
     if pg.name() in _WITHOUT_PROCESSES:
         return
     _forget_destroyed()
+    _refuse_destroyed(pg)
     with _making.setdefault((pg.group_name, "reset"), threading.RLock()):  # threads that reset it take turns
         _reset(pg)
 
@@ -194,4 +202,5 @@ def _default_device(pg: ProcessGroup) -> torch.device:
     """torch's default device if that is a GPU; else the current one for a group with NCCL, the CPU for others."""
     if (default := torch.get_default_device()).type == "cuda":
         return default
+    _refuse_destroyed(pg)
     return torch.device("cuda" if "nccl" in dist.get_backend_config(pg) else "cpu")

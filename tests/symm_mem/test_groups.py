@@ -33,3 +33,25 @@ def members(rank: int, world_size: int) -> None:
 
 def test_a_rank_that_is_no_member_is_told_so() -> None:
     run_ranks(members, 2)
+
+
+def destroyed(rank: int, world_size: int) -> None:
+    """A program that keeps a group beyond its end is told so, where torch speaks of a value that was None."""
+    group = dist.new_group([0, 1])
+    kept = symm_mem.rendezvous(symm_mem.empty(4, group=group))
+    kept.barrier()
+    dist.destroy_process_group(group)
+    for call in (
+        lambda: symm_mem.empty(4, group=group),
+        lambda: symm_mem.heap(group),
+        lambda: symm_mem.unavailable(group),
+        lambda: symm_mem.reset(group),
+    ):
+        with pytest.raises(ValueError, match=f"group: '{group.group_name}' has been destroyed"):
+            call()
+    symm_mem.check(group)
+    assert kept.tensors[rank].fill_(rank).sum() == 4 * rank
+
+
+def test_a_group_that_has_been_destroyed_is_named() -> None:
+    run_ranks(destroyed, 2, fresh=True)
