@@ -18,7 +18,6 @@ import torch
 
 from ...symm_mem import switches
 from ...symm_mem.calls import running
-from ...symm_mem.errors import WeftError
 from ...symm_mem.heap import Heap
 from .choice import C, Choice
 from .contest import Candidate, Contest, Make
@@ -90,14 +89,9 @@ class Tuner:
         found = self._known.get(kind)
         if found is not None:
             return found
-        with self._heap.lock:
+        with self._heap.lock, self._heap.rendezvous.whole("tune"):
             try:
                 return self._known.get(kind) or self._find(kind, candidates, make)
-            except WeftError:
-                raise  # every rank has it, or the rendezvous refuses from now on
-            except BaseException as e:
-                self._heap.rendezvous.abandon("tune", e)
-                raise
             finally:
                 running.workspace = None  # the call itself has launched nothing yet
 
