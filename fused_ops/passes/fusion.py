@@ -21,6 +21,7 @@ from ...symm_mem import Group, group_name
 from .. import worth
 from . import forms
 from .agree import Original, has_ranks, why_captured_whole, why_not_asked
+from .lowered import write_out
 from .match import Collective, LeftAlone, collectives, group_of, kind_of, val
 from .normal import by_position, make_functional, prepare, wait_once
 from .outcomes import disagreements, forget, questions
@@ -146,6 +147,7 @@ class FusionPass(CustomGraphPass):
             self._leave(number)
         if not nodes:
             return
+        written = write_out(graph)
         original = Original(graph, nodes) if self.agree else None
         why_not = None if original is None else original.why_not_kept()
         if self.agree is True:
@@ -162,6 +164,8 @@ class FusionPass(CustomGraphPass):
         for node in sorted(nodes, key=lambda n: "gather" in kind_of(n)):
             if node not in entries and (order := self._fuse(node, told, entries, why_not)) is not None:
                 orders.append(order)
+        for each in written:
+            each.put_back()
         report = Report(entries[n] for n in nodes)
         if original is not None:
             original.ask_first(graph, report.entries, orders, captured=self.agree == CAPTURE)
