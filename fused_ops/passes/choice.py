@@ -14,12 +14,14 @@ from there asks like one that compiled it.
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import logging
+import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -240,7 +242,8 @@ class Choice:
             return self._run(self._namespace, args)
         inputs = list(args)  # they are needed again if this cannot be compiled
         try:
-            return self._compiled(self._namespace, args)
+            with _as_it_was():
+                return self._compiled(self._namespace, args)
         except TorchDynamoException as e:  # raised before anything has run
             _log.warning("graph %s: cannot be compiled as it was, and runs op by op: %s", self.name, e)
             self._compiled = None
@@ -266,6 +269,28 @@ class Choice:
         if self._constants is None:
             return SimpleNamespace()
         return SimpleNamespace(**torch.load(io.BytesIO(base64.b64decode(self._constants))))
+
+
+_state = threading.local()
+
+
+@contextlib.contextmanager
+def _as_it_was() -> Iterator[None]:
+    """What is compiled inside is a graph as it was: for the pass, too, where Inductor's settings name one for all that
+    is compiled. It would be fused and ask once more, and its way out be compiled in turn.
+    """
+    _state.as_it_was = True
+    try:
+        # Whoever forbids to compile again means the program's graphs, which are none the worse for this one.
+        with torch.compiler.set_stance("default"):
+            yield
+    finally:
+        _state.as_it_was = False
+
+
+def stays_as_it_was() -> bool:
+    """Whether what this thread compiles is a way out."""
+    return getattr(_state, "as_it_was", False)
 
 
 def _connect(group: ProcessGroup) -> None:

@@ -21,6 +21,7 @@ from ...symm_mem import Group, group_name
 from .. import worth
 from . import forms
 from .agree import Original, has_ranks, why_captured_whole, why_not_asked
+from .choice import stays_as_it_was
 from .lowered import write_out
 from .match import Collective, LeftAlone, collectives, group_of, kind_of, val
 from .normal import by_position, make_functional, prepare, wait_once
@@ -134,10 +135,12 @@ class FusionPass(CustomGraphPass):
         names = "all" if self.groups is None else sorted(self.groups)
         return (
             f"weft {_version()} {_sources()} groups={names} strict={self.strict} fuse={self.fuse} agree={self.agree} "
-            f"sizes={_group_sizes()} environment={_environment()}"
+            f"sizes={_group_sizes()} environment={_environment()}{' as it was' * stays_as_it_was()}"
         )
 
     def __call__(self, graph: fx.Graph) -> None:
+        if stays_as_it_was():
+            return
         by_position(graph)
         make_functional(graph)
         wait_once(graph)

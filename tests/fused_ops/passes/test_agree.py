@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 from weft.fused_ops.passes import Entry, FusionPass, agree
-from weft.fused_ops.passes.choice import SIZES, Choice
+from weft.fused_ops.passes.choice import SIZES, Choice, _as_it_was
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +129,30 @@ def test_a_kept_graph_that_cannot_be_compiled_runs_op_by_op(caplog: pytest.LogCa
     for _ in range(4):
         assert choice.plain([X, W], [(1, 12)])[0].shape == (12, 5)
     assert sum("cannot be compiled as it was" in r.getMessage() for r in caplog.records) == 1
+
+
+@pytest.mark.parametrize("stance", ["default", "fail_on_recompile"])
+def test_the_way_out_is_compiled_without_the_pass(stance: str) -> None:
+    """Where Inductor's settings name it, and not the options of one torch.compile, and when the program is warm."""
+    _, after = passed(traced(lambda x, w: (program(x, w),), X, W))
+    (question,) = questions(after)
+    choice, fusion = Choice(str(question.args[0])), FusionPass(strict=True)
+    torch._dynamo.reset()
+    with inductor_config.patch({**fusion.options, "fx_graph_cache": False}):
+        for _ in range(4):
+            with torch.compiler.set_stance(stance):
+                assert choice.plain([X, W], [(5, 1)])[0].shape == (12, 5)
+    torch._dynamo.reset()
+    assert choice._compiled is not None
+    assert not fusion.report().entries
+
+
+def test_the_cache_does_not_take_a_way_out_for_the_graph() -> None:
+    fusion = FusionPass()
+    known = fusion.uuid()
+    with _as_it_was():
+        assert fusion.uuid() != known
+    assert fusion.uuid() == known
 
 
 def test_what_was_taken_apart_counts_as_fused() -> None:
