@@ -30,8 +30,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from torch.distributed import ProcessGroup, Store
@@ -114,6 +114,21 @@ class Board:
         self._map()[:4] = memoryview(secret).cast("Q")
         where = {"host": _host(), "pid": os.getpid(), "fd": self._fd, "secret": secret.hex()}
         self._asked(lambda s: s.set(f"{self._prefix}/where", json.dumps(where)))
+        # Behind that: whoever leaves a note looks for the board once more, and posts if it is there by then.
+        for peer in range(1, self.size):
+            key = self._note(peer)
+            if not (note := self._asked(lambda s, key=key: peek(s, key))):  # type: ignore[misc]
+                continue
+            with suppress(WeftError), self._lock(lambda: get_timeout(self._name)) as words:
+                if not words[self._row(peer) + _POSTS]:
+                    self._post(words, peer, Post(**json.loads(note)))
+
+    def _note(self, rank: int) -> str:
+        """Where a rank that waits for nobody leaves its post while there is no board, or it would be waited for."""
+        return f"{self._prefix}/note/{rank}"
+
+    def _leave_note(self, post: Post) -> None:
+        self._asked(lambda s: s.set(self._note(self.rank), json.dumps(asdict(post))))
 
     def _hold(self, fd: int) -> None:
         self._fd = fd
@@ -186,14 +201,19 @@ class Board:
                 deadline = time.monotonic() + (timeout() if post.willing else 0.0)
             return time.monotonic() >= deadline
 
+        noted = post.willing
         while not self.attached():
+            if not noted and self._blind != self.rank:
+                self._leave_note(post)
+                noted = True
+                continue
             if over() or self._blind == self.rank:
                 return Answer(False, NO_BOARD, 0) if post.willing else Answer(False, UNWILLING, self.rank)
             time.sleep(0.01)
         with self._thread_lock:
             try:
                 with self._lock(timeout) as words:
-                    self._post(words, post)
+                    self._post(words, self.rank, post)
             except WeftError:  # no rank has seen this post, so none counts on it
                 return Answer(False, LOCKED if post.willing else UNWILLING, self.rank)
             answer = self._answer()
@@ -269,8 +289,8 @@ class Board:
         words[row + _WHY], words[row + _PEER] = why, peer
         words[row + _ANSWER] = answer
 
-    def _post(self, words: memoryview, post: Post) -> None:
-        row = self._row(self.rank)
+    def _post(self, words: memoryview, rank: int, post: Post) -> None:
+        row = self._row(rank)
         mine = (post.turns, post.begun, post.count, post.signature)
         words[row + _ANSWER] = UNDECIDED
         words[row + _TURNS], words[row + _BEGUN], words[row + _COUNT], words[row + _SIGNATURE] = mine
@@ -278,23 +298,23 @@ class Board:
         words[row + _HISTORY + words[row + _POSTS] % _KEPT] = post.digest
         words[row + _POSTS] += 1
         if not post.willing:
-            self._decide(words, self.rank, PLAIN, UNWILLING, self.rank)
+            self._decide(words, rank, PLAIN, UNWILLING, rank)
         for peer in range(self.size):
-            if peer != self.rank:
-                self._meet(words, post, peer)
+            if peer != rank:
+                self._meet(words, rank, post, peer)
         self._spread(words)
         rows = [self._row(r) for r in range(self.size)]
         if all(words[r + _ANSWER] == UNDECIDED and self._post_of(words, r) == mine for r in rows):
-            for rank in range(self.size):
-                self._decide(words, rank, FUSED, NOTHING, rank)
+            for each in range(self.size):
+                self._decide(words, each, FUSED, NOTHING, each)
 
     @staticmethod
     def _post_of(words: memoryview, row: int) -> tuple[int, ...]:
         return tuple(words[row + _TURNS : row + _SIGNATURE + 1])
 
-    def _meet(self, words: memoryview, post: Post, peer: int) -> None:
+    def _meet(self, words: memoryview, rank: int, post: Post, peer: int) -> None:
         """What the peer's last post says about this one, and the other way round."""
-        row, own = self._row(peer), self._row(self.rank)
+        row, own = self._row(peer), self._row(rank)
         if not words[row + _POSTS] or words[row + _ANSWER] == FUSED:
             return  # it has not come yet
         turns, begun, count, signature = self._post_of(words, row)
@@ -304,16 +324,16 @@ class Board:
             return  # the answer to one is the answer to the other
         if turns == post.turns and begun + count <= post.begun:
             if undecided:  # it waits where this rank has been without a post
-                self._decide(words, peer, PLAIN, PASSED_BY, self.rank)
+                self._decide(words, peer, PLAIN, PASSED_BY, rank)
             return
         if turns == post.turns and post.begun + post.count <= begun:
             own_why = PASSED_BY
         else:
             own_why = ANOTHER_GRAPH
             if undecided:
-                self._decide(words, peer, PLAIN, ANOTHER_GRAPH, self.rank)
+                self._decide(words, peer, PLAIN, ANOTHER_GRAPH, rank)
         if words[own + _ANSWER] == UNDECIDED:
-            self._decide(words, self.rank, PLAIN, own_why, peer)
+            self._decide(words, rank, PLAIN, own_why, peer)
 
     def _spread(self, words: memoryview) -> None:
         """Equal posts have the same answer."""

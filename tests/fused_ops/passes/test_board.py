@@ -176,6 +176,25 @@ def test_a_board_that_is_not_there() -> None:
     assert lonely.attached() and kept.attached()
 
 
+def test_who_has_passed_by_before_there_was_a_board_is_not_waited_for() -> None:
+    store = dist.HashStore()
+    early, also = (Board(Group(rank, 3, store)) for rank in (1, 2))  # type: ignore[arg-type]
+    for begun in (0, 4):  # the last of them counts
+        assert early.ask(post(begun, willing=False), lambda: 10.0) == Answer(False, UNWILLING, 1)
+    waiting: list[Answer] = []
+    thread = threading.Thread(target=lambda: waiting.append(also.ask(post(4), lambda: 10.0)), daemon=True)
+    thread.start()
+    kept = Board(Group(0, 3, store))  # type: ignore[arg-type]
+    begin = time.monotonic()
+    assert kept.ask(post(4), lambda: 10.0) == Answer(False, UNWILLING, 1)
+    thread.join(10)
+    assert waiting == [Answer(False, UNWILLING, 1)]
+    assert time.monotonic() - begin < 5
+    # What came in time stands, whatever the note says.
+    answers = at_once(*(lambda b=b: b.ask(post(6), lambda: 10.0) for b in (kept, early, also)))  # type: ignore[misc]
+    assert all(a.fused for a in answers)
+
+
 def test_a_lock_that_is_held_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     where = make(2)
     assert where[1].attached()
@@ -271,14 +290,16 @@ class Meeting:
 Part = tuple[int, str]  # collectives, and how they are run: "graph" (which may fuse), "eager", "plain graph"
 
 
-def rank_main(where: Board, meeting: Meeting, program: list[Part], seed: int) -> int:
+def rank_main(group: Group, meeting: Meeting, program: list[Part], seed: int) -> int:
     """Runs a program, whose parts need not be those of the other ranks; gives the number of graphs that ran fused."""
     noise = random.Random(seed)
+    where: Board | None = None  # made with the first graph
     place = begun = fused = 0
     for count, how in program:
         time.sleep(noise.choice([0, 0, 1e-4, 1e-3]))
         runs_fused = False
         if how != "eager":
+            where = where or Board(group)  # type: ignore[arg-type]
             asked = Post(where.turns, begun, count, 100 + count, how == "graph")
             runs_fused = where.ask(asked, lambda: 0.15).fused
         if runs_fused:
@@ -320,10 +341,10 @@ def _cut(draw: st.DrawFn, total: int) -> list[Part]:
 @settings(max_examples=40, deadline=None)
 @given(programs(), st.integers(0, 1 << 20))
 def test_fused_never_meets_plain(parts: list[list[Part]], seed: int) -> None:
-    where, meeting = make(len(parts)), Meeting(len(parts))
+    store, meeting = dist.HashStore(), Meeting(len(parts))
     fused = at_once(
         *(
-            lambda r=r: rank_main(where[r], meeting, parts[r], seed + r)  # type: ignore[misc]
+            lambda r=r: rank_main(Group(r, len(parts), store), meeting, parts[r], seed + r)  # type: ignore[misc]
             for r in range(len(parts))
         )
     )
