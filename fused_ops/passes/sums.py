@@ -96,7 +96,7 @@ def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> Sum:
     rows_of_vectors: list[Digits] = []
     wanted = val(node).dtype
     pending: list[tuple[fx.Node, Dims, tuple[fx.Node, ...]]] = [(node, dims, (user,))]
-    added = False
+    adder: dict[fx.Node, fx.Node] = {}  # what adds a node, as it is or in another order
     dtypes: dict[torch.dtype, fx.Node] = {}
     while pending:
         node, dims, users = pending.pop()
@@ -126,17 +126,19 @@ def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> Sum:
                 _check_users(part, taken_step.nodes)
             total.nodes += taken_step.between
             pending.append((taken_step.source, taken_step.backward(dims), taken_step.nodes))
+            if node in adder:
+                adder[taken_step.source] = adder[node]
             continue
         else:
-            sums = f"{some(users)} adds" if added else "its input is"
+            sums = f"{what(adder[node])} adds" if node in adder else "its input is"
             raise LeftAlone(f"{sums} {what(node)}, not a matrix product")
-        added = added or bool(addends)
         for term in addends:
             if _is_vector(term, node):
                 total.vectors.append(term)  # type: ignore[arg-type]
                 rows_of_vectors.append(dims[-1])
             else:
                 pending.append((term, dims, (node,)))  # type: ignore[arg-type]
+                adder[term] = node  # type: ignore[index]
     if not terms:
         raise LeftAlone(f"{some(total.vectors)}, which it sums, are no matrix products")
     (total.rows, total.columns), *others = terms

@@ -114,6 +114,13 @@ def test_a_residual_before_the_scatter() -> None:
     check_left(lambda x, w, r: rs(x @ w + r), "adds r_1 (placeholder), not a", X2, W8, torch.randn(6, 5))
 
 
+def test_the_reason_names_what_adds_and_not_what_only_reorders() -> None:
+    def fn(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+        return rs(torch.ops.aten.permute.default(x @ w + r.clone().t(), [0, 1]))
+
+    check_left(fn, "add (add.Tensor) adds r_1 (placeholder), not a", X2, W8, torch.randn(5, 6))
+
+
 def test_a_scaled_sum() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         return rs(torch.add(x @ w, x @ w, alpha=2))
