@@ -136,7 +136,8 @@ class Original:
             )
         for name, value in self._written.globals.items():
             if name not in _BUILTIN and not _importable(value):
-                return f"the graph uses {value}, which cannot be kept for ranks that do not agree"
+                named = getattr(value, "__name__", value)  # no address: reasons are the same on every rank
+                return f"the graph uses {named}, which cannot be kept for ranks that do not agree"
         return None
 
     def ask_first(
