@@ -40,20 +40,25 @@ def _reduce_scatter(grad: Tensor, dim: int, group_name: str) -> Tensor:
 class AllGatherMatmul(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, A_shard: Tensor, gather_dim: int, group_name: str, return_A: bool, *Bs: Tensor
+        ctx: Any,
+        A_shard: Tensor,
+        gather_dim: int,
+        group_name: str,
+        return_A: bool,
+        group_size: int | None,
+        *Bs: Tensor,
     ) -> Any:
-        needs_A = any(ctx.needs_input_grad[4:])
+        needs_A = any(ctx.needs_input_grad[5:])
         done = all_gather_matmul.again(A_shard, Bs, gather_dim, group_name, return_A or needs_A)
         if done is None:
             with torch._C._AutoDispatchBelowAutograd():
-                done = _ops.fused_all_gather_matmul(
-                    A_shard, list(Bs), gather_dim, group_name, return_A=return_A or needs_A
-                )
+                named = {"return_A": return_A or needs_A, "group_size": group_size}
+                done = _ops.fused_all_gather_matmul(A_shard, list(Bs), gather_dim, group_name, **named)
         A, outs = done
         ctx.set_materialize_grads(False)
-        ctx.gather_dim, ctx.group_name = gather_dim, group_name
+        ctx.gather_dim, ctx.group_name, ctx.group_size = gather_dim, group_name, group_size
         ctx.save_for_backward(A if needs_A else None, *Bs)
-        of_A, of_Bs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        of_A, of_Bs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         constants = [out for out, of_B in zip(outs, of_Bs, strict=True) if not (of_A or of_B)]
         ctx.mark_non_differentiable(*([] if of_A or A is None else [A]), *constants)
         # Also where the caller does not want it: to a second backward what is saved and is no result is a constant.
@@ -69,15 +74,16 @@ class AllGatherMatmul(torch.autograd.Function):
                 # One op for all of them: [g1 g2] @ [B1 B2]^T is the sum of the products.
                 g = pairs[0][0] if len(pairs) == 1 else torch.cat([g for g, _ in pairs], -1)
                 B = pairs[0][1] if len(pairs) == 1 else torch.cat([B for _, B in pairs], 1)
-                grad_shard = _ops.fused_matmul_reduce_scatter(g, B.t(), "sum", ctx.gather_dim, ctx.group_name)
+                args = (g, B.t(), "sum", ctx.gather_dim, ctx.group_name)
+                grad_shard = _ops.fused_matmul_reduce_scatter(*args, group_size=ctx.group_size)
             if grad_A is not None:
                 rest = _reduce_scatter(grad_A, ctx.gather_dim, ctx.group_name)
                 grad_shard = rest if grad_shard is None else grad_shard + rest
         grad_Bs = [
             _product(_rows(A).t(), _rows(g)) if needed and g is not None else None
-            for needed, g in zip(ctx.needs_input_grad[4:], grads, strict=True)
+            for needed, g in zip(ctx.needs_input_grad[5:], grads, strict=True)
         ]
-        return grad_shard, None, None, None, *grad_Bs
+        return grad_shard, None, None, None, None, *grad_Bs
 
 
 class MatmulReduceScatter(torch.autograd.Function):
@@ -92,20 +98,23 @@ class MatmulReduceScatter(torch.autograd.Function):
         out_dtype: torch.dtype | None,
         bias: Tensor | None,
         residual: Tensor | None,
+        group_size: int | None,
     ) -> Tensor:
         ctx.save_for_backward(A, B)
-        ctx.reduce_op, ctx.scatter_dim, ctx.group_name = reduce_op, scatter_dim, group_name
+        ctx.reduce_op, ctx.scatter_dim = reduce_op, scatter_dim
+        ctx.group_name, ctx.group_size = group_name, group_size
         args = (A, B, reduce_op, scatter_dim, group_name)
         done = matmul_reduce_scatter.again(*args, out_dtype, bias, residual)
         if done is not None:
             return done
         with torch._C._AutoDispatchBelowAutograd():
-            return _ops.fused_matmul_reduce_scatter(*args, out_dtype=out_dtype, bias=bias, residual=residual)
+            named = {"out_dtype": out_dtype, "bias": bias, "residual": residual}
+            return _ops.fused_matmul_reduce_scatter(*args, **named, group_size=group_size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         A, B = ctx.saved_tensors
-        *needed, needs_bias, needs_residual = ctx.needs_input_grad
+        *needed, needs_bias, needs_residual, _ = ctx.needs_input_grad
         # Each rank has added its own: what its part of the result hands back is all that they get here.
         grad_bias = _rows(grad).sum(0, dtype=torch.float32).to(A.dtype) if needs_bias else None
         grad_residual = grad.to(A.dtype) if needs_residual else None
@@ -113,11 +122,11 @@ class MatmulReduceScatter(torch.autograd.Function):
         if any(needed):
             if ctx.reduce_op == "avg":
                 grad = grad / resolve_group(ctx.group_name).size()
-            gathered, (grad_A,) = _ops.fused_all_gather_matmul(
-                grad.to(A.dtype), [B.t()], ctx.scatter_dim, ctx.group_name, return_A=needed[1]
-            )
+            args = (grad.to(A.dtype), [B.t()], ctx.scatter_dim, ctx.group_name)
+            named = {"return_A": needed[1], "group_size": ctx.group_size}
+            gathered, (grad_A,) = _ops.fused_all_gather_matmul(*args, **named)
             grad_B = _product(_rows(A).t(), _rows(gathered)) if needed[1] else None
-        return grad_A, grad_B, None, None, None, None, grad_bias, grad_residual
+        return grad_A, grad_B, None, None, None, None, grad_bias, grad_residual, None
 
 
 class AllReduce(torch.autograd.Function):

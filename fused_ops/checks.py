@@ -132,6 +132,14 @@ def _matrix(name: str, B: torch.Tensor, k: int, like: torch.Tensor, like_name: s
     _like(name, B, like, like_name)
 
 
+def group_size(value: int | None, group_name: str) -> None:
+    """``value`` is the group's number of ranks, if it is given: by a graph that was made for so many."""
+    if value is not None and (size := resolve_group(group_name).size()) != value:
+        raise ValueError(
+            f"group_size: is {value}, must be {size}, the number of ranks of group {group_name!r}"
+        )
+
+
 def all_gather_matmul(
     A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group_name: str
 ) -> tuple[int, ProcessGroup]:

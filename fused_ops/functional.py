@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._device import DeviceContext
 
 from ..kernels.all_reduce.host import IN_PLACE
-from ..symm_mem import Group, group_name
+from ..symm_mem import Group, group_name, resolve_group
 from . import (
     all_gather_matmul,
     all_reduce,
@@ -43,6 +43,20 @@ def _known_name(group: Group) -> str | None:
         return group_name(group)
     except (TypeError, ValueError):  # in its turn, after the arguments in front of it
         return None
+
+
+@torch.compiler.assume_constant_result
+def _size_of(name: str) -> int | None:
+    try:
+        return resolve_group(name).size()
+    except ValueError:  # the op refuses it
+        return None
+
+
+def _of_graph(name: str) -> dict[str, int | None]:
+    """What only a graph says: how many ranks it is made for, on which the sizes of results depend. It is part of what
+    Inductor's caches on disk know a graph by: they gave a run that of another number of ranks."""
+    return {"group_size": _size_of(name)} if _is_compiling() else {}
 
 
 def fused_all_gather_matmul(
@@ -82,7 +96,8 @@ def fused_all_gather_matmul(
     matrices = checks.tensors("Bs", Bs)
     checks.dimension("gather_dim", gather_dim, "A_shard", A_shard.dim())
     checks.flags(return_A=return_A)
-    return ops.all_gather_matmul(A_shard, matrices, gather_dim, group_name(group), return_A=return_A)
+    name = group_name(group)
+    return ops.all_gather_matmul(A_shard, matrices, gather_dim, name, return_A=return_A, **_of_graph(name))
 
 
 def fused_matmul_reduce_scatter(
@@ -138,11 +153,12 @@ def fused_matmul_reduce_scatter(
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         shown = "a tensor" if isinstance(out_dtype, Tensor) else repr(out_dtype)
         raise TypeError(f"out_dtype: is {shown}, must be a torch.dtype")
-    for name, value in (("bias", bias), ("residual", residual)):
+    for term, value in (("bias", bias), ("residual", residual)):
         if value is not None:
-            checks.tensor(name, value)
-    named = {"out_dtype": out_dtype, "bias": bias, "residual": residual}
-    return ops.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name(group), **named)
+            checks.tensor(term, value)
+    name = group_name(group)
+    named = {"out_dtype": out_dtype, "bias": bias, "residual": residual, **_of_graph(name)}
+    return ops.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, name, **named)
 
 
 def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:

@@ -1,4 +1,4 @@
-"""Every torch.library definition of weft: schema, fake, autograd, CPU and CUDA implementations.
+"""Every torch.library definition of weft: schema, autograd, CPU and CUDA implementations; fakes.py has the fake ones.
 
 The ops stand in ``torch.ops.weft`` with the argument order of ``torch.ops.symm_mem``. The Autograd implementation lies
 above the others: the graph pass inserts the ops below autograd, where a call costs one dispatch.
@@ -22,7 +22,7 @@ from ..symm_mem.calls import whole
 from . import all_gather_matmul as _ag
 from . import all_reduce as _ar
 from . import all_reduce_rms_norm as _arn
-from . import checks
+from . import checks, fakes
 from . import matmul_all_reduce as _mar
 from . import matmul_reduce_scatter as _rs
 from .again import goes_straight
@@ -41,13 +41,13 @@ _lib = torch.library.Library("weft", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 _lib.define(
-    "fused_all_gather_matmul(Tensor A_shard, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True)"
-    " -> (Tensor?, Tensor[])",
+    "fused_all_gather_matmul(Tensor A_shard, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True,"
+    " int? group_size=None) -> (Tensor?, Tensor[])",
     tags=_TAGS,
 )
 _lib.define(
     "fused_matmul_reduce_scatter(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name, *,"
-    " ScalarType? out_dtype=None, Tensor? bias=None, Tensor? residual=None) -> Tensor",
+    " ScalarType? out_dtype=None, Tensor? bias=None, Tensor? residual=None, int? group_size=None) -> Tensor",
     tags=_TAGS,
 )
 _lib.define("one_shot_all_reduce(Tensor x, str reduce_op, str group_name) -> Tensor", tags=_TAGS)
@@ -84,63 +84,16 @@ def _fresh(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _all_gather_matmul_fake(
-    A_shard: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
-) -> tuple[Tensor | None, list[Tensor]]:
-    dim, group = checks.all_gather_matmul(A_shard, Bs, gather_dim, group_name)
-    shape = list(A_shard.shape)
-    shape[dim] = shape[dim] * group.size()
-    front = 0 if dim == A_shard.dim() - 1 else dim
-
-    def out(columns: Any) -> Tensor:
-        moved = [shape[front], *shape[:front], *shape[front + 1 : -1], columns]
-        return A_shard.new_empty(moved).movedim(0, front)
-
-    return (out(shape[-1]) if return_A else None), [out(B.shape[1]) for B in Bs]
-
-
-def _matmul_reduce_scatter_fake(
-    A: Tensor,
-    B: Tensor,
-    reduce_op: str,
-    scatter_dim: int,
+def _all_gather_matmul(
+    A_shard: Tensor,
+    Bs: list[Tensor],
+    gather_dim: int,
     group_name: str,
     *,
-    out_dtype: torch.dtype | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    args = (A, B, reduce_op, scatter_dim, group_name, out_dtype, bias, residual)
-    dim, group = checks.matmul_reduce_scatter(*args)
-    shape = [*A.shape[:-1], B.shape[1]]
-    shape[dim] = shape[dim] // group.size()
-    return A.new_empty(shape, dtype=out_dtype or A.dtype)
-
-
-def _all_reduce_fake(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    checks.all_reduce(x, reduce_op, group_name)
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _all_reduce_in_place_fake(x: Tensor, reduce_op: str, group_name: str) -> None:
-    checks.all_reduce_in_place(x, reduce_op, group_name)
-
-
-def _all_reduce_rms_norm_fake(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
-) -> tuple[Tensor, Tensor]:
-    checks.all_reduce_rms_norm(x, residual, weight, eps, group_name)
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-def _matmul_all_reduce_fake(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    checks.matmul_all_reduce(A, B, reduce_op, group_name)
-    return A.new_empty((*A.shape[:-1], B.shape[1]))
-
-
-def _all_gather_matmul(
-    A_shard: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
+    return_A: bool = True,
+    group_size: int | None = None,
 ) -> _ag.Result:
+    checks.group_size(group_size, group_name)
     # From compiled graphs: others have been here before, in the Autograd implementation.
     done = _ag.again(A_shard, Bs, gather_dim, group_name, return_A)
     return done or _all_gather_matmul_anew(A_shard, Bs, gather_dim, group_name, return_A)
@@ -168,7 +121,9 @@ def _matmul_reduce_scatter(
     out_dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    group_size: int | None = None,
 ) -> Tensor:
+    checks.group_size(group_size, group_name)
     args = (A, B, reduce_op, scatter_dim, group_name, out_dtype, bias, residual)
     done = _rs.again(*args)
     return _matmul_reduce_scatter_anew(*args) if done is None else done
@@ -265,16 +220,25 @@ def _wants_grad(*tensors: Tensor) -> bool:
 
 
 def _all_gather_matmul_autograd(
-    A_shard: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
+    A_shard: Tensor,
+    Bs: list[Tensor],
+    gather_dim: int,
+    group_name: str,
+    *,
+    return_A: bool = True,
+    group_size: int | None = None,
 ) -> tuple[Tensor | None, list[Tensor]]:
+    checks.group_size(group_size, group_name)
     if (done := _ag.again(A_shard, Bs, gather_dim, group_name, return_A)) is not None:
         return done
     if not _wants_grad(A_shard, *Bs):
         if goes_straight(A_shard, *Bs):
             return _all_gather_matmul_anew(A_shard, Bs, gather_dim, group_name, return_A)
         with torch._C._AutoDispatchBelowAutograd():
-            return all_gather_matmul(A_shard, Bs, gather_dim, group_name, return_A=return_A)
-    A, *outs = AllGatherMatmul.apply(A_shard, gather_dim, group_name, return_A, *Bs)
+            return all_gather_matmul(
+                A_shard, Bs, gather_dim, group_name, return_A=return_A, group_size=group_size
+            )
+    A, *outs = AllGatherMatmul.apply(A_shard, gather_dim, group_name, return_A, group_size, *Bs)
     return (A if return_A else None), outs
 
 
@@ -288,7 +252,9 @@ def _matmul_reduce_scatter_autograd(
     out_dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    group_size: int | None = None,
 ) -> Tensor:
+    checks.group_size(group_size, group_name)
     args = (A, B, reduce_op, scatter_dim, group_name, out_dtype, bias, residual)
     if (done := _rs.again(*args)) is not None:
         return done
@@ -297,8 +263,9 @@ def _matmul_reduce_scatter_autograd(
         if goes_straight(*tensors):
             return _matmul_reduce_scatter_anew(*args)
         with torch._C._AutoDispatchBelowAutograd():
-            return matmul_reduce_scatter(*args[:5], out_dtype=out_dtype, bias=bias, residual=residual)
-    return MatmulReduceScatter.apply(*args)
+            named = {"out_dtype": out_dtype, "bias": bias, "residual": residual}
+            return matmul_reduce_scatter(*args[:5], **named, group_size=group_size)
+    return MatmulReduceScatter.apply(*args, group_size)
 
 
 def _all_reduce_autograd(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
@@ -357,24 +324,24 @@ def _below_autocast(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name, _fake, _real, _autograd in (
-    ("fused_all_gather_matmul", _all_gather_matmul_fake, _all_gather_matmul, _all_gather_matmul_autograd),
+    ("fused_all_gather_matmul", fakes.all_gather_matmul, _all_gather_matmul, _all_gather_matmul_autograd),
     (
         "fused_matmul_reduce_scatter",
-        _matmul_reduce_scatter_fake,
+        fakes.matmul_reduce_scatter,
         _matmul_reduce_scatter,
         _matmul_reduce_scatter_autograd,
     ),
-    ("one_shot_all_reduce", _all_reduce_fake, _all_reduce, _all_reduce_autograd),
+    ("one_shot_all_reduce", fakes.all_reduce, _all_reduce, _all_reduce_autograd),
     (
         "fused_all_reduce_rms_norm",
-        _all_reduce_rms_norm_fake,
+        fakes.all_reduce_rms_norm,
         _all_reduce_rms_norm,
         _all_reduce_rms_norm_autograd,
     ),
-    ("fused_matmul_all_reduce", _matmul_all_reduce_fake, _matmul_all_reduce, _matmul_all_reduce_autograd),
+    ("fused_matmul_all_reduce", fakes.matmul_all_reduce, _matmul_all_reduce, _matmul_all_reduce_autograd),
     (
         "one_shot_all_reduce_",
-        _all_reduce_in_place_fake,
+        fakes.all_reduce_in_place,
         _all_reduce_in_place,
         _all_reduce_in_place_autograd,
     ),
