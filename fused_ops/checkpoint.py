@@ -39,7 +39,8 @@ def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None
     Raises:
         TypeError: ``module`` is no nn.Module, ``state`` no mapping, or one of these tensors is a DTensor: those of
             ``fully_shard`` are parts of a part, and do not know it.
-        ValueError: ``state`` has none of these tensors.
+        ValueError: ``state`` has none of these tensors, or a layer's weight or bias is made of others, by a
+            parametrization, weight norm or pruning: which of those are parts is not known.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: is of type {type(module).__name__}, must be an nn.Module")
@@ -47,9 +48,10 @@ def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None
         raise TypeError(f"state: is of type {type(state).__name__}, must be a mapping")
     owners = {
         id(parameter): (layer, cut)
-        for layer in module.modules()
+        for path, layer in module.named_modules()
         if isinstance(layer, ParallelLinear)
-        for parameter, cut in ((layer.weight, layer.shard_dim), (layer.bias, layer.bias_dim))
+        for name, cut in (("weight", layer.shard_dim), ("bias", layer.bias_dim))
+        for parameter in (_own(path, layer, name),)
     }
     # By identity, as modules may change names in state dicts.
     parts = {
@@ -81,6 +83,15 @@ def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None
             "say; of a module in a wrapper, give the module"
         )
     return result
+
+
+def _own(path: str, layer: ParallelLinear, name: str) -> Tensor | None:
+    if name not in layer._parameters:
+        raise ValueError(
+            f"module: {f'{path}.{name}'.lstrip('.')!r} is computed from other tensors, must be the layer's own "
+            "parameter: the others would be saved as if they were the same on every rank"
+        )
+    return layer._parameters[name]
 
 
 def local_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.prune import l1_unstructured
 from weft.fused_ops import ColumnParallelLinear, RowParallelLinear, local_state_dict, sharded_state_dict
 
 IN, HIDDEN, ROWS = 5, 12, 6
@@ -141,6 +143,15 @@ def refused(rank: int, size: int) -> None:
     assert meta.shape == (HIDDEN, IN) and meta.to_local().is_meta
     with pytest.raises(TypeError, match=r"^state: has a DTensor under '1.0.weight'"):
         sharded_state_dict(fully_shard(model, mesh=DeviceMesh.from_group(world(), "cpu")))
+    # What the weight is made of are parts, too: saved as plain tensors they would be those of rank 0.
+    for change in (weight_norm, lambda layer: l1_unstructured(layer, "weight", 0.2)):
+        layer = change(ColumnParallelLinear(IN, HIDDEN, group=None))
+        with pytest.raises(
+            ValueError, match=r"^module: 'weight' is computed from other tensors, must be the"
+        ):
+            sharded_state_dict(layer)
+        with pytest.raises(ValueError, match=r"^module: '1.weight' is computed from other tensors"):
+            sharded_state_dict(nn.Sequential(nn.ReLU(), layer))
 
 
 def test_refused() -> None:
