@@ -21,8 +21,8 @@ def resolve_group(group: Group = None) -> ProcessGroup:
 
     Raises:
         TypeError: it is none of these.
-        ValueError: the name is unknown, the mesh has more than one dimension or not this one, this rank is no member,
-            or no group was initialised.
+        ValueError: the name is unknown, the mesh has more than one dimension or not this one, or its group is gone,
+            this rank is no member, or no group was initialised.
     """
     if isinstance(group, ProcessGroup):
         return group
@@ -70,6 +70,8 @@ def _of_member(mesh: DeviceMesh, dim: int | str | None = None) -> ProcessGroup:
         return mesh.get_group(dim)
     except IndexError as e:  # a mesh has groups on its ranks only
         raise ValueError("group: the mesh does not hold this rank, must be one that does") from e
+    except (RuntimeError, ValueError) as e:
+        raise ValueError("group: the mesh's process group was destroyed or never made, must be there") from e
 
 
 def group_name(group: Group = None) -> str:

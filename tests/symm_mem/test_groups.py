@@ -26,6 +26,14 @@ def members(rank: int, world_size: int) -> None:
         else:
             with pytest.raises(ValueError, match=words):
                 symm_mem.resolve_group(given)
+    mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
+    assert symm_mem.resolve_group((mesh, "tp")).size() == 2
+    for of in ("tp", "dp"):
+        if mesh.get_group(of) is not dist.group.WORLD:
+            dist.destroy_process_group(mesh.get_group(of))
+            for given in (mesh[of], (mesh, of)):
+                with pytest.raises(ValueError, match="group: the mesh's process group was destroyed"):
+                    symm_mem.resolve_group(given)
     for number in (7, -100.0):
         with pytest.raises(TypeError, match="group: must be a name"):
             symm_mem.resolve_group(number)  # type: ignore[arg-type]
