@@ -20,7 +20,11 @@ ALL_REDUCE_OPS = (*REDUCE_OPS, "max", "min")
 
 
 def _kind(value: Any) -> str:
-    return "a tensor" if isinstance(value, torch.Tensor) else f"of type {type(value).__name__}"
+    if isinstance(value, torch.Tensor):
+        return "a tensor"  # fake ones are of other types
+    kind = type(value)
+    # A numpy.bool is called bool, too.
+    return f"of type {'numpy.' if kind.__module__ == 'numpy' else ''}{kind.__name__}"
 
 
 def tensor(name: str, value: Any, ndim: int = 0) -> None:
@@ -42,7 +46,7 @@ def tensor(name: str, value: Any, ndim: int = 0) -> None:
 def tensors(name: str, values: Any) -> list[torch.Tensor]:
     """``values`` as a list of dense tensors."""
     if isinstance(values, torch.Tensor) or not hasattr(values, "__iter__"):
-        raise TypeError(f"{name}: is of type {type(values).__name__}, must be a sequence of tensors")
+        raise TypeError(f"{name}: is {_kind(values)}, must be a sequence of tensors")
     found = list(values)
     for i, value in enumerate(found):
         tensor(f"{name}[{i}]", value)

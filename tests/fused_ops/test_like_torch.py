@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from opcommon import DEVICES, gather, world
 from ranks import run_ranks
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from weft.fused_ops import (
     fused_all_gather_matmul,
@@ -172,6 +174,26 @@ def counted(rank: int, world_size: int) -> list[int]:
 
 def test_torchs_counter_knows_how_much_they_multiply() -> None:
     assert run_ranks(counted, 2) == [[2 * 2 * 4 * 6 * 6, 2 * 4 * 6 * 5, 2 * 4 * 6 * 5]] * 2
+
+
+@pytest.mark.parametrize("kind", ["usual", "fake", "parameter"])
+def test_a_tensor_is_no_sequence_of_tensors(kind: str) -> None:
+    B: Any = torch.ones(3, 4)
+    if kind == "fake":
+        B = FakeTensorMode().from_tensor(B)
+    if kind == "parameter":
+        B = torch.nn.Parameter(B)
+    with pytest.raises(TypeError, match="Bs: is a tensor, must be a sequence of tensors"):
+        fused_all_gather_matmul(torch.ones(2, 3), B, 0, None)
+
+
+def test_a_number_of_numpy_is_named_in_full() -> None:
+    """Its bool is called bool, too: what is refused must not read like what is asked for."""
+    A: Any = torch.ones(2, 3)
+    with pytest.raises(TypeError, match=r"return_A: is of type numpy\.bool_?, must be True or False"):
+        fused_all_gather_matmul(A, [A], 0, None, return_A=np.bool_(True))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"gather_dim: is of type numpy\.int64, must be an integer"):
+        fused_all_gather_matmul(A, [A], np.int64(0), None)  # type: ignore[arg-type]
 
 
 def test_an_eps_that_is_too_large_is_named() -> None:
