@@ -96,11 +96,20 @@ def _forget_destroyed() -> None:
             _making.pop(key, None)
 
 
+def _without_processes(pg: ProcessGroup) -> str | None:
+    """The backend of a group whose ranks are no processes."""
+    names = [pg.name()]
+    for kind in ("cpu", "cuda"):
+        try:  # a group with a backend that torch does not build in is itself called "custom"
+            names.append(pg._get_backend(torch.device(kind)).name())
+        except RuntimeError:  # none for such a device
+            continue
+    return next((name for name in names if name in _WITHOUT_PROCESSES), None)
+
+
 def _make(pg: ProcessGroup, device: torch.device) -> Heap | HeapUnavailable:
-    if pg.name() in _WITHOUT_PROCESSES:
-        return HeapUnavailable(
-            f"no heap for group {pg.group_name!r}: its backend {pg.name()!r} has no processes"
-        )
+    if (name := _without_processes(pg)) is not None:
+        return HeapUnavailable(f"no heap for group {pg.group_name!r}: its backend {name!r} has no processes")
     try:
         return Heap(pg, device)
     except HeapUnavailable as e:
@@ -163,7 +172,7 @@ def reset(group: Group = None) -> None:
         WeftError: a rank is capturing a CUDA graph, or has lost its device.
     """
     pg = resolve_group(group)
-    if pg.name() in _WITHOUT_PROCESSES:
+    if _without_processes(pg) is not None:
         return
     _forget_destroyed()
     _refuse_destroyed(pg)
