@@ -122,12 +122,14 @@ class ParallelLinear(nn.Module):
             options: as for the class, without sizes, bias, device and dtype, which are those of ``linear``.
 
         Raises:
-            TypeError: ``linear`` is no nn.Linear or not of a dtype that the layer can have, or an option is none, or
-                one that ``linear`` decides.
+            TypeError: ``linear`` is no nn.Linear, sharded already, or not of a dtype that the layer can have, or an
+                option is none, or one that ``linear`` decides.
             ValueError: its size is not a multiple of the number of ranks.
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear: is {type(linear).__name__}, must be an nn.Linear")
+        if isinstance(linear.weight, DTensor):
+            raise TypeError("linear.weight: is a DTensor, must be whole on every rank: its full_tensor()")
         _check_dtype("linear.weight", linear.weight.dtype)
         layer = cls(
             linear.in_features,

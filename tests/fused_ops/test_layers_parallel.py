@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from opcommon import world
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_module
 from torch.nn import functional as F
 from weft.fused_ops.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -258,6 +261,9 @@ def refused(rank: int, world_size: int) -> None:
         RowParallelLinear.from_linear(nn.Linear(7, 4), None)
     with pytest.raises(TypeError, match=r"linear: is Bilinear, must be an nn.Linear"):
         RowParallelLinear.from_linear(nn.Bilinear(2, 2, 2), None)  # type: ignore[arg-type]
+    sharded = distribute_module(nn.Linear(4, 4), DeviceMesh.from_group(world(), "cpu"))
+    with pytest.raises(TypeError, match=r"^linear.weight: is a DTensor, must be whole on every rank"):
+        ColumnParallelLinear.from_linear(sharded, None)
     for option in ({"bias": False}, {"dtype": torch.float16}, {"device": "cpu"}):  # as linear has it
         with pytest.raises(TypeError, match=f"multiple values for keyword argument '{next(iter(option))}'"):
             ColumnParallelLinear.from_linear(nn.Linear(4, 4), None, **option)
