@@ -81,7 +81,7 @@ static void __syncthreads() {
     comes_to_a_barrier();
     meet(current->blocks[running->block], launched().threads);
 }
-static void __syncwarp() {}
+static void __syncwarp() { meet_warp(); }
 static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 static void __threadfence() {}
 static void __threadfence_system() {
@@ -125,7 +125,10 @@ static void store_payload(uint4* slot, uint4 v) {
         if (v.y % 8 == 0) go_on_later();
     }
 }
+// What does not lie at a multiple of 16 bytes a GPU refuses: nothing comes from there, and nothing goes there.
+static bool is_aligned(const void* place) { return reinterpret_cast<u64>(place) % sizeof(uint4) == 0; }
 static uint4 load_vector(const uint4* place) {
+    if (!is_aligned(place)) return make_uint4(~0u, ~0u, ~0u, ~0u);
     return own_zero(place) == nullptr ? *place : make_uint4(0, 0, 0, 0);
 }
 static uint4 load_payload(const uint4* slot) { return load_vector(slot); }
@@ -133,6 +136,7 @@ static void reload_payload(bool wanted, const uint4* slot, uint4& v) {
     if (wanted) v = load_vector(slot);
 }
 static void store_vector(uint4* place, uint4 v) {
+    if (!is_aligned(place)) return;
     if (Zero* before = own_zero(place)) before->came = true;
     if ((v.x | v.y | v.z | v.w) == 0 && dice() % 2 == 0) {
         own_zeros().push_back(std::make_shared<Zero>(Zero{place}));
@@ -242,14 +246,16 @@ static T& of_block() {
 }
 
 static unsigned& begun() { return current->begun[running->block / CLUSTER_BLOCKS]; }
+static unsigned of_cluster() { return launched().threads * CLUSTER_BLOCKS; }
 static void arrive_at_cluster() { ++begun(); }
 static void wait_for_cluster() {
-    go_on_when([&now = begun(), all = launched().threads * CLUSTER_BLOCKS] { return now == all; });
+    go_on_when([&now = begun(), all = of_cluster()] { return now == all; });
 }
 
+// To a block that may not have begun comes nothing of worth.
 static void tell(float* place, u64* barrier, int block, float value) {
     const auto there = (block - static_cast<long>(rank_in_cluster())) * static_cast<long>(SHARED);
-    *reinterpret_cast<float*>(reinterpret_cast<char*>(place) + there) = value;
+    *reinterpret_cast<float*>(reinterpret_cast<char*>(place) + there) = begun() == of_cluster() ? value : NAN;
     Phases& phases_there = phases(reinterpret_cast<u64*>(reinterpret_cast<char*>(barrier) + there));
     phases_there.bytes -= sizeof value;
     phases_there.settle();
@@ -267,9 +273,15 @@ static void (*const calls[])(int, const void*) = {RANK_CALLS};
 static void call(int rank, int kernel, const void* params) { calls[rank](kernel, params); }
 static const weft::Watch& watch_of(const void* params) { return *static_cast<const weft::Watch*>(params); }
 
-// One warp of each block gets few turns, or none does.
-static void launch_begins(Rank& rank) { rank.slow = dice() % (rank.launches[rank.next]->threads / 32 + 1); }
-static bool rests(const Rank& rank, const Fiber& fiber) { return fiber.thread / 32 == rank.slow && dice() % 32 != 0; }
+// One warp of each block gets few turns, or none does; and one block begins late, or none does.
+static void launch_begins(Rank& rank) {
+    rank.slow = dice() % (rank.launches[rank.next]->threads / 32 + 1);
+    rank.late = dice() % (rank.launches[rank.next]->blocks + 1);
+}
+static bool rests(const Rank& rank, const Fiber& fiber) {
+    if (!fiber.begun && fiber.block == rank.late) return dice() % 64 != 0;
+    return fiber.thread / 32 == rank.slow && dice() % 32 != 0;
+}
 static void launch_ends(Rank& rank) {
     for (auto* all : {&by_thread, &by_block}) {
         for (Zeros& zeros : (*all)[rank.number]) arrive(zeros);

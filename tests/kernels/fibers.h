@@ -67,6 +67,7 @@ struct Rank {
     std::vector<char> shared;     // fibers.cpp: memory of the blocks of this launch
     std::vector<unsigned> begun;  // fibers.cpp: threads of each cluster
     unsigned slow = 0;  // a warp of each block
+    unsigned late = 0;  // fibers.cpp: a block
     int number = 0;
 };
 

@@ -43,11 +43,11 @@ def compiled(
 
 
 def bits(size: int, *shape: int) -> list[torch.Tensor]:
-    """For each rank numbers of any bits."""
+    """For each rank numbers of any bits, where a kernel may take whole vectors of them."""
     count = 1
     for n in shape:
         count *= n
-    return [x.reshape(shape) for x in inputs(count, BF16, size)]
+    return [x.reshape(shape).clone() for x in inputs(count, BF16, size)]
 
 
 @dataclass
