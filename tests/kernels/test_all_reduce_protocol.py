@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import re
 import shutil
@@ -158,6 +159,28 @@ def test_many_uses_in_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         if wrong and mistake is not None:
             break
     assert bool(wrong) == (mistake is not None), f"{wrong} of 30 went wrong"
+
+
+def test_nothing_is_sent_to_slots_that_are_not_known_to_be_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three uses in a launch of rank 0: all that it takes comes, but rank 1 does not say that it has emptied any."""
+    layout = Layout(2, 64)
+    ranks = Ranks(compiled(tmp_path, 2, "float32", "sum"), layout)
+    config = Config("two_shot", 1, 32)
+    part = 4 * vectors(layout, config)  # elements, in a use
+    x = torch.cat([torch.full((part,), float(use)) for use in (10, 20, 30)] * 2)
+    out = torch.empty_like(x)
+    launch(monkeypatch, ranks, 0, x, out, "sum", config, polls=50)
+    words = ranks.memory.view(torch.int32)
+    slots = words[:, Layout.FIRST : layout.emptied]
+    slots[0] = ~torch.tensor(1.0).view(torch.int32)
+    ranks.library.library.run_one(ctypes.byref(ranks.places[0].launches[0]), 0)
+    assert ranks.faults[0, Fault.BROKEN] == 1 + 1
+    sent = (~slots[1]).view(torch.float32)
+    assert [bool((sent == x).any()) for x in (10, 10 + 1, 20, 20 + 1)] == [True] * 4, "of the first two uses"
+    assert not (sent >= 30).any(), "of the third one"
+    assert words[1, layout.emptied] == 1, "what it says to be empty behind the expired wait"
 
 
 @pytest.mark.parametrize("form", FORMS)
