@@ -15,7 +15,7 @@ from weft.kernels.all_reduce_rms_norm.configs import CLUSTERS, FORMS, Config, ch
 from weft.kernels.all_reduce_rms_norm.reference import rms_norm
 from weft.kernels.device.push import BLOCKS, Layout
 
-EPS = 1e-5
+EPS = 0.1  # so large that it shows in every dtype
 
 
 class Kernels:
