@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from .backends.base import Backend, tensor_over
 from .captured import let_go_of_gone
 from .descriptors import close_fds, exchange
-from .errors import describe
+from .errors import HeapUnavailable, PeerTimeout, WeftError, describe
 from .findings import Noted
 from .free_list import FreeList
 from .opening import open_together
@@ -105,10 +105,21 @@ class Heap:
 
         try:
             self._base = self.rendezvous.settled("reserve addresses", reserve)
+            if self.backend.to_be_tried:
+                self._try_to_share()
         except BaseException:
             for end in unmap:  # now: the error's traceback keeps this heap
                 end()
             raise
+
+    def _try_to_share(self) -> None:
+        """The first chunk, now: without a heap calls run unfused, while an allocation that fails is an error."""
+        try:
+            self._grow(1)
+        except PeerTimeout:
+            raise
+        except WeftError as e:
+            raise HeapUnavailable(f"no heap for group {self.group_name!r}: {e}") from e
 
     def address(self, rank: int) -> int:
         """Where rank's memory begins in this process."""

@@ -63,6 +63,7 @@ class VmmBackend:
         minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         self.granularity = check(driver.cuMemGetAllocationGranularity(self._prop, minimum))
         self.chunk = 32 << 20
+        self.to_be_tried = False
         total = torch.cuda.get_device_properties(self.device).total_memory
         self.span = -(-total // (1 << 30)) << 30
         self._side = own_stream(self, self.device)
@@ -91,9 +92,12 @@ class VmmBackend:
             for d in (check(driver.cuDeviceGet(i)) for i in range(check(driver.cuDeviceGetCount())))
         }
         for peer, identity in enumerate(ranks):
-            # A GPU that is hidden from this process is tried by mapping it; one that is shared is no peer of itself.
-            other = None if identity["gpu"] == ranks[rank]["gpu"] else visible.get(identity["gpu"])
-            if other is not None and not check(driver.cuDeviceCanAccessPeer(self._handle, other)):
+            if identity["gpu"] == ranks[rank]["gpu"]:  # one that is shared is no peer of itself
+                continue
+            other = visible.get(identity["gpu"])
+            if other is None:  # hidden from this process: what it maps then is seen by doing it
+                self.to_be_tried = True
+            elif not check(driver.cuDeviceCanAccessPeer(self._handle, other)):
                 return f"the GPUs of rank {rank} and rank {peer} have no peer-to-peer access"
         return None
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from weft import symm_mem
+from weft.fused_ops import last_plan, one_shot_all_reduce
 
 
 def tries_again(rank: int, world_size: int) -> None:
@@ -68,3 +71,41 @@ def fails_in_between(rank: int, world_size: int) -> None:
 
 def test_a_rank_that_fails_while_a_heap_is_made_tells_the_others() -> None:
     run_ranks(fails_in_between, 2, fresh=True, timeout=30)
+
+
+def hidden_gpus(rank: int, world_size: int, fails: bool) -> tuple[str | None, str | None]:
+    """Rank 2 cannot be sure that it can map the others' memory, and rank 1 cannot map it."""
+    from weft.symm_mem.backends.host import HostBackend
+
+    refuse, adopt = HostBackend.refuse, HostBackend.adopt
+
+    def unsure(self: HostBackend, *args: Any) -> str | None:
+        self.to_be_tried = rank == 2
+        return refuse(self, *args)
+
+    def fail(*_: object) -> int:
+        raise RuntimeError("CUDA_ERROR_INVALID_DEVICE: invalid device ordinal")
+
+    HostBackend.refuse = unsure  # type: ignore[method-assign]
+    if fails and rank == 1:
+        HostBackend.adopt = fail  # type: ignore[method-assign]
+    try:
+        said = symm_mem.unavailable()
+        x = torch.full((10,), float(rank))
+        assert (one_shot_all_reduce(x, "sum", None) == 3).all()
+        return said, last_plan().reason
+    finally:
+        HostBackend.refuse, HostBackend.adopt = refuse, adopt  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_calls_run_unfused_where_memory_turns_out_not_to_be_mapped(fails: bool) -> None:
+    texts = run_ranks(hidden_gpus, 3, fails, fresh=True)
+    assert texts[0] == texts[1] == texts[2]
+    if not fails:
+        assert texts[0][0] is None
+    else:
+        words = (
+            "no heap for group '0': map memory in group '0': rank 1: RuntimeError: CUDA_ERROR_INVALID_DEVICE"
+        )
+        assert texts[0][0].startswith(words) and texts[0][1].startswith(words), texts[0]

@@ -30,7 +30,7 @@ def backend(monkeypatch: pytest.MonkeyPatch, index: int, peers: bool) -> vmm.Vmm
     )
     monkeypatch.setattr(vmm, "driver", fake)
     made = object.__new__(vmm.VmmBackend)
-    made._handle = index
+    made._handle, made.to_be_tried = index, False
     return made
 
 
@@ -63,5 +63,7 @@ def test_a_shared_gpu_needs_no_peer_access_to_itself(monkeypatch: pytest.MonkeyP
     assert backend(monkeypatch, 0, peers=False).refuse(ranks("a", "a"), 1) is None
     reason = backend(monkeypatch, 0, peers=False).refuse(ranks("a", "a", "b"), 1)
     assert reason == "the GPUs of rank 1 and rank 2 have no peer-to-peer access"
-    # One that this process cannot see is tried by mapping it.
-    assert backend(monkeypatch, 0, peers=False).refuse(ranks("a", "hidden"), 0) is None
+    for others, tried in ((("a", "a"), False), (("a", "hidden"), True)):  # from this process
+        made = backend(monkeypatch, 0, peers=False)
+        assert made.refuse(ranks(*others), 0) is None
+        assert made.to_be_tried is tried
