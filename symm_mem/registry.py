@@ -29,7 +29,7 @@ def heap(group: Group = None, device: torch.device | str | None = None) -> Heap:
     Raises:
         HeapUnavailable: the ranks cannot address each other's memory: several hosts, no peer access, a
             process group without processes; or two of them share a GPU and WEFT_SHARE_GPUS is not 1. Every rank gets
-            the same answer, at once from then on.
+            the same answer, at once from then on; behind a reset ranks try again.
         ValueError, TypeError: there is no such group, or no longer, ``device`` is neither a CUDA device nor the CPU,
             or WEFT_SHARE_GPUS is neither 0 nor 1.
     """
@@ -192,8 +192,8 @@ def _reset(pg: ProcessGroup) -> None:
             if name in everywhere:
                 heaps[name].reset(here, f"{session}/{name}")
     for key, (owner, found) in list(_heaps.items()):
-        # A heap that another rank failed to make.
-        if owner is pg and isinstance(found, Heap) and not any(found is heaps[n] for n in everywhere):
+        # A heap that another rank failed to make. Or why there is none: that may have been mended, too.
+        if owner is pg and not any(found is heaps[n] for n in everywhere):
             del _heaps[key]
 
 

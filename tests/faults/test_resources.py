@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import re
@@ -18,6 +19,7 @@ from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, one_shot_all_reduce
 from weft.kernels.all_gather_matmul import host
 from weft.symm_mem import descriptors
+from weft.symm_mem.backends.host import HostBackend
 
 SHORT = 1  # the rank that runs out
 MORE = 40 << 20  # bytes: the heap must grow for so many
@@ -126,6 +128,26 @@ def test_a_range_that_cannot_be_reserved() -> None:
     assert texts[0] == texts[1]
     assert f"reserve addresses in group '0': rank {SHORT}: OSError" in texts[0]
     assert "cannot reserve" in texts[0] and "Cannot allocate memory" in texts[0]
+
+
+def no_files_at_first(rank: int, world_size: int) -> str:
+    """A rank cannot even say who it is when the heap is made: none until a reset, behind which they try again."""
+    with ExitStack() as stack:
+        if rank == SHORT:
+            problem = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            stack.enter_context(mock.patch.object(HostBackend, "identity", side_effect=problem))
+        with pytest.raises(symm_mem.HeapUnavailable) as error:
+            symm_mem.empty(4)
+    with pytest.raises(symm_mem.HeapUnavailable):
+        symm_mem.empty(4)
+    symm_mem.reset()
+    works(rank, world_size)
+    return str(error.value)
+
+
+def test_a_group_that_could_not_make_a_heap_tries_again_behind_a_reset() -> None:
+    texts = run_ranks(no_files_at_first, 2, fresh=True)
+    assert texts[0] == texts[1] and f"rank {SHORT}: OSError: [Errno 24] Too many open files" in texts[0]
 
 
 def interrupted(rank: int, world_size: int) -> None:
