@@ -23,10 +23,19 @@ from weft.kernels.matmul_reduce_scatter import cuda_kernel as scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
 
 ROUNDED = Epilogue(torch.bfloat16)
+BEHIND = 144  # rows
+LARGE_BUT_ONE = (2.0**24, 1.0, 2.0**24)  # of three ranks: a sum in another order is another one
 
 
 def numbers(*shape: int) -> torch.Tensor:
     return torch.randint(-1, 2, shape).bfloat16()
+
+
+def result(want: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a kernel writes to, behind it more rows than a tile has, and what shall stand there."""
+    kept = want.new_full((BEHIND, want.shape[-1]), 1.5)
+    flat = want.reshape(-1, want.shape[-1])
+    return torch.cat([torch.full_like(flat, float("nan")), kept]), torch.cat([flat, kept])
 
 
 @dataclass
@@ -72,13 +81,14 @@ class Gather:
         for rank, kernel in enumerate(self.kernels):
             for piece in range(pieces):
                 bs = self.bs()
-                cs = [torch.full((*whole.shape[:-1], n), float("nan")).bfloat16() for n in self.ns]
+                pairs = [result((whole @ b.double()).bfloat16()) for b in bs]
                 kernel.launch(
-                    *(half, shards[rank].data_ptr(), [b.data_ptr() for b in bs], [c.data_ptr() for c in cs]),
+                    *(half, shards[rank].data_ptr()),
+                    *([b.data_ptr() for b in bs], [c.data_ptr() for c, _ in pairs]),
                     *(piece == 0, piece == pieces - 1, polls, rank),
                 )
                 self.kept += [bs, shards]
-                self.wanted += [(c, (whole @ b.double()).bfloat16()) for c, b in zip(cs, bs, strict=True)]
+                self.wanted += pairs
 
 
 @dataclass
@@ -98,6 +108,7 @@ class Scatter:
     split_n: bool = False  # ranks have columns of B of their own
     rows: bool = False  # N is contiguous in B, not K
     nans: bool = False  # in the first row of each part of A
+    scales: tuple[float, ...] = ()  # of the ranks' A
 
     def __post_init__(self) -> None:
         self.config = scatter_configs.PushConfig(self.tile, self.band, self.staged, self.split_n)
@@ -140,6 +151,8 @@ class Scatter:
 
     def launch(self, half: int, polls: int) -> None:
         a = [self.operand() for _ in self.kernels]
+        if self.scales:  # else NaNs keep their bits
+            a = [x * scale for x, scale in zip(a, self.scales, strict=True)]
         b = [self.columns() for _ in self.kernels]
         total = sum(x.float() @ y.float() for x, y in zip(a, b, strict=True))
         if self.split_n:
@@ -147,12 +160,12 @@ class Scatter:
         epilogue, shape = self.epilogue, (self.batches, self.m, self.n)
         scale = torch.tensor(1.0) / self.size if epilogue.average else torch.tensor(1.0)
         for rank, kernel in enumerate(self.kernels):
-            out = torch.full(shape, float("nan"), dtype=epilogue.out_dtype)
             terms = [numbers(self.n)] * epilogue.bias + [numbers(*shape)] * epilogue.residual
             operands = [x.data_ptr() for x in (a[rank], b[rank], *terms)]
-            kernel.launch(half, operands, [out.data_ptr()], polls, rank)
             want = sum(terms, start=total[:, 0 if epilogue.to_all else rank] * scale)
-            self.wanted.append((out, want.to(epilogue.out_dtype)))
+            out, want = result(want.to(epilogue.out_dtype))
+            kernel.launch(half, operands, [out.data_ptr()], polls, rank)
+            self.wanted.append((out, want))
             self.kept += terms
         self.kept += [a, b]
 
@@ -218,6 +231,7 @@ SCATTERS = {
     ),
     "columns-whole": Scatter(4, 65, 64, 72, BROAD, blocks=2, band=3, split_n=True, rows=True),
     "nans": Scatter(2, 67, 72, 72, staged=True, nans=True),
+    "order-of-ranks": Scatter(3, 67, 72, 72, epilogue=Epilogue(torch.float32), scales=LARGE_BUT_ONE),
     "batches": Scatter(2, 33, 72, 72, batches=3, epilogue=Epilogue(torch.float32, bias=True, residual=True)),
 }
 Op = Gather | Scatter
@@ -254,6 +268,13 @@ def wrong(op: Op, ranks: Products) -> str:
         return f"a wait has expired: {ranks.records.tolist()}"
     if ranks.layout.announced and ranks.memory[:, ranks.layout.half(0) : ranks.layout.staging].any():
         return "a half is not empty"
+    words, layout = ranks.memory.view(torch.int32), ranks.layout
+    for half in (0, 1):
+        counts = [layout.EPOCH + half, *range(layout.done(half), layout.done(half) + op.size)]
+        if (words[:, counts] != words[0, counts[0]]).any():
+            return f"ranks count other uses of half {half}"
+        if words[:, layout.LEFT + half].any():
+            return f"blocks have left a use of half {half} that is over"
     if ranks.strays:
         return f"{ranks.strays} times a block reached for one that had ended"
     bad = [i for i, pair in enumerate(op.wanted) if not torch.allclose(*pair, rtol=0, atol=0, equal_nan=True)]

@@ -125,7 +125,7 @@ static void __threadfence() { fence(false); }
 static void launch_begins(Rank& rank) {
     const Launch& launch = *rank.launches[rank.next];
     State& s = states[rank.number];
-    s.shared.assign(launch.blocks * SHARED, 0);
+    s.shared.assign(launch.blocks * SHARED, -1);  // NaNs, and counts far ahead
     s.warps.assign(launch.blocks * launch.threads / 32, Barrier());
     s.warpgroups.assign(launch.blocks * launch.threads / 128, Barrier());
     s.blocks.assign(launch.blocks, Barrier());

@@ -23,6 +23,10 @@ MISTAKES = {
     "gather-count-not-awaited": ("weft::wait_count(s.counts + ARRIVED, ++needed)", "++needed"),
     "gather-half-not-free": ("half.done + lane, use - 1", "half.done + lane, use - 2"),
     "gather-not-drained": ("    weft::drain(s, turn);\n", ""),
+    "gather-not-drained-quite": (
+        "for (int i = 0; i < STAGES; ++i) {\n        wait(s.empty",
+        "for (int i = 1; i < STAGES; ++i) {\n        wait(s.empty",
+    ),
     "gather-left-before-loading": (
         "load(p, s, order);\n            if (p.final && threadIdx.x % 32 == 0) weft::leave(p.watch, p.half, use);",
         "if (p.final && threadIdx.x % 32 == 0) weft::leave(p.watch, p.half, use);\n            load(p, s, order);",
@@ -35,6 +39,7 @@ MISTAKES = {
     "scatter-zeros-not-fenced": ("__threadfence();\n    if (atomicAdd", "if (atomicAdd"),
     "nans-on-the-wire": ("to_wire(make_uint4(Number", "from_wire(make_uint4(Number"),
     "scatter-other-part-taken": ("(2 * t.index + warpgroup) * PART", "(2 * t.index + 1 - warpgroup) * PART"),
+    "order-of-sums": ("if (i == RANK) {", "if (i == WORLD_SIZE - 1) {"),
     "scatter-not-drained": ("    weft::drain(s, turn);\n", ""),
     "scatter-left-before-taking": ("over = weft::read_count(s.counts + TAKEN) != 0 &&", "over = true ||"),
     "columns-of-another-rank": ("(SPLIT_N ? t.dst * p.n : 0)", "(SPLIT_N ? p.watch.rank * p.n : 0)"),
@@ -64,6 +69,8 @@ def may_show(mistake: str) -> Op:
         return SCATTERS["to-all-3"]
     if mistake.startswith("nans"):
         return SCATTERS["nans"]
+    if mistake.startswith("order"):
+        return SCATTERS["order-of-ranks"]
     if mistake.startswith("columns"):
         return SCATTERS["columns"]
     if mistake.startswith("staged"):
@@ -72,7 +79,7 @@ def may_show(mistake: str) -> Op:
         return Scatter(2, 33, 72, 40)
     if mistake.startswith("scatter"):
         return Scatter(2, 67, 200, 72)
-    if mistake == "gather-not-drained":  # all stages are under way at once
+    if mistake.startswith("gather-not-drained"):  # all stages are under way at once
         return Gather(2, 33, (8,), 128, push(SMALL, 0, 1))
     # Little to multiply until rows come.
     return Gather(2, 147, (8,), 264, push(WIDE, 0, 1, split_k="split" in mistake), blocks=2)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from fibers import PATIENT
-from product_ops import GATHERS, SCATTERS, Op, uses, wrong
+from product_ops import GATHERS, LARGE_BUT_ONE, SCATTERS, Op, uses, wrong
 from weft.symm_mem.fault import Fault
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def compiled_ahead(request: pytest.FixtureRequest) -> None:
     """What the tests to come need is compiled while those before them run."""
     for item in request.session.items:
-        if item.path == request.path and hasattr(item, "callspec"):
+        if item.path == request.path and hasattr(item, "callspec") and "op" in item.callspec.params:
             item.callspec.params["op"].compiled()
 
 
@@ -29,6 +30,21 @@ def test_uses_of_both_halves(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not wrong(op, uses(op, monkeypatch, op.compiled().result(), seed))
 
 
+def test_ranks_with_equal_bs_get_equal_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards side by side are multiplied in the order of the ranks, whoever does."""
+    op = replace(GATHERS["split-senders"])
+    library, bs = op.compiled().result(), op.bs()
+    scales = iter([1.0, *LARGE_BUT_ONE])  # the first shard is an example
+    monkeypatch.setattr(op, "bs", lambda: bs)
+    monkeypatch.setattr(op, "shard", lambda: GATHERS["split-senders"].shard() * next(scales))
+    ranks = op.prepare(monkeypatch, library, (1, 2000))
+    op.launch(0, PATIENT)
+    ranks.run(seed=3)
+    first, *others = [got for got, _ in op.wanted]
+    assert not ranks.records.any() and first.isfinite().all()
+    assert all(torch.equal(first, other) for other in others)
+
+
 @pytest.mark.parametrize(
     "op",
     [GATHERS["beside"], GATHERS["senders"], SCATTERS["3"], SCATTERS["staged"], SCATTERS["to-all"]],
@@ -37,7 +53,7 @@ def test_uses_of_both_halves(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("told", [False, True], ids=["expires", "had-expired"])
 def test_a_rank_that_gives_up_sends_nothing(op: Op, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = op.prepare(monkeypatch, op.compiled().result(), (1, 2000))
-    op.launch(0, polls=100)
+    op.launch(0, polls=1 << 40 if told else 100)  # who has been told waits for nothing
     layout, words = ranks.layout, ranks.memory.view(torch.int32)
     # As if this were the second use, and the last rank were still in the first one.
     words[0, layout.EPOCH] = 1
@@ -53,6 +69,26 @@ def test_a_rank_that_gives_up_sends_nothing(op: Op, told: bool, monkeypatch: pyt
     assert torch.equal(ranks.memory[1:], before[1:])
     # A wait for data may expire as soon as the one for the half does.
     assert ranks.records[0, :2].tolist() == ([0, 0] if told else [1, ranks.places[0].address])
+
+
+@pytest.mark.parametrize("missing", range(4), ids=["part-of-1", "part-of-2", "sum-of-1", "sum-of-2"])
+def test_who_has_not_sent_is_named(missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what rank 0 waits for, parts and sums of its peers, all has come but what one of them sends."""
+    op = SCATTERS["to-all-3"]
+    ranks = op.prepare(monkeypatch, op.compiled().result(), (1, 2000))
+    op.launch(0, polls=100)
+    first, size = ranks.layout.half(0), ranks.layout.half_bytes
+    slots = ranks.memory[0, first : first + size].view(4, -1)
+    slots[:] = 1
+    slots[missing] = 0
+    ranks.run_alone(0)
+    peer = 1 + missing % 2
+    written, address, named, word, expected, seen, kind, _ = ranks.records[0].tolist()
+    assert (written, address, named) == (1, ranks.places[0].address, peer)
+    assert (expected, seen, kind) == (1, 0, 1)
+    assert word * 4 - first in range(missing * size // 4, (missing + 1) * size // 4)
+    assert ranks.faults[0, Fault.BROKEN] == 1 + peer
+    assert not slots.any(), "what has come is taken all the same"
 
 
 @pytest.mark.parametrize("op", [GATHERS["beside"], GATHERS["senders"]], ids=["beside", "senders"])
