@@ -94,14 +94,19 @@ def calls_of_changing_size(
         weight = torch.randn(hidden).to(xs[0].dtype)
         outs = []
         for rank, residual in enumerate(residuals):
-            normed, sums = (torch.full((rows, hidden), 7.0, dtype=residual.dtype) for _ in range(2))
+            sevens = torch.full_like(residual, 7.0)
+            # Behind each lie rows that must stay.
+            rooms = [
+                torch.cat([t, sevens[:1].expand(world_size, -1)])
+                for t in (sevens, sevens, xs[rank], residual)
+            ]
+            normed, sums, *mine = (room[:rows] for room in rooms)
             kernel = cuda_kernel.AllReduceRmsNorm(ranks.places[rank], rows, hidden, TORCH[dtype], EPS, config)
             # The sums may take the place of the residual or of x.
-            mine = (xs[rank].clone(), residual.clone())
             sums = choice.choice((sums, *mine))
             tensors = (*mine, weight, normed, sums)
             kernel.launch(*(t.data_ptr() for t in tensors), PATIENT, rank)
-            outs.append((normed, sums, mine))
+            outs.append((normed, sums, rooms))
         calls.append((xs, residuals, weight, outs, config))
     ranks.run(seed)
     assert not ranks.records.any(), f"a wait has expired: {ranks.records.tolist()}"
@@ -109,7 +114,8 @@ def calls_of_changing_size(
         total = xs[0].float()
         for x in xs[1:]:
             total = total + x.float()
-        for residual, (normed, sums, _) in zip(residuals, outs, strict=True):
+        for residual, (normed, sums, rooms) in zip(residuals, outs, strict=True):
+            assert all(bool((room[len(sums) :] == 7).all()) for room in rooms), "written past the end"
             want = total.to(residual.dtype) + residual
             assert same(sums, want), config
             finite = want.isfinite().all(-1)
