@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 BF16 = torch.bfloat16
 KERNELS = ("matmul_all_reduce",)
+VECTOR = 8  # elements: what a kernel that goes too far stores past the end
 
 
 def compiled(
@@ -69,13 +70,13 @@ class Calls:
         want, config = reference(xs, self.reduce_op), AllReduceConfig(form, 3, 64)
         for rank, x in enumerate(xs):
             out = self._out(numel, want)
-            launch(self.monkeypatch, self.ranks, rank, x, out[:-1], self.reduce_op, config)
+            launch(self.monkeypatch, self.ranks, rank, x, out[:numel], self.reduce_op, config)
         self.kept += xs
 
     def _out(self, numel: int, want: torch.Tensor) -> torch.Tensor:
-        out = torch.full((numel + 1,), float("nan"), dtype=BF16)
-        out[-1] = 1.5
-        self.done.append((out, torch.cat([want, out[-1:]])))
+        out = torch.full((numel + VECTOR,), float("nan"), dtype=BF16)
+        out[numel:] = 1.5
+        self.done.append((out, torch.cat([want, out[numel:]])))
         return out
 
     def right(self) -> bool:
