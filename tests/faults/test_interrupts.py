@@ -97,9 +97,11 @@ def interrupted(rank: int, world_size: int, name: str) -> None:
     # What is half-made is used by nobody.
     refused = [makes_a_heap] if before and step != "spin" else []
     refused += [reduces] if call is symm_mem.reset or step == "spin" else []
+    begin = time.monotonic()
     for again in refused:
         with pytest.raises(symm_mem.WeftError):
             again()
+    assert time.monotonic() - begin < LONG / 4, "it was tried"
     dist.barrier()
     symm_mem.reset()
     for right in (reduces, checked, makes_a_heap, prepares, grows):
