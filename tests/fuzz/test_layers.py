@@ -61,17 +61,26 @@ def own(x: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
     return x.chunk(size, dim)[rank]
 
 
+def parts_of(x: Any, dim: int | None, rank: int, size: int) -> tuple[Any, Any]:
+    """This rank's part of x along ``dim``, and x; where it has no such parts x is one itself, the same on all ranks."""
+    if dim is None or not isinstance(x, torch.Tensor) or x.layout != torch.strided:
+        return x, x
+    if not -x.dim() <= dim < x.dim():
+        return x, x
+    if x.shape[dim] % size == 0:
+        return own(x, dim, rank, size), x
+    return x, torch.cat([x] * size, dim)
+
+
 def invoke(kind: str, options: dict[str, Any], x: Any, rank: int, size: int) -> None:
     """The layer on this rank's part of x, against nn.Linear on the whole of it."""
     torch.manual_seed(5)
     layer = {"column": ColumnParallelLinear, "row": RowParallelLinear}[kind](**options)
     dim, parallel = options["sequence_dim"], options["sequence_parallel"]
-    mine = x
-    if isinstance(x, torch.Tensor) and x.dim() == 3 and x.layout == torch.strided:
-        if kind == "column" and parallel and -3 <= dim < 2:
-            mine = own(x, dim, rank, size)
-        if kind == "row" and options["input_is_parallel"]:
-            mine = own(x, -1, rank, size)
+    split = dim if kind == "column" and parallel else None
+    if kind == "row" and options["input_is_parallel"]:
+        split = -1
+    mine, x = parts_of(x, split, rank, size)
     y = layer(mine)
     if x.device.type == "meta":
         return
