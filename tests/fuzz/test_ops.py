@@ -190,7 +190,7 @@ def attempt(rank: int, world_size: int, op: str, args: list[Any]) -> tuple[Any, 
             _, _, weight, eps, _ = every[rank]
             normed, got = got
             wide = got.detach().double()
-            unit = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()
+            unit = wide / (wide.square().mean(-1, keepdim=True) + float(eps)).sqrt()
             compare(op, normed, unit * weight.detach().double(), dtype, None)
         compare(op, got, want, dtype, parts)
     assert kind == "fine" or not launched, f"{text}: refused after {plan.last_plan()}"
