@@ -83,9 +83,8 @@ def _device(device: torch.device | str) -> torch.device:
         raise ValueError(f"device: torch knows none that is called {device!r}") from e
     if found.type not in ("cpu", "cuda"):
         raise ValueError(f"device: is {str(found)!r}, must be a CUDA device or the CPU")
-    return (
-        found if found.type == "cuda" else torch.device("cpu")
-    )  # "cpu:0" is no other device, and no tensor's
+    # "cpu:0" is no other device, and no tensor's.
+    return found if found.type == "cuda" else torch.device("cpu")
 
 
 def _forget_destroyed() -> None:

@@ -179,9 +179,8 @@ class Rendezvous:
     def _give_up(self, store: Questions, what: str, cause: BaseException) -> None:
         blamed = str(getattr(cause, "culprit", self.rank))
         if self._prefix:
-            farewell = self._farewell(
-                self.rank
-            )  # now: a store that is silent hears of it in the next session
+            # Now: a store that is silent hears of it in the next session.
+            farewell = self._farewell(self.rank)
             store.tell(lambda s: s.set(farewell, blamed))
         if isinstance(cause, WeftError):
             self._broken = cause.again()

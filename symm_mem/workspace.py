@@ -269,9 +269,8 @@ class Workspace(Generic[L]):
     def keep(self, key: Any, made: Any) -> None:
         """Note in ``prepared`` what a launcher has made. Where there are too many, all others are forgotten: each rank
         makes them anew by itself."""
-        if (
-            self.graph is None and len(self.prepared) >= _MOST_PREPARED
-        ):  # a captured graph runs what was made for it
+        # A captured graph runs what was made for it.
+        if self.graph is None and len(self.prepared) >= _MOST_PREPARED:
             self.prepared.clear()
         self.prepared[key] = made
 

@@ -52,18 +52,24 @@ def run_ranks(
         device: "cpu" over gloo, or "cuda" over NCCL, where new tensors lie on the rank's GPU by default.
         gpus: on "cuda", the ranks share so many GPUs: rank r has GPU r % gpus, and the group is that of staged.py,
             as NCCL takes no two ranks on one. A kernel waits for other processes' turns on its GPU: milliseconds a
-            call. Default: each has one of its own, or with WEFT_TEST_SHARED_GPUS=1 a share of those that there are.
+            call. Default: each has one of its own; with WEFT_TEST_SHARED_GPUS=1 they share where there are too few.
         timeout: seconds.
         env: set before torch is imported in the ranks.
         expect_dead: ranks that may die without a result (None).
         fresh: the ranks are started for this run and end with it.
         store: "file", "tcp" (this process keeps it, as torchrun does) or "rank 0" (TCP, kept by that rank).
     """
-    if device == "cuda" and gpus is None and os.environ.get("WEFT_TEST_SHARED_GPUS") == "1":
-        gpus = max(1, min(world_size, torch.cuda.device_count()))
+    there = torch.cuda.device_count()
+    if (
+        device == "cuda"
+        and gpus is None
+        and there < world_size
+        and os.environ.get("WEFT_TEST_SHARED_GPUS") == "1"
+    ):
+        gpus = max(1, there)
     needed = world_size if gpus is None else gpus
-    if device == "cuda" and torch.cuda.device_count() < needed:
-        pytest.skip(f"needs {needed} GPUs, here are {torch.cuda.device_count()}")
+    if device == "cuda" and there < needed:
+        pytest.skip(f"needs {needed} GPUs, here are {there}")
     if gpus is not None:
         env = {"WEFT_SHARE_GPUS": "1", **(env or {})}
     key = (world_size, device, gpus, tuple(sorted((env or {}).items())), store)

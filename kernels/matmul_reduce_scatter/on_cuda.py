@@ -173,6 +173,6 @@ def launcher(
     workspace: Workspace[Any],
     epilogue: configs.Epilogue,
 ) -> MatmulReduceScatterPush | MatmulReduceScatterOneShot | None:
-    """What ``run`` launched, for more calls like it; None for the Triton kernel."""
+    """What ``run`` launched, for more calls like it; None for the Triton kernel, or where it is forgotten already."""
     triton = isinstance(choice.config, configs.Config)
     return None if triton else workspace.prepared.get((choice, epilogue))

@@ -14,9 +14,7 @@ class Backend(Protocol):
     granularity: int  #: bytes; sizes and offsets of chunks are multiples of it
     chunk: int  #: bytes; the heap grows by at least this much
     span: int  #: bytes of address range for each rank: what a heap can grow to
-    to_be_tried: (
-        bool  #: what ``refuse`` found is no certain yes: a peer's memory may turn out not to be mapped
-    )
+    to_be_tried: bool  #: whether a peer's memory can be mapped is seen by doing it: ``refuse`` cannot tell
 
     def identity(self) -> dict[str, Any]:
         """What the other ranks need to know of this one to judge whether memory can be shared (JSON)."""
