@@ -206,17 +206,17 @@ def push_candidates(
     m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int, split_k: bool = False
 ) -> list[PushConfig]:
     """What may be fastest; of those that are thought to be as fast, what comes first. A group is one or two rows of
-    tiles of all peers, or as many as keep every block busy once: where the data is waited for, the tiles of the last
-    group then advance together as it comes."""
+    tiles of all peers, or as many as keep every block busy once, all of them if there are no more: where the data is
+    waited for, the tiles of the last group then advance together as it comes."""
     configs, peers = [], world_size - 1
     listed = 1 if split_k else peers  # tiles that wait for a row of tiles of all peers, in each column
     several = [s for s in _senders(peers * m * k * 2, world_size, split_k) if 4 * s <= num_sms]
-    for tile in gemm_tiles.suited(world_size * m, sum(ns), k, world_size):
+    for tile in gemm_tiles.suited(world_size * m, sum(ns), k, world_size, stores_only=True):
         rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
         for senders in several:
             missed = _missed(tile, senders, m, k, world_size) if senders else 0
             fill = (num_sms - senders) // (listed * columns)
-            for group in sorted({1, 2, fill} & set(range(1, rows + 1)), reverse=senders > 0):
+            for group in sorted({1, 2, min(fill, rows)} & set(range(1, rows + 1)), reverse=senders > 0):
                 remote_band = max(_BAND, -(-group * listed // 2))
                 config = PushConfig(
                     *(tile, senders, group),

@@ -158,6 +158,19 @@ __device__ __forceinline__ void release(u64* empty) {
     arrive_at(empty, 1);
 }
 
+// sums [64, N] += a [64, 16] @ b [16, N], or = if `add` is 0. An instruction has up to 256 columns.
+template <int N>
+__device__ __forceinline__ void product(float (&sums)[N / 2], u64 a, u64 b, int add) {
+    if constexpr (N <= 256) {
+        Product<N>::template run<B_ROWS>(sums, a, b, add);
+    } else {
+        constexpr int FIRST = 192, B_BYTES_OF_FIRST = B_ROWS ? FIRST / 64 * 4096 : FIRST * 128;
+        product<FIRST>(reinterpret_cast<float(&)[FIRST / 2]>(sums[0]), a, b, add);
+        product<N - FIRST>(
+            reinterpret_cast<float(&)[(N - FIRST) / 2]>(sums[FIRST / 2]), a, b + (B_BYTES_OF_FIRST >> 4), add);
+    }
+}
+
 // The product of a tile, by a multiplying warpgroup, its stages as they come. It waits for its products of a stage before
 // it takes the next: the other warpgroup's keep the tensor cores busy meanwhile, and the stage is released a stage's time
 // earlier, on which the loads depend: one takes as long as two stages' products.
@@ -176,7 +189,7 @@ __device__ __forceinline__ void multiply(
 #pragma unroll
         for (int k = 0; k < BK / 16; ++k) {
             const int b_at = B_ROWS ? k / 2 * (B_BYTES / 2) + k % 2 * 2048 : k * 32;
-            Product<WN>::template run<B_ROWS>(sums, a + k * 2, b + (b_at >> 4), i + k);
+            product<WN>(sums, a + k * 2, b + (b_at >> 4), i + k);
         }
         products_commit();
         products_wait<0>();

@@ -58,17 +58,25 @@ TILES = (
     Tile(64, 256, 5, 0.362),
     Tile(64, 128, 6, 0.31),
     Tile(128, 96, 5, 0.34),
+    # Of other widths, for products that these cut into waves of which the last one is not full.
+    Tile(128, 160, 5, 0.465),
+    Tile(128, 224, 4, 0.65),
 )
-
+# Its sums leave a thread no registers for what an epilogue does beside storing them.
+WIDEST = Tile(128, 320, 4, 0.92)
 
 # ``stage_us`` between two ranks, measured with the kernels of now, in which the numbers of warps come from shuffles.
 # Those above are from before that, and what choices between more ranks are fitted to.
 _STAGES_OF_TWO = {(64, 256): 0.382, (64, 128): 0.258}
 
 
-def suited(m: int, n: int, k: int, world_size: int) -> list[Tile]:
-    """What is worth a look for [m, K] @ [K, N]. Long products want tiles that load little for what they multiply."""
-    tiles = [tile for tile in TILES if tile.block_m == 128 or m * n * k < 50e9]
+def suited(m: int, n: int, k: int, world_size: int, *, stores_only: bool = False) -> list[Tile]:
+    """What is worth a look for [m, K] @ [K, N]. Long products want tiles that load little for what they multiply.
+
+    ``stores_only``: all that an epilogue does is to store a tile.
+    """
+    every = (*TILES, WIDEST) if stores_only else TILES
+    tiles = [tile for tile in every if tile.block_m == 128 or m * n * k < 50e9]
     if world_size > 2:
         return tiles
     return [replace(t, stage_us=_STAGES_OF_TWO.get((t.block_m, t.block_n), t.stage_us)) for t in tiles]

@@ -21,7 +21,7 @@ from weft.fused_ops.plan import forced
 from weft.kernels.all_gather_matmul import configs, on_cuda
 from weft.kernels.all_gather_matmul.configs import PushConfig
 from weft.kernels.device.choice import Choices
-from weft.kernels.device.gemm_tiles import TILES, Tile
+from weft.kernels.device.gemm_tiles import TILES, WIDEST, Tile
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +64,7 @@ def exact(
 
 
 def every_tile(rank: int, world_size: int) -> None:
-    for tile in TILES:
+    for tile in (*TILES, WIDEST):
         for senders in (0, 8):  # sent by every block, or by some, which miss a tile meanwhile
 
             def only(m: int, *_: object, tile: Tile = tile, senders: int = senders) -> Any:

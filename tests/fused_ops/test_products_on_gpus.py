@@ -21,7 +21,7 @@ from weft.kernels.all_gather_matmul import on_cuda as gather_on_cuda
 from weft.kernels.all_gather_matmul.configs import PushConfig
 from weft.kernels.device import gemm_tiles
 from weft.kernels.device.choice import Choices
-from weft.kernels.device.gemm_tiles import TILES, Tile
+from weft.kernels.device.gemm_tiles import TILES, WIDEST, Tile
 from weft.kernels.device.one_shot import MOST_BYTES
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatter_on_cuda
 
@@ -80,7 +80,7 @@ def both_ops(
 
 
 def every_tile(rank: int, world_size: int) -> None:
-    for tile in TILES:
+    for tile in (*TILES, WIDEST):
         # Sent by every block, or by some, which miss a tile meanwhile; with and without a short first wave.
         for senders, lead in ((0, 2), (8, 0), (8, 1)):
 
@@ -98,7 +98,7 @@ def every_tile(rank: int, world_size: int) -> None:
                 mock.patch.object(gather_on_cuda, "_choices", Choices()),
                 mock.patch.object(scatter_on_cuda, "_choices", Choices()),
                 mock.patch.object(gather_configs, "push_candidates", only),
-                mock.patch.object(gemm_tiles, "TILES", (tile,)),
+                mock.patch.object(gemm_tiles, "TILES", TILES if tile == WIDEST else (tile,)),
                 forced("fused"),
             ):
                 for i, (m, k, ns) in enumerate(SHAPES):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from fibers import PATIENT, Library
-from products import BROAD, SMALL, WIDE, Products, build
+from products import BROAD, SMALL, TWO_AND_A_HALF, WIDE, WIDEST, Products, build
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul import cuda_kernel as gather
 from weft.kernels.device.gemm_tiles import Tile
@@ -200,6 +200,9 @@ GATHERS = {
     "lead": Gather(2, 147, (72, 40), 72, push(SMALL, 0, 1, lead=2), blocks=6),
     "lead-senders": Gather(3, 147, (72,), 200, push(SMALL, 2, 1, missed=1, lead=1), blocks=8),
     "rows": Gather(2, 147, (64,), 200, push(BROAD, 0, 1), rows=True, apart=24),
+    "half-a-group": Gather(2, 130, (200,), 72, push(TWO_AND_A_HALF, 0, 1), rows=True),
+    "two-instructions": Gather(2, 130, (328, 72), 72, push(WIDEST, 0, 1), blocks=2),
+    "two-instructions-rows": Gather(2, 130, (320,), 72, push(WIDEST, 0, 1), blocks=2, rows=True),
     "split": Gather(2, 147, (72, 40), 200, push(SMALL, 0, 1, split_k=True)),
     "split-senders": Gather(3, 200, (40,), 72, push(WIDE, 2, 1, 64, split_k=True, missed=1), apart=8),
     "split-rows": Gather(4, 65, (64, 128), 72, push(BROAD, 0, 1, split_k=True), rows=True),

@@ -23,6 +23,8 @@ SHARED = 128 << 10  # bytes that a block has
 SMALL = Tile(64, 64, 2, 0.0)
 WIDE = Tile(128, 32, 3, 0.0)
 BROAD = Tile(128, 64, 2, 0.0)  # for B with N contiguous
+TWO_AND_A_HALF = Tile(128, 160, 2, 0.0)  # groups of 64 columns
+WIDEST = Tile(128, 320, 2, 0.0)  # of two instructions
 
 
 _libraries = tempfile.TemporaryDirectory(prefix="weft-products-")

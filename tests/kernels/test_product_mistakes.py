@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from fibers import PATIENT
-from product_ops import PACES, SCATTERS, Gather, Op, Scatter, push, uses, wrong
+from product_ops import GATHERS, PACES, SCATTERS, Gather, Op, Scatter, push, uses, wrong
 from products import SMALL, WIDE
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -32,6 +32,9 @@ MISTAKES = {
         "if (p.final && threadIdx.x % 32 == 0) weft::leave(p.watch, p.half, use);\n            load(p, s, order);",
     ),
     "gather-split-other-part": ("i * weft::BK, src);", "i * weft::BK, src % 1);"),
+    "two-instructions-same-columns": ("b + (B_BYTES_OF_FIRST >> 4)", "b"),
+    "two-instructions-rows-as-columns": ("FIRST / 64 * 4096", "FIRST * 128"),
+    "half-a-group-one-box": ("column + 64 * i,", "column,"),
     "scatter-not-awaited": ("if (!__any_sync(~0u, missing && there)) break;", "break;"),
     "scatter-not-emptied": ("if (i < count) store_vector(at(i), make_uint4(0, 0, 0, 0));", ""),
     "scatter-half-a-vector": ("v.x == 0 || v.y == 0 || v.z == 0 || v.w == 0", "v.x == 0 || v.z == 0"),
@@ -65,6 +68,10 @@ MISTAKES = {
 
 
 def may_show(mistake: str) -> Op:
+    if mistake.startswith("two-instructions"):
+        return GATHERS["two-instructions-rows" if "rows" in mistake else "two-instructions"]
+    if mistake.startswith("half-a-group"):
+        return GATHERS["half-a-group"]
     if mistake.startswith("to-all"):
         return SCATTERS["to-all-3"]
     if mistake.startswith("nans"):
