@@ -8,6 +8,9 @@ from typing import Any, cast
 class WeftError(RuntimeError):
     """Base of weft's own errors. They can be pickled, so a launcher may hand them on."""
 
+    #: Whether every rank has this error, and each in another place: none of them takes the step that it was at.
+    out_of_step = False
+
     def again(self) -> WeftError:
         """The same error without the traceback of the first: for a state that goes on refusing."""
         kind, fields, *_ = cast("tuple[Any, ...]", self.__reduce__())

@@ -30,8 +30,8 @@ def heap(group: Group = None, device: torch.device | str | None = None) -> Heap:
         HeapUnavailable: the ranks cannot address each other's memory: several hosts, no peer access, a
             process group without processes; or two of them share a GPU and WEFT_SHARE_GPUS is not 1. Every rank gets
             the same answer, at once from then on; behind a reset ranks try again.
-        ValueError, TypeError: there is no such group, or no longer, ``device`` is neither a CUDA device nor the CPU,
-            or WEFT_SHARE_GPUS is neither 0 nor 1.
+        ValueError, TypeError: there is no such group, or no longer, ``device`` is neither a CUDA device that is there
+            nor the CPU, or WEFT_SHARE_GPUS is neither 0 nor 1.
     """
     pg = resolve_group(group)
     where = _device(device) if device is not None else _default_device(pg)
@@ -41,6 +41,7 @@ def heap(group: Group = None, device: torch.device | str | None = None) -> Heap:
     key = (pg.group_name, where.type, index)
     known = _heaps.get(key)
     if known is None or known[0] is not pg:  # a name may be used again after destroy_process_group
+        _refuse_missing(where)
         _forget_destroyed()
         with _making.setdefault(key, threading.RLock()):
             known = _heaps.get(key)
@@ -85,6 +86,15 @@ def _device(device: torch.device | str) -> torch.device:
         raise ValueError(f"device: is {str(found)!r}, must be a CUDA device or the CPU")
     # "cpu:0" is no other device, and no tensor's.
     return found if found.type == "cuda" else torch.device("cpu")
+
+
+def _refuse_missing(device: torch.device) -> None:
+    if device.type == "cuda" and device.index is not None:
+        count = torch.cuda.device_count()  # 0: other ranks may have some, and hear why there is no heap
+        if 0 < count <= device.index:
+            raise ValueError(
+                f"device: is {str(device)!r}, must be one of the {count} GPUs that this process sees"
+            )
 
 
 def _forget_destroyed() -> None:

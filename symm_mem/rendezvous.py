@@ -122,16 +122,20 @@ class Rendezvous:
     def _farewell(self, rank: int) -> str:
         return f"{self._prefix}/gave up/{rank}"
 
-    def gather(self, what: str, value: Any, timeout: float | None = None) -> list[Any]:
+    def gather(
+        self, what: str, value: Any, timeout: float | None = None, *, failed: bool = False
+    ) -> list[Any]:
         """Every rank's ``value`` (JSON), by rank.
 
         Args:
             timeout: seconds, where the group's deadline is not what counts.
+            failed: ``value`` is why this rank cannot go on.
 
         Raises:
             PeerTimeout: a rank did not come.
             RankMismatch: a rank came with another ``what``.
-            WeftError: the store does not answer, or an earlier step was not completed.
+            WeftError: the store does not answer, or an earlier step was not completed; or a rank came with another
+                ``what`` because it cannot go on.
         """
         if self._broken is not None:
             raise self._broken.again()
@@ -140,7 +144,7 @@ class Rendezvous:
             try:
                 seconds = self._timeout() if timeout is None else timeout
                 store.limit(seconds)
-                store.set(self._key(step, self.rank), json.dumps([what, value]))
+                store.set(self._key(step, self.rank), json.dumps([what, value, failed]))
                 begin = time.monotonic()
                 posts = [self._read(store, step, r, what, begin, seconds) for r in range(self.world_size)]
                 if step:  # whoever posted this step has read the one before
@@ -149,10 +153,23 @@ class Rendezvous:
             except BaseException as e:
                 self._give_up(store, what, e)
                 raise
-        for rank, (topic, _) in enumerate(posts):
-            if topic != posts[0][0]:
-                raise RankMismatch(f"step {step}", self.group_name, rank, repr(topic), repr(posts[0][0]))
-        return [post[1] for post in posts]
+        topics = [topic for topic, _, _ in posts]
+        if len(set(topics)) > 1:
+            raise self._out_of_step(step, posts)
+        return [value for _, value, _ in posts]
+
+    def _out_of_step(self, step: int, posts: list[tuple[str, Any, bool]]) -> WeftError:
+        """What all ranks raise that have come to this step for different things."""
+        refusing = [
+            (topic, f"rank {rank}: {why}") for rank, (topic, why, failed) in enumerate(posts) if failed
+        ]
+        if refusing:  # the others had gone on to a step in the midst of what these could not do
+            error = self._refusal(refusing[0][0], [why for _, why in refusing])
+        else:
+            rank, topic = next((r, post[0]) for r, post in enumerate(posts) if post[0] != posts[0][0])
+            error = RankMismatch(f"step {step}", self.group_name, rank, repr(topic), repr(posts[0][0]))
+        error.out_of_step = True
+        return error
 
     @contextmanager
     def whole(self, what: str) -> Iterator[None]:
@@ -207,7 +224,7 @@ class Rendezvous:
 
     def settle(self, what: str, problem: str | None, timeout: float | None = None) -> None:
         """All ranks go on, or none: raises on every rank when one of them has a problem."""
-        self.refuse(what, self.gather(what, problem, timeout))
+        self.refuse(what, self.gather(what, problem, timeout, failed=problem is not None))
 
     def settled(self, what: str, step: Callable[[], T], timeout: float | None = None) -> T:
         """Run a step that may fail here; if it fails on any rank, every rank raises."""
@@ -215,6 +232,8 @@ class Rendezvous:
         try:
             result = step()
         except Exception as e:
+            if isinstance(e, WeftError) and e.out_of_step:
+                raise
             problem = describe(e)
         self.settle(what, problem, timeout)
         return result
@@ -222,7 +241,10 @@ class Rendezvous:
     def refuse(self, what: str, problems: list[str | None]) -> None:
         found = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]
         if found:
-            raise WeftError(f"{what} in group {self.group_name!r}: {'; '.join(found)}")
+            raise self._refusal(what, found)
+
+    def _refusal(self, what: str, found: list[str]) -> WeftError:
+        return WeftError(f"{what} in group {self.group_name!r}: {'; '.join(found)}")
 
     def _read(self, store: Questions, step: int, rank: int, what: str, begin: float, seconds: float) -> Any:
         key, farewell = self._key(step, rank), self._farewell(rank)

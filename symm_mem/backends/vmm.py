@@ -53,7 +53,8 @@ class VmmBackend:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         with torch.cuda.device(self.device):
-            torch.cuda.current_stream().synchronize()  # makes the primary context, which the driver calls need
+            if not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream().synchronize()  # makes the primary context, which the driver calls need
         self._handle = check(driver.cuDeviceGet(index))
         self._prop = driver.CUmemAllocationProp()
         self._prop.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED

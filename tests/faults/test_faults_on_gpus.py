@@ -5,6 +5,7 @@ The tests share their ranks, whom it takes longer to start than the tests to run
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections.abc import Callable
@@ -19,7 +20,12 @@ from faults.inject import Fault
 from faults.ops import OPS
 from ranks import run_ranks
 from weft import symm_mem
-from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
+from weft.fused_ops import (
+    fused_all_gather_matmul,
+    fused_matmul_reduce_scatter,
+    last_plan,
+    one_shot_all_reduce,
+)
 from weft.fused_ops.plan import forced
 from weft.symm_mem import Heap
 
@@ -191,6 +197,7 @@ def test_signals_work_again_after_a_reset() -> None:
 
 def grows_in_a_capture(rank: int, world_size: int) -> None:
     """A graph's workspace is made while it is captured. If a rank cannot, no rank has captured that call."""
+    gc.collect()  # of an earlier test: a graph that is destroyed during a capture ends it
     heap = symm_mem.heap(None, "cuda")
     x = torch.ones(1 << 22)
     one_shot_all_reduce(x[:100], "sum", None)
@@ -234,6 +241,7 @@ def test_growth_during_a_capture_works_or_is_refused() -> None:
 
 def captures_on_every_stream(rank: int, world_size: int) -> None:
     """Torch hands its streams out more than once. What is zeroed during a capture must not lie on the captured one."""
+    gc.collect()  # of an earlier test: a graph that is destroyed during a capture ends it
     x = torch.full((64,), float(rank))
     for stream in [torch.cuda.Stream() for _ in range(33)]:
         graph = torch.cuda.CUDAGraph()
@@ -241,6 +249,19 @@ def captures_on_every_stream(rank: int, world_size: int) -> None:
             out = one_shot_all_reduce(x, "sum", None)
         graph.replay()
         assert (out == sum(range(world_size))).all()
+
+
+def captures_the_first_call(rank: int, world_size: int) -> None:
+    x, graph = torch.full((64,), float(rank)), torch.cuda.CUDAGraph()
+    with forced("fused"), torch.cuda.graph(graph):
+        out = one_shot_all_reduce(x, "sum", None)
+        assert last_plan().algorithm != "unfused", last_plan()
+    graph.replay()
+    assert (out == sum(range(world_size))).all()
+
+
+def test_the_first_call_of_a_group_may_be_captured() -> None:
+    run_ranks(captures_the_first_call, 2, device="cuda", fresh=True)
 
 
 def test_captures_work_on_every_stream_of_torchs_pool() -> None:

@@ -52,7 +52,7 @@ def tuned(rank: int, world_size: int) -> None:
     for given in (first, first, other):
         got, how = products(given)
         assert how == ["tuned"] * 2 and right(got, given)
-    where = symm_mem.heap(world(), torch.device("cuda", rank))
+    where = symm_mem.heap(world(), "cuda")
     file = TunedFile(torch.cuda.get_device_name(), world_size)
     assert len(file.read()) == 4
 

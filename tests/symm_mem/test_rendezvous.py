@@ -245,3 +245,35 @@ def test_what_lies_in_the_store_from_before_is_read_by_nobody(store: Store) -> N
     where = ranks()
     meet(where)
     assert at_once(*(lambda w=w: w.gather("ask", w.rank) for w in where)) == [[0, 1]] * 2
+
+
+def test_a_rank_that_fails_before_a_step_that_the_others_take_in_between_is_heard(store: Store) -> None:
+    where = ranks(count=3)
+    meet(where)
+
+    def prepare(w: Rendezvous) -> None:
+        if w.rank == 1:
+            raise ValueError("no such kernel")
+        w.gather("allocate", None)
+        raise AssertionError("one rank did not come")
+
+    begin = time.monotonic()
+    # Half an hour, as for a compilation: nobody waits for it.
+    said = at_once(*(lambda w=w: w.settled("prepare it", lambda: prepare(w), 1800) for w in where))
+    assert time.monotonic() - begin < 10
+    assert [str(e) for e in said] == ["prepare it in group 'g': rank 1: ValueError: no such kernel"] * 3
+    assert at_once(*(lambda w=w: w.gather("go on", w.rank) for w in where)) == [[0, 1, 2]] * 3
+
+
+def test_ranks_that_come_for_different_things_in_the_midst_of_a_step_all_say_so(store: Store) -> None:
+    where = ranks()
+    meet(where)
+    steps = [lambda: None, lambda: where[1].gather("allocate", None)]
+    said = at_once(
+        *(lambda w=w, s=s: w.settled("prepare it", s, 1800) for w, s in zip(where, steps, strict=True))
+    )
+    assert [type(e) for e in said] == [symm_mem.RankMismatch] * 2
+    assert {str(e) for e in said} == {
+        "step 0 in group 'g': rank 1 asked for 'allocate', rank 0 for 'prepare it'"
+    }
+    assert at_once(*(lambda w=w: w.gather("go on", w.rank) for w in where)) == [[0, 1]] * 2

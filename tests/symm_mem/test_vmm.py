@@ -1,12 +1,16 @@
-"""Which ranks can share the memory of their GPUs, asked of a driver that is made up."""
+"""Which ranks can share the memory of their GPUs, asked of a driver that is made up; GPUs that are not there."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from cuda.bindings import driver
+from weft import symm_mem
 from weft.symm_mem.backends import vmm
 
 _OK = driver.CUresult.CUDA_SUCCESS
@@ -67,3 +71,13 @@ def test_a_shared_gpu_needs_no_peer_access_to_itself(monkeypatch: pytest.MonkeyP
         made = backend(monkeypatch, 0, peers=False)
         assert made.refuse(ranks(*others), 0) is None
         assert made.to_be_tried is tried
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=r"device: is 'cuda:2', must be one of the 2 GPUs that this"):
+            symm_mem.empty(2, device="cuda:2")
+    finally:
+        dist.destroy_process_group()
