@@ -28,7 +28,8 @@ _MOST_WAVES = 256  # of one estimate; the waves of longer products are taken som
 class _Costs:
     """Of estimate_push_us, microseconds: a launch; between two tiles; how much slower products are beside what the same
     blocks send; until what was sent is seen. ``rates``: bytes a microsecond, by senders. ``feels``: how much longer
-    products of tiles take that load twice as much for what they multiply."""
+    products of tiles take that load twice as much for what they multiply. ``eases``: how much less is hindered, for
+    each 1.0 by which a tile's loads are less than _MUCH."""
 
     launch: float
     tile_ends: float
@@ -36,14 +37,16 @@ class _Costs:
     seen: float
     rates: dict[int, float]
     feels: float = 0.0
+    eases: float = 0.0
 
 
 # Fitted to measurements on 2 and 4 H200: where all blocks send, where some do, and of shards of the last dimension.
 _ALL_OF_TWO = _Costs(1.0, 1.9, 0.0, 8.0, {0: 333e3})
 _SOME_OF_TWO = _Costs(4.1, 0.2, 0.0, 5.4, {8: 229e3, 12: 330e3, 16: 329e3})
 _ALONG_K_OF_TWO = _Costs(0.6, 1.7, 0.13, 3.5, {0: 360e3}, feels=0.1)
-_ALL = _Costs(14.0, 1.8, 0.4, 0.0, {0: 294e3})
+_ALL = _Costs(14.0, 1.8, 0.4, 0.0, {0: 294e3}, eases=1.14)
 _SOME = _Costs(14.0, 1.6, 0.0, 3.6, {8: 294e3, 12: 294e3, 16: 275e3})
+_MUCH = 1.15  # a little less than what 128 x 192 loads
 # Microseconds of a copy kernel, and bytes a microsecond that it moves: unfused, shards of the last dimension are put
 # side by side between the all-gather and the product. Not fitted to anything: a launch, and the memory's rate.
 _COPY, _COPY_RATE = 3.0, 1.75e6
@@ -287,6 +290,7 @@ def estimate_push_us(
     moved = peers * m * k * 2
     costs = _costs(config, world_size)
     rate = costs.rates[config.senders]
+    hinders = max(0.0, costs.hinders - costs.eases * max(0.0, _MUCH - tile.loads))
     row_us = moved / rows / rate
     end = moved / gemm_tiles.LINK
     others, clusters = _clusters(config, num_sms)
@@ -314,7 +318,7 @@ def estimate_push_us(
             us = min(config.unit_columns, k - unit * config.unit_columns) / gemm_tiles.BLOCK_K
             us *= stage_us * at_once
             if not config.senders:
-                us += costs.hinders * max(0.0, min(us, end - now))
+                us += hinders * max(0.0, min(us, end - now))
             now += us
         now += costs.tile_ends * at_once
         first, wave = first + taken, wave + at_once

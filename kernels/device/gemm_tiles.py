@@ -56,7 +56,7 @@ TILES = (
     Tile(128, 192, 5, 0.55),
     Tile(128, 128, 6, 0.368),
     Tile(64, 256, 5, 0.362),
-    Tile(64, 128, 6, 0.31),
+    Tile(64, 128, 6, 0.258),
     Tile(128, 96, 5, 0.34),
     # Of other widths, for products that these cut into waves of which the last one is not full.
     Tile(128, 160, 5, 0.465),
@@ -66,8 +66,8 @@ TILES = (
 WIDEST = Tile(128, 320, 4, 0.92)
 
 # ``stage_us`` between two ranks, measured with the kernels of now, in which the numbers of warps come from shuffles.
-# Those above are from before that, and what choices between more ranks are fitted to.
-_STAGES_OF_TWO = {(64, 256): 0.382, (64, 128): 0.258}
+# That above is from before that, and what choices between more ranks are fitted to.
+_STAGES_OF_TWO = {(64, 256): 0.382}
 
 
 def suited(m: int, n: int, k: int, world_size: int, *, stores_only: bool = False) -> list[Tile]:
