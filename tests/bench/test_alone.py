@@ -1,0 +1,93 @@
+"""One rank alone: pieces are announced in the order in which ranks send them; on a GPU, its results are right."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from weft.kernels.all_gather_matmul.configs import PushConfig, push_layout
+from weft.kernels.all_gather_matmul.cuda_kernel import SOURCE
+from weft.kernels.device.gemm_tiles import Tile
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+import alone
+
+PRINTS = """
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#define __device__
+#define __forceinline__ inline
+using std::max;
+using std::min;
+#include GATHER
+struct Half { int world_size; };
+struct Watch { int rank; };
+struct Params {
+    int m, n, k, bs, columns[4], band, remote_band, group;
+    Half half;
+    Watch watch;
+};
+int main(int, char** given) {
+    Params p{};
+    p.m = std::atoi(given[1]), p.k = std::atoi(given[2]), p.group = std::atoi(given[3]);
+    p.n = 8, p.bs = 1, p.columns[0] = 1, p.band = p.remote_band = 4, p.half.world_size = 4;
+    const weft::GatherOrder<Params> order(p);
+    for (int i = 0; i < order.pieces; ++i) {
+        const weft::GatherPiece<Params> piece(p, order, i);
+        if (piece.inside) std::printf("%d\\n", piece.flag);
+    }
+}
+"""
+
+
+@pytest.mark.parametrize(("block_m", "unit"), [(128, 512), (64, 1024)])
+def test_pieces_are_announced_in_the_order_in_which_ranks_send(
+    block_m: int, unit: int, tmp_path: Path
+) -> None:
+    compiler = shutil.which("g++") or shutil.which("c++")
+    assert compiler, "a C++ compiler is needed"
+    defines = {
+        "GATHER": f'"{SOURCE.parent / "order.cuh"}"',
+        "BM": block_m,
+        "BN": 128,
+        "SPLIT_K": 0,
+        "UNIT_COLUMNS": unit,
+    }
+    defines |= {"PIECE_ROWS": 64, "PIECE_COLUMNS": 64}
+    (tmp_path / "prints.cpp").write_text(PRINTS)
+    arguments = [f"-D{name}={value}" for name, value in defines.items()]
+    subprocess.run(
+        [compiler, "-std=c++17", "-w", *arguments, "prints.cpp", "-o", "prints"], check=True, cwd=tmp_path
+    )
+    choice = random.Random(block_m)
+    for _ in range(20):
+        m, k, group = choice.randrange(1, 700), 8 * choice.randrange(1, 400), choice.randrange(1, 5)
+        config = PushConfig(Tile(block_m, 128, 4, 0.4), 0, group, unit_columns=unit)
+        announced = alone.announcements(config, m, k, 4)
+        command = [tmp_path / "prints", *map(str, (m, k, group))]
+        sent = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        flags, due = zip(*announced, strict=True)
+        assert list(flags) == [int(flag) for flag in sent], (m, k, group)
+        assert max(flags) < push_layout(m, k, 4, config).flags_per_rank
+        assert list(due) == sorted(due) and due[0] > 6000
+        assert due[-1] == round(3 * m * k * 2 / 294) + 6000
+
+
+def test_the_announcing_kernel_compiles() -> None:
+    assert alone.program().cubin()
+
+
+@pytest.mark.gpu
+def test_a_rank_alone_computes_right_results() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(alone.__file__), "--layers", "llama8b.q", "--m-sizes", "512", "--candidates", "2"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("llama8b.q")]
+    assert [line.split(":")[0] for line in lines] == ["llama8b.qkv M=512", "llama8b.q_k_v M=512"], done.stdout
