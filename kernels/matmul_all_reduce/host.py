@@ -42,14 +42,11 @@ def matmul_all_reduce(workspace: Workspace, a: torch.Tensor, b: torch.Tensor, re
                 halves[peer][0, rank, : partial.shape[0]] = partial
                 use.post(peer, 0)
 
-        with copying(workspace, push):
-            try:
-                for peer in peers:
-                    finished.put((peer, torch.mm(a[rows[peer]], b)))
-                mine = a[rows[rank]]
-                own = torch.mm(mine.float(), b.float()) if dtype != torch.float32 else torch.mm(mine, b)
-            finally:
-                finished.put(None)
+        with copying(workspace, push, lambda: finished.put(None)):
+            for peer in peers:
+                finished.put((peer, torch.mm(a[rows[peer]], b)))
+            mine = a[rows[rank]]
+            own = torch.mm(mine.float(), b.float()) if dtype != torch.float32 else torch.mm(mine, b)
         total = torch.zeros_like(own)
         for src in range(size):
             if src != rank:

@@ -52,16 +52,13 @@ def matmul_reduce_scatter(
                 slots[peer][rank] = partial
                 use.post(peer, 0)
 
-        with copying(workspace, push):
-            try:
-                for step in range(1, size):
-                    peer = (rank + step) % size
-                    a, b = parts[peer]
-                    finished.put((peer, torch.mm(a, b)))
-                a, b = parts[rank]
-                own = torch.mm(a.float(), b.float()) if dtype != torch.float32 else torch.mm(a, b)
-            finally:
-                finished.put(None)
+        with copying(workspace, push, lambda: finished.put(None)):
+            for step in range(1, size):
+                peer = (rank + step) % size
+                a, b = parts[peer]
+                finished.put((peer, torch.mm(a, b)))
+            a, b = parts[rank]
+            own = torch.mm(a.float(), b.float()) if dtype != torch.float32 else torch.mm(a, b)
             total = torch.zeros(rows, n, dtype=torch.float32)
             for src in range(size):
                 if src != rank:

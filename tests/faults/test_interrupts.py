@@ -14,7 +14,10 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from weft import symm_mem
-from weft.fused_ops import one_shot_all_reduce
+from weft.fused_ops import fused_matmul_all_reduce, fused_matmul_reduce_scatter, one_shot_all_reduce
+from weft.kernels.device.copy_thread import copying
+from weft.kernels.matmul_all_reduce import host as matmul_all_reduce
+from weft.kernels.matmul_reduce_scatter import host as matmul_reduce_scatter
 from weft.symm_mem import Layout, Workspace, board
 from weft.symm_mem.backends.host import HostBackend
 from weft.symm_mem.heap import Heap
@@ -111,6 +114,57 @@ def interrupted(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_others_are_told_and_a_reset_mends_it(name: str) -> None:
     run_ranks(interrupted, 2, name, fresh=True)
+
+
+def multiplies(op: Any) -> None:
+    a, b = torch.full((4, 8), dist.get_rank() + 1.0), torch.ones(8, 6)
+    total = op(a, b, "sum", *(() if op is fused_matmul_all_reduce else (0,)), None)
+    assert (total == 8 * sum(range(1, dist.get_world_size() + 1))).all()
+
+
+@contextmanager
+def before_its_body(*args: Any) -> Iterator[None]:
+    with copying(*args):
+        raise KeyboardInterrupt
+    yield
+
+
+def behind_its_start(thread: threading.Thread, start: Any = threading.Thread.start) -> None:
+    start(thread)
+    if thread.name == "weft-copy":
+        raise KeyboardInterrupt
+
+
+def copies(rank: int, world_size: int, started: bool) -> None:
+    symm_mem.set_timeout(LONG)
+    for op, host in (
+        (fused_matmul_all_reduce, matmul_all_reduce),
+        (fused_matmul_reduce_scatter, matmul_reduce_scatter),
+    ):
+        multiplies(op)
+        if rank == SHORT:
+            there = mock.patch.object(host, "copying", before_its_body)
+            with (
+                there if started else mock.patch.object(threading.Thread, "start", behind_its_start),
+                pytest.raises(KeyboardInterrupt),
+            ):
+                multiplies(op)
+            end = time.monotonic() + 5
+            while (left := [t for t in threading.enumerate() if t.name == "weft-copy"]) and (
+                time.monotonic() < end
+            ):
+                time.sleep(0.01)
+            assert not left
+        else:
+            with pytest.raises(symm_mem.PeerTimeout, match="and it has given up"):
+                multiplies(op)
+        symm_mem.reset()
+        multiplies(op)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_between_the_start_of_a_copy_thread_and_what_it_copies(started: bool) -> None:
+    run_ranks(copies, 2, started, fresh=True, timeout=30)
 
 
 def keeps_a_lock(rank: int, world_size: int) -> None:
