@@ -19,7 +19,6 @@ one is.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import mmap
@@ -40,6 +39,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from ...symm_mem import WeftError, get_timeout
 from ...symm_mem.registry import has_name
 from ...symm_mem.store import Questions, peek
+from .file_lock import locked, pauses
 
 UNDECIDED, FUSED, PLAIN = range(3)
 #: Why PLAIN; ``peer`` is the rank that it is about.
@@ -50,6 +50,7 @@ _TURNS, _BEGUN, _COUNT, _SIGNATURE, _WILLING, _ANSWER, _WHY, _PEER, _POSTS = ran
 _HISTORY, _KEPT = 16, 112
 _ROW = _HISTORY + _KEPT
 _HEADER = 16  # words, the first four hold the board's secret
+_FUSED_RUNS = 4  # the word of ``turns``: the ranks', so that one who is interrupted while it asks has it, too
 _WHAT = "agree on a graph"  # in errors
 
 T = TypeVar("T")
@@ -91,7 +92,6 @@ class Board:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.rank, self.size = group.rank(), group.size()
-        self.turns = 0  # as in Post
         self.connected = False  # the group's backend can be captured
         self._name = group.group_name
         self._store = _get_process_group_store(group)
@@ -106,6 +106,11 @@ class Board:
         self._thread_lock = threading.Lock()
         if self.rank == 0:
             self._make()
+
+    @property
+    def turns(self) -> int:
+        """As in ``Post``."""
+        return 0 if self._words is None else self._words[_FUSED_RUNS]
 
     def _make(self) -> None:
         self._hold(os.memfd_create("weft-agree", os.MFD_CLOEXEC))
@@ -212,26 +217,35 @@ class Board:
             time.sleep(0.01)
         with self._thread_lock:
             try:
+                return self._ask(post, over, timeout)
+            except BaseException:  # Ctrl-C, say: nobody shall count on this rank
+                with suppress(WeftError), self._lock(timeout) as words:
+                    self._take_back(words, LATE, self.rank)
+                raise
+
+    def _ask(self, post: Post, over: Callable[[], bool], timeout: Callable[[], float]) -> Answer:
+        try:
+            with self._lock(timeout) as words:
+                self._post(words, self.rank, post)
+        except WeftError:  # no rank has seen this post, so none counts on it
+            return Answer(False, LOCKED if post.willing else UNWILLING, self.rank)
+        waits = pauses()
+        while (answer := self._answer()) is None:
+            pause = next(waits)
+            in_vain = pause is None and not self._all_see()
+            if over() or in_vain:
                 with self._lock(timeout) as words:
-                    self._post(words, self.rank, post)
-            except WeftError:  # no rank has seen this post, so none counts on it
-                return Answer(False, LOCKED if post.willing else UNWILLING, self.rank)
-            answer = self._answer()
-            pauses = _pauses()
-            while answer is None:
-                pause = next(pauses)
-                in_vain = pause is None and not self._all_see()
-                if over() or in_vain:
-                    with self._lock(timeout) as words:
-                        if words[self._row(self.rank) + _ANSWER] == UNDECIDED:
-                            why = (NO_BOARD, self._blind) if in_vain else (LATE, self._missing(words, post))
-                            self._decide(words, self.rank, PLAIN, *why)
-                            self._spread(words)
-                else:
-                    time.sleep(pause or 0.0)
-                answer = self._answer()
-            self.turns += answer.fused
+                    why = (NO_BOARD, self._blind) if in_vain else (LATE, self._missing(words, post))
+                    self._take_back(words, *why)
+            else:
+                time.sleep(pause or 0.0)
         return answer
+
+    def _take_back(self, words: memoryview, why: int, peer: int) -> None:
+        """This rank's post, unless there is an answer to it."""
+        if words[self._row(self.rank) + _ANSWER] == UNDECIDED:
+            self._decide(words, self.rank, PLAIN, why, peer)
+            self._spread(words)
 
     def came_after_all(self, peer: int, post: Post) -> bool | None:
         """Whether ``peer``, for which this rank once waited in vain, has posted the same since; None: not known yet."""
@@ -255,26 +269,15 @@ class Board:
             WeftError: another rank's process has held it all the time, or one that was forked from it.
         """
         assert self._words is not None
-        begin, seconds, pauses = time.monotonic(), -1.0, _pauses()
-        while True:
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if seconds < 0:  # whoever has waited in vain does not wait again
-                    seconds = 0.0 if self._shut else timeout()
-                if time.monotonic() - begin > seconds:
-                    self._shut = True
-                    raise WeftError(
-                        f"{_WHAT}: rank {self.rank} of group {self._name!r} waited {seconds:g} s for the lock of the "
-                        "ranks' board, which rank 0 keeps: it is held, expected free"
-                    ) from None
-                time.sleep(next(pauses) or 0.0)
-        self._shut = False
-        try:
+        limit = (lambda: 0.0) if self._shut else timeout  # whoever has waited in vain does not wait again
+        with locked(self._fd, limit) as waited:
+            self._shut = waited is not None
+            if self._shut:
+                raise WeftError(
+                    f"{_WHAT}: rank {self.rank} of group {self._name!r} waited {waited:g} s for the lock of the ranks' "
+                    "board, which rank 0 keeps: it is held, expected free"
+                )
             yield self._words
-        finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _answer(self) -> Answer | None:
         assert self._words is not None
@@ -305,6 +308,7 @@ class Board:
         self._spread(words)
         rows = [self._row(r) for r in range(self.size)]
         if all(words[r + _ANSWER] == UNDECIDED and self._post_of(words, r) == mine for r in rows):
+            words[_FUSED_RUNS] += 1
             for each in range(self.size):
                 self._decide(words, each, FUSED, NOTHING, each)
 
@@ -347,19 +351,8 @@ class Board:
 
     def _missing(self, words: memoryview, post: Post) -> int:
         mine = (post.turns, post.begun, post.count, post.signature)
-        return next(r for r in range(self.size) if self._post_of(words, self._row(r)) != mine)
-
-
-def _pauses() -> Iterator[float | None]:
-    """Short at first: the others usually come within microseconds. Now and then None: time to look further."""
-    for _ in range(50):
-        yield 0.0
-    pause = 2e-5
-    while True:
-        for _ in range(20):
-            yield pause
-            pause = min(2 * pause, 1e-3)
-        yield None
+        others = (r for r in range(self.size) if self._post_of(words, self._row(r)) != mine)
+        return next(others, self.rank)  # all are here: they have the answer
 
 
 def _host() -> str:

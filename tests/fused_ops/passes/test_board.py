@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import random
@@ -213,6 +214,44 @@ def test_a_lock_that_is_held_is_waited_for_once(monkeypatch: pytest.MonkeyPatch)
         words = "^agree on a graph: rank 0 of group 'g' waited 0.2 s for the lock of the ranks' board"
         with pytest.raises(symm_mem.WeftError, match=words):
             where[0].ask(post(10, turns=1), lambda: 0.2)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_interrupted_question_counts_on_all_ranks_or_on_none(late: bool) -> None:
+    where = make(2)
+    assert where[1].attached()
+    real = where[0]._answer
+
+    def interrupts() -> Answer | None:
+        where[0]._answer = real  # type: ignore[method-assign]
+        if late:  # all have the answer
+            assert where[1].ask(post(4), lambda: 10.0).fused
+        raise KeyboardInterrupt
+
+    where[0]._answer = interrupts  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        where[0].ask(post(4), lambda: 10.0)
+    assert [b.turns for b in where] == [int(late)] * 2
+    if not late:  # nobody counts on what was taken back
+        assert where[1].ask(post(4), lambda: 10.0) == Answer(False, LATE, 0)
+    turns = where[0].turns
+    assert [a.fused for a in ask_all(where, [post(6, turns=turns)] * 2)] == [True] * 2
+
+
+def test_ctrl_c_just_behind_a_lock_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = make(2)
+    assert where[1].attached()
+    real = fcntl.flock
+
+    def interrupts(fd: int, how: int) -> None:
+        monkeypatch.undo()
+        real(fd, how)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fcntl, "flock", interrupts)
+    with pytest.raises(KeyboardInterrupt):
+        where[0].ask(post(4), lambda: 10.0)
+    assert where[1].ask(post(4), lambda: 0.2) == Answer(False, LATE, 0)
 
 
 def open_files() -> int:
