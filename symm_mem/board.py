@@ -82,8 +82,10 @@ class Board:
         # On CUDA farewells lie where the host cannot read them.
         on_host = heap.device.type == "cpu"
         self._farewells = [self._fault.farewell(rank) if on_host else None for rank in range(self._size)]
-        fds = [heap.rendezvous.settled("make a board", _page)]
+        fds: list[int] = []
         try:
+            # Entered before the ranks hear of each other: another one's problem must not leave it open.
+            heap.rendezvous.settled("make a board", lambda: fds.append(_page()))
             fds = exchange(heap.rendezvous, fds[0], heap.secret)
             self._pages = heap.rendezvous.settled(
                 "map the boards", lambda: [mmap.mmap(fd, _BYTES) for fd in fds]

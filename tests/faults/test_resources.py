@@ -18,7 +18,7 @@ from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, one_shot_all_reduce
 from weft.kernels.all_gather_matmul import host
-from weft.symm_mem import descriptors
+from weft.symm_mem import board, descriptors
 from weft.symm_mem.backends.host import HostBackend
 
 SHORT = 1  # the rank that runs out
@@ -176,6 +176,25 @@ def interrupted(rank: int, world_size: int) -> None:
 
 def test_an_interrupt_between_two_descriptors() -> None:
     run_ranks(interrupted, 3, fresh=True, store="tcp")
+
+
+def no_page(rank: int, world_size: int) -> None:
+    works(rank, world_size)
+    symm_mem.empty(1)
+    before = state()
+    symm_mem.set_checked(True)
+    with ExitStack() as stack:
+        if rank == SHORT:
+            stack.enter_context(mock.patch.object(board, "_page", side_effect=OSError("no page")))
+        for _ in range(3):
+            with pytest.raises(symm_mem.WeftError, match=f"make a board .* rank {SHORT}: OSError: no page"):
+                one_shot_all_reduce(torch.ones(3), "sum", None)
+    assert state() == before
+    works(rank, world_size)
+
+
+def test_a_board_that_one_rank_cannot_make_leaves_no_file_open() -> None:
+    run_ranks(no_page, 2, fresh=True)
 
 
 def out_of_memory_inside(rank: int, world_size: int) -> str:
