@@ -142,8 +142,9 @@ class Rendezvous:
         step, self._step = self._step, self._step + 1
         with self.whole(what), self._questions(what) as store:
             try:
-                seconds = self._timeout() if timeout is None else timeout
-                store.limit(seconds)
+                deadline = self._timeout()
+                seconds = deadline if timeout is None else timeout
+                store.limit(seconds, deadline)
                 store.set(self._key(step, self.rank), json.dumps([what, value, failed]))
                 begin = time.monotonic()
                 posts = [self._read(store, step, r, what, begin, seconds) for r in range(self.world_size)]

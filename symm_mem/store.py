@@ -33,6 +33,7 @@ class Questions:
     def __init__(self, store: Store, what: str, group: str, rank: int) -> None:
         self._what, self._group, self._rank = what, group, rank
         self._begin = self._deadline = time.monotonic()
+        self._longest = float("inf")
         self._silent = False
         self._queue: SimpleQueue[tuple[Callable[[Store], Any], _Answers] | None] = SimpleQueue()
         self._thread = threading.Thread(
@@ -51,9 +52,12 @@ class Questions:
         if not self._silent:
             self._thread.join(_LEAST)
 
-    def limit(self, seconds: float) -> None:
-        """The deadline, from now on, of all questions together. Without it each has a moment."""
-        self._deadline = time.monotonic() + seconds
+    def limit(self, seconds: float, longest: float = float("inf")) -> None:
+        """The deadline, from now on, of all questions together. Without it each has a moment.
+
+        ``longest``: seconds that one of them may take, where ranks may take longer than the store.
+        """
+        self._deadline, self._longest = time.monotonic() + seconds, longest
 
     def ask(self, question: Callable[[Store], T]) -> T:
         """What ``question`` makes of the store.
@@ -63,10 +67,12 @@ class Questions:
         """
         if self._silent:
             raise self._no_answer()
+        self._begin = time.monotonic()
         answers: _Answers = SimpleQueue()  # its own: one that Ctrl-C has left is not taken for the next
         self._queue.put((question, answers))
         try:
-            answer, error = answers.get(timeout=max(self._deadline - time.monotonic(), _LEAST))
+            left = min(self._deadline - self._begin, self._longest)
+            answer, error = answers.get(timeout=max(left, _LEAST))
         except Empty:
             self._silent = True
             raise self._no_answer() from None

@@ -85,6 +85,17 @@ def test_a_store_that_falls_silent_is_waited_for_up_to_the_deadline(store: Store
     assert at_once(*(lambda w=w: w.gather("ask", w.rank) for w in where)) == [[0, 1]] * 2
 
 
+def test_a_silent_store_is_not_waited_for_as_long_as_ranks_that_compile(store: Store) -> None:
+    where = ranks(0.6)
+    meet(where)
+    threading.Timer(0.2, store.answers.clear).start()
+    begin = time.monotonic()
+    with pytest.raises(symm_mem.WeftError, match=r"rank 0 waited 0\.[67]\d* s .* which does not answer"):
+        where[0].settled("prepare it", lambda: None, 30)
+    assert time.monotonic() - begin < 5
+    store.answers.set()
+
+
 def test_a_token_that_is_taken_back_late_is_posted_again(store: Store) -> None:
     """A store that was silent does what an earlier try asked it for once the next one has begun."""
     where = ranks(5)
