@@ -232,15 +232,19 @@ class Heap:
                             self.backend.drop(handle)
 
             self.rendezvous.settled("map memory", map_all)
+            self._enter_chunk(start, size)
         except BaseException:
-            for address in mapped:
-                self.backend.unmap(address, size)
+            if (
+                start,
+                size,
+            ) not in self._chunks:  # what has been entered is there until a reset says otherwise
+                for address in mapped:
+                    self.backend.unmap(address, size)
             raise
         finally:
             if mine is not None:  # mappings keep the memory
                 self.backend.drop(mine[1])
                 close_fds([*fds, mine[0]] if mine[0] not in fds else fds)
-        self._enter_chunk(start, size)
 
     def _enter_chunk(self, start: int, size: int) -> None:
         self._chunks.append((start, size))

@@ -20,6 +20,7 @@ from weft.fused_ops import fused_all_gather_matmul, one_shot_all_reduce
 from weft.kernels.all_gather_matmul import host
 from weft.symm_mem import board, descriptors
 from weft.symm_mem.backends.host import HostBackend
+from weft.symm_mem.heap import Heap
 
 SHORT = 1  # the rank that runs out
 MORE = 40 << 20  # bytes: the heap must grow for so many
@@ -176,6 +177,27 @@ def interrupted(rank: int, world_size: int) -> None:
 
 def test_an_interrupt_between_two_descriptors() -> None:
     run_ranks(interrupted, 3, fresh=True, store="tcp")
+
+
+def interrupted_at_last(rank: int, world_size: int) -> None:
+    """Ctrl-C when new memory is mapped and nobody knows of it: the next to come there finds nothing in its way."""
+    symm_mem.set_timeout(20)
+    works(rank, world_size)
+    before = state()
+    with ExitStack() as stack:
+        if rank == SHORT:
+            stack.enter_context(mock.patch.object(Heap, "_enter_chunk", side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt if rank == SHORT else symm_mem.PeerTimeout):
+            symm_mem.empty(MORE, dtype=torch.uint8)
+        if rank == SHORT:
+            assert state() == before
+    symm_mem.reset()
+    assert state() == before
+    works(rank, world_size)
+
+
+def test_an_interrupt_behind_the_mapping_of_new_memory() -> None:
+    run_ranks(interrupted_at_last, 2, fresh=True)
 
 
 def no_page(rank: int, world_size: int) -> None:
