@@ -90,13 +90,15 @@ class Rendezvous:
     def _all_here(self, store: Questions, keys: list[str], token: str, what: str, seconds: float) -> str:
         begin, pause = time.monotonic(), _SHORTEST
         views = [""] * self.world_size
+        came: set[int] = set()
         while True:
             here = store.ask(lambda s: [peek(s, key) for key in keys])
             if here[self.rank] != token:  # a silent store has done only now what an earlier try asked for
                 store.set(keys[self.rank], token)
                 missing = self.rank
-            elif "" in here:
-                missing = here.index("")
+            elif absent := [rank for rank, there in enumerate(here) if not there]:
+                # Not one that has been here and has given up, most likely on the same rank.
+                missing = next((rank for rank in absent if rank not in came), absent[0])
             else:
                 session = hashlib.sha256("".join(here).encode()).hexdigest()[:16]
                 if views[self.rank] != session:
@@ -106,6 +108,7 @@ class Rendezvous:
                 if set(views) == {session}:
                     return session
                 missing = [view == session for view in views].index(False)
+            came.update(rank for rank, there in enumerate(here) if there)
             waited = time.monotonic() - begin
             gone = [rank for rank, process in enumerate(self.processes) if processes.has_ended(process)]
             if waited > seconds or gone:

@@ -114,6 +114,13 @@ def test_a_token_that_is_taken_back_late_is_posted_again(store: Store) -> None:
     assert first == second, (first, second)
 
 
+def test_a_rank_that_has_given_up_is_not_blamed_for_the_one_it_waited_for(store: Store) -> None:
+    where = ranks(0.6, count=3)
+    where[0]._timeout = lambda: 0.3
+    said = at_once(lambda: where[0].meet("reset"), lambda: where[2].meet("reset"))
+    assert [e.culprit for e in said] == [1, 1]
+
+
 def test_a_try_that_gives_up_leaves_the_token_of_the_next_one_alone(store: Store) -> None:
     where, next_one = ranks(0.6)[0], "the token of the next try"
     own = "weft/g/topic/0"
