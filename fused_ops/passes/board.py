@@ -19,7 +19,6 @@ one is.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 import os
@@ -30,7 +29,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TypeVar
 
 from torch.distributed import ProcessGroup, Store
@@ -40,10 +39,20 @@ from ...symm_mem import WeftError, get_timeout
 from ...symm_mem.registry import has_name
 from ...symm_mem.store import Questions, peek
 from .file_lock import locked, pauses
-
-UNDECIDED, FUSED, PLAIN = range(3)
-#: Why PLAIN; ``peer`` is the rank that it is about.
-NOTHING, UNWILLING, ANOTHER_GRAPH, PASSED_BY, LATE, NO_BOARD, LOCKED = range(7)
+from .post import (
+    ANOTHER_GRAPH,
+    FUSED,
+    LATE,
+    LOCKED,
+    NO_BOARD,
+    NOTHING,
+    PASSED_BY,
+    PLAIN,
+    UNDECIDED,
+    UNWILLING,
+    Answer,
+    Post,
+)
 
 # A rank's words: its post (from which a count of 1 on there is one), the answer, and digests of its last posts.
 _TURNS, _BEGUN, _COUNT, _SIGNATURE, _WILLING, _ANSWER, _WHY, _PEER, _POSTS = range(9)
@@ -56,37 +65,6 @@ _WHAT = "agree on a graph"  # in errors
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Post:
-    """A graph that a rank is about to run.
-
-    Attributes:
-        turns: graphs that the group has run fused.
-        begun: collectives that the rank's backend has begun in the group.
-        count: collectives of the group in the graph as it was written.
-        signature: 64 bits; equal for graphs that communicate alike when fused.
-        willing: whether the rank could run it fused.
-    """
-
-    turns: int
-    begun: int
-    count: int
-    signature: int
-    willing: bool
-
-    @property
-    def digest(self) -> int:
-        text = f"{self.turns} {self.begun} {self.count} {self.signature}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") or 1
-
-
-@dataclass(frozen=True)
-class Answer:
-    fused: bool
-    why: int = NOTHING
-    peer: int = -1
-
-
 class Board:
     """One rank's view of its group's board. Calls of several threads take turns."""
 
@@ -95,30 +73,47 @@ class Board:
         self.connected = False  # the group's backend can be captured
         self._name = group.group_name
         self._store = _get_process_group_store(group)
-        # A store may outlive a group of this name: each rank counts its own boards, so that keys are new.
-        prefix = f"weft/{self._name}/agree"
-        self._prefix = f"{prefix}/{self._asked(lambda s: s.add(f'{prefix}/made/{self.rank}', 1))}"
+        self._prefix = self._new_prefix(_tokens.setdefault(group, secrets.token_hex(8)))
         self._fd = -1
         self._close: weakref.finalize[..., Board] | None = None
         self._blind = -1  # a rank that cannot see the board, and never will
         self._shut = False  # the lock was waited for in vain, and has not been had since
         self._words: memoryview | None = None
         self._thread_lock = threading.Lock()
-        if self.rank == 0:
-            self._make()
 
     @property
     def turns(self) -> int:
         """As in ``Post``."""
         return 0 if self._words is None else self._words[_FUSED_RUNS]
 
+    def _new_prefix(self, token: str) -> str:
+        """A store may outlive a group of this name: each rank counts those that had a board, so that keys are new.
+
+        ``token``: the group's, which is counted once, however often an exception has ended the making of its board.
+        """
+        prefix = f"weft/{self._name}/agree"
+        key = f"{prefix}/made/{self.rank}"
+
+        def count(store: Store) -> str:
+            number, _, last = peek(store, key).partition(" ")
+            if last != token:
+                number = str(int(number or 0) + 1)
+                store.set(key, f"{number} {token}")
+            return number
+
+        return f"{prefix}/{self._asked(count)}"
+
     def _make(self) -> None:
-        self._hold(os.memfd_create("weft-agree", os.MFD_CLOEXEC))
+        """On rank 0; once more where an exception has ended it: others may have found the board."""
+        if self._close is None:
+            self._hold(os.memfd_create("weft-agree", os.MFD_CLOEXEC))
         os.ftruncate(self._fd, 8 * (_HEADER + self.size * _ROW))
-        secret = secrets.token_bytes(32)
-        self._map()[:4] = memoryview(secret).cast("Q")
-        where = {"host": _host(), "pid": os.getpid(), "fd": self._fd, "secret": secret.hex()}
+        words = self._mapped()
+        if not any(words[:4]):
+            words[:4] = memoryview(secrets.token_bytes(32)).cast("Q")
+        where = {"host": _host(), "pid": os.getpid(), "fd": self._fd, "secret": words[:4].tobytes().hex()}
         self._asked(lambda s: s.set(f"{self._prefix}/where", json.dumps(where)))
+        self._words = words
         # Behind that: whoever leaves a note looks for the board once more, and posts if it is there by then.
         for peer in range(1, self.size):
             key = self._note(peer)
@@ -140,13 +135,17 @@ class Board:
         self._close = weakref.finalize(self, os.close, fd)
         self._close.atexit = False
 
-    def _map(self) -> memoryview:
-        self._words = memoryview(mmap.mmap(self._fd, 8 * (_HEADER + self.size * _ROW))).cast("Q")
-        return self._words
+    def _mapped(self) -> memoryview:
+        return memoryview(mmap.mmap(self._fd, 8 * (_HEADER + self.size * _ROW))).cast("Q")
 
     def attached(self) -> bool:
-        """Whether the board is there and this rank can see it; looks for it if it has not been found yet."""
+        """Whether the board is there and this rank can see it. If not: rank 0 makes it, the others look for it."""
         if self._words is not None:
+            return True
+        if self.rank == 0:
+            with self._thread_lock:
+                if self._words is None:
+                    self._make()
             return True
         if self._blind == self.rank:
             return False
@@ -159,15 +158,16 @@ class Board:
             self._hold(os.open(f"/proc/{where['pid']}/fd/{where['fd']}", os.O_RDWR | os.O_CLOEXEC))
             if os.fstat(self._fd).st_size != 8 * (_HEADER + self.size * _ROW):
                 raise OSError("not the board")
-            if self._map()[:4].tobytes().hex() != where["secret"]:
-                self._words = None
+            words = self._mapped()
+            if words[:4].tobytes().hex() != where["secret"]:
                 raise OSError("not the board")
         except OSError:
             if self._close is not None:
                 self._close()
-            self._blind = self.rank
             self._asked(lambda s: s.set(f"{self._prefix}/blind", str(self.rank)))
+            self._blind = self.rank
             return False
+        self._words = words
         return True
 
     def _all_see(self) -> bool:
@@ -351,8 +351,13 @@ class Board:
 
     def _missing(self, words: memoryview, post: Post) -> int:
         mine = (post.turns, post.begun, post.count, post.signature)
-        others = (r for r in range(self.size) if self._post_of(words, self._row(r)) != mine)
-        return next(others, self.rank)  # all are here: they have the answer
+        for rank in range(self.size):
+            row = self._row(rank)
+            if (
+                self._post_of(words, row) != mine or words[row + _ANSWER] != UNDECIDED
+            ):  # not here, or left again
+                return rank
+        return self.rank
 
 
 def _host() -> str:
@@ -373,6 +378,7 @@ def begun(group: ProcessGroup) -> int:
 
 
 _boards: weakref.WeakKeyDictionary[ProcessGroup, Board] = weakref.WeakKeyDictionary()
+_tokens: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
 
 

@@ -35,7 +35,8 @@ from torch.distributed import ProcessGroup
 
 from ...symm_mem import get_timeout, resolve_group
 from . import outcomes
-from .board import ANOTHER_GRAPH, LATE, LOCKED, NO_BOARD, PASSED_BY, UNWILLING, Answer, Post, begun, board
+from .board import begun, board
+from .post import ANOTHER_GRAPH, LATE, LOCKED, NO_BOARD, PASSED_BY, UNWILLING, Answer, Post
 from .signature import digest
 
 _log = logging.getLogger("weft.passes")

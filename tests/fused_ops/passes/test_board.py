@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -19,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weft import symm_mem
 from weft.fused_ops.passes import board as boards
-from weft.fused_ops.passes.board import (
+from weft.fused_ops.passes.board import Board
+from weft.fused_ops.passes.post import (
     ANOTHER_GRAPH,
     LATE,
     LOCKED,
@@ -27,7 +29,6 @@ from weft.fused_ops.passes.board import (
     PASSED_BY,
     UNWILLING,
     Answer,
-    Board,
     Post,
 )
 
@@ -55,7 +56,9 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make(count: int) -> list[Board]:
     store = dist.HashStore()
-    return [Board(Group(rank, count, store)) for rank in range(count)]  # type: ignore[arg-type]
+    made = [Board(Group(rank, count, store)) for rank in range(count)]  # type: ignore[arg-type]
+    assert made[0].attached()
+    return made
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
@@ -174,7 +177,7 @@ def test_a_board_that_is_not_there() -> None:
     lonely = Board(Group(1, 2, store))  # type: ignore[arg-type]
     assert lonely.ask(post(0), lambda: 0.05) == Answer(False, NO_BOARD, 0)
     kept = Board(Group(0, 2, store))  # type: ignore[arg-type]
-    assert lonely.attached() and kept.attached()
+    assert kept.attached() and lonely.attached()
 
 
 def test_who_has_passed_by_before_there_was_a_board_is_not_waited_for() -> None:
@@ -254,6 +257,53 @@ def test_ctrl_c_just_behind_a_lock_gives_it_back(monkeypatch: pytest.MonkeyPatch
     assert where[1].ask(post(4), lambda: 0.2) == Answer(False, LATE, 0)
 
 
+def test_a_rank_that_is_interrupted_in_the_midst_of_its_post_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    where = make(2)
+    assert where[1].attached()
+    with monkeypatch.context() as patch:
+        patch.setattr(where[0], "_meet", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(where[0], "_spread", lambda words: None)
+        with pytest.raises(KeyboardInterrupt):
+            where[0].ask(post(4), lambda: 10.0)
+    assert where[1].ask(post(4), lambda: 0.1) == Answer(False, LATE, 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("done", [False, True])
+def test_a_board_whose_making_an_exception_has_ended_is_made_all_the_same(
+    rank: int, done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.HashStore()
+    groups = [Group(r, 2, store) for r in range(2)]
+    real = Board._asked
+
+    def interrupts(board: Board, question: Any) -> Any:
+        if done:  # it was asked for, but nobody has heard the answer
+            real(board, question)
+        raise KeyboardInterrupt
+
+    where: dict[int, Board] = {}
+
+    def count(r: int) -> None:
+        where[r] = Board(groups[r])  # type: ignore[arg-type]
+
+    def attach(r: int) -> None:
+        assert where[r].attached()
+
+    for make_one in (count, attach):
+        with monkeypatch.context() as patch:
+            patch.setattr(Board, "_asked", interrupts)
+            with pytest.raises(KeyboardInterrupt):
+                make_one(rank)
+        if make_one is attach and done and rank == 0:
+            attach(1)  # what rank 0 has told of by then stays
+        for r in range(2):
+            make_one(r)
+    assert [a.fused for a in ask_all([where[0], where[1]], [post(4)] * 2)] == [True] * 2
+
+
 def open_files() -> int:
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
@@ -267,6 +317,7 @@ def test_a_board_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_files() == before
     store = dist.HashStore()
     kept, other = (Board(Group(rank, 2, store)) for rank in range(2))  # type: ignore[arg-type]
+    assert kept.attached()
     held = open_files()
     kept._words[0] += 1  # type: ignore[index]
     assert not other.attached()
