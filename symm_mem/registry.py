@@ -102,7 +102,8 @@ def _forget_destroyed() -> None:
     for key, (pg, _) in list(_heaps.items()):
         if not has_name(pg, key[0]):
             _heaps.pop(key, None)
-            _making.pop(key, None)
+            for made in (key, (key[0], "reset")):
+                _making.pop(made, None)
 
 
 def _without_processes(pg: ProcessGroup) -> str | None:

@@ -368,14 +368,16 @@ def test_free_list() -> None:
 
 
 def regrouped(rank: int, world_size: int) -> None:
-    """Groups that come and go leave no memory, addresses, descriptors or threads behind."""
+    """Groups that come and go leave no memory, addresses, descriptors, threads or locks behind."""
     from weft.fused_ops import one_shot_all_reduce
+    from weft.symm_mem.registry import _making
 
-    def held() -> tuple[int, int, int]:
+    def held() -> tuple[int, ...]:
         gc.collect()
         with open("/proc/self/maps") as f:
             mapped = sum("memfd:weft" in line for line in f)
-        return mapped, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+        locks = sum(name != "0" for name, *_ in _making)  # "0" is there all the time
+        return mapped, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), locks
 
     counts = []
     for turn, lets_go in enumerate([symm_mem.unavailable, symm_mem.check, symm_mem.reset] * 2):
