@@ -164,7 +164,7 @@ def _page() -> int:
     fd = os.memfd_create("weft-board", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, _BYTES)
-    except OSError:
+    except BaseException:
         os.close(fd)
         raise
     return fd

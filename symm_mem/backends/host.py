@@ -58,9 +58,11 @@ class HostBackend:
         try:
             # Take the pages now: a full machine is then an error here and no SIGBUS at the first store.
             os.posix_fallocate(fd, 0, size)
-        except OSError as e:
+        except BaseException as e:
             os.close(fd)
-            raise OSError(e.errno, f"no shared memory for {size} bytes: {e.strerror}") from e
+            if isinstance(e, OSError):
+                raise OSError(e.errno, f"no shared memory for {size} bytes: {e.strerror}") from e
+            raise  # Ctrl-C: this takes its time
         return fd, fd
 
     def adopt(self, fd: int, size: int) -> int:

@@ -179,14 +179,17 @@ def test_an_interrupt_between_two_descriptors() -> None:
     run_ranks(interrupted, 3, fresh=True, store="tcp")
 
 
-def interrupted_at_last(rank: int, world_size: int) -> None:
-    """Ctrl-C when new memory is mapped and nobody knows of it: the next to come there finds nothing in its way."""
+TAKEN_AT = {"posix_fallocate": os, "_enter_chunk": Heap}  # steps in which a rank comes by new memory
+
+
+def interrupted_at(rank: int, world_size: int, step: str) -> None:
+    """Ctrl-C while the system looks for memory; or when it is mapped and nobody knows of it."""
     symm_mem.set_timeout(20)
     works(rank, world_size)
     before = state()
     with ExitStack() as stack:
         if rank == SHORT:
-            stack.enter_context(mock.patch.object(Heap, "_enter_chunk", side_effect=KeyboardInterrupt))
+            stack.enter_context(mock.patch.object(TAKEN_AT[step], step, side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt if rank == SHORT else symm_mem.PeerTimeout):
             symm_mem.empty(MORE, dtype=torch.uint8)
         if rank == SHORT:
@@ -196,8 +199,9 @@ def interrupted_at_last(rank: int, world_size: int) -> None:
     works(rank, world_size)
 
 
-def test_an_interrupt_behind_the_mapping_of_new_memory() -> None:
-    run_ranks(interrupted_at_last, 2, fresh=True)
+@pytest.mark.parametrize("step", TAKEN_AT)
+def test_an_interrupt_leaves_no_memory_behind(step: str) -> None:
+    run_ranks(interrupted_at, 2, step, fresh=True)
 
 
 def no_page(rank: int, world_size: int) -> None:
