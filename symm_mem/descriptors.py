@@ -59,8 +59,8 @@ def _exchange(
     deadline = time.monotonic() + get_timeout(rendezvous.group_name)
     fds: list[int] = []
     problem: str | None = None
-    with _giving(server, fd, secret) as refused:
-        try:
+    try:
+        with _giving(server, fd, secret) as refused:
             try:
                 for rank, name in enumerate(names):
                     fds.append(fd if rank == rendezvous.rank else _take(rank, name, secret, deadline))
@@ -68,9 +68,9 @@ def _exchange(
                 problem = describe(e)
             # Nobody stops giving before all have taken.
             rendezvous.settle("hand out memory", refused[0] if refused else problem)
-        except BaseException:
-            close_fds(fds, keep=fd)
-            raise
+    except BaseException:  # also Ctrl-C while the giving comes to its end
+        close_fds(fds, keep=fd)
+        raise
     return fds
 
 

@@ -179,17 +179,30 @@ def test_an_interrupt_between_two_descriptors() -> None:
     run_ranks(interrupted, 3, fresh=True, store="tcp")
 
 
-TAKEN_AT = {"posix_fallocate": os, "_enter_chunk": Heap}  # steps in which a rank comes by new memory
+@contextmanager
+def gives_and_is_interrupted(*args: Any, real: Any = descriptors._giving) -> Iterator[list[str]]:
+    with real(*args) as refused:
+        yield refused
+    raise KeyboardInterrupt
+
+
+# Steps in which a rank comes by new memory.
+TAKEN_AT = {
+    "posix_fallocate": (os, mock.Mock(side_effect=KeyboardInterrupt)),
+    "_giving": (descriptors, gives_and_is_interrupted),
+    "_enter_chunk": (Heap, mock.Mock(side_effect=KeyboardInterrupt)),
+}
 
 
 def interrupted_at(rank: int, world_size: int, step: str) -> None:
-    """Ctrl-C while the system looks for memory; or when it is mapped and nobody knows of it."""
+    """Ctrl-C while the system looks for memory, when the peers' has come, or when it is mapped and nobody knows of it."""
     symm_mem.set_timeout(20)
     works(rank, world_size)
     before = state()
+    owner, instead = TAKEN_AT[step]
     with ExitStack() as stack:
         if rank == SHORT:
-            stack.enter_context(mock.patch.object(TAKEN_AT[step], step, side_effect=KeyboardInterrupt))
+            stack.enter_context(mock.patch.object(owner, step, instead))
         with pytest.raises(KeyboardInterrupt if rank == SHORT else symm_mem.PeerTimeout):
             symm_mem.empty(MORE, dtype=torch.uint8)
         if rank == SHORT:
