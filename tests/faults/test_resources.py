@@ -195,7 +195,7 @@ TAKEN_AT = {
 
 
 def interrupted_at(rank: int, world_size: int, step: str) -> None:
-    """Ctrl-C while the system looks for memory, when the peers' has come, or when it is mapped and nobody knows of it."""
+    """Ctrl-C while the system looks for memory, when the peers' has come, or when it is mapped and nobody knows it."""
     symm_mem.set_timeout(20)
     works(rank, world_size)
     before = state()
@@ -276,8 +276,8 @@ def made_on_one_rank(rank: int, world_size: int, last_step: str) -> None:
     gather = rendezvous.gather
     symm_mem.set_checked(last_step == BOARD)
 
-    def gives_up(what: str, *args: object) -> object:
-        posts = gather(what, *args)
+    def gives_up(what: str, *args: Any, **named: Any) -> object:
+        posts = gather(what, *args, **named)
         if what == last_step:
             raise KeyboardInterrupt
         return posts
