@@ -234,10 +234,8 @@ class Heap:
             self.rendezvous.settled("map memory", map_all)
             self._enter_chunk(start, size)
         except BaseException:
-            if (
-                start,
-                size,
-            ) not in self._chunks:  # what has been entered is there until a reset says otherwise
+            # What has been entered is there until a reset says otherwise.
+            if (start, size) not in self._chunks:
                 for address in mapped:
                     self.backend.unmap(address, size)
             raise

@@ -353,9 +353,8 @@ class Board:
         mine = (post.turns, post.begun, post.count, post.signature)
         for rank in range(self.size):
             row = self._row(rank)
-            if (
-                self._post_of(words, row) != mine or words[row + _ANSWER] != UNDECIDED
-            ):  # not here, or left again
+            # Not here, or left again.
+            if self._post_of(words, row) != mine or words[row + _ANSWER] != UNDECIDED:
                 return rank
         return self.rank
 
