@@ -64,6 +64,8 @@ _CONSTANT_BYTES = 1 << 20
 # Operators of higher order that take no graphs, objects or numbers of this process's tables: a user's operator that
 # writes to its arguments.
 _AS_TEXT = ("auto_functionalized_v2",)
+# What an activation checkpoint makes of operators that may draw random numbers, and at which argument the operator is.
+_STATEFUL = {"run_and_save_rng_state": 0, "run_with_rng_state": 1, "graphsafe_run_with_rng_state": 0}
 # What draws by a seed that is a tensor, and which argument it is. Op by op they take no notice of it.
 _DRAWS = {inductor_prims.random: (1, "seed"), inductor_prims.randint: (3, "seed")}
 _BUILTIN = fx.graph._custom_builtins  # what a graph's text may use without an import
@@ -119,10 +121,20 @@ class Original:
             )
         size = 0
         for node in self._graph.nodes:
-            if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() not in _AS_TEXT:
-                return (
-                    f"the graph calls {node.target.name()}, which cannot be kept for ranks that do not agree"
-                )
+            name = node.target.name() if isinstance(node.target, torch._ops.HigherOrderOperator) else None
+            if name in _STATEFUL:
+                if not _draws_nothing(node):
+                    return (
+                        f"{what(node)} draws random numbers that another graph draws again, as for dropout that is "
+                        "recomputed: in their order in memory, which fusing may change in one of the two graphs"
+                    )
+                if any(n.target in _DRAWS for n in self._graph.nodes):
+                    return (
+                        f"kept for ranks that do not agree, {what(node)} has the graph run op by op, and so draw other "
+                        "random numbers, as for dropout"
+                    )
+            elif name is not None and name not in _AS_TEXT:
+                return f"the graph calls {name}, which cannot be kept for ranks that do not agree"
             if node.op == "get_attr":
                 value = _attribute(self._owner, node.target)
                 if not isinstance(value, torch.Tensor):
@@ -230,6 +242,15 @@ def _drawn_elsewhere(graph: fx.Graph) -> fx.Node | None:
         ):
             return node
     return None
+
+
+def _draws_nothing(node: fx.Node) -> bool:
+    """Whether a checkpoint's operator is attention without dropout."""
+    op, *args = node.args[_STATEFUL[node.target.name()] :]  # type: ignore[union-attr]
+    for i, a in enumerate(op._schema.arguments):  # type: ignore[union-attr]
+        if a.name == "dropout_p":
+            return bool((args[i] if i < len(args) else node.kwargs.get(a.name, a.default_value)) == 0)
+    return False
 
 
 def _importable(value: Any) -> bool:

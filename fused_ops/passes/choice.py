@@ -256,7 +256,9 @@ class Choice:
 
     @cached_property
     def _compiled(self) -> Any:
-        return torch.compile(self._run)
+        """None where Dynamo would break the graph, and compile the rest of it when collectives have run already."""
+        assert self._code is not None
+        return None if "_rng_state(" in self._code else torch.compile(self._run)
 
     @cached_property
     def _run(self) -> Any:

@@ -12,6 +12,7 @@ from ranks import run_ranks
 from test_pass_on_gpus import gather, layer, scatter
 from test_ranks_that_differ import compiler
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from weft.fused_ops.passes import FusionPass, Report, choice, subgraphs
 
@@ -38,6 +39,16 @@ def recomputed(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return checkpoint(layer, y, a, b, use_reentrant=False)
 
 
+def attention(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Computed again by the backward, with the state of a generator, though it has no dropout."""
+
+    def layer(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        h = (gather(x) @ a)[None, None]
+        return scatter(F.scaled_dot_product_attention(h, h, h, is_causal=True)[0, 0] @ b)
+
+    return checkpoint(layer, x, a, b, use_reentrant=False)
+
+
 def scaled(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """A user's operator that writes to its argument."""
     h = gather(x) @ a
@@ -45,7 +56,9 @@ def scaled(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return scatter(h @ b)
 
 
-PROGRAMS: dict[str, Callable[..., Tensor]] = {f.__name__: f for f in (branches, regions, recomputed, scaled)}
+PROGRAMS: dict[str, Callable[..., Tensor]] = {
+    f.__name__: f for f in (branches, regions, recomputed, attention, scaled)
+}
 
 
 def define() -> None:
@@ -101,6 +114,13 @@ def test_activation_checkpointing_leaves_none() -> None:
     """The backward gathers again, in the same graph as everything else."""
     for report in run_ranks(compiled_and_run, 2, "recomputed", True, [False, True], True):
         assert (report.fused, report.left) == (10, 0), report
+
+
+def test_attention_in_a_checkpoint() -> None:
+    """Gathers are fused forward, again, and of gradients; reduce-scatters in both directions."""
+    for report in run_ranks(compiled_and_run, 2, "attention", True, [False, True, True, True, False], True):
+        assert (report.fused, report.left) == (5, 0), report
+        assert sum(d.runs for d in report.disagreements) == 6
 
 
 @pytest.mark.parametrize("train", [False, True])
