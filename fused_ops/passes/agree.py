@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -102,15 +102,26 @@ class Original:
     """A graph as it is before the pass, to be run by ranks that do not agree."""
 
     def __init__(self, graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-        self.graph = self._graph = fx.Graph()
-        output = self._graph.output(self._graph.graph_copy(graph, {}))
-        output.meta = dict(graph.output_node().meta)
         self._owner = graph.owning_module
+        self.graph = _copy(graph)
+        self._graph = self._without_objects()
         self._counts: dict[str, int] = {}
         for node in nodes:
             group = group_of(node)
             if group is not None:
                 self._counts[group] = self._counts.get(group, 0) + 1
+
+    def _without_objects(self) -> fx.Graph:
+        """The graph that is kept as text. What it returns of objects, DTensors' meshes, the generated code has."""
+        objects = {
+            n
+            for n in self.graph.find_nodes(op="get_attr")
+            if not isinstance(_attribute(self._owner, n.target), torch.Tensor | fx.GraphModule)
+            and all(u.op == "output" for u in n.users)
+        }
+        if not objects:
+            return self.graph
+        return _copy(self.graph, objects)
 
     def why_not_kept(self) -> str | None:
         """Why the graph cannot be kept as text; None if it can."""
@@ -215,6 +226,18 @@ class Original:
     def _constants(self) -> dict[str, torch.Tensor]:
         names = dict.fromkeys(str(n.target) for n in self._graph.nodes if n.op == "get_attr")
         return {name: _attribute(self._owner, name).detach() for name in names}
+
+
+def _copy(graph: fx.Graph, without: Collection[fx.Node] = ()) -> fx.Graph:
+    """Where the graph returns a node that is left out, the copy returns None."""
+    copy, copies = fx.Graph(), {}
+    outputs = fx.node.map_arg(graph.output_node().args[0], lambda n: None if n in without else n)
+    for node in graph.nodes:
+        if node.op != "output" and node not in without:
+            copies[node] = copy.node_copy(node, copies.__getitem__)
+    output = copy.output(fx.node.map_arg(outputs, copies.__getitem__))
+    output.meta = dict(graph.output_node().meta)
+    return copy
 
 
 def has_ranks(group: str) -> bool:

@@ -21,7 +21,7 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -220,17 +220,26 @@ class Choice:
             reason = "ranks run different graphs"
         outcomes.note(self.name, name, peer, reason)
 
-    def plain(self, args: list[Any], strides: Sequence[tuple[int, ...] | None]) -> tuple[Any, ...]:
+    def plain(
+        self,
+        args: list[Any],
+        strides: Sequence[tuple[int, ...] | None],
+        objects: Mapping[int, Any] | None = None,
+    ) -> tuple[Any, ...]:
         """What the graph would return without the pass.
 
         Args:
             args: the graph's inputs. The list is emptied: what is not needed any more may be freed.
             strides: of the outputs, as the generated code gives them and the next graph expects them.
+            objects: outputs that are no tensors, by their places, for which the kept graph gives None.
         """
         self._plain_runs += 1
         with torch.no_grad():
             outputs = self._outputs(args)
-            return tuple(_restrided(o, s) for o, s in zip(outputs, strides, strict=True))
+            restrided = [_restrided(o, s) for o, s in zip(outputs, strides, strict=True)]
+        for i, value in (objects or {}).items():
+            restrided[i] = value
+        return tuple(restrided)
 
     def _outputs(self, args: list[Any]) -> Sequence[Any]:
         """Op by op at first: ranks that differ once need no second compilation. Nor can one begin in a capture.

@@ -53,6 +53,8 @@ class _Agree(ir.ExternKernel):
         names = wrapper.get_graph_input_names()
         strides = ", ".join(_stride(wrapper, out) for out in V.graph.graph_outputs)
         sizes = wrapper.codegen_python_shape_tuple(self.sizes) if self.sizes else ""
+        names_of = [getattr(out, "name", None) for out in V.graph.graph_outputs]
+        objects = [f"{i}: {name}" for i, name in enumerate(names_of) if name in V.graph.torchbind_constants]
         with wrapper.prefix.indent(indent):
             if not self.fused:
                 wrapper.prefix.writeline(
@@ -64,7 +66,8 @@ class _Agree(ir.ExternKernel):
                 wrapper.prefix.writeline(f"weft_inputs = [{', '.join(names)}]")
                 if names:
                     wrapper.prefix.writeline(f"del {', '.join(names)}")
-                wrapper.prefix.writeline(f"return weft_choice.plain(weft_inputs, [{strides}])")
+                given = f"weft_inputs, [{strides}]" + (f", {{{', '.join(objects)}}}" if objects else "")
+                wrapper.prefix.writeline(f"return weft_choice.plain({given})")
 
 
 def _stride(wrapper: Any, out: Any) -> str:

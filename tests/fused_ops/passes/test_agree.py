@@ -317,34 +317,6 @@ def test_dropout(recomputed: bool) -> None:
         assert forward.fused == [AG]
 
 
-@pytest.mark.parametrize("dropout", [None, "in attention", "inside", "outside"])
-def test_attention_in_a_checkpoint(dropout: str | None) -> None:
-    """Without dropout there is nothing to draw again, though the graphs keep a generator's state for it."""
-
-    def layer(x: Tensor, w: Tensor) -> Tensor:
-        h = (gather(x) @ w)[None, None]
-        p = 0.5 if dropout == "in attention" else 0.0
-        h = torch.nn.functional.scaled_dot_product_attention(h, h, h, dropout_p=p)[0, 0].sin()
-        return torch.nn.functional.dropout(h, 0.5) if dropout == "inside" else h
-
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        y = checkpoint(layer, x, w, use_reentrant=False)
-        return torch.nn.functional.dropout(y, 0.5) if dropout == "outside" else y
-
-    # CPU attention with dropout is made of other operators, which are drawn as Inductor's dropout is.
-    with inductor_config.patch(fallback_random=dropout in ("in attention", "inside")):
-        forward, *_ = seen = captured(fn, X, W.clone().requires_grad_(), fusion=FusionPass())
-    assert "rng_state" in str(forward.before)
-    if dropout is None:
-        assert all(s.fused and set(s.fused) == {AG} for s in seen)
-    elif dropout == "outside":
-        assert forward.fused == [None]
-        assert "and so draw other random numbers, as for dropout" in forward.reasons
-    else:
-        assert [s.fused for s in seen] == [[None], [None]]
-        assert all("random numbers that another graph draws again" in s.reasons for s in seen)
-
-
 def test_many_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agree, "_CONSTANT_BYTES", 16)
     module = with_constant(torch.randn(5))

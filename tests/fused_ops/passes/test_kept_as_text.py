@@ -1,0 +1,60 @@
+"""What else is kept as text for ranks that do not agree: attention in checkpoints, and graphs that return objects."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graphs import AG, captured, gather, traced
+from test_agree import W, X, group, passed, program, questions
+from torch import Tensor, fx
+from torch._inductor import config as inductor_config
+from torch.utils.checkpoint import checkpoint
+from weft.fused_ops.passes import FusionPass
+from weft.fused_ops.passes.choice import Choice
+
+__all__ = ["group"]  # the fixture
+
+
+def test_the_kept_graph_leaves_objects_to_the_generated_code() -> None:
+    """A backward of DTensors with sizes that change returns their mesh."""
+    module, mesh = fx.GraphModule({}, traced(program, X, W)), object()
+    module.mesh = mesh
+    out = module.graph.output_node()
+    with module.graph.inserting_before(out):
+        returned = module.graph.get_attr("mesh")
+    out.args = ([out.args[0], returned],)
+    reasons, after = passed(module.graph)
+    assert reasons == [""]
+    assert "mesh" in str(after.output_node().args)
+    (question,) = questions(after)
+    y, given = Choice(str(question.args[0])).plain([X, W], [None, None], {1: mesh})
+    assert y.shape == (12, 5)
+    assert given is mesh
+
+
+@pytest.mark.parametrize("dropout", [None, "in attention", "inside", "outside"])
+def test_attention_in_a_checkpoint(dropout: str | None) -> None:
+    """Without dropout there is nothing to draw again, though the graphs keep a generator's state for it."""
+
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        h = (gather(x) @ w)[None, None]
+        p = 0.5 if dropout == "in attention" else 0.0
+        h = torch.nn.functional.scaled_dot_product_attention(h, h, h, dropout_p=p)[0, 0].sin()
+        return torch.nn.functional.dropout(h, 0.5) if dropout == "inside" else h
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = checkpoint(layer, x, w, use_reentrant=False)
+        return torch.nn.functional.dropout(y, 0.5) if dropout == "outside" else y
+
+    # CPU attention with dropout is made of other operators, which are drawn as Inductor's dropout is.
+    with inductor_config.patch(fallback_random=dropout in ("in attention", "inside")):
+        forward, *_ = seen = captured(fn, X, W.clone().requires_grad_(), fusion=FusionPass())
+    assert "rng_state" in str(forward.before)
+    if dropout is None:
+        assert all(s.fused and set(s.fused) == {AG} for s in seen)
+    elif dropout == "outside":
+        assert forward.fused == [None]
+        assert "and so draw other random numbers, as for dropout" in forward.reasons
+    else:
+        assert [s.fused for s in seen] == [[None], [None]]
+        assert all("random numbers that another graph draws again" in s.reasons for s in seen)
