@@ -6,8 +6,9 @@ The ranks share one GPU, and rank 0 alone launches. The rows of its peers lie in
 on a multiprocessor that the op does not get, sets their flags when links would have brought them (announce.cu): in the
 order in which ranks send, all peers at once. What rank 0 sends goes to the same GPU's memory, at the pace that it keeps
 on links. So what tiles, waves of them and the order of rows cost shows. What does not: links that several ranks share,
-and ranks that begin late. Each line has the likeliest candidates, the one that is taken first: microseconds, and in
-brackets what configs.py estimates. Results are compared with float64 once; a wrong one ends the run.
+and ranks that begin late. Each line has the likeliest candidates, of each tile one with which all blocks send and one
+with which some do, and the one that is taken first: microseconds, and in brackets what configs.py estimates. Results are
+compared with float64 once; a wrong one ends the run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import ctypes
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -29,7 +30,7 @@ from parts import divisible, random_tensor, sets_of
 from registry import LAST_DIMENSION, SPLITS, Row, rows
 from torch import Tensor
 from weft import symm_mem
-from weft.kernels.all_gather_matmul.configs import PushConfig, push_layout, push_ranked
+from weft.kernels.all_gather_matmul.configs import PushConfig, push_layout, push_ranked, varied
 from weft.kernels.all_gather_matmul.cuda_kernel import AllGatherMatmulPush
 from weft.kernels.device.program import Program
 from weft.symm_mem import Workspace
@@ -82,16 +83,6 @@ def announcements(config: PushConfig, m: int, k: int, world_size: int) -> list[t
                         flag = (tile_row * units + unit) * down * across + piece
                         found.append((flag, round(sent / rate) + SEEN_NS))
     return found
-
-
-def candidates(
-    m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int, count: int
-) -> list[tuple[float, PushConfig]]:
-    """The likeliest, of each tile one in which all blocks send and one in which some do."""
-    found: dict[object, tuple[float, PushConfig]] = {}
-    for us, config in push_ranked(m, tuple(ns), k, world_size, num_sms):
-        found.setdefault((config.tile, config.senders > 0), (us, config))
-    return list(found.values())[:count]
 
 
 class Alone:
@@ -184,7 +175,8 @@ def measure(row: Row, count: int, device: torch.device) -> str | None:
     split = SPLITS.get(row.name, (1,))
     ns = [n * share // sum(split) for share in split]
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count - FREE
-    found = candidates(m, ns, k, world, num_sms, count)
+    ranked = varied(push_ranked(m, tuple(ns), k, world, num_sms))
+    found = [(us, c) for us, c in ranked if isinstance(c, PushConfig)][:count]
     heap = symm_mem.heap(None, device)
     rooms = [Workspace(heap, push_layout(m, k, world, c), f"{row.id} {i}") for i, (_, c) in enumerate(found)]
     dist.barrier()

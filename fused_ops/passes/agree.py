@@ -230,7 +230,8 @@ class Original:
 
 def _copy(graph: fx.Graph, without: Collection[fx.Node] = ()) -> fx.Graph:
     """Where the graph returns a node that is left out, the copy returns None."""
-    copy, copies = fx.Graph(), {}
+    copy = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
     outputs = fx.node.map_arg(graph.output_node().args[0], lambda n: None if n in without else n)
     for node in graph.nodes:
         if node.op != "output" and node not in without:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
@@ -169,6 +169,17 @@ def fused_ranked(
     if gather is not None:
         ranked.append((estimate_one_shot_us(m, ns, k, world_size), gather))
     return sorted(ranked, key=itemgetter(0))
+
+
+def varied(ranked: Iterable[tuple[float, FusedConfig]]) -> list[tuple[float, FusedConfig]]:
+    """The same, but first the likeliest of each tile with which all blocks send, or some: for who measures a few."""
+    likeliest: dict[object, tuple[float, FusedConfig]] = {}
+    others = []
+    for us, config in ranked:
+        kind = (config.tile, config.senders > 0) if isinstance(config, PushConfig) else None
+        if likeliest.setdefault(kind, (us, config))[1] is not config:
+            others.append((us, config))
+    return [*likeliest.values(), *others]
 
 
 def fused_layout(m: int, k: int, world_size: int, config: FusedConfig) -> Layout | None:

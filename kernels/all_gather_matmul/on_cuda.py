@@ -105,7 +105,7 @@ def tuned(
         kind += ", A returned"  # other candidates
     candidates: list[Candidate[configs.AnyConfig]] = [
         Candidate(config, configs.fused_layout(m, k, size, config), _algorithm(config))
-        for _, config in configs.fused_ranked(m, ns, k, size, num_sms, split_k, return_A)
+        for _, config in configs.varied(configs.fused_ranked(m, ns, k, size, num_sms, split_k, return_A))
     ]
     results: list[torch.Tensor] = []
 
