@@ -7,8 +7,8 @@ on a multiprocessor that the op does not get, sets their flags when links would 
 order in which ranks send, all peers at once. What rank 0 sends goes to the same GPU's memory, at the pace that it keeps
 on links. So what tiles, waves of them and the order of rows cost shows. What does not: links that several ranks share,
 and ranks that begin late. Each line has the likeliest candidates, of each tile one with which all blocks send and one
-with which some do, and the one that is taken first: microseconds, and in brackets what configs.py estimates. Results are
-compared with float64 once; a wrong one ends the run.
+with which some do, and the one that is taken first: microseconds, and in brackets what configs.py estimates. Results
+are compared with float64 once; a wrong one ends the run.
 """
 
 from __future__ import annotations
