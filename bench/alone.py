@@ -6,9 +6,9 @@ The ranks share one GPU, and rank 0 alone launches. The rows of its peers lie in
 on a multiprocessor that the op does not get, sets their flags when links would have brought them (announce.cu): in the
 order in which ranks send, all peers at once. What rank 0 sends goes to the same GPU's memory, at the pace that it keeps
 on links. So what tiles, waves of them and the order of rows cost shows. What does not: links that several ranks share,
-and ranks that begin late. Each line has the likeliest candidates, of each tile one with which all blocks send and one
-with which some do, and the one that is taken first: microseconds, and in brackets what configs.py estimates. Results
-are compared with float64 once; a wrong one ends the run.
+and ranks that begin late. Each line has the likeliest candidates that send by themselves (not the gather in one shot,
+which the op may take instead), of each tile one with which all blocks send and one with which some do: microseconds,
+and in brackets what configs.py estimates. Results are compared with float64 once; a wrong one ends the run.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from weft.symm_mem import Workspace
 from weft.symm_mem.workspace import Layout
 
 # Bytes a nanosecond that all peers together send to a rank, and how long a piece takes to be seen: as between H200s.
-RATES, SEEN_NS = {2: 335.0}, 6000
-RATE_OF_MORE = 294.0
+RATE_OF_TWO, RATE, SEEN_NS = 335.0, 294.0, 6000
 CALLS, ROUNDS = 6, 9  # the first call of a round does not count
 AHEAD = 1_500_000  # cycles, for which the device sleeps while the host launches a round
 TIMEOUT_NS = 2_000_000_000
@@ -71,7 +70,7 @@ def announcements(config: PushConfig, m: int, k: int, world_size: int) -> list[t
     height, width = config.piece_rows, config.piece_columns
     down, across = config.tile.block_m // height, config.unit_columns // width
     tile_rows, units = -(-m // config.tile.block_m), -(-k // config.unit_columns)
-    rate, sent, found = RATES.get(world_size, RATE_OF_MORE), 0, []
+    rate, sent, found = RATE_OF_TWO if world_size == 2 else RATE, 0, []
     for first in range(0, tile_rows, config.group):
         for unit in range(units):
             for tile_row in range(first, min(first + config.group, tile_rows)):
@@ -100,13 +99,11 @@ class Alone:
     ) -> None:
         (m, k), world_size = shards[0].shape, workspace.world_size
         layout = workspace.layout
-        self._workspace, self._addresses = (
-            workspace,
-            [
-                (a.data_ptr(), [b.data_ptr() for b in bs], [c.data_ptr() for c in cs])
-                for a, bs, cs in zip(shards, weights, outs, strict=True)
-            ],
-        )
+        self._workspace = workspace
+        self._addresses = [
+            (a.data_ptr(), [b.data_ptr() for b in bs], [c.data_ptr() for c in cs])
+            for a, bs, cs in zip(shards, weights, outs, strict=True)
+        ]
         for half in (0, 1):
             workspace.half(0, half, tuple(peers.shape), peers.dtype).copy_(peers)
         self._kernel = AllGatherMatmulPush(workspace, shards[0], weights[0], config, num_sms=num_sms)

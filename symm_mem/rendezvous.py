@@ -164,11 +164,9 @@ class Rendezvous:
 
     def _out_of_step(self, step: int, posts: list[tuple[str, Any, bool]]) -> WeftError:
         """What all ranks raise that have come to this step for different things."""
-        refusing = [
-            (topic, f"rank {rank}: {why}") for rank, (topic, why, failed) in enumerate(posts) if failed
-        ]
+        refusing = [topic for topic, _, failed in posts if failed]
         if refusing:  # the others had gone on to a step in the midst of what these could not do
-            error = self._refusal(refusing[0][0], [why for _, why in refusing])
+            error = self._refusal(refusing[0], [why if failed else None for _, why, failed in posts])
         else:
             rank, topic = next((r, post[0]) for r, post in enumerate(posts) if post[0] != posts[0][0])
             error = RankMismatch(f"step {step}", self.group_name, rank, repr(topic), repr(posts[0][0]))
@@ -243,11 +241,11 @@ class Rendezvous:
         return result
 
     def refuse(self, what: str, problems: list[str | None]) -> None:
-        found = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]
-        if found:
-            raise self._refusal(what, found)
+        if any(problem is not None for problem in problems):
+            raise self._refusal(what, problems)
 
-    def _refusal(self, what: str, found: list[str]) -> WeftError:
+    def _refusal(self, what: str, problems: list[str | None]) -> WeftError:
+        found = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]
         return WeftError(f"{what} in group {self.group_name!r}: {'; '.join(found)}")
 
     def _read(self, store: Questions, step: int, rank: int, what: str, begin: float, seconds: float) -> Any:
