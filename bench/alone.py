@@ -2,13 +2,15 @@
 
 torchrun --nproc-per-node 4 bench/alone.py --layers llama70b.qkv,llama8b.qkv --m-sizes 1024,2048
 
-The ranks share one GPU, and rank 0 alone launches. The rows of its peers lie in its memory already; a second kernel,
-on a multiprocessor that the op does not get, sets their flags when links would have brought them (announce.cu): in the
-order in which ranks send, all peers at once. What rank 0 sends goes to the same GPU's memory, at the pace that it keeps
-on links. So what tiles, waves of them and the order of rows cost shows. What does not: links that several ranks share,
-and ranks that begin late. Each line has the likeliest candidates that send by themselves (not the gather in one shot,
-which the op may take instead), of each tile one with which all blocks send and one with which some do: microseconds,
-and in brackets what configs.py estimates. Results are compared with float64 once; a wrong one ends the run.
+The ranks share one GPU, and rank 0 alone launches. The rows of its peers lie in its memory already. A second kernel,
+on a multiprocessor that the op does not get, plays the peers (announce.cu): when rank 0 has set a flag at one of them,
+they set theirs for the same piece, as much later as a link is long, and no earlier than links could have brought it.
+What rank 0 sends goes to the same GPU's memory, at the pace that it keeps on links. So what tiles, waves of them, the
+order of rows and the way to a piece's flag cost shows. What does not: fences that wait for links, links that several
+ranks share, and ranks that begin late. Each line has the likeliest candidates that send by themselves (not the gather
+in one shot, which the op may take instead), of each tile one with which all blocks send and one with which some do:
+microseconds, and in brackets what configs.py estimates. Results are compared with float64 once; a wrong one ends the
+run.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ from weft.kernels.all_gather_matmul.configs import PushConfig, push_layout, push
 from weft.kernels.all_gather_matmul.cuda_kernel import AllGatherMatmulPush
 from weft.kernels.device.program import Program
 from weft.symm_mem import Workspace
+from weft.symm_mem.fault import WORD
 from weft.symm_mem.workspace import Layout
 
-# Bytes a nanosecond that all peers together send to a rank, and how long a piece takes to be seen: as between H200s.
-RATE_OF_TWO, RATE, SEEN_NS = 335.0, 294.0, 6000
+# Bytes a nanosecond that all peers together send to a rank, and nanoseconds on the way, as between H200s.
+RATE_OF_TWO, RATE, TRIP = 335.0, 294.0, 1000
 CALLS, ROUNDS = 6, 9  # the first call of a round does not count
 AHEAD = 1_500_000  # cycles, for which the device sleeps while the host launches a round
 TIMEOUT_NS = 2_000_000_000
@@ -48,12 +51,16 @@ class _Params(ctypes.Structure):
     """The twin of ``Params`` in announce.cu."""
 
     _fields_ = (
-        ("words", ctypes.c_uint64),
         ("flags", ctypes.c_uint64),
+        ("told", ctypes.c_uint64),
+        ("pieces", ctypes.c_uint64),
         ("due", ctypes.c_uint64),
         ("use", ctypes.c_uint64),
         ("count", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("flags_per_rank", ctypes.c_int32),
+        ("world", ctypes.c_int32),
+        ("trip", ctypes.c_int32),
+        ("patience", ctypes.c_uint64),
     )
 
 
@@ -62,7 +69,7 @@ def program() -> Program:
 
 
 def announcements(config: PushConfig, m: int, k: int, world_size: int) -> list[tuple[int, int]]:
-    """(flag, when it is seen in nanoseconds) of each piece that one peer sends, in the order of kernel.cu.
+    """(flag, nanoseconds that links take up to it) of each piece that one peer sends, in the order of kernel.cu.
 
     Args:
         m, k: of a shard.
@@ -80,7 +87,7 @@ def announcements(config: PushConfig, m: int, k: int, world_size: int) -> list[t
                     if row < m and column < k:
                         sent += (world_size - 1) * min(height, m - row) * min(width, k - column) * 2
                         flag = (tile_row * units + unit) * down * across + piece
-                        found.append((flag, round(sent / rate) + SEEN_NS))
+                        found.append((flag, round(sent / rate)))
     return found
 
 
@@ -98,7 +105,6 @@ class Alone:
         num_sms: int,
     ) -> None:
         (m, k), world_size = shards[0].shape, workspace.world_size
-        layout = workspace.layout
         self._workspace = workspace
         self._addresses = [
             (a.data_ptr(), [b.data_ptr() for b in bs], [c.data_ptr() for c in cs])
@@ -110,17 +116,18 @@ class Alone:
         self._half, self._uses = 0, [0, 0]
         self._side = torch.cuda.Stream()
         self._use = torch.zeros(2, dtype=torch.int32, device=peers.device)
-        flags, due = torch.tensor(announcements(config, m, k, world_size)).int().unbind(1)
-        ranks = torch.arange(1, world_size).int() * layout.flags_per_rank
-        self._kept = [(flags[:, None] + ranks + layout.flags(h)).flatten().to(peers.device) for h in (0, 1)]
-        self._due = due.repeat_interleave(world_size - 1).to(peers.device)
+        pieces = torch.tensor(announcements(config, m, k, world_size)).int().to(peers.device)
+        self._pieces, self._due = (x.contiguous() for x in pieces.unbind(1))
         announce = program().function("announce")
         self._announce = [announce.bound(1, 1024, self._params(half), 0) for half in (0, 1)]
 
     def _params(self, half: int) -> _Params:
-        flags, use = self._kept[half], self._use[half:]
-        addresses = (x.data_ptr() for x in (self._workspace.words, flags, self._due, use))
-        return _Params(*addresses, flags.numel(), 0)
+        w, layout = self._workspace, self._workspace.layout
+        flags = w.address + layout.flags(half) * WORD
+        told = flags + w.span  # rank 0's are the first ones of rank 1's
+        given = (x.data_ptr() for x in (self._pieces, self._due, self._use[half:]))
+        counts = self._pieces.numel(), layout.flags_per_rank, w.world_size
+        return _Params(flags, told, *given, *counts, TRIP, TIMEOUT_NS)
 
     def prepare(self) -> None:
         """Of the next call: peers have left the half, what they send in this use is still to come."""
@@ -229,7 +236,8 @@ def compare(one: Alone, outs: list[Tensor], expected: list[Tensor], what: str) -
 
 def text(c: PushConfig) -> str:
     lead = f" lead {c.lead}" if c.lead else ""
-    return f"{c.tile.block_m}x{c.tile.block_n} senders {c.senders} group {c.group}{lead}"
+    pieces = f"pieces {c.piece_rows} units {c.unit_columns}"
+    return f"{c.tile.block_m}x{c.tile.block_n} senders {c.senders} group {c.group} {pieces}{lead}"
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-// Sets the flags of a workspace when links would have brought what they stand for: for a rank that runs alone (alone.py).
+// What a rank that runs alone (alone.py) is told by peers that do as it does: behind each flag that it sets at a peer, so late
+// as links are, the flag of every peer for the same piece; and none before the links could have brought what it stands for.
 
 #include "sync.cuh"
 
@@ -6,12 +7,13 @@ using weft::u32;
 using weft::u64;
 
 struct Params {
-    u32* words;
-    const u32* flags;  // which of them
+    u32* flags;  // of the own half, [world][flags_per_rank]
+    const u32* told;  // the own ones at a peer
+    const u32* pieces;  // [count]: which flag, in the order in which they are set
     const u32* due;  // of each, nanoseconds after the start: growing
     const u32* use;  // what is written
-    int count;
-    int reserved;
+    int count, flags_per_rank, world, trip;  // nanoseconds
+    u64 patience;  // likewise
 };
 
 // One block.
@@ -19,7 +21,12 @@ extern "C" __global__ void announce(const __grid_constant__ Params p) {
     const u64 start = weft::nanoseconds();
     const u32 use = *p.use;
     for (int i = threadIdx.x; i < p.count; i += blockDim.x) {
-        while (weft::nanoseconds() < start + p.due[i]) __nanosleep(100);
-        weft::post_flag(p.words + p.flags[i], use);
+        const u32 flag = p.pieces[i];
+        while (weft::load_relaxed(p.told + flag) != use) {
+            if (weft::nanoseconds() - start > p.patience) return;  // the rank will miss its own, and say so
+        }
+        const u64 seen = max(weft::nanoseconds(), start + p.due[i]) + p.trip;
+        while (weft::nanoseconds() < seen) {}
+        for (int rank = 1; rank < p.world; ++rank) weft::post_behind_fence(p.flags + rank * p.flags_per_rank + flag, use);
     }
 }

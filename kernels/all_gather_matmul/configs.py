@@ -47,6 +47,16 @@ _ALONG_K_OF_TWO = _Costs(0.6, 1.7, 0.13, 3.5, {0: 360e3}, feels=0.1)
 _ALL = _Costs(14.0, 1.8, 0.4, 0.0, {0: 294e3}, eases=1.14)
 _SOME = _Costs(14.0, 1.6, 0.0, 3.6, {8: 294e3, 12: 294e3, 16: 275e3})
 _MUCH = 1.15  # a little less than what 128 x 192 loads
+# Rows of a piece and columns of a unit: where some blocks send at first and where all do, each of one wave of tiles and
+# of more. Between more than four ranks the next smaller ones of _SMALLER.
+_PIECES_OF_TWO = {True: ((32, 256), (64, 512)), False: ((32, 512), (64, 1024))}
+_PIECES = {True: ((16, 256), (32, 512)), False: ((32, 512), (64, 1024))}
+_SMALLER = {(64, 1024): (32, 512), (32, 512): (16, 256), (16, 256): (16, 256)}
+_PUSHERS = 11  # warps of a block that only sends, in kernel.cu
+# Bytes a microsecond that it lets all warps send, between two ranks and between more.
+_PACE_OF_TWO, _PACE = 345e3, 328e3
+_FIT_ROWS = 64  # of the pieces that the costs above were fitted to, between two ranks and four
+_EARLIER = 0.73  # of what a piece takes less to be sent than these, data is seen earlier
 # Microseconds of a copy kernel, and bytes a microsecond that it moves: unfused, shards of the last dimension are put
 # side by side between the all-gather and the product. Not fitted to anything: a launch, and the memory's rate.
 _COPY, _COPY_RATE = 3.0, 1.75e6
@@ -227,14 +237,17 @@ def push_candidates(
     several = [s for s in _senders(peers * m * k * 2, world_size, split_k) if 4 * s <= num_sms]
     for tile in gemm_tiles.suited(world_size * m, sum(ns), k, world_size, stores_only=True):
         rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
+        steps = (rows * world_size + 1) // 2 * columns
         for senders in several:
             missed = _missed(tile, senders, m, k, world_size) if senders else 0
             fill = (num_sms - senders) // (listed * columns)
             for group in sorted({1, 2, min(fill, rows)} & set(range(1, rows + 1)), reverse=senders > 0):
                 remote_band = max(_BAND, -(-group * listed // 2))
+                piece_rows, unit_columns = _pieces(senders, steps <= num_sms // 2, world_size, split_k)
                 config = PushConfig(
                     *(tile, senders, group),
-                    unit_columns=512 if senders and not split_k else 1024,
+                    piece_rows=piece_rows,
+                    unit_columns=unit_columns,
                     remote_band=remote_band,
                     split_k=split_k,
                     missed=missed,
@@ -242,6 +255,22 @@ def push_candidates(
                 led = _led(config, m, ns, k, world_size, num_sms)
                 configs += [config] if led is None else [led, config]
     return configs
+
+
+def _pieces(senders: int, one_wave: bool, world_size: int, split_k: bool) -> tuple[int, int]:
+    """``piece_rows`` and ``unit_columns``. A warp sends a piece to all peers at its share of the links' pace, and its
+    flags come behind it: 64 rows take 3 us between two ranks and 7 to 10 between four. All tiles of a single wave wait
+    for the first pieces; behind other tiles more flags may cost more than that."""
+    if split_k:
+        return _FIT_ROWS, 1024
+    found = (_PIECES_OF_TWO if world_size == 2 else _PIECES)[senders > 0][0 if one_wave else 1]
+    return _SMALLER[found] if world_size > 4 else found
+
+
+def _piece_us(config: PushConfig, world_size: int, num_sms: int) -> float:
+    """Microseconds from a piece's first bytes to its last."""
+    piece, pushers = config.piece_rows * config.piece_columns * 2, config.senders * _PUSHERS or num_sms
+    return piece * (world_size - 1) * pushers / (_PACE_OF_TWO if world_size == 2 else _PACE)
 
 
 def _senders(moved: int, world_size: int, split_k: bool) -> tuple[int, ...]:
@@ -303,6 +332,8 @@ def estimate_push_us(
     rate = costs.rates[config.senders]
     hinders = max(0.0, costs.hinders - costs.eases * max(0.0, _MUCH - tile.loads))
     row_us = moved / rows / rate
+    fit_us = _piece_us(replace(config, piece_rows=_FIT_ROWS), 2 if world_size == 2 else 4, num_sms)
+    seen = costs.seen - _EARLIER * (fit_us - _piece_us(config, world_size, num_sms))
     end = moved / gemm_tiles.LINK
     others, clusters = _clusters(config, num_sms)
     # Pairs of rows of tiles: those of the own shard alone, and those behind them, which wait for the peers' rows.
@@ -325,7 +356,7 @@ def estimate_push_us(
             height = min(config.group, rows - sent)
         for unit in [*range(units)] * parts:
             if height:
-                now = max(now, (sent + height * (unit + 1) / units) * row_us + costs.seen)
+                now = max(now, (sent + height * (unit + 1) / units) * row_us + seen)
             us = min(config.unit_columns, k - unit * config.unit_columns) / gemm_tiles.BLOCK_K
             us *= stage_us * at_once
             if not config.senders:

@@ -96,7 +96,7 @@ __device__ __forceinline__ void push(const Params& p, const Order& order, u32 us
     }
     constexpr int LANES = PIECE_COLUMNS / 8;  // of a row of a piece
     constexpr int ROWS = 32 / LANES;  // at once
-    constexpr int VECTORS = 8;  // of a lane, on their way at once
+    constexpr int VECTORS = PIECE_ROWS / ROWS < 8 ? PIECE_ROWS / ROWS : 8;  // of a lane, on their way at once
     static_assert(PIECE_ROWS % (ROWS * VECTORS) == 0);
     const u64 from_stride = static_cast<u64>(ROWS) * p.stride, to_stride = static_cast<u64>(ROWS) * p.k;
     weft::Pace pace{VECTORS * 32 * 16 * static_cast<u64>(pushers) / (world_size > 2 ? RATE : RATE_OF_TWO)};

@@ -46,9 +46,9 @@ int main(int, char** given) {
 """
 
 
-@pytest.mark.parametrize(("block_m", "unit"), [(128, 512), (64, 1024)])
+@pytest.mark.parametrize(("block_m", "unit", "piece_rows"), [(128, 512, 32), (64, 1024, 64), (128, 256, 16)])
 def test_pieces_are_announced_in_the_order_in_which_ranks_send(
-    block_m: int, unit: int, tmp_path: Path
+    block_m: int, unit: int, piece_rows: int, tmp_path: Path
 ) -> None:
     compiler = shutil.which("g++") or shutil.which("c++")
     assert compiler, "a C++ compiler is needed"
@@ -59,7 +59,7 @@ def test_pieces_are_announced_in_the_order_in_which_ranks_send(
         "SPLIT_K": 0,
         "UNIT_COLUMNS": unit,
     }
-    defines |= {"PIECE_ROWS": 64, "PIECE_COLUMNS": 64}
+    defines |= {"PIECE_ROWS": piece_rows, "PIECE_COLUMNS": 64}
     (tmp_path / "prints.cpp").write_text(PRINTS)
     arguments = [f"-D{name}={value}" for name, value in defines.items()]
     subprocess.run(
@@ -68,15 +68,15 @@ def test_pieces_are_announced_in_the_order_in_which_ranks_send(
     choice = random.Random(block_m)
     for _ in range(20):
         m, k, group = choice.randrange(1, 700), 8 * choice.randrange(1, 400), choice.randrange(1, 5)
-        config = PushConfig(Tile(block_m, 128, 4, 0.4), 0, group, unit_columns=unit)
+        config = PushConfig(Tile(block_m, 128, 4, 0.4), 0, group, piece_rows, unit_columns=unit)
         announced = alone.announcements(config, m, k, 4)
         command = [tmp_path / "prints", *map(str, (m, k, group))]
         sent = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
         flags, due = zip(*announced, strict=True)
         assert list(flags) == [int(flag) for flag in sent], (m, k, group)
         assert max(flags) < push_layout(m, k, 4, config).flags_per_rank
-        assert list(due) == sorted(due) and due[0] > 6000
-        assert due[-1] == round(3 * m * k * 2 / 294) + 6000
+        assert list(due) == sorted(due) and due[0] > 0
+        assert due[-1] == round(3 * m * k * 2 / 294)
 
 
 def test_the_announcing_kernel_compiles() -> None:

@@ -79,16 +79,21 @@ def both_ops(
     assert torch.equal(got, want_more.to(dtype)), f"matmul + reduce-scatter + {[*named]}, {what}"
 
 
+# By every block, or by some, which miss a tile meanwhile; steps of a short first wave; rows of a piece; columns of a
+# unit.
+SENT = ((0, 2, 64, 1024), (8, 0, 16, 256), (8, 1, 32, 512))
+
+
 def every_tile(rank: int, world_size: int) -> None:
     for tile in (*TILES, WIDEST):
-        # Sent by every block, or by some, which miss a tile meanwhile; with and without a short first wave.
-        for senders, lead in ((0, 2), (8, 0), (8, 1)):
+        for sent in SENT:
 
             def only(
-                m: int, *_: object, tile: Tile = tile, senders: int = senders, lead: int = lead
+                m: int, *_: object, tile: Tile = tile, sent: tuple[int, int, int, int] = sent
             ) -> list[PushConfig]:
-                group = min(2, -(-m // tile.block_m))
-                return [PushConfig(tile, senders, group, missed=senders // 8, lead=lead)]
+                senders, lead, piece_rows, units = sent
+                how = (tile, senders, min(2, -(-m // tile.block_m)), piece_rows)
+                return [PushConfig(*how, unit_columns=units, missed=senders // 8, lead=lead)]
 
             # What was chosen for these shapes before is forgotten, the kernels with it.
             gather_configs.push_ranked.cache_clear()
@@ -104,7 +109,7 @@ def every_tile(rank: int, world_size: int) -> None:
                 for i, (m, k, ns) in enumerate(SHAPES):
                     for dtype, transposed in ((torch.bfloat16, False), (torch.float16, True)):
                         poison(rank)
-                        what = f"{tile}, {senders} senders, lead {lead}, {m, k, ns} {dtype}"
+                        what = f"{tile}, {sent}, {m, k, ns} {dtype}"
                         both_ops(m, k, ns, dtype, transposed, what, return_A=i % 2 == 0)
 
 

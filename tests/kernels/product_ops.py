@@ -178,9 +178,11 @@ def push(
     split_k: bool = False,
     missed: int = 0,
     lead: int = 0,
+    piece_rows: int = 64,
 ) -> gather_configs.PushConfig:
     return gather_configs.PushConfig(
         *(tile, senders, group),
+        piece_rows=piece_rows,
         unit_columns=unit_columns,
         band=2,
         remote_band=2,
@@ -196,6 +198,8 @@ GATHERS = {
     "senders": Gather(3, 147, (72,), 200, push(SMALL, 2, 2)),
     "senders-miss-one": Gather(3, 147, (72,), 200, push(SMALL, 2, 1, missed=1)),
     "senders-miss-all": Gather(2, 147, (72,), 136, push(SMALL, 2, 1, missed=1 << 16)),
+    "senders-small": Gather(3, 147, (72,), 200, push(SMALL, 2, 2, 256, piece_rows=16)),
+    "beside-small": Gather(2, 147, (72,), 264, push(SMALL, 0, 1, piece_rows=32)),
     "senders-wide": Gather(2, 200, (40,), 72, push(WIDE, 2, 1, 64)),
     "lead": Gather(2, 147, (72, 40), 72, push(SMALL, 0, 1, lead=2), blocks=6),
     "lead-senders": Gather(3, 147, (72,), 200, push(SMALL, 2, 1, missed=1, lead=1), blocks=8),

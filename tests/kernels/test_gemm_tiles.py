@@ -82,8 +82,8 @@ def test_all_gather_matmul_takes_what_was_fast(
         (2, 256, 5120, 8192, (128, 160), 0, 2),
         (2, 512, 5120, 8192, (128, 160), 8, 3),
         (2, 256, 14336, 4096, (128, 224), 8, 2),
-        (4, 256, 1536, 4096, (64, 256), 8, 4),
-        (4, 512, 1536, 4096, (128, 224), 8, 4),
+        (4, 256, 1536, 4096, (64, 256), 12, 4),
+        (4, 512, 1536, 4096, (128, 224), 12, 4),
         (4, 1024, 1536, 4096, (128, 160), 12, 4),
         (4, 256, 2560, 8192, (128, 160), 0, 2),
         (4, 512, 2560, 8192, (128, 320), 0, 4),
@@ -94,10 +94,31 @@ def test_all_gather_matmul_takes_what_was_fast(
 def test_all_gather_matmul_takes_what_was_fast_for_a_rank_alone(
     world_size: int, m: int, n: int, k: int, block: tuple[int, int], senders: int, group: int
 ) -> None:
-    """The fastest where one GPU was one of 2 or 4 ranks, or within 3 % of it (bench/results/h200-x1-tiles.txt)."""
+    """The fastest where one GPU was one of 2 or 4 ranks, or within 3 % of it (bench/results/h200-x1-tiles.txt,
+    h200-x1-pieces.txt)."""
     config = gather.choose_push(m, [n], k, world_size, 132)
     assert ((config.tile.block_m, config.tile.block_n), config.senders) == (block, senders)
     assert config.group == group
+
+
+@pytest.mark.parametrize(
+    ("world_size", "m", "n", "k", "piece_rows", "unit_columns"),
+    [
+        (2, 256, 3072, 4096, 32, 256),
+        (2, 256, 5120, 8192, 32, 512),
+        (2, 2048, 5120, 8192, 64, 1024),
+        (4, 256, 1536, 4096, 16, 256),
+        (4, 256, 2560, 8192, 32, 512),
+        (4, 2048, 1536, 4096, 32, 512),
+        (4, 1024, 7168, 4096, 64, 1024),
+        (8, 256, 1536, 4096, 16, 256),
+    ],
+)
+def test_the_first_pieces_of_few_tiles_come_early(
+    world_size: int, m: int, n: int, k: int, piece_rows: int, unit_columns: int
+) -> None:
+    config = gather.choose_push(m, [n], k, world_size, 130)
+    assert (config.piece_rows, config.unit_columns) == (piece_rows, unit_columns)
 
 
 def test_rows_that_one_wave_takes_are_sent_together() -> None:
