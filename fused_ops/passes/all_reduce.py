@@ -38,6 +38,7 @@ from .match import (
 )
 from .rms_norm import RmsNorm
 from .sums import Sum, has_product, sum_of
+from .views import unchanged
 
 _MATMUL_FROM = 1 << 20  #: bytes: what takes longer to send than to start is worth hiding behind the product
 
@@ -221,14 +222,22 @@ def _feeding_one_sum(
     node = c.wait
     while len(node.users) == 1 and c.only_waited_for:
         (add,) = node.users
+        if unchanged(add) is not None and alike(val(add), val(c.wait)):
+            met.append(add)
+            node = add
+            continue
         if not calls(add, aten.add.Tensor) or argument(add, 9, "alpha", 1) != 1 or add.args[0] is add.args[1]:
             break
         term = add.args[1] if add.args[0] is node else add.args[0]
         if not is_val(term) or not alike(val(term), val(c.wait)) or not alike(val(add), val(c.wait)):
             break
-        met.append(add)
+        same, copies = term, []
+        while len(same.users) == 1 and (source := unchanged(same)) is not None:
+            copies.append(same)
+            same = source
+        met += [*copies, add]
         node = add
-        other = _other(c, term, groups)
+        other = _other(c, same, groups)
         # What is reduced is read later than it was, what else is added later still.
         if other is not None and first_write(min(c.node, other.node), add) is None:
             collectives = sorted([*collectives, other], key=lambda each: each.node)

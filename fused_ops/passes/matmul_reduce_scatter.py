@@ -125,7 +125,7 @@ class MatmulReduceScatter:
             out = insert.contiguous(out, at)
         self.terms.replace()
         replace_result(c, out)
-        insert.erase_unused([*self.terms.added, *self.sum.nodes, c.node, c.wait])
+        insert.erase_unused([*self.terms.added, *self.terms.path, *self.sum.nodes, c.node, c.wait])
 
 
 def replace_result(c: Collective, out: fx.Node) -> None:

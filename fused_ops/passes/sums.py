@@ -117,10 +117,6 @@ def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> Sum:
             terms.append((tuple(d for digits in (*lead, rows) for d in digits), columns))
             total.products.append(taken)
             addends: tuple[object, ...] = () if taken.addend is None else (taken.addend,)
-        elif calls(node, aten.add.Tensor):
-            if argument(node, 9, "alpha", 1) != 1:
-                raise LeftAlone(f"{what(node)} scales what it adds")
-            addends = node.args[:2]
         elif (taken_step := step(node)) is not None:
             for part in taken_step.between:
                 _check_users(part, taken_step.nodes)
@@ -129,6 +125,10 @@ def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> Sum:
             if node in adder:
                 adder[taken_step.source] = adder[node]
             continue
+        elif calls(node, aten.add.Tensor):
+            if argument(node, 9, "alpha", 1) != 1:
+                raise LeftAlone(f"{what(node)} scales what it adds")
+            addends = node.args[:2]
         else:
             sums = f"{what(adder[node])} adds" if node in adder else "its input is"
             raise LeftAlone(f"{sums} {what(node)}, not a matrix product")

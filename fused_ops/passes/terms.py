@@ -34,6 +34,7 @@ from .match import (
     same_shape,
     val,
 )
+from .views import unchanged
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Terms:
         path: list[fx.Node] = []
         node = c.wait
         while is_val(user := only_user(node)) and contiguous(val(user)):
-            if not calls(user, *FLAT):
+            if not calls(user, *FLAT) and unchanged(user) is None:
                 if not found._take(user, node, c, part):
                     break
                 found.path = [*path, user]
@@ -118,9 +119,12 @@ class Terms:
         return found
 
     def replace(self) -> None:
-        """Takes the additions out: reshapes between them follow ``at``."""
+        """Takes the additions out, also those of the number 0: reshapes between them follow ``at``."""
         if self.added:
             insert.hoist([n for n in self.path if n < self.at], self.at)
+        for node in reversed(self.path):
+            if (same := unchanged(node)) is not None:
+                node.replace_all_uses_with(same)
         for add, node in reversed(self.added.items()):
             add.replace_all_uses_with(node)
 

@@ -1,4 +1,4 @@
-"""Nodes that hold the elements of another one in another order or dtype, and what is said of their dimensions."""
+"""Nodes that hold the elements of another one, in any order or dtype, and what is said of their dimensions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,23 @@ import torch
 from torch import fx
 
 from .dims import Dims, moved, permuted, reshaped
-from .match import FLAT, LeftAlone, aten, calls, is_val, same_shape, val
+from .match import FLAT, LeftAlone, argument, aten, calls, is_val, same_shape, val
 from .parts import SLICES, SPLITS, Parts
 
 CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 _PERMUTES = (aten.permute.default, aten.transpose.int, aten.t.default)
 _WHOLE = (aten.slice.Tensor, aten.expand.default)
+# The number that leaves an operand as it is, and whether it may stand on the left, too.
+_NEUTRAL = {
+    aten.add.Tensor: (0, True),
+    aten.add.Scalar: (0, False),
+    aten.sub.Tensor: (0, False),
+    aten.sub.Scalar: (0, False),
+    aten.mul.Tensor: (1, True),
+    aten.mul.Scalar: (1, False),
+    aten.div.Tensor: (1, False),
+    aten.div.Scalar: (1, False),
+}
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,8 @@ def step(node: fx.Node) -> Step | None:
             return moved((*dims[:cut], (), *dims[cut:]), count, join + (join >= cut), cut)
 
         return Step(node, parts.source, forward, backward, parts.nodes)
+    if (same := unchanged(node)) is not None:
+        return Step(node, same, lambda dims: dims, lambda dims: dims)
     source = node.args[0]
     if not is_val(source):
         return None
@@ -82,6 +95,24 @@ def step(node: fx.Node) -> Step | None:
             dtype=None if dtype == val(source).dtype else dtype,
         )
     return None
+
+
+def unchanged(node: fx.Node) -> fx.Node | None:
+    """The tensor to which the node adds the number 0, or which it multiplies by 1, and which it therefore equals.
+
+    Python's ``sum`` begins with such a 0. It makes +0 of -0; a sum that is rounded later or taken in another order may
+    do so, too, and Inductor drops tensors of zeros alike.
+    """
+    if not calls(node, *_NEUTRAL) or not is_val(node) or len(node.args) != 2:
+        return None
+    neutral, either = _NEUTRAL[node.target]  # type: ignore[index]
+    source, number = node.args
+    if either and not is_val(source):
+        source, number = number, source
+    if not is_val(source) or not isinstance(number, int | float) or number != neutral:
+        return None
+    scaled = argument(node, 9, "alpha", 1) != 1  # by an infinite one 0 is NaN
+    return None if scaled or val(source).dtype != val(node).dtype else source
 
 
 def _same_but_ones(have: torch.Size, want: torch.Size) -> bool:

@@ -1,0 +1,178 @@
+"""Python's ``sum``, which begins with the number 0, and other arithmetic that leaves every element as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from adding import RESIDUAL, Fn, Shape, W, X, additions, aten, only, rs, taken, two
+from graphs import AG, RS, applied, captured, check_same, fake_ranks, gather, scatter, traced
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from weft.fused_ops import FusionPass
+
+__all__ = ["two"]
+MAR = "weft::fused_matmul_all_reduce"
+TWO = (X, W, X, W)
+
+
+def products(*given: Tensor) -> Any:
+    return (x @ w for x, w in zip(given[::2], given[1::2], strict=True))
+
+
+def ar(x: Tensor) -> Tensor:
+    return funcol.all_reduce(x, "sum", dist.distributed_c10d._get_default_group())
+
+
+def always() -> FusionPass:
+    return FusionPass(fuse="always", agree=False)
+
+
+def cast(*given: Tensor) -> Tensor:
+    return scatter(sum(y.float() for y in products(*(t.bfloat16() for t in given))))
+
+
+# What becomes of the forward's collectives, and of how many products the first one is.
+FORMS: dict[str, tuple[Fn, tuple[Shape, ...], list[str], int]] = {
+    "one": (lambda *given: scatter(sum(products(*given))), (X, W), [RS], 1),
+    "two": (lambda *given: scatter(sum(products(*given))), TWO, [RS], 2),
+    "three": (lambda *given: scatter(sum(products(*given))), (*TWO, X, W), [RS], 3),
+    "from a float on": (lambda *given: scatter(sum(products(*given), 0.0)), TWO, [RS], 2),
+    "of sums": (lambda *given: scatter(sum([sum(products(*given)), given[0] @ given[3]])), TWO, [RS], 3),
+    "cast": (cast, TWO, [RS], 2),
+    "columns": (lambda *given: scatter(sum(products(*given)), 1), TWO, [RS], 2),
+    "all-reduce": (lambda *given: ar(sum(products(*given))), TWO, [MAR], 2),
+    "one all-reduce": (lambda *given: ar(sum(products(*given))), (X, W), [MAR], 1),
+    "of all-reduces": (lambda *given: sum(map(ar, products(*given))), TWO, [MAR, MAR], 2),
+    "of three all-reduces": (lambda *given: sum(map(ar, products(*given))), (*TWO, X, W), [MAR] * 3, 3),
+    "of reduce-scatters": (lambda *given: sum(map(scatter, products(*given))), TWO, [RS, RS], 1),
+    "once": (lambda x, w: scatter(1 * (x @ w)), (X, W), [RS], 1),
+    "by one": (lambda x, w: scatter((x @ w) / 1.0), (X, W), [RS], 1),
+    "less nothing": (lambda x, w: scatter(x @ w - 0), (X, W), [RS], 1),
+    "no bit": (lambda x, w: scatter(x @ w + False), (X, W), [RS], 1),
+    "gathered": (lambda x, w: sum([gather(x)]) @ w, (X, W), [AG], 1),
+    "gathered and returned": (lambda x, w: ((y := sum([gather(x)])) @ w, y), (X, W), [AG], 1),
+}
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMS)
+def test_fused(name: str, dtype: torch.dtype) -> None:
+    fn, shapes, into, count = FORMS[name]
+    (seen,) = captured(fn, *(torch.randn(s, dtype=dtype) for s in shapes), fusion=always())
+    assert seen.fused == into, seen.reasons
+    assert seen.entries[0].detail.startswith(f"{count} product")
+    check_same(seen, 2)
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("name", ["two", "columns", "of reduce-scatters", "gathered"])
+def test_in_training(name: str) -> None:
+    fn, shapes, into, _ = FORMS[name]
+    seen = captured(fn, *(torch.randn(s, requires_grad=True) for s in shapes))
+    assert seen[0].fused == into, seen[0].reasons
+    for each in seen:
+        assert all(each.fused), each.reasons
+        check_same(each, 2)
+
+
+ZEROS: dict[str, Callable[[Tensor], Tensor]] = {
+    "on the right": lambda y: aten.add.Tensor(y, 0),
+    "a float": lambda y: aten.add.Tensor(y, 0.0),
+    "scaled by one": lambda y: aten.add.Tensor(y, 0, alpha=1),
+    "of another overload": lambda y: aten.add.Scalar(y, 0),
+    "twice": lambda y: aten.sub.Tensor(aten.mul.Scalar(y, 1), 0),
+}
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("name", ZEROS)
+def test_before_a_reduce_scatter_and_behind_it(name: str) -> None:
+    """Behind it the op adds the residual, and nothing is left to add a 0."""
+    seen = only(lambda x, w, r: ZEROS[name](rs(ZEROS[name](x @ w))).view(1, 6, 6) + r, X, W, (1, 6, 6))
+    assert (seen.fused, taken(seen), additions(seen.after)) == ([RS], [RESIDUAL], 0), seen.reasons
+    assert seen.entries[0].form == "product → reduce_scatter → add"
+
+
+@pytest.mark.usefixtures("two")
+def test_behind_a_reduce_scatter_alone() -> None:
+    seen = only(lambda x, w: aten.add.Tensor(rs(x @ w), 0), X, W)
+    assert (seen.fused, additions(seen.after)) == ([RS], 1)
+
+
+@pytest.mark.usefixtures("two")
+def test_all_reduces_in_another_order_than_their_sum() -> None:
+    """The 0 is added to what is reduced last."""
+
+    def summed(x: Tensor, v: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        a, b = ar(x @ v), ar(y @ w)
+        return sum([b, a])
+
+    (seen,) = captured(summed, *(torch.randn(s) for s in TWO), fusion=always())
+    assert (
+        seen.fused,
+        seen.count(MAR),
+        seen.after.find_nodes(op="call_function", target=aten.add.Tensor),
+    ) == (
+        [MAR, MAR],
+        1,
+        [],
+    )
+    check_same(seen, 2)
+
+
+# Twins that differ in one condition, and why they are left alone.
+LEFT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "another number": (lambda y: y + 1e-30, "adds 1e-30"),
+    "twice": (lambda y: y * 2, "is mul"),
+    "negated": (lambda y: 0 - y, "is sub"),
+    "inverted": (lambda y: 1 / y, "is mul"),
+    "rounded": (lambda y: torch.div(y, 1, rounding_mode="floor"), "is div"),
+    "scaled": (lambda y: torch.add(y, 0, alpha=2), "scales what it adds"),
+    "nothing times infinity": (lambda y: torch.add(y, 0, alpha=float("inf")), "scales what it adds"),
+}
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("name", LEFT)
+def test_left_alone(name: str) -> None:
+    fn, reason = LEFT[name]
+    (seen,) = captured(lambda x, w: scatter(fn(x @ w)), torch.randn(X), torch.randn(W))
+    assert seen.fused == [None]
+    assert reason in seen.reasons or "its input is reciprocal" in seen.reasons, seen.reasons
+
+
+@pytest.mark.usefixtures("two")
+def test_a_sum_that_others_use() -> None:
+    (seen,) = captured(lambda x, w: (scatter(y := sum([x @ w])), y), torch.randn(X), torch.randn(W))
+    assert seen.fused == [None]
+    assert "is also used by" in seen.reasons
+
+
+@pytest.mark.usefixtures("two")
+def test_a_number_of_another_dtype() -> None:
+    """A complex 0 changes the dtype, so it is no copy; nor is a quotient of integers."""
+    fn = lambda x, w: rs(aten.add.Tensor(aten.add.Tensor(x @ w, 0j).real, 0))  # noqa: E731
+    seen = applied(traced(fn, torch.randn(X), torch.randn(W)))
+    assert seen.fused == [None]
+
+
+def test_dtensors() -> None:
+    """Summed as they are reduced. What is not reduced yet DTensor reduces itself, before it adds a number."""
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,))
+
+        def summed(*given: Tensor) -> Tensor:
+            xs = [DTensor.from_local(x, mesh, [Shard(1)]) for x in given[::2]]
+            ws = [DTensor.from_local(w, mesh, [Shard(0)]) for w in given[1::2]]
+            each = ((x @ w).redistribute(mesh, [Replicate()]) for x, w in zip(xs, ws, strict=True))
+            return sum(each).to_local()
+
+        (seen,) = captured(summed, *(torch.randn(s) for s in TWO), fusion=always())
+        assert (seen.fused, seen.count(MAR)) == ([MAR, MAR], 1), seen.reasons
+        check_same(seen, 2)
