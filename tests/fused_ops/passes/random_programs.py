@@ -144,6 +144,14 @@ class Machine:
     def add(self, i: int, j: int, alpha: int = 1) -> Tensor:
         return torch.add(self.values[i], self.values[j], alpha=alpha)
 
+    def number(self, i: int, spelling: str, number: float) -> Tensor:
+        x = self.values[i]
+        if spelling == "left":
+            return aten.add.Tensor(number, x)
+        if spelling == "factor":
+            return aten.mul.Tensor(x, number + 1)
+        return {"add": aten.add, "sub": aten.sub}[spelling].Tensor(x, number)
+
     def unary(self, i: int, name: str) -> Tensor:
         return getattr(torch, name)(self.values[i])
 

@@ -56,7 +56,17 @@ class Writer:
             return i
         shape = self.shape(i)
         kind = self.draw(
-            "clone", "cast", "unary", "slice", "permute", "squeeze", "write", "write_part", "wait", "other"
+            "clone",
+            "cast",
+            "unary",
+            "slice",
+            "permute",
+            "squeeze",
+            "write",
+            "write_part",
+            "wait",
+            "number",
+            "other",
         )
         if kind in ("clone", "wait"):
             return self.do(kind, i)
@@ -64,6 +74,8 @@ class Writer:
             return self.do("cast", i, self.draw(*DTYPES))
         if kind == "unary":
             return self.do("unary", i, self.draw("neg", "relu", "abs"))
+        if kind == "number":
+            return self.do("number", i, self.draw("add", "left", "sub", "factor"), self.draw(0, 0, 0.0, 1))
         if kind in ("write", "write_part") and shape and 0 not in shape:
             # Of this value, or of any other: an input, a view of this one, what is gathered just now.
             target = self.draw(i, self.size(0, len(self.machine.values) - 1))
