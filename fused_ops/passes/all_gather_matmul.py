@@ -21,7 +21,7 @@ from . import insert
 from .dims import RANK, Digit, Dims, around_rank, numel, plain, same
 from .gathered import Gathered
 from .insert import call
-from .match import Collective, LeftAlone, Size, aten, contiguous, first_write, memory, some, val, what
+from .match import Collective, LeftAlone, Size, aten, calls, contiguous, first_write, memory, some, val, what
 from .products import Product, Use, matrix, one_matrix, product, use
 from .views import View
 
@@ -135,7 +135,8 @@ class AllGatherMatmul:
         tensor = Gathered.by(c, groups)
         candidates, reasons = _candidates(tensor)
         if not candidates:
-            raise LeftAlone("; ".join([*reasons.values(), *tensor.reasons]) or _why_none(tensor))
+            other = _fused_behind(tensor) or dict.fromkeys(tensor.reasons)
+            raise LeftAlone("; ".join([*reasons.values(), *other]) or _why_none(tensor))
         # Rows before contracted ranks: there the op can overlap. Of several layouts the one met first.
         layout = min((x for _, x in candidates), key=lambda x: x.contracted)
         uses = [u for u, x in candidates if x.same(layout)]
@@ -237,6 +238,23 @@ def _candidate(tensor: Gathered, taken: Product, view: View) -> tuple[Use, _Layo
     if dtype.itemsize > x.dtype.itemsize:
         raise LeftAlone(f"cast to {dtype} before it is gathered, twice as many bytes would be sent")
     return used, _Layout.of(used, view.casts, tensor.collectives[0].world)
+
+
+def _fused_behind(tensor: Gathered) -> list[str]:
+    """That a product of the gathered tensor was fused with the reduction behind it: reductions come first."""
+    found: dict[fx.Node, None] = {}
+    pending: list[fx.Node] = [*tensor.views, *tensor.cut]
+    seen = {*pending}
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            if calls(user, ops.matmul_reduce_scatter, ops.matmul_all_reduce) and node in user.args[:2]:
+                found[user] = None
+            elif calls(user, aten.cat.default, aten.reshape.default) and user not in seen:
+                # The pass itself puts them in front of the op for a sum of products.
+                seen.add(user)
+                pending.append(user)
+    return [f"its product is fused with the reduction behind it, into {some(found)}"] if found else []
 
 
 def _why_none(tensor: Gathered) -> str:

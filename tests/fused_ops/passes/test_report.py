@@ -71,6 +71,21 @@ def test_entries_and_text() -> None:
     assert lines[-1] == "2 of 4 collectives fused"
 
 
+@pytest.mark.parametrize("summed", [False, True])
+def test_between_two_collectives(summed: bool) -> None:
+    """The reason names the op that has the gather's product, nothing that the pass put in front of it."""
+
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        group = dist.distributed_c10d._get_default_group()
+        y = funcol.all_gather_tensor(x, 0, group)
+        return funcol.reduce_scatter_tensor(y @ w + y.sin() @ w if summed else y @ w, "sum", 0, group)
+
+    (seen,) = captured(model, torch.randn(4, 8), torch.randn(8, 6))
+    assert seen.fused == [None, RS]
+    assert "product is fused with the reduction behind it, into fused_matmul_reduce_scatter" in seen.reasons
+    assert "joins" not in seen.reasons
+
+
 def test_a_graph_without_collectives_counts() -> None:
     fusion = FusionPass()
     captured(torch.sin, X, fusion=fusion)
