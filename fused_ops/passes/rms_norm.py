@@ -31,7 +31,7 @@ from .match import (
     only_user,
     val,
 )
-from .views import CASTS
+from .views import CASTS, unchanged
 
 
 @dataclass
@@ -48,11 +48,15 @@ class RmsNorm:
     @classmethod
     def after(cls, c: Collective) -> RmsNorm | None:
         """What follows a collective, if it is exactly that."""
-        add = only_user(c.wait)
+        reduced, copies = c.wait, []
+        while is_val(copy := only_user(reduced)) and unchanged(copy) is not None:
+            copies.append(copy)
+            reduced = copy
+        add = only_user(reduced)
         if not calls(add, aten.add.Tensor) or argument(add, 9, "alpha", 1) != 1 or not c.only_waited_for:
             return None
-        residual = add.args[1] if add.args[0] is c.wait else add.args[0]
-        if residual is c.wait or not is_val(residual) or not alike(val(residual), val(c.wait)):
+        residual = add.args[1] if add.args[0] is reduced else add.args[0]
+        if residual is reduced or not is_val(residual) or not alike(val(residual), val(c.wait)):
             return None
         found = _norm(add)
         if found is None or not contiguous(val(add)) or not contiguous(val(found[0])):
@@ -65,7 +69,7 @@ class RmsNorm:
             if communicates(node) and group_of(node) == c.group:
                 return None
             node = node.next
-        return cls(add, normed, residual, weight, eps, [*nodes, add])
+        return cls(add, normed, residual, weight, eps, [*nodes, add, *copies])
 
     def replaced_by(self, op: Any, c: Collective) -> dict[fx.Node, fx.Node]:
         """The op in the graph, and what takes the place of which node."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
 from adding import RESIDUAL, Fn, Shape, W, X, additions, aten, only, rs, taken, two
 from graphs import AG, RS, applied, captured, check_same, fake_ranks, gather, scatter, traced
 from torch import Tensor
@@ -123,6 +124,19 @@ def test_all_reduces_in_another_order_than_their_sum() -> None:
         1,
         [],
     )
+    check_same(seen, 2)
+
+
+@pytest.mark.usefixtures("two")
+def test_summed_with_a_residual_and_normed() -> None:
+    def normed(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        y = sum([ar(x @ w), residual])
+        return F.rms_norm(y, (6,), weight, 1e-6), y
+
+    shapes = (X, W, (12, 6), (6,))
+    (seen,) = captured(normed, *(torch.randn(s) for s in shapes), fusion=FusionPass(agree=False))
+    assert seen.fused == ["weft::fused_all_reduce_rms_norm"], seen.reasons
+    assert additions(seen.after) == 0
     check_same(seen, 2)
 
 
