@@ -29,6 +29,16 @@ def branches(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.cond(x[0, 0] > 0, large, small, (x, a, b))
 
 
+def looped(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """A loop with a branch in it: graphs that call graphs that call others."""
+
+    def body(i: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.cond(i < 1, layer, lambda x, a, b: layer(x, b, a), (x, a, b))
+        return i + 1, y / 8
+
+    return torch.while_loop(lambda i, x: i < 3, body, (torch.tensor(0), x))[1]
+
+
 def regions(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     block = torch.compiler.nested_compile_region(layer)
     return block(block(x, a, b), a, b)
@@ -57,7 +67,7 @@ def scaled(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 PROGRAMS: dict[str, Callable[..., Tensor]] = {
-    f.__name__: f for f in (branches, regions, recomputed, attention, scaled)
+    f.__name__: f for f in (branches, looped, regions, recomputed, attention, scaled)
 }
 
 
@@ -107,6 +117,13 @@ def test_a_region_that_is_compiled_once() -> None:
     for report in run_ranks(compiled_and_run, 2, "regions", True, [False] * 2, True):
         assert {e.reason for e in report.entries} == {subgraphs.WHY}
     for report in run_ranks(compiled_and_run, 2, "regions", False, [False] * 2, True):
+        assert (report.fused, report.left) == (4, 0), report
+
+
+def test_a_branch_in_a_loop() -> None:
+    for report in run_ranks(compiled_and_run, 2, "looped", True, [False] * 2, False):
+        assert {e.reason for e in report.entries} == {subgraphs.WHY}
+    for report in run_ranks(compiled_and_run, 2, "looped", False, [False] * 2, False):
         assert (report.fused, report.left) == (4, 0), report
 
 

@@ -93,6 +93,12 @@ def without_sequence_parallelism(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> 
     return x + Reduced.apply(F.linear(h, c))
 
 
+def summed(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Python's sum, which begins with a 0."""
+    y = gather(x, 1)
+    return sum([scatter(sum(F.linear(F.linear(y, w).tanh(), c) for w in (a, b)), 1), x])
+
+
 def gathered_weight(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x, gather(w, 0))
 
@@ -106,6 +112,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Shapes, int]] = {
     "biases": (with_biases, ((2, 9, 24), (20, 24), (20,), (24, 20), (24,)), 4),
     "bias and residual behind": (biased_behind, ((2, 9, 24), (20, 24), (24, 20), (24,)), 4),
     "all_reduce": (without_sequence_parallelism, ((2, 9, 24), (20, 24), (20, 24), (24, 20)), 3),
+    "Python's sum": (summed, ((2, 9, 24), (20, 24), (20, 24), (24, 20)), 4),
     "weight": (gathered_weight, ((2, 9, 24), (10, 24)), 2),
     "last dimension": (columns, ((6, 12), (24, 10), (10, 14)), 4),
 }
