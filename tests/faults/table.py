@@ -1,4 +1,4 @@
-"""What a user sees of each fault, and after how long, as a table for the README.
+"""What a user sees of each fault, and after how long, as a table for README.md beside this file.
 
 python tests/faults/table.py                            # CPU ranks
 python tests/faults/table.py --device cuda --ranks 4 --deadline 0.5 --output faults.md    # GPUs
