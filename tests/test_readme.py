@@ -1,4 +1,4 @@
-"""What README.md says: its examples run and give what they say, its names are those of the code."""
+"""What README.md and the other pages say: examples run, names are those of the code, links lead somewhere."""
 
 from __future__ import annotations
 
@@ -14,8 +14,17 @@ from ranks import run_ranks
 from torch._inductor import config as inductor_config
 
 ROOT = Path(__file__).parent.parent
+PASS_PAGE = "fused_ops/passes/README.md"
+PAGES = ["README.md", "CONTRIBUTING.md", "fused_ops/README.md", PASS_PAGE, "tests/faults/README.md"]
+PAGES += ["kernels/README.md", "bench/NOTES.md", "bench/TRIED.md"]
 TEXT = (ROOT / "README.md").read_text()
-EXAMPLES = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+
+
+def examples(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+EXAMPLES = examples("README.md")
 BF16 = BOUND[torch.bfloat16]
 
 
@@ -65,6 +74,7 @@ def compiles(rank: int, size: int, example: str) -> str:
 def test_the_pass() -> None:
     said = run_ranks(compiles, 2, EXAMPLES[1], fresh=True)
     assert len(EXAMPLES) == 2, "each example has a test"
+    assert examples(PASS_PAGE) == EXAMPLES[1:], "the pass's page shows the example that was run"
     for text in said:
         assert "all_gather_into_tensor" in text and "fused_all_gather_matmul" in text, text
 
@@ -80,15 +90,39 @@ def test_every_variable_stands_in_the_table() -> None:
     assert table == in_use, table ^ in_use
 
 
-def test_every_command_is_a_target() -> None:
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_is_a_target(page: str) -> None:
     targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    commands = set(re.findall(r"(?:`|^)make ([a-z][\w-]*)", TEXT, re.MULTILINE))
+    commands = set(re.findall(r"(?:`|^)make ([a-z][\w-]*)", (ROOT / page).read_text(), re.MULTILINE))
     assert commands <= targets, commands - targets
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "bench/NOTES.md", "bench/TRIED.md"])
-def test_every_file_it_names_is_there(document: str) -> None:
-    folders = [p.name for p in (ROOT / document).parent.iterdir() if p.is_dir()]
-    names = re.findall(rf"`((?:{'|'.join(folders)})/[\w./-]+\.\w+)`", (ROOT / document).read_text())
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_it_names_is_there(page: str) -> None:
+    """From the root, or from the page's folder."""
+    bases = (ROOT, (ROOT / page).parent)
+    folders = {p.name for base in bases for p in base.iterdir() if p.is_dir()}
+    names = re.findall(
+        rf"`((?:{'|'.join(map(re.escape, folders))})/[\w./-]+\.\w+)`", (ROOT / page).read_text()
+    )
     assert names
-    assert not [name for name in names if not (ROOT / document).parent.joinpath(name).is_file()]
+    assert not [name for name in names if not any((base / name).is_file() for base in bases)]
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    titles = re.findall(
+        r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.MULTILINE
+    )
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page: str) -> None:
+    links = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", (ROOT / page).read_text())
+    for name, anchor in links:
+        if name.startswith("https:"):
+            continue
+        there = (ROOT / page).parent / name if name else ROOT / page
+        assert there.is_file(), name
+        assert not anchor or anchor in anchors(there), f"{name}#{anchor}"
