@@ -30,9 +30,10 @@ def has_ended(process: dict[str, Any] | None) -> bool:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    with open(f"/proc/{pid}/stat") as f:
-        fields = f.read().rpartition(")")[2].split()  # the name before it may hold anything
-    return fields[0], int(fields[19])
+    with open(f"/proc/{pid}/stat", "rb") as f:
+        # The name in front may hold anything. The kernel cuts it off at 15 bytes, which may be within a character.
+        fields = f.read().rpartition(b")")[2].split()
+    return fields[0].decode(), int(fields[19])
 
 
 @cache

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from weft.symm_mem import processes
 
@@ -33,3 +34,15 @@ def test_stopped_is_not_ended_and_a_zombie_is() -> None:
         child.kill()
         child.wait()
     assert processes.has_ended(known)
+
+
+def test_a_process_may_have_any_name() -> None:
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    try:
+        name.write_bytes(b"a) " + "тренировка".encode()[:11])  # as the kernel cuts off: within a character
+        me = processes.identity()
+        assert not processes.has_ended(me)
+        assert processes.has_ended({**me, "started": me["started"] - 1})
+    finally:
+        name.write_bytes(before.rstrip(b"\n"))
