@@ -14,8 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 from typing_extensions import Self
 
@@ -147,11 +148,42 @@ class ParallelLinear(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Also from what ``sharded_state_dict`` has made, when torch.distributed.checkpoint has filled it."""
-        for name, own in self.named_parameters(recurse=False):
-            given = state_dict.get(prefix + name)
-            if isinstance(given, DTensor) and not isinstance(own, DTensor):
-                state_dict[prefix + name] = given.to_local()
+        for name in ("weight", "bias"):
+            key, own = prefix + name, self._parameters.get(name)
+            given = state_dict.get(key)
+            if isinstance(given, DTensor) and own is not None and not isinstance(own, DTensor):
+                problem = self._is_not_own(name, given)
+                if problem is not None:
+                    args[-1].append(f"{key}: {problem}")  # torch raises all of them at the end
+                state_dict[key] = given.to_local() if problem is None else own.detach()
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _is_not_own(self, name: str, given: DTensor) -> str | None:
+        """Why what each rank holds of a DTensor is not its part of the layer. It may have the same sizes all the same.
+
+        The answer is the same on all ranks, also on those whose part it happens to be.
+        """
+        whole = list(self.get_parameter(name).shape)
+        cut = self.shard_dim if name == "weight" else self.bias_dim
+        ranks = dist.get_process_group_ranks(resolve_group(self.group))
+        wanted: list[Any] = []
+        if cut is not None:
+            whole[cut] *= self.world_size
+            wanted = [(Shard(cut), ranks)] if self.world_size > 1 else []
+        mesh = given.device_mesh
+        found: list[Any] = []
+        at = mesh.get_coordinate()
+        for dim, placement in enumerate(given.placements):
+            if mesh.size(dim) > 1 and not placement.is_replicate():
+                along = [slice(None) if other == dim else i for other, i in enumerate(at or ())]
+                found.append((placement, mesh.mesh[tuple(along)].tolist()))
+        if list(given.shape) == whole and found == wanted and at is not None:
+            return None
+        how = f"{Shard(cut)} over" if cut is not None else "the same on"
+        return (
+            f"is a DTensor of shape {tuple(given.shape)} with {given.placements} over {mesh}, must have shape "
+            f"{tuple(whole)} and be {how} ranks {ranks}, the layer's, as sharded_state_dict gives it"
+        )
 
     def _check(self, x: Tensor, columns: int) -> None:
         checks.tensor("x", x, 1)

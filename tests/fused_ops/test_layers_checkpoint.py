@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.prune import l1_unstructured
 from weft.fused_ops import ColumnParallelLinear, RowParallelLinear, local_state_dict, sharded_state_dict
@@ -83,6 +83,45 @@ def test_any_number_of_ranks_loads_what_another_has_saved(tmp_path: Path) -> Non
         assert torch.equal(got, wanted)
     dcp.save(plain.state_dict(), checkpoint_id=tmp_path / "by 1", no_dist=True)
     run_ranks(loads, 2, seed, tmp_path / "by 1")
+
+
+def parts_of_others(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    torch.manual_seed(0)
+    weight = torch.randn(HIDDEN, HIDDEN)
+    for kind, cut in ((ColumnParallelLinear, Shard(0)), (RowParallelLinear, Shard(1))):
+        mine = weight.chunk(2, cut.dim)[mesh.get_local_rank("model")]
+        for where, placements in ((mesh["model"], [cut]), (mesh, [Replicate(), cut])):
+            layer = kind(HIDDEN, HIDDEN, group=mesh["model"], bias=False)
+            layer.load_state_dict({"weight": distribute_tensor(weight, where, placements)})
+            assert torch.equal(layer.weight, mine)
+        # All of these are as large as the own part, and on two of the ranks the first one is the own part.
+        others: list[tuple[DeviceMesh, list[Placement]]] = [
+            (mesh["data"], [cut]),
+            (mesh, [cut, Replicate()]),
+            (mesh, [Partial(), cut]),
+        ]
+        for where, placements in others:
+            layer = kind(HIDDEN, HIDDEN, group=mesh["model"], bias=False)
+            before = layer.weight.clone()
+            state = {"weight": DTensor.from_local(mine, where, placements, run_check=False)}
+            for assign in (False, True):
+                with pytest.raises(
+                    RuntimeError, match=r"weight: is a DTensor .* must have shape .*, the layer's"
+                ):
+                    layer.load_state_dict(state, assign=assign)
+                assert torch.equal(layer.weight, before)
+    whole_bias = RowParallelLinear(HIDDEN, HIDDEN, group=mesh["model"])
+    state = {
+        **whole_bias.state_dict(),
+        "bias": distribute_tensor(torch.ones(HIDDEN), mesh["data"], [Replicate()]),
+    }
+    whole_bias.load_state_dict(state)
+    assert torch.equal(whole_bias.bias, torch.ones(HIDDEN))
+
+
+def test_a_part_of_another_group_is_refused_on_all_ranks() -> None:
+    run_ranks(parts_of_others, 4)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
