@@ -30,7 +30,7 @@ def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None
 
     Args:
         module: a ColumnParallelLinear, a RowParallelLinear, or what holds some, however deep.
-        state: what to make it of, by default ``module.state_dict()``; may be dicts in dicts.
+        state: what to make it of, by default ``module.state_dict()``; may be dicts in dicts, an optimizer's flattened.
 
     Returns:
         ``state`` with DTensors over the layers' groups in place of their weights and biases, and of tensors of the same
@@ -39,8 +39,9 @@ def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None
     Raises:
         TypeError: ``module`` is no nn.Module, ``state`` no mapping, or one of these tensors is a DTensor: those of
             ``fully_shard`` are parts of a part, and do not know it.
-        ValueError: ``state`` has none of these tensors, or a layer's weight or bias is made of others, by a
-            parametrization, weight norm or pruning: which of those are parts is not known.
+        ValueError: ``state`` has none of these tensors; or some of which it is not known whether and how they are cut:
+            what a layer's weight or bias is made of by a parametrization, weight norm or pruning; an optimizer's state
+            of another shape than the parameter's (Adafactor), or under numbers (``optimizer.state_dict()``).
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: is of type {type(module).__name__}, must be an nn.Module")
@@ -64,7 +65,8 @@ def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None
     def whole(value: Any, part: _Part | None) -> Any:
         nonlocal found
         if isinstance(value, Mapping):
-            return {key: whole(inner, parts.get(key, part)) for key, inner in value.items()}
+            _refuse_numbers(value, parts)
+            return {key: whole(inner, _under(key, parts) or part) for key, inner in value.items()}
         if part is None or not isinstance(value, Tensor):
             return value
         if isinstance(value, DTensor):
@@ -72,6 +74,12 @@ def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None
                 f"state: has a DTensor under {part.name!r}, must have this rank's own tensor there"
             )
         if value.shape != part.shape:
+            if part.is_cut and value.numel() > 1:
+                raise ValueError(
+                    f"state: has a tensor of shape {tuple(value.shape)} under {part.name!r}, must have one element or "
+                    f"the shape of this rank's part, {tuple(part.shape)}: how others are cut is not known, and they "
+                    "would be saved as if they were the same on every rank"
+                )
             return value
         found = True
         return part.of_whole(value)
@@ -83,6 +91,29 @@ def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None
             "say; of a module in a wrapper, give the module"
         )
     return result
+
+
+def _under(key: Any, parts: Mapping[str, _Part]) -> _Part | None:
+    """Whose state a key says that it has: a name, or that of a flattened optimizer's state ("state.<name>.<what>")."""
+    if not isinstance(key, str) or key in parts:
+        return parts.get(key)
+    kind, _, name = key.partition(".")
+    while kind == "state" and name:
+        name = name.rpartition(".")[0]
+        if name in parts:
+            return parts[name]
+    return None
+
+
+def _refuse_numbers(value: Mapping[Any, Any], parts: Mapping[str, _Part]) -> None:
+    state = value.get("state") if "param_groups" in value else None
+    if isinstance(state, Mapping) and any(part.is_cut for part in parts.values()):
+        for key in state:
+            if isinstance(key, int):
+                raise ValueError(
+                    f"state: has an optimizer's state under the number {key}, must have it under names, as "
+                    "get_state_dict gives it: which of it is a part is not known"
+                )
 
 
 def _own(path: str, layer: ParallelLinear, name: str) -> Tensor | None:
@@ -110,6 +141,11 @@ class _Part(NamedTuple):
     shape: tuple[int, ...]
     layer: ParallelLinear
     cut: int | None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the ranks' differ."""
+        return self.cut is not None and self.layer.world_size > 1
 
     def of_whole(self, local: Tensor) -> DTensor:
         # There is no mesh of meta tensors.

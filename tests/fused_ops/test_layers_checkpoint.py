@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from opcommon import check, world
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -134,14 +134,17 @@ def trained(model: nn.Module, rate: float) -> tuple[nn.Module, torch.optim.Optim
     return model, torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
 
 
-def both(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+def both(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions | None = None
+) -> dict[str, Any]:
+    return dict(zip(("model", "optim"), get_state_dict(model, optimizer, options=options), strict=True))
 
 
-def resumes(rank: int, size: int, seed: int, folder: Path) -> None:
+def resumes(rank: int, size: int, seed: int, folder: Path, flat: bool) -> None:
     """On two replicas of two parts: a step, saved, and one more, in layers that were drawn otherwise."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "part"))
     group = (mesh, "part")
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
     x = torch.rand(2, ROWS, IN, generator=torch.Generator().manual_seed(seed))
     reference, plain_optimizer = trained(whole(seed).double(), 0.01)
     step(reference, plain_optimizer, x[0].double())
@@ -149,20 +152,49 @@ def resumes(rank: int, size: int, seed: int, folder: Path) -> None:
 
     model, optimizer = trained(parallel(whole(seed), group), 0.01)
     step(model, optimizer, x[0])
-    dcp.save(sharded_state_dict(model, both(model, optimizer)), checkpoint_id=folder)
+    dcp.save(sharded_state_dict(model, both(model, optimizer, options)), checkpoint_id=folder)
     model, optimizer = trained(parallel(whole(seed + 1), group), 0.5)
-    state = sharded_state_dict(model, both(model, optimizer))
+    state = sharded_state_dict(model, both(model, optimizer, options))
     dcp.load(state, checkpoint_id=folder)
     own = local_state_dict(state)
-    set_state_dict(model, optimizer, model_state_dict=own["model"], optim_state_dict=own["optim"])
+    given = {"model_state_dict": own["model"], "optim_state_dict": own["optim"], "options": options}
+    set_state_dict(model, optimizer, **given)
     step(model, optimizer, x[1])
     wanted = parallel(reference.float(), group).parameters()
     for (name, got), expected in zip(model.named_parameters(), wanted, strict=True):
         check(name, got.detach(), expected.detach().double(), 1e-5)
 
 
-def test_training_goes_on(tmp_path: Path) -> None:
-    run_ranks(resumes, 4, secrets.randbits(31), tmp_path)
+@pytest.mark.parametrize("flat", [False, True])
+def test_training_goes_on(tmp_path: Path, flat: bool) -> None:
+    run_ranks(resumes, 4, secrets.randbits(31), tmp_path, flat)
+
+
+def unknown_parts(rank: int, size: int) -> None:
+    model = parallel(whole(0), None)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    step(model, optimizer, torch.ones(ROWS, IN))
+    for flat in (False, True):
+        state = both(model, optimizer, StateDictOptions(flatten_optimizer_state_dict=flat))
+        if size == 1:
+            sharded_state_dict(model, state)
+            continue
+        wanted = rf"^state: has a tensor of shape .* under '1.0.weight', .* part, \({HIDDEN // size}, {IN}\)"
+        with pytest.raises(ValueError, match=wanted):
+            sharded_state_dict(model, state)
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    if size == 1:
+        sharded_state_dict(model, state)
+    else:
+        with pytest.raises(
+            ValueError, match=r"^state: has an optimizer's state under the number 0, must have"
+        ):
+            sharded_state_dict(model, state)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_may_be_a_part_is_not_saved_as_the_same_on_every_rank(size: int) -> None:
+    run_ranks(unknown_parts, size)
 
 
 def refused(rank: int, size: int) -> None:
