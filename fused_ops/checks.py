@@ -39,6 +39,8 @@ def tensor(name: str, value: Any, ndim: int = 0) -> None:
             raise ValueError(f"{name}: has layout {value.layout}, must be strided")
         if value.is_nested:
             raise ValueError(f"{name}: is nested, must be one dense tensor")
+        if value.is_quantized:  # none of the ops' implementations would see it
+            raise TypeError(f"{name}: is {value.dtype}, must be float32, bfloat16 or float16")
     if value.dim() < ndim:
         raise ValueError(f"{name}: has {value.dim()} dimensions, must have {ndim} or more")
 

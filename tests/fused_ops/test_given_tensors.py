@@ -49,6 +49,9 @@ def refused(rank: int, world_size: int) -> None:
         nested = torch.nested.nested_tensor([A, A])
         with pytest.raises(ValueError, match=f"^{name.strip()}: is nested, must be one dense tensor"):
             call(nested)
+        quantized = torch.quantize_per_tensor(A, 0.1, 0, torch.qint8)
+        with pytest.raises(TypeError, match=f"^{name.strip()}: is torch.qint8, must be float32, bfloat16 or"):
+            call(quantized)
     compiled = torch.compile(CALLS["x"], backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="x: is a DTensor"):
         compiled(sharded)
@@ -56,5 +59,6 @@ def refused(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_dtensors_and_nested_ones_are_refused() -> None:
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_dtensors_nested_and_quantized_ones_are_refused() -> None:
     run_ranks(refused, 2)
