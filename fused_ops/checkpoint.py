@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from ..symm_mem import resolve_group
 from .layers import ParallelLinear
+
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -60,6 +63,9 @@ def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None
         for name, parameter in module.state_dict(keep_vars=True).items()
         if isinstance(parameter, Tensor) and id(parameter) in owners
     }
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in owners and (name := _bare(module, path)) not in parts:
+            parts[name] = _Part(name, parameter.shape, *owners[id(parameter)])
     found = False
 
     def whole(value: Any, part: _Part | None) -> Any:
@@ -91,6 +97,17 @@ def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None
             "say; of a module in a wrapper, give the module"
         )
     return result
+
+
+def _bare(module: nn.Module, path: str) -> str:
+    """A parameter's name as get_state_dict says it: without the wrappers of torch.compile, checkpoints and DDP."""
+    kept: list[str] = []
+    at: Any = module
+    for step in path.split("."):
+        if step not in _WRAPPED and not (step == "module" and isinstance(at, DistributedDataParallel)):
+            kept.append(step)
+        at = getattr(at, step)
+    return ".".join(kept)
 
 
 def _under(key: Any, parts: Mapping[str, _Part]) -> _Part | None:

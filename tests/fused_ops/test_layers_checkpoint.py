@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from opcommon import check, world
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -168,6 +170,37 @@ def resumes(rank: int, size: int, seed: int, folder: Path, flat: bool) -> None:
 @pytest.mark.parametrize("flat", [False, True])
 def test_training_goes_on(tmp_path: Path, flat: bool) -> None:
     run_ranks(resumes, 4, secrets.randbits(31), tmp_path, flat)
+
+
+def wrapped(rank: int, size: int) -> None:
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    wrappers: list[Callable[[nn.Module], nn.Module]] = [
+        lambda inner: torch.compile(inner, backend="eager"),
+        checkpoint_wrapper,
+        lambda inner: nn.parallel.DistributedDataParallel(inner, process_group=alone),
+        lambda inner: torch.compile(checkpoint_wrapper(inner), backend="eager"),
+    ]
+    for wrap in wrappers:
+        for outside in (False, True):
+            model = parallel(whole(0), None)
+            layers = {id(model[1][0].weight), id(model[2].weight), id(model[2].bias)}
+            if outside:
+                model = wrap(model)
+            else:
+                model[1][0] = wrap(model[1][0])
+            optimizer = torch.optim.Adam(model.parameters())
+            step(model, optimizer, torch.ones(ROWS, IN))
+            state = sharded_state_dict(model, both(model, optimizer))
+            for name in ("1.0.weight", "2.weight", "2.bias"):
+                assert isinstance(state["model"][name], DTensor), name
+                assert isinstance(state["optim"]["state"][name]["exp_avg"], DTensor), name
+            kept = model.state_dict(keep_vars=True)
+            for name, value in sharded_state_dict(model).items():
+                assert isinstance(value, DTensor) == (id(kept[name]) in layers), name
+
+
+def test_layers_in_wrappers() -> None:
+    run_ranks(wrapped, 2)
 
 
 def unknown_parts(rank: int, size: int) -> None:
