@@ -27,6 +27,7 @@ extern "C" __global__ void announce(const __grid_constant__ Params p) {
         }
         const u64 seen = max(weft::nanoseconds(), start + p.due[i]) + p.trip;
         while (weft::nanoseconds() < seen) {}
+        // No fence: what they stand for has been there since before the launch.
         for (int rank = 1; rank < p.world; ++rank) weft::post_behind_fence(p.flags + rank * p.flags_per_rank + flag, use);
     }
 }

@@ -42,9 +42,9 @@ def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None
     Raises:
         TypeError: ``module`` is no nn.Module, ``state`` no mapping, or one of these tensors is a DTensor: those of
             ``fully_shard`` are parts of a part, and do not know it.
-        ValueError: ``state`` has none of these tensors; or some of which it is not known whether and how they are cut:
-            what a layer's weight or bias is made of by a parametrization, weight norm or pruning; an optimizer's state
-            of another shape than the parameter's (Adafactor), or under numbers (``optimizer.state_dict()``).
+        ValueError: ``state`` has none of these tensors; or has some of which it is not known whether and how they are
+            cut: what a layer's weight or bias is made of by a parametrization, weight norm or pruning; an optimizer's
+            state of another shape than the parameter's (Adafactor), or under numbers (``optimizer.state_dict()``).
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: is of type {type(module).__name__}, must be an nn.Module")
@@ -80,9 +80,9 @@ def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None
                 f"state: has a DTensor under {part.name!r}, must have this rank's own tensor there"
             )
         if value.shape != part.shape:
-            if part.is_cut and value.numel() > 1:
+            if part.is_cut and value.dim() > 0:
                 raise ValueError(
-                    f"state: has a tensor of shape {tuple(value.shape)} under {part.name!r}, must have one element or "
+                    f"state: has a tensor of shape {tuple(value.shape)} under {part.name!r}, must be a number or have "
                     f"the shape of this rank's part, {tuple(part.shape)}: how others are cut is not known, and they "
                     "would be saved as if they were the same on every rank"
                 )

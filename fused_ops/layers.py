@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 from typing_extensions import Self
@@ -155,13 +156,13 @@ class ParallelLinear(nn.Module):
                 problem = self._is_not_own(name, given)
                 if problem is not None:
                     args[-1].append(f"{key}: {problem}")  # torch raises all of them at the end
-                state_dict[key] = given.to_local() if problem is None else own.detach()
+                state_dict[key] = given.to_local() if problem is None else own
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _is_not_own(self, name: str, given: DTensor) -> str | None:
         """Why what each rank holds of a DTensor is not its part of the layer. It may have the same sizes all the same.
 
-        The answer is the same on all ranks, also on those whose part it happens to be.
+        Of what is cut the answer is the same on all ranks, also on those whose part it happens to be.
         """
         whole = list(self.get_parameter(name).shape)
         cut = self.shard_dim if name == "weight" else self.bias_dim
@@ -176,10 +177,11 @@ class ParallelLinear(nn.Module):
         for dim, placement in enumerate(given.placements):
             if mesh.size(dim) > 1 and not placement.is_replicate():
                 along = [slice(None) if other == dim else i for other, i in enumerate(at or ())]
-                found.append((placement, mesh.mesh[tuple(along)].tolist()))
+                with unset_fake_temporarily():  # a mesh is no part of what is traced
+                    found.append((placement, mesh.mesh[tuple(along)].tolist()))
         if list(given.shape) == whole and found == wanted and at is not None:
             return None
-        how = f"{Shard(cut)} over" if cut is not None else "the same on"
+        how = f"{Shard(cut)!r} over" if cut is not None else "the same on"
         return (
             f"is a DTensor of shape {tuple(given.shape)} with {given.placements} over {mesh}, must have shape "
             f"{tuple(whole)} and be {how} ranks {ranks}, the layer's, as sharded_state_dict gives it"

@@ -250,7 +250,7 @@ def _fused_behind(tensor: Gathered) -> list[str]:
         for user in node.users:
             if calls(user, ops.matmul_reduce_scatter, ops.matmul_all_reduce) and node in user.args[:2]:
                 found[user] = None
-            elif calls(user, aten.cat.default, aten.reshape.default) and user not in seen:
+            elif calls(user, aten.cat.default, aten.reshape.default, aten.select.int) and user not in seen:
                 # The pass itself puts them in front of the op for a sum of products.
                 seen.add(user)
                 pending.append(user)

@@ -56,8 +56,9 @@ class FusionPass(CustomGraphPass):
 
     What is not exactly the function that a fused op computes is left alone, and the report says why. Exactly, but for
     rounding: a sum of products may be summed in another order, and in float32 where it was rounded between; a norm is
-    taken in float32 and rounded once; a bias and a residual behind a reduce-scatter are added before it is rounded. So
-    the sign of a zero may differ, and a number 0 that is added (Python's ``sum`` begins with one) is left out.
+    taken in float32 and rounded once; a bias and a residual behind a reduce-scatter are added before it is rounded. A
+    number 0 that is added or taken away (Python's ``sum`` begins with one) and a factor or divisor of 1 are left out.
+    So the sign of a zero may differ.
 
     Before each run a graph asks whether the other ranks of its groups are about to run the same one; if not, all of
     them run theirs unfused, and the report says what differs (``agree.py`` has the reasons).

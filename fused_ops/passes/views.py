@@ -100,8 +100,8 @@ def step(node: fx.Node) -> Step | None:
 def unchanged(node: fx.Node) -> fx.Node | None:
     """The tensor to which the node adds the number 0, or which it multiplies by 1, and which it therefore equals.
 
-    Python's ``sum`` begins with such a 0. It makes +0 of -0; a sum that is rounded later or taken in another order may
-    do so, too, and Inductor drops tensors of zeros alike.
+    Python's ``sum`` begins with such a 0. Adding it makes +0 of -0; a sum that is rounded later or taken in another
+    order may do so, too, and Inductor drops tensors of zeros alike.
     """
     if not calls(node, *_NEUTRAL) or not is_val(node) or len(node.args) != 2:
         return None

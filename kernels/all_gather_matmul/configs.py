@@ -47,8 +47,9 @@ _ALONG_K_OF_TWO = _Costs(0.6, 1.7, 0.13, 3.5, {0: 360e3}, feels=0.1)
 _ALL = _Costs(14.0, 1.8, 0.4, 0.0, {0: 294e3}, eases=1.14)
 _SOME = _Costs(14.0, 1.6, 0.0, 3.6, {8: 294e3, 12: 294e3, 16: 275e3})
 _MUCH = 1.15  # a little less than what 128 x 192 loads
-# Rows of a piece and columns of a unit: where some blocks send at first and where all do, each of one wave of tiles and
-# of more. Between more than four ranks the next smaller ones of _SMALLER.
+# Rows of a piece and columns of a unit (which has 32 pieces of a row of tiles at most): where some blocks send at first
+# and where all do, each of one wave of tiles and of more. Measured with one rank of 2 and of 4 alone. Between more than
+# four a piece goes to more peers and takes longer, so the next smaller ones of _SMALLER: reckoned, not measured.
 _PIECES_OF_TWO = {True: ((32, 256), (64, 512)), False: ((32, 512), (64, 1024))}
 _PIECES = {True: ((16, 256), (32, 512)), False: ((32, 512), (64, 1024))}
 _SMALLER = {(64, 1024): (32, 512), (32, 512): (16, 256), (16, 256): (16, 256)}
@@ -56,7 +57,8 @@ _PUSHERS = 11  # warps of a block that only sends, in kernel.cu
 # Bytes a microsecond that it lets all warps send, between two ranks and between more.
 _PACE_OF_TWO, _PACE = 345e3, 328e3
 _FIT_ROWS = 64  # of the pieces that the costs above were fitted to, between two ranks and four
-_EARLIER = 0.73  # of what a piece takes less to be sent than these, data is seen earlier
+# By this share of what a piece takes less to send than those, data is seen earlier (bench/results/h200-x1-pieces.txt).
+_EARLIER = 0.73
 # Microseconds of a copy kernel, and bytes a microsecond that it moves: unfused, shards of the last dimension are put
 # side by side between the all-gather and the product. Not fitted to anything: a launch, and the memory's rate.
 _COPY, _COPY_RATE = 3.0, 1.75e6
@@ -259,7 +261,7 @@ def push_candidates(
 
 def _pieces(senders: int, one_wave: bool, world_size: int, split_k: bool) -> tuple[int, int]:
     """``piece_rows`` and ``unit_columns``. A warp sends a piece to all peers at its share of the links' pace, and its
-    flags come behind it: 64 rows take 3 us between two ranks and 7 to 10 between four. All tiles of a single wave wait
+    flags come behind it: 64 rows take 3 us between two ranks, 7 to 13 between four. All tiles of a single wave wait
     for the first pieces; behind other tiles more flags may cost more than that."""
     if split_k:
         return _FIT_ROWS, 1024
@@ -332,8 +334,10 @@ def estimate_push_us(
     rate = costs.rates[config.senders]
     hinders = max(0.0, costs.hinders - costs.eases * max(0.0, _MUCH - tile.loads))
     row_us = moved / rows / rate
-    fit_us = _piece_us(replace(config, piece_rows=_FIT_ROWS), 2 if world_size == 2 else 4, num_sms)
-    seen = costs.seen - _EARLIER * (fit_us - _piece_us(config, world_size, num_sms))
+    seen = costs.seen
+    if not config.split_k:  # whose pieces are as they were
+        fit_us = _piece_us(replace(config, piece_rows=_FIT_ROWS), 2 if world_size == 2 else 4, num_sms)
+        seen -= _EARLIER * (fit_us - _piece_us(config, world_size, num_sms))
     end = moved / gemm_tiles.LINK
     others, clusters = _clusters(config, num_sms)
     # Pairs of rows of tiles: those of the own shard alone, and those behind them, which wait for the peers' rows.

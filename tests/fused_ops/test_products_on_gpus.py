@@ -81,7 +81,7 @@ def both_ops(
 
 # By every block, or by some, which miss a tile meanwhile; steps of a short first wave; rows of a piece; columns of a
 # unit.
-SENT = ((0, 2, 64, 1024), (8, 0, 16, 256), (8, 1, 32, 512))
+SENT = ((0, 2, 64, 1024), (0, 0, 32, 512), (8, 0, 16, 256), (8, 1, 32, 512))
 
 
 def every_tile(rank: int, world_size: int) -> None:

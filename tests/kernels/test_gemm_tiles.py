@@ -8,6 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from weft.kernels.all_gather_matmul import configs as gather
 from weft.kernels.all_gather_matmul import on_cuda as gather_on_cuda
+from weft.kernels.all_gather_matmul.cuda_kernel import SOURCE
+from weft.kernels.device import gemm
 from weft.kernels.device.gemm_tiles import MOST_SHARED
 from weft.kernels.device.one_shot import OneShotConfig
 from weft.kernels.device.push import THREADS, grid
@@ -111,7 +113,8 @@ def test_all_gather_matmul_takes_what_was_fast_for_a_rank_alone(
         (4, 256, 2560, 8192, 32, 512),
         (4, 2048, 1536, 4096, 32, 512),
         (4, 1024, 7168, 4096, 64, 1024),
-        (8, 256, 1536, 4096, 16, 256),
+        (8, 512, 768, 4096, 16, 256),
+        (8, 512, 3584, 4096, 32, 512),
     ],
 )
 def test_the_first_pieces_of_few_tiles_come_early(
@@ -119,6 +122,14 @@ def test_the_first_pieces_of_few_tiles_come_early(
 ) -> None:
     config = gather.choose_push(m, [n], k, world_size, 130)
     assert (config.piece_rows, config.unit_columns) == (piece_rows, unit_columns)
+    config = gather.choose_push(m, [n], k, world_size, 130, split_k=True)
+    assert (config.piece_rows, config.unit_columns) == (64, 1024)
+
+
+def test_pieces_are_sent_as_the_kernel_sends_them() -> None:
+    source = SOURCE.read_text()
+    assert f"RATE = {gather._PACE / 1e3:.0f}, RATE_OF_TWO = {gather._PACE_OF_TWO / 1e3:.0f};" in source
+    assert "PUSHERS = weft::THREADS / 32 - 1;" in source and gather._PUSHERS == gemm.THREADS // 32 - 1
 
 
 def test_rows_that_one_wave_takes_are_sent_together() -> None:

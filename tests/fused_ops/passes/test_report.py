@@ -83,6 +83,19 @@ def test_between_two_collectives(summed: bool) -> None:
     (seen,) = captured(model, torch.randn(4, 8), torch.randn(8, 6))
     assert seen.fused == [None, RS]
     assert "product is fused with the reduction behind it, into fused_matmul_reduce_scatter" in seen.reasons
+
+
+def test_between_two_collectives_on_the_right() -> None:
+    """The pass takes the one matrix out of a stack in front of the op."""
+
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        group = dist.distributed_c10d._get_default_group()
+        b = funcol.all_gather_tensor(w, 0, group)
+        return funcol.reduce_scatter_tensor(torch.bmm(x[None], b[None]), "sum", 1, group)
+
+    (seen,) = captured(model, torch.randn(4, 8), torch.randn(4, 6))
+    assert RS in seen.fused, seen.reasons
+    assert "select" not in seen.reasons, seen.reasons
     assert "joins" not in seen.reasons
 
 
