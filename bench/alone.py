@@ -179,8 +179,7 @@ def measure(row: Row, count: int, device: torch.device) -> str | None:
     split = SPLITS.get(row.name, (1,))
     ns = [n * share // sum(split) for share in split]
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count - FREE
-    ranked = varied(push_ranked(m, tuple(ns), k, world, num_sms))
-    found = [(us, c) for us, c in ranked if isinstance(c, PushConfig)][:count]
+    found = varied(push_ranked(m, tuple(ns), k, world, num_sms))[:count]
     heap = symm_mem.heap(None, device)
     rooms = [Workspace(heap, push_layout(m, k, world, c), f"{row.id} {i}") for i, (_, c) in enumerate(found)]
     dist.barrier()

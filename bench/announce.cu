@@ -1,5 +1,6 @@
-// What a rank that runs alone (alone.py) is told by peers that do as it does: behind each flag that it sets at a peer, so late
-// as links are, the flag of every peer for the same piece; and none before the links could have brought what it stands for.
+// What a rank that runs alone (alone.py) is told by peers that do as it does: behind each flag that it sets at a peer, as
+// late as links are, the flag of every peer for the same piece, and none before links could have brought what it stands
+// for.
 
 #include "sync.cuh"
 
@@ -28,6 +29,8 @@ extern "C" __global__ void announce(const __grid_constant__ Params p) {
         const u64 seen = max(weft::nanoseconds(), start + p.due[i]) + p.trip;
         while (weft::nanoseconds() < seen) {}
         // No fence: what they stand for has been there since before the launch.
-        for (int rank = 1; rank < p.world; ++rank) weft::post_behind_fence(p.flags + rank * p.flags_per_rank + flag, use);
+        for (int rank = 1; rank < p.world; ++rank) {
+            weft::post_behind_fence(p.flags + rank * p.flags_per_rank + flag, use);
+        }
     }
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 from operator import itemgetter
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -130,6 +130,7 @@ class PushConfig:
 
 FusedConfig: TypeAlias = PushConfig | OneShotConfig  # of 16 bits
 AnyConfig: TypeAlias = FusedConfig | Config
+F = TypeVar("F", bound=FusedConfig)
 
 
 def choose_push(
@@ -183,9 +184,9 @@ def fused_ranked(
     return sorted(ranked, key=itemgetter(0))
 
 
-def varied(ranked: Iterable[tuple[float, FusedConfig]]) -> list[tuple[float, FusedConfig]]:
+def varied(ranked: Iterable[tuple[float, F]]) -> list[tuple[float, F]]:
     """The same, but first the likeliest of each tile with which all blocks send, or some: for who measures a few."""
-    likeliest: dict[object, tuple[float, FusedConfig]] = {}
+    likeliest: dict[object, tuple[float, F]] = {}
     others = []
     for us, config in ranked:
         kind = (config.tile, config.senders > 0) if isinstance(config, PushConfig) else None
@@ -239,13 +240,13 @@ def push_candidates(
     several = [s for s in _senders(peers * m * k * 2, world_size, split_k) if 4 * s <= num_sms]
     for tile in gemm_tiles.suited(world_size * m, sum(ns), k, world_size, stores_only=True):
         rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
-        steps = (rows * world_size + 1) // 2 * columns
+        one_wave = gemm_tiles.waves(tile, rows * world_size, ns, num_sms) == 1
         for senders in several:
             missed = _missed(tile, senders, m, k, world_size) if senders else 0
             fill = (num_sms - senders) // (listed * columns)
             for group in sorted({1, 2, min(fill, rows)} & set(range(1, rows + 1)), reverse=senders > 0):
                 remote_band = max(_BAND, -(-group * listed // 2))
-                piece_rows, unit_columns = _pieces(senders, steps <= num_sms // 2, world_size, split_k)
+                piece_rows, unit_columns = _pieces(senders, one_wave, world_size, split_k)
                 config = PushConfig(
                     *(tile, senders, group),
                     piece_rows=piece_rows,
