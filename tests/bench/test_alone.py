@@ -16,6 +16,7 @@ from weft.kernels.device.gemm_tiles import Tile
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import alone
+import alone_gather
 
 PRINTS = """
 #include <algorithm>
@@ -69,7 +70,7 @@ def test_pieces_are_announced_in_the_order_in_which_ranks_send(
     for _ in range(20):
         m, k, group = choice.randrange(1, 700), 8 * choice.randrange(1, 400), choice.randrange(1, 5)
         config = PushConfig(Tile(block_m, 128, 4, 0.4), 0, group, piece_rows, unit_columns=unit)
-        announced = alone.announcements(config, m, k, 4)
+        announced = alone_gather.announcements(config, m, k, 4)
         command = [tmp_path / "prints", *map(str, (m, k, group))]
         sent = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
         flags, due = zip(*announced, strict=True)
@@ -80,7 +81,7 @@ def test_pieces_are_announced_in_the_order_in_which_ranks_send(
 
 
 def test_the_announcing_kernel_compiles() -> None:
-    assert alone.program().cubin()
+    assert alone_gather.program().cubin()
 
 
 @pytest.mark.gpu

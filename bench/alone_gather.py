@@ -1,0 +1,166 @@
+"""All-gather + matmul of one rank alone (alone.py).
+
+The rows of its peers lie in its memory already. What announce.cu plays are their flags: when rank 0 has set a flag at
+one of them, they set theirs for the same piece, as much later as a link is long, and no earlier than links could have
+brought it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from alone_rank import TIMEOUT_NS, Alone, Problem, Trial
+from parts import divisible, random_tensor, sets_of
+from registry import SPLITS, Row
+from torch import Tensor
+from weft.kernels.all_gather_matmul.configs import PushConfig, push_layout, push_ranked, varied
+from weft.kernels.all_gather_matmul.cuda_kernel import AllGatherMatmulPush
+from weft.kernels.device.program import Program
+from weft.symm_mem import Workspace
+from weft.symm_mem.fault import WORD
+from weft.symm_mem.workspace import Layout
+
+# Bytes a nanosecond that all peers together send to a rank, and nanoseconds on the way, as between H200s.
+RATE_OF_TWO, RATE, TRIP = 335.0, 294.0, 1000
+
+
+class _Params(ctypes.Structure):
+    """The twin of ``Params`` in announce.cu."""
+
+    _fields_ = (
+        ("flags", ctypes.c_uint64),
+        ("told", ctypes.c_uint64),
+        ("pieces", ctypes.c_uint64),
+        ("due", ctypes.c_uint64),
+        ("use", ctypes.c_uint64),
+        ("count", ctypes.c_int32),
+        ("flags_per_rank", ctypes.c_int32),
+        ("world", ctypes.c_int32),
+        ("trip", ctypes.c_int32),
+        ("patience", ctypes.c_uint64),
+    )
+
+
+def program() -> Program:
+    return Program(Path(__file__).parent / "announce.cu")
+
+
+def announcements(config: PushConfig, m: int, k: int, world_size: int) -> list[tuple[int, int]]:
+    """(flag, nanoseconds that links take up to it) of each piece that one peer sends, in the order of kernel.cu.
+
+    Args:
+        m, k: of a shard.
+    """
+    height, width = config.piece_rows, config.piece_columns
+    down, across = config.tile.block_m // height, config.unit_columns // width
+    tile_rows, units = -(-m // config.tile.block_m), -(-k // config.unit_columns)
+    rate, sent, found = RATE_OF_TWO if world_size == 2 else RATE, 0, []
+    for first in range(0, tile_rows, config.group):
+        for unit in range(units):
+            for tile_row in range(first, min(first + config.group, tile_rows)):
+                for piece in range(down * across):
+                    row = tile_row * config.tile.block_m + piece // across * height
+                    column = unit * config.unit_columns + piece % across * width
+                    if row < m and column < k:
+                        sent += (world_size - 1) * min(height, m - row) * min(width, k - column) * 2
+                        flag = (tile_row * units + unit) * down * across + piece
+                        found.append((flag, round(sent / rate)))
+    return found
+
+
+class Gather(Alone):
+    """A candidate with operands of its own."""
+
+    def __init__(
+        self,
+        workspace: Workspace[Layout],
+        config: PushConfig,
+        peers: Tensor,
+        shards: list[Tensor],
+        weights: list[list[Tensor]],
+        outs: list[list[Tensor]],
+        num_sms: int,
+    ) -> None:
+        m, k = shards[0].shape
+        addresses = [
+            (a.data_ptr(), [b.data_ptr() for b in bs], [c.data_ptr() for c in cs])
+            for a, bs, cs in zip(shards, weights, outs, strict=True)
+        ]
+        for half in (0, 1):
+            workspace.half(0, half, tuple(peers.shape), peers.dtype).copy_(peers)
+        kernel = AllGatherMatmulPush(workspace, shards[0], weights[0], config, num_sms=num_sms)
+        self._use = torch.zeros(2, dtype=torch.int32, device=peers.device)
+        pieces = torch.tensor(announcements(config, m, k, workspace.world_size)).int().to(peers.device)
+        self._pieces, self._due = (x.contiguous() for x in pieces.unbind(1))
+        announce = program().function("announce")
+
+        def launch(half: int, i: int) -> None:
+            stream = torch.cuda.current_stream().cuda_stream
+            kernel.launch(half, *addresses[i], True, True, TIMEOUT_NS, stream)
+
+        said = [announce.bound(1, 1024, self._params(workspace, half), 0) for half in (0, 1)]
+        super().__init__("all_gather_matmul", workspace, launch, said, (shards, weights, outs))
+
+    def _params(self, w: Workspace[Layout], half: int) -> _Params:
+        flags = w.address + w.layout.flags(half) * WORD
+        told = flags + w.span  # rank 0's are the first ones of rank 1's
+        given = (x.data_ptr() for x in (self._pieces, self._due, self._use[half:]))
+        counts = self._pieces.numel(), w.layout.flags_per_rank, w.world_size
+        return _Params(flags, told, *given, *counts, TRIP, TIMEOUT_NS)
+
+    def told(self, half: int, use: int) -> None:
+        layout, size = self.workspace.layout, self.workspace.world_size
+        self._use[half].fill_(use)
+        first = layout.flags(half)
+        self.workspace.words[first : first + size * layout.flags_per_rank].fill_(use - 1)
+
+
+class GatherProblem(Problem[PushConfig]):
+    free = 2  # for one block of announce.cu: the op takes them in pairs
+
+    def __init__(self, row: Row, world: int, device: torch.device) -> None:
+        super().__init__(row, world, device)
+        assert row.K is not None
+        self.m, self.k, self.n = divisible(row.M, world, "M", row), row.K, divisible(row.N, world, "N", row)
+        split = SPLITS.get(row.name, (1,))
+        self.ns = [self.n * share // sum(split) for share in split]
+
+    @property
+    def received(self) -> int:
+        return (self.world - 1) * self.m * self.k * self.row.dtype.itemsize
+
+    def ranked(self) -> list[tuple[float, PushConfig]]:
+        return varied(push_ranked(self.m, tuple(self.ns), self.k, self.world, self.num_sms))
+
+    def layout(self, config: PushConfig) -> Layout:
+        return push_layout(self.m, self.k, self.world, config)
+
+    def trial(self, rooms: list[Workspace[Layout]], configs: list[PushConfig]) -> Trial:
+        m, k, ns, dtype, device = self.m, self.k, self.ns, self.row.dtype, self.device
+        sets = sets_of((m * k + k * self.n) * dtype.itemsize, device)
+        shards = [random_tensor((m, k), dtype, device) for _ in range(sets)]
+        weights = [[random_tensor((k, n), dtype, device) / k**0.5 for n in ns] for _ in range(sets)]
+        outs = [[torch.empty(self.world * m, n, dtype=dtype, device=device) for n in ns] for _ in range(sets)]
+        peers = random_tensor((self.world * m, k), dtype, device)
+
+        def product(i: int) -> None:
+            for b, out in zip(weights[i], outs[i], strict=True):
+                torch.mm(peers, b, out=out)
+
+        def expected() -> list[Tensor]:
+            gathered = torch.cat([shards[0], peers[m:]]).double()
+            return [gathered @ b.double() for b in weights[0]]
+
+        candidates: list[Alone] = [
+            Gather(room, config, peers, shards, weights, outs, self.num_sms)
+            for room, config in zip(rooms, configs, strict=True)
+        ]
+        return Trial(product, candidates, outs[0], expected, sets)
+
+    def text(self, config: PushConfig) -> str:
+        c = config
+        lead = f" lead {c.lead}" if c.lead else ""
+        pieces = f"pieces {c.piece_rows} units {c.unit_columns}"
+        return f"{c.tile.block_m}x{c.tile.block_n} senders {c.senders} group {c.group} {pieces}{lead}"

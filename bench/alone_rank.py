@@ -1,0 +1,113 @@
+"""One rank on a GPU that stands for one of several: what is common to the ops that alone.py times so."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
+
+import torch
+from registry import Row
+from torch import Tensor
+from weft.symm_mem import Workspace
+from weft.symm_mem.workspace import Layout
+
+TIMEOUT_NS = 2_000_000_000
+
+C = TypeVar("C")  # a configuration
+
+
+class Alone:
+    """A candidate on rank 0, with peers that a second kernel plays.
+
+    Args:
+        launch: the op's, of ``Kernel.launch`` without what is the same in all calls: of a half and a set of operands.
+        peers: the launch of that kernel for each half, on a stream.
+        operands: kept for as long: kernels know addresses.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        workspace: Workspace[Layout],
+        launch: Callable[[int, int], None],
+        peers: Sequence[Callable[[int], None]],
+        operands: object,
+    ) -> None:
+        self.workspace, self.operands = workspace, operands
+        self._op, self._launch, self._peers = op, launch, peers
+        self._half, self._uses = 0, [0, 0]
+        self._side = torch.cuda.Stream()
+
+    def prepare(self) -> None:
+        """Of the next call: peers have left the half, what they send in this use is still to come."""
+        layout, words = self.workspace.layout, self.workspace.words
+        self._half ^= 1
+        half, size = self._half, self.workspace.world_size
+        self._uses[half] += 1
+        use = self._uses[half]
+        words[layout.done(half) : layout.done(half) + size].fill_(use - 1)
+        self.told(half, use)
+        self._side.wait_stream(torch.cuda.current_stream())
+        self._peers[half](self._side.cuda_stream)
+
+    def told(self, half: int, use: int) -> None:
+        """More that must be so before a use begins."""
+
+    def call(self, i: int) -> None:
+        self._launch(self._half, i)
+
+    def finish(self) -> None:
+        torch.cuda.current_stream().wait_stream(self._side)
+        self.cleared(self._half)
+
+    def cleared(self, half: int) -> None:
+        """More that is done behind a use."""
+
+    def check(self) -> None:
+        """Raises if a call went wrong, whatever its results."""
+        self.workspace.raise_if_broken(self._op)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What rank 0 runs of a row: cuBLAS's product of a set of operands, and candidates on them.
+
+    ``outs``: of candidates, with set 0. ``expected``: what these should be, in float64.
+    """
+
+    product: Callable[[int], None]
+    candidates: list[Alone]
+    outs: list[Tensor]
+    expected: Callable[[], list[Tensor]]
+    sets: int
+
+
+class Problem(ABC, Generic[C]):
+    """A row of the benchmark between ``world`` ranks."""
+
+    free: ClassVar[int]  # multiprocessors that the peers' kernel gets, and the op does not
+
+    def __init__(self, row: Row, world: int, device: torch.device) -> None:
+        self.row, self.world, self.device = row, world, device
+        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count - self.free
+
+    @property
+    @abstractmethod
+    def received(self) -> int:
+        """Bytes that come to a rank."""
+
+    @abstractmethod
+    def ranked(self) -> list[tuple[float, C]]:
+        """Candidates with the microseconds that they are thought to take, the fastest first."""
+
+    @abstractmethod
+    def layout(self, config: C) -> Layout: ...
+
+    @abstractmethod
+    def trial(self, rooms: list[Workspace[Layout]], configs: list[C]) -> Trial:
+        """On rank 0; a workspace for each configuration."""
+
+    @abstractmethod
+    def text(self, config: C) -> str: ...
