@@ -100,8 +100,9 @@ class Gather(Alone):
             stream = torch.cuda.current_stream().cuda_stream
             kernel.launch(half, *addresses[i], True, True, TIMEOUT_NS, stream)
 
-        said = [announce.bound(1, 1024, self._params(workspace, half), 0) for half in (0, 1)]
-        super().__init__("all_gather_matmul", workspace, launch, said, (shards, weights, outs))
+        self._announce = [announce.bound(1, 1024, self._params(workspace, half), 0) for half in (0, 1)]
+        self._side = torch.cuda.Stream()
+        super().__init__("all_gather_matmul", workspace, launch, (shards, weights, outs))
 
     def _params(self, w: Workspace[Layout], half: int) -> _Params:
         flags = w.address + w.layout.flags(half) * WORD
@@ -110,11 +111,16 @@ class Gather(Alone):
         counts = self._pieces.numel(), w.layout.flags_per_rank, w.world_size
         return _Params(flags, told, *given, *counts, TRIP, TIMEOUT_NS)
 
-    def told(self, half: int, use: int) -> None:
+    def begins(self, half: int, use: int) -> None:
         layout, size = self.workspace.layout, self.workspace.world_size
         self._use[half].fill_(use)
         first = layout.flags(half)
         self.workspace.words[first : first + size * layout.flags_per_rank].fill_(use - 1)
+        self._side.wait_stream(torch.cuda.current_stream())
+        self._announce[half](self._side.cuda_stream)
+
+    def finish(self) -> None:
+        torch.cuda.current_stream().wait_stream(self._side)
 
 
 class GatherProblem(Problem[PushConfig]):

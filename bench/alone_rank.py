@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
@@ -19,11 +19,10 @@ C = TypeVar("C")  # a configuration
 
 
 class Alone:
-    """A candidate on rank 0, with peers that a second kernel plays.
+    """A candidate on rank 0.
 
     Args:
-        launch: the op's, of ``Kernel.launch`` without what is the same in all calls: of a half and a set of operands.
-        peers: the launch of that kernel for each half, on a stream.
+        launch: of a half and a set of operands.
         operands: kept for as long: kernels know addresses.
     """
 
@@ -32,13 +31,11 @@ class Alone:
         op: str,
         workspace: Workspace[Layout],
         launch: Callable[[int, int], None],
-        peers: Sequence[Callable[[int], None]],
         operands: object,
     ) -> None:
         self.workspace, self.operands = workspace, operands
-        self._op, self._launch, self._peers = op, launch, peers
+        self._op, self._launch = op, launch
         self._half, self._uses = 0, [0, 0]
-        self._side = torch.cuda.Stream()
 
     def prepare(self) -> None:
         """Of the next call: peers have left the half, what they send in this use is still to come."""
@@ -48,22 +45,16 @@ class Alone:
         self._uses[half] += 1
         use = self._uses[half]
         words[layout.done(half) : layout.done(half) + size].fill_(use - 1)
-        self.told(half, use)
-        self._side.wait_stream(torch.cuda.current_stream())
-        self._peers[half](self._side.cuda_stream)
+        self.begins(half, use)
 
-    def told(self, half: int, use: int) -> None:
-        """More that must be so before a use begins."""
+    def begins(self, half: int, use: int) -> None:
+        """More that must be so, or be under way, before a use begins."""
 
     def call(self, i: int) -> None:
         self._launch(self._half, i)
 
     def finish(self) -> None:
-        torch.cuda.current_stream().wait_stream(self._side)
-        self.cleared(self._half)
-
-    def cleared(self, half: int) -> None:
-        """More that is done behind a use."""
+        """Behind the call."""
 
     def check(self) -> None:
         """Raises if a call went wrong, whatever its results."""
@@ -87,7 +78,7 @@ class Trial:
 class Problem(ABC, Generic[C]):
     """A row of the benchmark between ``world`` ranks."""
 
-    free: ClassVar[int]  # multiprocessors that the peers' kernel gets, and the op does not
+    free: ClassVar[int]  # multiprocessors that the op does not get
 
     def __init__(self, row: Row, world: int, device: torch.device) -> None:
         self.row, self.world, self.device = row, world, device

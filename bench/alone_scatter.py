@@ -1,54 +1,59 @@
 """Matmul + reduce-scatter of one rank alone (alone.py).
 
-What rank 0 stores at its peers mirror.cu stores in its half as well, as what they would have stored there: the sum is
-then that of all rank 0's own products. It comes as long after rank 0's stores as that kernel takes, 1 to 1.5 us as
-links do, and no faster than links bring it.
+What rank 0 sends stays: a part for the peer so many ranks ahead comes to lie in rank 0's own half, where that of the
+peer as many ranks behind would, which such a peer stores in the same step. The sum is then that of all rank 0's own
+products. Parts are sent at the pace of links, but come at once, where links take 1 us.
 """
 
 from __future__ import annotations
 
-import ctypes
+import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import torch
 from alone_rank import TIMEOUT_NS, Alone, Problem, Trial
 from parts import divisible, random_tensor, sets_of
 from registry import Row
 from torch import Tensor
-from weft.kernels.device import gemm
-from weft.kernels.device.half import Half
-from weft.kernels.device.program import Program, Watch
+from weft.kernels.matmul_reduce_scatter import cuda_kernel
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue, PushConfig, push_layout, push_ranked
-from weft.kernels.matmul_reduce_scatter.cuda_kernel import MatmulReduceScatterPush, defines
 from weft.symm_mem import Workspace
 from weft.symm_mem.workspace import HALVES, Layout
 
-# Bytes a nanosecond that all peers together send to a rank, as between H200s.
-RATE_OF_TWO, RATE = 356, 330
-BLOCKS, THREADS = 4, 1024  # of mirror.cu, a multiprocessor each
-FOLLOWED = 2  # sending warps by a warp of it
+# What stands in kernel.cu, and what stands there for a rank alone.
+AT_PEER = (
+    "    return weft::on_rank(p.inbox, p.watch, p.half, dst) + place_of(order, t, part, p.watch.rank, dst);\n"
+)
+AT_HOME = """    const int rank = p.watch.rank, like = (2 * rank - dst + WORLD_SIZE) % WORLD_SIZE;
+    Tile own = t;
+    own.dst = rank;
+    return p.inbox + place_of(order, own, part, like, rank);
+"""
+PACE = "constexpr u64 RATE = 356;"
+# Bytes a nanosecond that several peers take, as between H200s: there senders meet, and kernel.cu offers a little more.
+PACE_OF_SEVERAL = "constexpr u64 RATE = 330;"
+
+_folders: list[tempfile.TemporaryDirectory[str]] = []  # of sources, until this process ends
 
 
-class Params(ctypes.Structure):
-    """The twin of ``Params`` in mirror.cu."""
-
-    _fields_ = (
-        ("watch", Watch),
-        ("half", Half),
-        ("inbox", ctypes.c_uint64),
-        ("batches", ctypes.c_int32),
-        ("m", ctypes.c_int32),
-        ("n", ctypes.c_int32),
-        ("band", ctypes.c_int32),
-        ("clusters", ctypes.c_int32),
-        ("rate", ctypes.c_uint32),
-    )
-
-
-def program(kernel: gemm.Defines) -> Program:
-    """For what kernel.cu is compiled with."""
-    return Program(Path(__file__).parent / "mirror.cu", defines=dict(kernel))
+@cache
+def source(world_size: int) -> Path:
+    """kernel.cu and what lies beside it, for a rank alone."""
+    there, pace = cuda_kernel.SOURCE, PACE_OF_SEVERAL if world_size > 2 else PACE
+    _folders.append(tempfile.TemporaryDirectory(prefix="weft-alone-"))
+    folder = Path(_folders[-1].name)
+    for file in (there, *there.parent.glob("*.cuh")):
+        text = file.read_text().replace('"../device/', '"')  # which is where NVRTC looks for it
+        if file == there:
+            for old, new in ((AT_PEER, AT_HOME), (PACE, pace)):
+                if text.count(old) != 1:
+                    raise RuntimeError(f"{file}: has not once {old!r}")
+                text = text.replace(old, new)
+        (folder / file.name).write_text(text)
+    return folder / there.name
 
 
 class Scatter(Alone):
@@ -67,47 +72,27 @@ class Scatter(Alone):
             ((a.data_ptr(), b.data_ptr()), (out.data_ptr(),))
             for a, b, out in zip(lefts, weights, outs, strict=True)
         ]
-        (_, size, m, _), b, epilogue = lefts[0].shape, weights[0], Epilogue(lefts[0].dtype)
-        kernel = MatmulReduceScatterPush(workspace, lefts[0], b, config, epilogue, num_sms=num_sms)
-        function = program(defines(b, config, size, 0, epilogue)).function("mirror")
+        a, b = lefts[0], weights[0]
+        with mock.patch.object(cuda_kernel, "SOURCE", source(workspace.world_size)):
+            kernel = cuda_kernel.MatmulReduceScatterPush(
+                workspace, a, b, config, Epilogue(a.dtype), num_sms=num_sms
+            )
 
         def launch(half: int, i: int) -> None:
             kernel.launch(half, *addresses[i], TIMEOUT_NS, torch.cuda.current_stream().cuda_stream)
 
-        clusters = num_sms // 2
-        assert 4 * clusters <= BLOCKS * THREADS // 32 * FOLLOWED, "warps that nobody follows"
-        given = [params(workspace, half, config, m, b.shape[1], clusters) for half in range(HALVES)]
-        mirrors = [function.bound(BLOCKS, THREADS, p) for p in given]
-        super().__init__("matmul_reduce_scatter", workspace, launch, mirrors, (lefts, weights, outs))
-
-    def cleared(self, half: int) -> None:
-        """What the peers took: as they would have done in memory of their own."""
-        for peer in range(1, self.workspace.world_size):
-            self._words(peer, half).zero_()
+        super().__init__("matmul_reduce_scatter", workspace, launch, (lefts, weights, outs))
 
     def check(self) -> None:
         super().check()
+        size = self.workspace.layout.half_bytes // 4
         for half in range(HALVES):
-            if self._words(0, half).any():
+            if self.workspace.half(0, half, (size,), torch.int32).any():
                 raise RuntimeError(f"half {half} is not empty behind its use")
-
-    def _words(self, rank: int, half: int) -> Tensor:
-        slots = self.workspace.world_size - 1
-        # A peer's other slots are what its other peers send: nobody does.
-        size = self.workspace.layout.half_bytes // (1 if rank == 0 else slots) // 4
-        return self.workspace.half(rank, half, (size,), torch.int32)
-
-
-def params(w: Workspace[Layout], half: int, config: PushConfig, m: int, n: int, clusters: int) -> Params:
-    """For rank 0's results [m, N], which so many clusters compute."""
-    clock = Watch.of(w, TIMEOUT_NS)
-    clock.words = w.address + w.span  # rank 1's, whose kernels do not run
-    inbox, rate = w.address + w.layout.half(half), RATE_OF_TWO if w.world_size == 2 else RATE
-    return Params(clock, Half.of(w, half), inbox, 1, m, n, config.band, clusters, rate)
 
 
 class ScatterProblem(Problem[PushConfig]):
-    free = BLOCKS
+    free = 0
 
     def __init__(self, row: Row, world: int, device: torch.device) -> None:
         super().__init__(row, world, device)
