@@ -3,11 +3,11 @@
 torchrun --nproc-per-node 4 bench/alone.py --layers llama70b.qkv,llama8b.qkv --m-sizes 1024,2048
 torchrun --nproc-per-node 4 bench/alone.py --ops matmul_reduce_scatter --layers llama8b.o --m-sizes 1024,2048
 
-The ranks share one GPU, and rank 0 alone launches, with peers that do as it does: of all-gather + matmul a second kernel
-sets their flags (alone_gather.py, announce.cu), of matmul + reduce-scatter what rank 0 sends comes to lie where theirs
-would (alone_scatter.py). It goes to the same GPU's memory, at the pace that it keeps on links. So what tiles, waves of
-them, their order and the way of a piece cost shows. What does not: fences that wait for links, links that several ranks
-share, and ranks that begin late.
+The ranks share one GPU, and rank 0 alone launches, with peers that do as it does: of all-gather + matmul a second
+kernel sets their flags (alone_gather.py, announce.cu), of matmul + reduce-scatter what rank 0 sends comes to lie where
+theirs would (alone_scatter.py). It goes to the same GPU's memory, at the pace that it keeps on links. So what tiles,
+waves of them, their order and the way of a piece cost shows. What does not: fences that wait for links, links that
+several ranks share, and ranks that begin late.
 
 Each line has the likeliest candidates that send by themselves (not one shot, which the op may take instead), of an
 all-gather's tiles one with which all blocks send and one with which some do: microseconds, and in brackets what

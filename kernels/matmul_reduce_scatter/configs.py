@@ -168,10 +168,12 @@ _OF_64_ROWS = 1.02
 def estimate_push_us(
     config: PushConfig, m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1
 ) -> float:
-    """Microseconds; the constants are fitted to measurements on 2 and on 4 H200. (Those on 4 are from before parts
-    announced themselves. Their launch is taken to be 3 us shorter since, as it became between 2; not measured.)
+    """Microseconds; the constants are fitted to measurements on 2 and on 4 H200.
 
-    Sending begins behind the first tile's main loop, and it and the products hinder each other.
+    Sending begins behind the first tile's main loop, and it and the products hinder each other. A launch between more
+    than two has not been measured with kernels whose parts announce themselves: it is what one rank of 4 alone takes,
+    8 us (bench/results/h200-x1-scatter.txt), and 7 for what shows only between ranks. That is a guess: with flags it
+    was 11 to 18; between two, where it was 10 to 14 with flags, it is 3.5.
     """
     tile = config.tile
     rows = world_size * _rows(m, config, batches)
@@ -180,7 +182,7 @@ def estimate_push_us(
         product *= _OF_64_ROWS
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
     sending = (world_size - 1) * batches * m * n * 2 / gemm_tiles.LINK
-    launch, hinders = (8.4, 0.3) if world_size == 2 else (19.0 + 0.1 * first, 0.15)
+    launch, hinders = (8.4, 0.3) if world_size == 2 else (15.0, 0.15)
     return launch + max(product, first + sending) + hinders * min(product, sending)
 
 

@@ -1,4 +1,4 @@
-"""One rank of a reduce-scatter alone: what it sends comes to it as its peers' parts; on a GPU, its results are right."""
+"""A rank of a reduce-scatter alone: what it sends comes to it as its peers' parts; on a GPU, its results are right."""
 
 from __future__ import annotations
 
