@@ -6,6 +6,7 @@ cuBLAS with an all-reduce behind it. Part of fused_matmul_all_reduce, which choo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from operator import itemgetter
 
 import torch
@@ -95,18 +96,37 @@ def choose_push(m: int, n: int, k: int, world_size: int, num_sms: int) -> tuple[
     return config, fastest < behind_us(m, n, k, world_size) and size <= _MOST_WORKSPACE
 
 
+@dataclass(frozen=True)
+class _Costs:
+    """Of estimate_push_us, microseconds: a launch; a wave; the sum of a tile of 128 x 256 that travels when there is
+    nothing left to multiply; how much longer it takes for each of products beside sending. ``feels``: how much longer
+    products of tiles take that load twice as much for what they multiply. ``rate``: bytes a microsecond."""
+
+    launch: float
+    each: float
+    tail: float
+    hinders: float
+    feels: float
+    rate: float
+
+
+# Between two: fitted to 17 products on 2 H200 (bench/results/h200-x2-choices.txt) and 12 of one rank alone. Between
+# more: to 12 of one rank of 4 alone (bench/results/h200-x1-scatter.txt), and a launch longer by 7 for what shows only
+# between ranks, the same guess as for matmul_reduce_scatter.
+_OF_TWO = _Costs(6.0, 2.6, 0.6, 0.08, 0.28, gemm_tiles.LINK)
+_OF_MORE = _Costs(17.0, 0.1, 4.2, 0.12, 0.46, 330e3)
+
+
 def estimate_push_us(config: PushConfig, m: int, n: int, k: int, world_size: int, num_sms: int) -> float:
-    """Microseconds. As for matmul_reduce_scatter, with twice as much on the links, and a tile's sum that travels when
-    there is nothing left to multiply. The constants of more than 2 ranks are those of a kernel with flags."""
-    tile = config.tile
+    """Microseconds. As for matmul_reduce_scatter, with twice as much on the links."""
+    tile, costs = config.tile, _OF_TWO if world_size == 2 else _OF_MORE
     rows = world_size * -(-part_of(m, world_size) // tile.block_m)
-    product = product_beside_us(tile, rows, n, k, num_sms, feels=0.52 if world_size == 2 else 0.2)
-    waves = gemm_tiles.waves(tile, rows, [n], num_sms)
+    product = product_beside_us(tile, rows, n, k, num_sms, feels=costs.feels)
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
-    sending = 2 * (world_size - 1) * part_of(m, world_size) * n * 2 / gemm_tiles.LINK
-    launch, each, tail = (8.0, 0.8, 4.4) if world_size == 2 else (12.0, 3.0, 12.0)
-    overlapped = max(product, first + sending) + 0.14 * min(product, sending)
-    return launch + each * waves + overlapped + tail * tile.block_m * tile.block_n / (128 * 256)
+    sending = 2 * (world_size - 1) * part_of(m, world_size) * n * 2 / costs.rate
+    waiting = costs.each * gemm_tiles.waves(tile, rows, [n], num_sms)
+    waiting += costs.tail * tile.block_m * tile.block_n / (128 * 256)
+    return costs.launch + waiting + max(product, first + sending) + costs.hinders * min(product, sending)
 
 
 def behind_us(m: int, n: int, k: int, world_size: int) -> float:
