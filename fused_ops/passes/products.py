@@ -8,7 +8,7 @@ from torch import fx
 
 from .dims import Digits, Dims
 from .insert import call
-from .match import Size, argument, aten, calls, is_val, known, val
+from .match import Size, argument, aten, calls, is_val, known, memory, val
 
 # And how many operands each has.
 PRODUCTS = {
@@ -49,16 +49,18 @@ def product(node: fx.Node) -> Product | None:
 
 def one_matrix(node: fx.Node) -> bool:
     """Whether an operand is known to be a single matrix, once or repeated for a batch."""
-    shape = val(node).shape
-    if len(shape) == 2 or known(shape[0] == 1):
+    tensor = val(node)
+    if tensor.dim() == 2 or known(tensor.shape[0] == 1):
         return True
-    return calls(node, aten.expand.default) and is_val(node.args[0]) and _repeated(node.args[0], len(shape))
-
-
-def _repeated(source: fx.Node, ndim: int) -> bool:
-    """Whether what is expanded to ``ndim`` dimensions has one element along the first of them."""
-    shape = val(source).shape
-    return len(shape) < ndim or known(shape[0] == 1)
+    # What was expanded lies at one place, however it is reshaped or transposed since.
+    if not known(tensor.stride(0) == 0):
+        return False
+    while not calls(node, aten.expand.default):
+        source = node.args[0] if node.op == "call_function" and node.args else None
+        if not is_val(source) or memory(source) != memory(node):
+            return False
+        node = source
+    return True
 
 
 def matrix(node: fx.Node, before: fx.Node) -> fx.Node:

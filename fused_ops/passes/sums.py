@@ -143,7 +143,11 @@ def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> Sum:
         raise LeftAlone(f"{some(total.vectors)}, which it sums, are no matrix products")
     (total.rows, total.columns), *others = terms
     if not all(same(rows, total.rows) and same(columns, total.columns) for rows, columns in others):
-        raise LeftAlone("the products that it sums have different shapes")
+        orders = all(
+            known(numel(r) == total.m) and known(numel(c) == numel(total.columns)) for r, c in others
+        )
+        how = "their rows or columns in different orders" if orders else "different shapes"
+        raise LeftAlone(f"the products that it sums have {how}")
     if len({val(p.node).dtype for p in total.products}) > 1:
         raise LeftAlone("the products that it sums have different dtypes")
     for dtype, node in dtypes.items():

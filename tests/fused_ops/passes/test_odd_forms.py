@@ -66,6 +66,32 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], list[str
         [AG],
     ),
     "scattered batch": (lambda x, w: rs(torch.bmm(x, four(w))), ((4, 6, 8), (8, 5)), [RS]),
+    "batch, repeated and reshaped": (
+        lambda x, w: torch.bmm(ag(x), four(w).reshape(4, *w.shape)),
+        ((2, 6, 8), (8, 5)),
+        [AG],
+    ),
+    "batch, repeated twice and joined": (
+        lambda x, w: torch.bmm(ag(x), w.expand(2, 2, *w.shape).view(4, *w.shape)),
+        ((2, 6, 8), (8, 5)),
+        [AG],
+    ),
+    "batch, repeated and transposed": (lambda x, w: torch.bmm(ag(x), four(w).mT), ((2, 6, 8), (5, 8)), [AG]),
+    "right operand of a batch, repeated and transposed": (
+        lambda x, w: torch.bmm(four(w).mT, ag(x)),
+        ((2, 6, 8), (6, 5)),
+        [AG],
+    ),
+    "scattered batch, repeated and transposed": (
+        lambda x, w: rs(torch.bmm(x, four(w).transpose(1, 2))),
+        ((4, 6, 8), (5, 8)),
+        [RS],
+    ),
+    "each matrix of a batch repeated": (
+        lambda x, w: torch.bmm(ag(x), w[:, None].expand(2, 2, 8, 5).reshape(4, 8, 5)),
+        ((2, 6, 8), (2, 8, 5)),
+        [None],
+    ),
     "scattered batch plus vector": (
         lambda x, w, b: rs(torch.baddbmm(b, x, four(w))),
         ((4, 6, 8), (8, 5), (1, 1, 5)),
