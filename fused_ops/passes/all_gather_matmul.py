@@ -137,9 +137,33 @@ class AllGatherMatmul:
         if not candidates:
             other = _fused_behind(tensor) or dict.fromkeys(tensor.reasons)
             raise LeftAlone("; ".join([*reasons.values(), *other]) or _why_none(tensor))
-        # Rows before contracted ranks: there the op can overlap. Of several layouts the one met first.
-        layout = min((x for _, x in candidates), key=lambda x: x.contracted)
-        uses = [u for u, x in candidates if x.same(layout)]
+        # Rows before contracted ranks: there the op can overlap. Of several layouts the one met first that will do.
+        layouts: list[_Layout] = []
+        for _, layout in sorted(candidates, key=lambda candidate: candidate[1].contracted):
+            if not any(layout.same(other) for other in layouts):
+                layouts.append(layout)
+        failed: LeftAlone | None = None
+        for layout in layouts:
+            try:
+                uses = [u for u, x in candidates if x.same(layout)]
+                return cls._of_uses(c, tensor, layout, uses, dict(reasons))
+            except LeftAlone as e:
+                failed = failed or e
+        assert failed is not None
+        raise failed
+
+    @classmethod
+    def _of_uses(
+        cls, c: Collective, tensor: Gathered, layout: _Layout, uses: list[Use], reasons: dict[fx.Node, str]
+    ) -> AllGatherMatmul:
+        """
+        Args:
+            uses: those of this layout.
+            reasons: why other products are none.
+
+        Raises:
+            LeftAlone: none of them can be moved to the op, or something else needs what the op does not return.
+        """
         at = tensor.first_user()
         hoisted: set[fx.Node] = set()
         chosen = []

@@ -268,12 +268,33 @@ def cast_after_scaling(x: Tensor, w: Tensor) -> Tensor:
     return (ag(x) * 2).bfloat16() @ w.bfloat16()
 
 
+def cast_for_one_of_two(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """As a router in float32 before experts in bfloat16, under autocast."""
+    y = ag(x)
+    return y.bfloat16() @ w.bfloat16(), y @ v
+
+
 @pytest.mark.usefixtures("two")
 def test_casts() -> None:
     assert only(cast_twice, (6, 8), (8, 5)).fused == [AG]
     assert "twice as many bytes" in only(cast_up, (6, 8), (8, 5)).reasons
     assert "before it is cast" in only(cast_and_used, (6, 8), (8, 5)).reasons
     assert "no matrix product" in only(cast_after_scaling, (6, 8), (8, 5)).reasons
+    both = only(cast_for_one_of_two, (6, 8), (8, 5), (8, 3))
+    assert both.fused == [AG] and both.entries[0].detail == "1 product, A returned"
+
+
+@pytest.mark.usefixtures("two")
+def test_an_operand_that_comes_too_late_leaves_the_product_of_another_layout() -> None:
+    def fn(x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        y = ag(x)
+        return y @ ag(w), g.t() @ y
+
+    seen = only(fn, (6, 8), (4, 5), (12, 3))
+    assert (
+        seen.fused == [AG, AG]
+        and seen.entries[0].form == "all_gather of what is contracted → product as right operand"
+    )
 
 
 @pytest.mark.usefixtures("two")
