@@ -187,18 +187,18 @@ class ParallelLinear(nn.Module):
             f"{tuple(whole)} and be {how} ranks {ranks}, the layer's, as sharded_state_dict gives it"
         )
 
-    def _check(self, x: Tensor, columns: int) -> None:
+    def _check(self, x: Tensor, weight: Tensor, columns: int) -> None:
         checks.tensor("x", x, 1)
         if x.shape[-1] != columns:
             raise ValueError(f"x: has {x.shape[-1]} columns, must have {columns}")
-        if x.device != self.weight.device:
-            raise ValueError(f"x: lies on {x.device}, must lie on {self.weight.device} like the weight")
+        if x.device != weight.device:
+            raise ValueError(f"x: lies on {x.device}, must lie on {weight.device} like the weight")
         # Here, not in the constructor alone: module.double() comes later.
-        _check_dtype("weight", self.weight.dtype)
+        _check_dtype("weight", weight.dtype)
         if _is_autocast(x):
             _check_dtype("x", x.dtype)
-        elif x.dtype != self.weight.dtype:
-            raise TypeError(f"x: is {x.dtype}, must be {self.weight.dtype} like the weight")
+        elif x.dtype != weight.dtype:
+            raise TypeError(f"x: is {x.dtype}, must be {weight.dtype} like the weight")
 
     def _along_sequence(self, x: Tensor) -> int:
         if not (-x.dim() <= self.sequence_dim < x.dim() and self.sequence_dim % x.dim() < x.dim() - 1):
@@ -279,14 +279,15 @@ class ColumnParallelLinear(ParallelLinear):
         Raises:
             ValueError, TypeError: x does not fit.
         """
-        self._check(x, self.in_features)
+        weight, bias = self.weight, self.bias  # once: a parametrization computes them anew each time
+        self._check(x, weight, self.in_features)
         if self.sequence_parallel:
             along, dtype = self._along_sequence(x), _linear_dtype(x)
-            x, weight = x.to(dtype), self.weight.to(dtype)
+            x, weight = x.to(dtype), weight.to(dtype)
             _, (y,) = fused_all_gather_matmul(x, [weight.t()], along, self.group, return_A=False)
-            y = y if self.bias is None else y + self.bias.to(dtype)
+            y = y if bias is None else y + bias.to(dtype)
         else:
-            y = F.linear(SumGradient.apply(x, self.group), self.weight, self.bias)
+            y = F.linear(SumGradient.apply(x, self.group), weight, bias)
         return Gather.apply(y, self.group, self.rank, self.world_size) if self.gather_output else y
 
 
@@ -355,13 +356,14 @@ class RowParallelLinear(ParallelLinear):
         Raises:
             ValueError, TypeError: x does not fit.
         """
-        self._check(x, self.weight.shape[1] if self.input_is_parallel else self.in_features)
+        weight, bias = self.weight, self.bias  # once: a parametrization computes them anew each time
+        self._check(x, weight, weight.shape[1] if self.input_is_parallel else self.in_features)
         if not self.input_is_parallel:
             x = Split.apply(x, self.group, self.rank, self.world_size)
         dtype = _linear_dtype(x)
         if not self.sequence_parallel:
-            y = Sum.apply(F.linear(x, self.weight), self.group)
-            return y if self.bias is None else y + self.bias.to(dtype)
+            y = Sum.apply(F.linear(x, weight), self.group)
+            return y if bias is None else y + bias.to(dtype)
         along = self._along_sequence(x)
         if x.shape[along] % self.world_size:
             raise ValueError(
@@ -369,6 +371,6 @@ class RowParallelLinear(ParallelLinear):
                 f"must have a multiple of {self.world_size} ranks there"
             )
         # Each rank adds it to its part of the sequence only, so the parts of its gradient are summed.
-        bias = None if self.bias is None else SumGradient.apply(self.bias, self.group).to(dtype)
-        x, weight = x.to(dtype), self.weight.to(dtype)
+        bias = None if bias is None else SumGradient.apply(bias, self.group).to(dtype)
+        x, weight = x.to(dtype), weight.to(dtype)
         return fused_matmul_reduce_scatter(x, weight.t(), "sum", along, self.group, bias=bias)

@@ -11,6 +11,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrize
 from weft.fused_ops import ColumnParallelLinear, RowParallelLinear
 
 Layer = ColumnParallelLinear | RowParallelLinear
@@ -93,3 +94,32 @@ def differently_seeded(rank: int, size: int, seed: int) -> None:
 
 def test_ranks_that_are_seeded_differently_agree_on_a_row_parallel_layers_result() -> None:
     run_ranks(differently_seeded, 2, secrets.randbits(32))
+
+
+class Counted(nn.Module):
+    """A parametrization that says how often it was asked."""
+
+    calls = 0
+
+    def forward(self, parameter: Tensor) -> Tensor:
+        self.calls += 1
+        return 2 * parameter
+
+
+def parametrized(rank: int, size: int) -> None:
+    for cls in LAYERS:
+        for sequence_parallel in (True, False):
+            layer = cls(IN, OUT, group=None, sequence_parallel=sequence_parallel)
+            counts = {}
+            for name in ("weight", "bias"):
+                parametrize.register_parametrization(layer, name, counted := Counted())
+                counts[name] = counted
+                counted.calls = 0
+            layer(torch.ones(size, IN // (1 if cls is ColumnParallelLinear else size))).sum().backward()
+            asked = {name: counted.calls for name, counted in counts.items()}
+            assert asked == {"weight": 1, "bias": 1}, f"{layer}: {asked}"
+
+
+def test_a_parametrization_is_asked_once_a_call() -> None:
+    """As by nn.Linear: dropout of weights draws each time, and a spectral norm takes a step."""
+    run_ranks(parametrized, 2)
