@@ -64,7 +64,8 @@ class Heap:
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self.group, self.group_name = group, group.group_name
+        self.group: ProcessGroup | None = group  # None once it is destroyed
+        self.group_name = group.group_name
         self.rank, self.world_size = group.rank(), group.size()
         self.lock = threading.RLock()
         self.rendezvous = Rendezvous(group, f"heap-{device.type}", lambda: get_timeout(self.group_name))

@@ -99,8 +99,12 @@ def _refuse_missing(device: torch.device) -> None:
 
 def _forget_destroyed() -> None:
     """Let go of the heaps of groups that are no more; their memory lives on while tensors lie in it."""
-    for key, (pg, _) in list(_heaps.items()):
+    for key, (pg, made_of) in list(_heaps.items()):
         if not has_name(pg, key[0]):
+            if isinstance(made_of, Heap):
+                # A heap refers to itself and goes with Python's collector, the group at once: collected in a forked
+                # worker of a data loader, it waits for threads that are not there.
+                made_of.group = None
             _heaps.pop(key, None)
             for made in (key, (key[0], "reset")):
                 _making.pop(made, None)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
+import time
+
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from weft import symm_mem
+from weft.fused_ops import one_shot_all_reduce
 
 
 def members(rank: int, world_size: int) -> None:
@@ -63,3 +70,30 @@ def destroyed(rank: int, world_size: int) -> None:
 
 def test_a_group_that_has_been_destroyed_is_named() -> None:
     run_ranks(destroyed, 2, fresh=True)
+
+
+def forked(rank: int, world_size: int) -> None:
+    """Groups that are destroyed, also one that was used, are no business of a child's collector."""
+    gc.collect()
+    gc.disable()
+    for _ in range(2):  # the second heap lets go of the first
+        group = dist.new_group(list(range(world_size)))
+        one_shot_all_reduce(torch.ones(4), "sum", group)
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+        del group
+    child = os.fork()
+    if child == 0:
+        gc.collect()
+        os._exit(0)
+    until = time.monotonic() + 20
+    while not os.waitpid(child, os.WNOHANG)[0]:
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise AssertionError("the child's collector hangs")
+        time.sleep(0.05)
+
+
+def test_a_forked_child_collects_what_a_destroyed_group_has_left() -> None:
+    run_ranks(forked, 2, fresh=True)
