@@ -279,7 +279,9 @@ class ColumnParallelLinear(ParallelLinear):
         Raises:
             ValueError, TypeError: x does not fit.
         """
-        weight, bias = self.weight, self.bias  # once: a parametrization computes them anew each time
+        # Once: a parametrization computes them anew each time.
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         self._check(x, weight, self.in_features)
         if self.sequence_parallel:
             along, dtype = self._along_sequence(x), _linear_dtype(x)
@@ -356,7 +358,9 @@ class RowParallelLinear(ParallelLinear):
         Raises:
             ValueError, TypeError: x does not fit.
         """
-        weight, bias = self.weight, self.bias  # once: a parametrization computes them anew each time
+        # Once: a parametrization computes them anew each time.
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         self._check(x, weight, weight.shape[1] if self.input_is_parallel else self.in_features)
         if not self.input_is_parallel:
             x = Split.apply(x, self.group, self.rank, self.world_size)
