@@ -28,7 +28,7 @@ import machine
 import torch
 import torch.distributed as dist
 from alone_gather import GatherProblem
-from alone_rank import Alone, Problem, Trial
+from alone_rank import Problem, Trial
 from alone_scatter import ScatterProblem
 from contenders import LINK_BYTES_PER_US
 from registry import LAST_DIMENSION, rows
@@ -97,20 +97,15 @@ def compare(trial: Trial, names: list[str]) -> None:
     for one, what in zip(trial.candidates, names, strict=True):
         for out in trial.outs:
             out.fill_(float("nan"))
-        call_once(one)
+        one.prepare()
+        one.call(0)
+        one.finish()
+        torch.cuda.synchronize()
+        one.check()
         for out, want in zip(trial.outs, expected, strict=True):
             error = float((out.double() - want).norm() / want.norm())
             if not error < 0.004:  # of rounding to bfloat16: 0.002
                 raise RuntimeError(f"{what}: relative error {error}")
-
-
-def call_once(one: Alone) -> None:
-    """On set 0."""
-    one.prepare()
-    one.call(0)
-    one.finish()
-    torch.cuda.synchronize()
-    one.check()
 
 
 def main() -> None:

@@ -142,15 +142,14 @@ class AllGatherMatmul:
         for _, layout in sorted(candidates, key=lambda candidate: candidate[1].contracted):
             if not any(layout.same(other) for other in layouts):
                 layouts.append(layout)
-        failed: LeftAlone | None = None
+        problems = []
         for layout in layouts:
             try:
                 uses = [u for u, x in candidates if x.same(layout)]
                 return cls._of_uses(c, tensor, layout, uses, dict(reasons))
             except LeftAlone as e:
-                failed = failed or e
-        assert failed is not None
-        raise failed
+                problems.append(e)
+        raise problems[0]
 
     @classmethod
     def _of_uses(

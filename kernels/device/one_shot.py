@@ -16,7 +16,7 @@ MOST_BYTES = 32 << 20  #: gathered or scattered in all; beyond, what hides the s
 
 # Microseconds of an exchange of nothing, and bytes that a rank sends a microsecond, between two and between more.
 # Fitted to which kernel is faster, of 193 products between 2 H200 (bench/results/h200-x2-choices.txt). Between 4, 13
-# calls took 4.5 us more than cuBLAS and the bytes; what is lacking here is what the model of cuBLAS has too much.
+# calls took 3 to 7 us more than the limit and the bytes; what is lacking here is what the model of cuBLAS has too much.
 _OF_TWO, _OF_MORE = (3.0, 300e3), (3.0, 305e3)
 
 
