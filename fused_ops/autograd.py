@@ -27,6 +27,17 @@ def _rows(t: Tensor) -> Tensor:
     return t.flatten(0, -2)
 
 
+def _gradient_of(B: Tensor, A: Tensor, grad: Tensor) -> Tensor:
+    """That of ``B`` in ``A @ B``. It lies as B does, a weight's as the weight: else torch copies it to where it counts.
+
+    A, grad: [..., K] and [..., N], of all rows.
+    """
+    x, g = _rows(A), _rows(grad)
+    if B.stride(0) == 1 and B.stride(1) == B.shape[0]:
+        return _product(g.t(), x).t()
+    return _product(x.t(), g)
+
+
 def _reduce_scatter(grad: Tensor, dim: int, group_name: str) -> Tensor:
     """Functional, so that it can be traced."""
     collectives = torch.ops._c10d_functional
@@ -80,8 +91,8 @@ class AllGatherMatmul(torch.autograd.Function):
                 rest = _reduce_scatter(grad_A, ctx.gather_dim, ctx.group_name)
                 grad_shard = rest if grad_shard is None else grad_shard + rest
         grad_Bs = [
-            _product(_rows(A).t(), _rows(g)) if needed and g is not None else None
-            for needed, g in zip(ctx.needs_input_grad[5:], grads, strict=True)
+            _gradient_of(B, A, g) if needed and g is not None else None
+            for needed, B, g in zip(ctx.needs_input_grad[5:], Bs, grads, strict=True)
         ]
         return grad_shard, None, None, None, None, *grad_Bs
 
@@ -125,7 +136,7 @@ class MatmulReduceScatter(torch.autograd.Function):
             args = (grad.to(A.dtype), [B.t()], ctx.scatter_dim, ctx.group_name)
             named = {"return_A": needed[1], "group_size": ctx.group_size}
             gathered, (grad_A,) = _ops.fused_all_gather_matmul(*args, **named)
-            grad_B = _product(_rows(A).t(), _rows(gathered)) if needed[1] else None
+            grad_B = _gradient_of(B, A, gathered) if needed[1] else None
         return grad_A, grad_B, None, None, None, None, grad_bias, grad_residual, None
 
 
@@ -179,5 +190,5 @@ class MatmulAllReduce(torch.autograd.Function):
         A, B = ctx.saved_tensors
         total = _ops.one_shot_all_reduce(grad, ctx.reduce_op, ctx.group_name)
         grad_A = _product(total, B.t()) if ctx.needs_input_grad[0] else None
-        grad_B = _product(_rows(A).t(), _rows(total)) if ctx.needs_input_grad[1] else None
+        grad_B = _gradient_of(B, A, total) if ctx.needs_input_grad[1] else None
         return grad_A, grad_B, None, None

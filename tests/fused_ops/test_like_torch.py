@@ -62,6 +62,25 @@ def test_results_may_be_changed_in_place(device: str) -> None:
     run_ranks(changed, 2, device=device)
 
 
+def laid_out(rank: int, world_size: int) -> None:
+    """A matrix's gradient lies as torch.mm's: as the matrix, a weight's as the weight, so that nobody copies it."""
+    for op, (a, b) in [(op, inputs) for op, inputs in ops() if len(inputs) == 2]:
+        found = []
+        for B in (b, b.t().contiguous().t(), torch.stack([b, b], 2)[..., 0]):
+            B = B.detach().requires_grad_()
+            (grad,) = torch.autograd.grad(op(a, B).square().sum(), B)
+            (like,) = torch.autograd.grad((a.flatten(0, -2) @ B).square().sum(), B)
+            assert grad.stride() == like.stride(), (grad.stride(), like.stride(), B.stride())
+            found.append(grad)
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_lie_as_torch_lays_them_out(device: str) -> None:
+    run_ranks(laid_out, 2, device=device)
+
+
 def constants(rank: int, world_size: int) -> None:
     A, B, C = torch.randn(3, 4), torch.randn(4, 5), torch.randn(4, 2)
     whole, (first, second) = fused_all_gather_matmul(A, [B.requires_grad_(), C], 0, world())
