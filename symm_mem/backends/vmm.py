@@ -74,12 +74,17 @@ class VmmBackend:
         # A driver that has never heard of the question has no answer.
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
         error, mps = driver.cuDeviceGetAttribute(attribute, self._handle)
-        return {**host_identity(), "gpu": uuid, "mps": error == driver.CUresult.CUDA_SUCCESS and bool(mps)}
+        return {
+            **host_identity(),
+            "gpu": uuid,
+            "multiprocessors": torch.cuda.get_device_properties(self.device).multi_processor_count,
+            "mps": error == driver.CUresult.CUDA_SUCCESS and bool(mps),
+        }
 
     def refuse(self, ranks: list[dict[str, Any]], rank: int) -> str | None:
         if (reason := refuse_hosts(ranks)) is not None:
             return reason
-        if (reason := refuse_shared(ranks)) is not None:
+        if (reason := refuse_shared(ranks) or refuse_unlike(ranks)) is not None:
             return reason
         flags = driver.CUdevice_attribute
         if not check(
@@ -161,7 +166,9 @@ def refuse_shared(ranks: list[dict[str, Any]]) -> str | None:
     """Why ranks that share a GPU cannot work together; None if no two do, or if WEFT_SHARE_GPUS=1 lets them.
 
     Processes take turns on a GPU, some milliseconds each: what a kernel waits for comes in another process's turn. That
-    is right and slow. Under MPS kernels of several processes run at once, and keep each other off the multiprocessors.
+    is right and slow. Under MPS kernels of several processes run at once, and keep each other off the multiprocessors;
+    also with CUDA_MPS_ACTIVE_THREAD_PERCENTAGE, which says how many a process may have, not which (tried:
+    bench/results/h200-x1-mps.txt).
 
     Raises:
         ValueError: WEFT_SHARE_GPUS is neither 0 nor 1.
@@ -175,6 +182,15 @@ def refuse_shared(ranks: list[dict[str, Any]]) -> str | None:
                 return f"{both} under MPS, where kernels that wait for each other keep each other off it"
             if not allowed:
                 return f"{both}; that is slow, and for trying out: WEFT_SHARE_GPUS=1 allows it"
+    return None
+
+
+def refuse_unlike(ranks: list[dict[str, Any]]) -> str | None:
+    """Why GPUs that are not alike cannot work together: how a kernel is cut depends on their multiprocessors."""
+    first = ranks[0]["multiprocessors"]
+    for rank, identity in enumerate(ranks):
+        if (found := identity["multiprocessors"]) != first:
+            return f"the GPU of rank {rank} has {found} multiprocessors, that of rank 0 has {first}"
     return None
 
 

@@ -17,8 +17,8 @@ _OK = driver.CUresult.CUDA_SUCCESS
 
 
 def ranks(*gpus: str, mps: bool = False) -> list[dict[str, Any]]:
-    host = {"host": "here", "boot": "1", "net": "1", "user": 1}
-    return [{**host, "gpu": gpu.encode().hex(), "mps": mps} for gpu in gpus]
+    alike = {"host": "here", "boot": "1", "net": "1", "user": 1, "multiprocessors": 132, "mps": mps}
+    return [{**alike, "gpu": gpu.encode().hex()} for gpu in gpus]
 
 
 def backend(monkeypatch: pytest.MonkeyPatch, index: int, peers: bool) -> vmm.VmmBackend:
@@ -71,6 +71,14 @@ def test_a_shared_gpu_needs_no_peer_access_to_itself(monkeypatch: pytest.MonkeyP
         made = backend(monkeypatch, 0, peers=False)
         assert made.refuse(ranks(*others), 0) is None
         assert made.to_be_tried is tried
+
+
+def test_gpus_that_are_not_alike_do_not_work_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ranks("a", "b", "b")
+    found[2]["multiprocessors"] = 114
+    monkeypatch.setenv("WEFT_SHARE_GPUS", "1")
+    reason = backend(monkeypatch, 0, peers=True).refuse(found, 0)
+    assert reason == "the GPU of rank 2 has 114 multiprocessors, that of rank 0 has 132"
 
 
 def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
