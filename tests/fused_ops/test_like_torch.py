@@ -66,8 +66,8 @@ def laid_out(rank: int, world_size: int) -> None:
     """A matrix's gradient lies as torch.mm's: as the matrix, a weight's as the weight, so that nobody copies it."""
     for op, (a, b) in [(op, inputs) for op, inputs in ops() if len(inputs) == 2]:
         found = []
-        for B in (b, b.t().contiguous().t(), torch.stack([b, b], 2)[..., 0]):
-            B = B.detach().requires_grad_()
+        for matrix in (b, b.t().contiguous().t(), torch.stack([b, b], 2)[..., 0]):
+            B = matrix.detach().requires_grad_()
             (grad,) = torch.autograd.grad(op(a, B).square().sum(), B)
             (like,) = torch.autograd.grad((a.flatten(0, -2) @ B).square().sum(), B)
             assert grad.stride() == like.stride(), (grad.stride(), like.stride(), B.stride())
