@@ -1,4 +1,4 @@
-"""What the op computes, in plain torch: the unfused path, and with float64 inputs the reference."""
+"""What the op computes, in plain torch and collectives: the unfused path."""
 
 from __future__ import annotations
 
