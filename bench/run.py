@@ -4,7 +4,7 @@ python bench/run.py                                    one rank a GPU, or 2 CPU 
 python bench/run.py --ranks 4 --ops all_gather_matmul --m-sizes 1024,4096 --modes graph
 torchrun --nproc-per-node 4 bench/run.py --layers llama8b
 
-What follows goes to pytest (``--help`` lists the benchmark's own options near its end). Rank 0 prints the
+What follows goes to pytest (``--help`` lists the benchmark's own options under "weft's benchmark"). Rank 0 prints the
 table and writes ``bench/results/<device>-x<world>-<op>.json``; a file of that name is kept under its date.
 """
 
