@@ -74,7 +74,8 @@ _VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
 
 def _fresh(run: Callable[..., Any]) -> Callable[..., Any]:
     """Its results are new tensors, like those of torch's own ops. They are views of what kernels write, and as such
-    autograd would let nobody change them in place."""
+    autograd would let nobody change them in place. It takes positional arguments: the op's keywords end in front of it.
+    """
 
     @wraps(run)
     def call(*args: Any) -> Any:

@@ -53,7 +53,8 @@ def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[
 def matmul_workspace(heap: Heap, wanted: Layout, *, copied: bool = False) -> Workspace[Layout]:
     """The workspace of this stream for the ops around a matrix product, with room for one call.
 
-    What announces itself has one of its own: others leave halves that are not empty.
+    Between CPU ranks it is that of all ops. What announces itself has one of its own: others leave halves that are not
+    empty.
 
     Args:
         wanted: what the call takes.
