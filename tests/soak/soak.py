@@ -1,6 +1,6 @@
 """Random mixed calls for as long as you like, every result checked: `python tests/soak/soak.py --calls 100000`.
 
-All three ops, random sizes, dtypes and dimensions, several overlapping groups, threads (CPU) or streams and replayed
+The ops of calls.py, random sizes, dtypes, dimensions, several overlapping groups, threads (CPU) or streams and replayed
 graphs (CUDA), ranks that are late. It fails when a result is wrong in any bit, when a wait expires, or when a rank
 holds more memory, descriptors or threads at the end than after the first third. The seed is printed; the same seed
 makes the same calls.
