@@ -111,8 +111,10 @@ class MatmulReduceScatter(torch.autograd.Function):
         residual: Tensor | None,
         group_size: int | None,
     ) -> Tensor:
-        ctx.save_for_backward(A, B)
-        ctx.reduce_op, ctx.scatter_dim = reduce_op, scatter_dim
+        of_A, of_B = ctx.needs_input_grad[:2]
+        # A only for B's: where B is frozen, nobody else may keep it, and it may be changed in place.
+        ctx.save_for_backward(A if of_B else None, B if of_A or of_B else None)
+        ctx.reduce_op, ctx.scatter_dim, ctx.dtype = reduce_op, scatter_dim, A.dtype
         ctx.group_name, ctx.group_size = group_name, group_size
         args = (A, B, reduce_op, scatter_dim, group_name)
         done = matmul_reduce_scatter.again(*args, out_dtype, bias, residual)
@@ -127,13 +129,13 @@ class MatmulReduceScatter(torch.autograd.Function):
         A, B = ctx.saved_tensors
         *needed, needs_bias, needs_residual, _ = ctx.needs_input_grad
         # Each rank has added its own: what its part of the result hands back is all that they get here.
-        grad_bias = _rows(grad).sum(0, dtype=torch.float32).to(A.dtype) if needs_bias else None
-        grad_residual = grad.to(A.dtype) if needs_residual else None
+        grad_bias = _rows(grad).sum(0, dtype=torch.float32).to(ctx.dtype) if needs_bias else None
+        grad_residual = grad.to(ctx.dtype) if needs_residual else None
         grad_A = grad_B = None
         if any(needed):
             if ctx.reduce_op == "avg":
                 grad = grad / resolve_group(ctx.group_name).size()
-            args = (grad.to(A.dtype), [B.t()], ctx.scatter_dim, ctx.group_name)
+            args = (grad.to(ctx.dtype), [B.t()], ctx.scatter_dim, ctx.group_name)
             named = {"return_A": needed[1], "group_size": ctx.group_size}
             gathered, (grad_A,) = _ops.fused_all_gather_matmul(*args, **named)
             grad_B = _gradient_of(B, A, gathered) if needed[1] else None
@@ -180,7 +182,7 @@ class AllReduceRmsNorm(torch.autograd.Function):
 class MatmulAllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor:
-        ctx.save_for_backward(A, B)
+        ctx.save_for_backward(A if ctx.needs_input_grad[1] else None, B)  # as in MatmulReduceScatter
         ctx.reduce_op, ctx.group_name = reduce_op, group_name
         with torch._C._AutoDispatchBelowAutograd():
             return _ops.fused_matmul_all_reduce(A, B, reduce_op, group_name)

@@ -96,6 +96,37 @@ def test_what_no_gradient_flows_through_requires_none(device: str) -> None:
     run_ranks(constants, 2, device=device)
 
 
+def kept(rank: int, world_size: int) -> None:
+    """Where a matrix is frozen, nothing keeps what it is multiplied with, and that may be changed."""
+    A, B = torch.randn(4, 6), torch.randn(6, 8)
+    products: list[Callable[..., Tensor]] = [
+        torch.matmul,
+        lambda a, b: fused_all_gather_matmul(a, [b], 0, world(), return_A=False)[1][0],
+        lambda a, b: fused_matmul_reduce_scatter(a, b, "sum", 0, world()),
+        lambda a, b: fused_matmul_all_reduce(a, b, "sum", world()),
+    ]
+    for op in products:
+        saved: list[Tensor] = []
+        a = A.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t):
+            y = op(a, B)
+        assert [tuple(t.shape) for t in saved] == [(6, 8)]
+        (want,) = torch.autograd.grad(y.sum(), a, retain_graph=True)
+        with torch.no_grad():
+            a.zero_()
+        assert torch.equal(torch.autograd.grad(y.sum(), a)[0], want)
+    with torch.inference_mode():
+        A = A.clone()  # that autograd may not keep
+    bias = torch.zeros(8, requires_grad=True)
+    fused_matmul_reduce_scatter(A, B, "sum", 0, world(), bias=bias).sum().backward()
+    assert bias.grad is not None and bias.grad.eq(A.shape[0] // world_size).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_is_kept_for_a_frozen_matrix(device: str) -> None:
+    run_ranks(kept, 2, device=device)
+
+
 def autocast_backward(rank: int, world_size: int) -> None:
     """Under autocast gradients are cast no more than results are: eager, and traced under it."""
     A, B = torch.randn(4, 33), torch.randn(33, 6)
