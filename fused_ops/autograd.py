@@ -12,7 +12,7 @@ from torch.autograd.function import FunctionCtx
 from ..symm_mem import resolve_group
 from . import all_gather_matmul, matmul_reduce_scatter
 
-_ops = torch.ops.weft
+_ops, _collectives = torch.ops.weft, torch.ops._c10d_functional
 
 AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 
@@ -40,12 +40,16 @@ def _gradient_of(B: Tensor, A: Tensor, grad: Tensor) -> Tensor:
 
 def _reduce_scatter(grad: Tensor, dim: int, group_name: str) -> Tensor:
     """Functional, so that it can be traced."""
-    collectives = torch.ops._c10d_functional
-    moved = grad.movedim(dim, 0).contiguous()
-    size = resolve_group(group_name).size()
-    return collectives.wait_tensor(collectives.reduce_scatter_tensor(moved, "sum", size, group_name)).movedim(
-        0, dim
-    )
+    moved, size = grad.movedim(dim, 0).contiguous(), resolve_group(group_name).size()
+    part = _collectives.reduce_scatter_tensor(moved, "sum", size, group_name)
+    return _collectives.wait_tensor(part).movedim(0, dim)
+
+
+def _all_gather(grad: Tensor, dim: int, group_name: str) -> Tensor:
+    """The same."""
+    moved, size = grad.movedim(dim, 0).contiguous(), resolve_group(group_name).size()
+    whole = _collectives.all_gather_into_tensor(moved, size, group_name)
+    return _collectives.wait_tensor(whole).movedim(0, dim)
 
 
 class AllGatherMatmul(torch.autograd.Function):
@@ -135,9 +139,13 @@ class MatmulReduceScatter(torch.autograd.Function):
         if any(needed):
             if ctx.reduce_op == "avg":
                 grad = grad / resolve_group(ctx.group_name).size()
-            args = (grad.to(ctx.dtype), [B.t()], ctx.scatter_dim, ctx.group_name)
-            named = {"return_A": needed[1], "group_size": ctx.group_size}
-            gathered, (grad_A,) = _ops.fused_all_gather_matmul(*args, **named)
+            grad = grad.to(ctx.dtype)
+            if needed[0]:
+                named = {"return_A": needed[1], "group_size": ctx.group_size}
+                args = (grad, [B.t()], ctx.scatter_dim, ctx.group_name)
+                gathered, (grad_A,) = _ops.fused_all_gather_matmul(*args, **named)
+            else:
+                gathered = _all_gather(grad, ctx.scatter_dim, ctx.group_name)
             grad_B = _gradient_of(B, A, gathered) if needed[1] else None
         return grad_A, grad_B, None, None, None, None, grad_bias, grad_residual, None
 

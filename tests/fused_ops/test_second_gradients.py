@@ -77,6 +77,18 @@ def scatters(rank: int, world_size: int) -> None:
         return [[part + xs[2] + xs[3]] for part, xs in zip(parts, given, strict=True)]
 
     compare("matmul_reduce_scatter", call, whole, [(2 * world_size, 3), (3, 5), (5,), (2, 5)])
+    A = torch.randn(4, 3 * world_size, 3)  # a constant
+    everybody = gather(A)
+    compare(
+        "of B alone",
+        lambda B: [fused_matmul_reduce_scatter(A, B, "sum", 1, world())],
+        lambda given: list(
+            zip(
+                sum(a @ B for a, (B,) in zip(everybody, given, strict=True)).chunk(world_size, 1), strict=True
+            )
+        ),
+        [(3, 5)],
+    )
 
 
 def reduces(rank: int, world_size: int) -> None:

@@ -72,6 +72,7 @@ def each(rank: int, world_size: int) -> None:
     assert sent(gather, matrices, [False, True]) == [[f"{GATHER} A"], []]
     assert sent(scatter, [*matrices, (5,)], [True, True, True])[1] == [f"{GATHER} A"]
     assert sent(scatter, [*matrices, (5,)], [True, False, False])[1] == [GATHER]
+    assert sent(scatter, [*matrices, (5,)], [False, True, False])[1] == ["all_gather_into_tensor"]
     assert sent(scatter, [*matrices, (5,)], [False, False, True])[1] == []
     assert sent(norm, rows, [True, True, True])[1] == [REDUCE]
     assert sent(norm, rows, [False, True, True])[1] == []
