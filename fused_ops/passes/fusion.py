@@ -120,6 +120,10 @@ class FusionPass(CustomGraphPass):
         """For ``torch.compile(model, options=...)``."""
         return {"post_grad_custom_post_pass": self}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
+        # On its way to AOTInductor torch copies the options: the report would be that of a copy, which nobody holds.
+        return self
+
     def report(self) -> Report:
         """What became of every collective of the graphs seen since the pass was made or cleared.
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
@@ -36,6 +37,13 @@ def mixed(x: Tensor, w: Tensor) -> Tensor:
 
 
 X, W = torch.randn(2, 6, 8), torch.randn(5, 8)
+
+
+def test_a_copy_of_the_options_fills_the_same_report() -> None:
+    """torch.compile takes them as they are, AOTInductor copies them."""
+    fusion = FusionPass()
+    captured(good, X, W, fusion=deepcopy(fusion.options)["post_grad_custom_post_pass"])
+    assert fusion.report().fused == 1
 
 
 def test_the_source_line_is_the_models() -> None:
