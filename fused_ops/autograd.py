@@ -27,15 +27,17 @@ def _rows(t: Tensor) -> Tensor:
     return t.flatten(0, -2)
 
 
-def _gradient_of(B: Tensor, A: Tensor, grad: Tensor) -> Tensor:
-    """That of ``B`` in ``A @ B``. It lies as B does, a weight's as the weight: else torch copies it to where it counts.
+def _is_transposed(B: Tensor) -> bool:
+    return B.stride(0) == 1 and B.stride(1) == B.shape[0]
+
+
+def _gradient(A: Tensor, grad: Tensor, transposed: bool) -> Tensor:
+    """That of B in ``A @ B``. It lies as B does, a weight's as the weight: else torch copies it to where it counts.
 
     A, grad: [..., K] and [..., N], of all rows.
     """
     x, g = _rows(A), _rows(grad)
-    if B.stride(0) == 1 and B.stride(1) == B.shape[0]:
-        return _product(g.t(), x).t()
-    return _product(x.t(), g)
+    return _product(g.t(), x).t() if transposed else _product(x.t(), g)
 
 
 def _reduce_scatter(grad: Tensor, dim: int, group_name: str) -> Tensor:
@@ -72,8 +74,10 @@ class AllGatherMatmul(torch.autograd.Function):
         A, outs = done
         ctx.set_materialize_grads(False)
         ctx.gather_dim, ctx.group_name, ctx.group_size = gather_dim, group_name, group_size
-        ctx.save_for_backward(A if needs_A else None, *Bs)
         of_A, of_Bs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
+        # Each operand for the gradients of the others alone: else nobody keeps it, and it may be changed, as in torch.
+        ctx.save_for_backward(A if needs_A else None, *(Bs if of_A else [None] * len(Bs)))
+        ctx.transposed = [_is_transposed(B) for B in Bs]
         constants = [out for out, of_B in zip(outs, of_Bs, strict=True) if not (of_A or of_B)]
         ctx.mark_non_differentiable(*([] if of_A or A is None else [A]), *constants)
         # Also where the caller does not want it: to a second backward what is saved and is no result is a constant.
@@ -95,8 +99,8 @@ class AllGatherMatmul(torch.autograd.Function):
                 rest = _reduce_scatter(grad_A, ctx.gather_dim, ctx.group_name)
                 grad_shard = rest if grad_shard is None else grad_shard + rest
         grad_Bs = [
-            _gradient_of(B, A, g) if needed and g is not None else None
-            for needed, B, g in zip(ctx.needs_input_grad[5:], Bs, grads, strict=True)
+            _gradient(A, g, transposed) if needed and g is not None else None
+            for needed, g, transposed in zip(ctx.needs_input_grad[5:], grads, ctx.transposed, strict=True)
         ]
         return grad_shard, None, None, None, None, *grad_Bs
 
@@ -116,8 +120,8 @@ class MatmulReduceScatter(torch.autograd.Function):
         group_size: int | None,
     ) -> Tensor:
         of_A, of_B = ctx.needs_input_grad[:2]
-        # A only for B's: where B is frozen, nobody else may keep it, and it may be changed in place.
-        ctx.save_for_backward(A if of_B else None, B if of_A or of_B else None)
+        ctx.save_for_backward(A if of_B else None, B if of_A else None)
+        ctx.transposed = _is_transposed(B)
         ctx.reduce_op, ctx.scatter_dim, ctx.dtype = reduce_op, scatter_dim, A.dtype
         ctx.group_name, ctx.group_size = group_name, group_size
         args = (A, B, reduce_op, scatter_dim, group_name)
@@ -146,7 +150,7 @@ class MatmulReduceScatter(torch.autograd.Function):
                 gathered, (grad_A,) = _ops.fused_all_gather_matmul(*args, **named)
             else:
                 gathered = _all_gather(grad, ctx.scatter_dim, ctx.group_name)
-            grad_B = _gradient_of(B, A, gathered) if needed[1] else None
+            grad_B = _gradient(A, gathered, ctx.transposed) if needed[1] else None
         return grad_A, grad_B, None, None, None, None, grad_bias, grad_residual, None
 
 
@@ -190,7 +194,9 @@ class AllReduceRmsNorm(torch.autograd.Function):
 class MatmulAllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor:
-        ctx.save_for_backward(A if ctx.needs_input_grad[1] else None, B)  # as in MatmulReduceScatter
+        of_A, of_B = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(A if of_B else None, B if of_A else None)
+        ctx.transposed = _is_transposed(B)
         ctx.reduce_op, ctx.group_name = reduce_op, group_name
         with torch._C._AutoDispatchBelowAutograd():
             return _ops.fused_matmul_all_reduce(A, B, reduce_op, group_name)
@@ -200,5 +206,5 @@ class MatmulAllReduce(torch.autograd.Function):
         A, B = ctx.saved_tensors
         total = _ops.one_shot_all_reduce(grad, ctx.reduce_op, ctx.group_name)
         grad_A = _product(total, B.t()) if ctx.needs_input_grad[0] else None
-        grad_B = _gradient_of(B, A, total) if ctx.needs_input_grad[1] else None
+        grad_B = _gradient(A, total, ctx.transposed) if ctx.needs_input_grad[1] else None
         return grad_A, grad_B, None, None

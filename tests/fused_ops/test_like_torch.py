@@ -97,7 +97,7 @@ def test_what_no_gradient_flows_through_requires_none(device: str) -> None:
 
 
 def kept(rank: int, world_size: int) -> None:
-    """Where a matrix is frozen, nothing keeps what it is multiplied with, and that may be changed."""
+    """An operand is kept for the gradient of the other alone: else it may be changed, and nobody keeps it."""
     A, B = torch.randn(4, 6), torch.randn(6, 8)
     products: list[Callable[..., Tensor]] = [
         torch.matmul,
@@ -106,15 +106,17 @@ def kept(rank: int, world_size: int) -> None:
         lambda a, b: fused_matmul_all_reduce(a, b, "sum", world()),
     ]
     for op in products:
-        saved: list[Tensor] = []
-        a = A.clone().requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t):
-            y = op(a, B)
-        assert [tuple(t.shape) for t in saved] == [(6, 8)]
-        (want,) = torch.autograd.grad(y.sum(), a, retain_graph=True)
-        with torch.no_grad():
-            a.zero_()
-        assert torch.equal(torch.autograd.grad(y.sum(), a)[0], want)
+        for free in (0, 1):
+            saved: list[Tensor] = []
+            given = [A.clone(), B.clone()]
+            x = given[free].requires_grad_()
+            with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t):
+                y = op(*given)
+            assert [t.shape[-1] for t in saved] == [given[1 - free].shape[-1]]
+            (want,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+            with torch.no_grad():
+                x.zero_()
+            assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
     with torch.inference_mode():
         A = A.clone()  # that autograd may not keep
     bias = torch.zeros(8, requires_grad=True)
@@ -123,7 +125,7 @@ def kept(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_nothing_is_kept_for_a_frozen_matrix(device: str) -> None:
+def test_what_is_kept_for_the_backward(device: str) -> None:
     run_ranks(kept, 2, device=device)
 
 
