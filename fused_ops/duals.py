@@ -1,4 +1,4 @@
-"""Between a part on each rank and what all ranks hold alike: two pairs of functions, each the backward of the other.
+"""Between a part on each rank and what all ranks hold alike: three pairs of functions, each the backward of the other.
 
 A backward calls its dual, not the dual's collective. The gradient can then be differentiated again: by the backward
 of a collective what is whole on each rank already would be summed over the ranks, or not at all.
@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from .functional import one_shot_all_reduce
+from .functional import fused_matmul_all_reduce, one_shot_all_reduce
 
 
 class SumGradient(torch.autograd.Function):
@@ -69,3 +70,45 @@ class Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return Gather.apply(grad, ctx.group, ctx.rank, ctx.size), None, None, None
+
+
+class SumOfProducts(torch.autograd.Function):
+    """``Sum`` of ``x @ weight^T``, in one op."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: str) -> Tensor:
+        of_x, of_weight, _ = ctx.needs_input_grad
+        ctx.group = group
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        return fused_matmul_all_reduce(x, weight.t(), "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad_x = None if weight is None else ProductOfWhole.apply(grad, weight.t(), None, ctx.group)
+        grad_weight = None if x is None else _gradient(SumGradient.apply(grad, ctx.group), x)
+        return grad_x, grad_weight, None
+
+
+class ProductOfWhole(torch.autograd.Function):
+    """``x @ weight^T + bias`` behind ``SumGradient``, whose sum is that of products."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
+        of_x, of_weight, *_ = ctx.needs_input_grad
+        ctx.group = group
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad_x = None if weight is None else SumOfProducts.apply(grad, weight.t(), ctx.group)
+        grad_weight = None if x is None else _gradient(grad, SumGradient.apply(x, ctx.group))
+        grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """That of ``weight`` in ``x @ weight^T``, of all rows."""
+    return grad.flatten(0, -2).t() @ x.flatten(0, -2)

@@ -2,7 +2,7 @@
 
 With ``sequence_parallel`` the activations outside the pair are cut along the sequence, and communication
 hides behind the products: all_gather_matmul on the way in, matmul_reduce_scatter on the way out. Without it
-they are whole on every rank, and the way out is an all_reduce.
+they are whole on every rank, and the way out is a matmul_all_reduce; so is that of the gradient.
 
 A layer's state_dict has this rank's parts. torch.distributed.checkpoint must be told so: ``sharded_state_dict``.
 
@@ -18,12 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.nn import functional as F
 from typing_extensions import Self
 
 from ..symm_mem import Group, group_name, resolve_group
 from . import checks
-from .duals import Gather, Split, Sum, SumGradient
+from .duals import Gather, ProductOfWhole, Split, SumGradient, SumOfProducts
 from .functional import fused_all_gather_matmul, fused_matmul_reduce_scatter
 
 
@@ -283,13 +282,15 @@ class ColumnParallelLinear(ParallelLinear):
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         self._check(x, weight, self.in_features)
+        dtype = _linear_dtype(x)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         if self.sequence_parallel:
-            along, dtype = self._along_sequence(x), _linear_dtype(x)
-            x, weight = x.to(dtype), weight.to(dtype)
+            along = self._along_sequence(x)
             _, (y,) = fused_all_gather_matmul(x, [weight.t()], along, self.group, return_A=False)
-            y = y if bias is None else y + bias.to(dtype)
+            y = y if bias is None else y + bias
         else:
-            y = F.linear(SumGradient.apply(x, self.group), weight, bias)
+            y = ProductOfWhole.apply(torch.atleast_2d(x), weight, bias, self.group)
+            y = y if x.dim() > 1 else y[0]
         return Gather.apply(y, self.group, self.rank, self.world_size) if self.gather_output else y
 
 
@@ -365,8 +366,10 @@ class RowParallelLinear(ParallelLinear):
         if not self.input_is_parallel:
             x = Split.apply(x, self.group, self.rank, self.world_size)
         dtype = _linear_dtype(x)
+        x, weight = x.to(dtype), weight.to(dtype)
         if not self.sequence_parallel:
-            y = Sum.apply(F.linear(x, weight), self.group)
+            y = SumOfProducts.apply(torch.atleast_2d(x), weight, self.group)
+            y = y if x.dim() > 1 else y[0]
             return y if bias is None else y + bias.to(dtype)
         along = self._along_sequence(x)
         if x.shape[along] % self.world_size:
@@ -376,5 +379,4 @@ class RowParallelLinear(ParallelLinear):
             )
         # Each rank adds it to its part of the sequence only, so the parts of its gradient are summed.
         bias = None if bias is None else SumGradient.apply(bias, self.group).to(dtype)
-        x, weight = x.to(dtype), weight.to(dtype)
         return fused_matmul_reduce_scatter(x, weight.t(), "sum", along, self.group, bias=bias)

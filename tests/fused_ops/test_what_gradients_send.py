@@ -11,6 +11,8 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft.fused_ops import (
+    ColumnParallelLinear,
+    RowParallelLinear,
     fused_all_gather_matmul,
     fused_all_reduce_rms_norm,
     fused_matmul_all_reduce,
@@ -18,6 +20,7 @@ from weft.fused_ops import (
 )
 
 GATHER, SCATTER, REDUCE = "fused_all_gather_matmul", "fused_matmul_reduce_scatter", "one_shot_all_reduce"
+PRODUCT = "fused_matmul_all_reduce"
 
 
 class Sent(TorchDispatchMode):
@@ -81,3 +84,26 @@ def each(rank: int, world_size: int) -> None:
 
 def test_nothing_is_sent_that_nobody_wants() -> None:
     run_ranks(each, 2)
+
+
+def of_layers(rank: int, world_size: int) -> None:
+    """Activations are whole on every rank: one op on the way out, of gradients on the way back."""
+    options: dict[str, Any] = {"group": world(), "sequence_parallel": False}
+    down, up = RowParallelLinear(6, 8, **options), ColumnParallelLinear(6, 8, **options)
+    for layer, forward, backward in ((down, [PRODUCT], []), (up, [], [PRODUCT])):
+        shapes = [(2, 3, layer.weight.shape[1])]
+        assert sent(layer, shapes, [True]) == [forward, backward]
+        assert sent(layer, shapes, [False]) == [forward, []]
+        assert layer.weight.grad is not None
+        layer.requires_grad_(False)
+        x = torch.randn(shapes[0], requires_grad=True)
+        kept: list[tuple[int, ...]] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, to=kept: to.append(t.shape) or t, lambda t: t
+        ):
+            layer(x)
+        assert kept == [layer.weight.shape], "of a frozen layer nothing is kept but itself"
+
+
+def test_layers_whose_activations_are_whole() -> None:
+    run_ranks(of_layers, 2)
