@@ -18,6 +18,7 @@ from torch import fx
 
 from .. import checks, ops
 from . import insert
+from .alive import together
 from .dims import RANK, Digit, Dims, around_rank, numel, plain, same
 from .gathered import Gathered
 from .insert import call
@@ -164,20 +165,21 @@ class AllGatherMatmul:
             LeftAlone: none of them can be moved to the op, or something else needs what the op does not return.
         """
         at = tensor.first_user()
-        hoisted: set[fx.Node] = set()
-        chosen = []
+        chosen, needed = [], []
         written = first_write(c.node, uses[-1].product.node)
         for u in uses:
             if written is not None and written < u.product.node:
                 reasons[u.product.node] = f"{what(written)} writes to memory before {what(u.product.node)}"
                 continue
             try:
-                hoisted |= tensor.needed_before(at, u.other)
+                needed.append(tensor.needed_before(at, u.other))
                 chosen.append(u)
             except LeftAlone as e:
                 reasons[u.product.node] = str(e)
         if not chosen:
             raise LeftAlone("; ".join(reasons.values()))
+        count = together(at, [u.product.node for u in chosen])
+        chosen, hoisted = chosen[:count], set[fx.Node]().union(*needed[:count])
         kept = tensor.kept(
             {u.product.node: u.product.addend for u in chosen}, layout.casts, layout.joined(c.world)
         )

@@ -18,6 +18,7 @@ from torch import fx
 from .. import ops
 from ..worth import worth_fusing
 from . import insert
+from .alive import why_apart
 from .dims import Dims, plain
 from .insert import call
 from .match import (
@@ -136,6 +137,8 @@ class AllReduce:
                 self.sum = self._products()
                 if not always:
                     self._check_worth("matmul_all_reduce")
+                    if (apart := why_apart(self.sum.products)) is not None:
+                        raise LeftAlone(apart)
                 self.op = ops.matmul_all_reduce
                 return
             except LeftAlone as e:

@@ -21,9 +21,11 @@ from ...symm_mem import Group, group_name
 from .. import worth
 from . import forms
 from .agree import Original, has_ranks, why_captured_whole, why_not_asked
+from .alive import why_apart
 from .choice import stays_as_it_was
 from .lowered import write_out
 from .match import Collective, LeftAlone, collectives, group_of, kind_of, val
+from .matmul_reduce_scatter import MatmulReduceScatter
 from .normal import by_position, make_functional, prepare, wait_once
 from .outcomes import disagreements, forget, questions
 from .report import Entry, Report, source_of
@@ -161,9 +163,7 @@ class FusionPass(CustomGraphPass):
         why_not = None if original is None else original.why_not_kept()
         if self.agree is True:
             why_not = why_captured_whole() or why_not
-        left = prepare(
-            graph, self._find, lambda match: self._why_not(match, _problem(match), why_not) is None
-        )
+        left = prepare(graph, self._find, lambda match: self._why_not(match, _problem(match), why_not))
         nodes = list(collectives(graph))
         told = {n: self._told(n) for n in nodes}
         entries = {n: Entry(**told[n], reason=reason) for n, reason in left.items()}
@@ -249,7 +249,12 @@ class FusionPass(CustomGraphPass):
         self, match: forms.Form, problem: tuple[int, int, int] | None, why_not_kept: str | None
     ) -> str | None:
         """Why what could be fused should not be."""
-        if self.fuse == "auto" and problem is not None and not getattr(match, "decided", False):
+        weighed = self.fuse == "auto" and not getattr(match, "decided", False)
+        if weighed and isinstance(match, MatmulReduceScatter):
+            apart = why_apart(match.sum.products)
+            if apart is not None:
+                return apart
+        if weighed and problem is not None:
             word = _word(match.op)
             last_dim, return_A = match.last_dim, bool(getattr(match, "kept", ()))
             where = _where(match)

@@ -77,13 +77,13 @@ def wait_once(graph: fx.Graph) -> None:
 
 
 def prepare(
-    graph: fx.Graph, find: Callable[[fx.Node], forms.Form], accepts: Callable[[forms.Form], bool]
+    graph: fx.Graph, find: Callable[[fx.Node], forms.Form], why_not: Callable[[forms.Form], str | None]
 ) -> dict[fx.Node, str]:
     """Takes coalesced collectives apart, and gives those with an ``out`` new memory, where all of them will be fused.
 
     Args:
         find: the form of a collective.
-        accepts: whether a form that was found will be used.
+        why_not: why a form that was found will not be used; None if it will.
 
     Returns:
         why others stay as they are.
@@ -93,7 +93,7 @@ def prepare(
         out = node.kwargs.get("out")
         try:
             parts = _parts(node) if node.target in _COALESCED else {node: _own_memory(node)}
-            _replace_if_fused(parts, find, accepts)
+            _replace_if_fused(parts, find, why_not)
         except LeftAlone as e:
             reasons[node] = str(e)
             continue
@@ -106,7 +106,7 @@ def prepare(
 def _replace_if_fused(
     parts: dict[fx.Node, tuple[Any, ...]],
     find: Callable[[fx.Node], forms.Form],
-    accepts: Callable[[forms.Form], bool],
+    why_not: Callable[[forms.Form], str | None],
 ) -> None:
     """Puts collectives, as (target, arguments), in place of nodes.
 
@@ -127,11 +127,11 @@ def _replace_if_fused(
         for i, single in enumerate(new.values()):
             which = f"coalesced with others, of which number {i}: " if len(new) > 1 else ""
             try:
-                form = find(single)
+                reason = why_not(find(single))
             except LeftAlone as e:
                 raise LeftAlone(f"{which}{e}") from e
-            if not accepts(form):
-                raise LeftAlone(f"{which}does not pay")
+            if reason is not None:
+                raise LeftAlone(f"{which}{reason}")
     except LeftAlone:
         for old, single in new.items():
             single.replace_all_uses_with(old)

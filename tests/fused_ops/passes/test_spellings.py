@@ -41,6 +41,14 @@ def test_coalesced() -> None:
     assert str(seen.after) == str(seen.before)
 
 
+def test_a_coalesced_one_that_does_not_pay_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.fused_ops.worth.worth_fusing", lambda *args, **kwargs: "it is too small")
+    seen = only(both, (6, 8), (4, 8), (8, 5), (8, 3))
+    assert seen.fused == [None]
+    assert "coalesced with others, of which number 0: it is too small" in seen.reasons
+    assert str(seen.after) == str(seen.before)
+
+
 def test_into_new_memory() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         out = torch.empty(12, 8)
