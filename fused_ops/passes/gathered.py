@@ -144,9 +144,10 @@ class Gathered:
         view: View | None = self.views[node]
         while view is not None:
             if view.casts == casts and contiguous(val(view.node)) and self._unwritten(view):
-                # In the order in which the op gives it; of several the first made, from which the others follow.
+                # In the order in which the op gives it, and there of several the first made, from which the others
+                # follow. In another order each is a copy: what others hold in other memory would be one more.
                 in_order = same(flat(view.dims), flat(joined))
-                if best is None or in_order >= best[0]:
+                if best is None or in_order or (not best[0] and memory(view.node) == memory(best[1].node)):
                     best = in_order, view
             view = self.views[view.step.source] if view.step is not None else None
         return best and best[1]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from graphs import AG, check_same
+from graphs import AG, captured, check_same, count, scatter
 from left import W8, X2, ag, check_left, seen, two_ranks
 from torch import Tensor
 
@@ -87,3 +87,12 @@ def test_a_cast_after_a_write_is_left() -> None:
         return z, aten._to_copy(y, dtype=torch.bfloat16)
 
     check_left(fn, "uses the gathered tensor after mul_", X2, W8)
+
+
+def test_what_is_gathered_in_another_order_is_copied_once() -> None:
+    """Into the tensor that others use; it was copied into that from which the graph made it, too."""
+    x, w = (torch.randn(s, requires_grad=True) for s in ((6, 8), (8, 16)))
+    _, backward = captured(lambda x, w: scatter(x @ w, 1), x, w)
+    assert backward.fused == [AG]
+    assert count(backward.after, "aten::cat") == 0
+    check_same(backward, 2)
