@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from graphs import AG, RS, captured, check_same, gather, scatter
+import torch.distributed as dist
+from graphs import AG, AR, RS, captured, check_same, gather, scatter
 from left import two_ranks
 from torch import Tensor
+from torch.distributed._functional_collectives import all_reduce
 from torch.nn import functional as F
 from weft.fused_ops.passes import FusionPass
 
@@ -42,7 +44,7 @@ def experts(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     total = torch.zeros(())
     for a, b in zip(w1.unbind(), w2.unbind(), strict=True):
         total = total + F.silu(x @ a) @ b
-    return scatter(total)
+    return total
 
 
 @pytest.mark.parametrize(
@@ -88,13 +90,29 @@ def test_queries_keys_and_values_stay_together() -> None:
 
 def test_a_sum_of_what_is_computed_part_by_part_is_left() -> None:
     shapes = (32, 8), (PARTS, 8, 16), (PARTS, 16, 8)
-    (found,) = captured(experts, *map(torch.randn, shapes))
+    (found,) = captured(lambda *t: scatter(experts(*t)), *map(torch.randn, shapes))
     assert found.fused == [None]
     assert f"the {PARTS} products that it sums are computed one after the other" in found.reasons
     assert str(found.after) == str(found.before)
-    (found,) = captured(experts, *map(torch.randn, shapes), fusion=FusionPass(agree=False, fuse="always"))
+    (found,) = captured(
+        lambda *t: scatter(experts(*t)),
+        *map(torch.randn, shapes),
+        fusion=FusionPass(agree=False, fuse="always"),
+    )
     assert found.fused == [RS]
     check_same(found, 2)
+
+
+def test_such_a_sum_is_only_reduced() -> None:
+    def fn(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return all_reduce(experts(x, w1, w2), "sum", dist.distributed_c10d._get_default_group())
+
+    shapes = (512, 16), (PARTS, 16, 64), (PARTS, 64, 512)
+    (found,) = captured(fn, *map(torch.randn, shapes))
+    assert found.fused == [AR]
+    check_same(found, 2)
+    (found,) = captured(fn, *map(torch.randn, shapes), fusion=FusionPass(agree=False, fuse="always"))
+    assert found.fused == ["weft::fused_matmul_all_reduce"]
 
 
 def test_a_sum_of_what_is_there_anyway_is_one() -> None:
