@@ -334,6 +334,7 @@ def estimate_push_us(
     costs = _costs(config, world_size)
     rate = costs.rates[config.senders]
     hinders = max(0.0, costs.hinders - costs.eases * max(0.0, _MUCH - tile.loads))
+    hinders *= not config.senders
     row_us = moved / rows / rate
     seen = costs.seen
     if not config.split_k:  # whose pieces are as they were
@@ -348,6 +349,8 @@ def estimate_push_us(
     steps = own + pairs * columns
     at_once = -(-steps // (clusters * _MOST_WAVES))
     stage_us = tile.stage_us * tile.felt(costs.feels)
+    whole_us = parts * k / gemm_tiles.BLOCK_K * stage_us
+    before_last_us = (units - 1) * config.unit_columns / gemm_tiles.BLOCK_K * stage_us
     now = -(-k // gemm_tiles.BLOCK_K) * stage_us + costs.tile_ends if config.lead else 0.0
     first, wave = config.lead, 0
     while first < steps:
@@ -359,14 +362,18 @@ def estimate_push_us(
             pair = band * config.remote_band + min(inside, tall - 1)
             sent = min((2 * pair + 1) // (config.group * listed), (rows - 1) // config.group) * config.group
             height = min(config.group, rows - sent)
-        for unit in [*range(units)] * parts:
-            if height:
-                now = max(now, (sent + height * (unit + 1) / units) * row_us + seen)
-            us = min(config.unit_columns, k - unit * config.unit_columns) / gemm_tiles.BLOCK_K
-            us *= stage_us * at_once
-            if not config.senders:
-                us += hinders * max(0.0, min(us, end - now))
-            now += us
+        if hinders and now < end:
+            for unit in [*range(units)] * parts:
+                if height:
+                    now = max(now, (sent + height * (unit + 1) / units) * row_us + seen)
+                us = min(config.unit_columns, k - unit * config.unit_columns) / gemm_tiles.BLOCK_K
+                us *= stage_us * at_once
+                now += us + hinders * max(0.0, min(us, end - now))
+        else:
+            if height:  # units come evenly, and are multiplied so: the first one is waited for the longest, or the last
+                now = max(now, (sent + height / units) * row_us + seen)
+                now = max(now, (sent + height) * row_us + seen - before_last_us * at_once)
+            now += whole_us * at_once
         now += costs.tile_ends * at_once
         first, wave = first + taken, wave + at_once
     return costs.launch + now
