@@ -242,6 +242,13 @@ SCATTERS = {
     "batches": Scatter(2, 33, 72, 72, batches=3, epilogue=Epilogue(torch.float32, bias=True, residual=True)),
 }
 Op = Gather | Scatter
+#: A host's eight ranks. So many threads take long: little work, and few blocks.
+OF_EIGHT: dict[str, Op] = {
+    "senders": Gather(8, 67, (8,), 72, push(SMALL, 2, 2, missed=1, lead=1)),
+    "split": Gather(8, 5, (8,), 72, push(SMALL, 0, 1, split_k=True), blocks=2),
+    "parts": Scatter(8, 67, 72, 72, blocks=2, staged=True),
+    "to-all": Scatter(8, 463, 72, 72, blocks=2, staged=True, epilogue=replace(ROUNDED, to_all=True)),
+}
 #: How long stores take, and how far ranks drift apart (products.cpp).
 PACES = [(store, rank) for store in (1, 10, 100) for rank in (2000, 200_000)]
 

@@ -28,7 +28,7 @@ class Kernels:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize(
     ("world_size", "dtype", "cluster", "pieces"),
-    [(2, "bfloat16", 2, 3), (3, "float32", 1, 2), (4, "bfloat16", 4, 5)],
+    [(2, "bfloat16", 2, 3), (3, "float32", 1, 2), (4, "bfloat16", 4, 5), (8, "bfloat16", 2, 1)],
 )
 def test_calls_of_changing_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, dtype: str, cluster: int, pieces: int

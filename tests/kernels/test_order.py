@@ -47,7 +47,7 @@ def test_orders_of_random_products(block_m: int, world_size: int, tmp_path: Path
     assert run(program(tmp_path, SCATTER, block_m, world_size)) == (0, "")
 
 
-@pytest.mark.parametrize(("block_m", "world_size"), [(64, 4), (128, 4), (128, 2), (64, 3)])
+@pytest.mark.parametrize(("block_m", "world_size"), [(64, 4), (128, 4), (128, 2), (64, 3), (128, 8)])
 def test_orders_of_the_last_dimension(block_m: int, world_size: int, tmp_path: Path) -> None:
     assert run(program(tmp_path, SCATTER, block_m, world_size, split=True)) == (0, "")
 

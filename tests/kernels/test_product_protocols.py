@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fibers import PATIENT
-from product_ops import GATHERS, LARGE_BUT_ONE, SCATTERS, Op, uses, wrong
+from product_ops import GATHERS, LARGE_BUT_ONE, OF_EIGHT, SCATTERS, Op, uses, wrong
 from weft.symm_mem.fault import Fault
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -28,6 +28,14 @@ def test_uses_of_both_halves(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     assert not wrong(op, uses(op, monkeypatch, op.compiled().result(), seed))
+
+
+@pytest.mark.parametrize("op", OF_EIGHT.values(), ids=OF_EIGHT)
+def test_eight_ranks(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    paces = [(1, 2000), (3, 2000), (3, 20_000)]  # not as late as PACES have it
+    assert not wrong(op, uses(op, monkeypatch, op.compiled().result(), seed, count=2, paces=paces))
 
 
 def test_ranks_with_equal_bs_get_equal_bits(monkeypatch: pytest.MonkeyPatch) -> None:
