@@ -334,8 +334,7 @@ def estimate_push_us(
     moved = peers * m * k * 2
     costs = _costs(config, world_size)
     rate = costs.rates[config.senders]
-    hinders = max(0.0, costs.hinders - costs.eases * max(0.0, _MUCH - tile.loads))
-    hinders *= not config.senders
+    hinders = 0.0 if config.senders else costs.hinders - costs.eases * max(0.0, _MUCH - tile.loads)
     row_us = moved / rows / rate
     seen = costs.seen
     if not config.split_k:  # whose pieces are as they were
@@ -363,7 +362,7 @@ def estimate_push_us(
             pair = band * config.remote_band + min(inside, tall - 1)
             sent = min((2 * pair + 1) // (config.group * listed), (rows - 1) // config.group) * config.group
             height = min(config.group, rows - sent)
-        if hinders and now < end:
+        if hinders > 0 and now < end:
             for unit in [*range(units)] * parts:
                 if height:
                     now = max(now, (sent + height * (unit + 1) / units) * row_us + seen)
