@@ -174,7 +174,7 @@ class AllReduceRmsNorm(torch.autograd.Function):
         ctx.eps, ctx.group_name = eps, group_name
         with torch._C._AutoDispatchBelowAutograd():
             normed, sums = _ops.fused_all_reduce_rms_norm(x, residual, weight, eps, group_name)
-        ctx.save_for_backward(sums, weight)
+        ctx.save_for_backward(sums, weight if any(ctx.needs_input_grad[:2]) else None)
         return normed, sums
 
     @staticmethod
@@ -183,11 +183,15 @@ class AllReduceRmsNorm(torch.autograd.Function):
         wide = sums.float()
         scale = (wide.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
         unit, grad = wide * scale, grad_normed.float()
-        through = grad * weight
-        inner = scale * (through - unit * (through * unit).mean(-1, keepdim=True))
-        total = (inner + grad_sums).to(sums.dtype)
-        grad_x = _ops.one_shot_all_reduce(total, "sum", ctx.group_name) if ctx.needs_input_grad[0] else None
-        grad_weight = (grad * unit).sum_to_size(weight.shape).to(weight.dtype)
+        grad_x = total = grad_weight = None
+        if weight is not None:
+            through = grad * weight
+            inner = scale * (through - unit * (through * unit).mean(-1, keepdim=True))
+            total = (inner + grad_sums).to(sums.dtype)
+            if ctx.needs_input_grad[0]:
+                grad_x = _ops.one_shot_all_reduce(total, "sum", ctx.group_name)
+        if ctx.needs_input_grad[2]:
+            grad_weight = (grad * unit).sum_to_size(sums.shape[-1:]).to(sums.dtype)
         return grad_x, total, grad_weight, None, None
 
 

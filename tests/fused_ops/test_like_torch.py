@@ -117,6 +117,10 @@ def kept(rank: int, world_size: int) -> None:
             with torch.no_grad():
                 x.zero_()
             assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
+    saved, weight = [], torch.ones(6, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t):
+        fused_all_reduce_rms_norm(A, A, weight, 1e-5, world())
+    assert [t.shape for t in saved] == [A.shape], "the weight is for the gradients of the others"
     with torch.inference_mode():
         A = A.clone()  # that autograd may not keep
     bias = torch.zeros(8, requires_grad=True)
