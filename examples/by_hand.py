@@ -98,6 +98,7 @@ def main() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(device.type, (size,))
     dtype, (tokens, dim, hidden) = torch.bfloat16 if cuda else torch.float32, SIZES[device.type]
+    tokens, hidden = tokens // size * size, hidden // size * size
 
     generator = torch.Generator(device).manual_seed(1)  # the same on every rank
 
@@ -105,11 +106,8 @@ def main() -> None:
         x = torch.randn(rows, columns, generator=generator, dtype=torch.float64, device=device)
         return (x * scale).to(dtype)
 
-    x, weights = random(size * (tokens // size), dim, 1.0), random(size * (tokens // size), dim, 1.0)
-    up, down = (
-        random(dim, size * (hidden // size), dim**-0.5),
-        random(size * (hidden // size), dim, hidden**-0.5),
-    )
+    x, weights = random(tokens, dim, 1.0), random(tokens, dim, 1.0)
+    up, down = random(dim, hidden, dim**-0.5), random(hidden, dim, hidden**-0.5)
     cuts = (0, 1, 0)
 
     def own(tensors: list[Tensor]) -> list[Tensor]:

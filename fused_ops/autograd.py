@@ -47,10 +47,9 @@ def _reduce_scatter(grad: Tensor, dim: int, group_name: str) -> Tensor:
     return _collectives.wait_tensor(part).movedim(0, dim)
 
 
-def _all_gather(grad: Tensor, dim: int, group_name: str) -> Tensor:
-    """The same."""
-    moved, size = grad.movedim(dim, 0).contiguous(), resolve_group(group_name).size()
-    whole = _collectives.all_gather_into_tensor(moved, size, group_name)
+def all_gather(x: Tensor, dim: int, size: int, group_name: str) -> Tensor:
+    """The same, of ``size`` ranks."""
+    whole = _collectives.all_gather_into_tensor(x.movedim(dim, 0).contiguous(), size, group_name)
     return _collectives.wait_tensor(whole).movedim(0, dim)
 
 
@@ -149,7 +148,8 @@ class MatmulReduceScatter(torch.autograd.Function):
                 args = (grad, [B.t()], ctx.scatter_dim, ctx.group_name)
                 gathered, (grad_A,) = _ops.fused_all_gather_matmul(*args, **named)
             else:
-                gathered = _all_gather(grad, ctx.scatter_dim, ctx.group_name)
+                size = resolve_group(ctx.group_name).size()
+                gathered = all_gather(grad, ctx.scatter_dim, size, ctx.group_name)
             grad_B = _gradient(A, gathered, ctx.transposed) if needed[1] else None
         return grad_A, grad_B, None, None, None, None, grad_bias, grad_residual, None
 

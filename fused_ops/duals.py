@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .autograd import all_gather
 from .functional import fused_matmul_all_reduce, one_shot_all_reduce
 
 
@@ -49,10 +50,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, rank: int, size: int) -> Tensor:
         ctx.group, ctx.rank, ctx.size = group, rank, size
-        collectives = torch.ops._c10d_functional
-        columns = x.movedim(-1, 0).contiguous()
-        pending = collectives.all_gather_into_tensor(columns, size, group)
-        return collectives.wait_tensor(pending).movedim(0, -1).contiguous()
+        return all_gather(x, -1, size, group).contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -9,7 +9,6 @@ A size that depends on data counts as 1: what is compared has it on both sides.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -86,11 +85,8 @@ def _sizes(nodes: Iterable[fx.Node]) -> dict[int, int]:
 
 
 def _until(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
-    return itertools.takewhile(lambda node: node is not last, _from(first))
-
-
-def _from(node: fx.Node) -> Iterator[fx.Node]:
-    while node.op != "root":
+    node = first
+    while node is not last and node.op != "root":
         yield node
         node = node.next
 

@@ -21,11 +21,9 @@ from ...symm_mem import Group, group_name
 from .. import worth
 from . import forms
 from .agree import Original, has_ranks, why_captured_whole, why_not_asked
-from .alive import why_apart
 from .choice import stays_as_it_was
 from .lowered import write_out
 from .match import Collective, LeftAlone, collectives, group_of, kind_of, val
-from .matmul_reduce_scatter import MatmulReduceScatter
 from .normal import by_position, make_functional, prepare, wait_once
 from .outcomes import disagreements, forget, questions
 from .report import Entry, Report, source_of
@@ -250,10 +248,8 @@ class FusionPass(CustomGraphPass):
     ) -> str | None:
         """Why what could be fused should not be."""
         weighed = self.fuse == "auto" and not getattr(match, "decided", False)
-        if weighed and isinstance(match, MatmulReduceScatter):
-            apart = why_apart(match.sum.products)
-            if apart is not None:
-                return apart
+        if weighed and (apart := getattr(match, "apart", None)) is not None:
+            return str(apart)
         if weighed and problem is not None:
             word = _word(match.op)
             last_dim, return_A = match.last_dim, bool(getattr(match, "kept", ()))

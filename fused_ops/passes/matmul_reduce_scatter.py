@@ -19,6 +19,7 @@ from torch import fx
 
 from .. import ops
 from . import insert
+from .alive import why_apart
 from .dims import Dims, around_rank, gathered, numel, plain
 from .insert import call
 from .match import Collective, LeftAlone, Size, aten, check_no_write, known, some, val
@@ -60,6 +61,11 @@ class MatmulReduceScatter:
     @property
     def adds(self) -> tuple[str, ...]:
         return ("one_shot_all_reduce",) * len(self.sum.vectors)
+
+    @property
+    def apart(self) -> str | None:
+        """Why its products should not be computed as one."""
+        return why_apart(self.sum.products)
 
     @property
     def dtype(self) -> torch.dtype:
