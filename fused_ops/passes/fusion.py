@@ -24,7 +24,7 @@ from .agree import Original, has_ranks, why_captured_whole, why_not_asked
 from .choice import stays_as_it_was
 from .lowered import write_out
 from .match import Collective, LeftAlone, collectives, group_of, kind_of, val
-from .normal import by_position, make_functional, prepare, wait_once
+from .normal import by_position, make_functional, prepare, wait_for_each, wait_once
 from .outcomes import disagreements, forget, questions
 from .report import Entry, Report, source_of
 from .signature import Order
@@ -149,6 +149,7 @@ class FusionPass(CustomGraphPass):
             return
         by_position(graph)
         make_functional(graph)
+        wait_for_each(graph)
         wait_once(graph)
         nodes = list(collectives(graph))
         self._graphs += 1

@@ -15,7 +15,6 @@ from .match import (
     Collective,
     LeftAlone,
     aten,
-    c10d,
     calls,
     communicates,
     contiguous,
@@ -25,6 +24,7 @@ from .match import (
     known,
     memory,
     val,
+    waits,
     what,
 )
 from .views import View, views
@@ -98,7 +98,7 @@ class Gathered:
                 raise LeftAlone(f"{what(operand)}, the other operand, depends on the gathered tensor, too")
             if node < at or node in needed:
                 continue
-            if communicates(node) or calls(node, c10d.wait_tensor.default) or is_random(node):
+            if communicates(node) or waits(node) or is_random(node):
                 raise LeftAlone(f"{what(operand)}, the other operand, needs {what(node)}, which comes later")
             if len(needed) == _MOST_MOVED:
                 raise LeftAlone(f"{what(operand)}, the other operand, needs too much that comes later")

@@ -36,6 +36,7 @@ FLAT = {
     aten.alias.default,
     aten.detach.default,
 }
+_WAITS = ("wait_tensor", "wait_tensors")
 _FUSIBLE = {c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_reduce.default}
 
 
@@ -223,7 +224,17 @@ def communicates(node: fx.Node) -> bool:
     if node.target.namespace == "weft":
         return True
     namespaced = node.target.namespace in ("_c10d_functional", "_c10d_functional_autograd")
-    return namespaced and node.target._opname not in ("wait_tensor", "_wrap_tensor_autograd")
+    return namespaced and node.target._opname not in (*_WAITS, "_wrap_tensor_autograd")
+
+
+def waits(node: fx.Node) -> bool:
+    """Whether the node waits for a collective, or for several at once."""
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace == "_c10d_functional"
+        and target._opname in _WAITS
+    )
 
 
 def writes(node: fx.Node) -> bool:

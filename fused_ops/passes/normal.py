@@ -11,7 +11,7 @@ from torch import fx
 
 from . import forms
 from .insert import call
-from .match import LeftAlone, alike, aten, c10d, calls, contiguous, is_val, val, what
+from .match import LeftAlone, alike, aten, c10d, calls, contiguous, is_val, val, waits, what
 
 _COALESCED = {
     c10d.all_gather_into_tensor_coalesced.default: c10d.all_gather_into_tensor.default,
@@ -60,6 +60,32 @@ def make_functional(graph: fx.Graph) -> None:
         new.meta["stack_trace"] = node.meta.get("stack_trace")
         node.replace_all_uses_with(new)
         graph.erase_node(node)
+
+
+def wait_for_each(graph: fx.Graph) -> None:
+    """What is waited for at once, as torch 2.15 does with coalesced collectives, is waited for one by one."""
+    for node in list(graph.nodes):
+        # By its name: older torch has no such operator.
+        if not waits(node) or calls(node, c10d.wait_tensor.default):
+            continue
+        pending, results = node.args[0], {r.args[1]: r for r in node.users if calls(r, operator.getitem)}
+        if len(results) != len(node.users) or not all(_is_part(p) for p in pending):
+            continue
+        for i, part in enumerate(pending):
+            with graph.inserting_before(node):
+                done = graph.call_function(c10d.wait_tensor.default, (part,))
+            result = results.get(i)
+            # What views the result, in its metadata, goes on to share that one's memory.
+            done.meta["val"] = val(part if result is None else result)
+            if result is not None:
+                result.replace_all_uses_with(done)
+                graph.erase_node(result)
+        graph.erase_node(node)
+
+
+def _is_part(node: Any) -> bool:
+    """Whether the node is one result of a coalesced collective."""
+    return calls(node, operator.getitem) and calls(node.args[0], *_COALESCED) and is_val(node)
 
 
 def wait_once(graph: fx.Graph) -> None:

@@ -168,7 +168,7 @@ class Ranks:
 
     def call(self, target: Any, args: list[Any]) -> list[Any]:
         first = [a[0][0] for a in args] if args and args[0][0] else []
-        if target is c10d.wait_tensor.default:
+        if isinstance(target, torch._ops.OpOverload) and target._opname in ("wait_tensor", "wait_tensors"):
             return first
         if target is c10d.all_gather_into_tensor.default:
             return [torch.cat(first) for _ in first]

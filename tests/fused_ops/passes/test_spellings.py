@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -39,6 +39,54 @@ def test_coalesced() -> None:
     seen = only(fn, (6, 8), (4, 8), (8, 5))
     assert "coalesced with others, of which number 1" in seen.reasons
     assert str(seen.after) == str(seen.before)
+
+
+@pytest.fixture
+def wait_for_all() -> Iterator[Callable[[list[Tensor]], list[Tensor]]]:
+    """What waits for coalesced collectives since torch 2.15; older torch gets an operator of that name."""
+    if hasattr(c10d, "wait_tensors"):
+        yield c10d.wait_tensors
+        return
+    with torch.library._scoped_library("_c10d_functional", "FRAGMENT") as library:
+        library.define("wait_tensors(Tensor[] tensors) -> Tensor[]")
+        library.impl("wait_tensors", list, "CompositeExplicitAutograd")
+        yield c10d.wait_tensors
+
+
+@pytest.mark.parametrize("op", ["gather", "scatter", "reduce"])
+def test_coalesced_and_waited_for_at_once(
+    op: str, wait_for_all: Callable[[list[Tensor]], list[Tensor]]
+) -> None:
+    def fn(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+        if op == "gather":
+            gathered = wait_for_all(c10d.all_gather_into_tensor_coalesced([x, y], 2, "0"))
+            return [g @ w for g, w in zip(gathered, (a, b), strict=True)]
+        if op == "scatter":
+            return wait_for_all(c10d.reduce_scatter_tensor_coalesced([x @ a, y @ b], "sum", 2, "0"))
+        return wait_for_all(c10d.all_reduce_coalesced([x @ a, y @ b], "sum", "0"))
+
+    seen = only(fn, (6, 8), (4, 8), (8, 5), (8, 3))
+    assert seen.fused == [{"gather": AG, "scatter": RS, "reduce": AR}[op]] * 2, seen.reasons
+    assert "wait_tensors" in str(seen.before)
+    assert "wait_tensor" not in str(seen.after)
+
+
+def test_coalesced_and_waited_for_at_once_where_not_all_can_be_fused(
+    wait_for_all: Callable[[list[Tensor]], list[Tensor]],
+) -> None:
+    def fn(x: Tensor, y: Tensor, w: Tensor) -> list[Tensor]:
+        first, second = wait_for_all(c10d.all_gather_into_tensor_coalesced([x, y], 2, "0"))
+        return [first @ w, second.sin()]
+
+    def fn_that_uses_one(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return wait_for_all(c10d.all_gather_into_tensor_coalesced([x, y], 2, "0"))[0] @ w
+
+    seen = only(fn, (6, 8), (4, 8), (8, 5))
+    assert seen.fused == [None]
+    assert "coalesced with others, of which number 1" in seen.reasons
+    seen = only(fn_that_uses_one, (6, 8), (4, 8), (8, 5))
+    assert seen.fused == [None]
+    assert str(seen.after).count("wait_tensor.default") == 2, "nothing is left pending"
 
 
 def test_a_coalesced_one_that_does_not_pay_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
