@@ -23,6 +23,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 # Later versions hand the launcher its arguments in another form: there every launch takes the long way.
 LAUNCHER_IS_KNOWN = triton.__version__.startswith("3.6.")
 
+# Products and sums become one instruction: Triton 3.6's default, said so that it does not depend on the version.
+FIXED_OPTIONS = {"enable_fp_fusion": True}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes: what a descriptor asks of addresses and of all strides but the last
 _MOST_ADDRESSES = 256  # descriptors kept for each operand before all are forgotten
@@ -139,7 +141,7 @@ class Launch:
         self, kernel: Any, operands: Sequence[Operand], constants: dict[str, Any], warps: int, stages: int
     ) -> None:
         self.kernel, self.operands, self.constants = kernel, tuple(operands), constants
-        self._options = {"num_warps": warps, "num_stages": stages}
+        self._options = {"num_warps": warps, "num_stages": stages, **FIXED_OPTIONS}
         self._constants = tuple(constants.values())
         self._encoded: list[dict[int, list[Any]]] = [{} for _ in operands]
         self._fast: Callable[..., None] | None = None

@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from weft.kernels.device.launch import precision
+from weft.kernels.device.launch import FIXED_OPTIONS, precision
 from weft.kernels.device.tile_table import Tile
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -49,7 +49,8 @@ def compile_kernel(
         constexprs=constants,
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    compiled = triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": stages})
+    options = {"num_warps": warps, "num_stages": stages, **FIXED_OPTIONS}
+    compiled = triton.compile(source, target=HOPPER, options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
