@@ -17,6 +17,7 @@ from registry import SPLITS, Row
 from torch import Tensor
 from weft.kernels.all_gather_matmul.configs import PushConfig, push_layout, push_ranked, varied
 from weft.kernels.all_gather_matmul.cuda_kernel import AllGatherMatmulPush
+from weft.kernels.device.chip import chip_of
 from weft.kernels.device.program import Program
 from weft.symm_mem import Workspace
 from weft.symm_mem.fault import WORD
@@ -138,7 +139,8 @@ class GatherProblem(Problem[PushConfig]):
         return (self.world - 1) * self.m * self.k * self.row.dtype.itemsize
 
     def ranked(self) -> list[tuple[float, PushConfig]]:
-        return varied(push_ranked(self.m, tuple(self.ns), self.k, self.world, self.num_sms))
+        chip = chip_of(self.device)
+        return varied(push_ranked(self.m, tuple(self.ns), self.k, self.world, self.num_sms, chip=chip))
 
     def layout(self, config: PushConfig) -> Layout:
         return push_layout(self.m, self.k, self.world, config)

@@ -11,6 +11,7 @@ from functools import cache
 import torch
 
 from ..kernels.all_gather_matmul import configs as gather
+from ..kernels.device.chip import H200, Chip, chip_of
 from ..kernels.device.gemm_tiles import LINK, MULTIPLY_ADDS
 from ..kernels.matmul_reduce_scatter import configs as scatter
 from ..kernels.matmul_reduce_scatter import to_all
@@ -59,7 +60,11 @@ def worth_fusing(
         size = m * n * dtype.itemsize
         if size <= _MOST_REDUCED or world_size == 2:
             return None
-        if op == "matmul_all_reduce" and halves and to_all.choose_push(m, n, k, world_size, _NUM_SMS)[1]:
+        if (
+            op == "matmul_all_reduce"
+            and halves
+            and to_all.choose_push(m, n, k, world_size, _NUM_SMS, _chip())[1]
+        ):
             return None
         return f"{size >> 20} MiB are reduced: beyond {_MOST_REDUCED >> 20} MiB that is left to the backend"
     if last_dim and not halves:
@@ -76,12 +81,12 @@ def worth_fusing(
     if gathers:
         if halves:
             problem = rows, [n], depth, world_size, _NUM_SMS
-            pays = gather.fusing_pays(*problem, split_k=last_dim, return_A=return_A)
+            pays = gather.fusing_pays(*problem, split_k=last_dim, return_A=return_A, chip=_chip())
         else:
             pays = gather.pays(rows, n, k, world_size, dtype.itemsize)
         return None if pays else f"too little is gathered and multiplied ({m} x {k} @ {k} x {n})"
     if halves:
-        pays = scatter.fusing_pays(rows, columns, k, world_size, _NUM_SMS, split_n=last_dim)
+        pays = scatter.fusing_pays(rows, columns, k, world_size, _NUM_SMS, split_n=last_dim, chip=_chip())
     else:
         pays = rows >= _LEAST_ROWS
     return None if pays else f"too little is multiplied and scattered ({m} x {k} @ {k} x {n})"
@@ -99,6 +104,11 @@ def expected_gain(
     columns = {"all_gather_matmul": k, "matmul_reduce_scatter": n}.get(op, 2 * n)
     sent = m * columns * dtype.itemsize * (world_size - 1) / world_size
     return min(sent / link, m * n * k / rate)
+
+
+def _chip() -> Chip:
+    """Of the current device."""
+    return chip_of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else H200
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil
 from operator import itemgetter
 from typing import TypeAlias, TypeVar
 
@@ -13,57 +12,26 @@ import torch
 
 from ...symm_mem.workspace import Layout
 from ..device import gemm_tiles, one_shot
+from ..device.chip import H200, Chip
 from ..device.one_shot import OneShotConfig
 from ..device.tile_table import Tile, pick
+from .estimate import BAND, FIT_ROWS, PushConfig, clusters_of, estimate_push_us, missed_of
 
 # A copy engine takes some microseconds for each copy, and as many again for the flag behind it: a second chunk
 # pays only for shards from this size on that take longer to arrive than the products before them.
 _SPLIT_BYTES = 16 << 20
 MOST_BS = 4  # of one launch
-_BAND = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
-_MOST_WAVES = 256  # of one estimate; the waves of longer products are taken some at once
-
-
-@dataclass(frozen=True)
-class _Costs:
-    """Of estimate_push_us, microseconds: a launch; between two tiles; how much slower products are beside what the same
-    blocks send; until what was sent is seen. ``rates``: bytes a microsecond, by senders. ``feels``: how much longer
-    products of tiles take that load twice as much for what they multiply. ``eases``: how much less is hindered, for
-    each 1.0 by which a tile's loads are less than _MUCH."""
-
-    launch: float
-    tile_ends: float
-    hinders: float
-    seen: float
-    rates: dict[int, float]
-    feels: float = 0.0
-    eases: float = 0.0
-
-
-# Fitted to measurements on 2 and 4 H200: where all blocks send, where some do, and of shards of the last dimension.
-_ALL_OF_TWO = _Costs(1.0, 1.9, 0.0, 8.0, {0: 333e3})
-_SOME_OF_TWO = _Costs(4.1, 0.2, 0.0, 5.4, {8: 229e3, 12: 330e3, 16: 329e3})
-_ALONG_K_OF_TWO = _Costs(0.6, 1.7, 0.13, 3.5, {0: 360e3}, feels=0.1)
-_ALL = _Costs(14.0, 1.8, 0.4, 0.0, {0: 294e3}, eases=1.14)
-_SOME = _Costs(14.0, 1.6, 0.0, 3.6, {8: 294e3, 12: 294e3, 16: 275e3})
-_MUCH = 1.15  # a little less than what 128 x 192 loads
 # Rows of a piece and columns of a unit (which has 32 pieces of a row of tiles at most): where some blocks send at first
 # and where all do, each of one wave of tiles and of more. Measured with one rank of 2 and of 4 alone. Between more than
 # four a piece goes to more peers and takes longer, so the next smaller ones of _SMALLER: reckoned, not measured.
 _PIECES_OF_TWO = {True: ((32, 256), (64, 512)), False: ((32, 512), (64, 1024))}
 _PIECES = {True: ((16, 256), (32, 512)), False: ((32, 512), (64, 1024))}
 _SMALLER = {(64, 1024): (32, 512), (32, 512): (16, 256), (16, 256): (16, 256)}
-_PUSHERS = 11  # warps of a block that only sends, in kernel.cu
-# Bytes a microsecond that it lets all warps send, between two ranks and between more.
-_PACE_OF_TWO, _PACE = 345e3, 328e3
-_FIT_ROWS = 64  # of the pieces that the costs above were fitted to, between two ranks and four
-# By this share of what a piece takes less to send than those, data is seen earlier (bench/results/h200-x1-pieces.txt).
-_EARLIER = 0.73
 # Microseconds of a copy kernel, and bytes a microsecond that it moves: unfused, shards of the last dimension are put
 # side by side between the all-gather and the product. Not fitted to anything: a launch, and the memory's rate.
 _COPY, _COPY_RATE = 3.0, 1.75e6
-# Of estimate_one_shot_us: products that take so many times as long as the sending.
-_HIDES = 12
+# Of estimate_one_shot_us: products that take so many times as long as the sending, and the share of them that counts.
+_HIDES, _MOST_NOT_HIDDEN = 12, 0.04
 
 
 @dataclass(frozen=True)
@@ -103,44 +71,26 @@ def layout(m: int, k: int, dtype: torch.dtype, world_size: int, config: Config) 
     return Layout(world_size, flags_per_rank(m, config), world_size * m * k * dtype.itemsize)
 
 
-@dataclass(frozen=True)
-class PushConfig:
-    """How the kernel that sends by itself (kernel.cu) is run.
-
-    Pieces of ``piece_rows`` x ``piece_columns`` are sent by ``senders`` blocks, which do nothing else until all is
-    sent, for the time of ``missed`` tiles; or, if that is 0, by every block beside its products. ``unit_columns`` of K
-    are waited for at once; ``group`` rows of tiles of each rank are sent and multiplied together; ``band`` pairs of own
-    rows of tiles and ``remote_band`` pairs of the peers' are walked together. ``split_k``: shards lie side by side
-    along K; then no rows are only the own ones. The first wave has ``lead`` steps of a cluster (0: as many as it can),
-    all of own rows.
-    """
-
-    tile: gemm_tiles.Tile
-    senders: int
-    group: int
-    piece_rows: int = 64
-    piece_columns: int = 64
-    unit_columns: int = 1024
-    band: int = _BAND
-    remote_band: int = _BAND
-    split_k: bool = False
-    missed: int = 0
-    lead: int = 0
-
-
 FusedConfig: TypeAlias = PushConfig | OneShotConfig  # of 16 bits
 AnyConfig: TypeAlias = FusedConfig | Config
 F = TypeVar("F", bound=FusedConfig)
 
 
 def choose_push(
-    m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int, *, split_k: bool = False
+    m: int,
+    ns: Sequence[int],
+    k: int,
+    world_size: int,
+    num_sms: int,
+    *,
+    split_k: bool = False,
+    chip: Chip = H200,
 ) -> PushConfig:
     """The configuration for A shards [m, K] and Bs [K, N_i] of 16 bits, or with ``split_k`` Bs [W * K, N_i].
 
     A pure function: all ranks choose alike.
     """
-    return push_ranked(m, tuple(ns), k, world_size, num_sms, split_k)[0][1]
+    return push_ranked(m, tuple(ns), k, world_size, num_sms, split_k, chip)[0][1]
 
 
 def choose_one_shot(
@@ -154,12 +104,13 @@ def choose_one_shot(
     return one_shot.config(m * k * 2, num_sms)
 
 
-def estimate_one_shot_us(m: int, ns: Sequence[int], k: int, world_size: int) -> float:
+def estimate_one_shot_us(m: int, ns: Sequence[int], k: int, world_size: int, chip: Chip = H200) -> float:
     """Microseconds: nothing is hidden behind anything. Against products that take much longer than the sending, which a
-    kernel that does both hides best, it was measured to lose more than these estimates say."""
+    kernel that does both hides best, it was measured to lose up to 4 % of them more than these estimates say."""
     sent = (world_size - 1) * m * k * 2
-    products = gemm_tiles.products_us(world_size * m, ns, k)
+    products = gemm_tiles.products_us(world_size * m, ns, k, chip)
     not_hidden = max(0.0, products - _HIDES * one_shot.sending_us(sent, world_size))
+    not_hidden = min(not_hidden, _MOST_NOT_HIDDEN * products)
     return one_shot.exchange_us(sent, world_size) + products + not_hidden
 
 
@@ -171,16 +122,17 @@ def fused_ranked(
     num_sms: int,
     split_k: bool = False,
     return_A: bool = False,
+    chip: Chip = H200,
 ) -> list[tuple[float, FusedConfig]]:
     """All candidates of both kernels with the microseconds that they are thought to take, the fastest first.
 
     For A shards [m, K] and Bs [K, N_i] of 16 bits, or with ``split_k`` Bs [W * K, N_i]. A pure function: all ranks
     choose alike.
     """
-    ranked: list[tuple[float, FusedConfig]] = [*push_ranked(m, ns, k, world_size, num_sms, split_k)]
+    ranked: list[tuple[float, FusedConfig]] = [*push_ranked(m, ns, k, world_size, num_sms, split_k, chip)]
     gather = choose_one_shot(m, k, world_size, num_sms, split_k=split_k, return_A=return_A)
     if gather is not None:
-        ranked.append((estimate_one_shot_us(m, ns, k, world_size), gather))
+        ranked.append((estimate_one_shot_us(m, ns, k, world_size, chip), gather))
     return sorted(ranked, key=itemgetter(0))
 
 
@@ -209,29 +161,43 @@ def fusing_pays(
     *,
     split_k: bool = False,
     return_A: bool = False,
+    chip: Chip = H200,
 ) -> bool:
     """Whether the better of both kernels is thought to beat an all-gather in front of the products."""
     moved = (world_size - 1) * m * k * 2
-    fused, _ = fused_ranked(m, tuple(ns), k, world_size, num_sms, split_k, return_A)[0]
+    fused, _ = fused_ranked(m, tuple(ns), k, world_size, num_sms, split_k, return_A, chip)[0]
     if not split_k:
-        return fused < gemm_tiles.unfused_us(world_size * m, sum(ns), k, moved)
+        return fused < gemm_tiles.unfused_us(world_size * m, sum(ns), k, moved, chip)
     joined = _COPY + world_size * m * k * 2 / _COPY_RATE
-    return fused < gemm_tiles.unfused_us(m, sum(ns), world_size * k, moved) + joined
+    return fused < gemm_tiles.unfused_us(m, sum(ns), world_size * k, moved, chip) + joined
 
 
 @lru_cache(maxsize=4096)
 def push_ranked(
-    m: int, ns: tuple[int, ...], k: int, world_size: int, num_sms: int, split_k: bool = False
+    m: int,
+    ns: tuple[int, ...],
+    k: int,
+    world_size: int,
+    num_sms: int,
+    split_k: bool = False,
+    chip: Chip = H200,
 ) -> tuple[tuple[float, PushConfig], ...]:
     """All candidates with the microseconds that ``estimate_push_us`` gives them, the fastest first."""
-    candidates = push_candidates(m, ns, k, world_size, num_sms, split_k)
+    candidates = push_candidates(m, ns, k, world_size, num_sms, split_k, chip)
     # To a millionth: where sums are added up in another order, what is as fast stays so, and what comes first is taken.
-    estimated = [(round(estimate_push_us(c, m, ns, k, world_size, num_sms), 6), c) for c in candidates]
+    problem = m, ns, k, world_size, num_sms, chip
+    estimated = [(round(estimate_push_us(c, *problem), 6), c) for c in candidates]
     return tuple(sorted(estimated, key=itemgetter(0)))
 
 
 def push_candidates(
-    m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int, split_k: bool = False
+    m: int,
+    ns: Sequence[int],
+    k: int,
+    world_size: int,
+    num_sms: int,
+    split_k: bool = False,
+    chip: Chip = H200,
 ) -> list[PushConfig]:
     """What may be fastest; of those that are thought to be as fast, what comes first. A group is one or two rows of
     tiles of all peers, or as many as keep every block busy once, all of them if there are no more: where the data is
@@ -239,14 +205,14 @@ def push_candidates(
     configs, peers = [], world_size - 1
     listed = 1 if split_k else peers  # tiles that wait for a row of tiles of all peers, in each column
     several = [s for s in _senders(peers * m * k * 2, world_size, split_k) if 4 * s <= num_sms]
-    for tile in gemm_tiles.suited(world_size * m, sum(ns), k, world_size, stores_only=True):
+    for tile in gemm_tiles.suited(world_size * m, sum(ns), k, world_size, stores_only=True, chip=chip):
         rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
         one_wave = gemm_tiles.waves(tile, rows * world_size, ns, num_sms) == 1
         for senders in several:
-            missed = _missed(tile, senders, m, k, world_size) if senders else 0
+            missed = missed_of(tile, senders, m, k, world_size) if senders else 0
             fill = (num_sms - senders) // (listed * columns)
             for group in sorted({1, 2, min(fill, rows)} & set(range(1, rows + 1)), reverse=senders > 0):
-                remote_band = max(_BAND, -(-group * listed // 2))
+                remote_band = max(BAND, -(-group * listed // 2))
                 piece_rows, unit_columns = _pieces(senders, one_wave, world_size, split_k)
                 config = PushConfig(
                     *(tile, senders, group),
@@ -266,15 +232,9 @@ def _pieces(senders: int, one_wave: bool, world_size: int, split_k: bool) -> tup
     flags come behind it: 64 rows take 3 us between two ranks, 7 to 13 between four. All tiles of a single wave wait
     for the first pieces; behind other tiles more flags may cost more than that."""
     if split_k:
-        return _FIT_ROWS, 1024
+        return FIT_ROWS, 1024
     found = (_PIECES_OF_TWO if world_size == 2 else _PIECES)[senders > 0][0 if one_wave else 1]
     return _SMALLER[found] if world_size > 4 else found
-
-
-def _piece_us(config: PushConfig, world_size: int, num_sms: int) -> float:
-    """Microseconds from a piece's first bytes to its last."""
-    piece, pushers = config.piece_rows * config.piece_columns * 2, config.senders * _PUSHERS or num_sms
-    return piece * (world_size - 1) * pushers / (_PACE_OF_TWO if world_size == 2 else _PACE)
 
 
 def _senders(moved: int, world_size: int, split_k: bool) -> tuple[int, ...]:
@@ -294,89 +254,12 @@ def _led(
     tile = config.tile
     rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
     own, steps = rows // 2 * columns, (rows * world_size + 1) // 2 * columns
-    others, clusters = _clusters(config, num_sms)
+    others, clusters = clusters_of(config, num_sms)
     behind = steps - config.missed * others
     lead = behind % clusters if behind > 0 else steps % others
     if config.split_k or len(ns) > MOST_BS or not 0 < lead <= min(own, others):
         return None
     return replace(config, lead=lead)
-
-
-def _clusters(config: PushConfig, num_sms: int) -> tuple[int, int]:
-    """Of two blocks each: those that multiply from the start, and with the senders."""
-    return max(1, (num_sms - config.senders) // 2), max(1, num_sms // 2)
-
-
-def _missed(tile: gemm_tiles.Tile, senders: int, m: int, k: int, world_size: int) -> int:
-    """Tiles that a block computes while so many ``senders`` send. Measured with these costs between two, too."""
-    tile_us = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us + _SOME.tile_ends
-    return ceil((_SOME.launch + (world_size - 1) * m * k * 2 / _SOME.rates[senders]) / tile_us)
-
-
-def _costs(config: PushConfig, world_size: int) -> _Costs:
-    if world_size > 2:
-        return _SOME if config.senders else _ALL
-    if config.split_k:
-        return _ALONG_K_OF_TWO
-    return _SOME_OF_TWO if config.senders else _ALL_OF_TWO
-
-
-def estimate_push_us(
-    config: PushConfig, m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int
-) -> float:
-    """Microseconds, by a walk through the waves of tiles that meets the pieces as they come.
-
-    All clusters are thought to work in step; the constants are fitted to measurements on 2 and 4 H200.
-    """
-    tile, peers = config.tile, world_size - 1
-    rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
-    units = -(-k // config.unit_columns)
-    moved = peers * m * k * 2
-    costs = _costs(config, world_size)
-    rate = costs.rates[config.senders]
-    hinders = 0.0 if config.senders else costs.hinders - costs.eases * max(0.0, _MUCH - tile.loads)
-    row_us = moved / rows / rate
-    seen = costs.seen
-    if not config.split_k:  # whose pieces are as they were
-        fit_us = _piece_us(replace(config, piece_rows=_FIT_ROWS), 2 if world_size == 2 else 4, num_sms)
-        seen -= _EARLIER * (fit_us - _piece_us(config, world_size, num_sms))
-    end = moved / gemm_tiles.LINK
-    others, clusters = _clusters(config, num_sms)
-    # Pairs of rows of tiles: those of the own shard alone, and those behind them, which wait for the peers' rows.
-    own_pairs, listed, parts = (0, 1, world_size) if config.split_k else (rows // 2, peers, 1)
-    pairs = (rows * (1 if config.split_k else world_size) + 1) // 2 - own_pairs
-    own = own_pairs * columns
-    steps = own + pairs * columns
-    at_once = -(-steps // (clusters * _MOST_WAVES))
-    stage_us = tile.stage_us * tile.felt(costs.feels)
-    whole_us = parts * k / gemm_tiles.BLOCK_K * stage_us
-    before_last_us = (units - 1) * config.unit_columns / gemm_tiles.BLOCK_K * stage_us
-    now = -(-k // gemm_tiles.BLOCK_K) * stage_us + costs.tile_ends if config.lead else 0.0
-    first, wave = config.lead, 0
-    while first < steps:
-        taken = (others if wave < config.missed else clusters) * at_once
-        last, sent, height = min(steps, first + taken) - 1, 0, 0
-        if last >= own:
-            band, inside = divmod(last - own, config.remote_band * columns)
-            tall = min(pairs - band * config.remote_band, config.remote_band)
-            pair = band * config.remote_band + min(inside, tall - 1)
-            sent = min((2 * pair + 1) // (config.group * listed), (rows - 1) // config.group) * config.group
-            height = min(config.group, rows - sent)
-        if hinders > 0 and now < end:
-            for unit in [*range(units)] * parts:
-                if height:
-                    now = max(now, (sent + height * (unit + 1) / units) * row_us + seen)
-                us = min(config.unit_columns, k - unit * config.unit_columns) / gemm_tiles.BLOCK_K
-                us *= stage_us * at_once
-                now += us + hinders * max(0.0, min(us, end - now))
-        else:
-            if height:  # units come evenly, and are multiplied so: the first one is waited for the longest, or the last
-                now = max(now, (sent + height / units) * row_us + seen)
-                now = max(now, (sent + height) * row_us + seen - before_last_us * at_once)
-            now += whole_us * at_once
-        now += costs.tile_ends * at_once
-        first, wave = first + taken, wave + at_once
-    return costs.launch + now
 
 
 def push_flags_per_rank(m: int, k: int, config: PushConfig) -> int:

@@ -15,6 +15,7 @@ import torch
 from ...symm_mem.heap import Heap
 from ...symm_mem.workspace import Workspace
 from ..device import gemm, tuner
+from ..device.chip import Chip, chip_of
 from ..device.choice import Choice, Choices, make_together
 from ..device.contest import Candidate
 from ..device.launch import ALIGNMENT, is_transposed, why_not
@@ -51,12 +52,19 @@ def choose(
         return_A: what is gathered is wanted, too.
     """
     strides = ((b.shape, b.stride()) for b in bs)
-    key = (a.shape, a.stride(), a.dtype, world_size, num_sms, split_k, return_A, *strides)
-    return _choices.get(key, _choose, a, bs, world_size, num_sms, split_k, return_A)
+    chip = chip_of(a.device)
+    key = (a.shape, a.stride(), a.dtype, world_size, num_sms, split_k, return_A, chip, *strides)
+    return _choices.get(key, _choose, a, bs, world_size, num_sms, split_k, return_A, chip)
 
 
 def _choose(
-    a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: int, split_k: bool, return_A: bool
+    a: torch.Tensor,
+    bs: list[torch.Tensor],
+    world_size: int,
+    num_sms: int,
+    split_k: bool,
+    return_A: bool,
+    chip: Chip,
 ) -> Choice[configs.AnyConfig] | str:
     for i, b in enumerate(bs):
         if b.shape[1] == 0:
@@ -67,8 +75,9 @@ def _choose(
     if k * a.element_size() % ALIGNMENT:  # of a part of B, where B as a whole may be fine
         return f"K: rows of {k} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     if a.dtype in gemm.DTYPES and len({is_transposed(b) for b in bs}) == 1:
-        (_, config), *_ = configs.fused_ranked(m, tuple(ns), k, world_size, num_sms, split_k, return_A)
-        pays = configs.fusing_pays(m, ns, k, world_size, num_sms, split_k=split_k, return_A=return_A)
+        problem = m, tuple(ns), k, world_size, num_sms
+        (_, config), *_ = configs.fused_ranked(*problem, split_k, return_A, chip)
+        pays = configs.fusing_pays(*problem, split_k=split_k, return_A=return_A, chip=chip)
         return Choice(_algorithm(config), config, configs.fused_layout(m, k, world_size, config), pays)
     if split_k:
         what = "Bs of both orders in memory" if a.dtype in gemm.DTYPES else f"{a.dtype} operands"
@@ -103,9 +112,10 @@ def tuned(
     kind = f"{op} {m} x {k} @ {bs[0].shape[0]} x {'+'.join(map(str, ns))}, {a.dtype}, {num_sms} SMs"
     if return_A and not split_k:
         kind += ", A returned"  # other candidates
+    ranked = configs.fused_ranked(m, ns, k, size, num_sms, split_k, return_A, chip_of(a.device))
     candidates: list[Candidate[configs.AnyConfig]] = [
         Candidate(config, configs.fused_layout(m, k, size, config), _algorithm(config))
-        for _, config in configs.varied(configs.fused_ranked(m, ns, k, size, num_sms, split_k, return_A))
+        for _, config in configs.varied(ranked)
     ]
     results: list[torch.Tensor] = []
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from .chip import H100, H200, Chip
+
 BLOCK_K = 64
 MOST_SHARED = 227 * 1024  # bytes a block may have
 # Measured between H200s: bytes that a GPU receives and sends in a microsecond, and multiply-adds.
@@ -14,6 +16,12 @@ _ALIGNMENT = 1024
 # Microseconds of cuBLAS around a product, and between the end of one and the next.
 _PRODUCT_LAUNCH, _NEXT_LAUNCH = 4.0, 2.5
 _LEAST_A_ROW = 0.0015  # microseconds for each of K, however narrow: tiles are not split along K
+# Of what memory gives by its clock and width: what cuBLAS gets that reads one large operand (4.3e6 of 4.9e6 bytes a
+# microsecond on H200, 3.0e6 of 3.35e6 on H100), and what these kernels get of a B that they read once, and more often.
+_READ, _STREAMED, _AGAIN = 0.9, 0.85, 0.7
+# How much longer a stage takes on H100, whose L2 cache is smaller and gives less at once: measured with one rank of 2,
+# 4 and 8 alone (bench/results/h100-x1-alone.txt). Tiles that are not named load little and feel nothing.
+_ON_H100 = {(128, 128): 1.02, (64, 256): 1.12, (64, 128): 1.1, (128, 96): 1.2, (128, 160): 1.16}
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,12 @@ class Tile:
         stage = (self.block_m + columns) * BLOCK_K * 2
         return self.stages * stage + _BARRIERS + _ALIGNMENT
 
+    def on(self, chip: Chip) -> Tile:
+        """As it is there."""
+        less = (H200.l2 - chip.l2) / (H200.l2 - H100.l2)
+        longer = (_ON_H100.get((self.block_m, self.block_n), 1.0) - 1) * max(0.0, less)
+        return replace(self, stage_us=self.stage_us * (1 + longer))
+
 
 TILES = (
     Tile(128, 256, 4, 0.72),
@@ -70,16 +84,18 @@ WIDEST = Tile(128, 320, 4, 0.92)
 _STAGES_OF_TWO = {(64, 256): 0.382}
 
 
-def suited(m: int, n: int, k: int, world_size: int, *, stores_only: bool = False) -> list[Tile]:
+def suited(
+    m: int, n: int, k: int, world_size: int, *, stores_only: bool = False, chip: Chip = H200
+) -> list[Tile]:
     """What is worth a look for [m, K] @ [K, N]. Long products want tiles that load little for what they multiply.
 
     ``stores_only``: all that an epilogue does is to store a tile.
     """
     every = (*TILES, WIDEST) if stores_only else TILES
     tiles = [tile for tile in every if tile.block_m == 128 or m * n * k < 50e9]
-    if world_size > 2:
-        return tiles
-    return [replace(t, stage_us=_STAGES_OF_TWO.get((t.block_m, t.block_n), t.stage_us)) for t in tiles]
+    if world_size == 2:
+        tiles = [replace(t, stage_us=_STAGES_OF_TWO.get((t.block_m, t.block_n), t.stage_us)) for t in tiles]
+    return [tile.on(chip) for tile in tiles]
 
 
 def estimate_us(tile: Tile, rows: int, ns: Sequence[int], k: int, num_sms: int) -> float:
@@ -98,21 +114,30 @@ def waves(tile: Tile, rows: int, ns: Sequence[int], num_sms: int) -> int:
     return -(-steps // max(1, num_sms // 2))
 
 
-def product_us(m: int, n: int, k: int) -> float:
+def product_us(m: int, n: int, k: int, chip: Chip = H200) -> float:
     """Microseconds of cuBLAS's product [m, K] @ [K, N] in 16 bits.
 
-    A plain model of what was measured on H200s.
+    A plain model of what was measured on H200s and H100s.
     """
-    return products_us(m, [n], k)
+    return products_us(m, [n], k, chip)
 
 
-def products_us(m: int, ns: Sequence[int], k: int) -> float:
+def products_us(m: int, ns: Sequence[int], k: int, chip: Chip = H200) -> float:
     """The same of a product with each of several B, one behind the other."""
-    busy = sum(max(2 * m * n * k / 720e6, 2 * k * n / 3.5e6, k * _LEAST_A_ROW) for n in ns)
+    rate = _READ * chip.memory
+    busy = sum(max(2 * m * n * k / 720e6, 2 * k * n / rate, k * _LEAST_A_ROW) for n in ns)
     return busy + _PRODUCT_LAUNCH + _NEXT_LAUNCH * (len(ns) - 1)
 
 
-def unfused_us(m: int, n: int, k: int, moved: int) -> float:
+def streamed_us(size: int, times: int, chip: Chip) -> float:
+    """Microseconds in which memory gives a kernel of ours ``size`` bytes, so many ``times`` where the L2 cache cannot
+    keep them in between."""
+    if times == 1 or 2 * size <= chip.l2:
+        return size / (_STREAMED * chip.memory)
+    return size * times / (_AGAIN * chip.memory)
+
+
+def unfused_us(m: int, n: int, k: int, moved: int, chip: Chip = H200) -> float:
     """Microseconds of cuBLAS's product [m, K] @ [K, N] in 16 bits and NCCL's collective behind or in front of it.
 
     A plain model of what was measured on H200s; it decides only whether fusing pays.
@@ -120,4 +145,4 @@ def unfused_us(m: int, n: int, k: int, moved: int) -> float:
     Args:
         moved: bytes that a rank receives.
     """
-    return 1.05 * product_us(m, n, k) + 22 + moved / 330e3
+    return 1.05 * product_us(m, n, k, chip) + 22 + moved / 330e3

@@ -10,6 +10,7 @@ import torch
 
 from ...symm_mem.workspace import Layout
 from ..device import gemm_tiles, one_shot
+from ..device.chip import H200, Chip
 from ..device.one_shot import OneShotConfig
 from ..device.tile_table import Tile, count, pick
 
@@ -94,9 +95,11 @@ def push_config(
     return PushConfig(tile, min(band, 8), staged=True, split_n=split_n)
 
 
-def choose_push(m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1) -> PushConfig:
+def choose_push(
+    m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1, chip: Chip = H200
+) -> PushConfig:
     """The configuration for A [L, W, m, K] and B [K, N] of 16 bits. A pure function: all ranks choose alike."""
-    return push_ranked(m, n, k, world_size, num_sms, batches)[0][1]
+    return push_ranked(m, n, k, world_size, num_sms, batches, chip=chip)[0][1]
 
 
 def choose_one_shot(m: int, n: int, world_size: int, num_sms: int, batches: int = 1) -> OneShotConfig | None:
@@ -106,14 +109,22 @@ def choose_one_shot(m: int, n: int, world_size: int, num_sms: int, batches: int 
     return one_shot.config(m * n * 2, num_sms)
 
 
-def estimate_one_shot_us(m: int, n: int, k: int, world_size: int) -> float:
+def estimate_one_shot_us(m: int, n: int, k: int, world_size: int, chip: Chip = H200) -> float:
     """Microseconds: nothing is hidden behind anything."""
     exchanged = one_shot.exchange_us((world_size - 1) * m * n * 2, world_size)
-    return exchanged + gemm_tiles.product_us(world_size * m, n, k)
+    return exchanged + gemm_tiles.product_us(world_size * m, n, k, chip)
 
 
 def fused_ranked(
-    m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1, *, split_n: bool = False
+    m: int,
+    n: int,
+    k: int,
+    world_size: int,
+    num_sms: int,
+    batches: int = 1,
+    *,
+    split_n: bool = False,
+    chip: Chip = H200,
 ) -> list[tuple[float, FusedConfig]]:
     """All candidates of both kernels with the microseconds that they are thought to take, the fastest first.
 
@@ -121,11 +132,11 @@ def fused_ranked(
     ranks choose alike.
     """
     ranked: list[tuple[float, FusedConfig]] = [
-        *push_ranked(m, n, k, world_size, num_sms, batches, split_n=split_n)
+        *push_ranked(m, n, k, world_size, num_sms, batches, split_n=split_n, chip=chip)
     ]
     scatter = choose_one_shot(m, n, world_size, num_sms, batches)
     if scatter is not None:
-        ranked.append((estimate_one_shot_us(m, n, k, world_size), scatter))
+        ranked.append((estimate_one_shot_us(m, n, k, world_size, chip), scatter))
     return sorted(ranked, key=itemgetter(0))
 
 
@@ -139,24 +150,41 @@ def fused_layout(
 
 
 def fusing_pays(
-    m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1, *, split_n: bool = False
+    m: int,
+    n: int,
+    k: int,
+    world_size: int,
+    num_sms: int,
+    batches: int = 1,
+    *,
+    split_n: bool = False,
+    chip: Chip = H200,
 ) -> bool:
     """Whether the better of both kernels is thought to beat a product and a reduce-scatter behind it. Arguments as of
     ``fused_ranked``."""
     moved = (world_size - 1) * batches * m * n * 2
-    fused, _ = fused_ranked(m, n, k, world_size, num_sms, batches, split_n=split_n)[0]
-    return fused < gemm_tiles.unfused_us(world_size * batches * m, n, k, moved)
+    fused, _ = fused_ranked(m, n, k, world_size, num_sms, batches, split_n=split_n, chip=chip)[0]
+    return fused < gemm_tiles.unfused_us(world_size * batches * m, n, k, moved, chip)
 
 
 def push_ranked(
-    m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1, *, split_n: bool = False
+    m: int,
+    n: int,
+    k: int,
+    world_size: int,
+    num_sms: int,
+    batches: int = 1,
+    *,
+    split_n: bool = False,
+    chip: Chip = H200,
 ) -> list[tuple[float, PushConfig]]:
     """All candidates with the microseconds that ``estimate_push_us`` gives them, the fastest first."""
     configs = [
         push_config(tile, batches * m, n, k, world_size, num_sms, split_n=split_n)
-        for tile in gemm_tiles.suited(world_size * batches * m, n, k, world_size)
+        for tile in gemm_tiles.suited(world_size * batches * m, n, k, world_size, chip=chip)
     ]
-    estimated = [(estimate_push_us(c, m, n, k, world_size, num_sms, batches), c) for c in configs]
+    problem = m, n, k, world_size, num_sms, batches
+    estimated = [(estimate_push_us(c, *problem, chip), c) for c in configs]
     return sorted(estimated, key=itemgetter(0))
 
 
@@ -166,7 +194,14 @@ _OF_64_ROWS = 1.02
 
 
 def estimate_push_us(
-    config: PushConfig, m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1
+    config: PushConfig,
+    m: int,
+    n: int,
+    k: int,
+    world_size: int,
+    num_sms: int,
+    batches: int = 1,
+    chip: Chip = H200,
 ) -> float:
     """Microseconds; the constants are fitted to measurements on 2 and on 4 H200.
 
@@ -183,7 +218,8 @@ def estimate_push_us(
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
     sending = (world_size - 1) * batches * m * n * 2 / gemm_tiles.LINK
     launch, hinders = (8.4, 0.3) if world_size == 2 else (15.0, 0.15)
-    return launch + max(product, first + sending) + hinders * min(product, sending)
+    took = max(product, first + sending) + hinders * min(product, sending)
+    return launch + max(took, gemm_tiles.streamed_us(2 * k * n, 1, chip))
 
 
 def product_beside_us(

@@ -15,6 +15,7 @@ import torch
 from ...symm_mem.heap import Heap
 from ...symm_mem.workspace import Workspace
 from ..device import gemm, tuner
+from ..device.chip import Chip, chip_of
 from ..device.choice import Choice, Choices, make_together
 from ..device.contest import Candidate
 from ..device.launch import ALIGNMENT, compiling, why_not
@@ -38,12 +39,13 @@ def choose(
         a: [L, W, m, K]. b: [K, N]. Both begin at multiples of 16 bytes.
         split_n: ranks have columns of B of their own, not rows of A: a [1, 1, m, K], b [K, W * N].
     """
-    key = (a.shape, a.stride(), a.dtype, b.shape, b.stride(), world_size, num_sms, split_n)
-    return _choices.get(key, _choose, a, b, world_size, num_sms, split_n)
+    chip = chip_of(b.device)
+    key = (a.shape, a.stride(), a.dtype, b.shape, b.stride(), world_size, num_sms, split_n, chip)
+    return _choices.get(key, _choose, a, b, world_size, num_sms, split_n, chip)
 
 
 def _choose(
-    a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int, split_n: bool
+    a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int, split_n: bool, chip: Chip
 ) -> Choice[configs.AnyConfig] | str:
     if (reason := why_not(a, b)) is not None:
         return reason
@@ -51,8 +53,9 @@ def _choose(
     if split_n and n * a.element_size() % ALIGNMENT:
         return f"scatter_dim: rows of {n} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     if a.dtype in gemm.DTYPES:
-        (_, config), *_ = configs.fused_ranked(m, n, k, world_size, num_sms, batches, split_n=split_n)
-        pays = configs.fusing_pays(m, n, k, world_size, num_sms, batches, split_n=split_n)
+        problem = m, n, k, world_size, num_sms, batches
+        (_, config), *_ = configs.fused_ranked(*problem, split_n=split_n, chip=chip)
+        pays = configs.fusing_pays(*problem, split_n=split_n, chip=chip)
         layout = configs.fused_layout(m, n, config, world_size, num_sms, batches)
         return Choice(_algorithm(config), config, layout, pays)
     if split_n:
@@ -92,9 +95,10 @@ def tuned(
     op = f"{host.OP} of the last dimension" if split_n else host.OP
     kind = f"{op} {batches} x {size} x {m} x {k} @ {k} x {n}, {a.dtype} to {epilogue.out_dtype}"
     kind += f"{' + bias' * epilogue.bias}{' + residual' * epilogue.residual}, {num_sms} SMs"
+    problem, chip = (m, n, k, size, num_sms, batches), chip_of(b.device)
     candidates: list[Candidate[configs.AnyConfig]] = [
         Candidate(c, configs.fused_layout(m, n, c, size, num_sms, batches), _algorithm(c))
-        for _, config in configs.fused_ranked(m, n, k, size, num_sms, batches, split_n=split_n)
+        for _, config in configs.fused_ranked(*problem, split_n=split_n, chip=chip)
         for c in _both_ways(config)
     ]
     results: list[torch.Tensor] = []

@@ -13,6 +13,7 @@ import torch
 
 from ...symm_mem.workspace import Layout, Workspace
 from ..device import gemm, gemm_tiles
+from ..device.chip import H200, Chip, chip_of
 from ..device.choice import Choice, Choices, make_together
 from ..device.launch import why_not
 from .configs import Epilogue, PushConfig, product_beside_us, push_config, push_layout
@@ -34,17 +35,20 @@ def choose(a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int) -> C
     Args:
         a: [M, K]. b: [K, N]. Both begin at multiples of 16 bytes.
     """
-    key = (a.shape, a.stride(), a.dtype, b.shape, b.stride(), world_size, num_sms)
-    return _choices.get(key, _choose, a, b, world_size, num_sms)
+    chip = chip_of(b.device)
+    key = (a.shape, a.stride(), a.dtype, b.shape, b.stride(), world_size, num_sms, chip)
+    return _choices.get(key, _choose, a, b, world_size, num_sms, chip)
 
 
-def _choose(a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int) -> Choice[PushConfig] | str:
+def _choose(
+    a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int, chip: Chip
+) -> Choice[PushConfig] | str:
     if a.dtype not in gemm.DTYPES:
         return f"no kernel takes {a.dtype}"
     if (reason := why_not(a, b)) is not None:
         return reason
     (m, k), n = a.shape, b.shape[1]
-    config, pays = choose_push(m, n, k, world_size, num_sms)
+    config, pays = choose_push(m, n, k, world_size, num_sms, chip)
     layout = push_layout(part_of(m, world_size), n, config, world_size, num_sms, to_all=True)
     return Choice("push", config, layout, pays)
 
@@ -83,17 +87,20 @@ def part_of(m: int, world_size: int) -> int:
     return -(-m // world_size)
 
 
-def choose_push(m: int, n: int, k: int, world_size: int, num_sms: int) -> tuple[PushConfig, bool]:
+def choose_push(
+    m: int, n: int, k: int, world_size: int, num_sms: int, chip: Chip = H200
+) -> tuple[PushConfig, bool]:
     """The configuration for A [m, K] and B [K, N] of 16 bits, and whether it is thought to beat a product with an
     all-reduce behind it. A pure function: all ranks choose alike."""
     part = part_of(m, world_size)
     candidates = [
-        push_config(tile, part, n, k, world_size, num_sms) for tile in gemm_tiles.suited(m, n, k, world_size)
+        push_config(tile, part, n, k, world_size, num_sms)
+        for tile in gemm_tiles.suited(m, n, k, world_size, chip=chip)
     ]
-    estimated = [(estimate_push_us(c, m, n, k, world_size, num_sms), c) for c in candidates]
+    estimated = [(estimate_push_us(c, m, n, k, world_size, num_sms, chip), c) for c in candidates]
     fastest, config = min(estimated, key=itemgetter(0))
     size = push_layout(part, n, config, world_size, num_sms, to_all=True).bytes
-    return config, fastest < behind_us(m, n, k, world_size) and size <= _MOST_WORKSPACE
+    return config, fastest < behind_us(m, n, k, world_size, chip) and size <= _MOST_WORKSPACE
 
 
 @dataclass(frozen=True)
@@ -117,8 +124,11 @@ _OF_TWO = _Costs(6.0, 2.6, 0.6, 0.08, 0.28, gemm_tiles.LINK)
 _OF_MORE = _Costs(17.0, 0.1, 4.2, 0.12, 0.46, 330e3)
 
 
-def estimate_push_us(config: PushConfig, m: int, n: int, k: int, world_size: int, num_sms: int) -> float:
-    """Microseconds. As for matmul_reduce_scatter, with twice as much on the links."""
+def estimate_push_us(
+    config: PushConfig, m: int, n: int, k: int, world_size: int, num_sms: int, chip: Chip = H200
+) -> float:
+    """Microseconds. As for matmul_reduce_scatter, with twice as much on the links; a few rows wait for memory to give
+    all of B."""
     tile, costs = config.tile, _OF_TWO if world_size == 2 else _OF_MORE
     rows = world_size * -(-part_of(m, world_size) // tile.block_m)
     product = product_beside_us(tile, rows, n, k, num_sms, feels=costs.feels)
@@ -126,10 +136,11 @@ def estimate_push_us(config: PushConfig, m: int, n: int, k: int, world_size: int
     sending = 2 * (world_size - 1) * part_of(m, world_size) * n * 2 / costs.rate
     waiting = costs.each * gemm_tiles.waves(tile, rows, [n], num_sms)
     waiting += costs.tail * tile.block_m * tile.block_n / (128 * 256)
-    return costs.launch + waiting + max(product, first + sending) + costs.hinders * min(product, sending)
+    took = waiting + max(product, first + sending) + costs.hinders * min(product, sending)
+    return costs.launch + max(took, gemm_tiles.streamed_us(2 * k * n, 1, chip))
 
 
-def behind_us(m: int, n: int, k: int, world_size: int) -> float:
+def behind_us(m: int, n: int, k: int, world_size: int, chip: Chip = H200) -> float:
     """Microseconds of cuBLAS's product and an all-reduce behind it."""
     moved = 2 * (world_size - 1) / world_size * m * n * 2
-    return gemm_tiles.product_us(m, n, k) + _ALL_REDUCE_LAUNCH + moved / _ALL_REDUCE_LINK
+    return gemm_tiles.product_us(m, n, k, chip) + _ALL_REDUCE_LAUNCH + moved / _ALL_REDUCE_LINK

@@ -18,6 +18,8 @@ from ..switches import is_on
 from .host import host_identity, refuse_hosts
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+# What of GPUs that work together is the same, and how it is called.
+_ALIKE = {"multiprocessors": "multiprocessors", "memory": "MB/s of memory", "l2": "bytes of L2 cache"}
 
 
 def check(result: tuple[Any, ...]) -> Any:
@@ -78,6 +80,7 @@ class VmmBackend:
             **host_identity(),
             "gpu": uuid,
             "multiprocessors": torch.cuda.get_device_properties(self.device).multi_processor_count,
+            **memory_of(self._handle),
             "mps": error == driver.CUresult.CUDA_SUCCESS and bool(mps),
         }
 
@@ -186,12 +189,31 @@ def refuse_shared(ranks: list[dict[str, Any]]) -> str | None:
 
 
 def refuse_unlike(ranks: list[dict[str, Any]]) -> str | None:
-    """Why GPUs that are not alike cannot work together: how a kernel is cut depends on their multiprocessors."""
-    first = ranks[0]["multiprocessors"]
-    for rank, identity in enumerate(ranks):
-        if (found := identity["multiprocessors"]) != first:
-            return f"the GPU of rank {rank} has {found} multiprocessors, that of rank 0 has {first}"
+    """Why GPUs that are not alike cannot work together: how a kernel is cut depends on what is asked here."""
+    for what, named in _ALIKE.items():
+        first = ranks[0][what]
+        for rank, identity in enumerate(ranks):
+            if (found := identity[what]) != first:
+                return f"the GPU of rank {rank} has {found} {named}, that of rank 0 has {first}"
     return None
+
+
+def memory_of(device: Any) -> dict[str, int]:
+    """ "memory": bytes a microsecond, by its clock and width; "l2": bytes. ``device``: a CUdevice."""
+    flags = driver.CUdevice_attribute
+
+    def attribute(which: Any) -> int:
+        return int(check(driver.cuDeviceGetAttribute(which, device)))
+
+    kilohertz, bits = (
+        flags.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE,
+        flags.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH,
+    )
+    transfers = 2 * attribute(kilohertz)  # at both edges
+    return {
+        "memory": transfers * attribute(bits) // 8 // 1000,
+        "l2": attribute(flags.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE),
+    }
 
 
 @contextmanager

@@ -118,7 +118,8 @@ def stage(folder: str, on: bool, fastest: Any) -> Iterator[symm_mem.Heap]:
             for configs in (gather.configs, scatter.configs):
 
                 def slower(*problem: Any, configs: Any = configs) -> float:
-                    return float(configs.push_ranked(*problem, 132)[0][0]) + 1e-3
+                    *of, chip = problem
+                    return float(configs.push_ranked(*of, 132, chip=chip)[0][0]) + 1e-3
 
                 stack.enter_context(mock.patch.object(configs, "estimate_one_shot_us", slower))
         raw = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=7)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from weft.kernels.all_gather_matmul import configs as gather
+from weft.kernels.all_gather_matmul import estimate
 from weft.kernels.all_gather_matmul import on_cuda as gather_on_cuda
 from weft.kernels.all_gather_matmul.cuda_kernel import SOURCE
 from weft.kernels.device import gemm
@@ -131,8 +132,8 @@ def test_the_first_pieces_of_few_tiles_come_early(
 
 def test_pieces_are_sent_as_the_kernel_sends_them() -> None:
     source = SOURCE.read_text()
-    assert f"RATE = {gather._PACE / 1e3:.0f}, RATE_OF_TWO = {gather._PACE_OF_TWO / 1e3:.0f};" in source
-    assert "PUSHERS = weft::THREADS / 32 - 1;" in source and gather._PUSHERS == gemm.THREADS // 32 - 1
+    assert f"RATE = {estimate.PACE / 1e3:.0f}, RATE_OF_TWO = {estimate.PACE_OF_TWO / 1e3:.0f};" in source
+    assert "PUSHERS = weft::THREADS / 32 - 1;" in source and estimate.PUSHERS == gemm.THREADS // 32 - 1
 
 
 def test_rows_that_one_wave_takes_are_sent_together() -> None:

@@ -17,7 +17,8 @@ _OK = driver.CUresult.CUDA_SUCCESS
 
 
 def ranks(*gpus: str, mps: bool = False) -> list[dict[str, Any]]:
-    alike = {"host": "here", "boot": "1", "net": "1", "user": 1, "multiprocessors": 132, "mps": mps}
+    alike = {"host": "here", "boot": "1", "net": "1", "user": 1, "mps": mps}
+    alike |= {"multiprocessors": 132, "memory": 4916736, "l2": 60 << 20}
     return [{**alike, "gpu": gpu.encode().hex()} for gpu in gpus]
 
 
@@ -73,12 +74,32 @@ def test_a_shared_gpu_needs_no_peer_access_to_itself(monkeypatch: pytest.MonkeyP
         assert made.to_be_tried is tried
 
 
-def test_gpus_that_are_not_alike_do_not_work_together(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("what", "other", "reason"),
+    [
+        ("multiprocessors", 114, "114 multiprocessors, that of rank 0 has 132"),
+        ("memory", 3352320, "3352320 MB/s of memory, that of rank 0 has 4916736"),
+        ("l2", 50 << 20, "52428800 bytes of L2 cache, that of rank 0 has 62914560"),
+    ],
+)
+def test_gpus_that_are_not_alike_do_not_work_together(
+    monkeypatch: pytest.MonkeyPatch, what: str, other: int, reason: str
+) -> None:
     found = ranks("a", "b", "b")
-    found[2]["multiprocessors"] = 114
+    found[2][what] = other
     monkeypatch.setenv("WEFT_SHARE_GPUS", "1")
-    reason = backend(monkeypatch, 0, peers=True).refuse(found, 0)
-    assert reason == "the GPU of rank 2 has 114 multiprocessors, that of rank 0 has 132"
+    assert backend(monkeypatch, 0, peers=True).refuse(found, 0) == f"the GPU of rank 2 has {reason}"
+
+
+def test_what_memory_gives_is_its_clock_and_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = driver.CUdevice_attribute
+    of_h100 = {
+        flags.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE: 2619000,
+        flags.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH: 5120,
+        flags.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: 50 << 20,
+    }
+    monkeypatch.setattr(driver, "cuDeviceGetAttribute", lambda which, device: (_OK, of_h100[which]))
+    assert vmm.memory_of(0) == {"memory": 3352320, "l2": 50 << 20}
 
 
 def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""How kernel.cu is run, and what that is thought to take: its model of itself. Pure functions, no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from ..device import gemm_tiles
+from ..device.chip import H200, Chip
+
+BAND = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
+_MOST_WAVES = 256  # of one estimate; the waves of longer products are taken some at once
+
+
+@dataclass(frozen=True)
+class PushConfig:
+    """How the kernel that sends by itself (kernel.cu) is run.
+
+    Pieces of ``piece_rows`` x ``piece_columns`` are sent by ``senders`` blocks, which do nothing else until all is
+    sent, for the time of ``missed`` tiles; or, if that is 0, by every block beside its products. ``unit_columns`` of K
+    are waited for at once; ``group`` rows of tiles of each rank are sent and multiplied together; ``band`` pairs of own
+    rows of tiles and ``remote_band`` pairs of the peers' are walked together. ``split_k``: shards lie side by side
+    along K; then no rows are only the own ones. The first wave has ``lead`` steps of a cluster (0: as many as it can),
+    all of own rows.
+    """
+
+    tile: gemm_tiles.Tile
+    senders: int
+    group: int
+    piece_rows: int = 64
+    piece_columns: int = 64
+    unit_columns: int = 1024
+    band: int = BAND
+    remote_band: int = BAND
+    split_k: bool = False
+    missed: int = 0
+    lead: int = 0
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Of estimate_push_us, microseconds: a launch; between two tiles; how much slower products are beside what the same
+    blocks send; until what was sent is seen. ``rates``: bytes a microsecond, by senders. ``feels``: how much longer
+    products of tiles take that load twice as much for what they multiply. ``eases``: how much less is hindered, for
+    each 1.0 by which a tile's loads are less than _MUCH."""
+
+    launch: float
+    tile_ends: float
+    hinders: float
+    seen: float
+    rates: dict[int, float]
+    feels: float = 0.0
+    eases: float = 0.0
+
+
+# Fitted to measurements on 2 and 4 H200: where all blocks send, where some do, and of shards of the last dimension.
+_ALL_OF_TWO = _Costs(1.0, 1.9, 0.0, 8.0, {0: 333e3})
+_SOME_OF_TWO = _Costs(4.1, 0.2, 0.0, 5.4, {8: 229e3, 12: 330e3, 16: 329e3})
+_ALONG_K_OF_TWO = _Costs(0.6, 1.7, 0.13, 3.5, {0: 360e3}, feels=0.1)
+_ALL = _Costs(14.0, 1.8, 0.4, 0.0, {0: 294e3}, eases=1.14)
+_SOME = _Costs(14.0, 1.6, 0.0, 3.6, {8: 294e3, 12: 294e3, 16: 275e3})
+_MUCH = 1.15  # a little less than what 128 x 192 loads
+PUSHERS = 11  # warps of a block that only sends, in kernel.cu
+# Bytes a microsecond that it lets all warps send, between two ranks and between more.
+PACE_OF_TWO, PACE = 345e3, 328e3
+FIT_ROWS = 64  # of the pieces that the costs above were fitted to, between two ranks and four
+# By this share of what a piece takes less to send than those, data is seen earlier (bench/results/h200-x1-pieces.txt).
+_EARLIER = 0.73
+
+
+def _piece_us(config: PushConfig, world_size: int, num_sms: int) -> float:
+    """Microseconds from a piece's first bytes to its last."""
+    piece, pushers = config.piece_rows * config.piece_columns * 2, config.senders * PUSHERS or num_sms
+    return piece * (world_size - 1) * pushers / (PACE_OF_TWO if world_size == 2 else PACE)
+
+
+def clusters_of(config: PushConfig, num_sms: int) -> tuple[int, int]:
+    """Of two blocks each: those that multiply from the start, and with the senders."""
+    return max(1, (num_sms - config.senders) // 2), max(1, num_sms // 2)
+
+
+def missed_of(tile: gemm_tiles.Tile, senders: int, m: int, k: int, world_size: int) -> int:
+    """Tiles that a block computes while so many ``senders`` send. Measured with these costs between two, too."""
+    tile_us = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us + _SOME.tile_ends
+    return ceil((_SOME.launch + (world_size - 1) * m * k * 2 / _SOME.rates[senders]) / tile_us)
+
+
+def _costs(config: PushConfig, world_size: int) -> _Costs:
+    if world_size > 2:
+        return _SOME if config.senders else _ALL
+    if config.split_k:
+        return _ALONG_K_OF_TWO
+    return _SOME_OF_TWO if config.senders else _ALL_OF_TWO
+
+
+def estimate_push_us(
+    config: PushConfig,
+    m: int,
+    ns: Sequence[int],
+    k: int,
+    world_size: int,
+    num_sms: int,
+    chip: Chip = H200,
+) -> float:
+    """Microseconds, by a walk through the waves of tiles that meets the pieces as they come.
+
+    All clusters are thought to work in step; the constants are fitted to measurements on 2 and 4 H200. ``config``: of a
+    tile as it is on the ``chip``.
+    """
+    tile, peers = config.tile, world_size - 1
+    rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
+    units = -(-k // config.unit_columns)
+    moved = peers * m * k * 2
+    costs = _costs(config, world_size)
+    rate = costs.rates[config.senders]
+    hinders = 0.0 if config.senders else costs.hinders - costs.eases * max(0.0, _MUCH - tile.loads)
+    row_us = moved / rows / rate
+    seen = costs.seen
+    if not config.split_k:  # whose pieces are as they were
+        fit_us = _piece_us(replace(config, piece_rows=FIT_ROWS), 2 if world_size == 2 else 4, num_sms)
+        seen -= _EARLIER * (fit_us - _piece_us(config, world_size, num_sms))
+    end = moved / gemm_tiles.LINK
+    others, clusters = clusters_of(config, num_sms)
+    # Pairs of rows of tiles: those of the own shard alone, and those behind them, which wait for the peers' rows.
+    own_pairs, listed, parts = (0, 1, world_size) if config.split_k else (rows // 2, peers, 1)
+    pairs = (rows * (1 if config.split_k else world_size) + 1) // 2 - own_pairs
+    own = own_pairs * columns
+    steps = own + pairs * columns
+    at_once = -(-steps // (clusters * _MOST_WAVES))
+    stage_us = tile.stage_us * tile.felt(costs.feels)
+    whole_us = parts * k / gemm_tiles.BLOCK_K * stage_us
+    before_last_us = (units - 1) * config.unit_columns / gemm_tiles.BLOCK_K * stage_us
+    now = -(-k // gemm_tiles.BLOCK_K) * stage_us + costs.tile_ends if config.lead else 0.0
+    first, wave = config.lead, 0
+    while first < steps:
+        taken = (others if wave < config.missed else clusters) * at_once
+        last, sent, height = min(steps, first + taken) - 1, 0, 0
+        if last >= own:
+            band, inside = divmod(last - own, config.remote_band * columns)
+            tall = min(pairs - band * config.remote_band, config.remote_band)
+            pair = band * config.remote_band + min(inside, tall - 1)
+            sent = min((2 * pair + 1) // (config.group * listed), (rows - 1) // config.group) * config.group
+            height = min(config.group, rows - sent)
+        if hinders > 0 and now < end:
+            for unit in [*range(units)] * parts:
+                if height:
+                    now = max(now, (sent + height * (unit + 1) / units) * row_us + seen)
+                us = min(config.unit_columns, k - unit * config.unit_columns) / gemm_tiles.BLOCK_K
+                us *= stage_us * at_once
+                now += us + hinders * max(0.0, min(us, end - now))
+        else:
+            if height:  # units come evenly, and are multiplied so: the first one is waited for the longest, or the last
+                now = max(now, (sent + height / units) * row_us + seen)
+                now = max(now, (sent + height) * row_us + seen - before_last_us * at_once)
+            now += whole_us * at_once
+        now += costs.tile_ends * at_once
+        first, wave = first + taken, wave + at_once
+    bands = -(-own_pairs // config.band) + -(-pairs // config.remote_band)
+    # All Bs come from memory once for each band, if no wave takes several.
+    times = min(bands, -(-steps // clusters))
+    return costs.launch + max(now, gemm_tiles.streamed_us(2 * parts * k * sum(ns), times, chip))
