@@ -16,7 +16,7 @@ from torch._inductor import config as inductor_config
 ROOT = Path(__file__).parent.parent
 PASS_PAGE = "fused_ops/passes/README.md"
 PAGES = ["README.md", "CONTRIBUTING.md", "fused_ops/README.md", PASS_PAGE, "tests/faults/README.md"]
-PAGES += ["kernels/README.md", "bench/NOTES.md", "bench/TRIED.md", "bench/HISTORY.md"]
+PAGES += ["kernels/README.md", "bench/NOTES.md", "bench/TRIED.md", "bench/HISTORY.md", "bench/H100.md"]
 TEXT = (ROOT / "README.md").read_text()
 
 
