@@ -27,9 +27,9 @@ MOST_BS = 4  # of one launch
 _PIECES_OF_TWO = {True: ((32, 256), (64, 512)), False: ((32, 512), (64, 1024))}
 _PIECES = {True: ((16, 256), (32, 512)), False: ((32, 512), (64, 1024))}
 _SMALLER = {(64, 1024): (32, 512), (32, 512): (16, 256), (16, 256): (16, 256)}
-# Microseconds of a copy kernel, and bytes a microsecond that it moves: unfused, shards of the last dimension are put
-# side by side between the all-gather and the product. Not fitted to anything: a launch, and the memory's rate.
-_COPY, _COPY_RATE = 3.0, 1.75e6
+# Microseconds of a copy kernel, and the share of what memory gives at which it moves bytes: unfused, shards of the last
+# dimension are put side by side between the all-gather and the product. Not fitted: a launch, a read and a write.
+_COPY, _COPIED = 3.0, 0.36
 # Of estimate_one_shot_us: products that take so many times as long as the sending, and the share of them that counts.
 _HIDES, _MOST_NOT_HIDDEN = 12, 0.04
 
@@ -168,7 +168,7 @@ def fusing_pays(
     fused, _ = fused_ranked(m, tuple(ns), k, world_size, num_sms, split_k, return_A, chip)[0]
     if not split_k:
         return fused < gemm_tiles.unfused_us(world_size * m, sum(ns), k, moved, chip)
-    joined = _COPY + world_size * m * k * 2 / _COPY_RATE
+    joined = _COPY + world_size * m * k * 2 / (_COPIED * chip.memory)
     return fused < gemm_tiles.unfused_us(m, sum(ns), world_size * k, moved, chip) + joined
 
 

@@ -26,7 +26,9 @@ H100 = Chip(3352320, 50 << 20)
 
 @cache
 def chip_of(device: torch.device) -> Chip:
-    """That of a CUDA device with an index; where there is none, an H200's."""
+    """That of a CUDA device with an index. What it does not say (a virtual GPU's clock is 0) is an H200's, and all of
+    it where there is none."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return H200
-    return Chip(**memory_of(check(driver.cuDeviceGet(device.index))))
+    found = memory_of(check(driver.cuDeviceGet(device.index)))
+    return Chip(found["memory"] or H200.memory, found["l2"] or H200.l2)

@@ -103,3 +103,11 @@ def test_a_device_is_asked_and_without_one_it_is_an_h200(monkeypatch: pytest.Mon
     assert chip.chip_of(torch.device("cuda", 1)) == H100 and asked == [1]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert chip.chip_of(torch.device("cuda", 1)) == H200
+
+
+def test_what_a_virtual_gpu_does_not_say_is_taken_for_an_h200s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(chip, "check", lambda found: found)
+    monkeypatch.setattr(chip.driver, "cuDeviceGet", lambda index: index)
+    monkeypatch.setattr(chip, "memory_of", lambda handle: {"memory": 0, "l2": H100.l2})
+    assert chip.chip_of.__wrapped__(torch.device("cuda", 0)) == Chip(H200.memory, H100.l2)
