@@ -15,6 +15,7 @@ from alone_rank import TIMEOUT_NS, Alone, Problem, Trial
 from parts import divisible, random_tensor, sets_of
 from registry import SPLITS, Row
 from torch import Tensor
+from weft.kernels.all_gather_matmul.configs import Problem as MatmulProblem
 from weft.kernels.all_gather_matmul.configs import PushConfig, push_layout, push_ranked, varied
 from weft.kernels.all_gather_matmul.cuda_kernel import AllGatherMatmulPush
 from weft.kernels.device.chip import chip_of
@@ -139,8 +140,8 @@ class GatherProblem(Problem[PushConfig]):
         return (self.world - 1) * self.m * self.k * self.row.dtype.itemsize
 
     def ranked(self) -> list[tuple[float, PushConfig]]:
-        chip = chip_of(self.device)
-        return varied(push_ranked(self.m, tuple(self.ns), self.k, self.world, self.num_sms, chip=chip))
+        of = self.m, tuple(self.ns), self.k, self.world, self.num_sms
+        return varied(push_ranked(MatmulProblem(*of, chip=chip_of(self.device))))
 
     def layout(self, config: PushConfig) -> Layout:
         return push_layout(self.m, self.k, self.world, config)

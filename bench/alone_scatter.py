@@ -21,6 +21,7 @@ from torch import Tensor
 from weft.kernels.device.chip import chip_of
 from weft.kernels.matmul_reduce_scatter import cuda_kernel
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue, PushConfig, push_layout, push_ranked
+from weft.kernels.matmul_reduce_scatter.configs import Problem as MatmulProblem
 from weft.symm_mem import Workspace
 from weft.symm_mem.workspace import HALVES, Layout
 
@@ -105,7 +106,9 @@ class ScatterProblem(Problem[PushConfig]):
         return (self.world - 1) * self.m * self.n * self.row.dtype.itemsize
 
     def ranked(self) -> list[tuple[float, PushConfig]]:
-        return push_ranked(self.m, self.n, self.k, self.world, self.num_sms, chip=chip_of(self.device))
+        return push_ranked(
+            MatmulProblem(self.m, self.n, self.k, self.world, self.num_sms, chip=chip_of(self.device))
+        )
 
     def layout(self, config: PushConfig) -> Layout:
         return push_layout(self.m, self.n, config, self.world, self.num_sms)

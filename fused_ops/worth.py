@@ -80,13 +80,14 @@ def worth_fusing(
             return f"rows of {row} x {dtype} are no multiple of {_ROW} bytes"
     if gathers:
         if halves:
-            problem = rows, [n], depth, world_size, _NUM_SMS
-            pays = gather.fusing_pays(*problem, split_k=last_dim, return_A=return_A, chip=_chip())
+            of_gather = gather.Problem(rows, (n,), depth, world_size, _NUM_SMS, last_dim, return_A, _chip())
+            pays = gather.fusing_pays(of_gather)
         else:
             pays = gather.pays(rows, n, k, world_size, dtype.itemsize)
         return None if pays else f"too little is gathered and multiplied ({m} x {k} @ {k} x {n})"
     if halves:
-        pays = scatter.fusing_pays(rows, columns, k, world_size, _NUM_SMS, split_n=last_dim, chip=_chip())
+        problem = scatter.Problem(rows, columns, k, world_size, _NUM_SMS, split_n=last_dim, chip=_chip())
+        pays = scatter.fusing_pays(problem)
     else:
         pays = rows >= _LEAST_ROWS
     return None if pays else f"too little is multiplied and scattered ({m} x {k} @ {k} x {n})"

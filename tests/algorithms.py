@@ -58,11 +58,11 @@ def mixing() -> Iterator[None]:
     By their sizes: so all ranks do it alike, and nothing is switched from call to call.
     """
     with ExitStack() as stack:
-        for configs in (gather_configs, scatter_configs):
+        for configs, columns in ((gather_configs, "k"), (scatter_configs, "n")):
             choose = configs.choose_one_shot
 
-            def some(m: int, columns: int, *more: Any, choose: Any = choose, **named: Any) -> Any:
-                return None if columns // 64 % 2 else choose(m, columns, *more, **named)
+            def some(problem: Any, columns: str = columns, choose: Any = choose) -> Any:
+                return None if getattr(problem, columns) // 64 % 2 else choose(problem)
 
             stack.enter_context(mock.patch.object(configs, "choose_one_shot", some))
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
@@ -12,10 +12,9 @@ import torch
 
 from ...symm_mem.workspace import Layout
 from ..device import gemm_tiles, one_shot
-from ..device.chip import H200, Chip
 from ..device.one_shot import OneShotConfig
 from ..device.tile_table import Tile, pick
-from .estimate import BAND, FIT_ROWS, PushConfig, clusters_of, estimate_push_us, missed_of
+from .estimate import BAND, FIT_ROWS, Problem, PushConfig, clusters_of, estimate_push_us, missed_of
 
 # A copy engine takes some microseconds for each copy, and as many again for the flag behind it: a second chunk
 # pays only for shards from this size on that take longer to arrive than the products before them.
@@ -76,63 +75,39 @@ AnyConfig: TypeAlias = FusedConfig | Config
 F = TypeVar("F", bound=FusedConfig)
 
 
-def choose_push(
-    m: int,
-    ns: Sequence[int],
-    k: int,
-    world_size: int,
-    num_sms: int,
-    *,
-    split_k: bool = False,
-    chip: Chip = H200,
-) -> PushConfig:
-    """The configuration for A shards [m, K] and Bs [K, N_i] of 16 bits, or with ``split_k`` Bs [W * K, N_i].
+def choose_push(problem: Problem) -> PushConfig:
+    """The configuration. A pure function: all ranks choose alike."""
+    return push_ranked(problem)[0][1]
+
+
+def choose_one_shot(problem: Problem) -> OneShotConfig | None:
+    """The configuration of a gather in one shot; None if that takes no such call."""
+    # What is gathered in one shot is for the products alone: a pair of NaNs with all bits set arrives as another pair
+    # (push.cuh), which makes no difference to them, but A must be bit for bit what the shards are.
+    shard = problem.m * problem.k * 2
+    if problem.split_k or problem.return_A or problem.world_size * shard > one_shot.MOST_BYTES:
+        return None
+    return one_shot.config(shard, problem.num_sms)
+
+
+def estimate_one_shot_us(problem: Problem) -> float:
+    """Microseconds: nothing is hidden behind anything. Against products that take much longer than the sending, which a
+    kernel that does both hides best, it was measured to lose up to 4 % of them more than these estimates say."""
+    sent, size = problem.moved, problem.world_size
+    products = gemm_tiles.products_us(size * problem.m, problem.ns, problem.k, problem.chip)
+    not_hidden = max(0.0, products - _HIDES * one_shot.sending_us(sent, size))
+    return one_shot.exchange_us(sent, size) + products + min(not_hidden, _MOST_NOT_HIDDEN * products)
+
+
+def fused_ranked(problem: Problem) -> list[tuple[float, FusedConfig]]:
+    """All candidates of both kernels with the microseconds that they are thought to take, the fastest first.
 
     A pure function: all ranks choose alike.
     """
-    return push_ranked(m, tuple(ns), k, world_size, num_sms, split_k, chip)[0][1]
-
-
-def choose_one_shot(
-    m: int, k: int, world_size: int, num_sms: int, *, split_k: bool = False, return_A: bool = False
-) -> OneShotConfig | None:
-    """The configuration of a gather in one shot for A shards [m, K] of 16 bits; None if that takes no such call."""
-    # What is gathered in one shot is for the products alone: a pair of NaNs with all bits set arrives as another pair
-    # (push.cuh), which makes no difference to them, but A must be bit for bit what the shards are.
-    if split_k or return_A or world_size * m * k * 2 > one_shot.MOST_BYTES:
-        return None
-    return one_shot.config(m * k * 2, num_sms)
-
-
-def estimate_one_shot_us(m: int, ns: Sequence[int], k: int, world_size: int, chip: Chip = H200) -> float:
-    """Microseconds: nothing is hidden behind anything. Against products that take much longer than the sending, which a
-    kernel that does both hides best, it was measured to lose up to 4 % of them more than these estimates say."""
-    sent = (world_size - 1) * m * k * 2
-    products = gemm_tiles.products_us(world_size * m, ns, k, chip)
-    not_hidden = max(0.0, products - _HIDES * one_shot.sending_us(sent, world_size))
-    not_hidden = min(not_hidden, _MOST_NOT_HIDDEN * products)
-    return one_shot.exchange_us(sent, world_size) + products + not_hidden
-
-
-def fused_ranked(
-    m: int,
-    ns: tuple[int, ...],
-    k: int,
-    world_size: int,
-    num_sms: int,
-    split_k: bool = False,
-    return_A: bool = False,
-    chip: Chip = H200,
-) -> list[tuple[float, FusedConfig]]:
-    """All candidates of both kernels with the microseconds that they are thought to take, the fastest first.
-
-    For A shards [m, K] and Bs [K, N_i] of 16 bits, or with ``split_k`` Bs [W * K, N_i]. A pure function: all ranks
-    choose alike.
-    """
-    ranked: list[tuple[float, FusedConfig]] = [*push_ranked(m, ns, k, world_size, num_sms, split_k, chip)]
-    gather = choose_one_shot(m, k, world_size, num_sms, split_k=split_k, return_A=return_A)
+    ranked: list[tuple[float, FusedConfig]] = [*push_ranked(problem)]
+    gather = choose_one_shot(problem)
     if gather is not None:
-        ranked.append((estimate_one_shot_us(m, ns, k, world_size, chip), gather))
+        ranked.append((estimate_one_shot_us(problem), gather))
     return sorted(ranked, key=itemgetter(0))
 
 
@@ -152,64 +127,41 @@ def fused_layout(m: int, k: int, world_size: int, config: FusedConfig) -> Layout
     return None if isinstance(config, OneShotConfig) else push_layout(m, k, world_size, config)
 
 
-def fusing_pays(
-    m: int,
-    ns: Sequence[int],
-    k: int,
-    world_size: int,
-    num_sms: int,
-    *,
-    split_k: bool = False,
-    return_A: bool = False,
-    chip: Chip = H200,
-) -> bool:
+def fusing_pays(problem: Problem) -> bool:
     """Whether the better of both kernels is thought to beat an all-gather in front of the products."""
-    moved = (world_size - 1) * m * k * 2
-    fused, _ = fused_ranked(m, tuple(ns), k, world_size, num_sms, split_k, return_A, chip)[0]
-    if not split_k:
-        return fused < gemm_tiles.unfused_us(world_size * m, sum(ns), k, moved, chip)
-    joined = _COPY + world_size * m * k * 2 / (_COPIED * chip.memory)
-    return fused < gemm_tiles.unfused_us(m, sum(ns), world_size * k, moved, chip) + joined
+    m, n, k, size = problem.m, sum(problem.ns), problem.k, problem.world_size
+    fused, _ = fused_ranked(problem)[0]
+    if not problem.split_k:
+        return fused < gemm_tiles.unfused_us(size * m, n, k, problem.moved, problem.chip)
+    joined = _COPY + size * m * k * 2 / (_COPIED * problem.chip.memory)
+    return fused < gemm_tiles.unfused_us(m, n, size * k, problem.moved, problem.chip) + joined
 
 
 @lru_cache(maxsize=4096)
-def push_ranked(
-    m: int,
-    ns: tuple[int, ...],
-    k: int,
-    world_size: int,
-    num_sms: int,
-    split_k: bool = False,
-    chip: Chip = H200,
-) -> tuple[tuple[float, PushConfig], ...]:
+def push_ranked(problem: Problem) -> tuple[tuple[float, PushConfig], ...]:
     """All candidates with the microseconds that ``estimate_push_us`` gives them, the fastest first."""
-    candidates = push_candidates(m, ns, k, world_size, num_sms, split_k, chip)
     # To a millionth: where sums are added up in another order, what is as fast stays so, and what comes first is taken.
-    problem = m, ns, k, world_size, num_sms, chip
-    estimated = [(round(estimate_push_us(c, *problem), 6), c) for c in candidates]
+    estimated = [(round(estimate_push_us(c, problem), 6), c) for c in push_candidates(problem)]
     return tuple(sorted(estimated, key=itemgetter(0)))
 
 
-def push_candidates(
-    m: int,
-    ns: Sequence[int],
-    k: int,
-    world_size: int,
-    num_sms: int,
-    split_k: bool = False,
-    chip: Chip = H200,
-) -> list[PushConfig]:
+def push_candidates(problem: Problem) -> list[PushConfig]:
     """What may be fastest; of those that are thought to be as fast, what comes first. A group is one or two rows of
     tiles of all peers, or as many as keep every block busy once, all of them if there are no more: where the data is
     waited for, the tiles of the last group then advance together as it comes."""
-    configs, peers = [], world_size - 1
-    listed = 1 if split_k else peers  # tiles that wait for a row of tiles of all peers, in each column
-    several = [s for s in _senders(peers * m * k * 2, world_size, split_k) if 4 * s <= num_sms]
-    for tile in gemm_tiles.suited(world_size * m, sum(ns), k, world_size, stores_only=True, chip=chip):
-        rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
+    m, ns, k, world_size = problem.m, problem.ns, problem.k, problem.world_size
+    num_sms, split_k = problem.num_sms, problem.split_k
+    configs: list[PushConfig] = []
+    listed = (
+        1 if split_k else world_size - 1
+    )  # tiles that wait for a row of tiles of all peers, in each column
+    several = [s for s in _senders(problem.moved, world_size, split_k) if 4 * s <= num_sms]
+    suited = gemm_tiles.suited(world_size * m, sum(ns), k, world_size, stores_only=True, chip=problem.chip)
+    for tile in suited:
+        rows, columns = problem.tiles(tile)
         one_wave = gemm_tiles.waves(tile, rows * world_size, ns, num_sms) == 1
         for senders in several:
-            missed = missed_of(tile, senders, m, k, world_size) if senders else 0
+            missed = missed_of(tile, senders, problem) if senders else 0
             fill = (num_sms - senders) // (listed * columns)
             for group in sorted({1, 2, min(fill, rows)} & set(range(1, rows + 1)), reverse=senders > 0):
                 remote_band = max(BAND, -(-group * listed // 2))
@@ -222,7 +174,7 @@ def push_candidates(
                     split_k=split_k,
                     missed=missed,
                 )
-                led = _led(config, m, ns, k, world_size, num_sms)
+                led = _led(config, problem)
                 configs += [config] if led is None else [led, config]
     return configs
 
@@ -247,17 +199,14 @@ def _senders(moved: int, world_size: int, split_k: bool) -> tuple[int, ...]:
     return (12, 8, 16, 0) if moved < 10 << 20 else (8, 16, 12, 0)
 
 
-def _led(
-    config: PushConfig, m: int, ns: Sequence[int], k: int, world_size: int, num_sms: int
-) -> PushConfig | None:
+def _led(config: PushConfig, problem: Problem) -> PushConfig | None:
     """The same with what is left over of full waves in front of them; None if nothing is, or too much."""
-    tile = config.tile
-    rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
-    own, steps = rows // 2 * columns, (rows * world_size + 1) // 2 * columns
-    others, clusters = clusters_of(config, num_sms)
+    rows, columns = problem.tiles(config.tile)
+    own, steps = rows // 2 * columns, (rows * problem.world_size + 1) // 2 * columns
+    others, clusters = clusters_of(config, problem.num_sms)
     behind = steps - config.missed * others
     lead = behind % clusters if behind > 0 else steps % others
-    if config.split_k or len(ns) > MOST_BS or not 0 < lead <= min(own, others):
+    if config.split_k or len(problem.ns) > MOST_BS or not 0 < lead <= min(own, others):
         return None
     return replace(config, lead=lead)
 

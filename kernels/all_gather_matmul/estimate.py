@@ -1,8 +1,7 @@
-"""How kernel.cu is run, and what that is thought to take: its model of itself. Pure functions, no GPU."""
+"""What is to be multiplied, how kernel.cu is run, and what that is thought to take. Pure functions, no GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -11,6 +10,34 @@ from ..device.chip import H200, Chip
 
 BAND = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
 _MOST_WAVES = 256  # of one estimate; the waves of longer products are taken some at once
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Shards A [m, K] and Bs [K, N_i] of 16 bits, or with ``split_k``, where shards lie side by side, Bs [W * K, N_i].
+
+    Attributes:
+        num_sms: multiprocessors, of a ``chip``.
+        return_A: what is gathered is wanted, too.
+    """
+
+    m: int
+    ns: tuple[int, ...]
+    k: int
+    world_size: int
+    num_sms: int
+    split_k: bool = False
+    return_A: bool = False
+    chip: Chip = H200
+
+    @property
+    def moved(self) -> int:
+        """Bytes that a rank receives."""
+        return (self.world_size - 1) * self.m * self.k * 2
+
+    def tiles(self, tile: gemm_tiles.Tile) -> tuple[int, int]:
+        """Rows of a shard and columns of all Bs."""
+        return -(-self.m // tile.block_m), sum(-(-n // tile.block_n) for n in self.ns)
 
 
 @dataclass(frozen=True)
@@ -80,10 +107,10 @@ def clusters_of(config: PushConfig, num_sms: int) -> tuple[int, int]:
     return max(1, (num_sms - config.senders) // 2), max(1, num_sms // 2)
 
 
-def missed_of(tile: gemm_tiles.Tile, senders: int, m: int, k: int, world_size: int) -> int:
+def missed_of(tile: gemm_tiles.Tile, senders: int, problem: Problem) -> int:
     """Tiles that a block computes while so many ``senders`` send. Measured with these costs between two, too."""
-    tile_us = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us + _SOME.tile_ends
-    return ceil((_SOME.launch + (world_size - 1) * m * k * 2 / _SOME.rates[senders]) / tile_us)
+    tile_us = -(-problem.k // gemm_tiles.BLOCK_K) * tile.stage_us + _SOME.tile_ends
+    return ceil((_SOME.launch + problem.moved / _SOME.rates[senders]) / tile_us)
 
 
 def _costs(config: PushConfig, world_size: int) -> _Costs:
@@ -94,24 +121,16 @@ def _costs(config: PushConfig, world_size: int) -> _Costs:
     return _SOME_OF_TWO if config.senders else _ALL_OF_TWO
 
 
-def estimate_push_us(
-    config: PushConfig,
-    m: int,
-    ns: Sequence[int],
-    k: int,
-    world_size: int,
-    num_sms: int,
-    chip: Chip = H200,
-) -> float:
+def estimate_push_us(config: PushConfig, problem: Problem) -> float:
     """Microseconds, by a walk through the waves of tiles that meets the pieces as they come.
 
     All clusters are thought to work in step; the constants are fitted to measurements on 2 and 4 H200. ``config``: of a
-    tile as it is on the ``chip``.
+    tile as it is on the problem's chip.
     """
-    tile, peers = config.tile, world_size - 1
-    rows, columns = -(-m // tile.block_m), sum(-(-n // tile.block_n) for n in ns)
+    tile, k, world_size, num_sms = config.tile, problem.k, problem.world_size, problem.num_sms
+    peers, moved = world_size - 1, problem.moved
+    rows, columns = problem.tiles(tile)
     units = -(-k // config.unit_columns)
-    moved = peers * m * k * 2
     costs = _costs(config, world_size)
     rate = costs.rates[config.senders]
     hinders = 0.0 if config.senders else costs.hinders - costs.eases * max(0.0, _MUCH - tile.loads)
@@ -159,4 +178,5 @@ def estimate_push_us(
     bands = -(-own_pairs // config.band) + -(-pairs // config.remote_band)
     # All Bs come from memory once for each band, if no wave takes several.
     times = min(bands, -(-steps // clusters))
-    return costs.launch + max(now, gemm_tiles.streamed_us(2 * parts * k * sum(ns), times, chip))
+    streamed_us = gemm_tiles.streamed_us(2 * parts * k * sum(problem.ns), times, problem.chip)
+    return costs.launch + max(now, streamed_us)

@@ -75,10 +75,10 @@ def _choose(
     if k * a.element_size() % ALIGNMENT:  # of a part of B, where B as a whole may be fine
         return f"K: rows of {k} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     if a.dtype in gemm.DTYPES and len({is_transposed(b) for b in bs}) == 1:
-        problem = m, tuple(ns), k, world_size, num_sms
-        (_, config), *_ = configs.fused_ranked(*problem, split_k, return_A, chip)
-        pays = configs.fusing_pays(*problem, split_k=split_k, return_A=return_A, chip=chip)
-        return Choice(_algorithm(config), config, configs.fused_layout(m, k, world_size, config), pays)
+        problem = configs.Problem(m, tuple(ns), k, world_size, num_sms, split_k, return_A, chip)
+        (_, config), *_ = configs.fused_ranked(problem)
+        layout = configs.fused_layout(m, k, world_size, config)
+        return Choice(_algorithm(config), config, layout, configs.fusing_pays(problem))
     if split_k:
         what = "Bs of both orders in memory" if a.dtype in gemm.DTYPES else f"{a.dtype} operands"
         return f"the last dimension is gathered, for which no kernel takes {what}"
@@ -112,10 +112,10 @@ def tuned(
     kind = f"{op} {m} x {k} @ {bs[0].shape[0]} x {'+'.join(map(str, ns))}, {a.dtype}, {num_sms} SMs"
     if return_A and not split_k:
         kind += ", A returned"  # other candidates
-    ranked = configs.fused_ranked(m, ns, k, size, num_sms, split_k, return_A, chip_of(a.device))
+    problem = configs.Problem(m, ns, k, size, num_sms, split_k, return_A, chip_of(a.device))
     candidates: list[Candidate[configs.AnyConfig]] = [
         Candidate(config, configs.fused_layout(m, k, size, config), _algorithm(config))
-        for _, config in configs.varied(ranked)
+        for _, config in configs.varied(configs.fused_ranked(problem))
     ]
     results: list[torch.Tensor] = []
 

@@ -77,6 +77,33 @@ class PushConfig:
     split_n: bool = False
 
 
+@dataclass(frozen=True)
+class Problem:
+    """A [L, W, m, K] and B [K, N] of 16 bits, with ``batches`` L, or with ``split_n`` A [m, K] and B [K, W * N].
+
+    ``num_sms``: multiprocessors, of a ``chip``.
+    """
+
+    m: int
+    n: int
+    k: int
+    world_size: int
+    num_sms: int
+    batches: int = 1
+    split_n: bool = False
+    chip: Chip = H200
+
+    @property
+    def rows(self) -> int:
+        """Of A."""
+        return self.world_size * self.batches * self.m
+
+    @property
+    def moved(self) -> int:
+        """Bytes that a rank sends."""
+        return (self.world_size - 1) * self.batches * self.m * self.n * 2
+
+
 FusedConfig: TypeAlias = PushConfig | OneShotConfig  # of 16 bits
 AnyConfig: TypeAlias = FusedConfig | Config
 
@@ -95,48 +122,34 @@ def push_config(
     return PushConfig(tile, min(band, 8), staged=True, split_n=split_n)
 
 
-def choose_push(
-    m: int, n: int, k: int, world_size: int, num_sms: int, batches: int = 1, chip: Chip = H200
-) -> PushConfig:
-    """The configuration for A [L, W, m, K] and B [K, N] of 16 bits. A pure function: all ranks choose alike."""
-    return push_ranked(m, n, k, world_size, num_sms, batches, chip=chip)[0][1]
+def choose_push(problem: Problem) -> PushConfig:
+    """The configuration. A pure function: all ranks choose alike."""
+    return push_ranked(problem)[0][1]
 
 
-def choose_one_shot(m: int, n: int, world_size: int, num_sms: int, batches: int = 1) -> OneShotConfig | None:
-    """The configuration of a reduce-scatter in one shot of C [W, m, N] of 16 bits; None if that takes no such call."""
-    if batches != 1 or world_size * m * n * 2 > one_shot.MOST_BYTES:
+def choose_one_shot(problem: Problem) -> OneShotConfig | None:
+    """The configuration of a reduce-scatter in one shot; None if that takes no such call."""
+    part = problem.m * problem.n * 2
+    if problem.batches != 1 or problem.world_size * part > one_shot.MOST_BYTES:
         return None
-    return one_shot.config(m * n * 2, num_sms)
+    return one_shot.config(part, problem.num_sms)
 
 
-def estimate_one_shot_us(m: int, n: int, k: int, world_size: int, chip: Chip = H200) -> float:
+def estimate_one_shot_us(problem: Problem) -> float:
     """Microseconds: nothing is hidden behind anything."""
-    exchanged = one_shot.exchange_us((world_size - 1) * m * n * 2, world_size)
-    return exchanged + gemm_tiles.product_us(world_size * m, n, k, chip)
+    exchanged = one_shot.exchange_us(problem.moved, problem.world_size)
+    return exchanged + gemm_tiles.product_us(problem.rows, problem.n, problem.k, problem.chip)
 
 
-def fused_ranked(
-    m: int,
-    n: int,
-    k: int,
-    world_size: int,
-    num_sms: int,
-    batches: int = 1,
-    *,
-    split_n: bool = False,
-    chip: Chip = H200,
-) -> list[tuple[float, FusedConfig]]:
+def fused_ranked(problem: Problem) -> list[tuple[float, FusedConfig]]:
     """All candidates of both kernels with the microseconds that they are thought to take, the fastest first.
 
-    For A [L, W, m, K] and B [K, N] of 16 bits, or with ``split_n`` A [m, K] and B [K, W * N]. A pure function: all
-    ranks choose alike.
+    A pure function: all ranks choose alike.
     """
-    ranked: list[tuple[float, FusedConfig]] = [
-        *push_ranked(m, n, k, world_size, num_sms, batches, split_n=split_n, chip=chip)
-    ]
-    scatter = choose_one_shot(m, n, world_size, num_sms, batches)
+    ranked: list[tuple[float, FusedConfig]] = [*push_ranked(problem)]
+    scatter = choose_one_shot(problem)
     if scatter is not None:
-        ranked.append((estimate_one_shot_us(m, n, k, world_size, chip), scatter))
+        ranked.append((estimate_one_shot_us(problem), scatter))
     return sorted(ranked, key=itemgetter(0))
 
 
@@ -149,43 +162,19 @@ def fused_layout(
     return push_layout(m, n, config, world_size, num_sms, batches)
 
 
-def fusing_pays(
-    m: int,
-    n: int,
-    k: int,
-    world_size: int,
-    num_sms: int,
-    batches: int = 1,
-    *,
-    split_n: bool = False,
-    chip: Chip = H200,
-) -> bool:
-    """Whether the better of both kernels is thought to beat a product and a reduce-scatter behind it. Arguments as of
-    ``fused_ranked``."""
-    moved = (world_size - 1) * batches * m * n * 2
-    fused, _ = fused_ranked(m, n, k, world_size, num_sms, batches, split_n=split_n, chip=chip)[0]
-    return fused < gemm_tiles.unfused_us(world_size * batches * m, n, k, moved, chip)
+def fusing_pays(problem: Problem) -> bool:
+    """Whether the better of both kernels is thought to beat a product and a reduce-scatter behind it."""
+    fused, _ = fused_ranked(problem)[0]
+    return fused < gemm_tiles.unfused_us(problem.rows, problem.n, problem.k, problem.moved, problem.chip)
 
 
-def push_ranked(
-    m: int,
-    n: int,
-    k: int,
-    world_size: int,
-    num_sms: int,
-    batches: int = 1,
-    *,
-    split_n: bool = False,
-    chip: Chip = H200,
-) -> list[tuple[float, PushConfig]]:
+def push_ranked(problem: Problem) -> list[tuple[float, PushConfig]]:
     """All candidates with the microseconds that ``estimate_push_us`` gives them, the fastest first."""
-    configs = [
-        push_config(tile, batches * m, n, k, world_size, num_sms, split_n=split_n)
-        for tile in gemm_tiles.suited(world_size * batches * m, n, k, world_size, chip=chip)
-    ]
-    problem = m, n, k, world_size, num_sms, batches
-    estimated = [(estimate_push_us(c, *problem, chip), c) for c in configs]
-    return sorted(estimated, key=itemgetter(0))
+    n, k, size = problem.n, problem.k, problem.world_size
+    tiles = gemm_tiles.suited(problem.rows, n, k, size, chip=problem.chip)
+    parts = problem.batches * problem.m, n, k, size, problem.num_sms
+    candidates = [push_config(tile, *parts, split_n=problem.split_n) for tile in tiles]
+    return sorted(((estimate_push_us(c, problem), c) for c in candidates), key=itemgetter(0))
 
 
 # How much longer products of 64 x 256 take beside what is sent than gemm_tiles.py says, whose figure is older: measured
@@ -193,16 +182,7 @@ def push_ranked(
 _OF_64_ROWS = 1.02
 
 
-def estimate_push_us(
-    config: PushConfig,
-    m: int,
-    n: int,
-    k: int,
-    world_size: int,
-    num_sms: int,
-    batches: int = 1,
-    chip: Chip = H200,
-) -> float:
+def estimate_push_us(config: PushConfig, problem: Problem) -> float:
     """Microseconds; the constants are fitted to measurements on 2 and on 4 H200.
 
     Sending begins behind the first tile's main loop, and it and the products hinder each other. A launch between more
@@ -210,16 +190,17 @@ def estimate_push_us(
     8 us (bench/results/h200-x1-scatter.txt), and 7 for what shows only between ranks. That is a guess: with flags it
     was 11 to 18; between two, where it was 10 to 14 with flags, it is 3.5.
     """
-    tile = config.tile
-    rows = world_size * _rows(m, config, batches)
-    product = product_beside_us(tile, rows, n, k, num_sms, feels=0.1 if world_size == 2 else 0.2)
+    tile, n, k, world_size = config.tile, problem.n, problem.k, problem.world_size
+    rows = world_size * _rows(problem.m, config, problem.batches)
+    feels = 0.1 if world_size == 2 else 0.2
+    product = product_beside_us(tile, rows, n, k, problem.num_sms, feels=feels)
     if world_size > 2 and tile.block_m == 64:
         product *= _OF_64_ROWS
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
-    sending = (world_size - 1) * batches * m * n * 2 / gemm_tiles.LINK
+    sending = problem.moved / gemm_tiles.LINK
     launch, hinders = (8.4, 0.3) if world_size == 2 else (15.0, 0.15)
     took = max(product, first + sending) + hinders * min(product, sending)
-    return launch + max(took, gemm_tiles.streamed_us(2 * k * n, 1, chip))
+    return launch + max(took, gemm_tiles.streamed_us(2 * k * n, 1, problem.chip))
 
 
 def product_beside_us(

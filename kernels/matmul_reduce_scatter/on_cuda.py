@@ -53,9 +53,9 @@ def _choose(
     if split_n and n * a.element_size() % ALIGNMENT:
         return f"scatter_dim: rows of {n} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     if a.dtype in gemm.DTYPES:
-        problem = m, n, k, world_size, num_sms, batches
-        (_, config), *_ = configs.fused_ranked(*problem, split_n=split_n, chip=chip)
-        pays = configs.fusing_pays(*problem, split_n=split_n, chip=chip)
+        problem = configs.Problem(m, n, k, world_size, num_sms, batches, split_n, chip)
+        (_, config), *_ = configs.fused_ranked(problem)
+        pays = configs.fusing_pays(problem)
         layout = configs.fused_layout(m, n, config, world_size, num_sms, batches)
         return Choice(_algorithm(config), config, layout, pays)
     if split_n:
@@ -95,10 +95,10 @@ def tuned(
     op = f"{host.OP} of the last dimension" if split_n else host.OP
     kind = f"{op} {batches} x {size} x {m} x {k} @ {k} x {n}, {a.dtype} to {epilogue.out_dtype}"
     kind += f"{' + bias' * epilogue.bias}{' + residual' * epilogue.residual}, {num_sms} SMs"
-    problem, chip = (m, n, k, size, num_sms, batches), chip_of(b.device)
+    problem = configs.Problem(m, n, k, size, num_sms, batches, split_n, chip_of(b.device))
     candidates: list[Candidate[configs.AnyConfig]] = [
         Candidate(c, configs.fused_layout(m, n, c, size, num_sms, batches), _algorithm(c))
-        for _, config in configs.fused_ranked(*problem, split_n=split_n, chip=chip)
+        for _, config in configs.fused_ranked(problem)
         for c in _both_ways(config)
     ]
     results: list[torch.Tensor] = []

@@ -19,7 +19,7 @@ from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, last_plan
 from weft.fused_ops.plan import forced
 from weft.kernels.all_gather_matmul import configs, on_cuda
-from weft.kernels.all_gather_matmul.configs import PushConfig
+from weft.kernels.all_gather_matmul.configs import Problem, PushConfig
 from weft.kernels.device.choice import Choices
 from weft.kernels.device.gemm_tiles import TILES, WIDEST, Tile
 
@@ -67,8 +67,8 @@ def every_tile(rank: int, world_size: int) -> None:
     for tile in (*TILES, WIDEST):
         for senders in (0, 8):  # sent by every block, or by some, which miss a tile meanwhile
 
-            def only(m: int, *_: object, tile: Tile = tile, senders: int = senders) -> Any:
-                group = min(2, -(-m // tile.block_m))
+            def only(problem: Problem, tile: Tile = tile, senders: int = senders) -> Any:
+                group = min(2, -(-problem.m // tile.block_m))
                 return [(1.0, PushConfig(tile, senders, group, split_k=True, missed=senders // 8))]
 
             symm_mem.reset()  # forgets the kernels that were made for these shapes before

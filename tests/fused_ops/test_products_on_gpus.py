@@ -18,7 +18,7 @@ from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter,
 from weft.fused_ops.plan import forced
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul import on_cuda as gather_on_cuda
-from weft.kernels.all_gather_matmul.configs import PushConfig
+from weft.kernels.all_gather_matmul.configs import Problem, PushConfig
 from weft.kernels.device import gemm_tiles
 from weft.kernels.device.choice import Choices
 from weft.kernels.device.gemm_tiles import TILES, WIDEST, Tile
@@ -89,10 +89,10 @@ def every_tile(rank: int, world_size: int) -> None:
         for sent in SENT:
 
             def only(
-                m: int, *_: object, tile: Tile = tile, sent: tuple[int, int, int, int] = sent
+                problem: Problem, tile: Tile = tile, sent: tuple[int, int, int, int] = sent
             ) -> list[PushConfig]:
                 senders, lead, piece_rows, units = sent
-                how = (tile, senders, min(2, -(-m // tile.block_m)), piece_rows)
+                how = (tile, senders, min(2, -(-problem.m // tile.block_m)), piece_rows)
                 return [PushConfig(*how, unit_columns=units, missed=senders // 8, lead=lead)]
 
             # What was chosen for these shapes before is forgotten, the kernels with it.

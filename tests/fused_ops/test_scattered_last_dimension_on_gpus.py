@@ -63,8 +63,8 @@ def every_tile(rank: int, world_size: int) -> None:
     ranked = configs.push_ranked
     for i, tile in enumerate(TILES):
 
-        def only(*problem: Any, i: int = i, tile: Tile = tile, **named: Any) -> list[tuple[float, Any]]:
-            (us, config), *_ = ranked(*problem, **named)
+        def only(problem: Any, i: int = i, tile: Tile = tile) -> list[tuple[float, Any]]:
+            (us, config), *_ = ranked(problem)
             return [(us, replace(config, tile=tile, staged=i % 4 < 2))]
 
         symm_mem.reset()  # the kernels are made anew

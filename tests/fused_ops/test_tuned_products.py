@@ -117,9 +117,8 @@ def stage(folder: str, on: bool, fastest: Any) -> Iterator[symm_mem.Heap]:
         if fastest == "one_shot":  # the model thinks a little less of it than of the best that pushes
             for configs in (gather.configs, scatter.configs):
 
-                def slower(*problem: Any, configs: Any = configs) -> float:
-                    *of, chip = problem
-                    return float(configs.push_ranked(*of, 132, chip=chip)[0][0]) + 1e-3
+                def slower(problem: Any, configs: Any = configs) -> float:
+                    return float(configs.push_ranked(problem)[0][0]) + 1e-3
 
                 stack.enter_context(mock.patch.object(configs, "estimate_one_shot_us", slower))
         raw = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=7)

@@ -34,14 +34,18 @@ def test_cpu_ranks_always_fuse(op: str, m: int, n: int, k: int, world: int, last
 @pytest.mark.parametrize("n", [1024, 28672])
 def test_all_gather_matmul_asks_the_kernels_rule(world: int, m: int, n: int) -> None:
     reason = worth_fusing("all_gather_matmul", m, n, 4096, world, BF16, "cuda")
-    assert (reason is None) is gather.fusing_pays(m // world, [n], 4096, world, 132)
+    assert (reason is None) is gather.fusing_pays(gather.Problem(m // world, (n,), 4096, world, 132))
     if reason is not None:
         assert f"({m} x 4096 @ 4096 x {n})" in reason
     with_A = worth_fusing("all_gather_matmul", m, n, 4096, world, BF16, "cuda", return_A=True)
-    assert (with_A is None) is gather.fusing_pays(m // world, [n], 4096, world, 132, return_A=True)
+    assert (with_A is None) is gather.fusing_pays(
+        gather.Problem(m // world, (n,), 4096, world, 132, return_A=True)
+    )
     assert with_A is not None or reason is None, "never more than where A is not wanted"
     aside = worth_fusing("all_gather_matmul", m, n, 4096, world, BF16, "cuda", last_dim=True)
-    assert (aside is None) is gather.fusing_pays(m, [n], 4096 // world, world, 132, split_k=True)
+    assert (aside is None) is gather.fusing_pays(
+        gather.Problem(m, (n,), 4096 // world, world, 132, split_k=True)
+    )
     exact = worth_fusing("all_gather_matmul", m, n, 4096, world, torch.float32, "cuda")
     assert (exact is None) is gather.pays(m // world, n, 4096, world, 4)
 
@@ -51,7 +55,7 @@ def test_all_gather_matmul_asks_the_kernels_rule(world: int, m: int, n: int) -> 
 @pytest.mark.parametrize("m", [64, 1024, 8192])
 def test_matmul_reduce_scatter_asks_the_kernels_rule(world: int, m: int) -> None:
     reason = worth_fusing("matmul_reduce_scatter", m, 4096, 4096, world, BF16, "cuda")
-    assert (reason is None) is scatter.fusing_pays(m // world, 4096, 4096, world, 132)
+    assert (reason is None) is scatter.fusing_pays(scatter.Problem(m // world, 4096, 4096, world, 132))
 
 
 @pytest.mark.usefixtures("hopper")

@@ -38,7 +38,7 @@ def test_all_gather_matmul_takes_what_was_fast_for_an_h100_alone(
 ) -> None:
     """The tiles that were the fastest where one H100 was one of so many ranks, or within 5 % of them
     (bench/results/h100-x1-alone.txt). With an H200's figures it was 3 to 18 % more in four of these."""
-    tile = gather.choose_push(m, [n], k, world_size, 132, chip=H100).tile
+    tile = gather.choose_push(gather.Problem(m, (n,), k, world_size, 132, chip=H100)).tile
     assert (tile.block_m, tile.block_n) in blocks
 
 
@@ -46,9 +46,13 @@ def test_all_gather_matmul_takes_what_was_fast_for_an_h100_alone(
 def test_few_rows_of_a_wide_matrix_are_gathered_in_one_shot_between_h100s(m: int, n: int, k: int) -> None:
     """The kernel that weaves reads B for the own rows and once more for the peer's: twice what 3.35 TB/s give in the
     time of the product. 8b.upgate, 70b.upgate and gpt3.fc1, M = 512 (bench/results/h100-x2-all_gather_matmul.json)."""
-    assert isinstance(gather.fused_ranked(m, (n,), k, 2, 132, chip=H100)[0][1], OneShotConfig)
-    assert not isinstance(gather.fused_ranked(m, (n,), k, 2, 132, chip=H200)[0][1], OneShotConfig)
-    assert not isinstance(gather.fused_ranked(4 * m, (n,), k, 2, 132, chip=H100)[0][1], OneShotConfig)
+    assert isinstance(gather.fused_ranked(gather.Problem(m, (n,), k, 2, 132, chip=H100))[0][1], OneShotConfig)
+    assert not isinstance(
+        gather.fused_ranked(gather.Problem(m, (n,), k, 2, 132, chip=H200))[0][1], OneShotConfig
+    )
+    assert not isinstance(
+        gather.fused_ranked(gather.Problem(4 * m, (n,), k, 2, 132, chip=H100))[0][1], OneShotConfig
+    )
 
 
 @pytest.mark.parametrize("of", [H100, H200])
@@ -74,9 +78,15 @@ def test_cublas_reads_a_large_matrix_as_fast_as_it_was_measured_to(
 def test_no_op_is_thought_to_be_faster_with_slower_memory(m: int, n: int, k: int, world_size: int) -> None:
     for slow, fast in ((H100, H200), (replace(H200, memory=H200.memory // 2), H200)):
         assert gemm_tiles.product_us(m, n, k, slow) >= gemm_tiles.product_us(m, n, k, fast)
-        ranked = [gather.fused_ranked(m, (n,), k, world_size, 132, chip=c)[0][0] for c in (slow, fast)]
+        ranked = [
+            gather.fused_ranked(gather.Problem(m, (n,), k, world_size, 132, chip=c))[0][0]
+            for c in (slow, fast)
+        ]
         assert ranked[0] >= ranked[1]
-        ranked = [scatter.fused_ranked(m, n, k, world_size, 132, chip=c)[0][0] for c in (slow, fast)]
+        ranked = [
+            scatter.fused_ranked(scatter.Problem(m, n, k, world_size, 132, chip=c))[0][0]
+            for c in (slow, fast)
+        ]
         assert ranked[0] >= ranked[1]
 
 

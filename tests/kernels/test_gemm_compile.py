@@ -31,14 +31,18 @@ ROUNDED = Epilogue(torch.bfloat16)
 
 
 def gather(tile: Tile, order: str, split_k: bool = False) -> Program:
-    config = replace(gather_configs.choose_push(1024, [1024], 1024, 4, 132, split_k=split_k), tile=tile)
+    config = replace(
+        gather_configs.choose_push(gather_configs.Problem(1024, (1024,), 1024, 4, 132, split_k)), tile=tile
+    )
     return gemm.program(all_gather_matmul.SOURCE, all_gather_matmul.defines([ORDERS[order]], config))
 
 
 def scatter(
     tile: Tile, order: str, world_size: int, epilogue: Epilogue = ROUNDED, *, split_n: bool = False
 ) -> Program:
-    config = replace(scatter_configs.choose_push(1024, 1024, 1024, world_size, 132), tile=tile)
+    config = replace(
+        scatter_configs.choose_push(scatter_configs.Problem(1024, 1024, 1024, world_size, 132)), tile=tile
+    )
     config = replace(config, staged=config.staged or epilogue.to_all, split_n=split_n)
     defines = matmul_reduce_scatter.defines(ORDERS[order], config, world_size, world_size // 2, epilogue)
     return gemm.program(matmul_reduce_scatter.SOURCE, defines)

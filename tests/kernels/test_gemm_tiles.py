@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,8 +30,9 @@ SMS = st.integers(2, 132)
 def test_all_gather_matmul_fits_and_has_a_flag_for_each_piece(
     m: int, ns: list[int], k: int, world_size: int, num_sms: int, split_k: bool
 ) -> None:
-    config = gather.choose_push(m, ns, k, world_size, num_sms, split_k=split_k)
-    assert config == gather.choose_push(m, ns, k, world_size, num_sms, split_k=split_k)
+    problem = gather.Problem(m, tuple(ns), k, world_size, num_sms, split_k)
+    config = gather.choose_push(problem)
+    assert config == gather.choose_push(problem)
     assert config.split_k is split_k
     assert config.tile.shared <= MOST_SHARED
     assert config.senders % 2 == 0 and config.senders <= num_sms // 4, "whole clusters; most blocks multiply"
@@ -49,7 +51,7 @@ def test_all_gather_matmul_fits_and_has_a_flag_for_each_piece(
 def test_matmul_reduce_scatter_fits_and_has_a_slot_for_each_peer(
     m: int, n: int, k: int, world_size: int, num_sms: int, batches: int
 ) -> None:
-    config = scatter.choose_push(m, n, k, world_size, num_sms, batches)
+    config = scatter.choose_push(scatter.Problem(m, n, k, world_size, num_sms, batches))
     assert config.tile.shared <= MOST_SHARED
     layout = scatter.push_layout(m, n, config, world_size, 132, batches)
     assert layout.announced and layout.flags_per_rank == 0
@@ -60,7 +62,7 @@ def test_matmul_reduce_scatter_fits_and_has_a_slot_for_each_peer(
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1024, 1024, 1024), (4096, 2048, 8192)])
 def test_a_half_takes_no_more_than_the_peers_results(m: int, n: int, k: int) -> None:
-    layout = scatter.push_layout(m, n, scatter.choose_push(m, n, k, 4, 132), 4, 132)
+    layout = scatter.push_layout(m, n, scatter.choose_push(scatter.Problem(m, n, k, 4, 132)), 4, 132)
     assert layout.half_bytes == 3 * m * n * 2
 
 
@@ -78,7 +80,7 @@ def test_all_gather_matmul_takes_what_was_fast(
     world_size: int, m: int, n: int, k: int, block: tuple[int, int], senders: int
 ) -> None:
     """The fastest on 2 or 4 H200, or within 2 % of it."""
-    config = gather.choose_push(m, [n], k, world_size, 132)
+    config = gather.choose_push(gather.Problem(m, (n,), k, world_size, 132))
     assert ((config.tile.block_m, config.tile.block_n), config.senders) == (block, senders)
 
 
@@ -102,7 +104,7 @@ def test_all_gather_matmul_takes_what_was_fast_for_a_rank_alone(
 ) -> None:
     """The fastest where one GPU was one of 2 or 4 ranks, or within 3 % of it (bench/results/h200-x1-tiles.txt,
     h200-x1-pieces.txt)."""
-    config = gather.choose_push(m, [n], k, world_size, 132)
+    config = gather.choose_push(gather.Problem(m, (n,), k, world_size, 132))
     assert ((config.tile.block_m, config.tile.block_n), config.senders) == (block, senders)
     assert config.group == group
 
@@ -124,9 +126,9 @@ def test_all_gather_matmul_takes_what_was_fast_for_a_rank_alone(
 def test_the_first_pieces_of_few_tiles_come_early(
     world_size: int, m: int, n: int, k: int, piece_rows: int, unit_columns: int
 ) -> None:
-    config = gather.choose_push(m, [n], k, world_size, 130)
+    config = gather.choose_push(gather.Problem(m, (n,), k, world_size, 130))
     assert (config.piece_rows, config.unit_columns) == (piece_rows, unit_columns)
-    config = gather.choose_push(m, [n], k, world_size, 130, split_k=True)
+    config = gather.choose_push(gather.Problem(m, (n,), k, world_size, 130, split_k=True))
     assert (config.piece_rows, config.unit_columns) == (64, 1024)
 
 
@@ -138,8 +140,9 @@ def test_pieces_are_sent_as_the_kernel_sends_them() -> None:
 
 def test_rows_that_one_wave_takes_are_sent_together() -> None:
     """Blocks that have nothing else to do advance along K as the data comes, all of them."""
-    sent = {(c.tile, c.senders): [] for c in gather.push_candidates(512, [1536], 4096, 4, 132)}
-    for config in gather.push_candidates(512, [1536], 4096, 4, 132):
+    candidates = gather.push_candidates(gather.Problem(512, (1536,), 4096, 4, 132))
+    sent = {(c.tile, c.senders): [] for c in candidates}
+    for config in candidates:
         sent[config.tile, config.senders].append(config.group)
     for (tile, senders), groups in sent.items():
         rows, columns = 512 // tile.block_m, -(-1536 // tile.block_n)
@@ -163,7 +166,7 @@ def test_matmul_reduce_scatter_takes_what_was_fast(
     world_size: int, m: int, n: int, k: int, block: tuple[int, int]
 ) -> None:
     """The fastest on 2 or 4 H200, or within 2 % of it."""
-    tile = scatter.choose_push(m, n, k, world_size, 132).tile
+    tile = scatter.choose_push(scatter.Problem(m, n, k, world_size, 132)).tile
     assert (tile.block_m, tile.block_n) == block
 
 
@@ -182,7 +185,7 @@ def test_matmul_reduce_scatter_takes_what_was_fast_for_a_rank_alone(
     world_size: int, m: int, n: int, k: int, block: tuple[int, int]
 ) -> None:
     """The fastest where one GPU was one of 2 or 4 ranks (bench/results/h200-x1-tiles.txt)."""
-    tile = scatter.choose_push(m, n, k, world_size, 132).tile
+    tile = scatter.choose_push(scatter.Problem(m, n, k, world_size, 132)).tile
     assert (tile.block_m, tile.block_n) == block
 
 
@@ -201,7 +204,7 @@ def test_matmul_reduce_scatter_goes_in_one_shot_where_little_is_sent(
 ) -> None:
     """Between 4: one shot as it took on 4 H200, one kernel as on one that was one of 4, and up to 7 us more
     (bench/results/h200-x1-scatter.txt)."""
-    _, config = scatter.fused_ranked(m, n, k, 4, 132)[0]
+    _, config = scatter.fused_ranked(scatter.Problem(m, n, k, 4, 132))[0]
     assert isinstance(config, OneShotConfig) is shot
 
 
@@ -227,11 +230,9 @@ def test_matmul_all_reduce_takes_what_was_fast(
 
 @given(SIZES, SIZES, SIZES, RANKS)
 def test_the_choice_is_the_one_estimated_fastest(m: int, n: int, k: int, world_size: int) -> None:
-    chosen = gather.choose_push(m, [n], k, world_size, 132)
-    times = {
-        c: gather.estimate_push_us(c, m, [n], k, world_size, 132)
-        for c in gather.push_candidates(m, [n], k, world_size, 132)
-    }
+    problem = gather.Problem(m, (n,), k, world_size, 132)
+    chosen = gather.choose_push(problem)
+    times = {c: gather.estimate_push_us(c, problem) for c in gather.push_candidates(problem)}
     assert times[chosen] == min(times.values())
 
 
@@ -242,19 +243,19 @@ def test_a_choice_takes_no_time_that_a_first_call_would_show() -> None:
         for _ in range(3):
             gather.push_ranked.cache_clear()
             begin = time.process_time()
-            gather.push_ranked(m, (n,), k, 8, 132)
+            gather.push_ranked(gather.Problem(m, (n,), k, 8, 132))
             taken.append(time.process_time() - begin)
         assert min(taken) < 0.1, f"{m} x {k} @ {n}: {min(taken)} s"
 
 
 def test_it_steps_aside_where_little_is_gathered() -> None:
-    assert not gather.fusing_pays(1, [2560], 2048, 4, 132, split_k=True)
-    assert gather.fusing_pays(2048, [2560], 2048, 4, 132, split_k=True)
+    assert not gather.fusing_pays(gather.Problem(1, (2560,), 2048, 4, 132, split_k=True))
+    assert gather.fusing_pays(gather.Problem(2048, (2560,), 2048, 4, 132, split_k=True))
     # In one shot little is gathered faster than by a collective of its own.
-    assert gather.fusing_pays(1, [2560], 8192, 4, 132)
-    assert gather.fusing_pays(512, [2560], 8192, 4, 132)
-    assert scatter.fusing_pays(1, 8192, 2048, 4, 132)
-    assert scatter.fusing_pays(512, 8192, 2048, 4, 132)
+    assert gather.fusing_pays(gather.Problem(1, (2560,), 8192, 4, 132))
+    assert gather.fusing_pays(gather.Problem(512, (2560,), 8192, 4, 132))
+    assert scatter.fusing_pays(scatter.Problem(1, 8192, 2048, 4, 132))
+    assert scatter.fusing_pays(scatter.Problem(512, 8192, 2048, 4, 132))
 
 
 @given(SIZES, st.integers(1, 5000).map(lambda n: 8 * n), RANKS, st.sampled_from((2, 64, 100, 132)))
@@ -263,7 +264,11 @@ def test_one_shot_is_one_launch_in_which_no_block_goes_without_a_vector(
     m: int, n: int, world_size: int, sms: int
 ) -> None:
     moved = world_size * m * n * 2
-    configs = gather.choose_one_shot(m, n, world_size, sms), scatter.choose_one_shot(m, n, world_size, sms)
+    gathered, scattered = (
+        gather.Problem(m, (n,), n, world_size, sms),
+        scatter.Problem(m, n, n, world_size, sms),
+    )
+    configs = gather.choose_one_shot(gathered), scatter.choose_one_shot(scattered)
     for config in configs:
         assert (config is not None) is (moved <= 32 << 20)
     if (config := configs[0]) is not None:
@@ -277,16 +282,16 @@ def test_one_shot_is_one_launch_in_which_no_block_goes_without_a_vector(
             assert blocks <= sms and threads <= THREADS and passes * threads <= slots
             assert (blocks - 1) * 32 < config.vectors
         assert layout.bytes < 5 * moved + (3 << 20) * world_size
-    assert gather.choose_one_shot(m, n, world_size, 132, split_k=True) is None
-    assert gather.choose_one_shot(m, n, world_size, 132, return_A=True) is None
-    assert scatter.choose_one_shot(m, n, world_size, 132, batches=2) is None
+    assert gather.choose_one_shot(replace(gathered, split_k=True)) is None
+    assert gather.choose_one_shot(replace(gathered, return_A=True)) is None
+    assert scatter.choose_one_shot(replace(scattered, batches=2)) is None
 
 
 @given(SIZES, SIZES, SIZES, RANKS, st.booleans())
 def test_who_measures_a_few_gets_different_ones(
     m: int, n: int, k: int, world_size: int, split_k: bool
 ) -> None:
-    ranked = gather.fused_ranked(m, (n,), k, world_size, 132, split_k)
+    ranked = gather.fused_ranked(gather.Problem(m, (n,), k, world_size, 132, split_k))
     found = gather.varied(ranked)
     assert found[0] == ranked[0]
     assert sorted(map(str, found)) == sorted(map(str, ranked))
@@ -297,16 +302,18 @@ def test_who_measures_a_few_gets_different_ones(
 
 @given(SIZES, st.lists(SIZES, min_size=1, max_size=4), SIZES, RANKS, st.booleans())
 def test_the_faster_kernel_is_taken(m: int, ns: list[int], k: int, world_size: int, split_k: bool) -> None:
-    ranked = gather.fused_ranked(m, tuple(ns), k, world_size, 132, split_k)
+    problem = gather.Problem(m, tuple(ns), k, world_size, 132, split_k)
+    ranked = gather.fused_ranked(problem)
     assert [us for us, _ in ranked] == sorted(us for us, _ in ranked)
     one = [us for us, config in ranked if isinstance(config, OneShotConfig)]
-    pushed = gather.push_ranked(m, tuple(ns), k, world_size, 132, split_k)
+    pushed = gather.push_ranked(problem)
     assert len(ranked) == len(pushed) + len(one) and ranked[0][0] == min(pushed[0][0], *one, 1e30)
-    assert one in ([], [gather.estimate_one_shot_us(m, ns, k, world_size)])
-    ranked_scatter = scatter.fused_ranked(m, ns[0], k, world_size, 132)
+    assert one in ([], [gather.estimate_one_shot_us(problem)])
+    of_scatter = scatter.Problem(m, ns[0], k, world_size, 132)
+    ranked_scatter = scatter.fused_ranked(of_scatter)
     one = [us for us, config in ranked_scatter if isinstance(config, OneShotConfig)]
-    assert one in ([], [scatter.estimate_one_shot_us(m, ns[0], k, world_size)])
-    least = min(scatter.push_ranked(m, ns[0], k, world_size, 132)[0][0], *one, 1e30)
+    assert one in ([], [scatter.estimate_one_shot_us(of_scatter)])
+    least = min(scatter.push_ranked(of_scatter)[0][0], *one, 1e30)
     assert ranked_scatter[0][0] == least
 
 

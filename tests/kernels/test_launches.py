@@ -70,7 +70,7 @@ def bfloat16(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("count", [1, 4, 6])
 def test_all_gather_matmul(done: list[tuple[Any, ...]], count: int, return_A: bool, rank: int) -> None:
     bs = [bfloat16(K, N) for _ in range(count)]
-    config = gather_configs.choose_push(M, [N] * count, K, WORLD_SIZE, 132)
+    config = gather_configs.choose_push(gather_configs.Problem(M, (N,) * count, K, WORLD_SIZE, 132))
     kernels = gather.AllGatherMatmulPushes(workspace(rank), bfloat16(M, K), bs, config, num_sms=132)
     for turn in (1, 2):  # other addresses at every launch
         done.clear()
@@ -98,7 +98,7 @@ def test_all_gather_matmul(done: list[tuple[Any, ...]], count: int, return_A: bo
 
 
 def test_matmul_reduce_scatter(done: list[tuple[Any, ...]]) -> None:
-    config = scatter_configs.choose_push(M, N, K, WORLD_SIZE, 132)
+    config = scatter_configs.choose_push(scatter_configs.Problem(M, N, K, WORLD_SIZE, 132))
     a, b = bfloat16(1, WORLD_SIZE, M, K), bfloat16(K, N)
     for bias, residual in product((False, True), repeat=2):
         epilogue = scatter_configs.Epilogue(a.dtype, bias=bias, residual=residual)
