@@ -60,11 +60,8 @@ def worth_fusing(
         size = m * n * dtype.itemsize
         if size <= _MOST_REDUCED or world_size == 2:
             return None
-        if (
-            op == "matmul_all_reduce"
-            and halves
-            and to_all.choose_push(m, n, k, world_size, _NUM_SMS, _chip())[1]
-        ):
+        multiplies = op == "matmul_all_reduce" and halves
+        if multiplies and to_all.choose_push(m, n, k, world_size, _NUM_SMS, _chip())[1]:
             return None
         return f"{size >> 20} MiB are reduced: beyond {_MOST_REDUCED >> 20} MiB that is left to the backend"
     if last_dim and not halves:

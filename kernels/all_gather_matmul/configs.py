@@ -152,9 +152,8 @@ def push_candidates(problem: Problem) -> list[PushConfig]:
     m, ns, k, world_size = problem.m, problem.ns, problem.k, problem.world_size
     num_sms, split_k = problem.num_sms, problem.split_k
     configs: list[PushConfig] = []
-    listed = (
-        1 if split_k else world_size - 1
-    )  # tiles that wait for a row of tiles of all peers, in each column
+    # Tiles that wait for a row of tiles of all peers, in each column.
+    listed = 1 if split_k else world_size - 1
     several = [s for s in _senders(problem.moved, world_size, split_k) if 4 * s <= num_sms]
     suited = gemm_tiles.suited(world_size * m, sum(ns), k, world_size, stores_only=True, chip=problem.chip)
     for tile in suited:
