@@ -34,7 +34,8 @@ def test_the_kept_graph_leaves_objects_to_the_generated_code() -> None:
 
 @pytest.mark.parametrize("dropout", [None, "in attention", "inside", "outside"])
 def test_attention_in_a_checkpoint(dropout: str | None) -> None:
-    """Without dropout there is nothing to draw again, though the graphs keep a generator's state for it."""
+    """Without dropout there is nothing to draw again, though graphs keep a generator's state for it: before torch 2.14,
+    and where something is drawn in the checkpoint."""
 
     def layer(x: Tensor, w: Tensor) -> Tensor:
         h = (gather(x) @ w)[None, None]
@@ -49,8 +50,9 @@ def test_attention_in_a_checkpoint(dropout: str | None) -> None:
     # CPU attention with dropout is made of other operators, which are drawn as Inductor's dropout is.
     with inductor_config.patch(fallback_random=dropout in ("in attention", "inside")):
         forward, *_ = seen = captured(fn, X, W.clone().requires_grad_(), fusion=FusionPass())
-    assert "rng_state" in str(forward.before)
-    if dropout is None:
+    kept = "rng_state" in str(forward.before)
+    assert kept or (torch.__version__ >= (2, 14) and dropout in (None, "outside"))
+    if dropout is None or not kept:
         assert all(s.fused and set(s.fused) == {AG} for s in seen)
     elif dropout == "outside":
         assert forward.fused == [None]
