@@ -13,8 +13,7 @@ from ...symm_mem.backends.vmm import check, memory_of
 
 @dataclass(frozen=True)
 class Chip:
-    """``memory``: bytes a microsecond, by its clock and width. ``l2``: bytes of L2 cache; a smaller one gives less at
-    once, too."""
+    """``memory``: bytes a microsecond, by its clock and width. ``l2``: bytes of L2 cache."""
 
     memory: int
     l2: int

@@ -19,8 +19,8 @@ _LEAST_A_ROW = 0.0015  # microseconds for each of K, however narrow: tiles are n
 # Of what memory gives by its clock and width: what cuBLAS gets that reads one large operand (4.3e6 of 4.9e6 bytes a
 # microsecond on H200, 3.0e6 of 3.35e6 on H100), and what these kernels get of a B that they read once, and more often.
 _READ, _STREAMED, _AGAIN = 0.9, 0.85, 0.7
-# How much longer a stage takes on H100, whose L2 cache is smaller and gives less at once: measured with one rank of 2,
-# 4 and 8 alone (bench/results/h100-x1-alone.txt). Tiles that are not named load little and feel nothing.
+# How much longer a stage takes on H100: measured with one rank of 2, 4 and 8 alone (bench/results/h100-x1-alone.txt).
+# It is thought to be the L2 cache, which is smaller: tiles that are not named load little and feel nothing.
 _ON_H100 = {(128, 128): 1.02, (64, 256): 1.12, (64, 128): 1.1, (128, 96): 1.2, (128, 160): 1.16}
 
 
