@@ -92,7 +92,8 @@ def choose_one_shot(problem: Problem) -> OneShotConfig | None:
 
 def estimate_one_shot_us(problem: Problem) -> float:
     """Microseconds: nothing is hidden behind anything. Against products that take much longer than the sending, which a
-    kernel that does both hides best, it was measured to lose up to 4 % of them more than these estimates say."""
+    kernel that does both hides best, it was measured to lose 2 to 4 % of them more than the sum says (8b.upgate up to
+    M = 2048, bench/results/h200-x2-choices.txt); longer ones are taken to lose no larger share."""
     sent, size = problem.moved, problem.world_size
     products = gemm_tiles.products_us(size * problem.m, problem.ns, problem.k, problem.chip)
     not_hidden = max(0.0, products - _HIDES * one_shot.sending_us(sent, size))

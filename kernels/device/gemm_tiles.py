@@ -20,7 +20,8 @@ _LEAST_A_ROW = 0.0015  # microseconds for each of K, however narrow: tiles are n
 # microsecond on H200, 3.0e6 of 3.35e6 on H100), and what these kernels get of a B that they read once, and more often.
 _READ, _STREAMED, _AGAIN = 0.9, 0.85, 0.7
 # How much longer a stage takes on H100: measured with one rank of 2, 4 and 8 alone (bench/results/h100-x1-alone.txt).
-# It is thought to be the L2 cache, which is smaller: tiles that are not named load little and feel nothing.
+# It is thought to be the L2 cache, which is smaller: tiles that are not named load little, and took 0.97 to 1.07. 64 x
+# 128 was not among them: a guess between the others.
 _ON_H100 = {(128, 128): 1.02, (64, 256): 1.12, (64, 128): 1.1, (128, 96): 1.2, (128, 160): 1.16}
 
 

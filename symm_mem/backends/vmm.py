@@ -199,20 +199,16 @@ def refuse_unlike(ranks: list[dict[str, Any]]) -> str | None:
 
 
 def memory_of(device: Any) -> dict[str, int]:
-    """ "memory": bytes a microsecond, by its clock and width; "l2": bytes. ``device``: a CUdevice."""
-    flags = driver.CUdevice_attribute
+    """What a CUdevice says: "memory" is bytes a microsecond, by its clock and width, "l2" bytes."""
 
-    def attribute(which: Any) -> int:
-        return int(check(driver.cuDeviceGetAttribute(which, device)))
+    def says(which: str) -> int:
+        attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{which}")
+        return int(check(driver.cuDeviceGetAttribute(attribute, device)))
 
-    kilohertz, bits = (
-        flags.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE,
-        flags.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH,
-    )
-    transfers = 2 * attribute(kilohertz)  # at both edges
+    transfers = 2 * says("MEMORY_CLOCK_RATE")  # a millisecond, at both edges
     return {
-        "memory": transfers * attribute(bits) // 8 // 1000,
-        "l2": attribute(flags.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE),
+        "memory": transfers * says("GLOBAL_MEMORY_BUS_WIDTH") // 8 // 1000,
+        "l2": says("L2_CACHE_SIZE"),
     }
 
 
