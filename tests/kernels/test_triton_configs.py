@@ -156,9 +156,10 @@ def test_repeated_launches_pass_what_triton_would_pass(monkeypatch: pytest.Monke
 
     class Kernel:
         def __getitem__(self, grid: tuple[int]) -> Any:
-            def through_triton(*arguments: Any, num_warps: int, num_stages: int, **constants: Any) -> Any:
+            def through_triton(*arguments: Any, FINAL: bool, **options: Any) -> Any:
+                assert options == {"num_warps": 8, "num_stages": 3, **launch.FIXED_OPTIONS}
                 packed = (*grid, 1, 1, 1003, 77, False, False, None, None, (8, 1, 4096), None, None, None)
-                run.launch(*packed, *arguments, *constants.values())
+                run.launch(*packed, *arguments, FINAL)
                 return compiled
 
             return through_triton
