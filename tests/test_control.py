@@ -9,7 +9,10 @@ from control import own_products
 
 
 def test_right_products_are_right() -> None:
-    assert own_products(torch.device("cpu"), 2) == "of 2 products of torch's own on the CPU 0 are wrong"
+    assert (
+        own_products(torch.device("cpu"), 2, rows=128)
+        == "of 2 products of torch's own on the CPU 0 are wrong"
+    )
 
 
 def test_one_wrong_element_is_seen() -> None:
@@ -21,6 +24,6 @@ def test_one_wrong_element_is_seen() -> None:
         return c
 
     with mock.patch.object(torch, "mm", wrong):
-        assert own_products(torch.device("cpu"), 2).endswith(" 2 are wrong")
+        assert own_products(torch.device("cpu"), 2, rows=128).endswith(" 2 are wrong")
     with mock.patch.object(torch, "mm", side_effect=[torch.zeros(2, 2), torch.ones(2, 2)]):
         assert own_products(torch.device("cpu"), 1).endswith(" 1 are wrong")

@@ -88,7 +88,7 @@ def _build(
             *(
                 "g++",
                 "-std=c++17",
-                "-O3",
+                "-O2",
                 "-march=native",
                 "-ffp-contract=off",
                 "-fno-strict-aliasing",
