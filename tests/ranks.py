@@ -5,8 +5,8 @@
 
 The function must be importable (a top-level function of a test file). The first failure is raised with its traceback.
 Importing torch takes seconds, so ranks stay for the next run; a run that leaves them in another state than it found
-them asks for ``fresh`` ones. On the CPU ranks are forked from a server that has imported torch and has done nothing
-with it.
+them asks for ``fresh`` ones. On the CPU ranks are forked from a server that has imported torch, with its compiler, and
+has done nothing with it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import torch.multiprocessing as mp
 
 TIMEOUT = 240.0  # seconds until a whole run counts as hung
 _KEPT = 3  # teams that wait for another run
+_IMPORTED = ("torch", "torch.distributed", "torch._inductor.compile_fx", "weft.fused_ops")
 
 
 def run_ranks(
@@ -98,7 +99,7 @@ class _Team:
     ) -> None:
         # What is forked has the server's environment; a process that may use CUDA is not forked.
         context = mp.get_context("spawn" if env or device == "cuda" else "forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "weft.fused_ops"])
+        context.set_forkserver_preload(list(_IMPORTED))
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
