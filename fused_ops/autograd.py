@@ -28,6 +28,7 @@ def _rows(t: Tensor) -> Tensor:
 
 
 def _is_transposed(B: Tensor) -> bool:
+    """Of what an op has taken for a matrix: it refuses other shapes."""
     return B.stride(0) == 1 and B.stride(1) == B.shape[0]
 
 
@@ -120,16 +121,16 @@ class MatmulReduceScatter(torch.autograd.Function):
     ) -> Tensor:
         of_A, of_B = ctx.needs_input_grad[:2]
         ctx.save_for_backward(A if of_B else None, B if of_A else None)
-        ctx.transposed = _is_transposed(B)
         ctx.reduce_op, ctx.scatter_dim, ctx.dtype = reduce_op, scatter_dim, A.dtype
         ctx.group_name, ctx.group_size = group_name, group_size
         args = (A, B, reduce_op, scatter_dim, group_name)
         done = matmul_reduce_scatter.again(*args, out_dtype, bias, residual)
-        if done is not None:
-            return done
-        with torch._C._AutoDispatchBelowAutograd():
-            named = {"out_dtype": out_dtype, "bias": bias, "residual": residual}
-            return _ops.fused_matmul_reduce_scatter(*args, **named, group_size=group_size)
+        if done is None:
+            with torch._C._AutoDispatchBelowAutograd():
+                named = {"out_dtype": out_dtype, "bias": bias, "residual": residual}
+                done = _ops.fused_matmul_reduce_scatter(*args, **named, group_size=group_size)
+        ctx.transposed = _is_transposed(B)
+        return done
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -200,10 +201,11 @@ class MatmulAllReduce(torch.autograd.Function):
     def forward(ctx: Any, A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor:
         of_A, of_B = ctx.needs_input_grad[:2]
         ctx.save_for_backward(A if of_B else None, B if of_A else None)
-        ctx.transposed = _is_transposed(B)
         ctx.reduce_op, ctx.group_name = reduce_op, group_name
         with torch._C._AutoDispatchBelowAutograd():
-            return _ops.fused_matmul_all_reduce(A, B, reduce_op, group_name)
+            done = _ops.fused_matmul_all_reduce(A, B, reduce_op, group_name)
+        ctx.transposed = _is_transposed(B)
+        return done
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

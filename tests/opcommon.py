@@ -1,6 +1,9 @@
-"""What the tests of the ops share: random input, the float64 reference, the error bound."""
+"""What the tests of the ops share: random input, the float64 reference, the error bound, what is refused."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -101,3 +104,19 @@ def poison(rank: int) -> None:
             for half in range(2):
                 spoil(ws, half)
     meet()
+
+
+def refuses(op: Callable[..., Any], args: tuple[Any, ...], kind: type[Exception], words: str) -> None:
+    """The op raises that for real and for fake tensors, whether they want gradients or not."""
+    from torch.utils._pytree import tree_map_only
+
+    for grad in (False, True):
+
+        def wanting(t: torch.Tensor, grad: bool = grad) -> torch.Tensor:
+            return t.detach().requires_grad_(grad and t.is_floating_point())
+
+        given = tree_map_only(torch.Tensor, wanting, args)
+        with pytest.raises(kind, match=words):
+            op(*given)
+        with torch._subclasses.FakeTensorMode() as mode, pytest.raises(kind, match=words):
+            op(*tree_map_only(torch.Tensor, mode.from_tensor, given))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, same_on_all, world
+from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, same_on_all, world
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_reduce_rms_norm, one_shot_all_reduce
@@ -149,12 +149,7 @@ def refused(rank: int, world_size: int) -> None:
         ((x, x, weight, -1.0, name), ValueError, "eps: is -1.0, must be 0 or more"),
         ((x, x, weight, EPS, "nobody"), ValueError, "group: no process group is named"),
     ]:
-        with pytest.raises(kind, match=words):
-            torch.ops.weft.fused_all_reduce_rms_norm(*args)
-        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
-            with pytest.raises(kind, match=words):
-                torch.ops.weft.fused_all_reduce_rms_norm(*fakes)
+        refuses(torch.ops.weft.fused_all_reduce_rms_norm, args, kind, words)
 
 
 @pytest.mark.parametrize("device", DEVICES)

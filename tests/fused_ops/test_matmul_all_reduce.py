@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, world
+from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, world
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_all_reduce
@@ -114,17 +114,13 @@ def refused(rank: int, world_size: int) -> None:
     for args, kind, words in [
         ((A.double(), B, "sum", name), TypeError, "A: is torch.float64, must be float32"),
         ((A[0], B, "sum", name), ValueError, "A: has 1 dimensions, must have 2 or more"),
+        ((A, torch.randn(8), "sum", name), ValueError, r"B: has 1 dimensions, must be a matrix \[K, N\]"),
         ((A, B[:7], "sum", name), ValueError, "B: has 7 rows, must have 8"),
         ((A, B.half(), "sum", name), TypeError, "B: is torch.float16, must be torch.float32"),
         ((A, B, "max", name), ValueError, "reduce_op: is 'max', must be 'sum' or 'avg'"),
         ((A, B, "sum", "nobody"), ValueError, "group: no process group is named"),
     ]:
-        with pytest.raises(kind, match=words):
-            torch.ops.weft.fused_matmul_all_reduce(*args)
-        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
-            with pytest.raises(kind, match=words):
-                torch.ops.weft.fused_matmul_all_reduce(*fakes)
+        refuses(torch.ops.weft.fused_matmul_all_reduce, args, kind, words)
 
 
 @pytest.mark.parametrize("device", DEVICES)

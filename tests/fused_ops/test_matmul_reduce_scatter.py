@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, same_on_all, world
+from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, same_on_all, world
 from ranks import run_ranks
 from weft.fused_ops import fused_matmul_reduce_scatter
 from weft.fused_ops.plan import forced
@@ -214,10 +214,7 @@ def refused(rank: int, world_size: int) -> None:
         ((A, B, "sum", 0, "nobody"), ValueError, "group: no process group is named"),
     ]
     for args, kind, words in cases:
-        with pytest.raises(kind, match=words):
-            op(*args)
-        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(kind, match=words):
-            op(*torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.new_empty(t.shape), args))
+        refuses(op, args, kind, words)
     for out_dtype, words in (
         (torch.float16, "out_dtype: is torch.float16, must be torch.float32 like A, or float32"),
         ("float32", "out_dtype: is 'float32', must be a torch.dtype"),
