@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 from weft.fused_ops import last_plan
 from weft.symm_mem import Layout, Workspace, heap
 
@@ -108,14 +109,10 @@ def poison(rank: int) -> None:
 
 def refuses(op: Callable[..., Any], args: tuple[Any, ...], kind: type[Exception], words: str) -> None:
     """The op raises that for real and for fake tensors, whether they want gradients or not."""
-    from torch.utils._pytree import tree_map_only
-
     for grad in (False, True):
-
-        def wanting(t: torch.Tensor, grad: bool = grad) -> torch.Tensor:
-            return t.detach().requires_grad_(grad and t.is_floating_point())
-
-        given = tree_map_only(torch.Tensor, wanting, args)
+        given = tree_map_only(
+            torch.Tensor, lambda t, g=grad: t.detach().requires_grad_(g and t.is_floating_point()), args
+        )
         with pytest.raises(kind, match=words):
             op(*given)
         with torch._subclasses.FakeTensorMode() as mode, pytest.raises(kind, match=words):
