@@ -57,11 +57,13 @@ _IN_CAPTURE = (
 
 @dataclass(frozen=True)
 class Asked:
-    """A group: how many collectives the graph had in it before the pass, and whether any of them was fused."""
+    """A group: how many collectives the graph had in it before the pass, whether any of them was fused, and for how
+    many ranks."""
 
     name: str
     count: int
     fused: bool
+    size: int
 
 
 def pack(
@@ -88,7 +90,7 @@ def pack(
     buffer = io.BytesIO()
     torch.save(constants, buffer)
     data = {
-        "groups": [[g.name, g.count, g.fused] for g in groups],
+        "groups": [[g.name, g.count, g.fused, g.size] for g in groups],
         "signature": signature,
         "sizes": list(sizes),
         "what": list(what),
@@ -133,7 +135,11 @@ class Choice:
         A rank that does not come is waited for once: ``PATIENCE`` seconds, or the group's deadline if that is less.
         Then the graph runs unfused until that rank has shown that it was only late, or for good if it ran something
         else.
+
+        Raises:
+            ValueError: a group in which something was fused has another number of ranks than the graph was made for.
         """
+        self._refuse_other_sizes()
         begin = time.perf_counter()
         answer = self._agreed(self.signature(sizes))
         outcomes.count(answer, time.perf_counter() - begin)
@@ -147,6 +153,15 @@ class Choice:
             filled = [next(now) if size is None else size for size in self._sizes]
             signed = self._signed = sizes, digest(f"{self._signature} {filled}")
         return signed[1]
+
+    def _refuse_other_sizes(self) -> None:
+        """Both ways are for as many ranks as there were. What was left alone runs as without the pass."""
+        for asked in self._groups:
+            if asked.fused and (size := resolve_group(asked.name).size()) != asked.size:
+                raise ValueError(
+                    f"graph {self.name}: was made for {asked.size} ranks, group {asked.name!r} has {size}: after "
+                    "torch._dynamo.reset() it is made anew"
+                )
 
     def _agreed(self, signature: int) -> bool:
         for asked in self._groups:
