@@ -20,6 +20,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,6 +120,7 @@ class Choice:
         # same.
         self._rounds = [*fused, *fused[-2::-1]]
         self._plain_runs = 0
+        self._known: dict[str, weakref.ref[ProcessGroup]] = {}
         self._told: set[tuple[str, int]] = set()
         self._late: dict[str, tuple[int, Post]] = {}
         self._unwilling: str | None = None
@@ -139,7 +141,7 @@ class Choice:
         Raises:
             ValueError: a group in which something was fused has another number of ranks than the graph was made for.
         """
-        self._refuse_other_sizes()
+        self._look_up_groups()
         begin = time.perf_counter()
         answer = self._agreed(self.signature(sizes))
         outcomes.count(answer, time.perf_counter() - begin)
@@ -154,14 +156,25 @@ class Choice:
             signed = self._signed = sizes, digest(f"{self._signature} {filled}")
         return signed[1]
 
-    def _refuse_other_sizes(self) -> None:
-        """Both ways are for as many ranks as there were. What was left alone runs as without the pass."""
+    def _look_up_groups(self) -> None:
+        """Groups are known by name, and after destroy_process_group another may have it: of its ranks nothing is known.
+
+        Where something was fused, both ways are for as many ranks as there were. A group in which all was left alone
+        goes on as without the pass.
+        """
         for asked in self._groups:
-            if asked.fused and (size := resolve_group(asked.name).size()) != asked.size:
+            group = resolve_group(asked.name)
+            if asked.fused and group.size() != asked.size:
                 raise ValueError(
-                    f"graph {self.name}: was made for {asked.size} ranks, group {asked.name!r} has {size}: after "
-                    "torch._dynamo.reset() it is made anew"
+                    f"graph {self.name}: was made for {asked.size} ranks, group {asked.name!r} has {group.size()}: "
+                    "after torch._dynamo.reset() it is made anew"
                 )
+            known = self._known.get(asked.name)
+            if known is None or known() is not group:
+                self._known[asked.name] = weakref.ref(group)
+                self._told = {told for told in self._told if told[0] != asked.name}
+                self._late.pop(asked.name, None)
+                self._unwilling = None
 
     def _agreed(self, signature: int) -> bool:
         for asked in self._groups:

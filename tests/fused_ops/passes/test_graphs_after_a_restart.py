@@ -1,4 +1,4 @@
-"""A graph of the pass that outlives its group: run by another number of ranks, it is refused in weft's words."""
+"""A graph of the pass that outlives its group: another number of ranks is refused, as many begin anew."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from graphs import AG, AR, RS, captured, fake_ranks
 from ranks import run_ranks
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
-from weft.fused_ops.passes import FusionPass
-from weft.fused_ops.passes.choice import outcomes
+from weft.fused_ops.passes import FusionPass, choice, outcomes
 
 RANKS, FEWER = 3, 2
 ASKED = r"^graph \w{16}: was made for 3 ranks, group '0' has 2: "
@@ -119,3 +118,30 @@ def restarted(rank: int, size: int, folder: str) -> None:
 
 def test_a_restart_with_fewer_ranks(tmp_path: Path) -> None:
     run_ranks(restarted, RANKS, str(tmp_path), fresh=True)
+
+
+def late_before(rank: int, size: int, folder: str) -> None:
+    """Rank 0 waits once in vain. Of the new group's ranks that says nothing."""
+    torch._dynamo.reset()
+    outcomes.forget()
+    patience, choice.PATIENCE = choice.PATIENCE, 30.0
+    with inductor_config.patch(fx_graph_cache=False):
+        compiled = torch.compile(sequence, options=FusionPass(fuse="always").options, fullgraph=True)
+        inputs = [torch.randn(s) for s in SHAPES]
+        compiled(*inputs)
+    if rank == 0:
+        choice.PATIENCE = 0.1
+    (compiled if rank == 0 else sequence)(*inputs)
+    assert outcomes.questions().fused == 1
+    assert len(outcomes.disagreements()) == (rank == 0)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    choice.PATIENCE = 30.0
+    outcomes.forget()
+    compiled(*inputs)
+    choice.PATIENCE = patience
+    assert outcomes.questions().fused == 1, outcomes.disagreements()
+
+
+def test_who_was_late_before_a_restart_is_waited_for(tmp_path: Path) -> None:
+    run_ranks(late_before, 2, str(tmp_path), fresh=True)
