@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
-from torch.autograd.function import FunctionCtx
 
 from ..symm_mem import resolve_group
 from . import all_gather_matmul, matmul_reduce_scatter
@@ -157,24 +156,32 @@ class MatmulReduceScatter(torch.autograd.Function):
 
 class AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, reduce_op: str, group_name: str) -> Tensor:
-        ctx.reduce_op, ctx.group_name = reduce_op, group_name
+    def forward(ctx: Any, x: Tensor, reduce_op: str, group_name: str, group_size: int | None) -> Tensor:
+        ctx.reduce_op, ctx.group_name, ctx.group_size = reduce_op, group_name, group_size
         with torch._C._AutoDispatchBelowAutograd():
-            return _ops.one_shot_all_reduce(x, reduce_op, group_name)
+            return _ops.one_shot_all_reduce(x, reduce_op, group_name, group_size=group_size)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> Any:
-        return _ops.one_shot_all_reduce(grad, ctx.reduce_op, ctx.group_name), None, None  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        total = _ops.one_shot_all_reduce(grad, ctx.reduce_op, ctx.group_name, group_size=ctx.group_size)
+        return total, None, None, None
 
 
 class AllReduceRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        group_name: str,
+        group_size: int | None,
     ) -> tuple[Tensor, Tensor]:
-        ctx.eps, ctx.group_name = eps, group_name
+        ctx.eps, ctx.group_name, ctx.group_size = eps, group_name, group_size
+        args = (x, residual, weight, eps, group_name)
         with torch._C._AutoDispatchBelowAutograd():
-            normed, sums = _ops.fused_all_reduce_rms_norm(x, residual, weight, eps, group_name)
+            normed, sums = _ops.fused_all_reduce_rms_norm(*args, group_size=group_size)
         ctx.save_for_backward(sums, weight if any(ctx.needs_input_grad[:2]) else None)
         return normed, sums
 
@@ -190,27 +197,29 @@ class AllReduceRmsNorm(torch.autograd.Function):
             inner = scale * (through - unit * (through * unit).mean(-1, keepdim=True))
             total = (inner + grad_sums).to(sums.dtype)
             if ctx.needs_input_grad[0]:
-                grad_x = _ops.one_shot_all_reduce(total, "sum", ctx.group_name)
+                grad_x = _ops.one_shot_all_reduce(total, "sum", ctx.group_name, group_size=ctx.group_size)
         if ctx.needs_input_grad[2]:
             grad_weight = (grad * unit).sum_to_size(sums.shape[-1:]).to(sums.dtype)
-        return grad_x, total, grad_weight, None, None
+        return grad_x, total, grad_weight, None, None, None
 
 
 class MatmulAllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    def forward(
+        ctx: Any, A: Tensor, B: Tensor, reduce_op: str, group_name: str, group_size: int | None
+    ) -> Tensor:
         of_A, of_B = ctx.needs_input_grad[:2]
         ctx.save_for_backward(A if of_B else None, B if of_A else None)
-        ctx.reduce_op, ctx.group_name = reduce_op, group_name
+        ctx.reduce_op, ctx.group_name, ctx.group_size = reduce_op, group_name, group_size
         with torch._C._AutoDispatchBelowAutograd():
-            done = _ops.fused_matmul_all_reduce(A, B, reduce_op, group_name)
+            done = _ops.fused_matmul_all_reduce(A, B, reduce_op, group_name, group_size=group_size)
         ctx.transposed = _is_transposed(B)
         return done
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         A, B = ctx.saved_tensors
-        total = _ops.one_shot_all_reduce(grad, ctx.reduce_op, ctx.group_name)
+        total = _ops.one_shot_all_reduce(grad, ctx.reduce_op, ctx.group_name, group_size=ctx.group_size)
         grad_A = _product(total, B.t()) if ctx.needs_input_grad[0] else None
         grad_B = _gradient(A, total, ctx.transposed) if ctx.needs_input_grad[1] else None
-        return grad_A, grad_B, None, None
+        return grad_A, grad_B, None, None, None

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ..symm_mem import resolve_group
+from . import checks
 from .layers import ParallelLinear
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -42,18 +43,22 @@ def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None
     Raises:
         TypeError: ``module`` is no nn.Module, ``state`` no mapping, or one of these tensors is a DTensor: those of
             ``fully_shard`` are parts of a part, and do not know it.
-        ValueError: ``state`` has none of these tensors; or has some of which it is not known whether and how they are
-            cut: what a layer's weight or bias is made of by a parametrization, weight norm or pruning; an optimizer's
-            state of another shape than the parameter's (Adafactor), or under numbers (``optimizer.state_dict()``).
+        ValueError: a layer was made by another rank, or for another number of ranks than its group has; or ``state``
+            has none of these tensors; or has some of which it is not known whether and how they are cut: what a layer's
+            weight or bias is made of by a parametrization, weight norm or pruning; an optimizer's state of another
+            shape than the parameter's (Adafactor), or under numbers (``optimizer.state_dict()``).
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: is of type {type(module).__name__}, must be an nn.Module")
     if state is not None and not isinstance(state, Mapping):
         raise TypeError(f"state: is of type {type(state).__name__}, must be a mapping")
+    layers = {path: m for path, m in module.named_modules() if isinstance(m, ParallelLinear)}
+    for path, layer in layers.items():
+        if (problem := checks.why_of_another_rank(layer.group, layer.rank, layer.world_size)) is not None:
+            raise ValueError(f"module: {path!r}, {problem}" if path else problem)
     owners = {
         id(parameter): (layer, cut)
-        for path, layer in module.named_modules()
-        if isinstance(layer, ParallelLinear)
+        for path, layer in layers.items()
         for name, cut in (("weight", layer.shard_dim), ("bias", layer.bias_dim))
         for parameter in (_own(path, layer, name),)
     }

@@ -55,22 +55,34 @@ def matmul_reduce_scatter(
     return A.new_empty(shape, dtype=out_dtype or A.dtype)
 
 
-def all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
+def all_reduce(x: Tensor, reduce_op: str, group_name: str, *, group_size: int | None = None) -> Tensor:
+    checks.group_size(group_size, group_name)
     checks.all_reduce(x, reduce_op, group_name)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def all_reduce_in_place(x: Tensor, reduce_op: str, group_name: str) -> None:
+def all_reduce_in_place(x: Tensor, reduce_op: str, group_name: str, *, group_size: int | None = None) -> None:
+    checks.group_size(group_size, group_name)
     checks.all_reduce_in_place(x, reduce_op, group_name)
 
 
 def all_reduce_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    group_name: str,
+    *,
+    group_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
+    checks.group_size(group_size, group_name)
     checks.all_reduce_rms_norm(x, residual, weight, eps, group_name)
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-def matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor:
+def matmul_all_reduce(
+    A: Tensor, B: Tensor, reduce_op: str, group_name: str, *, group_size: int | None = None
+) -> Tensor:
+    checks.group_size(group_size, group_name)
     checks.matmul_all_reduce(A, B, reduce_op, group_name)
     return A.new_empty((*A.shape[:-1], B.shape[1]))

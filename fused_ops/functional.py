@@ -54,8 +54,8 @@ def _size_of(name: str) -> int | None:
 
 
 def _of_graph(name: str) -> dict[str, int | None]:
-    """What only a graph says: how many ranks it is made for, on which the sizes of results depend. It is part of what
-    Inductor's caches on disk know a graph by: they gave a run that of another number of ranks."""
+    """What only a graph says: how many ranks it is made for, as the parts that it is given are, and a mean. It is part
+    of what Inductor's caches on disk know a graph by: they gave a run that of another number of ranks."""
     return {"group_size": _size_of(name)} if _is_compiling() else {}
 
 
@@ -191,7 +191,8 @@ def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
             return out
     checks.tensor("x", x)
     checks.reduction(reduce_op, checks.ALL_REDUCE_OPS)
-    return ops.all_reduce(x, reduce_op, group_name(group))
+    name = group_name(group)
+    return ops.all_reduce(x, reduce_op, name, **_of_graph(name))
 
 
 def one_shot_all_reduce_(x: Tensor, reduce_op: str, group: Group) -> Tensor:
@@ -206,7 +207,8 @@ def one_shot_all_reduce_(x: Tensor, reduce_op: str, group: Group) -> Tensor:
             return out
     checks.tensor("x", x)
     checks.reduction(reduce_op, checks.ALL_REDUCE_OPS)
-    ops.all_reduce_(x, reduce_op, group_name(group))
+    name = group_name(group)
+    ops.all_reduce_(x, reduce_op, name, **_of_graph(name))
     return x
 
 
@@ -235,15 +237,16 @@ def fused_all_reduce_rms_norm(
             they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
-    known = _known_name(group)
-    if known is not None and type(eps) is float:
-        done = all_reduce_rms_norm.again(x, residual, weight, eps, known)
+    name = _known_name(group)
+    if name is not None and type(eps) is float:
+        done = all_reduce_rms_norm.again(x, residual, weight, eps, name)
         if done is not None:
             return done
-    for name, value in (("x", x), ("residual", residual), ("weight", weight)):
-        checks.tensor(name, value)
+    for argument, value in (("x", x), ("residual", residual), ("weight", weight)):
+        checks.tensor(argument, value)
     checks.number("eps", eps)
-    return ops.all_reduce_rms_norm(x, residual, weight, eps, group_name(group))
+    name = group_name(group)
+    return ops.all_reduce_rms_norm(x, residual, weight, eps, name, **_of_graph(name))
 
 
 def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: Group) -> Tensor:
@@ -276,4 +279,5 @@ def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: Group) 
     checks.tensor("A", A, 2)
     checks.tensor("B", B)
     checks.reduction(reduce_op)
-    return ops.matmul_all_reduce(A, B, reduce_op, group_name(group))
+    name = group_name(group)
+    return ops.matmul_all_reduce(A, B, reduce_op, name, **_of_graph(name))

@@ -89,7 +89,11 @@ class ParallelLinear(nn.Module):
         """Draw the parameters anew, in place and as the constructor does: after ``to_empty`` of a layer made on "meta".
 
         A whole nn.Linear is drawn, for a moment in memory, and the own part kept. A row-parallel layer's bias is zero.
+
+        Raises:
+            ValueError: the layer was made by another rank or for another number of ranks.
         """
+        checks.own_rank(self.group, self.rank, self.world_size)
         place = {"device": self.weight.device, "dtype": self.weight.dtype}
         linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, **place)
         if self.bias_dim is None and self.bias is not None:
@@ -163,6 +167,8 @@ class ParallelLinear(nn.Module):
 
         Of what is cut the answer is the same on all ranks, also on those whose part it happens to be.
         """
+        if (problem := checks.why_of_another_rank(self.group, self.rank, self.world_size)) is not None:
+            return problem
         whole = list(self.get_parameter(name).shape)
         cut = self.shard_dim if name == "weight" else self.bias_dim
         ranks = dist.get_process_group_ranks(resolve_group(self.group))
@@ -187,6 +193,7 @@ class ParallelLinear(nn.Module):
         )
 
     def _check(self, x: Tensor, weight: Tensor, columns: int) -> None:
+        checks.own_rank(self.group, self.rank, self.world_size)
         checks.tensor("x", x, 1)
         if x.shape[-1] != columns:
             raise ValueError(f"x: has {x.shape[-1]} columns, must have {columns}")
@@ -276,7 +283,7 @@ class ColumnParallelLinear(ParallelLinear):
             [..., S, ..., out_features / W]; all columns with ``gather_output``.
 
         Raises:
-            ValueError, TypeError: x does not fit.
+            ValueError, TypeError: x does not fit, or the layer was made by another rank or for another number of them.
         """
         # Once: a parametrization computes them anew each time.
         weight: Tensor = self.weight
@@ -357,7 +364,7 @@ class RowParallelLinear(ParallelLinear):
             [..., S / W, ..., out_features]; [..., out_features] without ``sequence_parallel``.
 
         Raises:
-            ValueError, TypeError: x does not fit.
+            ValueError, TypeError: x does not fit, or the layer was made by another rank or for another number of them.
         """
         # Once: a parametrization computes them anew each time.
         weight: Tensor = self.weight

@@ -50,16 +50,24 @@ _lib.define(
     " ScalarType? out_dtype=None, Tensor? bias=None, Tensor? residual=None, int? group_size=None) -> Tensor",
     tags=_TAGS,
 )
-_lib.define("one_shot_all_reduce(Tensor x, str reduce_op, str group_name) -> Tensor", tags=_TAGS)
 _lib.define(
-    "fused_all_reduce_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, str group_name)"
-    " -> (Tensor, Tensor)",
+    "one_shot_all_reduce(Tensor x, str reduce_op, str group_name, *, int? group_size=None) -> Tensor",
     tags=_TAGS,
 )
 _lib.define(
-    "fused_matmul_all_reduce(Tensor A, Tensor B, str reduce_op, str group_name) -> Tensor", tags=_TAGS
+    "fused_all_reduce_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, str group_name, *,"
+    " int? group_size=None) -> (Tensor, Tensor)",
+    tags=_TAGS,
 )
-_lib.define("one_shot_all_reduce_(Tensor(a!) x, str reduce_op, str group_name) -> ()", tags=_TAGS)
+_lib.define(
+    "fused_matmul_all_reduce(Tensor A, Tensor B, str reduce_op, str group_name, *, int? group_size=None)"
+    " -> Tensor",
+    tags=_TAGS,
+)
+_lib.define(
+    "one_shot_all_reduce_(Tensor(a!) x, str reduce_op, str group_name, *, int? group_size=None) -> ()",
+    tags=_TAGS,
+)
 
 all_gather_matmul = torch.ops.weft.fused_all_gather_matmul.default
 matmul_reduce_scatter = torch.ops.weft.fused_matmul_reduce_scatter.default
@@ -151,7 +159,8 @@ def _matmul_reduce_scatter_anew(
     return _rs.run(A, B, reduce_op, dim, group, out_dtype, bias, residual)
 
 
-def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
+def _all_reduce(x: Tensor, reduce_op: str, group_name: str, *, group_size: int | None = None) -> Tensor:
+    checks.group_size(group_size, group_name)
     done = _ar.again(x, reduce_op, group_name)
     return _all_reduce_anew(x, reduce_op, group_name) if done is None else done
 
@@ -165,7 +174,10 @@ def _all_reduce_anew(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
     return _ar.run(x, reduce_op, group)
 
 
-def _all_reduce_in_place(x: Tensor, reduce_op: str, group_name: str) -> None:
+def _all_reduce_in_place(
+    x: Tensor, reduce_op: str, group_name: str, *, group_size: int | None = None
+) -> None:
+    checks.group_size(group_size, group_name)
     if _ar.again(x, reduce_op, group_name, x, IN_PLACE) is None:
         _all_reduce_in_place_anew(x, reduce_op, group_name)
 
@@ -183,8 +195,15 @@ def _all_reduce_in_place_anew(x: Tensor, reduce_op: str, group_name: str) -> Non
 
 
 def _all_reduce_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    group_name: str,
+    *,
+    group_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
+    checks.group_size(group_size, group_name)
     done = _arn.again(x, residual, weight, eps, group_name)
     return done or _all_reduce_rms_norm_anew(x, residual, weight, eps, group_name)
 
@@ -200,7 +219,10 @@ def _all_reduce_rms_norm_anew(
     return _arn.run(x, residual, weight, eps, group)
 
 
-def _matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor:
+def _matmul_all_reduce(
+    A: Tensor, B: Tensor, reduce_op: str, group_name: str, *, group_size: int | None = None
+) -> Tensor:
+    checks.group_size(group_size, group_name)
     done = _mar.again(A, B, reduce_op, group_name)
     return _matmul_all_reduce_anew(A, B, reduce_op, group_name) if done is None else done
 
@@ -269,49 +291,65 @@ def _matmul_reduce_scatter_autograd(
     return MatmulReduceScatter.apply(*args, group_size)
 
 
-def _all_reduce_autograd(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
+def _all_reduce_autograd(
+    x: Tensor, reduce_op: str, group_name: str, *, group_size: int | None = None
+) -> Tensor:
+    checks.group_size(group_size, group_name)
     if (out := _ar.again(x, reduce_op, group_name, anything=True)) is not None:
         return out
     if not _wants_grad(x):
         if goes_straight(x):
             return _all_reduce_anew(x, reduce_op, group_name)
         with torch._C._AutoDispatchBelowAutograd():
-            return all_reduce(x, reduce_op, group_name)
+            return all_reduce(x, reduce_op, group_name, group_size=group_size)
     if reduce_op in ("max", "min"):
         raise ValueError(
             f"reduce_op: is {reduce_op!r}, must be 'sum' or 'avg' for an x that requires a gradient"
         )
-    return AllReduce.apply(x, reduce_op, group_name)
+    return AllReduce.apply(x, reduce_op, group_name, group_size)
 
 
 def _all_reduce_rms_norm_autograd(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    group_name: str,
+    *,
+    group_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
+    checks.group_size(group_size, group_name)
     if not _wants_grad(x, residual, weight):
         with torch._C._AutoDispatchBelowAutograd():
-            return all_reduce_rms_norm(x, residual, weight, eps, group_name)
-    return AllReduceRmsNorm.apply(x, residual, weight, eps, group_name)
+            return all_reduce_rms_norm(x, residual, weight, eps, group_name, group_size=group_size)
+    return AllReduceRmsNorm.apply(x, residual, weight, eps, group_name, group_size)
 
 
-def _matmul_all_reduce_autograd(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor:
+def _matmul_all_reduce_autograd(
+    A: Tensor, B: Tensor, reduce_op: str, group_name: str, *, group_size: int | None = None
+) -> Tensor:
+    checks.group_size(group_size, group_name)
     if not _wants_grad(A, B):
         with torch._C._AutoDispatchBelowAutograd():
-            return matmul_all_reduce(A, B, reduce_op, group_name)
-    return MatmulAllReduce.apply(A, B, reduce_op, group_name)
+            return matmul_all_reduce(A, B, reduce_op, group_name, group_size=group_size)
+    return MatmulAllReduce.apply(A, B, reduce_op, group_name, group_size)
 
 
-def _all_reduce_in_place_autograd(x: Tensor, reduce_op: str, group_name: str) -> None:
+def _all_reduce_in_place_autograd(
+    x: Tensor, reduce_op: str, group_name: str, *, group_size: int | None = None
+) -> None:
+    checks.group_size(group_size, group_name)
     if _ar.again(x, reduce_op, group_name, x, IN_PLACE, anything=True) is not None:
         return None
     if _wants_grad(x):
         raise ValueError("x: requires a gradient, must not where it is overwritten; use one_shot_all_reduce")
     if x.is_neg():  # what resolves that below has no way with ops that return nothing
-        x.copy_(all_reduce(x, reduce_op, group_name))
+        x.copy_(all_reduce(x, reduce_op, group_name, group_size=group_size))
         return None
     if goes_straight(x):
         return _all_reduce_in_place_anew(x, reduce_op, group_name)
     with torch._C._AutoDispatchBelowAutograd():
-        return all_reduce_(x, reduce_op, group_name)
+        return all_reduce_(x, reduce_op, group_name, group_size=group_size)
 
 
 def _below_autocast(op: Callable[..., Any]) -> Callable[..., Any]:

@@ -184,7 +184,7 @@ class Original:
         fused = {e.group for e in entries if e.fused_into is not None}
         if [kind_of(n) for n in collectives(self._graph)] != [e.collective for e in entries]:
             fused |= self._counts.keys()
-        asked = [Asked(g, self._counts[g], g in fused) for g in order]
+        asked = [Asked(g, self._counts[g], g in fused, resolve_group(g).size()) for g in order]
         kept = any(a.fused for a in asked)
         signature = Signature(graph, index, entries, orders)
         code = self._code() if kept else None

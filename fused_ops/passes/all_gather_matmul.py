@@ -197,7 +197,7 @@ class AllGatherMatmul:
             shape = [numel(digits) for digits in layout.shard]
             shard = insert.rearrange(shard, plain(val(c.x).shape), layout.shard, shape, at)
             Bs = [_other(u, at) for u in self.uses]
-            fused = call(at, self.op, shard, Bs, layout.dim, c.group, return_A=bool(self.kept))
+            fused = insert.fused(at, self.op, c, shard, Bs, layout.dim, return_A=bool(self.kept))
             outs = call(at, operator.getitem, fused, 1)
             new = {}
             if self.kept:

@@ -203,15 +203,17 @@ class AllReduce:
         last = self.collectives[-1]
         if self.sum is not None:
             A, B = self.sum.operands(at)
-            out = call(at, self.op, A, B, last.reduce_op, last.group)
+            out = insert.fused(at, self.op, last, A, B, last.reduce_op)
             out = insert.rearrange(out, (self.sum.rows, self.sum.columns), plain(shape), shape, at, [A])
             return insert.contiguous(out, at)
         x, *others = (c.x for c in self.collectives)
         for other in others:
             x = call(at, aten.add.Tensor, x, other)
-        out = call(at, self.op, x, last.reduce_op, last.group)
         if self.op is c10d.all_reduce.default:
-            out = call(at, c10d.wait_tensor.default, out)
+            pending = call(at, self.op, x, last.reduce_op, last.group)
+            out = call(at, c10d.wait_tensor.default, pending)
+        else:
+            out = insert.fused(at, self.op, last, x, last.reduce_op)
         return insert.contiguous(out, at)
 
 

@@ -20,6 +20,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,11 +58,13 @@ _IN_CAPTURE = (
 
 @dataclass(frozen=True)
 class Asked:
-    """A group: how many collectives the graph had in it before the pass, and whether any of them was fused."""
+    """A group: how many collectives the graph had in it before the pass, whether any of them was fused, and for how
+    many ranks."""
 
     name: str
     count: int
     fused: bool
+    size: int
 
 
 def pack(
@@ -88,7 +91,7 @@ def pack(
     buffer = io.BytesIO()
     torch.save(constants, buffer)
     data = {
-        "groups": [[g.name, g.count, g.fused] for g in groups],
+        "groups": [[g.name, g.count, g.fused, g.size] for g in groups],
         "signature": signature,
         "sizes": list(sizes),
         "what": list(what),
@@ -117,6 +120,7 @@ class Choice:
         # same.
         self._rounds = [*fused, *fused[-2::-1]]
         self._plain_runs = 0
+        self._known: dict[str, weakref.ref[ProcessGroup]] = {}
         self._told: set[tuple[str, int]] = set()
         self._late: dict[str, tuple[int, Post]] = {}
         self._unwilling: str | None = None
@@ -133,7 +137,11 @@ class Choice:
         A rank that does not come is waited for once: ``PATIENCE`` seconds, or the group's deadline if that is less.
         Then the graph runs unfused until that rank has shown that it was only late, or for good if it ran something
         else.
+
+        Raises:
+            ValueError: a group in which something was fused has another number of ranks than the graph was made for.
         """
+        self._look_up_groups()
         begin = time.perf_counter()
         answer = self._agreed(self.signature(sizes))
         outcomes.count(answer, time.perf_counter() - begin)
@@ -147,6 +155,26 @@ class Choice:
             filled = [next(now) if size is None else size for size in self._sizes]
             signed = self._signed = sizes, digest(f"{self._signature} {filled}")
         return signed[1]
+
+    def _look_up_groups(self) -> None:
+        """Groups are known by name, and after destroy_process_group another may have it: of its ranks nothing is known.
+
+        Where something was fused, both ways are for as many ranks as there were. A group in which all was left alone
+        goes on as without the pass.
+        """
+        for asked in self._groups:
+            group = resolve_group(asked.name)
+            if asked.fused and group.size() != asked.size:
+                raise ValueError(
+                    f"graph {self.name}: was made for {asked.size} ranks, group {asked.name!r} has {group.size()}: "
+                    "after torch._dynamo.reset() it is made anew"
+                )
+            known = self._known.get(asked.name)
+            if known is None or known() is not group:
+                self._known[asked.name] = weakref.ref(group)
+                self._told = {told for told in self._told if told[0] != asked.name}
+                self._late.pop(asked.name, None)
+                self._unwilling = None
 
     def _agreed(self, signature: int) -> bool:
         for asked in self._groups:

@@ -17,7 +17,7 @@ from torch._guards import detect_fake_mode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .dims import Digits, flat, refined
-from .match import LeftAlone, Size, aten, is_val, known, same_shape, val
+from .match import Collective, LeftAlone, Size, aten, is_val, known, same_shape, val
 from .match import contiguous as is_contiguous
 
 
@@ -113,6 +113,18 @@ def sizes(shape: Iterable[Size], before: fx.Node, near: Sequence[fx.Node] = ()) 
             node, dim = holder
             result[i] = node if dim is None else call(before, aten.sym_size.int, node, dim)
     return result
+
+
+def fused(before: fx.Node, op: Any, c: Collective, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call of one of weft's ops in place of a collective, for as many ranks.
+
+    Args:
+        args: those in front of the group.
+
+    Raises:
+        LeftAlone: as ``call``.
+    """
+    return call(before, op, *args, c.group, **kwargs, group_size=c.world)
 
 
 def reshape(node: fx.Node, shape: Sequence[Size], before: fx.Node, near: Sequence[fx.Node] = ()) -> fx.Node:

@@ -123,10 +123,11 @@ class MatmulReduceScatter:
             want = val(c.wait).dtype
             named: dict[str, Any] = {"out_dtype": want} if want != self.sum.dtype else {}
             named |= self.terms.arguments(self.part, [A, B])
-            out = call(at, self.op, A, B, c.reduce_op, self.dim, c.group, **named)
+            out = insert.fused(at, self.op, c, A, B, c.reduce_op, self.dim, **named)
             for vector in self.sum.vectors:
                 bias = insert.cast(insert.reshape(vector, [val(vector).shape[-1]], at), [want], at)
-                out = call(at, aten.add.Tensor, out, call(at, ops.all_reduce, bias, c.reduce_op, c.group))
+                total = insert.fused(at, ops.all_reduce, c, bias, c.reduce_op)
+                out = call(at, aten.add.Tensor, out, total)
             out = insert.rearrange(out, self.part, plain(val(c.wait).shape), val(c.wait).shape, at, near)
             out = insert.contiguous(out, at)
         self.terms.replace()

@@ -74,7 +74,7 @@ class RmsNorm:
     def replaced_by(self, op: Any, c: Collective) -> dict[fx.Node, fx.Node]:
         """The op in the graph, and what takes the place of which node."""
         at = self.added
-        both = call(at, op, c.x, self.residual, self.weight, self.eps, c.group)
+        both = insert.fused(at, op, c, c.x, self.residual, self.weight, self.eps)
         normed, added = (call(at, operator.getitem, both, i) for i in (0, 1))
         return {self.normed: insert.contiguous(normed, at), self.added: insert.contiguous(added, at)}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,14 @@ from ranks import run_ranks
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
-from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter
+from weft.fused_ops import (
+    fused_all_gather_matmul,
+    fused_all_reduce_rms_norm,
+    fused_matmul_all_reduce,
+    fused_matmul_reduce_scatter,
+    one_shot_all_reduce,
+    one_shot_all_reduce_,
+)
 
 
 def pair(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
@@ -46,43 +55,96 @@ def test_a_cache_on_disk_serves_as_many_ranks_as_it_was_filled_by(tmp_path: Path
     run_ranks(restarted, 2, str(tmp_path), fresh=True)
 
 
-class Pair(nn.Module):
+def normed(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
+    return fused_all_reduce_rms_norm(x, x, W[:, 0], 1e-5, GROUP)[0]
+
+
+#: By its name: of a ProcessGroup, and the default one, Dynamo sees that it is another one and makes a graph anew.
+GROUP = "0"
+PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "all_gather_matmul": lambda x, W: fused_all_gather_matmul(x, [W], 0, GROUP, return_A=False)[1][0],
+    "matmul_reduce_scatter": lambda x, W: fused_matmul_reduce_scatter(x, W, "avg", 0, GROUP),
+    "all_reduce": lambda x, W: one_shot_all_reduce(x, "avg", GROUP),
+    "all_reduce_": lambda x, W: one_shot_all_reduce_(x + 1, "avg", GROUP),
+    "all_reduce_rms_norm": normed,
+    "matmul_all_reduce": lambda x, W: fused_matmul_all_reduce(x, W, "avg", GROUP),
+}
+
+
+class Program(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
     def forward(self, x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
-        return pair(x, W)
+        return PROGRAMS[self.name](x, W)
 
 
-def exported(rank: int, world_size: int) -> bytes:
-    file = io.BytesIO()
-    torch.export.save(torch.export.export(Pair(), (torch.randn(6, 4), torch.randn(4, 5))), file)
-    return file.getvalue()
+def exported(rank: int, world_size: int) -> dict[str, bytes]:
+    files = {}
+    for name, strict in product(PROGRAMS, (False, True)):
+        program = torch.export.export(Program(name), (torch.randn(6, 4), torch.randn(4, 5)), strict=strict)
+        torch.export.save(program, file := io.BytesIO())
+        files[f"{name}, strict={strict}"] = file.getvalue()
+    return files
 
 
-def loaded(rank: int, world_size: int, program: bytes) -> None:
-    """By two ranks more than have exported it, and by others than those, they would compute something else."""
-    module = torch.export.load(io.BytesIO(program)).module()
-    x, W = torch.randn(6, 4), torch.randn(4, 5)
-    if world_size == 2:
-        assert torch.equal(module(x, W), pair(x, W))
-        return
-    with pytest.raises(ValueError, match="group_size: is 2, must be 3, the number of ranks of group '0'"):
-        module(x, W)
+def loaded(rank: int, world_size: int, programs: dict[str, bytes]) -> None:
+    """By one rank more than have exported it, and by others than those, they would compute something else."""
+    for name, program in programs.items():
+        module = torch.export.load(io.BytesIO(program)).module()
+        x, W = torch.randn(6, 4), torch.randn(4, 5)
+        if world_size == 2:
+            assert torch.equal(module(x, W), PROGRAMS[name.split(",")[0]](x, W)), name
+            continue
+        with pytest.raises(ValueError, match="group_size: is 2, must be 3, the number of ranks of group '0'"):
+            module(x, W)
 
 
 def test_an_exported_program_names_the_number_of_ranks() -> None:
-    program = run_ranks(exported, 2)[0]
-    run_ranks(loaded, 2, program)
-    run_ranks(loaded, 3, program)
+    programs = run_ranks(exported, 2)[0]
+    run_ranks(loaded, 2, programs)
+    run_ranks(loaded, 3, programs)
+
+
+def kept(rank: int, world_size: int, folder: str) -> None:
+    """What was compiled stays in the process, whose group is made anew: of one rank."""
+    torch._dynamo.reset()
+    runs = []
+    for name, program in PROGRAMS.items():
+        inputs = [torch.randn(s, requires_grad=name != "all_reduce_") for s in ((6, 4), (4, 5))]
+        compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
+        runs.append((name, compiled, inputs, compiled(*inputs)))
+    dist.destroy_process_group()
+    store = f"file://{folder}/store-{rank}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    for name, compiled, inputs, y in runs:
+        words = f"^group_size: is {world_size}, must be 1, the number of ranks of group '0'"
+        with pytest.raises(ValueError, match=words):
+            compiled(*inputs)
+        if y.requires_grad:
+            with pytest.raises(ValueError, match=words):
+                y.sum().backward()
+        else:
+            assert name == "all_reduce_"
+    torch._dynamo.reset()
+
+
+def test_what_was_compiled_is_refused_in_another_group_both_ways(tmp_path: Path) -> None:
+    run_ranks(kept, 2, str(tmp_path), fresh=True)
 
 
 def refused(rank: int, world_size: int) -> None:
     x, W, name = torch.randn(4, 6), torch.randn(6, 5), world().group_name
-    mode = FakeTensorMode()
+    mode, weft = FakeTensorMode(), torch.ops.weft
     for A, B in ((x, W), (x, W.clone().requires_grad_()), tuple(map(mode.from_tensor, (x, W)))):
         calls = (
-            lambda n, A=A, B=B: torch.ops.weft.fused_all_gather_matmul(A, [B], 0, name, group_size=n)[1][0],
-            lambda n, A=A, B=B: torch.ops.weft.fused_matmul_reduce_scatter(
-                A, B, "sum", 0, name, group_size=n
-            ),
+            lambda n, A=A, B=B: weft.fused_all_gather_matmul(A, [B], 0, name, group_size=n)[1][0],
+            lambda n, A=A, B=B: weft.fused_matmul_reduce_scatter(A, B, "sum", 0, name, group_size=n),
+            lambda n, A=A, B=B: weft.fused_matmul_all_reduce(A, B, "sum", name, group_size=n),
+            lambda n, A=A, B=B: weft.one_shot_all_reduce(B, "avg", name, group_size=n),
+            lambda n, A=A, B=B: weft.one_shot_all_reduce_(A, "avg", name, group_size=n) or A,
+            lambda n, A=A, B=B: weft.fused_all_reduce_rms_norm(B, B, B[0], 1e-5, name, group_size=n)[0],
         )
         for call in calls:
             assert call(world_size).shape == call(None).shape
