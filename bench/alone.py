@@ -28,14 +28,14 @@ import machine
 import torch
 import torch.distributed as dist
 from alone_gather import GatherProblem
-from alone_rank import Problem, Trial
+from alone_rank import RankProblem, Trial
 from alone_scatter import ScatterProblem
 from contenders import LINK_BYTES_PER_US
-from registry import LAST_DIMENSION, rows
-from weft import symm_mem
-from weft.symm_mem import Workspace
+from registry import LAST_DIMENSION, select_rows
+from weft.symm_mem.heap.registry import get_heap
+from weft.symm_mem.workspace import Workspace
 
-PROBLEMS: dict[str, type[Problem[Any]]] = {
+PROBLEMS: dict[str, type[RankProblem[Any]]] = {
     "all_gather_matmul": GatherProblem,
     "matmul_reduce_scatter": ScatterProblem,
 }
@@ -74,10 +74,10 @@ def times(trial: Trial) -> list[float]:
     return [median(of_one) for of_one in series]
 
 
-def measure(problem: Problem[Any], count: int) -> str | None:
+def measure_alone(problem: RankProblem[Any], count: int) -> str | None:
     """A line of the table; None on the ranks that only lend their memory."""
     row, found = problem.row, problem.ranked()[:count]
-    heap = symm_mem.heap(None, problem.device)
+    heap = get_heap(None, problem.device)
     rooms = [Workspace(heap, problem.layout(c), f"{row.id} {i}") for i, (_, c) in enumerate(found)]
     dist.barrier()
     line = None
@@ -129,10 +129,10 @@ def main() -> None:
     torch.cuda.set_device(device)
     if dist.get_rank() == 0:
         print(shlex.join(["bench/alone.py", *sys.argv[1:]]), machine.described("cuda", dist.get_world_size()))
-    for row in rows("cuda", ops, layers, sizes, modes=("graph",)):
+    for row in select_rows("cuda", ops, layers, sizes, modes=("graph",)):
         if row.name in LAST_DIMENSION:
             continue
-        line = measure(PROBLEMS[row.op](row, dist.get_world_size(), device), given.candidates)
+        line = measure_alone(PROBLEMS[row.op](row, dist.get_world_size(), device), given.candidates)
         if line is not None:
             print(line, flush=True)
     dist.barrier()

@@ -11,18 +11,22 @@ import ctypes
 from pathlib import Path
 
 import torch
-from alone_rank import TIMEOUT_NS, Alone, Problem, Trial
+from alone_rank import TIMEOUT_NS, Alone, RankProblem, Trial
 from parts import divisible, random_tensor, sets_of
 from registry import SPLITS, Row
 from torch import Tensor
-from weft.kernels.all_gather_matmul.configs import Problem as MatmulProblem
-from weft.kernels.all_gather_matmul.configs import PushConfig, push_layout, push_ranked, varied
+from weft.kernels.all_gather_matmul.configs import (
+    AllGatherMatmulProblem,
+    GatherPushConfig,
+    gather_push_layout,
+    rank_gather_pushes,
+    varied,
+)
 from weft.kernels.all_gather_matmul.cuda_kernel import AllGatherMatmulPush
-from weft.kernels.device.chip import chip_of
-from weft.kernels.device.program import Program
-from weft.symm_mem import Workspace
-from weft.symm_mem.fault import WORD
-from weft.symm_mem.workspace import Layout
+from weft.kernels.device.device_spec import device_spec_of
+from weft.kernels.device.jit.program import Program
+from weft.symm_mem.failure.fault import WORD
+from weft.symm_mem.workspace import Layout, Workspace
 
 # Bytes a nanosecond that all peers together send to a rank, and nanoseconds on the way, as between H200s.
 RATE_OF_TWO, RATE, TRIP = 335.0, 294.0, 1000
@@ -41,15 +45,15 @@ class _Params(ctypes.Structure):
         ("flags_per_rank", ctypes.c_int32),
         ("world", ctypes.c_int32),
         ("trip", ctypes.c_int32),
-        ("patience", ctypes.c_uint64),
+        ("deadline", ctypes.c_uint64),
     )
 
 
-def program() -> Program:
+def alone_program() -> Program:
     return Program(Path(__file__).parent / "announce.cu")
 
 
-def announcements(config: PushConfig, m: int, k: int, world_size: int) -> list[tuple[int, int]]:
+def announcements(config: GatherPushConfig, m: int, k: int, world_size: int) -> list[tuple[int, int]]:
     """(flag, nanoseconds that links take up to it) of each piece that one peer sends, in the order of kernel.cu.
 
     Args:
@@ -72,13 +76,13 @@ def announcements(config: PushConfig, m: int, k: int, world_size: int) -> list[t
     return found
 
 
-class Gather(Alone):
+class GatherCandidate(Alone):
     """A candidate with operands of its own."""
 
     def __init__(
         self,
         workspace: Workspace[Layout],
-        config: PushConfig,
+        config: GatherPushConfig,
         peers: Tensor,
         shards: list[Tensor],
         weights: list[list[Tensor]],
@@ -90,42 +94,42 @@ class Gather(Alone):
             (a.data_ptr(), [b.data_ptr() for b in bs], [c.data_ptr() for c in cs])
             for a, bs, cs in zip(shards, weights, outs, strict=True)
         ]
-        for half in (0, 1):
-            workspace.half(0, half, tuple(peers.shape), peers.dtype).copy_(peers)
+        for buffer in (0, 1):
+            workspace.buffer(0, buffer, tuple(peers.shape), peers.dtype).copy_(peers)
         kernel = AllGatherMatmulPush(workspace, shards[0], weights[0], config, num_sms=num_sms)
         self._use = torch.zeros(2, dtype=torch.int32, device=peers.device)
         pieces = torch.tensor(announcements(config, m, k, workspace.world_size)).int().to(peers.device)
         self._pieces, self._due = (x.contiguous() for x in pieces.unbind(1))
-        announce = program().function("announce")
+        announce = alone_program().function("announce")
 
-        def launch(half: int, i: int) -> None:
+        def launch(buffer: int, i: int) -> None:
             stream = torch.cuda.current_stream().cuda_stream
-            kernel.launch(half, *addresses[i], True, True, TIMEOUT_NS, stream)
+            kernel.launch(buffer, *addresses[i], True, True, TIMEOUT_NS, stream)
 
-        self._announce = [announce.bound(1, 1024, self._params(workspace, half), 0) for half in (0, 1)]
+        self._announce = [announce.bound(1, 1024, self._params(workspace, buffer), 0) for buffer in (0, 1)]
         self._side = torch.cuda.Stream()
         super().__init__("all_gather_matmul", workspace, launch, (shards, weights, outs))
 
-    def _params(self, w: Workspace[Layout], half: int) -> _Params:
-        flags = w.address + w.layout.flags(half) * WORD
+    def _params(self, w: Workspace[Layout], buffer: int) -> _Params:
+        flags = w.address + w.layout.flags(buffer) * WORD
         told = flags + w.span  # rank 0's are the first ones of rank 1's
-        given = (x.data_ptr() for x in (self._pieces, self._due, self._use[half:]))
+        given = (x.data_ptr() for x in (self._pieces, self._due, self._use[buffer:]))
         counts = self._pieces.numel(), w.layout.flags_per_rank, w.world_size
         return _Params(flags, told, *given, *counts, TRIP, TIMEOUT_NS)
 
-    def begins(self, half: int, use: int) -> None:
+    def begins(self, buffer: int, use: int) -> None:
         layout, size = self.workspace.layout, self.workspace.world_size
-        self._use[half].fill_(use)
-        first = layout.flags(half)
+        self._use[buffer].fill_(use)
+        first = layout.flags(buffer)
         self.workspace.words[first : first + size * layout.flags_per_rank].fill_(use - 1)
         self._side.wait_stream(torch.cuda.current_stream())
-        self._announce[half](self._side.cuda_stream)
+        self._announce[buffer](self._side.cuda_stream)
 
     def finish(self) -> None:
         torch.cuda.current_stream().wait_stream(self._side)
 
 
-class GatherProblem(Problem[PushConfig]):
+class GatherProblem(RankProblem[GatherPushConfig]):
     free = 2  # for one block of announce.cu: the op takes them in pairs
 
     def __init__(self, row: Row, world: int, device: torch.device) -> None:
@@ -139,14 +143,14 @@ class GatherProblem(Problem[PushConfig]):
     def received(self) -> int:
         return (self.world - 1) * self.m * self.k * self.row.dtype.itemsize
 
-    def ranked(self) -> list[tuple[float, PushConfig]]:
+    def ranked(self) -> list[tuple[float, GatherPushConfig]]:
         of = self.m, tuple(self.ns), self.k, self.world, self.num_sms
-        return varied(push_ranked(MatmulProblem(*of, chip=chip_of(self.device))))
+        return varied(rank_gather_pushes(AllGatherMatmulProblem(*of, spec=device_spec_of(self.device))))
 
-    def layout(self, config: PushConfig) -> Layout:
-        return push_layout(self.m, self.k, self.world, config)
+    def layout(self, config: GatherPushConfig) -> Layout:
+        return gather_push_layout(self.m, self.k, self.world, config)
 
-    def trial(self, rooms: list[Workspace[Layout]], configs: list[PushConfig]) -> Trial:
+    def trial(self, rooms: list[Workspace[Layout]], configs: list[GatherPushConfig]) -> Trial:
         m, k, ns, dtype, device = self.m, self.k, self.ns, self.row.dtype, self.device
         sets = sets_of((m * k + k * self.n) * dtype.itemsize, device)
         shards = [random_tensor((m, k), dtype, device) for _ in range(sets)]
@@ -163,13 +167,13 @@ class GatherProblem(Problem[PushConfig]):
             return [gathered @ b.double() for b in weights[0]]
 
         candidates: list[Alone] = [
-            Gather(room, config, peers, shards, weights, outs, self.num_sms)
+            GatherCandidate(room, config, peers, shards, weights, outs, self.num_sms)
             for room, config in zip(rooms, configs, strict=True)
         ]
         return Trial(product, candidates, outs[0], expected, sets)
 
-    def text(self, config: PushConfig) -> str:
+    def text(self, config: GatherPushConfig) -> str:
         c = config
         lead = f" lead {c.lead}" if c.lead else ""
         pieces = f"pieces {c.piece_rows} units {c.unit_columns}"
-        return f"{c.tile.block_m}x{c.tile.block_n} senders {c.senders} group {c.group} {pieces}{lead}"
+        return f"{c.tile.block_m}x{c.tile.block_n} comm_sms {c.comm_sms} group {c.group} {pieces}{lead}"

@@ -10,8 +10,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from registry import Row
 from torch import Tensor
-from weft.symm_mem import Workspace
-from weft.symm_mem.workspace import Layout
+from weft.symm_mem.workspace import Layout, Workspace
 
 TIMEOUT_NS = 2_000_000_000
 
@@ -22,7 +21,7 @@ class Alone:
     """A candidate on rank 0.
 
     Args:
-        launch: of a half and a set of operands.
+        launch: of a buffer and a set of operands.
         operands: kept for as long: kernels know addresses.
     """
 
@@ -35,23 +34,23 @@ class Alone:
     ) -> None:
         self.workspace, self.operands = workspace, operands
         self._op, self._launch = op, launch
-        self._half, self._uses = 0, [0, 0]
+        self._buffer, self._uses = 0, [0, 0]
 
     def prepare(self) -> None:
-        """Of the next call: peers have left the half, what they send in this use is still to come."""
+        """Of the next call: peers have left the buffer, what they send in this use is still to come."""
         layout, words = self.workspace.layout, self.workspace.words
-        self._half ^= 1
-        half, size = self._half, self.workspace.world_size
-        self._uses[half] += 1
-        use = self._uses[half]
-        words[layout.done(half) : layout.done(half) + size].fill_(use - 1)
-        self.begins(half, use)
+        self._buffer ^= 1
+        buffer, size = self._buffer, self.workspace.world_size
+        self._uses[buffer] += 1
+        use = self._uses[buffer]
+        words[layout.done(buffer) : layout.done(buffer) + size].fill_(use - 1)
+        self.begins(buffer, use)
 
-    def begins(self, half: int, use: int) -> None:
+    def begins(self, buffer: int, use: int) -> None:
         """More that must be so, or be under way, before a use begins."""
 
     def call(self, i: int) -> None:
-        self._launch(self._half, i)
+        self._launch(self._buffer, i)
 
     def finish(self) -> None:
         """Behind the call."""
@@ -75,7 +74,7 @@ class Trial:
     sets: int
 
 
-class Problem(ABC, Generic[C]):
+class RankProblem(ABC, Generic[C]):
     """A row of the benchmark between ``world`` ranks."""
 
     free: ClassVar[int]  # multiprocessors that the op does not get

@@ -1,6 +1,6 @@
 """Matmul + reduce-scatter of one rank alone (alone.py).
 
-What rank 0 sends stays: a part for the peer so many ranks ahead comes to lie in rank 0's own half, where that of the
+What rank 0 sends stays: a part for the peer so many ranks ahead comes to lie in rank 0's own buffer, where that of the
 peer as many ranks behind would, which such a peer stores in the same step. The sum is then that of all rank 0's own
 products. Parts are sent at the pace of links, but come at once, where links take 1 us.
 """
@@ -14,28 +14,33 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from alone_rank import TIMEOUT_NS, Alone, Problem, Trial
+from alone_rank import TIMEOUT_NS, Alone, RankProblem, Trial
 from parts import divisible, random_tensor, sets_of
 from registry import Row
 from torch import Tensor
-from weft.kernels.device.chip import chip_of
+from weft.kernels.device.device_spec import device_spec_of
 from weft.kernels.matmul_reduce_scatter import cuda_kernel
-from weft.kernels.matmul_reduce_scatter.configs import Epilogue, PushConfig, push_layout, push_ranked
-from weft.kernels.matmul_reduce_scatter.configs import Problem as MatmulProblem
-from weft.symm_mem import Workspace
-from weft.symm_mem.workspace import HALVES, Layout
+from weft.kernels.matmul_reduce_scatter.configs import (
+    Epilogue,
+    MatmulReduceScatterProblem,
+    ScatterPushConfig,
+    rank_scatter_pushes,
+    scatter_push_layout,
+)
+from weft.symm_mem.workspace import NUM_BUFFERS, Layout, Workspace
 
 # What stands in kernel.cu, and what stands there for a rank alone.
 AT_PEER = (
-    "    return weft::on_rank(p.inbox, p.watch, p.half, dst) + place_of(order, t, part, p.watch.rank, dst);\n"
+    "    return weft::on_rank(p.receive_buffer, p.watch, p.buffer, dst) +"
+    " place_of(order, t, part, p.watch.rank, dst);\n"
 )
 AT_HOME = """    const int rank = p.watch.rank, like = (2 * rank - dst + WORLD_SIZE) % WORLD_SIZE;
     Tile own = t;
     own.dst = rank;
-    return p.inbox + place_of(order, own, part, like, rank);
+    return p.receive_buffer + place_of(order, own, part, like, rank);
 """
 PACE = "constexpr u64 RATE = 356;"
-# Bytes a nanosecond that several peers take, as between H200s: there senders meet, and kernel.cu offers a little more.
+# Bytes a nanosecond that several peers take, as between H200s: there comm_sms meet, and kernel.cu offers a little more.
 PACE_OF_SEVERAL = "constexpr u64 RATE = 330;"
 
 _folders: list[tempfile.TemporaryDirectory[str]] = []  # of sources, until this process ends
@@ -48,7 +53,7 @@ def source(world_size: int) -> Path:
     _folders.append(tempfile.TemporaryDirectory(prefix="weft-alone-"))
     folder = Path(_folders[-1].name)
     for file in (there, *there.parent.glob("*.cuh")):
-        text = file.read_text().replace('"../device/', '"')  # which is where NVRTC looks for it
+        text = file.read_text()
         if file == there:
             for old, new in ((AT_PEER, AT_HOME), (PACE, pace)):
                 if text.count(old) != 1:
@@ -64,7 +69,7 @@ class Scatter(Alone):
     def __init__(
         self,
         workspace: Workspace[Layout],
-        config: PushConfig,
+        config: ScatterPushConfig,
         lefts: Sequence[Tensor],
         weights: Sequence[Tensor],
         outs: Sequence[Tensor],
@@ -80,20 +85,20 @@ class Scatter(Alone):
                 workspace, a, b, config, Epilogue(a.dtype), num_sms=num_sms
             )
 
-        def launch(half: int, i: int) -> None:
-            kernel.launch(half, *addresses[i], TIMEOUT_NS, torch.cuda.current_stream().cuda_stream)
+        def launch(buffer: int, i: int) -> None:
+            kernel.launch(buffer, *addresses[i], TIMEOUT_NS, torch.cuda.current_stream().cuda_stream)
 
         super().__init__("matmul_reduce_scatter", workspace, launch, (lefts, weights, outs))
 
     def check(self) -> None:
         super().check()
-        size = self.workspace.layout.half_bytes // 4
-        for half in range(HALVES):
-            if self.workspace.half(0, half, (size,), torch.int32).any():
-                raise RuntimeError(f"half {half} is not empty behind its use")
+        size = self.workspace.layout.buffer_bytes // 4
+        for buffer in range(NUM_BUFFERS):
+            if self.workspace.buffer(0, buffer, (size,), torch.int32).any():
+                raise RuntimeError(f"buffer {buffer} is not empty behind its use")
 
 
-class ScatterProblem(Problem[PushConfig]):
+class ScatterProblem(RankProblem[ScatterPushConfig]):
     free = 0
 
     def __init__(self, row: Row, world: int, device: torch.device) -> None:
@@ -105,15 +110,17 @@ class ScatterProblem(Problem[PushConfig]):
     def received(self) -> int:
         return (self.world - 1) * self.m * self.n * self.row.dtype.itemsize
 
-    def ranked(self) -> list[tuple[float, PushConfig]]:
-        return push_ranked(
-            MatmulProblem(self.m, self.n, self.k, self.world, self.num_sms, chip=chip_of(self.device))
+    def ranked(self) -> list[tuple[float, ScatterPushConfig]]:
+        return rank_scatter_pushes(
+            MatmulReduceScatterProblem(
+                self.m, self.n, self.k, self.world, self.num_sms, spec=device_spec_of(self.device)
+            )
         )
 
-    def layout(self, config: PushConfig) -> Layout:
-        return push_layout(self.m, self.n, config, self.world, self.num_sms)
+    def layout(self, config: ScatterPushConfig) -> Layout:
+        return scatter_push_layout(self.m, self.n, config, self.world, self.num_sms)
 
-    def trial(self, rooms: list[Workspace[Layout]], configs: list[PushConfig]) -> Trial:
+    def trial(self, rooms: list[Workspace[Layout]], configs: list[ScatterPushConfig]) -> Trial:
         world, m, n, k, dtype, device = self.world, self.m, self.n, self.k, self.row.dtype, self.device
         sets = sets_of((world * m * k + k * n) * dtype.itemsize, device)
         lefts = [random_tensor((1, world, m, k), dtype, device) for _ in range(sets)]
@@ -133,7 +140,7 @@ class ScatterProblem(Problem[PushConfig]):
         ]
         return Trial(product, candidates, outs[:1], expected, sets)
 
-    def text(self, config: PushConfig) -> str:
+    def text(self, config: ScatterPushConfig) -> str:
         c = config
         staged = "" if c.staged else " not staged"
-        return f"{c.tile.block_m}x{c.tile.block_n} band {c.band}{staged}"
+        return f"{c.tile.block_m}x{c.tile.block_n} raster_group {c.raster_group}{staged}"

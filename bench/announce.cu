@@ -14,7 +14,7 @@ struct Params {
     const u32* due;  // of each, nanoseconds after the start: growing
     const u32* use;  // what is written
     int count, flags_per_rank, world, trip;  // nanoseconds
-    u64 patience;  // likewise
+    u64 deadline;  // likewise
 };
 
 // One block.
@@ -24,7 +24,7 @@ extern "C" __global__ void announce(const __grid_constant__ Params p) {
     for (int i = threadIdx.x; i < p.count; i += blockDim.x) {
         const u32 flag = p.pieces[i];
         while (weft::load_relaxed(p.told + flag) != use) {
-            if (weft::nanoseconds() - start > p.patience) return;  // the rank will miss its own, and say so
+            if (weft::nanoseconds() - start > p.deadline) return;  // the rank will miss its own, and say so
         }
         const u64 seen = max(weft::nanoseconds(), start + p.due[i]) + p.trip;
         while (weft::nanoseconds() < seen) {}

@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     option = metafunc.config.getoption
     try:
-        rows = registry.rows(
+        rows = registry.select_rows(
             option("device"),
             option("ops"),
             option("layers"),
@@ -105,7 +105,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         "command": command.replace(str(folder), folder.name) if folder.is_absolute() else command,
     }
     terminalreporter.section("microseconds a call")
-    for line in report.table(ROWS):
+    for line in report.result_table(ROWS):
         terminalreporter.write_line(line)
     for path in report.write(ROWS, meta, folder):
         terminalreporter.write_line(f"wrote {path}")

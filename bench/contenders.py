@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from accuracy import of_products, of_sums
 from parts import Bench, after_producer, divisible, has_torch_symm, random_tensor, sets_of, summed
-from reductions import all_reduce_rms_norm, matmul_all_reduce
+from reductions import all_reduce_rms_norm_contenders, matmul_all_reduce_contenders
 from registry import LAST_DIMENSION, SPLITS, Row
 from timer import Call
 from torch import Tensor
@@ -42,7 +42,7 @@ def _with_native(call: Call) -> Call:
     return native
 
 
-def all_gather_matmul(row: Row, group: str, device: torch.device) -> Bench:
+def all_gather_matmul_contenders(row: Row, group: str, device: torch.device) -> Bench:
     assert row.K is not None
     world = dist.get_world_size()
     last = row.name in LAST_DIMENSION
@@ -106,7 +106,7 @@ def all_gather_matmul(row: Row, group: str, device: torch.device) -> Bench:
     return Bench(calls, expected, sets, 2.0 * row.M * row.K * n, (world - 1) * m * k * size)
 
 
-def matmul_reduce_scatter(row: Row, group: str, device: torch.device) -> Bench:
+def matmul_reduce_scatter_contenders(row: Row, group: str, device: torch.device) -> Bench:
     assert row.K is not None
     world, rank = dist.get_world_size(), dist.get_rank()
     last = row.name in LAST_DIMENSION
@@ -146,7 +146,7 @@ def matmul_reduce_scatter(row: Row, group: str, device: torch.device) -> Bench:
     return Bench(calls, [expected], sets, 2.0 * row.M * k * row.N, (world - 1) * m * n * size)
 
 
-def all_reduce(row: Row, group: str, device: torch.device) -> Bench:
+def all_reduce_contenders(row: Row, group: str, device: torch.device) -> Bench:
     world = dist.get_world_size()
     source = random_tensor((row.N,), row.dtype, device)
     expected = of_sums(*summed(source), max(1, world - 1), row.dtype)
@@ -174,9 +174,9 @@ def all_reduce(row: Row, group: str, device: torch.device) -> Bench:
 
 
 TABLE: dict[str, Callable[[Row, str, torch.device], Bench]] = {
-    "all_gather_matmul": all_gather_matmul,
-    "matmul_reduce_scatter": matmul_reduce_scatter,
-    "all_reduce": all_reduce,
-    "all_reduce_rms_norm": all_reduce_rms_norm,
-    "matmul_all_reduce": matmul_all_reduce,
+    "all_gather_matmul": all_gather_matmul_contenders,
+    "matmul_reduce_scatter": matmul_reduce_scatter_contenders,
+    "all_reduce": all_reduce_contenders,
+    "all_reduce_rms_norm": all_reduce_rms_norm_contenders,
+    "matmul_all_reduce": matmul_all_reduce_contenders,
 }

@@ -48,7 +48,7 @@ def ar(x: Tensor, op: str = "sum") -> Tensor:
     return funcol.all_reduce(x, op, group())
 
 
-def gathered(x: Tensor) -> Tensor:
+def gather_rows(x: Tensor) -> Tensor:
     """Along dimension 0, without torch's spelling of the others."""
     return c10d.wait_tensor(c10d.all_gather_into_tensor(x, WORLD, group().group_name))
 
@@ -57,18 +57,18 @@ def scattered(x: Tensor) -> Tensor:
     return c10d.wait_tensor(c10d.reduce_scatter_tensor(x, "sum", WORLD, group().group_name))
 
 
-def rows(x: Tensor, w: Tensor) -> Tensor:
+def rows_form(x: Tensor, w: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]) @ w
 
 
 def joined(x: Tensor, order: tuple[int, ...], step: int) -> Tensor:
     """Parts of ``step`` rows of the gathered tensor, in this order, joined along dimension 1."""
-    parts = gathered(x).split(step)
+    parts = gather_rows(x).split(step)
     return torch.cat([parts[i] for i in order], 1)
 
 
 def sliced(x: Tensor, starts: tuple[int, ...], step: int) -> Tensor:
-    y = gathered(x)
+    y = gather_rows(x)
     return torch.cat([torch.ops.aten.slice.Tensor(y, 0, i, i + step) for i in starts], 1)
 
 
@@ -122,7 +122,7 @@ def of_one(x: Tensor, *weights: Tensor) -> list[Tensor]:
     return [F.linear(y, w) for w in weights]
 
 
-def moved(x: Tensor, w: Tensor) -> Tensor:
+def moved_form(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(ag(x.movedim(1, 0).contiguous()).movedim(0, 1).contiguous(), w)
 
 
@@ -184,7 +184,7 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
             ),
             Form("along the last dimension", lambda x, w: ag(x, 1) @ w, ((4, 1024), (2048, 5))),
             Form("slices instead of split", lambda x, w: sliced(x, (0, 2), 2) @ w, (x3, w)),
-            Form("moved to dimension 0 and back", moved, (x3, l3)),
+            Form("moved to dimension 0 and back", moved_form, (x3, l3)),
             Form("one gather, three products", of_one, (x3, l3, l3, l3)),
             Form("one gather, four products", of_one, (x3, l3, l3, l3, l3)),
             Form("three gathers of one tensor", each, (x3, l3, l3, l3)),
@@ -230,7 +230,11 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
             Form("average", lambda x, w: rs(x @ w, 0, "avg"), ((12, 8), w)),
             Form("residual behind it", lambda x, w, r: r + rs(x @ w), ((12, 8), w, (6, 5))),
             Form("bias behind it", lambda x, w, b: rs(F.linear(x, w), 1) + b, ((2, 12, 8), l3, (5,))),
-            Form("reshaped otherwise", lambda x, w: scattered(rows(x, w).reshape(4, 6, 5)), ((2, 12, 8), w)),
+            Form(
+                "reshaped otherwise",
+                lambda x, w: scattered(rows_form(x, w).reshape(4, 6, 5)),
+                ((2, 12, 8), w),
+            ),
         ],
     )
     yield (

@@ -71,7 +71,7 @@ def graphs_of(form: Form) -> list[fx.Graph]:
     return found
 
 
-def collectives(graph: fx.Graph) -> int:
+def count_collectives(graph: fx.Graph) -> int:
     """How many unfused collectives the graph has."""
     # An op that writes to its arguments stands behind an operator of higher order.
     ops = [
@@ -130,12 +130,12 @@ def like(value: Any) -> Any:
     return out.copy_(torch.randn(out.shape)) if out.dtype.is_floating_point else out.random_(1, 9)
 
 
-def run(graph: fx.Graph, inputs: list[Any]) -> list[Any]:
+def run_form(graph: fx.Graph, inputs: list[Any]) -> list[Any]:
     own = [v.clone() if isinstance(v, Tensor) else v for v in inputs]
     return tree_leaves(Runner(fx.GraphModule(torch.nn.Module(), graph)).run(*own))
 
 
-def same(got: list[Any], want: list[Any]) -> bool:
+def same_results(got: list[Any], want: list[Any]) -> bool:
     if len(got) != len(want):
         return False
     for a, b in zip(got, want, strict=True):
@@ -172,23 +172,23 @@ def verdict(pass_: Pass, graphs: list[fx.Graph]) -> Verdict:
     """The same on every rank: what goes wrong on one goes wrong on all."""
     found = Verdict()
     for graph in graphs:
-        found.of += collectives(graph)
+        found.of += count_collectives(graph)
         after = copied(graph)
         inputs = [like(n.meta["val"]) for n in graph.nodes if n.op == "placeholder"]
-        want = run(graph, inputs)
+        want = run_form(graph, inputs)
         try:
             pass_(after)
             after.lint()
         except Exception as e:
             found.wrong = f"the pass raises {type(e).__name__}"
             continue
-        found.fused += collectives(graph) - collectives(after)
+        found.fused += count_collectives(graph) - count_collectives(after)
         try:
-            got = run(after, inputs)
+            got = run_form(after, inputs)
         except Exception as e:
             found.wrong = f"raises {type(e).__name__}"
             continue
-        if not same(got, want):
+        if not same_results(got, want):
             shapes = [tuple(t.shape) for t in got if isinstance(t, Tensor)]
             wanted = [tuple(t.shape) for t in want if isinstance(t, Tensor)]
             found.wrong = "another result" if shapes == wanted else "another shape"
@@ -199,7 +199,7 @@ def verdict(pass_: Pass, graphs: list[fx.Graph]) -> Verdict:
     return found
 
 
-def table(rank: int, store: str) -> None:
+def form_table(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
     torch.set_num_threads(1)
     torch.manual_seed(rank)
@@ -226,7 +226,7 @@ def table(rank: int, store: str) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="pass-forms-") as folder:
-        mp.spawn(table, (f"file://{folder}/store",), WORLD)
+        mp.spawn(form_table, (f"file://{folder}/store",), WORLD)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def expected_norm(
     return [normed, of_sums(sums, terms, world, dtype)]
 
 
-def all_reduce_rms_norm(row: Row, group: str, device: torch.device) -> Bench:
+def all_reduce_rms_norm_contenders(row: Row, group: str, device: torch.device) -> Bench:
     world, shape = dist.get_world_size(), (row.M, row.N)
     source = random_tensor(shape, row.dtype, device)
     residual, weight = random_tensor(shape, row.dtype, device), random_tensor((row.N,), row.dtype, device)
@@ -84,7 +84,7 @@ def all_reduce_rms_norm(row: Row, group: str, device: torch.device) -> Bench:
     return Bench(calls, expected, 1, 0.0, 2 * (world - 1) / world * source.nbytes)
 
 
-def matmul_all_reduce(row: Row, group: str, device: torch.device) -> Bench:
+def matmul_all_reduce_contenders(row: Row, group: str, device: torch.device) -> Bench:
     assert row.K is not None
     world = dist.get_world_size()
     k, size = divisible(row.K, world, "K", row), row.dtype.itemsize

@@ -83,7 +83,7 @@ def _selected(name: str, layers: tuple[str, ...]) -> bool:
     return not layers or any(part in name for part in layers)
 
 
-def rows(
+def select_rows(
     device: str,
     ops: tuple[str, ...] = OPS,
     layers: tuple[str, ...] = (),

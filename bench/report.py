@@ -31,7 +31,7 @@ def _cell(value: float | None, digits: int, width: int = 9) -> str:
     return f"{'-' if value is None else format(value, f'.{digits}f'):>{width}}"
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
+def result_table(rows: list[dict[str, Any]]) -> list[str]:
     """The lines to print. Times are microseconds a call; ``peer/weft`` above 1 means weft is faster."""
     lines = [f"{_HEAD}{'peer/weft':>11}{'weft/limit':>11}  algorithm"]
     for row in rows:

@@ -38,7 +38,7 @@ STEPS = 20
 Block: TypeAlias = Callable[[Tensor, Tensor, Tensor, DeviceMesh], Tensor]
 
 
-def whole(x: Tensor, up: Tensor, down: Tensor, mesh: DeviceMesh) -> Tensor:
+def whole_block(x: Tensor, up: Tensor, down: Tensor, mesh: DeviceMesh) -> Tensor:
     """x [tokens, dim], up [dim, hidden], down [hidden, dim] to [tokens, dim]."""
     return F.silu(x @ up) @ down
 
@@ -55,7 +55,7 @@ def fused(x: Tensor, up: Tensor, down: Tensor, mesh: DeviceMesh) -> Tensor:
     return fused_matmul_reduce_scatter(F.silu(hidden), down, "sum", 0, mesh)
 
 
-def step(block: Block, given: list[Tensor], weights: Tensor, mesh: DeviceMesh) -> list[Tensor]:
+def run_step(block: Block, given: list[Tensor], weights: Tensor, mesh: DeviceMesh) -> list[Tensor]:
     """The result, and the gradients of a loss with these weights."""
     x, up, down = (t.detach().requires_grad_() for t in given)
     y = block(x, up, down, mesh)
@@ -115,14 +115,14 @@ def main() -> None:
         return [t.chunk(size, cut)[rank].contiguous() for t, cut in zip(tensors, cuts, strict=True)]
 
     everything = [t.double() for t in (x, up, down)]
-    y, *grads = step(whole, everything, weights.double(), mesh)
+    y, *grads = run_step(whole_block, everything, weights.double(), mesh)
     want = [y.chunk(size)[rank], *own(grads)]
     given, own_weights = own([x, up, down]), weights.chunk(size)[rank]
 
     good = True
     for name, block in (("unfused", unfused), ("weft", fused)):
-        error = difference(step(block, given, own_weights, mesh), want)
-        ms = milliseconds(partial(step, block, given, own_weights, mesh), device)
+        error = difference(run_step(block, given, own_weights, mesh), want)
+        ms = milliseconds(partial(run_step, block, given, own_weights, mesh), device)
         # Of the slowest rank, and the one that is the furthest away.
         ms, error = one_shot_all_reduce(torch.tensor([ms, error], device=device), "max", mesh).tolist()
         good = good and (block is unfused or error <= LIMIT[dtype])

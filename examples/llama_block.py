@@ -117,7 +117,7 @@ def demo(args: argparse.Namespace, sizes: Sizes, device: torch.device) -> bool:
     return good
 
 
-def run_rank(local_rank: int, args: argparse.Namespace, sizes: Sizes, store: str | None) -> None:
+def run_demo_rank(local_rank: int, args: argparse.Namespace, sizes: Sizes, store: str | None) -> None:
     """``store`` is the file where the ranks meet; None under torchrun."""
     if args.device == "cuda":
         torch.cuda.set_device(local_rank)
@@ -179,11 +179,11 @@ def arguments() -> tuple[argparse.Namespace, Sizes]:
 def main() -> None:
     args, sizes = arguments()
     if "RANK" in os.environ:
-        run_rank(int(os.environ["LOCAL_RANK"]), args, sizes, None)
+        run_demo_rank(int(os.environ["LOCAL_RANK"]), args, sizes, None)
         return
     with tempfile.TemporaryDirectory(prefix="llama-block-") as folder:
         try:
-            mp.spawn(run_rank, (args, sizes, f"file://{folder}/store"), args.ranks)
+            mp.spawn(run_demo_rank, (args, sizes, f"file://{folder}/store"), args.ranks)
         except (ProcessExitedException, ProcessRaisedException) as e:
             sys.exit(f"rank {e.error_index}: {e}")
 

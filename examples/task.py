@@ -27,7 +27,7 @@ LEARNING_RATE = 0.016
 
 
 @dataclass
-class Step:
+class TrainStep:
     """A forward and a backward pass of the sharded model, and when each began and ended."""
 
     logits: Tensor
@@ -77,14 +77,14 @@ class Task:
         loss.backward()
         return {"logits": logits.detach(), "loss": loss.detach(), **gradients(model)}
 
-    def stepper(self, **options: Any) -> Callable[[], Step]:
+    def stepper(self, **options: Any) -> Callable[[], TrainStep]:
         """What makes one step of the sharded model, compiled with ``options``."""
         model = self.model(self.dtype)
         shard(model, self.mesh)
         forward = torch.compile(logits_and_loss, dynamic=False, **options)
         tables = [t.float() for t in self.tables]
 
-        def step() -> Step:
+        def step() -> TrainStep:
             model.zero_grad(set_to_none=True)
             marks = [mark(self.device)]
             # The logits stay cut along the vocabulary.
@@ -92,29 +92,29 @@ class Task:
                 logits, loss = forward(model, self.tokens, self.labels, *tables)
                 marks.append(mark(self.device))
                 loss.backward()
-            return Step(logits.detach(), loss.detach(), model, [*marks, mark(self.device)])
+            return TrainStep(logits.detach(), loss.detach(), model, [*marks, mark(self.device)])
 
         return step
 
-    def train(self, steps: list[Callable[[], Step]], count: int) -> Iterator[list[float]]:
+    def train(self, steps: list[Callable[[], TrainStep]], count: int) -> Iterator[list[float]]:
         """Trains the model of each of ``steps`` on the one batch: each one's loss before so many updates by AdamW."""
         optimizers: list[torch.optim.Optimizer | None] = [None] * len(steps)
         for _ in range(count):
             losses = []
             for i, step in enumerate(steps):
                 done = step()
-                losses.append(whole(done.loss).item())
+                losses.append(full_tensor(done.loss).item())
                 rate = LEARNING_RATE / self.sizes.dim**0.5
                 optimizer = optimizers[i] or torch.optim.AdamW(done.model.parameters(), lr=rate)
                 optimizer.step()
                 optimizers[i] = optimizer
             yield losses
 
-    def errors(self, step: Step, reference: dict[str, Tensor]) -> dict[str, float]:
+    def errors(self, step: TrainStep, reference: dict[str, Tensor]) -> dict[str, float]:
         """How far logits, loss and each gradient are from the reference: the largest of all ranks."""
         found = {"logits": step.logits, "loss": step.loss, **gradients(step.model)}
         errors = [
-            (whole(found[name]).double() - wanted).norm() / wanted.norm()
+            (full_tensor(found[name]).double() - wanted).norm() / wanted.norm()
             for name, wanted in reference.items()
         ]
         # A maximum may lose a NaN.
@@ -122,7 +122,7 @@ class Task:
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         return dict(zip(reference, worst.tolist(), strict=True))
 
-    def times(self, steps: list[Callable[[], Step]], iterations: int) -> list[list[float]]:
+    def times(self, steps: list[Callable[[], TrainStep]], iterations: int) -> list[list[float]]:
         """Milliseconds of forward, backward and both for each of ``steps``: median, of the slowest rank."""
         rows: list[list[list[float]]] = [[] for _ in steps]
         for _ in range(iterations):
@@ -145,7 +145,7 @@ def logits_and_loss(
     return logits.detach(), F.cross_entropy(exact.flatten(0, 1), labels.flatten())
 
 
-def whole(t: Tensor) -> Tensor:
+def full_tensor(t: Tensor) -> Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 

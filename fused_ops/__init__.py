@@ -1,7 +1,6 @@
 """Fused tensor-parallel ops: as functions, in ``torch.ops.weft``, and found in compiled graphs by a pass."""
 
-from . import flops as flops  # torch's counter knows them
-from .checkpoint import local_state_dict, sharded_state_dict
+from .dispatch.plan import Plan, last_plan
 from .functional import (
     fused_all_gather_matmul,
     fused_all_reduce_rms_norm,
@@ -10,9 +9,10 @@ from .functional import (
     one_shot_all_reduce,
     one_shot_all_reduce_,
 )
-from .layers import ColumnParallelLinear, RowParallelLinear
+from .layers.checkpoint import local_state_dict, sharded_state_dict
+from .layers.linear import ColumnParallelLinear, RowParallelLinear
+from .library import flops as flops  # torch's counter knows them
 from .passes import FusionError, FusionPass, Report
-from .plan import Plan, last_plan
 
 __all__ = [
     "ColumnParallelLinear",

@@ -11,15 +11,8 @@ from torch.utils._device import DeviceContext
 
 from ..kernels.all_reduce.host import IN_PLACE
 from ..symm_mem import Group, group_name, resolve_group
-from . import (
-    all_gather_matmul,
-    all_reduce,
-    all_reduce_rms_norm,
-    checks,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-    ops,
-)
+from .library import schema, validation
+from .ops import all_gather_matmul, all_reduce, all_reduce_rms_norm, matmul_all_reduce, matmul_reduce_scatter
 
 _LISTS = (list, tuple)
 _is_compiling, _function_modes = torch.compiler.is_compiling, torch._C._len_torch_function_stack
@@ -89,15 +82,15 @@ def fused_all_gather_matmul(
     # What was called before has been checked before. True is not 1 there.
     name = _known_name(group)
     if name is not None and type(Bs) in _LISTS and type(gather_dim) is int and type(return_A) is bool:
-        done = all_gather_matmul.again(A_shard, Bs, gather_dim, name, return_A)
+        done = all_gather_matmul.fast_all_gather_matmul(A_shard, Bs, gather_dim, name, return_A)
         if done is not None:
             return done
-    checks.tensor("A_shard", A_shard, 2)
-    matrices = checks.tensors("Bs", Bs)
-    checks.dimension("gather_dim", gather_dim, "A_shard", A_shard.dim())
-    checks.flags(return_A=return_A)
+    validation.tensor("A_shard", A_shard, 2)
+    matrices = validation.tensors("Bs", Bs)
+    validation.dimension("gather_dim", gather_dim, "A_shard", A_shard.dim())
+    validation.flags(return_A=return_A)
     name = group_name(group)
-    return ops.all_gather_matmul(A_shard, matrices, gather_dim, name, return_A=return_A, **_of_graph(name))
+    return schema.all_gather_matmul(A_shard, matrices, gather_dim, name, return_A=return_A, **_of_graph(name))
 
 
 def fused_matmul_reduce_scatter(
@@ -143,22 +136,24 @@ def fused_matmul_reduce_scatter(
     """
     name = _known_name(group)
     if name is not None and type(reduce_op) is str and type(scatter_dim) is int:
-        done = matmul_reduce_scatter.again(A, B, reduce_op, scatter_dim, name, out_dtype, bias, residual)
+        done = matmul_reduce_scatter.fast_matmul_reduce_scatter(
+            A, B, reduce_op, scatter_dim, name, out_dtype, bias, residual
+        )
         if done is not None:
             return done
-    checks.tensor("A", A, 2)
-    checks.tensor("B", B)
-    checks.reduction(reduce_op)
-    checks.dimension("scatter_dim", scatter_dim, "A", A.dim())
+    validation.tensor("A", A, 2)
+    validation.tensor("B", B)
+    validation.reduction(reduce_op)
+    validation.dimension("scatter_dim", scatter_dim, "A", A.dim())
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         shown = "a tensor" if isinstance(out_dtype, Tensor) else repr(out_dtype)
         raise TypeError(f"out_dtype: is {shown}, must be a torch.dtype")
     for term, value in (("bias", bias), ("residual", residual)):
         if value is not None:
-            checks.tensor(term, value)
+            validation.tensor(term, value)
     name = group_name(group)
     named = {"out_dtype": out_dtype, "bias": bias, "residual": residual, **_of_graph(name)}
-    return ops.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, name, **named)
+    return schema.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, name, **named)
 
 
 def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
@@ -186,13 +181,13 @@ def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
     """
     name = _known_name(group)
     if name is not None and type(reduce_op) is str:
-        out = all_reduce.again(x, reduce_op, name, anything=True)
+        out = all_reduce.fast_all_reduce(x, reduce_op, name, anything=True)
         if out is not None:
             return out
-    checks.tensor("x", x)
-    checks.reduction(reduce_op, checks.ALL_REDUCE_OPS)
+    validation.tensor("x", x)
+    validation.reduction(reduce_op, validation.ALL_REDUCE_OPS)
     name = group_name(group)
-    return ops.all_reduce(x, reduce_op, name, **_of_graph(name))
+    return schema.all_reduce(x, reduce_op, name, **_of_graph(name))
 
 
 def one_shot_all_reduce_(x: Tensor, reduce_op: str, group: Group) -> Tensor:
@@ -202,13 +197,13 @@ def one_shot_all_reduce_(x: Tensor, reduce_op: str, group: Group) -> Tensor:
     """
     name = _known_name(group)
     if name is not None and type(reduce_op) is str:
-        out = all_reduce.again(x, reduce_op, name, x, IN_PLACE, anything=True)
+        out = all_reduce.fast_all_reduce(x, reduce_op, name, x, IN_PLACE, anything=True)
         if out is not None:
             return out
-    checks.tensor("x", x)
-    checks.reduction(reduce_op, checks.ALL_REDUCE_OPS)
+    validation.tensor("x", x)
+    validation.reduction(reduce_op, validation.ALL_REDUCE_OPS)
     name = group_name(group)
-    ops.all_reduce_(x, reduce_op, name, **_of_graph(name))
+    schema.all_reduce_(x, reduce_op, name, **_of_graph(name))
     return x
 
 
@@ -239,14 +234,14 @@ def fused_all_reduce_rms_norm(
     """
     name = _known_name(group)
     if name is not None and type(eps) is float:
-        done = all_reduce_rms_norm.again(x, residual, weight, eps, name)
+        done = all_reduce_rms_norm.fast_all_reduce_rms_norm(x, residual, weight, eps, name)
         if done is not None:
             return done
     for argument, value in (("x", x), ("residual", residual), ("weight", weight)):
-        checks.tensor(argument, value)
-    checks.number("eps", eps)
+        validation.tensor(argument, value)
+    validation.number("eps", eps)
     name = group_name(group)
-    return ops.all_reduce_rms_norm(x, residual, weight, eps, name, **_of_graph(name))
+    return schema.all_reduce_rms_norm(x, residual, weight, eps, name, **_of_graph(name))
 
 
 def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: Group) -> Tensor:
@@ -273,11 +268,11 @@ def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: Group) 
     """
     name = _known_name(group)
     if name is not None and type(reduce_op) is str:
-        done = matmul_all_reduce.again(A, B, reduce_op, name)
+        done = matmul_all_reduce.fast_matmul_all_reduce(A, B, reduce_op, name)
         if done is not None:
             return done
-    checks.tensor("A", A, 2)
-    checks.tensor("B", B)
-    checks.reduction(reduce_op)
+    validation.tensor("A", A, 2)
+    validation.tensor("B", B)
+    validation.reduction(reduce_op)
     name = group_name(group)
-    return ops.matmul_all_reduce(A, B, reduce_op, name, **_of_graph(name))
+    return schema.matmul_all_reduce(A, B, reduce_op, name, **_of_graph(name))

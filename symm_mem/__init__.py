@@ -6,34 +6,25 @@
 >>> peers.barrier()  # everybody has written
 """
 
-from .board import is_checked, set_checked
 from .errors import CallAbandoned, HeapUnavailable, PeerTimeout, RankMismatch, WeftError
+from .failure.call_check import is_checked, set_checked
 from .groups import Group, group_name, resolve_group
-from .heap import Block, Heap, heap_of
-from .peers import Peers, empty, rendezvous
-from .registry import check, heap, reset, unavailable
+from .heap.registry import check, reset, unavailable
+from .tensors import Peers, empty, rendezvous
 from .timeouts import get_timeout, set_timeout
-from .workspace import HALVES, Layout, Workspace
 
 __all__ = [
-    "HALVES",
-    "Block",
     "CallAbandoned",
     "Group",
-    "Heap",
     "HeapUnavailable",
-    "Layout",
     "PeerTimeout",
     "Peers",
     "RankMismatch",
     "WeftError",
-    "Workspace",
     "check",
     "empty",
     "get_timeout",
     "group_name",
-    "heap",
-    "heap_of",
     "is_checked",
     "rendezvous",
     "reset",

@@ -5,10 +5,10 @@ A pad holds ``[CHANNELS][world_size]`` words for each rank. ``put(peer, c)`` wri
 my pad has reached my next count: the n-th wait meets the n-th put, and puts may run ahead.
 
 On CPU ranks a wait spins. On CUDA put and wait are stream memory operations: the host does not wait, the stream does
-(watch.py bounds that). A wait that expires breaks the group on this rank, as one in a workspace does (fault.py): no
-more calls until it is reset, and kernels behind it in the stream send nothing. So does any other exception inside a
-call (Ctrl-C): counts that have gone up on one side alone would pair puts with the wrong waits. A put that a stream
-comes to behind an expired wait is made all the same.
+(stream_watchdog.py bounds that). A wait that expires breaks the group on this rank, as one in a workspace does
+(fault.py): no more calls until it is reset, and kernels behind it in the stream send nothing. So does any other
+exception inside a call (Ctrl-C): counts that have gone up on one side alone would pair puts with the wrong waits. A
+put that a stream comes to behind an expired wait is made all the same.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .call_site import call_site, text
 from .errors import CallAbandoned, PeerTimeout, WeftError, describe
-from .fault import WORD, Fault, fault_of
-from .sites import call_site, text
-from .spin import Expired, spin
+from .failure.fault import WORD, Fault, fault_of
+from .failure.spin_wait import Expired, spin
+from .failure.stream_watchdog import stream_watchdog_of
 from .timeouts import get_timeout
-from .watch import watch_of
 
 if TYPE_CHECKING:
-    from .heap import Block
+    from .heap.heap import Block
 
 CHANNELS = 16
 
@@ -39,11 +39,11 @@ class Pad:
     def __init__(self, block: Block) -> None:
         self._heap, self._offset = block.heap, block.offset
         self._fault = fault_of(self._heap)
-        self._watch = watch_of(self._heap)
-        self.forget()
+        self._watch = stream_watchdog_of(self._heap)
+        self.reset_state()
         self._heap.users.add(self)
 
-    def forget(self) -> None:
+    def reset_state(self) -> None:
         """Count from 0 again: the heap is being reset."""
         size = self._heap.world_size
         self._puts = [[0] * size for _ in range(CHANNELS)]
@@ -128,7 +128,7 @@ class Pad:
             self._watch.wait(address, count, timeout, expired, broken)
             return
         try:
-            process, farewell = heap.rendezvous.processes[peer], self._fault.farewell(peer)
-            spin(address, count, timeout, process, farewell, self._fault.raise_if_broken)
+            process, abort_notice = heap.rendezvous.processes[peer], self._fault.abort_notice(peer)
+            spin(address, count, timeout, process, abort_notice, self._fault.raise_if_broken)
         except Expired as e:
             raise expired(e.seen, e.seconds, e.ended, e.blames).again() from None

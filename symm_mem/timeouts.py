@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from numbers import Real
 
-from .findings import Noted
+from .call_cache import CachedDict
 from .groups import Group, group_name
 
 _LONGEST = 1e9  # seconds; kernels count nanoseconds in 64 bits
 _PREPARING = 1800.0
 
-_per_group: Noted[str, float] = Noted()
+_per_group: CachedDict[str, float] = CachedDict()
 
 
 def default_timeout() -> float:

@@ -1,28 +1,28 @@
 """A workspace: what one call site owns on the heap, at the same offset on every rank.
 
-It holds control words, flags and two halves of data. Calls take the halves in turn. Nothing is ever
-reset: every control word and flag counts uses of a half, has one writer and only grows, with
+It holds control words, flags and two buffers of data. Calls take the buffers in turn. Nothing is ever
+reset: every control word and flag counts uses of a buffer, has one writer and only grows, with
 wrap-around, so a captured CUDA graph goes on counting when it is replayed.
 
-Use ``e`` of half ``h`` (``e = EPOCH[h] + 1``) runs like this on every rank:
+Use ``e`` of buffer ``h`` (``e = EPOCH[h] + 1``) runs like this on every rank:
 
 ====================  ==============================================================================
-may I overwrite?      rank p's half h is free for use e once ``done(h)[p] >= e - 1`` in *my* words: p
+may I overwrite?      rank p's buffer h is free for use e once ``done(h)[p] >= e - 1`` in *my* words: p
                       has written that it left use e - 1. It is looked at before the first store to p.
-data, then flag       I store data into p's half h, then ``flags(h)[me][i] = e`` in p's words (release,
+data, then flag       I store data into p's buffer h, then ``flags(h)[me][i] = e`` in p's words (release,
                       system scope). p reads the data after it saw ``flags(h)[me][i] == e`` (acquire).
-I am done             when nothing of my half h is read any more: ``EPOCH[h] = e`` in my words, then
+I am done             when nothing of my buffer h is read any more: ``EPOCH[h] = e`` in my words, then
                       ``done(h)[me] = e`` in everybody's words (release, system scope).
 ====================  ==============================================================================
 
-Data may announce itself instead (``Layout.announced``): the halves are empty, all zeros, before the first use, no word
+Data may announce itself instead (``Layout.announced``): the buffers are empty, all zeros, before the first use, no word
 that is sent is zero, and who takes a word puts the zero back before it is done. Then there are no flags.
 
 A flag cannot be past e before p is done. It may be older by any number of uses, in which calls had less to say. So it
 is compared for equality, where ``>=`` with wrap-around would take one of 2**31 uses ago for a later one. (Triton's
 kernels, those of float32, compare ``>=``: equality made one of them spill.)
 
-A rank that takes the same half twice in a row is right, too: it only waits longer. So the half may be
+A rank that takes the same buffer twice in a row is right, too: it only waits longer. So the buffer may be
 chosen on the host and frozen into a graph.
 
 A use that does not come to its end, because a wait in it expired or an exception left it, leaves the ranks at
@@ -41,19 +41,19 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
-from .calls import Calls, Grids, running
+from .call_cache import CachedDict
+from .call_site import call_site
 from .errors import CallAbandoned, PeerTimeout, WeftError, describe
-from .fault import WORD, Fault, fault_of
-from .findings import Noted
-from .sites import call_site
-from .spin import Expired, spin
+from .failure.call_log import CallLog, Grids, running
+from .failure.fault import WORD, Fault, fault_of
+from .failure.spin_wait import Expired, spin
 from .timeouts import get_timeout
 
 if TYPE_CHECKING:
-    from .captured import CapturedGraph
-    from .heap import Heap
+    from .heap.captured import CapturedGraph
+    from .heap.heap import Heap
 
-HALVES = 2
+NUM_BUFFERS = 2
 OUTGROWN = "outgrown"  #: in ``prepared``, of a captured graph: a smaller one that its earlier nodes write to
 _ALIGN = 256
 _MOST_PREPARED = 4096  # of a few KiB each: a program whose sizes change all the time makes one for each
@@ -68,44 +68,44 @@ class Layout:
     """Where things lie in a workspace: 32-bit words from its start, the same on every rank.
 
     Attributes:
-        announced: what is sent into a half announces itself.
-        staging_bytes: behind the halves, of the own rank alone; nothing of it lives longer than a kernel.
+        announced: what is sent into a buffer announces itself.
+        staging_bytes: behind the buffers, of the own rank alone; nothing of it lives longer than a kernel.
     """
 
     world_size: int
     flags_per_rank: int
-    half_bytes: int
-    announced: bool = False
+    buffer_bytes: int
+    ll_protocol: bool = False
     staging_bytes: int = 0
 
     # Own words: only the own rank reads and writes them.
-    EPOCH = 8  #: + half: uses of the half that this rank has left
-    TICKET = 16  #: + half: uses of the half that this rank's pushes have begun
-    LEFT = 24  #: + half: blocks that have left the running kernel; the last one puts it back to 0
+    EPOCH = 8  #: + buffer: uses of the buffer that this rank has left
+    TICKET = 16  #: + buffer: uses of the buffer that this rank's pushes have begun
+    LEFT = 24  #: + buffer: blocks that have left the running kernel; the last one puts it back to 0
     PACE = 32  #: two words: the time at which what this rank's kernels have asked to send will have left
     _DONE = 64
 
-    def done(self, half: int) -> int:
+    def done(self, buffer: int) -> int:
         """First of ``world_size`` words; word ``p`` is written by rank p: uses that p has left."""
-        return self._DONE + half * self.world_size
+        return self._DONE + buffer * self.world_size
 
-    def flags(self, half: int) -> int:
+    def flags(self, buffer: int) -> int:
         """First of ``[world_size][flags_per_rank]`` words; row ``p`` is written by rank p."""
-        first = _up(self._DONE + HALVES * self.world_size, 64)
-        return first + half * self.world_size * self.flags_per_rank
+        first = _up(self._DONE + NUM_BUFFERS * self.world_size, 64)
+        return first + buffer * self.world_size * self.flags_per_rank
 
     @property
     def words(self) -> int:
-        return self.half(HALVES if self.announced else 0) // WORD
+        return self.buffer(NUM_BUFFERS if self.ll_protocol else 0) // WORD
 
-    def half(self, half: int) -> int:
-        """Byte offset of a half from the workspace's start."""
-        return _up(self.flags(HALVES) * WORD, _ALIGN) + half * _up(self.half_bytes, _ALIGN)
+    def buffer(self, buffer: int) -> int:
+        """Byte offset of a buffer from the workspace's start."""
+        return _up(self.flags(NUM_BUFFERS) * WORD, _ALIGN) + buffer * _up(self.buffer_bytes, _ALIGN)
 
     @property
     def staging(self) -> int:
         """Byte offset of the own rank's memory."""
-        return self.half(HALVES)
+        return self.buffer(NUM_BUFFERS)
 
     @property
     def bytes(self) -> int:
@@ -117,37 +117,42 @@ class Layout:
 
     def joined(self, other: Layout) -> Layout:
         """Room for the calls of both, which are of one kind."""
-        flags, half = max(self.flags_per_rank, other.flags_per_rank), max(self.half_bytes, other.half_bytes)
+        flags, buffer = (
+            max(self.flags_per_rank, other.flags_per_rank),
+            max(self.buffer_bytes, other.buffer_bytes),
+        )
         return replace(
             other,
             flags_per_rank=flags,
-            half_bytes=half,
+            buffer_bytes=buffer,
             staging_bytes=max(self.staging_bytes, other.staging_bytes),
         )
 
-    def half_of(self, word: int) -> int | None:
-        """The half that a 'done' word or a flag belongs to, or what announces itself."""
-        for half in range(HALVES):
+    def buffer_of(self, word: int) -> int | None:
+        """The buffer that a 'done' word or a flag belongs to, or what announces itself."""
+        for buffer in range(NUM_BUFFERS):
             if (
-                word - self.done(half) in range(self.world_size)
-                or word - self.flags(half) in range(self.world_size * self.flags_per_rank)
-                or self._is_payload(word, half)
+                word - self.done(buffer) in range(self.world_size)
+                or word - self.flags(buffer) in range(self.world_size * self.flags_per_rank)
+                or self._is_payload(word, buffer)
             ):
-                return half
+                return buffer
         return None
 
-    def _is_payload(self, word: int, half: int) -> bool:
-        return self.announced and word * WORD - self.half(half) in range(self.half_bytes)
+    def _is_payload(self, word: int, buffer: int) -> bool:
+        return self.ll_protocol and word * WORD - self.buffer(buffer) in range(self.buffer_bytes)
 
     def describe(self, word: int) -> str:
         """What a word is, for an error message."""
-        for half in range(HALVES):
-            if (i := word - self.flags(half)) in range(self.world_size * self.flags_per_rank):
-                return f"flag {i % self.flags_per_rank} of rank {i // self.flags_per_rank} (half {half})"
-            if word - self.done(half) in range(self.world_size):
-                return f"'done' of rank {word - self.done(half)} (half {half})"
-            if self._is_payload(word, half):
-                return f"use count of the payload at byte {word * WORD - self.half(half)} (half {half})"
+        for buffer in range(NUM_BUFFERS):
+            if (i := word - self.flags(buffer)) in range(self.world_size * self.flags_per_rank):
+                return f"flag {i % self.flags_per_rank} of rank {i // self.flags_per_rank} (buffer {buffer})"
+            if word - self.done(buffer) in range(self.world_size):
+                return f"'done' of rank {word - self.done(buffer)} (buffer {buffer})"
+            if self._is_payload(word, buffer):
+                return (
+                    f"use count of the payload at byte {word * WORD - self.buffer(buffer)} (buffer {buffer})"
+                )
         return f"word {word}"
 
 
@@ -207,11 +212,11 @@ class Workspace(Generic[L]):
         self.words = self.words_of(self.rank)
         #: CPU ranks hold it through a call: threads take turns. One that Ctrl-C has kept from letting go of it goes on.
         self.lock = threading.RLock()
-        self.prepared: Noted[Any, Any] = Noted()
+        self.prepared: CachedDict[Any, Any] = CachedDict()
         self.copy_streams: dict[Any, Any] = {}
         self._turn = 0
-        self._has_halves = isinstance(layout, Layout)
-        self._calls = Calls(HALVES, lambda: get_timeout(heap.group_name), graph is not None)
+        self._is_double_buffered = isinstance(layout, Layout)
+        self._calls = CallLog(NUM_BUFFERS, lambda: get_timeout(heap.group_name), graph is not None)
         self.fault.knows(self.address, layout, self._calls)
         heap.users.add(self)
 
@@ -232,7 +237,7 @@ class Workspace(Generic[L]):
             fault.raise_if_broken()
         if op is not None:
             self._calls.begins(op, call_site(inside + 2), grids)
-            if not self._has_halves and running.inside:
+            if not self._is_double_buffered and running.inside:
                 running.workspace = self
 
     def launched(self) -> None:
@@ -259,10 +264,10 @@ class Workspace(Generic[L]):
             calls, group = self._calls, self.heap.group_name
             self.fault.breaks(CallAbandoned(calls.op, group, self.rank, describe(cause), calls.site))
 
-    def forget(self) -> None:
+    def reset_state(self) -> None:
         """As new: the heap is being reset, and the words are zero on every rank."""
         self._turn = 0
-        self._calls.forget()
+        self._calls.reset_state()
         if self.graph is None:  # a captured graph runs what was made for it
             self.prepared.clear()
 
@@ -274,16 +279,16 @@ class Workspace(Generic[L]):
             self.prepared.clear()
         self.prepared[key] = made
 
-    def let_go(self) -> list[int]:
+    def release(self) -> list[int]:
         """Of what refers to it and to what it has outgrown, so that their memory is dropped with the last one who holds
         them; the numbers of their blocks."""
         outgrown: Workspace[L] | None = self.prepared.get(OUTGROWN)
         self.prepared.clear()
         self.copy_streams.clear()
-        return [self.block.number, *(outgrown.let_go() if outgrown is not None else ())]
+        return [self.block.number, *(outgrown.release() if outgrown is not None else ())]
 
-    def next_half(self) -> int:
-        """The half that the next call uses: the halves take turns."""
+    def next_buffer(self) -> int:
+        """The buffer that the next call uses: the buffers take turns."""
         self._turn ^= 1
         self._calls.takes(self._turn)
         if running.inside:  # from here on that call must come to its end, or the group is broken
@@ -291,18 +296,18 @@ class Workspace(Generic[L]):
         return self._turn
 
     def words_of(self, rank: int) -> torch.Tensor:
-        """Rank's control words and flags as an int32 tensor; and halves that hold zeros at first."""
+        """Rank's control words and flags as an int32 tensor; and buffers that hold zeros at first."""
         return self.heap.tensor(rank, self.block.offset, (self.layout.words,), torch.int32, None)
 
-    def half(
-        self: Workspace[Layout], rank: int, half: int, shape: tuple[int, ...], dtype: torch.dtype
+    def buffer(
+        self: Workspace[Layout], rank: int, buffer: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """A contiguous view of the start of rank's half."""
-        return self.heap.tensor(rank, self.block.offset + self.layout.half(half), shape, dtype, None)
+        """A contiguous view of the start of rank's buffer."""
+        return self.heap.tensor(rank, self.block.offset + self.layout.buffer(buffer), shape, dtype, None)
 
 
 class HostUse:
-    """One use of a half by a CPU rank: the protocol above in plain stores, whose order x86-64 keeps.
+    """One use of a buffer by a CPU rank: the protocol above in plain stores, whose order x86-64 keeps.
 
         with HostUse(workspace, "an_op") as use:
             ...
@@ -314,8 +319,8 @@ class HostUse:
     def __init__(self, workspace: Workspace[Layout], op: str) -> None:
         workspace.raise_if_broken(op)
         self.ws, self.op = workspace, op
-        self.half = workspace.next_half()
-        self.epoch = (self.ws.word(workspace.rank, Layout.EPOCH + self.half).value + 1) & 0xFFFFFFFF
+        self.buffer = workspace.next_buffer()
+        self.epoch = (self.ws.word(workspace.rank, Layout.EPOCH + self.buffer).value + 1) & 0xFFFFFFFF
         self._timeout = get_timeout(workspace.heap.group_name)
 
     def __enter__(self) -> HostUse:
@@ -332,32 +337,32 @@ class HostUse:
     def _wait(self, peer: int, index: int, expected: int, *, exactly: bool = False) -> None:
         ws, address = self.ws, self.ws.address + WORD * index
         process = ws.heap.rendezvous.processes[peer]
-        farewell = ws.fault.farewell(peer)
+        abort_notice = ws.fault.abort_notice(peer)
         try:
             # Of the two threads of a call one may have failed, or a call in another workspace: nothing is worth a wait.
-            told = process, farewell, ws.raise_if_broken
+            told = process, abort_notice, ws.raise_if_broken
             spin(address, expected, self._timeout, *told, exactly=exactly)
         except Expired as e:
             raise ws.expired(self.op, peer, index, expected, e).again() from None
 
     def _flag(self, writer: int, i: int) -> int:
-        return self.ws.layout.flags(self.half) + writer * self.ws.layout.flags_per_rank + i
+        return self.ws.layout.flags(self.buffer) + writer * self.ws.layout.flags_per_rank + i
 
     def wait_free(self, peer: int) -> None:
-        """Until peer's half may be overwritten."""
-        self._wait(peer, self.ws.layout.done(self.half) + peer, (self.epoch - 1) & 0xFFFFFFFF)
+        """Until peer's buffer may be overwritten."""
+        self._wait(peer, self.ws.layout.done(self.buffer) + peer, (self.epoch - 1) & 0xFFFFFFFF)
 
     def post(self, peer: int, i: int) -> None:
-        """Tell peer that what belongs to flag ``i`` lies in its half."""
+        """Tell peer that what belongs to flag ``i`` lies in its buffer."""
         self.ws.word(peer, self._flag(self.ws.rank, i)).value = self.epoch
 
     def wait(self, peer: int, i: int) -> None:
-        """Until what belongs to flag ``i`` of peer lies in the own half."""
+        """Until what belongs to flag ``i`` of peer lies in the own buffer."""
         self._wait(peer, self._flag(peer, i), self.epoch, exactly=True)
 
     def leave(self) -> None:
-        """Nothing of the own half is read any more."""
+        """Nothing of the own buffer is read any more."""
         ws = self.ws
-        self.ws.word(ws.rank, Layout.EPOCH + self.half).value = self.epoch
+        self.ws.word(ws.rank, Layout.EPOCH + self.buffer).value = self.epoch
         for rank in range(ws.world_size):
-            self.ws.word(rank, ws.layout.done(self.half) + ws.rank).value = self.epoch
+            self.ws.word(rank, ws.layout.done(self.buffer) + ws.rank).value = self.epoch

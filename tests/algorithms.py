@@ -7,17 +7,17 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from weft.fused_ops import again
+from weft.fused_ops.dispatch import fast_path
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul import on_cuda as gather_on_cuda
-from weft.kernels.device import one_shot
-from weft.kernels.device.choice import Choices
+from weft.kernels.device.gemm import one_shot
+from weft.kernels.device.tuning.choice import KernelChoices
 from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatter_on_cuda
 
 ALGORITHMS = ("push", "one_shot")
 
-_choices: dict[tuple[str, Any], Choices[Any]] = {}
+_choices: dict[tuple[str, Any], KernelChoices[Any]] = {}
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def taking(algorithm: str) -> Iterator[None]:
     algorithm by itself. So calls of both may follow each other.
     """
     assert algorithm in ALGORITHMS
-    short, remember = again.again, again.remember
+    short, remember = fast_path.run_fast, fast_path.remember_call
 
     def short_way(op: str, arguments: Any, *more: Any) -> Any:
         return short(op, (algorithm, arguments), *more)
@@ -39,10 +39,10 @@ def taking(algorithm: str) -> Iterator[None]:
 
     with ExitStack() as stack:
         for where in (gather_on_cuda, scatter_on_cuda):
-            known = _choices.setdefault((algorithm, where), Choices())
+            known = _choices.setdefault((algorithm, where), KernelChoices())
             stack.enter_context(mock.patch.object(where, "_choices", known))
-        stack.enter_context(mock.patch.object(again, "again", short_way))
-        stack.enter_context(mock.patch.object(again, "remember", remembered))
+        stack.enter_context(mock.patch.object(fast_path, "run_fast", short_way))
+        stack.enter_context(mock.patch.object(fast_path, "remember_call", remembered))
         if algorithm == "one_shot":
             stack.enter_context(mock.patch.object(one_shot, "exchange_us", return_value=-1e9))
         else:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 from weft.fused_ops import last_plan
-from weft.symm_mem import Layout, Workspace, heap
+from weft.symm_mem.heap.registry import get_heap
+from weft.symm_mem.workspace import Layout, Workspace
 
 # Rounding of one product in the dtype and of its result; float32 sums of a few hundred terms.
 BOUND = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -87,11 +88,11 @@ def meet() -> None:
     dist.barrier()
 
 
-def spoil(workspace: Workspace[Layout], half: int) -> None:
-    """0xFF into an own half: what it has held must not matter. Where data announces itself, it must hold nothing."""
-    held = workspace.half(workspace.rank, half, (workspace.layout.half_bytes,), torch.uint8)
-    if workspace.layout.announced:
-        assert not held.any(), "a call has left something in a half"
+def spoil(workspace: Workspace[Layout], buffer: int) -> None:
+    """0xFF into an own buffer: what it has held must not matter. Where data announces itself, it must hold nothing."""
+    held = workspace.buffer(workspace.rank, buffer, (workspace.layout.buffer_bytes,), torch.uint8)
+    if workspace.layout.ll_protocol:
+        assert not held.any(), "a call has left something in a buffer"
     else:
         held.fill_(0xFF)
 
@@ -99,11 +100,11 @@ def spoil(workspace: Workspace[Layout], half: int) -> None:
 def poison(rank: int) -> None:
     """NaN into every half of every workspace, so that reading what no peer wrote shows; see ``spoil``."""
     meet()
-    where = heap(world(), torch.get_default_device()) if dist.get_world_size() > 1 else None
+    where = get_heap(world(), torch.get_default_device()) if dist.get_world_size() > 1 else None
     for ws in where.workspaces.values() if where else ():
         if isinstance(ws.layout, Layout):
-            for half in range(2):
-                spoil(ws, half)
+            for buffer in range(2):
+                spoil(ws, buffer)
     meet()
 
 

@@ -1,9 +1,9 @@
-"""Imports run one way: bench, tests, examples -> fused_ops -> kernels -> symm_mem."""
+"""Imports run one way: between the top folders, between the rooms inside them, and between files."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "fused_ops": {"kernels", "symm_mem"},
 }
 USERS = ("bench", "examples", "tests")
+MOST_FILES = 13  # of a room, its __init__.py not counted
 
 
 def imports(source: str, parts: tuple[str, ...]) -> Iterator[tuple[int, tuple[str, ...]]]:
@@ -22,6 +23,7 @@ def imports(source: str, parts: tuple[str, ...]) -> Iterator[tuple[int, tuple[st
 
     ``weft.x`` and a relative import of ``x`` from the root are both given as ``("weft", "x")``.
     """
+    is_package = parts[-1].removesuffix(".py") == "__init__"
     package = ("weft", *parts[:-1])
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -33,6 +35,8 @@ def imports(source: str, parts: tuple[str, ...]) -> Iterator[tuple[int, tuple[st
                 yield node.lineno, ("beyond the package",)
                 continue
             base += tuple(node.module.split(".")) if node.module else ()
+            if is_package and node.level and not node.module:
+                base = package[: len(package) + 1 - node.level]
             for alias in node.names:
                 yield node.lineno, (*base, alias.name)
 
@@ -58,6 +62,49 @@ def violations(source: str, parts: tuple[str, ...]) -> list[str]:
     return found
 
 
+def file_graph() -> dict[str, set[str]]:
+    """Which file of the package imports which, also for types alone; without ``__init__`` files, which re-export."""
+    files = {
+        f.relative_to(ROOT).as_posix()
+        for top in MAY_IMPORT
+        for f in (ROOT / top).rglob("*.py")
+        if f.name != "__init__.py"
+    }
+    graph: dict[str, set[str]] = {}
+    for file in files:
+        graph[file] = set()
+        for _, target in imports((ROOT / file).read_text(), tuple(file.split("/"))):
+            for end in range(len(target), 1, -1):
+                if (found := "/".join(target[1:end]) + ".py") in files:
+                    graph[file].add(found)
+                    break
+    return graph
+
+
+def room_of(file: str) -> str:
+    """The folder of a file inside a top folder; a file that stands in the top folder itself is a room of its own."""
+    folder = file.rsplit("/", 1)[0]
+    return file if folder in (*MAY_IMPORT, "fused_ops/passes", "kernels/device") else folder
+
+
+def room_graph(files: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    graph: dict[str, set[str]] = {}
+    for file, targets in files.items():
+        graph.setdefault(room_of(file), set()).update(map(room_of, targets))
+    return {room: targets - {room} for room, targets in graph.items()}
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Every set of nodes that reach each other."""
+    reach = {node: set(targets) for node, targets in graph.items()}
+    for through in graph:
+        for node in graph:
+            if through in reach[node]:
+                reach[node] |= reach[through]
+    found = {frozenset(other for other in reach[node] if node in reach.get(other, ())) for node in graph}
+    return sorted(sorted(circle) for circle in found if circle)
+
+
 @pytest.mark.parametrize("top", MAY_IMPORT)
 def test_imports_run_one_way(top: str) -> None:
     files = sorted((ROOT / top).rglob("*.py"))
@@ -66,23 +113,51 @@ def test_imports_run_one_way(top: str) -> None:
     assert not found, "\n".join(found)
 
 
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    assert not circles(file_graph())
+
+
+def test_rooms_import_one_way() -> None:
+    assert not circles(room_graph(file_graph()))
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    assert circles({"a": {"a"}}) == [["a"]]
+    assert not circles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+    rooms = room_graph({"symm_mem/heap/a.py": {"symm_mem/b.py"}, "symm_mem/b.py": {"symm_mem/heap/c.py"}})
+    assert circles(rooms) == [["symm_mem/b.py", "symm_mem/heap"]]
+    assert file_graph()["symm_mem/heap/registry.py"] >= {"symm_mem/heap/heap.py", "symm_mem/errors.py"}
+
+
+def test_no_room_is_crowded() -> None:
+    kinds = (".py", ".cu", ".cuh")
+    rooms = {f.parent for top in MAY_IMPORT for f in (ROOT / top).rglob("*") if f.suffix in kinds}
+    crowded = {
+        room.relative_to(ROOT).as_posix(): count
+        for room in rooms
+        if (count := sum(f.suffix in kinds and f.name != "__init__.py" for f in room.iterdir())) > MOST_FILES
+    }
+    assert not crowded
+
+
 @pytest.mark.parametrize(
     ("path", "line", "allowed"),
     [
-        ("symm_mem/heap.py", "from .peers import x", True),
-        ("symm_mem/heap.py", "from ..kernels.device import sync", False),
-        ("symm_mem/backends/vmm.py", "from ...fused_ops import ops", False),
+        ("symm_mem/heap/heap.py", "from ..tensors import x", True),
+        ("symm_mem/heap/heap.py", "from ...kernels.device.jit import program", False),
+        ("symm_mem/backends/vmm.py", "from ...fused_ops.library import schema", False),
         ("kernels/all_reduce/host.py", "from ...symm_mem import heap", True),
-        ("kernels/all_reduce/host.py", "from ..device import sync", True),
+        ("kernels/all_reduce/host.py", "from ..device.comm import double_buffer", True),
         ("kernels/all_reduce/host.py", "from ..all_gather_matmul import host", False),
-        ("kernels/device/sync.py", "from ..all_reduce import host", False),
-        ("kernels/all_reduce/host.py", "from ...fused_ops import plan", False),
-        ("fused_ops/plan.py", "from ..kernels.all_reduce import host", True),
-        ("fused_ops/plan.py", "import weft.symm_mem", True),
-        ("fused_ops/plan.py", "import kernels", False),
-        ("fused_ops/plan.py", "from bench import timer", False),
-        ("fused_ops/plan.py", "from ...outside import x", False),
-        ("symm_mem/heap.py", "def f():\n    import weft.fused_ops", False),
+        ("kernels/device/triton/sync.py", "from ...all_reduce import host", False),
+        ("kernels/all_reduce/host.py", "from ...fused_ops.dispatch import plan", False),
+        ("fused_ops/dispatch/plan.py", "from ...kernels.all_reduce import host", True),
+        ("fused_ops/functional.py", "import weft.symm_mem", True),
+        ("fused_ops/functional.py", "import kernels", False),
+        ("fused_ops/functional.py", "from bench import timer", False),
+        ("fused_ops/functional.py", "from ...outside import x", False),
+        ("symm_mem/heap/heap.py", "def f():\n    import weft.fused_ops", False),
     ],
 )
 def test_a_violation_is_found(path: str, line: str, allowed: bool) -> None:

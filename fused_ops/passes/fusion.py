@@ -18,17 +18,17 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...symm_mem import Group, group_name
-from .. import worth
-from . import forms
-from .agree import Original, has_ranks, why_captured_whole, why_not_asked
-from .choice import stays_as_it_was
-from .lowered import write_out
-from .match import Collective, LeftAlone, collectives, group_of, kind_of, val
-from .normal import by_position, make_functional, prepare, wait_for_each, wait_once
-from .outcomes import disagreements, forget, questions
+from ..dispatch import profitability
+from .agreement.fallback_graph import FallbackGraph, has_ranks, why_captured_without_vote, why_not_asked
+from .agreement.guard import is_fallback_graph
+from .agreement.outcomes import disagreements, questions, reset_outcomes
+from .agreement.signature import Order
+from .canonicalize import by_position, canonicalize, make_functional, wait_for_each, wait_once
+from .decompositions import write_out
+from .graph.collectives import Collective, LeftAlone, collectives, group_of, kind_of, val
+from .graph.subgraphs import WHY, Called
+from .patterns import registry
 from .report import Entry, Report, source_of
-from .signature import Order
-from .subgraphs import WHY, Called
 
 _log = logging.getLogger("weft.passes")
 _ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ class FusionPass(CustomGraphPass):
     So the sign of a zero may differ.
 
     Before each run a graph asks whether the other ranks of its groups are about to run the same one; if not, all of
-    them run theirs unfused, and the report says what differs (``agree.py`` has the reasons).
+    them run theirs unfused, and the report says what differs (``fallback_graph.py`` has the reasons).
 
     Inductor keeps compiled graphs in a cache. A graph that it takes from there is as this pass made it (``uuid``
     covers weft's sources, the pass's configuration, the sizes of the groups, and the environment that weft reads),
@@ -135,17 +135,17 @@ class FusionPass(CustomGraphPass):
         """Empties the report; graphs are counted from 0 again."""
         self._entries.clear()
         self._graphs = 0
-        forget()
+        reset_outcomes()
 
     def uuid(self) -> Any:
         names = "all" if self.groups is None else sorted(self.groups)
         return (
             f"weft {_version()} {_sources()} groups={names} strict={self.strict} fuse={self.fuse} agree={self.agree} "
-            f"sizes={_group_sizes()} environment={_environment()}{' as it was' * stays_as_it_was()}"
+            f"sizes={_group_sizes()} environment={_environment()}{' as it was' * is_fallback_graph()}"
         )
 
     def __call__(self, graph: fx.Graph) -> None:
-        if stays_as_it_was():
+        if is_fallback_graph():
             return
         by_position(graph)
         make_functional(graph)
@@ -158,11 +158,11 @@ class FusionPass(CustomGraphPass):
         if not nodes:
             return
         written = write_out(graph)
-        original = Original(graph, nodes) if self.agree else None
+        original = FallbackGraph(graph, nodes) if self.agree else None
         why_not = None if original is None else original.why_not_kept()
         if self.agree is True:
-            why_not = why_captured_whole() or why_not
-        left = prepare(graph, self._find, lambda match: self._why_not(match, _problem(match), why_not))
+            why_not = why_captured_without_vote() or why_not
+        left = canonicalize(graph, self._find, lambda match: self._why_not(match, _problem(match), why_not))
         nodes = list(collectives(graph))
         told = {n: self._told(n) for n in nodes}
         entries = {n: Entry(**told[n], reason=reason) for n, reason in left.items()}
@@ -203,9 +203,9 @@ class FusionPass(CustomGraphPass):
             "source": source_of(node),
         }
 
-    def _find(self, node: fx.Node) -> forms.Form:
+    def _find(self, node: fx.Node) -> registry.Form:
         collective = Collective.from_node(node, self.groups)
-        return forms.match(collective, self.groups, always=self.fuse == "always")
+        return registry.match(collective, self.groups, always=self.fuse == "always")
 
     def _fuse(
         self,
@@ -238,14 +238,14 @@ class FusionPass(CustomGraphPass):
         gain: dict[str, Any] = {}
         if problem is not None:
             gain = dict(zip("mnk", problem, strict=True))
-            gain["gain"] = worth.expected_gain(_word(match.op), *problem, *_where(match))
+            gain["gain"] = profitability.expected_gain(_word(match.op), *problem, *_where(match))
         entries[node] = Entry(**told[node], **into, **gain, detail=match.detail)
         for other in match.others:
             entries[other] = Entry(**told[other], **into, detail=f"merged with {told[node]['node']}")
         return order
 
     def _why_not(
-        self, match: forms.Form, problem: tuple[int, int, int] | None, why_not_kept: str | None
+        self, match: registry.Form, problem: tuple[int, int, int] | None, why_not_kept: str | None
     ) -> str | None:
         """Why what could be fused should not be."""
         weighed = self.fuse == "auto" and not getattr(match, "decided", False)
@@ -255,7 +255,9 @@ class FusionPass(CustomGraphPass):
             word = _word(match.op)
             last_dim, return_A = match.last_dim, bool(getattr(match, "kept", ()))
             where = _where(match)
-            reason = worth.worth_fusing(word, *problem, *where, last_dim=last_dim, return_A=return_A)
+            reason = profitability.why_not_profitable(
+                word, *problem, *where, last_dim=last_dim, return_A=return_A
+            )
             if reason is not None:
                 return reason
         if not self.agree:
@@ -324,11 +326,11 @@ def _word(op: Any) -> str:
     return _WORDS[name]
 
 
-def _where(match: forms.Form) -> tuple[int, torch.dtype, str]:
+def _where(match: registry.Form) -> tuple[int, torch.dtype, str]:
     return match.collective.world, match.dtype, val(match.collective.x).device.type
 
 
-def _problem(match: forms.Form) -> tuple[int, int, int] | None:
+def _problem(match: registry.Form) -> tuple[int, int, int] | None:
     """The sizes of the product, symbolic ones as they are now; None if one is not known before the run."""
     sizes = []
     for size in (match.m, match.n, match.k):
@@ -340,7 +342,7 @@ def _problem(match: forms.Form) -> tuple[int, int, int] | None:
     return m, n, k
 
 
-def _why_not_compared(match: forms.Form) -> str | None:
+def _why_not_compared(match: registry.Form) -> str | None:
     """Why ranks cannot tell, before the run, whether they have the same shapes; None if they can.
 
     One size that depends on data is no reason: without the pass, too, all ranks send as many elements.

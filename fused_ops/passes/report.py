@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from .outcomes import Disagreement, Questions
+from .agreement.outcomes import Disagreement, VoteCounts
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
-NONE_ASKED = Questions()
+NONE_ASKED = VoteCounts()
 _NONE = (
     "no collectives were seen (the pass does not see a graph that Inductor takes from its cache; "
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 has all graphs made anew)"
@@ -90,13 +90,13 @@ class Report:
 
     entries: tuple[Entry, ...] = ()
     disagreements: tuple[Disagreement, ...] = ()
-    questions: Questions = NONE_ASKED
+    questions: VoteCounts = NONE_ASKED
 
     def __init__(
         self,
         entries: Iterable[Entry] = (),
         disagreements: Iterable[Disagreement] = (),
-        questions: Questions = NONE_ASKED,
+        questions: VoteCounts = NONE_ASKED,
     ) -> None:
         object.__setattr__(self, "entries", tuple(entries))
         object.__setattr__(self, "disagreements", tuple(disagreements))

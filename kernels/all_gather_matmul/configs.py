@@ -11,10 +11,18 @@ from typing import TypeAlias, TypeVar
 import torch
 
 from ...symm_mem.workspace import Layout
-from ..device import gemm_tiles, one_shot
-from ..device.one_shot import OneShotConfig
-from ..device.tile_table import Tile, pick
-from .estimate import BAND, FIT_ROWS, Problem, PushConfig, clusters_of, estimate_push_us, missed_of
+from ..device.gemm import gemm_tiles, one_shot
+from ..device.gemm.one_shot import OneShotConfig
+from ..device.triton.tile_table import TritonTile, pick
+from .estimate import (
+    FIT_ROWS,
+    RASTER_GROUP,
+    AllGatherMatmulProblem,
+    GatherPushConfig,
+    clusters_of,
+    estimate_gather_push_us,
+    missed_of,
+)
 
 # A copy engine takes some microseconds for each copy, and as many again for the flag behind it: a second chunk
 # pays only for shards from this size on that take longer to arrive than the products before them.
@@ -34,16 +42,18 @@ _HIDES, _MOST_NOT_HIDDEN = 12, 0.04
 
 
 @dataclass(frozen=True)
-class Config:
+class AllGatherMatmulConfig:
     """``chunk_rows`` rows of a shard are announced by one flag, whole tiles or the shard; ``group_m`` rows of tiles
     are walked together."""
 
-    tile: Tile
+    tile: TritonTile
     group_m: int
     chunk_rows: int
 
 
-def choose(m: int, n: int, k: int, world_size: int, dtype: torch.dtype, num_sms: int) -> Config:
+def choose_all_gather_matmul(
+    m: int, n: int, k: int, world_size: int, dtype: torch.dtype, num_sms: int
+) -> AllGatherMatmulConfig:
     """The configuration for A shards [m, K] and B [K, N]. A pure function: all ranks choose alike."""
     tile = pick(world_size, m, n, dtype, num_sms, tail=0.0)
     tile_rows = -(-m // tile.block_m)
@@ -51,64 +61,66 @@ def choose(m: int, n: int, k: int, world_size: int, dtype: torch.dtype, num_sms:
     waits = shard_bytes / gemm_tiles.LINK > m * n * k / gemm_tiles.MULTIPLY_ADDS
     chunks = 2 if waits and shard_bytes >= _SPLIT_BYTES and tile_rows > 1 else 1
     rows_a_chunk = -(-tile_rows // chunks)
-    return Config(tile, min(8, rows_a_chunk), rows_a_chunk * tile.block_m)
+    return AllGatherMatmulConfig(tile, min(8, rows_a_chunk), rows_a_chunk * tile.block_m)
 
 
-def pays(m: int, n: int, k: int, world_size: int, itemsize: int) -> bool:
+def copy_engine_is_profitable(m: int, n: int, k: int, world_size: int, itemsize: int) -> bool:
     """Whether copy engines beat an all-gather in front of the product; ``n``: the columns of all Bs."""
     gathered, multiplying = world_size * m * k * itemsize, world_size * m * n * k / gemm_tiles.MULTIPLY_ADDS
     return gathered >= 32 << 20 or (gathered >= 4 << 20 and multiplying >= 80)
 
 
-def flags_per_rank(m: int, config: Config) -> int:
+def gather_flags_per_rank(m: int, config: AllGatherMatmulConfig) -> int:
     """Flags that one rank sets in a peer's workspace in one use: one for each chunk."""
     return -(-m // config.chunk_rows)
 
 
-def layout(m: int, k: int, dtype: torch.dtype, world_size: int, config: Config) -> Layout:
-    """The workspace of shards [m, K]: a half holds ``[W, m, K]``."""
-    return Layout(world_size, flags_per_rank(m, config), world_size * m * k * dtype.itemsize)
+def copied_gather_layout(
+    m: int, k: int, dtype: torch.dtype, world_size: int, config: AllGatherMatmulConfig
+) -> Layout:
+    """The workspace of shards [m, K]: a buffer holds ``[W, m, K]``."""
+    return Layout(world_size, gather_flags_per_rank(m, config), world_size * m * k * dtype.itemsize)
 
 
-FusedConfig: TypeAlias = PushConfig | OneShotConfig  # of 16 bits
-AnyConfig: TypeAlias = FusedConfig | Config
+FusedConfig: TypeAlias = GatherPushConfig | OneShotConfig  # of 16 bits
+AnyConfig: TypeAlias = FusedConfig | AllGatherMatmulConfig
 F = TypeVar("F", bound=FusedConfig)
 
 
-def choose_push(problem: Problem) -> PushConfig:
+def choose_gather_push(problem: AllGatherMatmulProblem) -> GatherPushConfig:
     """The configuration. A pure function: all ranks choose alike."""
-    return push_ranked(problem)[0][1]
+    return rank_gather_pushes(problem)[0][1]
 
 
-def choose_one_shot(problem: Problem) -> OneShotConfig | None:
+def choose_one_shot_gather(problem: AllGatherMatmulProblem) -> OneShotConfig | None:
     """The configuration of a gather in one shot; None if that takes no such call."""
     # What is gathered in one shot is for the products alone: a pair of NaNs with all bits set arrives as another pair
-    # (push.cuh), which makes no difference to them, but A must be bit for bit what the shards are.
+    # (ll_exchange.cuh), which makes no difference to them, but A must be bit for bit what the shards are.
     shard = problem.m * problem.k * 2
     if problem.split_k or problem.return_A or problem.world_size * shard > one_shot.MOST_BYTES:
         return None
     return one_shot.config(shard, problem.num_sms)
 
 
-def estimate_one_shot_us(problem: Problem) -> float:
+def estimate_one_shot_gather_us(problem: AllGatherMatmulProblem) -> float:
     """Microseconds: nothing is hidden behind anything. Against products that take much longer than the sending, which a
     kernel that does both hides best, it was measured to lose 2 to 4 % of them more than the sum says (8b.upgate up to
     M = 2048, bench/results/h200-x2-choices.txt); longer ones are taken to lose no larger share."""
     sent, size = problem.moved, problem.world_size
-    products = gemm_tiles.products_us(size * problem.m, problem.ns, problem.k, problem.chip)
+    products = gemm_tiles.products_us(size * problem.m, problem.ns, problem.k, problem.spec)
     not_hidden = max(0.0, products - _HIDES * one_shot.sending_us(sent, size))
     return one_shot.exchange_us(sent, size) + products + min(not_hidden, _MOST_NOT_HIDDEN * products)
 
 
-def fused_ranked(problem: Problem) -> list[tuple[float, FusedConfig]]:
+def rank_gather_kernels(problem: AllGatherMatmulProblem) -> list[tuple[float, FusedConfig]]:
     """All candidates of both kernels with the microseconds that they are thought to take, the fastest first.
 
     A pure function: all ranks choose alike.
     """
-    ranked: list[tuple[float, FusedConfig]] = [*push_ranked(problem)]
-    gather = choose_one_shot(problem)
+    ranked: list[tuple[float, FusedConfig]] = [*rank_gather_pushes(problem)]
+    gather = choose_one_shot_gather(problem)
     if gather is not None:
-        ranked.append((estimate_one_shot_us(problem), gather))
+        ranked.append((estimate_one_shot_gather_us(problem), gather))
     return sorted(ranked, key=itemgetter(0))
 
 
@@ -117,60 +129,60 @@ def varied(ranked: Iterable[tuple[float, F]]) -> list[tuple[float, F]]:
     likeliest: dict[object, tuple[float, F]] = {}
     others = []
     for us, config in ranked:
-        kind = (config.tile, config.senders > 0) if isinstance(config, PushConfig) else None
+        kind = (config.tile, config.comm_sms > 0) if isinstance(config, GatherPushConfig) else None
         if likeliest.setdefault(kind, (us, config))[1] is not config:
             others.append((us, config))
     return [*likeliest.values(), *others]
 
 
-def fused_layout(m: int, k: int, world_size: int, config: FusedConfig) -> Layout | None:
+def gather_layout(m: int, k: int, world_size: int, config: FusedConfig) -> Layout | None:
     """The workspace; None of a OneShotConfig, which has one of its own."""
-    return None if isinstance(config, OneShotConfig) else push_layout(m, k, world_size, config)
+    return None if isinstance(config, OneShotConfig) else gather_push_layout(m, k, world_size, config)
 
 
-def fusing_pays(problem: Problem) -> bool:
+def gather_is_profitable(problem: AllGatherMatmulProblem) -> bool:
     """Whether the better of both kernels is thought to beat an all-gather in front of the products."""
     m, n, k, size = problem.m, sum(problem.ns), problem.k, problem.world_size
-    fused, _ = fused_ranked(problem)[0]
+    fused, _ = rank_gather_kernels(problem)[0]
     if not problem.split_k:
-        return fused < gemm_tiles.unfused_us(size * m, n, k, problem.moved, problem.chip)
-    joined = _COPY + size * m * k * 2 / (_COPIED * problem.chip.memory)
-    return fused < gemm_tiles.unfused_us(m, n, size * k, problem.moved, problem.chip) + joined
+        return fused < gemm_tiles.unfused_us(size * m, n, k, problem.moved, problem.spec)
+    joined = _COPY + size * m * k * 2 / (_COPIED * problem.spec.memory)
+    return fused < gemm_tiles.unfused_us(m, n, size * k, problem.moved, problem.spec) + joined
 
 
 @lru_cache(maxsize=4096)
-def push_ranked(problem: Problem) -> tuple[tuple[float, PushConfig], ...]:
+def rank_gather_pushes(problem: AllGatherMatmulProblem) -> tuple[tuple[float, GatherPushConfig], ...]:
     """All candidates with the microseconds that ``estimate_push_us`` gives them, the fastest first."""
     # To a millionth: where sums are added up in another order, what is as fast stays so, and what comes first is taken.
-    estimated = [(round(estimate_push_us(c, problem), 6), c) for c in push_candidates(problem)]
+    estimated = [(round(estimate_gather_push_us(c, problem), 6), c) for c in push_candidates(problem)]
     return tuple(sorted(estimated, key=itemgetter(0)))
 
 
-def push_candidates(problem: Problem) -> list[PushConfig]:
+def push_candidates(problem: AllGatherMatmulProblem) -> list[GatherPushConfig]:
     """What may be fastest; of those that are thought to be as fast, what comes first. A group is one or two rows of
     tiles of all peers, or as many as keep every block busy once, all of them if there are no more: where the data is
     waited for, the tiles of the last group then advance together as it comes."""
     m, ns, k, world_size = problem.m, problem.ns, problem.k, problem.world_size
     num_sms, split_k = problem.num_sms, problem.split_k
-    configs: list[PushConfig] = []
+    configs: list[GatherPushConfig] = []
     # Tiles that wait for a row of tiles of all peers, in each column.
     listed = 1 if split_k else world_size - 1
-    several = [s for s in _senders(problem.moved, world_size, split_k) if 4 * s <= num_sms]
-    suited = gemm_tiles.suited(world_size * m, sum(ns), k, world_size, stores_only=True, chip=problem.chip)
+    several = [s for s in _comm_sms(problem.moved, world_size, split_k) if 4 * s <= num_sms]
+    suited = gemm_tiles.suited(world_size * m, sum(ns), k, world_size, stores_only=True, spec=problem.spec)
     for tile in suited:
         rows, columns = problem.tiles(tile)
         one_wave = gemm_tiles.waves(tile, rows * world_size, ns, num_sms) == 1
-        for senders in several:
-            missed = missed_of(tile, senders, problem) if senders else 0
-            fill = (num_sms - senders) // (listed * columns)
-            for group in sorted({1, 2, min(fill, rows)} & set(range(1, rows + 1)), reverse=senders > 0):
-                remote_band = max(BAND, -(-group * listed // 2))
-                piece_rows, unit_columns = _pieces(senders, one_wave, world_size, split_k)
-                config = PushConfig(
-                    *(tile, senders, group),
+        for comm_sms in several:
+            missed = missed_of(tile, comm_sms, problem) if comm_sms else 0
+            fill = (num_sms - comm_sms) // (listed * columns)
+            for group in sorted({1, 2, min(fill, rows)} & set(range(1, rows + 1)), reverse=comm_sms > 0):
+                remote_raster_group = max(RASTER_GROUP, -(-group * listed // 2))
+                piece_rows, unit_columns = _pieces(comm_sms, one_wave, world_size, split_k)
+                config = GatherPushConfig(
+                    *(tile, comm_sms, group),
                     piece_rows=piece_rows,
                     unit_columns=unit_columns,
-                    remote_band=remote_band,
+                    remote_raster_group=remote_raster_group,
                     split_k=split_k,
                     missed=missed,
                 )
@@ -179,17 +191,17 @@ def push_candidates(problem: Problem) -> list[PushConfig]:
     return configs
 
 
-def _pieces(senders: int, one_wave: bool, world_size: int, split_k: bool) -> tuple[int, int]:
+def _pieces(comm_sms: int, one_wave: bool, world_size: int, split_k: bool) -> tuple[int, int]:
     """``piece_rows`` and ``unit_columns``. A warp sends a piece to all peers at its share of the links' pace, and its
     flags come behind it: 64 rows take 3 us between two ranks, 7 to 13 between four. All tiles of a single wave wait
     for the first pieces; behind other tiles more flags may cost more than that."""
     if split_k:
         return FIT_ROWS, 1024
-    found = (_PIECES_OF_TWO if world_size == 2 else _PIECES)[senders > 0][0 if one_wave else 1]
+    found = (_PIECES_OF_TWO if world_size == 2 else _PIECES)[comm_sms > 0][0 if one_wave else 1]
     return _SMALLER[found] if world_size > 4 else found
 
 
-def _senders(moved: int, world_size: int, split_k: bool) -> tuple[int, ...]:
+def _comm_sms(moved: int, world_size: int, split_k: bool) -> tuple[int, ...]:
     """How many blocks may only send at first, where ``moved`` bytes are sent. What was measured to be a little faster
     than others that are thought to be as fast comes first."""
     if world_size > 2:
@@ -199,7 +211,7 @@ def _senders(moved: int, world_size: int, split_k: bool) -> tuple[int, ...]:
     return (12, 8, 16, 0) if moved < 10 << 20 else (8, 16, 12, 0)
 
 
-def _led(config: PushConfig, problem: Problem) -> PushConfig | None:
+def _led(config: GatherPushConfig, problem: AllGatherMatmulProblem) -> GatherPushConfig | None:
     """The same with what is left over of full waves in front of them; None if nothing is, or too much."""
     rows, columns = problem.tiles(config.tile)
     own, steps = rows // 2 * columns, (rows * problem.world_size + 1) // 2 * columns
@@ -211,12 +223,12 @@ def _led(config: PushConfig, problem: Problem) -> PushConfig | None:
     return replace(config, lead=lead)
 
 
-def push_flags_per_rank(m: int, k: int, config: PushConfig) -> int:
+def push_flags_per_rank(m: int, k: int, config: GatherPushConfig) -> int:
     """Flags that one rank sets in a peer's workspace in one use: one for each piece."""
     units = -(-m // config.tile.block_m) * -(-k // config.unit_columns)
     return units * (config.tile.block_m // config.piece_rows) * (config.unit_columns // config.piece_columns)
 
 
-def push_layout(m: int, k: int, world_size: int, config: PushConfig) -> Layout:
-    """The workspace of shards [m, K] of 16 bits: a half holds ``[W, m, K]``."""
+def gather_push_layout(m: int, k: int, world_size: int, config: GatherPushConfig) -> Layout:
+    """The workspace of shards [m, K] of 16 bits: a buffer holds ``[W, m, K]``."""
     return Layout(world_size, push_flags_per_rank(m, k, config), world_size * m * k * 2)

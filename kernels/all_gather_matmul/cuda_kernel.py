@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 from cuda.bindings import driver
 
-from ...symm_mem.backends.vmm import check
+from ...symm_mem.backends.vmm import check_driver
 from ...symm_mem.workspace import Layout, Workspace
-from ..device import gemm
-from ..device.gate import leaving
-from ..device.gemm import boxes_of_b, boxes_of_rows, is_whole
-from ..device.half import Half, watch
-from ..device.launch import ALIGNMENT
-from ..device.program import Watch
-from ..device.tensor_map import Maps, TensorMap, contiguous, put_map, put_maps
-from .configs import MOST_BS, PushConfig, push_flags_per_rank
+from ..device.comm.acquire import leaving
+from ..device.comm.double_buffer import BufferWords, wait_params
+from ..device.gemm import gemm
+from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
+from ..device.gemm.tensor_map import Maps, TensorMap, contiguous_strides, put_map, put_maps
+from ..device.jit.launch import ALIGNMENT
+from ..device.jit.program import WaitParams
+from .configs import MOST_BS, GatherPushConfig, push_flags_per_rank
 
 SOURCE = Path(__file__).parent / "kernel.cu"
 
@@ -32,8 +32,8 @@ class _Params(ctypes.Structure):
         ("own", TensorMap),
         ("gathered", TensorMap),
         ("b", TensorMap * MOST_BS),
-        ("watch", Watch),
-        ("half", Half),
+        ("watch", WaitParams),
+        ("buffer", BufferWords),
         ("a", ctypes.c_uint64),
         ("data", ctypes.c_uint64),
         ("c", ctypes.c_uint64 * MOST_BS),
@@ -43,10 +43,10 @@ class _Params(ctypes.Structure):
         ("m", ctypes.c_int32),
         ("k", ctypes.c_int32),
         ("stride", ctypes.c_int32),
-        ("band", ctypes.c_int32),
-        ("remote_band", ctypes.c_int32),
+        ("raster_group", ctypes.c_int32),
+        ("remote_raster_group", ctypes.c_int32),
         ("group", ctypes.c_int32),
-        ("senders", ctypes.c_int32),
+        ("comm_sms", ctypes.c_int32),
         ("missed", ctypes.c_int32),
         ("lead", ctypes.c_int32),
         ("push", ctypes.c_int32),
@@ -56,15 +56,15 @@ class _Params(ctypes.Structure):
     )
 
 
-_OWN, _B, _A, _C, _SENDERS = (getattr(_Params, name).offset for name in ("own", "b", "a", "c", "senders"))
+_OWN, _B, _A, _C, _SENDERS = (getattr(_Params, name).offset for name in ("own", "b", "a", "c", "comm_sms"))
 # A store to a ctypes field costs as much as all of these.
 _put_address, _put_turns = struct.Struct("Q").pack_into, struct.Struct("5i").pack_into
 
 
-def defines(bs: Sequence[torch.Tensor], config: PushConfig) -> gemm.Defines:
+def gather_defines(bs: Sequence[torch.Tensor], config: GatherPushConfig) -> gemm.Defines:
     """What kernel.cu is compiled with for these B [K, N_i] and their like."""
     return (
-        *gemm.defines(config.tile, bs, split_k=config.split_k).items(),
+        *gemm.gemm_defines(config.tile, bs, split_k=config.split_k).items(),
         ("PIECE_ROWS", config.piece_rows),
         ("PIECE_COLUMNS", config.piece_columns),
         ("UNIT_COLUMNS", config.unit_columns),
@@ -106,17 +106,17 @@ class AllGatherMatmulPush:
         workspace: Workspace[Layout],
         a: torch.Tensor,
         bs: Sequence[torch.Tensor],
-        config: PushConfig,
+        config: GatherPushConfig,
         *,
         num_sms: int,
     ) -> None:
         (m, k), size, dtype, tile = a.shape, workspace.world_size, a.dtype, config.tile
         layout = workspace.layout
         flags = push_flags_per_rank(m, k, config)
-        if layout.flags_per_rank < flags or layout.half_bytes < size * m * k * dtype.itemsize:
+        if layout.flags_per_rank < flags or layout.buffer_bytes < size * m * k * dtype.itemsize:
             raise ValueError(f"workspace: {layout} is too small for shards of {m} x {k} {dtype}")
         self.workspace = workspace
-        sends = (config.senders, config.missed, config.lead, not config.senders)
+        sends = (config.comm_sms, config.missed, config.lead, not config.comm_sms)
         self._sends = sends, (0, 0, 0, False)
         self._timeouts_ns = [0, 0]
         rows = (1, 1, m, k)
@@ -124,30 +124,32 @@ class AllGatherMatmulPush:
         self._own = Maps(boxes_of_rows(dtype, rows, strides, tile))
         parts = size if config.split_k else 0
         self._bs = [Maps(boxes_of_b(b, tile, is_whole(bs, tile), parts)) for b in bs]
-        self._params = [self._fixed(half, a, bs, config) for half in (0, 1)]
+        self._params = [self._fixed(buffer, a, bs, config) for buffer in (0, 1)]
         self._put_bs, self._put_cs = put_maps(len(bs)), struct.Struct(f"{len(bs)}Q").pack_into
-        program = gemm.program(SOURCE, defines(bs, config))
+        program = gemm.gemm_program(SOURCE, gather_defines(bs, config))
         self._launches = gemm.launches(program, "all_gather_matmul", self._params, num_sms, tile.shared)
 
-    def _fixed(self, half: int, a: torch.Tensor, bs: Sequence[torch.Tensor], config: PushConfig) -> _Params:
+    def _fixed(
+        self, buffer: int, a: torch.Tensor, bs: Sequence[torch.Tensor], config: GatherPushConfig
+    ) -> _Params:
         w, tile, (m, k) = self.workspace, config.tile, a.shape
-        offset, shape = w.layout.half(half), (w.world_size, m, k)
-        gathered = boxes_of_rows(a.dtype, (1, *shape), (0, *contiguous(shape)), tile)
+        offset, shape = w.layout.buffer(buffer), (w.world_size, m, k)
+        gathered = boxes_of_rows(a.dtype, (1, *shape), (0, *contiguous_strides(shape)), tile)
         p = _Params()
         p.gathered = gathered.encode(w.address + offset)
         p.data = w.address + offset
-        p.watch, p.half = watch(w), Half.of(w, half)
+        p.watch, p.buffer = wait_params(w), BufferWords.of(w, buffer)
         p.bs, p.m, p.k, p.stride = len(bs), m, k, row_stride(a)
         for i, b in enumerate(bs):
             p.n[i] = b.shape[1]
             p.columns[i] = -(-b.shape[1] // tile.block_n)
-        p.band, p.group = config.band, config.group
-        p.remote_band = config.remote_band
+        p.raster_group, p.group = config.raster_group, config.group
+        p.remote_raster_group = config.remote_raster_group
         return p
 
     def launch(
         self,
-        half: int,
+        buffer: int,
         a: int,
         bs: Sequence[int],
         cs: Sequence[int],
@@ -159,19 +161,19 @@ class AllGatherMatmulPush:
         """Compute each ``c`` [W, m, N_i] (``split_k``: [m, N_i]), contiguous, from tensors at these addresses.
 
         Args:
-            push: send the own shard; for the first launch on this use of the half.
+            push: send the own shard; for the first launch on this use of the buffer.
             final: end the use; for the last one.
         """
         with self.workspace.lock:
-            p = self._params[half]
+            p = self._params[buffer]
             put_map(p, _OWN, self._own[a])
             self._put_bs(p, _B, *map(getitem, self._bs, bs))
             self._put_cs(p, _C, *cs)
             _put_address(p, _A, a)
             _put_turns(p, _SENDERS, *self._sends[not push], final)
-            if timeout_ns != self._timeouts_ns[half]:
-                p.watch.timeout_ns = self._timeouts_ns[half] = timeout_ns
-            self._launches[half](stream)
+            if timeout_ns != self._timeouts_ns[buffer]:
+                p.watch.timeout_ns = self._timeouts_ns[buffer] = timeout_ns
+            self._launches[buffer](stream)
 
 
 class AllGatherMatmulPushes:
@@ -185,7 +187,7 @@ class AllGatherMatmulPushes:
         workspace: Workspace[Layout],
         a: torch.Tensor,
         bs: Sequence[torch.Tensor],
-        config: PushConfig,
+        config: GatherPushConfig,
         *,
         num_sms: int,
     ) -> None:
@@ -194,16 +196,16 @@ class AllGatherMatmulPushes:
             some = slice(first, min(first + MOST_BS, len(bs)))
             kernel = AllGatherMatmulPush(workspace, a, bs[some], config, num_sms=num_sms)
             self._steps.append((kernel, some, first == 0, some.stop == len(bs)))
-        self._halves = [workspace.address + workspace.layout.half(half) for half in (0, 1)]
-        self._leave = [leaving(workspace, half) for half in (0, 1)]
+        self._buffers = [workspace.address + workspace.layout.buffer(buffer) for buffer in (0, 1)]
+        self._leave = [leaving(workspace, buffer) for buffer in (0, 1)]
         self._lock = workspace.lock
         copies = _SideBySide if config.split_k else _Stacked
         self._copies = copies(a, workspace.world_size, workspace.rank)
 
     def launch(
-        self, half: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
+        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
-        """A whole use of the half.
+        """A whole use of the buffer.
 
         Args:
             operands: addresses of the own shard and of the Bs.
@@ -215,15 +217,15 @@ class AllGatherMatmulPushes:
         return_A = len(results) > len(bs)
         for kernel, some, push, last in self._steps:
             final = last and not return_A
-            kernel.launch(half, a, bs[some], results[some], push, final, timeout_ns, stream)
+            kernel.launch(buffer, a, bs[some], results[some], push, final, timeout_ns, stream)
         if return_A:
             with self._lock:
-                self._copies.copy(results[-1], self._halves[half], a, stream)
-            self._leave[half](stream)
+                self._copies.copy(results[-1], self._buffers[buffer], a, stream)
+            self._leave[buffer](stream)
 
 
 class _Stacked:
-    """Copies the gathered shards [W, m, K]: the peers' from the half, and the own one, which is not there."""
+    """Copies the gathered shards [W, m, K]: the peers' from the buffer, and the own one, which is not there."""
 
     def __init__(self, a: torch.Tensor, world_size: int, rank: int) -> None:
         (m, k), itemsize = a.shape, a.element_size()
@@ -232,16 +234,16 @@ class _Stacked:
         self._behind, self._end = self._own + shard, world_size * shard
         self._rows = None if a.is_contiguous() else rows_to(m, row, row_stride(a) * itemsize, row)
 
-    def copy(self, to: int, half: int, a: int, stream: int) -> None:
+    def copy(self, to: int, buffer: int, a: int, stream: int) -> None:
         own, behind, end, copy = self._own, self._behind, self._end, driver.cuMemcpyDtoDAsync
         if self._rows is None:
-            check(copy(to + own, a, behind - own, stream))
+            check_driver(copy(to + own, a, behind - own, stream))
         else:
             copy_rows(self._rows, to + own, a, stream)
         if own:
-            check(copy(to, half, own, stream))
+            check_driver(copy(to, buffer, own, stream))
         if behind < end:
-            check(copy(to + behind, half + behind, end - behind, stream))
+            check_driver(copy(to + behind, buffer + behind, end - behind, stream))
 
 
 class _SideBySide:
@@ -253,12 +255,12 @@ class _SideBySide:
         own, whole = row_stride(a) * a.element_size(), world_size * self._row
         self._own, self._peer = (rows_to(m, self._row, stride, whole) for stride in (own, self._row))
 
-    def copy(self, to: int, half: int, a: int, stream: int) -> None:
+    def copy(self, to: int, buffer: int, a: int, stream: int) -> None:
         for src in range(self._world_size):
             if src == self._rank:
                 copy_rows(self._own, to + src * self._row, a, stream)
             else:
-                copy_rows(self._peer, to + src * self._row, half + src * self._shard, stream)
+                copy_rows(self._peer, to + src * self._row, buffer + src * self._shard, stream)
 
 
 def rows_to(count: int, width: int, from_stride: int, to_stride: int) -> driver.CUDA_MEMCPY2D:
@@ -271,4 +273,4 @@ def rows_to(count: int, width: int, from_stride: int, to_stride: int) -> driver.
 
 def copy_rows(rows: driver.CUDA_MEMCPY2D, to: int, start: int, stream: int) -> None:
     rows.srcDevice, rows.dstDevice = start, to
-    check(driver.cuMemcpy2DAsync(rows, stream))
+    check_driver(driver.cuMemcpy2DAsync(rows, stream))

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from ..device import gemm_tiles
-from ..device.chip import H200, Chip
+from ..device.device_spec import H200, DeviceSpec
+from ..device.gemm import gemm_tiles
 
-BAND = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
+RASTER_GROUP = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
 _MOST_WAVES = 256  # of one estimate; the waves of longer products are taken some at once
 
 
 @dataclass(frozen=True)
-class Problem:
+class AllGatherMatmulProblem:
     """Shards A [m, K] and Bs [K, N_i] of 16 bits, or with ``split_k``, where shards lie side by side, Bs [W * K, N_i].
 
     Attributes:
@@ -28,7 +28,7 @@ class Problem:
     num_sms: int
     split_k: bool = False
     return_A: bool = False
-    chip: Chip = H200
+    spec: DeviceSpec = H200
 
     @property
     def moved(self) -> int:
@@ -41,7 +41,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class PushConfig:
+class GatherPushConfig:
     """How the kernel that sends by itself (kernel.cu) is run.
 
     Pieces of ``piece_rows`` x ``piece_columns`` are sent by ``senders`` blocks, which do nothing else until all is
@@ -53,13 +53,13 @@ class PushConfig:
     """
 
     tile: gemm_tiles.Tile
-    senders: int
+    comm_sms: int
     group: int
     piece_rows: int = 64
     piece_columns: int = 64
     unit_columns: int = 1024
-    band: int = BAND
-    remote_band: int = BAND
+    raster_group: int = RASTER_GROUP
+    remote_raster_group: int = RASTER_GROUP
     split_k: bool = False
     missed: int = 0
     lead: int = 0
@@ -96,32 +96,32 @@ FIT_ROWS = 64  # of the pieces that the costs above were fitted to, between two 
 _EARLIER = 0.73
 
 
-def _piece_us(config: PushConfig, world_size: int, num_sms: int) -> float:
+def _piece_us(config: GatherPushConfig, world_size: int, num_sms: int) -> float:
     """Microseconds from a piece's first bytes to its last."""
-    piece, pushers = config.piece_rows * config.piece_columns * 2, config.senders * PUSHERS or num_sms
+    piece, pushers = config.piece_rows * config.piece_columns * 2, config.comm_sms * PUSHERS or num_sms
     return piece * (world_size - 1) * pushers / (PACE_OF_TWO if world_size == 2 else PACE)
 
 
-def clusters_of(config: PushConfig, num_sms: int) -> tuple[int, int]:
+def clusters_of(config: GatherPushConfig, num_sms: int) -> tuple[int, int]:
     """Of two blocks each: those that multiply from the start, and with the senders."""
-    return max(1, (num_sms - config.senders) // 2), max(1, num_sms // 2)
+    return max(1, (num_sms - config.comm_sms) // 2), max(1, num_sms // 2)
 
 
-def missed_of(tile: gemm_tiles.Tile, senders: int, problem: Problem) -> int:
+def missed_of(tile: gemm_tiles.Tile, comm_sms: int, problem: AllGatherMatmulProblem) -> int:
     """Tiles that a block computes while so many ``senders`` send. Measured with these costs between two, too."""
     tile_us = -(-problem.k // gemm_tiles.BLOCK_K) * tile.stage_us + _SOME.tile_ends
-    return ceil((_SOME.launch + problem.moved / _SOME.rates[senders]) / tile_us)
+    return ceil((_SOME.launch + problem.moved / _SOME.rates[comm_sms]) / tile_us)
 
 
-def _costs(config: PushConfig, world_size: int) -> _Costs:
+def _costs(config: GatherPushConfig, world_size: int) -> _Costs:
     if world_size > 2:
-        return _SOME if config.senders else _ALL
+        return _SOME if config.comm_sms else _ALL
     if config.split_k:
         return _ALONG_K_OF_TWO
-    return _SOME_OF_TWO if config.senders else _ALL_OF_TWO
+    return _SOME_OF_TWO if config.comm_sms else _ALL_OF_TWO
 
 
-def estimate_push_us(config: PushConfig, problem: Problem) -> float:
+def estimate_gather_push_us(config: GatherPushConfig, problem: AllGatherMatmulProblem) -> float:
     """Microseconds, by a walk through the waves of tiles that meets the pieces as they come.
 
     All clusters are thought to work in step; the constants are fitted to measurements on 2 and 4 H200. ``config``: of a
@@ -132,8 +132,8 @@ def estimate_push_us(config: PushConfig, problem: Problem) -> float:
     rows, columns = problem.tiles(tile)
     units = -(-k // config.unit_columns)
     costs = _costs(config, world_size)
-    rate = costs.rates[config.senders]
-    hinders = 0.0 if config.senders else costs.hinders - costs.eases * max(0.0, _MUCH - tile.loads)
+    rate = costs.rates[config.comm_sms]
+    hinders = 0.0 if config.comm_sms else costs.hinders - costs.eases * max(0.0, _MUCH - tile.loads)
     row_us = moved / rows / rate
     seen = costs.seen
     if not config.split_k:  # whose pieces are as they were
@@ -156,9 +156,9 @@ def estimate_push_us(config: PushConfig, problem: Problem) -> float:
         taken = (others if wave < config.missed else clusters) * at_once
         last, sent, height = min(steps, first + taken) - 1, 0, 0
         if last >= own:
-            band, inside = divmod(last - own, config.remote_band * columns)
-            tall = min(pairs - band * config.remote_band, config.remote_band)
-            pair = band * config.remote_band + min(inside, tall - 1)
+            raster_group, inside = divmod(last - own, config.remote_raster_group * columns)
+            tall = min(pairs - raster_group * config.remote_raster_group, config.remote_raster_group)
+            pair = raster_group * config.remote_raster_group + min(inside, tall - 1)
             sent = min((2 * pair + 1) // (config.group * listed), (rows - 1) // config.group) * config.group
             height = min(config.group, rows - sent)
         if hinders > 0 and now < end:
@@ -175,8 +175,8 @@ def estimate_push_us(config: PushConfig, problem: Problem) -> float:
             now += whole_us * at_once
         now += costs.tile_ends * at_once
         first, wave = first + taken, wave + at_once
-    bands = -(-own_pairs // config.band) + -(-pairs // config.remote_band)
+    raster_groups = -(-own_pairs // config.raster_group) + -(-pairs // config.remote_raster_group)
     # All Bs come from memory once for each band, if no wave takes several.
-    times = min(bands, -(-steps // clusters))
-    streamed_us = gemm_tiles.streamed_us(2 * parts * k * sum(problem.ns), times, problem.chip)
+    times = min(raster_groups, -(-steps // clusters))
+    streamed_us = gemm_tiles.streamed_us(2 * parts * k * sum(problem.ns), times, problem.spec)
     return costs.launch + max(now, streamed_us)

@@ -1,6 +1,6 @@
 """CPU ranks: a copy thread pushes the own shard to the peers, chunk by chunk, while products are computed.
 
-Who writes: rank r's copy thread writes chunk c of its shard into slot r of every peer's half, then flag c of rank r.
+Who writes: rank r's copy thread writes chunk c of its shard into slot r of every peer's buffer, then flag c of rank r.
 Who waits: a peer waits for that flag before it multiplies the chunk. Peers are served in the order rank-1, rank-2, ...,
 so each rank receives from rank+1 first, then rank+2, and multiplies in that order, its own shard before all.
 """
@@ -10,18 +10,18 @@ from __future__ import annotations
 import torch
 
 from ...symm_mem.workspace import HostUse, Layout, Workspace
-from ..device.copy_thread import copying
+from ..device.comm.copy_thread import copying
 
 OP = "fused_all_gather_matmul"
 CHUNKS = 2  #: a shard is sent in so many pieces
 
 
-def layout(m: int, k: int, itemsize: int, world_size: int) -> Layout:
+def host_gather_layout(m: int, k: int, itemsize: int, world_size: int) -> Layout:
     """The workspace for shards [m, k]."""
     return Layout(world_size, CHUNKS, world_size * m * k * itemsize)
 
 
-def all_gather_matmul(
+def host_all_gather_matmul(
     workspace: Workspace, a: torch.Tensor, bs: list[torch.Tensor], *, split_k: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The gathered shards and their products.
@@ -37,7 +37,7 @@ def all_gather_matmul(
     m, k = a.shape
     size, rank = workspace.world_size, workspace.rank
     with workspace.lock, HostUse(workspace, OP) as use:
-        slots = [workspace.half(peer, use.half, (size, m, k), a.dtype) for peer in range(size)]
+        slots = [workspace.buffer(peer, use.buffer, (size, m, k), a.dtype) for peer in range(size)]
         rows = [slice(c * m // CHUNKS, (c + 1) * m // CHUNKS) for c in range(CHUNKS)]
 
         def push() -> None:

@@ -6,14 +6,14 @@
 // takes them in rank order whoever computes it, as one product of the gathered A would: ranks with equal Bs get equal bits.
 // (Own shards first would give the first wave something to do while others come, and each rank bits of its own.)
 //
-// Who writes: pushing warps, pieces of PIECE_ROWS x PIECE_COLUMNS of the own rows, into slot `rank` of every peer's half,
-// viewed [W, m, K]; behind them the block's posting warp sets flags(half)[rank][piece] = e on the peers. Before anything
-// is sent, done(half)[p] >= e - 1 was seen of every peer p. Either every block has one pushing warp beside its
-// multiplying ones (`senders` is 0), or the first `senders` blocks do nothing else until all is sent, with all their warps:
-// eight to sixteen blocks fill the links, and what the other blocks load does not wait behind what is sent.
+// Who writes: pushing warps, pieces of PIECE_ROWS x PIECE_COLUMNS of the own rows, into slot `rank` of every peer's buffer,
+// viewed [W, m, K]; behind them the block's posting warp sets flags(buffer)[rank][piece] = e on the peers. Before anything
+// is sent, done(buffer)[p] >= e - 1 was seen of every peer p. Either every block has one pushing warp beside its
+// multiplying ones (`comm_sms` is 0), or the first `comm_sms` blocks do nothing else until all is sent, with all their
+// warps: eight to sixteen blocks fill the links, and what the other blocks load does not wait behind what is sent.
 // Who waits: warp 2 of every multiplying block, for every UNIT_COLUMNS of K of a peer's rows, a lane for each piece that
 // these lie in; it tells the loader (warp 0). Own rows are read from the input.
-// Use e = EPOCH[half] + 1 is read when the kernel starts; the last block whose loads have all been multiplied ends the
+// Use e = EPOCH[buffer] + 1 is read when the kernel starts; the last block whose loads have all been multiplied ends the
 // use (weft::leave), if `final`.
 //
 // Order: rows are sent and multiplied in groups of `group` rows of tiles from every rank, the own rows first. (With SPLIT_K
@@ -28,8 +28,8 @@
 // Of a thread; what is pushed is on its way in them.
 #define SERVE_REGISTERS 72
 #define MULTIPLY_REGISTERS 216
-#include "../device/gemm.cuh"
-#include "../device/pace.cuh"
+#include "gemm/gemm.cuh"
+#include "comm/rate_limiter.cuh"
 #include "order.cuh"
 
 using weft::PIECES;
@@ -54,43 +54,43 @@ static_assert(BM % PIECE_ROWS == 0 && UNIT_COLUMNS % PIECE_COLUMNS == 0 && UNIT_
 
 struct Params {
     weft::TensorMap own;  // A [1, 1, m, K], boxes of a stage
-    weft::TensorMap gathered;  // the own half [1, W, m, K], boxes of a stage
+    weft::TensorMap gathered;  // the own buffer [1, W, m, K], boxes of a stage
     weft::TensorMap b[MOST_BS];  // with SPLIT_K [W, K, N] each
-    weft::Watch watch;
-    weft::Half half;
+    weft::WaitParams watch;
+    weft::BufferWords buffer;
     const weft::u16* a;  // A [m, K], rows `stride` elements apart
-    weft::u16* data;  // the own half [W, m, K]
+    weft::u16* data;  // the own buffer [W, m, K]
     weft::u16* c[MOST_BS];  // [W, m, N], with SPLIT_K [m, N]
     int n[MOST_BS];
     int bs;  // how many
     int columns[MOST_BS];  // of tiles, of each
     int m, k, stride;
-    int band;  // pairs of own rows of tiles walked together
+    int raster_group;  // pairs of own rows of tiles walked together
     int remote_band;  // and of the peers'
     int group;  // rows of tiles of a rank that are sent together
-    int senders;  // blocks that first send
+    int comm_sms;  // blocks that first send
     int missed;  // steps that each of the others takes meanwhile, behind the first wave
     int lead;  // steps of the first wave
     int push;  // every block sends beside its products
     int final;  // this launch ends the use
 };
 
-using Order = weft::GatherOrder<Params>;
+using Order = weft::GatherTileScheduler<Params>;
 using Piece = weft::GatherPiece<Params>;
 using Tile = weft::GatherTile;
-using Walk = weft::GatherWalk;
+using Walk = weft::GatherSteps;
 static_assert(sizeof(Order) <= (weft::COUNTS - ORDER) * sizeof(u32));
 
 __device__ __forceinline__ Walk steps_of(const Params& p, const Order& order) {
     const int lead = min(p.lead, order.own_pairs * order.columns);
-    return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), p.senders, p.missed, lead};
+    return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), p.comm_sms, p.missed, lead};
 }
 
 // Pushing warp `pusher` of the launch's `pushers`: its pieces, from the own rows to all peers. Ordinary stores:
 // where bulk copies wait for a link, what the same SM loads for its products waits behind them.
 __device__ __forceinline__ void push(const Params& p, const Order& order, u32 use, int pusher, int pushers, u32* sent) {
-    const int lane = threadIdx.x % 32, world_size = p.half.world_size, rank = p.watch.rank;
-    if (!weft::may_send(p.watch, p.half, use)) {
+    const int lane = threadIdx.x % 32, world_size = p.buffer.world_size, rank = p.watch.rank;
+    if (!weft::may_send(p.watch, p.buffer, use)) {
         if (lane == 0) weft::set_count(sent, weft::NOTHING);
         return;
     }
@@ -99,7 +99,7 @@ __device__ __forceinline__ void push(const Params& p, const Order& order, u32 us
     constexpr int VECTORS = PIECE_ROWS / ROWS < 8 ? PIECE_ROWS / ROWS : 8;  // of a lane, on their way at once
     static_assert(PIECE_ROWS % (ROWS * VECTORS) == 0);
     const u64 from_stride = static_cast<u64>(ROWS) * p.stride, to_stride = static_cast<u64>(ROWS) * p.k;
-    weft::Pace pace{VECTORS * 32 * 16 * static_cast<u64>(pushers) / (world_size > 2 ? RATE : RATE_OF_TWO)};
+    weft::RateLimiter pace{VECTORS * 32 * 16 * static_cast<u64>(pushers) / (world_size > 2 ? RATE : RATE_OF_TWO)};
     u32 count = 0;
     for (int index = pusher; index < order.pieces; index += pushers) {
         const Piece piece(p, order, index);
@@ -118,7 +118,7 @@ __device__ __forceinline__ void push(const Params& p, const Order& order, u32 us
 #pragma unroll 1
                 for (int turn = 1; turn < world_size; ++turn) {
                     const int peer = rank >= turn ? rank - turn : rank - turn + world_size;
-                    weft::u16* to = weft::on_rank(slot, p.watch, p.half, peer);
+                    weft::u16* to = weft::on_rank(slot, p.watch, p.buffer, peer);
                     pace.wait();
 #pragma unroll
                     for (int i = 0; i < VECTORS; ++i) {
@@ -137,7 +137,7 @@ __device__ __forceinline__ void push(const Params& p, const Order& order, u32 us
 __device__ __forceinline__ void post(
     const Params& p, const Order& order, u32 use, int first, int mine, int pushers, const u32* sent) {
     const int lane = threadIdx.x % 32, rank = p.watch.rank;
-    u32* flags = p.watch.words + p.half.flags + rank * p.half.flags_per_rank;
+    u32* flags = p.watch.words + p.buffer.flags + rank * p.buffer.flags_per_rank;
     u32 posted = 0;
     int index = lane < mine ? first + lane : order.pieces;
     while (__any_sync(~0u, index < order.pieces)) {
@@ -150,9 +150,9 @@ __device__ __forceinline__ void post(
         for (; posted < there; ++posted, index += pushers) {
             const Piece piece(p, order, index);
             if (!piece.inside) continue;
-            for (int peer = 0; peer < p.half.world_size; ++peer) {
+            for (int peer = 0; peer < p.buffer.world_size; ++peer) {
                 if (peer == rank) continue;
-                weft::post_behind_fence(weft::on_rank(flags, p.watch, p.half, peer) + piece.flag, use);
+                weft::post_behind_fence(weft::on_rank(flags, p.watch, p.buffer, peer) + piece.flag, use);
             }
         }
     }
@@ -160,7 +160,7 @@ __device__ __forceinline__ void post(
 
 // A block that sends before it multiplies.
 __device__ __forceinline__ void send(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
-    const int warp = weft::warp_of_block(), first = blockIdx.x * PUSHERS, pushers = p.senders * PUSHERS;
+    const int warp = weft::warp_of_block(), first = blockIdx.x * PUSHERS, pushers = p.comm_sms * PUSHERS;
     if (warp < PUSHERS) {
         push(p, order, use, first + warp, pushers, s.counts + SENT + warp);
     } else {
@@ -172,7 +172,7 @@ __device__ __forceinline__ void send(const Params& p, const weft::Shared& s, con
 template <typename Each>
 __device__ __forceinline__ void each_part(const Params& p, const Tile& t, const Each& each) {
     if constexpr (SPLIT_K) {
-        for (int src = 0; src < p.half.world_size; ++src) each(src);
+        for (int src = 0; src < p.buffer.world_size; ++src) each(src);
     } else {
         each(t.src);
     }
@@ -181,7 +181,7 @@ __device__ __forceinline__ void each_part(const Params& p, const Tile& t, const 
 // Warp 0: what the multiplying warpgroups work on.
 __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, const Order& order) {
     const int depth = (p.k + weft::BK - 1) / weft::BK;
-    weft::Turn<STAGES> turn;
+    weft::PipelineState<STAGES> turn;
     u32 needed = 0;
     for (Walk walk = steps_of(p, order); walk.step < order.steps(); walk.next()) {
         const Tile t = order.tile(p, walk.step, s.block);
@@ -213,7 +213,7 @@ __device__ __forceinline__ void watch(const Params& p, const weft::Shared& s, co
                 if (lane < PIECES && row < p.m && column < p.k) {
                     const int flag = (t.row * order.units + unit) * PIECES + lane;
                     weft::wait_flag(
-                        p.watch, src, p.half.flags + src * p.half.flags_per_rank + flag, use, weft::WAIT_DATA);
+                        p.watch, src, p.buffer.flags + src * p.buffer.flags_per_rank + flag, use, weft::WAIT_DATA);
                 }
                 weft::fence_proxy_async();
                 __syncwarp();
@@ -231,26 +231,26 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
     const weft::Shared s = weft::shared_memory(base);
     // In shared memory: there are no registers to keep it in.
     Order& order = *reinterpret_cast<Order*>(s.counts + ORDER);
-    const u32 use = p.watch.words[p.half.epoch] + 1;
+    const u32 use = p.watch.words[p.buffer.epoch] + 1;
     weft::begin(s, [&] { order = Order(p); });
     const int warp = weft::warp_of_block(), warpgroup = warp / 4, role = warp % 4;
-    if (static_cast<int>(blockIdx.x) < p.senders) {
+    if (static_cast<int>(blockIdx.x) < p.comm_sms) {
         send(p, s, order, use);
         __syncthreads();
     }
     if (warpgroup == 2) {
-        weft::give_registers<SERVE_REGISTERS>();
+        weft::warpgroup_reg_dealloc<SERVE_REGISTERS>();
         if (role == 0) {
             load(p, s, order);
-            if (p.final && threadIdx.x % 32 == 0) weft::leave(p.watch, p.half, use);
+            if (p.final && threadIdx.x % 32 == 0) weft::leave(p.watch, p.buffer, use);
         }
         if (role == 1 && p.push) push(p, order, use, blockIdx.x, gridDim.x, s.counts + SENT);
         if (role == 2) watch(p, s, order, use);
         if (role == 3 && p.push) post(p, order, use, blockIdx.x, 1, gridDim.x, s.counts + SENT);
     } else {
-        weft::take_registers<MULTIPLY_REGISTERS>();
-        weft::Turn<STAGES> turn;
-        const int depth = (p.k + weft::BK - 1) / weft::BK * (SPLIT_K ? p.half.world_size : 1);
+        weft::warpgroup_reg_alloc<MULTIPLY_REGISTERS>();
+        weft::PipelineState<STAGES> turn;
+        const int depth = (p.k + weft::BK - 1) / weft::BK * (SPLIT_K ? p.buffer.world_size : 1);
         for (Walk walk = steps_of(p, order); walk.step < order.steps(); walk.next()) {
             const Tile t = order.tile(p, walk.step, s.block);
             float sums[weft::SUMS];

@@ -12,35 +12,36 @@ from typing import Any
 
 import torch
 
-from ...symm_mem.heap import Heap
+from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
-from ..device import gemm, tuner
-from ..device.chip import Chip, chip_of
-from ..device.choice import Choice, Choices, make_together
-from ..device.contest import Candidate
-from ..device.launch import ALIGNMENT, is_transposed, why_not
-from ..device.one_shot import OneShotConfig
+from ..device.device_spec import DeviceSpec, device_spec_of
+from ..device.gemm import gemm
+from ..device.gemm.one_shot import OneShotConfig
+from ..device.jit.launch import ALIGNMENT, is_transposed, why_not
+from ..device.tuning import tuner
+from ..device.tuning.benchmark import Candidate
+from ..device.tuning.choice import KernelChoice, KernelChoices, make_together
 from . import configs, cuda_kernel, host, pipeline
 from .one_shot_kernel import AllGatherMatmulOneShot
-from .triton_kernel import AllGatherMatmul
+from .triton_kernel import TritonAllGatherMatmul
 
-_choices: Choices[configs.AnyConfig] = Choices()
+_choices: KernelChoices[configs.AnyConfig] = KernelChoices()
 
 
-def rows(shard: torch.Tensor) -> torch.Tensor:
+def shard_rows(shard: torch.Tensor) -> torch.Tensor:
     """A shard [..., K] as [m, K] for ``choose``. Copied only where the rows are not such as kernel.cu takes them."""
     flat = shard.flatten(0, -2)
     return flat if flat.dtype in gemm.DTYPES and cuda_kernel.can_take(flat) else flat.contiguous()
 
 
-def choose(
+def choose_gather_kernel(
     a: torch.Tensor,
     bs: list[torch.Tensor],
     world_size: int,
     num_sms: int,
     split_k: bool = False,
     return_A: bool = False,
-) -> Choice[configs.AnyConfig] | str:
+) -> KernelChoice[configs.AnyConfig] | str:
     """How to run a call, or why no kernel can.
 
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
@@ -52,9 +53,9 @@ def choose(
         return_A: what is gathered is wanted, too.
     """
     strides = ((b.shape, b.stride()) for b in bs)
-    chip = chip_of(a.device)
-    key = (a.shape, a.stride(), a.dtype, world_size, num_sms, split_k, return_A, chip, *strides)
-    return _choices.get(key, _choose, a, bs, world_size, num_sms, split_k, return_A, chip)
+    spec = device_spec_of(a.device)
+    key = (a.shape, a.stride(), a.dtype, world_size, num_sms, split_k, return_A, spec, *strides)
+    return _choices.get(key, _choose, a, bs, world_size, num_sms, split_k, return_A, spec)
 
 
 def _choose(
@@ -64,8 +65,8 @@ def _choose(
     num_sms: int,
     split_k: bool,
     return_A: bool,
-    chip: Chip,
-) -> Choice[configs.AnyConfig] | str:
+    spec: DeviceSpec,
+) -> KernelChoice[configs.AnyConfig] | str:
     for i, b in enumerate(bs):
         if b.shape[1] == 0:
             return f"Bs[{i}] has no columns"
@@ -75,47 +76,53 @@ def _choose(
     if k * a.element_size() % ALIGNMENT:  # of a part of B, where B as a whole may be fine
         return f"K: rows of {k} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     if a.dtype in gemm.DTYPES and len({is_transposed(b) for b in bs}) == 1:
-        problem = configs.Problem(m, tuple(ns), k, world_size, num_sms, split_k, return_A, chip)
-        (_, config), *_ = configs.fused_ranked(problem)
-        layout = configs.fused_layout(m, k, world_size, config)
-        return Choice(_algorithm(config), config, layout, configs.fusing_pays(problem))
+        problem = configs.AllGatherMatmulProblem(
+            m, tuple(ns), k, world_size, num_sms, split_k, return_A, spec
+        )
+        (_, config), *_ = configs.rank_gather_kernels(problem)
+        layout = configs.gather_layout(m, k, world_size, config)
+        return KernelChoice(_algorithm(config), config, layout, configs.gather_is_profitable(problem))
     if split_k:
         what = "Bs of both orders in memory" if a.dtype in gemm.DTYPES else f"{a.dtype} operands"
         return f"the last dimension is gathered, for which no kernel takes {what}"
     copied = pipeline.configure(a, bs, world_size, num_sms)
-    pays = configs.pays(m, sum(ns), k, world_size, a.element_size())
-    return Choice("copy_engine", copied, configs.layout(m, k, a.dtype, world_size, copied), pays)
+    profitable = configs.copy_engine_is_profitable(m, sum(ns), k, world_size, a.element_size())
+    return KernelChoice(
+        "copy_engine", copied, configs.copied_gather_layout(m, k, a.dtype, world_size, copied), profitable
+    )
 
 
 def _algorithm(config: configs.FusedConfig) -> str:
     return "one_shot" if isinstance(config, OneShotConfig) else "push"
 
 
-def tuned(
-    choice: Choice[configs.AnyConfig],
+def tuned_gather(
+    choice: KernelChoice[configs.AnyConfig],
     heap: Heap,
     a: torch.Tensor,
     bs: list[torch.Tensor],
     num_sms: int,
     *,
     return_A: bool,
-) -> tuple[Choice[configs.AnyConfig], str]:
+) -> tuple[KernelChoice[configs.AnyConfig], str]:
     """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
     tuned."""
-    if isinstance(choice.config, configs.Config):
+    if isinstance(choice.config, configs.AllGatherMatmulConfig):
         return choice, ""
-    if not tuner.is_on():
+    if not tuner.is_tuning():
         return choice, tuner.FROM_MODEL
     (m, k), ns, size = a.shape, tuple(b.shape[1] for b in bs), heap.world_size
-    split_k = isinstance(choice.config, configs.PushConfig) and choice.config.split_k
+    split_k = isinstance(choice.config, configs.GatherPushConfig) and choice.config.split_k
     op = f"{host.OP} of the last dimension" if split_k else host.OP
     kind = f"{op} {m} x {k} @ {bs[0].shape[0]} x {'+'.join(map(str, ns))}, {a.dtype}, {num_sms} SMs"
     if return_A and not split_k:
         kind += ", A returned"  # other candidates
-    problem = configs.Problem(m, ns, k, size, num_sms, split_k, return_A, chip_of(a.device))
+    problem = configs.AllGatherMatmulProblem(
+        m, ns, k, size, num_sms, split_k, return_A, device_spec_of(a.device)
+    )
     candidates: list[Candidate[configs.AnyConfig]] = [
-        Candidate(config, configs.fused_layout(m, k, size, config), _algorithm(config))
-        for _, config in configs.varied(configs.fused_ranked(problem))
+        Candidate(config, configs.gather_layout(m, k, size, config), _algorithm(config))
+        for _, config in configs.varied(configs.rank_gather_kernels(problem))
     ]
     results: list[torch.Tensor] = []
 
@@ -127,13 +134,13 @@ def tuned(
             return lambda: one_shot.call((a, *bs), results, timeout_ns, stream)
         kernels = cuda_kernel.AllGatherMatmulPushes(workspace, a, bs, config, num_sms=num_sms)
         operands, addresses = [x.data_ptr() for x in (a, *bs)], [x.data_ptr() for x in results]
-        return lambda: kernels.launch(workspace.next_half(), operands, addresses, timeout_ns, stream)
+        return lambda: kernels.launch(workspace.next_buffer(), operands, addresses, timeout_ns, stream)
 
     return tuner.tuned(heap, kind, choice, candidates, make)
 
 
-def run(
-    choice: Choice[configs.AnyConfig],
+def launch_all_gather_matmul(
+    choice: KernelChoice[configs.AnyConfig],
     workspace: Workspace[Any],
     a: torch.Tensor,
     bs: list[torch.Tensor],
@@ -147,23 +154,29 @@ def run(
     Of a choice with ``split_k`` [m, W * K] and [m, N_i].
     """
     config = choice.config
-    fused = not isinstance(config, configs.Config)
+    fused = not isinstance(config, configs.AllGatherMatmulConfig)
     key = choice if fused else (choice, return_A)
     kernels: Any = workspace.prepared.get(key)
     if kernels is None:
 
-        def make() -> cuda_kernel.AllGatherMatmulPushes | AllGatherMatmulOneShot | list[AllGatherMatmul]:
+        def make() -> (
+            cuda_kernel.AllGatherMatmulPushes | AllGatherMatmulOneShot | list[TritonAllGatherMatmul]
+        ):
             if isinstance(config, OneShotConfig):
                 return AllGatherMatmulOneShot(workspace, a, config)
-            if isinstance(config, configs.PushConfig):
+            if isinstance(config, configs.GatherPushConfig):
                 return cuda_kernel.AllGatherMatmulPushes(workspace, a, bs, config, num_sms=num_sms)
-            return pipeline.prepare(workspace, a, bs, config, num_sms, timeout_ns, return_A=return_A)
+            return pipeline.prepare_gather_kernels(
+                workspace, a, bs, config, num_sms, timeout_ns, return_A=return_A
+            )
 
         same = (host.OP, a.shape, *(b.shape for b in bs), a.dtype, config, num_sms, fused or return_A)
         kernels = make_together(workspace, host.OP, key, same, make)
-    if isinstance(config, configs.Config):
-        return pipeline.all_gather_matmul(workspace, kernels, a, bs, config, timeout_ns, return_A=return_A)
-    split_k = isinstance(config, configs.PushConfig) and config.split_k
+    if isinstance(config, configs.AllGatherMatmulConfig):
+        return pipeline.copy_engine_all_gather_matmul(
+            workspace, kernels, a, bs, config, timeout_ns, return_A=return_A
+        )
+    split_k = isinstance(config, configs.GatherPushConfig) and config.split_k
     stack, (m, _) = _stack(split_k, workspace.world_size), a.shape
     products = [a.new_empty((*stack, m, b.shape[1])) for b in bs]
     gathered = a.new_empty((*stack, m, bs[0].shape[0])) if return_A else None
@@ -173,7 +186,7 @@ def run(
         kernels.call((a, *bs), results, timeout_ns, stream)
     else:
         operands, addresses = [x.data_ptr() for x in (a, *bs)], [x.data_ptr() for x in results]
-        kernels.launch(workspace.next_half(), operands, addresses, timeout_ns, stream)
+        kernels.launch(workspace.next_buffer(), operands, addresses, timeout_ns, stream)
     return gathered, products
 
 
@@ -182,8 +195,10 @@ def _stack(split_k: bool, world_size: int) -> tuple[int, ...]:
     return () if split_k else (world_size,)
 
 
-def launcher(
-    choice: Choice[configs.AnyConfig], workspace: Workspace[Any]
+def gather_launcher(
+    choice: KernelChoice[configs.AnyConfig], workspace: Workspace[Any]
 ) -> cuda_kernel.AllGatherMatmulPushes | AllGatherMatmulOneShot | None:
     """What ``run`` launched, for more calls like it; None for copy engines, or where it is forgotten already."""
-    return None if isinstance(choice.config, configs.Config) else workspace.prepared.get(choice)
+    return (
+        None if isinstance(choice.config, configs.AllGatherMatmulConfig) else workspace.prepared.get(choice)
+    )

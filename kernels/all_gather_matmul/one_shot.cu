@@ -1,20 +1,21 @@
 // all_gather(A) in one shot, for a product of cuBLAS behind it: gathered[src] = A[src] [m, K] of every rank src.
 //
-// push.cuh has the protocol and its proof. Every rank sends its vectors to all, puts them into the own place of `gathered`,
-// and beside them what came: a product may read that for as long as it likes while the peers already send the next.
+// ll_exchange.cuh has the protocol and its proof. Every rank sends its vectors to all, puts them into the own place of
+// `gathered`, and beside them what came: a product may read that for as long as it likes while the peers already send the
+// next.
 //
 // It is for products alone: of a pair of 16-bit numbers with all bits set, two NaNs, another pair of NaNs arrives.
 
-#include "push.cuh"
+#include "comm/ll_exchange.cuh"
 
 namespace {
 
-using weft::Share;
+using weft::ThreadShare;
 using weft::u32;
 using weft::u64;
 
 struct Params {
-    weft::Slots slots;
+    weft::ExchangeSlots slots;
     const uint4* a;  // A [m, K], rows `stride` vectors apart
     uint4* gathered;  // [W, m, K]
     u32 vectors;  // of a shard
@@ -35,17 +36,17 @@ extern "C" __global__ void __launch_bounds__(512, 1) all_gather_one_shot(const _
         weft::store_vector(p.gathered + static_cast<u64>(src) * p.vectors + at, v);
     };
     uint4 v = make_uint4(0, 0, 0, 0);
-    if (const Share s; s.at < p.vectors) v = load_own(p, s.at);
+    if (const ThreadShare s; s.at < p.vectors) v = load_own(p, s.at);
     const weft::Use use(p.slots);
 
-    for (Share s; s.at < p.vectors;) {
-        use.send_to_all(s.index, weft::to_wire(v));
+    for (ThreadShare s; s.at < p.vectors;) {
+        use.send_to_all(s.index, weft::ll_encode(v));
         store(RANK, s.at, v);
         s.next();
         if (s.at < p.vectors) v = load_own(p, s.at);
     }
 
-    for (Share s; s.at < p.vectors; s.next()) {
+    for (ThreadShare s; s.at < p.vectors; s.next()) {
         weft::store_all(use, s.index, [&](int src, const uint4& in) { store(src, s.at, in); });
     }
     use.leave();

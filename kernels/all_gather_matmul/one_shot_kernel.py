@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from ...symm_mem.workspace import Workspace
-from ..device import one_shot
-from ..device.empty import empty_on
-from ..device.gemm import Defines
-from ..device.one_shot import OneShotConfig
-from ..device.push import VECTOR, Layout, Slots, slots_of
+from ..device.comm.ll_exchange import VECTOR, ExchangeLayout, ExchangeSlots, slots_of
+from ..device.gemm import one_shot
+from ..device.gemm.gemm import Defines
+from ..device.gemm.one_shot import OneShotConfig
+from ..device.jit.empty import empty_on
 from . import host
 from .cuda_kernel import row_stride
 
@@ -25,7 +25,7 @@ class _Params(ctypes.Structure):
     """The twin of ``Params`` in one_shot.cu."""
 
     _fields_ = (
-        ("slots", Slots),
+        ("slots", ExchangeSlots),
         ("a", ctypes.c_uint64),
         ("gathered", ctypes.c_uint64),
         ("vectors", ctypes.c_uint32),
@@ -40,7 +40,7 @@ _A = _Params.a.offset
 _put_addresses = struct.Struct("2Q").pack_into
 
 
-def defines(world_size: int, rank: int) -> Defines:
+def one_shot_gather_defines(world_size: int, rank: int) -> Defines:
     """What one_shot.cu is compiled with: any dtype of 16 bits, it only moves them."""
     return (("DTYPE", "bfloat16"), ("WORLD_SIZE", world_size), ("RANK", rank))
 
@@ -58,14 +58,14 @@ class AllGatherMatmulOneShot:
         ValueError: the workspace is too small.
     """
 
-    def __init__(self, workspace: Workspace[Layout], a: torch.Tensor, config: OneShotConfig) -> None:
+    def __init__(self, workspace: Workspace[ExchangeLayout], a: torch.Tensor, config: OneShotConfig) -> None:
         (m, k), size = a.shape, workspace.world_size
         self.workspace, self._rows, self._k = workspace, size * m, k
         self._empty, self._timeout_ns = empty_on(a.device), 0
         elements = VECTOR // a.element_size()
         p = self._params = _Params(slots_of(workspace, 0))
         p.vectors, p.columns, p.stride = config.vectors, k // elements, row_stride(a) // elements
-        program = one_shot.program(SOURCE, defines(size, workspace.rank))
+        program = one_shot.one_shot_program(SOURCE, one_shot_gather_defines(size, workspace.rank))
         layout = workspace.layout
         self._launch, self._grids = one_shot.launch_of(program, "all_gather_one_shot", p, config, layout)
 

@@ -1,10 +1,10 @@
 // Which tiles a cluster computes in which order, and in which order pieces of the own rows are sent; kernel.cu says why.
-// Plain arithmetic: it is tested on the CPU as it is. `Params` has m, k, bs, columns, band, remote_band, group,
-// half.world_size and watch.rank; BM, UNIT_COLUMNS, PIECE_ROWS, PIECE_COLUMNS and SPLIT_K are defined.
+// Plain arithmetic: it is tested on the CPU as it is. `Params` has m, k, bs, columns, raster_group, remote_band, group,
+// buffer.world_size and watch.rank; BM, UNIT_COLUMNS, PIECE_ROWS, PIECE_COLUMNS and SPLIT_K are defined.
 
 #pragma once
 
-#include "../device/walk.cuh"
+#include "gemm/tile_scheduler.cuh"
 
 namespace weft {
 
@@ -19,16 +19,16 @@ struct GatherTile {
 // Rows of tiles stand in a list: the own ones, then group by group those of the peers, in turn. A step has a pair of
 // neighbours of the list. With SPLIT_K each row of tiles stands there once.
 template <typename Params>
-struct GatherOrder {
+struct GatherTileScheduler {
     int rows;  // of tiles, of a shard
     int columns, units;
     int pairs, own_pairs;
     int pieces;  // that are sent
 
-    __device__ explicit GatherOrder(const Params& p) {
+    __device__ explicit GatherTileScheduler(const Params& p) {
         rows = (p.m + BM - 1) / BM;
         units = (p.k + UNIT_COLUMNS - 1) / UNIT_COLUMNS;
-        pairs = (SPLIT_K ? rows + 1 : rows * p.half.world_size + 1) / 2;
+        pairs = (SPLIT_K ? rows + 1 : rows * p.buffer.world_size + 1) / 2;
         own_pairs = SPLIT_K ? 0 : rows / 2;
         pieces = rows * units * PIECES;
         columns = 0;
@@ -39,16 +39,16 @@ struct GatherOrder {
 
     __device__ GatherTile tile(const Params& p, int step, int block) const {
         GatherTile t;
-        const int own = own_pairs * columns, peers = p.half.world_size - 1, rank = p.watch.rank;
+        const int own = own_pairs * columns, peers = p.buffer.world_size - 1, rank = p.watch.rank;
         int pair;
         if (step < own) {
-            grouped(step, own_pairs, columns, p.band, pair, t.column);
+            grouped(step, own_pairs, columns, p.raster_group, pair, t.column);
         } else {
             grouped(step - own, pairs - own_pairs, columns, p.remote_band, pair, t.column);
             pair += own_pairs;
         }
         int place = 2 * pair + block;
-        if (SPLIT_K || place < rows || place >= rows * p.half.world_size) {
+        if (SPLIT_K || place < rows || place >= rows * p.buffer.world_size) {
             t.src = SPLIT_K ? 0 : rank;
             t.row = min(place, rows);  // past the end of the list is past that of A: nothing is stored
         } else {
@@ -56,7 +56,7 @@ struct GatherOrder {
             const int first = place / (p.group * peers) * p.group;
             place -= first * peers;
             t.row = first + place / peers;
-            t.src = (rank + 1 + place % peers) % p.half.world_size;
+            t.src = (rank + 1 + place % peers) % p.buffer.world_size;
         }
         t.b = 0;
         while (t.column >= p.columns[t.b]) t.column -= p.columns[t.b++];
@@ -64,14 +64,14 @@ struct GatherOrder {
     }
 };
 
-// The steps of a cluster, one after the other. The first wave has `lead` steps only. The first `senders` of all `blocks` send
-// before they multiply: their clusters come when the others have taken `missed` steps behind that wave. Where fewer clusters
-// run at once than the first wave has steps, it is as long as the others.
-struct GatherWalk {
+// The steps of a cluster, one after the other. The first wave has `lead` steps only. The first `comm_sms` of all `blocks`
+// send before they multiply: their clusters come when the others have taken `missed` steps behind that wave. Where fewer
+// clusters run at once than the first wave has steps, it is as long as the others.
+struct GatherSteps {
     int step, all, others, index, lead, joined;
 
-    __device__ GatherWalk(int block, int blocks, int senders, int missed, int wanted_lead) {
-        const int cluster = block / 2, sending = senders / 2;
+    __device__ GatherSteps(int block, int blocks, int comm_sms, int missed, int wanted_lead) {
+        const int cluster = block / 2, sending = comm_sms / 2;
         all = blocks / 2;
         others = all - sending;
         lead = wanted_lead <= others ? wanted_lead : 0;
@@ -96,7 +96,7 @@ struct GatherPiece {
     int row, column, flag;
     bool inside;
 
-    __device__ GatherPiece(const Params& p, const GatherOrder<Params>& order, int index) {
+    __device__ GatherPiece(const Params& p, const GatherTileScheduler<Params>& order, int index) {
         const int of_group = p.group * order.units * PIECES;
         const int first = index / of_group * p.group;
         const int height = min(p.group, order.rows - first);

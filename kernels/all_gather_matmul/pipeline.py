@@ -9,29 +9,31 @@ from __future__ import annotations
 import torch
 
 from ...symm_mem.workspace import Layout, Workspace
-from ..device.copy_engine import CopyEngine
-from ..device.gate import leave, load
-from ..device.launch import compiling
-from .configs import Config, choose
-from .triton_kernel import AllGatherMatmul
+from ..device.comm.acquire import end_use, load
+from ..device.comm.copy_engine import CopyEngine
+from ..device.jit.launch import compiling
+from .configs import AllGatherMatmulConfig, choose_all_gather_matmul
+from .triton_kernel import TritonAllGatherMatmul
 
 
-def configure(a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: int) -> Config:
+def configure(
+    a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: int
+) -> AllGatherMatmulConfig:
     """One configuration for all products of a shard [m, K]: that of the widest B."""
     m, k = a.shape
-    return choose(m, max(b.shape[1] for b in bs), k, world_size, a.dtype, num_sms)
+    return choose_all_gather_matmul(m, max(b.shape[1] for b in bs), k, world_size, a.dtype, num_sms)
 
 
-def prepare(
+def prepare_gather_kernels(
     workspace: Workspace[Layout],
     a: torch.Tensor,
     bs: list[torch.Tensor],
-    config: Config,
+    config: AllGatherMatmulConfig,
     num_sms: int,
     timeout_ns: int,
     *,
     return_A: bool,
-) -> list[AllGatherMatmul]:
+) -> list[TritonAllGatherMatmul]:
     """A kernel for each B, compiled, for ``all_gather_matmul``.
 
     Args:
@@ -44,7 +46,7 @@ def prepare(
     load()
     with compiling():  # Triton compiles at a launch
         for i, b in enumerate(bs):
-            kernel = AllGatherMatmul(workspace, a, b, config, num_sms=num_sms)
+            kernel = TritonAllGatherMatmul(workspace, a, b, config, num_sms=num_sms)
             final = i == len(bs) - 1 and not return_A
             c = a.new_empty(workspace.world_size, a.shape[0], b.shape[1])
             kernel.launch(0, a, b, c, final=final, timeout_ns=timeout_ns)
@@ -52,12 +54,12 @@ def prepare(
     return kernels
 
 
-def all_gather_matmul(
+def copy_engine_all_gather_matmul(
     workspace: Workspace[Layout],
-    kernels: list[AllGatherMatmul],
+    kernels: list[TritonAllGatherMatmul],
     a: torch.Tensor,
     bs: list[torch.Tensor],
-    config: Config,
+    config: AllGatherMatmulConfig,
     timeout_ns: int,
     *,
     return_A: bool,
@@ -69,15 +71,15 @@ def all_gather_matmul(
     """
     engine: CopyEngine = workspace.copy_streams["copy engine"]
     products = [a.new_empty(workspace.world_size, a.shape[0], b.shape[1]) for b in bs]
-    half = workspace.next_half()
+    buffer = workspace.next_buffer()
     gathered: torch.Tensor | None = None
-    with engine.pushing(half, a, config.chunk_rows, timeout_ns):
+    with engine.pushing(buffer, a, config.chunk_rows, timeout_ns):
         for i, (kernel, b, c) in enumerate(zip(kernels, bs, products, strict=True)):
             final = i == len(bs) - 1 and not return_A
-            kernel.launch(half, a, b, c, final=final, timeout_ns=timeout_ns)
+            kernel.launch(buffer, a, b, c, final=final, timeout_ns=timeout_ns)
         if return_A:  # the GEMM has waited for all of it
-            gathered = torch.empty_like(kernels[0].gathered(half))
-            gathered.copy_(kernels[0].gathered(half))
+            gathered = torch.empty_like(kernels[0].gathered(buffer))
+            gathered.copy_(kernels[0].gathered(buffer))
             gathered[workspace.rank].copy_(a)
-            leave(workspace, half, torch.cuda.current_stream().cuda_stream)
+            end_use(workspace, buffer, torch.cuda.current_stream().cuda_stream)
     return gathered, products

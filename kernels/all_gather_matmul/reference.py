@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def all_gather_matmul(
+def reference_all_gather_matmul(
     A_shard: torch.Tensor, Bs: list[torch.Tensor], gather_dim: int, group: ProcessGroup
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """``A = all_gather(A_shard, gather_dim)`` and ``[A @ B for B in Bs]``.

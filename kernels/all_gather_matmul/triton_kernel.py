@@ -3,14 +3,14 @@
 Computes ``C[src] = A[src] @ B`` for every rank ``src``: A[src] [m, K] are the rows of rank src, B [K, N]
 is this rank's, C [W, m, N]. Products are summed in float32.
 
-Who writes: nothing is sent here. Every rank pushes its rows into each peer's half of the workspace, viewed
+Who writes: nothing is sent here. Every rank pushes its rows into each peer's buffer of the workspace, viewed
 ``[W, m, K]``, slot ``src`` (the own slot is not used: local tiles read the input), chunk by chunk of
-``chunk_rows`` rows, and behind each chunk sets ``flags(half)[src][chunk] = e`` there: copies and flags by a
-copy engine on a stream of their own, behind a gate that waited until the peer's half was free.
+``chunk_rows`` rows, and behind each chunk sets ``flags(buffer)[src][chunk] = e`` there: copies and flags by a
+copy engine on a stream of their own, behind a gate that waited until the peer's buffer was free.
 Who waits: a tile of a peer's rows waits before its main loop for the flag of the chunk that its last row
 lies in. A chunk is a whole number of tiles or all of the shard, so no tile spans two of them.
-Use ``e = EPOCH[half] + 1`` is read when the kernel starts. Several Bs are several launches on one half; the
-last one is FINAL and ends the use (``sync.leave``): that the half may be overwritten is said by it alone.
+Use ``e = EPOCH[buffer] + 1`` is read when the kernel starts. Several Bs are several launches on one buffer; the
+last one is FINAL and ends the use (``sync.leave``): that the buffer may be overwritten is said by it alone.
 
 Order: the local tiles, then those of rank+1, rank+2, ..., as the copies arrive. A block waits only for
 copies, never for another block, so any number of blocks is safe, resident at once or not.
@@ -25,11 +25,11 @@ import triton
 import triton.language as tl
 
 from ...symm_mem.workspace import Layout, Workspace
-from ..device import sync
-from ..device.launch import Launch, Operand, is_transposed, precision, why_not
-from ..device.tile_table import count
-from ..device.tiles import cut, grouped, load_b
-from .configs import Config, flags_per_rank
+from ..device.jit.launch import Launch, Operand, is_transposed, precision, why_not
+from ..device.triton import sync
+from ..device.triton.tile_table import count_tiles
+from ..device.triton.tiles import cut, grouped, load_b
+from .configs import AllGatherMatmulConfig, gather_flags_per_rank
 
 
 @triton.jit
@@ -42,10 +42,10 @@ def _store(c, src, row, column, tile, BM: tl.constexpr, BN: tl.constexpr, PIECES
         _store(c, src, row, column + BN // 2, right, BM, BN // 2, PIECES // 2)
 
 
-@triton.jit(do_not_specialize=["rank", "half", "flags_at", "done_at", "record", "timeout_ns"])
-def all_gather_matmul(
+@triton.jit(do_not_specialize=["rank", "buffer", "flags_at", "done_at", "record", "timeout_ns"])
+def all_gather_matmul_kernel(
     a_local,  # [1, m, K]: this rank's rows
-    a_gathered,  # [W, m, K]: the half
+    a_gathered,  # [W, m, K]: the buffer
     b,  # [K, N] or [N, K]
     c,  # [W, m, N]
     words,
@@ -55,7 +55,7 @@ def all_gather_matmul(
     k,
     chunk_rows,
     rank,
-    half,
+    buffer,
     flags_at,
     flags_per_rank,
     done_at,
@@ -72,7 +72,7 @@ def all_gather_matmul(
     PRECISION: tl.constexpr,
     FINAL: tl.constexpr,
 ):
-    epoch = tl.load(words + sync.EPOCH + half) + 1
+    epoch = tl.load(words + sync.EPOCH + buffer) + 1
     tiles_m = tl.cdiv(m, BM)
     tiles_n = tl.cdiv(n, BN)
     tiles = tiles_m * tiles_n
@@ -102,15 +102,15 @@ def all_gather_matmul(
         _store(c, src, row, column, acc, BM, BN, PIECES)
 
     if FINAL:
-        sync.leave(words, fault, half, done_at, epoch, rank, record, span_words, WORLD_SIZE, True)
+        sync.leave_block(words, fault, buffer, done_at, epoch, rank, record, span_words, WORLD_SIZE, True)
 
 
-def supports(a: torch.Tensor, b: torch.Tensor) -> str | None:
+def why_no_triton_gather(a: torch.Tensor, b: torch.Tensor) -> str | None:
     """Why this kernel cannot take a shard [m, K] and B [K, N]; None if it can."""
     return why_not(a, b)
 
 
-class AllGatherMatmul:
+class TritonAllGatherMatmul:
     """This op on one problem and one workspace: prepared once, launched often.
 
     Args:
@@ -129,21 +129,21 @@ class AllGatherMatmul:
         workspace: Workspace[Layout],
         a: torch.Tensor,
         b: torch.Tensor,
-        config: Config,
+        config: AllGatherMatmulConfig,
         *,
         num_sms: int,
     ) -> None:
-        if (problem := supports(a, b)) is not None:
+        if (problem := why_no_triton_gather(a, b)) is not None:
             raise ValueError(f"all_gather_matmul: {problem}")
         (m, k), n = a.shape, b.shape[1]
         tile, layout, self.world_size = config.tile, workspace.layout, workspace.world_size
         self._gathered = (self.world_size, m, k)
-        flags = flags_per_rank(m, config)
-        if layout.flags_per_rank < flags or layout.half_bytes < self.world_size * m * k * a.dtype.itemsize:
+        flags = gather_flags_per_rank(m, config)
+        if layout.flags_per_rank < flags or layout.buffer_bytes < self.world_size * m * k * a.dtype.itemsize:
             raise ValueError(f"workspace: {layout} is too small for shards of {m} x {k} {a.dtype}")
         self.workspace, self.dtype = workspace, a.dtype
-        self._programs = min(num_sms, count(tile, self.world_size, m, n))
-        self._halves: dict[int, torch.Tensor] = {}
+        self._programs = min(num_sms, count_tiles(tile, self.world_size, m, n))
+        self._buffers: dict[int, torch.Tensor] = {}
         self._tensors: Sequence[torch.Tensor] = (workspace.words, workspace.fault.words)
         self._numbers = (m, n, k, config.chunk_rows, workspace.rank)
         transposed = is_transposed(b)
@@ -158,7 +158,7 @@ class AllGatherMatmul:
         )
         self._launches = tuple(
             Launch(
-                all_gather_matmul,
+                all_gather_matmul_kernel,
                 operands,
                 {
                     "WORLD_SIZE": self.world_size,
@@ -177,31 +177,31 @@ class AllGatherMatmul:
             for final in (False, True)
         )
 
-    def gathered(self, half: int) -> torch.Tensor:
-        """The half as [W, m, K]; the own slot is not written by this op."""
-        if (found := self._halves.get(half)) is None:
-            found = self._halves[half] = self.workspace.half(
-                self.workspace.rank, half, self._gathered, self.dtype
+    def gathered(self, buffer: int) -> torch.Tensor:
+        """The buffer as [W, m, K]; the own slot is not written by this op."""
+        if (found := self._buffers.get(buffer)) is None:
+            found = self._buffers[buffer] = self.workspace.buffer(
+                self.workspace.rank, buffer, self._gathered, self.dtype
             )
         return found
 
     def launch(
-        self, half: int, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *, final: bool, timeout_ns: int
+        self, buffer: int, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *, final: bool, timeout_ns: int
     ) -> None:
         """Compute ``c`` [W, m, N], contiguous, on the current stream.
 
         The pushes of this use may be under way, or still to come on another stream. ``final``: this is the
-        last launch on this use of the half.
+        last launch on this use of the buffer.
         """
         layout = self.workspace.layout
         numbers = (
             *self._numbers,
-            half,
-            layout.flags(half),
+            buffer,
+            layout.flags(buffer),
             layout.flags_per_rank,
-            layout.done(half),
+            layout.done(buffer),
             self.workspace.span // 4,
             self.workspace.fault.record,
             timeout_ns,
         )
-        self._launches[final](self._programs, (a, self.gathered(half), b, c), self._tensors, numbers)
+        self._launches[final](self._programs, (a, self.gathered(buffer), b, c), self._tensors, numbers)

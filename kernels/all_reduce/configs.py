@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..device import push
-from ..device.push import BLOCKS, THREADS, VECTOR, WARP, Layout, up
+from ..device.comm import ll_exchange
+from ..device.comm.ll_exchange import BLOCKS, THREADS, VECTOR, WARP, ExchangeLayout, up
 
 FORMS = ("one_shot", "two_shot")
 MAX_BYTES = 16 << 20  #: of the input in one use of the slots; two_shot takes more in several uses
@@ -26,7 +26,7 @@ _TWO_SHOT_FROM_MANY = 32 << 10
 
 
 @dataclass(frozen=True)
-class Config:
+class AllReduceConfig:
     """How an all-reduce is run.
 
     Attributes:
@@ -48,42 +48,42 @@ class Config:
 
 
 @lru_cache(maxsize=4096)
-def choose(nbytes: int, world_size: int, num_sms: int = BLOCKS) -> Config:
+def choose_all_reduce(nbytes: int, world_size: int, num_sms: int = BLOCKS) -> AllReduceConfig:
     """The configuration for an input of ``nbytes`` on ``world_size`` ranks; the same on every rank.
 
     ``num_sms``: blocks at most. They keep their multiprocessors while they wait for a peer, which may wait for what
     another stream of this rank has to compute first.
     """
     two_shot_from = _TWO_SHOT_FROM.get(world_size, _TWO_SHOT_FROM_MANY)
-    return Config("two_shot" if nbytes >= two_shot_from else "one_shot", min(BLOCKS, num_sms))
+    return AllReduceConfig("two_shot" if nbytes >= two_shot_from else "one_shot", min(BLOCKS, num_sms))
 
 
-def _parts(config: Config, world_size: int) -> int:
+def _parts(config: AllReduceConfig, world_size: int) -> int:
     return world_size if config.form == "two_shot" else 1
 
 
-def _uses(config: Config) -> int:
+def _uses(config: AllReduceConfig) -> int:
     """Slots of each sender that one vector takes: two_shot has results, too."""
     return 2 if config.form == "two_shot" else 1
 
 
-def layout_for(nbytes: int, world_size: int, config: Config) -> Layout:
+def all_reduce_layout(nbytes: int, world_size: int, config: AllReduceConfig) -> ExchangeLayout:
     """A workspace that takes an input of ``nbytes`` in one use if it is not above MAX_BYTES; else in several."""
     vectors = -(-min(nbytes, MAX_BYTES) // (VECTOR * _parts(config, world_size)))
-    slots = push.slots_for(vectors, config.blocks, config.threads)
-    return Layout(world_size, up(slots * _uses(config), 2 * WARP), config.blocks)
+    slots = ll_exchange.slots_for(vectors, config.blocks, config.threads)
+    return ExchangeLayout(world_size, up(slots * _uses(config), 2 * WARP), config.blocks)
 
 
-def vectors(layout: Layout, config: Config) -> int:
+def vectors(layout: ExchangeLayout, config: AllReduceConfig) -> int:
     """Vectors that one use can move: of the input in one_shot, of each rank's part in two_shot."""
     room = layout.slots // _uses(config)
     step = min(config.threads, room)
     return config.blocks * (room // step) * step
 
 
-def grid(count: int, layout: Layout, config: Config) -> tuple[int, int]:
+def all_reduce_grid(count: int, layout: ExchangeLayout, config: AllReduceConfig) -> tuple[int, int]:
     """Blocks and threads for that many. No block goes without a vector."""
-    return push.grid(count, layout.slots // _uses(config), config.blocks, config.threads)
+    return ll_exchange.exchange_grid(count, layout.slots // _uses(config), config.blocks, config.threads)
 
 
 def workers(world_size: int) -> int:
@@ -97,7 +97,7 @@ def at_once(world_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Launch:
+class AllReduceLaunch:
     """The kernel for a number of vectors, of those for whole ones, its grid, and how often it uses the slots."""
 
     kernel: str
@@ -106,7 +106,7 @@ class Launch:
     uses: int = 1
 
 
-def launch(count: int, layout: Layout, config: Config) -> Launch:
+def launch(count: int, layout: ExchangeLayout, config: AllReduceConfig) -> AllReduceLaunch:
     """The launch that moves ``count`` vectors: of the input in one_shot, of each rank's part in two_shot.
 
     Raises:
@@ -115,12 +115,12 @@ def launch(count: int, layout: Layout, config: Config) -> Launch:
     if config.blocks > layout.blocks:
         raise ValueError(f"workspace: is for {layout.blocks} blocks, must be for {config.blocks}")
     world_size, most = layout.world_size, vectors(layout, config)
-    blocks, threads = grid(count, layout, config)
+    blocks, threads = all_reduce_grid(count, layout, config)
     if config.form == "two_shot" and count > min(most, at_once(world_size) * blocks * threads):
         threads = min(threads, workers(world_size))
         one_use = layout.slots // _uses(config) // threads * threads * blocks
-        with_steward = threads + WARP
-        return Launch("two_shot_rounds", blocks, with_steward, -(-count // one_use))
+        with_credit_warp = threads + WARP
+        return AllReduceLaunch("two_shot_rounds", blocks, with_credit_warp, -(-count // one_use))
     if count > most:
         raise ValueError(f"numel: is {count} vectors, must be at most {most} in one_shot")
-    return Launch(config.form, blocks, threads)
+    return AllReduceLaunch(config.form, blocks, threads)

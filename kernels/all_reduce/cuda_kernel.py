@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from ..device import push
-from ..device.program import Function, Program
-from ..device.push import VECTOR, Place, Slots, slots_of
+from ..device.comm import ll_exchange
+from ..device.comm.ll_exchange import VECTOR, ExchangeSlots, ExchangeWorkspace, slots_of
+from ..device.jit.program import Function, Program
 from . import configs
-from .configs import Config, choose
+from .configs import AllReduceConfig, choose_all_reduce
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 REDUCE_OPS = ("sum", "avg", "max", "min")
@@ -25,7 +25,7 @@ class _Params(ctypes.Structure):
     """The twin of ``Params`` in kernel.cu."""
 
     _fields_ = (
-        ("slots", Slots),
+        ("slots", ExchangeSlots),
         ("x", ctypes.c_uint64),
         ("out", ctypes.c_uint64),
         ("numel", ctypes.c_uint64),
@@ -39,19 +39,19 @@ _X = _Params.x.offset
 _put_addresses = struct.Struct("2Q").pack_into
 
 
-def defines(world_size: int, dtype: str, reduce_op: str) -> dict[str, str | int]:
+def all_reduce_defines(world_size: int, dtype: str, reduce_op: str) -> dict[str, str | int]:
     """What kernel.cu must know, besides the rank."""
     rounds = {"WORKERS": configs.workers(world_size), "AT_ONCE": configs.at_once(world_size)}
     return {"WORLD_SIZE": world_size, "DTYPE": dtype, "REDUCE": reduce_op, **rounds}
 
 
 @cache
-def program(
+def all_reduce_program(
     world_size: int, rank: int, dtype: torch.dtype, reduce_op: str, *, dependent: bool = False
 ) -> Program:
-    """kernel.cu for one rank, dtype and operation. ``dependent``: to be launched so (push.py)."""
+    """kernel.cu for one rank, dtype and operation. ``dependent``: to be launched so (ll_exchange.py)."""
     of_rank = {"RANK": rank, "DEPENDENT": int(dependent)}
-    return Program(SOURCE, defines=defines(world_size, DTYPES[dtype], reduce_op) | of_rank)
+    return Program(SOURCE, defines=all_reduce_defines(world_size, DTYPES[dtype], reduce_op) | of_rank)
 
 
 @cache
@@ -59,10 +59,12 @@ def _function(
     world_size: int, rank: int, dtype: torch.dtype, reduce_op: str, name: str, device: torch.device
 ) -> Function:
     with torch.cuda.device(device):
-        return program(world_size, rank, dtype, reduce_op, dependent=push.dependent()).function(name)
+        return all_reduce_program(
+            world_size, rank, dtype, reduce_op, dependent=ll_exchange.dependent()
+        ).function(name)
 
 
-class AllReduce:
+class AllReduceLauncher:
     """This op on one workspace, number of elements, dtype and operation: prepared once, launched often.
 
     Args:
@@ -80,19 +82,19 @@ class AllReduce:
 
     def __init__(
         self,
-        place: Place,
+        place: ExchangeWorkspace,
         numel: int,
         dtype: torch.dtype,
         reduce_op: str,
         device: torch.device,
-        config: Config | None = None,
+        config: AllReduceConfig | None = None,
     ) -> None:
         layout, width = place.layout, dtype.itemsize
         if reduce_op not in REDUCE_OPS:
             raise ValueError(f"reduce_op: is {reduce_op!r}, must be one of {', '.join(REDUCE_OPS)}")
         if dtype not in DTYPES:
             raise TypeError(f"x: is {dtype}, must be float32, bfloat16 or float16")
-        config = config or choose(numel * width, layout.world_size)
+        config = config or choose_all_reduce(numel * width, layout.world_size)
         self._timeout_ns = 0
         parts = layout.world_size if config.form == "two_shot" else 1
         count = -(-numel * width // (VECTOR * parts))
@@ -106,7 +108,7 @@ class AllReduce:
             name = launch.kernel if whole else f"{launch.kernel}_any"
             function = _function(layout.world_size, place.rank, dtype, reduce_op, name, device)
             params = _Params(slots_of(place, 0), 0, 0, numel, count, aligned)
-            ready = function.bound(launch.blocks, launch.threads, params, dependent=push.dependent())
+            ready = function.bound(launch.blocks, launch.threads, params, dependent=ll_exchange.dependent())
             self._launches.append(ready)
             self._params.append(params)
 

@@ -1,7 +1,7 @@
-"""CPU ranks: every rank writes its input into every peer's half, sets a flag, and reduces what came, in rank order.
+"""CPU ranks: every rank writes its input into every peer's buffer, sets a flag, and reduces what came, in rank order.
 
-Who writes: rank r, its elements into slot r of every peer's half, then flag 0 of rank r there. Who waits: each rank,
-for every peer's flag. Inputs larger than a half are sent piece after piece.
+Who writes: rank r, its elements into slot r of every peer's buffer, then flag 0 of rank r there. Who waits: each rank,
+for every peer's flag. Inputs larger than a buffer are sent piece after piece.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from ...symm_mem.workspace import HostUse, Layout, Workspace
 
 OP = "one_shot_all_reduce"
 IN_PLACE = f"{OP}_"
-PIECE = 4 << 20  #: bytes of the input that travel in one use of a half
+PIECE = 4 << 20  #: bytes of the input that travel in one use of a buffer
 
 
-def layout(nbytes: int, world_size: int) -> Layout:
+def host_all_reduce_layout(nbytes: int, world_size: int) -> Layout:
     """The workspace for inputs of ``nbytes``."""
     return Layout(world_size, 1, world_size * min(nbytes, PIECE))
 
 
-def all_reduce(
+def host_all_reduce(
     workspace: Workspace, x: torch.Tensor, out: torch.Tensor, reduce_op: str, op: str = OP
 ) -> None:
     """``out`` = what all ranks' x make together; both 1-D and contiguous, of equal length. ``op``: whose call it is."""
@@ -36,9 +36,9 @@ def _piece(workspace: Workspace, x: torch.Tensor, out: torch.Tensor, reduce_op: 
         for step in range(1, size):
             peer = (rank + step) % size
             use.wait_free(peer)
-            workspace.half(peer, use.half, (size, x.numel()), x.dtype)[rank] = x
+            workspace.buffer(peer, use.buffer, (size, x.numel()), x.dtype)[rank] = x
             use.post(peer, 0)
-        slots = workspace.half(rank, use.half, (size, x.numel()), x.dtype)
+        slots = workspace.buffer(rank, use.buffer, (size, x.numel()), x.dtype)
         for peer in range(size):
             if peer != rank:
                 use.wait(peer, 0)

@@ -1,7 +1,7 @@
 // out = what all ranks' x make together (sum, avg, max or min), every rank pushing into every rank.
 //
-// push.cuh has the protocol and its proof, steward.cuh what several uses in one launch ask for. Two forms that give the
-// same bits, in float32 in rank order, rounded once:
+// ll_exchange.cuh has the protocol and its proof, credits.cuh what several uses in one launch ask for. Two forms that give
+// the same bits, in float32 in rank order, rounded once:
 //   one_shot  every rank sends its vectors to all, and reduces what came.
 //   two_shot  vector j of part q goes to rank q, which reduces the ranks' and sends the result to all: less on
 //             the wire from three ranks on, one more trip. Every part has as many vectors, those past the end
@@ -12,7 +12,7 @@
 // The order of loads and stores is what the time of a small call is made of: all that a thread loads, the epoch
 // last, is under way before the first of it is looked at.
 
-#include "steward.cuh"
+#include "comm/credits.cuh"
 
 #ifndef REDUCE
 #error "REDUCE: sum, avg, max or min"
@@ -24,7 +24,7 @@
 namespace {
 
 using weft::ELEMENTS;
-using weft::Share;
+using weft::ThreadShare;
 using weft::u32;
 using weft::u64;
 using weft::Use;
@@ -33,7 +33,7 @@ using Element = Number::Storage;
 using Reduce = weft::reduce::REDUCE;
 
 struct Params {
-    weft::Slots slots;
+    weft::ExchangeSlots slots;
     const Element* x;
     Element* out;
     u64 numel;
@@ -79,17 +79,17 @@ template <bool WHOLE>
 __device__ __forceinline__ void one_shot_of(const Params& p) {
     weft::begin();
     uint4 own = make_uint4(0, 0, 0, 0);
-    if (const Share s; s.at < p.vectors) own = load<WHOLE>(p, s.at);
+    if (const ThreadShare s; s.at < p.vectors) own = load<WHOLE>(p, s.at);
     const Use use(p.slots);
 
     uint4 v = own;
-    for (Share s; s.at < p.vectors;) {
-        use.send_to_all(s.index, weft::to_wire(v));
+    for (ThreadShare s; s.at < p.vectors;) {
+        use.send_to_all(s.index, weft::ll_encode(v));
         s.next();
         if (s.at < p.vectors) v = load<WHOLE>(p, s.at);
     }
 
-    for (Share s; s.at < p.vectors;) {
+    for (ThreadShare s; s.at < p.vectors;) {
         store<WHOLE>(p, s.at, weft::take_reduced<Reduce>(use, s.index, own).rounded());
         s.next();
         if (s.at < p.vectors) own = load<WHOLE>(p, s.at);
@@ -116,13 +116,13 @@ struct TwoShot {
         parts.load_all([&](int part, u32 i) { return load_part(part, i); }, at);
     }
 
-    __device__ __forceinline__ void skip(Share& s, u32 count = 1) const {
+    __device__ __forceinline__ void skip(ThreadShare& s, u32 count = 1) const {
         s.at += count * stride;
         s.index += count * threads;
     }
 
     // All from `s` on, where they are loaded already.
-    __device__ __forceinline__ void send(const Use& use, Share s, u32 end) {
+    __device__ __forceinline__ void send(const Use& use, ThreadShare s, u32 end) {
         while (s.at < end) {
             parts.send_all([&](int part, u32 i) { return load_part(part, i); }, use, s);
             skip(s);
@@ -132,11 +132,11 @@ struct TwoShot {
 
     // Of `s` and the COUNT - 1 behind it.
     template <int COUNT>
-    __device__ __forceinline__ void reduce(const Use& use, const Share& s) const {
+    __device__ __forceinline__ void reduce(const Use& use, const ThreadShare& s) const {
         const u64 own = static_cast<u64>(RANK) * p.vectors + s.at;
         const auto give = [&](int k, const weft::Numbers& total) {
             const uint4 result = total.rounded();
-            use.send_to_all(results + s.index + k * threads, weft::to_wire(result));
+            use.send_to_all(results + s.index + k * threads, weft::ll_encode(result));
             store<WHOLE>(p, own + k * stride, result);
         };
         if constexpr (COUNT == 1) {
@@ -154,7 +154,7 @@ struct TwoShot {
     }
 
     template <int COUNT>
-    __device__ __forceinline__ void collect(const Use& use, const Share& s) const {
+    __device__ __forceinline__ void collect(const Use& use, const ThreadShare& s) const {
         const auto give = [&](int k, int src, const uint4& v) {
             store<WHOLE>(p, static_cast<u64>(src) * p.vectors + s.at + k * stride, v);
         };
@@ -171,13 +171,13 @@ struct TwoShot {
     }
 
     template <int COUNT>
-    __device__ __forceinline__ void reduce_all(const Use& use, Share s, u32 end) const {
+    __device__ __forceinline__ void reduce_all(const Use& use, ThreadShare s, u32 end) const {
         for (; s.at + (COUNT - 1) * stride < end; skip(s, COUNT)) reduce<COUNT>(use, s);
         if constexpr (COUNT > 1) reduce_all<1>(use, s, end);
     }
 
     template <int COUNT>
-    __device__ __forceinline__ void collect_all(const Use& use, Share s, u32 end) const {
+    __device__ __forceinline__ void collect_all(const Use& use, ThreadShare s, u32 end) const {
         for (; s.at + (COUNT - 1) * stride < end; skip(s, COUNT)) collect<COUNT>(use, s);
         if constexpr (COUNT > 1) collect_all<1>(use, s, end);
     }
@@ -187,7 +187,7 @@ template <bool WHOLE>
 __device__ __forceinline__ void two_shot_of(const Params& p) {
     weft::begin();
     TwoShot<WHOLE> steps(p, blockDim.x);
-    const Share first;
+    const ThreadShare first;
     if (first.at < p.vectors) steps.load_all(first.at);
     const Use use(p.slots);
     steps.send(use, first, p.vectors);
@@ -204,7 +204,7 @@ __device__ __forceinline__ void two_shot_rounds_of(const Params& p) {
     weft::begin();
     const u32 workers = blockDim.x - 32;
     TwoShot<WHOLE> steps(p, workers);
-    const weft::Steward steward{p.slots};
+    const weft::CreditWarp steward{p.slots};
     const u32 round = steps.results / workers * steps.stride;
     const u32 uses = (p.vectors + round - 1) / round;
     Use use(p.slots);
@@ -212,14 +212,14 @@ __device__ __forceinline__ void two_shot_rounds_of(const Params& p) {
     if (threadIdx.x >= workers) {
         if (uses > 1) steward.serve(use.epoch, uses);
     } else {
-        Share now;
+        ThreadShare now;
         u32 epoch = use.epoch, end = min(round, p.vectors);
         if (now.at < end) steps.load_all(now.at);
         steps.send(use, now, end);
         for (;;) {
             steps.template reduce_all<AT_ONCE>(use, now, end);
             const bool more = end < p.vectors;
-            const Share ahead(now.at + round, now.index);
+            const ThreadShare ahead(now.at + round, now.index);
             const u32 its_end = min(end + round, p.vectors);
             if (more) {
                 use.lost |= !steward.may_send();

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
-def all_reduce(x: torch.Tensor, reduce_op: str, group: ProcessGroup) -> torch.Tensor:
+def reference_all_reduce(x: torch.Tensor, reduce_op: str, group: ProcessGroup) -> torch.Tensor:
     """``sum over ranks of x`` (``avg``: divided by their number), or their ``max`` or ``min``; contiguous."""
     # A sum of float16 numbers may be too large for one where their average is not.
     wide = torch.float32 if reduce_op == "avg" and x.dtype == torch.float16 else x.dtype

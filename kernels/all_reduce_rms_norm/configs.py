@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..device.push import BLOCKS, VECTOR, WARP, Layout, up
+from ..device.comm.ll_exchange import BLOCKS, VECTOR, WARP, ExchangeLayout, up
 
 FORMS = ("one_shot", "two_shot")
 CLUSTERS = (1, 2, 4, 8)  #: blocks of a team
@@ -26,7 +26,7 @@ _TWO_SHOT_FROM = {
 
 
 @dataclass(frozen=True)
-class Config:
+class AllReduceRmsNormConfig:
     """``form``: the kernel. ``cluster``: blocks that work on a row together, or on a group of world_size rows.
     ``blocks``: of a launch, at most, or one cluster."""
 
@@ -75,7 +75,9 @@ def _units(rows: int, world_size: int, form: str) -> int:
 
 
 @lru_cache(maxsize=4096)
-def choose(rows: int, vectors: int, world_size: int, num_sms: int = BLOCKS) -> Config:
+def choose_all_reduce_rms_norm(
+    rows: int, vectors: int, world_size: int, num_sms: int = BLOCKS
+) -> AllReduceRmsNormConfig:
     """The configuration for ``rows`` of ``vectors`` vectors each; the same on every rank.
 
     As many multiprocessors as a cluster can bring together and each has enough to send; clusters of one where there are
@@ -92,10 +94,10 @@ def choose(rows: int, vectors: int, world_size: int, num_sms: int = BLOCKS) -> C
     spread = [c for c in held if c * _units(rows, world_size, form) <= most]
     if form == "one_shot":
         spread = [c for c in spread if c == 1 or c * _LEAST_SENT <= sent]
-    return Config(form, spread[-1] if spread else held[0], most)
+    return AllReduceRmsNormConfig(form, spread[-1] if spread else held[0], most)
 
 
-def shape(rows: int, vectors: int, world_size: int, config: Config) -> Shape:
+def shape(rows: int, vectors: int, world_size: int, config: AllReduceRmsNormConfig) -> Shape:
     """The launches for ``rows`` of ``vectors`` vectors."""
     pieces = -(-vectors // WARP)
     mine = -(-pieces // config.cluster)  # of a block
@@ -109,7 +111,9 @@ def shape(rows: int, vectors: int, world_size: int, config: Config) -> Shape:
     return Shape(teams * config.cluster, threads, per_thread, up(slots, 2 * WARP), most)
 
 
-def layout_for(rows: int, vectors: int, world_size: int, config: Config) -> Layout:
+def all_reduce_rms_norm_layout(
+    rows: int, vectors: int, world_size: int, config: AllReduceRmsNormConfig
+) -> ExchangeLayout:
     """The workspace for that."""
     wanted = shape(rows, vectors, world_size, config)
-    return Layout(world_size, wanted.slots, wanted.blocks)
+    return ExchangeLayout(world_size, wanted.slots, wanted.blocks)

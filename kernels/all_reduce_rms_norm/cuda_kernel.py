@@ -10,10 +10,17 @@ from pathlib import Path
 
 import torch
 
-from ..device import push
-from ..device.program import Program
-from ..device.push import VECTOR, Place, Slots, slots_of
-from .configs import MAX_WORLD_SIZE, Config, choose, layout_for, most_vectors, shape
+from ..device.comm import ll_exchange
+from ..device.comm.ll_exchange import VECTOR, ExchangeSlots, ExchangeWorkspace, slots_of
+from ..device.jit.program import Program
+from .configs import (
+    MAX_WORLD_SIZE,
+    AllReduceRmsNormConfig,
+    all_reduce_rms_norm_layout,
+    choose_all_reduce_rms_norm,
+    most_vectors,
+    shape,
+)
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 SOURCE = Path(__file__).with_name("kernel.cu")
@@ -23,7 +30,7 @@ class _Params(ctypes.Structure):
     """The twin of ``Params`` in kernel.cu."""
 
     _fields_ = (
-        ("slots", Slots),
+        ("slots", ExchangeSlots),
         *((name, ctypes.c_uint64) for name in ("x", "residual", "weight", "normed", "sums")),
         *((name, ctypes.c_uint32) for name in ("rows", "vectors")),
         *((name, ctypes.c_float) for name in ("eps", "elements")),
@@ -35,7 +42,7 @@ _X = _Params.x.offset
 _put_addresses = struct.Struct("5Q").pack_into
 
 
-def supports(hidden: int, dtype: torch.dtype, world_size: int) -> str | None:
+def why_no_norm_kernel(hidden: int, dtype: torch.dtype, world_size: int) -> str | None:
     """Why the kernel cannot take rows of ``hidden`` elements on so many ranks; None if it can."""
     if world_size > MAX_WORLD_SIZE:
         return f"the group has {world_size} ranks, the kernel takes up to {MAX_WORLD_SIZE}"
@@ -46,7 +53,7 @@ def supports(hidden: int, dtype: torch.dtype, world_size: int) -> str | None:
     return None
 
 
-def program(
+def all_reduce_rms_norm_program(
     world_size: int,
     rank: int,
     dtype: torch.dtype,
@@ -55,7 +62,7 @@ def program(
     *,
     dependent: bool = False,
 ) -> Program:
-    """kernel.cu for one rank, dtype and way to deal a row. ``dependent``: to be launched so (push.py)."""
+    """kernel.cu for one rank, dtype and way to deal a row. ``dependent``: to be launched so (ll_exchange.py)."""
     return Program(
         SOURCE,
         defines={
@@ -69,10 +76,10 @@ def program(
     )
 
 
-_program = cache(program)
+_program = cache(all_reduce_rms_norm_program)
 
 
-class AllReduceRmsNorm:
+class AllReduceRmsNormLauncher:
     """This op on one workspace, number of rows, row and dtype: prepared once, launched often.
 
     Args:
@@ -89,20 +96,20 @@ class AllReduceRmsNorm:
 
     def __init__(
         self,
-        place: Place,
+        place: ExchangeWorkspace,
         rows: int,
         hidden: int,
         dtype: torch.dtype,
         eps: float,
-        config: Config | None = None,
+        config: AllReduceRmsNormConfig | None = None,
     ) -> None:
         size = place.layout.world_size
-        if (problem := supports(hidden, dtype, size)) is not None:
+        if (problem := why_no_norm_kernel(hidden, dtype, size)) is not None:
             raise ValueError(f"all_reduce_rms_norm: {problem}")
         vectors = hidden * dtype.itemsize // VECTOR
-        config = config or choose(rows, vectors, size)
+        config = config or choose_all_reduce_rms_norm(rows, vectors, size)
         wanted = shape(rows, vectors, size, config)
-        if not place.layout.holds(needed := layout_for(rows, vectors, size, config)):
+        if not place.layout.holds(needed := all_reduce_rms_norm_layout(rows, vectors, size, config)):
             raise ValueError(f"workspace: is {place.layout}, must hold {needed}")
         self._timeout_ns = 0
         self.grids: tuple[int, ...] = ()
@@ -110,7 +117,7 @@ class AllReduceRmsNorm:
         for start in range(0, rows, wanted.rows):
             count = min(wanted.rows, rows - start)
             now = shape(count, vectors, size, config)
-            early = push.dependent()
+            early = ll_exchange.dependent()
             kernels = _program(size, place.rank, dtype, config.cluster, now.per_thread, dependent=early)
             function = kernels.function(config.form)
             params = _Params(slots_of(place, 0), rows=count, vectors=vectors, eps=eps, elements=hidden)

@@ -1,8 +1,8 @@
 """CPU ranks: two_shot of kernel.cu with flags. Rows are dealt to the ranks; each adds its rows up and sends the totals.
 
-Who writes: rank r, the rows of owner q into slot r of q's half, then flag 0 of rank r there; then the totals of its own
-rows into slot r of every peer's results, then flag 1. Who waits: each rank, for every peer's flags. Owner q has the
-rows q, q + W, q + 2 W, ...; more rows than a half takes go piece after piece. Each rank adds its own residual.
+Who writes: rank r, the rows of owner q into slot r of q's buffer, then flag 0 of rank r there; then the totals of its
+own rows into slot r of every peer's results, then flag 1. Who waits: each rank, for every peer's flags. Owner q has the
+rows q, q + W, q + 2 W, ...; more rows than a buffer takes go piece after piece. Each rank adds its own residual.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from ...symm_mem.workspace import HostUse, Layout, Workspace
 from .reference import rms_norm
 
 OP = "fused_all_reduce_rms_norm"
-PIECE = 4 << 20  #: bytes of x that travel in one use of a half
+PIECE = 4 << 20  #: bytes of x that travel in one use of a buffer
 
 
 def _rows(rows: int, row_bytes: int, world_size: int) -> tuple[int, int]:
-    """Rows of x in one use of a half, and of one owner at most."""
+    """Rows of x in one use of a buffer, and of one owner at most."""
     most = max(1, min(rows, PIECE // max(row_bytes, 1)))
     return most, -(-most // world_size)
 
 
-def layout(rows: int, row_bytes: int, world_size: int) -> Layout:
+def host_norm_layout(rows: int, row_bytes: int, world_size: int) -> Layout:
     """The workspace for so many rows."""
     return Layout(world_size, 2, 2 * world_size * _rows(rows, row_bytes, world_size)[1] * row_bytes)
 
 
-def all_reduce_rms_norm(
+def host_all_reduce_rms_norm(
     workspace: Workspace, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(normed, sums) of x and residual, both [rows, hidden] and contiguous."""
@@ -50,7 +50,7 @@ def _piece(workspace: Workspace, x: torch.Tensor, total: torch.Tensor) -> None:
 
         def slots(owner: int) -> torch.Tensor:
             """What came in, and the results: [2, W, rows, hidden]."""
-            return workspace.half(owner, use.half, (2, size, most, hidden), x.dtype)
+            return workspace.buffer(owner, use.buffer, (2, size, most, hidden), x.dtype)
 
         for peer in peers:
             use.wait_free(peer)

@@ -1,6 +1,6 @@
 // sums = residual + the sum over ranks of x, normed = sums / rms(sums) * weight, row by row, in one kernel.
 //
-// push.cuh has the protocol and its proof. The sum over ranks is taken in float32, in rank order, and rounded, as an
+// ll_exchange.cuh has the protocol and its proof. The sum over ranks is taken in float32, in rank order, and rounded, as an
 // all-reduce gives it; every rank adds its own residual, which need not be the others', and norms the rounded sum.
 // The same bits from both forms:
 //   one_shot  every rank sends its rows to all, and does everything for every row.
@@ -11,8 +11,8 @@
 // A row is worked on by a team of CLUSTER blocks; piece j of 32 vectors by one of its warps, and its sum of squares
 // is term j of the row's. Teams take rows, or groups, in turn.
 
-#include "push.cuh"
-#include "team.cuh"
+#include "comm/ll_exchange.cuh"
+#include "math/cluster_reduce.cuh"
 
 #ifndef CLUSTER
 #error "CLUSTER, VECTORS: blocks of a team; vectors of a row that a thread holds"
@@ -28,11 +28,11 @@ using Sum = weft::reduce::sum;
 
 constexpr int WARPS = 16;  // of a block, at most
 constexpr int TERMS = CLUSTER * WARPS * VECTORS;  // of a row, at most
-using OneRow = weft::Team<CLUSTER, TERMS>;
-using Group = weft::Team<CLUSTER, TERMS, WORLD_SIZE>;
+using OneRow = weft::ClusterReduce<CLUSTER, TERMS>;
+using Group = weft::ClusterReduce<CLUSTER, TERMS, WORLD_SIZE>;
 
 struct Params {
-    weft::Slots slots;
+    weft::ExchangeSlots slots;
     const uint4* x;
     const uint4* residual;
     const uint4* weight;
@@ -45,10 +45,10 @@ struct Params {
 };
 
 // Where this thread's vectors lie: `piece(v)` among the row's pieces, `at(v)` in the row, `index(v)` in a slot row.
-struct Share {
+struct RowShare {
     u32 first, step, vectors;
 
-    __device__ __forceinline__ Share(const Params& p, u32 block) {
+    __device__ __forceinline__ RowShare(const Params& p, u32 block) {
         first = threadIdx.x / 32 * CLUSTER + block;
         step = blockDim.x / 32 * CLUSTER;
         vectors = p.vectors;
@@ -107,7 +107,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
     one_shot(const __grid_constant__ Params p) {
     OneRow team(blockDim.x / 32 * CLUSTER * VECTORS);
     weft::begin();
-    const Share s(p, team.rank());
+    const RowShare s(p, team.rank());
     const u32 first = blockIdx.x / CLUSTER, teams = gridDim.x / CLUSTER;
     const u32 slots = VECTORS * blockDim.x;  // of a row
 
@@ -124,7 +124,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
         for (int v = 0; v < VECTORS; ++v) {
             if (!s.has(v)) continue;
             if (row != first) x[v] = weft::load_vector(vector(p.x, p, row, s.at(v)));
-            use.send_to_all(base + s.index(v), weft::to_wire(x[v]));
+            use.send_to_all(base + s.index(v), weft::ll_encode(x[v]));
         }
     }
 
@@ -167,7 +167,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
     two_shot(const __grid_constant__ Params p) {
     Group team(blockDim.x / 32 * CLUSTER * VECTORS);
     weft::begin();
-    const Share s(p, team.rank());
+    const RowShare s(p, team.rank());
     const u32 first = blockIdx.x / CLUSTER, teams = gridDim.x / CLUSTER;
     const u32 groups = (p.rows + WORLD_SIZE - 1) / WORLD_SIZE;
     const u32 slots = VECTORS * blockDim.x;
@@ -192,7 +192,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
         for (int v = 0; v < VECTORS; ++v) {
 #pragma unroll
             for (int i = 1; i < WORLD_SIZE; ++i) {
-                if (s.has(v)) use.send(weft::peer_of(i), base + s.index(v), weft::to_wire(x[v][i]));
+                if (s.has(v)) use.send(weft::peer_of(i), base + s.index(v), weft::ll_encode(x[v][i]));
             }
         }
         group += teams;
@@ -208,7 +208,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
             const uint4 own = row_or_zeros(p.x, p, row, s.at(v));
             const uint4 residual = row_or_zeros(p.residual, p, row, s.at(v));
             const uint4 total = weft::take_reduced<Sum>(use, base + s.index(v), own).rounded();
-            use.send_to_all(results + base + s.index(v), weft::to_wire(total));
+            use.send_to_all(results + base + s.index(v), weft::ll_encode(total));
             if (row < p.rows) weft::store_vector(vector(p.sums, p, row, s.at(v)), plus(total, residual));
         }
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..device.push import BLOCKS, WARP, Layout, up
+from ..device.comm.ll_exchange import BLOCKS, WARP, ExchangeLayout, up
 
 MOST_ROWS = 16
 GROUP = 32  #: columns
@@ -15,19 +15,19 @@ _MOST_BYTES = {1: 96 << 20, 2: 32 << 20}
 
 
 @dataclass(frozen=True)
-class Config:
+class MatmulAllReduceConfig:
     """``blocks`` of ``warps``, each with a strip of ``groups`` of GROUP columns. The same on all ranks."""
 
     groups: int
     blocks: int
     warps: int = _WARPS
 
-    def layout(self, m: int, world_size: int) -> Layout:
+    def layout(self, m: int, world_size: int) -> ExchangeLayout:
         """A workspace that takes products of M rows in one launch."""
-        return Layout(world_size, up(self.groups * m * GROUP // 8, 2 * WARP), self.blocks)
+        return ExchangeLayout(world_size, up(self.groups * m * GROUP // 8, 2 * WARP), self.blocks)
 
 
-def choose(m: int, n: int, num_sms: int) -> Config | None:
+def choose_matmul_all_reduce(m: int, n: int, num_sms: int) -> MatmulAllReduceConfig | None:
     """The configuration for A [M, K] and B [K, N]; None if there are too many rows or columns. All ranks choose alike.
 
     ``num_sms``: blocks at most. They keep their multiprocessors while they wait for a peer.
@@ -36,9 +36,9 @@ def choose(m: int, n: int, num_sms: int) -> Config | None:
     groups = -(-all_groups // min(BLOCKS, num_sms))
     if not 1 <= m <= MOST_ROWS or groups not in _MOST_BYTES:
         return None
-    return Config(groups, -(-all_groups // groups))
+    return MatmulAllReduceConfig(groups, -(-all_groups // groups))
 
 
-def pays(config: Config, n: int, k: int) -> bool:
+def few_rows_kernel_is_profitable(config: MatmulAllReduceConfig, n: int, k: int) -> bool:
     """Whether it is thought to beat a product with an all-reduce behind it, for B [K, N] of 16 bits."""
     return 2 * n * k <= _MOST_BYTES[config.groups]

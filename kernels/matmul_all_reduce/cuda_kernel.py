@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from ..device import push
-from ..device.gemm import DTYPES
-from ..device.launch import is_transposed, why_not
-from ..device.program import Program
-from ..device.push import WARP, Place, Slots, slots_of
-from .configs import MOST_ROWS, Config
+from ..device.comm import ll_exchange
+from ..device.comm.ll_exchange import WARP, ExchangeSlots, ExchangeWorkspace, slots_of
+from ..device.gemm.gemm import DTYPES
+from ..device.jit.launch import is_transposed, why_not
+from ..device.jit.program import Program
+from .configs import MOST_ROWS, MatmulAllReduceConfig
 
 SOURCE = Path(__file__).with_name("kernel.cu")
 REDUCE_OPS = ("sum", "avg")
@@ -25,7 +25,7 @@ class _Params(ctypes.Structure):
     """The twin of ``Params`` in kernel.cu."""
 
     _fields_ = (
-        ("slots", Slots),
+        ("slots", ExchangeSlots),
         ("a", ctypes.c_uint64),
         ("b", ctypes.c_uint64),
         ("out", ctypes.c_uint64),
@@ -43,8 +43,8 @@ _A = _Params.a.offset
 _put_addresses = struct.Struct("3Q").pack_into
 
 
-def defines(
-    dtype: torch.dtype, world_size: int, reduce_op: str, config: Config, *, b_rows: bool
+def matmul_all_reduce_defines(
+    dtype: torch.dtype, world_size: int, reduce_op: str, config: MatmulAllReduceConfig, *, b_rows: bool
 ) -> dict[str, str | int]:
     """What kernel.cu must know, besides the rank. ``b_rows``: N is contiguous in B, not K."""
     name, product = DTYPES[dtype]
@@ -64,19 +64,19 @@ def _program(items: tuple[tuple[str, str | int], ...]) -> Program:
     return Program(SOURCE, defines=dict(items))
 
 
-def program(items: dict[str, str | int], rank: int, *, dependent: bool = False) -> Program:
-    """kernel.cu for one rank of ``defines``; one for each. ``dependent``: to be launched so (push.py)."""
+def matmul_all_reduce_program(items: dict[str, str | int], rank: int, *, dependent: bool = False) -> Program:
+    """kernel.cu for one rank of ``defines``; one for each. ``dependent``: to be launched so (ll_exchange.py)."""
     return _program((*items.items(), ("RANK", rank), ("DEPENDENT", int(dependent))))
 
 
-def supports(a: torch.Tensor, b: torch.Tensor) -> str | None:
+def why_no_few_rows_kernel(a: torch.Tensor, b: torch.Tensor) -> str | None:
     """Why the kernel cannot take A [M, K] and B [K, N]; None if it can."""
     if a.dtype not in DTYPES:
         return f"no kernel takes {a.dtype}"
     return why_not(a, b)
 
 
-class MatmulAllReduce:
+class MatmulAllReduceLauncher:
     """This op on one problem and one workspace: prepared once, launched often.
 
     Args:
@@ -94,7 +94,12 @@ class MatmulAllReduce:
     """
 
     def __init__(
-        self, place: Place, a: torch.Tensor, b: torch.Tensor, reduce_op: str, config: Config
+        self,
+        place: ExchangeWorkspace,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        reduce_op: str,
+        config: MatmulAllReduceConfig,
     ) -> None:
         (m, k), n, layout = a.shape, b.shape[1], place.layout
         if reduce_op not in REDUCE_OPS:
@@ -109,13 +114,13 @@ class MatmulAllReduce:
         p.a_stride, p.b_stride = k if m == 1 else a.stride(0), b.stride(0) if b_rows else b.stride(1)
         p.m, p.n, p.k = m, n, k
         self._timeout_ns, self.grids = 0, (config.blocks,)
-        items = defines(a.dtype, layout.world_size, reduce_op, config, b_rows=b_rows)
-        early = push.dependent()
-        function = program(items, place.rank, dependent=early).function("matmul_all_reduce")
+        items = matmul_all_reduce_defines(a.dtype, layout.world_size, reduce_op, config, b_rows=b_rows)
+        early = ll_exchange.dependent()
+        function = matmul_all_reduce_program(items, place.rank, dependent=early).function("matmul_all_reduce")
         self._launch = function.bound(config.blocks, config.warps * WARP, p, dependent=early)
 
     def launch(
-        self, half: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
+        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
         """The sum over ranks, the same bits on every rank. Safe to capture in a CUDA graph.
 
@@ -123,7 +128,7 @@ class MatmulAllReduce:
         must be that of the tensors.
 
         Args:
-            half: of no account; there are none.
+            buffer: of no account; there are none.
             operands: addresses of A and B; results: of out [M, N], contiguous. All multiples of 16.
             timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
             stream: a CUstream as an integer.

@@ -1,7 +1,7 @@
 """CPU ranks: partial products leave for the owner of their rows while the next ones are computed; sums come back.
 
 Every rank owns a part of the rows. Who writes: rank r computes its partial product for rank q = r+1, r+2, ..., and
-its copy thread puts it into slot r of q's half, then sets flag 0 of rank r there; then the sum of its own part into
+its copy thread puts it into slot r of q's buffer, then sets flag 0 of rank r there; then the sum of its own part into
 slot r of every peer's results, then flag 1. Who waits: each rank, for all flags 0 after its own partial product, for
 all flags 1 at the end. Sums are taken in float32, in rank order: the same bits on every rank.
 """
@@ -13,17 +13,19 @@ import queue
 import torch
 
 from ...symm_mem.workspace import HostUse, Layout, Workspace
-from ..device.copy_thread import copying
+from ..device.comm.copy_thread import copying
 
 OP = "fused_matmul_all_reduce"
 
 
-def layout(m: int, n: int, itemsize: int, world_size: int) -> Layout:
+def host_matmul_all_reduce_layout(m: int, n: int, itemsize: int, world_size: int) -> Layout:
     """The workspace for a product [m, n]."""
     return Layout(world_size, 2, 2 * world_size * -(-m // world_size) * n * itemsize)
 
 
-def matmul_all_reduce(workspace: Workspace, a: torch.Tensor, b: torch.Tensor, reduce_op: str) -> torch.Tensor:
+def host_matmul_all_reduce(
+    workspace: Workspace, a: torch.Tensor, b: torch.Tensor, reduce_op: str
+) -> torch.Tensor:
     """``sum over ranks of a @ b`` for a [m, K] and b [K, n]."""
     (m, _), n, dtype = a.shape, b.shape[1], a.dtype
     size, rank = workspace.world_size, workspace.rank
@@ -32,14 +34,14 @@ def matmul_all_reduce(workspace: Workspace, a: torch.Tensor, b: torch.Tensor, re
     peers = [(rank + step) % size for step in range(1, size)]
     out = torch.empty(m, n, dtype=dtype)
     with workspace.lock, HostUse(workspace, OP) as use:
-        halves = [workspace.half(peer, use.half, (2, size, part, n), dtype) for peer in range(size)]
+        buffers = [workspace.buffer(peer, use.buffer, (2, size, part, n), dtype) for peer in range(size)]
         finished: queue.SimpleQueue[tuple[int, torch.Tensor] | None] = queue.SimpleQueue()
 
         def push() -> None:
             while (item := finished.get()) is not None:
                 peer, partial = item
                 use.wait_free(peer)
-                halves[peer][0, rank, : partial.shape[0]] = partial
+                buffers[peer][0, rank, : partial.shape[0]] = partial
                 use.post(peer, 0)
 
         with copying(workspace, push, lambda: finished.put(None)):
@@ -51,15 +53,15 @@ def matmul_all_reduce(workspace: Workspace, a: torch.Tensor, b: torch.Tensor, re
         for src in range(size):
             if src != rank:
                 use.wait(src, 0)
-            total += own if src == rank else halves[rank][0, src, : own.shape[0]]
+            total += own if src == rank else buffers[rank][0, src, : own.shape[0]]
         if reduce_op == "avg":
             total /= size
         out[rows[rank]] = total.to(dtype)
         for peer in peers:
-            halves[peer][1, rank, : own.shape[0]] = out[rows[rank]]
+            buffers[peer][1, rank, : own.shape[0]] = out[rows[rank]]
             use.post(peer, 1)
         for peer in peers:
             use.wait(peer, 1)
             theirs = out[rows[peer]]
-            theirs.copy_(halves[rank][1, peer, : theirs.shape[0]])
+            theirs.copy_(buffers[rank][1, peer, : theirs.shape[0]])
     return out

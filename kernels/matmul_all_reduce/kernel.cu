@@ -1,19 +1,19 @@
 // all_reduce(A @ B) of few rows in one kernel: out [M, N] = the sum over ranks of A_src [M, K] @ B_src [K, N], 16 bits.
 //
-// With up to 16 rows a product takes as long as reading B does, and an all-reduce as long as a launch and a trip to the peers.
-// Here each block has a strip of columns. Its warps share K: each multiplies every WARPS-th 32 of it. There are many, so that
-// as much is on its way from memory as that gives. The warps' sums, in float32, are added in the order of the warps, rounded,
-// and sent to all ranks, which add them up in the order of the ranks, in float32, and round once more: the same bits on all
-// ranks and in all runs.
+// With up to 16 rows a product takes as long as reading B does, and an all-reduce as long as a launch and a trip to the
+// peers. Here each block has a strip of columns. Its warps share K: each multiplies every WARPS-th 32 of it. There are
+// many, so that as much is on its way from memory as that gives. The warps' sums, in float32, are added in the order of the
+// warps, rounded, and sent to all ranks, which add them up in the order of the ranks, in float32, and round once more: the
+// same bits on all ranks and in all runs.
 //
-// push.cuh has the protocol and its proof.
+// ll_exchange.cuh has the protocol and its proof.
 //
 // The order of k inside of 32 is the lanes' own, the same for A and B: lane 4 g + q takes eight in a row, one vector, of
 // rows g and g + 8 of A and of columns 4 g to 4 g + 3 of B. So it ends with sums of columns 8 q to 8 q + 7: a vector of out.
 
-#include "barriers.cuh"
-#include "mma.cuh"
-#include "push.cuh"
+#include "ptx/barriers.cuh"
+#include "ptx/mma.cuh"
+#include "comm/ll_exchange.cuh"
 
 #if !defined(REDUCE) || !defined(B_ROWS) || !defined(GROUPS) || !defined(WARPS)
 #error "REDUCE: sum or avg; B_ROWS: 1: N is contiguous in B, 0: K; GROUPS: of 32 columns, in a strip; WARPS: of a block"
@@ -35,7 +35,7 @@ static_assert(GROUPS == 1 || GROUPS == 2, "added in one go or two");
 static_assert(WARPS * 32 >= VECTORS, "a thread for each vector");
 
 struct Params {
-    weft::Slots slots;
+    weft::ExchangeSlots slots;
     const u16* a;  // A [M, K], rows `a_stride` elements apart
     const u16* b;  // B [K, N], rows, or with K contiguous columns, `b_stride` elements apart
     uint4* out;  // [M, N]
@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) matmul_all_reduce(co
     const int column = blockIdx.x * COLUMNS + group * 32 + vector % 4 * 8;
     if (group < GROUPS && column < p.n) {
         const uint4 own = total_of(partials, (group * 2 + row / 8) * 32 + row % 8 * 4 + vector % 4);
-        use.send_to_all(vector, weft::to_wire(own));
+        use.send_to_all(vector, weft::ll_encode(own));
         uint4* to = p.out + (static_cast<u64>(row) * p.n + column) / 8;
         weft::store_vector(to, weft::take_reduced<weft::reduce::REDUCE>(use, vector, own).rounded());
     }

@@ -7,7 +7,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
-def matmul_all_reduce(A: torch.Tensor, B: torch.Tensor, reduce_op: str, group: ProcessGroup) -> torch.Tensor:
+def reference_matmul_all_reduce(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, group: ProcessGroup
+) -> torch.Tensor:
     """``sum over ranks of A @ B`` (``avg``: divided by their number), contiguous."""
     # A sum of float16 numbers may be too large for one where their average is not.
     wide = torch.float32 if reduce_op == "avg" and A.dtype == torch.float16 else A.dtype

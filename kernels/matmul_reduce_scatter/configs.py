@@ -9,10 +9,10 @@ from typing import TypeAlias
 import torch
 
 from ...symm_mem.workspace import Layout
-from ..device import gemm_tiles, one_shot
-from ..device.chip import H200, Chip
-from ..device.one_shot import OneShotConfig
-from ..device.tile_table import Tile, count, pick
+from ..device.device_spec import H200, DeviceSpec
+from ..device.gemm import gemm_tiles, one_shot
+from ..device.gemm.one_shot import OneShotConfig
+from ..device.triton.tile_table import TritonTile, count_tiles, pick
 
 # Behind its last tile a block waits for the peers' and adds them up: as long as a main loop of this depth.
 _TAIL_DEPTH = 1800
@@ -36,34 +36,36 @@ class Epilogue:
 
 
 @dataclass(frozen=True)
-class Config:
+class MatmulReduceScatterConfig:
     """``group_m`` rows of tiles are walked together."""
 
-    tile: Tile
+    tile: TritonTile
     group_m: int
 
 
-def choose(
+def choose_matmul_reduce_scatter(
     m: int, n: int, k: int, world_size: int, dtype: torch.dtype, num_sms: int, batches: int = 1
-) -> Config:
+) -> MatmulReduceScatterConfig:
     """The configuration for A [L, W, m, K] and B [K, N]. A pure function: all ranks choose alike."""
     tile = pick(batches * world_size, m, n, dtype, num_sms, tail=_TAIL_DEPTH / k)
-    return Config(tile, 4)
+    return MatmulReduceScatterConfig(tile, 4)
 
 
-def flags_per_rank(m: int, n: int, config: Config, batches: int = 1) -> int:
+def scatter_flags_per_rank(m: int, n: int, config: MatmulReduceScatterConfig, batches: int = 1) -> int:
     """Flags that one rank sets in a peer's workspace in one use: one for each tile."""
-    return count(config.tile, batches, m, n)
+    return count_tiles(config.tile, batches, m, n)
 
 
-def layout(m: int, n: int, dtype: torch.dtype, world_size: int, config: Config, batches: int = 1) -> Layout:
-    """The workspace of results [L, m, N]: a half holds ``[W, L, m, N]``."""
+def tiled_scatter_layout(
+    m: int, n: int, dtype: torch.dtype, world_size: int, config: MatmulReduceScatterConfig, batches: int = 1
+) -> Layout:
+    """The workspace of results [L, m, N]: a buffer holds ``[W, L, m, N]``."""
     size = world_size * batches * m * n * dtype.itemsize
-    return Layout(world_size, flags_per_rank(m, n, config, batches), size)
+    return Layout(world_size, scatter_flags_per_rank(m, n, config, batches), size)
 
 
 @dataclass(frozen=True)
-class PushConfig:
+class ScatterPushConfig:
     """How the kernel that sends by itself (kernel.cu) is run.
 
     ``band`` pairs of rows of tiles are walked together; own rows follow those for the peers in chunks of ``band`` rows
@@ -72,13 +74,13 @@ class PushConfig:
     """
 
     tile: gemm_tiles.Tile
-    band: int
+    raster_group: int
     staged: bool
     split_n: bool = False
 
 
 @dataclass(frozen=True)
-class Problem:
+class MatmulReduceScatterProblem:
     """A [L, W, m, K] and B [K, N] of 16 bits, with ``batches`` L, or with ``split_n`` A [m, K] and B [K, W * N].
 
     ``num_sms``: multiprocessors, of a ``chip``.
@@ -91,7 +93,7 @@ class Problem:
     num_sms: int
     batches: int = 1
     split_n: bool = False
-    chip: Chip = H200
+    spec: DeviceSpec = H200
 
     @property
     def rows(self) -> int:
@@ -104,30 +106,30 @@ class Problem:
         return (self.world_size - 1) * self.batches * self.m * self.n * 2
 
 
-FusedConfig: TypeAlias = PushConfig | OneShotConfig  # of 16 bits
-AnyConfig: TypeAlias = FusedConfig | Config
+FusedConfig: TypeAlias = ScatterPushConfig | OneShotConfig  # of 16 bits
+AnyConfig: TypeAlias = FusedConfig | MatmulReduceScatterConfig
 
 
 def push_config(
     tile: gemm_tiles.Tile, m: int, n: int, k: int, world_size: int, num_sms: int, *, split_n: bool = False
-) -> PushConfig:
+) -> ScatterPushConfig:
     """That of a tile, for ``m`` rows of a rank. A band is a wave of tiles, so what an own tile waits for was computed a
     wave before; of long products, which hide what is sent, it is wide: all of B is read once a band. Parts are staged:
     only of very long products with few rows it was faster to send them from registers."""
-    band = max(round(num_sms / 2 / -(-n // tile.block_n)), 2)
+    raster_group = max(round(num_sms / 2 / -(-n // tile.block_n)), 2)
     if m >= _TALL and world_size > 2:
-        band *= 2
+        raster_group *= 2
     elif m >= _TALL and k >= _LONG:
-        band = 8
-    return PushConfig(tile, min(band, 8), staged=True, split_n=split_n)
+        raster_group = 8
+    return ScatterPushConfig(tile, min(raster_group, 8), staged=True, split_n=split_n)
 
 
-def choose_push(problem: Problem) -> PushConfig:
+def choose_scatter_push(problem: MatmulReduceScatterProblem) -> ScatterPushConfig:
     """The configuration. A pure function: all ranks choose alike."""
-    return push_ranked(problem)[0][1]
+    return rank_scatter_pushes(problem)[0][1]
 
 
-def choose_one_shot(problem: Problem) -> OneShotConfig | None:
+def choose_one_shot_scatter(problem: MatmulReduceScatterProblem) -> OneShotConfig | None:
     """The configuration of a reduce-scatter in one shot; None if that takes no such call."""
     part = problem.m * problem.n * 2
     if problem.batches != 1 or problem.world_size * part > one_shot.MOST_BYTES:
@@ -135,46 +137,46 @@ def choose_one_shot(problem: Problem) -> OneShotConfig | None:
     return one_shot.config(part, problem.num_sms)
 
 
-def estimate_one_shot_us(problem: Problem) -> float:
+def estimate_one_shot_scatter_us(problem: MatmulReduceScatterProblem) -> float:
     """Microseconds: nothing is hidden behind anything."""
     exchanged = one_shot.exchange_us(problem.moved, problem.world_size)
-    return exchanged + gemm_tiles.product_us(problem.rows, problem.n, problem.k, problem.chip)
+    return exchanged + gemm_tiles.product_us(problem.rows, problem.n, problem.k, problem.spec)
 
 
-def fused_ranked(problem: Problem) -> list[tuple[float, FusedConfig]]:
+def rank_scatter_kernels(problem: MatmulReduceScatterProblem) -> list[tuple[float, FusedConfig]]:
     """All candidates of both kernels with the microseconds that they are thought to take, the fastest first.
 
     A pure function: all ranks choose alike.
     """
-    ranked: list[tuple[float, FusedConfig]] = [*push_ranked(problem)]
-    scatter = choose_one_shot(problem)
+    ranked: list[tuple[float, FusedConfig]] = [*rank_scatter_pushes(problem)]
+    scatter = choose_one_shot_scatter(problem)
     if scatter is not None:
-        ranked.append((estimate_one_shot_us(problem), scatter))
+        ranked.append((estimate_one_shot_scatter_us(problem), scatter))
     return sorted(ranked, key=itemgetter(0))
 
 
-def fused_layout(
+def scatter_layout(
     m: int, n: int, config: FusedConfig, world_size: int, num_sms: int, batches: int = 1
 ) -> Layout | None:
     """The workspace; None of a OneShotConfig, which has one of its own."""
     if isinstance(config, OneShotConfig):
         return None
-    return push_layout(m, n, config, world_size, num_sms, batches)
+    return scatter_push_layout(m, n, config, world_size, num_sms, batches)
 
 
-def fusing_pays(problem: Problem) -> bool:
+def scatter_is_profitable(problem: MatmulReduceScatterProblem) -> bool:
     """Whether the better of both kernels is thought to beat a product and a reduce-scatter behind it."""
-    fused, _ = fused_ranked(problem)[0]
-    return fused < gemm_tiles.unfused_us(problem.rows, problem.n, problem.k, problem.moved, problem.chip)
+    fused, _ = rank_scatter_kernels(problem)[0]
+    return fused < gemm_tiles.unfused_us(problem.rows, problem.n, problem.k, problem.moved, problem.spec)
 
 
-def push_ranked(problem: Problem) -> list[tuple[float, PushConfig]]:
+def rank_scatter_pushes(problem: MatmulReduceScatterProblem) -> list[tuple[float, ScatterPushConfig]]:
     """All candidates with the microseconds that ``estimate_push_us`` gives them, the fastest first."""
     n, k, size = problem.n, problem.k, problem.world_size
-    tiles = gemm_tiles.suited(problem.rows, n, k, size, chip=problem.chip)
+    tiles = gemm_tiles.suited(problem.rows, n, k, size, spec=problem.spec)
     parts = problem.batches * problem.m, n, k, size, problem.num_sms
     candidates = [push_config(tile, *parts, split_n=problem.split_n) for tile in tiles]
-    return sorted(((estimate_push_us(c, problem), c) for c in candidates), key=itemgetter(0))
+    return sorted(((estimate_scatter_push_us(c, problem), c) for c in candidates), key=itemgetter(0))
 
 
 # How much longer products of 64 x 256 take beside what is sent than gemm_tiles.py says, whose figure is older: measured
@@ -182,7 +184,7 @@ def push_ranked(problem: Problem) -> list[tuple[float, PushConfig]]:
 _OF_64_ROWS = 1.02
 
 
-def estimate_push_us(config: PushConfig, problem: Problem) -> float:
+def estimate_scatter_push_us(config: ScatterPushConfig, problem: MatmulReduceScatterProblem) -> float:
     """Microseconds; the constants are fitted to measurements on 2 and on 4 H200.
 
     Sending begins behind the first tile's main loop, and it and the products hinder each other. A launch between more
@@ -200,7 +202,7 @@ def estimate_push_us(config: PushConfig, problem: Problem) -> float:
     sending = problem.moved / gemm_tiles.LINK
     launch, hinders = (8.4, 0.3) if world_size == 2 else (15.0, 0.15)
     took = max(product, first + sending) + hinders * min(product, sending)
-    return launch + max(took, gemm_tiles.streamed_us(2 * k * n, 1, problem.chip))
+    return launch + max(took, gemm_tiles.streamed_us(2 * k * n, 1, problem.spec))
 
 
 def product_beside_us(
@@ -211,29 +213,29 @@ def product_beside_us(
     return gemm_tiles.estimate_us(tile, rows, [n], k, num_sms) * tile.felt(feels)
 
 
-def push_layout(
+def scatter_push_layout(
     m: int,
     n: int,
-    config: PushConfig,
+    config: ScatterPushConfig,
     world_size: int,
     num_sms: int,
     batches: int = 1,
     *,
     to_all: bool = False,
 ) -> Layout:
-    """The workspace: a half has a slot for each peer, whole tiles; ``to_all``: and as many for their sums. What is
+    """The workspace: a buffer has a slot for each peer, whole tiles; ``to_all``: and as many for their sums. What is
     staged are a tile's two parts for each block."""
     slots = (world_size - 1) * (1 + to_all)
-    inbox = slots * _tiles(m, n, config, batches) * 2 * config.tile.part_bytes
+    receive_buffer = slots * _tiles(m, n, config, batches) * 2 * config.tile.part_bytes
     staging = num_sms * 2 * config.tile.part_bytes if config.staged else 0
-    return Layout(world_size, 0, inbox, announced=True, staging_bytes=staging)
+    return Layout(world_size, 0, receive_buffer, ll_protocol=True, staging_bytes=staging)
 
 
-def _rows(m: int, config: PushConfig, batches: int) -> int:
+def _rows(m: int, config: ScatterPushConfig, batches: int) -> int:
     """Rows of tiles for one rank; with ``split_n`` in whole pairs."""
     rows = batches * -(-m // config.tile.block_m)
     return rows + rows % 2 if config.split_n else rows
 
 
-def _tiles(m: int, n: int, config: PushConfig, batches: int) -> int:
+def _tiles(m: int, n: int, config: ScatterPushConfig, batches: int) -> int:
     return _rows(m, config, batches) * -(-n // config.tile.block_n)

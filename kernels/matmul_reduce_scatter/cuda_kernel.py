@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from ...symm_mem.workspace import Layout, Workspace
-from ..device import gemm
-from ..device.gemm import boxes_of_b, boxes_of_rows, is_whole
-from ..device.half import Half, watch
-from ..device.program import Watch
-from ..device.tensor_map import Maps, TensorMap, put_map
-from .configs import Epilogue, PushConfig, push_layout
+from ..device.comm.double_buffer import BufferWords, wait_params
+from ..device.gemm import gemm
+from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
+from ..device.gemm.tensor_map import Maps, TensorMap, put_map
+from ..device.jit.program import WaitParams
+from .configs import Epilogue, ScatterPushConfig, scatter_push_layout
 
 SOURCE = Path(__file__).parent / "kernel.cu"
 
@@ -26,16 +26,16 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("a", TensorMap),
         ("b", TensorMap),
-        ("watch", Watch),
-        ("half", Half),
-        ("inbox", ctypes.c_uint64),
+        ("watch", WaitParams),
+        ("buffer", BufferWords),
+        ("receive_buffer", ctypes.c_uint64),
         ("staging", ctypes.c_uint64),
         ("out", ctypes.c_uint64),
         ("batches", ctypes.c_int32),
         ("m", ctypes.c_int32),
         ("n", ctypes.c_int32),
         ("k", ctypes.c_int32),
-        ("band", ctypes.c_int32),
+        ("raster_group", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("bias", ctypes.c_uint64),
         ("residual", ctypes.c_uint64),
@@ -50,12 +50,12 @@ _A, _B, _OUT, _BIAS, _RESIDUAL = (
 _put_address = struct.Struct("Q").pack_into  # a store to a ctypes field costs twice as much
 
 
-def defines(
-    b: torch.Tensor, config: PushConfig, world_size: int, rank: int, epilogue: Epilogue
+def scatter_defines(
+    b: torch.Tensor, config: ScatterPushConfig, world_size: int, rank: int, epilogue: Epilogue
 ) -> gemm.Defines:
     """What kernel.cu is compiled with for B [K, N] and its like, or with ``split_n`` for a rank's columns of it."""
     return (
-        *gemm.defines(config.tile, [b]).items(),
+        *gemm.gemm_defines(config.tile, [b]).items(),
         ("SPLIT_N", int(config.split_n)),
         ("WORLD_SIZE", world_size),
         ("RANK", rank),
@@ -88,7 +88,7 @@ class MatmulReduceScatterPush:
         workspace: Workspace[Layout],
         a: torch.Tensor,
         b: torch.Tensor,
-        config: PushConfig,
+        config: ScatterPushConfig,
         epilogue: Epilogue,
         *,
         num_sms: int,
@@ -98,43 +98,46 @@ class MatmulReduceScatterPush:
         of_one = b[:, : b.shape[1] // size] if config.split_n else b
         n, whole = of_one.shape[1], is_whole([of_one], tile)
         m = -(-rows // size) if to_all else rows
-        wanted, layout = push_layout(m, n, config, size, num_sms, batches, to_all=to_all), workspace.layout
+        wanted, layout = (
+            scatter_push_layout(m, n, config, size, num_sms, batches, to_all=to_all),
+            workspace.layout,
+        )
         if not layout.holds(wanted):
             raise ValueError(f"workspace: {layout} is too small for results of {batches} x {m} x {n} {dtype}")
         self.workspace = workspace
         self._a = Maps(boxes_of_rows(dtype, tuple(a.shape), a.stride(), tile))
         self._b = Maps(boxes_of_b(b, tile, whole))
         self._params, self._timeouts_ns = [], [0, 0]
-        for half in (0, 1):
+        for buffer in (0, 1):
             p = _Params()
-            p.watch, p.half = watch(workspace), Half.of(workspace, half)
-            p.inbox = workspace.address + layout.half(half)
+            p.watch, p.buffer = wait_params(workspace), BufferWords.of(workspace, buffer)
+            p.receive_buffer = workspace.address + layout.buffer(buffer)
             p.staging = workspace.address + layout.staging
-            p.batches, p.m, p.n, p.k, p.band = batches, m, n, k, config.band
+            p.batches, p.m, p.n, p.k, p.raster_group = batches, m, n, k, config.raster_group
             p.scale = 1 / size if epilogue.average else 1
             p.total = rows
             self._params.append(p)
         self._terms = _BIAS if epilogue.bias else _RESIDUAL
         terms = epilogue.bias + epilogue.residual
         self._put_terms = struct.Struct(f"{terms}Q").pack_into if terms else None
-        program = gemm.program(SOURCE, defines(of_one, config, size, workspace.rank, epilogue))
+        program = gemm.gemm_program(SOURCE, scatter_defines(of_one, config, size, workspace.rank, epilogue))
         self._launches = gemm.launches(program, "matmul_reduce_scatter", self._params, num_sms, tile.shared)
 
     def launch(
-        self, half: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
+        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
-        """A whole use of the half, from the addresses of A, B and what the epilogue adds, to that of out [L, m, N]
+        """A whole use of the buffer, from the addresses of A, B and what the epilogue adds, to that of out [L, m, N]
         ([M, N] with ``epilogue.to_all``), contiguous.
 
         ``stream``: a CUstream as an integer.
         """
         with self.workspace.lock:
-            p = self._params[half]
+            p = self._params[buffer]
             put_map(p, _A, self._a[operands[0]])
             put_map(p, _B, self._b[operands[1]])
             if self._put_terms is not None:
                 self._put_terms(p, self._terms, *operands[2:])
             _put_address(p, _OUT, results[0])
-            if timeout_ns != self._timeouts_ns[half]:
-                p.watch.timeout_ns = self._timeouts_ns[half] = timeout_ns
-            self._launches[half](stream)
+            if timeout_ns != self._timeouts_ns[buffer]:
+                p.watch.timeout_ns = self._timeouts_ns[buffer] = timeout_ns
+            self._launches[buffer](stream)

@@ -1,8 +1,8 @@
 """CPU ranks: partial products leave through a copy thread while the next ones are computed; the own one comes last.
 
 Who writes: rank r computes its partial product for rank d = r+1, r+2, ... and its copy thread puts it into slot r of
-d's half, then sets flag 0 of rank r there. Who waits: d, for all flags, after it has computed its own partial product.
-The sum is taken in float32, in rank order, and bias and residual are added to it.
+d's buffer, then sets flag 0 of rank r there. Who waits: d, for all flags, after it has computed its own partial
+product. The sum is taken in float32, in rank order, and bias and residual are added to it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import queue
 import torch
 
 from ...symm_mem.workspace import HostUse, Layout, Workspace
-from ..device.copy_thread import copying
+from ..device.comm.copy_thread import copying
 
 OP = "fused_matmul_reduce_scatter"
 
 
-def layout(rows: int, n: int, itemsize: int, world_size: int) -> Layout:
+def host_scatter_layout(rows: int, n: int, itemsize: int, world_size: int) -> Layout:
     """The workspace; ``rows`` x ``n`` is the result's size."""
     return Layout(world_size, 1, world_size * rows * n * itemsize)
 
 
-def matmul_reduce_scatter(
+def host_matmul_reduce_scatter(
     workspace: Workspace,
     parts: list[tuple[torch.Tensor, torch.Tensor]],
     reduce_op: str,
@@ -42,7 +42,7 @@ def matmul_reduce_scatter(
     rows, n, dtype = parts[0][0].shape[0], parts[0][1].shape[1], parts[0][0].dtype
     size, rank = workspace.world_size, workspace.rank
     with workspace.lock, HostUse(workspace, OP) as use:
-        slots = [workspace.half(peer, use.half, (size, rows, n), dtype) for peer in range(size)]
+        slots = [workspace.buffer(peer, use.buffer, (size, rows, n), dtype) for peer in range(size)]
         finished: queue.SimpleQueue[tuple[int, torch.Tensor] | None] = queue.SimpleQueue()
 
         def push() -> None:

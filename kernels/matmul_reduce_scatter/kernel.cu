@@ -11,21 +11,21 @@
 // With ALL_REDUCE the own part of the sum goes to all ranks, rounded, and out is [M, N] on each: A [1, 1, M, K], of which
 // rank r's rows are the m from r m on, as far as there are. L is 1 there, and sums have A's dtype.
 //
-// Who writes: a tile for rank dst leaves in two parts, one of each multiplying warpgroup, into dst's half, viewed
+// Who writes: a tile for rank dst leaves in two parts, one of each multiplying warpgroup, into dst's buffer, viewed
 // [W - 1][tiles][2][PART_BYTES] (the sender's slot: its rank, less one behind dst). A part lies there as its threads hold
 // it: the same thread of the same warpgroup adds it up. Either they store it there from their registers; or, with
 // STAGING, in a place of their own in local memory, and warp 1 or 2 copies it while they multiply the next tile: a
 // store that waits for the link then holds up no products. Its vectors announce themselves: there is no flag. Before the
-// first store, done(half)[p] >= e - 1 was seen of every peer p.
+// first store, done(buffer)[p] >= e - 1 was seen of every peer p.
 // Sums for all ranks travel in the same way, into as many slots behind those. A warpgroup whose wait has expired
 // sends none, nor anything after it: what it has added up is worth nothing.
 // (Ordinary stores: where bulk copies wait for a link, what the same SM loads for its products waits behind them.)
 // Who waits: each thread of a multiplying warpgroup with its part of an own tile in registers, for the vectors that the same
 // thread has of it at every peer. With ALL_REDUCE also a step later, for the peers' sums of the tiles that have the index of
 // that one: they come in the same step of the peers' order. Who has taken a vector empties its place.
-// Use e = EPOCH[half] + 1 is read when the kernel starts; the last block that has emptied its places ends the use
-// (weft::leave). So whoever has seen done(half)[p] >= e - 1 finds p's half empty: it was at first, and each use takes all
-// that is sent for it.
+// Use e = EPOCH[buffer] + 1 is read when the kernel starts; the last block that has emptied its places ends the use
+// (weft::leave). So whoever has seen done(buffer)[p] >= e - 1 finds p's buffer empty: it was at first, and each use takes
+// all that is sent for it.
 //
 // Order: chunks of tiles for the peers, the own ones a chunk behind (order.cuh). What a block waits for, a peer's block
 // computes in the same step of its order or an earlier one, and waits only for what is due in earlier ones itself. So the
@@ -35,8 +35,8 @@
 // Of a thread; what is copied, and what comes, is on its way in them.
 #define SERVE_REGISTERS 56
 #define MULTIPLY_REGISTERS 224
-#include "../device/gemm.cuh"
-#include "../device/pace.cuh"
+#include "gemm/gemm.cuh"
+#include "comm/rate_limiter.cuh"
 #include "order.cuh"
 #include "parts.cuh"
 #include "sums.cuh"
@@ -52,7 +52,7 @@ constexpr u32 PART = weft::PART_BYTES / 16;  // vectors
 constexpr u64 RATE = 356;  // bytes a nanosecond that leave: what the links take at most
 // Which of s.counts: parts that a multiplying warpgroup has staged, and parts of its that have been sent.
 constexpr int STAGED = 0, SENT = 2;
-constexpr int TAKEN = 4;  // whether one takes nothing from the half any more
+constexpr int TAKEN = 4;  // whether one takes nothing from the buffer any more
 constexpr int MISSED = 6;  // 1 + the place of a vector that has not come in time
 constexpr int ORDER = 7;  // where the order stands among them
 
@@ -69,20 +69,20 @@ using Out = u16;
 struct Params {
     weft::TensorMap a;  // [L, W, m, K] (SPLIT_N: [1, 1, m, K]), boxes of a stage
     weft::TensorMap b;
-    weft::Watch watch;
-    weft::Half half;
-    uint4* inbox;  // the own half
+    weft::WaitParams watch;
+    weft::BufferWords buffer;
+    uint4* receive_buffer;  // the own buffer
     uint4* staging;  // [blocks][2][PART], if there is any
     Out* out;  // [L, m, N]
     int batches, m, n, k;
-    int band;  // pairs of rows of tiles walked together, and rows of a chunk
+    int raster_group;  // pairs of rows of tiles walked together, and rows of a chunk
     float scale;  // of the sum: 1, or that of an average
     const u16* bias;  // [N]
     const u16* residual;  // [L, m, N]
     int total;  // ALL_REDUCE: M
 };
 
-using Order = weft::ScatterOrder<Params>;
+using Order = weft::ScatterTileScheduler<Params>;
 using Tile = weft::ScatterTile;
 static_assert(sizeof(Order) <= (weft::COUNTS - ORDER) * sizeof(u32));
 
@@ -91,7 +91,7 @@ __device__ __forceinline__ int rows_from(const Params& p, int rank, int row) {
     return (ALL_REDUCE ? min(p.m, p.total - rank * p.m) : p.m) - row;
 }
 
-// The place of a part that `src` sends to rank `at`: of vectors from the begin of a half. Sums stand behind all others.
+// The place of a part that `src` sends to rank `at`: of vectors from the begin of a buffer. Sums stand behind all others.
 __device__ __forceinline__ u32 place_of(const Order& order, const Tile& t, int part, int src, int at) {
     const int slot = src - (src > at) + (t.dst == src ? WORLD_SIZE - 1 : 0);
     return ((slot * order.each() + t.index) * 2 + part) * PART;
@@ -105,11 +105,11 @@ __device__ __forceinline__ int sender_of(const Order& order, u32 place, int at) 
 
 // Where this rank's part of tile t for `dst` goes.
 __device__ __forceinline__ uint4* at_peer(const Params& p, const Order& order, const Tile& t, int part, int dst) {
-    return weft::on_rank(p.inbox, p.watch, p.half, dst) + place_of(order, t, part, p.watch.rank, dst);
+    return weft::on_rank(p.receive_buffer, p.watch, p.buffer, dst) + place_of(order, t, part, p.watch.rank, dst);
 }
 
-__device__ __forceinline__ weft::Inbox inbox(const Params& p, const weft::Shared& s) {
-    return {p.watch, p.inbox, s.counts + MISSED};
+__device__ __forceinline__ weft::ReceiveBuffer receive_buffer(const Params& p, const weft::Shared& s) {
+    return {p.watch, p.receive_buffer, s.counts + MISSED};
 }
 
 // What this rank sends of tile t: to the peer that it is for, or its sum to all of them.
@@ -141,14 +141,14 @@ __device__ __forceinline__ void push(
     const Params& p, const weft::Shared& s, const Order& order, int warpgroup, u32 use) {
     const int lane = threadIdx.x % 32;
     u32* sent = s.counts + SENT + warpgroup;
-    if (!weft::may_send(p.watch, p.half, use)) {
+    if (!weft::may_send(p.watch, p.buffer, use)) {
         if (lane == 0) weft::set_count(sent, weft::NOTHING);
         return;
     }
     constexpr int AHEAD = 8;  // vectors of a lane, on their way at once
     static_assert(PART % (32 * AHEAD) == 0);
     const uint4* from = staged(p, warpgroup) + lane;
-    weft::SharedPace pace(p.watch, p.half, AHEAD * 32 * 16, RATE);
+    weft::SharedTokenBucket pace(p.watch, p.buffer, AHEAD * 32 * 16, RATE);
     for (int step = next_sent(p, s, order, weft::first_step()); step < order.steps();) {
         const Tile t = order.tile(p, step, s.block);
         step = next_sent(p, s, order, step + weft::stride());
@@ -195,7 +195,7 @@ __device__ __forceinline__ void send(
         tell(s, warpgroup, ++sent);
     } else {
         // Warps may see different things around a deadline: each sends all, or nothing.
-        if (sent == 0) sent = weft::may_send(p.watch, p.half, use) ? 1 : weft::NOTHING;
+        if (sent == 0) sent = weft::may_send(p.watch, p.buffer, use) ? 1 : weft::NOTHING;
         if (sent == weft::NOTHING) return;
         weft::store_part(at_peer(p, order, t, warpgroup, t.dst), sums);
     }
@@ -204,7 +204,7 @@ __device__ __forceinline__ void send(
 // Warp 0: what the multiplying warpgroups work on.
 __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, const Order& order) {
     const int depth = (p.k + weft::BK - 1) / weft::BK;
-    weft::Turn<STAGES> turn;
+    weft::PipelineState<STAGES> turn;
     for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
         const Tile t = order.tile(p, step, s.block);
         // A step without a tile for this block, and rows past the end of a part, are loaded all the same.
@@ -219,7 +219,7 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
     weft::drain(s, turn);
 }
 
-// A multiplying warpgroup takes nothing from the half any more.
+// A multiplying warpgroup takes nothing from the buffer any more.
 __device__ __forceinline__ void have_taken(const weft::Shared& s, int warpgroup) {
     weft::sync_warpgroup(warpgroup);
     if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + TAKEN + warpgroup, 1);
@@ -233,11 +233,11 @@ __device__ __forceinline__ void attend(const Params& p, const weft::Shared& s, c
         const u32 missed = weft::read_count(s.counts + MISSED);
         if (told || missed == 0) continue;
         told = true;
-        const u32 word = static_cast<u32>(reinterpret_cast<u32*>(p.inbox + missed - 1) - p.watch.words);
+        const u32 word = static_cast<u32>(reinterpret_cast<u32*>(p.receive_buffer + missed - 1) - p.watch.words);
         const int sender = sender_of(order, missed - 1, p.watch.rank);
         weft::report(p.watch, sender, word, use, use - 1, weft::WAIT_DATA);
     }
-    weft::leave(p.watch, p.half, use);
+    weft::leave(p.watch, p.buffer, use);
 }
 
 // To a warpgroup's part of an own tile, those of all peers, as they come; whether they have. As many loads at once as there
@@ -249,13 +249,13 @@ __device__ __forceinline__ bool add_parts(
     constexpr int ROOM = ALL_REDUCE ? 8 : PEERS == 1 ? 16 : BIAS ? 9 : 12;
     constexpr int AHEAD = PEERS > ROOM ? 1 : ROOM / PEERS < ALL ? ROOM / PEERS : ALL;
     const u32 slot = 2 * order.each() * PART;
-    uint4* at = p.inbox + (2 * t.index + warpgroup) * PART + threadIdx.x % weft::GROUP;
+    uint4* at = p.receive_buffer + (2 * t.index + warpgroup) * PART + threadIdx.x % weft::GROUP;
     bool there = true;
 #pragma unroll
     for (int first = 0; first < ALL; first += AHEAD) {
         uint4 parts[AHEAD * PEERS];
         const int count = first + AHEAD < ALL ? AHEAD : ALL - first;
-        there &= weft::take(inbox(p, s), parts, count * PEERS, [&](int i) {
+        there &= weft::take(receive_buffer(p, s), parts, count * PEERS, [&](int i) {
             return at + i % PEERS * u64{slot} + i / PEERS * weft::GROUP;
         });
 #pragma unroll
@@ -301,8 +301,8 @@ __device__ __forceinline__ void take_sums(
         const int row = t.row * BM, column = t.column * BN;
         u16* out = reinterpret_cast<u16*>(p.out) + static_cast<u64>(t.dst * p.m + row) * p.n + column;
         const int rows = rows_from(p, t.dst, row);
-        uint4* part = p.inbox + place_of(order, t, warpgroup, t.dst, p.watch.rank);
-        weft::store_rows(out, p.n, rows, p.n - column, warpgroup, inbox(p, s), part);
+        uint4* part = p.receive_buffer + place_of(order, t, warpgroup, t.dst, p.watch.rank);
+        weft::store_rows(out, p.n, rows, p.n - column, warpgroup, receive_buffer(p, s), part);
     }
 }
 
@@ -314,18 +314,18 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
     const weft::Shared s = weft::shared_memory(base);
     // In shared memory: there are no registers to keep it in.
     Order& order = *reinterpret_cast<Order*>(s.counts + ORDER);
-    const u32 use = p.watch.words[p.half.epoch] + 1;
+    const u32 use = p.watch.words[p.buffer.epoch] + 1;
     weft::begin(s, [&] { order = Order(p); });
     const int warp = weft::warp_of_block(), warpgroup = warp / 4, role = warp % 4;
     if (warpgroup == 2) {
-        weft::give_registers<SERVE_REGISTERS>();
+        weft::warpgroup_reg_dealloc<SERVE_REGISTERS>();
         if (role == 0) load(p, s, order);
         if (STAGING && (role == 1 || role == 2)) push(p, s, order, role - 1, use);
         if (role == 3) attend(p, s, order, use);
     } else {
-        weft::take_registers<MULTIPLY_REGISTERS>();
+        weft::warpgroup_reg_alloc<MULTIPLY_REGISTERS>();
         const int depth = (p.k + weft::BK - 1) / weft::BK;
-        weft::Turn<STAGES> turn;
+        weft::PipelineState<STAGES> turn;
         u32 sent = 0;
         int step = weft::first_step();
         for (; step < order.steps(); step += weft::stride()) {

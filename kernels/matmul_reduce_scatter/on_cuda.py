@@ -12,25 +12,26 @@ from typing import Any
 
 import torch
 
-from ...symm_mem.heap import Heap
+from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
-from ..device import gemm, tuner
-from ..device.chip import Chip, chip_of
-from ..device.choice import Choice, Choices, make_together
-from ..device.contest import Candidate
-from ..device.launch import ALIGNMENT, compiling, why_not
-from ..device.one_shot import OneShotConfig
+from ..device.device_spec import DeviceSpec, device_spec_of
+from ..device.gemm import gemm
+from ..device.gemm.one_shot import OneShotConfig
+from ..device.jit.launch import ALIGNMENT, compiling, why_not
+from ..device.tuning import tuner
+from ..device.tuning.benchmark import Candidate
+from ..device.tuning.choice import KernelChoice, KernelChoices, make_together
 from . import configs, host
 from .cuda_kernel import MatmulReduceScatterPush
 from .one_shot_kernel import MatmulReduceScatterOneShot
-from .triton_kernel import MatmulReduceScatter
+from .triton_kernel import TritonMatmulReduceScatter
 
-_choices: Choices[configs.AnyConfig] = Choices()
+_choices: KernelChoices[configs.AnyConfig] = KernelChoices()
 
 
-def choose(
+def choose_scatter_kernel(
     a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int, split_n: bool = False
-) -> Choice[configs.AnyConfig] | str:
+) -> KernelChoice[configs.AnyConfig] | str:
     """How to run a call, or why no kernel can.
 
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
@@ -39,30 +40,30 @@ def choose(
         a: [L, W, m, K]. b: [K, N]. Both begin at multiples of 16 bytes.
         split_n: ranks have columns of B of their own, not rows of A: a [1, 1, m, K], b [K, W * N].
     """
-    chip = chip_of(b.device)
-    key = (a.shape, a.stride(), a.dtype, b.shape, b.stride(), world_size, num_sms, split_n, chip)
-    return _choices.get(key, _choose, a, b, world_size, num_sms, split_n, chip)
+    spec = device_spec_of(b.device)
+    key = (a.shape, a.stride(), a.dtype, b.shape, b.stride(), world_size, num_sms, split_n, spec)
+    return _choices.get(key, _choose, a, b, world_size, num_sms, split_n, spec)
 
 
 def _choose(
-    a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int, split_n: bool, chip: Chip
-) -> Choice[configs.AnyConfig] | str:
+    a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int, split_n: bool, spec: DeviceSpec
+) -> KernelChoice[configs.AnyConfig] | str:
     if (reason := why_not(a, b)) is not None:
         return reason
     (batches, _, m, k), n = a.shape, _columns(b, world_size, split_n)
     if split_n and n * a.element_size() % ALIGNMENT:
         return f"scatter_dim: rows of {n} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     if a.dtype in gemm.DTYPES:
-        problem = configs.Problem(m, n, k, world_size, num_sms, batches, split_n, chip)
-        (_, config), *_ = configs.fused_ranked(problem)
-        pays = configs.fusing_pays(problem)
-        layout = configs.fused_layout(m, n, config, world_size, num_sms, batches)
-        return Choice(_algorithm(config), config, layout, pays)
+        problem = configs.MatmulReduceScatterProblem(m, n, k, world_size, num_sms, batches, split_n, spec)
+        (_, config), *_ = configs.rank_scatter_kernels(problem)
+        profitable = configs.scatter_is_profitable(problem)
+        layout = configs.scatter_layout(m, n, config, world_size, num_sms, batches)
+        return KernelChoice(_algorithm(config), config, layout, profitable)
     if split_n:
         return f"the last dimension is scattered, of {a.dtype}"
-    stored = configs.choose(m, n, k, world_size, a.dtype, num_sms, batches)
-    stored_in = configs.layout(m, n, a.dtype, world_size, stored, batches)
-    return Choice("tma_store", stored, stored_in, batches * m >= 64)
+    stored = configs.choose_matmul_reduce_scatter(m, n, k, world_size, a.dtype, num_sms, batches)
+    stored_in = configs.tiled_scatter_layout(m, n, a.dtype, world_size, stored, batches)
+    return KernelChoice("tma_store", stored, stored_in, batches * m >= 64)
 
 
 def _columns(b: torch.Tensor, world_size: int, split_n: bool) -> int:
@@ -74,8 +75,8 @@ def _algorithm(config: configs.FusedConfig) -> str:
     return "one_shot" if isinstance(config, OneShotConfig) else "push"
 
 
-def tuned(
-    choice: Choice[configs.AnyConfig],
+def tuned_scatter(
+    choice: KernelChoice[configs.AnyConfig],
     heap: Heap,
     a: torch.Tensor,
     b: torch.Tensor,
@@ -83,22 +84,24 @@ def tuned(
     num_sms: int,
     epilogue: configs.Epilogue,
     split_n: bool = False,
-) -> tuple[Choice[configs.AnyConfig], str]:
+) -> tuple[KernelChoice[configs.AnyConfig], str]:
     """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
     tuned. ``terms`` as for ``run``, ``split_n`` as for ``choose``."""
-    if isinstance(choice.config, configs.Config):
+    if isinstance(choice.config, configs.MatmulReduceScatterConfig):
         return choice, ""
-    if not tuner.is_on():
+    if not tuner.is_tuning():
         return choice, tuner.FROM_MODEL
     (batches, _, m, k), size = a.shape, heap.world_size
     n = _columns(b, size, split_n)
     op = f"{host.OP} of the last dimension" if split_n else host.OP
     kind = f"{op} {batches} x {size} x {m} x {k} @ {k} x {n}, {a.dtype} to {epilogue.out_dtype}"
     kind += f"{' + bias' * epilogue.bias}{' + residual' * epilogue.residual}, {num_sms} SMs"
-    problem = configs.Problem(m, n, k, size, num_sms, batches, split_n, chip_of(b.device))
+    problem = configs.MatmulReduceScatterProblem(
+        m, n, k, size, num_sms, batches, split_n, device_spec_of(b.device)
+    )
     candidates: list[Candidate[configs.AnyConfig]] = [
-        Candidate(c, configs.fused_layout(m, n, c, size, num_sms, batches), _algorithm(c))
-        for _, config in configs.fused_ranked(problem)
+        Candidate(c, configs.scatter_layout(m, n, c, size, num_sms, batches), _algorithm(c))
+        for _, config in configs.rank_scatter_kernels(problem)
         for c in _both_ways(config)
     ]
     results: list[torch.Tensor] = []
@@ -112,7 +115,7 @@ def tuned(
             return lambda: one_shot.call((a, b, *terms), results, timeout_ns, stream)
         kernel = MatmulReduceScatterPush(workspace, a, b, config, epilogue, num_sms=num_sms)
         operands, out = [x.data_ptr() for x in (a, b, *terms)], (results[0].data_ptr(),)
-        return lambda: kernel.launch(workspace.next_half(), operands, out, timeout_ns, stream)
+        return lambda: kernel.launch(workspace.next_buffer(), operands, out, timeout_ns, stream)
 
     return tuner.tuned(heap, kind, choice, candidates, make)
 
@@ -124,8 +127,8 @@ def _both_ways(config: configs.FusedConfig) -> list[configs.FusedConfig]:
     return [config, replace(config, staged=not config.staged)]
 
 
-def run(
-    choice: Choice[configs.AnyConfig],
+def launch_matmul_reduce_scatter(
+    choice: KernelChoice[configs.AnyConfig],
     workspace: Workspace[Any],
     a: torch.Tensor,
     b: torch.Tensor,
@@ -147,12 +150,12 @@ def run(
     kernel = workspace.prepared.get(key)
     if kernel is None:
 
-        def make() -> MatmulReduceScatterPush | MatmulReduceScatterOneShot | MatmulReduceScatter:
+        def make() -> MatmulReduceScatterPush | MatmulReduceScatterOneShot | TritonMatmulReduceScatter:
             if isinstance(config, OneShotConfig):
                 return MatmulReduceScatterOneShot(workspace, a, b, config, epilogue, split_n=split_n)
-            if isinstance(config, configs.PushConfig):
+            if isinstance(config, configs.ScatterPushConfig):
                 return MatmulReduceScatterPush(workspace, a, b, config, epilogue, num_sms=num_sms)
-            made = MatmulReduceScatter(workspace, a, b, config, epilogue, num_sms=num_sms)
+            made = TritonMatmulReduceScatter(workspace, a, b, config, epilogue, num_sms=num_sms)
             with compiling():  # Triton compiles at a launch
                 made.launch(0, a, b, out, *terms, timeout_ns=timeout_ns)
             return made
@@ -163,20 +166,20 @@ def run(
     if isinstance(kernel, MatmulReduceScatterOneShot):
         kernel.call((a, b, *terms), (out,), timeout_ns, stream)
         return out
-    half = workspace.next_half()
+    buffer = workspace.next_buffer()
     if isinstance(kernel, MatmulReduceScatterPush):
         operands = [x.data_ptr() for x in (a, b, *terms)]
-        kernel.launch(half, operands, (out.data_ptr(),), timeout_ns, stream)
+        kernel.launch(buffer, operands, (out.data_ptr(),), timeout_ns, stream)
     else:
-        kernel.launch(half, a, b, out, *terms, timeout_ns=timeout_ns)
+        kernel.launch(buffer, a, b, out, *terms, timeout_ns=timeout_ns)
     return out
 
 
-def launcher(
-    choice: Choice[configs.AnyConfig],
+def scatter_launcher(
+    choice: KernelChoice[configs.AnyConfig],
     workspace: Workspace[Any],
     epilogue: configs.Epilogue,
 ) -> MatmulReduceScatterPush | MatmulReduceScatterOneShot | None:
     """What ``run`` launched, for more calls like it; None for the Triton kernel, or where it is forgotten already."""
-    triton = isinstance(choice.config, configs.Config)
+    triton = isinstance(choice.config, configs.MatmulReduceScatterConfig)
     return None if triton else workspace.prepared.get((choice, epilogue))

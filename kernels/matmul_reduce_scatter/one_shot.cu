@@ -4,19 +4,19 @@
 // the ranks and rounded once to C's dtype, or with OUT_FLOAT32 not at all. Before that they get, if there are BIAS and
 // RESIDUAL, a row of N numbers and a matrix [m, N], both of C's dtype.
 //
-// push.cuh has the protocol and its proof. Part q of C goes to rank q, which adds up what came and its own.
+// ll_exchange.cuh has the protocol and its proof. Part q of C goes to rank q, which adds up what came and its own.
 
-#include "push.cuh"
+#include "comm/ll_exchange.cuh"
 
 namespace {
 
 using weft::Numbers;
-using weft::Share;
+using weft::ThreadShare;
 using weft::u32;
 using weft::u64;
 
 struct Params {
-    weft::Slots slots;
+    weft::ExchangeSlots slots;
     const uint4* c;  // C [W, m, N]
     uint4* out;  // [m, N]
     const uint4* bias;  // [N]
@@ -78,17 +78,17 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         return weft::load_vector(p.c + static_cast<u64>(part) * p.vectors + at);
     };
     weft::Parts parts;
-    if (const Share s; s.at < p.vectors) parts.load_all(load_part, s.at);
+    if (const ThreadShare s; s.at < p.vectors) parts.load_all(load_part, s.at);
     const weft::Use use(p.slots);
 
-    for (Share s; s.at < p.vectors;) {
+    for (ThreadShare s; s.at < p.vectors;) {
         parts.send_all(load_part, use, s);
         s.next();
         if (s.at < p.vectors) parts.load_all(load_part, s.at);
     }
 
     const float scale = p.average ? 1.0f / WORLD_SIZE : 1.0f;
-    for (Share s; s.at < p.vectors; s.next()) {
+    for (ThreadShare s; s.at < p.vectors; s.next()) {
         const Own own(p, s.at);
         Numbers total = weft::take_reduced<weft::reduce::sum>(use, s.index, own.part);
 #pragma unroll

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from ...symm_mem.workspace import Workspace
-from ..device import one_shot
-from ..device.empty import empty_on
-from ..device.gemm import DTYPES, Defines
-from ..device.one_shot import OneShotConfig
-from ..device.push import VECTOR, Layout, Slots, slots_of
+from ..device.comm.ll_exchange import VECTOR, ExchangeLayout, ExchangeSlots, slots_of
+from ..device.gemm import one_shot
+from ..device.gemm.gemm import DTYPES, Defines
+from ..device.gemm.one_shot import OneShotConfig
+from ..device.jit.empty import empty_on
 from . import host
 from .configs import Epilogue
 
@@ -25,7 +25,7 @@ class _Params(ctypes.Structure):
     """The twin of ``Params`` in one_shot.cu."""
 
     _fields_ = (
-        ("slots", Slots),
+        ("slots", ExchangeSlots),
         ("c", ctypes.c_uint64),
         ("out", ctypes.c_uint64),
         ("bias", ctypes.c_uint64),
@@ -42,7 +42,7 @@ _C = _Params.c.offset
 _put_addresses = struct.Struct("4Q").pack_into
 
 
-def defines(dtype: torch.dtype, world_size: int, rank: int, epilogue: Epilogue) -> Defines:
+def one_shot_scatter_defines(dtype: torch.dtype, world_size: int, rank: int, epilogue: Epilogue) -> Defines:
     """What one_shot.cu is compiled with for partial results of ``dtype``."""
     return (
         ("DTYPE", DTYPES[dtype][0]),
@@ -70,7 +70,7 @@ class MatmulReduceScatterOneShot:
 
     def __init__(
         self,
-        workspace: Workspace[Layout],
+        workspace: Workspace[ExchangeLayout],
         a: torch.Tensor,
         b: torch.Tensor,
         config: OneShotConfig,
@@ -88,7 +88,9 @@ class MatmulReduceScatterOneShot:
         elements = VECTOR // a.element_size()
         p = self._params = _Params(slots_of(workspace, 0))
         p.vectors, p.columns, p.average = config.vectors, n // elements, epilogue.average
-        program = one_shot.program(SOURCE, defines(a.dtype, size, workspace.rank, epilogue))
+        program = one_shot.one_shot_program(
+            SOURCE, one_shot_scatter_defines(a.dtype, size, workspace.rank, epilogue)
+        )
         layout = workspace.layout
         self._launch, self._grids = one_shot.launch_of(program, "reduce_scatter_one_shot", p, config, layout)
 

@@ -1,9 +1,9 @@
 // Which tiles a cluster computes in which order; kernel.cu says why. Plain arithmetic: it is tested on the CPU as it is.
-// `Params` has m, n, batches, band and watch.rank; BM, BN, WORLD_SIZE and SPLIT_N are defined.
+// `Params` has m, n, batches, raster_group and watch.rank; BM, BN, WORLD_SIZE and SPLIT_N are defined.
 
 #pragma once
 
-#include "../device/walk.cuh"
+#include "gemm/tile_scheduler.cuh"
 
 namespace weft {
 
@@ -13,27 +13,27 @@ struct ScatterTile {
     bool inside;
 };
 
-// Rows of tiles stand in a list, in chunks of `band` rows of each rank: the first chunk for the peers, to each in turn;
-// then by turns the next one for the peers and the own rows of the chunk before it; at last the own rows of the last one.
-// So parts travel all the time, and those that an own tile waits for left a band of steps before or earlier. A step has
-// a pair of neighbours of the list. A peer's tile (row, column) for this rank comes no later in its order than the own one
-// here: of all waits under way, what the first one waits for is behind none.
+// Rows of tiles stand in a list, in chunks of `raster_group` rows of each rank: the first chunk for the peers, to each in
+// turn; then by turns the next one for the peers and the own rows of the chunk before it; at last the own rows of the last
+// one. So parts travel all the time, and those that an own tile waits for left a raster_group of steps before or earlier. A
+// step has a pair of neighbours of the list. A peer's tile (row, column) for this rank comes no later in its order than the
+// own one here: of all waits under way, what the first one waits for is behind none.
 //
 // With SPLIT_N ranks have columns of B of their own, of which both blocks of a cluster load the same: what stands in the
 // list are pairs of rows for one rank, the last of which may lack its second row.
 template <typename Params>
-struct ScatterOrder {
+struct ScatterTileScheduler {
     static constexpr int UNIT = SPLIT_N ? 2 : 1;  // rows in a place of the list
 
     int rows, columns;  // of tiles, for one rank; rows of one batch
     int own;  // places of all batches
     int chunk, last;  // places of a chunk; which chunk is the last one
 
-    __device__ explicit ScatterOrder(const Params& p) {
+    __device__ explicit ScatterTileScheduler(const Params& p) {
         rows = (p.m + BM - 1) / BM;
         columns = (p.n + BN - 1) / BN;
         own = (p.batches * rows + UNIT - 1) / UNIT;
-        chunk = min((p.band + UNIT - 1) / UNIT, own);
+        chunk = min((p.raster_group + UNIT - 1) / UNIT, own);
         last = (own - 1) / chunk;
     }
 
@@ -44,7 +44,7 @@ struct ScatterOrder {
     __device__ ScatterTile tile(const Params& p, int step, int block) const {
         ScatterTile t;
         int pair;
-        grouped(step, pairs(), columns, p.band, pair, t.column);
+        grouped(step, pairs(), columns, p.raster_group, pair, t.column);
         const int place = (2 * pair + block) / UNIT, peers = WORLD_SIZE - 1;
         // Which chunk for the peers is under way, or was the last one, and the place behind its begin.
         const int behind = place - chunk * peers;

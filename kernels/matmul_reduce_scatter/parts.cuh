@@ -1,10 +1,10 @@
 // A warpgroup's part of a finished tile on its way to another rank: vectors as its threads hold them, [WN / 16][GROUP],
-// that announce themselves (../device/wire.cuh).
+// that announce themselves (comm/ll_protocol.cuh).
 
 #pragma once
 
-#include "../device/gemm.cuh"
-#include "../device/wire.cuh"
+#include "gemm/gemm.cuh"
+#include "comm/ll_protocol.cuh"
 
 namespace weft {
 
@@ -16,14 +16,14 @@ __device__ __forceinline__ void store_part(uint4* part, const float (&sums)[SUMS
     for (int i = 0; i < VECTORS; ++i) {
         const float* v = sums + 8 * i;
         part[i * GROUP] =
-            to_wire(make_uint4(Number::pack(v), Number::pack(v + 2), Number::pack(v + 4), Number::pack(v + 6)));
+            ll_encode(make_uint4(Number::pack(v), Number::pack(v + 2), Number::pack(v + 4), Number::pack(v + 6)));
     }
 }
 
 // Where vectors come to lie, and whom to tell of one that does not come: `missed`, a count of the block, becomes 1 + the
 // place of such a vector. (A warp that has registers to spare reports it.)
-struct Inbox {
-    const Watch& watch;
+struct ReceiveBuffer {
+    const WaitParams& watch;
     uint4* vectors;
     u32* missed;
 };
@@ -32,24 +32,24 @@ struct Inbox {
 // empty again then. Whether they have come. By whole warps: where lanes may part the compiler gives up uniform registers
 // all over the kernel, and each product waits for the addresses of its operands (up to 13 % slower in tiles of 64 x 256).
 template <int MOST, typename At>
-__device__ __forceinline__ bool take(const Inbox& inbox, uint4 (&v)[MOST], int count, const At& at) {
+__device__ __forceinline__ bool take(const ReceiveBuffer& receive_buffer, uint4 (&v)[MOST], int count, const At& at) {
 #pragma unroll
     for (int i = 0; i < MOST; ++i) {
         if (i < count) v[i] = load_payload(at(i));
     }
     bool there = true;
-    for (Patience patience;;) {
+    for (Deadline deadline;;) {
         bool missing = false;
 #pragma unroll
-        for (int i = 0; i < MOST; ++i) missing |= i < count && has_empty(v[i]);
+        for (int i = 0; i < MOST; ++i) missing |= i < count && has_sentinel(v[i]);
         if (!__any_sync(~0u, missing && there)) break;
-        if (missing && patience.due()) {
-            there = !is_broken(inbox.watch);
-            if (there && patience.is_late(inbox.watch)) {
+        if (missing && deadline.should_poll()) {
+            there = !is_broken(receive_buffer.watch);
+            if (there && deadline.has_passed(receive_buffer.watch)) {
 #pragma unroll
                 for (int i = 0; i < MOST; ++i) {
-                    if (i < count && has_empty(v[i])) {
-                        set_count(inbox.missed, 1 + static_cast<u32>(at(i) - inbox.vectors));
+                    if (i < count && has_sentinel(v[i])) {
+                        set_count(receive_buffer.missed, 1 + static_cast<u32>(at(i) - receive_buffer.vectors));
                     }
                 }
                 there = false;
@@ -57,7 +57,7 @@ __device__ __forceinline__ bool take(const Inbox& inbox, uint4 (&v)[MOST], int c
         }
 #pragma unroll
         for (int i = 0; i < MOST; ++i) {
-            if (i < count) reload_payload(has_empty(v[i]), at(i), v[i]);
+            if (i < count) reload_payload(has_sentinel(v[i]), at(i), v[i]);
         }
     }
 #pragma unroll
@@ -70,7 +70,7 @@ __device__ __forceinline__ bool take(const Inbox& inbox, uint4 (&v)[MOST], int c
 // The part that comes to lie at `part`, as it comes, to `out`, where its tile begins in a matrix with rows of `stride`
 // elements, as far as it has `rows` and `columns`.
 __device__ __forceinline__ void store_rows(
-    u16* out, u64 stride, int rows, int columns, int warpgroup, const Inbox& inbox, uint4* part) {
+    u16* out, u64 stride, int rows, int columns, int warpgroup, const ReceiveBuffer& receive_buffer, uint4* part) {
     constexpr int AHEAD = VECTORS < 8 ? VECTORS : 8;  // of a thread, on their way at once
     const int row = place_of_sums(warpgroup).row;
     const int column = warpgroup / WARPGROUPS_M * WN + threadIdx.x % 4 * 8;
@@ -79,12 +79,12 @@ __device__ __forceinline__ void store_rows(
     for (int first = 0; first < VECTORS; first += AHEAD) {
         uint4 v[AHEAD];
         const int count = min(AHEAD, VECTORS - first);
-        take(inbox, v, count, [&](int i) { return part + (first + i) * GROUP; });
+        take(receive_buffer, v, count, [&](int i) { return part + (first + i) * GROUP; });
 #pragma unroll
         for (int i = 0; i < AHEAD; i += 2) {
             if (i >= count) break;
-            const uint4 upper = from_wire(transposed(v[i].x, v[i].z, v[i + 1].x, v[i + 1].z));
-            const uint4 lower = from_wire(transposed(v[i].y, v[i].w, v[i + 1].y, v[i + 1].w));
+            const uint4 upper = ll_decode(transposed(v[i].x, v[i].z, v[i + 1].x, v[i + 1].z));
+            const uint4 lower = ll_decode(transposed(v[i].y, v[i].w, v[i + 1].y, v[i + 1].w));
             const int right = 16 * (first + i);
             if (column + right >= columns) continue;
             u16* to = out + row * stride + column + right;

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def matmul_reduce_scatter(
+def reference_matmul_reduce_scatter(
     A: torch.Tensor,
     B: torch.Tensor,
     reduce_op: str,

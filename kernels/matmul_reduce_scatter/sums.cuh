@@ -2,8 +2,8 @@
 
 #pragma once
 
-#include "../device/gemm.cuh"
-#include "../device/wire.cuh"
+#include "gemm/gemm.cuh"
+#include "comm/ll_protocol.cuh"
 #include "order.cuh"
 
 namespace weft {
@@ -19,7 +19,7 @@ __device__ __forceinline__ void add_up(const uint4* parts, float scale, float* o
             for (int e = 0; e < 8; ++e) total[e] += own[e];
         }
         if (i == WORLD_SIZE - 1) break;
-        const uint4 part = from_wire(parts[i]);
+        const uint4 part = ll_decode(parts[i]);
         const u32 words[4] = {part.x, part.y, part.z, part.w};
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
@@ -41,7 +41,8 @@ __device__ __forceinline__ void add_pair(const u16* at, float* values) {
     values[1] += pair[1];
 }
 
-// What an own tile gets besides the ranks' parts: this thread's vector `i`. N is a multiple of 8, so pairs are inside or not.
+// What an own tile gets besides the ranks' parts: this thread's vector `i`. N is a multiple of 8, so pairs are inside or
+// not.
 template <typename Params>
 __device__ __forceinline__ void add_terms(const Params& p, const ScatterTile& t, int warpgroup, int i, float* values) {
     const Place first = place_of_sums(warpgroup);

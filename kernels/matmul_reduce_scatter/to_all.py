@@ -12,11 +12,11 @@ from operator import itemgetter
 import torch
 
 from ...symm_mem.workspace import Layout, Workspace
-from ..device import gemm, gemm_tiles
-from ..device.chip import H200, Chip, chip_of
-from ..device.choice import Choice, Choices, make_together
-from ..device.launch import why_not
-from .configs import Epilogue, PushConfig, product_beside_us, push_config, push_layout
+from ..device.device_spec import H200, DeviceSpec, device_spec_of
+from ..device.gemm import gemm, gemm_tiles
+from ..device.jit.launch import why_not
+from ..device.tuning.choice import KernelChoice, KernelChoices, make_together
+from .configs import Epilogue, ScatterPushConfig, product_beside_us, push_config, scatter_push_layout
 from .cuda_kernel import MatmulReduceScatterPush
 
 # Of the all-reduce behind a product, measured on 2 and 4 H200: microseconds, and bytes a microsecond.
@@ -24,10 +24,12 @@ _ALL_REDUCE_LAUNCH = 2.5
 _ALL_REDUCE_LINK = 310e3
 _MOST_WORKSPACE = 1 << 30  # bytes
 
-_choices: Choices[PushConfig] = Choices()
+_choices: KernelChoices[ScatterPushConfig] = KernelChoices()
 
 
-def choose(a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int) -> Choice[PushConfig] | str:
+def choose_sum_to_all(
+    a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int
+) -> KernelChoice[ScatterPushConfig] | str:
     """How to run a call, or why the kernel cannot. It pays if it is thought to beat an all-reduce behind a product.
 
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
@@ -35,26 +37,26 @@ def choose(a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int) -> C
     Args:
         a: [M, K]. b: [K, N]. Both begin at multiples of 16 bytes.
     """
-    chip = chip_of(b.device)
-    key = (a.shape, a.stride(), a.dtype, b.shape, b.stride(), world_size, num_sms, chip)
-    return _choices.get(key, _choose, a, b, world_size, num_sms, chip)
+    spec = device_spec_of(b.device)
+    key = (a.shape, a.stride(), a.dtype, b.shape, b.stride(), world_size, num_sms, spec)
+    return _choices.get(key, _choose, a, b, world_size, num_sms, spec)
 
 
 def _choose(
-    a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int, chip: Chip
-) -> Choice[PushConfig] | str:
+    a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int, spec: DeviceSpec
+) -> KernelChoice[ScatterPushConfig] | str:
     if a.dtype not in gemm.DTYPES:
         return f"no kernel takes {a.dtype}"
     if (reason := why_not(a, b)) is not None:
         return reason
     (m, k), n = a.shape, b.shape[1]
-    config, pays = choose_push(m, n, k, world_size, num_sms, chip)
-    layout = push_layout(part_of(m, world_size), n, config, world_size, num_sms, to_all=True)
-    return Choice("push", config, layout, pays)
+    config, profitable = choose_sum_to_all_push(m, n, k, world_size, num_sms, spec)
+    layout = scatter_push_layout(part_of(m, world_size), n, config, world_size, num_sms, to_all=True)
+    return KernelChoice("push", config, layout, profitable)
 
 
-def run(
-    choice: Choice[PushConfig],
+def launch_sum_to_all(
+    choice: KernelChoice[ScatterPushConfig],
     workspace: Workspace[Layout],
     a: torch.Tensor,
     b: torch.Tensor,
@@ -78,7 +80,7 @@ def run(
         kernel = make_together(workspace, op, key, same, make)
     stream = torch._C._cuda_getCurrentRawStream(a.get_device())
     operands, results = (a.data_ptr(), b.data_ptr()), (out.data_ptr(),)
-    kernel.launch(workspace.next_half(), operands, results, timeout_ns, stream)
+    kernel.launch(workspace.next_buffer(), operands, results, timeout_ns, stream)
     return out, kernel
 
 
@@ -87,20 +89,20 @@ def part_of(m: int, world_size: int) -> int:
     return -(-m // world_size)
 
 
-def choose_push(
-    m: int, n: int, k: int, world_size: int, num_sms: int, chip: Chip = H200
-) -> tuple[PushConfig, bool]:
+def choose_sum_to_all_push(
+    m: int, n: int, k: int, world_size: int, num_sms: int, spec: DeviceSpec = H200
+) -> tuple[ScatterPushConfig, bool]:
     """The configuration for A [m, K] and B [K, N] of 16 bits, and whether it is thought to beat a product with an
     all-reduce behind it. A pure function: all ranks choose alike."""
     part = part_of(m, world_size)
     candidates = [
         push_config(tile, part, n, k, world_size, num_sms)
-        for tile in gemm_tiles.suited(m, n, k, world_size, chip=chip)
+        for tile in gemm_tiles.suited(m, n, k, world_size, spec=spec)
     ]
-    estimated = [(estimate_push_us(c, m, n, k, world_size, num_sms, chip), c) for c in candidates]
+    estimated = [(estimate_sum_to_all_us(c, m, n, k, world_size, num_sms, spec), c) for c in candidates]
     fastest, config = min(estimated, key=itemgetter(0))
-    size = push_layout(part, n, config, world_size, num_sms, to_all=True).bytes
-    return config, fastest < behind_us(m, n, k, world_size, chip) and size <= _MOST_WORKSPACE
+    size = scatter_push_layout(part, n, config, world_size, num_sms, to_all=True).bytes
+    return config, fastest < behind_us(m, n, k, world_size, spec) and size <= _MOST_WORKSPACE
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,8 @@ _OF_TWO = _Costs(6.0, 2.6, 0.6, 0.08, 0.28, gemm_tiles.LINK)
 _OF_MORE = _Costs(17.0, 0.1, 4.2, 0.12, 0.46, 330e3)
 
 
-def estimate_push_us(
-    config: PushConfig, m: int, n: int, k: int, world_size: int, num_sms: int, chip: Chip = H200
+def estimate_sum_to_all_us(
+    config: ScatterPushConfig, m: int, n: int, k: int, world_size: int, num_sms: int, spec: DeviceSpec = H200
 ) -> float:
     """Microseconds. As for matmul_reduce_scatter, with twice as much on the links; a few rows wait for memory to give
     all of B."""
@@ -137,10 +139,10 @@ def estimate_push_us(
     waiting = costs.each * gemm_tiles.waves(tile, rows, [n], num_sms)
     waiting += costs.tail * tile.block_m * tile.block_n / (128 * 256)
     took = waiting + max(product, first + sending) + costs.hinders * min(product, sending)
-    return costs.launch + max(took, gemm_tiles.streamed_us(2 * k * n, 1, chip))
+    return costs.launch + max(took, gemm_tiles.streamed_us(2 * k * n, 1, spec))
 
 
-def behind_us(m: int, n: int, k: int, world_size: int, chip: Chip = H200) -> float:
+def behind_us(m: int, n: int, k: int, world_size: int, spec: DeviceSpec = H200) -> float:
     """Microseconds of cuBLAS's product and an all-reduce behind it."""
     moved = 2 * (world_size - 1) / world_size * m * n * 2
-    return gemm_tiles.product_us(m, n, k, chip) + _ALL_REDUCE_LAUNCH + moved / _ALL_REDUCE_LINK
+    return gemm_tiles.product_us(m, n, k, spec) + _ALL_REDUCE_LAUNCH + moved / _ALL_REDUCE_LINK

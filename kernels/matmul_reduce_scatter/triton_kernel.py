@@ -6,14 +6,14 @@ float32 and rounded to A's dtype once to be sent; the W partial results are summ
 the ranks, a bias [N] and a residual [L, m, N] are added if there are, and it is rounded once. So all is
 deterministic.
 
-Who writes: a tile for rank ``dst`` leaves by TMA store straight into dst's half of the workspace, viewed
-``[W, L, m, N]``, slot ``src`` = the sender (the own slot is not used). The ranks' copies of the half lie one
+Who writes: a tile for rank ``dst`` leaves by TMA store straight into dst's buffer of the workspace, viewed
+``[W, L, m, N]``, slot ``src`` = the sender (the own slot is not used). The ranks' copies of the buffer lie one
 span apart, so one descriptor whose first dimension is the rank reaches them all. Then the flag
-``flags(half)[src][tile] = e`` is set there, one tile later: the stores travel behind the next tile's main
-loop. Before anything is stored, every block has seen ``done(half)[p] >= e - 1`` of every peer.
+``flags(buffer)[src][tile] = e`` is set there, one tile later: the stores travel behind the next tile's main
+loop. Before anything is stored, every block has seen ``done(buffer)[p] >= e - 1`` of every peer.
 Who waits: the epilogue of an own tile, for the same tile of every peer. It adds them to its own accumulator
 and writes ``out``: no other kernel sums. Then the use is ended (``sync.leave``).
-Use ``e = EPOCH[half] + 1`` is read when the kernel starts.
+Use ``e = EPOCH[buffer] + 1`` is read when the kernel starts.
 
 Order: tiles for rank+1, rank+2, ..., the own ones last. What a block waits for, a peer's block computes before
 it waits for any data itself. So the kernels of all ranks come to their end if all their blocks are resident
@@ -27,11 +27,11 @@ import triton
 import triton.language as tl
 
 from ...symm_mem.workspace import Layout, Workspace
-from ..device import sync
-from ..device.launch import Launch, Operand, is_transposed, precision, why_not
-from ..device.tile_table import count
-from ..device.tiles import cut, grouped, load_b
-from .configs import Config, Epilogue, flags_per_rank
+from ..device.jit.launch import Launch, Operand, is_transposed, precision, why_not
+from ..device.triton import sync
+from ..device.triton.tile_table import count_tiles
+from ..device.triton.tiles import cut, grouped, load_b
+from .configs import Epilogue, MatmulReduceScatterConfig, scatter_flags_per_rank
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def _send(peers, dst, batch, row, column, tile, BM: tl.constexpr, BN: tl.constex
 @triton.jit
 def _sum_up(
     out,
-    inbox,
+    receive_buffer,
     slot,
     batch,
     row,
@@ -92,7 +92,7 @@ def _sum_up(
         rows = row + tl.arange(0, BM)[:, None]
         columns = column + tl.arange(0, BN)[None, :]
         place = (batch * m + rows).to(tl.int64) * n + columns
-        at = inbox + place
+        at = receive_buffer + place
         inside = (rows < m) & (columns < n)
         total = tl.zeros((BM, BN), tl.float32)
         for src in tl.static_range(WORLD_SIZE):
@@ -112,15 +112,15 @@ def _sum_up(
         left, right = cut(own, BM, BN)
         H: tl.constexpr = BN // 2
         P: tl.constexpr = PIECES // 2
-        for half in tl.static_range(2):
+        for side in tl.static_range(2):
             _sum_up(
                 out,
-                inbox,
+                receive_buffer,
                 slot,
                 batch,
                 row,
-                column + half * H,
-                left if half == 0 else right,
+                column + side * H,
+                left if side == 0 else right,
                 bias,
                 residual,
                 m,
@@ -136,13 +136,13 @@ def _sum_up(
             )
 
 
-@triton.jit(do_not_specialize=["half", "flags_at", "done_at", "record", "timeout_ns"])
-def matmul_reduce_scatter(
+@triton.jit(do_not_specialize=["buffer", "flags_at", "done_at", "record", "timeout_ns"])
+def matmul_reduce_scatter_kernel(
     a,  # [L, W, m, K]
     b,  # [K, N] or [N, K]
-    peers,  # [W, L, m, N]: this rank's slot of the half on every rank
+    peers,  # [W, L, m, N]: this rank's slot of the buffer on every rank
     out,  # [L, m, N]
-    inbox,  # [W, L, m, N]: the own half
+    receive_buffer,  # [W, L, m, N]: the own buffer
     words,
     fault,
     bias,  # [N], and
@@ -151,7 +151,7 @@ def matmul_reduce_scatter(
     m,
     n,
     k,
-    half,
+    buffer,
     flags_at,
     flags_per_rank,
     done_at,
@@ -171,7 +171,7 @@ def matmul_reduce_scatter(
     B_TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    epoch = tl.load(words + sync.EPOCH + half) + 1
+    epoch = tl.load(words + sync.EPOCH + buffer) + 1
     band_m = tl.cdiv(m, BM)
     tiles_m = band_m * batches
     tiles_n = tl.cdiv(n, BN)
@@ -224,7 +224,7 @@ def matmul_reduce_scatter(
         )
         _sum_up(
             out,
-            inbox,
+            receive_buffer,
             slot,
             batch,
             row,
@@ -243,15 +243,15 @@ def matmul_reduce_scatter(
             BN,
             PIECES,
         )
-    sync.leave(words, fault, half, done_at, epoch, RANK, record, span_words, WORLD_SIZE, False)
+    sync.leave_block(words, fault, buffer, done_at, epoch, RANK, record, span_words, WORLD_SIZE, False)
 
 
-def supports(a: torch.Tensor, b: torch.Tensor) -> str | None:
+def why_no_triton_scatter(a: torch.Tensor, b: torch.Tensor) -> str | None:
     """Why this kernel cannot take A [L, W, m, K] and B [K, N]; None if it can."""
     return why_not(a, b)
 
 
-class MatmulReduceScatter:
+class TritonMatmulReduceScatter:
     """This op on one problem and one workspace: prepared once, launched often.
 
     Args:
@@ -272,12 +272,12 @@ class MatmulReduceScatter:
         workspace: Workspace[Layout],
         a: torch.Tensor,
         b: torch.Tensor,
-        config: Config,
+        config: MatmulReduceScatterConfig,
         epilogue: Epilogue,
         *,
         num_sms: int,
     ) -> None:
-        if (problem := supports(a, b)) is not None:
+        if (problem := why_no_triton_scatter(a, b)) is not None:
             raise ValueError(f"matmul_reduce_scatter: {problem}")
         (batches, world_size, m, k), n = a.shape, b.shape[1]
         if world_size != workspace.world_size:
@@ -287,19 +287,19 @@ class MatmulReduceScatter:
         tile, layout = config.tile, workspace.layout
         self._part = (batches, m, n)
         part_bytes = batches * m * n * a.dtype.itemsize
-        flags = flags_per_rank(m, n, config, batches)
-        if layout.flags_per_rank < flags or layout.half_bytes < world_size * part_bytes:
+        flags = scatter_flags_per_rank(m, n, config, batches)
+        if layout.flags_per_rank < flags or layout.buffer_bytes < world_size * part_bytes:
             raise ValueError(f"workspace: {layout} is too small for results of {self._part} {a.dtype}")
         self.workspace, self.dtype, self._epilogue = workspace, a.dtype, epilogue
-        self._programs = min(num_sms, count(tile, batches * world_size, m, n))
-        self._halves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._programs = min(num_sms, count_tiles(tile, batches * world_size, m, n))
+        self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._numbers = (batches, m, n, k)
         transposed = is_transposed(b)
         b_rows = b.t() if transposed else b
         b_tile = (tile.block_n, tile.block_k) if transposed else (tile.block_k, tile.block_n)
         piece = (tile.block_m, tile.block_n // tile.pieces)
         self._launch = Launch(
-            matmul_reduce_scatter,
+            matmul_reduce_scatter_kernel,
             (
                 Operand.of(a.shape, a.stride(), (1, 1, tile.block_m, tile.block_k)),
                 Operand.of(b_rows.shape, b_rows.stride(), b_tile),
@@ -328,41 +328,44 @@ class MatmulReduceScatter:
             tile.stages,
         )
 
-    def _half(self, half: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's slot on rank 0, from where the descriptor counts the ranks, and the own half."""
-        if (found := self._halves.get(half)) is None:
+    def _buffer(self, buffer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's slot on rank 0, from where the descriptor counts the ranks, and the own buffer."""
+        if (found := self._buffers.get(buffer)) is None:
             w = self.workspace
             shape = (w.world_size, *self._part)
-            slot, inbox = w.half(0, half, shape, self.dtype)[w.rank], w.half(w.rank, half, shape, self.dtype)
-            found = self._halves[half] = (slot, inbox)
+            slot, receive_buffer = (
+                w.buffer(0, buffer, shape, self.dtype)[w.rank],
+                w.buffer(w.rank, buffer, shape, self.dtype),
+            )
+            found = self._buffers[buffer] = (slot, receive_buffer)
         return found
 
     def launch(
         self,
-        half: int,
+        buffer: int,
         a: torch.Tensor,
         b: torch.Tensor,
         out: torch.Tensor,
         *terms: torch.Tensor,
         timeout_ns: int,
     ) -> None:
-        """Compute ``out`` [L, m, N], contiguous, on the current stream: a whole use of the half.
+        """Compute ``out`` [L, m, N], contiguous, on the current stream: a whole use of the buffer.
 
         ``terms``: the bias and the residual that the epilogue names.
         """
         layout = self.workspace.layout
-        slot, inbox = self._half(half)
+        slot, receive_buffer = self._buffer(buffer)
         numbers = (
             *self._numbers,
-            half,
-            layout.flags(half),
+            buffer,
+            layout.flags(buffer),
             layout.flags_per_rank,
-            layout.done(half),
+            layout.done(buffer),
             self.workspace.span // 4,
             self.workspace.fault.record,
             timeout_ns,
         )
-        bias = terms[0] if self._epilogue.bias else inbox
-        residual = terms[-1] if self._epilogue.residual else inbox
-        tensors = (inbox, self.workspace.words, self.workspace.fault.words, bias, residual)
+        bias = terms[0] if self._epilogue.bias else receive_buffer
+        residual = terms[-1] if self._epilogue.residual else receive_buffer
+        tensors = (receive_buffer, self.workspace.words, self.workspace.fault.words, bias, residual)
         self._launch(self._programs, (a, b, slot, out), tensors, numbers)

@@ -22,7 +22,7 @@ _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _ALIKE = {"multiprocessors": "multiprocessors", "memory": "MB/s of memory", "l2": "bytes of L2 cache"}
 
 
-def check(result: tuple[Any, ...]) -> Any:
+def check_driver(result: tuple[Any, ...]) -> Any:
     """The value of a driver call, or a RuntimeError with the driver's own words."""
     error, *values = result
     if error != driver.CUresult.CUDA_SUCCESS:
@@ -41,8 +41,8 @@ def own_stream(owner: object, device: torch.device, *, first: bool = False) -> i
     """
     flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
     with relaxed_capture(), torch.cuda.device(device):
-        lowest, highest = check(driver.cuCtxGetStreamPriorityRange())
-        handle = check(driver.cuStreamCreateWithPriority(flags, highest if first else lowest))
+        lowest, highest = check_driver(driver.cuCtxGetStreamPriorityRange())
+        handle = check_driver(driver.cuStreamCreateWithPriority(flags, highest if first else lowest))
     weakref.finalize(owner, driver.cuStreamDestroy, handle).atexit = False
     return int(handle)
 
@@ -57,14 +57,14 @@ class VmmBackend:
         with torch.cuda.device(self.device):
             if not torch.cuda.is_current_stream_capturing():
                 torch.cuda.current_stream().synchronize()  # makes the primary context, which the driver calls need
-        self._handle = check(driver.cuDeviceGet(index))
+        self._handle = check_driver(driver.cuDeviceGet(index))
         self._prop = driver.CUmemAllocationProp()
         self._prop.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._prop.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         self._prop.location.id = index
         self._prop.requestedHandleTypes = _FD
         minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self.granularity = check(driver.cuMemGetAllocationGranularity(self._prop, minimum))
+        self.granularity = check_driver(driver.cuMemGetAllocationGranularity(self._prop, minimum))
         self.chunk = 32 << 20
         self.to_be_tried = False
         total = torch.cuda.get_device_properties(self.device).total_memory
@@ -72,7 +72,7 @@ class VmmBackend:
         self._side = own_stream(self, self.device)
 
     def identity(self) -> dict[str, Any]:
-        uuid = bytes(check(driver.cuDeviceGetUuid(self._handle)).bytes).hex()
+        uuid = bytes(check_driver(driver.cuDeviceGetUuid(self._handle)).bytes).hex()
         # A driver that has never heard of the question has no answer.
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
         error, mps = driver.cuDeviceGetAttribute(attribute, self._handle)
@@ -90,15 +90,17 @@ class VmmBackend:
         if (reason := refuse_shared(ranks) or refuse_unlike(ranks)) is not None:
             return reason
         flags = driver.CUdevice_attribute
-        if not check(
+        if not check_driver(
             driver.cuDeviceGetAttribute(
                 flags.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, self._handle
             )
         ):
             return f"the GPU of rank {rank} cannot share memory as file descriptors"
         visible = {
-            bytes(check(driver.cuDeviceGetUuid(d)).bytes).hex(): d
-            for d in (check(driver.cuDeviceGet(i)) for i in range(check(driver.cuDeviceGetCount())))
+            bytes(check_driver(driver.cuDeviceGetUuid(d)).bytes).hex(): d
+            for d in (
+                check_driver(driver.cuDeviceGet(i)) for i in range(check_driver(driver.cuDeviceGetCount()))
+            )
         }
         for peer, identity in enumerate(ranks):
             if identity["gpu"] == ranks[rank]["gpu"]:  # one that is shared is no peer of itself
@@ -106,21 +108,21 @@ class VmmBackend:
             other = visible.get(identity["gpu"])
             if other is None:  # hidden from this process: what it maps then is seen by doing it
                 self.to_be_tried = True
-            elif not check(driver.cuDeviceCanAccessPeer(self._handle, other)):
+            elif not check_driver(driver.cuDeviceCanAccessPeer(self._handle, other)):
                 return f"the GPUs of rank {rank} and rank {peer} have no peer-to-peer access"
         return None
 
     def reserve(self, size: int) -> int:
-        return int(check(driver.cuMemAddressReserve(size, 0, 0, 0)))
+        return int(check_driver(driver.cuMemAddressReserve(size, 0, 0, 0)))
 
     def release(self, address: int, size: int) -> None:
-        check(driver.cuMemAddressFree(address, size))
+        check_driver(driver.cuMemAddressFree(address, size))
 
     def create(self, size: int) -> tuple[int, Any]:
         with relaxed_capture():
-            handle = check(driver.cuMemCreate(size, self._prop, 0))
+            handle = check_driver(driver.cuMemCreate(size, self._prop, 0))
             try:
-                fd = check(driver.cuMemExportToShareableHandle(handle, _FD, 0))
+                fd = check_driver(driver.cuMemExportToShareableHandle(handle, _FD, 0))
             except BaseException:
                 self.drop(handle)
                 raise
@@ -128,7 +130,7 @@ class VmmBackend:
 
     def adopt(self, fd: int, size: int) -> Any:
         with relaxed_capture():
-            return check(driver.cuMemImportFromShareableHandle(fd, _FD))
+            return check_driver(driver.cuMemImportFromShareableHandle(fd, _FD))
 
     def map(self, address: int, handle: Any, size: int) -> None:
         access = driver.CUmemAccessDesc()
@@ -136,23 +138,23 @@ class VmmBackend:
         access.location.id = self.device.index
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         with relaxed_capture():
-            check(driver.cuMemMap(address, size, 0, handle, 0))
+            check_driver(driver.cuMemMap(address, size, 0, handle, 0))
             try:
-                check(driver.cuMemSetAccess(address, size, [access], 1))
+                check_driver(driver.cuMemSetAccess(address, size, [access], 1))
             except BaseException:
                 self.unmap(address, size)
                 raise
 
     def unmap(self, address: int, size: int) -> None:
-        check(driver.cuMemUnmap(address, size))
+        check_driver(driver.cuMemUnmap(address, size))
 
     def drop(self, handle: Any) -> None:
-        check(driver.cuMemRelease(handle))
+        check_driver(driver.cuMemRelease(handle))
 
     def zero(self, address: int, size: int) -> None:
         with relaxed_capture(), torch.cuda.device(self.device):
-            check(driver.cuMemsetD8Async(address, 0, size, self._side))
-            check(driver.cuStreamSynchronize(self._side))
+            check_driver(driver.cuMemsetD8Async(address, 0, size, self._side))
+            check_driver(driver.cuStreamSynchronize(self._side))
 
     def quiesce(self) -> bool:
         if torch.cuda.is_current_stream_capturing():
@@ -203,7 +205,7 @@ def memory_of(device: Any) -> dict[str, int]:
 
     def says(which: str) -> int:
         attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{which}")
-        return int(check(driver.cuDeviceGetAttribute(attribute, device)))
+        return int(check_driver(driver.cuDeviceGetAttribute(attribute, device)))
 
     transfers = 2 * says("MEMORY_CLOCK_RATE")  # a millisecond, at both edges
     return {
@@ -215,10 +217,10 @@ def memory_of(device: Any) -> dict[str, int]:
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
     """Lets this thread map memory or load code while a CUDA graph is being captured: none of it goes into the graph."""
-    mode = check(
+    mode = check_driver(
         driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
     )
     try:
         yield
     finally:
-        check(driver.cuThreadExchangeStreamCaptureMode(mode))
+        check_driver(driver.cuThreadExchangeStreamCaptureMode(mode))

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from weft.kernels.all_gather_matmul.configs import PushConfig, push_layout
+from weft.kernels.all_gather_matmul.configs import GatherPushConfig, gather_push_layout
 from weft.kernels.all_gather_matmul.cuda_kernel import SOURCE
-from weft.kernels.device.gemm_tiles import Tile
+from weft.kernels.device.gemm.gemm_tiles import Tile
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
@@ -27,18 +27,18 @@ PRINTS = """
 using std::max;
 using std::min;
 #include GATHER
-struct Half { int world_size; };
+struct BufferWords { int world_size; };
 struct Watch { int rank; };
 struct Params {
-    int m, n, k, bs, columns[4], band, remote_band, group;
-    Half half;
+    int m, n, k, bs, columns[4], raster_group, remote_band, group;
+    BufferWords half;
     Watch watch;
 };
 int main(int, char** given) {
     Params p{};
     p.m = std::atoi(given[1]), p.k = std::atoi(given[2]), p.group = std::atoi(given[3]);
-    p.n = 8, p.bs = 1, p.columns[0] = 1, p.band = p.remote_band = 4, p.half.world_size = 4;
-    const weft::GatherOrder<Params> order(p);
+    p.n = 8, p.bs = 1, p.columns[0] = 1, p.raster_group = p.remote_band = 4, p.half.world_size = 4;
+    const weft::GatherTileScheduler<Params> order(p);
     for (int i = 0; i < order.pieces; ++i) {
         const weft::GatherPiece<Params> piece(p, order, i);
         if (piece.inside) std::printf("%d\\n", piece.flag);
@@ -69,19 +69,19 @@ def test_pieces_are_announced_in_the_order_in_which_ranks_send(
     choice = random.Random(block_m)
     for _ in range(20):
         m, k, group = choice.randrange(1, 700), 8 * choice.randrange(1, 400), choice.randrange(1, 5)
-        config = PushConfig(Tile(block_m, 128, 4, 0.4), 0, group, piece_rows, unit_columns=unit)
-        announced = alone_gather.announcements(config, m, k, 4)
+        config = GatherPushConfig(Tile(block_m, 128, 4, 0.4), 0, group, piece_rows, unit_columns=unit)
+        ll_protocol = alone_gather.announcements(config, m, k, 4)
         command = [tmp_path / "prints", *map(str, (m, k, group))]
         sent = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-        flags, due = zip(*announced, strict=True)
+        flags, due = zip(*ll_protocol, strict=True)
         assert list(flags) == [int(flag) for flag in sent], (m, k, group)
-        assert max(flags) < push_layout(m, k, 4, config).flags_per_rank
+        assert max(flags) < gather_push_layout(m, k, 4, config).flags_per_rank
         assert list(due) == sorted(due) and due[0] > 0
         assert due[-1] == round(3 * m * k * 2 / 294)
 
 
 def test_the_announcing_kernel_compiles() -> None:
-    assert alone_gather.program().cubin()
+    assert alone_gather.alone_program().cubin()
 
 
 @pytest.mark.gpu

@@ -17,10 +17,10 @@ import alone_scatter
 from fibers import PATIENT
 from product_ops import Scatter
 from products import SMALL, WIDE
-from weft.kernels.device.gemm_tiles import TILES
-from weft.kernels.device.program import Program
-from weft.kernels.matmul_reduce_scatter.configs import Epilogue, PushConfig
-from weft.kernels.matmul_reduce_scatter.cuda_kernel import defines
+from weft.kernels.device.gemm.gemm_tiles import TILES
+from weft.kernels.device.jit.program import Program
+from weft.kernels.matmul_reduce_scatter.configs import Epilogue, ScatterPushConfig
+from weft.kernels.matmul_reduce_scatter.cuda_kernel import scatter_defines
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -29,7 +29,7 @@ from weft.kernels.matmul_reduce_scatter.cuda_kernel import defines
     [
         Scatter(2, 147, 136, 72, SMALL, blocks=2, staged=True),
         Scatter(3, 67, 40, 136, WIDE, blocks=2, staged=True),
-        Scatter(4, 65, 136, 72, SMALL, band=2),
+        Scatter(4, 65, 136, 72, SMALL, raster_group=2),
     ],
     ids=["2", "3", "4"],
 )
@@ -49,8 +49,8 @@ def test_a_rank_alone_sums_its_own_products(op: Scatter, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_kernel_of_a_rank_alone_compiles(world_size: int) -> None:
     b = torch.empty(256, 256, dtype=torch.bfloat16)
-    config, epilogue = PushConfig(TILES[0], 2, staged=True), Epilogue(torch.bfloat16)
-    given = dict(defines(b, config, world_size, 0, epilogue))
+    config, epilogue = ScatterPushConfig(TILES[0], 2, staged=True), Epilogue(torch.bfloat16)
+    given = dict(scatter_defines(b, config, world_size, 0, epilogue))
     assert Program(alone_scatter.source(world_size), defines=given).cubin()
 
 

@@ -24,7 +24,7 @@ BENCH = str(Path(__file__).parents[2] / "bench")
 
 
 def test_the_whole_table() -> None:
-    rows = registry.rows("cuda")
+    rows = registry.select_rows("cuda")
     of = {op: [r for r in rows if r.op == op] for op in registry.OPS}
     assert {op: len(found) for op, found in of.items()} == {
         "all_gather_matmul": 6 * 6 * 2,
@@ -39,14 +39,14 @@ def test_the_whole_table() -> None:
 
 
 def test_every_row_divides_by_up_to_8_ranks() -> None:
-    for row in registry.rows("cuda"):
+    for row in registry.select_rows("cuda"):
         if row.K is not None:
             assert row.M % 8 == 0 or row.op == "matmul_all_reduce"
             assert (row.N if row.op == "all_gather_matmul" else row.K) % 8 == 0
 
 
 def test_selection() -> None:
-    rows = registry.rows(
+    rows = registry.select_rows(
         "cuda", ops=("matmul_reduce_scatter",), layers=("70b",), m_sizes=(256,), modes=("graph",)
     )
     assert [(r.name, r.M, r.K, r.N, r.mode) for r in rows] == [
@@ -58,9 +58,9 @@ def test_selection() -> None:
 def test_some_layers_are_measured_only_where_they_are_named() -> None:
     both = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
     for layers in ((), ("70b",)):
-        assert not {r.name for r in registry.rows("cuda", both, layers)} & set(registry.ON_REQUEST)
-    assert {r.name for r in registry.rows("cuda", both, ("last",))} == set(registry.LAST_DIMENSION)
-    assert {r.op for r in registry.rows("cuda", both, ("last",))} == set(both[:2])
+        assert not {r.name for r in registry.select_rows("cuda", both, layers)} & set(registry.ON_REQUEST)
+    assert {r.name for r in registry.select_rows("cuda", both, ("last",))} == set(registry.LAST_DIMENSION)
+    assert {r.op for r in registry.select_rows("cuda", both, ("last",))} == set(both[:2])
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_some_layers_are_measured_only_where_they_are_named() -> None:
 )
 def test_unknown_selection(device: str, selection: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        registry.rows(device, **selection)
+        registry.select_rows(device, **selection)
 
 
 def test_long_products_get_fewer_calls() -> None:
@@ -131,7 +131,7 @@ def test_geometric_mean_skips_what_is_missing() -> None:
 
 
 def test_table_shows_errors_and_counts_what_is_slower() -> None:
-    lines = report.table([row(), row(weft_us=5.0), row(weft_us=None, error="weft: wrong result")])
+    lines = report.result_table([row(), row(weft_us=5.0), row(weft_us=None, error="weft: wrong result")])
     assert "weft: wrong result" in "\n".join(lines)
     assert "best peer / weft 1.26" in lines[-1]
     assert lines[-1].endswith("slower in 1")

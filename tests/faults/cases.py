@@ -16,11 +16,11 @@ import torch.distributed as dist
 from faults.inject import Fault
 from faults.ops import OPS, Case
 from weft import symm_mem
-from weft.fused_ops.plan import forced
+from weft.fused_ops.dispatch.plan import forced
 
 STEPS = 5
 STRIKES_AT = 2
-PATIENCE = 30.0  # seconds: the deadline of everything that is expected to work
+VOTE_DEADLINE = 30.0  # seconds: the deadline of everything that is expected to work
 CHECKED = ("skip", "corrupt")  # without the checked mode ranks that differ may agree on wrong numbers
 
 
@@ -126,7 +126,7 @@ def _strike(
     rank: int, size: int, op: str, fault: Fault, deadline: float, checked: bool, events: list[Any]
 ) -> Seen:
     world, other = dist.group.WORLD, other_group()
-    symm_mem.set_timeout(PATIENCE, world)
+    symm_mem.set_timeout(VOTE_DEADLINE, world)
     symm_mem.set_checked(checked)
     dist.barrier()
     seen = steps(rank, size, op, fault, world, deadline, events)
@@ -139,18 +139,18 @@ def _strike(
                 OPS[op](rank, size, 0, unit, world, 0).call()
         except Exception as e:
             seen.again = str(e)
-    symm_mem.set_timeout(PATIENCE, world)
+    symm_mem.set_timeout(VOTE_DEADLINE, world)
     if fault.kind == "kill":
         expect_no_reset(world, fault.rank)
         return seen
     none = Fault("delay", -1, -1)
     seen.note("goes on in another group of the same ranks, which has not noticed")
-    seen.beside = steps(rank, size, op, none, other, PATIENCE, events)
+    seen.beside = steps(rank, size, op, none, other, VOTE_DEADLINE, events)
     if not checked:  # ranks that compare have all refused the same call, and nothing is broken
         seen.note("comes to the reset")
         symm_mem.reset(world)
     seen.note("begins anew")
-    seen.after = steps(rank, size, op, none, world, PATIENCE, events)
+    seen.after = steps(rank, size, op, none, world, VOTE_DEADLINE, events)
     symm_mem.set_checked(False)
     seen.threads = sum(t.name.startswith("weft") for t in threading.enumerate())
     return seen
@@ -177,8 +177,8 @@ def kills(rank: int, size: int, culprit: int, deadline: float) -> list[Seen]:
     groups = {op: dist.new_group(list(range(size))) for op in OPS}
     unit = 1 if torch.get_default_device().type == "cpu" else 64
     for op, group in groups.items():
-        symm_mem.set_timeout(PATIENCE, group)
-        seen = steps(rank, size, op, Fault("delay", -1, -1), group, PATIENCE, [])
+        symm_mem.set_timeout(VOTE_DEADLINE, group)
+        seen = steps(rank, size, op, Fault("delay", -1, -1), group, VOTE_DEADLINE, [])
         assert seen.error is None and not seen.wrong, story([seen])
     dist.barrier()
     if rank == culprit:
@@ -193,7 +193,7 @@ def kills(rank: int, size: int, culprit: int, deadline: float) -> list[Seen]:
         seen.again = str(error.value)
         found.append(seen)
     for group in groups.values():
-        symm_mem.set_timeout(PATIENCE, group)  # a process with a GPU takes its time to end
+        symm_mem.set_timeout(VOTE_DEADLINE, group)  # a process with a GPU takes its time to end
         expect_no_reset(group, culprit)
     return found
 
@@ -205,7 +205,7 @@ def other_group() -> Any:
     """A second group of all ranks of this process."""
     if not _other:
         _other.append(dist.new_group(list(range(dist.get_world_size()))))
-        symm_mem.set_timeout(PATIENCE, _other[0])
+        symm_mem.set_timeout(VOTE_DEADLINE, _other[0])
     return _other[0]
 
 
@@ -217,7 +217,7 @@ def strikes(rank: int, size: int, op: str, faults: list[Fault], deadline: float)
     return [
         strike(
             *(rank, size, op, fault),
-            deadline if fault.kind in ("delay", "stop") else PATIENCE,
+            deadline if fault.kind in ("delay", "stop") else VOTE_DEADLINE,
             fault.kind in CHECKED,
         )
         for fault in faults

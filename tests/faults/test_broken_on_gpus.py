@@ -18,12 +18,12 @@ from weft.fused_ops import (
     fused_matmul_reduce_scatter,
     one_shot_all_reduce,
 )
-from weft.fused_ops.plan import forced
+from weft.fused_ops.dispatch.plan import forced
 
 pytestmark = pytest.mark.gpu
 
 DEADLINE = 1.0  # of rank 0; the others have more patience
-PATIENCE = 5.0
+VOTE_DEADLINE = 5.0
 CULPRIT = 1
 K = N = 512
 ROWS = 128
@@ -71,14 +71,14 @@ def product_then_all_reduce(
     def right(out: torch.Tensor, step: int) -> bool:
         return torch.equal(out.double(), wanted(op, step, size).to(out.dtype).double())
 
-    for step in range(2):  # both halves are used: what is stale there is of another step
+    for step in range(2):  # both buffers are used: what is stale there is of another step
         x.copy_(operand(op, step, rank, size))
         assert right(call(), step)
     torch.cuda.synchronize()
     dist.barrier()
     run: Callable[[], torch.Tensor] = call
     if captured:
-        symm_mem.set_timeout(DEADLINE if rank == 0 else PATIENCE)
+        symm_mem.set_timeout(DEADLINE if rank == 0 else VOTE_DEADLINE)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = call()
@@ -95,7 +95,7 @@ def product_then_all_reduce(
     x.copy_(operand(op, 2, rank, size))
     torch.cuda.synchronize()
     dist.barrier()
-    symm_mem.set_timeout(DEADLINE if rank == 0 else PATIENCE)
+    symm_mem.set_timeout(DEADLINE if rank == 0 else VOTE_DEADLINE)
     if rank == CULPRIT:
         time.sleep(3 * DEADLINE)
     begin = time.monotonic()
@@ -149,7 +149,7 @@ def signals_then_all_reduce(rank: int, size: int) -> str | None:
     assert (one_shot_all_reduce(mine, "sum", None) == size * (size + 1) / 2).all()
     torch.cuda.synchronize()
     dist.barrier()
-    symm_mem.set_timeout(DEADLINE if rank == 0 else PATIENCE)
+    symm_mem.set_timeout(DEADLINE if rank == 0 else VOTE_DEADLINE)
     if rank == 0:
         peers.wait(1)
     one_shot_all_reduce(mine, "sum", None)

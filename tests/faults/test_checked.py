@@ -21,8 +21,8 @@ from weft.fused_ops import (
     fused_matmul_reduce_scatter,
     last_plan,
     one_shot_all_reduce,
-    plan,
 )
+from weft.fused_ops.dispatch import plan
 from weft.kernels.all_reduce import host
 
 ODD = 1  # the rank that differs
@@ -176,7 +176,7 @@ def test_the_environment_switches_it_on() -> None:
 def test_bad_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="on: is 1, must be True or False"):
         symm_mem.set_checked(1)  # type: ignore[arg-type]
-    monkeypatch.setattr("weft.symm_mem.board._on", None)
+    monkeypatch.setattr("weft.symm_mem.failure.call_check._on", None)
     monkeypatch.setenv("WEFT_CHECK", "yes")
     with pytest.raises(ValueError, match="WEFT_CHECK: is 'yes', must be 0 or 1"):
         symm_mem.is_checked()

@@ -20,7 +20,9 @@ import torch.multiprocessing as mp
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
-from weft.symm_mem.rendezvous import Rendezvous
+from weft.symm_mem.bootstrap.rendezvous import Rendezvous
+from weft.symm_mem.heap.heap import heap_of
+from weft.symm_mem.heap.registry import get_heap
 
 LONG = 120.0  # seconds: a deadline that no test waits for
 
@@ -233,7 +235,7 @@ def test_a_rank_that_is_killed_at_any_moment_is_named_at_once() -> None:
 
 
 def prepares(rank: int, world_size: int) -> list[str]:
-    heap = symm_mem.heap()
+    heap = get_heap()
     symm_mem.set_timeout(0.5)
     heap.prepare("an_op", "slow", lambda: time.sleep(1.5 * (rank == 1)))  # three deadlines: nobody minds
     CALLS["one_shot_all_reduce"]()
@@ -276,7 +278,7 @@ def test_compiling_does_not_count_against_the_deadline() -> None:
 
 
 def resets(rank: int, world_size: int) -> tuple[int, ...]:
-    heap = symm_mem.heap()
+    heap = get_heap()
     first = symm_mem.rendezvous(symm_mem.empty(1000))
     # A rank that does not come to a reset is named, and the reset can be called again.
     if rank == 0:
@@ -324,7 +326,7 @@ def resets(rank: int, world_size: int) -> tuple[int, ...]:
         assert (peers.tensors[rank] == (rank - 1) % world_size).all()
         peers.barrier()
     CALLS["one_shot_all_reduce"]()
-    return heap.capacity, heap._number, symm_mem.heap_of(block).offset
+    return heap.capacity, heap._number, heap_of(block).offset
 
 
 def test_after_a_reset_all_ranks_agree_on_what_lies_where() -> None:

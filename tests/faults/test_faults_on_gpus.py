@@ -26,8 +26,9 @@ from weft.fused_ops import (
     last_plan,
     one_shot_all_reduce,
 )
-from weft.fused_ops.plan import forced
-from weft.symm_mem import Heap
+from weft.fused_ops.dispatch.plan import forced
+from weft.symm_mem.heap.heap import Heap
+from weft.symm_mem.heap.registry import get_heap
 
 pytestmark = pytest.mark.gpu
 
@@ -129,7 +130,7 @@ def test_a_captured_graph_works_again_after_a_reset(world_size: int) -> None:
 def compiles_slowly(rank: int, world_size: int) -> None:
     """One rank takes three deadlines for each kernel that is made."""
     symm_mem.set_timeout(60)
-    symm_mem.heap(None, "cuda")
+    get_heap(None, "cuda")
     symm_mem.reset()  # whatever earlier calls have made is made again
     prepare, made = Heap.prepare, []
 
@@ -198,7 +199,7 @@ def test_signals_work_again_after_a_reset() -> None:
 def grows_in_a_capture(rank: int, world_size: int) -> None:
     """A graph's workspace is made while it is captured. If a rank cannot, no rank has captured that call."""
     gc.collect()  # of an earlier test: a graph that is destroyed during a capture ends it
-    heap = symm_mem.heap(None, "cuda")
+    heap = get_heap(None, "cuda")
     x = torch.ones(1 << 22)
     one_shot_all_reduce(x[:100], "sum", None)
     torch.cuda.synchronize()

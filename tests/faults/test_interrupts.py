@@ -15,13 +15,15 @@ import torch.distributed as dist
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_all_reduce, fused_matmul_reduce_scatter, one_shot_all_reduce
-from weft.kernels.device.copy_thread import copying
+from weft.kernels.device.comm.copy_thread import copying
 from weft.kernels.matmul_all_reduce import host as matmul_all_reduce
 from weft.kernels.matmul_reduce_scatter import host as matmul_reduce_scatter
-from weft.symm_mem import Layout, Workspace, board
 from weft.symm_mem.backends.host import HostBackend
-from weft.symm_mem.heap import Heap
-from weft.symm_mem.store import Questions
+from weft.symm_mem.bootstrap.store import StoreQuestions
+from weft.symm_mem.failure import call_check
+from weft.symm_mem.heap.heap import Heap
+from weft.symm_mem.heap.registry import get_heap
+from weft.symm_mem.workspace import Layout, Workspace
 
 LONG = 60.0  # seconds: a deadline that no test waits for
 SHORT = 1  # the rank that is interrupted
@@ -60,21 +62,21 @@ def makes_a_heap() -> None:
 
 
 def prepares() -> None:
-    symm_mem.heap().prepare("an_op", "key", lambda: None)
+    get_heap().prepare("an_op", "key", lambda: None)
 
 
 def grows() -> None:
     """Without a word that is zero at first, which would be one more step."""
-    symm_mem.heap().allocate(40 << 20, "a block")
+    get_heap().allocate(40 << 20, "a block")
 
 
 # What is called, whether the group has memory before, and where it is interrupted.
 CASES: dict[str, tuple[Callable[[], None], bool, Any, str]] = {
     "make a heap": (makes_a_heap, False, HostBackend, "reserve"),
-    "make a board": (checked, True, board, "_page"),
-    "exchange the boards": (checked, True, board, "exchange"),
-    "compare calls": (checked, True, board, "spin"),
-    "prepare": (prepares, True, Questions, "__enter__"),
+    "make a board": (checked, True, call_check, "_page"),
+    "exchange the boards": (checked, True, call_check, "exchange"),
+    "compare calls": (checked, True, call_check, "spin"),
+    "prepare": (prepares, True, StoreQuestions, "__enter__"),
     "grow": (grows, True, Heap, "_enter_chunk"),
     "reset": (symm_mem.reset, True, Heap, "_come_to_rest"),
     "the end of a reset": (symm_mem.reset, True, HostBackend, "zero"),
@@ -170,7 +172,7 @@ def test_between_the_start_of_a_copy_thread_and_what_it_copies(started: bool) ->
 def keeps_a_lock(rank: int, world_size: int) -> None:
     """Ctrl-C may come to a reset, or to a call, just before it lets go of a workspace."""
     symm_mem.set_timeout(2)
-    made = Workspace(symm_mem.heap(), Layout(world_size, 4, 1024), "site")
+    made = Workspace(get_heap(), Layout(world_size, 4, 1024), "site")
     if rank == SHORT:
         made.lock.acquire()
     symm_mem.reset()

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from faults.ops import OPS
 from ranks import run_ranks
 from weft import symm_mem
-from weft.kernels.device.choice import make_together
-from weft.symm_mem import Layout, Workspace
+from weft.kernels.device.tuning.choice import make_together
+from weft.symm_mem.heap.registry import get_heap
+from weft.symm_mem.workspace import Layout, Workspace
 
 KEPT: Any = SimpleNamespace(is_gone=lambda: False)  # a captured graph
 
@@ -86,8 +87,8 @@ def test_an_overlapping_group_goes_on_beside_a_broken_one() -> None:
 
 def made_in_part(rank: int, world_size: int) -> None:
     """A rank comes when the others no longer wait for what is made together: behind a reset all make it once more."""
-    space: Workspace[Layout] = Workspace(symm_mem.heap(), Layout(world_size, 4, 1024), "site")
-    of_graph = Workspace(symm_mem.heap(), Layout(world_size, 4, 1024), "graph", graph=KEPT)
+    space: Workspace[Layout] = Workspace(get_heap(), Layout(world_size, 4, 1024), "site")
+    of_graph = Workspace(get_heap(), Layout(world_size, 4, 1024), "graph", graph=KEPT)
     of_graph.prepared["kernel"] = "captured"
     made = []
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, last_plan, one_shot_all_reduce
-from weft.fused_ops.plan import forced
-from weft.kernels.all_gather_matmul.triton_kernel import AllGatherMatmul
+from weft.fused_ops.dispatch.plan import forced
+from weft.kernels.all_gather_matmul.triton_kernel import TritonAllGatherMatmul
 
 pytestmark = pytest.mark.gpu
 
@@ -82,20 +82,20 @@ def copies_come_late(rank: int, world_size: int) -> tuple[bool, str | None]:
         with forced("fused"):
             return fused_all_gather_matmul(rows[n][rank], [b], 0, None, return_A=False)[1][0]
 
-    for n in range(2):  # float32, so that copy engines send; each half once
+    for n in range(2):  # float32, so that copy engines send; each buffer once
         assert torch.equal(call(n), torch.cat(rows[n]))
         assert last_plan().algorithm == "copy_engine"
     torch.cuda.synchronize()
     dist.barrier()
     symm_mem.set_timeout(DEADLINE)
-    launch = AllGatherMatmul.launch
+    launch = TritonAllGatherMatmul.launch
 
     def slow_launch(*args: Any, **named: Any) -> None:
         torch.cuda._sleep(int(4 * DEADLINE * 1.9e9))
         launch(*args, **named)
 
     if rank == CULPRIT:
-        with mock.patch.object(AllGatherMatmul, "launch", slow_launch):
+        with mock.patch.object(TritonAllGatherMatmul, "launch", slow_launch):
             out = call(2)
     else:
         out, *_ = [call(n) for n in (2, 3, 4)]

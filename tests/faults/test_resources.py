@@ -18,9 +18,11 @@ from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, one_shot_all_reduce
 from weft.kernels.all_gather_matmul import host
-from weft.symm_mem import board, descriptors
 from weft.symm_mem.backends.host import HostBackend
-from weft.symm_mem.heap import Heap
+from weft.symm_mem.bootstrap import fd_exchange
+from weft.symm_mem.failure import call_check
+from weft.symm_mem.heap.heap import Heap
+from weft.symm_mem.heap.registry import get_heap
 
 SHORT = 1  # the rank that runs out
 MORE = 40 << 20  # bytes: the heap must grow for so many
@@ -60,7 +62,7 @@ def no_descriptors(but: int) -> Iterator[None]:
 
 def state() -> tuple[int, ...]:
     gc.collect()
-    heap = symm_mem.heap()
+    heap = get_heap()
     with open("/proc/self/maps") as f:
         mapped = sum("memfd:weft" in line for line in f)
     return heap.capacity, mapped, len(os.listdir("/proc/self/fd"))
@@ -156,7 +158,7 @@ def interrupted(rank: int, world_size: int) -> None:
     symm_mem.set_timeout(20)
     works(rank, world_size)
     before, taken = state(), 0
-    take = descriptors._take
+    take = fd_exchange._take
 
     def interrupts(*args: Any) -> int:
         nonlocal taken
@@ -167,7 +169,7 @@ def interrupted(rank: int, world_size: int) -> None:
 
     with ExitStack() as stack:
         if rank == SHORT:
-            stack.enter_context(mock.patch.object(descriptors, "_take", interrupts))
+            stack.enter_context(mock.patch.object(fd_exchange, "_take", interrupts))
         with pytest.raises(KeyboardInterrupt if rank == SHORT else symm_mem.PeerTimeout):
             symm_mem.empty(MORE, dtype=torch.uint8)
     symm_mem.reset()
@@ -180,7 +182,7 @@ def test_an_interrupt_between_two_descriptors() -> None:
 
 
 @contextmanager
-def gives_and_is_interrupted(*args: Any, real: Any = descriptors._giving) -> Iterator[list[str]]:
+def gives_and_is_interrupted(*args: Any, real: Any = fd_exchange._giving) -> Iterator[list[str]]:
     with real(*args) as refused:
         yield refused
     raise KeyboardInterrupt
@@ -189,7 +191,7 @@ def gives_and_is_interrupted(*args: Any, real: Any = descriptors._giving) -> Ite
 # Steps in which a rank comes by new memory.
 TAKEN_AT = {
     "posix_fallocate": (os, mock.Mock(side_effect=KeyboardInterrupt)),
-    "_giving": (descriptors, gives_and_is_interrupted),
+    "_giving": (fd_exchange, gives_and_is_interrupted),
     "_enter_chunk": (Heap, mock.Mock(side_effect=KeyboardInterrupt)),
 }
 
@@ -224,7 +226,7 @@ def no_page(rank: int, world_size: int) -> None:
     symm_mem.set_checked(True)
     with ExitStack() as stack:
         if rank == SHORT:
-            stack.enter_context(mock.patch.object(board, "_page", side_effect=OSError("no page")))
+            stack.enter_context(mock.patch.object(call_check, "_page", side_effect=OSError("no page")))
         for _ in range(3):
             with pytest.raises(symm_mem.WeftError, match=f"make a board .* rank {SHORT}: OSError: no page"):
                 one_shot_all_reduce(torch.ones(3), "sum", None)
@@ -272,7 +274,7 @@ def made_on_one_rank(rank: int, world_size: int, last_step: str) -> None:
     symm_mem.set_timeout(1)
     a, b = torch.full((4, 4), rank + 1.0), torch.ones(4, 4)
     symm_mem.empty(1)  # what is made once for the group is there
-    rendezvous = symm_mem.heap().rendezvous
+    rendezvous = get_heap().rendezvous
     gather = rendezvous.gather
     symm_mem.set_checked(last_step == BOARD)
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from ranks import run_ranks
 from weft import symm_mem
-from weft.symm_mem import descriptors
+from weft.symm_mem.bootstrap import fd_exchange
+from weft.symm_mem.heap.registry import get_heap
 
 STRANGER = Path(__file__).with_name("stranger.py")
 
@@ -22,7 +23,7 @@ def grow_beside_a_stranger(rank: int, world_size: int, arguments: list[str]) -> 
     if rank == 0:
         command = [sys.executable, str(STRANGER), "3", *arguments]
         stranger = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    heap = symm_mem.heap()
+    heap = get_heap()
     for _ in range(60):
         symm_mem.rendezvous(symm_mem.empty(9 << 20, dtype=torch.uint8)).barrier()
         heap._free.holes.clear()  # so that each turn grows the heap
@@ -60,7 +61,7 @@ class Trap:
 
 def forged(rank: int, world_size: int) -> None:
     """What comes from the store or a socket is data, whoever wrote it."""
-    heap = symm_mem.heap()
+    heap = get_heap()
     symm_mem.rendezvous(symm_mem.empty(4)).barrier()
     meeting = heap.rendezvous
     if rank == 0:
@@ -81,7 +82,7 @@ def test_a_forged_post_is_not_unpickled() -> None:
 
 
 def test_nothing_received_is_interpreted() -> None:
-    folder = Path(descriptors.__file__).parent
+    folder = Path(fd_exchange.__file__).parent
     for file in folder.rglob("*.py"):
         source = file.read_text()
         assert not any(

@@ -49,7 +49,7 @@ def expect_timeout(op: str, seen: Seen, deadline: float) -> None:
     assert re.search(r"faults/ops\.py:\d+$", error["site"]), error
     words = (
         rf"{op}: rank \d of group '\w+' waited [\d.]+ s for rank \d: "
-        r"(flag \d+|'done') of rank \d \(half [01]\) is \d+, expected \d+"
+        r"(flag \d+|'done') of rank \d \(buffer [01]\) is \d+, expected \d+"
         r"(, and its process has ended|, and it has given up( on rank \d)?)? \(called at .*faults/ops\.py:\d+\)"
     )
     assert re.fullmatch(words, error["text"]), error

@@ -16,15 +16,15 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
-from weft.fused_ops import alike
-from weft.fused_ops.alike import Alike, alike_to, is_likely, likely
+from weft.fused_ops.dispatch import tensor_guards
+from weft.fused_ops.dispatch.tensor_guards import TensorGuard, guards_of, likely_call, note_likely
 
 KIND = "a kind"
 
 
 @dataclass(eq=False)
 class Found:
-    alike: Alike
+    alike: TensorGuard
     device: int = 0
     stream: int = 7
 
@@ -32,13 +32,13 @@ class Found:
 @pytest.fixture(autouse=True)
 def stream(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     current = [7]
-    monkeypatch.setattr(alike, "stream_on", lambda device: current[0])
+    monkeypatch.setattr(tensor_guards, "stream_on", lambda device: current[0])
     return current
 
 
 def test_tensors_elsewhere_are_alike() -> None:
     x, y = torch.randn(3, 4, 8), torch.randn(8, 16).t()
-    same = alike_to([x, y])
+    same = guards_of([x, y])
     assert same(x, y) and same(x.clone(), torch.randn(8, 16).t())
     with torch.no_grad():
         assert same(x, y)
@@ -50,11 +50,11 @@ def test_tensors_elsewhere_are_alike() -> None:
 def test_others_are_not_likely(other: str, position: int) -> None:
     given: list[Any] = [torch.randn(3, 4, 8), torch.randn(3, 4, 8)]
     kept: dict[Hashable, Any] = {}
-    is_likely(kept, KIND, Found(alike_to(given)))
-    assert likely(kept, KIND, given) is not None
+    note_likely(kept, KIND, Found(guards_of(given)))
+    assert likely_call(kept, KIND, given) is not None
     given[position] = given[position].tolist() if other == "list" else OTHERS[other](given[position])
     # Addresses are not compared.
-    assert (likely(kept, KIND, given) is None) == (other != "misaligned")
+    assert (likely_call(kept, KIND, given) is None) == (other != "misaligned")
 
 
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -69,20 +69,20 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 def test_nothing_is_likely_in_another_state(context: str) -> None:
     x = torch.randn(3, 4)
     kept: dict[Hashable, Any] = {}
-    is_likely(kept, KIND, Found(alike_to([x])))
+    note_likely(kept, KIND, Found(guards_of([x])))
     with CONTEXTS[context]():
-        assert likely(kept, KIND, [x]) is None
-    assert likely(kept, KIND, [x]) is not None
+        assert likely_call(kept, KIND, [x]) is None
+    assert likely_call(kept, KIND, [x]) is not None
 
 
 @pytest.mark.parametrize("pre_dispatch", [False, True])
 def test_nothing_is_likely_in_traces_and_transforms(pre_dispatch: bool) -> None:
     x, answers = torch.randn(3, 4), []
     kept: dict[Hashable, Any] = {}
-    is_likely(kept, KIND, Found(alike_to([x])))
+    note_likely(kept, KIND, Found(guards_of([x])))
 
     def asks(y: Tensor) -> Tensor:
-        answers.extend(likely(kept, KIND, [z]) for z in (x, y))
+        answers.extend(likely_call(kept, KIND, [z]) for z in (x, y))
         return y.sum()
 
     make_fx(asks, pre_dispatch=pre_dispatch)(x)
@@ -97,43 +97,45 @@ def test_in_inference_mode_its_own_findings_are(mode: Callable[[], AbstractConte
     kept: dict[Hashable, Any] = {}
     with mode():
         x = torch.randn(3, 4)
-        is_likely(kept, KIND, Found(alike_to([x])))
-        assert likely(kept, KIND, [torch.randn(3, 4)]) is not None
+        note_likely(kept, KIND, Found(guards_of([x])))
+        assert likely_call(kept, KIND, [torch.randn(3, 4)]) is not None
     with torch.inference_mode(mode is nullcontext):
-        assert likely(kept, KIND, [torch.randn(3, 4)]) is None
+        assert likely_call(kept, KIND, [torch.randn(3, 4)]) is None
 
 
 def test_what_may_want_a_gradient_or_is_found_in_a_rare_state_is_never_tried() -> None:
     kept: dict[Hashable, Any] = {}
-    is_likely(kept, KIND, Found(alike_to([torch.randn(3, requires_grad=True)])))
+    note_likely(kept, KIND, Found(guards_of([torch.randn(3, requires_grad=True)])))
     with torch.autocast("cpu"):
-        is_likely(kept, KIND, Found(alike_to([torch.randn(3)])))
+        note_likely(kept, KIND, Found(guards_of([torch.randn(3)])))
     assert not kept
 
 
 def test_another_stream_has_findings_of_its_own(stream: list[int]) -> None:
     x = torch.randn(3, 4)
     kept: dict[Hashable, Any] = {}
-    found = {number: Found(alike_to([x]), stream=number) for number in (7, 8)}
+    found = {number: Found(guards_of([x]), stream=number) for number in (7, 8)}
     for one in found.values():
-        is_likely(kept, KIND, one)
+        note_likely(kept, KIND, one)
     for number in (7, 8, 7, 9):
         stream[0] = number
-        assert likely(kept, KIND, [x]) is found.get(number)
+        assert likely_call(kept, KIND, [x]) is found.get(number)
 
 
 def test_the_last_few_findings_are_tried() -> None:
     kept: dict[Hashable, Any] = {}
     sizes = range(1, 7)
     for size in [*sizes, 3]:
-        is_likely(kept, KIND, Found(alike_to([torch.empty(size)])))
-    assert [likely(kept, KIND, [torch.empty(size)]) is not None for size in sizes] == [False] * 2 + [True] * 4
-    assert likely(kept, "another kind", [torch.empty(3)]) is None
+        note_likely(kept, KIND, Found(guards_of([torch.empty(size)])))
+    assert [likely_call(kept, KIND, [torch.empty(size)]) is not None for size in sizes] == [False] * 2 + [
+        True
+    ] * 4
+    assert likely_call(kept, "another kind", [torch.empty(3)]) is None
 
 
 def test_no_tensor_is_kept() -> None:
     x = torch.randn(3)
-    gone, same = weakref.ref(x), alike_to([x])
+    gone, same = weakref.ref(x), guards_of([x])
     del x
     gc.collect()
     assert gone() is None and same(torch.randn(3))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, same_on_all, world
 from ranks import run_ranks
 from weft.fused_ops import fused_all_gather_matmul
-from weft.fused_ops.plan import forced
+from weft.fused_ops.dispatch.plan import forced
 
 SHAPES = [  # A_shard, gather_dim, columns of the Bs
     ((5, 7), 0, [11]),

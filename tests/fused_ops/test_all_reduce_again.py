@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from weft import symm_mem
-from weft.fused_ops import all_reduce, one_shot_all_reduce, one_shot_all_reduce_, plan, turns
-from weft.symm_mem import findings, registry, timeouts
-from weft.symm_mem.findings import Noted
+from weft.fused_ops import one_shot_all_reduce, one_shot_all_reduce_
+from weft.fused_ops.dispatch import plan, stream_order
+from weft.fused_ops.ops import all_reduce
+from weft.symm_mem import call_cache, timeouts
+from weft.symm_mem.call_cache import CachedDict
+from weft.symm_mem.heap import registry
 
 NAME = "a group"
 
@@ -31,7 +34,7 @@ class Workspace:
         self.error = symm_mem.WeftError(f"a call was ended by {cause!r}")
 
     def __init__(self) -> None:
-        self.prepared: Noted[Any, Any] = Noted()
+        self.prepared: CachedDict[Any, Any] = CachedDict()
         self.error: Exception | None = None
         self.noted: list[str] = []
 
@@ -51,8 +54,8 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     x = torch.randn(5, 3)
     stage = SimpleNamespace(group=group, owner=group, stream=7, capturing=False, device=0)
     workspace.prepared[15, x.dtype, "sum"] = all_reduce._Prepared(workspace, kernel, plan.Plan("push"), 123)
-    where = SimpleNamespace(workspaces=Noted({("all_reduce", 7, 0): workspace}))
-    monkeypatch.setattr(timeouts, "_per_group", Noted())
+    where = SimpleNamespace(workspaces=CachedDict({("all_reduce", 7, 0): workspace}))
+    monkeypatch.setattr(timeouts, "_per_group", CachedDict())
     monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (group, where))
 
     def resolve(name: str) -> object:
@@ -61,7 +64,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return stage.group
 
     monkeypatch.setattr(registry, "_resolve_process_group", resolve)
-    monkeypatch.setattr(turns, "_turns_of", lambda index: turns.Turns(9))
+    monkeypatch.setattr(stream_order, "_turns_of", lambda index: stream_order.StreamOrder(9))
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
@@ -72,13 +75,13 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_it_is_taken(stage: SimpleNamespace) -> None:
     x = stage.x
-    out = all_reduce.again(x, "sum", NAME)
+    out = all_reduce.fast_all_reduce(x, "sum", NAME)
     assert out is not None and out.shape == x.shape and out.data_ptr() != x.data_ptr()
     assert x._version == 0
-    assert all_reduce.again(x, "sum", NAME, x) is x
+    assert all_reduce.fast_all_reduce(x, "sum", NAME, x) is x
     assert x._version == 1, "autograd must know"
     symm_mem.set_timeout(0.5, NAME)
-    all_reduce.again(x, "sum", NAME, x)
+    all_reduce.fast_all_reduce(x, "sum", NAME, x)
     assert stage.kernel.launched == [
         (x.data_ptr(), out.data_ptr(), 123, 7),
         (x.data_ptr(), x.data_ptr(), 123, 7),
@@ -110,8 +113,8 @@ def test_it_is_not_taken(
     """Neither by what a workspace has prepared, nor by what a call ``before`` has found."""
     x, reduce_op = stage.x, "sum"
     if before:
-        assert all_reduce.again(x, reduce_op, NAME) is not None
-        assert all_reduce.again(x, reduce_op, NAME, x) is x
+        assert all_reduce.fast_all_reduce(x, reduce_op, NAME) is not None
+        assert all_reduce.fast_all_reduce(x, reduce_op, NAME, x) is x
         stage.kernel.launched.clear()
     if why == "capturing":
         stage.capturing = True
@@ -130,7 +133,7 @@ def test_it_is_not_taken(
     elif why == "gone":
         del stage.workspaces["all_reduce", 7, 0]
     elif why == "another heap":
-        where = SimpleNamespace(workspaces=Noted())
+        where = SimpleNamespace(workspaces=CachedDict())
         monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (stage.group, where))
     elif why == "checked":
         symm_mem.set_checked(True)
@@ -144,11 +147,11 @@ def test_it_is_not_taken(
         x = x.bfloat16()
     if why == "forced":
         with plan.forced("unfused"):
-            assert all_reduce.again(x, reduce_op, NAME) is None
+            assert all_reduce.fast_all_reduce(x, reduce_op, NAME) is None
     else:
         try:
-            assert all_reduce.again(x, reduce_op, NAME) is None
-            assert all_reduce.again(x, reduce_op, NAME, x) is None
+            assert all_reduce.fast_all_reduce(x, reduce_op, NAME) is None
+            assert all_reduce.fast_all_reduce(x, reduce_op, NAME, x) is None
         finally:
             symm_mem.set_checked(False)
     assert not stage.kernel.launched
@@ -161,13 +164,13 @@ def test_it_is_not_taken(
     ):  # asked anew: what was found still holds
         stage.capturing, stage.device, stage.stream, stage.group = False, 0, 7, stage.owner
     if why in ("capturing", "device", "group", "destroyed", "stream", "checked", "forced"):
-        assert all_reduce.again(x, reduce_op, NAME) is not None
+        assert all_reduce.fast_all_reduce(x, reduce_op, NAME) is not None
 
 
 def test_a_broken_workspace_is_not_used(stage: SimpleNamespace) -> None:
     stage.workspace.error = symm_mem.WeftError("a wait has expired")
     with pytest.raises(symm_mem.WeftError, match="expired"):
-        all_reduce.again(stage.x, "sum", NAME)
+        all_reduce.fast_all_reduce(stage.x, "sum", NAME)
     assert not stage.kernel.launched
 
 
@@ -179,9 +182,9 @@ def test_a_launch_that_fails_breaks_the_workspace(
 
     monkeypatch.setattr(stage.kernel, "launch", refused)
     with pytest.raises(RuntimeError, match="refuses"):
-        all_reduce.again(stage.x, "sum", NAME)
+        all_reduce.fast_all_reduce(stage.x, "sum", NAME)
     with pytest.raises(symm_mem.WeftError, match="ended by RuntimeError"):
-        all_reduce.again(stage.x, "sum", NAME)
+        all_reduce.fast_all_reduce(stage.x, "sum", NAME)
 
 
 def test_a_call_that_cannot_take_its_turn_is_not_noted(
@@ -194,7 +197,7 @@ def test_a_call_that_cannot_take_its_turn_is_not_noted(
 
     monkeypatch.setattr(all_reduce, "steps_on", lambda *_: (refused, None))
     with pytest.raises(RuntimeError, match="refuses"):
-        all_reduce.again(stage.x, "sum", NAME)
+        all_reduce.fast_all_reduce(stage.x, "sum", NAME)
     assert not stage.workspace.noted and not stage.kernel.launched and stage.workspace.error is None
 
 
@@ -212,7 +215,7 @@ def test_a_call_that_ranks_would_run_differently_is_not_noted(
             raise symm_mem.RankMismatch("a plan", NAME, 1, "unfused", "push")
 
     monkeypatch.setattr(all_reduce, "heap_or_reason", lambda *_, **__: heap)
-    monkeypatch.setattr(all_reduce, "turn", lambda device: nullcontext())
+    monkeypatch.setattr(all_reduce, "in_stream_order", lambda device: nullcontext())
     monkeypatch.setattr(all_reduce, "num_sms", lambda device: 132)
     monkeypatch.setattr(all_reduce, "_prepare", lambda *_: prepared)
     monkeypatch.setattr(all_reduce, "ran", differ)
@@ -220,7 +223,7 @@ def test_a_call_that_ranks_would_run_differently_is_not_noted(
     x: Any = torch.empty(5, 3, device="meta")
     for out, op in ((None, "one_shot_all_reduce"), (x, "one_shot_all_reduce_")):
         with nullcontext() if agree else pytest.raises(symm_mem.RankMismatch):
-            all_reduce.run(x, "sum", stage.group, out, op=op)
+            all_reduce.run_all_reduce(x, "sum", stage.group, out, op=op)
     assert len(stage.workspace.noted) == len(stage.kernel.launched) == (2 if agree else 0)
     assert under == ["one_shot_all_reduce"] * 2
 
@@ -293,21 +296,21 @@ def test_what_changes_while_a_call_looks_is_not_kept(
         return looked_up(*args)
 
     monkeypatch.setattr(all_reduce, "timeout", meanwhile)
-    all_reduce.again(stage.x, "sum", NAME)
-    assert all_reduce.again(stage.x, "sum", NAME) is None
+    all_reduce.fast_all_reduce(stage.x, "sum", NAME)
+    assert all_reduce.fast_all_reduce(stage.x, "sum", NAME) is None
 
 
 @pytest.mark.parametrize("seconds", [0.5, 2])
 def test_the_deadline_is_what_was_said_last(stage: SimpleNamespace, seconds: float) -> None:
     for said in (7, seconds):
         symm_mem.set_timeout(said, NAME)
-        all_reduce.again(stage.x, "sum", NAME)
+        all_reduce.fast_all_reduce(stage.x, "sum", NAME)
         assert stage.kernel.launched.pop()[2] == int(said * 1e9)
 
 
 def test_findings_are_few(stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "_MOST", 3)
+    monkeypatch.setattr(call_cache, "_MOST", 3)
     for rows in range(1, 16):
         x = torch.randn(15).view(-1, 3)[:, :1].new_ones(rows, 15 // rows if 15 % rows == 0 else 1)
-        all_reduce.again(x, "sum", NAME)
-        assert len(findings.kept) <= 3
+        all_reduce.fast_all_reduce(x, "sum", NAME)
+        assert len(call_cache.cached_calls) <= 3

@@ -19,11 +19,12 @@ from weft.fused_ops import (
     one_shot_all_reduce,
     one_shot_all_reduce_,
 )
-from weft.fused_ops.plan import forced
+from weft.fused_ops.dispatch.plan import forced
 from weft.kernels.all_reduce_rms_norm.reference import rms_norm
-from weft.kernels.device import push
+from weft.kernels.device.comm import ll_exchange
 from weft.kernels.matmul_all_reduce.configs import MOST_ROWS
-from weft.symm_mem import Layout, heap
+from weft.symm_mem.heap.registry import get_heap
+from weft.symm_mem.workspace import Layout
 
 pytestmark = pytest.mark.gpu
 
@@ -184,7 +185,7 @@ def chain(x: torch.Tensor, steps: list[str], rank: int, world_size: int) -> torc
 
 
 def chained(rank: int, world_size: int) -> None:
-    assert push.dependent()
+    assert ll_exchange.dependent()
     order, delays = random.Random(3), random.Random(rank)
     for rows, hidden in ((1, 4096), (7, 6144), (64, 8192), (300, 4096)):
         x = torch.empty(rows, hidden).bfloat16()
@@ -233,12 +234,12 @@ def multiplied(m: int, k: int, n: int, dtype: torch.dtype, reduce_op: str, *, on
     A, B = torch.randn(m, k).to(dtype), (torch.randn(n, k) / k**0.5).to(dtype).t()
     if n % 64:
         B = B.contiguous()
-    workspaces = [w for w in heap(world(), A.device).workspaces.values() if isinstance(w.layout, Layout)]
+    workspaces = [w for w in get_heap(world(), A.device).workspaces.values() if isinstance(w.layout, Layout)]
     torch.cuda.synchronize()
     dist.barrier()
     for workspace in workspaces:
-        for half in (0, 1):
-            spoil(workspace, half)
+        for buffer in (0, 1):
+            spoil(workspace, buffer)
     torch.cuda.synchronize()
     dist.barrier()
     out = fused_matmul_all_reduce(A, B, reduce_op, world())

@@ -11,19 +11,14 @@ import pytest
 import torch
 from test_products_again import LONG, NAME, OTHERS, Workspace
 from weft import symm_mem
-from weft.fused_ops import (
-    again,
-    all_reduce,
-    all_reduce_rms_norm,
-    fused_all_reduce_rms_norm,
-    fused_matmul_all_reduce,
-    matmul_all_reduce,
-    plan,
-    turns,
-)
-from weft.symm_mem import findings, registry, timeouts
-from weft.symm_mem.calls import Calls
-from weft.symm_mem.findings import Noted
+from weft.fused_ops import fused_all_reduce_rms_norm, fused_matmul_all_reduce
+from weft.fused_ops.dispatch import fast_path, plan, stream_order
+from weft.fused_ops.ops import all_reduce, all_reduce_rms_norm, matmul_all_reduce
+from weft.symm_mem import call_cache, timeouts
+from weft.symm_mem.call_cache import CachedDict
+from weft.symm_mem.failure.call_log import CallLog
+from weft.symm_mem.heap import registry
+from weft.symm_mem.workspace import Workspace as HeapWorkspace
 
 EPS = 1e-5
 
@@ -58,7 +53,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     group, kernel, workspace = SimpleNamespace(group_name=NAME), Kernel(), Noting()
     stage = SimpleNamespace(group=group, owner=group, kernel=kernel, workspace=workspace)
     stage.capturing, stage.device, stage.stream = False, 0, 7
-    stage.where = SimpleNamespace(workspaces=Noted({("all_reduce", 7, 0): workspace}))
+    stage.where = SimpleNamespace(workspaces=CachedDict({("all_reduce", 7, 0): workspace}))
 
     def resolve(name: str) -> object:
         if stage.group is None:
@@ -66,9 +61,9 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return stage.group
 
     monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (group, stage.where))
-    monkeypatch.setattr(timeouts, "_per_group", Noted())
+    monkeypatch.setattr(timeouts, "_per_group", CachedDict())
     monkeypatch.setattr(registry, "_resolve_process_group", resolve)
-    monkeypatch.setattr(turns, "_turns_of", lambda index: turns.Turns(9))
+    monkeypatch.setattr(stream_order, "_turns_of", lambda index: stream_order.StreamOrder(9))
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
@@ -80,10 +75,10 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     stage.product, stage.norm = (A, B), (x, residual, weight)
     results = [torch.empty_like(x), torch.empty_like(x)]
     launcher = all_reduce_rms_norm._Launcher(kernel)
-    again.remember(
+    fast_path.remember_call(
         *(all_reduce_rms_norm.host.OP, EPS, stage.norm, stage.norm, results, workspace, launcher),
         plan.Plan("push"),
-        pays=True,
+        profitable=True,
     )
     for a in (A, A.flatten(0, 1)):
         matmul_all_reduce._remember(a, B, "sum", group, a @ B)
@@ -107,17 +102,17 @@ def test_errors_name_the_product_where_the_all_reduce_goes_the_long_way(
     stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named = []
-    monkeypatch.setattr(all_reduce, "again", lambda *_: None)
-    monkeypatch.setattr(all_reduce, "run", lambda *args, op, **_: named.append(op))
+    monkeypatch.setattr(all_reduce, "fast_all_reduce", lambda *_: None)
+    monkeypatch.setattr(all_reduce, "run_all_reduce", lambda *args, op, **_: named.append(op))
     all_reduce.in_place(stage.norm[0], "sum", stage.group, "fused_matmul_all_reduce")
     assert named == ["fused_matmul_all_reduce"]
 
 
 def test_errors_name_the_line_of_the_product(stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = Calls(2, lambda: 1.0, replayed=False)
+    calls = CallLog(2, lambda: 1.0, replayed=False)
     fault = SimpleNamespace(error=None, written=SimpleNamespace(value=0))
-    real: Any = SimpleNamespace(fault=fault, _calls=calls, _has_halves=False)
-    monkeypatch.setattr(stage.workspace, "raise_if_broken", partial(symm_mem.Workspace.raise_if_broken, real))
+    real: Any = SimpleNamespace(fault=fault, _calls=calls, _is_double_buffered=False)
+    monkeypatch.setattr(stage.workspace, "raise_if_broken", partial(HeapWorkspace.raise_if_broken, real))
     for call in (fused_matmul_all_reduce, torch.ops.weft.fused_matmul_all_reduce):
         calls.begins("", None)
         call(*stage.product, "sum", NAME)
@@ -142,8 +137,8 @@ def test_a_launch_behind_the_product_that_fails_breaks_the_workspace(
 def test_a_product_that_must_run_in_one_kernel_is_no_product_and_sum(stage: SimpleNamespace) -> None:
     assert fused_matmul_all_reduce(*stage.product, "sum", NAME) is not None
     with plan.forced("fused"):
-        assert matmul_all_reduce.again(*stage.product, "sum", NAME) is None
-    assert matmul_all_reduce.again(*stage.product, "sum", NAME) is not None
+        assert matmul_all_reduce.fast_matmul_all_reduce(*stage.product, "sum", NAME) is None
+    assert matmul_all_reduce.fast_matmul_all_reduce(*stage.product, "sum", NAME) is not None
 
 
 def test_the_norm_is_launched_as_on_the_long_way(stage: SimpleNamespace) -> None:
@@ -201,7 +196,7 @@ def test_they_are_not_taken_when_the_world_has_changed(stage: SimpleNamespace, w
         elif why == "gone":
             stage.where.workspaces.clear()
         elif why == "another heap":
-            registry._heaps[NAME, "cuda", 0] = stage.group, SimpleNamespace(workspaces=Noted())
+            registry._heaps[NAME, "cuda", 0] = stage.group, SimpleNamespace(workspaces=CachedDict())
         elif why == "unfused":
             stack.enter_context(plan.forced("unfused"))
         else:
@@ -220,8 +215,8 @@ def test_other_tensors_go_the_long_way(stage: SimpleNamespace, other: str, posit
     product, norm = list(stage.product), list(stage.norm)
     for given in (product, norm):
         given[position] = OTHERS[other](given[position])
-    assert matmul_all_reduce.again(*product, "sum", NAME) is None
-    assert all_reduce_rms_norm.again(*norm, EPS, NAME) is None
+    assert matmul_all_reduce.fast_matmul_all_reduce(*product, "sum", NAME) is None
+    assert all_reduce_rms_norm.fast_all_reduce_rms_norm(*norm, EPS, NAME) is None
     assert not stage.kernel.launched
 
 
@@ -240,10 +235,10 @@ def test_other_arguments_go_the_long_way(stage: SimpleNamespace) -> None:
 def test_true_is_no_eps_where_one_was(stage: SimpleNamespace) -> None:
     results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
     launcher = all_reduce_rms_norm._Launcher(stage.kernel)
-    again.remember(
+    fast_path.remember_call(
         *(all_reduce_rms_norm.host.OP, 1.0, stage.norm, stage.norm, results, stage.workspace, launcher),
         plan.Plan("push"),
-        pays=True,
+        profitable=True,
     )
     fused_all_reduce_rms_norm(*stage.norm, 1.0, NAME)
     assert len(stage.kernel.launched) == 1
@@ -257,24 +252,24 @@ def test_what_is_remembered_already_makes_no_end_of_what_was_found(stage: Simple
     results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
     launcher = all_reduce_rms_norm._Launcher(stage.kernel)
     for ran, is_kept in ((plan.Plan("push"), True), (plan.Plan("one_shot"), False)):
-        kept = findings.kept
-        again.remember(
+        kept = call_cache.cached_calls
+        fast_path.remember_call(
             *(all_reduce_rms_norm.host.OP, EPS, stage.norm, stage.norm, results, stage.workspace, launcher),
             ran,
-            pays=True,
+            profitable=True,
         )
-        assert (findings.kept is kept) == is_kept
+        assert (call_cache.cached_calls is kept) == is_kept
 
 
 def test_nothing_is_found_in_the_checked_mode(stage: SimpleNamespace) -> None:
     out = fused_matmul_all_reduce(*stage.product, "sum", NAME)
     key = out.numel(), out.dtype, "sum"
-    stage.workspace.prepared = Noted({key: stage.workspace.prepared[key]})
+    stage.workspace.prepared = CachedDict({key: stage.workspace.prepared[key]})
     for checked in (True, False):
         symm_mem.set_checked(checked)
         try:
             matmul_all_reduce._remember(*stage.product, "sum", stage.group, out)
-            assert (matmul_all_reduce.again(*stage.product, "sum", NAME) is None) == checked
+            assert (matmul_all_reduce.fast_matmul_all_reduce(*stage.product, "sum", NAME) is None) == checked
         finally:
             symm_mem.set_checked(False)
 
@@ -295,7 +290,7 @@ def test_a_norm_that_cannot_take_its_turn_is_not_noted(
     def refused(stream: int) -> None:
         raise RuntimeError("the driver refuses")
 
-    monkeypatch.setattr(again, "steps_on", lambda *_: (refused, None))
+    monkeypatch.setattr(fast_path, "steps_on", lambda *_: (refused, None))
     monkeypatch.setattr(stage.workspace, "raise_if_broken", lambda *_: pytest.fail("it is noted"))
     with pytest.raises(RuntimeError, match="refuses"):
         fused_all_reduce_rms_norm(*stage.norm, EPS, NAME)

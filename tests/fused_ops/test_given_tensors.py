@@ -21,8 +21,8 @@ from weft.fused_ops import (
     last_plan,
     one_shot_all_reduce,
     one_shot_all_reduce_,
-    plan,
 )
+from weft.fused_ops.dispatch import plan
 
 A, B = torch.ones(4, 6), torch.ones(6, 8)
 CALLS: dict[str, Callable[[Any], Any]] = {

@@ -17,11 +17,11 @@ from opcommon import BOUND, check, gather, gathered, matrix, poison, same_on_all
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, last_plan
-from weft.fused_ops.plan import forced
+from weft.fused_ops.dispatch.plan import forced
 from weft.kernels.all_gather_matmul import configs, on_cuda
-from weft.kernels.all_gather_matmul.configs import Problem, PushConfig
-from weft.kernels.device.choice import Choices
-from weft.kernels.device.gemm_tiles import TILES, WIDEST, Tile
+from weft.kernels.all_gather_matmul.configs import AllGatherMatmulProblem, GatherPushConfig
+from weft.kernels.device.gemm.gemm_tiles import TILES, WIDEST, Tile
+from weft.kernels.device.tuning.choice import KernelChoices
 
 pytestmark = pytest.mark.gpu
 
@@ -65,22 +65,22 @@ def exact(
 
 def every_tile(rank: int, world_size: int) -> None:
     for tile in (*TILES, WIDEST):
-        for senders in (0, 8):  # sent by every block, or by some, which miss a tile meanwhile
+        for comm_sms in (0, 8):  # sent by every block, or by some, which miss a tile meanwhile
 
-            def only(problem: Problem, tile: Tile = tile, senders: int = senders) -> Any:
+            def only(problem: AllGatherMatmulProblem, tile: Tile = tile, comm_sms: int = comm_sms) -> Any:
                 group = min(2, -(-problem.m // tile.block_m))
-                return [(1.0, PushConfig(tile, senders, group, split_k=True, missed=senders // 8))]
+                return [(1.0, GatherPushConfig(tile, comm_sms, group, split_k=True, missed=comm_sms // 8))]
 
             symm_mem.reset()  # forgets the kernels that were made for these shapes before
             with (
-                mock.patch.object(on_cuda, "_choices", Choices()),
-                mock.patch.object(configs, "push_ranked", only),
+                mock.patch.object(on_cuda, "_choices", KernelChoices()),
+                mock.patch.object(configs, "rank_gather_pushes", only),
                 forced("fused"),
             ):
                 for i, (m, k, ns) in enumerate(SHAPES):
                     for dtype, transposed in ((torch.bfloat16, False), (torch.float16, True)):
                         poison(rank)
-                        what = f"{tile}, {senders} senders, {m, k, ns} {dtype}"
+                        what = f"{tile}, {comm_sms} senders, {m, k, ns} {dtype}"
                         exact(m, k, ns, dtype, transposed, what, return_A=i % 2 == 0)
 
 

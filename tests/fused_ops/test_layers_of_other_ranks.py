@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from weft.fused_ops import ColumnParallelLinear, RowParallelLinear
-from weft.fused_ops.checkpoint import sharded_state_dict
+from weft.fused_ops.layers.checkpoint import sharded_state_dict
 
 IN, OUT, SEQUENCE = 12, 24, 12  # multiples of every number of ranks here
 

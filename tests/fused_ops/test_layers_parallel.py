@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_module
 from torch.nn import functional as F
-from weft.fused_ops.layers import ColumnParallelLinear, RowParallelLinear
+from weft.fused_ops.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # relative, in norm
 

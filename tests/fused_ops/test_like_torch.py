@@ -20,8 +20,8 @@ from weft.fused_ops import (
     fused_matmul_reduce_scatter,
     one_shot_all_reduce,
     one_shot_all_reduce_,
-    plan,
 )
+from weft.fused_ops.dispatch import plan
 
 Op = tuple[Callable[..., Tensor], list[Tensor]]
 

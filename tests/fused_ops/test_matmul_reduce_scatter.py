@@ -7,7 +7,7 @@ import torch
 from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, same_on_all, world
 from ranks import run_ranks
 from weft.fused_ops import fused_matmul_reduce_scatter
-from weft.fused_ops.plan import forced
+from weft.fused_ops.dispatch.plan import forced
 
 
 def shapes(w: int) -> list[tuple[tuple[int, ...], int, int]]:

@@ -19,7 +19,8 @@ from weft.fused_ops import (
     last_plan,
     one_shot_all_reduce,
 )
-from weft.fused_ops.plan import forced
+from weft.fused_ops.dispatch.plan import forced
+from weft.symm_mem.heap.registry import get_heap
 
 pytestmark = pytest.mark.gpu
 
@@ -230,7 +231,7 @@ def no_growth(rank: int, world_size: int) -> None:
     for _ in range(5):
         layer(x, up, down)
     torch.cuda.synchronize()
-    heap = symm_mem.heap(world(), "cuda")
+    heap = get_heap(world(), "cuda")
     before = heap.capacity, torch.cuda.memory_allocated()
     for _ in range(5000):  # three calls each
         layer(x, up, down)

@@ -11,7 +11,7 @@ from algorithms import ALGORITHMS, taking
 from opcommon import BOUND, check, gather, poison, world
 from ranks import run_ranks
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, last_plan
-from weft.fused_ops.plan import forced
+from weft.fused_ops.dispatch.plan import forced
 
 pytestmark = pytest.mark.gpu
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from weft.fused_ops.matmul_reduce_scatter import _parts
-from weft.kernels.device.gemm_tiles import TILES
-from weft.kernels.device.launch import why_not
-from weft.kernels.device.tile_table import tiles
+from weft.fused_ops.ops.matmul_reduce_scatter import _parts
+from weft.kernels.device.gemm.gemm_tiles import TILES
+from weft.kernels.device.jit.launch import why_not
+from weft.kernels.device.triton.tile_table import tiles
 
 SIZE = 3
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from weft.fused_ops import plan
+from weft.fused_ops.dispatch import plan
 
 
 def test_aligned_copies_only_what_lies_badly() -> None:
@@ -43,11 +43,11 @@ def test_a_reserve_that_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_algorithm_can_be_asked_for() -> None:
-    assert not plan.pays(False) and plan.pays(True)
+    assert not plan.should_fuse(False) and plan.should_fuse(True)
     with plan.forced("fused"):
-        assert plan.pays(False)
+        assert plan.should_fuse(False)
         with plan.forced("unfused"):
-            assert not plan.pays(False)
-        assert plan.pays(False)
+            assert not plan.should_fuse(False)
+        assert plan.should_fuse(False)
     with pytest.raises(ValueError, match="algorithm: is 'fast'"), plan.forced("fast"):
         pass

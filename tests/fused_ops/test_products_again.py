@@ -16,18 +16,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft import symm_mem
-from weft.fused_ops import (
-    all_gather_matmul,
-    fused_all_gather_matmul,
-    fused_matmul_reduce_scatter,
-    matmul_reduce_scatter,
-    plan,
-    turns,
-    workspaces,
-)
-from weft.kernels.device.choice import Choice
-from weft.symm_mem import Layout, registry, timeouts
-from weft.symm_mem.findings import Noted
+from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter
+from weft.fused_ops.dispatch import plan, stream_order, workspaces
+from weft.fused_ops.ops import all_gather_matmul, matmul_reduce_scatter
+from weft.kernels.device.tuning.choice import KernelChoice
+from weft.symm_mem import timeouts
+from weft.symm_mem.call_cache import CachedDict
+from weft.symm_mem.heap import registry
+from weft.symm_mem.workspace import Layout
 
 NAME = "a group"
 WORLD_SIZE = 2
@@ -46,7 +42,7 @@ class Workspace:
     layout = SimpleNamespace(bytes=0)
 
     def __init__(self) -> None:
-        self.prepared: Noted[Any, Any] = Noted()
+        self.prepared: CachedDict[Any, Any] = CachedDict()
         self.error: Exception | None = None
 
     def keep(self, key: Any, made: Any) -> None:
@@ -56,7 +52,7 @@ class Workspace:
         if self.error is not None:
             raise self.error
 
-    def next_half(self) -> int:
+    def next_buffer(self) -> int:
         return 1
 
     def abandon(self, cause: BaseException) -> None:
@@ -68,8 +64,8 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A GPU, a group and a workspace that are none; tensors say that they lie on GPU 0."""
     stage = SimpleNamespace(group=object(), stream=7, capturing=False, device=0, workspace=Workspace())
     stage.launcher = Launcher()
-    stage.workspaces = Noted()
-    monkeypatch.setattr(timeouts, "_per_group", Noted())
+    stage.workspaces = CachedDict()
+    monkeypatch.setattr(timeouts, "_per_group", CachedDict())
     where = SimpleNamespace(workspaces=stage.workspaces, world_size=WORLD_SIZE, group_name=NAME)
     stage.where = where
 
@@ -80,7 +76,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (stage.group, where))
     monkeypatch.setattr(registry, "_resolve_process_group", resolve)
-    monkeypatch.setattr(turns, "_turns_of", lambda index: turns.Turns(9))
+    monkeypatch.setattr(stream_order, "_turns_of", lambda index: stream_order.StreamOrder(9))
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
@@ -88,12 +84,15 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(
         workspaces, "_fetch", lambda _, kind, *__: stage.workspaces.setdefault((kind, 7, 0), stage.workspace)
     )
-    announced = Layout(WORLD_SIZE, 0, 8, announced=True)
-    for module, layout in ((all_gather_matmul, Layout(WORLD_SIZE, 1, 8)), (matmul_reduce_scatter, announced)):
+    ll_protocol = Layout(WORLD_SIZE, 0, 8, ll_protocol=True)
+    for module, layout in (
+        (all_gather_matmul, Layout(WORLD_SIZE, 1, 8)),
+        (matmul_reduce_scatter, ll_protocol),
+    ):
         kernels = f"weft.kernels.{module.host.__name__.split('.')[2]}.on_cuda"
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
         monkeypatch.setattr(module, "turn", lambda device: nullcontext())
-        choice = Choice("push", None, layout, pays=True)
+        choice = KernelChoice("push", None, layout, profitable=True)
         monkeypatch.setattr(f"{kernels}.choose", lambda *_, choice=choice: choice)
         monkeypatch.setattr(f"{kernels}.launcher", lambda *_, **__: stage.launcher)
 
@@ -286,7 +285,11 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_other_tensors_go_the_long_way(stage: SimpleNamespace, op: Op, other: str, position: int) -> None:
     given, position = list(op.given), position % len(op.given)
     given[position] = OTHERS[other](given[position])
-    short = all_gather_matmul.again if len(given) == 3 else matmul_reduce_scatter.again
+    short = (
+        all_gather_matmul.fast_all_gather_matmul
+        if len(given) == 3
+        else matmul_reduce_scatter.fast_matmul_reduce_scatter
+    )
     A, *rest = given
     arguments = (rest, 0, NAME, True) if len(given) == 3 else (rest[0], "sum", 0, NAME, None, *rest[1:])
     assert short(A, *arguments) is None
@@ -372,7 +375,7 @@ def test_wrong_arguments_are_refused_as_ever(stage: SimpleNamespace, op: Op) -> 
 def test_what_does_not_pay_is_fused_only_where_it_is_asked_for(
     stage: SimpleNamespace, op: Op, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choice = Choice("push", None, Layout(WORLD_SIZE, 1, 8), pays=False)
+    choice = KernelChoice("push", None, Layout(WORLD_SIZE, 1, 8), profitable=False)
     for kernels in ("all_gather_matmul", "matmul_reduce_scatter"):
         monkeypatch.setattr(f"weft.kernels.{kernels}.on_cuda.choose", lambda *_: choice)
     with plan.forced("fused"):

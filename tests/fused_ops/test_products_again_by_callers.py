@@ -10,8 +10,10 @@ import pytest
 import test_products_again as short
 import torch
 from weft import symm_mem
-from weft.fused_ops import fused_matmul_reduce_scatter, matmul_reduce_scatter
-from weft.symm_mem.calls import Calls
+from weft.fused_ops import fused_matmul_reduce_scatter
+from weft.fused_ops.ops import matmul_reduce_scatter
+from weft.symm_mem.failure.call_log import CallLog
+from weft.symm_mem.workspace import Workspace
 
 stage, op = short.stage, short.op
 
@@ -31,7 +33,7 @@ def test_a_caller_gets_tensors_and_says_when_it_begins(
 ) -> None:
     caller = stage.launcher = Caller()
     op.first(*op.given)
-    for what in ("next_half", "raise_if_broken"):
+    for what in ("next_buffer", "raise_if_broken"):
         monkeypatch.setattr(stage.workspace, what, lambda *_, **__: pytest.fail("that is the caller's"))
     for way in (op.call, op.through_torch):
         got = short.flat(way(*op.given))
@@ -65,13 +67,13 @@ def test_it_is_found_in_the_workspace_of_exchanges(
 
 
 def test_errors_name_the_line_of_the_call(stage: SimpleNamespace, op: short.Op) -> None:
-    calls = Calls(2, lambda: 1.0, replayed=False)
+    calls = CallLog(2, lambda: 1.0, replayed=False)
     fault = SimpleNamespace(error=None, written=SimpleNamespace(value=0))
-    workspace: Any = SimpleNamespace(fault=fault, _calls=calls, _has_halves=False)
+    workspace: Any = SimpleNamespace(fault=fault, _calls=calls, _is_double_buffered=False)
 
     class Begins(Caller):
         def call(self, tensors: Any, results: Any, *more: int) -> None:
-            symm_mem.Workspace.raise_if_broken(workspace, "an op", inside=3)  # as one_shot_kernel.py
+            Workspace.raise_if_broken(workspace, "an op", inside=3)  # as one_shot_kernel.py
 
     stage.launcher = Begins()
     op.first(*op.given)

@@ -15,14 +15,14 @@ from opcommon import gathered, matrix, poison, same_on_all, whole, world
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, last_plan
-from weft.fused_ops.plan import forced
+from weft.fused_ops.dispatch.plan import forced
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul import on_cuda as gather_on_cuda
-from weft.kernels.all_gather_matmul.configs import Problem, PushConfig
-from weft.kernels.device import gemm_tiles
-from weft.kernels.device.choice import Choices
-from weft.kernels.device.gemm_tiles import TILES, WIDEST, Tile
-from weft.kernels.device.one_shot import MOST_BYTES
+from weft.kernels.all_gather_matmul.configs import AllGatherMatmulProblem, GatherPushConfig
+from weft.kernels.device.gemm import gemm_tiles
+from weft.kernels.device.gemm.gemm_tiles import TILES, WIDEST, Tile
+from weft.kernels.device.gemm.one_shot import MOST_BYTES
+from weft.kernels.device.tuning.choice import KernelChoices
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatter_on_cuda
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +66,7 @@ def both_ops(
         a.chunk(size)[rank].float() @ b.float() for a, b in zip(gathered(wide), gathered(B), strict=True)
     ]
     assert torch.equal(got, sum(parts).to(dtype)), f"matmul + reduce-scatter, {what}"
-    # A half or a quarter of a large sum is no 16-bit number.
+    # A buffer or a quarter of a large sum is no 16-bit number.
     got = fused_matmul_reduce_scatter(wide, B, "avg", 0, world(), out_dtype=torch.float32)
     assert last_plan().algorithm == algorithm, last_plan()
     assert torch.equal(got, sum(parts) * (1 / size)), f"matmul + reduce-scatter in float32, {what}"
@@ -89,19 +89,19 @@ def every_tile(rank: int, world_size: int) -> None:
         for sent in SENT:
 
             def only(
-                problem: Problem, tile: Tile = tile, sent: tuple[int, int, int, int] = sent
-            ) -> list[PushConfig]:
-                senders, lead, piece_rows, units = sent
-                how = (tile, senders, min(2, -(-problem.m // tile.block_m)), piece_rows)
-                return [PushConfig(*how, unit_columns=units, missed=senders // 8, lead=lead)]
+                problem: AllGatherMatmulProblem, tile: Tile = tile, sent: tuple[int, int, int, int] = sent
+            ) -> list[GatherPushConfig]:
+                comm_sms, lead, piece_rows, units = sent
+                how = (tile, comm_sms, min(2, -(-problem.m // tile.block_m)), piece_rows)
+                return [GatherPushConfig(*how, unit_columns=units, missed=comm_sms // 8, lead=lead)]
 
             # What was chosen for these shapes before is forgotten, the kernels with it.
-            gather_configs.push_ranked.cache_clear()
+            gather_configs.rank_gather_pushes.cache_clear()
             symm_mem.reset()
             with (
                 taking("push"),
-                mock.patch.object(gather_on_cuda, "_choices", Choices()),
-                mock.patch.object(scatter_on_cuda, "_choices", Choices()),
+                mock.patch.object(gather_on_cuda, "_choices", KernelChoices()),
+                mock.patch.object(scatter_on_cuda, "_choices", KernelChoices()),
                 mock.patch.object(gather_configs, "push_candidates", only),
                 mock.patch.object(gemm_tiles, "TILES", TILES if tile == WIDEST else (tile,)),
                 forced("fused"),

@@ -11,7 +11,7 @@ from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_reduce_scatter
-from weft.fused_ops.plan import forced
+from weft.fused_ops.dispatch.plan import forced
 
 EITHER = [(True, False), (False, True), (True, True)]  # bias, residual
 

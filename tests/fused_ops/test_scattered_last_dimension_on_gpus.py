@@ -18,8 +18,8 @@ from opcommon import BOUND, check, gather, gathered, matrix, poison, whole, worl
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_reduce_scatter, last_plan
-from weft.fused_ops.plan import forced
-from weft.kernels.device.gemm_tiles import TILES, Tile
+from weft.fused_ops.dispatch.plan import forced
+from weft.kernels.device.gemm.gemm_tiles import TILES, Tile
 from weft.kernels.matmul_reduce_scatter import configs
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +60,7 @@ def exact(
 
 
 def every_tile(rank: int, world_size: int) -> None:
-    ranked = configs.push_ranked
+    ranked = configs.rank_scatter_pushes
     for i, tile in enumerate(TILES):
 
         def only(problem: Any, i: int = i, tile: Tile = tile) -> list[tuple[float, Any]]:
@@ -69,7 +69,7 @@ def every_tile(rank: int, world_size: int) -> None:
 
         symm_mem.reset()  # the kernels are made anew
         with (
-            mock.patch.object(configs, "push_ranked", only),
+            mock.patch.object(configs, "rank_scatter_pushes", only),
             mock.patch.dict(algorithms._choices, clear=True),
         ):
             for shape, n in SHAPES:

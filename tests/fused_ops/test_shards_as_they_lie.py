@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from algorithms import ALGORITHMS, taking
-from weft.fused_ops import all_gather_matmul
-from weft.fused_ops.plan import forced
+from weft.fused_ops.dispatch.plan import forced
+from weft.fused_ops.ops import all_gather_matmul
 from weft.kernels.all_gather_matmul import on_cuda
 
 WORLD_SIZE = 2
@@ -27,7 +27,7 @@ class Kernels:
         self.sizes = [config.split_k, a.shape, a.stride()]
 
     def launch(
-        self, half: int, operands: list[int], results: list[int], timeout_ns: int, stream: int
+        self, buffer: int, operands: list[int], results: list[int], timeout_ns: int, stream: int
     ) -> None:
         Kernels.operands = operands
 
@@ -52,11 +52,11 @@ def where(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         keep=prepared.__setitem__,
         heap=heap,
         layout=SimpleNamespace(bytes=0),
-        next_half=lambda: 0,
+        next_buffer=lambda: 0,
     )
     workspace.raise_if_broken = lambda op: None
     monkeypatch.setattr(all_gather_matmul, "num_sms", lambda device: 132)
-    monkeypatch.setattr(all_gather_matmul, "turn", lambda device: nullcontext())
+    monkeypatch.setattr(all_gather_matmul, "in_stream_order", lambda device: nullcontext())
     monkeypatch.setattr(all_gather_matmul, "product_workspace", lambda *_: workspace)
     monkeypatch.setattr(all_gather_matmul, "get_timeout", lambda name: 1.0)
     monkeypatch.setattr(on_cuda.cuda_kernel, "AllGatherMatmulPushes", Kernels)

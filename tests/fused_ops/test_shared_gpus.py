@@ -27,9 +27,9 @@ from weft.fused_ops import (
     one_shot_all_reduce,
     one_shot_all_reduce_,
 )
-from weft.fused_ops.all_reduce import run as run_all_reduce
-from weft.fused_ops.plan import forced
-from weft.kernels.all_reduce.configs import Config, choose, launch, layout_for
+from weft.fused_ops.dispatch.plan import forced
+from weft.fused_ops.ops.all_reduce import run_all_reduce
+from weft.kernels.all_reduce.configs import AllReduceConfig, all_reduce_layout, choose_all_reduce, launch
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ULP = {BF16: 2**-8, F16: 2**-10, F32: 2**-22}  # where an average or a norm is rounded
@@ -122,7 +122,12 @@ def scattering(
 
 
 def reducing(
-    numel: int, reduce_op: str, dtype: torch.dtype, *, in_place: bool = False, config: Config | None = None
+    numel: int,
+    reduce_op: str,
+    dtype: torch.dtype,
+    *,
+    in_place: bool = False,
+    config: AllReduceConfig | None = None,
 ) -> Case:
     """``config``: what the op does not choose by itself, if given; for CUDA."""
 
@@ -201,7 +206,7 @@ def make_cases(size: int, large: bool) -> list[Case]:
         *(reducing(at(n), "sum", BF16) for n in (12 << 20, (12 << 20) + 5)),  # in several uses of their slots
         reducing(at(100_003), "max", F32),
         reducing(at(333_333), "avg", F16, in_place=True),
-        reducing(at(600_003), "sum", BF16, config=Config("two_shot", blocks=8, threads=256)),
+        reducing(at(600_003), "sum", BF16, config=AllReduceConfig("two_shot", blocks=8, threads=256)),
         norming(at(37), at(1000), BF16),
         norming(at(300), at(4096), BF16),
         # In one kernel; but for float32.
@@ -346,9 +351,9 @@ def test_each_kernel_of_the_all_reduce_is_reached(size: int) -> None:
     for case in make_cases(size, True):
         if case.name.startswith("all-reduce, sum") and case.name.endswith("None"):  # nothing given
             nbytes = case.shapes[0][0] * 2
-            config = choose(nbytes, size)
+            config = choose_all_reduce(nbytes, size)
             part = 16 * (size if config.form == "two_shot" else 1)
-            found = launch(-(-nbytes // part), layout_for(nbytes, size, config), config)
+            found = launch(-(-nbytes // part), all_reduce_layout(nbytes, size, config), config)
             name = found.kernel + ("_any" if nbytes % part else "")
             reached.add(name)
             if found.uses > 1:

@@ -12,9 +12,10 @@ from ranks import run_ranks
 from test_products_on_gpus import gathered, whole
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, last_plan
-from weft.fused_ops.plan import forced
-from weft.kernels.device import contest, tuner
-from weft.kernels.device.tuned_file import TunedFile
+from weft.fused_ops.dispatch.plan import forced
+from weft.kernels.device.tuning import benchmark, tuner
+from weft.kernels.device.tuning.tuned_file import TunedFile
+from weft.symm_mem.heap.registry import get_heap
 
 pytestmark = pytest.mark.gpu
 
@@ -52,14 +53,14 @@ def tuned(rank: int, world_size: int) -> None:
     for given in (first, first, other):
         got, how = products(given)
         assert how == ["tuned"] * 2 and right(got, given)
-    where = symm_mem.heap(world(), "cuda")
+    where = get_heap(world(), "cuda")
     file = TunedFile(torch.cuda.get_device_name(), world_size)
     assert len(file.read()) == 4
 
     symm_mem.reset()
     where.tuner = None  # as in the next process
     unknown = operands(100, 72, 40)
-    with mock.patch.object(contest, "median_us", side_effect=AssertionError("nothing is measured")):
+    with mock.patch.object(benchmark, "median_us", side_effect=AssertionError("nothing is measured")):
         got, how = products(first)
         assert how == ["tuned"] * 2 and right(got, first)
         for given, expected in ((other, "tuned"), (unknown, tuner.FROM_MODEL)):

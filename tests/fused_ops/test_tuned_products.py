@@ -14,17 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from weft import symm_mem
-from weft.fused_ops import all_gather_matmul, last_plan, matmul_reduce_scatter, workspaces
-from weft.fused_ops.plan import forced
+from weft.fused_ops import last_plan
+from weft.fused_ops.dispatch import workspaces
+from weft.fused_ops.dispatch.plan import forced
+from weft.fused_ops.ops import all_gather_matmul, matmul_reduce_scatter
 from weft.kernels.all_gather_matmul import on_cuda as gather
-from weft.kernels.device import contest, tuner
-from weft.kernels.device.choice import Choices
-from weft.kernels.device.one_shot import OneShotConfig
-from weft.kernels.device.push import Layout as PushLayout
-from weft.kernels.device.tuned_file import TunedFile
+from weft.kernels.device.comm.ll_exchange import ExchangeLayout
+from weft.kernels.device.gemm.one_shot import OneShotConfig
+from weft.kernels.device.tuning import benchmark, tuner
+from weft.kernels.device.tuning.choice import KernelChoices
+from weft.kernels.device.tuning.tuned_file import TunedFile
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
+from weft.symm_mem.heap.heap import Heap
+from weft.symm_mem.heap.registry import get_heap
 from weft.symm_mem.workspace import HostUse, Layout, Workspace
 
 FASTEST = [(128, 96), "one_shot"]  # the tile, or the algorithm, where all ranks are looked at
@@ -41,7 +44,7 @@ class Kernel:
         self.workspace, self.config = workspace, config
 
     def launch(
-        self, half: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
+        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
         workspace = self.workspace
         with HostUse(workspace, "a kernel") as use:
@@ -56,7 +59,7 @@ class OneShot:
     """The same in one shot, in a workspace for vectors that announce themselves."""
 
     def __init__(
-        self, workspace: Workspace[PushLayout], a: torch.Tensor, *given: Any, split_n: bool = False
+        self, workspace: Workspace[ExchangeLayout], a: torch.Tensor, *given: Any, split_n: bool = False
     ) -> None:
         (self.config,) = (x for x in given if isinstance(x, OneShotConfig))
         assert workspace.layout.slots >= self.config.layout(2).slots
@@ -65,7 +68,7 @@ class OneShot:
     def call(self, tensors: Any, results: Any, timeout_ns: int, stream: int) -> None:
         ws = self.workspace
         ws.raise_if_broken("a kernel")
-        own, peers = PushLayout.FIRST - 2, PushLayout.FIRST - 1  # words that no block counts in
+        own, peers = ExchangeLayout.FIRST - 2, ExchangeLayout.FIRST - 1  # words that no block counts in
         count = ws.word(ws.rank, own).value + 1
         ws.word(1 - ws.rank, peers).value = count
         deadline = time.monotonic() + 30
@@ -82,7 +85,7 @@ def name_of(config: Any) -> Any:
 
 
 @contextmanager
-def stage(folder: str, on: bool, fastest: Any) -> Iterator[symm_mem.Heap]:
+def stage(folder: str, on: bool, fastest: Any) -> Iterator[Heap]:
     def median_us(launches: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
         times = []
         for launch in launches:
@@ -92,7 +95,7 @@ def stage(folder: str, on: bool, fastest: Any) -> Iterator[symm_mem.Heap]:
             times.append(50.0 if name_of(config) == fastest else 10.0 if dist.get_rank() else 60.0)
         return times
 
-    where = symm_mem.heap(dist.group.WORLD, torch.device("cpu"))
+    where = get_heap(dist.group.WORLD, torch.device("cpu"))
     where.workspaces.clear()
     where.tuner = None
     Kernel.launched.clear()
@@ -100,13 +103,13 @@ def stage(folder: str, on: bool, fastest: Any) -> Iterator[symm_mem.Heap]:
         stack.enter_context(mock.patch.dict(os.environ, {"WEFT_CACHE_DIR": folder}))
         stack.enter_context(forced("fused"))
         for target, name, value in (
-            (gather, "_choices", Choices()),
-            (scatter, "_choices", Choices()),
+            (gather, "_choices", KernelChoices()),
+            (scatter, "_choices", KernelChoices()),
             (gather.cuda_kernel, "AllGatherMatmulPushes", Kernel),
             (scatter, "MatmulReduceScatterPush", Kernel),
             (gather, "AllGatherMatmulOneShot", OneShot),
             (scatter, "MatmulReduceScatterOneShot", OneShot),
-            (contest, "median_us", median_us),
+            (benchmark, "median_us", median_us),
             (tuner, "is_on", lambda: on),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
@@ -134,7 +137,7 @@ def operands(rank: int) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]
     return a, bs, torch.randn(512, 64).bfloat16()
 
 
-def calls(where: symm_mem.Heap, rank: int, out_dtype: torch.dtype) -> list[tuple[str, Any]]:
+def calls(where: Heap, rank: int, out_dtype: torch.dtype) -> list[tuple[str, Any]]:
     """After each op: how its configuration was come by, and the name of what was launched last, on its operands."""
     said = []
     a, bs, wide = operands(rank)
@@ -162,25 +165,25 @@ def calls(where: symm_mem.Heap, rank: int, out_dtype: torch.dtype) -> list[tuple
 
 
 def tuned(rank: int, world_size: int, folder: str, fastest: Any) -> None:
-    halves, ours = torch.bfloat16, [("tuned", fastest)] * 4
+    buffers, ours = torch.bfloat16, [("tuned", fastest)] * 4
     if fastest == "one_shot":
         ours[1] = ("tuned", mock.ANY)  # the last dimension is never gathered in one shot
     with stage(folder, False, fastest) as where:
-        model = calls(where, rank, halves)
+        model = calls(where, rank, buffers)
         assert {how for how, _ in model} == {"from the model"}
         assert len(Kernel.launched) == 4 and where.tuner is None and not Path(folder).exists()
     assert all(name != fastest for _, name in model), "or there is nothing to see here"
     with stage(folder, True, fastest) as where:
-        assert calls(where, rank, halves) == ours
+        assert calls(where, rank, buffers) == ours
         launched = len(Kernel.launched)
         assert launched > 10
-        assert calls(where, rank, halves) == ours
+        assert calls(where, rank, buffers) == ours
         assert len(Kernel.launched) == launched + 4, "tuned once"
         assert calls(where, rank, torch.float32) == ours
         assert len(Kernel.launched) > launched + 8, "another result is another kind"
         launched, bias = len(Kernel.launched), torch.randn(256).bfloat16()
         _, (B, _), wide = operands(rank)
-        matmul_reduce_scatter._on_cuda(where, wide, B, "sum", 0, [256, 256], halves, bias)
+        matmul_reduce_scatter._on_cuda(where, wide, B, "sum", 0, [256, 256], buffers, bias)
         assert len(Kernel.launched) > launched + 2, "with a bias it is another kind"
         assert Kernel.launched[-1][1] == [x.data_ptr() for x in (wide, B, bias)]
         kinds = {kind: ws.prepared for (kind, *_), ws in where.workspaces.items()}
@@ -188,7 +191,7 @@ def tuned(rank: int, world_size: int, folder: str, fastest: Any) -> None:
         remembered = [k for prepared in kinds.values() for k in prepared if isinstance(k, tuple)]
         assert {k[0] for k in remembered} >= {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}
     with stage(folder, True, fastest) as where:  # as the next process
-        assert calls(where, rank, halves) == ours
+        assert calls(where, rank, buffers) == ours
         assert len(Kernel.launched) == 4
         tuned_kinds = TunedFile("cpu", world_size).read()
         assert len(tuned_kinds) == 7
@@ -205,14 +208,14 @@ def test_nothing_is_asked_for_what_cannot_be_tuned(monkeypatch: pytest.MonkeyPat
     """float32, and anything while it is off: no heap, no file."""
     a, bs, wide = operands(0)
     for dtype, on, chosen in ((torch.float32, True, ""), (torch.bfloat16, False, "from the model")):
-        monkeypatch.setattr(tuner, "is_on", lambda on=on: on)
+        monkeypatch.setattr(tuner, "is_tuning", lambda on=on: on)
         x, ys, parts = a.to(dtype), [b.to(dtype) for b in bs], wide.to(dtype).view(1, 2, 256, 64)
         nowhere: Any = None
         if dtype == torch.bfloat16:
-            choice = gather.choose(x, ys, 2, 132)
+            choice = gather.choose_gather_kernel(x, ys, 2, 132)
             assert not isinstance(choice, str)
-            assert gather.tuned(choice, nowhere, x, ys, 132, return_A=False) == (choice, chosen)
-        choice = scatter.choose(parts, ys[0], 2, 132)
+            assert gather.tuned_gather(choice, nowhere, x, ys, 132, return_A=False) == (choice, chosen)
+        choice = scatter.choose_scatter_kernel(parts, ys[0], 2, 132)
         assert not isinstance(choice, str)
-        got = scatter.tuned(choice, nowhere, parts, ys[0], [], 132, Epilogue(dtype))
+        got = scatter.tuned_scatter(choice, nowhere, parts, ys[0], [], 132, Epilogue(dtype))
         assert got == (choice, chosen)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from weft.fused_ops import plan, turns
-from weft.symm_mem import findings
+from weft.fused_ops.dispatch import plan, stream_order
+from weft.symm_mem import call_cache
 
 GPU = torch.device("cuda", 0)
 
@@ -22,7 +22,7 @@ class Gpu:
         self.on: dict[int, list[Any]] = {}
         self.now = 1
         self.graphs: dict[int, int] = {}
-        self.turns: turns.Turns
+        self.turns: stream_order.StreamOrder
 
     def launch(self, what: Any) -> None:
         self.on.setdefault(self.now, []).append(what)
@@ -44,29 +44,31 @@ class Event:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
-    monkeypatch.setattr(turns, "on", plan.nullcontext)
-    monkeypatch.setattr(turns, "_streams", gpu.stream)
-    monkeypatch.setattr(turns, "_graph_of", lambda stream: gpu.graphs.get(stream, 0))
-    monkeypatch.setattr(turns, "stream_and_graph", lambda device: (gpu.now, gpu.graphs.get(gpu.now, 0)))
+    monkeypatch.setattr(stream_order, "on", plan.nullcontext)
+    monkeypatch.setattr(stream_order, "_streams", gpu.stream)
+    monkeypatch.setattr(stream_order, "_graph_of", lambda stream: gpu.graphs.get(stream, 0))
+    monkeypatch.setattr(
+        stream_order, "stream_and_graph", lambda device: (gpu.now, gpu.graphs.get(gpu.now, 0))
+    )
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    findings.changed()  # what another test has found is of another GPU
-    gpu.turns = turns.Turns(1)
-    monkeypatch.setattr(turns, "_turns_of", lambda index: gpu.turns)
+    call_cache.invalidate_calls()  # what another test has found is of another GPU
+    gpu.turns = stream_order.StreamOrder(1)
+    monkeypatch.setattr(stream_order, "_turns_of", lambda index: gpu.turns)
     return gpu
 
 
 def call(gpu: Gpu, stream: int, name: str) -> None:
     """The long way."""
     gpu.now = stream
-    with turns.turn(GPU):
+    with stream_order.in_stream_order(GPU):
         gpu.launch(name)
 
 
 def again(gpu: Gpu, stream: int, name: str) -> None:
     """The short way, as a finding leads to it: one of all threads."""
-    gpu.now, kept = stream, findings.kept
-    before, behind = kept.get(("steps", stream)) or turns.steps_on(0, stream)
+    gpu.now, kept = stream, call_cache.cached_calls
+    before, behind = kept.get(("steps", stream)) or stream_order.steps_on(0, stream)
     kept["steps", stream] = before, behind
     if before is not None:
         before(stream)
@@ -99,15 +101,17 @@ def test_a_call_waits_for_the_last_one_of_another_stream_and_for_nothing_else(gp
 
 
 def test_one_stream_costs_nothing_and_a_second_one_ends_what_was_found(gpu: Gpu) -> None:
-    kept = findings.kept
-    assert turns.steps_on(0, 1) == turns.steps_on(0, 1)
-    assert turns.steps_on(0, 1)[1] is None
-    assert findings.kept is kept
-    assert turns.steps_on(0, 2)[1] is not None
-    assert findings.kept is not kept
-    kept = findings.kept
-    assert turns.steps_on(0, 1) == turns.steps_on(0, 2) and None not in turns.steps_on(0, 1)
-    assert findings.kept is kept
+    kept = call_cache.cached_calls
+    assert stream_order.steps_on(0, 1) == stream_order.steps_on(0, 1)
+    assert stream_order.steps_on(0, 1)[1] is None
+    assert call_cache.cached_calls is kept
+    assert stream_order.steps_on(0, 2)[1] is not None
+    assert call_cache.cached_calls is not kept
+    kept = call_cache.cached_calls
+    assert stream_order.steps_on(0, 1) == stream_order.steps_on(0, 2) and None not in stream_order.steps_on(
+        0, 1
+    )
+    assert call_cache.cached_calls is kept
 
 
 def test_threads_do_not_wait_for_each_other(gpu: Gpu) -> None:
@@ -139,16 +143,16 @@ def test_a_thread_waits_for_its_calls_by_what_another_one_has_found(gpu: Gpu, wa
 def test_threads_that_come_first_at_once_share_a_gpus_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     both, found = threading.Barrier(2, timeout=30), []
     there = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(turns, "_turns", {})
-    monkeypatch.setattr(turns, "num_sms", lambda device: both.wait() * 0 + 132)
+    monkeypatch.setattr(stream_order, "_turns", {})
+    monkeypatch.setattr(stream_order, "num_sms", lambda device: both.wait() * 0 + 132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: there)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    threads = [threading.Thread(target=lambda: found.append(turns._turns_of(0))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: found.append(stream_order._turns_of(0))) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found[0] is found[1] is turns._turns_of(0) is not None
+    assert found[0] is found[1] is stream_order._turns_of(0) is not None
 
 
 def test_calls_of_one_graph_take_turns_and_have_nothing_to_do_with_others(gpu: Gpu) -> None:
@@ -167,10 +171,10 @@ def test_calls_of_one_graph_take_turns_and_have_nothing_to_do_with_others(gpu: G
         5: ["a", "a product", ("wait", "b"), "c"],
         6: [("wait", "a"), "b", "in the next graph"],
     }
-    assert turns.steps_on(0, 1)[1] is None, "capturing is not a second stream"
+    assert stream_order.steps_on(0, 1)[1] is None, "capturing is not a second stream"
 
 
-@pytest.mark.parametrize("graph", [77, turns._FAILED])
+@pytest.mark.parametrize("graph", [77, stream_order._FAILED])
 def test_no_wait_for_a_stream_that_is_being_captured(gpu: Gpu, graph: int) -> None:
     call(gpu, 1, "a")
     gpu.graphs = {1: graph}
@@ -196,10 +200,10 @@ def test_nothing_is_begun_on_a_stream_whose_capture_has_failed(
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True, raising=False)
     if status == "ACTIVE":
-        assert turns.stream_and_graph(GPU) == (5, 77)
+        assert stream_order.stream_and_graph(GPU) == (5, 77)
     else:
         with pytest.raises(RuntimeError, match="captured into a CUDA graph, and that has failed"):
-            turns.stream_and_graph(GPU)
+            stream_order.stream_and_graph(GPU)
 
 
 def test_the_default_stream_is_no_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,16 +211,16 @@ def test_the_default_stream_is_no_new_one(monkeypatch: pytest.MonkeyPatch) -> No
     cuda = torch.cuda
     monkeypatch.setattr(cuda, "ExternalStream", lambda stream, device: (stream or "of the pool", device))
     monkeypatch.setattr(cuda, "default_stream", lambda device: (0, device))
-    turns._streams.cache_clear()
-    assert [turns._streams(stream, 1) for stream in (0, 7)] == [(0, 1), (7, 1)]
-    turns._streams.cache_clear()
+    stream_order._streams.cache_clear()
+    assert [stream_order._streams(stream, 1) for stream in (0, 7)] == [(0, 1), (7, 1)]
+    stream_order._streams.cache_clear()
 
 
 @pytest.mark.parametrize(
     ("way", "graph"), [(call, 0), (again, 0), (call, 77)], ids=["long way", "short way", "captured"]
 )
 def test_where_two_calls_find_room_a_third_stream_is_one_too_many(gpu: Gpu, way: Any, graph: int) -> None:
-    gpu.turns, gpu.graphs = turns.Turns(2), dict.fromkeys((1, 2, 3), graph)
+    gpu.turns, gpu.graphs = stream_order.StreamOrder(2), dict.fromkeys((1, 2, 3), graph)
     for stream, name in ((1, "a"), (2, "b"), (1, "c"), (2, "d")):
         way(gpu, stream, name)
     assert gpu.on == {1: ["a", "c"], 2: ["b", "d"]}
@@ -232,13 +236,13 @@ def test_where_two_calls_find_room_a_third_stream_is_one_too_many(gpu: Gpu, way:
 
 
 def test_what_failed_in_front_of_its_launch_leaves_the_order_as_it_was(gpu: Gpu) -> None:
-    gpu.turns = turns.Turns(2)
+    gpu.turns = stream_order.StreamOrder(2)
     call(gpu, 1, "a")
     call(gpu, 2, "b")
-    with pytest.raises(ZeroDivisionError), turns.turn(GPU):
+    with pytest.raises(ZeroDivisionError), stream_order.in_stream_order(GPU):
         gpu.launch(1 / 0)
     gpu.now = 3
-    with pytest.raises(ZeroDivisionError), turns.turn(GPU):
+    with pytest.raises(ZeroDivisionError), stream_order.in_stream_order(GPU):
         gpu.launch(1 / 0)
     call(gpu, 4, "c")
     *waits, last = gpu.on[4]
@@ -252,7 +256,7 @@ def test_as_many_calls_find_room_as_their_multiprocessors_go_into_all(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: there)
     for reserved, room in (("0", 1), ("67", 1), ("68", 2), ("89", 2), ("90", 3), ("100", 4)):
         monkeypatch.setenv("WEFT_RESERVED_SMS", reserved)
-        monkeypatch.setattr(turns, "_turns", {})
+        monkeypatch.setattr(stream_order, "_turns", {})
         plan.num_sms.cache_clear()
-        assert turns._turns_of(0)._room == room
+        assert stream_order._turns_of(0)._room == room
     plan.num_sms.cache_clear()

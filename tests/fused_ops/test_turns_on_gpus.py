@@ -9,13 +9,9 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from weft import symm_mem
-from weft.fused_ops import (
-    fused_all_gather_matmul,
-    fused_matmul_reduce_scatter,
-    one_shot_all_reduce,
-    turns,
-)
-from weft.fused_ops.plan import forced
+from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
+from weft.fused_ops.dispatch import stream_order
+from weft.fused_ops.dispatch.plan import forced
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +19,7 @@ ROUNDS = 2000
 CYCLES = 2_000_000  # of torch.cuda._sleep: a millisecond, or a little more
 
 
-def half_of(world_size: int, number: int) -> dist.ProcessGroup:
+def buffer_of(world_size: int, number: int) -> dist.ProcessGroup:
     return dist.new_group(list(range(world_size)), group_desc=f"stream {number}")
 
 
@@ -31,7 +27,7 @@ def crowd(rank: int, world_size: int, captured: bool) -> None:
     """Products in front of all-reduces, gathers that take the whole GPU: each stream could keep off the other one's."""
     symm_mem.set_timeout(10)
     streams = [torch.cuda.Stream(), torch.cuda.Stream() if captured else torch.cuda.default_stream()]
-    groups = [half_of(world_size, number) for number in range(2)]
+    groups = [buffer_of(world_size, number) for number in range(2)]
     for group in groups:
         symm_mem.set_timeout(10, group)
     x, w = torch.randn(1024, 1024).bfloat16(), torch.randn(1024, 1024).bfloat16()
@@ -129,4 +125,4 @@ def test_a_call_waits_for_the_last_call_and_not_for_what_lies_behind_it(default:
 @pytest.mark.gpu(1)
 def test_streams_are_found_by_their_addresses() -> None:
     for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
-        assert turns._streams(stream.cuda_stream, 0).cuda_stream == stream.cuda_stream
+        assert stream_order._streams(stream.cuda_stream, 0).cuda_stream == stream.cuda_stream

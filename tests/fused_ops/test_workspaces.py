@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from weft.fused_ops import workspaces
-from weft.kernels.device.push import BLOCKS
-from weft.kernels.device.push import Layout as PushLayout
-from weft.symm_mem import Layout
+from weft.fused_ops.dispatch import workspaces
+from weft.kernels.device.comm.ll_exchange import BLOCKS, ExchangeLayout
+from weft.symm_mem.workspace import Layout
 
 SMALL, MANY, BOTH = Layout(2, 64, 2 << 20), Layout(2, 128, 1 << 20), Layout(2, 128, 2 << 20)
 
@@ -57,7 +56,7 @@ def test_streams_and_graphs_and_kinds_have_their_own(heap: SimpleNamespace) -> N
     heap.graph = 5
     found.append(workspaces.matmul_workspace(heap, SMALL))
     heap.graph = 0
-    found.append(workspaces.matmul_workspace(heap, Layout(2, 0, 1 << 20, announced=True)))
+    found.append(workspaces.matmul_workspace(heap, Layout(2, 0, 1 << 20, ll_protocol=True)))
     assert len(set(map(id, found))) == 4
     assert workspaces.matmul_workspace(heap, SMALL) is found[0]
 
@@ -69,10 +68,10 @@ def test_those_of_pushes_are_for_all_blocks_that_a_call_may_have(
     """Only a cluster may have more than there are multiprocessors to be had. Slots are what it grows by."""
     monkeypatch.setattr(workspaces, "num_sms", lambda device: sms)
     most, kind = min(BLOCKS, sms), workspaces.ALL_REDUCE
-    first: Any = workspaces.push_workspace(heap, kind, PushLayout(2, 128, 3))
-    assert first.layout == PushLayout(2, 128, most)
-    assert workspaces.push_workspace(heap, kind, PushLayout(2, 64, most)) is first
-    second: Any = workspaces.push_workspace(heap, kind, PushLayout(2, 512, most))
-    third: Any = workspaces.push_workspace(heap, kind, PushLayout(2, 64, BLOCKS))
-    assert (second.layout, third.layout) == (PushLayout(2, 512, most), PushLayout(2, 512, BLOCKS))
+    first: Any = workspaces.push_workspace(heap, kind, ExchangeLayout(2, 128, 3))
+    assert first.layout == ExchangeLayout(2, 128, most)
+    assert workspaces.push_workspace(heap, kind, ExchangeLayout(2, 64, most)) is first
+    second: Any = workspaces.push_workspace(heap, kind, ExchangeLayout(2, 512, most))
+    third: Any = workspaces.push_workspace(heap, kind, ExchangeLayout(2, 64, BLOCKS))
+    assert (second.layout, third.layout) == (ExchangeLayout(2, 512, most), ExchangeLayout(2, 512, BLOCKS))
     assert (third is second) is (most == BLOCKS)

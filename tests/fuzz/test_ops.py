@@ -15,7 +15,7 @@ from opcommon import BOUND, check, world
 from ranks import run_ranks
 from torch._subclasses import FakeTensorMode
 from weft import fused_ops
-from weft.fused_ops import plan
+from weft.fused_ops.dispatch import plan
 
 sys.path.insert(0, str(Path(__file__).parent))
 import values as v

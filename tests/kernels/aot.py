@@ -13,8 +13,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from weft.kernels.device.launch import FIXED_OPTIONS, precision
-from weft.kernels.device.tile_table import Tile
+from weft.kernels.device.jit.launch import FIXED_OPTIONS, precision
+from weft.kernels.device.triton.tile_table import TritonTile
 
 HOPPER = GPUTarget("cuda", 90, 32)
 MAX_SHARED = 227 * 1024  # bytes a block may use on Hopper, 1 KiB of it the system's
@@ -67,7 +67,9 @@ def _descriptor(dtype: torch.dtype, *block: int) -> str:
     return f"tensordesc<{_NAMES[dtype]}[{','.join(map(str, block))}]>"
 
 
-def _common(tile: Tile, dtype: torch.dtype, transposed: bool, world_size: int) -> tuple[str, dict[str, Any]]:
+def _common(
+    tile: TritonTile, dtype: torch.dtype, transposed: bool, world_size: int
+) -> tuple[str, dict[str, Any]]:
     b = (tile.block_n, tile.block_k) if transposed else (tile.block_k, tile.block_n)
     constants = {
         "WORLD_SIZE": world_size,
@@ -90,8 +92,10 @@ def _numbers(*names: str) -> dict[str, str]:
 _USE = ("flags_at", "flags_per_rank", "done_at", "span_words", "record", "timeout_ns")
 
 
-def all_gather_matmul(tile: Tile, dtype: torch.dtype, transposed: bool, world_size: int = 4) -> Compiled:
-    from weft.kernels.all_gather_matmul.triton_kernel import all_gather_matmul as kernel
+def all_gather_matmul(
+    tile: TritonTile, dtype: torch.dtype, transposed: bool, world_size: int = 4
+) -> Compiled:
+    from weft.kernels.all_gather_matmul.triton_kernel import all_gather_matmul_kernel
 
     b, constants = _common(tile, dtype, transposed, world_size)
     rows = _descriptor(dtype, 1, tile.block_m, tile.block_k)
@@ -102,17 +106,19 @@ def all_gather_matmul(tile: Tile, dtype: torch.dtype, transposed: bool, world_si
         "c": _descriptor(dtype, 1, tile.block_m, tile.block_n // tile.pieces),
         "words": "*i32",
         "fault": "*i32",
-        **_numbers("m", "n", "k", "chunk_rows", "rank", "half", *_USE),
+        **_numbers("m", "n", "k", "chunk_rows", "rank", "buffer", *_USE),
     }
     aligned = ("words", "fault", "m", "n", "k", "chunk_rows", "span_words")
-    return compile_kernel(kernel, signature, {**constants, "FINAL": True}, aligned, tile.warps, tile.stages)
+    return compile_kernel(
+        all_gather_matmul_kernel, signature, {**constants, "FINAL": True}, aligned, tile.warps, tile.stages
+    )
 
 
 def matmul_reduce_scatter(
-    tile: Tile, dtype: torch.dtype, transposed: bool, world_size: int = 4, more: bool = False
+    tile: TritonTile, dtype: torch.dtype, transposed: bool, world_size: int = 4, more: bool = False
 ) -> Compiled:
     """``more``: with an average, a bias and a residual."""
-    from weft.kernels.matmul_reduce_scatter.triton_kernel import matmul_reduce_scatter as kernel
+    from weft.kernels.matmul_reduce_scatter.triton_kernel import matmul_reduce_scatter_kernel
 
     b, constants = _common(tile, dtype, transposed, world_size)
     piece = (tile.block_m, tile.block_n // tile.pieces)
@@ -121,13 +127,15 @@ def matmul_reduce_scatter(
         "b": b,
         "peers": _descriptor(dtype, 1, 1, *piece),
         "out": _descriptor(dtype, 1, *piece),
-        "inbox": f"*{_NAMES[dtype]}",
+        "receive_buffer": f"*{_NAMES[dtype]}",
         "words": "*i32",
         "fault": "*i32",
         "bias": f"*{_NAMES[dtype]}",
         "residual": f"*{_NAMES[dtype]}",
-        **_numbers("batches", "m", "n", "k", "half", *_USE),
+        **_numbers("batches", "m", "n", "k", "buffer", *_USE),
     }
     constants = {"RANK": 1, "AVERAGE": more, "BIAS": more, "RESIDUAL": more, **constants}
-    aligned = ("inbox", "words", "fault", "bias", "residual", "m", "n", "k", "span_words")
-    return compile_kernel(kernel, signature, constants, aligned, tile.warps, tile.stages)
+    aligned = ("receive_buffer", "words", "fault", "bias", "residual", "m", "n", "k", "span_words")
+    return compile_kernel(
+        matmul_reduce_scatter_kernel, signature, constants, aligned, tile.warps, tile.stages
+    )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import triton
 import weft.kernels.device
-from weft.kernels.device.program import Program, compile_cubin
+from weft.kernels.device.jit.program import Program, compile_cubin
 
 KERNELS = Path(weft.kernels.device.__file__).parent.parent
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -271,7 +271,7 @@ static void tell(float* place, u64* barrier, int block, float value) {
 static void (*const calls[])(int, const void*) = {RANK_CALLS};
 
 static void call(int rank, int kernel, const void* params) { calls[rank](kernel, params); }
-static const weft::Watch& watch_of(const void* params) { return *static_cast<const weft::Watch*>(params); }
+static const weft::WaitParams& watch_of(const void* params) { return *static_cast<const weft::WaitParams*>(params); }
 
 // One warp of each block gets few turns, or none does; and one block begins late, or none does.
 static void launch_begins(Rank& rank) {

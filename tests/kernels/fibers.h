@@ -133,9 +133,9 @@ namespace weft {
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
-constexpr int BROKEN = 0, WAIT_DATA = 1, WAIT_FREE = 2, FAREWELL = 3;
+constexpr int BROKEN = 0, WAIT_DATA = 1, WAIT_FREE = 2, ABORTED = 3;
 
-struct Watch {
+struct WaitParams {
     u32* words;
     u32* fault;
     u64* record;
@@ -145,39 +145,39 @@ struct Watch {
 };
 
 static u32 load_acquire(const u32* word) { return *word; }
-static u32 broken_by(const Watch& watch) { return watch.fault[BROKEN]; }
-static bool is_broken(const Watch& watch) { return broken_by(watch) != 0; }
+static u32 broken_by(const WaitParams& watch) { return watch.fault[BROKEN]; }
+static bool is_broken(const WaitParams& watch) { return broken_by(watch) != 0; }
 
-static void report(const Watch& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
+static void report(const WaitParams& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
     if (is_broken(watch)) return;
-    watch.fault[BROKEN] = kind == FAREWELL ? seen : 1 + peer;
+    watch.fault[BROKEN] = kind == ABORTED ? seen : 1 + peer;
     const u64 record[8] = {1, reinterpret_cast<u64>(watch.words), u64(peer), word, expected, seen, u64(kind), 0};
     std::memcpy(watch.record, record, sizeof record);
 }
 
 // Polls take the place of nanoseconds.
-struct Patience {
+struct Deadline {
     u64 polls = 0;
-    bool due() { return true; }
-    bool overdue(const Watch& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
+    bool should_poll() { return true; }
+    bool overdue(const WaitParams& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
         if (is_broken(watch)) return true;
-        if (!is_late(watch)) return false;
+        if (!has_passed(watch)) return false;
         report(watch, peer, word, expected, seen, kind);
         return true;
     }
-    bool is_late(const Watch& watch) {
+    bool has_passed(const WaitParams& watch) {
         if (++polls > watch.timeout_ns) return true;
         go_on_later();
         return false;
     }
 };
 
-static bool wait_flag(const Watch& watch, int peer, u32 word, u32 expected, int kind) {
-    Patience patience;
+static bool wait_flag(const WaitParams& watch, int peer, u32 word, u32 expected, int kind) {
+    Deadline deadline;
     for (;;) {
         const u32 seen = load_acquire(watch.words + word);
         if (kind == WAIT_DATA ? seen == expected : static_cast<int>(seen - expected) >= 0) return true;
-        if (patience.overdue(watch, peer, word, expected, seen, kind)) return false;
+        if (deadline.overdue(watch, peer, word, expected, seen, kind)) return false;
     }
 }
 
@@ -226,20 +226,20 @@ struct bfloat16 {
         out[0] = as_float(word << 16);
         out[1] = as_float(word & 0xffff0000u);
     }
-    static u32 half(float value) {
+    static u32 buffer(float value) {
         const u32 bits = as_bits(value);
         // All bits set, if it is negative: the worst that a rounding could make of it.
         if (std::isnan(value)) return 0x7fffu | (bits >> 16 & 0x8000u);
         return (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
     }
-    static u32 pack(const float* in) { return half(in[0]) | half(in[1]) << 16; }
+    static u32 pack(const float* in) { return buffer(in[0]) | buffer(in[1]) << 16; }
 };
 
 }  // namespace weft
 
 // What the file that includes this one adds: the kernels, and what happens to memory.
 static void call(int rank, int kernel, const void* params);
-static const weft::Watch& watch_of(const void* params);
+static const weft::WaitParams& watch_of(const void* params);
 static void launch_begins(Rank& rank);
 static void launch_ends(Rank& rank);
 static bool rests(const Rank& rank, const Fiber& fiber);  // whether it goes without this turn

@@ -11,13 +11,21 @@ from pathlib import Path
 
 import torch
 import weft.kernels.device
-from weft.kernels.device.program import Function
-from weft.kernels.device.push import Layout
-from weft.symm_mem import fault, workspace
+from weft.kernels.device.comm.ll_exchange import ExchangeLayout
+from weft.kernels.device.jit.program import Function
+from weft.symm_mem import workspace
+from weft.symm_mem.failure import fault
 
 DEVICE = Path(weft.kernels.device.__file__).parent
-STAND_INS = ("sync.cuh", "barriers.cuh", "numbers.cuh", "reduce.cuh", "mma.cuh")
-REAL = ("wire.cuh", "push.cuh", "steward.cuh", "farewell.cuh", "team.cuh", "warp.cuh")
+STAND_INS = ("ptx/sync.cuh", "ptx/barriers.cuh", "math/numbers.cuh", "math/reduce.cuh", "ptx/mma.cuh")
+REAL = (
+    "comm/ll_protocol.cuh",
+    "comm/ll_exchange.cuh",
+    "comm/credits.cuh",
+    "comm/abort_notice.cuh",
+    "math/cluster_reduce.cuh",
+    "math/warp.cuh",
+)
 PATIENT = 100_000  # polls of one wait: far more than any takes
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -55,7 +63,8 @@ def build(
         beside: more sources, the kernels of each and its Params, with which calls on one workspace take turns.
         instead: a text in a source or in one of REAL, and what shall stand there.
     """
-    folder.mkdir(exist_ok=True)
+    for room in ("comm", "math", "ptx"):
+        (folder / room).mkdir(parents=True, exist_ok=True)
     sources = [(source, kernels, params), *beside]
     for stand_in in STAND_INS:
         (folder / stand_in).touch()
@@ -108,7 +117,7 @@ class Fault:
 class Place:
     """A workspace in plain memory, and what the launchers asked for on it."""
 
-    layout: Layout | workspace.Layout
+    layout: ExchangeLayout | workspace.Layout
     address: int
     span: int
     rank: int
@@ -129,7 +138,7 @@ class Ranks:
     """
 
     def __init__(
-        self, library: Library, layout: Layout | workspace.Layout, beside: Ranks | None = None
+        self, library: Library, layout: ExchangeLayout | workspace.Layout, beside: Ranks | None = None
     ) -> None:
         self.library, self.layout = library, layout
         span, size = layout.bytes + 256, layout.world_size
@@ -162,7 +171,7 @@ class Ranks:
         return [[bool(run[rank * count + i].broken) for i in range(count)] for rank in range(size)]
 
     def slots_are_empty(self) -> bool:
-        return not self.memory[:, 4 * Layout.FIRST : 4 * self.layout.emptied].any()
+        return not self.memory[:, 4 * ExchangeLayout.FIRST : 4 * self.layout.emptied].any()
 
 
 class Noted(Function):

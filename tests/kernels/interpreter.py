@@ -1,5 +1,5 @@
 """What Triton's interpreter lacks to run these kernels on CPU ranks: bfloat16 products and rounding, and the
-inline assembly of kernels/device/sync.py.
+inline assembly of kernels/device/triton/sync.py.
 
     run_ranks(check, 2, env={"TRITON_INTERPRET": "1"})    # and in check: interpreter.install()
 
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
-from weft.kernels.device import sync
+from weft.kernels.device.triton import sync
 
 Builder = triton_interpreter.InterpreterBuilder
 Handle = triton_interpreter.TensorHandle

@@ -17,18 +17,18 @@ using std::min;
 #include GATHER
 #include SCATTER
 
-struct Half {
+struct BufferWords {
     int world_size;
 };
-struct Watch {
+struct WaitParams {
     int rank;
 };
 struct Params {
     int m, n, k, bs, batches;
     int columns[4];
-    int band, remote_band, group;
-    Half half;
-    Watch watch;
+    int raster_group, remote_band, group;
+    BufferWords buffer;
+    WaitParams watch;
 };
 
 static int failures = 0;
@@ -36,26 +36,26 @@ static void expect(bool good, const char* what, const Params& p) {
     if (good) return;
     std::printf(
         "%s: m=%d n=%d k=%d bs=%d columns=%d batches=%d bands=%d,%d group=%d ranks=%d rank=%d\n", what, p.m,
-        p.n, p.k, p.bs, p.columns[0], p.batches, p.band, p.remote_band, p.group, p.half.world_size,
+        p.n, p.k, p.bs, p.columns[0], p.batches, p.raster_group, p.remote_band, p.group, p.buffer.world_size,
         p.watch.rank);
     if (++failures > 20) std::exit(1);
 }
 
 static void gather(const Params& p) {
     using namespace weft;
-    const GatherOrder<Params> order(p);
+    const GatherTileScheduler<Params> order(p);
     std::set<std::tuple<int, int, int, int>> tiles;
     for (int step = 0; step < order.steps(); ++step) {
         for (int block = 0; block < 2; ++block) {
             const GatherTile t = order.tile(p, step, block);
             expect(t.b < p.bs && t.column < p.columns[t.b], "a column that no B has", p);
             if (t.row >= order.rows) continue;  // a block without a tile
-            expect(t.src >= 0 && t.src < (SPLIT_K ? 1 : p.half.world_size), "rows of no rank", p);
+            expect(t.src >= 0 && t.src < (SPLIT_K ? 1 : p.buffer.world_size), "rows of no rank", p);
             expect(tiles.insert({t.src, t.row, t.b, t.column}).second, "a tile twice", p);
         }
     }
     expect(
-        tiles.size() == size_t(order.rows) * order.columns * (SPLIT_K ? 1 : p.half.world_size),
+        tiles.size() == size_t(order.rows) * order.columns * (SPLIT_K ? 1 : p.buffer.world_size),
         "not every tile of every rank", p);
 
     const int all = order.pieces;
@@ -77,23 +77,23 @@ static void gather(const Params& p) {
     }
 }
 
-// `blocks` in pairs, the first `senders` of which send first.
-static void walk(int steps, int blocks, int senders, int missed, int wanted_lead) {
+// `blocks` in pairs, the first `comm_sms` of which send first.
+static void walk(int steps, int blocks, int comm_sms, int missed, int wanted_lead) {
     using namespace weft;
     std::vector<int> taken(steps);
-    const int others = (blocks - senders) / 2, lead = wanted_lead <= others ? wanted_lead : 0;
+    const int others = (blocks - comm_sms) / 2, lead = wanted_lead <= others ? wanted_lead : 0;
     for (int block = 0; block < blocks; ++block) {
         int before = -1, count = 0;
-        for (GatherWalk w(block, blocks, senders, missed, wanted_lead); w.step < steps; w.next()) {
+        for (GatherSteps w(block, blocks, comm_sms, missed, wanted_lead); w.step < steps; w.next()) {
             expect(w.step > before, "a step that is not behind the last one", {});
             expect(w.step >= lead || before < 0, "a second step of the first wave", {});
             before = w.step;
             if (w.step < 0 || w.step >= steps) return;
             ++taken[w.step];
             const bool all_have_missed = w.step >= lead + missed * others;
-            expect(block >= senders || all_have_missed, "a sender multiplies before it is due", {});
+            expect(block >= comm_sms || all_have_missed, "a sender multiplies before it is due", {});
             if (w.step < lead) continue;
-            expect(block < senders || all_have_missed == (count >= missed), "a round that is not one", {});
+            expect(block < comm_sms || all_have_missed == (count >= missed), "a round that is not one", {});
             ++count;
         }
     }
@@ -105,7 +105,7 @@ static void scatter(Params p) {
     std::map<std::tuple<int, int, int>, int> steps;  // (rank, dst, tile) -> step
     for (int rank = 0; rank < WORLD_SIZE; ++rank) {
         p.watch.rank = rank;
-        const ScatterOrder<Params> order(p);
+        const ScatterTileScheduler<Params> order(p);
         std::set<std::tuple<int, int, int, int>> places;
         for (int step = 0; step < order.steps(); ++step) {
             for (int block = 0; block < 2; ++block) {
@@ -139,14 +139,14 @@ int main() {
         p.m = pick(1, 1500), p.n = pick(1, 3000), p.k = pick(1, 5000);
         p.bs = pick(1, 4), p.batches = SPLIT_N ? 1 : pick(1, 3);
         for (int i = 0; i < p.bs; ++i) p.columns[i] = pick(1, 9);
-        p.band = pick(1, 9), p.remote_band = pick(1, 12);
+        p.raster_group = pick(1, 9), p.remote_band = pick(1, 12);
         p.group = pick(1, (p.m + BM - 1) / BM);
-        p.half.world_size = pick(2, 8);
-        p.watch.rank = pick(0, p.half.world_size - 1);
+        p.buffer.world_size = pick(2, 8);
+        p.watch.rank = pick(0, p.buffer.world_size - 1);
         gather(p);
         scatter(p);
-        const int senders = 2 * pick(0, 6);
-        walk(pick(1, 900), senders + 2 * pick(1, 60), senders, pick(0, 9), pick(0, 60));
+        const int comm_sms = 2 * pick(0, 6);
+        walk(pick(1, 900), comm_sms + 2 * pick(1, 60), comm_sms, pick(0, 9), pick(0, 60));
     }
     return failures != 0;
 }

@@ -1,4 +1,4 @@
-// The clock of pace.cuh on the CPU: warps of one rank ask for bursts and wait, and sleeping is all that takes time. Prints
+// The clock of rate_limiter.cuh on the CPU: warps of one rank ask for bursts and wait, and sleeping is all that takes time. Prints
 // what is wrong, or nothing.
 
 #include <algorithm>
@@ -11,10 +11,10 @@
 namespace weft {
 using u32 = unsigned int;
 using u64 = unsigned long long;
-struct Watch {
+struct WaitParams {
     u32* words;
 };
-struct Half {
+struct BufferWords {
     int pace;
 };
 static u64 now;
@@ -46,10 +46,10 @@ int main() {
     constexpr unsigned WARPS = 100, BYTES = 4096, RATE = 356;
     constexpr u64 BEGIN = 1'763'000'000'000'000'000, SLACK = 100;  // ns: of sleep, and of rounding
     alignas(8) weft::u32 words[64] = {};
-    const weft::Watch watch{words};
-    const weft::Half half{32};
+    const weft::WaitParams watch{words};
+    const weft::BufferWords buffer{32};
     weft::now = BEGIN;
-    std::vector<weft::SharedPace> warps(WARPS, weft::SharedPace(watch, half, BYTES, RATE));
+    std::vector<weft::SharedTokenBucket> warps(WARPS, weft::SharedTokenBucket(watch, buffer, BYTES, RATE));
 
     // The first one finds a clock that nobody has set: it goes at once, and those behind it as the links do.
     warps[0].ask(1);
@@ -71,7 +71,7 @@ int main() {
 
     // Behind an hour in which nobody has sent nothing is made up for, but for what LATE allows.
     weft::now += 3'600'000'000'000;
-    const u64 again = weft::now, late = weft::SharedPace::LATE / weft::SharedPace::TICKS;
+    const u64 again = weft::now, late = weft::SharedTokenBucket::LATE / weft::SharedTokenBucket::TICKS;
     warps[0].ask(1);
     warps[0].wait();
     expect(weft::now == again, "a burst behind a pause waits", again);

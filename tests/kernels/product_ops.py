@@ -17,7 +17,7 @@ from fibers import PATIENT, Library
 from products import BROAD, SMALL, TWO_AND_A_HALF, WIDE, WIDEST, Products, build
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul import cuda_kernel as gather
-from weft.kernels.device.gemm_tiles import Tile
+from weft.kernels.device.gemm.gemm_tiles import Tile
 from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
 from weft.kernels.matmul_reduce_scatter import cuda_kernel as scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
@@ -46,7 +46,7 @@ class Gather:
     m: int
     ns: tuple[int, ...]
     k: int
-    config: gather_configs.PushConfig
+    config: gather_configs.GatherPushConfig
     blocks: int = 4
     rows: bool = False  # N is contiguous in B, not K
     apart: int = 0  # what lies between two rows of a shard, in elements
@@ -59,10 +59,10 @@ class Gather:
         return [numbers(k, n) if self.rows else numbers(n, k).t() for n in self.ns]
 
     def compiled(self, instead: tuple[str, str] | None = None) -> Future[Library]:
-        return build(gather.SOURCE, gather._Params, gather.defines(self.bs(), self.config), instead)
+        return build(gather.SOURCE, gather._Params, gather.gather_defines(self.bs(), self.config), instead)
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
-        layout = gather_configs.push_layout(self.m, self.k, self.size, self.config)
+        layout = gather_configs.gather_push_layout(self.m, self.k, self.size, self.config)
         self.ranks = Products(monkeypatch, library, layout, pace)
         a, bs = self.shard(), self.bs()
         self.kernels = [
@@ -73,7 +73,7 @@ class Gather:
         self.wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
         return self.ranks
 
-    def launch(self, half: int, polls: int, pieces: int = 1) -> None:
+    def launch(self, buffer: int, polls: int, pieces: int = 1) -> None:
         """A use on every rank, in so many launches, of which the first one sends and the last one ends the use."""
         shards = [self.shard() for _ in self.kernels]
         split_k = self.config.split_k
@@ -83,7 +83,7 @@ class Gather:
                 bs = self.bs()
                 pairs = [result((whole @ b.double()).bfloat16()) for b in bs]
                 kernel.launch(
-                    *(half, shards[rank].data_ptr()),
+                    *(buffer, shards[rank].data_ptr()),
                     *([b.data_ptr() for b in bs], [c.data_ptr() for c, _ in pairs]),
                     *(piece == 0, piece == pieces - 1, polls, rank),
                 )
@@ -103,7 +103,7 @@ class Scatter:
     batches: int = 1
     epilogue: Epilogue = ROUNDED
     blocks: int = 4
-    band: int = 1
+    raster_group: int = 1
     staged: bool = False
     split_n: bool = False  # ranks have columns of B of their own
     rows: bool = False  # N is contiguous in B, not K
@@ -111,7 +111,9 @@ class Scatter:
     scales: tuple[float, ...] = ()  # of the ranks' A
 
     def __post_init__(self) -> None:
-        self.config = scatter_configs.PushConfig(self.tile, self.band, self.staged, self.split_n)
+        self.config = scatter_configs.ScatterPushConfig(
+            self.tile, self.raster_group, self.staged, self.split_n
+        )
 
     @property
     def part(self) -> int:
@@ -131,12 +133,12 @@ class Scatter:
 
     def compiled(self, instead: tuple[str, str] | None = None) -> Future[Library]:
         b = self.columns(of_all=False)
-        defines = scatter.defines(b, self.config, self.size, 0, self.epilogue)
+        defines = scatter.scatter_defines(b, self.config, self.size, 0, self.epilogue)
         return build(scatter.SOURCE, scatter._Params, defines, instead)
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
         to_all, m = self.epilogue.to_all, self.part
-        layout = scatter_configs.push_layout(
+        layout = scatter_configs.scatter_push_layout(
             *(m, self.n, self.config, self.size, self.blocks, self.batches), to_all=to_all
         )
         self.ranks = Products(monkeypatch, library, layout, pace)
@@ -149,7 +151,7 @@ class Scatter:
         self.wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
         return self.ranks
 
-    def launch(self, half: int, polls: int) -> None:
+    def launch(self, buffer: int, polls: int) -> None:
         a = [self.operand() for _ in self.kernels]
         if self.scales:  # else NaNs keep their bits
             a = [x * scale for x, scale in zip(a, self.scales, strict=True)]
@@ -164,7 +166,7 @@ class Scatter:
             operands = [x.data_ptr() for x in (a[rank], b[rank], *terms)]
             want = sum(terms, start=total[:, 0 if epilogue.to_all else rank] * scale)
             out, want = result(want.to(epilogue.out_dtype))
-            kernel.launch(half, operands, [out.data_ptr()], polls, rank)
+            kernel.launch(buffer, operands, [out.data_ptr()], polls, rank)
             self.wanted.append((out, want))
             self.kept += terms
         self.kept += [a, b]
@@ -172,20 +174,20 @@ class Scatter:
 
 def push(
     tile: Tile,
-    senders: int,
+    comm_sms: int,
     group: int,
     unit_columns: int = 128,
     split_k: bool = False,
     missed: int = 0,
     lead: int = 0,
     piece_rows: int = 64,
-) -> gather_configs.PushConfig:
-    return gather_configs.PushConfig(
-        *(tile, senders, group),
+) -> gather_configs.GatherPushConfig:
+    return gather_configs.GatherPushConfig(
+        *(tile, comm_sms, group),
         piece_rows=piece_rows,
         unit_columns=unit_columns,
-        band=2,
-        remote_band=2,
+        raster_group=2,
+        remote_raster_group=2,
         split_k=split_k,
         missed=missed,
         lead=lead,
@@ -195,25 +197,25 @@ def push(
 GATHERS = {
     "beside": Gather(2, 147, (72, 40), 200, push(SMALL, 0, 1)),
     "beside-4": Gather(4, 65, (8,), 264, push(WIDE, 0, 1), blocks=2),
-    "senders": Gather(3, 147, (72,), 200, push(SMALL, 2, 2)),
-    "senders-miss-one": Gather(3, 147, (72,), 200, push(SMALL, 2, 1, missed=1)),
-    "senders-miss-all": Gather(2, 147, (72,), 136, push(SMALL, 2, 1, missed=1 << 16)),
-    "senders-small": Gather(3, 147, (72,), 200, push(SMALL, 2, 2, 256, piece_rows=16)),
+    "comm_sms": Gather(3, 147, (72,), 200, push(SMALL, 2, 2)),
+    "comm_sms-miss-one": Gather(3, 147, (72,), 200, push(SMALL, 2, 1, missed=1)),
+    "comm_sms-miss-all": Gather(2, 147, (72,), 136, push(SMALL, 2, 1, missed=1 << 16)),
+    "comm_sms-small": Gather(3, 147, (72,), 200, push(SMALL, 2, 2, 256, piece_rows=16)),
     "beside-small": Gather(2, 147, (72,), 264, push(SMALL, 0, 1, piece_rows=32)),
-    "senders-wide": Gather(2, 200, (40,), 72, push(WIDE, 2, 1, 64)),
+    "comm_sms-wide": Gather(2, 200, (40,), 72, push(WIDE, 2, 1, 64)),
     "lead": Gather(2, 147, (72, 40), 72, push(SMALL, 0, 1, lead=2), blocks=6),
-    "lead-senders": Gather(3, 147, (72,), 200, push(SMALL, 2, 1, missed=1, lead=1), blocks=8),
+    "lead-comm_sms": Gather(3, 147, (72,), 200, push(SMALL, 2, 1, missed=1, lead=1), blocks=8),
     "rows": Gather(2, 147, (64,), 200, push(BROAD, 0, 1), rows=True, apart=24),
     "half-a-group": Gather(2, 130, (200,), 72, push(TWO_AND_A_HALF, 0, 1), rows=True),
     "two-instructions": Gather(2, 130, (328, 72), 72, push(WIDEST, 0, 1), blocks=2),
     "two-instructions-rows": Gather(2, 130, (320,), 72, push(WIDEST, 0, 1), blocks=2, rows=True),
     "split": Gather(2, 147, (72, 40), 200, push(SMALL, 0, 1, split_k=True)),
-    "split-senders": Gather(3, 200, (40,), 72, push(WIDE, 2, 1, 64, split_k=True, missed=1), apart=8),
+    "split-comm_sms": Gather(3, 200, (40,), 72, push(WIDE, 2, 1, 64, split_k=True, missed=1), apart=8),
     "split-rows": Gather(4, 65, (64, 128), 72, push(BROAD, 0, 1, split_k=True), rows=True),
     "split-odd-rows": Gather(3, 300, (72,), 136, push(BROAD, 2, 2, 64, split_k=True), rows=True),
 }
 SCATTERS = {
-    "2": Scatter(2, 147, 72, 200, band=2),
+    "2": Scatter(2, 147, 72, 200, raster_group=2),
     "staged": Scatter(2, 147, 136, 72, blocks=2, staged=True),
     "staged-3": Scatter(
         3, 67, 40, 136, WIDE, blocks=2, staged=True, epilogue=Epilogue(torch.float32, average=True)
@@ -224,19 +226,19 @@ SCATTERS = {
     "to-all-3": Scatter(
         *(3, 391, 40, 136, WIDE),
         blocks=2,
-        band=2,
+        raster_group=2,
         staged=True,
         epilogue=Epilogue(torch.bfloat16, average=True, to_all=True),
     ),
     "to-all-few-rows": Scatter(4, 5, 72, 72, staged=True, epilogue=replace(ROUNDED, to_all=True)),
-    "columns": Scatter(2, 147, 72, 200, staged=True, band=2, split_n=True),
+    "columns": Scatter(2, 147, 72, 200, staged=True, raster_group=2, split_n=True),
     "columns-odd-rows": Scatter(
         *(3, 300, 72, 136, BROAD),
         split_n=True,
         rows=True,
         epilogue=Epilogue(torch.float32, average=True, bias=True, residual=True),
     ),
-    "columns-whole": Scatter(4, 65, 64, 72, BROAD, blocks=2, band=3, split_n=True, rows=True),
+    "columns-whole": Scatter(4, 65, 64, 72, BROAD, blocks=2, raster_group=3, split_n=True, rows=True),
     "nans": Scatter(2, 67, 72, 72, staged=True, nans=True),
     "order-of-ranks": Scatter(3, 67, 72, 72, epilogue=Epilogue(torch.float32), scales=LARGE_BUT_ONE),
     "batches": Scatter(2, 33, 72, 72, batches=3, epilogue=Epilogue(torch.float32, bias=True, residual=True)),
@@ -244,7 +246,7 @@ SCATTERS = {
 Op = Gather | Scatter
 #: A host's eight ranks. So many threads take long: little work, and few blocks.
 OF_EIGHT: dict[str, Op] = {
-    "senders": Gather(8, 67, (8,), 72, push(SMALL, 2, 2, missed=1, lead=1)),
+    "comm_sms": Gather(8, 67, (8,), 72, push(SMALL, 2, 2, missed=1, lead=1)),
     "split": Gather(8, 5, (8,), 72, push(SMALL, 0, 1, split_k=True), blocks=2),
     "parts": Scatter(8, 67, 72, 72, blocks=2, staged=True),
     "to-all": Scatter(8, 463, 72, 72, blocks=2, staged=True, epilogue=replace(ROUNDED, to_all=True)),
@@ -262,16 +264,16 @@ def uses(
     polls: int = PATIENT,
     paces: Sequence[tuple[int, int]] = PACES,
 ) -> Products:
-    """Random halves: the same one twice in a row, too."""
+    """Random buffers: the same one twice in a row, too."""
     choice = random.Random(seed)
     torch.manual_seed(seed)
     ranks = op.prepare(monkeypatch, library, choice.choice(paces))
     for _ in range(count):
-        half = choice.randrange(2)
+        buffer = choice.randrange(2)
         if isinstance(op, Gather):
-            op.launch(half, polls, choice.choice([1, 1, 2]))
+            op.launch(buffer, polls, choice.choice([1, 1, 2]))
         else:
-            op.launch(half, polls)
+            op.launch(buffer, polls)
     ranks.run(seed)
     return ranks
 
@@ -280,15 +282,15 @@ def wrong(op: Op, ranks: Products) -> str:
     """What is wrong behind `uses`; empty if nothing is."""
     if ranks.records.any():
         return f"a wait has expired: {ranks.records.tolist()}"
-    if ranks.layout.announced and ranks.memory[:, ranks.layout.half(0) : ranks.layout.staging].any():
-        return "a half is not empty"
+    if ranks.layout.ll_protocol and ranks.memory[:, ranks.layout.buffer(0) : ranks.layout.staging].any():
+        return "a buffer is not empty"
     words, layout = ranks.memory.view(torch.int32), ranks.layout
-    for half in (0, 1):
-        counts = [layout.EPOCH + half, *range(layout.done(half), layout.done(half) + op.size)]
+    for buffer in (0, 1):
+        counts = [layout.EPOCH + buffer, *range(layout.done(buffer), layout.done(buffer) + op.size)]
         if (words[:, counts] != words[0, counts[0]]).any():
-            return f"ranks count other uses of half {half}"
-        if words[:, layout.LEFT + half].any():
-            return f"blocks have left a use of half {half} that is over"
+            return f"ranks count other uses of buffer {buffer}"
+        if words[:, layout.LEFT + buffer].any():
+            return f"blocks have left a use of buffer {buffer} that is over"
     if ranks.strays:
         return f"{ranks.strays} times a block reached for one that had ended"
     bad = [i for i, pair in enumerate(op.wanted) if not torch.allclose(*pair, rtol=0, atol=0, equal_nan=True)]

@@ -300,9 +300,9 @@ static bool all_of_warpgroup(int warpgroup, bool mine) {
     return all;
 }
 template <int N>
-static void give_registers() {}
+static void warpgroup_reg_dealloc() {}
 template <int N>
-static void take_registers() {}
+static void warpgroup_reg_alloc() {}
 
 // As products.py encodes it, the innermost dimension first; strides in elements.
 struct alignas(64) TensorMap {
@@ -328,11 +328,11 @@ static void copy_box(const TensorMap& map, void* place, u64* barrier, const int 
     phases(barrier).bytes -= map.box[0] * map.box[1] * map.box[2] * map.box[3] * sizeof(u16);
     phases(barrier).settle();
 }
-static void load_box(const TensorMap& map, void* to, u64* barrier, int x, int y, int z, int w) {
+static void tma_load(const TensorMap& map, void* to, u64* barrier, int x, int y, int z, int w) {
     state().copies.push_back({running->block, [=] { copy_box(map, to, barrier, {x, y, z, w}); }});
     go_on_later();
 }
-static void load_box_for_both(const TensorMap& map, void* to, u64* barrier, int x, int y, int z = 0, int w = 0) {
+static void tma_load_cluster(const TensorMap& map, void* to, u64* barrier, int x, int y, int z = 0, int w = 0) {
     for (int block = 0; block < CLUSTER_BLOCKS; ++block) {
         void* there = in_block(to, block);
         u64* arrives = in_block(barrier, block);
@@ -342,19 +342,19 @@ static void load_box_for_both(const TensorMap& map, void* to, u64* barrier, int 
     }
 }
 
-static void products_begin() { together(); }
-static void products_commit() {}
+static void warpgroup_arrive() { together(); }
+static void warpgroup_commit_batch() {}
 template <int N>
-static void products_wait() {
+static void warpgroup_wait() {
     together();
 }
 
 // Boxes are not swizzled here, and an operand is its address, in units of 16 bytes. Where N is contiguous, groups of 64
 // columns lie 4096 bytes apart.
-static u64 operand(const void* at, u32, u32) { return reinterpret_cast<u64>(at) >> 4; }
+static u64 smem_descriptor(const void* at, u32, u32) { return reinterpret_cast<u64>(at) >> 4; }
 
 template <int N>
-struct Product {
+struct Wgmma {
     template <int N_CONTIGUOUS>
     static void run(float (&d)[N / 2], u64 a, u64 b, int add) {
         const u16 *as = reinterpret_cast<const u16*>(a << 4), *bs = reinterpret_cast<const u16*>(b << 4);
@@ -386,4 +386,4 @@ static void call(int, int, const void* params) {
     KERNEL(*static_cast<const Params*>(params));
     --state().threads[running->block];
 }
-static const weft::Watch& watch_of(const void* params) { return static_cast<const Params*>(params)->watch; }
+static const weft::WaitParams& watch_of(const void* params) { return static_cast<const Params*>(params)->watch; }

@@ -11,14 +11,20 @@ from pathlib import Path
 
 import pytest
 from fibers import DEVICE, Library, Ranks
-from weft.kernels.device import gemm
-from weft.kernels.device.gemm_tiles import Tile
-from weft.kernels.device.program import Function
-from weft.kernels.device.tensor_map import Boxes, TensorMap
+from weft.kernels.device.gemm import gemm
+from weft.kernels.device.gemm.gemm_tiles import Tile
+from weft.kernels.device.gemm.tensor_map import Boxes, TensorMap
+from weft.kernels.device.jit.program import Function
 from weft.symm_mem.workspace import Layout
 
-STAND_INS = ("hopper.cuh", "sync.cuh", "numbers.cuh")
-AROUND = ("gemm.cuh", "half.cuh", "pace.cuh", "walk.cuh", "wire.cuh")
+STAND_INS = ("ptx/hopper.cuh", "ptx/sync.cuh", "math/numbers.cuh")
+AROUND = (
+    "gemm/gemm.cuh",
+    "comm/double_buffer.cuh",
+    "comm/rate_limiter.cuh",
+    "gemm/tile_scheduler.cuh",
+    "comm/ll_protocol.cuh",
+)
 SHARED = 128 << 10  # bytes that a block has
 SMALL = Tile(64, 64, 2, 0.0)
 WIDE = Tile(128, 32, 3, 0.0)
@@ -58,7 +64,7 @@ def _build(
     instead: tuple[str, str] | None,
 ) -> Library:
     name = source.parent.name
-    for new in ("device", name):
+    for new in (*(f"device/{room}" for room in ("comm", "gemm", "math", "ptx")), name):
         (folder / new).mkdir(parents=True, exist_ok=True)
     for stand_in in STAND_INS:
         (folder / "device" / stand_in).touch()
@@ -96,6 +102,7 @@ def _build(
                 "-Wno-psabi",
                 "-shared",
                 "-fPIC",
+                f"-I{folder / 'device'}",
             ),
             *(f"-D{key}={value}" for key, value in options.items()),
             *(Path(__file__).with_name("products.cpp"), "-o", library),
@@ -117,7 +124,7 @@ def encoded(boxes: Boxes, address: int) -> ctypes.Array[ctypes.c_uint64]:
 
 
 class Products(Ranks):
-    """Ranks with poisoned halves, or empty ones where data announces itself, on which the launchers' kernels run.
+    """Ranks with poisoned buffers, or empty ones where data announces itself, on which the launchers' kernels run.
 
     Args:
         pace: turns between two stores' becoming visible, and at most of a rank before another one has some.
@@ -127,9 +134,9 @@ class Products(Ranks):
         self, monkeypatch: pytest.MonkeyPatch, library: Library, layout: Layout, pace: tuple[int, int]
     ) -> None:
         super().__init__(library, layout)
-        self.memory[:, layout.staging if layout.announced else layout.half(0) :] = 0xFF
+        self.memory[:, layout.staging if layout.ll_protocol else layout.buffer(0) :] = 0xFF
         self.pace = pace
-        monkeypatch.setattr(gemm, "program", lambda path, defines: Loaded(self))
+        monkeypatch.setattr(gemm, "gemm_program", lambda path, defines: Loaded(self))
         monkeypatch.setattr(Boxes, "encode", encoded)
 
     def use(self) -> None:

@@ -12,9 +12,16 @@ import pytest
 import torch
 from fibers import PATIENT, TORCH, Library, Ranks, build, inputs, same
 from weft.kernels.all_reduce import cuda_kernel
-from weft.kernels.all_reduce.configs import MAX_BYTES, Config, choose, grid, layout_for, vectors
-from weft.kernels.device.push import BLOCKS, VECTOR, Layout
-from weft.symm_mem.fault import Fault
+from weft.kernels.all_reduce.configs import (
+    MAX_BYTES,
+    AllReduceConfig,
+    all_reduce_grid,
+    all_reduce_layout,
+    choose_all_reduce,
+    vectors,
+)
+from weft.kernels.device.comm.ll_exchange import BLOCKS, VECTOR, ExchangeLayout
+from weft.symm_mem.failure.fault import Fault
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -25,7 +32,7 @@ KERNELS = tuple(form + suffix for form in (*FORMS, "two_shot_rounds") for suffix
 def compiled(
     folder: Path, world_size: int, dtype: str, reduce_op: str, instead: tuple[str, str] | None = None
 ) -> Library:
-    defines = cuda_kernel.defines(world_size, dtype, reduce_op)
+    defines = cuda_kernel.all_reduce_defines(world_size, dtype, reduce_op)
     return build(folder, cuda_kernel.SOURCE, KERNELS, cuda_kernel._Params, defines, instead=instead)
 
 
@@ -36,11 +43,13 @@ def launch(
     x: torch.Tensor,
     out: torch.Tensor,
     reduce_op: str,
-    config: Config,
+    config: AllReduceConfig,
     polls: int = PATIENT,
 ) -> None:
     monkeypatch.setattr(cuda_kernel, "_function", lambda w, r, d, op, name, device: ranks.function(name))
-    kernel = cuda_kernel.AllReduce(ranks.places[rank], x.numel(), x.dtype, reduce_op, x.device, config)
+    kernel = cuda_kernel.AllReduceLauncher(
+        ranks.places[rank], x.numel(), x.dtype, reduce_op, x.device, config
+    )
     kernel.launch(x.data_ptr(), out.data_ptr(), polls, rank)
 
 
@@ -73,7 +82,7 @@ def test_calls_of_changing_size(
     print(f"seed {seed}")
     torch.manual_seed(seed)
     choice = random.Random(seed)
-    layout = Layout(world_size, slots)
+    layout = ExchangeLayout(world_size, slots)
     ranks = Ranks(compiled(tmp_path, world_size, dtype, reduce_op), layout)
     calls = []
     for call in range(100 // world_size):
@@ -82,7 +91,9 @@ def test_calls_of_changing_size(
         if call < 6:  # each kernel at least once
             numel = (16 * world_size, 16 * world_size, 31, 31, 2000 * world_size, 2000 * world_size + 1)[call]
         form = FORMS[call % 2 or call >= 4] if call < 6 else choice.choice(FORMS)
-        config = Config(form, *((1, 32) if call < 6 else (choice.choice([1, 3, 5]), choice.choice([32, 64]))))
+        config = AllReduceConfig(
+            form, *((1, 32) if call < 6 else (choice.choice([1, 3, 5]), choice.choice([32, 64])))
+        )
         if form == "one_shot":
             numel = min(numel, vectors(layout, config) * VECTOR // TORCH[dtype].itemsize)
         xs = inputs(numel, TORCH[dtype], world_size)
@@ -110,17 +121,17 @@ def test_calls_of_changing_size(
 
 @pytest.mark.parametrize("reduce_op", ["max", "min"])
 def test_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reduce_op: str) -> None:
-    ranks = Ranks(compiled(tmp_path, 4, "bfloat16", reduce_op), Layout(4, 64))
+    ranks = Ranks(compiled(tmp_path, 4, "bfloat16", reduce_op), ExchangeLayout(4, 64))
     xs = [torch.randn(1999).bfloat16() for _ in range(4)]
     expected = reference(xs, reduce_op)
     for rank, x in enumerate(xs):
-        launch(monkeypatch, ranks, rank, x, x, reduce_op, Config("two_shot", 3, 32))
+        launch(monkeypatch, ranks, rank, x, x, reduce_op, AllReduceConfig("two_shot", 3, 32))
     ranks.run(1)
     assert all(torch.equal(x, expected) for x in xs)
 
 
 MISTAKES = {
-    "half": ("use.begin(++epoch)", "use.begin(epoch += 2)"),
+    "buffer": ("use.begin(++epoch)", "use.begin(epoch += 2)"),
     "beginning-unsaid": ("say(use - 1);\n        for", "for"),
     "not-heard": ("hear(use - 1);\n            barrier_arrive", "barrier_arrive"),
     "said-early": (
@@ -136,12 +147,12 @@ MISTAKES = {
 def test_many_uses_in_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str | None) -> None:
     """Launches of one and of many uses, one behind the other, by blocks of changing sizes."""
     library = compiled(tmp_path, 2, "float32", "sum", MISTAKES.get(mistake or ""))
-    layout = Layout(2, 64)
+    layout = ExchangeLayout(2, 64)
     wrong = 0
     for seed in range(30):
         choice, ranks, calls = random.Random(seed), Ranks(library, layout), []
         for _ in range(5):
-            config = Config(choice.choice(FORMS), choice.choice([1, 2]), choice.choice([32, 64]))
+            config = AllReduceConfig(choice.choice(FORMS), choice.choice([1, 2]), choice.choice([32, 64]))
             most = vectors(layout, config)
             count = choice.choice([most, choice.randrange(1, most)])
             if config.form == "two_shot":
@@ -165,15 +176,15 @@ def test_nothing_is_sent_to_slots_that_are_not_known_to_be_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three uses in a launch of rank 0: all that it takes comes, but rank 1 does not say that it has emptied any."""
-    layout = Layout(2, 64)
+    layout = ExchangeLayout(2, 64)
     ranks = Ranks(compiled(tmp_path, 2, "float32", "sum"), layout)
-    config = Config("two_shot", 1, 32)
+    config = AllReduceConfig("two_shot", 1, 32)
     part = 4 * vectors(layout, config)  # elements, in a use
     x = torch.cat([torch.full((part,), float(use)) for use in (10, 20, 30)] * 2)
     out = torch.empty_like(x)
     launch(monkeypatch, ranks, 0, x, out, "sum", config, polls=50)
     words = ranks.memory.view(torch.int32)
-    slots = words[:, Layout.FIRST : layout.emptied]
+    slots = words[:, ExchangeLayout.FIRST : layout.emptied]
     slots[0] = ~torch.tensor(1.0).view(torch.int32)
     ranks.library.library.run_one(ctypes.byref(ranks.places[0].launches[0]), 0)
     assert ranks.faults[0, Fault.BROKEN] == 1 + 1
@@ -187,11 +198,11 @@ def test_nothing_is_sent_to_slots_that_are_not_known_to_be_empty(
 def test_a_rank_that_does_not_come_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    ranks = Ranks(compiled(tmp_path, 3, "float32", "sum"), Layout(3, 64))
+    ranks = Ranks(compiled(tmp_path, 3, "float32", "sum"), ExchangeLayout(3, 64))
     xs = [torch.randn(200) for _ in range(3)]
     outs = [torch.empty_like(x) for x in xs]
     for rank in range(3):
-        launch(monkeypatch, ranks, rank, xs[rank], outs[rank], "sum", Config(form), polls=2000)
+        launch(monkeypatch, ranks, rank, xs[rank], outs[rank], "sum", AllReduceConfig(form), polls=2000)
     # Rank 1 comes, but what it sends goes nowhere.
     elsewhere = torch.zeros_like(ranks.memory)
     note = ranks.places[1].launches[0]
@@ -204,7 +215,7 @@ def test_a_rank_that_does_not_come_is_named(
         assert (peer, expected, seen, kind) == (1, 1, 0, 1)
         assert ranks.faults[rank, Fault.BROKEN] == 1 + 1
         assert re.fullmatch(
-            r"use count of the payload of rank 1 for block [01] \(half 1\)", ranks.layout.describe(word)
+            r"use count of the payload of rank 1 for block [01] \(buffer 1\)", ranks.layout.describe(word)
         )
 
 
@@ -212,36 +223,42 @@ def test_a_rank_that_does_not_come_is_named(
 def test_no_more_blocks_than_multiprocessors_to_be_had(num_sms: int) -> None:
     for nbytes in (16, 4096, 1 << 20, 7 << 20, MAX_BYTES, 1 << 27):
         for world_size in (2, 4, 8):
-            config = choose(nbytes, world_size, num_sms)
+            config = choose_all_reduce(nbytes, world_size, num_sms)
             assert config.blocks == min(num_sms, BLOCKS)
-            layout = layout_for(nbytes, world_size, config)
+            layout = all_reduce_layout(nbytes, world_size, config)
             most = vectors(layout, config)
             parts = world_size if config.form == "two_shot" else 1
             assert most * VECTOR * parts >= min(nbytes, MAX_BYTES)
-            assert grid(most, layout, config)[0] <= num_sms
+            assert all_reduce_grid(most, layout, config)[0] <= num_sms
 
 
 def test_the_layout_takes_what_it_was_made_for() -> None:
     for nbytes in (1, 16, 4096, 1 << 20, 2 << 20, 7 << 20, MAX_BYTES):
         for world_size in (2, 4, 8, 12):
-            config = choose(nbytes, world_size)
-            layout = layout_for(nbytes, world_size, config)
+            config = choose_all_reduce(nbytes, world_size)
+            layout = all_reduce_layout(nbytes, world_size, config)
             parts = world_size if config.form == "two_shot" else 1
             assert vectors(layout, config) * VECTOR * parts >= nbytes
-            assert layout.emptied == Layout.FIRST + BLOCKS * 2 * world_size * layout.slots * VECTOR // 4
+            assert (
+                layout.emptied == ExchangeLayout.FIRST + BLOCKS * 2 * world_size * layout.slots * VECTOR // 4
+            )
             assert layout.bytes == 4 * (layout.emptied + BLOCKS * world_size)
             for few in (3, 16, 100):  # as many bytes for fewer blocks, which take them in whole passes
-                smaller = layout_for(nbytes, world_size, choose(nbytes, world_size, few))
+                smaller = all_reduce_layout(nbytes, world_size, choose_all_reduce(nbytes, world_size, few))
                 assert smaller.blocks == few and smaller.bytes < 2 * layout.bytes + (1 << 20)
             copies = world_size if config.form == "one_shot" else 1
             assert layout.bytes <= 5 * nbytes * copies + (3 << 20) * world_size
     for slots in (64, 192, 1024, 8192):
-        layout = Layout(8, slots)
-        for config in (Config("one_shot"), Config("two_shot"), Config("one_shot", 7, 96)):
+        layout = ExchangeLayout(8, slots)
+        for config in (
+            AllReduceConfig("one_shot"),
+            AllReduceConfig("two_shot"),
+            AllReduceConfig("one_shot", 7, 96),
+        ):
             room = slots if config.form == "one_shot" else slots // 2
             most = vectors(layout, config)
             for count in {1, 31, 33, 4224, 4225, most - 1, most}:
-                blocks, threads = grid(min(count, most), layout, config)
+                blocks, threads = all_reduce_grid(min(count, most), layout, config)
                 passes = -(-min(count, most) // (blocks * threads))
                 assert blocks <= config.blocks
                 assert threads <= config.threads

@@ -11,9 +11,16 @@ import torch
 from fibers import PATIENT, TORCH, Ranks, build, inputs, same
 from opcommon import BOUND, check
 from weft.kernels.all_reduce_rms_norm import configs, cuda_kernel
-from weft.kernels.all_reduce_rms_norm.configs import CLUSTERS, FORMS, Config, choose, layout_for, shape
+from weft.kernels.all_reduce_rms_norm.configs import (
+    CLUSTERS,
+    FORMS,
+    AllReduceRmsNormConfig,
+    all_reduce_rms_norm_layout,
+    choose_all_reduce_rms_norm,
+    shape,
+)
 from weft.kernels.all_reduce_rms_norm.reference import rms_norm
-from weft.kernels.device.push import BLOCKS, Layout
+from weft.kernels.device.comm.ll_exchange import BLOCKS, ExchangeLayout
 
 EPS = 0.1  # so large that it shows in every dtype
 
@@ -36,7 +43,7 @@ def test_calls_of_changing_size(
     calls_of_changing_size(tmp_path, monkeypatch, world_size, dtype, cluster, pieces)
 
 
-# In team.cuh, and what the calls above must then show.
+# In cluster_reduce.cuh, and what the calls above must then show.
 MISTAKES = {
     "terms not awaited": ("wait(barriers + round % 2, round / 2 % 2);", ""),
     "terms awaited by a thread": (
@@ -75,17 +82,20 @@ def calls_of_changing_size(
     # A team takes several rows, and a thread two vectors of each.
     monkeypatch.setattr(configs, "THREADS", 32)
     vectors = 32 * (pieces * cluster - 1) - 5 if pieces * cluster > 2 else 40
-    per_thread = shape(1, vectors, world_size, Config("one_shot", cluster)).per_thread
+    per_thread = shape(1, vectors, world_size, AllReduceRmsNormConfig("one_shot", cluster)).per_thread
     defines: dict[str, str | int] = {"WORLD_SIZE": world_size, "DTYPE": dtype}
     defines |= {"CLUSTER": cluster, "VECTORS": per_thread}
     library = build(folder, cuda_kernel.SOURCE, FORMS, cuda_kernel._Params, defines, instead=instead)
-    ranks = Ranks(library, Layout(world_size, 64 * 20 * per_thread))
+    ranks = Ranks(library, ExchangeLayout(world_size, 64 * 20 * per_thread))
     monkeypatch.setattr(cuda_kernel, "_program", lambda *a, dependent: Kernels(ranks))
-    monkeypatch.setattr(cuda_kernel, "supports", lambda *a: None)
+    monkeypatch.setattr(cuda_kernel, "why_no_norm_kernel", lambda *a: None)
     hidden = vectors * 16 // TORCH[dtype].itemsize
     calls = []
     for _ in range(8):
-        rows, config = choice.randrange(1, 9), Config(choice.choice(FORMS), cluster, 2 * cluster)
+        rows, config = (
+            choice.randrange(1, 9),
+            AllReduceRmsNormConfig(choice.choice(FORMS), cluster, 2 * cluster),
+        )
         xs = inputs(rows * hidden, TORCH[dtype], world_size)
         if choice.random() < 0.7:
             xs = [torch.randn(rows * hidden).to(TORCH[dtype]) for _ in xs]
@@ -101,7 +111,9 @@ def calls_of_changing_size(
                 for t in (sevens, sevens, xs[rank], residual)
             ]
             normed, sums, *mine = (room[:rows] for room in rooms)
-            kernel = cuda_kernel.AllReduceRmsNorm(ranks.places[rank], rows, hidden, TORCH[dtype], EPS, config)
+            kernel = cuda_kernel.AllReduceRmsNormLauncher(
+                ranks.places[rank], rows, hidden, TORCH[dtype], EPS, config
+            )
             # The sums may take the place of the residual or of x.
             sums = choice.choice((sums, *mine))
             tensors = (*mine, weight, normed, sums)
@@ -134,22 +146,22 @@ def test_the_forms_give_the_same_bits(
     torch.manual_seed(random.randrange(1 << 30))
     rows, vectors = 7, 70
     monkeypatch.setattr(configs, "THREADS", 32)
-    monkeypatch.setattr(cuda_kernel, "supports", lambda *a: None)
+    monkeypatch.setattr(cuda_kernel, "why_no_norm_kernel", lambda *a: None)
     xs = [torch.randn(rows, vectors * 4) for _ in range(world_size)]
     residual, weight = torch.randn(rows, vectors * 4), torch.randn(vectors * 4)
     results = []
     for cluster in (1, 2):
-        per_thread = shape(1, vectors, world_size, Config("one_shot", cluster)).per_thread
+        per_thread = shape(1, vectors, world_size, AllReduceRmsNormConfig("one_shot", cluster)).per_thread
         defines: dict[str, str | int] = {"WORLD_SIZE": world_size, "DTYPE": "float32"}
         defines |= {"CLUSTER": cluster, "VECTORS": per_thread}
         library = build(tmp_path / str(cluster), cuda_kernel.SOURCE, FORMS, cuda_kernel._Params, defines)
         for form in FORMS:
-            ranks = Ranks(library, Layout(world_size, 64 * 20 * per_thread))
+            ranks = Ranks(library, ExchangeLayout(world_size, 64 * 20 * per_thread))
             monkeypatch.setattr(cuda_kernel, "_program", lambda *a, dependent, found=ranks: Kernels(found))
             outs = []
             for rank, x in enumerate(xs):
-                config = Config(form, cluster, 2 * cluster)
-                kernel = cuda_kernel.AllReduceRmsNorm(
+                config = AllReduceRmsNormConfig(form, cluster, 2 * cluster)
+                kernel = cuda_kernel.AllReduceRmsNormLauncher(
                     ranks.places[rank], rows, vectors * 4, x.dtype, EPS, config
                 )
                 normed, sums = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
@@ -167,7 +179,7 @@ def test_every_block_hears_from_every_rank_and_has_room() -> None:
     for world_size in (2, 3, 4, 8):
         for rows in (1, 3, 16, 131, 133, 512, 5000):
             for vectors in (1, 31, 33, 360, 512, 1024, 4000):
-                config = choose(rows, vectors, world_size)
+                config = choose_all_reduce_rms_norm(rows, vectors, world_size)
                 got = shape(rows, vectors, world_size, config)
                 pieces = -(-vectors // 32)
                 assert config.cluster in CLUSTERS and config.cluster <= pieces, "a block without a vector"
@@ -180,4 +192,4 @@ def test_every_block_hears_from_every_rank_and_has_room() -> None:
                 assert 1 <= teams <= units, "a team without a row"
                 room = got.slots // (2 if config.form == "two_shot" else 1)
                 assert -(-units // teams) * got.per_thread * got.threads <= room
-                assert layout_for(rows, vectors, world_size, config).slots == got.slots
+                assert all_reduce_rms_norm_layout(rows, vectors, world_size, config).slots == got.slots

@@ -15,9 +15,9 @@ from fibers import Ranks
 from product_ops import GATHERS, SCATTERS, Op
 from products import Products
 from test_all_reduce_protocol import FORMS, compiled, launch, reference
-from weft.kernels.all_reduce.configs import Config
-from weft.kernels.device.push import Layout
-from weft.symm_mem.fault import Fault
+from weft.kernels.all_reduce.configs import AllReduceConfig
+from weft.kernels.device.comm.ll_exchange import ExchangeLayout
+from weft.symm_mem.failure.fault import Fault
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -26,18 +26,18 @@ MISSING = 1
 
 
 def theirs_has_come(products: Products, words: torch.Tensor, peer: int) -> None:
-    """What rank 0 waits for of ``peer``, in its first half: flags, or data that is not empty."""
+    """What rank 0 waits for of ``peer``, in its first buffer: flags, or data that is not empty."""
     layout = products.layout
-    if layout.announced:
-        of_peer = layout.half_bytes // (SIZE - 1) // 4
-        first = layout.half(0) // 4 + (peer - 1) * of_peer
+    if layout.ll_protocol:
+        of_peer = layout.buffer_bytes // (SIZE - 1) // 4
+        first = layout.buffer(0) // 4 + (peer - 1) * of_peer
         words[first : first + of_peer] = -1
     else:
         row = layout.flags(0) + peer * layout.flags_per_rank
         words[row : row + layout.flags_per_rank] = 1
 
 
-@pytest.mark.parametrize("op", [GATHERS["senders"], SCATTERS["3"]], ids=["gather", "scatter"])
+@pytest.mark.parametrize("op", [GATHERS["comm_sms"], SCATTERS["3"]], ids=["gather", "scatter"])
 @pytest.mark.parametrize("breaks", [True, False])
 def test_no_peer_gets_a_wrong_number(
     op: Op, breaks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -57,16 +57,18 @@ def test_no_peer_gets_a_wrong_number(
     assert of_product[:3].tolist() == ([1, products.places[0].address, MISSING] if breaks else [0, 0, 0])
     if breaks:
         said, expected, seen = products.layout.describe(int(of_product[3])), *of_product[4:6].tolist()
-        assert (expected, seen) == (1, 0) and "(half 0)" in said, said
-        assert ("payload" if products.layout.announced else f"of rank {MISSING}") in said
+        assert (expected, seen) == (1, 0) and "(buffer 0)" in said, said
+        assert ("payload" if products.layout.ll_protocol else f"of rank {MISSING}") in said
 
     library = compiled(tmp_path / "all_reduce", SIZE, "float32", "sum")
     for seed, form in enumerate(FORMS):
-        ranks = Ranks(library, Layout(SIZE, 64), beside=products)
+        ranks = Ranks(library, ExchangeLayout(SIZE, 64), beside=products)
         xs = [torch.randint(1, 9, (200,)).float() for _ in range(SIZE)]
         outs = [torch.full_like(x, float("nan")) for x in xs]
         for rank, (x, out) in enumerate(zip(xs, outs, strict=True)):
-            launch(monkeypatch, ranks, rank, x, out, "sum", Config(form), 3000 if breaks else 100_000)
+            launch(
+                monkeypatch, ranks, rank, x, out, "sum", AllReduceConfig(form), 3000 if breaks else 100_000
+            )
         ranks.run(random.Random(seed).randrange(1 << 30))
         right = [torch.equal(out, reference(xs, "sum")) for out in outs]
         assert right == [not breaks] * SIZE

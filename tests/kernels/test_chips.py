@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weft.kernels.all_gather_matmul import configs as gather
-from weft.kernels.device import chip, gemm_tiles
-from weft.kernels.device.chip import H100, H200, Chip
-from weft.kernels.device.one_shot import OneShotConfig
+from weft.kernels.device import device_spec
+from weft.kernels.device.device_spec import H100, H200, DeviceSpec
+from weft.kernels.device.gemm import gemm_tiles
+from weft.kernels.device.gemm.one_shot import OneShotConfig
 from weft.kernels.matmul_reduce_scatter import configs as scatter
 from weft.kernels.matmul_reduce_scatter import to_all
 
@@ -38,7 +39,9 @@ def test_all_gather_matmul_takes_what_was_fast_for_an_h100_alone(
 ) -> None:
     """The tiles that were the fastest where one H100 was one of so many ranks, or within 5 % of them
     (bench/results/h100-x1-alone.txt). What an H200 gets takes 2 to 18 % more in four of these."""
-    tile = gather.choose_push(gather.Problem(m, (n,), k, world_size, 132, chip=H100)).tile
+    tile = gather.choose_gather_push(
+        gather.AllGatherMatmulProblem(m, (n,), k, world_size, 132, spec=H100)
+    ).tile
     assert (tile.block_m, tile.block_n) in blocks
 
 
@@ -46,21 +49,26 @@ def test_all_gather_matmul_takes_what_was_fast_for_an_h100_alone(
 def test_few_rows_of_a_wide_matrix_are_gathered_in_one_shot_between_h100s(m: int, n: int, k: int) -> None:
     """The kernel that weaves reads B for the own rows and once more for the peer's. 8b.upgate, 70b.upgate and gpt3.fc1,
     M = 512 (bench/results/h100-x2-all_gather_matmul.json)."""
-    assert isinstance(gather.fused_ranked(gather.Problem(m, (n,), k, 2, 132, chip=H100))[0][1], OneShotConfig)
-    assert not isinstance(
-        gather.fused_ranked(gather.Problem(m, (n,), k, 2, 132, chip=H200))[0][1], OneShotConfig
+    assert isinstance(
+        gather.rank_gather_kernels(gather.AllGatherMatmulProblem(m, (n,), k, 2, 132, spec=H100))[0][1],
+        OneShotConfig,
     )
     assert not isinstance(
-        gather.fused_ranked(gather.Problem(4 * m, (n,), k, 2, 132, chip=H100))[0][1], OneShotConfig
+        gather.rank_gather_kernels(gather.AllGatherMatmulProblem(m, (n,), k, 2, 132, spec=H200))[0][1],
+        OneShotConfig,
+    )
+    assert not isinstance(
+        gather.rank_gather_kernels(gather.AllGatherMatmulProblem(4 * m, (n,), k, 2, 132, spec=H100))[0][1],
+        OneShotConfig,
     )
 
 
 @pytest.mark.parametrize("of", [H100, H200])
-def test_few_rows_that_are_all_reduced_leave_reading_a_large_matrix_to_cublas(of: Chip) -> None:
+def test_few_rows_that_are_all_reduced_leave_reading_a_large_matrix_to_cublas(of: DeviceSpec) -> None:
     """gpt3.fc2 between 2: 222 us in one kernel on H100, 209 in cuBLAS and an all-reduce; as long on H200."""
     for m in (1, 16, 64):
-        assert not to_all.choose_push(m, 12288, 24576, 2, 132, of)[1]
-    assert to_all.choose_push(1024, 12288, 24576, 2, 132, of)[1]
+        assert not to_all.choose_sum_to_all_push(m, 12288, 24576, 2, 132, of)[1]
+    assert to_all.choose_sum_to_all_push(1024, 12288, 24576, 2, 132, of)[1]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +76,7 @@ def test_few_rows_that_are_all_reduced_leave_reading_a_large_matrix_to_cublas(of
     [(H200, 12288, 24576, 140), (H200, 8192, 14336, 58), (H100, 12288, 24576, 199), (H100, 8192, 14336, 80)],
 )
 def test_cublas_reads_a_large_matrix_as_fast_as_it_was_measured_to(
-    of: Chip, n: int, k: int, us: float
+    of: DeviceSpec, n: int, k: int, us: float
 ) -> None:
     assert gemm_tiles.product_us(1, n, k, of) == pytest.approx(us, rel=0.03)
 
@@ -79,12 +87,16 @@ def test_no_op_is_thought_to_be_faster_with_slower_memory(m: int, n: int, k: int
     for slow, fast in ((H100, H200), (replace(H200, memory=H200.memory // 2), H200)):
         assert gemm_tiles.product_us(m, n, k, slow) >= gemm_tiles.product_us(m, n, k, fast)
         ranked = [
-            gather.fused_ranked(gather.Problem(m, (n,), k, world_size, 132, chip=c))[0][0]
+            gather.rank_gather_kernels(gather.AllGatherMatmulProblem(m, (n,), k, world_size, 132, spec=c))[0][
+                0
+            ]
             for c in (slow, fast)
         ]
         assert ranked[0] >= ranked[1]
         ranked = [
-            scatter.fused_ranked(scatter.Problem(m, n, k, world_size, 132, chip=c))[0][0]
+            scatter.rank_scatter_kernels(
+                scatter.MatmulReduceScatterProblem(m, n, k, world_size, 132, spec=c)
+            )[0][0]
             for c in (slow, fast)
         ]
         assert ranked[0] >= ranked[1]
@@ -100,11 +112,11 @@ def test_tiles_of_larger_caches_are_as_they_were_fitted(more: int) -> None:
 def test_what_a_device_does_not_say_is_taken_for_an_h200s(monkeypatch: pytest.MonkeyPatch) -> None:
     says = [{"memory": 0, "l2": 1}, {"memory": H100.memory, "l2": H100.l2}]  # a virtual GPU, and an H100
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(chip, "check", lambda found: found)
-    monkeypatch.setattr(chip.driver, "cuDeviceGet", lambda index: index)
-    monkeypatch.setattr(chip, "memory_of", lambda handle: says[handle])
-    ask = chip.chip_of.__wrapped__  # its cache is everybody's
-    assert ask(torch.device("cuda", 0)) == Chip(H200.memory, 1)
+    monkeypatch.setattr(device_spec, "check_driver", lambda found: found)
+    monkeypatch.setattr(device_spec.driver, "cuDeviceGet", lambda index: index)
+    monkeypatch.setattr(device_spec, "memory_of", lambda handle: says[handle])
+    ask = device_spec.device_spec_of.__wrapped__  # its cache is everybody's
+    assert ask(torch.device("cuda", 0)) == DeviceSpec(H200.memory, 1)
     assert ask(torch.device("cuda", 1)) == H100
     assert ask(torch.device("cpu")) == H200
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -15,8 +15,9 @@ from weft.kernels.all_gather_matmul import one_shot_kernel as gather
 from weft.kernels.all_reduce import cuda_kernel
 from weft.kernels.all_reduce_rms_norm import cuda_kernel as norm_kernel
 from weft.kernels.all_reduce_rms_norm.configs import CLUSTERS, most_per_thread
-from weft.kernels.device import gate, one_shot
-from weft.kernels.device.program import Program
+from weft.kernels.device.comm import acquire
+from weft.kernels.device.gemm import one_shot
+from weft.kernels.device.jit.program import Program
 from weft.kernels.matmul_all_reduce import configs as few_rows_configs
 from weft.kernels.matmul_all_reduce import cuda_kernel as few_rows
 from weft.kernels.matmul_reduce_scatter import one_shot_kernel as scatter
@@ -52,35 +53,46 @@ EPILOGUES = {
 
 
 def few_rows_program(size: int, dtype: str, reduce_op: str, n: int, b_rows: bool) -> Program:
-    config = few_rows_configs.choose(16, n, 132)
+    config = few_rows_configs.choose_matmul_all_reduce(16, n, 132)
     assert config is not None
-    return few_rows.program(few_rows.defines(TORCH[dtype], size, reduce_op, config, b_rows=b_rows), size - 1)
+    return few_rows.matmul_all_reduce_program(
+        few_rows.matmul_all_reduce_defines(TORCH[dtype], size, reduce_op, config, b_rows=b_rows), size - 1
+    )
 
 
 PROGRAMS: dict[str, Program] = {
-    "gate": Program(KERNELS / "device" / "gate.cu"),
+    "gate": Program(KERNELS / "device" / "comm" / "acquire.cu"),
     **{
-        f"all_reduce-{size}-{dtype}-{reduce_op}": cuda_kernel.program(size, size - 1, TORCH[dtype], reduce_op)
+        f"all_reduce-{size}-{dtype}-{reduce_op}": cuda_kernel.all_reduce_program(
+            size, size - 1, TORCH[dtype], reduce_op
+        )
         for size, dtype, reduce_op in ALL_REDUCE
     },
     **{
-        f"norm-{size}-{dtype}-{cluster}-{held}": norm_kernel.program(size, 1, TORCH[dtype], cluster, held)
+        f"norm-{size}-{dtype}-{cluster}-{held}": norm_kernel.all_reduce_rms_norm_program(
+            size, 1, TORCH[dtype], cluster, held
+        )
         for size, dtype, cluster, held in NORM
     },
     **{f"few_rows-{'-'.join(map(str, case))}": few_rows_program(*case) for case in FEW_ROWS},
-    "all_reduce-early": cuda_kernel.program(4, 3, torch.bfloat16, "sum", dependent=True),
-    "norm-early": norm_kernel.program(4, 1, torch.bfloat16, 2, 1, dependent=True),
+    "all_reduce-early": cuda_kernel.all_reduce_program(4, 3, torch.bfloat16, "sum", dependent=True),
+    "norm-early": norm_kernel.all_reduce_rms_norm_program(4, 1, torch.bfloat16, 2, 1, dependent=True),
     **{
-        f"gather-{size}": one_shot.program(gather.SOURCE, gather.defines(size, size - 1)) for size in ONE_SHOT
+        f"gather-{size}": one_shot.one_shot_program(
+            gather.SOURCE, gather.one_shot_gather_defines(size, size - 1)
+        )
+        for size in ONE_SHOT
     },
     **{
-        f"scatter-{size}-{name}": one_shot.program(scatter.SOURCE, scatter.defines(dtype, size, 1, epilogue))
+        f"scatter-{size}-{name}": one_shot.one_shot_program(
+            scatter.SOURCE, scatter.one_shot_scatter_defines(dtype, size, 1, epilogue)
+        )
         for size in ONE_SHOT
         for name, (dtype, epilogue) in EPILOGUES.items()
     },
 }
 KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
-    "gate": ({"gate", "leave"}, gate._Params),
+    "gate": ({"gate", "leave"}, acquire._Params),
     "all_reduce": (
         {f"{form}{kind}" for form in ("one_shot", "two_shot", "two_shot_rounds") for kind in ("", "_any")},
         cuda_kernel._Params,

@@ -15,15 +15,21 @@ import triton
 from cuda.bindings import driver
 from weft.kernels.all_reduce import cuda_kernel as all_reduce
 from weft.kernels.all_reduce_rms_norm import cuda_kernel as norm
-from weft.kernels.device.program import Function, Program
+from weft.kernels.device.jit.program import Function, Program
 from weft.kernels.matmul_all_reduce import cuda_kernel as few_rows
-from weft.kernels.matmul_all_reduce.configs import Config
+from weft.kernels.matmul_all_reduce.configs import MatmulAllReduceConfig
 
-_FEW_ROWS = few_rows.defines(torch.bfloat16, 2, "sum", Config(1, 1), b_rows=True)
+_FEW_ROWS = few_rows.matmul_all_reduce_defines(
+    torch.bfloat16, 2, "sum", MatmulAllReduceConfig(1, 1), b_rows=True
+)
 PROGRAMS = {
-    "all_reduce": lambda dependent: all_reduce.program(2, 1, torch.bfloat16, "sum", dependent=dependent),
-    "norm": lambda dependent: norm.program(2, 1, torch.bfloat16, 2, 1, dependent=dependent),
-    "few_rows": lambda dependent: few_rows.program(_FEW_ROWS, 1, dependent=dependent),
+    "all_reduce": lambda dependent: all_reduce.all_reduce_program(
+        2, 1, torch.bfloat16, "sum", dependent=dependent
+    ),
+    "norm": lambda dependent: norm.all_reduce_rms_norm_program(
+        2, 1, torch.bfloat16, 2, 1, dependent=dependent
+    ),
+    "few_rows": lambda dependent: few_rows.matmul_all_reduce_program(_FEW_ROWS, 1, dependent=dependent),
 }
 
 

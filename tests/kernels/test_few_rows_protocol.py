@@ -14,10 +14,10 @@ from fibers import PATIENT, Library, Ranks, build
 from test_all_reduce_protocol import KERNELS as ALL_REDUCES
 from test_all_reduce_protocol import launch, reference
 from weft.kernels.all_reduce import cuda_kernel as all_reduce
-from weft.kernels.all_reduce.configs import Config as AllReduceConfig
-from weft.kernels.device.push import BLOCKS, Layout
+from weft.kernels.all_reduce.configs import AllReduceConfig
+from weft.kernels.device.comm.ll_exchange import BLOCKS, ExchangeLayout
 from weft.kernels.matmul_all_reduce import configs, cuda_kernel
-from weft.kernels.matmul_all_reduce.configs import GROUP, MOST_ROWS, Config
+from weft.kernels.matmul_all_reduce.configs import GROUP, MOST_ROWS, MatmulAllReduceConfig
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -29,8 +29,10 @@ VECTOR = 8  # elements: what a kernel that goes too far stores past the end
 def compiled(
     folder: Path, size: int, groups: int, b_rows: bool, reduce_op: str, instead: tuple[str, str] | None = None
 ) -> Library:
-    few = cuda_kernel.defines(BF16, size, reduce_op, Config(groups, 1, warps=4), b_rows=b_rows)
-    defines = few | all_reduce.defines(size, "bfloat16", reduce_op)
+    few = cuda_kernel.matmul_all_reduce_defines(
+        BF16, size, reduce_op, MatmulAllReduceConfig(groups, 1, warps=4), b_rows=b_rows
+    )
+    defines = few | all_reduce.all_reduce_defines(size, "bfloat16", reduce_op)
     beside = [(all_reduce.SOURCE, ALL_REDUCES, all_reduce._Params)]
     return build(folder, cuda_kernel.SOURCE, KERNELS, cuda_kernel._Params, defines, beside, instead)
 
@@ -44,7 +46,7 @@ class Calls:
         self.done: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.kept: list[torch.Tensor] = []
         program = SimpleNamespace(function=ranks.function)
-        monkeypatch.setattr(cuda_kernel, "program", lambda *_, **__: program)
+        monkeypatch.setattr(cuda_kernel, "matmul_all_reduce_program", lambda *_, **__: program)
 
     def product(self, m: int, n: int, k: int, groups: int, b_rows: bool, apart: int) -> None:
         """``apart``: elements between two rows of A, and between two rows or columns of B."""
@@ -59,8 +61,8 @@ class Calls:
         want = reference(parts, self.reduce_op).flatten()
         for place, A, B in zip(self.ranks.places, As, Bs, strict=True):
             out = self._out(m * n, want)
-            config = Config(groups, blocks, warps=4)
-            kernel = cuda_kernel.MatmulAllReduce(place, A, B, self.reduce_op, config)
+            config = MatmulAllReduceConfig(groups, blocks, warps=4)
+            kernel = cuda_kernel.MatmulAllReduceLauncher(place, A, B, self.reduce_op, config)
             assert kernel.grids == (blocks,)
             kernel.launch(0, (A.data_ptr(), B.data_ptr()), (out.data_ptr(),), PATIENT, place.rank)
         self.kept += [*As, *stored]
@@ -96,7 +98,7 @@ def test_products_and_all_reduces_in_turn(
     print(f"seed {seed}")
     torch.manual_seed(seed)
     choice = random.Random(seed)
-    ranks = Ranks(compiled(tmp_path, size, groups, b_rows, reduce_op), Layout(size, 128))
+    ranks = Ranks(compiled(tmp_path, size, groups, b_rows, reduce_op), ExchangeLayout(size, 128))
     calls = Calls(monkeypatch, ranks, reduce_op)
     for call in range(12 if size < 9 else 4):
         if call % 3 == 2:
@@ -126,7 +128,7 @@ def test_mistakes_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
     wrong = False
     for seed in range(6):
         torch.manual_seed(seed)
-        calls = Calls(monkeypatch, Ranks(library, Layout(2, 128)), "sum")
+        calls = Calls(monkeypatch, Ranks(library, ExchangeLayout(2, 128)), "sum")
         for m in (13, 5):
             calls.product(m, 104, 136, 2, True, 0)
         calls.ranks.run(seed)
@@ -136,26 +138,36 @@ def test_mistakes_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
 
 def test_which_products_it_takes() -> None:
     for n, groups, blocks in ((8, 1, 1), (4096, 1, 128), (4104, 2, 65), (8192, 2, 128)):
-        config = configs.choose(16, n, 132)
+        config = configs.choose_matmul_all_reduce(16, n, 132)
         assert config is not None and (config.groups, config.blocks) == (groups, blocks)
         assert (config.blocks - 1) * config.groups * GROUP < n <= config.blocks * config.groups * GROUP
         assert config.layout(16, 4).slots >= 16 * config.groups * GROUP // 8
-    assert configs.choose(17, 64, 132) is None and configs.choose(1, 8200, 132) is None
-    assert configs.choose(1, 4096, 64) == Config(2, 64) and configs.choose(1, 4096, 60) is None
-    few = configs.choose(1, 4096, 132)
+    assert (
+        configs.choose_matmul_all_reduce(17, 64, 132) is None
+        and configs.choose_matmul_all_reduce(1, 8200, 132) is None
+    )
+    assert (
+        configs.choose_matmul_all_reduce(1, 4096, 64) == MatmulAllReduceConfig(2, 64)
+        and configs.choose_matmul_all_reduce(1, 4096, 60) is None
+    )
+    few = configs.choose_matmul_all_reduce(1, 4096, 132)
     assert few is not None and few.blocks <= BLOCKS
-    assert configs.pays(few, 4096, 12288) and not configs.pays(few, 4096, 12288 + 8)  # 96 MiB
-    assert configs.pays(Config(2, 128), 8192, 2048) and not configs.pays(Config(2, 128), 8192, 2056)
+    assert configs.few_rows_kernel_is_profitable(
+        few, 4096, 12288
+    ) and not configs.few_rows_kernel_is_profitable(few, 4096, 12288 + 8)  # 96 MiB
+    assert configs.few_rows_kernel_is_profitable(
+        MatmulAllReduceConfig(2, 128), 8192, 2048
+    ) and not configs.few_rows_kernel_is_profitable(MatmulAllReduceConfig(2, 128), 8192, 2056)
 
 
 def test_bad_arguments_are_named() -> None:
     A, B = torch.empty(17, 8, dtype=BF16), torch.empty(8, 8, dtype=BF16)
-    stand_in: Any = SimpleNamespace(layout=Layout(2, 64))
+    stand_in: Any = SimpleNamespace(layout=ExchangeLayout(2, 64))
     with pytest.raises(ValueError, match=r"reduce_op: is 'max', must be one of sum, avg"):
-        cuda_kernel.MatmulAllReduce(stand_in, A, B, "max", Config(1, 1))
+        cuda_kernel.MatmulAllReduceLauncher(stand_in, A, B, "max", MatmulAllReduceConfig(1, 1))
     with pytest.raises(ValueError, match="a: has 17 rows, must have 1 to 16"):
-        cuda_kernel.MatmulAllReduce(stand_in, A, B, "sum", Config(1, 1))
+        cuda_kernel.MatmulAllReduceLauncher(stand_in, A, B, "sum", MatmulAllReduceConfig(1, 1))
     with pytest.raises(ValueError, match=r"workspace: is Layout\(.* slots=64, .* must hold .* slots=128, "):
-        cuda_kernel.MatmulAllReduce(stand_in, A[:16], B, "sum", Config(2, 1))
-    assert cuda_kernel.supports(A.float(), B.float()) == "no kernel takes torch.float32"
-    assert "K: rows of 7" in str(cuda_kernel.supports(A[:, :7], B[:7]))
+        cuda_kernel.MatmulAllReduceLauncher(stand_in, A[:16], B, "sum", MatmulAllReduceConfig(2, 1))
+    assert cuda_kernel.why_no_few_rows_kernel(A.float(), B.float()) == "no kernel takes torch.float32"
+    assert "K: rows of 7" in str(cuda_kernel.why_no_few_rows_kernel(A[:, :7], B[:7]))

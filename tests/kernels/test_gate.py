@@ -1,4 +1,4 @@
-"""The two kernels of gate.cu on the CPU, each by itself: what it waits for, what it counts, and whom it blames."""
+"""The two kernels of acquire.cu on the CPU, each by itself: what it waits for, what it counts, and whom it blames."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import fibers
 import pytest
 import torch
 from fibers import Launch, Library, Place
-from test_late_copies import FAREWELL, KERNELS, compiled
-from weft.kernels.device import gate
-from weft.symm_mem.fault import Fault
+from test_late_copies import ABORTED, KERNELS, compiled
+from weft.kernels.device.comm import acquire
+from weft.symm_mem.failure.fault import Fault
 from weft.symm_mem.workspace import Layout
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -38,7 +38,7 @@ class Ranks:
         self.done = self.words[:, LAYOUT.done(HALF) : LAYOUT.done(HALF) + SIZE]
         self.words[RANK, LAYOUT.EPOCH + HALF] = self.words[RANK, LAYOUT.TICKET + HALF] = USES
         self.done[RANK] = USES
-        monkeypatch.setattr(gate, "_program", SimpleNamespace(function=self._function))
+        monkeypatch.setattr(acquire, "_program", SimpleNamespace(function=self._function))
 
     def _function(self, name: str) -> SimpleNamespace:
         def launch(blocks: int, threads: int, params: ctypes.Structure, _: int) -> None:
@@ -51,12 +51,12 @@ class Ranks:
     @property
     def farewells(self) -> list[list[int]]:
         """What each rank has been told, by whom."""
-        return self.faults[:, Fault.GAVE_UP : Fault.GAVE_UP + SIZE].tolist()
+        return self.faults[:, Fault.ABORT_NOTICE : Fault.ABORT_NOTICE + SIZE].tolist()
 
     def opened(self) -> bool:
         """Whether the gate counts a use; it does nothing else but say farewell."""
         before = self.memory.clone()
-        gate.gate(self.place, HALF, 50, 0)
+        acquire.gate(self.place, HALF, 50, 0)
         before[:, LAYOUT.bytes // 4 :] = self.faults
         ticket = self.words[RANK, LAYOUT.TICKET + HALF].item()
         before[RANK, LAYOUT.TICKET + HALF] = ticket
@@ -108,10 +108,10 @@ def test_the_gate_of_a_broken_group_stays_shut(
 def test_the_end_of_a_use(library: Library, monkeypatch: pytest.MonkeyPatch, gone: int | None) -> None:
     ranks, blamed = Ranks(monkeypatch, library), 3
     if gone is not None:
-        ranks.faults[RANK, Fault.GAVE_UP + gone] = 1 + blamed
+        ranks.faults[RANK, Fault.ABORT_NOTICE + gone] = 1 + blamed
     want, faults = ranks.words.clone(), ranks.faults.clone()
     want[:, LAYOUT.done(HALF) + RANK] = want[RANK, LAYOUT.EPOCH + HALF] = USES + 1
-    gate.leave(ranks.place, HALF, 0)
+    acquire.end_use(ranks.place, HALF, 0)
     assert torch.equal(ranks.words, want)
     if gone is None:
         assert torch.equal(ranks.faults, faults) and not ranks.record.any()
@@ -119,4 +119,4 @@ def test_the_end_of_a_use(library: Library, monkeypatch: pytest.MonkeyPatch, gon
     faults[RANK, Fault.BROKEN] = 1 + blamed
     assert torch.equal(ranks.faults, faults)
     word = LAYOUT.done(HALF) + gone
-    assert ranks.record[:7].tolist() == [1, ranks.place.address, gone, word, USES + 1, 1 + blamed, FAREWELL]
+    assert ranks.record[:7].tolist() == [1, ranks.place.address, gone, word, USES + 1, 1 + blamed, ABORTED]

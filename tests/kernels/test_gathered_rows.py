@@ -35,7 +35,7 @@ SHARDS = {  # and whether they are taken as they lie
 @pytest.mark.parametrize("name", SHARDS)
 def test_a_shard_is_copied_only_where_it_must_be(name: str) -> None:
     shard, as_it_lies = SHARDS[name]
-    rows = on_cuda.rows(shard)
+    rows = on_cuda.shard_rows(shard)
     assert torch.equal(rows, shard.reshape(-1, K))
     assert (rows.data_ptr() == shard.data_ptr()) is as_it_lies
     assert rows.is_contiguous() or as_it_lies
@@ -47,12 +47,12 @@ def test_what_no_kernel_takes_of_the_last_dimension() -> None:
     ordered, crossed = numbers(WORLD_SIZE * K, 16), numbers(16, WORLD_SIZE * K).t()
 
     def choose(a: torch.Tensor, *bs: torch.Tensor) -> object:
-        return on_cuda.choose(a, list(bs), WORLD_SIZE, 132, split_k=True)
+        return on_cuda.choose_gather_kernel(a, list(bs), WORLD_SIZE, 132, split_k=True)
 
     for bs in ([ordered], [crossed, crossed]):
         choice = choose(a, *bs)
         assert not isinstance(choice, str) and choice.algorithm == "push"
-        assert isinstance(choice.config, configs.PushConfig) and choice.config.split_k
+        assert isinstance(choice.config, configs.GatherPushConfig) and choice.config.split_k
     assert "Bs of both orders" in str(choose(a, ordered, crossed))
     assert "torch.float32 operands" in str(choose(a.float(), ordered.float()))
     # The rows of all parts of B together are a multiple of 16 bytes, those of one are not.
@@ -87,16 +87,16 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("columns", [K, 64], ids=["contiguous", "columns"])
 @pytest.mark.parametrize("rank", range(WORLD_SIZE))
 def test_copies_of_the_gathered_rows(rank: int, columns: int, copies: list[int]) -> None:
-    a, half = numbers(M, columns)[:, :K], numbers(WORLD_SIZE, M, K)
-    want = half.clone()
+    a, buffer = numbers(M, columns)[:, :K], numbers(WORLD_SIZE, M, K)
+    want = buffer.clone()
     want[rank] = a
-    half[rank] = float("nan")  # the own shard is not there
+    buffer[rank] = float("nan")  # the own shard is not there
     for kind, shape in (
         (cuda_kernel._Stacked, (WORLD_SIZE, M, K)),
         (cuda_kernel._SideBySide, (M, WORLD_SIZE, K)),
     ):
         out = torch.full((WORLD_SIZE * M * K + 1,), 7.0).bfloat16()
-        kind(a, WORLD_SIZE, rank).copy(out.data_ptr(), half.data_ptr(), a.data_ptr(), 5)
+        kind(a, WORLD_SIZE, rank).copy(out.data_ptr(), buffer.data_ptr(), a.data_ptr(), 5)
         got = out[:-1].view(shape)
         assert torch.equal(got if kind is cuda_kernel._Stacked else got.movedim(1, 0), want)
         assert out[-1] == 7, "past the end"

@@ -13,9 +13,9 @@ import torch
 from cubins import ARGUMENTS, compile_ahead, disassembled, usage
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul import cuda_kernel as all_gather_matmul
-from weft.kernels.device import gemm
-from weft.kernels.device.gemm_tiles import TILES, WIDEST, Tile
-from weft.kernels.device.program import Program
+from weft.kernels.device.gemm import gemm
+from weft.kernels.device.gemm.gemm_tiles import TILES, WIDEST, Tile
+from weft.kernels.device.jit.program import Program
 from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
 from weft.kernels.matmul_reduce_scatter import cuda_kernel as matmul_reduce_scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
@@ -32,20 +32,30 @@ ROUNDED = Epilogue(torch.bfloat16)
 
 def gather(tile: Tile, order: str, split_k: bool = False) -> Program:
     config = replace(
-        gather_configs.choose_push(gather_configs.Problem(1024, (1024,), 1024, 4, 132, split_k)), tile=tile
+        gather_configs.choose_gather_push(
+            gather_configs.AllGatherMatmulProblem(1024, (1024,), 1024, 4, 132, split_k)
+        ),
+        tile=tile,
     )
-    return gemm.program(all_gather_matmul.SOURCE, all_gather_matmul.defines([ORDERS[order]], config))
+    return gemm.gemm_program(
+        all_gather_matmul.SOURCE, all_gather_matmul.gather_defines([ORDERS[order]], config)
+    )
 
 
 def scatter(
     tile: Tile, order: str, world_size: int, epilogue: Epilogue = ROUNDED, *, split_n: bool = False
 ) -> Program:
     config = replace(
-        scatter_configs.choose_push(scatter_configs.Problem(1024, 1024, 1024, world_size, 132)), tile=tile
+        scatter_configs.choose_scatter_push(
+            scatter_configs.MatmulReduceScatterProblem(1024, 1024, 1024, world_size, 132)
+        ),
+        tile=tile,
     )
     config = replace(config, staged=config.staged or epilogue.to_all, split_n=split_n)
-    defines = matmul_reduce_scatter.defines(ORDERS[order], config, world_size, world_size // 2, epilogue)
-    return gemm.program(matmul_reduce_scatter.SOURCE, defines)
+    defines = matmul_reduce_scatter.scatter_defines(
+        ORDERS[order], config, world_size, world_size // 2, epilogue
+    )
+    return gemm.gemm_program(matmul_reduce_scatter.SOURCE, defines)
 
 
 LARGEST, *OTHERS = TILES

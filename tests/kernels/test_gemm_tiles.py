@@ -13,10 +13,10 @@ from weft.kernels.all_gather_matmul import configs as gather
 from weft.kernels.all_gather_matmul import estimate
 from weft.kernels.all_gather_matmul import on_cuda as gather_on_cuda
 from weft.kernels.all_gather_matmul.cuda_kernel import SOURCE
-from weft.kernels.device import gemm
-from weft.kernels.device.gemm_tiles import MOST_SHARED
-from weft.kernels.device.one_shot import OneShotConfig
-from weft.kernels.device.push import THREADS, grid
+from weft.kernels.device.comm.ll_exchange import THREADS, exchange_grid
+from weft.kernels.device.gemm import gemm
+from weft.kernels.device.gemm.gemm_tiles import MOST_SHARED
+from weft.kernels.device.gemm.one_shot import OneShotConfig
 from weft.kernels.matmul_reduce_scatter import configs as scatter
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatter_on_cuda
 from weft.kernels.matmul_reduce_scatter import to_all
@@ -30,20 +30,22 @@ SMS = st.integers(2, 132)
 def test_all_gather_matmul_fits_and_has_a_flag_for_each_piece(
     m: int, ns: list[int], k: int, world_size: int, num_sms: int, split_k: bool
 ) -> None:
-    problem = gather.Problem(m, tuple(ns), k, world_size, num_sms, split_k)
-    config = gather.choose_push(problem)
-    assert config == gather.choose_push(problem)
+    problem = gather.AllGatherMatmulProblem(m, tuple(ns), k, world_size, num_sms, split_k)
+    config = gather.choose_gather_push(problem)
+    assert config == gather.choose_gather_push(problem)
     assert config.split_k is split_k
     assert config.tile.shared <= MOST_SHARED
-    assert config.senders % 2 == 0 and config.senders <= num_sms // 4, "whole clusters; most blocks multiply"
+    assert config.comm_sms % 2 == 0 and config.comm_sms <= num_sms // 4, (
+        "whole clusters; most blocks multiply"
+    )
     assert 1 <= config.group <= -(-m // config.tile.block_m)
     pieces = (config.tile.block_m // config.piece_rows) * (config.unit_columns // config.piece_columns)
     assert pieces <= 32, "a lane waits for each piece of a unit"
-    assert config.lead <= (num_sms - config.senders) // 2 and not (config.lead and config.split_k)
-    layout = gather.push_layout(m, k, world_size, config)
+    assert config.lead <= (num_sms - config.comm_sms) // 2 and not (config.lead and config.split_k)
+    layout = gather.gather_push_layout(m, k, world_size, config)
     assert layout.flags_per_rank * config.piece_rows * config.piece_columns >= m * k
-    assert layout.half_bytes == world_size * m * k * 2, (
-        "twice the gathered bytes for both halves, and no more"
+    assert layout.buffer_bytes == world_size * m * k * 2, (
+        "twice the gathered bytes for both buffers, and no more"
     )
 
 
@@ -51,23 +53,27 @@ def test_all_gather_matmul_fits_and_has_a_flag_for_each_piece(
 def test_matmul_reduce_scatter_fits_and_has_a_slot_for_each_peer(
     m: int, n: int, k: int, world_size: int, num_sms: int, batches: int
 ) -> None:
-    config = scatter.choose_push(scatter.Problem(m, n, k, world_size, num_sms, batches))
+    config = scatter.choose_scatter_push(
+        scatter.MatmulReduceScatterProblem(m, n, k, world_size, num_sms, batches)
+    )
     assert config.tile.shared <= MOST_SHARED
-    layout = scatter.push_layout(m, n, config, world_size, 132, batches)
-    assert layout.announced and layout.flags_per_rank == 0
+    layout = scatter.scatter_push_layout(m, n, config, world_size, 132, batches)
+    assert layout.ll_protocol and layout.flags_per_rank == 0
     assert layout.staging_bytes == (132 * 2 * config.tile.part_bytes if config.staged else 0)
-    assert layout.half_bytes % (2 * config.tile.part_bytes * (world_size - 1)) == 0
-    assert layout.half_bytes >= (world_size - 1) * batches * m * n * 2
+    assert layout.buffer_bytes % (2 * config.tile.part_bytes * (world_size - 1)) == 0
+    assert layout.buffer_bytes >= (world_size - 1) * batches * m * n * 2
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1024, 1024, 1024), (4096, 2048, 8192)])
 def test_a_half_takes_no_more_than_the_peers_results(m: int, n: int, k: int) -> None:
-    layout = scatter.push_layout(m, n, scatter.choose_push(scatter.Problem(m, n, k, 4, 132)), 4, 132)
-    assert layout.half_bytes == 3 * m * n * 2
+    layout = scatter.scatter_push_layout(
+        m, n, scatter.choose_scatter_push(scatter.MatmulReduceScatterProblem(m, n, k, 4, 132)), 4, 132
+    )
+    assert layout.buffer_bytes == 3 * m * n * 2
 
 
 @pytest.mark.parametrize(
-    ("world_size", "m", "n", "k", "block", "senders"),
+    ("world_size", "m", "n", "k", "block", "comm_sms"),
     [
         (2, 1024, 3072, 4096, (128, 192), 0),
         (2, 2048, 3072, 4096, (128, 256), 0),
@@ -77,15 +83,15 @@ def test_a_half_takes_no_more_than_the_peers_results(m: int, n: int, k: int) -> 
     ],
 )
 def test_all_gather_matmul_takes_what_was_fast(
-    world_size: int, m: int, n: int, k: int, block: tuple[int, int], senders: int
+    world_size: int, m: int, n: int, k: int, block: tuple[int, int], comm_sms: int
 ) -> None:
     """The fastest on 2 or 4 H200, or within 2 % of it."""
-    config = gather.choose_push(gather.Problem(m, (n,), k, world_size, 132))
-    assert ((config.tile.block_m, config.tile.block_n), config.senders) == (block, senders)
+    config = gather.choose_gather_push(gather.AllGatherMatmulProblem(m, (n,), k, world_size, 132))
+    assert ((config.tile.block_m, config.tile.block_n), config.comm_sms) == (block, comm_sms)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "m", "n", "k", "block", "senders", "group"),
+    ("world_size", "m", "n", "k", "block", "comm_sms", "group"),
     [
         (2, 256, 5120, 8192, (128, 160), 0, 2),
         (2, 512, 5120, 8192, (128, 160), 8, 3),
@@ -100,12 +106,12 @@ def test_all_gather_matmul_takes_what_was_fast(
     ],
 )
 def test_all_gather_matmul_takes_what_was_fast_for_a_rank_alone(
-    world_size: int, m: int, n: int, k: int, block: tuple[int, int], senders: int, group: int
+    world_size: int, m: int, n: int, k: int, block: tuple[int, int], comm_sms: int, group: int
 ) -> None:
     """The fastest where one GPU was one of 2 or 4 ranks, or within 3 % of it (bench/results/h200-x1-tiles.txt,
     h200-x1-pieces.txt)."""
-    config = gather.choose_push(gather.Problem(m, (n,), k, world_size, 132))
-    assert ((config.tile.block_m, config.tile.block_n), config.senders) == (block, senders)
+    config = gather.choose_gather_push(gather.AllGatherMatmulProblem(m, (n,), k, world_size, 132))
+    assert ((config.tile.block_m, config.tile.block_n), config.comm_sms) == (block, comm_sms)
     assert config.group == group
 
 
@@ -126,9 +132,11 @@ def test_all_gather_matmul_takes_what_was_fast_for_a_rank_alone(
 def test_the_first_pieces_of_few_tiles_come_early(
     world_size: int, m: int, n: int, k: int, piece_rows: int, unit_columns: int
 ) -> None:
-    config = gather.choose_push(gather.Problem(m, (n,), k, world_size, 130))
+    config = gather.choose_gather_push(gather.AllGatherMatmulProblem(m, (n,), k, world_size, 130))
     assert (config.piece_rows, config.unit_columns) == (piece_rows, unit_columns)
-    config = gather.choose_push(gather.Problem(m, (n,), k, world_size, 130, split_k=True))
+    config = gather.choose_gather_push(
+        gather.AllGatherMatmulProblem(m, (n,), k, world_size, 130, split_k=True)
+    )
     assert (config.piece_rows, config.unit_columns) == (64, 1024)
 
 
@@ -140,13 +148,13 @@ def test_pieces_are_sent_as_the_kernel_sends_them() -> None:
 
 def test_rows_that_one_wave_takes_are_sent_together() -> None:
     """Blocks that have nothing else to do advance along K as the data comes, all of them."""
-    candidates = gather.push_candidates(gather.Problem(512, (1536,), 4096, 4, 132))
-    sent = {(c.tile, c.senders): [] for c in candidates}
+    candidates = gather.push_candidates(gather.AllGatherMatmulProblem(512, (1536,), 4096, 4, 132))
+    sent = {(c.tile, c.comm_sms): [] for c in candidates}
     for config in candidates:
-        sent[config.tile, config.senders].append(config.group)
-    for (tile, senders), groups in sent.items():
+        sent[config.tile, config.comm_sms].append(config.group)
+    for (tile, comm_sms), groups in sent.items():
         rows, columns = 512 // tile.block_m, -(-1536 // tile.block_n)
-        assert max(groups) == rows or 3 * rows * columns > 132 - senders
+        assert max(groups) == rows or 3 * rows * columns > 132 - comm_sms
 
 
 @pytest.mark.parametrize(
@@ -166,7 +174,7 @@ def test_matmul_reduce_scatter_takes_what_was_fast(
     world_size: int, m: int, n: int, k: int, block: tuple[int, int]
 ) -> None:
     """The fastest on 2 or 4 H200, or within 2 % of it."""
-    tile = scatter.choose_push(scatter.Problem(m, n, k, world_size, 132)).tile
+    tile = scatter.choose_scatter_push(scatter.MatmulReduceScatterProblem(m, n, k, world_size, 132)).tile
     assert (tile.block_m, tile.block_n) == block
 
 
@@ -185,7 +193,7 @@ def test_matmul_reduce_scatter_takes_what_was_fast_for_a_rank_alone(
     world_size: int, m: int, n: int, k: int, block: tuple[int, int]
 ) -> None:
     """The fastest where one GPU was one of 2 or 4 ranks (bench/results/h200-x1-tiles.txt)."""
-    tile = scatter.choose_push(scatter.Problem(m, n, k, world_size, 132)).tile
+    tile = scatter.choose_scatter_push(scatter.MatmulReduceScatterProblem(m, n, k, world_size, 132)).tile
     assert (tile.block_m, tile.block_n) == block
 
 
@@ -204,7 +212,7 @@ def test_matmul_reduce_scatter_goes_in_one_shot_where_little_is_sent(
 ) -> None:
     """Between 4: one shot as it took on 4 H200, one kernel as on one that was one of 4, and up to 7 us more
     (bench/results/h200-x1-scatter.txt)."""
-    _, config = scatter.fused_ranked(scatter.Problem(m, n, k, 4, 132))[0]
+    _, config = scatter.rank_scatter_kernels(scatter.MatmulReduceScatterProblem(m, n, k, 4, 132))[0]
     assert isinstance(config, OneShotConfig) is shot
 
 
@@ -224,15 +232,15 @@ def test_matmul_all_reduce_takes_what_was_fast(
     world_size: int, m: int, n: int, k: int, block: tuple[int, int]
 ) -> None:
     """The fastest, or within 2 % of it, on 2 H200 or where one was one of 2 or 4 ranks (h200-x1-scatter.txt)."""
-    tile = to_all.choose_push(m, n, k, world_size, 132)[0].tile
+    tile = to_all.choose_sum_to_all_push(m, n, k, world_size, 132)[0].tile
     assert (tile.block_m, tile.block_n) == block
 
 
 @given(SIZES, SIZES, SIZES, RANKS)
 def test_the_choice_is_the_one_estimated_fastest(m: int, n: int, k: int, world_size: int) -> None:
-    problem = gather.Problem(m, (n,), k, world_size, 132)
-    chosen = gather.choose_push(problem)
-    times = {c: gather.estimate_push_us(c, problem) for c in gather.push_candidates(problem)}
+    problem = gather.AllGatherMatmulProblem(m, (n,), k, world_size, 132)
+    chosen = gather.choose_gather_push(problem)
+    times = {c: gather.estimate_gather_push_us(c, problem) for c in gather.push_candidates(problem)}
     assert times[chosen] == min(times.values())
 
 
@@ -241,21 +249,25 @@ def test_a_choice_takes_no_time_that_a_first_call_would_show() -> None:
     for m, n, k in ((2048, 8192, 28672), (8192, 13312, 16384)):
         taken = []
         for _ in range(3):
-            gather.push_ranked.cache_clear()
+            gather.rank_gather_pushes.cache_clear()
             begin = time.process_time()
-            gather.push_ranked(gather.Problem(m, (n,), k, 8, 132))
+            gather.rank_gather_pushes(gather.AllGatherMatmulProblem(m, (n,), k, 8, 132))
             taken.append(time.process_time() - begin)
         assert min(taken) < 0.1, f"{m} x {k} @ {n}: {min(taken)} s"
 
 
 def test_it_steps_aside_where_little_is_gathered() -> None:
-    assert not gather.fusing_pays(gather.Problem(1, (2560,), 2048, 4, 132, split_k=True))
-    assert gather.fusing_pays(gather.Problem(2048, (2560,), 2048, 4, 132, split_k=True))
+    assert not gather.gather_is_profitable(
+        gather.AllGatherMatmulProblem(1, (2560,), 2048, 4, 132, split_k=True)
+    )
+    assert gather.gather_is_profitable(
+        gather.AllGatherMatmulProblem(2048, (2560,), 2048, 4, 132, split_k=True)
+    )
     # In one shot little is gathered faster than by a collective of its own.
-    assert gather.fusing_pays(gather.Problem(1, (2560,), 8192, 4, 132))
-    assert gather.fusing_pays(gather.Problem(512, (2560,), 8192, 4, 132))
-    assert scatter.fusing_pays(scatter.Problem(1, 8192, 2048, 4, 132))
-    assert scatter.fusing_pays(scatter.Problem(512, 8192, 2048, 4, 132))
+    assert gather.gather_is_profitable(gather.AllGatherMatmulProblem(1, (2560,), 8192, 4, 132))
+    assert gather.gather_is_profitable(gather.AllGatherMatmulProblem(512, (2560,), 8192, 4, 132))
+    assert scatter.scatter_is_profitable(scatter.MatmulReduceScatterProblem(1, 8192, 2048, 4, 132))
+    assert scatter.scatter_is_profitable(scatter.MatmulReduceScatterProblem(512, 8192, 2048, 4, 132))
 
 
 @given(SIZES, st.integers(1, 5000).map(lambda n: 8 * n), RANKS, st.sampled_from((2, 64, 100, 132)))
@@ -265,55 +277,55 @@ def test_one_shot_is_one_launch_in_which_no_block_goes_without_a_vector(
 ) -> None:
     moved = world_size * m * n * 2
     gathered, scattered = (
-        gather.Problem(m, (n,), n, world_size, sms),
-        scatter.Problem(m, n, n, world_size, sms),
+        gather.AllGatherMatmulProblem(m, (n,), n, world_size, sms),
+        scatter.MatmulReduceScatterProblem(m, n, n, world_size, sms),
     )
-    configs = gather.choose_one_shot(gathered), scatter.choose_one_shot(scattered)
+    configs = gather.choose_one_shot_gather(gathered), scatter.choose_one_shot_scatter(scattered)
     for config in configs:
         assert (config is not None) is (moved <= 32 << 20)
     if (config := configs[0]) is not None:
         assert configs[1] == config and config.vectors * 8 == m * n
-        assert gather.fused_layout(m, n, world_size, config) is None
-        assert scatter.fused_layout(m, n, config, world_size, 132) is None
+        assert gather.gather_layout(m, n, world_size, config) is None
+        assert scatter.scatter_layout(m, n, config, world_size, 132) is None
         layout = config.layout(world_size)
         for slots in (layout.slots, 2 * layout.slots):  # also of a workspace that was made for more
-            blocks, threads = grid(config.vectors, slots, config.blocks, config.threads)
+            blocks, threads = exchange_grid(config.vectors, slots, config.blocks, config.threads)
             passes = -(-config.vectors // (blocks * threads))
             assert blocks <= sms and threads <= THREADS and passes * threads <= slots
             assert (blocks - 1) * 32 < config.vectors
         assert layout.bytes < 5 * moved + (3 << 20) * world_size
-    assert gather.choose_one_shot(replace(gathered, split_k=True)) is None
-    assert gather.choose_one_shot(replace(gathered, return_A=True)) is None
-    assert scatter.choose_one_shot(replace(scattered, batches=2)) is None
+    assert gather.choose_one_shot_gather(replace(gathered, split_k=True)) is None
+    assert gather.choose_one_shot_gather(replace(gathered, return_A=True)) is None
+    assert scatter.choose_one_shot_scatter(replace(scattered, batches=2)) is None
 
 
 @given(SIZES, SIZES, SIZES, RANKS, st.booleans())
 def test_who_measures_a_few_gets_different_ones(
     m: int, n: int, k: int, world_size: int, split_k: bool
 ) -> None:
-    ranked = gather.fused_ranked(gather.Problem(m, (n,), k, world_size, 132, split_k))
+    ranked = gather.rank_gather_kernels(gather.AllGatherMatmulProblem(m, (n,), k, world_size, 132, split_k))
     found = gather.varied(ranked)
     assert found[0] == ranked[0]
     assert sorted(map(str, found)) == sorted(map(str, ranked))
-    pushes = [c for _, c in found if isinstance(c, gather.PushConfig)]
-    kinds = [(c.tile, c.senders > 0) for c in pushes]
+    pushes = [c for _, c in found if isinstance(c, gather.GatherPushConfig)]
+    kinds = [(c.tile, c.comm_sms > 0) for c in pushes]
     assert len(set(kinds[: len(set(kinds))])) == len(set(kinds))
 
 
 @given(SIZES, st.lists(SIZES, min_size=1, max_size=4), SIZES, RANKS, st.booleans())
 def test_the_faster_kernel_is_taken(m: int, ns: list[int], k: int, world_size: int, split_k: bool) -> None:
-    problem = gather.Problem(m, tuple(ns), k, world_size, 132, split_k)
-    ranked = gather.fused_ranked(problem)
+    problem = gather.AllGatherMatmulProblem(m, tuple(ns), k, world_size, 132, split_k)
+    ranked = gather.rank_gather_kernels(problem)
     assert [us for us, _ in ranked] == sorted(us for us, _ in ranked)
     one = [us for us, config in ranked if isinstance(config, OneShotConfig)]
-    pushed = gather.push_ranked(problem)
+    pushed = gather.rank_gather_pushes(problem)
     assert len(ranked) == len(pushed) + len(one) and ranked[0][0] == min(pushed[0][0], *one, 1e30)
-    assert one in ([], [gather.estimate_one_shot_us(problem)])
-    of_scatter = scatter.Problem(m, ns[0], k, world_size, 132)
-    ranked_scatter = scatter.fused_ranked(of_scatter)
+    assert one in ([], [gather.estimate_one_shot_gather_us(problem)])
+    of_scatter = scatter.MatmulReduceScatterProblem(m, ns[0], k, world_size, 132)
+    ranked_scatter = scatter.rank_scatter_kernels(of_scatter)
     one = [us for us, config in ranked_scatter if isinstance(config, OneShotConfig)]
-    assert one in ([], [scatter.estimate_one_shot_us(of_scatter)])
-    least = min(scatter.push_ranked(of_scatter)[0][0], *one, 1e30)
+    assert one in ([], [scatter.estimate_one_shot_scatter_us(of_scatter)])
+    least = min(scatter.rank_scatter_pushes(of_scatter)[0][0], *one, 1e30)
     assert ranked_scatter[0][0] == least
 
 
@@ -322,14 +334,17 @@ def test_both_ops_take_one_shot_where_little_is_moved(m: int) -> None:
     """Llama 8B on two GPUs, qkv and o, [M, 4096] in all."""
     a, b = torch.empty(m // 2, 4096, dtype=torch.bfloat16), torch.empty(4096, 3072, dtype=torch.bfloat16)
     wide, narrow = torch.empty(1, 2, m // 2, 2048, dtype=a.dtype), torch.empty(2048, 4096, dtype=a.dtype)
-    up, down = gather_on_cuda.choose(a, [b], 2, 132), scatter_on_cuda.choose(wide, narrow, 2, 132)
-    with_A = gather_on_cuda.choose(a, [b], 2, 132, return_A=True)
+    up, down = (
+        gather_on_cuda.choose_gather_kernel(a, [b], 2, 132),
+        scatter_on_cuda.choose_scatter_kernel(wide, narrow, 2, 132),
+    )
+    with_A = gather_on_cuda.choose_gather_kernel(a, [b], 2, 132, return_A=True)
     assert not isinstance(with_A, str) and with_A.algorithm == "push", "it would not be bit for bit"
     for choice in (up, down):
-        assert not isinstance(choice, str) and choice.pays
+        assert not isinstance(choice, str) and choice.profitable
         assert choice.algorithm == ("one_shot" if m <= 512 else "push")
         assert isinstance(choice.config, OneShotConfig) is (m <= 512)
-    batched = scatter_on_cuda.choose(wide.view(2, 2, -1, 2048), narrow, 2, 132)
+    batched = scatter_on_cuda.choose_scatter_kernel(wide.view(2, 2, -1, 2048), narrow, 2, 132)
     assert not isinstance(batched, str) and batched.algorithm == "push"
-    single = scatter_on_cuda.choose(wide.float(), narrow.float(), 2, 132)
+    single = scatter_on_cuda.choose_scatter_kernel(wide.float(), narrow.float(), 2, 132)
     assert not isinstance(single, str) and single.algorithm == "tma_store"

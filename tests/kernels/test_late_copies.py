@@ -1,6 +1,6 @@
-"""Copies by copy engines with a rank that comes after the others have given up on it: gate.cu and its launchers.
+"""Copies by copy engines with a rank that comes after the others have given up on it: acquire.cu and its launchers.
 
-The all-gather's use of a half on the CPU: the gate, copies of the own shard on a stream of their own, a reader on
+The all-gather's use of a buffer on the CPU: the gate, copies of the own shard on a stream of their own, a reader on
 the current stream, the end of the use. Streams are worked off in any order that they allow. An impatient rank does
 not wait: what stands at the head of a stream runs at any time, and its waits expire. Copies are made whatever became
 of the gate in front of them, as copy engines do.
@@ -21,8 +21,8 @@ import fibers
 import pytest
 import torch
 from fibers import Launch, Library, build
-from weft.kernels.device import copy_engine, gate
-from weft.symm_mem.fault import Fault
+from weft.kernels.device.comm import acquire, copy_engine
+from weft.symm_mem.failure.fault import Fault
 from weft.symm_mem.workspace import Layout
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -32,7 +32,7 @@ SIZE, CALLS, ROWS, COLUMNS, CHUNK_ROWS = 3, 5, 5, 7, 2
 CHUNKS = -(-ROWS // CHUNK_ROWS)
 KERNELS = ("gate", "leave")
 CURRENT = 0  # the stream of the calls; copy streams have higher numbers
-WAIT_DATA, FAREWELL = 1, 3  # kinds of a record
+WAIT_DATA, ABORTED = 1, 3  # kinds of a record
 
 
 class Gpu:
@@ -45,11 +45,11 @@ class Gpu:
         self.library, self.layout, self.rank, self.world_size = library, layout, rank, layout.world_size
         self.address, self.span = memory[rank].data_ptr(), memory.stride(0)
         self.words = memory[rank][: layout.words * 4].view(torch.int32)
-        self.halves = [
-            memory[rank][layout.half(half) :][: layout.half_bytes]
+        self.buffers = [
+            memory[rank][layout.buffer(buffer) :][: layout.buffer_bytes]
             .view(torch.float32)
             .view(SIZE, ROWS, COLUMNS)
-            for half in (0, 1)
+            for buffer in (0, 1)
         ]
         self.faults = memory[rank][layout.bytes :].view(torch.int32)
         self.record = torch.zeros(8, dtype=torch.int64)
@@ -65,8 +65,8 @@ class Gpu:
     def enqueue(self, stream: int, *work: Any) -> None:
         self.streams.setdefault(stream, deque()).append(work)
 
-    def flag(self, half: int, peer: int, chunk: int) -> int:
-        return self.layout.flags(half) + peer * self.layout.flags_per_rank + chunk
+    def flag(self, buffer: int, peer: int, chunk: int) -> int:
+        return self.layout.flags(buffer) + peer * self.layout.flags_per_rank + chunk
 
     def ready(self, work: tuple[Any, ...]) -> bool:
         """Whether the head of a stream can run now: what waits only once it is there."""
@@ -77,8 +77,8 @@ class Gpu:
             params = rest[1]
             return all(self.words[params.done + p] >= self.words[params.epoch] for p in self.peers)
         if kind == "read":
-            half, peer, chunk, *_ = rest
-            return bool(self.words[self.flag(half, peer, chunk)] > self.words[Layout.EPOCH + half])
+            buffer, peer, chunk, *_ = rest
+            return bool(self.words[self.flag(buffer, peer, chunk)] > self.words[Layout.EPOCH + buffer])
         return True
 
     def run(self, work: tuple[Any, ...]) -> None:
@@ -99,17 +99,17 @@ class Gpu:
                 self.told.append(bool(self.faults[Fault.BROKEN]))
 
     def read(
-        self, half: int, peer: int, chunk: int, x: torch.Tensor, out: torch.Tensor, *, came: bool
+        self, buffer: int, peer: int, chunk: int, x: torch.Tensor, out: torch.Tensor, *, came: bool
     ) -> None:
         """Add a chunk of a peer's to ``out``, which is ``x`` before; an expired wait is recorded, once."""
         if not came and not self.faults[Fault.BROKEN]:
-            word = self.flag(half, peer, chunk)
-            use, seen = int(self.words[Layout.EPOCH + half]) + 1, int(self.words[word])
+            word = self.flag(buffer, peer, chunk)
+            use, seen = int(self.words[Layout.EPOCH + buffer]) + 1, int(self.words[word])
             self.faults[Fault.BROKEN] = 1 + peer
             self.record.copy_(torch.tensor([1, self.address, peer, word, use, seen, WAIT_DATA, 0]))
         rows = slice(chunk * CHUNK_ROWS, (chunk + 1) * CHUNK_ROWS)
         before = x if peer == self.peers[0] else out
-        out[rows] = before[rows] + self.halves[half][peer, rows]
+        out[rows] = before[rows] + self.buffers[buffer][peer, rows]
 
 
 class Driver:
@@ -148,7 +148,7 @@ class Driver:
         return SimpleNamespace(number=number, record=record)
 
     def function(self, name: str) -> SimpleNamespace:
-        """A stand-in for a loaded kernel of gate.cu."""
+        """A stand-in for a loaded kernel of acquire.cu."""
 
         def launch(blocks: int, threads: int, params: Any, stream: int) -> None:
             note = Launch(KERNELS.index(name), blocks, threads)
@@ -163,27 +163,27 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(copy_engine, "driver", driver)
     monkeypatch.setattr(copy_engine, "torch", driver)
-    monkeypatch.setattr(copy_engine, "check", lambda result: result)
+    monkeypatch.setattr(copy_engine, "check_driver", lambda result: result)
     monkeypatch.setattr(copy_engine, "own_stream", driver.own_stream)
-    monkeypatch.setattr(gate, "_program", driver)
+    monkeypatch.setattr(acquire, "_program", driver)
     return driver
 
 
-def call(driver: Driver, engine: Any, half: int, x: torch.Tensor, out: torch.Tensor) -> None:
+def call(driver: Driver, engine: Any, buffer: int, x: torch.Tensor, out: torch.Tensor) -> None:
     """Enqueue out = the sum of all ranks' x, as pipeline.py does a product, and what overwrites x behind it."""
     gpu = driver.gpu
-    with engine.pushing(half, x, CHUNK_ROWS, 3):
+    with engine.pushing(buffer, x, CHUNK_ROWS, 3):
         for peer in gpu.peers:
             for chunk in range(CHUNKS):
-                gpu.enqueue(CURRENT, "read", half, peer, chunk, x, out)
-        gate.leave(engine.workspace, half, CURRENT)
+                gpu.enqueue(CURRENT, "read", buffer, peer, chunk, x, out)
+        acquire.end_use(engine.workspace, buffer, CURRENT)
     gpu.enqueue(CURRENT, "reuse", x, out)
 
 
-def work_off(gpus: list[Gpu], choice: random.Random, patience: float) -> None:
+def work_off(gpus: list[Gpu], choice: random.Random, deadline: float) -> None:
     """Everything. The late rank pauses at some moment until the others can do no more, or not so long.
 
-    ``patience``: how likely it is at each turn that the impatient rank waits on.
+    ``deadline``: how likely it is at each turn that the impatient rank waits on.
     """
     stops = choice.randrange(250)
     goes_on = stops + choice.choice([300, 10_000])
@@ -206,7 +206,7 @@ def work_off(gpus: list[Gpu], choice: random.Random, patience: float) -> None:
         if not heads and not forced:
             goes_on = turn
             continue
-        hurry = impatient and choice.random() > patience
+        hurry = impatient and choice.random() > deadline
         gpu, stream = choice.choice(impatient if hurry else heads or impatient or forced)
         gpu.run(stream.popleft())
 
@@ -241,7 +241,7 @@ def enqueued(driver: Driver, library: Library, choice: random.Random) -> tuple[l
 
 
 def compiled(folder: Path, instead: tuple[str, str] | None = None) -> Library:
-    return build(folder, gate._SOURCE, KERNELS, gate._Params, {"WORLD_SIZE": SIZE}, instead=instead)
+    return build(folder, acquire._SOURCE, KERNELS, acquire._Params, {"WORLD_SIZE": SIZE}, instead=instead)
 
 
 def test_all_are_right_where_nobody_is_late(tmp_path: Path, driver: Driver) -> None:
@@ -258,17 +258,17 @@ def test_all_are_right_where_nobody_is_late(tmp_path: Path, driver: Driver) -> N
 
 
 MISTAKES = {
-    "no farewell": ("post_flag(fault + GAVE_UP + watch.rank, 1 + blamed);", ""),
-    "nobody listens": ("weft::hear_farewell(p.watch, peer, p.done, use);", ""),
+    "no farewell": ("post_flag(fault + ABORT_NOTICE + watch.rank, 1 + blamed);", ""),
+    "nobody listens": ("weft::check_abort_notice(p.watch, peer, p.done, use);", ""),
     "gates of a broken group open": ("bool free = !serves || blamed == 0;", "bool free = true;"),
 }
 
 
 @pytest.mark.parametrize(
-    ("patience", "mistake"), [(1.0, None), (0.995, None), *((0.995, mistake) for mistake in MISTAKES)]
+    ("deadline", "mistake"), [(1.0, None), (0.995, None), *((0.995, mistake) for mistake in MISTAKES)]
 )
 def test_a_late_rank_is_right_or_told(
-    tmp_path: Path, driver: Driver, patience: float, mistake: str | None
+    tmp_path: Path, driver: Driver, deadline: float, mistake: str | None
 ) -> None:
     library = compiled(tmp_path, MISTAKES.get(mistake or ""))
     outcomes: list[bool] = []
@@ -277,13 +277,13 @@ def test_a_late_rank_is_right_or_told(
     for seed in range(30):
         choice = random.Random(seed)
         gpus, expected = enqueued(driver, library, choice)
-        work_off(gpus, choice, patience)
+        work_off(gpus, choice, deadline)
         for gpu in gpus:
             for i, (got, want, told) in enumerate(zip(gpu.results, expected, gpu.told, strict=True)):
                 outcomes.append(torch.equal(got, want))
                 if not (outcomes[-1] or told):
                     untold.append(f"seed {seed}: call {i} of rank {gpu.rank} is wrong")
-            farewells += int(gpu.record[6]) == FAREWELL
+            farewells += int(gpu.record[6]) == ABORTED
     assert bool(untold) == (mistake is not None), untold
     assert not all(outcomes) and any(outcomes)
     if mistake is None:

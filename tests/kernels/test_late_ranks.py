@@ -16,9 +16,9 @@ import pytest
 import torch
 from fibers import PATIENT, Library, Ranks, build
 from test_all_reduce_protocol import FORMS, compiled, launch, reference
-from weft.kernels.all_reduce.configs import Config
+from weft.kernels.all_reduce.configs import AllReduceConfig
 from weft.kernels.all_reduce_rms_norm import configs, cuda_kernel
-from weft.kernels.device.push import Layout
+from weft.kernels.device.comm.ll_exchange import ExchangeLayout
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -41,21 +41,21 @@ def right_or_told(
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [
-        (Config("one_shot"), (64, 200)),
-        (Config("two_shot"), (64, 200)),
-        (Config("two_shot", blocks=1, threads=32), (500, 900)),
+        (AllReduceConfig("one_shot"), (64, 200)),
+        (AllReduceConfig("two_shot"), (64, 200)),
+        (AllReduceConfig("two_shot", blocks=1, threads=32), (500, 900)),
     ],
     ids=["one_shot", "two_shot", "two_shot_rounds"],
 )
 def test_a_chain_of_all_reduces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Config, sizes: tuple[int, int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: AllReduceConfig, sizes: tuple[int, int]
 ) -> None:
     """Each call takes what the one before has given: a wrong number would travel on."""
     library = compiled(tmp_path, 3, "float32", "sum")
     outcomes = []
     for seed in range(12):
         choice = random.Random(seed)
-        ranks = Ranks(library, Layout(3, 64))
+        ranks = Ranks(library, ExchangeLayout(3, 64))
         numel, calls = choice.choice(sizes), 5
         xs = [torch.randint(1, 9, (numel,)).float() for _ in range(3)]
         want = [reference(xs, "sum") * 3**call for call in range(calls)]
@@ -85,12 +85,12 @@ def chain_of_two_workspaces(
 ) -> list[bool]:
     """All-reduces, each of what the one before has given, by turns in two workspaces: those of two ops, say."""
     choice = random.Random(seed)
-    first = Ranks(library, Layout(3, 64))
-    spaces = [first, Ranks(library, Layout(3, 64), beside=first if one_group else None)]
+    first = Ranks(library, ExchangeLayout(3, 64))
+    spaces = [first, Ranks(library, ExchangeLayout(3, 64), beside=first if one_group else None)]
     calls, xs = 6, [torch.randint(1, 9, (100,)).float() for _ in range(3)]
     want = [reference(xs, "sum") * 3**call for call in range(calls)]
     chains = [[x, *(torch.full_like(x, float("nan")) for _ in range(calls))] for x in xs]
-    turns = [(choice.randrange(2), Config(choice.choice(FORMS))) for _ in range(calls)]
+    turns = [(choice.randrange(2), AllReduceConfig(choice.choice(FORMS))) for _ in range(calls)]
     for rank, chain in enumerate(chains):
         for (turn, config), (x, out) in zip(turns, pairwise(chain), strict=True):
             polls = IMPATIENT if rank == 0 else 20 * IMPATIENT
@@ -124,17 +124,22 @@ def test_a_chain_of_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form:
     zeros, ones = torch.zeros(rows, hidden), torch.ones(hidden)
     outcomes = []
     for seed in range(12):
-        ranks = Ranks(library, Layout(3, 64 * 20))
+        ranks = Ranks(library, ExchangeLayout(3, 64 * 20))
         functions = type("Kernels", (), {"function": staticmethod(ranks.function)})
         monkeypatch.setattr(cuda_kernel, "_program", lambda *a, dependent, found=functions: found)
-        monkeypatch.setattr(cuda_kernel, "supports", lambda *a: None)
+        monkeypatch.setattr(cuda_kernel, "why_no_norm_kernel", lambda *a: None)
         xs = [torch.randint(1, 9, (rows, hidden)).float() for _ in range(3)]
         want = [reference(xs, "sum") * 3**call for call in range(calls)]
         chains = [[x, *(torch.full_like(x, float("nan")) for _ in range(calls))] for x in xs]
         normed = torch.empty_like(zeros)
         for rank, chain in enumerate(chains):
-            kernel = cuda_kernel.AllReduceRmsNorm(
-                ranks.places[rank], rows, hidden, torch.float32, 1e-5, configs.Config(form, 1, 2)
+            kernel = cuda_kernel.AllReduceRmsNormLauncher(
+                ranks.places[rank],
+                rows,
+                hidden,
+                torch.float32,
+                1e-5,
+                configs.AllReduceRmsNormConfig(form, 1, 2),
             )
             for x, sums in pairwise(chain):
                 tensors = (x, zeros, ones, normed, sums)
@@ -148,11 +153,11 @@ def test_a_chain_of_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form:
 
 def test_nobody_is_told_where_all_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = compiled(tmp_path, 3, "float32", "sum")
-    ranks = Ranks(library, Layout(3, 64))
+    ranks = Ranks(library, ExchangeLayout(3, 64))
     xs = [torch.ones(100) for _ in range(3)]
     outs = [torch.empty(100) for _ in range(3)]
     for rank in range(3):
-        launch(monkeypatch, ranks, rank, xs[rank], outs[rank], "sum", Config("two_shot"), PATIENT)
+        launch(monkeypatch, ranks, rank, xs[rank], outs[rank], "sum", AllReduceConfig("two_shot"), PATIENT)
     ranks.run_late(5, LATE, turns=300)
     assert all((out == 3).all() for out in outs)
     assert not ranks.records.any()

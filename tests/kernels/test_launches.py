@@ -12,7 +12,7 @@ import pytest
 import torch
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul import cuda_kernel as gather
-from weft.kernels.device import gemm, tensor_map
+from weft.kernels.device.gemm import gemm, tensor_map
 from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
 from weft.kernels.matmul_reduce_scatter import cuda_kernel as scatter
 from weft.symm_mem.workspace import Layout
@@ -35,11 +35,13 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     def encode(boxes: tensor_map.Boxes, address: int) -> Any:
         return tensor_map.TensorMap(address, *boxes.box)
 
-    monkeypatch.setattr(gemm, "program", lambda *_: None)
+    monkeypatch.setattr(gemm, "gemm_program", lambda *_: None)
     monkeypatch.setattr(gemm, "launches", launches)
     monkeypatch.setattr(tensor_map.Boxes, "encode", encode)
-    monkeypatch.setattr(gather, "leaving", lambda workspace, half: lambda s: done.append(("leave", half, s)))
-    monkeypatch.setattr(gather, "check", lambda result: None)
+    monkeypatch.setattr(
+        gather, "leaving", lambda workspace, buffer: lambda s: done.append(("leave", buffer, s))
+    )
+    monkeypatch.setattr(gather, "check_driver", lambda result: None)
     copies = SimpleNamespace(cuMemcpyDtoDAsync=lambda *args: done.append(("copy", *args)))
     monkeypatch.setattr(gather, "driver", copies)
     return done
@@ -56,7 +58,7 @@ ROOM = Layout(WORLD_SIZE, 1 << 14, 1 << 20)
 
 def workspace(rank: int, layout: Layout = ROOM) -> Any:
     made = SimpleNamespace(rank=rank, world_size=WORLD_SIZE, span=1 << 30, lock=Lock())
-    made.layout, made.address = layout, HALF - layout.half(1)
+    made.layout, made.address = layout, HALF - layout.buffer(1)
     made.fault = SimpleNamespace(address=1 << 20, record=0)
     return made
 
@@ -70,7 +72,9 @@ def bfloat16(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("count", [1, 4, 6])
 def test_all_gather_matmul(done: list[tuple[Any, ...]], count: int, return_A: bool, rank: int) -> None:
     bs = [bfloat16(K, N) for _ in range(count)]
-    config = gather_configs.choose_push(gather_configs.Problem(M, (N,) * count, K, WORLD_SIZE, 132))
+    config = gather_configs.choose_gather_push(
+        gather_configs.AllGatherMatmulProblem(M, (N,) * count, K, WORLD_SIZE, 132)
+    )
     kernels = gather.AllGatherMatmulPushes(workspace(rank), bfloat16(M, K), bs, config, num_sms=132)
     for turn in (1, 2):  # other addresses at every launch
         done.clear()
@@ -98,11 +102,13 @@ def test_all_gather_matmul(done: list[tuple[Any, ...]], count: int, return_A: bo
 
 
 def test_matmul_reduce_scatter(done: list[tuple[Any, ...]]) -> None:
-    config = scatter_configs.choose_push(scatter_configs.Problem(M, N, K, WORLD_SIZE, 132))
+    config = scatter_configs.choose_scatter_push(
+        scatter_configs.MatmulReduceScatterProblem(M, N, K, WORLD_SIZE, 132)
+    )
     a, b = bfloat16(1, WORLD_SIZE, M, K), bfloat16(K, N)
     for bias, residual in product((False, True), repeat=2):
         epilogue = scatter_configs.Epilogue(a.dtype, bias=bias, residual=residual)
-        layout = scatter_configs.push_layout(M, N, config, WORLD_SIZE, 8)
+        layout = scatter_configs.scatter_push_layout(M, N, config, WORLD_SIZE, 8)
         kernel = scatter.MatmulReduceScatterPush(workspace(0, layout), a, b, config, epilogue, num_sms=8)
         for turn in (1, 2):
             terms = [A * turn + 128] * bias + [A * turn + 256] * residual

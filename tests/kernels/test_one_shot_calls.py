@@ -11,9 +11,9 @@ import pytest
 import torch
 from weft.kernels.all_gather_matmul import on_cuda as gather_on_cuda
 from weft.kernels.all_gather_matmul.one_shot_kernel import AllGatherMatmulOneShot
-from weft.kernels.device import one_shot
-from weft.kernels.device.one_shot import OneShotConfig
-from weft.kernels.device.push import Layout
+from weft.kernels.device.comm.ll_exchange import ExchangeLayout
+from weft.kernels.device.gemm import one_shot
+from weft.kernels.device.gemm.one_shot import OneShotConfig
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
 from weft.kernels.matmul_reduce_scatter.one_shot_kernel import MatmulReduceScatterOneShot
 
@@ -35,7 +35,9 @@ class Driver:
         self.told: list[Any] = []
         self.launch: Callable[[Any], None] = lambda params: None
         self.grids: list[tuple[int, int]] = []
-        monkeypatch.setattr(one_shot, "program", lambda *_: SimpleNamespace(function=lambda name: self))
+        monkeypatch.setattr(
+            one_shot, "one_shot_program", lambda *_: SimpleNamespace(function=lambda name: self)
+        )
 
     def bound(self, blocks: int, threads: int, params: Any) -> Callable[[int], None]:
         self.grids.append((blocks, threads))
@@ -48,7 +50,7 @@ class Driver:
 
     def workspace(self) -> Any:
         return SimpleNamespace(
-            rank=1, world_size=WORLD_SIZE, span=1 << 30, lock=Lock(), layout=Layout(WORLD_SIZE, 64),
+            rank=1, world_size=WORLD_SIZE, span=1 << 30, lock=Lock(), layout=ExchangeLayout(WORLD_SIZE, 64),
             address=1 << 20, fault=SimpleNamespace(address=1 << 19, record=0),
             raise_if_broken=lambda op, inside, grids: self.told.append(op),
             launched=lambda: self.told.append("launched"), abandon=self.told.append,
@@ -71,7 +73,7 @@ def put(address: int, x: torch.Tensor) -> None:
 @pytest.mark.parametrize("lead", [(M,), (M, 2)], ids=["matrix", "more dimensions"])
 def test_products_of_what_was_gathered(driver: Driver, lead: tuple[int, ...]) -> None:
     shards = [numbers(*lead, K + 8)[..., 8:] for _ in range(WORLD_SIZE)]
-    rows = gather_on_cuda.rows(shards[1])
+    rows = gather_on_cuda.shard_rows(shards[1])
     bs = [numbers(K, N), numbers(8, K).t()]
     vectors = rows.numel() // 8
     kernel = AllGatherMatmulOneShot(driver.workspace(), rows, OneShotConfig(vectors))

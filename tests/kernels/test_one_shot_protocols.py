@@ -17,12 +17,12 @@ import pytest
 import torch
 from fibers import PATIENT, Library, Ranks, build, inputs, same
 from weft.kernels.all_gather_matmul import one_shot_kernel as gather
-from weft.kernels.device import one_shot
-from weft.kernels.device.one_shot import OneShotConfig
-from weft.kernels.device.push import Layout
+from weft.kernels.device.comm.ll_exchange import ExchangeLayout
+from weft.kernels.device.gemm import one_shot
+from weft.kernels.device.gemm.one_shot import OneShotConfig
 from weft.kernels.matmul_reduce_scatter import one_shot_kernel as scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
-from weft.symm_mem.fault import Fault
+from weft.symm_mem.failure.fault import Fault
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -35,8 +35,8 @@ KERNELS = ("all_gather_one_shot", "reduce_scatter_one_shot")
 def compiled(
     folder: Path, size: int, epilogue: Epilogue = ROUNDED, instead: tuple[str, str] | None = None
 ) -> Library:
-    defines = dict(scatter.defines(BF16, size, 0, epilogue))
-    assert set(gather.defines(size, 0)) <= set(defines.items())
+    defines = dict(scatter.one_shot_scatter_defines(BF16, size, 0, epilogue))
+    assert set(gather.one_shot_gather_defines(size, 0)) <= set(defines.items())
     del defines["RANK"]  # one after the other
     first = gather.SOURCE, KERNELS[:1], gather._Params
     return build(folder, *first, defines, [(scatter.SOURCE, KERNELS[1:], scatter._Params)], instead)
@@ -56,7 +56,7 @@ class Calls:
 
     monkeypatch: pytest.MonkeyPatch
     library: Library
-    layout: Layout
+    layout: ExchangeLayout
     epilogue: Epilogue = ROUNDED
     done: list[list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Calls:
         self.size = self.layout.world_size
         self.ranks = Ranks(self.library, self.layout)
         program = SimpleNamespace(function=self.ranks.function)
-        self.monkeypatch.setattr(one_shot, "program", lambda *_: program)
+        self.monkeypatch.setattr(one_shot, "one_shot_program", lambda *_: program)
 
     def launch(
         self, op: str, m: int, columns: int, grid: tuple[int, int], polls: int = PATIENT, apart: int = 0
@@ -145,7 +145,7 @@ def random_calls(
 ) -> Calls:
     torch.manual_seed(seed)
     choice = random.Random(seed)
-    calls = Calls(monkeypatch, library, Layout(size, 256), epilogue)
+    calls = Calls(monkeypatch, library, ExchangeLayout(size, 256), epilogue)
     for call in range(count):
         op = OPS[call % 2] if call < 2 else choice.choice(OPS)
         blocks, threads = choice.choice([1, 2, 3]), choice.choice([32, 64])
@@ -178,7 +178,7 @@ def test_calls_of_both_ops_of_changing_size(
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str) -> None:
-    calls = Calls(monkeypatch, compiled(tmp_path, 3), Layout(3, 64))
+    calls = Calls(monkeypatch, compiled(tmp_path, 3), ExchangeLayout(3, 64))
     calls.launch(op, 5, 72, (2, 32), polls=2000)
     ranks = calls.ranks
     # Rank 1 comes, but what it sends goes nowhere.
@@ -192,14 +192,14 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.
         assert (peer, expected, seen, kind) == (1, 1, 0, 1)
         assert ranks.faults[rank, Fault.BROKEN] == 1 + 1
         said = ranks.layout.describe(word)
-        assert re.fullmatch(r"use count of the payload of rank 1 for block [01] \(half 1\)", said)
+        assert re.fullmatch(r"use count of the payload of rank 1 for block [01] \(buffer 1\)", said)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_rank_that_has_given_up_sends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
-    calls = Calls(monkeypatch, compiled(tmp_path, 3), Layout(3, 64))
+    calls = Calls(monkeypatch, compiled(tmp_path, 3), ExchangeLayout(3, 64))
     for _ in range(2):
         calls.launch(op, 5, 72, (2, 32), polls=100)
     ranks = calls.ranks
@@ -220,7 +220,7 @@ def test_a_late_rank_is_right_or_told(tmp_path: Path, monkeypatch: pytest.Monkey
     for seed in range(12):
         choice = random.Random(seed)
         torch.manual_seed(seed)
-        calls = Calls(monkeypatch, library, Layout(3, 64))
+        calls = Calls(monkeypatch, library, ExchangeLayout(3, 64))
         for _ in range(4):
             calls.launch(op, 5, 72, (2, 32), polls=choice.choice([20, 200]))
         told = calls.ranks.run_late(seed, late=1, turns=choice.randrange(20_000))
@@ -231,7 +231,7 @@ def test_a_late_rank_is_right_or_told(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not all(outcomes), "nobody was late"
 
 
-# What must stand in the kernels' text or in push.cuh, and what a mistake would look like there.
+# What must stand in the kernels' text or in ll_exchange.cuh, and what a mistake would look like there.
 MISTAKES = {
     "one-half-alone": ("(2 * blockIdx.x + (epoch & 1))", "(2 * blockIdx.x)"),
     "slots-not-emptied": (
@@ -252,7 +252,7 @@ def test_mistakes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mis
 
 
 def test_a_workspace_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = Calls(monkeypatch, Library(KERNELS, ctypes.CDLL(None)), Layout(2, 64))
+    calls = Calls(monkeypatch, Library(KERNELS, ctypes.CDLL(None)), ExchangeLayout(2, 64))
     words = r"workspace: is Layout\(.* slots=64, .* must hold .* slots=128, .* for OneShotConfig"
     for op in OPS:
         with pytest.raises(ValueError, match=words):

@@ -10,17 +10,17 @@ import pytest
 from cubins import KERNELS
 
 HERE = Path(__file__).parent
-PACE = KERNELS / "device" / "pace.cuh"
+PACE = KERNELS / "device" / "comm" / "rate_limiter.cuh"
 
 
 def said(folder: Path, old: str = "", new: str = "") -> str:
-    """What pace.cpp says of pace.cuh, in which ``new`` stands for ``old``."""
-    text = PACE.read_text().replace('#include "half.cuh"\n', "")
+    """What pace.cpp says of rate_limiter.cuh, in which ``new`` stands for ``old``."""
+    text = PACE.read_text().replace('#include "comm/double_buffer.cuh"\n', "")
     assert old in text
-    (folder / "pace.cuh").write_text(text.replace(old, new) if old else text)
+    (folder / "rate_limiter.cuh").write_text(text.replace(old, new) if old else text)
     compiler = shutil.which("g++") or shutil.which("c++")
     assert compiler, "a C++ compiler is needed"
-    options = ["-std=c++17", "-O1", "-w", f'-DPACE="{folder / "pace.cuh"}"']
+    options = ["-std=c++17", "-O1", "-w", f'-DPACE="{folder / "rate_limiter.cuh"}"']
     subprocess.run([compiler, *options, HERE / "pace.cpp", "-o", folder / "pace"], check=True)
     return subprocess.run([folder / "pace"], check=True, capture_output=True, text=True, timeout=60).stdout
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fibers import PATIENT
 from product_ops import GATHERS, LARGE_BUT_ONE, OF_EIGHT, SCATTERS, Op, uses, wrong
-from weft.symm_mem.fault import Fault
+from weft.symm_mem.failure.fault import Fault
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -40,11 +40,11 @@ def test_eight_ranks(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_with_equal_bs_get_equal_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards side by side are multiplied in the order of the ranks, whoever does."""
-    op = replace(GATHERS["split-senders"])
+    op = replace(GATHERS["split-comm_sms"])
     library, bs = op.compiled().result(), op.bs()
     scales = iter([1.0, *LARGE_BUT_ONE])  # the first shard is an example
     monkeypatch.setattr(op, "bs", lambda: bs)
-    monkeypatch.setattr(op, "shard", lambda: GATHERS["split-senders"].shard() * next(scales))
+    monkeypatch.setattr(op, "shard", lambda: GATHERS["split-comm_sms"].shard() * next(scales))
     ranks = op.prepare(monkeypatch, library, (1, 2000))
     op.launch(0, PATIENT)
     ranks.run(seed=3)
@@ -55,8 +55,8 @@ def test_ranks_with_equal_bs_get_equal_bits(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     "op",
-    [GATHERS["beside"], GATHERS["senders"], SCATTERS["3"], SCATTERS["staged"], SCATTERS["to-all"]],
-    ids=["beside", "senders", "parts", "staged", "to-all"],
+    [GATHERS["beside"], GATHERS["comm_sms"], SCATTERS["3"], SCATTERS["staged"], SCATTERS["to-all"]],
+    ids=["beside", "comm_sms", "parts", "staged", "to-all"],
 )
 @pytest.mark.parametrize("told", [False, True], ids=["expires", "had-expired"])
 def test_a_rank_that_gives_up_sends_nothing(op: Op, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_a_rank_that_gives_up_sends_nothing(op: Op, told: bool, monkeypatch: pyt
     assert (after[:, layout.done(0)] == 2).all()  # it ends the use all the same
     after[:, layout.done(0)] = 0
     assert torch.equal(ranks.memory[1:], before[1:])
-    # A wait for data may expire as soon as the one for the half does.
+    # A wait for data may expire as soon as the one for the buffer does.
     assert ranks.records[0, :2].tolist() == ([0, 0] if told else [1, ranks.places[0].address])
 
 
@@ -85,7 +85,7 @@ def test_who_has_not_sent_is_named(missing: int, monkeypatch: pytest.MonkeyPatch
     op = SCATTERS["to-all-3"]
     ranks = op.prepare(monkeypatch, op.compiled().result(), (1, 2000))
     op.launch(0, polls=100)
-    first, size = ranks.layout.half(0), ranks.layout.half_bytes
+    first, size = ranks.layout.buffer(0), ranks.layout.buffer_bytes
     slots = ranks.memory[0, first : first + size].view(4, -1)
     slots[:] = 1
     slots[missing] = 0
@@ -99,16 +99,16 @@ def test_who_has_not_sent_is_named(missing: int, monkeypatch: pytest.MonkeyPatch
     assert not slots.any(), "what has come is taken all the same"
 
 
-@pytest.mark.parametrize("op", [GATHERS["beside"], GATHERS["senders"]], ids=["beside", "senders"])
+@pytest.mark.parametrize("op", [GATHERS["beside"], GATHERS["comm_sms"]], ids=["beside", "comm_sms"])
 def test_flags_that_were_not_written_for_very_long(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than 2**31 uses in which calls had less to say: by >= with wrap-around they would be ahead."""
     ranks = op.prepare(monkeypatch, op.compiled().result(), (10, 20_000))
     layout, words = ranks.layout, ranks.memory.view(torch.int32)
-    for half in (0, 1):
-        words[:, layout.EPOCH + half] = 5 - 2**31
-        words[:, layout.done(half) : layout.done(half) + op.size] = 5 - 2**31
-    for half in (0, 1, 0):
-        op.launch(half, PATIENT)
+    for buffer in (0, 1):
+        words[:, layout.EPOCH + buffer] = 5 - 2**31
+        words[:, layout.done(buffer) : layout.done(buffer) + op.size] = 5 - 2**31
+    for buffer in (0, 1, 0):
+        op.launch(buffer, PATIENT)
     ranks.run(seed=random.randrange(1 << 30))
     assert not wrong(op, ranks)
 
@@ -116,10 +116,10 @@ def test_flags_that_were_not_written_for_very_long(op: Op, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "op",
     [
-        *(GATHERS["beside"], GATHERS["senders"], GATHERS["split-senders"]),
+        *(GATHERS["beside"], GATHERS["comm_sms"], GATHERS["split-comm_sms"]),
         *(SCATTERS["3"], SCATTERS["staged"], SCATTERS["columns"], SCATTERS["to-all"], SCATTERS["to-all-3"]),
     ],
-    ids=["beside", "senders", "split", "parts", "staged", "columns", "to-all", "to-all-3"],
+    ids=["beside", "comm_sms", "split", "parts", "staged", "columns", "to-all", "to-all-3"],
 )
 def test_a_late_rank_is_right_or_told(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 begins in the midst of what the others do, one of which waits for longer than the other."""

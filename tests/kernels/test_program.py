@@ -8,8 +8,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from weft.kernels.device import program as under_test
-from weft.kernels.device.program import CompileError, Program, Watch, compile_cubin
+from weft.kernels.device.jit import program as under_test
+from weft.kernels.device.jit.program import CompileError, Program, WaitParams, compile_cubin
 
 SOURCE = '#include "part.cuh"\nextern "C" __global__ void kernel(int* out) { *out = VALUE + PART; }\n'
 
@@ -142,6 +142,9 @@ def test_a_launch_needs_a_driver(source: Path) -> None:
 
 
 def test_the_struct_that_kernels_take() -> None:
-    assert ctypes.sizeof(Watch) == 40
-    offsets = [field.offset for field in (Watch.fault, Watch.record, Watch.timeout_ns, Watch.rank)]
+    assert ctypes.sizeof(WaitParams) == 40
+    offsets = [
+        field.offset
+        for field in (WaitParams.fault, WaitParams.record, WaitParams.timeout_ns, WaitParams.rank)
+    ]
     assert offsets == [8, 16, 24, 32]

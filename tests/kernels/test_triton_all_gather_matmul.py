@@ -12,15 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from weft.kernels.all_gather_matmul.configs import Config, layout
-from weft.kernels.all_gather_matmul.triton_kernel import AllGatherMatmul
-from weft.kernels.device import sync
-from weft.kernels.device.tile_table import Tile
-from weft.symm_mem import Layout, Workspace, heap
-from weft.symm_mem.fault import Fault
+from weft.kernels.all_gather_matmul.configs import AllGatherMatmulConfig, copied_gather_layout
+from weft.kernels.all_gather_matmul.triton_kernel import TritonAllGatherMatmul
+from weft.kernels.device.triton import sync
+from weft.kernels.device.triton.tile_table import TritonTile
+from weft.symm_mem.failure.fault import Fault
+from weft.symm_mem.heap.registry import get_heap
+from weft.symm_mem.workspace import Layout, Workspace
 
 ENV = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-TILE = Tile(32, 32, 32, warps=4, stages=3, pieces=2, speed=1.0)
+TILE = TritonTile(32, 32, 32, warps=4, stages=3, pieces=2, speed=1.0)
 SECOND = 1_000_000_000
 
 
@@ -29,23 +30,23 @@ class Site:
 
     def __init__(self, m: int, n: int, k: int, dtype: torch.dtype, transposed: bool, chunk_rows: int) -> None:
         interpreter.install()
-        config = Config(TILE, group_m=2, chunk_rows=chunk_rows)
-        where = heap(None, "cpu")
+        config = AllGatherMatmulConfig(TILE, group_m=2, chunk_rows=chunk_rows)
+        where = get_heap(None, "cpu")
         self.rank, self.world_size = where.rank, where.world_size
         self.shape, self.dtype = (self.world_size, m, k), dtype
         # The ranks serve other tests, too: what breaks here is this site alone.
         self.workspace = Workspace(
-            where, layout(m, k, dtype, self.world_size, config), "site", fault=Fault(where)
+            where, copied_gather_layout(m, k, dtype, self.world_size, config), "site", fault=Fault(where)
         )
         self.layout: Layout = self.workspace.layout
         self.words = self.workspace.words
         self.record = torch.zeros(8, dtype=torch.int64)
         self.workspace.fault.record = self.record.data_ptr()  # as on GPUs
-        for half in (0, 1):
-            self.workspace.half(self.rank, half, self.shape, dtype).fill_(float("nan"))
+        for buffer in (0, 1):
+            self.workspace.buffer(self.rank, buffer, self.shape, dtype).fill_(float("nan"))
         self.chunk_rows = chunk_rows
         b = self.operand(n, k, transposed)
-        self.op = AllGatherMatmul(
+        self.op = TritonAllGatherMatmul(
             self.workspace,
             self.shard(m, k),
             b,
@@ -60,24 +61,24 @@ class Site:
     def shard(self, m: int, k: int) -> torch.Tensor:
         return torch.randn(m, k + 16).to(self.dtype)[:, 8 : 8 + k]  # rows lie apart: strides are honoured
 
-    def use(self, half: int) -> torch.Tensor:
+    def use(self, buffer: int) -> torch.Tensor:
         """Of the next launch; asked before it, as one that the peers have served already may end before it is sent."""
-        return self.words[self.layout.EPOCH + half] + 1
+        return self.words[self.layout.EPOCH + buffer] + 1
 
-    def push(self, half: int, use: torch.Tensor, a: torch.Tensor, pause: float) -> None:
+    def push(self, buffer: int, use: torch.Tensor, a: torch.Tensor, pause: float) -> None:
         """What gate, copy engines and stream writes do on GPUs."""
         epoch = int(use)
         flags = self.layout.flags_per_rank
         for step in range(1, self.world_size):
             peer = (self.rank + step) % self.world_size
-            while int(self.words[self.layout.done(half) + peer]) - (epoch - 1) < 0:
+            while int(self.words[self.layout.done(buffer) + peer]) - (epoch - 1) < 0:
                 time.sleep(0.001)
-            theirs = self.workspace.half(peer, half, self.shape, self.dtype)[self.rank]
+            theirs = self.workspace.buffer(peer, buffer, self.shape, self.dtype)[self.rank]
             for chunk in range(flags):
                 time.sleep(pause)
                 rows = slice(chunk * self.chunk_rows, (chunk + 1) * self.chunk_rows)
                 theirs[rows] = a[rows]
-                self.workspace.words_of(peer)[self.layout.flags(half) + self.rank * flags + chunk] = epoch
+                self.workspace.words_of(peer)[self.layout.flags(buffer) + self.rank * flags + chunk] = epoch
 
 
 def gathered(a: torch.Tensor) -> torch.Tensor:
@@ -99,27 +100,29 @@ def check(
 ) -> None:
     site = Site(m, n, k, dtype, transposed, chunk_rows)
     uses = [0, 0]
-    for call, half in enumerate((0, 1, 0, 1, 1)):  # the last two on the same half: that is right, too
+    for call, buffer in enumerate((0, 1, 0, 1, 1)):  # the last two on the same buffer: that is right, too
         a = site.shard(m, k)
         bs = [site.operand(n, k, transposed) for _ in range(1 + call % 2)]
-        pusher = threading.Thread(target=site.push, args=(half, site.use(half), a, 0.01 * (rank + call % 3)))
+        pusher = threading.Thread(
+            target=site.push, args=(buffer, site.use(buffer), a, 0.01 * (rank + call % 3))
+        )
         pusher.start()
         cs = [torch.full((world_size, m, n), float("nan"), dtype=dtype) for _ in bs]
         for i, (b, c) in enumerate(zip(bs, cs, strict=True)):
             final = i + 1 == len(bs)
-            site.op.launch(half, a, b, c, final=final, timeout_ns=60 * SECOND)
-            uses[half] += final
-            assert int(site.words[site.layout.EPOCH + half]) == uses[half]
+            site.op.launch(buffer, a, b, c, final=final, timeout_ns=60 * SECOND)
+            uses[buffer] += final
+            assert int(site.words[site.layout.EPOCH + buffer]) == uses[buffer]
         pusher.join()
         assert site.record[0] == 0
         for b, c in zip(bs, cs, strict=True):
             assert_product(c, gathered(a), b)
     assert site.op.gathered(0)[rank].isnan().all(), "local tiles read the input, not the own slot"
     dist.barrier()
-    for half in (0, 1):
-        done = site.words[site.layout.done(half) :][:world_size]
-        assert done.tolist() == [uses[half]] * world_size
-        assert int(site.words[site.layout.LEFT + half]) == 0
+    for buffer in (0, 1):
+        done = site.words[site.layout.done(buffer) :][:world_size]
+        assert done.tolist() == [uses[buffer]] * world_size
+        assert int(site.words[site.layout.LEFT + buffer]) == 0
 
 
 @pytest.mark.parametrize(
@@ -161,7 +164,7 @@ def wrapping_push(site: Site, epoch: torch.Tensor, a: torch.Tensor) -> None:
     """Only one use is under way: the test's ranks meet after each."""
     time.sleep(0.05)
     peer = 1 - site.rank
-    site.workspace.half(peer, 0, site.shape, site.dtype)[site.rank] = a
+    site.workspace.buffer(peer, 0, site.shape, site.dtype)[site.rank] = a
     site.workspace.words_of(peer)[site.layout.flags(0) + site.rank * site.layout.flags_per_rank] = epoch
 
 
@@ -207,9 +210,9 @@ def check_farewell(rank: int, world_size: int) -> list[int] | None:
     dist.barrier()
     if rank == 0:
         fault = site.workspace.fault
-        theirs = fault.address + site.workspace.span + 4 * Fault.GAVE_UP
+        theirs = fault.address + site.workspace.span + 4 * Fault.ABORT_NOTICE
         ctypes.c_uint32.from_address(theirs).value = 1 + 1
-        site.workspace.half(1, 0, site.shape, site.dtype)[0] = 7.0
+        site.workspace.buffer(1, 0, site.shape, site.dtype)[0] = 7.0
     dist.barrier()
     site.op.launch(0, a, b, c, final=True, timeout_ns=20 * SECOND)
     dist.barrier()
@@ -221,4 +224,4 @@ def test_who_reads_what_a_peer_has_overwritten_is_told() -> None:
     unharmed, told = run_ranks(check_farewell, 2, env=ENV, timeout=120)
     assert not any(unharmed)
     written, _, peer, _, use, said, kind, _ = told
-    assert (written, peer, use, said, kind) == (1, 0, 1, 2, sync.FAREWELL.value)
+    assert (written, peer, use, said, kind) == (1, 0, 1, 2, sync.ABORTED.value)

@@ -9,7 +9,7 @@ import aot
 import pytest
 import torch
 import triton
-from weft.kernels.device.tile_table import Tile, tiles
+from weft.kernels.device.triton.tile_table import TritonTile, tiles
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled in the interpreter"
@@ -22,7 +22,7 @@ VARIANTS = [
 
 
 def name(value: object) -> str | None:
-    return f"{value.block_m}x{value.block_n}" if isinstance(value, Tile) else None
+    return f"{value.block_m}x{value.block_n}" if isinstance(value, TritonTile) else None
 
 
 def assert_fits(kernel: aot.Compiled, dtype: torch.dtype) -> None:
@@ -44,7 +44,7 @@ def product_loops(kernel: aot.Compiled) -> list[str]:
 
 
 @pytest.mark.parametrize(("tile", "dtype", "transposed"), VARIANTS, ids=name)
-def test_all_gather_matmul(tile: Tile, dtype: torch.dtype, transposed: bool) -> None:
+def test_all_gather_matmul(tile: TritonTile, dtype: torch.dtype, transposed: bool) -> None:
     assert_fits(aot.all_gather_matmul(tile, dtype, transposed), dtype)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from triton.tools.tensor_descriptor import TensorDescriptor
 from weft.kernels.all_gather_matmul import configs as gather
-from weft.kernels.device.launch import LAUNCHER_IS_KNOWN, Operand, is_transposed, raw_launcher, why_not
+from weft.kernels.device.jit.launch import LAUNCHER_IS_KNOWN, Operand, is_transposed, raw_launcher, why_not
 from weft.kernels.matmul_reduce_scatter import configs as scatter
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -25,12 +25,12 @@ SIZE = st.integers(1, 20_000)
 def test_all_gather_matmul_chunks_are_whole_tiles_and_few(
     m: int, n: int, k: int, world_size: int, dtype: torch.dtype
 ) -> None:
-    config = gather.choose(m, n, k, world_size, dtype, 132)
+    config = gather.choose_all_gather_matmul(m, n, k, world_size, dtype, 132)
     assert config.chunk_rows % config.tile.block_m == 0
     assert 1 <= config.group_m <= max(1, config.chunk_rows // config.tile.block_m)
-    assert 1 <= gather.flags_per_rank(m, config) <= 8
-    layout = gather.layout(m, k, dtype, world_size, config)
-    assert layout.half_bytes == world_size * m * k * dtype.itemsize
+    assert 1 <= gather.gather_flags_per_rank(m, config) <= 8
+    layout = gather.copied_gather_layout(m, k, dtype, world_size, config)
+    assert layout.buffer_bytes == world_size * m * k * dtype.itemsize
     assert layout.flags_per_rank * config.chunk_rows >= m
 
 
@@ -38,19 +38,19 @@ def test_all_gather_matmul_chunks_are_whole_tiles_and_few(
 def test_matmul_reduce_scatter_has_a_flag_for_each_tile(
     m: int, n: int, k: int, world_size: int, dtype: torch.dtype, batches: int
 ) -> None:
-    config = scatter.choose(m, n, k, world_size, dtype, 132, batches)
-    layout = scatter.layout(m, n, dtype, world_size, config, batches)
+    config = scatter.choose_matmul_reduce_scatter(m, n, k, world_size, dtype, 132, batches)
+    layout = scatter.tiled_scatter_layout(m, n, dtype, world_size, config, batches)
     rows, columns = -(-m // config.tile.block_m), -(-n // config.tile.block_n)
     assert layout.flags_per_rank == batches * rows * columns
-    assert layout.half_bytes == world_size * batches * m * n * dtype.itemsize
+    assert layout.buffer_bytes == world_size * batches * m * n * dtype.itemsize
 
 
 def test_the_tiles_that_won_on_four_gpus_are_chosen() -> None:
     """m rows a rank, N and K of one rank; from measurements of both tiles on 132 SMs."""
     for m, n, k, block_n in [(256, 1536, 4096, 128), (2048, 1536, 4096, 256), (256, 7168, 4096, 256)]:
-        assert gather.choose(m, n, k, 4, torch.bfloat16, 132).tile.block_n == block_n
+        assert gather.choose_all_gather_matmul(m, n, k, 4, torch.bfloat16, 132).tile.block_n == block_n
     for m, n, k, block_n in [(256, 4096, 1024, 128), (256, 8192, 7168, 256), (2048, 8192, 2048, 256)]:
-        assert scatter.choose(m, n, k, 4, torch.bfloat16, 132).tile.block_n == block_n
+        assert scatter.choose_matmul_reduce_scatter(m, n, k, 4, torch.bfloat16, 132).tile.block_n == block_n
 
 
 def matrices(m: int = 64, n: int = 64, k: int = 64, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -125,7 +125,7 @@ class FakeDriver:
 @pytest.mark.skipif(not LAUNCHER_IS_KNOWN, reason="only Triton 3.6's launcher is called directly")
 def test_repeated_launches_pass_what_triton_would_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.backends.nvidia import driver as nvidia
-    from weft.kernels.device import launch
+    from weft.kernels.device.jit import launch
 
     launched: list[tuple[Any, ...]] = []
     encoded: list[int] = []
@@ -185,7 +185,7 @@ def test_repeated_launches_pass_what_triton_would_pass(monkeypatch: pytest.Monke
 
 
 def test_another_triton_is_asked_for_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.kernels.device import launch
+    from weft.kernels.device.jit import launch
 
     monkeypatch.setattr(launch, "LAUNCHER_IS_KNOWN", False)
     monkeypatch.setattr(launch, "driver", FakeDriver)

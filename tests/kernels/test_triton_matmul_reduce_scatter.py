@@ -14,15 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from weft.kernels.device import sync
-from weft.kernels.device.tile_table import Tile
-from weft.kernels.matmul_reduce_scatter.configs import Config, Epilogue, layout
-from weft.kernels.matmul_reduce_scatter.triton_kernel import MatmulReduceScatter
-from weft.symm_mem import Workspace, heap
-from weft.symm_mem.fault import Fault
+from weft.kernels.device.triton import sync
+from weft.kernels.device.triton.tile_table import TritonTile
+from weft.kernels.matmul_reduce_scatter.configs import (
+    Epilogue,
+    MatmulReduceScatterConfig,
+    tiled_scatter_layout,
+)
+from weft.kernels.matmul_reduce_scatter.triton_kernel import TritonMatmulReduceScatter
+from weft.symm_mem.failure.fault import Fault
+from weft.symm_mem.heap.registry import get_heap
+from weft.symm_mem.workspace import Workspace
 
 ENV = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-TILE = Tile(32, 32, 32, warps=4, stages=3, pieces=2, speed=1.0)
+TILE = TritonTile(32, 32, 32, warps=4, stages=3, pieces=2, speed=1.0)
 SECOND = 1_000_000_000
 
 
@@ -39,29 +44,29 @@ class Site:
     ) -> None:
         interpreter.install()
         (batches, world_size, m, _), n = a.shape, b.shape[1]
-        config = Config(TILE, group_m=2)
-        where = heap(None, "cpu")
+        config = MatmulReduceScatterConfig(TILE, group_m=2)
+        where = get_heap(None, "cpu")
         self.rank, self.part = where.rank, (batches, m, n)
         # The ranks serve other tests, too: what breaks here is this site alone.
-        made = layout(m, n, a.dtype, world_size, config, batches)
+        made = tiled_scatter_layout(m, n, a.dtype, world_size, config, batches)
         self.workspace = Workspace(where, made, "site", fault=Fault(where))
         self.layout, self.words = self.workspace.layout, self.workspace.words
         self.record = torch.zeros(8, dtype=torch.int64)
         self.workspace.fault.record = self.record.data_ptr()  # as on GPUs
-        for half in (0, 1):
-            self.inbox(self.rank, half, a.dtype).fill_(float("nan"))
-            self.words[self.layout.EPOCH + half] = uses
+        for buffer in (0, 1):
+            self.receive_buffer(self.rank, buffer, a.dtype).fill_(float("nan"))
+            self.words[self.layout.EPOCH + buffer] = uses
             for first, count in (
-                (self.layout.done(half), world_size),
-                (self.layout.flags(half), world_size * self.layout.flags_per_rank),
+                (self.layout.done(buffer), world_size),
+                (self.layout.flags(buffer), world_size * self.layout.flags_per_rank),
             ):
                 self.words[first : first + count] = uses
         epilogue = epilogue or Epilogue(a.dtype)
-        self.op = MatmulReduceScatter(self.workspace, a, b, config, epilogue, num_sms=programs)
+        self.op = TritonMatmulReduceScatter(self.workspace, a, b, config, epilogue, num_sms=programs)
         dist.barrier()
 
-    def inbox(self, rank: int, half: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.workspace.half(rank, half, (self.workspace.world_size, *self.part), dtype)
+    def receive_buffer(self, rank: int, buffer: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.workspace.buffer(rank, buffer, (self.workspace.world_size, *self.part), dtype)
 
 
 def reference(a: torch.Tensor, b: torch.Tensor, average: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,12 +99,12 @@ def check(
 
     epilogue = Epilogue(dtype, average, bias, residual)
     site = Site(*operands(), epilogue, uses=2**31 - 2)  # the counts wrap around on the way
-    for call, half in enumerate((0, 1, 0, 1, 1, 0)):
+    for call, buffer in enumerate((0, 1, 0, 1, 1, 0)):
         a, b = operands()
         time.sleep(0.03 * ((rank + call) % 3))
         out = torch.full((batches, m, n), float("nan"), dtype=dtype)
         terms = [torch.randn(n).to(dtype)] * bias + [torch.randn(batches, m, n).to(dtype)] * residual
-        site.op.launch(half, a, b, out, *terms, timeout_ns=60 * SECOND)
+        site.op.launch(buffer, a, b, out, *terms, timeout_ns=60 * SECOND)
         assert site.record[0] == 0
         want, bound = reference(a, b, average)
         want = sum((term.double() for term in terms), start=want)
@@ -108,11 +113,11 @@ def check(
         error = (out.double() - want).abs() - eps * want.abs()
         assert (error <= (eps / 2 + 1e-6) * bound).all(), f"call {call}: off by {error.max()}"
     dist.barrier()
-    for half in (0, 1):
-        assert int(site.words[site.layout.EPOCH + half]) == 2**31 + 1 - 2**32
-        done = site.words[site.layout.done(half) :][:world_size]
+    for buffer in (0, 1):
+        assert int(site.words[site.layout.EPOCH + buffer]) == 2**31 + 1 - 2**32
+        done = site.words[site.layout.done(buffer) :][:world_size]
         assert done.tolist() == [2**31 + 1 - 2**32] * world_size
-        assert site.inbox(rank, half, dtype)[rank].isnan().all(), "nobody writes the own slot"
+        assert site.receive_buffer(rank, buffer, dtype)[rank].isnan().all(), "nobody writes the own slot"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +154,7 @@ def check_programs(rank: int, world_size: int, programs: int) -> None:
     row = site.layout.flags(0) + rank * site.layout.flags_per_rank
     flags = slice(row, row + site.layout.flags_per_rank)
     if rank > 0:
-        site.inbox(0, 0, a.dtype)[rank] = a[:, 0] @ b
+        site.receive_buffer(0, 0, a.dtype)[rank] = a[:, 0] @ b
         site.workspace.words_of(0)[flags] = 1
     dist.barrier()
     out = torch.full((1, m, n), float("nan"))
@@ -163,7 +168,7 @@ def check_programs(rank: int, world_size: int, programs: int) -> None:
     dist.broadcast_object_list(operands := [(a, b)], src=0)
     a0, b0 = operands[0]
     if rank > 0:
-        torch.testing.assert_close(site.inbox(rank, 0, a.dtype)[0], a0[:, rank] @ b0)
+        torch.testing.assert_close(site.receive_buffer(rank, 0, a.dtype)[0], a0[:, rank] @ b0)
         first = site.layout.flags(0)
         assert (
             site.words[first : first + site.layout.flags_per_rank].tolist()
@@ -205,7 +210,7 @@ def check_timeout(rank: int, world_size: int, missing: str) -> Any:
     dist.barrier()
     row = layout.flags(0)  # what rank 0 told this rank
     sent = site.words[row : row + layout.flags_per_rank].tolist()
-    came = site.inbox(rank, 0, a.dtype)[0]
+    came = site.receive_buffer(rank, 0, a.dtype)[0]
     dist.barrier()
     assert site.record[1] == site.workspace.address * (rank == 0)
     return site.record.tolist(), word, seconds, sent, not came.isnan().any(), came.isnan().all().item()

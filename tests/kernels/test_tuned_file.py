@@ -7,9 +7,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from weft.kernels.device import tuned_file
-from weft.kernels.device.program import write_whole
-from weft.kernels.device.tuned_file import TunedFile
+from weft.kernels.device.jit.program import write_whole
+from weft.kernels.device.tuning import tuned_file
+from weft.kernels.device.tuning.tuned_file import TunedFile
 
 
 @pytest.fixture(autouse=True)
@@ -97,13 +97,13 @@ def test_what_cannot_take_its_place_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", ["device/contest.py", "all_gather_matmul/kernel.cu", "device/sync.cuh", None]
+    "changed", ["device/tuning/benchmark.py", "all_gather_matmul/kernel.cu", "device/ptx/sync.cuh", None]
 )
 def test_the_version_is_that_of_all_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str | None
 ) -> None:
     kernels = tmp_path / "kernels"
-    for name in ("device/contest.py", "device/sync.cuh", "all_gather_matmul/kernel.cu"):
+    for name in ("device/tuning/benchmark.py", "device/ptx/sync.cuh", "all_gather_matmul/kernel.cu"):
         (kernels / name).parent.mkdir(parents=True, exist_ok=True)
         (kernels / name).write_text(name)
     monkeypatch.setattr(tuned_file, "_KERNELS", kernels)

@@ -14,14 +14,16 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from weft import symm_mem
-from weft.kernels.device import contest, tuner
-from weft.kernels.device.choice import Choice
-from weft.kernels.device.contest import Candidate
-from weft.kernels.device.tuned_file import TunedFile
+from weft.kernels.device.tuning import benchmark, tuner
+from weft.kernels.device.tuning.benchmark import Candidate
+from weft.kernels.device.tuning.choice import KernelChoice
+from weft.kernels.device.tuning.tuned_file import TunedFile
+from weft.symm_mem.heap.heap import Heap
+from weft.symm_mem.heap.registry import get_heap
 from weft.symm_mem.workspace import HostUse, Layout, Workspace
 
 CANDIDATES = [Candidate(name, Layout(2, 4 - i, 256 * (i + 1))) for i, name in enumerate("abcd")]
-MODELS = Choice("push", "a", Layout(2, 4, 256), pays=True)
+MODELS = KernelChoice("push", "a", Layout(2, 4, 256), profitable=True)
 TIMES = ({"a": 10.0, "b": 20.0, "c": 12.0, "d": 99.0}, {"a": 30.0, "b": 22.0, "c": 25.0, "d": 1.0})
 
 
@@ -58,14 +60,14 @@ class Kernels:
 
     def tune(self, kind: str, clock: Callable[..., Any] | None = None) -> tuple[str, str]:
         """The configuration that is taken, and where it comes from."""
-        with mock.patch.object(contest, "median_us", clock or self.median_us):
+        with mock.patch.object(benchmark, "median_us", clock or self.median_us):
             choice, how = tuner.tuned(where(), kind, MODELS, CANDIDATES, self.make)
         assert (choice.config, choice.layout) in [(c.config, c.layout) for c in CANDIDATES]
         return choice.config, how
 
 
-def where() -> symm_mem.Heap:
-    return symm_mem.heap(dist.group.WORLD, torch.device("cpu"))
+def where() -> Heap:
+    return get_heap(dist.group.WORLD, torch.device("cpu"))
 
 
 def in_folder(rank: int, folder: str) -> Any:
@@ -100,14 +102,14 @@ def test_ranks_take_what_is_fastest_on_the_slowest_and_keep_it(tmp_path: Path) -
 
 def same_object(rank: int, world_size: int, folder: str) -> None:
     """Kernels are kept under the choice: calls with other strides have another one, of the same configuration."""
-    with in_folder(rank, folder), mock.patch.object(contest, "median_us", Kernels(rank).median_us):
-        other = Choice("push", "a", Layout(2, 4, 256), pays=False)
+    with in_folder(rank, folder), mock.patch.object(benchmark, "median_us", Kernels(rank).median_us):
+        other = KernelChoice("push", "a", Layout(2, 4, 256), profitable=False)
         found = [
             tuner.tuned(where(), "same", c, CANDIDATES, Kernels(rank).make)[0]
             for c in (MODELS, MODELS, other)
         ]
     assert found[0] is found[1] is not found[2]
-    assert [c.config for c in found] == ["b"] * 3 and [c.pays for c in found] == [True, True, False]
+    assert [c.config for c in found] == ["b"] * 3 and [c.profitable for c in found] == [True, True, False]
 
 
 def test_one_choice_for_each_of_the_models(tmp_path: Path) -> None:
@@ -229,7 +231,7 @@ def test_measuring_takes_turns_and_the_median(monkeypatch: pytest.MonkeyPatch) -
     )
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("sleep"))
     launches = [lambda: done.append("a"), lambda: done.append("b")]
-    found = contest.median_us(launches, torch.device("cuda", 0))
+    found = benchmark.median_us(launches, torch.device("cuda", 0))
     assert found == pytest.approx([300.0, 200.0])
     assert done == [*["sleep", *"|aaa||bbb|"] * 7, "end"]
     assert next(times, None) is None

@@ -1,4 +1,4 @@
-/* two_shot_rounds of kernels/all_reduce/kernel.cu: several uses of the slots in one launch, kernels/device/steward.cuh.
+/* two_shot_rounds of kernels/all_reduce/kernel.cu: several uses of the slots in one launch, kernels/device/comm/credits.cuh.
 
    Every rank launches the same CALLS kernels of one block, one after the other; how many uses each makes, from LEAST to
    MOST, is chosen at the start in all ways. The block has WORKERS threads that send, and a steward. all_reduce.pml has

@@ -27,18 +27,18 @@ from weft.fused_ops import (
     last_plan,
     one_shot_all_reduce,
 )
-from weft.fused_ops.all_reduce import run as run_all_reduce
-from weft.fused_ops.plan import forced
-from weft.kernels.all_reduce.configs import Config
+from weft.fused_ops.dispatch.plan import forced
+from weft.fused_ops.ops.all_reduce import run_all_reduce
+from weft.kernels.all_reduce.configs import AllReduceConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from algorithms import ALGORITHMS, taking
 
-USES = 3  # of a workspace: both halves, one of them again
+USES = 3  # of a workspace: both buffers, one of them again
 DTYPES = (torch.bfloat16, torch.float32)
 CPU = "--cpu" in sys.argv
 # What larger inputs take; here on small ones.
-CONFIGS = (Config("two_shot"), Config("two_shot", blocks=2, threads=64))
+CONFIGS = (AllReduceConfig("two_shot"), AllReduceConfig("two_shot", blocks=2, threads=64))
 
 
 def numbers(seed: int, rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:

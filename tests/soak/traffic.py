@@ -20,7 +20,9 @@ from calls import OPS, Call, Pool, differs, draw, expected, operands, run
 from torch import Tensor
 from usage import Usage
 from weft import symm_mem
-from weft.fused_ops.plan import forced
+from weft.fused_ops.dispatch.plan import forced
+from weft.symm_mem.heap.heap import Heap
+from weft.symm_mem.heap.registry import get_heap
 
 ROUND = 1000  #: calls between two meetings of all ranks
 LATE = 0.004  #: chance that a rank is late for a call
@@ -248,10 +250,10 @@ class Traffic:
             sum(options.place(r) == options.place(rank) for r in range(world_size)) if self.cuda else 1
         )
 
-    def heaps(self) -> list[symm_mem.Heap]:
+    def heaps(self) -> list[Heap]:
         device = self.lanes[0].judge.device
         mine = [g.pg for lane in self.lanes for g in lane.groups if self.rank in g.ranks]
-        return [symm_mem.heap(pg, device) for pg in mine]
+        return [get_heap(pg, device) for pg in mine]
 
     def together(self, count: int) -> None:
         """``count`` calls of every lane, at the same time."""
@@ -307,8 +309,8 @@ class Traffic:
                     print(f"{made} calls in {told - start:.0f} s; {usages[-1] if usages else ''}", flush=True)
             seconds = time.monotonic() - start
         # The first measurements still see caches fill: a leak shows between the first third and the end.
-        settled = usages[len(usages) // 3] if usages else None
-        if settled is not None and (grown := usages[-1].grown(settled)):
+        run_on_all = usages[len(usages) // 3] if usages else None
+        if run_on_all is not None and (grown := usages[-1].grown(run_on_all)):
             raise AssertionError(f"rank {self.rank} holds more: {'; '.join(grown)}")
         return {
             "rank": self.rank,
@@ -318,6 +320,6 @@ class Traffic:
             "churned": sum(lane.churned for lane in self.lanes),
             "late": sum(lane.late for lane in self.lanes),
             "seconds": seconds,
-            "before": str(settled),
+            "before": str(run_on_all),
             "after": str(usages[-1]) if usages else "None",
         }

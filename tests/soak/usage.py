@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, fields
 
 import torch
-from weft.symm_mem import Heap
+from weft.symm_mem.heap.heap import Heap
 
 MIB = 1 << 20
 # What may be added between the first measurement and the last: allocators keep what was freed.

@@ -8,8 +8,9 @@ import random
 
 import pytest
 from weft import symm_mem
-from weft.symm_mem.calls import Calls, running, whole
-from weft.symm_mem.sites import Site, call_site, text
+from weft.symm_mem.call_site import Site, call_site, text
+from weft.symm_mem.failure.call_log import CallLog, poison_on_error, running
+from weft.symm_mem.workspace import Workspace
 
 _MODEL = compile("f()\n" * 10_001, "model.py", "exec").replace(co_firstlineno=0)
 _STARTS = {line: start for start, _, line in _MODEL.co_lines()}
@@ -22,20 +23,20 @@ def at(line: int) -> Site:
 
 def test_the_count_of_a_use_tells_which_call_it_was() -> None:
     order = random.Random()
-    calls = Calls(2, lambda: 7.0, replayed=False)
+    calls = CallLog(2, lambda: 7.0, replayed=False)
     made: tuple[list[int], list[int]] = ([], [])
     for line in range(200):
-        half = order.randrange(2)
+        buffer = order.randrange(2)
         calls.begins(f"op {line % 3}", at(line))
-        calls.takes(half)
-        made[half].append(line)
-    for half, lines in enumerate(made):
+        calls.takes(buffer)
+        made[buffer].append(line)
+    for buffer, lines in enumerate(made):
         for use, line in enumerate(lines, start=1):
-            assert calls.find(half, use) == (f"op {line % 3}", f"model.py:{line}")
+            assert calls.find(buffer, use) == (f"op {line % 3}", f"model.py:{line}")
     last = ("op 1", "model.py:199")
-    assert calls.find(None, 5) == last, "where halves are not counted it is the last call"
+    assert calls.find(None, 5) == last, "where buffers are not counted it is the last call"
     assert calls.find(0, len(made[0]) + 7) == last, "a use that was never taken"
-    calls.forget()
+    calls.reset_state()
     calls.begins("op x", at(500))
     calls.takes(1)
     assert calls.find(1, 1) == ("op x", "model.py:500"), "a reset counts from 0 again"
@@ -43,10 +44,10 @@ def test_the_count_of_a_use_tells_which_call_it_was() -> None:
 
 def test_replays_of_a_graph_repeat_its_calls() -> None:
     deadline = [0.5]
-    calls = Calls(2, lambda: deadline[0], replayed=True)
-    for line, half in enumerate([1, 0, 1, 1]):
+    calls = CallLog(2, lambda: deadline[0], replayed=True)
+    for line, buffer in enumerate([1, 0, 1, 1]):
         calls.begins("op", at(line))
-        calls.takes(half)
+        calls.takes(buffer)
     deadline[0] = 300.0
     assert calls.seconds == 0.5, "a graph keeps the deadline that it was captured with"
     for replay in range(5):
@@ -54,7 +55,7 @@ def test_replays_of_a_graph_repeat_its_calls() -> None:
             ("op", f"model.py:{line}") for line in (0, 2, 3)
         ]
         assert calls.find(0, replay + 1) == ("op", "model.py:1")
-    calls.forget()
+    calls.reset_state()
     assert calls.find(1, 2) == ("op", "model.py:2"), "a reset leaves a graph's calls as they are"
 
 
@@ -69,7 +70,7 @@ def uses_of(block: int, grids: list[tuple[int, ...]]) -> list[int]:
 
 def test_pushes_are_told_apart_by_block_and_count() -> None:
     grids = pushes(random.Random(), 300)
-    calls = Calls(2, lambda: 7.0, replayed=False)
+    calls = CallLog(2, lambda: 7.0, replayed=False)
     for line, launches in enumerate(grids):
         calls.begins(f"op {line % 3}", at(line), launches)
     for block in (0, 1, 2, 5, 7):
@@ -78,7 +79,7 @@ def test_pushes_are_told_apart_by_block_and_count() -> None:
             assert calls.find_push(block, use) == (f"op {line % 3}", f"model.py:{line}")
         assert calls.find_push(block, len(uses) + 1) == ("op 2", "model.py:299"), "never launched"
     assert calls.find_push(8, 1) == ("op 2", "model.py:299")
-    calls.forget()
+    calls.reset_state()
     calls.begins("op x", at(500), (2,))
     calls.begins("op y", at(501), (1,))
     assert calls.find_push(1, 1) == ("op x", "model.py:500"), "a reset counts from 0 again"
@@ -86,10 +87,10 @@ def test_pushes_are_told_apart_by_block_and_count() -> None:
 
 def test_replays_repeat_pushes() -> None:
     grids = [*pushes(random.Random(), 20), (8,)]
-    calls = Calls(2, lambda: 7.0, replayed=True)
+    calls = CallLog(2, lambda: 7.0, replayed=True)
     for line, launches in enumerate(grids):
         calls.begins("op", at(line), launches)
-    calls.forget()
+    calls.reset_state()
     for block in (0, 2, 7):
         uses = uses_of(block, grids)
         for use, line in enumerate(3 * uses, start=1):
@@ -97,7 +98,7 @@ def test_replays_repeat_pushes() -> None:
 
 
 def test_old_calls_are_forgotten_and_never_mistaken() -> None:
-    calls = Calls(1, lambda: 1.0, replayed=False)
+    calls = CallLog(1, lambda: 1.0, replayed=False)
     for line in range(10000):
         calls.begins("op", at(line))
         calls.takes(0)
@@ -156,7 +157,7 @@ class Broken:
 def test_an_exception_breaks_what_its_call_has_taken(error: BaseException, takes: bool, breaks: bool) -> None:
     workspace = Broken()
 
-    @whole
+    @poison_on_error
     def call() -> None:
         assert running.inside
         if takes:
@@ -172,10 +173,10 @@ def test_an_exception_breaks_what_its_call_has_taken(error: BaseException, takes
 def test_behind_what_peers_wait_for_an_exception_breaks_nothing() -> None:
     workspace = Broken()
 
-    @whole
+    @poison_on_error
     def call() -> None:
         running.workspace = workspace  # type: ignore[assignment]
-        symm_mem.Workspace.launched(workspace)  # type: ignore[arg-type]
+        Workspace.launched(workspace)  # type: ignore[arg-type]
         raise MemoryError
 
     with pytest.raises(MemoryError):

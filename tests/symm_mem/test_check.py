@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from weft import symm_mem
-from weft.kernels.device import push
-from weft.symm_mem import Layout, Workspace
-from weft.symm_mem.fault import Fault, fault_of
-from weft.symm_mem.workspace import HostUse
+from weft.kernels.device.comm import ll_exchange
+from weft.symm_mem.failure.fault import Fault, fault_of
+from weft.symm_mem.heap.heap import Heap
+from weft.symm_mem.heap.registry import get_heap
+from weft.symm_mem.workspace import HostUse, Layout, Workspace
 
-WAIT_DATA, WAIT_FREE, FAREWELL = 1, 2, 3
+WAIT_DATA, WAIT_FREE, ABORTED = 1, 2, 3
 
 
-def with_record(heap: symm_mem.Heap, tag: str, layout: Any = None) -> Workspace[Any]:
+def with_record(heap: Heap, tag: str, layout: Any = None) -> Workspace[Any]:
     """A workspace as on GPUs, where kernels note what their waits run into."""
     fault = fault_of(heap)
     if fault._record is None:
@@ -35,22 +36,22 @@ def note(space: Workspace[Any], *record: int) -> None:
 
 
 def records(rank: int, world_size: int) -> None:
-    heap = symm_mem.heap()
+    heap = get_heap()
     other = dist.new_group([0, 1])
     first, second, elsewhere = spaces = [
         with_record(heap, "first"),
         with_record(heap, "second"),
-        with_record(symm_mem.heap(other), "third"),
+        with_record(get_heap(other), "third"),
     ]
     for n, space in enumerate(spaces):
         space.raise_if_broken(f"op {n}")
-        space.next_half()
+        space.next_buffer()
     symm_mem.check()
     if rank == 1:
         layout = first.layout
-        note(second, 0, layout.done(1), 1, 2, FAREWELL, 2000)
+        note(second, 0, layout.done(1), 1, 2, ABORTED, 2000)
         note(elsewhere, 0, layout.done(1), 0, 5, WAIT_FREE, 1000)
-        of_other = r"^op 2: rank 1 .* for rank 0: 'done' of rank 0 \(half 1\)"
+        of_other = r"^op 2: rank 1 .* for rank 0: 'done' of rank 0 \(buffer 1\)"
         with pytest.raises(symm_mem.PeerTimeout, match=of_other):
             symm_mem.check()
         words = (
@@ -78,7 +79,7 @@ def records(rank: int, world_size: int) -> None:
         del second, spaces, space
         gc.collect()
         fault._record.copy_(torch.tensor([1, address, 1, flag, 1, 0, WAIT_DATA, 3000]))
-        gone = r"^op 1: rank 0 .* for rank 1: flag 0 of rank 0 \(half 1\) is 0, expected 1"
+        gone = r"^op 1: rank 0 .* for rank 1: flag 0 of rank 0 \(buffer 1\) is 0, expected 1"
         with pytest.raises(symm_mem.PeerTimeout, match=gone):
             symm_mem.check()
 
@@ -88,9 +89,9 @@ def test_the_first_error_is_raised_and_a_group_can_be_asked_alone() -> None:
 
 
 def several_uses(rank: int, world_size: int) -> None:
-    heap, peer = symm_mem.heap(), 1 - rank
+    heap, peer = get_heap(), 1 - rank
     for expected, kind, op in ((1, WAIT_DATA, 0), (1, WAIT_FREE, 1), (3, WAIT_FREE, 1), (5, WAIT_DATA, 2)):
-        layout = push.Layout(world_size, 64)
+        layout = ll_exchange.ExchangeLayout(world_size, 64)
         space = with_record(heap, "pushes", layout)
         for n, uses in enumerate((1, 3, 1)):
             space.raise_if_broken(f"op {n}", grids=(2,) * uses)
@@ -109,9 +110,9 @@ def test_who_waits_until_slots_are_empty_is_the_call_that_needs_them() -> None:
 
 def breaks_one(rank: int, world_size: int) -> tuple[str, float]:
     """Rank 0 waits in vain for rank 1 in one workspace; rank 2 waits for rank 0 in another one."""
-    heap, other = symm_mem.heap(), dist.new_group(list(range(world_size)))
+    heap, other = get_heap(), dist.new_group(list(range(world_size)))
     spaces = [Workspace(heap, Layout(world_size, 1, 64), f"workspace {i}") for i in range(2)]
-    beside = Workspace(symm_mem.heap(other), Layout(world_size, 1, 64), "of another group")
+    beside = Workspace(get_heap(other), Layout(world_size, 1, 64), "of another group")
     signals = symm_mem.rendezvous(symm_mem.empty(1))
     symm_mem.set_timeout(0.5 if rank == 0 else 30)
     begin, text = time.monotonic(), ""
@@ -161,7 +162,7 @@ def test_what_breaks_one_workspace_breaks_all_of_the_group() -> None:
 def a_thread_waits(rank: int, world_size: int) -> None:
     """A thread in one workspace does not wait on when another has failed in another one, nor do the other ranks."""
     signals = symm_mem.rendezvous(symm_mem.empty(1))
-    spaces = [Workspace(symm_mem.heap(), Layout(world_size, 1, 64), f"workspace {i}") for i in range(2)]
+    spaces = [Workspace(get_heap(), Layout(world_size, 1, 64), f"workspace {i}") for i in range(2)]
     symm_mem.set_timeout(30)
     if rank == 0:
         seen: list[str] = []
@@ -179,7 +180,7 @@ def a_thread_waits(rank: int, world_size: int) -> None:
             raise KeyError("a reason")
         thread.join(20)
         assert len(seen) == 1 and "left a call half-way: KeyError: 'a reason'" in seen[0], seen
-        assert int(spaces[0].fault.words[Fault.GAVE_UP]) == 1 + 0
+        assert int(spaces[0].fault.words[Fault.ABORT_NOTICE]) == 1 + 0
     else:
         with pytest.raises(symm_mem.PeerTimeout, match=r"^wait: .* for rank 0: .*, and it has given up"):
             signals.wait(0)
@@ -193,8 +194,8 @@ def test_who_waits_elsewhere_hears_of_it() -> None:
 def destroyed(rank: int, world_size: int) -> None:
     group, other = dist.new_group([0, 1]), dist.new_group([0, 1])
     for g in (group, other):
-        fault_of(symm_mem.heap(g))
-    fault_of(symm_mem.heap(group)).breaks(symm_mem.WeftError("what came of a group that is gone"))
+        fault_of(get_heap(g))
+    fault_of(get_heap(group)).breaks(symm_mem.WeftError("what came of a group that is gone"))
     with pytest.raises(symm_mem.WeftError, match="gone"):
         symm_mem.check()
     dist.barrier()

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 from weft import symm_mem
-from weft.symm_mem import findings, timeouts
-from weft.symm_mem.findings import Noted, keep
+from weft.symm_mem import call_cache, timeouts
+from weft.symm_mem.call_cache import CachedDict, keep
 
 
-def _update(d: Noted[Any, Any]) -> None:
+def _update(d: CachedDict[Any, Any]) -> None:
     d |= {1: 3}
 
 
-CHANGES: dict[str, Callable[[Noted[Any, Any]], Any]] = {
+CHANGES: dict[str, Callable[[CachedDict[Any, Any]], Any]] = {
     "set": lambda d: d.__setitem__(1, 3),
     "add": lambda d: d.__setitem__(7, 3),
     "delete": lambda d: d.__delitem__(1),
@@ -31,40 +31,40 @@ CHANGES: dict[str, Callable[[Noted[Any, Any]], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_makes_an_end_of_all_findings(change: str) -> None:
-    noted: Noted[int, int] = Noted({1: 2})
-    before = findings.kept
+    noted: CachedDict[int, int] = CachedDict({1: 2})
+    before = call_cache.cached_calls
     keep(before, "this", "that")
-    assert noted.get(1) == 2 and 1 in noted and findings.kept["this"] == "that"
+    assert noted.get(1) == 2 and 1 in noted and call_cache.cached_calls["this"] == "that"
     CHANGES[change](noted)
-    assert findings.kept is not before and not findings.kept
+    assert call_cache.cached_calls is not before and not call_cache.cached_calls
     assert dict(noted) != {1: 2}
     keep(before, "this", "late")  # it was looked up in front of the change
-    assert not findings.kept
+    assert not call_cache.cached_calls
 
 
 def test_every_way_to_change_a_dictionary_is_noted() -> None:
     """A method of dict that a later Python adds would be missing above."""
     reads = {"copy", "fromkeys", "get", "items", "keys", "values"}
     ways = {name for name in vars(dict) if not name.startswith("__")} - reads
-    assert ways | {"__setitem__", "__delitem__", "__ior__"} <= vars(Noted).keys()
+    assert ways | {"__setitem__", "__delitem__", "__ior__"} <= vars(CachedDict).keys()
 
 
 def test_modes_and_deadlines_make_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "_per_group", Noted())
+    monkeypatch.setattr(timeouts, "_per_group", CachedDict())
     for change in (lambda: symm_mem.set_timeout(3, "a group"), lambda: symm_mem.set_checked(False)):
-        keep(findings.kept, "this", "that")
+        keep(call_cache.cached_calls, "this", "that")
         change()
-        assert not findings.kept
+        assert not call_cache.cached_calls
 
 
 def test_threads_never_keep_what_has_changed() -> None:
     """Each finding says what the dictionary held; whoever asks after a change must not find the old one."""
-    noted: Noted[str, int] = Noted({"n": 0})
+    noted: CachedDict[str, int] = CachedDict({"n": 0})
     over, wrong = threading.Event(), []
 
     def look() -> None:
         while not over.is_set():
-            kept = findings.kept
+            kept = call_cache.cached_calls
             keep(kept, "found", noted["n"])
 
     threads = [threading.Thread(target=look) for _ in range(3)]
@@ -72,7 +72,7 @@ def test_threads_never_keep_what_has_changed() -> None:
         thread.start()
     for n in range(1, 2000):
         noted["n"] = n
-        if (found := findings.kept.get("found", n)) != n:
+        if (found := call_cache.cached_calls.get("found", n)) != n:
             wrong.append((n, found))
     over.set()
     for thread in threads:

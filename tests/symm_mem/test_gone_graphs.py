@@ -13,17 +13,17 @@ import torch.distributed as dist
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, one_shot_all_reduce
-from weft.symm_mem import Layout, Workspace
-from weft.symm_mem.captured import CapturedGraph
-from weft.symm_mem.workspace import OUTGROWN
+from weft.symm_mem.heap.captured import CapturedGraph
+from weft.symm_mem.heap.registry import get_heap
+from weft.symm_mem.workspace import OUTGROWN, Layout, Workspace
 
 
 def made(size: int, graph: Any = None) -> Workspace[Layout]:
-    return Workspace(symm_mem.heap(), Layout(size, 4, 1 << 20), "site", graph=graph)
+    return Workspace(get_heap(), Layout(size, 4, 1 << 20), "site", graph=graph)
 
 
 def used_again(rank: int, size: int) -> None:
-    where = symm_mem.heap()
+    where = get_heap()
     where.backend.quiesce = lambda: False  # type: ignore[method-assign]  # as in a capture: another graph's
     gone = [False]
     graph: Any = SimpleNamespace(is_gone=lambda: gone[0])
@@ -55,7 +55,7 @@ def test_the_memory_of_a_graph_that_is_gone_on_all_ranks_is_used_again() -> None
 
 
 def reset_between(rank: int, size: int) -> None:
-    where = symm_mem.heap()
+    where = get_heap()
     graph: Any = SimpleNamespace(is_gone=lambda: rank == 0)
     where.workspaces["kind", 7, 1] = made(size, graph)
     place = where.workspaces["kind", 7, 1].block.offset
@@ -112,7 +112,7 @@ def captures_again_and_again(rank: int, size: int) -> None:
     group = dist.group.WORLD
     x, a = torch.ones(4096, dtype=torch.bfloat16), torch.ones(128, 256, dtype=torch.bfloat16)
     b = torch.ones(256, 256, dtype=torch.bfloat16)
-    where = symm_mem.heap(group, "cuda")
+    where = get_heap(group, "cuda")
     bytes_used, stays = [], None
     for turn in range(12):
         graph = torch.cuda.CUDAGraph()

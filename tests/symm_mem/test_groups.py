@@ -14,6 +14,7 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from weft import symm_mem
 from weft.fused_ops import one_shot_all_reduce
+from weft.symm_mem.heap.registry import get_heap
 
 
 def members(rank: int, world_size: int) -> None:
@@ -58,7 +59,7 @@ def destroyed(rank: int, world_size: int) -> None:
     dist.destroy_process_group(group)
     for call in (
         lambda: symm_mem.empty(4, group=group),
-        lambda: symm_mem.heap(group),
+        lambda: get_heap(group),
         lambda: symm_mem.unavailable(group),
         lambda: symm_mem.reset(group),
     ):

@@ -15,9 +15,12 @@ import torch.distributed as dist
 from opcommon import DEVICES
 from ranks import run_ranks
 from weft import symm_mem
-from weft.symm_mem import opening, timeouts
-from weft.symm_mem.findings import Noted
-from weft.symm_mem.free_list import FreeList
+from weft.symm_mem import timeouts
+from weft.symm_mem.bootstrap import handshake
+from weft.symm_mem.call_cache import CachedDict
+from weft.symm_mem.heap.free_list import FreeList
+from weft.symm_mem.heap.heap import heap_of
+from weft.symm_mem.heap.registry import get_heap
 
 
 def peers_see_each_other(rank: int, world_size: int) -> None:
@@ -72,7 +75,7 @@ def test_views_have_peers(device: str) -> None:
 def grows_in_place(rank: int, world_size: int) -> None:
     first = symm_mem.empty(1000)
     first.fill_(rank)
-    address, heap = first.data_ptr(), symm_mem.heap()
+    address, heap = first.data_ptr(), get_heap()
     before = heap.capacity
     more = [symm_mem.empty(20 << 20, dtype=torch.uint8).fill_(i) for i in range(6)]
     assert heap.capacity >= before + (80 << 20)
@@ -90,25 +93,25 @@ def test_growth_moves_nothing(device: str) -> None:
 
 
 def frees_when_all_have_freed(rank: int, world_size: int) -> list[int]:
-    heap = symm_mem.heap()
+    heap = get_heap()
     big = symm_mem.empty(6 << 20, dtype=torch.uint8)
-    offset = symm_mem.heap_of(big).offset
+    offset = heap_of(big).offset
     kept = big[5:9] if rank == 1 else None  # a view keeps the memory on this rank alone
     del big
     gc.collect()
     second = symm_mem.empty(6 << 20, dtype=torch.uint8)
-    assert symm_mem.heap_of(second).offset != offset, "used again while rank 1 still holds it"
+    assert heap_of(second).offset != offset, "used again while rank 1 still holds it"
     del kept
     gc.collect()
     third = symm_mem.empty(6 << 20, dtype=torch.uint8)
-    assert symm_mem.heap_of(third).offset == offset, "dropped by all and not used again"
+    assert heap_of(third).offset == offset, "dropped by all and not used again"
     capacity = heap.capacity
     for _ in range(20):
         del third
         third = symm_mem.empty(6 << 20, dtype=torch.uint8)
         symm_mem.rendezvous(third).barrier()  # peers and signals of a tensor go with it
     assert heap.capacity == capacity
-    return [symm_mem.heap_of(second).offset, symm_mem.heap_of(third).offset]
+    return [heap_of(second).offset, heap_of(third).offset]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -170,7 +173,7 @@ def two_groups(rank: int, world_size: int) -> None:
             p.barrier(turn % 3)
             assert [x[99].item() for x in p.tensors] == [1000 * turn + r for r in range(p.world_size)]
             p.barrier(turn % 3)
-    assert len({symm_mem.heap(g).address(0) for g in mine}) == len(mine)
+    assert len({get_heap(g).address(0) for g in mine}) == len(mine)
     with pytest.raises(ValueError, match="group: the tensor lies on the heap of group"):
         symm_mem.rendezvous(tensors[0], mine[1])
 
@@ -182,7 +185,7 @@ def test_overlapping_groups_have_their_own_heaps(device: str) -> None:
 
 def one_cannot_grow(rank: int, world_size: int) -> str:
     x = symm_mem.empty(100)
-    heap = symm_mem.heap()
+    heap = get_heap()
     capacity, create = heap.capacity, heap.backend.create
     fds = len(os.listdir("/proc/self/fd"))
 
@@ -238,7 +241,7 @@ def strangers(rank: int, world_size: int) -> None:
     import socket
     import threading
 
-    heap = symm_mem.heap()
+    heap = get_heap()
     answers: list[bytes] = []
     stop = threading.Event()
 
@@ -343,7 +346,7 @@ def test_the_environment_sets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> N
 def test_compiling_has_half_an_hour_or_the_deadline_if_that_is_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(timeouts, "_per_group", Noted())
+    monkeypatch.setattr(timeouts, "_per_group", CachedDict())
     for seconds in (1, 5000):
         symm_mem.set_timeout(seconds, "any")
         assert timeouts.preparing_timeout("any") == max(seconds, 1800)
@@ -352,7 +355,7 @@ def test_compiling_has_half_an_hour_or_the_deadline_if_that_is_longer(
 def test_ranks_may_have_deadlines_and_caches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WEFT_TIMEOUT", "WEFT_CACHE_DIR", "WEFT_PDL"):
         monkeypatch.setenv(name, "1")
-    assert opening._settings().keys() & {"WEFT_TIMEOUT", "WEFT_CACHE_DIR", "WEFT_PDL"} == {"WEFT_PDL"}
+    assert handshake._settings().keys() & {"WEFT_TIMEOUT", "WEFT_CACHE_DIR", "WEFT_PDL"} == {"WEFT_PDL"}
 
 
 def test_free_list() -> None:
@@ -370,7 +373,7 @@ def test_free_list() -> None:
 def regrouped(rank: int, world_size: int) -> None:
     """Groups that come and go leave no memory, addresses, descriptors, threads or locks behind."""
     from weft.fused_ops import one_shot_all_reduce
-    from weft.symm_mem.registry import _making
+    from weft.symm_mem.heap.registry import _making
 
     def held() -> tuple[int, ...]:
         gc.collect()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import last_plan, one_shot_all_reduce
+from weft.symm_mem.heap.registry import get_heap
 
 
 def tries_again(rank: int, world_size: int) -> None:
@@ -20,7 +21,7 @@ def tries_again(rank: int, world_size: int) -> None:
         with pytest.raises(
             symm_mem.PeerTimeout, match=r"make a heap: rank 0 of group '0' waited 0\.2 s for rank 1"
         ):
-            symm_mem.heap()
+            get_heap()
     dist.barrier()
     symm_mem.set_timeout(20)
     symm_mem.rendezvous(symm_mem.empty(10)).barrier()
@@ -31,7 +32,7 @@ def test_ranks_that_have_tried_another_number_of_times_meet() -> None:
 
 
 def cannot_be_seen(rank: int, world_size: int) -> str:
-    from weft.symm_mem import processes
+    from weft.symm_mem.bootstrap import processes
 
     def hidden() -> str:
         raise FileNotFoundError(2, "No such file or directory", "boot_id")
@@ -63,7 +64,7 @@ def fails_in_between(rank: int, world_size: int) -> None:
         HostBackend.refuse = out_of_memory  # type: ignore[method-assign]
     begin = time.monotonic()
     with pytest.raises(MemoryError if rank == 1 else symm_mem.PeerTimeout, match=r"and it has given up|^$"):
-        symm_mem.heap()
+        get_heap()
     assert time.monotonic() - begin < 5
     HostBackend.refuse = refuse  # type: ignore[method-assign]
     symm_mem.rendezvous(symm_mem.empty(4)).barrier()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from weft import symm_mem
+from weft.symm_mem.heap.registry import get_heap
 
 
 def moved(rank: int, world_size: int) -> None:
@@ -35,7 +36,7 @@ def test_peers_of_conjugated_and_negated_views_are_so_too() -> None:
 
 def numbered(rank: int, world_size: int) -> None:
     x = symm_mem.empty(3, device="cpu:0")
-    assert symm_mem.heap(device="cpu:0") is symm_mem.heap(device="cpu") and x.device == torch.device("cpu")
+    assert get_heap(device="cpu:0") is get_heap(device="cpu") and x.device == torch.device("cpu")
     symm_mem.rendezvous(x).barrier()
 
 

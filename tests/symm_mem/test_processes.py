@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from weft.symm_mem import processes
+from weft.symm_mem.bootstrap import processes
 
 
 def test_a_process_has_ended_once_it_is_certain() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from weft import symm_mem
-from weft.symm_mem.rendezvous import Rendezvous
+from weft.symm_mem.bootstrap.rendezvous import Rendezvous
 
 
 class Store:
@@ -91,7 +91,7 @@ def test_a_silent_store_is_not_waited_for_as_long_as_ranks_that_compile(store: S
     threading.Timer(0.2, store.answers.clear).start()
     begin = time.monotonic()
     with pytest.raises(symm_mem.WeftError, match=r"rank 0 waited 0\.[67]\d* s .* which does not answer"):
-        where[0].settled("prepare it", lambda: None, 30)
+        where[0].run_on_all("prepare it", lambda: None, 30)
     assert time.monotonic() - begin < 5
     store.answers.set()
 
@@ -129,17 +129,17 @@ def test_a_try_that_gives_up_leaves_the_token_of_the_next_one_alone(store: Store
     def get(key: str) -> bytes:
         """The next try posts its token behind a look at the key."""
         found: bytes = store.kept.get(key)
-        if gave_up.is_set() and key == own:
+        if aborted.is_set() and key == own:
             looks.append(key)
             store.kept.set(own, next_one)
         return found
 
-    gave_up = threading.Event()
+    aborted = threading.Event()
     store.get = get  # type: ignore[attr-defined]
     store.answers.clear()
     with pytest.raises(symm_mem.WeftError):
-        where.meet("meet")
-    gave_up.set()
+        where.join("meet")
+    aborted.set()
     store.answers.set()
     for thread in threading.enumerate():
         if thread.name == "weft-store":
@@ -277,7 +277,7 @@ def test_a_rank_that_fails_before_a_step_that_the_others_take_in_between_is_hear
 
     begin = time.monotonic()
     # Half an hour, as for a compilation: nobody waits for it.
-    said = at_once(*(lambda w=w: w.settled("prepare it", lambda: prepare(w), 1800) for w in where))
+    said = at_once(*(lambda w=w: w.run_on_all("prepare it", lambda: prepare(w), 1800) for w in where))
     assert time.monotonic() - begin < 10
     assert [str(e) for e in said] == ["prepare it in group 'g': rank 1: ValueError: no such kernel"] * 3
     assert at_once(*(lambda w=w: w.gather("go on", w.rank) for w in where)) == [[0, 1, 2]] * 3
@@ -288,7 +288,7 @@ def test_ranks_that_come_for_different_things_in_the_midst_of_a_step_all_say_so(
     meet(where)
     steps = [lambda: None, lambda: where[1].gather("allocate", None)]
     said = at_once(
-        *(lambda w=w, s=s: w.settled("prepare it", s, 1800) for w, s in zip(where, steps, strict=True))
+        *(lambda w=w, s=s: w.run_on_all("prepare it", s, 1800) for w, s in zip(where, steps, strict=True))
     )
     assert [type(e) for e in said] == [symm_mem.RankMismatch] * 2
     assert {str(e) for e in said} == {

@@ -10,8 +10,9 @@ import torch
 from opcommon import DEVICES
 from ranks import run_ranks
 from weft import symm_mem
-from weft.symm_mem.spin import reached
-from weft.symm_mem.workspace import HALVES, HostUse, Layout, Workspace
+from weft.symm_mem.failure.spin_wait import reached
+from weft.symm_mem.heap.registry import get_heap
+from weft.symm_mem.workspace import NUM_BUFFERS, HostUse, Layout, Workspace
 
 
 def ring(rank: int, world_size: int) -> None:
@@ -79,29 +80,33 @@ def test_counters_wrap_around() -> None:
 def test_the_parts_of_a_workspace_do_not_overlap(world_size: int, flags: int) -> None:
     layout = Layout(world_size, flags, 1000)
     taken: dict[int, str] = {}
-    for half in range(HALVES):
-        words = {layout.EPOCH + half: "epoch", layout.TICKET + half: "ticket", layout.LEFT + half: "left"}
-        words |= {layout.done(half) + r: f"done {half} {r}" for r in range(world_size)}
-        words |= {layout.flags(half) + i: f"flag {half} {i}" for i in range(world_size * flags)}
+    for buffer in range(NUM_BUFFERS):
+        words = {
+            layout.EPOCH + buffer: "epoch",
+            layout.TICKET + buffer: "ticket",
+            layout.LEFT + buffer: "left",
+        }
+        words |= {layout.done(buffer) + r: f"done {buffer} {r}" for r in range(world_size)}
+        words |= {layout.flags(buffer) + i: f"flag {buffer} {i}" for i in range(world_size * flags)}
         assert not taken.keys() & words.keys()
         taken |= words
     assert max(taken) < layout.words
-    assert layout.half(0) >= layout.words * 4 and layout.half(1) >= layout.half(0) + 1000
-    assert layout.bytes >= layout.half(1) + 1000
+    assert layout.buffer(0) >= layout.words * 4 and layout.buffer(1) >= layout.buffer(0) + 1000
+    assert layout.bytes >= layout.buffer(1) + 1000
     assert layout.describe(layout.flags(1) + flags) == (
-        "flag 0 of rank 1 (half 1)" if world_size > 1 else layout.describe(layout.flags(1) + flags)
+        "flag 0 of rank 1 (buffer 1)" if world_size > 1 else layout.describe(layout.flags(1) + flags)
     )
 
 
 def test_what_announces_itself_belongs_to_its_half() -> None:
-    layout = Layout(2, 0, 1024, announced=True)
-    for half in range(HALVES):
+    layout = Layout(2, 0, 1024, ll_protocol=True)
+    for buffer in range(NUM_BUFFERS):
         for byte in (0, 1020):
-            word = (layout.half(half) + byte) // 4
-            assert layout.half_of(word) == half
-            assert layout.describe(word) == f"use count of the payload at byte {byte} (half {half})"
-    assert replace(layout, announced=False).half_of(layout.half(0) // 4) is None
-    assert layout.half_of(Layout.EPOCH) is None
+            word = (layout.buffer(buffer) + byte) // 4
+            assert layout.buffer_of(word) == buffer
+            assert layout.describe(word) == f"use count of the payload at byte {byte} (buffer {buffer})"
+    assert replace(layout, ll_protocol=False).buffer_of(layout.buffer(0) // 4) is None
+    assert layout.buffer_of(Layout.EPOCH) is None
 
 
 def test_a_workspace_for_both_has_room_for_both() -> None:
@@ -113,8 +118,8 @@ def test_a_workspace_for_both_has_room_for_both() -> None:
 
 
 def uses(rank: int, world_size: int) -> None:
-    ws = Workspace(symm_mem.heap(), Layout(world_size, 2, world_size * 400), "test")
-    ws.words[Layout.EPOCH] = -3  # 32-bit counters shortly before they wrap around: half 0 only
+    ws = Workspace(get_heap(), Layout(world_size, 2, world_size * 400), "test")
+    ws.words[Layout.EPOCH] = -3  # 32-bit counters shortly before they wrap around: buffer 0 only
     ws.words[ws.layout.done(0) : ws.layout.done(0) + world_size] = -3
     # (Its flags are those of 2**32 - 3 uses ago: calls in between had less to say.)
     symm_mem.rendezvous(symm_mem.empty(1)).barrier()
@@ -124,7 +129,7 @@ def uses(rank: int, world_size: int) -> None:
         for peer in range(world_size):
             if peer != rank:
                 use.wait_free(peer)
-                ws.half(peer, use.half, (world_size, 100), torch.int32)[rank] = mine
+                ws.buffer(peer, use.buffer, (world_size, 100), torch.int32)[rank] = mine
                 use.post(peer, 1)
         if turn % world_size == rank:
             time.sleep(0.02)
@@ -132,7 +137,7 @@ def uses(rank: int, world_size: int) -> None:
             if peer != rank:
                 use.wait(peer, 1)
                 assert (
-                    ws.half(rank, use.half, (world_size, 100), torch.int32)[peer] == 100 * turn + peer
+                    ws.buffer(rank, use.buffer, (world_size, 100), torch.int32)[peer] == 100 * turn + peer
                 ).all()
         use.leave()
 
@@ -143,7 +148,7 @@ def test_halves_are_never_overwritten_before_they_are_read() -> None:
 
 def breaks(rank: int, world_size: int) -> str | None:
     symm_mem.set_timeout(0.5)
-    ws = Workspace(symm_mem.heap(), Layout(world_size, 1, 64), "test")
+    ws = Workspace(get_heap(), Layout(world_size, 1, 64), "test")
     if rank == 1:
         return None
     use = HostUse(ws, "an_op")
@@ -159,5 +164,5 @@ def test_a_broken_workspace_takes_no_more_calls() -> None:
     text = run_ranks(breaks, 2, fresh=True)[0]
     assert (
         text.startswith("an_op: rank 0 of group")
-        and "for rank 1: flag 0 of rank 1 (half 1) is 0, expected 1" in text
+        and "for rank 1: flag 0 of rank 1 (buffer 1) is 0, expected 1" in text
     )

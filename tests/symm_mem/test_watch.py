@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from weft.symm_mem import watch
 from weft.symm_mem.backends import vmm
+from weft.symm_mem.failure import stream_watchdog
 
 
 class Event:
@@ -24,7 +24,7 @@ class Event:
 def test_a_deadline_counts_from_when_the_stream_has_come_to_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(vmm, "relaxed_capture", nullcontext)
-    looks: Any = object.__new__(watch.Watch)
+    looks: Any = object.__new__(stream_watchdog.StreamWatchdog)
     released: list[float] = []
     begins, ends = Event(), Event()
 
@@ -34,7 +34,7 @@ def test_a_deadline_counts_from_when_the_stream_has_come_to_the_wait(monkeypatch
 
     looks._device, looks._lock, looks._running, looks._release = None, threading.Lock(), True, release
     arguments: Any = (begins, ends, (0, 1), 0.2, None, (0, 1))
-    looks._waiting = [watch._Wait(*arguments)]
+    looks._waiting = [stream_watchdog._Wait(*arguments)]
     thread = threading.Thread(target=looks._run)
     thread.start()
     time.sleep(0.5)

@@ -7,20 +7,21 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
-from weft import symm_mem
-from weft.symm_mem import Layout, Workspace, findings
+from weft.symm_mem import call_cache
+from weft.symm_mem.heap.registry import get_heap
+from weft.symm_mem.workspace import Layout, Workspace
 
 MOST = 4096
 
 
 def keeps(rank: int, size: int, graph: Any) -> tuple[int, bool, bool]:
-    workspace = Workspace(symm_mem.heap(), Layout(size, 4, 1024), "site", graph=graph)
+    workspace = Workspace(get_heap(), Layout(size, 4, 1024), "site", graph=graph)
     for i in range(MOST):
         workspace.keep(i, "made")
-    before = findings.kept
+    before = call_cache.cached_calls
     workspace.keep(MOST, "the last one")
     assert workspace.prepared[MOST] == "the last one"
-    assert findings.kept is not before, "what rests on the forgotten ones is forgotten, too"
+    assert call_cache.cached_calls is not before, "what rests on the forgotten ones is forgotten, too"
     return len(workspace.prepared), 0 in workspace.prepared, MOST in workspace.prepared
 
 

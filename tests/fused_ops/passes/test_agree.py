@@ -13,16 +13,17 @@ from graphs import AG, c10d, captured, copied, fake_ranks, gather, hint, scatter
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
-from weft.fused_ops.passes import Entry, FusionPass, agree
-from weft.fused_ops.passes.choice import SIZES, Choice, _as_it_was
+from weft.fused_ops.passes import Entry, FusionPass
+from weft.fused_ops.passes.agreement import fallback_graph
+from weft.fused_ops.passes.agreement.guard import SIZES, GraphGuard, _compiling_fallback
 
 
 @pytest.fixture(autouse=True)
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A group that looks as if there were other ranks to be asked."""
     with fake_ranks(2) as name:
-        monkeypatch.setattr(agree.dist, "get_backend", lambda group: "gloo")
-        monkeypatch.setattr(agree, "begun", lambda group: 0)
+        monkeypatch.setattr(fallback_graph.dist, "get_backend", lambda group: "gloo")
+        monkeypatch.setattr(fallback_graph, "begun", lambda group: 0)
         yield name
 
 
@@ -66,7 +67,7 @@ def test_the_question_comes_first_and_holds_the_graph() -> None:
     assert question.args[1] is True
     after.eliminate_dead_code()
     assert questions(after)
-    choice = Choice(str(question.args[0]))
+    choice = GraphGuard(str(question.args[0]))
     code = str(choice._code)
     assert "all_gather_into_tensor" in code
     assert "weft" not in code
@@ -76,7 +77,7 @@ def test_the_kept_graph_runs(group: str) -> None:
     module = with_constant(torch.randn(5))
     _, after = passed(module.graph)
     (question,) = questions(after)
-    choice = Choice(str(question.args[0]))
+    choice = GraphGuard(str(question.args[0]))
     for _ in range(2):
         args = [X, W]
         # The fake group gathers nothing, so only what is done with it can be compared.
@@ -94,7 +95,7 @@ def test_the_kept_graph_has_what_sizes_are_made_with(fn: Any) -> None:
         size = graph.call_function(fn, (7.5,))
     out.args = ([out.args[0], size],)
     (question,) = questions(passed(graph)[1])
-    assert Choice(str(question.args[0])).plain([X, W], [None, None])[1] == fn(7.5)
+    assert GraphGuard(str(question.args[0])).plain([X, W], [None, None])[1] == fn(7.5)
 
 
 def own(x: Tensor) -> Tensor:
@@ -120,7 +121,7 @@ def test_a_function_that_is_not_to_be_imported() -> None:
 def test_a_kept_graph_that_cannot_be_compiled_runs_op_by_op(caplog: pytest.LogCaptureFixture) -> None:
     _, after = passed(with_constant(torch.randn(5)).graph)
     (question,) = questions(after)
-    choice = Choice(str(question.args[0]))
+    choice = GraphGuard(str(question.args[0]))
 
     def broken(*args: object) -> None:
         raise torch._dynamo.exc.Unsupported("no", case_name="none")
@@ -136,7 +137,7 @@ def test_the_way_out_is_compiled_without_the_pass(stance: str) -> None:
     """Where Inductor's settings name it, and not the options of one torch.compile, and when the program is warm."""
     _, after = passed(traced(lambda x, w: (program(x, w),), X, W))
     (question,) = questions(after)
-    choice, fusion = Choice(str(question.args[0])), FusionPass(strict=True)
+    choice, fusion = GraphGuard(str(question.args[0])), FusionPass(strict=True)
     torch._dynamo.reset()
     with inductor_config.patch({**fusion.options, "fx_graph_cache": False}):
         for _ in range(4):
@@ -150,7 +151,7 @@ def test_the_way_out_is_compiled_without_the_pass(stance: str) -> None:
 def test_the_cache_does_not_take_a_way_out_for_the_graph() -> None:
     fusion = FusionPass()
     known = fusion.uuid()
-    with _as_it_was():
+    with _compiling_fallback():
         assert fusion.uuid() != known
     assert fusion.uuid() == known
 
@@ -162,7 +163,7 @@ def test_what_was_taken_apart_counts_as_fused() -> None:
         return [c10d.wait_tensor(g) for g in c10d.all_gather_into_tensor_coalesced([x, y], 2, "0")]
 
     before, after = traced(fn, X, X), traced(lambda x, y: [gathered(x), gathered(y)], X, X)
-    original = agree.Original(before, [n for n in before.nodes if "coalesced" in n.name])
+    original = fallback_graph.FallbackGraph(before, [n for n in before.nodes if "coalesced" in n.name])
     entries = [
         Entry(0, n.name, "all_gather_into_tensor", "0")
         for n in after.nodes
@@ -170,7 +171,7 @@ def test_what_was_taken_apart_counts_as_fused() -> None:
     ]
     original.ask_first(after, entries, [], captured=False)
     (question,) = questions(after)
-    assert question.args[1] is True and Choice(str(question.args[0]))._groups[0].fused
+    assert question.args[1] is True and GraphGuard(str(question.args[0]))._groups[0].fused
 
 
 def gathered(x: Tensor) -> Tensor:
@@ -179,10 +180,10 @@ def gathered(x: Tensor) -> Tensor:
 
 def test_inductor_is_told_of_every_op_that_communicates() -> None:
     """Else it does not keep them in the order of the graph."""
-    from weft.fused_ops.passes import lowering
+    from weft.fused_ops.passes.lowering import collectives
 
     ops = {n.removeprefix("weft::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("weft::")}
-    assert {*lowering._COMMUNICATING} == ops - {"agree", "one_shot_all_reduce_"}
+    assert {*collectives._COMMUNICATING} == ops - {"agree", "one_shot_all_reduce_"}
 
 
 def test_a_graph_in_which_nothing_is_fused_asks_without_a_way_out() -> None:
@@ -190,12 +191,12 @@ def test_a_graph_in_which_nothing_is_fused_asks_without_a_way_out() -> None:
     _, after = passed(graph)
     (question,) = questions(after)
     assert question.args[1] is False
-    assert Choice(str(question.args[0]))._code is None
+    assert GraphGuard(str(question.args[0]))._code is None
 
 
-def asked(fn: Any, *inputs: Tensor) -> Choice:
+def asked(fn: Any, *inputs: Tensor) -> GraphGuard:
     (question,) = questions(passed(traced(fn, *inputs))[1])
-    return Choice(str(question.args[0]))
+    return GraphGuard(str(question.args[0]))
 
 
 def signature(fn: Any, *inputs: Tensor) -> str:
@@ -235,7 +236,7 @@ def test_a_graph_for_any_size_posts_what_one_for_this_size_does() -> None:
     sizes = other.meta[SIZES]
     assert sizes
     assert not question.meta[SIZES]
-    posts = Choice(str(question.args[0])), Choice(str(other.args[0]))
+    posts = GraphGuard(str(question.args[0])), GraphGuard(str(other.args[0]))
     assert posts[0].signature(()) == posts[1].signature(tuple(hint(s) for s in sizes))
     assert posts[0].signature(()) != posts[1].signature(tuple(hint(s) + 1 for s in sizes))
 
@@ -273,7 +274,7 @@ def test_other_graphs_have_other_signatures() -> None:
 def test_no_question_without_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = traced(program, X, W)
     assert not questions(passed(graph, agree=False)[1])
-    monkeypatch.setattr(agree.dist, "get_backend", lambda group: "fake")
+    monkeypatch.setattr(fallback_graph.dist, "get_backend", lambda group: "fake")
     assert not questions(passed(graph)[1])
     assert not questions(passed(traced(torch.sin, X))[1])
 
@@ -318,7 +319,7 @@ def test_dropout(recomputed: bool) -> None:
 
 
 def test_many_constants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agree, "_CONSTANT_BYTES", 16)
+    monkeypatch.setattr(fallback_graph, "_CONSTANT_BYTES", 16)
     module = with_constant(torch.randn(5))
     check_left(module.graph, "20 bytes of constants")
 
@@ -332,7 +333,7 @@ def test_a_backend_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     def begun(group: dist.ProcessGroup) -> int:
         raise RuntimeError("no sequence number")
 
-    monkeypatch.setattr(agree, "begun", begun)
+    monkeypatch.setattr(fallback_graph, "begun", begun)
     check_left(traced(program, X, W), "its backend 'gloo' does not count collectives")
 
 
@@ -351,14 +352,14 @@ def test_a_graph_that_is_captured_whole() -> None:
 def test_what_the_op_adds_is_part_of_the_question() -> None:
     """A rank that passes a residual, and one that passes a bias, run different graphs."""
 
-    def adding(shape: tuple[int, ...]) -> Choice:
+    def adding(shape: tuple[int, ...]) -> GraphGuard:
         def fn(x: Tensor, w: Tensor, term: Tensor) -> Tensor:
             return c10d.wait_tensor(c10d.reduce_scatter_tensor(x @ w, "sum", 2, "0")) + term
 
         reasons, after = passed(traced(fn, X, W, torch.randn(shape)))
         assert reasons == [""]
         (question,) = questions(after)
-        return Choice(question.args[0])  # type: ignore[arg-type]
+        return GraphGuard(question.args[0])  # type: ignore[arg-type]
 
     names = [adding(shape).signature(()) for shape in ((3, 5), (5,), (3, 1), (3, 5))]
     assert len({*names}) == 3

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from graphs import AR, Seen, applied, c10d, captured, check_same, fake_ranks, traced
 from torch import Tensor
 from weft.fused_ops.passes import FusionPass
-from weft.fused_ops.passes import all_reduce as form
+from weft.fused_ops.passes.patterns import all_reduce as form
 
 MM_AR, AR_NORM = "fused_matmul_all_reduce", "fused_all_reduce_rms_norm"
 
@@ -127,7 +127,7 @@ def always(fn: Callable[..., Any], *inputs: Tensor) -> Seen:
 
 
 def test_always_fuses_whatever_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(form, "worth_fusing", lambda *args, **kwargs: "too large")
+    monkeypatch.setattr(form, "why_not_profitable", lambda *args, **kwargs: "too large")
 
     def product(x: Tensor, w: Tensor) -> Tensor:
         return ar(x @ w)
@@ -159,7 +159,7 @@ def test_the_report_tells_what_is_reduced() -> None:
 def test_where_no_op_pays_those_that_feed_one_sum_are_still_one(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(form, "worth_fusing", lambda *args, **kwargs: "too large")
+    monkeypatch.setattr(form, "why_not_profitable", lambda *args, **kwargs: "too large")
     forward, backward = graphs(name)
     assert forward.fused == [None]
     assert forward.reasons == "too large"

@@ -16,17 +16,17 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 from weft import symm_mem
-from weft.fused_ops.passes import board as boards
-from weft.fused_ops.passes.board import Board
-from weft.fused_ops.passes.post import (
+from weft.fused_ops.passes.agreement import board as boards
+from weft.fused_ops.passes.agreement.board import VoteBoard
+from weft.fused_ops.passes.agreement.vote import (
     ANOTHER_GRAPH,
+    CANNOT_FUSE,
     LATE,
     LOCKED,
     NO_BOARD,
     PASSED_BY,
-    UNWILLING,
     Answer,
-    Post,
+    Vote,
 )
 
 
@@ -51,9 +51,9 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boards, "_get_process_group_store", lambda group: group.store)
 
 
-def make(count: int) -> list[Board]:
+def make(count: int) -> list[VoteBoard]:
     store = dist.HashStore()
-    made = [Board(Group(rank, count, store)) for rank in range(count)]  # type: ignore[arg-type]
+    made = [VoteBoard(Group(rank, count, store)) for rank in range(count)]  # type: ignore[arg-type]
     assert made[0].attached()
     return made
 
@@ -73,11 +73,11 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def post(begun: int, count: int = 2, signature: int = 7, willing: bool = True, turns: int = 0) -> Post:
-    return Post(turns, begun, count, signature, willing)
+def post(begun: int, count: int = 2, signature: int = 7, can_fuse: bool = True, turns: int = 0) -> Vote:
+    return Vote(turns, begun, count, signature, can_fuse)
 
 
-def ask_all(where: list[Board], posts: list[Post], timeout: float = 10.0) -> list[Answer]:
+def ask_all(where: list[VoteBoard], posts: list[Vote], timeout: float = 10.0) -> list[Answer]:
     return at_once(*(lambda b=b, p=p: b.ask(p, lambda: timeout) for b, p in zip(where, posts, strict=True)))
 
 
@@ -108,9 +108,9 @@ def test_a_graph_that_begins_within() -> None:
 
 def test_who_is_not_willing_does_not_wait_and_stops_the_others() -> None:
     where = make(2)
-    assert where[0].ask(post(0, willing=False), lambda: 10.0).why == UNWILLING
+    assert where[0].ask(post(0, can_fuse=False), lambda: 10.0).why == CANNOT_FUSE
     begin = time.monotonic()
-    assert where[1].ask(post(0), lambda: 10.0) == Answer(False, UNWILLING, 0)
+    assert where[1].ask(post(0), lambda: 10.0) == Answer(False, CANNOT_FUSE, 0)
     assert time.monotonic() - begin < 5
 
 
@@ -120,7 +120,7 @@ def test_who_has_passed_by_is_not_waited_for() -> None:
     thread = threading.Thread(target=lambda: waiting.append(where[0].ask(post(4), lambda: 10.0)), daemon=True)
     thread.start()
     time.sleep(0.05)
-    assert where[1].ask(post(6, willing=False), lambda: 10.0).why == UNWILLING
+    assert where[1].ask(post(6, can_fuse=False), lambda: 10.0).why == CANNOT_FUSE
     thread.join(5)
     assert waiting == [Answer(False, PASSED_BY, 1)]
     # And when the other one has come and gone before.
@@ -142,7 +142,7 @@ def test_who_ran_something_else_was_not_late() -> None:
     where = make(2)
     missed = post(4)
     assert where[0].ask(missed, lambda: 0.05).why == LATE
-    where[1].ask(post(6, willing=False), lambda: 10.0)
+    where[1].ask(post(6, can_fuse=False), lambda: 10.0)
     assert where[0].came_after_all(1, missed) is False
 
 
@@ -151,7 +151,7 @@ def test_who_may_still_come_is_not_known_to_have_run_something_else() -> None:
     where = make(2)
     missed = post(4)
     assert where[0].ask(missed, lambda: 0.05).why == LATE
-    where[1].ask(post(4, count=0, signature=8, willing=False), lambda: 10.0)
+    where[1].ask(post(4, count=0, signature=8, can_fuse=False), lambda: 10.0)
     assert where[0].came_after_all(1, missed) is None
     where[1].ask(missed, lambda: 10.0)
     assert where[0].came_after_all(1, missed) is True
@@ -161,35 +161,35 @@ def test_the_last_posts_are_remembered_however_many_there_were() -> None:
     where = make(2)
     assert where[1].attached()
     for i in range(3 * boards._KEPT):
-        where[1].ask(post(2 * i, willing=False), lambda: 10.0)
+        where[1].ask(post(2 * i, can_fuse=False), lambda: 10.0)
     missed = post(6 * boards._KEPT)
     assert where[0].ask(missed, lambda: 0.05).why == LATE
     for i in range(boards._KEPT // 2):
-        where[1].ask(post(missed.begun + 2 * i, willing=False), lambda: 10.0)
+        where[1].ask(post(missed.begun + 2 * i, can_fuse=False), lambda: 10.0)
     assert where[0].came_after_all(1, missed) is True
 
 
 def test_a_board_that_is_not_there() -> None:
     store = dist.HashStore()
-    lonely = Board(Group(1, 2, store))  # type: ignore[arg-type]
+    lonely = VoteBoard(Group(1, 2, store))  # type: ignore[arg-type]
     assert lonely.ask(post(0), lambda: 0.05) == Answer(False, NO_BOARD, 0)
-    kept = Board(Group(0, 2, store))  # type: ignore[arg-type]
+    kept = VoteBoard(Group(0, 2, store))  # type: ignore[arg-type]
     assert kept.attached() and lonely.attached()
 
 
 def test_who_has_passed_by_before_there_was_a_board_is_not_waited_for() -> None:
     store = dist.HashStore()
-    early, also = (Board(Group(rank, 3, store)) for rank in (1, 2))  # type: ignore[arg-type]
+    early, also = (VoteBoard(Group(rank, 3, store)) for rank in (1, 2))  # type: ignore[arg-type]
     for begun in (0, 4):  # the last of them counts
-        assert early.ask(post(begun, willing=False), lambda: 10.0) == Answer(False, UNWILLING, 1)
+        assert early.ask(post(begun, can_fuse=False), lambda: 10.0) == Answer(False, CANNOT_FUSE, 1)
     waiting: list[Answer] = []
     thread = threading.Thread(target=lambda: waiting.append(also.ask(post(4), lambda: 10.0)), daemon=True)
     thread.start()
-    kept = Board(Group(0, 3, store))  # type: ignore[arg-type]
+    kept = VoteBoard(Group(0, 3, store))  # type: ignore[arg-type]
     begin = time.monotonic()
-    assert kept.ask(post(4), lambda: 10.0) == Answer(False, UNWILLING, 1)
+    assert kept.ask(post(4), lambda: 10.0) == Answer(False, CANNOT_FUSE, 1)
     thread.join(10)
-    assert waiting == [Answer(False, UNWILLING, 1)]
+    assert waiting == [Answer(False, CANNOT_FUSE, 1)]
     assert time.monotonic() - begin < 5
     # What came in time stands, whatever the note says.
     answers = at_once(*(lambda b=b: b.ask(post(6), lambda: 10.0) for b in (kept, early, also)))  # type: ignore[misc]
@@ -202,7 +202,7 @@ def test_a_lock_that_is_held_is_waited_for_once(monkeypatch: pytest.MonkeyPatch)
     begin = time.monotonic()
     with where[1]._lock(lambda: 10.0):
         assert where[0].ask(post(4), lambda: 0.2) == Answer(False, LOCKED, 0)
-        assert where[0].ask(post(5, willing=False), lambda: 10.0) == Answer(False, UNWILLING, 0)
+        assert where[0].ask(post(5, can_fuse=False), lambda: 10.0) == Answer(False, CANNOT_FUSE, 0)
         assert where[0].ask(post(6), lambda: 10.0) == Answer(False, LOCKED, 0)
         assert time.monotonic() - begin < 5
     assert [a.fused for a in ask_all(where, [post(8)] * 2)] == [True] * 2
@@ -274,24 +274,24 @@ def test_a_board_whose_making_an_exception_has_ended_is_made_all_the_same(
 ) -> None:
     store = dist.HashStore()
     groups = [Group(r, 2, store) for r in range(2)]
-    real = Board._asked
+    real = VoteBoard._asked
 
-    def interrupts(board: Board, question: Any) -> Any:
+    def interrupts(board: VoteBoard, question: Any) -> Any:
         if done:  # it was asked for, but nobody has heard the answer
             real(board, question)
         raise KeyboardInterrupt
 
-    where: dict[int, Board] = {}
+    where: dict[int, VoteBoard] = {}
 
     def count(r: int) -> None:
-        where[r] = Board(groups[r])  # type: ignore[arg-type]
+        where[r] = VoteBoard(groups[r])  # type: ignore[arg-type]
 
     def attach(r: int) -> None:
         assert where[r].attached()
 
     for make_one in (count, attach):
         with monkeypatch.context() as patch:
-            patch.setattr(Board, "_asked", interrupts)
+            patch.setattr(VoteBoard, "_asked", interrupts)
             with pytest.raises(KeyboardInterrupt):
                 make_one(rank)
         if make_one is attach and done and rank == 0:
@@ -313,7 +313,7 @@ def test_a_board_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
     del where
     assert open_files() == before
     store = dist.HashStore()
-    kept, other = (Board(Group(rank, 2, store)) for rank in range(2))  # type: ignore[arg-type]
+    kept, other = (VoteBoard(Group(rank, 2, store)) for rank in range(2))  # type: ignore[arg-type]
     assert kept.attached()
     held = open_files()
     kept._words[0] += 1  # type: ignore[index]
@@ -328,8 +328,8 @@ def test_a_groups_board_goes_with_the_group(monkeypatch: pytest.MonkeyPatch) -> 
     groups = [Group(0, 1, dist.HashStore()) for _ in range(3)]
     for group in groups[:2]:
         there[:] = [group]
-        known = boards.board(group)  # type: ignore[arg-type]
-        assert boards.board(group) is known  # type: ignore[arg-type]
+        known = boards.vote_board(group)  # type: ignore[arg-type]
+        assert boards.vote_board(group) is known  # type: ignore[arg-type]
     assert list(boards._boards) == [groups[1]], "one that is destroyed but kept"
     del groups, group, known
     there.clear()
@@ -351,7 +351,7 @@ def test_a_rank_that_cannot_see_the_board_is_not_waited_for(monkeypatch: pytest.
 def test_what_stands_behind_a_signature() -> None:
     where = make(2)
     where[0].tell(8, "a gather")
-    where[0].ask(post(0, signature=8, willing=False), lambda: 1.0)
+    where[0].ask(post(0, signature=8, can_fuse=False), lambda: 1.0)
     assert where[1].attached()
     assert where[1].told(0) == "a gather"
     assert where[1].told(1) is None

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_board import Group, at_once, stores
-from weft.fused_ops.passes.board import Board
-from weft.fused_ops.passes.post import Post
+from weft.fused_ops.passes.agreement.board import VoteBoard
+from weft.fused_ops.passes.agreement.vote import Vote
 
 __all__ = ["stores"]  # the fixture
 
@@ -40,14 +40,14 @@ Part = tuple[int, str]  # collectives, and how they are run: "graph" (which may 
 def rank_main(group: Group, meeting: Meeting, program: list[Part], seed: int) -> int:
     """Runs a program, whose parts need not be those of the other ranks; gives the number of graphs that ran fused."""
     noise = random.Random(seed)
-    where: Board | None = None  # made with the first graph
+    where: VoteBoard | None = None  # made with the first graph
     place = begun = fused = 0
     for count, how in program:
         time.sleep(noise.choice([0, 0, 1e-4, 1e-3]))
         runs_fused = False
         if how != "eager":
-            where = where or Board(group)  # type: ignore[arg-type]
-            asked = Post(where.turns, begun, count, 100 + count, how == "graph")
+            where = where or VoteBoard(group)  # type: ignore[arg-type]
+            asked = Vote(where.turns, begun, count, 100 + count, how == "graph")
             runs_fused = where.ask(asked, lambda: 0.15).fused
         if runs_fused:
             meeting.run(place, True, count)

@@ -56,13 +56,15 @@ def test_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert FusionPass().uuid() != key
 
 
-@pytest.mark.parametrize("changed", ["fused_ops/plan.py", "kernels/device/sync.cuh", "symm_mem/heap.py"])
+@pytest.mark.parametrize(
+    "changed", ["fused_ops/dispatch/plan.py", "kernels/device/ptx/sync.cuh", "symm_mem/heap/heap.py"]
+)
 def test_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
     for name in (
-        "fused_ops/plan.py",
-        "fused_ops/passes/match.py",
-        "kernels/device/sync.cuh",
-        "symm_mem/heap.py",
+        "fused_ops/dispatch/plan.py",
+        "fused_ops/passes/graph/collectives.py",
+        "kernels/device/ptx/sync.cuh",
+        "symm_mem/heap/heap.py",
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)

@@ -14,7 +14,9 @@ from test_ranks_that_differ import compiler
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from weft.fused_ops.passes import FusionPass, Report, choice, subgraphs
+from weft.fused_ops.passes import FusionPass, Report
+from weft.fused_ops.passes.agreement import guard
+from weft.fused_ops.passes.graph import subgraphs
 
 
 def branches(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -83,14 +85,14 @@ def compiled_and_run(rank: int, size: int, name: str, agree: bool, plain: list[b
     """Results of runs, some of them unfused, checked against the same program in float64."""
     define()
     fn = PROGRAMS[name]
-    before = choice._capturing
+    before = guard._capturing
     try:
         with compiler():
             fusion = FusionPass(fuse="always", agree=agree)
             fusion.clear()
             ours = torch.compile(fn, options=fusion.options, dynamic=False)
             for unfused in plain:
-                choice._capturing = lambda unfused=unfused: unfused
+                guard._capturing = lambda unfused=unfused: unfused
                 given: list[Any] = [torch.randn(s).div_(4) for s in ((32, 64), (64, 64), (64, 64))]
                 given[0][0, 0] = rank - 0.5
                 exact = [t.double().requires_grad_(train) for t in given]
@@ -104,7 +106,7 @@ def compiled_and_run(rank: int, size: int, name: str, agree: bool, plain: list[b
                         check("gradient", a.grad, b.grad, 8 * BOUND[torch.float32])
             return fusion.report()
     finally:
-        choice._capturing = before
+        guard._capturing = before
 
 
 def test_ranks_that_take_different_branches() -> None:

@@ -12,9 +12,11 @@ from ranks import run_ranks
 from test_pass_on_gpus import layer, layer_inputs
 from test_ranks_that_differ import compiler
 from torch import Tensor
-from weft.fused_ops import Plan, last_plan, plan
-from weft.fused_ops.passes import FusionPass, Report, choice
-from weft.fused_ops.passes.board import begun
+from weft.fused_ops import Plan, last_plan
+from weft.fused_ops.dispatch import plan
+from weft.fused_ops.passes import FusionPass, Report
+from weft.fused_ops.passes.agreement import guard
+from weft.fused_ops.passes.agreement.board import begun
 
 STEPS = 6
 
@@ -22,14 +24,14 @@ STEPS = 6
 def without_a_gpu(rank: int, size: int, agree: bool | str, captures: list[bool]) -> tuple[list[bool], Report]:
     """Runs of which those that are said to be captured have to be right, too; whether each was fused."""
     fused = []
-    before = choice._capturing
+    before = guard._capturing
     try:
         with compiler(), torch.no_grad(), plan.forced("fused"):
             fusion = FusionPass(fuse="always", agree=agree)
             fusion.clear()
             compiled = torch.compile(layer, options=fusion.options, dynamic=False)
             for captured in captures:
-                choice._capturing = lambda captured=captured: captured
+                guard._capturing = lambda captured=captured: captured
                 given = layer_inputs(size)
                 plan.ran(Plan("none"))
                 got = compiled(*given)
@@ -37,7 +39,7 @@ def without_a_gpu(rank: int, size: int, agree: bool | str, captures: list[bool])
                 check("result", got, layer(*(t.double() for t in given)), 3 * BOUND[torch.bfloat16])
             return fused, fusion.report()
     finally:
-        choice._capturing = before
+        guard._capturing = before
 
 
 def test_a_captured_run_is_unfused_and_the_report_says_why() -> None:
@@ -55,7 +57,7 @@ def connected(rank: int, size: int) -> tuple[list[bool], Report, int]:
     from torch.distributed.distributed_c10d import _get_default_group
 
     before = begun(_get_default_group())
-    with mock.patch.object(choice, "_CONNECT_AT_FIRST", {"gloo": "cpu"}):
+    with mock.patch.object(guard, "_CONNECT_AT_FIRST", {"gloo": "cpu"}):
         fused, report = without_a_gpu(rank, size, True, [False, False, True, False])
     return fused, report, begun(_get_default_group()) - before
 
@@ -73,7 +75,7 @@ def test_a_rank_that_captures_alone_stops_the_others_at_once() -> None:
         assert fused == [True, False, True]
         (told,) = report.disagreements
         assert ("is being captured" if rank == 0 else "rank 0 runs this graph unfused") in told.reason
-        assert report.questions.seconds < 0.5 * choice.PATIENCE
+        assert report.questions.seconds < 0.5 * guard.VOTE_DEADLINE
 
 
 def one_captures(rank: int, size: int) -> tuple[list[bool], Report]:
@@ -114,8 +116,8 @@ def test_the_question_stands_outside_of_inductors_cuda_graphs() -> None:
     for code, report in run_ranks(partitioned, 2):
         captured, replays = code[code.index("def partition_0(") :].split("class Runner:")
         assert captured.count("torch.ops.weft.") >= 2
-        assert "weft_choice" not in captured
-        assert replays.index("if not weft_choice.fused():") < replays.index("self.partitions[0](")
+        assert "weft_guard" not in captured
+        assert replays.index("if not weft_guard.fused():") < replays.index("self.partitions[0](")
         assert (report.fused, report.questions.count, report.questions.fused) == (2, 3, 3)
 
 

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from graphs import c10d, copied, fake_ranks, gather, scatter, traced
 from ranks import run_ranks
 from torch import Tensor, fx
-from weft.fused_ops.passes import FusionPass, agree
+from weft.fused_ops.passes import FusionPass
+from weft.fused_ops.passes.agreement import fallback_graph
 
 WORLD = 2
 POINTWISE = 38  # between a gather and a scatter, so that 400 collectives stand among 10,000 nodes
@@ -22,8 +23,8 @@ POINTWISE = 38  # between a gather and a scatter, so that 400 collectives stand 
 def ranks_to_ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Keeping the graph for ranks that do not agree is part of the cost."""
     with fake_ranks(WORLD):
-        monkeypatch.setattr(agree.dist, "get_backend", lambda group: "gloo")
-        monkeypatch.setattr(agree, "begun", lambda group: 0)
+        monkeypatch.setattr(fallback_graph.dist, "get_backend", lambda group: "gloo")
+        monkeypatch.setattr(fallback_graph, "begun", lambda group: 0)
         yield
 
 

@@ -9,21 +9,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from weft.fused_ops.passes.dims import (
+from weft.fused_ops.passes.graph.collectives import LeftAlone
+from weft.fused_ops.passes.graph.index_map import (
     RANK,
     Digit,
     Dims,
     around_rank,
-    flat,
-    gathered,
-    moved,
+    flat_dims,
+    gathered_dims,
+    moved_dims,
     permuted,
     plain,
     refined,
     reshaped,
-    same,
+    same_size,
 )
-from weft.fused_ops.passes.match import LeftAlone
 
 WORLD = 2
 SETTINGS = settings(max_examples=100, deadline=None)
@@ -63,7 +63,7 @@ def shapes(draw: st.DrawFn, numel: int) -> list[int]:
 def viewed(draw: st.DrawFn) -> tuple[Tensor, Dims, list[int]]:
     """Numbered elements after some views, what the digits say of them, and the shape of a shard."""
     shape = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=3))
-    dims = gathered(shape, WORLD)
+    dims = gathered_dims(shape, WORLD)
     x = torch.arange(WORLD * math.prod(shape)).reshape(WORLD * shape[0], *shape[1:])
     for _ in range(draw(st.integers(0, 4))):
         kind = draw(st.sampled_from(["reshape", "permute", "parts"]))
@@ -77,7 +77,7 @@ def viewed(draw: st.DrawFn) -> tuple[Tensor, Dims, list[int]]:
             else:
                 cut, join = (draw(st.integers(0, x.dim() - 1)) for _ in range(2))
                 count = draw(st.sampled_from(factors(x.shape[cut])))
-                dims, x = moved(dims, count, cut, join), torch.cat(x.chunk(count, cut), join)
+                dims, x = moved_dims(dims, count, cut, join), torch.cat(x.chunk(count, cut), join)
         except LeftAlone:
             continue
     return x, dims, shape
@@ -94,9 +94,9 @@ def test_digits_say_where_every_element_lies(case: tuple[Tensor, Dims, list[int]
 @given(viewed())
 def test_one_order_is_made_from_another(case: tuple[Tensor, Dims, list[int]]) -> None:
     x, dims, shape = case
-    want = gathered(shape, WORLD)
+    want = gathered_dims(shape, WORLD)
     try:
-        have, wanted = refined(flat(dims), flat(want))
+        have, wanted = refined(flat_dims(dims), flat_dims(want))
     except LeftAlone:
         return
     order = [have.index(piece) for piece in wanted]
@@ -108,15 +108,15 @@ def test_one_order_is_made_from_another(case: tuple[Tensor, Dims, list[int]]) ->
 @given(viewed())
 def test_equal_digits_are_equal_tensors(case: tuple[Tensor, Dims, list[int]]) -> None:
     x, dims, shape = case
-    if same(flat(dims), flat(gathered(shape, WORLD))):
+    if same_size(flat_dims(dims), flat_dims(gathered_dims(shape, WORLD))):
         assert torch.equal(x.reshape(-1), torch.arange(x.numel()))
 
 
 def test_a_shape_that_cuts_through() -> None:
     with pytest.raises(LeftAlone, match="a shape of 3 x 4 cuts through"):
-        reshaped(gathered([3, 2], 2), [3, 4])
+        reshaped(gathered_dims([3, 2], 2), [3, 4])
     with pytest.raises(LeftAlone, match="4 parts of 6 cut through"):
-        moved(gathered([3, 2], 2), 4, 0, 1)
+        moved_dims(gathered_dims([3, 2], 2), 4, 0, 1)
 
 
 def test_ranks_that_are_split() -> None:
@@ -146,13 +146,13 @@ def symbols() -> list[torch.SymInt]:
 
 def test_symbolic_sizes(symbols: list[torch.SymInt]) -> None:
     s, t = symbols
-    dims = moved(gathered([4, s, t], 2), 2, 0, 1)
+    dims = moved_dims(gathered_dims([4, s, t], 2), 2, 0, 1)
     rows = reshaped(dims, [8 * s, t])
     assert [len(d) for d in rows] == [3, 1]
     around = around_rank(rows[0], 2)
     assert around is not None
-    assert same(around[0], plain([4])[0])
-    assert same(around[1], (Digit(1, s),))
+    assert same_size(around[0], plain([4])[0])
+    assert same_size(around[1], (Digit(1, s),))
     # One size that is not known to fit is what is left; of two it is not known where the one ends.
     assert [len(d) for d in reshaped(dims, [4, t + 2, t])] == [1, 2, 1]
     with pytest.raises(LeftAlone, match="cuts through"):

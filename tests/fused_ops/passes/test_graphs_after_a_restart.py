@@ -14,7 +14,8 @@ from graphs import AG, AR, RS, captured, fake_ranks
 from ranks import run_ranks
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
-from weft.fused_ops.passes import FusionPass, choice, outcomes
+from weft.fused_ops.passes import FusionPass
+from weft.fused_ops.passes.agreement import guard, outcomes
 
 RANKS, FEWER = 3, 2
 ASKED = r"^graph \w{16}: was made for 3 ranks, group '0' has 2: "
@@ -86,7 +87,7 @@ def test_what_is_put_in_says_for_how_many_ranks(fn: Callable[..., Tensor]) -> No
 
 def restarted(rank: int, size: int, folder: str) -> None:
     torch._dynamo.reset()
-    outcomes.forget()
+    outcomes.reset_outcomes()
     runs: list[tuple[str, Any, list[Tensor], Tensor]] = []
     with inductor_config.patch(fx_graph_cache=False):
         for agree, words in ((True, ASKED), (False, CALLED)):
@@ -123,23 +124,23 @@ def test_a_restart_with_fewer_ranks(tmp_path: Path) -> None:
 def late_before(rank: int, size: int, folder: str) -> None:
     """Rank 0 waits once in vain. Of the new group's ranks that says nothing."""
     torch._dynamo.reset()
-    outcomes.forget()
-    patience, choice.PATIENCE = choice.PATIENCE, 30.0
+    outcomes.reset_outcomes()
+    patience, guard.VOTE_DEADLINE = guard.VOTE_DEADLINE, 30.0
     with inductor_config.patch(fx_graph_cache=False):
         compiled = torch.compile(sequence, options=FusionPass(fuse="always").options, fullgraph=True)
         inputs = [torch.randn(s) for s in SHAPES]
         compiled(*inputs)
     if rank == 0:
-        choice.PATIENCE = 0.1
+        guard.VOTE_DEADLINE = 0.1
     (compiled if rank == 0 else sequence)(*inputs)
     assert outcomes.questions().fused == 1
     assert len(outcomes.disagreements()) == (rank == 0)
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    choice.PATIENCE = 30.0
-    outcomes.forget()
+    guard.VOTE_DEADLINE = 30.0
+    outcomes.reset_outcomes()
     compiled(*inputs)
-    choice.PATIENCE = patience
+    guard.VOTE_DEADLINE = patience
     assert outcomes.questions().fused == 1, outcomes.disagreements()
 
 

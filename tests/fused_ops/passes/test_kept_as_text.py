@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 from weft.fused_ops.passes import FusionPass
-from weft.fused_ops.passes.choice import Choice
+from weft.fused_ops.passes.agreement.guard import GraphGuard
 
 __all__ = ["group"]  # the fixture
 
@@ -27,7 +27,7 @@ def test_the_kept_graph_leaves_objects_to_the_generated_code() -> None:
     assert reasons == [""]
     assert "mesh" in str(after.output_node().args)
     (question,) = questions(after)
-    y, given = Choice(str(question.args[0])).plain([X, W], [None, None], {1: mesh})
+    y, given = GraphGuard(str(question.args[0])).plain([X, W], [None, None], {1: mesh})
     assert y.shape == (12, 5)
     assert given is mesh
 

@@ -12,8 +12,9 @@ import torch
 from graphs import AG, RS, Seen, applied, captured, check_same, copied, fake_ranks, gather, scatter
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
-from weft.fused_ops.passes import FusionPass, agree
-from weft.fused_ops.passes.lowered import write_out
+from weft.fused_ops.passes import FusionPass
+from weft.fused_ops.passes.agreement import fallback_graph
+from weft.fused_ops.passes.decompositions import write_out
 
 X, W = torch.randn(6, 8), torch.randn(8, 8)
 
@@ -22,8 +23,8 @@ X, W = torch.randn(6, 8), torch.randn(8, 8)
 def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two ranks that look as if they could be asked."""
     with fake_ranks(2), inductor_config.patch(max_autotune=True):
-        monkeypatch.setattr(agree.dist, "get_backend", lambda group: "gloo")
-        monkeypatch.setattr(agree, "begun", lambda group: 0)
+        monkeypatch.setattr(fallback_graph.dist, "get_backend", lambda group: "gloo")
+        monkeypatch.setattr(fallback_graph, "begun", lambda group: 0)
         monkeypatch.setattr(graphs, "applied", applied_and_written)
         yield
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from graphs import AG, AR, RS, applied, c10d, check_same, fake_ranks, traced
 from torch import Tensor
-from weft.fused_ops.passes import FusionPass, all_reduce
+from weft.fused_ops.passes import FusionPass
+from weft.fused_ops.passes.patterns import all_reduce
 
 aten = torch.ops.aten
 MM_AR = "weft::fused_matmul_all_reduce"
@@ -349,7 +350,7 @@ def test_what_a_cast_on_the_way_cuts_off_stays_off(
 
 def test_an_earlier_one_that_was_left_is_not_merged_across_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found from the later all-reduce, after the earlier one has been left alone because neither pays by itself."""
-    monkeypatch.setattr(all_reduce, "worth_fusing", lambda *args, **kwargs: "does not pay")
+    monkeypatch.setattr(all_reduce, "why_not_profitable", lambda *args, **kwargs: "does not pay")
 
     def fn(write: bool) -> Callable[..., Any]:
         def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,8 @@ from ranks import run_ranks
 from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
-from weft.fused_ops import Plan, last_plan, plan
+from weft.fused_ops import Plan, last_plan
+from weft.fused_ops.dispatch import plan
 from weft.fused_ops.passes import FusionPass, Report
 
 # Of a tensor-parallel layer: large enough for the kernels, small enough for float64 beside it.

@@ -17,9 +17,10 @@ from ranks import run_ranks
 from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
-from weft.fused_ops import Plan, last_plan, plan
-from weft.fused_ops.passes import choice, outcomes
-from weft.fused_ops.passes.outcomes import Disagreement
+from weft.fused_ops import Plan, last_plan
+from weft.fused_ops.dispatch import plan
+from weft.fused_ops.passes.agreement import guard, outcomes
+from weft.fused_ops.passes.agreement.outcomes import Disagreement
 
 
 @contextlib.contextmanager
@@ -27,8 +28,8 @@ def compiler(cached: bool = False) -> Iterator[None]:
     """Without caches of graphs or with them; everything is put back at the end, the ranks' patience, too.
 
     What a C++ compiler has made of Inductor's code is kept in both cases: that code is written anew."""
-    before = choice.PATIENCE
-    outcomes.forget()
+    before = guard.VOTE_DEADLINE
+    outcomes.reset_outcomes()
     torch._dynamo.reset()
     try:
         with (
@@ -37,7 +38,7 @@ def compiler(cached: bool = False) -> Iterator[None]:
         ):
             yield
     finally:
-        choice.PATIENCE = before
+        guard.VOTE_DEADLINE = before
         torch._dynamo.reset()
 
 
@@ -183,7 +184,7 @@ def now_and_then_in_eager_mode(rank: int, size: int) -> tuple[list[Disagreement]
             check(layer if rank == 0 and step in (2, 3) else mine)
             if step == 1:
                 fused = last_plan().algorithm
-                choice.PATIENCE = 2.0
+                guard.VOTE_DEADLINE = 2.0
             dist.barrier()
         return list(fusion.report().disagreements), fused
 
@@ -269,19 +270,19 @@ def two_groups(rank: int, size: int) -> list[tuple[int, str]]:
 @contextlib.contextmanager
 def listening(answers: list[bool]) -> Iterator[None]:
     """Every answer that a graph gets is noted."""
-    from weft.fused_ops.passes.choice import Choice
+    from weft.fused_ops.passes.agreement.guard import GraphGuard
 
-    asked = Choice.fused
+    asked = GraphGuard.fused
 
-    def fused(self: Choice, sizes: tuple[int, ...] = ()) -> bool:
+    def fused(self: GraphGuard, sizes: tuple[int, ...] = ()) -> bool:
         answers.append(asked(self, sizes))
         return answers[-1]
 
-    Choice.fused = fused  # type: ignore[method-assign]
+    GraphGuard.fused = fused  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Choice.fused = asked  # type: ignore[method-assign]
+        GraphGuard.fused = asked  # type: ignore[method-assign]
 
 
 def test_groups_that_cross() -> None:
@@ -302,10 +303,10 @@ def updates(x: Tensor, a: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, int, Te
 def without_agreement(rank: int, size: int, dynamic: bool) -> None:
     """Every other run takes the way out: what it returns and writes is what a fused run does, to the stride."""
     from weft.fused_ops.passes import FusionPass
-    from weft.fused_ops.passes.choice import Choice
+    from weft.fused_ops.passes.agreement.guard import GraphGuard
 
-    asked, answer = Choice.fused, [True]
-    Choice.fused = lambda self, sizes=(): answer[0]  # type: ignore[method-assign]
+    asked, answer = GraphGuard.fused, [True]
+    GraphGuard.fused = lambda self, sizes=(): answer[0]  # type: ignore[method-assign]
     try:
         with compiler():
             fusion = FusionPass()
@@ -314,7 +315,7 @@ def without_agreement(rank: int, size: int, dynamic: bool) -> None:
                 compare(mine, [torch.randn(2, rows, 8), torch.randn(8, 6), torch.zeros(6)], answer)
             assert fusion.report().fused == 2, fusion.report()
     finally:
-        Choice.fused = asked  # type: ignore[method-assign]
+        GraphGuard.fused = asked  # type: ignore[method-assign]
 
 
 def drops(x: Tensor, a: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
@@ -324,10 +325,10 @@ def drops(x: Tensor, a: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
 
 def without_agreement_but_random(rank: int, size: int) -> None:
     from weft.fused_ops.passes import FusionPass
-    from weft.fused_ops.passes.choice import Choice
+    from weft.fused_ops.passes.agreement.guard import GraphGuard
 
-    asked, answer = Choice.fused, [True]
-    Choice.fused = lambda self, sizes=(): answer[0]  # type: ignore[method-assign]
+    asked, answer = GraphGuard.fused, [True]
+    GraphGuard.fused = lambda self, sizes=(): answer[0]  # type: ignore[method-assign]
 
     def seeded(*tensors: Tensor) -> tuple[Tensor, ...]:
         torch.manual_seed(7)
@@ -340,7 +341,7 @@ def without_agreement_but_random(rank: int, size: int) -> None:
             compare(seeded, [torch.randn(4, 8), torch.randn(8, 6), torch.zeros(6)], answer)
             assert fusion.report().fused == 1, fusion.report()
     finally:
-        Choice.fused = asked  # type: ignore[method-assign]
+        GraphGuard.fused = asked  # type: ignore[method-assign]
 
 
 def test_the_way_out_draws_the_same_numbers() -> None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from graphs import AG, RS, c10d, captured, copied, fake_ranks, gather, scatter, traced
 from torch import Tensor
 from weft.fused_ops.passes import Entry, FusionError, FusionPass, Report
-from weft.fused_ops.passes.subgraphs import WHY
+from weft.fused_ops.passes.graph.subgraphs import WHY
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +182,7 @@ def test_what_does_not_pay_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         asked.append((args, kwargs))
         return "it is too small"
 
-    monkeypatch.setattr("weft.fused_ops.worth.worth_fusing", worth_fusing)
+    monkeypatch.setattr("weft.fused_ops.dispatch.profitability.worth_fusing", worth_fusing)
     (entry,) = captured(good, X, W)[0].entries
     assert (entry.fused_into, entry.reason) == (None, "it is too small")
     assert "product" in entry.form

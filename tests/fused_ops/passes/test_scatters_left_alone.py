@@ -7,9 +7,9 @@ import torch
 from graphs import traced
 from left import GROUP, W8, X2, X3, ag, check_left, rs, two_ranks
 from torch import Tensor
-from weft.fused_ops import ops
-from weft.fused_ops.passes import insert
-from weft.fused_ops.passes.match import LeftAlone
+from weft.fused_ops.library import schema
+from weft.fused_ops.passes.graph import rewrite
+from weft.fused_ops.passes.graph.collectives import LeftAlone
 
 __all__ = ["two_ranks"]
 
@@ -174,5 +174,5 @@ def test_what_an_op_does_not_take() -> None:
     before, names = graph.output_node(), [n.name for n in graph.nodes]
     A, B = graph.find_nodes(op="placeholder")
     with pytest.raises(LeftAlone, match="A @ B has size 7 there, must be a multiple of 2 ranks"):
-        insert.call(before, ops.matmul_reduce_scatter, A, B, "sum", 0, GROUP[0])
+        rewrite.call(before, schema.matmul_reduce_scatter, A, B, "sum", 0, GROUP[0])
     assert [n.name for n in graph.nodes] == names

@@ -90,7 +90,9 @@ def test_coalesced_and_waited_for_at_once_where_not_all_can_be_fused(
 
 
 def test_a_coalesced_one_that_does_not_pay_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.fused_ops.worth.worth_fusing", lambda *args, **kwargs: "it is too small")
+    monkeypatch.setattr(
+        "weft.fused_ops.dispatch.profitability.worth_fusing", lambda *args, **kwargs: "it is too small"
+    )
     seen = only(both, (6, 8), (4, 8), (8, 5), (8, 3))
     assert seen.fused == [None]
     assert "coalesced with others, of which number 0: it is too small" in seen.reasons

@@ -27,8 +27,8 @@ from weft.fused_ops.passes import FusionPass
 # Relative to the norm of the float64 result, of anything that a few layers of these sizes compute in float32.
 BOUND = 1e-5
 # Inductor's code for one program takes a minute to compile, and several on a busy machine.
-PATIENCE = 1000.0  # seconds
-SLOW = [pytest.mark.slow, pytest.mark.timeout(PATIENCE + 100)]
+VOTE_DEADLINE = 1000.0  # seconds
+SLOW = [pytest.mark.slow, pytest.mark.timeout(VOTE_DEADLINE + 100)]
 CODEGEN = pytest.mark.parametrize(
     "codegen", [False, pytest.param(True, marks=SLOW)], ids=["passes", "inductor"]
 )
@@ -114,7 +114,7 @@ def program(codegen: bool = False, **options: Any) -> Iterator[Program]:
 
 def outcomes(fn: Any, world: int, *args: Any) -> list[Outcome]:
     """Of ``fn(rank, world, *args, codegen)`` on each rank; ``codegen`` is the last of ``args``."""
-    return run_ranks(fn, world, *args, timeout=PATIENCE if args[-1] else 240.0)
+    return run_ranks(fn, world, *args, timeout=VOTE_DEADLINE if args[-1] else 240.0)
 
 
 def check(found: Iterable[Outcome], fused: int, left: Iterable[str] | None) -> None:

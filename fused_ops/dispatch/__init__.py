@@ -1,0 +1,1 @@
+"""Which algorithm runs a call, in which workspace, in which order on streams."""

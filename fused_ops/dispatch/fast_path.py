@@ -1,0 +1,302 @@
+"""The short way of a call like one that was made before: no check, no plan, no dispatcher, only the launch.
+
+What a call's long way found out stands in the workspace that it used (``remember``), under all that it looked at:
+op, arguments, and each tensor's sizes, strides, dtype and device. The group is that of the workspace. A call that
+finds it there (``again``) has nothing left to check: what was refused once was never remembered. Whatever else could
+make a difference sends the call the long way, which does or raises what is due. It is asked anew each time, or it
+makes an end of all that was found before (symm_mem/call_cache.py): then it is looked up once more.
+
+- group destroyed, or another one under its name: asked anew. Heap made anew; workspace outgrown or gone in a reset:
+  an end. So a rank that comes here and one that takes the long way use the same memory.
+- another stream, another current device, a graph being captured: asked anew, they have workspaces of their own. The
+  first call on a second stream, or on one more than there is room for: an end. Then calls take turns (stream_order.py).
+- modes, transforms, tracing: the thread's dispatch keys are none but those that lead to the kernels at once. Dynamo
+  and function modes are looked for where they come in, in functional.py.
+- gradients; subclasses, fake, functional and lazily negated tensors, those of torch.func: by type, flags and address.
+- tangents: there may be some inside of a level of forward-mode differentiation.
+- addresses that are no multiple of 16 bytes: the long way copies.
+- tensors like those of one of the last few findings are not asked one by one for kind, flags, sizes, strides, dtype and
+  device: guards know all of them at once (tensor_guards.py).
+- the checked mode and ``forced``: an end. WEFT_RESERVED_SMS and WEFT_TUNE are read once in a process, on the long way,
+  too; there a kind of call is tuned before it is remembered.
+
+A broken group raises here as there: asked anew. The deadline is what ``set_timeout`` said last, which is an end; where
+it said nothing, what WEFT_TIMEOUT was at the call that is remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...kernels.device.jit.empty import Empty, empty_on
+from ...symm_mem import call_cache, is_checked
+from ...symm_mem.failure.call_log import Grids
+from ...symm_mem.heap.registry import has_name, known_heap
+from ...symm_mem.timeouts import chosen_timeout, default_timeout
+from ...symm_mem.workspace import Workspace
+from . import plan
+from .stream_order import StreamStep, steps_on, stream_on
+from .tensor_guards import TYPES, TensorGuard, guards_of, has_tangents, likely_call, note_likely
+from .workspaces import PRODUCTS
+
+_ALIGNMENT = 16  # bytes, of what kernels take
+
+
+def _bits(*names: str) -> int:
+    bits = 0
+    for name in names:
+        bits |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
+    return bits
+
+
+# All other keys of a tensor, or of the thread, want to see a call before its kernel does. Those of autocast fall
+# through: the ops have no rule for it.
+_OF_TENSORS = _bits(
+    "CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "AutocastCPU", "AutocastCUDA"
+)
+_OF_THREADS = _bits("BackendSelect", "ADInplaceOrView")
+
+_C = torch._C
+_included, _grad_enabled = _C._dispatch_tls_local_include_set, torch.is_grad_enabled
+
+
+def needs_no_dispatch(*tensors: Any) -> bool:
+    """Whether nothing lies between a call with these, which may be anything, and the kernels.
+
+    No gradient, mode, transform or tracing, no subclass, nothing to be done before memory is what a tensor says.
+    """
+    if torch._C._dispatch_tls_local_include_set().raw_repr() & ~_OF_THREADS or has_tangents():
+        return False
+    grad = torch.is_grad_enabled()
+    for t in tensors:
+        if type(t) not in TYPES or torch._C._dispatch_keys(t).raw_repr() & ~_OF_TENSORS:
+            return False
+        if grad and t.requires_grad:
+            return False
+    return True
+
+
+def may_take_fast_path(x: Any) -> bool:
+    """As ``goes_straight`` for an x that has memory at its address: by kind, not by dispatch keys, is less work."""
+    if _included().raw_repr() & ~_OF_THREADS or has_tangents():
+        return False
+    return type(x) in TYPES and not x.is_neg() and not (x.requires_grad and _grad_enabled())
+
+
+class Launcher(Protocol):
+    """What a kernel leaves behind for more calls of one kind."""
+
+    def launch(
+        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
+    ) -> None:
+        """A whole use of ``buffer``, with the addresses of all operands and of all results."""
+
+
+@runtime_checkable
+class Caller(Protocol):
+    """The same where there is more to do than to launch one kernel: it takes tensors, and says itself when it begins
+    what peers wait for (``Workspace.raise_if_broken``)."""
+
+    def call(
+        self, tensors: Sequence[Tensor], results: Sequence[Tensor], timeout_ns: int, stream: int
+    ) -> None:
+        """A whole call. If an exception ends it in the midst of what peers wait for, the group is broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    launcher: Any  # a Launcher, or if it `calls` a Caller
+    calls: bool
+    plan: plan.Plan
+    profitable: bool
+    results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # sizes, strides
+    empty: Empty
+    timeout_ns: int  # where nobody has set another one
+    grids: Grids
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWorkspace:
+    """Where the calls of a group on a device, a stream and of a kind are made."""
+
+    group: ProcessGroup
+    workspace: Workspace[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A finding: whose ``timeout_ns`` is the deadline."""
+
+    group: ProcessGroup
+    workspace: Workspace[Any]
+    ready: _Ready
+    timeout_ns: int
+    is_double_buffered: bool  # which a launch is told of
+    alike: TensorGuard
+    device: int
+    stream: int
+    before: StreamStep
+    behind: StreamStep
+
+
+def stream_workspace(kind: str, group_name: str, device: int, stream: int) -> StreamWorkspace | None:
+    """The stream's workspace; None where a call must take the long way. It holds as long as a finding does."""
+    where = known_heap(group_name, device)
+    if where is None or plan._forced == "unfused" or is_checked():
+        return None
+    group, heap = where
+    workspace = heap.workspaces.get((kind, stream, 0))
+    return None if workspace is None else StreamWorkspace(group, workspace)
+
+
+def timeout(group_name: str, default_ns: int) -> int:
+    """The deadline of a wait, in nanoseconds. It holds as long as a finding does."""
+    seconds = chosen_timeout(group_name)
+    return default_ns if seconds is None else int(seconds * 1e9)
+
+
+def default_ns() -> int:
+    return int(default_timeout() * 1e9)
+
+
+def fast_path_key(op: str, arguments: Hashable, tensors: Sequence[Any]) -> tuple[Hashable, list[int]] | None:
+    """What such calls are remembered by, and the tensors' addresses; None where a call must take the long way."""
+    if _included().raw_repr() & ~_OF_THREADS or has_tangents():
+        return None
+    grad, key = _grad_enabled(), [op, arguments]
+    try:
+        for t in tensors:  # each as in ``may_be_short``
+            if type(t) not in TYPES or t.is_neg() or (grad and t.requires_grad):
+                return None
+            key += (t.shape, t.stride(), t.dtype, t.device)
+        operands = _addresses(tensors)
+    except RuntimeError:  # sparse, nested, of torch.func: without strides, or without memory
+        return None
+    return None if operands is None else (tuple(key), operands)
+
+
+def run_fast(
+    op: str, arguments: Hashable, tensors: Sequence[Any], group_name: str, kinds: tuple[str, ...] = PRODUCTS
+) -> list[Tensor] | None:
+    """The results, if such a call was made before; else None, and nothing happened.
+
+    Args:
+        arguments: whatever else than tensors makes a difference, of exactly the types that the op takes.
+        tensors: of one dtype, on one device, or anything: then the answer is None.
+        kinds: of workspaces in which it may be remembered.
+    """
+    kept, kind = call_cache.cached_calls, (op, arguments, group_name, len(tensors))
+    found: _Found | None = likely_call(kept, kind, tensors)
+    operands = None if found is None else _addresses(tensors)
+    if found is None or operands is None:
+        looked_at = fast_path_key(op, arguments, tensors)
+        if looked_at is None:
+            return None
+        alike, operands = looked_at
+        stream = stream_on(tensors[0].get_device())
+        if stream is None:
+            return None
+        found = kept.get((alike, group_name, stream))
+        if found is None:
+            found = _find(alike, group_name, tensors, stream, kinds)
+            if found is None:
+                return None
+            call_cache.keep(kept, (alike, group_name, stream), found)
+        note_likely(kept, kind, found)
+    if not has_name(found.group, group_name):
+        return None
+    stream = found.stream
+    workspace, ready = found.workspace, found.ready
+    empty = ready.empty
+    results = [empty(sizes, strides, dtype) for sizes, strides, dtype in ready.results]
+    if found.before is not None:
+        found.before(stream)
+    if ready.calls:
+        plan._last = ready.plan
+        ready.launcher.call(tensors, results, found.timeout_ns, stream)
+    else:
+        # Noted only now that nothing is left in front of the launch: errors name calls by how many were launched.
+        workspace.raise_if_broken(op, 2, ready.grids)  # inside this and the op's own ``again``
+        plan._last = ready.plan
+        try:
+            buffer = workspace.next_buffer() if found.is_double_buffered else 0
+            addresses = [r.data_ptr() for r in results]
+            ready.launcher.launch(buffer, operands, addresses, found.timeout_ns, stream)
+        except BaseException as e:
+            workspace.abandon(e)  # the peers may wait for what was not launched
+            raise
+    if found.behind is not None:
+        found.behind(stream)
+    return results
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int] | None:
+    """Where they lie; None if a kernel cannot take them there."""
+    addresses, together = [], 0
+    for t in tensors:
+        addresses.append(address := t.data_ptr())
+        together |= address
+    return None if together % _ALIGNMENT or 0 in addresses else addresses
+
+
+def _find(
+    alike: Hashable, group_name: str, tensors: Sequence[Tensor], stream: int, kinds: tuple[str, ...]
+) -> _Found | None:
+    """What was remembered of such calls, where they are made now."""
+    device = tensors[0].get_device()
+    for kind in kinds:
+        here = stream_workspace(kind, group_name, device, stream)
+        ready = None if here is None else here.workspace.prepared.get(alike)
+        if here is not None and ready is not None and (ready.profitable or plan._forced == "fused"):
+            deadline = timeout(group_name, ready.timeout_ns)
+            before, behind = steps_on(device, stream)
+            where = kind in PRODUCTS, guards_of(tensors), device, stream
+            return _Found(here.group, here.workspace, ready, deadline, *where, before, behind)
+    return None
+
+
+def remember_call(
+    op: str,
+    arguments: Hashable,
+    given: Sequence[Tensor],
+    used: Sequence[Tensor],
+    results: Sequence[Tensor],
+    workspace: Workspace[Any],
+    launcher: Launcher | Caller,
+    ran: plan.Plan,
+    *,
+    profitable: bool,
+    grids: Grids = (),
+) -> None:
+    """Such a call was made on ``workspace``: the next one may take the short way.
+
+    Args:
+        given: the tensors as the caller gave them; ``used``: as the kernels took them. Where one was copied, the next
+            one must be copied, too, and nothing is remembered.
+        results: all that the kernels wrote, with the sizes and strides that the caller gets; each a whole storage.
+        pays: it is fused also where nobody asks for it.
+        grids: of a Launcher that pushes: blocks of each launch.
+    """
+    if any(g.data_ptr() != u.data_ptr() for g, u in zip(given, used, strict=True)):
+        return
+    alike = tuple((tuple(r.shape), r.stride(), r.dtype) for r in results)
+    calls, empty = isinstance(launcher, Caller), empty_on(given[0].device)
+    ready = _Ready(launcher, calls, ran, profitable, alike, empty, default_ns(), grids)
+    key = key_of(op, arguments, given)
+    known: _Ready | None = workspace.prepared.get(key)
+    if known is None or (known.launcher, known.plan, known.profitable) != (launcher, ran, profitable):
+        workspace.keep(key, ready)  # else it would make an end of what was found
+
+
+def key_of(op: str, arguments: Hashable, tensors: Sequence[Tensor]) -> Hashable:
+    """What ``look`` says of such a call."""
+    key: list[Any] = [op, arguments]
+    for t in tensors:
+        key += (t.shape, t.stride(), t.dtype, t.device)
+    return tuple(key)

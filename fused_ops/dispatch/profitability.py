@@ -1,0 +1,122 @@
+"""Whether fusing pays for a problem, and what it should bring: asked by the graph pass, before there are tensors.
+
+Pure functions of what is the same on every rank. They are to say no where the op itself would run unfused, and where it
+would be slower than what it takes the place of.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from ...kernels.all_gather_matmul import configs as gather
+from ...kernels.device.device_spec import H200, DeviceSpec, device_spec_of
+from ...kernels.device.gemm.gemm_tiles import LINK, MULTIPLY_ADDS
+from ...kernels.matmul_reduce_scatter import configs as scatter
+from ...kernels.matmul_reduce_scatter import to_all
+
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_reduce")
+_ROW = 16  # bytes; the kernels' descriptors want rows of a multiple
+_LEAST_ROWS = 64  # of a rank's result of a float32 matmul_reduce_scatter, for its tiles
+_NUM_SMS = 132  # of Hopper; that some are reserved on a machine does not change what pays
+_MOST_REDUCED = 64 << 20  # bytes; how all-reduces of more do on three ranks and more was not measured
+# bytes and multiply-adds a microsecond; between CPU ranks of the order of one core each.
+_RATES = {"cuda": (LINK, MULTIPLY_ADDS), "cpu": (5e3, 30e3)}
+
+
+def why_not_profitable(
+    op: str,
+    m: int,
+    n: int,
+    k: int,
+    world_size: int,
+    dtype: torch.dtype,
+    device_type: str,
+    *,
+    last_dim: bool = False,
+    return_A: bool = False,
+) -> str | None:
+    """Why the op should not be fused; None if it should.
+
+    Args:
+        op: one of ``OPS``.
+        m, n, k: the product that a rank computes, [m, k] @ [k, n]: of all_gather_matmul the gathered A and the
+            columns of all Bs, of the others the own partial product. all_reduce alone reduces [m, n]; its k is 0.
+        last_dim: whether the last dimension is gathered or scattered.
+        return_A: whether what all_gather_matmul gathers is wanted, too.
+
+    Raises:
+        ValueError: there is no such op.
+    """
+    if op not in OPS:
+        raise ValueError(f"op: is {op!r}, must be one of {', '.join(OPS)}")
+    if device_type != "cuda":
+        return None
+    if not _is_hopper():
+        return "the kernels are for GPUs of compute capability 9.0"
+    buffers = dtype.itemsize == 2
+    if op in ("all_reduce", "matmul_all_reduce"):
+        size = m * n * dtype.itemsize
+        if size <= _MOST_REDUCED or world_size == 2:
+            return None
+        multiplies = op == "matmul_all_reduce" and buffers
+        if multiplies and to_all.choose_sum_to_all_push(m, n, k, world_size, _NUM_SMS, _spec())[1]:
+            return None
+        return f"{size >> 20} MiB are reduced: beyond {_MOST_REDUCED >> 20} MiB that is left to the backend"
+    if last_dim and not buffers:
+        verb = "gather" if op == "all_gather_matmul" else "scatter"
+        return f"the kernels do not {verb} the last dimension of {dtype}"
+    gathers = op == "all_gather_matmul"
+    # Of a rank's shard, or of its result.
+    rows = m if last_dim else m // world_size
+    depth = k // world_size if last_dim and gathers else k
+    columns = n // world_size if last_dim and not gathers else n
+    for row in (depth, columns):
+        if row * dtype.itemsize % _ROW:
+            return f"rows of {row} x {dtype} are no multiple of {_ROW} bytes"
+    if gathers:
+        if buffers:
+            of_gather = gather.AllGatherMatmulProblem(
+                rows, (n,), depth, world_size, _NUM_SMS, last_dim, return_A, _spec()
+            )
+            profitable = gather.gather_is_profitable(of_gather)
+        else:
+            profitable = gather.copy_engine_is_profitable(rows, n, k, world_size, dtype.itemsize)
+        return None if profitable else f"too little is gathered and multiplied ({m} x {k} @ {k} x {n})"
+    if buffers:
+        problem = scatter.MatmulReduceScatterProblem(
+            rows, columns, k, world_size, _NUM_SMS, split_n=last_dim, spec=_spec()
+        )
+        profitable = scatter.scatter_is_profitable(problem)
+    else:
+        profitable = rows >= _LEAST_ROWS
+    return None if profitable else f"too little is multiplied and scattered ({m} x {k} @ {k} x {n})"
+
+
+def expected_gain(
+    op: str, m: int, n: int, k: int, world_size: int, dtype: torch.dtype, device_type: str
+) -> float:
+    """Microseconds that fusing should save: the shorter of sending and multiplying, which is hidden behind the other.
+
+    Sending takes bytes / link, multiplying m * n * k / rate; the link and the rate are constants of the device type.
+    Launches and how well either runs are left out. An all_reduce alone hides nothing: 0.
+    """
+    link, rate = _RATES.get(device_type, _RATES["cpu"])
+    columns = {"all_gather_matmul": k, "matmul_reduce_scatter": n}.get(op, 2 * n)
+    sent = m * columns * dtype.itemsize * (world_size - 1) / world_size
+    return min(sent / link, m * n * k / rate)
+
+
+def _spec() -> DeviceSpec:
+    """Of the current device."""
+    return (
+        device_spec_of(torch.device("cuda", torch.cuda.current_device()))
+        if torch.cuda.is_available()
+        else H200
+    )
+
+
+@cache
+def _is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -1,0 +1,110 @@
+"""Which workspace a call uses: one for each heap, kind and stream, and again for each captured graph.
+
+Calls of one stream follow each other and share; calls that may run at once do not. A workspace grows when a call needs
+more: collectively, so all ranks must make their calls in the same order, as with every collective. The memory of a
+graph's workspaces is used again once that graph is gone on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ...kernels.all_reduce.configs import AllReduceConfig, all_reduce_layout
+from ...kernels.device.comm.ll_exchange import BLOCKS, ExchangeLayout
+from ...kernels.device.gemm.one_shot import OneShotConfig
+from ...kernels.device.tuning.choice import KernelChoice
+from ...symm_mem.failure.fault import refuse_if_broken
+from ...symm_mem.heap.captured import CapturedGraph
+from ...symm_mem.heap.heap import Heap
+from ...symm_mem.workspace import OUTGROWN, Layout, Workspace
+from .plan import num_sms
+from .stream_order import stream_and_graph
+
+MATMUL = "matmul"  #: the kind of workspace of kernels that set flags behind what they send
+LL_PROTOCOL = "ll_protocol"  #: of those that send what announces itself
+ONE_SHOT = "one_shot"  #: of exchanges beside products, of both ops
+ALL_REDUCE = "all_reduce"  #: of all-reduces, and of norms behind them
+PRODUCTS = (MATMUL, LL_PROTOCOL, ONE_SHOT)  #: where calls around products may take the short way
+_GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace
+
+
+def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[Any], Any]) -> Workspace[Any]:
+    key = (kind, *(stream_and_graph(heap.device) if heap.device.type == "cuda" else (0, 0)))
+    found = heap.workspaces.get(key)
+    if found is not None and fits(found.layout):
+        return found
+    with heap.lock:  # of this heap alone: another group's workspace may have to come first on another rank
+        found = heap.workspaces.get(key)  # another thread may have made it meanwhile
+        if found is not None and fits(found.layout):
+            return found
+        refuse_if_broken(heap)  # new memory is no way around a reset
+        layout = grown(found.layout if found is not None else None)
+        graph = CapturedGraph(key[1]) if key[-1] else None
+        made = Workspace(heap, layout, f"{kind} workspace {layout}", graph=graph)
+        if found is not None and graph is not None:
+            made.prepared[OUTGROWN] = found
+        heap.workspaces[key] = made
+        return made
+
+
+def matmul_workspace(heap: Heap, wanted: Layout, *, copied: bool = False) -> Workspace[Layout]:
+    """The workspace of this stream for the ops around a matrix product, with room for one call.
+
+    Between CPU ranks it is that of all ops. What announces itself has one of its own: others leave buffers that are not
+    empty.
+
+    Args:
+        wanted: what the call takes.
+        copied: copy engines write it. They have one of their own: at the end of each use in it ranks look whether one
+            of them has written too late (kernels/device/comm/abort_notice.cuh), which other kernels need not do.
+
+    Raises:
+        RankMismatch, PeerTimeout: the ranks do not grow it together.
+    """
+
+    def grown(old: Layout | None) -> Layout:
+        buffer, row = -(-wanted.buffer_bytes // _GRAIN) * _GRAIN, -(-wanted.flags_per_rank // 64) * 64
+        layout = replace(wanted, buffer_bytes=buffer, flags_per_rank=row)
+        return layout if old is None else old.joined(layout)
+
+    kind = "copied" if copied else LL_PROTOCOL if wanted.ll_protocol else MATMUL
+    return _fetch(heap, kind, lambda layout: layout.holds(wanted), grown)
+
+
+def push_workspace(heap: Heap, kind: str, wanted: ExchangeLayout) -> Workspace[ExchangeLayout]:
+    """The workspace of this stream for kernels that push, with room for what takes ``wanted``.
+
+    Raises:
+        RankMismatch, PeerTimeout: the ranks do not grow it together.
+    """
+
+    def grown(old: ExchangeLayout | None) -> ExchangeLayout:
+        # For as many blocks as any call may have: they are not what it grows by.
+        most = max(wanted.blocks, min(BLOCKS, num_sms(heap.device)))
+        layout = replace(wanted, blocks=most)
+        return layout if old is None else old.joined(layout)
+
+    return _fetch(heap, kind, lambda layout: layout.holds(wanted), grown)
+
+
+def product_workspace(heap: Heap, choice: KernelChoice[Any]) -> Workspace[Any]:
+    """What one of the ops around a matrix product takes for calls of a choice.
+
+    Raises:
+        RankMismatch, PeerTimeout: the ranks do not grow it together.
+    """
+    if isinstance(choice.config, OneShotConfig):
+        return push_workspace(heap, ONE_SHOT, choice.config.layout(heap.world_size))
+    assert choice.layout is not None
+    return matmul_workspace(heap, choice.layout, copied=choice.algorithm == "copy_engine")
+
+
+def all_reduce_workspace(heap: Heap, nbytes: int, config: AllReduceConfig) -> Workspace[ExchangeLayout]:
+    """That of all-reduce kernels on CUDA, for inputs of ``nbytes``.
+
+    Raises:
+        RankMismatch, PeerTimeout: the ranks do not grow it together.
+    """
+    return push_workspace(heap, ALL_REDUCE, all_reduce_layout(nbytes, heap.world_size, config))

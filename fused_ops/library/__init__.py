@@ -1,0 +1,1 @@
+"""What torch.library is told of the ops: schemas, fakes, validation, gradients, FLOPs."""

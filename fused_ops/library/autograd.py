@@ -1,0 +1,227 @@
+"""Gradients. The all-gather before a product and the reduce-scatter after one are each other's backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+
+from ...symm_mem import resolve_group
+from ..ops import all_gather_matmul, matmul_reduce_scatter
+
+_ops, _collectives = torch.ops.weft, torch.ops._c10d_functional
+
+AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """As the ops, which cast nothing where autocast is on."""
+    with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+        return x @ y
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t.flatten(0, -2)
+
+
+def _is_transposed(B: Tensor) -> bool:
+    """Of what an op has taken for a matrix: it refuses other shapes."""
+    return B.stride(0) == 1 and B.stride(1) == B.shape[0]
+
+
+def _gradient(A: Tensor, grad: Tensor, transposed: bool) -> Tensor:
+    """That of B in ``A @ B``. It lies as B does, a weight's as the weight: else torch copies it to where it counts.
+
+    A, grad: [..., K] and [..., N], of all rows.
+    """
+    x, g = _rows(A), _rows(grad)
+    return _product(g.t(), x).t() if transposed else _product(x.t(), g)
+
+
+def _reduce_scatter(grad: Tensor, dim: int, group_name: str) -> Tensor:
+    """Functional, so that it can be traced."""
+    moved, size = grad.movedim(dim, 0).contiguous(), resolve_group(group_name).size()
+    part = _collectives.reduce_scatter_tensor(moved, "sum", size, group_name)
+    return _collectives.wait_tensor(part).movedim(0, dim)
+
+
+def all_gather(x: Tensor, dim: int, size: int, group_name: str) -> Tensor:
+    """The same, of ``size`` ranks."""
+    whole = _collectives.all_gather_into_tensor(x.movedim(dim, 0).contiguous(), size, group_name)
+    return _collectives.wait_tensor(whole).movedim(0, dim)
+
+
+class AllGatherMatmulFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        A_shard: Tensor,
+        gather_dim: int,
+        group_name: str,
+        return_A: bool,
+        group_size: int | None,
+        *Bs: Tensor,
+    ) -> Any:
+        needs_A = any(ctx.needs_input_grad[5:])
+        done = all_gather_matmul.fast_all_gather_matmul(
+            A_shard, Bs, gather_dim, group_name, return_A or needs_A
+        )
+        if done is None:
+            with torch._C._AutoDispatchBelowAutograd():
+                named = {"return_A": return_A or needs_A, "group_size": group_size}
+                done = _ops.fused_all_gather_matmul(A_shard, list(Bs), gather_dim, group_name, **named)
+        A, outs = done
+        ctx.set_materialize_grads(False)
+        ctx.gather_dim, ctx.group_name, ctx.group_size = gather_dim, group_name, group_size
+        of_A, of_Bs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
+        # Each operand for the gradients of the others alone: else nobody keeps it, and it may be changed, as in torch.
+        ctx.save_for_backward(A if needs_A else None, *(Bs if of_A else [None] * len(Bs)))
+        ctx.transposed = [_is_transposed(B) for B in Bs]
+        constants = [out for out, of_B in zip(outs, of_Bs, strict=True) if not (of_A or of_B)]
+        ctx.mark_non_differentiable(*([] if of_A or A is None else [A]), *constants)
+        # Also where the caller does not want it: to a second backward what is saved and is no result is a constant.
+        return A, *outs
+
+    @staticmethod
+    def backward(ctx: Any, grad_A: Tensor | None, *grads: Tensor | None) -> Any:
+        A, *Bs = ctx.saved_tensors
+        pairs = [(g, B) for g, B in zip(grads, Bs, strict=True) if g is not None]
+        grad_shard: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            if pairs:
+                # One op for all of them: [g1 g2] @ [B1 B2]^T is the sum of the products.
+                g = pairs[0][0] if len(pairs) == 1 else torch.cat([g for g, _ in pairs], -1)
+                B = pairs[0][1] if len(pairs) == 1 else torch.cat([B for _, B in pairs], 1)
+                args = (g, B.t(), "sum", ctx.gather_dim, ctx.group_name)
+                grad_shard = _ops.fused_matmul_reduce_scatter(*args, group_size=ctx.group_size)
+            if grad_A is not None:
+                rest = _reduce_scatter(grad_A, ctx.gather_dim, ctx.group_name)
+                grad_shard = rest if grad_shard is None else grad_shard + rest
+        grad_Bs = [
+            _gradient(A, g, transposed) if needed and g is not None else None
+            for needed, g, transposed in zip(ctx.needs_input_grad[5:], grads, ctx.transposed, strict=True)
+        ]
+        return grad_shard, None, None, None, None, *grad_Bs
+
+
+class MatmulReduceScatterFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        A: Tensor,
+        B: Tensor,
+        reduce_op: str,
+        scatter_dim: int,
+        group_name: str,
+        out_dtype: torch.dtype | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        group_size: int | None,
+    ) -> Tensor:
+        of_A, of_B = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(A if of_B else None, B if of_A else None)
+        ctx.reduce_op, ctx.scatter_dim, ctx.dtype = reduce_op, scatter_dim, A.dtype
+        ctx.group_name, ctx.group_size = group_name, group_size
+        args = (A, B, reduce_op, scatter_dim, group_name)
+        done = matmul_reduce_scatter.fast_matmul_reduce_scatter(*args, out_dtype, bias, residual)
+        if done is None:
+            with torch._C._AutoDispatchBelowAutograd():
+                named = {"out_dtype": out_dtype, "bias": bias, "residual": residual}
+                done = _ops.fused_matmul_reduce_scatter(*args, **named, group_size=group_size)
+        ctx.transposed = _is_transposed(B)
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        A, B = ctx.saved_tensors
+        *needed, needs_bias, needs_residual, _ = ctx.needs_input_grad
+        # Each rank has added its own: what its part of the result hands back is all that they get here.
+        grad_bias = _rows(grad).sum(0, dtype=torch.float32).to(ctx.dtype) if needs_bias else None
+        grad_residual = grad.to(ctx.dtype) if needs_residual else None
+        grad_A = grad_B = None
+        if any(needed):
+            if ctx.reduce_op == "avg":
+                grad = grad / resolve_group(ctx.group_name).size()
+            grad = grad.to(ctx.dtype)
+            if needed[0]:
+                named = {"return_A": needed[1], "group_size": ctx.group_size}
+                args = (grad, [B.t()], ctx.scatter_dim, ctx.group_name)
+                gathered, (grad_A,) = _ops.fused_all_gather_matmul(*args, **named)
+            else:
+                size = resolve_group(ctx.group_name).size()
+                gathered = all_gather(grad, ctx.scatter_dim, size, ctx.group_name)
+            grad_B = _gradient(A, gathered, ctx.transposed) if needed[1] else None
+        return grad_A, grad_B, None, None, None, None, grad_bias, grad_residual, None
+
+
+class AllReduceFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, reduce_op: str, group_name: str, group_size: int | None) -> Tensor:
+        ctx.reduce_op, ctx.group_name, ctx.group_size = reduce_op, group_name, group_size
+        with torch._C._AutoDispatchBelowAutograd():
+            return _ops.one_shot_all_reduce(x, reduce_op, group_name, group_size=group_size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        total = _ops.one_shot_all_reduce(grad, ctx.reduce_op, ctx.group_name, group_size=ctx.group_size)
+        return total, None, None, None
+
+
+class AllReduceRmsNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        group_name: str,
+        group_size: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.eps, ctx.group_name, ctx.group_size = eps, group_name, group_size
+        args = (x, residual, weight, eps, group_name)
+        with torch._C._AutoDispatchBelowAutograd():
+            normed, sums = _ops.fused_all_reduce_rms_norm(*args, group_size=group_size)
+        ctx.save_for_backward(sums, weight if any(ctx.needs_input_grad[:2]) else None)
+        return normed, sums
+
+    @staticmethod
+    def backward(ctx: Any, grad_normed: Tensor, grad_sums: Tensor) -> Any:
+        sums, weight = ctx.saved_tensors
+        wide = sums.float()
+        scale = (wide.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
+        unit, grad = wide * scale, grad_normed.float()
+        grad_x = total = grad_weight = None
+        if weight is not None:
+            through = grad * weight
+            inner = scale * (through - unit * (through * unit).mean(-1, keepdim=True))
+            total = (inner + grad_sums).to(sums.dtype)
+            if ctx.needs_input_grad[0]:
+                grad_x = _ops.one_shot_all_reduce(total, "sum", ctx.group_name, group_size=ctx.group_size)
+        if ctx.needs_input_grad[2]:
+            grad_weight = (grad * unit).sum_to_size(sums.shape[-1:]).to(sums.dtype)
+        return grad_x, total, grad_weight, None, None, None
+
+
+class MatmulAllReduceFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, A: Tensor, B: Tensor, reduce_op: str, group_name: str, group_size: int | None
+    ) -> Tensor:
+        of_A, of_B = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(A if of_B else None, B if of_A else None)
+        ctx.reduce_op, ctx.group_name, ctx.group_size = reduce_op, group_name, group_size
+        with torch._C._AutoDispatchBelowAutograd():
+            done = _ops.fused_matmul_all_reduce(A, B, reduce_op, group_name, group_size=group_size)
+        ctx.transposed = _is_transposed(B)
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        A, B = ctx.saved_tensors
+        total = _ops.one_shot_all_reduce(grad, ctx.reduce_op, ctx.group_name, group_size=ctx.group_size)
+        grad_A = _product(total, B.t()) if ctx.needs_input_grad[0] else None
+        grad_B = _gradient(A, total, ctx.transposed) if ctx.needs_input_grad[1] else None
+        return grad_A, grad_B, None, None, None

@@ -1,0 +1,310 @@
+"""What the ops refuse. Fake and real implementations ask here, so they refuse the same, before anything is launched.
+
+Sizes may be symbolic: nothing here looks at data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from ...symm_mem import resolve_group
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+REDUCE_OPS = ("sum", "avg")
+ALL_REDUCE_OPS = (*REDUCE_OPS, "max", "min")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "a tensor"  # fake ones are of other types
+    kind = type(value)
+    # A numpy.bool is called bool, too.
+    return f"of type {'numpy.' if kind.__module__ == 'numpy' else ''}{kind.__name__}"
+
+
+def tensor(name: str, value: Any, ndim: int = 0) -> None:
+    """``value`` is a dense tensor of ``ndim`` or more dimensions. What is none would not reach an op's own checks."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: is {_kind(value)}, must be a tensor")
+    if isinstance(value, DTensor):
+        raise TypeError(f"{name}: is a DTensor, must be what this rank holds of it: its to_local()")
+    # Dynamo does not let a backward ask for the layout; what it traces is strided.
+    if not torch.compiler.is_compiling():
+        if value.layout != torch.strided:
+            raise ValueError(f"{name}: has layout {value.layout}, must be strided")
+        if value.is_nested:
+            raise ValueError(f"{name}: is nested, must be one dense tensor")
+        if value.is_quantized:  # none of the ops' implementations would see it
+            raise TypeError(f"{name}: is {value.dtype}, must be float32, bfloat16 or float16")
+    if value.dim() < ndim:
+        raise ValueError(f"{name}: has {value.dim()} dimensions, must have {ndim} or more")
+
+
+def tensors(name: str, values: Any) -> list[torch.Tensor]:
+    """``values`` as a list of dense tensors."""
+    if isinstance(values, torch.Tensor) or not hasattr(values, "__iter__"):
+        raise TypeError(f"{name}: is {_kind(values)}, must be a sequence of tensors")
+    found = list(values)
+    for i, value in enumerate(found):
+        tensor(f"{name}[{i}]", value)
+    return found
+
+
+def integer(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: is {_kind(value)}, must be an integer")
+
+
+def dimension(name: str, value: Any, tensor_name: str, ndim: int) -> None:
+    """``value`` is one of ``ndim`` dimensions, counted from either end."""
+    integer(name, value)
+    _dim(name, value, tensor_name, ndim)
+
+
+def validate_sizes(**values: Any) -> None:
+    for name, value in values.items():
+        integer(name, value)
+        if not 1 <= value < 1 << 63:
+            raise ValueError(f"{name}: is {value}, must be at least 1 and below 2**63")
+
+
+def flags(**values: Any) -> None:
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: is {_kind(value)}, must be True or False")
+
+
+def validate_factory(device: Any, dtype: Any) -> None:
+    """Where parameters may lie, and their dtype; None is torch's default."""
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"dtype: is {dtype!r}, must be float32, bfloat16 or float16")
+    if device is not None and not isinstance(device, (torch.device, str)):
+        raise TypeError(f"device: is {device!r}, must be a torch.device or its name")
+    try:
+        torch.device(device or "cpu")
+    except RuntimeError as e:
+        raise ValueError(f"device: torch knows none that is called {device!r}") from e
+
+
+def reduction(reduce_op: Any, allowed: Sequence[str] = REDUCE_OPS) -> None:
+    if not isinstance(reduce_op, str):
+        raise TypeError(f"reduce_op: is {_kind(reduce_op)}, must be {_one_of(allowed)}")
+    if reduce_op not in allowed:
+        raise ValueError(f"reduce_op: is {reduce_op!r}, must be {_one_of(allowed)}")
+
+
+def number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: is {_kind(value)}, must be a number")
+    try:
+        float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: is too large for a float") from None
+
+
+def _one_of(names: Sequence[str]) -> str:
+    some = "one of " if len(names) > 2 else ""
+    return some + " or ".join([", ".join(map(repr, names[:-1])), repr(names[-1])])
+
+
+def _dtype(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in DTYPES:
+        raise TypeError(f"{name}: is {tensor.dtype}, must be float32, bfloat16 or float16")
+
+
+def _dim(name: str, dim: int, tensor_name: str, ndim: int) -> int:
+    if not -ndim <= dim < ndim:
+        raise ValueError(f"{name}: is {dim}, must be from {-ndim} to {ndim - 1} for a {ndim}-D {tensor_name}")
+    return dim % ndim
+
+
+def _like(name: str, tensor: torch.Tensor, like: torch.Tensor, like_name: str) -> None:
+    if tensor.dtype != like.dtype:
+        raise TypeError(f"{name}: is {tensor.dtype}, must be {like.dtype} like {like_name}")
+    if tensor.device != like.device:
+        raise ValueError(f"{name}: lies on {tensor.device}, must lie on {like.device} like {like_name}")
+
+
+def _matrix(name: str, B: torch.Tensor, k: int, like: torch.Tensor, like_name: str) -> None:
+    if B.dim() != 2:
+        raise ValueError(f"{name}: has {B.dim()} dimensions, must be a matrix [K, N]")
+    if B.shape[0] != k:
+        raise ValueError(f"{name}: has {B.shape[0]} rows, must have {k}, as many as {like_name} has columns")
+    _like(name, B, like, like_name)
+
+
+def group_size(value: int | None, group_name: str) -> None:
+    """``value`` is the group's number of ranks, if it is given: by a graph that was made for so many."""
+    if value is not None and (size := resolve_group(group_name).size()) != value:
+        raise ValueError(
+            f"group_size: is {value}, must be {size}, the number of ranks of group {group_name!r}: "
+            "a graph is for as many ranks as it was made for"
+        )
+
+
+@torch.compiler.assume_constant_result
+def why_of_another_rank(group_name: str, rank: int, size: int) -> str | None:
+    """Why this is not the rank whose part of a layer was made; None if it is. A graph is traced on one rank for one
+    group, so Dynamo need not look into it."""
+    try:
+        group = resolve_group(group_name)
+    except ValueError as e:
+        return str(e)
+    if group.size() != size:
+        return f"group: the layer was made for {size} ranks, group {group_name!r} has {group.size()}"
+    if group.rank() != rank:
+        return (
+            f"group: the layer was made for rank {rank}, this is rank {group.rank()} of group {group_name!r}"
+        )
+    return None
+
+
+def own_rank(group_name: str, rank: int, size: int) -> None:
+    """This is the rank of the group, which has ``size``, whose part of a layer was made. Modules are pickled whole, and
+    kept over a restart.
+
+    Raises:
+        ValueError: it is another one, or there is no such group.
+    """
+    if (problem := why_of_another_rank(group_name, rank, size)) is not None:
+        raise ValueError(problem)
+
+
+def validate_all_gather_matmul(
+    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group_name: str
+) -> tuple[int, ProcessGroup]:
+    """The dimension, not negative, and the group.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it was and what it must be.
+    """
+    group = resolve_group(group_name)
+    if A_shard.dim() < 2:
+        raise ValueError(f"A_shard: has {A_shard.dim()} dimensions, must have 2 or more")
+    _dtype("A_shard", A_shard)
+    dim = _dim("gather_dim", gather_dim, "A_shard", A_shard.dim())
+    if not Bs:
+        raise ValueError("Bs: is empty, must hold at least one matrix")
+    k = A_shard.shape[-1] * (group.size() if dim == A_shard.dim() - 1 else 1)
+    for i, B in enumerate(Bs):
+        _matrix(f"Bs[{i}]", B, k, A_shard, "the gathered A")
+    return dim, group
+
+
+def validate_matmul_reduce_scatter(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    reduce_op: str,
+    scatter_dim: int,
+    group_name: str,
+    out_dtype: torch.dtype | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> tuple[int, ProcessGroup]:
+    """The dimension, not negative, and the group.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it was and what it must be.
+    """
+    group = resolve_group(group_name)
+    if A.dim() < 2:
+        raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
+    _dtype("A", A)
+    _matrix("B", B, A.shape[-1], A, "A")
+    reduction(reduce_op)
+    if out_dtype not in (None, A.dtype, torch.float32):
+        raise TypeError(f"out_dtype: is {out_dtype}, must be {A.dtype} like A, or float32")
+    dim = _dim("scatter_dim", scatter_dim, "A", A.dim())
+    size = B.shape[1] if dim == A.dim() - 1 else A.shape[dim]
+    if size % group.size():
+        raise ValueError(
+            f"scatter_dim: A @ B has size {size} there, must be a multiple of {group.size()} ranks"
+        )
+    shape = [*A.shape[:-1], B.shape[1]]
+    shape[dim] = size // group.size()
+    if bias is not None:
+        _added("bias", bias, shape[-1:], A)
+    if residual is not None:
+        _added("residual", residual, shape, A)
+    return dim, group
+
+
+def _added(name: str, tensor: torch.Tensor, shape: Sequence[int], A: torch.Tensor) -> None:
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(
+            f"{name}: has shape {tuple(tensor.shape)}, must have {tuple(shape)} to go with the result"
+        )
+    _like(name, tensor, A, "A")
+
+
+def validate_all_reduce(x: torch.Tensor, reduce_op: str, group_name: str) -> ProcessGroup:
+    """The group.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it was and what it must be.
+    """
+    group = resolve_group(group_name)
+    _dtype("x", x)
+    reduction(reduce_op, ALL_REDUCE_OPS)
+    return group
+
+
+def validate_all_reduce_in_place(x: torch.Tensor, reduce_op: str, group_name: str) -> ProcessGroup:
+    """The group, for an x that is overwritten.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it was and what it must be.
+    """
+    group = validate_all_reduce(x, reduce_op, group_name)
+    # torch's own in-place functions refuse the same, but only when the sum is about to be copied. Strides first: sizes
+    # may be known at run time alone.
+    if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)) and x.numel():
+        raise ValueError("x: is expanded, must have memory of its own for every element to be overwritten")
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError("x: is an inference tensor, must be overwritten in inference mode or be a usual one")
+    return group
+
+
+def validate_all_reduce_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group_name: str
+) -> ProcessGroup:
+    """The group.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it was and what it must be.
+    """
+    group = resolve_group(group_name)
+    if x.dim() < 1:
+        raise ValueError("x: has no dimension, must have 1 or more")
+    _dtype("x", x)
+    for name, tensor, shape in (("residual", residual, x.shape), ("weight", weight, x.shape[-1:])):
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{name}: has shape {tuple(tensor.shape)}, must have {tuple(shape)} to go with x"
+            )
+        _like(name, tensor, x, "x")
+    if not eps >= 0:
+        raise ValueError(f"eps: is {eps!r}, must be 0 or more")
+    return group
+
+
+def validate_matmul_all_reduce(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, group_name: str
+) -> ProcessGroup:
+    """The group.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it was and what it must be.
+    """
+    group = resolve_group(group_name)
+    if A.dim() < 2:
+        raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
+    _dtype("A", A)
+    _matrix("B", B, A.shape[-1], A, "A")
+    reduction(reduce_op)
+    return group

@@ -1,0 +1,121 @@
+"""fused_all_gather_matmul: from the op's tensors to a kernel's, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...kernels.all_gather_matmul import host
+from ...kernels.all_gather_matmul.reference import reference_all_gather_matmul
+from ...symm_mem import get_timeout
+from ...symm_mem.heap.heap import Heap
+from ..dispatch import fast_path as short
+from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran, should_fuse
+from ..dispatch.stream_order import in_stream_order
+from ..dispatch.workspaces import matmul_workspace, product_workspace
+
+Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
+
+
+def fast_all_gather_matmul(
+    A_shard: Tensor, Bs: Sequence[Tensor], dim: int, group_name: str, return_A: bool
+) -> Result | None:
+    """As the op, if such a call was made before on CUDA; else None, and nothing happened.
+
+    Tensors and dimension may be anything.
+    """
+    if dim < 0 and isinstance(A_shard, Tensor):
+        dim += A_shard.dim()
+    results = short.run_fast(host.OP, (dim, return_A), (A_shard, *Bs), group_name)
+    if results is None:
+        return None
+    return (results.pop() if return_A else None), results
+
+
+def run_all_gather_matmul(
+    A_shard: Tensor, Bs: list[Tensor], dim: int, group: ProcessGroup, return_A: bool
+) -> Result:
+    """As the op; the arguments are checked and ``dim`` is not negative."""
+    found = heap_or_reason(A_shard, group, empty=A_shard.numel() == 0)
+    if isinstance(found, str):
+        done: Result | str = found
+    elif A_shard.device.type == "cpu":
+        done = _on_cpu(found, A_shard, Bs, dim, return_A)
+    else:
+        done = _on_cuda(found, A_shard, Bs, dim, return_A)
+    if isinstance(done, str):
+        ran(Plan("unfused", done))
+        A, outs = reference_all_gather_matmul(A_shard, Bs, dim, group)
+        return (A if return_A else None), outs
+    return done
+
+
+def _on_cpu(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A: bool) -> Result:
+    split_k, size = dim == A_shard.dim() - 1, where.world_size
+    front = A_shard if split_k else A_shard.movedim(dim, 0)
+    a = front.flatten(0, -2).contiguous()
+    workspace = matmul_workspace(
+        where, host.host_gather_layout(a.shape[0], a.shape[1], a.element_size(), size)
+    )
+    ran(Plan("host", workspace_bytes=workspace.layout.bytes))
+    gathered, products = host.host_all_gather_matmul(workspace, a, Bs, split_k=split_k)
+    if split_k and return_A:
+        # By way of one dimension: where K is 1, a view with other strides would do.
+        gathered = gathered.movedim(0, 1).reshape(-1).view(a.shape[0], size * a.shape[1])
+    return _shaped(gathered if return_A else None, products, front, dim, size)
+
+
+def _on_cuda(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A: bool) -> Result | str:
+    """The result, or why it is better computed unfused."""
+    from ...kernels.all_gather_matmul import on_cuda
+
+    split_k = dim == A_shard.dim() - 1
+    front = A_shard if split_k else A_shard.movedim(dim, 0)
+    a, *bs = used = [aligned(x) for x in (on_cuda.shard_rows(front), *Bs)]
+    sms, size = num_sms(a.device), where.world_size
+    choice = on_cuda.choose_gather_kernel(a, bs, size, sms, split_k, return_A)
+    if isinstance(choice, str):
+        return choice
+    if not should_fuse(choice.profitable):
+        return "too little is gathered and multiplied"
+    with in_stream_order(a.device):
+        choice, chosen = on_cuda.tuned_gather(choice, where, a, bs, sms, return_A=return_A)
+        if choice.algorithm == "copy_engine":
+            a = a.contiguous()
+        workspace = product_workspace(where, choice)
+        workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
+        plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes, chosen=chosen)
+        ran(plan)
+        timeout_ns = int(get_timeout(where.group_name) * 1e9)
+        gathered, products = on_cuda.launch_all_gather_matmul(
+            choice, workspace, a, bs, sms, timeout_ns, return_A=return_A
+        )
+    A, outs = _shaped(gathered, products, front, dim, size)
+    if (launcher := on_cuda.gather_launcher(choice, workspace)) is not None:
+        given, results = (A_shard, *Bs), outs if A is None else [*outs, A]
+        short.remember_call(
+            host.OP,
+            (dim, return_A),
+            given,
+            used,
+            results,
+            workspace,
+            launcher,
+            plan,
+            profitable=choice.profitable,
+        )
+    return A, outs
+
+
+def _shaped(gathered: Tensor | None, products: list[Tensor], front: Tensor, dim: int, size: int) -> Result:
+    """Rows of all ranks as the op returns them; ``front`` is the shard with ``dim`` in front, unless it is the last."""
+
+    def shaped(flat: Tensor) -> Tensor:
+        if dim == front.dim() - 1:
+            return flat.view(*front.shape[:-1], flat.shape[-1])
+        return flat.view(size * front.shape[0], *front.shape[1:-1], flat.shape[-1]).movedim(0, dim)
+
+    return (None if gathered is None else shaped(gathered)), [shaped(p) for p in products]

@@ -1,0 +1,251 @@
+"""one_shot_all_reduce: from the op's tensor to a kernel's, and back.
+
+A call of a size that was seen before costs the host no more than three look-ups and a launch: ``again``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed import ProcessGroup
+
+from ...kernels.all_reduce import host
+from ...kernels.all_reduce.configs import AllReduceConfig, choose_all_reduce
+from ...kernels.all_reduce.reference import reference_all_reduce
+from ...kernels.device.jit.empty import Empty, empty_on
+from ...symm_mem import call_cache, get_timeout
+from ...symm_mem.failure.call_log import Grids
+from ...symm_mem.heap.heap import Heap
+from ...symm_mem.heap.registry import has_name
+from ...symm_mem.workspace import Workspace
+from ..dispatch import plan
+from ..dispatch.fast_path import default_ns, may_take_fast_path, stream_workspace, timeout
+from ..dispatch.plan import Plan, heap_or_reason, num_sms, ran
+from ..dispatch.stream_order import StreamStep, in_stream_order, steps_on, stream_on
+from ..dispatch.tensor_guards import TensorGuard, guards_of, likely_call, note_likely
+from ..dispatch.workspaces import ALL_REDUCE, all_reduce_workspace, matmul_workspace
+
+if TYPE_CHECKING:
+    from ...kernels.all_reduce.cuda_kernel import AllReduceLauncher
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What a workspace keeps for one number of elements, dtype and operation."""
+
+    workspace: Workspace[Any]
+    kernel: AllReduceLauncher
+    plan: Plan
+    timeout_ns: int  # where nobody has set another one
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A finding: how x of one shape is reduced, into what, and until when."""
+
+    group: ProcessGroup
+    workspace: Workspace[Any]
+    launch: Callable[[int, int, int, int], None]
+    grids: Grids
+    plan: Plan
+    timeout_ns: int
+    alike: TensorGuard
+    device: int
+    stream: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    empty: Empty
+    before: StreamStep
+    behind: StreamStep
+
+
+def fast_all_reduce(
+    x: Tensor,
+    reduce_op: str,
+    group_name: str,
+    out: Tensor | None = None,
+    op: str = host.OP,
+    *,
+    anything: bool = False,
+) -> Tensor | None:
+    """The result, if x is a contiguous CUDA tensor and such a call was made before; else None, and nothing happened.
+
+    fast_path.py says what is looked at each time, and why.
+
+    Args:
+        op: whose call it is, for errors.
+        anything: x may be what a kernel must not see yet (``may_be_short``).
+    """
+    kept, kind = call_cache.cached_calls, (host.OP, reduce_op, group_name)
+    found: _Found | None = likely_call(kept, kind, (x,))
+    address = 0 if found is None else x.data_ptr()
+    if found is None or not address:
+        if anything and not may_take_fast_path(x):
+            return None
+        try:
+            if not x.is_contiguous() or not (address := x.data_ptr()):
+                return None
+        except RuntimeError:  # sparse, nested, of torch.func: without strides, or without memory
+            return None
+        stream = stream_on(x.get_device())
+        if stream is None:
+            return None
+        key = (host.OP, x.shape, x.dtype, reduce_op, x.get_device(), stream, group_name)
+        found = kept.get(key)
+        if found is None:
+            found = _find(x, reduce_op, group_name, stream)
+            if found is None:
+                return None
+            call_cache.keep(kept, key, found)
+        note_likely(kept, kind, found)
+    if not has_name(found.group, group_name):
+        return None
+    if out is x and x.is_inference() and not torch.is_inference_mode_enabled():
+        return None  # is refused
+    stream = found.stream
+    if out is None:
+        out = found.empty(found.sizes, found.strides, found.dtype)
+    to = address if out is x else out.data_ptr()
+    workspace = found.workspace
+    if found.before is not None:
+        found.before(stream)
+    workspace.raise_if_broken(op, 1, found.grids)
+    plan._last = found.plan
+    try:
+        found.launch(address, to, found.timeout_ns, stream)
+    except BaseException as e:
+        workspace.abandon(e)  # the peers may wait for what was not launched
+        raise
+    if found.behind is not None:
+        found.behind(stream)
+    if out is x:
+        increment_version(x)  # of what a kernel writes at an address autograd sees nothing
+    return out
+
+
+def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | None:
+    """What was prepared for such calls, where they are made now."""
+    made = _made_on(x, reduce_op, group_name, stream)
+    if made is None:
+        return None
+    group, found = made
+    deadline, device, sizes = timeout(group_name, found.timeout_ns), x.get_device(), tuple(x.shape)
+    strides = torch.empty(sizes, device="meta").stride()
+    before, behind = steps_on(device, stream)
+    return _Found(
+        *(group, found.workspace, found.kernel.launch, found.kernel.grids, found.plan, deadline),
+        alike=guards_of([x]),
+        device=device,
+        stream=stream,
+        sizes=sizes,
+        strides=strides,
+        dtype=x.dtype,
+        empty=empty_on(x.device),
+        before=before,
+        behind=behind,
+    )
+
+
+def made_before(x: Tensor, reduce_op: str, group_name: str) -> _Prepared | None:
+    """What such calls, also of other shapes, are made with on the current stream; None where they take the long way."""
+    stream = stream_on(x.get_device())
+    made = None if stream is None else _made_on(x, reduce_op, group_name, stream)
+    return None if made is None else made[1]
+
+
+def _made_on(
+    x: Tensor, reduce_op: str, group_name: str, stream: int
+) -> tuple[ProcessGroup, _Prepared] | None:
+    here = stream_workspace(ALL_REDUCE, group_name, x.get_device(), stream)
+    found = None if here is None else here.workspace.prepared.get((x.numel(), x.dtype, reduce_op))
+    return None if here is None or found is None else (here.group, found)
+
+
+def in_place(x: Tensor, reduce_op: str, group: ProcessGroup, op: str) -> Tensor:
+    """x, contiguous, overwritten. ``op``: whose call it is, for errors."""
+    if fast_all_reduce(x, reduce_op, group.group_name, x, op) is not None:
+        return x
+    return run_all_reduce(x, reduce_op, group, x, op=op)
+
+
+def run_all_reduce(
+    x: Tensor,
+    reduce_op: str,
+    group: ProcessGroup,
+    out: Tensor | None = None,
+    config: AllReduceConfig | None = None,
+    op: str = host.OP,
+) -> Tensor:
+    """As the op; the arguments are checked.
+
+    Args:
+        out: contiguous, like x, and may be x.
+        op: whose call it is, for errors.
+    """
+    found = heap_or_reason(x, group, empty=x.numel() == 0)
+    if not isinstance(found, str) and x.is_cuda and x.nbytes >= _nccl_from():
+        found = f"WEFT_NCCL_ALL_REDUCE_FROM is {_nccl_from()} bytes"
+    if isinstance(found, str):
+        ran(Plan("unfused", found))
+        result = reference_all_reduce(x, reduce_op, group)
+        return result if out is None else out.copy_(result)
+    source = x.contiguous()
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.device.type == "cpu":
+        workspace = matmul_workspace(found, host.host_all_reduce_layout(x.nbytes, found.world_size))
+        ran(Plan("host", workspace_bytes=workspace.layout.bytes))
+        host.host_all_reduce(workspace, source.view(-1), out.view(-1), reduce_op, op)
+        return out
+    with in_stream_order(x.device):
+        config = config or choose_all_reduce(source.nbytes, found.world_size, num_sms(x.device))
+        # The ranks compile together: what a wait counts is not what a peer still compiles. Under one name: one may call
+        # in place and another one not.
+        key = (host.OP, config.form, x.dtype, reduce_op)
+        found.prepare(host.OP, key, lambda: _prepare(found, source, reduce_op, config))
+        prepared = _prepare(found, source, reduce_op, config)
+        ran(prepared.plan)  # ranks may differ here: then nothing is launched, and nothing may be noted
+        prepared.workspace.raise_if_broken(op, grids=prepared.kernel.grids)
+        timeout_ns = int(get_timeout(found.group_name) * 1e9)
+        stream = torch.cuda.current_stream().cuda_stream
+        prepared.kernel.launch(source.data_ptr(), out.data_ptr(), timeout_ns, stream)
+    return out
+
+
+def _prepare(where: Heap, x: Tensor, reduce_op: str, config: AllReduceConfig) -> _Prepared:
+    from ...kernels.all_reduce.cuda_kernel import AllReduceLauncher
+
+    workspace = all_reduce_workspace(where, x.nbytes, config)
+    key: Any = (x.numel(), x.dtype, reduce_op)
+    if config != choose_all_reduce(x.nbytes, where.world_size, num_sms(x.device)):
+        key = (*key, config)
+    found = workspace.prepared.get(key)
+    if found is None:
+        kernel = AllReduceLauncher(workspace, x.numel(), x.dtype, reduce_op, x.device, config)
+        plan = Plan("push", workspace_bytes=workspace.layout.bytes)
+        found = _Prepared(workspace, kernel, plan, default_ns())
+        workspace.keep(key, found)
+    return found
+
+
+@cache
+def _nccl_from() -> float:
+    """Bytes from which on the group's own collective is asked for.
+
+    Raises:
+        ValueError: WEFT_NCCL_ALL_REDUCE_FROM is not a number of bytes.
+    """
+    text = os.environ.get("WEFT_NCCL_ALL_REDUCE_FROM")
+    if text is None:
+        return float("inf")
+    if not text.isdigit():
+        raise ValueError(f"WEFT_NCCL_ALL_REDUCE_FROM: is {text!r}, must be a number of bytes")
+    return int(text)

@@ -1,0 +1,130 @@
+"""fused_all_reduce_rms_norm: from the op's tensors to a kernel's, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...kernels.all_reduce_rms_norm import host
+from ...kernels.all_reduce_rms_norm.reference import rms_norm
+from ...symm_mem import get_timeout
+from ...symm_mem.heap.heap import Heap
+from ...symm_mem.workspace import Workspace
+from ..dispatch import fast_path as short
+from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran
+from ..dispatch.stream_order import in_stream_order
+from ..dispatch.workspaces import ALL_REDUCE, matmul_workspace, push_workspace
+from . import all_reduce
+
+if TYPE_CHECKING:
+    from ...kernels.all_reduce_rms_norm.cuda_kernel import AllReduceRmsNormLauncher
+
+
+def fast_all_reduce_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
+) -> tuple[Tensor, Tensor] | None:
+    """As the op, if such a call was made before on CUDA; else None, and nothing happened. Tensors may be anything."""
+    results = short.run_fast(host.OP, eps, (x, residual, weight), group_name, (ALL_REDUCE,))
+    return None if results is None else (results[0], results[1])
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """The kernel as fast_path.py launches it."""
+
+    kernel: Any
+
+    def launch(
+        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
+    ) -> None:
+        self.kernel.launch(*operands, *results, timeout_ns, stream)
+
+
+def run_all_reduce_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """As the op; the arguments are checked."""
+    found = heap_or_reason(x, group, empty=x.numel() == 0)
+    reason = found if isinstance(found, str) else _why_not(x, found.world_size)
+    if isinstance(found, str) or reason is not None:
+        return _unfused(x, residual, weight, eps, group, reason or "")
+    hidden = x.shape[-1]
+    rows = x.numel() // hidden
+    x2, residual2 = x.reshape(rows, hidden).contiguous(), residual.reshape(rows, hidden).contiguous()
+    contiguous = weight.contiguous()
+    if x.device.type == "cpu":
+        workspace = matmul_workspace(
+            found, host.host_norm_layout(rows, hidden * x.element_size(), found.world_size)
+        )
+        ran(Plan("host", workspace_bytes=workspace.layout.bytes))
+        normed, sums = host.host_all_reduce_rms_norm(workspace, x2, residual2, contiguous, eps)
+    else:
+        used = aligned(x2), aligned(residual2), aligned(contiguous)
+        place, kernel, plan, (normed, sums) = _on_cuda(found, *used, eps)
+        results = [normed.view(x.shape), sums.view(x.shape)]
+        given = (x, residual, weight)
+        launcher = _Launcher(kernel)
+        short.remember_call(
+            host.OP, eps, given, used, results, place, launcher, plan, profitable=True, grids=kernel.grids
+        )
+    return normed.view(x.shape), sums.view(x.shape)
+
+
+def _unfused(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: ProcessGroup, reason: str
+) -> tuple[Tensor, Tensor]:
+    """The all-reduce by itself, which may well be fused with nothing and still be ours."""
+    total = all_reduce.run_all_reduce(x, "sum", group, op=host.OP)
+    ran(Plan("unfused", reason))
+    sums = torch.add(total, residual).contiguous()
+    return rms_norm(sums, weight, eps), sums
+
+
+def _why_not(x: Tensor, world_size: int) -> str | None:
+    if x.device.type == "cpu":
+        return None
+    from ...kernels.all_reduce_rms_norm.cuda_kernel import why_no_norm_kernel
+
+    return why_no_norm_kernel(x.shape[-1], x.dtype, world_size)
+
+
+def _on_cuda(
+    where: Heap, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Workspace[Any], AllReduceRmsNormLauncher, Plan, tuple[Tensor, Tensor]]:
+    from ...kernels.all_reduce_rms_norm.configs import all_reduce_rms_norm_layout, choose_all_reduce_rms_norm
+    from ...kernels.all_reduce_rms_norm.cuda_kernel import AllReduceRmsNormLauncher
+    from ...kernels.device.comm.ll_exchange import VECTOR
+    from ...kernels.device.tuning.choice import make_together
+
+    rows, hidden = x.shape
+    vectors = hidden * x.element_size() // VECTOR
+    config = choose_all_reduce_rms_norm(rows, vectors, where.world_size, num_sms(x.device))
+    with in_stream_order(x.device):
+        place = push_workspace(
+            where, ALL_REDUCE, all_reduce_rms_norm_layout(rows, vectors, where.world_size, config)
+        )
+        place.raise_if_broken()
+        key: Any = (host.OP, rows, hidden, x.dtype, eps)
+        kernel = place.prepared.get(key)
+        plan = Plan("push", workspace_bytes=place.layout.bytes)
+        ran(plan)
+        if kernel is None:
+
+            def make() -> AllReduceRmsNormLauncher:
+                return AllReduceRmsNormLauncher(place, rows, hidden, x.dtype, eps, config)
+
+            kernel = make_together(place, host.OP, key, key, make)
+        normed, sums = torch.empty_like(x), torch.empty_like(x)
+        timeout_ns = int(get_timeout(where.group_name) * 1e9)
+        place.raise_if_broken(host.OP, grids=kernel.grids)
+        kernel.launch(
+            *(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), normed.data_ptr(), sums.data_ptr()),
+            timeout_ns=timeout_ns,
+            stream=torch.cuda.current_stream().cuda_stream,
+        )
+    return place, kernel, plan, (normed, sums)

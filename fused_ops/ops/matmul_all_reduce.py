@@ -1,0 +1,165 @@
+"""fused_matmul_all_reduce: a kernel for few rows, one for large products, and for others cuBLAS and an all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...kernels.device.tuning.choice import make_together
+from ...kernels.matmul_all_reduce import host
+from ...kernels.matmul_all_reduce.reference import reference_matmul_all_reduce
+from ...symm_mem import get_timeout
+from ...symm_mem.heap.heap import Heap
+from ...symm_mem.workspace import Workspace
+from ..dispatch import fast_path as short
+from ..dispatch import plan
+from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, on, ran, should_fuse
+from ..dispatch.stream_order import in_stream_order
+from ..dispatch.workspaces import ALL_REDUCE, PRODUCTS, matmul_workspace, product_workspace, push_workspace
+from . import all_reduce
+
+_ALL = (*PRODUCTS, ALL_REDUCE)
+
+
+@dataclass(frozen=True)
+class _ProductThenSum:
+    """cuBLAS's product, and an all-reduce of it where it lies: what calls like one before are made of."""
+
+    workspace: Workspace[Any]  # the all-reduce's
+    kernel: Any  # an AllReduce
+
+    def call(
+        self, tensors: Sequence[Tensor], results: Sequence[Tensor], timeout_ns: int, stream: int
+    ) -> None:
+        """As ``again.Caller``."""
+        (A, B), (out,) = tensors, results
+        if out.dim() == 2:
+            torch.mm(A, B, out=out)
+        else:
+            torch.mm(A.flatten(0, -2), B, out=out.view(-1, out.shape[-1]))
+        self.workspace.raise_if_broken(host.OP, inside=3, grids=self.kernel.grids)
+        address = out.data_ptr()
+        try:
+            self.kernel.launch(address, address, timeout_ns, stream)
+        except BaseException as e:
+            self.workspace.abandon(e)  # the peers may wait for what was not launched
+            raise
+
+
+def fast_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor | None:
+    """As the op, if such a call was made before on CUDA; else None, and nothing happened.
+
+    Tensors and operation may be anything.
+    """
+    kinds = PRODUCTS if plan._forced == "fused" else _ALL
+    results = short.run_fast(host.OP, reduce_op, (A, B), group_name, kinds)
+    return None if results is None else results[0]
+
+
+def _in_two(sum_ran: Plan) -> Plan:
+    """How the product and the all-reduce ran, the latter so."""
+    return replace(sum_ran, algorithm="two_kernels") if sum_ran.algorithm == "push" else sum_ran
+
+
+def _remember(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup, out: Tensor) -> None:
+    """Such a call was a product and an all-reduce."""
+    found = all_reduce.made_before(out, reduce_op, group.group_name)
+    if found is not None:
+        given, caller = (A, B), _ProductThenSum(found.workspace, found.kernel)
+        short.remember_call(
+            *(host.OP, reduce_op, given, given, [out], found.workspace, caller, _in_two(found.plan)),
+            profitable=True,
+        )
+
+
+def run_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup) -> Tensor:
+    """As the op; the arguments are checked."""
+    shape = (*A.shape[:-1], B.shape[1])
+    found = heap_or_reason(A, group, empty=0 in shape)
+    if isinstance(found, str):
+        ran(Plan("unfused", found))
+        return reference_matmul_all_reduce(A, B, reduce_op, group)
+    a = A.flatten(0, -2)
+    if A.device.type == "cpu":
+        layout = host.host_matmul_all_reduce_layout(
+            a.shape[0], B.shape[1], A.element_size(), found.world_size
+        )
+        workspace = matmul_workspace(found, layout)
+        ran(Plan("host", workspace_bytes=workspace.layout.bytes))
+        return host.host_matmul_all_reduce(workspace, a, B, reduce_op).view(shape)
+    with on(A.device):
+        out = _of_few_rows(found, A, B, reduce_op)
+        if out is None:
+            out = _in_one_kernel(found, A, B, reduce_op)
+        if out is None:
+            out = a.new_empty(a.shape[0], B.shape[1])
+            torch.mm(a, B, out=out)
+            all_reduce.in_place(out, reduce_op, group, host.OP)
+            plan._last = _in_two(plan._last)
+            _remember(A, B, reduce_op, group, out.view(shape))
+    return out.view(shape)
+
+
+def _of_few_rows(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor | None:
+    """The result, [M, N], by the kernel for few rows; None if it cannot take the call, or another way is faster."""
+    from ...kernels.matmul_all_reduce import configs, cuda_kernel
+
+    a, b = A.flatten(0, -2), B
+    (m, k), n = a.shape, b.shape[1]
+    config = configs.choose_matmul_all_reduce(m, n, num_sms(A.device))
+    if config is None or not should_fuse(configs.few_rows_kernel_is_profitable(config, n, k)):
+        return None
+    a, b = aligned(a), aligned(b)
+    if cuda_kernel.why_no_few_rows_kernel(a, b) is not None:
+        return None
+    with in_stream_order(A.device):
+        workspace = push_workspace(where, ALL_REDUCE, config.layout(m, where.world_size))
+        key = (host.OP, a.shape, a.stride(), b.shape, b.stride(), a.dtype, reduce_op, config)
+        kernel = workspace.prepared.get(key)
+        if kernel is None:
+            same = (host.OP, a.shape, b.shape, a.dtype, reduce_op, config)
+            kernel = make_together(
+                *(workspace, host.OP, key, same),
+                lambda: cuda_kernel.MatmulAllReduceLauncher(workspace, a, b, reduce_op, config),
+            )
+        fused = Plan("one_shot", workspace_bytes=workspace.layout.bytes)
+        ran(fused)
+        workspace.raise_if_broken(host.OP, grids=kernel.grids)
+        out = a.new_empty(m, n)
+        timeout_ns = int(get_timeout(where.group_name) * 1e9)
+        stream = torch.cuda.current_stream().cuda_stream
+        kernel.launch(0, (a.data_ptr(), b.data_ptr()), (out.data_ptr(),), timeout_ns, stream)
+    shaped = out.view(*A.shape[:-1], n)
+    short.remember_call(
+        *(host.OP, reduce_op, (A, B), (a, b), [shaped], workspace, kernel, fused),
+        profitable=configs.few_rows_kernel_is_profitable(config, n, k),
+        grids=kernel.grids,
+    )
+    return out
+
+
+def _in_one_kernel(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor | None:
+    """The result, [M, N]; None if the kernel cannot take the call, or a product and an all-reduce are faster."""
+    from ...kernels.matmul_reduce_scatter import to_all
+
+    a, b, sms = aligned(A.flatten(0, -2)), aligned(B), num_sms(A.device)
+    choice = to_all.choose_sum_to_all(a, b, where.world_size, sms)
+    if isinstance(choice, str) or not should_fuse(choice.profitable):
+        return None
+    with in_stream_order(A.device):
+        workspace = product_workspace(where, choice)
+        workspace.raise_if_broken(host.OP)
+        fused = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes)
+        ran(fused)
+        timeout_ns = int(get_timeout(where.group_name) * 1e9)
+        out, launcher = to_all.launch_sum_to_all(choice, workspace, a, b, sms, timeout_ns, host.OP, reduce_op)
+    shaped = out.view(*A.shape[:-1], B.shape[1])
+    short.remember_call(
+        host.OP, reduce_op, (A, B), (a, b), [shaped], workspace, launcher, fused, profitable=choice.profitable
+    )
+    return out

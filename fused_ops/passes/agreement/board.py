@@ -1,0 +1,395 @@
+"""Where the ranks of a group see which graph each is about to run.
+
+One page of shared memory of the group's rank 0, found by the others through the group's store when it is there: nobody
+waits for its making. Every change is made under a lock of the file, so it is seen whole or not at all. A rank's place
+in the program is told by two counts that are the same on all ranks wherever these are at the same point, because
+neither needs weft on the other side: how many collectives its backend has begun in the group, and how many graphs the
+group has run fused. A rank posts ``Post`` and learns one of two answers:
+
+======  ====================================================================================================
+FUSED   every rank of the group stands at the same place before a graph with the same signature, and is willing
+PLAIN   else: another rank posted another graph for these collectives, is past them without having posted, is not
+        willing, or has not come in time; or the lock cannot be had, then nothing is posted
+======  ====================================================================================================
+
+FUSED is written for all ranks at once by the last one to post, and only over posts that no rank has withdrawn; PLAIN
+for a rank by itself or by whoever sees the conflict. So ranks at one place never get different answers, however late
+one is.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from typing import TypeVar
+
+from torch.distributed import ProcessGroup, Store
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from ....symm_mem import WeftError, get_timeout
+from ....symm_mem.bootstrap.store import StoreQuestions, peek
+from ....symm_mem.heap.registry import has_name
+from .file_lock import locked, pauses
+from .vote import (
+    ANOTHER_GRAPH,
+    CANNOT_FUSE,
+    FUSED,
+    LATE,
+    LOCKED,
+    NO_BOARD,
+    NOTHING,
+    PASSED_BY,
+    PLAIN,
+    UNDECIDED,
+    Answer,
+    Vote,
+)
+
+# A rank's words: its post (from which a count of 1 on there is one), the answer, and digests of its last posts.
+_TURNS, _BEGUN, _COUNT, _SIGNATURE, _CAN_FUSE, _ANSWER, _WHY, _PEER, _POSTS = range(9)
+_HISTORY, _KEPT = 16, 112
+_ROW = _HISTORY + _KEPT
+_HEADER = 16  # words, the first four hold the board's secret
+_FUSED_RUNS = 4  # the word of ``turns``: the ranks', so that one who is interrupted while it asks has it, too
+_WHAT = "agree on a graph"  # in errors
+
+T = TypeVar("T")
+
+
+class VoteBoard:
+    """One rank's view of its group's board. Calls of several threads take turns."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self.connected = False  # the group's backend can be captured
+        self._name = group.group_name
+        self._store = _get_process_group_store(group)
+        self._prefix = self._new_prefix(_tokens.setdefault(group, secrets.token_hex(8)))
+        self._fd = -1
+        self._close: weakref.finalize[..., VoteBoard] | None = None
+        self._blind = -1  # a rank that cannot see the board, and never will
+        self._shut = False  # the lock was waited for in vain, and has not been had since
+        self._words: memoryview | None = None
+        self._thread_lock = threading.Lock()
+
+    @property
+    def turns(self) -> int:
+        """As in ``Post``."""
+        return 0 if self._words is None else self._words[_FUSED_RUNS]
+
+    def _new_prefix(self, token: str) -> str:
+        """A store may outlive a group of this name: each rank counts those that had a board, so that keys are new.
+
+        ``token``: the group's, which is counted once, however often an exception has ended the making of its board.
+        """
+        prefix = f"weft/{self._name}/agree"
+        key = f"{prefix}/made/{self.rank}"
+
+        def count(store: Store) -> str:
+            number, _, last = peek(store, key).partition(" ")
+            if last != token:
+                number = str(int(number or 0) + 1)
+                store.set(key, f"{number} {token}")
+            return number
+
+        return f"{prefix}/{self._asked(count)}"
+
+    def _make(self) -> None:
+        """On rank 0; once more where an exception has ended it: others may have found the board."""
+        if self._close is None:
+            self._hold(os.memfd_create("weft-agree", os.MFD_CLOEXEC))
+        os.ftruncate(self._fd, 8 * (_HEADER + self.size * _ROW))
+        words = self._mapped()
+        if not any(words[:4]):
+            words[:4] = memoryview(secrets.token_bytes(32)).cast("Q")
+        where = {"host": _host(), "pid": os.getpid(), "fd": self._fd, "secret": words[:4].tobytes().hex()}
+        self._asked(lambda s: s.set(f"{self._prefix}/where", json.dumps(where)))
+        self._words = words
+        # Behind that: whoever leaves a note looks for the board once more, and posts if it is there by then.
+        for peer in range(1, self.size):
+            key = self._note(peer)
+            if not (note := self._asked(lambda s, key=key: peek(s, key))):  # type: ignore[misc]
+                continue
+            with suppress(WeftError), self._lock(lambda: get_timeout(self._name)) as words:
+                if not words[self._row(peer) + _POSTS]:
+                    self._post(words, peer, Vote(**json.loads(note)))
+
+    def _note(self, rank: int) -> str:
+        """Where a rank that waits for nobody leaves its post while there is no board, or it would be waited for."""
+        return f"{self._prefix}/note/{rank}"
+
+    def _leave_note(self, post: Vote) -> None:
+        self._asked(lambda s: s.set(self._note(self.rank), json.dumps(asdict(post))))
+
+    def _hold(self, fd: int) -> None:
+        self._fd = fd
+        self._close = weakref.finalize(self, os.close, fd)
+        self._close.atexit = False
+
+    def _mapped(self) -> memoryview:
+        return memoryview(mmap.mmap(self._fd, 8 * (_HEADER + self.size * _ROW))).cast("Q")
+
+    def attached(self) -> bool:
+        """Whether the board is there and this rank can see it. If not: rank 0 makes it, the others look for it."""
+        if self._words is not None:
+            return True
+        if self.rank == 0:
+            with self._thread_lock:
+                if self._words is None:
+                    self._make()
+            return True
+        if self._blind == self.rank:
+            return False
+        if not (found := self._asked(lambda s: peek(s, f"{self._prefix}/where"))):
+            return False
+        where = json.loads(found)
+        try:
+            if where["host"] != _host():
+                raise OSError("on another host")
+            self._hold(os.open(f"/proc/{where['pid']}/fd/{where['fd']}", os.O_RDWR | os.O_CLOEXEC))
+            if os.fstat(self._fd).st_size != 8 * (_HEADER + self.size * _ROW):
+                raise OSError("not the board")
+            words = self._mapped()
+            if words[:4].tobytes().hex() != where["secret"]:
+                raise OSError("not the board")
+        except OSError:
+            if self._close is not None:
+                self._close()
+            self._asked(lambda s: s.set(f"{self._prefix}/blind", str(self.rank)))
+            self._blind = self.rank
+            return False
+        self._words = words
+        return True
+
+    def _all_see(self) -> bool:
+        """Whether no rank is known that cannot see the board: one of another host, say."""
+        if self._blind < 0 and (found := self._asked(lambda s: peek(s, f"{self._prefix}/blind"))):
+            self._blind = int(found)
+        return self._blind < 0
+
+    def _asked(self, question: Callable[[Store], T]) -> T:
+        with StoreQuestions(self._store, _WHAT, self._name, self.rank) as store:
+            store.limit(get_timeout(self._name))
+            return store.ask(question)
+
+    def tell(self, signature: int, text: str) -> None:
+        """Let the others know what stands behind a signature of this rank."""
+        self._asked(lambda s: s.set(f"{self._prefix}/graph/{signature}", text))
+
+    def told(self, rank: int) -> str | None:
+        """What stands behind the signature that ``rank`` posted last."""
+        if self._words is None:
+            return None
+        key = f"{self._prefix}/graph/{self._words[self._row(rank) + _SIGNATURE]}"
+        return self._asked(lambda s: peek(s, key)) or None
+
+    def ask(self, post: Vote, timeout: Callable[[], float]) -> Answer:
+        """Post, and wait for the answer, for ``timeout`` seconds at most. Who is not willing does not wait.
+
+        Raises:
+            WeftError: the lock cannot be had to take the post back, so others may count on it; or there is no store.
+        """
+        deadline: float | None = None
+
+        def over() -> bool:
+            nonlocal deadline
+            if deadline is None:  # asked for only now: most often the others are there at once
+                deadline = time.monotonic() + (timeout() if post.can_fuse else 0.0)
+            return time.monotonic() >= deadline
+
+        noted = post.can_fuse
+        while not self.attached():
+            if not noted and self._blind != self.rank:
+                self._leave_note(post)
+                noted = True
+                continue
+            if over() or self._blind == self.rank:
+                return Answer(False, NO_BOARD, 0) if post.can_fuse else Answer(False, CANNOT_FUSE, self.rank)
+            time.sleep(0.01)
+        with self._thread_lock:
+            try:
+                return self._ask(post, over, timeout)
+            except BaseException:  # Ctrl-C, say: nobody shall count on this rank
+                with suppress(WeftError), self._lock(timeout) as words:
+                    self._take_back(words, LATE, self.rank)
+                raise
+
+    def _ask(self, post: Vote, over: Callable[[], bool], timeout: Callable[[], float]) -> Answer:
+        try:
+            with self._lock(timeout) as words:
+                self._post(words, self.rank, post)
+        except WeftError:  # no rank has seen this post, so none counts on it
+            return Answer(False, LOCKED if post.can_fuse else CANNOT_FUSE, self.rank)
+        waits = pauses()
+        while (answer := self._answer()) is None:
+            pause = next(waits)
+            in_vain = pause is None and not self._all_see()
+            if over() or in_vain:
+                with self._lock(timeout) as words:
+                    why = (NO_BOARD, self._blind) if in_vain else (LATE, self._missing(words, post))
+                    self._take_back(words, *why)
+            else:
+                time.sleep(pause or 0.0)
+        return answer
+
+    def _take_back(self, words: memoryview, why: int, peer: int) -> None:
+        """This rank's post, unless there is an answer to it."""
+        if words[self._row(self.rank) + _ANSWER] == UNDECIDED:
+            self._decide(words, self.rank, PLAIN, why, peer)
+            self._spread(words)
+
+    def came_after_all(self, peer: int, post: Vote) -> bool | None:
+        """Whether ``peer``, for which this rank once waited in vain, has posted the same since; None: not known yet."""
+        words = self._words
+        if words is None:
+            return None
+        row = self._row(peer)
+        if post.digest in words[row + _HISTORY : row + _ROW].tolist():
+            return True
+        past = words[row + _POSTS] and (words[row + _TURNS], words[row + _BEGUN]) > (post.turns, post.begun)
+        return False if past else None
+
+    def _row(self, rank: int) -> int:
+        return _HEADER + rank * _ROW
+
+    @contextmanager
+    def _lock(self, timeout: Callable[[], float]) -> Iterator[memoryview]:
+        """The words, for this rank alone. The kernel gives the lock back once no process has the holder's file open.
+
+        Raises:
+            WeftError: another rank's process has held it all the time, or one that was forked from it.
+        """
+        assert self._words is not None
+        limit = (lambda: 0.0) if self._shut else timeout  # whoever has waited in vain does not wait again
+        with locked(self._fd, limit) as waited:
+            self._shut = waited is not None
+            if self._shut:
+                raise WeftError(
+                    f"{_WHAT}: rank {self.rank} of group {self._name!r} waited {waited:g} s for the lock of the ranks' "
+                    "board, which rank 0 keeps: it is held, expected free"
+                )
+            yield self._words
+
+    def _answer(self) -> Answer | None:
+        assert self._words is not None
+        row = self._row(self.rank)
+        answer = self._words[row + _ANSWER]
+        if answer == UNDECIDED:
+            return None
+        return Answer(answer == FUSED, self._words[row + _WHY], self._words[row + _PEER])
+
+    def _decide(self, words: memoryview, rank: int, answer: int, why: int, peer: int) -> None:
+        row = self._row(rank)
+        words[row + _WHY], words[row + _PEER] = why, peer
+        words[row + _ANSWER] = answer
+
+    def _post(self, words: memoryview, rank: int, post: Vote) -> None:
+        row = self._row(rank)
+        mine = (post.turns, post.begun, post.count, post.signature)
+        words[row + _ANSWER] = UNDECIDED
+        words[row + _TURNS], words[row + _BEGUN], words[row + _COUNT], words[row + _SIGNATURE] = mine
+        words[row + _CAN_FUSE] = int(post.can_fuse)
+        words[row + _HISTORY + words[row + _POSTS] % _KEPT] = post.digest
+        words[row + _POSTS] += 1
+        if not post.can_fuse:
+            self._decide(words, rank, PLAIN, CANNOT_FUSE, rank)
+        for peer in range(self.size):
+            if peer != rank:
+                self._meet(words, rank, post, peer)
+        self._spread(words)
+        rows = [self._row(r) for r in range(self.size)]
+        if all(words[r + _ANSWER] == UNDECIDED and self._post_of(words, r) == mine for r in rows):
+            words[_FUSED_RUNS] += 1
+            for each in range(self.size):
+                self._decide(words, each, FUSED, NOTHING, each)
+
+    @staticmethod
+    def _post_of(words: memoryview, row: int) -> tuple[int, ...]:
+        return tuple(words[row + _TURNS : row + _SIGNATURE + 1])
+
+    def _meet(self, words: memoryview, rank: int, post: Vote, peer: int) -> None:
+        """What the peer's last post says about this one, and the other way round."""
+        row, own = self._row(peer), self._row(rank)
+        if not words[row + _POSTS] or words[row + _ANSWER] == FUSED:
+            return  # it has not come yet
+        turns, begun, count, signature = self._post_of(words, row)
+        undecided = words[row + _ANSWER] == UNDECIDED
+        own_why = NOTHING
+        if (turns, begun, count, signature) == (post.turns, post.begun, post.count, post.signature):
+            return  # the answer to one is the answer to the other
+        if turns == post.turns and begun + count <= post.begun:
+            if undecided:  # it waits where this rank has been without a post
+                self._decide(words, peer, PLAIN, PASSED_BY, rank)
+            return
+        if turns == post.turns and post.begun + post.count <= begun:
+            own_why = PASSED_BY
+        else:
+            own_why = ANOTHER_GRAPH
+            if undecided:
+                self._decide(words, peer, PLAIN, ANOTHER_GRAPH, rank)
+        if words[own + _ANSWER] == UNDECIDED:
+            self._decide(words, rank, PLAIN, own_why, peer)
+
+    def _spread(self, words: memoryview) -> None:
+        """Equal posts have the same answer."""
+        rows = [self._row(r) for r in range(self.size) if words[self._row(r) + _POSTS]]
+        plain = {self._post_of(words, r): r for r in rows if words[r + _ANSWER] == PLAIN}
+        for row in rows:
+            source = plain.get(self._post_of(words, row))
+            if source is not None and words[row + _ANSWER] == UNDECIDED:
+                rank = (row - _HEADER) // _ROW
+                self._decide(words, rank, PLAIN, words[source + _WHY], words[source + _PEER])
+
+    def _missing(self, words: memoryview, post: Vote) -> int:
+        mine = (post.turns, post.begun, post.count, post.signature)
+        for rank in range(self.size):
+            row = self._row(rank)
+            # Not here, or left again.
+            if self._post_of(words, row) != mine or words[row + _ANSWER] != UNDECIDED:
+                return rank
+        return self.rank
+
+
+def _host() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{socket.gethostname()} {file.read().strip()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def begun(group: ProcessGroup) -> int:
+    """Collectives that the backend has begun in the group.
+
+    Raises:
+        RuntimeError: the backend does not count them.
+    """
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
+
+_boards: weakref.WeakKeyDictionary[ProcessGroup, VoteBoard] = weakref.WeakKeyDictionary()
+_tokens: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def vote_board(group: ProcessGroup) -> VoteBoard:
+    """The group's board, as this rank sees it."""
+    known = _boards.get(group)
+    if known is None:
+        with _making:
+            known = _boards.get(group)
+            if known is None:
+                for other in list(_boards):  # a program may keep a group that it has destroyed
+                    if not has_name(other, other.group_name):
+                        del _boards[other]
+                known = _boards[group] = VoteBoard(group)
+    return known

@@ -1,0 +1,289 @@
+"""Ranks whose graphs differ never meet a fused op on one side and a plain collective on the other.
+
+Every rank compiles for itself, and real programs make ranks compile different graphs: a warning printed on rank 0 alone
+ends its graph there, a guard fails on one rank only, one rank's collective runs in eager mode. Then one rank's graph
+holds a gather and its product, and fuses them; another rank's holds the gather alone.
+
+*To agree while compiling* is no way out: a rank that loads its graph from Inductor's cache runs no pass, ranks that
+differ compile another number of graphs, and while one compiles, another may stand in a collective of a graph that the
+first one has not got. *To choose by what all ranks share* is none either: a rank does not know where the others'
+graphs end. And *to agree once, at a graph's first run*, does not cover the rank that takes another path in the tenth
+step.
+
+So the ranks agree whenever a graph runs, before it does anything: one look at memory that they share (``board``). It
+takes a rank's host some 10 microseconds, and it waits there for the slowest one's; on CUDA for the host alone, not for
+what it has queued. ``FusionPass.report().questions`` counts and times it. Where they do not stand before the
+same graph, each runs its own as it was before the pass (``choice``). Nothing needs to be undone, no form of fusion
+has to keep to the plain collectives' order or layout, and what a rank runs in eager mode, over the backend, is what
+it meets.
+
+A wait for a rank that does not come ends after half a minute, once for a graph; its collectives are then plain.
+
+A CUDA graph holds what was chosen when it was captured, and its replays ask nobody: a rank that captures again, or
+takes another path, cannot learn that another one replays. With Inductor's own CUDA graphs (``mode="reduce-overhead"``)
+the question stands outside of them, in the code that replays the partitions (``graph_partition``, on by default), and
+is asked before each run. Without partitions nothing is fused, and a graph that runs while the user captures is captured
+unfused: the report says so in both cases. Who knows that all ranks capture and replay alike says ``agree="capture"``:
+then what is captured is what the ranks agreed on at the capture.
+
+Where the generated code cannot ask (the C++ wrapper), nothing is fused.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._inductor import config as inductor_config
+from torch._inductor import inductor_prims
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.graph import PythonCode
+
+from ....symm_mem import resolve_group
+from ..graph.collectives import argument, calls, collectives, group_of, kind_of, what
+from ..report import Entry
+from .board import begun
+from .guard import SIZES, GroupQuestion, pack
+from .signature import Order, Signature
+
+_lib = torch.library.Library("weft", "FRAGMENT")
+_lib.define("agree(str packed, bool fused) -> ()")
+_lib.impl(
+    "agree", lambda packed, fused: None, "CompositeExplicitAutograd"
+)  # a graph that is interpreted does not ask
+_agree = torch.ops.weft.agree.default
+fx.node.has_side_effect(_agree)
+
+_CONSTANT_BYTES = 1 << 20
+# Operators of higher order that take no graphs, objects or numbers of this process's tables: a user's operator that
+# writes to its arguments.
+_AS_TEXT = ("auto_functionalized_v2",)
+# What an activation checkpoint makes of operators that may draw random numbers, and at which argument the operator is.
+_STATEFUL = {"run_and_save_rng_state": 0, "run_with_rng_state": 1, "graphsafe_run_with_rng_state": 0}
+# What draws by a seed that is a tensor, and which argument it is. Op by op they take no notice of it.
+_DRAWS = {inductor_prims.random: (1, "seed"), inductor_prims.randint: (3, "seed")}
+_BUILTIN = fx.graph._custom_builtins  # what a graph's text may use without an import
+_SIGNATURE = re.compile(r"^def forward\(self.*?\)[^\n()]*:\n", re.DOTALL | re.MULTILINE)
+
+
+def why_not_asked(group: str) -> str | None:
+    """Why ranks of ``group`` cannot be asked at run time; None if they can, or if there are no other ranks to ask."""
+    pg = resolve_group(group)
+    if dist.get_backend(pg) == "fake":
+        return None
+    if inductor_config.cpp_wrapper:
+        return "the C++ wrapper cannot ask the other ranks whether they run the same graph"
+    try:
+        begun(pg)
+    except RuntimeError:
+        return f"its backend {dist.get_backend(pg)!r} does not count collectives, so ranks cannot agree"
+    return None
+
+
+def why_captured_without_vote() -> str | None:
+    """Why the question would be asked when a CUDA graph is captured and never again; None if it is asked each time."""
+    if not inductor_config.triton.cudagraphs:
+        return None
+    if inductor_config.graph_partition and getattr(inductor_config, "cudagraph_policy", None) is None:
+        return None
+    return (
+        "the graph is captured whole, in a CUDA graph whose replays cannot ask the other ranks; "
+        "graph_partition leaves the question outside of it"
+    )
+
+
+class FallbackGraph:
+    """A graph as it is before the pass, to be run by ranks that do not agree."""
+
+    def __init__(self, graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+        self._owner = graph.owning_module
+        self.graph = _copy(graph)
+        self._graph = self._without_objects()
+        self._counts: dict[str, int] = {}
+        for node in nodes:
+            group = group_of(node)
+            if group is not None:
+                self._counts[group] = self._counts.get(group, 0) + 1
+
+    def _without_objects(self) -> fx.Graph:
+        """The graph that is kept as text. What it returns of objects, DTensors' meshes, the generated code has."""
+        objects = {
+            n
+            for n in self.graph.find_nodes(op="get_attr")
+            if not isinstance(_attribute(self._owner, n.target), torch.Tensor | fx.GraphModule)
+            and all(u.op == "output" for u in n.users)
+        }
+        if not objects:
+            return self.graph
+        return _copy(self.graph, objects)
+
+    def why_not_kept(self) -> str | None:
+        """Why the graph cannot be kept as text; None if it can."""
+        if (node := _drawn_elsewhere(self._graph)) is not None:
+            return (
+                f"{what(node)} draws random numbers that another graph draws again from the same seed, as for dropout "
+                "that is recomputed: kept for ranks that do not agree, the graph would draw others"
+            )
+        size = 0
+        for node in self._graph.nodes:
+            name = node.target.name() if isinstance(node.target, torch._ops.HigherOrderOperator) else None
+            if name in _STATEFUL:
+                if not _draws_nothing(node):
+                    return (
+                        f"{what(node)} draws random numbers that another graph draws again, as for dropout that is "
+                        "recomputed: in their order in memory, which fusing may change in one of the two graphs"
+                    )
+                if any(n.target in _DRAWS for n in self._graph.nodes):
+                    return (
+                        f"kept for ranks that do not agree, {what(node)} has the graph run op by op, and so draw other "
+                        "random numbers, as for dropout"
+                    )
+            elif name is not None and name not in _AS_TEXT:
+                return f"the graph calls {name}, which cannot be kept for ranks that do not agree"
+            if node.op == "get_attr":
+                value = _attribute(self._owner, node.target)
+                if not isinstance(value, torch.Tensor):
+                    return f"the graph reads {node.target}, which cannot be kept for ranks that do not agree"
+                size += value.nbytes
+            elif node.op == "call_module":
+                return f"the graph calls the module {node.target}"
+        if size > _CONSTANT_BYTES:
+            return (
+                f"the graph holds {size} bytes of constants, too many to be kept for ranks that do not agree"
+            )
+        for name, value in self._written.globals.items():
+            if name not in _BUILTIN and not _importable(value):
+                named = getattr(value, "__name__", value)  # no address: reasons are the same on every rank
+                return f"the graph uses {named}, which cannot be kept for ranks that do not agree"
+        return None
+
+    def ask_first(
+        self, graph: fx.Graph, entries: Iterable[Entry], orders: Iterable[Order], *, captured: bool
+    ) -> None:
+        """Puts the question in front of ``graph``, which is this one after the pass.
+
+        Collectives that were taken apart but not fused count as fused: they are not what other ranks run.
+
+        Args:
+            orders: as ``Signature`` has them.
+            captured: as ``pack`` has it.
+        """
+        entries = tuple(entries)
+        order = [g for g in self._counts if has_ranks(g)]
+        if not order:
+            return
+        from ..lowering import collectives as lowering  # noqa: F401  (tells Inductor what the node is)
+
+        index = {g: i for i, g in enumerate(self._counts)}
+        fused = {e.group for e in entries if e.fused_into is not None}
+        if [kind_of(n) for n in collectives(self._graph)] != [e.collective for e in entries]:
+            fused |= self._counts.keys()
+        asked = [GroupQuestion(g, self._counts[g], g in fused, resolve_group(g).size()) for g in order]
+        kept = any(a.fused for a in asked)
+        signature = Signature(graph, index, entries, orders)
+        code = self._code() if kept else None
+        with unset_fake_temporarily():  # the constants are real
+            constants = self._constants() if kept else {}
+            packed = pack(
+                asked,
+                signature.digest,
+                signature.sizes,
+                signature.what,
+                code,
+                constants,
+                captured=captured,
+            )
+        first = next(n for n in graph.nodes if n.op != "placeholder")
+        with graph.inserting_before(first):
+            question = graph.call_function(_agree, (packed, kept))
+        question.meta["val"], question.meta[SIZES] = None, signature.symbolic
+
+    @cached_property
+    def _written(self) -> PythonCode:
+        for node in self._graph.nodes:
+            node.type = None
+        return self._graph.python_code("self")
+
+    def _code(self) -> str:
+        names = [n.name for n in self._graph.nodes if n.op == "placeholder"]
+        unpack = f"    {', '.join(names)}, = args; args.clear()\n" if names else ""
+        text = self._written.src
+        body, replaced = _SIGNATURE.subn(lambda _: f"def forward(self, args):\n{unpack}", text, count=1)
+        assert replaced == 1
+        imports = [
+            f"from {value.__module__} import {value.__name__} as {name}\n"
+            for name, value in self._written.globals.items()
+            if name not in _BUILTIN
+        ]
+        return "".join(imports) + body[body.index("def forward") :]
+
+    def _constants(self) -> dict[str, torch.Tensor]:
+        names = dict.fromkeys(str(n.target) for n in self._graph.nodes if n.op == "get_attr")
+        return {name: _attribute(self._owner, name).detach() for name in names}
+
+
+def _copy(graph: fx.Graph, without: Collection[fx.Node] = ()) -> fx.Graph:
+    """Where the graph returns a node that is left out, the copy returns None."""
+    copy = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    outputs = fx.node.map_arg(graph.output_node().args[0], lambda n: None if n in without else n)
+    for node in graph.nodes:
+        if node.op != "output" and node not in without:
+            copies[node] = copy.node_copy(node, copies.__getitem__)
+    output = copy.output(fx.node.map_arg(outputs, copies.__getitem__))
+    output.meta = dict(graph.output_node().meta)
+    return copy
+
+
+def has_ranks(group: str) -> bool:
+    """Whether there are other ranks that can be asked: a fake group has none."""
+    try:
+        pg = resolve_group(group)
+    except ValueError:
+        return False
+    return dist.get_backend(pg) != "fake" and pg.size() > 1 and why_not_asked(group) is None
+
+
+def _drawn_elsewhere(graph: fx.Graph) -> fx.Node | None:
+    """A node that draws by a seed which is not this graph's own, or not this node's alone."""
+    seen: set[tuple[fx.Node, int]] = set()
+    for node in graph.nodes:
+        if node.target not in _DRAWS:
+            continue
+        seed = argument(node, *_DRAWS[node.target])
+        if not calls(seed, inductor_prims.lookup_seed) or len(seed.users) > 1 or seed.args in seen:
+            return node
+        seen.add(seed.args)
+        seeds = seed.args[0]
+        if not calls(seeds, inductor_prims.seeds) or not all(
+            calls(u, inductor_prims.lookup_seed) for u in seeds.users
+        ):
+            return node
+    return None
+
+
+def _draws_nothing(node: fx.Node) -> bool:
+    """Whether a checkpoint's operator is attention without dropout."""
+    op, *args = node.args[_STATEFUL[node.target.name()] :]  # type: ignore[union-attr]
+    for i, a in enumerate(op._schema.arguments):  # type: ignore[union-attr]
+        if a.name == "dropout_p":
+            return bool((args[i] if i < len(args) else node.kwargs.get(a.name, a.default_value)) == 0)
+    return False
+
+
+def _importable(value: Any) -> bool:
+    module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    return module in sys.modules and getattr(sys.modules[module], str(name), None) is value
+
+
+def _attribute(owner: Any, target: Any) -> Any:
+    value = owner
+    for part in str(target).split("."):
+        value = getattr(value, part, None)
+    return value

@@ -1,0 +1,373 @@
+"""What a compiled graph asks each time before it runs: may it run fused, or do the ranks stand before different graphs?
+
+Inductor writes the question in front of everything else in the function that it generates, and with it the way out:
+
+    if not weft_choice.fused():
+        return weft_choice.plain([arg0_1, arg1_1], ...)
+
+``fallback`` computes what the graph would without the pass: it has the graph as it was, as source text. So the
+collectives of that run are those that the other ranks meet in whatever they run instead: the same ones, in the same
+order, with the same layouts. Everything is in the generated file, which is what Inductor's caches keep: a rank that
+takes its graph from there asks like one that compiled it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import logging
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._dynamo.exc import TorchDynamoException
+from torch.distributed import ProcessGroup
+
+from ....symm_mem import get_timeout, resolve_group
+from . import outcomes
+from .board import begun, vote_board
+from .signature import digest
+from .vote import ANOTHER_GRAPH, CANNOT_FUSE, LATE, LOCKED, NO_BOARD, PASSED_BY, Answer, Vote
+
+_log = logging.getLogger("weft.passes")
+#: Seconds until a rank that does not come is taken to run something else; less if the group's deadline is less.
+VOTE_DEADLINE = 30.0
+#: What the question's node has in its ``meta``: the sizes that are known when the graph runs.
+SIZES = "weft_sizes"
+_OP_BY_OP = 2  # runs of an unfused graph until it is compiled
+_TOLD = 64  # sizes of which a graph tells the others what stands behind its signature: each is an entry in the store
+# Backends that make a group's communicator at its first collective, which they cannot while a CUDA graph is captured;
+# and where their tensors lie.
+_CONNECT_AT_FIRST = {"nccl": "cuda"}
+_IN_CAPTURE = (
+    "a CUDA graph is being captured, whose replays cannot ask the other ranks; where you know that all ranks capture "
+    'and replay alike, FusionPass(agree="capture") fuses there, too'
+)
+
+
+@dataclass(frozen=True)
+class GroupQuestion:
+    """A group: how many collectives the graph had in it before the pass, whether any of them was fused, and for how
+    many ranks."""
+
+    name: str
+    count: int
+    fused: bool
+    size: int
+
+
+def pack(
+    groups: Sequence[GroupQuestion],
+    signature: int,
+    sizes: Sequence[int | str | None],
+    what: Sequence[str],
+    code: str | None,
+    constants: dict[str, Any],
+    *,
+    captured: bool = False,
+) -> str:
+    """The argument of ``Choice``.
+
+    Args:
+        groups: in the order in which they first occur in the graph.
+        signature: 63 bits; equal for graphs that communicate alike, but for their sizes.
+        sizes: None for one that is known when the graph runs.
+        what: what became of each collective, for the other ranks' reports.
+        code: ``def forward(self, args)``, the graph as it was; it empties ``args``. None if nothing was fused.
+        constants: the graph's attributes that the code reads.
+        captured: whether the graph may run fused while a CUDA graph is captured, whose replays will not ask.
+    """
+    buffer = io.BytesIO()
+    torch.save(constants, buffer)
+    data = {
+        "groups": [[g.name, g.count, g.fused, g.size] for g in groups],
+        "signature": signature,
+        "sizes": list(sizes),
+        "what": list(what),
+        "code": code,
+        "constants": base64.b64encode(buffer.getvalue()).decode() if constants else None,
+        "captured": captured,
+    }
+    return base64.b64encode(zlib.compress(json.dumps(data).encode(), 6)).decode()
+
+
+class GraphGuard:
+    """Asks for one compiled graph. Made once by the generated module; used by whatever thread runs the graph."""
+
+    def __init__(self, packed: str) -> None:
+        data = json.loads(zlib.decompress(base64.b64decode(packed)))
+        self._groups = [GroupQuestion(*g) for g in data["groups"]]
+        self._signature: int = data["signature"]
+        self._sizes: list[int | str | None] = data["sizes"]
+        self._signed: tuple[tuple[int, ...], int] | None = None  # sizes, and the signature with them
+        self._what: list[str] = data["what"]
+        self._code: str | None = data["code"]
+        self._constants: str | None = data["constants"]
+        self._captured: bool = data["captured"]
+        fused = [g for g in self._groups if g.fused]
+        # Each group's answer depends on the others': they go round until every rank that shares any of them has the
+        # same.
+        self._rounds = [*fused, *fused[-2::-1]]
+        self._fallback_runs = 0
+        self._known: dict[str, weakref.ref[ProcessGroup]] = {}
+        self._told: set[tuple[str, int]] = set()
+        self._late: dict[str, tuple[int, Vote]] = {}
+        self._why_not_fuse: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self._signature:016x}"
+
+    def fused(self, sizes: tuple[int, ...] = ()) -> bool:
+        """Whether every rank is about to run this graph, and so may run it fused. Every rank gets the same answer.
+
+        ``sizes`` are those that the graph was compiled without. The ranks must have the same.
+
+        A rank that does not come is waited for once: ``PATIENCE`` seconds, or the group's deadline if that is less.
+        Then the graph runs unfused until that rank has shown that it was only late, or for good if it ran something
+        else.
+
+        Raises:
+            ValueError: a group in which something was fused has another number of ranks than the graph was made for.
+        """
+        self._look_up_groups()
+        begin = time.perf_counter()
+        answer = self._agreed(self.signature(sizes))
+        outcomes.count_vote(answer, time.perf_counter() - begin)
+        return answer
+
+    def signature(self, sizes: tuple[int, ...]) -> int:
+        """What this graph posts when it runs with these sizes."""
+        signed = self._signed
+        if signed is None or signed[0] != sizes:
+            now = iter(sizes)
+            filled = [next(now) if size is None else size for size in self._sizes]
+            signed = self._signed = sizes, digest(f"{self._signature} {filled}")
+        return signed[1]
+
+    def _look_up_groups(self) -> None:
+        """Groups are known by name, and after destroy_process_group another may have it: of its ranks nothing is known.
+
+        Where something was fused, both ways are for as many ranks as there were. A group in which all was left alone
+        goes on as without the pass.
+        """
+        for asked in self._groups:
+            group = resolve_group(asked.name)
+            if asked.fused and group.size() != asked.size:
+                raise ValueError(
+                    f"graph {self.name}: was made for {asked.size} ranks, group {asked.name!r} has {group.size()}: "
+                    "after torch._dynamo.reset() it is made anew"
+                )
+            known = self._known.get(asked.name)
+            if known is None or known() is not group:
+                self._known[asked.name] = weakref.ref(group)
+                self._told = {told for told in self._told if told[0] != asked.name}
+                self._late.pop(asked.name, None)
+                self._why_not_fuse = None
+
+    def _agreed(self, signature: int) -> bool:
+        for asked in self._groups:
+            if not asked.fused:
+                self._ask(asked, signature, can_fuse=False)
+        if self._code is not None and not _capturing():
+            _ = self._namespace  # what is on the device cannot be made while a CUDA graph is captured
+        can_fuse = self._captured or not _capturing()
+        if not can_fuse and self._rounds:
+            first = self._rounds[0].name
+            outcomes.note(self.name, first, vote_board(resolve_group(first)).rank, _IN_CAPTURE)
+        for i, asked in enumerate(self._rounds):
+            turn = (signature + i) % (1 << 63)
+            answer = self._ask(asked, turn, can_fuse and self._may_wait(asked.name))
+            if can_fuse and not answer.fused:
+                self._explain(asked.name, answer)
+            can_fuse = can_fuse and answer.fused
+        agreed = can_fuse and bool(self._rounds)
+        if agreed and not _capturing():
+            for asked in self._groups:
+                if asked.fused:
+                    _connect(resolve_group(asked.name))
+        return agreed
+
+    def _ask(self, asked: GroupQuestion, signature: int, can_fuse: bool) -> Answer:
+        group = resolve_group(asked.name)
+        where = vote_board(group)
+        if (asked.name, signature) not in self._told and len(self._told) < _TOLD:
+            where.tell(signature, json.dumps(self._what))
+            self._told.add((asked.name, signature))
+        post = Vote(where.turns, begun(group), asked.count, signature, can_fuse)
+        answer = where.ask(post, lambda: _vote_deadline(asked.name))
+        if can_fuse and answer.why in (LATE, NO_BOARD):
+            self._late[asked.name] = (answer.peer, post)
+        return answer
+
+    def _may_wait(self, name: str) -> bool:
+        """Whether no rank has been waited for in vain, or only one that was late."""
+        if self._why_not_fuse is not None and name not in self._late:
+            return False
+        if name in self._late:
+            peer, post = self._late[name]
+            came = vote_board(resolve_group(name)).came_after_all(peer, post)
+            if came is None:
+                self._why_not_fuse = f"rank {peer} has not come since it was waited for"
+                return False
+            del self._late[name]
+            self._why_not_fuse = (
+                None if came else f"rank {peer} did not come to this graph but ran something else"
+            )
+        return self._why_not_fuse is None
+
+    def _explain(self, name: str, answer: Answer) -> None:
+        where = vote_board(resolve_group(name))
+        peer = answer.peer
+        if answer.why == CANNOT_FUSE and peer == where.rank:
+            reason = self._why_not_fuse or "another group's ranks differ"
+        elif answer.why == LATE:
+            reason = f"rank {peer} did not come within {_vote_deadline(name):g} s"
+        elif answer.why == NO_BOARD:
+            reason = f"rank {peer} has not run a graph of this pass, or is not to be seen from here"
+        elif answer.why == PASSED_BY:
+            reason = f"rank {peer} does this graph's collectives outside of a graph of this pass"
+        elif answer.why == ANOTHER_GRAPH and peer != where.rank:
+            reason = f"rank {peer} runs another graph: {_difference(self._what, where.told(peer), peer)}"
+        elif answer.why == LOCKED:
+            reason = "another process holds the lock of the ranks' board"
+        elif answer.why == CANNOT_FUSE:
+            reason = f"rank {peer} runs this graph unfused"
+        else:
+            reason = "ranks run different graphs"
+        outcomes.note(self.name, name, peer, reason)
+
+    def fallback(
+        self,
+        args: list[Any],
+        strides: Sequence[tuple[int, ...] | None],
+        objects: Mapping[int, Any] | None = None,
+    ) -> tuple[Any, ...]:
+        """What the graph would return without the pass.
+
+        Args:
+            args: the graph's inputs. The list is emptied: what is not needed any more may be freed.
+            strides: of the outputs, as the generated code gives them and the next graph expects them.
+            objects: outputs that are no tensors, by their places, for which the kept graph gives None.
+        """
+        self._fallback_runs += 1
+        with torch.no_grad():
+            outputs = self._outputs(args)
+            restrided = [_restrided(o, s) for o, s in zip(outputs, strides, strict=True)]
+        for i, value in (objects or {}).items():
+            restrided[i] = value
+        return tuple(restrided)
+
+    def _outputs(self, args: list[Any]) -> Sequence[Any]:
+        """Op by op at first: ranks that differ once need no second compilation. Nor can one begin in a capture.
+
+        Random numbers are drawn by Inductor wherever that can be. Others would be as good for this graph, but they
+        move the generator on by another step: what ranks draw alike later, they would not any more.
+        """
+        op_by_op = 0 if self._draws else _OP_BY_OP
+        if self._fallback_runs <= op_by_op or self._compiled is None or _capturing():
+            return self._run(self._namespace, args)
+        inputs = list(args)  # they are needed again if this cannot be compiled
+        try:
+            with _compiling_fallback():
+                return self._compiled(self._namespace, args)
+        except TorchDynamoException as e:  # raised before anything has run
+            _log.warning("graph %s: cannot be compiled as it was, and runs op by op: %s", self.name, e)
+            self._compiled = None
+        return self._run(self._namespace, inputs)
+
+    @cached_property
+    def _draws(self) -> bool:
+        return self._code is not None and "inductor_lookup_seed" in self._code
+
+    @cached_property
+    def _compiled(self) -> Any:
+        """None where Dynamo would break the graph, and compile the rest of it when collectives have run already."""
+        assert self._code is not None
+        return None if "_rng_state(" in self._code else torch.compile(self._run)
+
+    @cached_property
+    def _run(self) -> Any:
+        assert self._code is not None
+        scope = {name: b.obj for name, b in fx.graph._custom_builtins.items()}
+        exec(compile(self._code, f"<unfused graph {self.name}>", "exec"), scope)
+        return scope["forward"]
+
+    @cached_property
+    def _namespace(self) -> SimpleNamespace:
+        if self._constants is None:
+            return SimpleNamespace()
+        return SimpleNamespace(**torch.load(io.BytesIO(base64.b64decode(self._constants))))
+
+
+_state = threading.local()
+
+
+@contextlib.contextmanager
+def _compiling_fallback() -> Iterator[None]:
+    """What is compiled inside is a graph as it was: for the pass, too, where Inductor's settings name one for all that
+    is compiled. It would be fused and ask once more, and its way out be compiled in turn.
+    """
+    _state.in_fallback = True
+    try:
+        # Whoever forbids to compile again means the program's graphs, which are none the worse for this one.
+        with torch.compiler.set_stance("default"):
+            yield
+    finally:
+        _state.in_fallback = False
+
+
+def is_fallback_graph() -> bool:
+    """Whether what this thread compiles is a way out."""
+    return getattr(_state, "as_it_was", False)
+
+
+def _connect(group: ProcessGroup) -> None:
+    """Once, by all ranks of a group that are about to run fused: so that what is captured later can run unfused."""
+    where = vote_board(group)
+    if not where.connected:
+        for backend, device in _CONNECT_AT_FIRST.items():
+            if backend in dist.get_backend_config(group):
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+        if torch.cuda.is_initialized():
+            torch.cuda.current_blas_handle()  # made at cuBLAS's first product, and fused graphs may have none
+        where.connected = True
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _vote_deadline(group: str) -> float:
+    return min(VOTE_DEADLINE, get_timeout(group))
+
+
+def _restrided(value: Any, stride: tuple[int, ...] | None) -> Any:
+    if not isinstance(value, torch.Tensor) or stride is None or value.stride() == stride or not value.numel():
+        return value
+    out = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
+    return out.copy_(value)
+
+
+def _difference(own: list[str], told: str | None, peer: int) -> str:
+    """The first collective in which two graphs differ."""
+    if told is None:
+        return "which one is not known"
+    other = json.loads(told)
+    for i, (a, b) in enumerate(zip(own, other, strict=False)):
+        if a != b:
+            return f"collective {i} is {b} there, {a} here"
+    if len(own) != len(other):
+        return f"it has {len(other)} collectives, this one {len(own)}"
+    return "with the same collectives, whose ops get other shapes or addends, or elements in another order"

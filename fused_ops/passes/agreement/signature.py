@@ -1,0 +1,105 @@
+"""What ranks must have alike to run a graph fused: what became of its collectives, what the ops get, and what travels.
+
+A plain collective sends elements in the order in which they lie, whatever their shape is; a fused op sends them in the
+order that its rank's product asks for. So ranks that do right by themselves may differ in shapes and order, and such
+ranks cannot run fused.
+
+Sizes stand apart from the rest. Symbolic ones are filled in whenever the graph runs, so that a graph for one size and
+a graph for any may agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from ..graph.collectives import Size, collectives, kind_of
+from ..graph.index_map import Dims, strides
+from ..report import Entry
+
+Order = tuple[Dims, tuple[Size, ...]]  # what travels, as digits of a tensor of this shape
+
+
+class Signature:
+    """
+    Attributes:
+        what: what became of each collective, in words that are the same on every rank.
+        sizes: those of the ops' tensors; None where it is the next of ``symbolic``.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, index: dict[str, int], entries: Iterable[Entry], orders: Iterable[Order]
+    ) -> None:
+        """
+        Args:
+            graph: as the pass leaves it.
+            index: the groups' numbers; their names may differ from rank to rank.
+            orders: of each op that the pass has put in.
+        """
+        self._index = index
+        self.what = [self._became(e) for e in entries]
+        self.sizes: list[int | str | None] = []
+        self.symbolic: list[torch.SymInt] = []
+        lines = [*self.what]
+        plain = set(collectives(graph))
+        for node in graph.nodes:
+            if node in plain or getattr(node.target, "namespace", "") == "weft":
+                shapes = node not in plain  # of an all_to_all the ranks' may differ
+                words = [self._word(a, shapes) for a in node.args]
+                words += [f"{name}={self._word(a, shapes)}" for name, a in node.kwargs.items()]
+                lines.append(f"{kind_of(node)} {' '.join(words)}")
+        lines += [self._order(*order) for order in orders]
+        self._text = "\n".join(lines)
+
+    @property
+    def digest(self) -> int:
+        """63 bits, of everything but the sizes."""
+        return digest(self._text)
+
+    def _became(self, entry: Entry) -> str:
+        where = f"{entry.collective} over group {self._index.get(entry.group or '', '?')}"
+        return (
+            f"{where} fused into {entry.fused_into}, dim {entry.dim}"
+            if entry.fused_into
+            else f"{where} left alone"
+        )
+
+    def _word(self, value: Any, shapes: bool) -> str:
+        if isinstance(value, (list, tuple)):
+            words = [self._word(v, shapes) for v in value] if shapes else [str(len(value))]
+            return f"[{' '.join(words)}]"
+        if isinstance(value, str):
+            return f"group {self._index[value]}" if value in self._index else value
+        if isinstance(value, fx.Node):
+            tensor = value.meta.get("val")
+            if not isinstance(tensor, torch.Tensor):
+                return "-"
+            return f"{tensor.dtype} {self._put(tensor.shape) if shapes else ''}"
+        return str(value) if isinstance(value, (bool, int, float)) else "-"
+
+    def _order(self, dims: Dims, shape: tuple[Size, ...]) -> str:
+        return " ".join(
+            f"[{' '.join(self._put(pair) for pair in digits)}]" for digits in strides(dims, shape)
+        )
+
+    def _put(self, sizes: Iterable[Size]) -> str:
+        count = len(self.sizes)
+        for size in sizes:
+            known = size if isinstance(size, int) else size.node.expr
+            if isinstance(known, int) or known.is_number:
+                self.sizes.append(int(known))
+            elif free_unbacked_symbols(size):
+                self.sizes.append(str(known))
+            else:
+                self.sizes.append(None)
+                self.symbolic.append(size)
+        return f"{len(self.sizes) - count}d"
+
+
+def digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

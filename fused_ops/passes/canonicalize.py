@@ -1,0 +1,188 @@
+"""Other spellings of a collective, brought into the one that the forms are found for."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .graph.collectives import LeftAlone, alike, aten, c10d, calls, is_contiguous, is_val, val, waits, what
+from .graph.rewrite import call
+from .patterns import registry
+
+_COALESCED = {
+    c10d.all_gather_into_tensor_coalesced.default: c10d.all_gather_into_tensor.default,
+    c10d.reduce_scatter_tensor_coalesced.default: c10d.reduce_scatter_tensor.default,
+    c10d.all_reduce_coalesced.default: c10d.all_reduce.default,
+}
+_OUT = {
+    c10d.all_gather_into_tensor_out.default: c10d.all_gather_into_tensor.default,
+    c10d.reduce_scatter_tensor_out.default: c10d.reduce_scatter_tensor.default,
+}
+_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
+_EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_strided.default)
+
+
+def by_position(graph: fx.Graph) -> None:
+    """Arguments that are given by name, and need not be, stand where the forms look for them."""
+    for node in graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload) or not node.kwargs:
+            continue
+        args, kwargs = list(node.args), dict(node.kwargs)
+        places = [a for a in node.target._schema.arguments if not a.kwarg_only]
+        last = max((i for i, a in enumerate(places) if a.name in kwargs), default=-1)
+        args += [kwargs.pop(a.name, a.default_value) for a in places[len(args) : last + 1]]
+        node.args, node.kwargs = tuple(args), kwargs
+
+
+def make_functional(graph: fx.Graph) -> None:
+    """A collective whose ``out`` torch.compile has found to be new memory becomes one that returns new memory.
+
+    The two are the same, and what else the pass does with a graph, such as to keep it as text, has no words for a
+    higher-order operator.
+    """
+    for node in list(graph.nodes):
+        if not calls(node, _FUNCTIONALIZED) or node.args[0] not in _OUT:
+            continue
+        if node.kwargs.get("_all_bases") != [] or not is_val(node) or not is_contiguous(val(node)):
+            continue
+        target = _OUT[node.args[0]]  # type: ignore[index]
+        try:
+            new = call(node, target, *(node.kwargs[a.name] for a in target._schema.arguments))
+        except LeftAlone:
+            continue
+        if not alike(val(new), val(node)):
+            graph.erase_node(new)
+            continue
+        new.meta["stack_trace"] = node.meta.get("stack_trace")
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+
+def wait_for_each(graph: fx.Graph) -> None:
+    """What is waited for at once, as torch 2.15 does with coalesced collectives, is waited for one by one."""
+    for node in list(graph.nodes):
+        # By its name: older torch has no such operator.
+        if not waits(node) or calls(node, c10d.wait_tensor.default):
+            continue
+        pending, results = node.args[0], {r.args[1]: r for r in node.users if calls(r, operator.getitem)}
+        if len(results) != len(node.users) or not all(_is_part(p) for p in pending):
+            continue
+        for i, part in enumerate(pending):
+            with graph.inserting_before(node):
+                done = graph.call_function(c10d.wait_tensor.default, (part,))
+            result = results.get(i)
+            # What views the result, in its metadata, goes on to share that one's memory.
+            done.meta["val"] = val(part if result is None else result)
+            if result is not None:
+                result.replace_all_uses_with(done)
+                graph.erase_node(result)
+        graph.erase_node(node)
+
+
+def _is_part(node: Any) -> bool:
+    """Whether the node is one result of a coalesced collective."""
+    return calls(node, operator.getitem) and calls(node.args[0], *_COALESCED) and is_val(node)
+
+
+def wait_once(graph: fx.Graph) -> None:
+    """A tensor that was waited for already is the result of waiting for it.
+
+    ``funcol.wait_tensor`` leaves that in a graph, where torch.compile lets a wait follow each collective anyway.
+    """
+    first: dict[fx.Node, fx.Node] = {}
+    for node in graph.find_nodes(op="call_function", target=c10d.wait_tensor.default):
+        source = node.args[0]
+        done = first.setdefault(source, source if calls(source, c10d.wait_tensor.default) else node)
+        if done is not node:
+            node.replace_all_uses_with(done)
+            graph.erase_node(node)
+
+
+def canonicalize(
+    graph: fx.Graph, find: Callable[[fx.Node], registry.Form], why_not: Callable[[registry.Form], str | None]
+) -> dict[fx.Node, str]:
+    """Takes coalesced collectives apart, and gives those with an ``out`` new memory, where all of them will be fused.
+
+    Args:
+        find: the form of a collective.
+        why_not: why a form that was found will not be used; None if it will.
+
+    Returns:
+        why others stay as they are.
+    """
+    reasons: dict[fx.Node, str] = {}
+    for node in [n for n in graph.nodes if n.op == "call_function" and n.target in (*_COALESCED, *_OUT)]:
+        out = node.kwargs.get("out")
+        try:
+            parts = _parts(node) if node.target in _COALESCED else {node: _own_memory(node)}
+            _replace_if_fused(parts, find, why_not)
+        except LeftAlone as e:
+            reasons[node] = str(e)
+            continue
+        for gone in (*parts, node, out):
+            if isinstance(gone, fx.Node) and not gone._erased and not gone.users:
+                graph.erase_node(gone)
+    return reasons
+
+
+def _replace_if_fused(
+    parts: dict[fx.Node, tuple[Any, ...]],
+    find: Callable[[fx.Node], registry.Form],
+    why_not: Callable[[registry.Form], str | None],
+) -> None:
+    """Puts collectives, as (target, arguments), in place of nodes.
+
+    Raises:
+        LeftAlone: not all of them are fused. The graph is as it was.
+    """
+    new: dict[fx.Node, fx.Node] = {}
+    (at,) = {old.args[0] if calls(old, operator.getitem) else old for old in parts}
+    assert isinstance(at, fx.Node)
+    # Meanwhile it uses nothing, and does nothing that others must not be moved across.
+    saved, after = (at.target, at.args, at.kwargs), at.next
+    at.target, at.args, at.kwargs = operator.pos, (), {}
+    try:
+        for old, (target, *args) in parts.items():
+            new[old] = call(after, target, *args)
+            new[old].meta["stack_trace"] = at.meta.get("stack_trace")
+            old.replace_all_uses_with(new[old])
+        for i, single in enumerate(new.values()):
+            which = f"coalesced with others, of which number {i}: " if len(new) > 1 else ""
+            try:
+                reason = why_not(find(single))
+            except LeftAlone as e:
+                raise LeftAlone(f"{which}{e}") from e
+            if reason is not None:
+                raise LeftAlone(f"{which}{reason}")
+    except LeftAlone:
+        for old, single in new.items():
+            single.replace_all_uses_with(old)
+            single.graph.erase_node(single)
+        at.target, at.args, at.kwargs = saved
+        raise
+
+
+def _parts(node: fx.Node) -> dict[fx.Node, tuple[Any, ...]]:
+    """The results of a coalesced collective, and the collective that each would be alone."""
+    inputs: Any
+    inputs, *rest = node.args
+    results = {user.args[1]: user for user in node.users if calls(user, operator.getitem)}
+    if len(results) != len(node.users) or results.keys() != {*range(len(inputs))}:
+        raise LeftAlone("not each of its results is used once")
+    return {results[i]: (_COALESCED[node.target], x, *rest) for i, x in enumerate(inputs)}  # type: ignore[index]
+
+
+def _own_memory(node: fx.Node) -> tuple[Any, ...]:
+    """The collective that returns new memory instead of writing to some that nobody else sees."""
+    out: Any = node.kwargs.get("out")
+    if not calls(out, *_EMPTY) or len(out.users) != 1 or not is_val(node) or not alike(val(out), val(node)):
+        raise LeftAlone(
+            f"it writes into {what(out) if isinstance(out, fx.Node) else out}, which others may use"
+        )
+    if not is_contiguous(val(out)):
+        raise LeftAlone(f"it writes into {what(out)}, which has strides of its own")
+    return (_OUT[node.target], *node.args)  # type: ignore[index]

@@ -1,0 +1,277 @@
+"""Finds collectives in a graph, and says what can be said of a node for certain.
+
+Sizes may be symbolic. What is not known to be true is taken to be false, without a guard. Guards come only with what is
+put in: what its fake implementation checks holds for the inputs that the graph is then used for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import fx
+from torch._prims_common import is_contiguous_or_false
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ....symm_mem import resolve_group
+from ...library import validation
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+Size = Any  # int or torch.SymInt
+
+# What keeps the elements in their row-major order: only the shape changes.
+FLAT = {
+    aten.reshape.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+}
+_WAITS = ("wait_tensor", "wait_tensors")
+_FUSIBLE = {c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_reduce.default}
+
+
+class LeftAlone(Exception):
+    """Why a collective is not fused."""
+
+
+def known(fact: Any) -> bool:
+    """Whether ``fact`` about sizes holds for every input that the graph may get."""
+    return statically_known_true(fact)
+
+
+def hint(size: Size) -> int:
+    """What a size is in the example that the graph was made with.
+
+    Raises:
+        LeftAlone: it depends on data.
+    """
+    if isinstance(size, int):
+        return size
+    if not size.node.has_hint():
+        raise LeftAlone(f"the size {size} depends on data")
+    return int(size.node.hint)
+
+
+def same_shape(a: Iterable[Size], b: Iterable[Size]) -> bool:
+    a, b = list(a), list(b)
+    return len(a) == len(b) and all(known(x == y) for x, y in zip(a, b, strict=True))
+
+
+def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether both have the same dtype and are known to have the same shape."""
+    return a.dtype == b.dtype and same_shape(a.shape, b.shape)
+
+
+def is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is known to be contiguous."""
+    return bool(is_contiguous_or_false(tensor))
+
+
+def is_val(node: Any) -> TypeGuard[fx.Node]:
+    """Whether ``node`` is a node whose value is one tensor."""
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def val(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that stands for the node's value: shape, strides, dtype, device."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        raise LeftAlone(f"{node.name} has no tensor value whose shape is known")
+    return value
+
+
+def memory(node: fx.Node) -> int:
+    """The same for nodes that share memory."""
+    return val(node).untyped_storage()._cdata
+
+
+def calls(node: Any, *targets: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def only_user(node: Any) -> Any:
+    """The one user of a node, None if it has not one."""
+    users = tuple(node.users) if isinstance(node, fx.Node) else ()
+    return users[0] if len(users) == 1 else None
+
+
+def is_flat(node: Any) -> bool:
+    """Whether the node has its input's elements in its input's row-major order."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in FLAT
+
+
+def what(node: fx.Node) -> str:
+    """The node in words, for a reason."""
+    if node.op == "output":
+        return "the graph's output"
+    if node.op != "call_function":
+        return f"{node.name} ({node.op})"
+    return f"{node.name} ({getattr(node.target, '__name__', node.target)})"
+
+
+def some(nodes: Iterable[fx.Node]) -> str:
+    names = [what(n) for n in nodes]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+    """The argument at ``index``, given by position or as ``name``."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A functional collective of one tensor over a named group, and the node that waits for it."""
+
+    node: fx.Node
+    wait: fx.Node
+    x: fx.Node
+    group: str
+    world: int
+    reduce_op: str
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.node)
+
+    @property
+    def only_waited_for(self) -> bool:
+        """Whether nothing else uses what is pending, but for its sizes."""
+        return all(u is self.wait or calls(u, aten.sym_size.int) for u in self.node.users)
+
+    @classmethod
+    def from_node(cls, node: fx.Node, groups: frozenset[str] | None) -> Collective:
+        """
+        Raises:
+            LeftAlone: it is none that can be fused.
+        """
+        if node.target not in _FUSIBLE:
+            raise LeftAlone(
+                "weft fuses all_gather, reduce_scatter and all_reduce of one tensor into new memory only"
+            )
+        group = group_of(node)
+        if group is None:
+            raise LeftAlone(f"its group is not given by name but as {type(_group(node)).__name__}")
+        if groups is not None and group not in groups:
+            raise LeftAlone("its group is none of those this pass is for")
+        try:
+            world = resolve_group(group).size()
+        except ValueError as e:
+            raise LeftAlone(str(e)) from e
+        if world == 1:
+            raise LeftAlone("its group has one rank")
+        size = node.args[-2] if node.target is not c10d.all_reduce.default else world
+        if size != world:
+            raise LeftAlone(f"it is for {size} ranks, the group has {world}")
+        x = node.args[0]
+        if not is_val(x):
+            raise LeftAlone("the shape of its input is not known")
+        if val(x).device.type not in ("cpu", "cuda"):
+            raise LeftAlone(f"its input lies on {val(x).device}")
+        if val(x).dtype not in validation.DTYPES:
+            raise LeftAlone(f"its input is {val(x).dtype}, not float32, bfloat16 or float16")
+        reduce_op = "" if node.target is c10d.all_gather_into_tensor.default else str(node.args[1])
+        if reduce_op and reduce_op not in validation.REDUCE_OPS:
+            raise LeftAlone(f"it reduces by {reduce_op!r}, not 'sum' or 'avg'")
+        waits = sorted(u for u in node.users if calls(u, c10d.wait_tensor.default))
+        # What is pending may be returned, too: whoever waits for what is there does not wait.
+        others = [
+            u for u in node.users if u not in waits and u.op != "output" and not calls(u, aten.sym_size.int)
+        ]
+        if not waits or others:
+            raise LeftAlone(
+                f"it is used without waiting, by {some(others)}" if others else "nobody waits for it"
+            )
+        val(waits[0])
+        return cls(node, waits[0], x, group, world, reduce_op)
+
+
+def kind_of(node: fx.Node) -> str:
+    return str(node.target._opname)  # type: ignore[union-attr]
+
+
+def _group(node: fx.Node) -> Any:
+    for argument_, given in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
+        if argument_.name == "group_name":
+            return given
+    return node.kwargs.get("group_name")
+
+
+def group_of(node: fx.Node) -> str | None:
+    group = _group(node)
+    return group if isinstance(group, str) else None
+
+
+def collectives(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Every node that communicates by a functional collective."""
+    return (n for n in graph.nodes if communicates(n) and n.target.namespace != "weft")
+
+
+def communicates(node: fx.Node) -> bool:
+    """Whether the node starts a collective: a functional one, or one of weft's ops."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target.namespace == "weft":
+        return True
+    namespaced = node.target.namespace in ("_c10d_functional", "_c10d_functional_autograd")
+    return namespaced and node.target._opname not in (*_WAITS, "_wrap_tensor_autograd")
+
+
+def waits(node: fx.Node) -> bool:
+    """Whether the node waits for a collective, or for several at once."""
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace == "_c10d_functional"
+        and target._opname in _WAITS
+    )
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether the node writes to memory or has another effect: what reads memory must not be moved across it."""
+    if node.op in ("call_module", "call_method"):
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in _EFFECTS
+
+
+_EFFECTS = ("with_effects", "triton_kernel_wrapper_mutation", "call_torchbind")
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node takes from a generator, or may, so that it must keep its place among others that do."""
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return True  # what is recomputed with the state of a generator, for one
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def first_write(first: fx.Node, last: fx.Node) -> fx.Node | None:
+    """The first node after ``first``, up to ``last``, that writes to memory."""
+    node = first
+    while node is not last:
+        node = node.next
+        if writes(node):
+            return node
+    return None
+
+
+def check_no_write(first: fx.Node, last: fx.Node) -> None:
+    """Between the two nodes, in graph order, nothing writes to memory: they can be moved against each other.
+
+    Raises:
+        LeftAlone: something does.
+    """
+    if (node := first_write(first, last)) is not None:
+        raise LeftAlone(f"{what(node)} writes to memory between {first.name} and {last.name}")

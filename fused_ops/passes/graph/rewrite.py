@@ -1,0 +1,191 @@
+"""Writes nodes into a graph, each with the value that its fake implementation gives.
+
+``meta["val"]`` is all the metadata they get: more, such as what Inductor noted about the inputs of a replaced node,
+would be wrong for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from .collectives import Collective, LeftAlone, Size, aten, is_contiguous, is_val, known, same_shape, val
+from .index_map import Digits, flat_dims, refined
+
+
+def call(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call of ``target`` before the given node.
+
+    Raises:
+        LeftAlone: it cannot be called with these arguments, or whether it can depends on data.
+    """
+
+    def value(node: fx.Node) -> Any:
+        return node.meta["val"]
+
+    fake_args, fake_kwargs = fx.map_arg(args, value), fx.map_arg(kwargs, value)
+    mode = detect_fake_mode(torch.utils._pytree.tree_leaves((fake_args, fake_kwargs)))
+    try:
+        with mode or contextlib.nullcontext():
+            result = target(*fake_args, **fake_kwargs)
+    except GuardOnDataDependentSymNode as e:
+        raise LeftAlone(f"whether {target} takes its sizes depends on data") from e
+    except (RuntimeError, TypeError, ValueError) as e:
+        raise LeftAlone(f"{target} does not take what it would get: {e}") from e
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(target, args, kwargs)
+    node.meta["val"] = result
+    for created in _created:
+        created.append(node)
+    return node
+
+
+_created: list[list[fx.Node]] = []
+
+
+@contextlib.contextmanager
+def undone_if_left() -> Iterator[None]:
+    """Inside the body nodes are inserted, and none replaced: if it raises LeftAlone, the graph is as it was."""
+    created: list[fx.Node] = []
+    _created.append(created)
+    try:
+        yield
+    except LeftAlone:
+        for node in created[::-1]:
+            node.graph.erase_node(node)
+        raise
+    finally:
+        _created.pop()
+
+
+def _holder(
+    size: torch.SymInt, before: fx.Node, near: Sequence[fx.Node]
+) -> tuple[fx.Node, int | None] | None:
+    """A node before the given one that is the size, or has it in the returned dimension."""
+
+    def is_it(other: Any) -> bool:
+        return isinstance(other, torch.SymInt) and known(other == size)
+
+    def in_shape(node: fx.Node) -> tuple[fx.Node, int | None] | None:
+        return next(((node, dim) for dim, other in enumerate(val(node).shape) if is_it(other)), None)
+
+    inputs = list(itertools.takewhile(lambda n: n.op == "placeholder", before.graph.nodes))
+    for node in inputs:
+        if is_it(node.meta.get("val")):
+            return node, None
+    for node in (*near, *filter(is_val, inputs)):
+        if (found := in_shape(node)) is not None:
+            return found
+    for node in itertools.takewhile(lambda n: n is not before, before.graph.nodes):
+        if is_it(node.meta.get("val")):
+            return node, None
+    return None
+
+
+def reshape_sizes(shape: Iterable[Size], before: fx.Node, near: Sequence[fx.Node] = ()) -> list[Any]:
+    """``shape`` as the argument of a reshape before the given node.
+
+    One symbolic size is left to the reshape. Others are read from nodes that hold them, or from the shape of the
+    nodes ``near`` and of the graph's inputs.
+
+    Raises:
+        LeftAlone: a size is held by none.
+    """
+    result: list[Any] = list(shape)
+    holders = {i: _holder(s, before, near) for i, s in enumerate(result) if isinstance(s, torch.SymInt)}
+    # With a size of 0 what is left out could be anything.
+    empty = any(known(size == 0) for size in result)
+    left_out = None if empty else min(holders, key=lambda i: (holders[i] is not None, i), default=None)
+    for i, holder in holders.items():
+        if i == left_out:
+            result[i] = -1
+        elif holder is None:
+            raise LeftAlone(f"no node holds the size {result[i]}")
+        else:
+            node, dim = holder
+            result[i] = node if dim is None else call(before, aten.sym_size.int, node, dim)
+    return result
+
+
+def fused(before: fx.Node, op: Any, c: Collective, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call of one of weft's ops in place of a collective, for as many ranks.
+
+    Args:
+        args: those in front of the group.
+
+    Raises:
+        LeftAlone: as ``call``.
+    """
+    return call(before, op, *args, c.group, **kwargs, group_size=c.world)
+
+
+def reshape(node: fx.Node, shape: Sequence[Size], before: fx.Node, near: Sequence[fx.Node] = ()) -> fx.Node:
+    """The node with this shape, in row-major order; the node itself where it has it."""
+    if same_shape(val(node).shape, shape):
+        return node
+    return call(before, aten.reshape.default, node, reshape_sizes(shape, before, (node, *near)))
+
+
+def make_contiguous(node: fx.Node, before: fx.Node) -> fx.Node:
+    """The node, or a contiguous copy of it where it is not known to be contiguous."""
+    if is_contiguous(val(node)):
+        return node
+    return call(before, aten.clone.default, node, memory_format=torch.contiguous_format)
+
+
+def permute(node: fx.Node, permutation: Sequence[int], before: fx.Node) -> fx.Node:
+    if list(permutation) == list(range(len(permutation))):
+        return node
+    return call(before, aten.permute.default, node, list(permutation))
+
+
+def cast(node: fx.Node, dtypes: Iterable[torch.dtype], before: fx.Node) -> fx.Node:
+    """The node, cast to one dtype after the other."""
+    for dtype in dtypes:
+        if val(node).dtype != dtype:
+            node = call(before, torch.ops.prims.convert_element_type.default, node, dtype)
+    return node
+
+
+def rearrange(
+    node: fx.Node,
+    have: Iterable[Digits],
+    want: Iterable[Digits],
+    shape: Sequence[Size],
+    before: fx.Node,
+    near: Sequence[fx.Node] = (),
+) -> fx.Node:
+    """A node of dimensions ``have`` as one of dimensions ``want``, whose sizes are ``shape``; any strides.
+
+    Raises:
+        LeftAlone: it is not known how one is made from the other.
+    """
+    ours, theirs = refined(flat_dims(have), flat_dims(want))
+    order = [ours.index(piece) for piece in theirs]
+    if order != sorted(order):
+        node = permute(reshape(node, [piece.size for piece in ours], before, near), order, before)
+    return reshape(node, shape, before, near)
+
+
+def hoist(nodes: Iterable[fx.Node], before: fx.Node) -> None:
+    """Moves the nodes, in their order in the graph, to before the given one."""
+    for node in sorted(nodes):
+        before.prepend(node)
+
+
+def erase_unused(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Erases those of the nodes that nothing uses, and then those that nothing uses any more; returns the others."""
+    left = []
+    for node in sorted(dict.fromkeys(nodes), reverse=True):
+        if node.users:
+            left.append(node)
+        else:
+            node.graph.erase_node(node)
+    return left[::-1]

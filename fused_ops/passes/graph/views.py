@@ -1,0 +1,177 @@
+"""Nodes that hold the elements of another one, in any order or dtype, and what is said of their dimensions."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from .collectives import FLAT, LeftAlone, argument, aten, calls, is_val, same_shape, val
+from .index_map import Dims, moved_dims, permuted, reshaped
+from .split_cat import SLICES, SPLITS, Parts
+
+CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+_PERMUTES = (aten.permute.default, aten.transpose.int, aten.t.default)
+_WHOLE = (aten.slice.Tensor, aten.expand.default)
+# The number that leaves an operand as it is, and whether it may stand on the left, too.
+_NEUTRAL = {
+    aten.add.Tensor: (0, True),
+    aten.add.Scalar: (0, False),
+    aten.sub.Tensor: (0, False),
+    aten.sub.Scalar: (0, False),
+    aten.mul.Tensor: (1, True),
+    aten.mul.Scalar: (1, False),
+    aten.div.Tensor: (1, False),
+    aten.div.Scalar: (1, False),
+}
+
+
+@dataclass(frozen=True)
+class ViewStep:
+    """``node`` has the elements of ``source``, cast to ``dtype`` if that is not None.
+
+    ``forward`` gives the dimensions of the node from those of the source, ``backward`` the other way. ``between`` are
+    the parts of the source that the node joins.
+    """
+
+    node: fx.Node
+    source: fx.Node
+    forward: Callable[[Dims], Dims]
+    backward: Callable[[Dims], Dims]
+    between: tuple[fx.Node, ...] = ()
+    dtype: torch.dtype | None = None
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return (*self.between, self.node)
+
+
+def view_step(node: fx.Node) -> ViewStep | None:
+    """The step to this node from what it is made of; None if it holds other elements than that.
+
+    Raises:
+        LeftAlone: it joins parts, but not all of one tensor in order.
+    """
+    if not is_val(node) or node.op != "call_function" or not node.args:
+        return None
+    if calls(node, aten.cat.default):
+        parts = Parts.from_cat(node)
+        cut, join, count = parts.cut_dim, parts.join_dim, parts.count
+
+        def forward(dims: Dims) -> Dims:
+            if not parts.dropped:
+                return moved_dims(dims, count, cut, join)
+            dims = moved_dims(dims, count, cut, join + (join >= cut))
+            return (*dims[:cut], *dims[cut + 1 :])
+
+        def backward(dims: Dims) -> Dims:
+            if not parts.dropped:
+                return moved_dims(dims, count, join, cut)
+            return moved_dims((*dims[:cut], (), *dims[cut:]), count, join + (join >= cut), cut)
+
+        return ViewStep(node, parts.source, forward, backward, parts.nodes)
+    if (same := unchanged(node)) is not None:
+        return ViewStep(node, same, lambda dims: dims, lambda dims: dims)
+    source = node.args[0]
+    if not is_val(source):
+        return None
+    have, want = val(source).shape, val(node).shape
+    if node.target in FLAT or (node.target in _WHOLE and _same_but_ones(have, want)):
+        return ViewStep(node, source, lambda dims: reshaped(dims, want), lambda dims: reshaped(dims, have))
+    if calls(node, *_PERMUTES):
+        permutation = _permutation(node, len(have))
+        inverse = [permutation.index(i) for i in range(len(have))]
+        return ViewStep(node, source, lambda d: permuted(d, permutation), lambda d: permuted(d, inverse))
+    if calls(node, *CASTS) and val(node).device == val(source).device:
+        dtype = val(node).dtype
+        return ViewStep(
+            node,
+            source,
+            lambda dims: dims,
+            lambda dims: dims,
+            dtype=None if dtype == val(source).dtype else dtype,
+        )
+    return None
+
+
+def unchanged(node: fx.Node) -> fx.Node | None:
+    """The tensor to which the node adds the number 0, or which it multiplies by 1, and which it therefore equals.
+
+    Python's ``sum`` begins with such a 0. Adding it makes +0 of -0; a sum that is rounded later or taken in another
+    order may do so, too, and Inductor drops tensors of zeros alike.
+    """
+    if not calls(node, *_NEUTRAL) or not is_val(node) or len(node.args) != 2:
+        return None
+    neutral, either = _NEUTRAL[node.target]  # type: ignore[index]
+    source, number = node.args
+    if either and not is_val(source):
+        source, number = number, source
+    if not is_val(source) or not isinstance(number, int | float) or number != neutral:
+        return None
+    scaled = argument(node, 9, "alpha", 1) != 1  # by an infinite one 0 is NaN
+    return None if scaled or val(source).dtype != val(node).dtype else source
+
+
+def _same_but_ones(have: torch.Size, want: torch.Size) -> bool:
+    """A slice of everything, or an expansion that adds dimensions of size 1."""
+    extra = len(want) - len(have)
+    return extra >= 0 and same_shape((*[1] * extra, *have), want)
+
+
+def _permutation(node: fx.Node, ndim: int) -> list[int]:
+    if calls(node, aten.permute.default):
+        return [int(p) % ndim for p in node.args[1]]  # type: ignore[arg-type, union-attr]
+    order = list(range(ndim))
+    if ndim > 1:
+        a, b = (0, 1) if calls(node, aten.t.default) else (int(p) % ndim for p in node.args[1:3])  # type: ignore[arg-type]
+        order[a], order[b] = order[b], order[a]
+    return order
+
+
+@dataclass(frozen=True)
+class View:
+    """A node with all elements of the gathered tensor: where they lie, and which dtypes they were cast to."""
+
+    node: fx.Node
+    dims: Dims
+    casts: tuple[torch.dtype, ...]
+    step: ViewStep | None  # None for the gathered tensor itself
+
+
+def views(root: fx.Node, dims: Dims) -> tuple[dict[fx.Node, View], list[str]]:
+    """The node and all that is made of it by steps, in the order found; and why others that join its parts are none."""
+    found = {root: View(root, dims, (), None)}
+    reasons: dict[fx.Node, str] = {}
+    pending = [root]
+    while pending:
+        view = found[pending.pop()]
+        for node in _next(view.node):
+            if node in found:
+                continue
+            try:
+                taken = view_step(node)
+                if taken is None or taken.source is not view.node:
+                    continue
+                casts = view.casts if taken.dtype is None else (*view.casts, taken.dtype)
+                found[node] = View(node, taken.forward(view.dims), casts, taken)
+            except LeftAlone as e:
+                reasons[node] = str(e)
+                continue
+            pending.append(node)
+    return found, list(dict.fromkeys(reasons.values()))
+
+
+def _next(node: fx.Node) -> Iterator[fx.Node]:
+    """The users of a node, and the cats of what they cut from it."""
+    for user in list(node.users):
+        yield user
+        if calls(user, *SPLITS):
+            parts = [p for p in user.users if calls(p, operator.getitem)]
+        elif calls(user, *SLICES):
+            parts = [user]
+        else:
+            continue
+        yield from dict.fromkeys(n for part in parts for n in part.users if calls(n, aten.cat.default))

@@ -1,0 +1,1 @@
+"""What Inductor is told of weft's ops."""

@@ -1,0 +1,107 @@
+"""What Inductor is told about weft's ops: they are collectives; and where the question goes in its code.
+
+Imported when the pass first runs, which is inside of Inductor: it takes seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor import config, ir
+from torch._inductor.lowering import add_needs_realized_inputs, register_lowering
+from torch._inductor.virtualized import V
+from torch.utils._ordered_set import OrderedSet
+from torch.utils._pytree import tree_map
+
+from ..agreement.guard import SIZES
+
+_AGREE = torch.ops.weft.agree.default
+_COMMUNICATING = (
+    "fused_all_gather_matmul",
+    "fused_matmul_reduce_scatter",
+    "fused_matmul_all_reduce",
+    "fused_all_reduce_rms_norm",
+    "one_shot_all_reduce",
+)
+
+
+class _Agree(ir.ExternKernel):
+    """Writes the question: where the graph's inputs are unpacked, wherever the scheduler puts this node."""
+
+    def __init__(self, packed: str, fused: bool, sizes: list[Any]) -> None:
+        super().__init__(None, ir.NoneLayout(device=torch.device("cpu")), [])
+        self.packed, self.fused, self.sizes = packed, fused, sizes
+
+    def get_reads(self) -> OrderedSet[Any]:
+        return OrderedSet()
+
+    def should_allocate(self) -> bool:
+        return False
+
+    def has_side_effects(self) -> bool:
+        return True
+
+    def codegen(self, wrapper: Any) -> None:
+        if getattr(wrapper, "partition_signatures", None) is not None:
+            wrapper = wrapper.get_root_graph()
+            wrapper = getattr(wrapper, "wrapper_code", wrapper)
+        assert V.graph.name is None, "a graph that another one calls was not put back"
+        wrapper.add_import_once("from weft.fused_ops.passes.agreement.guard import GraphGuard")
+        indent = 2 if config.graph_partition else 1
+        wrapper.header.writeline(f"weft_guard = GraphGuard({self.packed!r})")
+        names = wrapper.get_graph_input_names()
+        strides = ", ".join(_stride(wrapper, out) for out in V.graph.graph_outputs)
+        sizes = wrapper.codegen_python_shape_tuple(self.sizes) if self.sizes else ""
+        names_of = [getattr(out, "name", None) for out in V.graph.graph_outputs]
+        objects = [f"{i}: {name}" for i, name in enumerate(names_of) if name in V.graph.torchbind_constants]
+        with wrapper.prefix.indent(indent):
+            if not self.fused:
+                wrapper.prefix.writeline(
+                    f"weft_guard.fused({sizes})"
+                )  # for ranks that would run theirs fused
+                return
+            wrapper.prefix.writeline(f"if not weft_guard.fused({sizes}):")
+            with wrapper.prefix.indent():
+                wrapper.prefix.writeline(f"weft_inputs = [{', '.join(names)}]")
+                if names:
+                    wrapper.prefix.writeline(f"del {', '.join(names)}")
+                given = f"weft_inputs, [{strides}]" + (f", {{{', '.join(objects)}}}" if objects else "")
+                wrapper.prefix.writeline(f"return weft_guard.fallback({given})")
+
+
+def _stride(wrapper: Any, out: Any) -> str:
+    try:
+        return str(wrapper.codegen_python_shape_tuple(out.get_stride()))
+    except (AttributeError, NotImplementedError):
+        return "None"  # a size, or nothing
+
+
+@register_lowering(_AGREE, type_promotion_kind=None)
+def _lower_agree(packed: str, fused: bool) -> None:
+    sizes = V.graph.current_node.meta[SIZES]
+    node = _Agree(packed, fused, [size.node.expr for size in sizes])
+    node.name = V.graph.register_buffer(node)
+    V.graph.register_operation(node)
+
+
+class _Fused(ir._CollectiveKernel):
+    """A collective for the scheduler, which keeps these in the order of the graph: on every rank the same."""
+
+
+def _lower_fused(op: torch._ops.OpOverload) -> None:
+    add_needs_realized_inputs(op)
+
+    returned = op._schema.returns
+    one = len(returned) == 1 and isinstance(returned[0].type, torch._C.TensorType)
+
+    @register_lowering(op, type_promotion_kind=None)
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        # One tensor is made like torch's own collectives make it: Inductor takes it for the result of one where a graph
+        # waits for it, and where it reduces it in place.
+        created = (_Fused.create_out_of_place if one else _Fused.create)(op, *args, **kwargs)
+        return tree_map(lambda x: ir.TensorBox.create(x) if isinstance(x, ir.IRNode) else x, created)
+
+
+for _name in _COMMUNICATING:
+    _lower_fused(getattr(torch.ops.weft, _name).default)

@@ -1,0 +1,1 @@
+"""What fuses: one file a form."""

@@ -1,0 +1,319 @@
+"""all_gather, then matrix products of the gathered tensor.
+
+Whatever reshapes, permutes, casts, or cuts it into parts and joins them stands between, a product of the gathered
+tensor has either the rows of all shards, or it contracts the ranks, the columns of the shards standing side by side.
+Both are ``fused_all_gather_matmul`` of the shard, reshaped, permuted and cast as the gathered tensor was. Where that is
+the right operand, the op computes the transposed product: ``x @ gathered == (gathered^T @ x^T)^T``.
+
+What else uses the gathered tensor, such as the backward pass or the gradient of a weight, gets it from the fused op.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ...library import schema, validation
+from ..graph import rewrite
+from ..graph.collectives import (
+    Collective,
+    LeftAlone,
+    Size,
+    aten,
+    calls,
+    first_write,
+    is_contiguous,
+    memory,
+    some,
+    val,
+    what,
+)
+from ..graph.index_map import RANK, Digit, Dims, around_rank, numel, plain, same_size
+from ..graph.rewrite import call
+from ..graph.views import View
+from .gathered_tensor import Gathered
+from .matmuls import Product, Use, matrix, one_matrix, product, use
+from .peak_memory import together
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The shard that the op gets, with which dimensions, joined along ``dim``, and which dtypes it is cast to."""
+
+    shard: Dims
+    dim: int
+    casts: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, use: Use, casts: tuple[torch.dtype, ...], world: int) -> _Layout:
+        """
+        Raises:
+            LeftAlone: the op has none for that.
+        """
+        if (around := around_rank(use.rows, world)) is not None:
+            before, after = around
+            return cls(
+                (before, after, use.columns) if before else (after, use.columns), 1 if before else 0, casts
+            )
+        before, after = around_rank(use.columns, world) or ((), ())
+        if before:
+            raise LeftAlone("it contracts the ranks, but not outermost")
+        return cls((use.rows, after), 1, casts)
+
+    @property
+    def contracted(self) -> bool:
+        return self.dim == len(self.shard) - 1
+
+    def same(self, other: _Layout) -> bool:
+        return (
+            (self.dim, len(self.shard), self.casts) == (other.dim, len(other.shard), other.casts)
+        ) and all(same_size(a, b) for a, b in zip(self.shard, other.shard, strict=True))
+
+    def joined(self, world: int) -> Dims:
+        """The dimensions of the gathered tensor as the op gives it."""
+        dims = list(self.shard)
+        dims[self.dim] = (Digit(RANK, world), *dims[self.dim])
+        return tuple(dims)
+
+
+@dataclass
+class AllGatherMatmulPattern:
+    """``uses`` are the products that one op computes, in the order of the graph."""
+
+    collective: Collective
+    tensor: Gathered
+    layout: _Layout
+    uses: list[Use]
+    at: fx.Node  # where the op will stand
+    hoisted: set[fx.Node]  # computed before it, for the other operands
+    kept: dict[fx.Node, View]  # what others use of the gathered tensor, to be made from what the op returns
+
+    op = schema.all_gather_matmul
+    adds = ()
+
+    @property
+    def others(self) -> tuple[fx.Node, ...]:
+        return tuple(c.node for c in self.tensor.collectives[1:])
+
+    @property
+    def dim(self) -> int:
+        return self.layout.dim
+
+    @property
+    def last_dim(self) -> bool:
+        return self.layout.contracted
+
+    @property
+    def order(self) -> tuple[Dims, tuple[Size, ...]]:
+        return self.layout.joined(self.collective.world), tuple(val(self.collective.x).shape)
+
+    @property
+    def form(self) -> str:
+        count = len(self.uses)
+        how = "all_gather of what is contracted" if self.layout.contracted else "all_gather"
+        cast = " → cast" if self.layout.casts else ""
+        right = " as right operand" if all(u.transposed for u in self.uses) else ""
+        return f"{how}{cast} → {f'{count} products' if count > 1 else 'product'}{right}"
+
+    @property
+    def detail(self) -> str:
+        count = len(self.uses)
+        return f"{count} product{'s' if count > 1 else ''}{', A returned' if self.kept else ''}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.casts[-1] if self.layout.casts else val(self.collective.x).dtype
+
+    @property
+    def m(self) -> Size:
+        return numel(self.uses[0].rows)
+
+    @property
+    def n(self) -> Size:
+        return sum(use.width for use in self.uses)
+
+    @property
+    def k(self) -> Size:
+        return numel(self.uses[0].columns)
+
+    @classmethod
+    def from_collective(cls, c: Collective, groups: frozenset[str] | None = None) -> AllGatherMatmulPattern:
+        """
+        Raises:
+            LeftAlone: no product of the gathered tensor is exactly what the op computes.
+        """
+        tensor = Gathered.by(c, groups)
+        candidates, reasons = _candidates(tensor)
+        if not candidates:
+            other = _fused_behind(tensor) or dict.fromkeys(tensor.reasons)
+            raise LeftAlone("; ".join([*reasons.values(), *other]) or _why_none(tensor))
+        # Rows before contracted ranks: there the op can overlap. Of several layouts the one met first that will do.
+        layouts: list[_Layout] = []
+        for _, layout in sorted(candidates, key=lambda candidate: candidate[1].contracted):
+            if not any(layout.same(other) for other in layouts):
+                layouts.append(layout)
+        problems = []
+        for layout in layouts:
+            try:
+                uses = [u for u, x in candidates if x.same(layout)]
+                return cls._of_uses(c, tensor, layout, uses, dict(reasons))
+            except LeftAlone as e:
+                problems.append(e)
+        raise problems[0]
+
+    @classmethod
+    def _of_uses(
+        cls, c: Collective, tensor: Gathered, layout: _Layout, uses: list[Use], reasons: dict[fx.Node, str]
+    ) -> AllGatherMatmulPattern:
+        """
+        Args:
+            uses: those of this layout.
+            reasons: why other products are none.
+
+        Raises:
+            LeftAlone: none of them can be moved to the op, or something else needs what the op does not return.
+        """
+        at = tensor.first_user()
+        chosen, needed = [], []
+        written = first_write(c.node, uses[-1].product.node)
+        for u in uses:
+            if written is not None and written < u.product.node:
+                reasons[u.product.node] = f"{what(written)} writes to memory before {what(u.product.node)}"
+                continue
+            try:
+                needed.append(tensor.needed_before(at, u.other))
+                chosen.append(u)
+            except LeftAlone as e:
+                reasons[u.product.node] = str(e)
+        if not chosen:
+            raise LeftAlone("; ".join(reasons.values()))
+        count = together(at, [u.product.node for u in chosen])
+        chosen, hoisted = chosen[:count], set[fx.Node]().union(*needed[:count])
+        kept = tensor.kept(
+            {u.product.node: u.product.addend for u in chosen}, layout.casts, layout.joined(c.world)
+        )
+        return cls(c, tensor, layout, chosen, at, hoisted, kept)
+
+    def replace(self) -> None:
+        """
+        Raises:
+            LeftAlone: a size is not there where it is needed. The graph is as it was.
+        """
+        c, layout, at = self.collective, self.layout, self.at
+        with rewrite.undone_if_left():
+            rewrite.hoist(self.hoisted, at)
+            shard = rewrite.cast(c.x, layout.casts, at)
+            shape = [numel(digits) for digits in layout.shard]
+            shard = rewrite.rearrange(shard, plain(val(c.x).shape), layout.shard, shape, at)
+            Bs = [_other(u, at) for u in self.uses]
+            fused = rewrite.fused(at, self.op, c, shard, Bs, layout.dim, return_A=bool(self.kept))
+            outs = call(at, operator.getitem, fused, 1)
+            new = {}
+            if self.kept:
+                A = call(at, operator.getitem, fused, 0)
+                lent: list[int] = []
+                new = {view.node: self._of(A, view, lent) for view in self.kept.values()}
+            after = at.prev
+            for i, u in enumerate(self.uses):
+                out = call(u.product.node, operator.getitem, outs, i)
+                new[u.product.node] = _product(out, u, [shard, Bs[i]])
+        self.tensor.read_sizes_from_shard()
+        self.tensor.wait_for_all()
+        for old, node in new.items():
+            old.replace_all_uses_with(node)
+        for u in self.uses:
+            u.product.node.graph.erase_node(u.product.node)
+        self.tensor.reset_state(after)
+
+    def _of(self, A: fx.Node, view: View, lent: list[int]) -> fx.Node:
+        """A view of the gathered tensor, made of what the op returns.
+
+        Args:
+            lent: the memory for which that of A could stand; it does for the first. What is other memory in the graph
+                stays other memory.
+        """
+        c, at = self.collective, self.at
+        new = rewrite.rearrange(A, self.layout.joined(c.world), view.dims, val(view.node).shape, at, [c.x])
+        fits = is_contiguous(val(new))
+        if fits and memory(new) == memory(A):
+            lent.append(memory(view.node))
+            fits = lent[0] == lent[-1]
+        return new if fits else call(at, aten.clone.default, new, memory_format=torch.contiguous_format)
+
+
+def _candidates(tensor: Gathered) -> tuple[list[tuple[Use, _Layout]], dict[fx.Node, str]]:
+    """The products that the op can compute, in the order of the graph, and why others are none."""
+    found: dict[fx.Node, tuple[Use, _Layout]] = {}
+    reasons: dict[fx.Node, str] = {}
+    for view in tensor.views.values():
+        for node in view.node.users:
+            if node in found or node in reasons or (taken := product(node)) is None:
+                continue
+            if view.node not in (taken.left, taken.right):
+                continue
+            try:
+                found[node] = _candidate(tensor, taken, view)
+            except LeftAlone as e:
+                reasons[node] = f"{what(node)}: {e}"
+    return [found[node] for node in sorted(found)], reasons
+
+
+def _candidate(tensor: Gathered, taken: Product, view: View) -> tuple[Use, _Layout]:
+    used = use(taken, view.dims, transposed=view.node is not taken.left)
+    x, dtype = val(tensor.collectives[0].x), val(view.node).dtype
+    if taken.left in tensor.views and taken.right in tensor.views:
+        raise LeftAlone("the other operand depends on the gathered tensor, too")
+    if taken.scaled:
+        raise LeftAlone("it scales its operands")
+    if not one_matrix(used.other):
+        raise LeftAlone("it is a batch of products with different matrices")
+    if dtype not in validation.DTYPES or val(taken.node).dtype != dtype or not is_contiguous(val(taken.node)):
+        raise LeftAlone("it has another dtype or layout")
+    if dtype.itemsize > x.dtype.itemsize:
+        raise LeftAlone(f"cast to {dtype} before it is gathered, twice as many bytes would be sent")
+    return used, _Layout.of(used, view.casts, tensor.collectives[0].world)
+
+
+def _fused_behind(tensor: Gathered) -> list[str]:
+    """That a product of the gathered tensor was fused with the reduction behind it: reductions come first."""
+    found: dict[fx.Node, None] = {}
+    pending: list[fx.Node] = [*tensor.views, *tensor.cut]
+    seen = {*pending}
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            if calls(user, schema.matmul_reduce_scatter, schema.matmul_all_reduce) and node in user.args[:2]:
+                found[user] = None
+            elif calls(user, aten.cat.default, aten.reshape.default, aten.select.int) and user not in seen:
+                # The pass itself puts them in front of the op for a sum of products.
+                seen.add(user)
+                pending.append(user)
+    return [f"its product is fused with the reduction behind it, into {some(found)}"] if found else []
+
+
+def _why_none(tensor: Gathered) -> str:
+    users = tensor.outside()
+    return f"no matrix product takes the gathered tensor, but {some(users) if users else 'nothing'}"
+
+
+def _other(u: Use, at: fx.Node) -> fx.Node:
+    other = matrix(u.other, at)
+    return rewrite.permute(other, (1, 0), at) if u.transposed else other
+
+
+def _product(out: fx.Node, u: Use, near: list[fx.Node]) -> fx.Node:
+    """What the op gives for a product, as the product was."""
+    node = u.product.node
+    shape = list(val(node).shape)
+    if u.transposed:
+        *batch, m, n = shape
+        out = rewrite.reshape(out, [*batch, n, m], node, near)
+        order = [*range(len(batch)), len(batch) + 1, len(batch)]
+        out = rewrite.permute(out, order, node)
+    out = rewrite.make_contiguous(rewrite.reshape(out, shape, node, near), node)
+    if u.product.addend is not None:
+        out = call(node, aten.add.Tensor, out, u.product.addend)
+    return out

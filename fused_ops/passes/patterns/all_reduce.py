@@ -1,0 +1,267 @@
+"""Matrix products, summed, then all_reduce: what row-parallel layers without sequence parallelism do.
+
+Several all-reduces whose results are added are one all-reduce of the sum, as in the backward pass of projections that
+share an input; not in float16, in which such a sum may be too large. That becomes, by size, ``one_shot_all_reduce``,
+``fused_matmul_all_reduce`` of a product, or, with the residual and the norm that follow,
+``fused_all_reduce_rms_norm``. What reduces something else than products, such as a loss or an embedding, is left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...dispatch.profitability import why_not_profitable
+from ...library import schema
+from ..graph import rewrite
+from ..graph.collectives import (
+    Collective,
+    LeftAlone,
+    Size,
+    alike,
+    argument,
+    aten,
+    c10d,
+    calls,
+    check_no_write,
+    first_write,
+    hint,
+    is_val,
+    val,
+    what,
+)
+from ..graph.index_map import Dims, plain
+from ..graph.rewrite import call
+from ..graph.views import unchanged
+from .peak_memory import why_apart
+from .rms_norm import RmsNorm
+from .sum_of_matmuls import SumOfMatmuls, has_product, sum_of
+
+_MATMUL_FROM = 1 << 20  #: bytes: what takes longer to send than to start is worth hiding behind the product
+
+
+@dataclass
+class AllReducePattern:
+    """The results of ``collectives``, and the ``rest``, are summed by the nodes ``added``."""
+
+    collectives: list[Collective]
+    added: list[fx.Node]
+    rest: list[fx.Node]
+    op: Any = schema.all_reduce
+    sum: SumOfMatmuls | None = None  # of products, where the op computes them
+    norm: RmsNorm | None = None
+    dim = None
+    last_dim = False
+    adds: tuple[str, ...] = ()
+    decided = True  # whether it pays: the choice of the op is that
+
+    @property
+    def collective(self) -> Collective:
+        return self.collectives[0]
+
+    @property
+    def others(self) -> tuple[fx.Node, ...]:
+        return tuple(c.node for c in self.collectives[1:])
+
+    @property
+    def order(self) -> tuple[Dims, tuple[Size, ...]]:
+        shape = tuple(val(self.collective.x).shape)
+        return plain(shape) if self.sum is None else (self.sum.rows, self.sum.columns), shape
+
+    @property
+    def form(self) -> str:
+        count = len(self.collectives)
+        what_ = self.sum.form if self.sum is not None else "product"
+        text = f"{what_} → all_reduce" if count == 1 else f"{count} all_reduces of products → add"
+        return text + (" → add → rms_norm" if self.norm is not None else "")
+
+    @property
+    def detail(self) -> str:
+        count = len(self.collectives)
+        text = "" if self.sum is None else self.sum.detail
+        merged = f"{count} all-reduces as one" if count > 1 else ""
+        return ", ".join(t for t in (text, merged) if t)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return val(self.collective.x).dtype
+
+    @property
+    def m(self) -> Size:
+        return math.prod(val(self.collective.x).shape[:-1]) if self.sum is None else self.sum.m
+
+    @property
+    def n(self) -> Size:
+        return val(self.collective.x).shape[-1] if self.sum is None else self.sum.n
+
+    @property
+    def k(self) -> Size:
+        return 0 if self.sum is None else self.sum.k
+
+    @classmethod
+    def from_collective(
+        cls, c: Collective, groups: frozenset[str] | None = None, *, always: bool = False
+    ) -> AllReducePattern:
+        """
+        Args:
+            always: into the product where that is right, else in one shot, whether it pays or not.
+
+        Raises:
+            LeftAlone: it reduces no product, or no op of weft is faster.
+        """
+        x = val(c.x)
+        if not has_product(c.x):
+            raise LeftAlone(f"its input is {what(c.x)}, not a matrix product")
+        if x.dim() == 0:
+            raise LeftAlone("its input is a number")
+        result = cls(*_feeding_one_sum(c, groups))
+        try:
+            result._choose(always)
+        except LeftAlone:
+            if len(result.collectives) == 1:
+                raise
+            # Neither op pays, but one all-reduce instead of several does.
+            result.op = c10d.all_reduce.default
+        return result
+
+    def _choose(self, always: bool) -> None:
+        c = self.collective
+        size = hint(val(c.x).numel()) * val(c.x).dtype.itemsize
+        reasons = []
+        if always or size >= _MATMUL_FROM:
+            try:
+                self.sum = self._products()
+                if not always:
+                    self._check_worth("matmul_all_reduce")
+                    if (apart := why_apart(self.sum.products)) is not None:
+                        raise LeftAlone(apart)
+                self.op = schema.matmul_all_reduce
+                return
+            except LeftAlone as e:
+                self.sum = None
+                reasons.append(str(e))
+        try:
+            if not always:
+                self._check_worth("all_reduce")
+        except LeftAlone as e:
+            raise LeftAlone("; ".join([*reasons, str(e)])) from e
+        if len(self.collectives) == 1 and c.reduce_op == "sum" and (norm := RmsNorm.after(c)) is not None:
+            self.norm, self.op = norm, schema.all_reduce_rms_norm
+
+    def _check_worth(self, op: str) -> None:
+        x = val(self.collective.x)
+        m, n, k = (hint(size) for size in (self.m, self.n, self.k))
+        world = self.collective.world
+        if (reason := why_not_profitable(op, m, n, k, world, x.dtype, x.device.type)) is not None:
+            raise LeftAlone(reason)
+
+    def _products(self) -> SumOfMatmuls:
+        """What all of the collectives sum up, as one product."""
+        sums = [sum_of(c.x, plain(val(c.x).shape), c.node) for c in self.collectives]
+        total = sums[0]
+        for other in sums[1:]:
+            total.join(other)
+        if total.vectors:
+            raise LeftAlone(f"{what(total.vectors[0])} is added to the product")
+        if total.dtype != val(self.collective.x).dtype:
+            raise LeftAlone(f"the product is cast before it is reduced, and the op returns {total.dtype}")
+        check_no_write(total.first(), self.collectives[-1].node)
+        return total
+
+    def replace(self) -> None:
+        """
+        Raises:
+            LeftAlone: a size is not there where it is needed. The graph is as it was.
+        """
+        last = self.collectives[-1]
+        at, shape = last.node, val(last.wait).shape
+        result = self.added[-1] if self.added else last.wait
+        with rewrite.undone_if_left():
+            if self.norm is not None:
+                new = self.norm.replaced_by(self.op, last)
+            else:
+                out = self._reduced(at, shape)
+                for term in self.rest:
+                    out = call(result, aten.add.Tensor, term, out)
+                new = {result: out}
+        for c in self.collectives:
+            for user in [u for u in c.node.users if u is not c.wait]:
+                # The sizes of what is pending are those of its input.
+                user.replace_input_with(c.node, c.x if calls(user, aten.sym_size.int) else c.wait)
+        for old, node in new.items():
+            old.replace_all_uses_with(node)
+        gone = [*self.added, *(n for c in self.collectives for n in (c.node, c.wait))]
+        gone += self.norm.nodes if self.norm is not None else []
+        rewrite.erase_unused([*gone, *(self.sum.nodes if self.sum is not None else [])])
+
+    def _reduced(self, at: fx.Node, shape: torch.Size) -> fx.Node:
+        """The sum of the collectives' results, before ``at``."""
+        last = self.collectives[-1]
+        if self.sum is not None:
+            A, B = self.sum.operands(at)
+            out = rewrite.fused(at, self.op, last, A, B, last.reduce_op)
+            out = rewrite.rearrange(out, (self.sum.rows, self.sum.columns), plain(shape), shape, at, [A])
+            return rewrite.make_contiguous(out, at)
+        x, *others = (c.x for c in self.collectives)
+        for other in others:
+            x = call(at, aten.add.Tensor, x, other)
+        if self.op is c10d.all_reduce.default:
+            pending = call(at, self.op, x, last.reduce_op, last.group)
+            out = call(at, c10d.wait_tensor.default, pending)
+        else:
+            out = rewrite.fused(at, self.op, last, x, last.reduce_op)
+        return rewrite.make_contiguous(out, at)
+
+
+def _feeding_one_sum(
+    c: Collective, groups: frozenset[str] | None
+) -> tuple[list[Collective], list[fx.Node], list[fx.Node]]:
+    """The collective and later ones of products that are added to its result; the additions; what else they add."""
+    collectives, added, rest = [c], [], []
+    met: list[fx.Node] = []
+    also: list[fx.Node] = []
+    node = c.wait
+    while len(node.users) == 1 and c.only_waited_for:
+        (add,) = node.users
+        if unchanged(add) is not None and alike(val(add), val(c.wait)):
+            met.append(add)
+            node = add
+            continue
+        if not calls(add, aten.add.Tensor) or argument(add, 9, "alpha", 1) != 1 or add.args[0] is add.args[1]:
+            break
+        term = add.args[1] if add.args[0] is node else add.args[0]
+        if not is_val(term) or not alike(val(term), val(c.wait)) or not alike(val(add), val(c.wait)):
+            break
+        same, copies = term, []
+        while len(same.users) == 1 and (source := unchanged(same)) is not None:
+            copies.append(same)
+            same = source
+        met += [*copies, add]
+        node = add
+        other = _other(c, same, groups)
+        # What is reduced is read later than it was, what else is added later still.
+        if other is not None and first_write(min(c.node, other.node), add) is None:
+            collectives = sorted([*collectives, other], key=lambda each: each.node)
+            added, rest = list(met), list(also)
+        else:
+            also.append(term)
+    return collectives, added, rest
+
+
+def _other(c: Collective, wait: fx.Node, groups: frozenset[str] | None) -> Collective | None:
+    """The collective of the same kind that is waited for by ``wait``."""
+    if not calls(wait, c10d.wait_tensor.default) or not calls(wait.args[0], c10d.all_reduce.default):
+        return None
+    try:
+        other = Collective.from_node(wait.args[0], groups)  # type: ignore[arg-type]
+    except LeftAlone:
+        return None
+    same = (other.group, other.reduce_op) == (c.group, c.reduce_op) and alike(val(other.x), val(c.x))
+    same = same and other.wait is wait and other.only_waited_for and len(wait.users) == 1
+    # What the ranks' sums leave of it may be in float16's range, and what each rank would sum first may not.
+    same = same and val(c.x).dtype != torch.float16
+    return other if same and has_product(other.x) else None

@@ -1,0 +1,216 @@
+"""A gathered tensor in its graph: what is made of it, who uses it, and what of it must stay."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ..graph.collectives import (
+    Collective,
+    LeftAlone,
+    aten,
+    calls,
+    communicates,
+    first_write,
+    group_of,
+    is_contiguous,
+    is_random,
+    known,
+    memory,
+    val,
+    waits,
+    what,
+)
+from ..graph.index_map import Dims, flat_dims, gathered_dims, same_size
+from ..graph.rewrite import call, erase_unused
+from ..graph.views import View, views
+
+# Nodes that are computed before a gather instead of behind it, for one operand: a weight that is cast and transposed.
+_MOST_MOVED = 64
+
+
+@dataclass
+class Gathered:
+    """``collectives`` gather the same; ``views`` hold what they gathered, whatever its order and dtype."""
+
+    collectives: list[Collective]
+    views: dict[fx.Node, View]
+    reasons: list[str]  # why what joins its parts is none of them
+    cut: dict[fx.Node, fx.Node]  # parts of views that other views join, and what they are cut from
+
+    @classmethod
+    def by(cls, c: Collective, groups: frozenset[str] | None) -> Gathered:
+        """
+        Raises:
+            LeftAlone: the input is a number.
+        """
+        if val(c.x).dim() == 0:
+            raise LeftAlone("its input is a number")
+        result = cls([c, *_repeats(c, groups)], {}, [], {})
+        for each in result.collectives:
+            found, reasons = views(each.wait, gathered_dims(val(c.x).shape, c.world))
+            result.views |= found
+            result.reasons += reasons
+        for view in result.views.values():
+            if view.step is not None:
+                result.cut |= dict.fromkeys(view.step.between, view.step.source)
+        return result
+
+    def outside(self) -> list[fx.Node]:
+        """The users, in the order of the graph, that are no views."""
+        inside = self.views.keys() | self.cut.keys()
+        found = {
+            u for n in (*inside, *self._gathers()) for u in n.users if u not in inside and not self._size(u)
+        }
+        return sorted(found)
+
+    def first_user(self) -> fx.Node:
+        """Where the fused op can stand: before the first user and the next collective of the group.
+
+        So the order of the group's collectives stays.
+        """
+        c, own = self.collectives[0], self._gathers()
+        first = self.outside()[0]
+        node = c.node.next
+        while node is not first and (node in own or not communicates(node) or group_of(node) != c.group):
+            node = node.next
+        return node
+
+    def _gathers(self) -> set[fx.Node]:
+        return {c.node for c in self.collectives}
+
+    def needed_before(self, at: fx.Node, operand: fx.Node) -> set[fx.Node]:
+        """The nodes that must be moved to before ``at`` for an operand to be there.
+
+        Raises:
+            LeftAlone: one of them cannot be.
+        """
+        own = self.views.keys() | self.cut.keys() | self._gathers()
+        needed: set[fx.Node] = set()
+        pending = [operand]
+        while pending:
+            node = pending.pop()
+            if node in own:
+                raise LeftAlone(f"{what(operand)}, the other operand, depends on the gathered tensor, too")
+            if node < at or node in needed:
+                continue
+            if communicates(node) or waits(node) or is_random(node):
+                raise LeftAlone(f"{what(operand)}, the other operand, needs {what(node)}, which comes later")
+            if len(needed) == _MOST_MOVED:
+                raise LeftAlone(f"{what(operand)}, the other operand, needs too much that comes later")
+            needed.add(node)
+            pending += node.all_input_nodes
+        return needed
+
+    def kept(
+        self, products: Mapping[fx.Node, fx.Node | None], casts: tuple[torch.dtype, ...], joined: Dims
+    ) -> dict[fx.Node, View]:
+        """The views from which everything is made that others than the ``products`` use.
+
+        Args:
+            products: that use the gathered tensor as an operand, and what they add.
+            casts, joined: of the gathered tensor that the op returns.
+
+        Raises:
+            LeftAlone: one cannot be made from what the op returns.
+        """
+        used: dict[fx.Node, fx.Node] = {}
+        for c in self.collectives:
+            if any(user is not c.wait and not self._size(user) for user in c.node.users):
+                used[c.wait] = c.node
+        for node in (*self.views, *self.cut):
+            for user in node.users:
+                if user in self.views or user in self.cut or self._size(user):
+                    continue
+                if user not in products or products[user] is node:
+                    used.setdefault(self.cut.get(node, node), user)
+        result = {}
+        for node, user in used.items():
+            view = self._ancestor(node, casts, joined)
+            if view is None:
+                write = first_write(self.collectives[0].node, max(node, self.collectives[0].wait))
+                when = "before it is cast" if write is None else f"after {what(write)} wrote to memory"
+                raise LeftAlone(f"{what(user)} uses the gathered tensor {when}")
+            result[view.node] = view
+        return result
+
+    def _ancestor(self, node: fx.Node, casts: tuple[torch.dtype, ...], joined: Dims) -> View | None:
+        """The view that is the easiest to make of those that a view is made of, itself included."""
+        best: tuple[bool, View] | None = None
+        view: View | None = self.views[node]
+        while view is not None:
+            if view.casts == casts and is_contiguous(val(view.node)) and self._unwritten(view):
+                # In the order in which the op gives it, and there of several the first made, from which the others
+                # follow. In another order each is a copy: what others hold in other memory would be one more.
+                in_order = same_size(flat_dims(view.dims), flat_dims(joined))
+                if best is None or in_order or (not best[0] and memory(view.node) == memory(best[1].node)):
+                    best = in_order, view
+            view = self.views[view.step.source] if view.step is not None else None
+        return best and best[1]
+
+    def _unwritten(self, view: View) -> bool:
+        """Whether the view has what was gathered, or what has since been written to the gathered tensor itself.
+
+        A copy that was made after something was written may have neither.
+        """
+        while view.step is not None and memory(view.step.source) == memory(view.node):
+            view = self.views[view.step.source]
+        return view.step is None or first_write(self.collectives[0].node, view.node) is None
+
+    def _size(self, user: fx.Node) -> tuple[int, int] | None:
+        """For a node that reads a size of a view: the dimension of the shard and the factor that give it, too."""
+        if not calls(user, aten.sym_size.int):
+            return None
+        size = user.meta.get("val")
+        for dim, own in enumerate(val(self.collectives[0].x).shape):
+            if not (isinstance(own, torch.SymInt) and isinstance(size, torch.SymInt)):
+                continue
+            hints = own.node.has_hint() and size.node.has_hint() and own.node.hint
+            factor = size.node.hint // own.node.hint if hints else 1
+            if known(own * factor == size):
+                return dim, factor
+        return None
+
+    def wait_for_all(self) -> None:
+        """What uses a pending tensor uses the one that was waited for."""
+        for c in self.collectives:
+            for user in [u for u in c.node.users if u is not c.wait]:
+                user.replace_input_with(c.node, c.wait)
+
+    def read_sizes_from_shard(self) -> None:
+        """A size of the gathered tensor is read from its input: it is no reason to return it."""
+        x = self.collectives[0].x
+        for user in dict.fromkeys(u for n in (*self._gathers(), *self.views, *self.cut) for u in n.users):
+            if (found := self._size(user)) is not None:
+                size = call(user, aten.sym_size.int, x, found[0])
+                if found[1] != 1:
+                    size = call(user, operator.mul, found[1], size)
+                user.replace_all_uses_with(size)
+                user.graph.erase_node(user)
+
+    def reset_state(self, after: fx.Node) -> None:
+        """Erases what is not used any more; what stays is moved behind the node that it is made of now."""
+        for node in erase_unused([*self._gathers(), *self.views, *self.cut]):
+            if node < after:
+                after.append(node)
+                after = node
+
+
+def _repeats(c: Collective, groups: frozenset[str] | None) -> list[Collective]:
+    """The later gathers of the same tensor over the same group, which have the same result."""
+    nodes = sorted(n for n in c.x.users if n.target is c.node.target and n.args == c.node.args and c.node < n)
+    found = []
+    before = c.node
+    for node in nodes:
+        if first_write(before, node) is not None:
+            break
+        before = node
+        try:
+            found.append(Collective.from_node(node, groups))
+        except LeftAlone:
+            continue
+    return found

@@ -1,0 +1,104 @@
+"""What lies in memory at once: products that a graph computes one after the other may do so to need less of it.
+
+Such are the parts of a vocabulary whose logits are summed up one by one, or experts. One op for all of them has all
+that they give, or all that they multiply, at the same time. It is taken where that is at most twice what the graph has
+there anyway, so that queries, keys and values, say, stay together.
+
+A size that depends on data counts as 1: what is compared has it on both sides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import fx
+
+from ..graph.collectives import Size, hint, is_val, memory, val
+from .matmuls import Product
+
+
+def together(at: fx.Node, products: Sequence[fx.Node]) -> int:
+    """How many of the products, in the order of the graph, one op at ``at`` may compute."""
+    early, largest = 0, 0
+    for i, node in enumerate(products):
+        own = _bytes(node)
+        largest = max(largest, own)
+        # The first two are at most twice the largest.
+        if i > 1 and early > 2 * (largest + _made_and_used(at, node)):
+            return i
+        early += own
+    return len(products)
+
+
+def why_apart(products: Sequence[Product]) -> str | None:
+    """Why the operands on the left of products that are summed should not be kept for one product; None if they may."""
+    lefts = _sizes(p.left for p in products)
+    if len(lefts) <= 2 or sum(lefts.values()) <= 2 * max(lefts.values()):
+        return None
+    if sum(lefts.values()) <= 2 * (max(lefts.values()) + _needed(products)):
+        return None
+    return (
+        f"the {len(products)} products that it sums are computed one after the other, and one product would need "
+        "at once what they multiply"
+    )
+
+
+def _made_and_used(first: fx.Node, at: fx.Node) -> int:
+    """Bytes of what is made from ``first`` on and used from ``at`` on."""
+    made: dict[int, int] = {}
+    older: set[int] = set()
+    used: set[int] = set()
+    for node in filter(is_val, _until(first, at)):
+        where = memory(node)
+        if where not in made and where not in older:
+            if any(is_val(a) and memory(a) == where for a in node.all_input_nodes):
+                older.add(where)
+            else:
+                made[where] = _bytes(node)
+        if any(not user < at for user in node.users):
+            used.add(where)
+    return sum(made[where] for where in used & made.keys())
+
+
+def _needed(products: Sequence[Product]) -> int:
+    """Bytes of what is there before the first of the products, and of which the other ones' operands are made."""
+    first = min(p.node for p in products)
+    there: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    pending = [p.left for p in products if p.node is not first]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node < first:
+            there.add(node)
+        else:
+            pending += node.all_input_nodes
+    return sum(_sizes(filter(is_val, there)).values())
+
+
+def _sizes(nodes: Iterable[fx.Node]) -> dict[int, int]:
+    """Bytes of the memory that the nodes share or have to themselves."""
+    return {memory(node): _bytes(node) for node in nodes}
+
+
+def _until(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    node = first
+    while node is not last and node.op != "root":
+        yield node
+        node = node.next
+
+
+def _bytes(node: fx.Node) -> int:
+    """Of the memory that a node lies in, whether it is all of it or not."""
+    tensor = val(node)
+    size = tensor.untyped_storage().nbytes()
+    if isinstance(size, int) or size.node.has_hint():
+        return hint(size)
+    return math.prod(map(_now, tensor.shape)) * tensor.dtype.itemsize
+
+
+def _now(size: Size) -> int:
+    return hint(size) if isinstance(size, int) or size.node.has_hint() else 1

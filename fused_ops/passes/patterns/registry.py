@@ -1,0 +1,29 @@
+"""Which form a collective and its neighbourhood have: what the pass asks for each collective of a graph."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from ..graph.collectives import Collective, c10d
+from .all_gather_matmul import AllGatherMatmulPattern
+from .all_reduce import AllReducePattern
+from .matmul_reduce_scatter import MatmulReduceScatterPattern
+
+Form: TypeAlias = AllGatherMatmulPattern | MatmulReduceScatterPattern | AllReducePattern
+
+
+def match(c: Collective, groups: frozenset[str] | None = None, *, always: bool = False) -> Form:
+    """What the collective can be fused into; the graph is not changed.
+
+    Args:
+        groups: the other collectives that it takes along are of these groups only. None for all.
+        always: where several ops could take it, the one that takes most, whether that pays or not.
+
+    Raises:
+        LeftAlone: it is none that can be fused exactly.
+    """
+    if c.node.target is c10d.all_gather_into_tensor.default:
+        return AllGatherMatmulPattern.from_collective(c, groups)
+    if c.node.target is c10d.reduce_scatter_tensor.default:
+        return MatmulReduceScatterPattern.from_collective(c)
+    return AllReducePattern.from_collective(c, groups, always=always)

@@ -1,0 +1,1 @@
+"""Between GPUs: double buffers, LL exchange, copies, rate limits."""

@@ -1,0 +1,80 @@
+"""Launches the gate in front of pushes by a copy engine, and the end of a use; acquire.cu says what they do."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from ....symm_mem.workspace import Layout, Workspace
+from ..jit.program import DEVICE_FOLDER, Program, WaitParams
+
+_SOURCE = DEVICE_FOLDER / "comm" / "acquire.cu"
+_program = Program(_SOURCE)
+
+
+class _Params(ctypes.Structure):
+    """The twin of ``Params`` in acquire.cu."""
+
+    _fields_ = (
+        ("watch", WaitParams),
+        ("world_size", ctypes.c_int32),
+        ("ticket", ctypes.c_int32),
+        ("done", ctypes.c_int32),
+        ("epoch", ctypes.c_int32),
+        ("span", ctypes.c_uint64),
+    )
+
+
+def gate(workspace: Workspace, buffer: int, timeout_ns: int, stream: int) -> None:
+    """Make ``stream`` wait until every peer's ``buffer`` is free for the next use, then count that use in TICKET.
+
+    Work behind it on the stream may overwrite the buffer on every peer; the current device must be the
+    workspace's. Safe to capture in a CUDA graph.
+
+    Args:
+        buffer: 0 or 1.
+        timeout_ns: nanoseconds until the wait expires; the workspace's record then says for whom it waited.
+        stream: a CUstream as an integer.
+
+    Raises:
+        RuntimeError: the kernel cannot be compiled or launched.
+    """
+    _launch("gate", workspace, buffer, timeout_ns, stream)
+
+
+def end_use(workspace: Workspace, buffer: int, stream: int) -> None:
+    """End this rank's use of ``buffer``: work in front of it on the stream has read all it wanted there.
+
+    Safe to capture in a CUDA graph.
+
+    Raises:
+        RuntimeError: the kernel cannot be compiled or launched.
+    """
+    _launch("leave", workspace, buffer, 0, stream)
+
+
+def leaving(workspace: Workspace, buffer: int) -> Callable[[int], None]:
+    """``leave`` with only the stream left open: what can be made once."""
+    return _program.function("leave").bound(1, 32, _params(workspace, buffer, 0))
+
+
+def load() -> None:
+    """Compile both kernels and load them into the current context, without a launch."""
+    for name in ("gate", "leave"):
+        _program.function(name)
+
+
+def _launch(name: str, workspace: Workspace, buffer: int, timeout_ns: int, stream: int) -> None:
+    _program.function(name).launch(1, 32, _params(workspace, buffer, timeout_ns), stream)
+
+
+def _params(workspace: Workspace, buffer: int, timeout_ns: int) -> _Params:
+    layout = workspace.layout
+    return _Params(
+        WaitParams.of(workspace, timeout_ns),
+        workspace.world_size,
+        Layout.TICKET + buffer,
+        layout.done(buffer),
+        Layout.EPOCH + buffer,
+        workspace.span,
+    )

@@ -1,0 +1,69 @@
+"""Pushes rows into the peers' buffers by the GPU's copy engines, on a stream of their own: no SM takes part.
+
+    with engine.pushing(buffer, shard, chunk_rows, timeout_ns):
+        ...  # kernels that wait for the peers' chunks, on the current stream
+
+Who writes: rank r's engine copies chunk c of its shard into slot r of every peer's buffer, seen as ``[W, m, K]``, then
+the count of this use into flag c of rank r there: by a 4-byte copy of the TICKET word, which the gate has counted
+up. The copy reads the word when it runs, so a captured graph goes on counting, and a stream keeps its order, so
+data is there before its flag. Peers are served in the order rank-1, rank-2, ...: each rank receives from rank+1
+first, and no link carries two shards at a time. Who waits: the gate, until every peer's buffer is free.
+
+Copies cannot be called off: those behind a gate that was not opened overwrite what a late rank may be reading
+(abort_notice.cuh). So nothing but copies goes into a workspace of which a copy engine writes a buffer.
+
+The gate lies on the current stream in front of the kernels: on a stream beside them it might find no SM free, and
+they would wait for what is behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from cuda.bindings import driver
+
+from ....symm_mem.backends.vmm import check_driver, own_stream
+from ....symm_mem.workspace import Layout, Workspace
+from .acquire import gate
+
+
+class CopyEngine:
+    """The copy stream of one workspace."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+        self._handle = own_stream(self, workspace.heap.device, first=True)
+        self._stream = torch.cuda.ExternalStream(self._handle, device=workspace.heap.device)
+        self._begin, self._end = torch.cuda.Event(), torch.cuda.Event()
+
+    @contextmanager
+    def pushing(self, buffer: int, shard: torch.Tensor, chunk_rows: int, timeout_ns: int) -> Iterator[None]:
+        """Send ``shard`` [m, K], contiguous, to every peer beside what the body launches on the current stream.
+
+        Behind the body the current stream waits for the copies: the shard may be overwritten then.
+        """
+        current = torch.cuda.current_stream()
+        gate(self.workspace, buffer, timeout_ns, current.cuda_stream)
+        self._begin.record(current)
+        self._stream.wait_event(self._begin)
+        self._push(buffer, shard, chunk_rows)
+        self._end.record(self._stream)
+        try:
+            yield
+        finally:
+            current.wait_event(self._end)
+
+    def _push(self, buffer: int, shard: torch.Tensor, chunk_rows: int) -> None:
+        w, stream, rows = self.workspace, self._handle, shard.shape[0]
+        row_bytes = shard.shape[1] * shard.element_size()
+        source, ticket = shard.data_ptr(), w.address + 4 * (Layout.TICKET + buffer)
+        slot = w.address + w.layout.buffer(buffer) + w.rank * rows * row_bytes
+        flag = w.address + 4 * (w.layout.flags(buffer) + w.rank * w.layout.flags_per_rank)
+        for step in range(1, w.world_size):
+            there = ((w.rank - step) % w.world_size - w.rank) * w.span
+            for chunk, row in enumerate(range(0, rows, chunk_rows)):
+                at, size = row * row_bytes, min(chunk_rows, rows - row) * row_bytes
+                check_driver(driver.cuMemcpyDtoDAsync(slot + there + at, source + at, size, stream))
+                check_driver(driver.cuMemcpyDtoDAsync(flag + there + 4 * chunk, ticket, 4, stream))

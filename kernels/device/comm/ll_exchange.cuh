@@ -1,0 +1,276 @@
+// Pushing vectors that announce themselves: no flag, no barrier. What the all-reduces are made of, and the exchanges in one
+// shot beside products of cuBLAS.
+//
+// The wire is that of ll_protocol.cuh. The NaN that would be empty is sent as another one; a sum turns every NaN into the
+// same, so any input survives bit for bit: NaN, -0.0, and the empty word itself.
+//
+// Who writes: thread t of block b on rank r writes slot (buffer, r, i) of block b on a peer. Who waits: thread t
+// of block b on that peer, until none of the words is empty; it then empties the slot again.
+//
+// Why no barrier. Every block b has its own slots, in two buffers, and its own count of uses, EPOCH[b], which
+// it advances when it leaves; use e takes buffer e & 1. All ranks launch the same grid for the same size and
+// make their calls in the same order, one after the other, so use e of block b belongs to the same call on
+// every rank, whatever calls without a block b lie between. Claim: when rank p sends for use e of block b,
+// its slots on rank r are empty. They were used for e - 2. In its use e - 1, block b of p waited for what
+// block b of r sent for e - 1: no block is launched that does not hear from every peer. r sent that after its
+// use e - 2 had ended, as kernels of one stream do, and that use emptied the slots. A block waits only for the
+// blocks of its own number, which send before they wait: the grid need not be resident at once, as long as blocks
+// start in the order of their numbers, as they do. credits.cuh has what holds for several uses in one launch.
+//
+// RANK is a constant of the program: no register and no branch is spent on who is who.
+
+#include "math/numbers.cuh"
+#include "math/reduce.cuh"
+#include "comm/ll_protocol.cuh"
+
+#if !defined(WORLD_SIZE) || !defined(RANK)
+#error "WORLD_SIZE, RANK: ranks of the group, 2 or more, and which of them this is"
+#endif
+#ifndef DTYPE
+#error "DTYPE: float32, bfloat16 or float16"
+#endif
+
+namespace weft {
+
+using Number = DTYPE;
+
+constexpr int WORDS = 4;  // of a vector
+constexpr int ELEMENTS = WORDS * Number::PER_WORD;
+constexpr bool FEW = WORLD_SIZE <= 8;  // a vector of each rank fits into a thread's registers
+
+// A workspace for pushes; the host's twin is `ExchangeSlots` in ll_exchange.py.
+struct ExchangeSlots {
+    WaitParams watch;
+    u64 span;  // bytes from this rank's copy of an address to the next rank's
+    u32 capacity;  // slots of a block, for each buffer and sender
+    u32 epochs;  // index of EPOCH[0] in words
+    u32 first;  // index of the first slot in words
+    u32 emptied;  // index of EMPTIED[0][0] in words
+};
+
+// With DEPENDENT a kernel may be launched while the one before it in its stream still runs. It touches no memory before that
+// one has ended, which is what the claim above asks of kernels of one stream; and it lets the next one come as early.
+__device__ __forceinline__ void begin() {
+#if DEPENDENT
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ u32& word(uint4& v, int i) {
+    return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+__device__ __forceinline__ u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// The i-th peer to send to, i from 1 on: no two ranks send to the same one at the same time.
+__device__ __forceinline__ constexpr int peer_of(int i) { return (RANK + i) % WORLD_SIZE; }
+
+// One block's use of its slots.
+struct Use {
+    const ExchangeSlots& s;
+    u32 epoch;
+    u32 mine;  // slot 0 of sender 0 in this use's buffer
+    // This thread, or a kernel of the group before, went on without something that a peer should have sent: what is made
+    // of it must not reach a peer, which will miss it, and say so, instead of taking a wrong number for a right one.
+    mutable bool lost;
+
+    __device__ __forceinline__ explicit Use(const ExchangeSlots& slots) : s(slots), lost(is_broken(slots.watch)) {
+        begin(load_relaxed(s.watch.words + s.epochs + blockIdx.x) + 1);
+    }
+
+    __device__ __forceinline__ void begin(u32 count) {
+        epoch = count;
+        mine = (2 * blockIdx.x + (epoch & 1)) * (WORLD_SIZE * s.capacity);
+    }
+
+    __device__ __forceinline__ uint4* place(int sender, u32 index) const {
+        return reinterpret_cast<uint4*>(s.watch.words + s.first) + (mine + sender * s.capacity + index);
+    }
+
+    __device__ __forceinline__ void send(int peer, u32 index, const uint4& wire) const {
+        if (lost) return;
+        char* here = reinterpret_cast<char*>(place(RANK, index));
+        store_payload(reinterpret_cast<uint4*>(here + static_cast<long long>(s.span) * (peer - RANK)), wire);
+    }
+
+    __device__ __forceinline__ void send_to_all(u32 index, const uint4& wire) const {
+#pragma unroll(FEW ? 8 : 4)
+        for (int i = 1; i < WORLD_SIZE; ++i) send(peer_of(i), index, wire);
+    }
+
+    // The k-th poll for slot `index` of `sender` failed. True: go on without it.
+    __device__ __forceinline__ bool expired(Deadline& deadline, int sender, u32 index) const {
+        const u32 slot = s.first + (mine + sender * s.capacity + index) * WORDS;
+        if (!deadline.overdue(s.watch, sender, slot, epoch, epoch - 1, WAIT_DATA)) return false;
+        lost = true;
+        return true;
+    }
+
+    // Slot `index` of one sender as it comes, empty again behind it.
+    __device__ __forceinline__ uint4 take(int sender, u32 index) const {
+        uint4 v = load_payload(place(sender, index));
+        Deadline deadline;
+        while (has_sentinel(v)) {
+            if (deadline.should_poll() && expired(deadline, sender, index)) break;
+            v = load_payload(place(sender, index));
+        }
+        // A later use's data cannot come before these zeros: see the claim above.
+        store_vector(place(sender, index), make_uint4(0, 0, 0, 0));
+        return ll_decode(v);
+    }
+
+    // The same of every peer at once, from COUNT slots that lie `step` apart: in[k * WORLD_SIZE + sender], where what
+    // stands for this rank stays.
+    template <int COUNT = 1>
+    __device__ __forceinline__ void take_all(u32 index, uint4* in, u32 step = 0) const {
+        const auto each = [&](const auto& what) {
+#pragma unroll
+            for (int k = 0; k < COUNT; ++k) {
+#pragma unroll
+                for (int src = 0; src < WORLD_SIZE; ++src) {
+                    if (src != RANK) what(in[k * WORLD_SIZE + src], src, index + k * step);
+                }
+            }
+        };
+        each([&](uint4& v, int src, u32 slot) { v = load_payload(place(src, slot)); });
+        Deadline deadline;
+        for (;;) {
+            bool missing = false;
+            each([&](const uint4& v, int, u32) { missing |= has_sentinel(v); });
+            if (!missing) break;
+            if (deadline.should_poll()) {
+                int sender = RANK;
+                u32 missed = index;
+                each([&](const uint4& v, int src, u32 slot) {
+                    if (has_sentinel(v)) sender = src, missed = slot;
+                });
+                if (expired(deadline, sender, missed)) break;
+            }
+            each([&](uint4& v, int src, u32 slot) { reload_payload(has_sentinel(v), place(src, slot), v); });
+        }
+        each([&](uint4& v, int src, u32 slot) {
+            store_vector(place(src, slot), make_uint4(0, 0, 0, 0));
+            v = ll_decode(v);
+        });
+    }
+
+    // After the last thing that a thread of the block sends or takes.
+    __device__ __forceinline__ void leave() const {
+        __syncthreads();  // every thread has read the epoch
+        if (threadIdx.x == 0) s.watch.words[s.epochs + blockIdx.x] = epoch;
+    }
+};
+
+// A thread's vectors: `at` in the input, `index` among the block's slots. Warps are dealt to the blocks in
+// turn, so that a small input is sent by many multiprocessors.
+struct ThreadShare {
+    u32 at, index;
+
+    __device__ __forceinline__ ThreadShare() {
+        at = ((threadIdx.x / 32) * gridDim.x + blockIdx.x) * 32 + threadIdx.x % 32;
+        index = threadIdx.x;
+    }
+
+    __device__ __forceinline__ ThreadShare(u32 at, u32 index) : at(at), index(index) {}
+
+    __device__ __forceinline__ void next() {
+        at += gridDim.x * blockDim.x;
+        index += blockDim.x;
+    }
+};
+
+// One vector for every peer, in the order of peer_of; from many ranks on each is loaded when it is sent. `load(peer, at)`
+// gives it.
+struct Parts {
+    uint4 of[FEW ? WORLD_SIZE : 1];
+
+    template <typename Load>
+    __device__ __forceinline__ void load_all(const Load& load, u32 at) {
+        if constexpr (FEW) {
+#pragma unroll
+            for (int i = 1; i < WORLD_SIZE; ++i) of[i] = load(peer_of(i), at);
+        }
+    }
+
+    template <typename Load>
+    __device__ __forceinline__ void send_all(const Load& load, const Use& use, const ThreadShare& s) const {
+#pragma unroll(FEW ? 8 : 1)
+        for (int i = 1; i < WORLD_SIZE; ++i) {
+            const int peer = peer_of(i);
+            const uint4 v = FEW ? of[FEW ? i : 0] : load(peer, s.at);
+            use.send(peer, s.index, ll_encode(v));
+        }
+    }
+};
+
+// `store(src, v)` of every peer's vector in slot `index`.
+template <typename Store>
+__device__ __forceinline__ void store_all(const Use& use, u32 index, const Store& store) {
+    if constexpr (FEW) {
+        uint4 in[WORLD_SIZE];
+        use.take_all(index, in);
+#pragma unroll
+        for (int src = 0; src < WORLD_SIZE; ++src) {
+            if (src != RANK) store(src, in[src]);
+        }
+    } else {
+#pragma unroll 1
+        for (int i = 1; i < WORLD_SIZE; ++i) {
+            const int src = peer_of(i);
+            store(src, use.take(src, index));
+        }
+    }
+}
+
+// A vector's numbers in float32.
+struct Numbers {
+    float of[ELEMENTS];
+
+    __device__ __forceinline__ explicit Numbers(uint4 v) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            float pair[Number::PER_WORD];
+            Number::unpack(word(v, i), pair);
+#pragma unroll
+            for (int k = 0; k < Number::PER_WORD; ++k) of[i * Number::PER_WORD + k] = pair[k];
+        }
+    }
+
+    __device__ __forceinline__ uint4 rounded() const {
+        uint4 v;
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) word(v, i) = Number::pack(of + i * Number::PER_WORD);
+        return v;
+    }
+};
+
+// What all ranks' vectors make together, in rank order; `take(src)` gives that of a rank.
+template <typename Reduce, typename Take>
+__device__ __forceinline__ Numbers reduced(const Take& take) {
+    Numbers total(take(0));
+#pragma unroll(FEW ? 8 : 1)
+    for (int src = 1; src < WORLD_SIZE; ++src) {
+        const Numbers next(take(src));
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i) total.of[i] = Reduce::combine(total.of[i], next.of[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) total.of[i] = Reduce::finish(total.of[i], WORLD_SIZE);
+    return total;
+}
+
+// The same of this rank's `own` and of what the others send to slot `index`.
+template <typename Reduce>
+__device__ __forceinline__ Numbers take_reduced(const Use& use, u32 index, const uint4& own) {
+    if constexpr (FEW) {
+        uint4 in[WORLD_SIZE];
+        in[RANK] = own;
+        use.take_all(index, in);
+        return reduced<Reduce>([&](int src) { return in[src]; });
+    } else {
+        return reduced<Reduce>([&](int src) { return src == RANK ? own : use.take(src, index); });
+    }
+}
+
+}  // namespace weft

@@ -1,0 +1,144 @@
+"""A workspace for vectors that announce themselves: the host's side of ll_exchange.cuh. Pure functions, no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Protocol
+
+from ....symm_mem.switches import is_on
+from ..jit import program
+from ..jit.program import WaitParams
+
+VECTOR = 16  #: bytes that travel in one slot
+# The largest grid. An H100 or H200 has 132 multiprocessors: however long a kernel waits on so many, a product in front
+# of what its peer waits for may find room in the others. 132 blocks are no faster (bench/NOTES.md).
+BLOCKS = 128
+THREADS = 512  #: the largest block, of those that send
+WARP = 32
+
+
+@cache
+def dependent() -> bool:
+    """Whether WEFT_PDL=1, asked once in a process: all-reduces and norms are launched while the kernel before them in
+    their stream still runs, if that allows it (programmatic dependent launch).
+
+    Raises:
+        ValueError: WEFT_PDL is neither 0 nor 1.
+    """
+    return is_on("WEFT_PDL")
+
+
+class ExchangeSlots(ctypes.Structure):
+    """The twin of ``weft::Slots``."""
+
+    _fields_ = (
+        ("watch", WaitParams),
+        ("span", ctypes.c_uint64),
+        ("capacity", ctypes.c_uint32),
+        ("epochs", ctypes.c_uint32),
+        ("first", ctypes.c_uint32),
+        ("emptied", ctypes.c_uint32),
+    )
+
+
+@dataclass(frozen=True)
+class ExchangeLayout:
+    """Where things lie in such a workspace, in 32-bit words from its start; all of it starts as zeros.
+
+    ``[EPOCH of each block][slots: block, buffer, sender, index][EMPTIED: block, rank]``. Takes the place of
+    ``symm_mem.Layout`` in a ``Workspace``.
+
+    Attributes: ``slots``: vectors that a block takes from one sender in one use. ``blocks``: of a launch, at most.
+    """
+
+    world_size: int
+    slots: int
+    blocks: int = BLOCKS
+
+    EPOCHS = 0  #: + block: uses of the block's slots that this rank has left
+    FIRST = EPOCHS + 192  #: the first slot
+
+    def __post_init__(self) -> None:
+        if self.world_size < 2:
+            raise ValueError(f"world_size: is {self.world_size}, must be 2 or more")
+        if self.slots < 2 * WARP or self.slots % (2 * WARP):
+            raise ValueError(f"slots: is {self.slots}, must be a multiple of 64")
+        if not 1 <= self.blocks <= BLOCKS:
+            raise ValueError(f"blocks: is {self.blocks}, must be from 1 to {BLOCKS}")
+
+    @property
+    def emptied(self) -> int:
+        """+ block * W + rank: the use of the block's slots that the rank has emptied last, where it says so."""
+        return self.FIRST + self.blocks * 2 * self.world_size * self.slots * VECTOR // 4
+
+    @property
+    def bytes(self) -> int:
+        return 4 * (self.emptied + self.blocks * self.world_size)
+
+    @property
+    def words(self) -> int:
+        """Words that must be zero before the first use: all."""
+        return self.bytes // 4
+
+    def holds(self, wanted: ExchangeLayout) -> bool:
+        """Whether calls that want the other one find room in this one."""
+        return self.slots >= wanted.slots and self.blocks >= wanted.blocks
+
+    def joined(self, other: ExchangeLayout) -> ExchangeLayout:
+        """Room for the calls of both."""
+        slots, blocks = max(self.slots, other.slots), max(self.blocks, other.blocks)
+        return replace(self, slots=slots, blocks=blocks)
+
+    def block_of(self, word: int) -> int:
+        """The block whose slots a word belongs to."""
+        if word >= self.emptied:
+            return (word - self.emptied) // self.world_size
+        return (word - self.FIRST) * 4 // VECTOR // (2 * self.world_size * self.slots)
+
+    def describe(self, word: int) -> str:
+        """What a word is, for an error message about a wait for it."""
+        if word < self.FIRST:
+            return f"word {word}"
+        if word >= self.emptied:
+            block, rank = divmod(word - self.emptied, self.world_size)
+            return f"count of uses that rank {rank} has emptied for block {block}"
+        row, _ = divmod((word - self.FIRST) * 4 // VECTOR, self.slots)
+        row, sender = divmod(row, self.world_size)
+        return f"use count of the payload of rank {sender} for block {row // 2} (buffer {row % 2})"
+
+
+class ExchangeWorkspace(program.WorkspaceLike, Protocol):
+    """A ``Workspace`` made with this ``Layout``."""
+
+    layout: ExchangeLayout
+    span: int
+
+
+def slots_of(place: ExchangeWorkspace, timeout_ns: int) -> ExchangeSlots:
+    """What kernels are told of ``place``; a wait for a peer expires after ``timeout_ns`` nanoseconds."""
+    layout, watch = place.layout, WaitParams.of(place, timeout_ns)
+    return ExchangeSlots(
+        watch, place.span, layout.slots, ExchangeLayout.EPOCHS, ExchangeLayout.FIRST, layout.emptied
+    )
+
+
+def slots_for(count: int, blocks: int = BLOCKS, threads: int = THREADS) -> int:
+    """Slots of each sender with which ``blocks`` of ``threads`` at most take so many vectors in one launch."""
+    passes = -(-max(count, 1) // (blocks * threads))
+    slots = passes * threads if passes > 1 else up(-(-count // blocks), WARP)
+    return max(slots, WARP)
+
+
+def exchange_grid(count: int, slots: int, blocks: int = BLOCKS, threads: int = THREADS) -> tuple[int, int]:
+    """Blocks and threads for that many, with so many slots. No block goes without a vector: each must hear from every
+    peer."""
+    warps = -(-count // WARP)
+    blocks = min(blocks, warps)
+    return blocks, min(threads, slots, -(-warps // blocks) * WARP)
+
+
+def up(n: int, to: int) -> int:
+    """``n``, or the next multiple of ``to`` above it."""
+    return -(-n // to) * to

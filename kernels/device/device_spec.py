@@ -1,0 +1,33 @@
+"""What the models of kernels know of a GPU besides its multiprocessors: its memory, in which Hopper's GPUs differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from cuda.bindings import driver
+
+from ...symm_mem.backends.vmm import check_driver, memory_of
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """``memory``: bytes a microsecond, by its clock and width. ``l2``: bytes of L2 cache."""
+
+    memory: int
+    l2: int
+
+
+H200 = DeviceSpec(4916736, 60 << 20)  #: what constants are fitted to where nothing else is said
+H100 = DeviceSpec(3352320, 50 << 20)
+
+
+@cache
+def device_spec_of(device: torch.device) -> DeviceSpec:
+    """That of a CUDA device with an index. What it does not say (a virtual GPU's clock is 0) is an H200's, and all of
+    it where there is none."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return H200
+    found = memory_of(check_driver(driver.cuDeviceGet(device.index)))
+    return DeviceSpec(found["memory"] or H200.memory, found["l2"] or H200.l2)

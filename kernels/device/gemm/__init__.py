@@ -1,0 +1,1 @@
+"""The matmul's main loop, tiles, tensor maps and their model."""

@@ -1,0 +1,97 @@
+"""The host's side of gemm.cuh: what it can take, what it is compiled with, and the structures its kernels are given."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from ..jit.launch import is_transposed
+from ..jit.program import Program
+from .gemm_tiles import BLOCK_K, MOST_SHARED, Tile
+from .tensor_map import Boxes
+
+Defines: TypeAlias = tuple[tuple[str, str | int], ...]
+
+THREADS = 384
+_CLUSTER = 2  # blocks
+
+DTYPES = {torch.bfloat16: ("bfloat16", '"bf16"'), torch.float16: ("float16", '"f16"')}
+
+
+def is_whole(bs: Sequence[torch.Tensor], tile: Tile) -> bool:
+    """Whether one box, of whole groups of 64 columns, has all the columns of a tile of any of these B."""
+    return tile.block_n % 64 == 0 and all(b.shape[1] % 64 == 0 for b in bs)
+
+
+def gemm_defines(tile: Tile, bs: Sequence[torch.Tensor], *, split_k: bool = False) -> dict[str, str | int]:
+    """What gemm.cuh is compiled with for these B [K, N_i] and their like, all of one order.
+
+    ``split_k``: each B is a stack of parts along K.
+    """
+    b = bs[0]
+    name, product = DTYPES[b.dtype]
+    return {
+        "DTYPE": name,
+        "PRODUCT_TYPE": product,
+        "BM": tile.block_m,
+        "BN": tile.block_n,
+        "STAGES": tile.stages,
+        "B_ROWS": 0 if is_transposed(b) else 1,
+        "B_WHOLE": int(is_whole(bs, tile)),
+        "SPLIT_K": int(split_k),
+    }
+
+
+def boxes_of_b(b: torch.Tensor, tile: Tile, whole: bool, parts: int = 0) -> Boxes:
+    """Of B [K, N]: what one block of a cluster loads.
+
+    Args:
+        whole: as ``is_whole`` has it for all B of a launch.
+        parts: B is a stack of so many along K, with ``split_k`` in ``defines``. They are a dimension of their own:
+            where a stage goes past the end of one it is filled with zeros, not with rows of the next.
+    """
+    k, n, half = b.shape[0] // max(parts, 1), b.shape[1], BLOCK_K // 2
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    if is_transposed(b):
+        shape, strides, box = (n, k), b.t().stride(), (tile.block_n // 2, BLOCK_K)
+    elif whole:
+        shape, strides = (n // 64, k, 64), (64, b.stride(0), 1)
+        box = (-(-tile.block_n // 64), half, 64)
+    else:
+        shape, strides, box = (k, n), b.stride(), (half, 64)
+    if parts:
+        shape, strides, box = (parts, *shape), (k * b.stride(0), *strides), (1, *box)
+    return Boxes(b.dtype, shape, strides, box)
+
+
+def boxes_of_rows(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], tile: Tile) -> Boxes:
+    """Of A, as [batch, part, m, K]."""
+    return Boxes(dtype, shape, strides, (1, 1, tile.block_m, BLOCK_K))
+
+
+@cache
+def gemm_program(path: Path, defines: Defines) -> Program:
+    """A kernel around gemm.cuh; one for each set of defines."""
+    return Program(path, defines=dict(defines))
+
+
+def launches(
+    program: Program, name: str, params: Sequence[ctypes.Structure], num_sms: int, shared: int
+) -> list[Callable[[int], None]]:
+    """A launch for each argument, on a stream: whole clusters on ``num_sms`` multiprocessors, which all run at once.
+
+    Raises:
+        ValueError: ``shared`` bytes of shared memory are more than a block may have.
+    """
+    if shared > MOST_SHARED:
+        raise ValueError(f"shared: is {shared} bytes, must be at most {MOST_SHARED}")
+    function = program.function(name, shared=shared)
+    clusters = min(num_sms // _CLUSTER, function.most_clusters(_CLUSTER, THREADS, shared))
+    return [function.bound(clusters * _CLUSTER, THREADS, p, shared) for p in params]

@@ -1,0 +1,75 @@
+"""Parts that all ranks exchange in one shot, beside products of cuBLAS: what the launchers of both have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import Structure
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ..comm.ll_exchange import BLOCKS, THREADS, VECTOR, WARP, ExchangeLayout, exchange_grid, slots_for, up
+from ..jit.program import Program
+from .gemm import Defines
+
+MOST_BYTES = 32 << 20  #: gathered or scattered in all; beyond, what hides the sending behind the product wins
+
+# Microseconds of an exchange of nothing, and bytes that a rank sends a microsecond, between two and between more.
+# Fitted to which kernel is faster, of 193 products between 2 H200 (bench/results/h200-x2-choices.txt). Between 4, 13
+# calls took 3 to 7 us more than the limit and the bytes; what is lacking here is what the model of cuBLAS has too much.
+_OF_TWO, _OF_MORE = (3.0, 300e3), (3.0, 305e3)
+
+
+@dataclass(frozen=True)
+class OneShotConfig:
+    """``vectors`` of 16 bytes go from each rank to each, through at most ``blocks`` of ``threads``. The same on all
+    ranks."""
+
+    vectors: int
+    blocks: int = BLOCKS
+    threads: int = THREADS
+
+    def layout(self, world_size: int) -> ExchangeLayout:
+        """A workspace that takes them in one launch."""
+        slots = up(slots_for(self.vectors, self.blocks, self.threads), 2 * WARP)
+        return ExchangeLayout(world_size, slots, self.blocks)
+
+
+def config(part: int, num_sms: int) -> OneShotConfig:
+    """For parts of so many bytes, in ``num_sms`` blocks at most: they keep their multiprocessors while they wait."""
+    return OneShotConfig(part // VECTOR, min(BLOCKS, num_sms))
+
+
+def exchange_us(sent: int, world_size: int) -> float:
+    """Microseconds of an exchange in which each rank sends so many bytes."""
+    return _exchange(world_size)[0] + sending_us(sent, world_size)
+
+
+def sending_us(sent: int, world_size: int) -> float:
+    """What of it grows with the bytes."""
+    return sent / _exchange(world_size)[1]
+
+
+def _exchange(world_size: int) -> tuple[float, float]:
+    return _OF_TWO if world_size == 2 else _OF_MORE
+
+
+@cache
+def one_shot_program(path: Path, defines: Defines) -> Program:
+    """A kernel around ll_exchange.cuh; one for each set of defines."""
+    return Program(path, defines=dict(defines))
+
+
+def launch_of(
+    program: Program, name: str, params: Structure, config: OneShotConfig, layout: ExchangeLayout
+) -> tuple[Callable[[int], None], tuple[int]]:
+    """A launch in a workspace of ``layout``, on a stream; and how many blocks it has.
+
+    Raises:
+        ValueError: the workspace is too small.
+    """
+    needed = config.layout(layout.world_size)
+    if not layout.holds(needed):
+        raise ValueError(f"workspace: is {layout}, must hold {needed} for {config}")
+    blocks, threads = exchange_grid(config.vectors, layout.slots, config.blocks, config.threads)
+    return program.function(name).bound(blocks, threads, params), (blocks,)

@@ -1,0 +1,1 @@
+"""From source to launch: NVRTC, Triton's launches, outputs."""

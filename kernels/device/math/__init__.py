@@ -1,0 +1,1 @@
+"""Number formats, reductions in a warp and a cluster."""

@@ -1,0 +1,1 @@
+"""Inline assembly: barriers, wgmma, TMA, loads and stores with scope and order."""

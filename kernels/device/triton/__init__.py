@@ -1,0 +1,1 @@
+"""What Triton's kernels share: flags, tiles."""

@@ -1,0 +1,1 @@
+"""Which configuration runs: choices, measured or predicted."""

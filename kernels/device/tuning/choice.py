@@ -1,0 +1,66 @@
+"""What is chosen once for calls of one kind, and what is made once for them on all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ....symm_mem.workspace import Layout, Workspace
+
+_MOST_CHOICES = 4096  # kept before all are forgotten
+
+C = TypeVar("C")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class KernelChoice(Generic[C]):
+    """How calls of one kind are run.
+
+    ``layout``: the workspace that it takes; a OneShotConfig has one of its own instead. ``pays``: it is thought to be
+    faster than the collective by itself and the product by itself.
+    """
+
+    algorithm: str
+    config: C
+    layout: Layout | None
+    profitable: bool
+
+
+class KernelChoices(Generic[C]):
+    """The choice for each kind of call, or why no kernel can run it."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, KernelChoice[C] | str] = {}
+
+    def get(
+        self, key: Hashable, choose: Callable[..., KernelChoice[C] | str], *args: Any
+    ) -> KernelChoice[C] | str:
+        """That of ``key``; ``choose(*args)`` says it the first time."""
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= _MOST_CHOICES:
+                self._known.clear()
+            found = self._known[key] = choose(*args)
+        return found
+
+
+def make_together(
+    workspace: Workspace[Any], op: str, key: Hashable, same: Hashable, make: Callable[[], T]
+) -> T:
+    """What ``workspace.prepared`` lacks under ``key``: all ranks make theirs first, and go on together.
+
+    So no wait for a peer counts what it still compiles.
+
+    Args:
+        same: what is made, in words that are the same on all ranks. It leaves out what each may have its own way, such
+            as strides: who comes again with others makes its own alone.
+    """
+
+    made: list[T] = []
+    workspace.heap.prepare(op, same, lambda: made.append(make()))
+    # Kept once all ranks have theirs: a rank that the others have given up on meanwhile comes here again, as they do.
+    kept: T = made[0] if made else make()
+    workspace.keep(key, kept)
+    return kept

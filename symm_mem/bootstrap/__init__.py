@@ -1,0 +1,1 @@
+"""How ranks meet: the store, rendezvous, handshake, exchange of file descriptors."""

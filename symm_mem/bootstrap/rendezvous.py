@@ -1,0 +1,278 @@
+"""Ranks agree with each other through the group's store.
+
+Every step has a number. A rank posts what it wants under (step, rank) and reads what the others posted:
+whoever differs is named with both values, whoever is missing is named when the deadline has passed, or as soon as
+its process is known to have ended.
+
+A step that one rank leaves early leaves the ranks at different numbers. So it takes no further steps, and says why in
+the same words, until all ranks have begun another session. A session's name is new, and all its keys have it: what an
+earlier one has left in the store, or a group that had this group's name, is read by nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch.distributed import ProcessGroup, Store
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from ..call_site import call_site, text
+from ..errors import CallAbandoned, PeerTimeout, RankMismatch, WeftError, describe
+from . import processes
+from .store import StoreQuestions, peek
+
+_SHORTEST, _LONGEST = 0.0002, 0.01  # seconds between two looks into the store
+_LOOK = 0.05  # seconds between two looks whether the awaited rank's process is still there
+_UNREADABLE = 300.0  # seconds in which a rank that cannot read its own deadline meets the others
+
+T = TypeVar("T")
+
+
+class Rendezvous:
+    """The meeting point of one group's ranks. Every method is collective; ``join`` or ``begin`` comes first.
+
+    Attributes:
+        processes: of each rank, once known: ``processes.identity()``.
+    """
+
+    def __init__(self, group: ProcessGroup, topic: str, timeout: Callable[[], float]) -> None:
+        self.group_name: str = group.group_name
+        self.rank, self.world_size = group.rank(), group.size()
+        self.processes: list[dict[str, Any] | None] = [None] * self.world_size
+        self._store: Store = _get_process_group_store(group)
+        self._timeout = timeout
+        self._topic = topic
+        self._prefix = ""  # before the first session
+        self._step = 0
+        self._broken: WeftError | None = None
+
+    def begin(self, session: str) -> None:
+        """Begin at step 0, under keys of this session."""
+        self._prefix = f"weft/{self.group_name}/{session}/{self._topic}"
+        self._step = 0
+        self._broken = None
+
+    def join(self, what: str) -> str:
+        """Begin a new session with all ranks, whatever state an error has left each of them in; gives its name.
+
+        Each rank posts a token that is new at every try, and what it has seen of the others' tokens. All ranks are
+        here, in this try, once all have seen the same tokens. A rank that gives up takes its token back, or
+        tells the others in the session, if they may have begun it already.
+
+        Raises:
+            PeerTimeout: a rank did not come.
+            WeftError: the store cannot be reached, or does not answer.
+        """
+        try:
+            seconds = self._timeout()
+        except ValueError:  # the first step raises it, where the others hear of it
+            seconds = _UNREADABLE
+        keys = [f"weft/{self.group_name}/{self._topic}/{rank}" for rank in range(self.world_size)]
+        own, token = keys[self.rank], secrets.token_hex(16)
+        self._prefix, self._broken = "", None
+        with self.poison_on_error(what), self._questions(what) as store:
+            store.limit(seconds)
+            try:
+                store.set(own, token)
+                return self._all_here(store, keys, token, what, seconds)
+            except BaseException as e:
+                if not self._prefix:  # a store that answers late must not lose the next try's token
+                    store.tell(lambda s: s.compare_set(own, token, ""))
+                self._give_up(store, what, e)
+                raise
+
+    def _all_here(self, store: StoreQuestions, keys: list[str], token: str, what: str, seconds: float) -> str:
+        begin, pause = time.monotonic(), _SHORTEST
+        views = [""] * self.world_size
+        came: set[int] = set()
+        while True:
+            here = store.ask(lambda s: [peek(s, key) for key in keys])
+            if here[self.rank] != token:  # a silent store has done only now what an earlier try asked for
+                store.set(keys[self.rank], token)
+                missing = self.rank
+            elif absent := [rank for rank, there in enumerate(here) if not there]:
+                # Not one that has been here and has given up, most likely on the same rank.
+                missing = next((rank for rank in absent if rank not in came), absent[0])
+            else:
+                session = hashlib.sha256("".join(here).encode()).hexdigest()[:16]
+                if views[self.rank] != session:
+                    self.begin(session)  # the others may do so once they see that
+                    store.set(f"{keys[self.rank]}/seen", session)
+                views = store.ask(lambda s: [peek(s, f"{key}/seen") for key in keys])
+                if set(views) == {session}:
+                    return session
+                missing = [view == session for view in views].index(False)
+            came.update(rank for rank, there in enumerate(here) if there)
+            waited = time.monotonic() - begin
+            gone = [rank for rank, process in enumerate(self.processes) if processes.has_ended(process)]
+            if waited > seconds or gone:
+                peer, waited = gone[0] if gone else missing, min(waited, seconds)
+                call = ("its call", "made", "not made")
+                site = text(call_site())
+                raise PeerTimeout(what, self.group_name, self.rank, peer, *call, waited, site, bool(gone))
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST)
+
+    def _key(self, step: int, rank: int) -> str:
+        return f"{self._prefix}/{step}/{rank}"
+
+    def _abort_notice(self, rank: int) -> str:
+        return f"{self._prefix}/gave up/{rank}"
+
+    def gather(
+        self, what: str, value: Any, timeout: float | None = None, *, failed: bool = False
+    ) -> list[Any]:
+        """Every rank's ``value`` (JSON), by rank.
+
+        Args:
+            timeout: seconds, where the group's deadline is not what counts.
+            failed: ``value`` is why this rank cannot go on.
+
+        Raises:
+            PeerTimeout: a rank did not come.
+            RankMismatch: a rank came with another ``what``.
+            WeftError: the store does not answer, or an earlier step was not completed; or a rank came with another
+                ``what`` because it cannot go on.
+        """
+        if self._broken is not None:
+            raise self._broken.again()
+        step, self._step = self._step, self._step + 1
+        with self.poison_on_error(what), self._questions(what) as store:
+            try:
+                deadline = self._timeout()
+                seconds = deadline if timeout is None else timeout
+                store.limit(seconds, deadline)
+                store.set(self._key(step, self.rank), json.dumps([what, value, failed]))
+                begin = time.monotonic()
+                posts = [self._read(store, step, r, what, begin, seconds) for r in range(self.world_size)]
+                if step:  # whoever posted this step has read the one before
+                    before = self._key(step - 1, self.rank)
+                    store.ask(lambda s: s.delete_key(before))
+            except BaseException as e:
+                self._give_up(store, what, e)
+                raise
+        topics = [topic for topic, _, _ in posts]
+        if len(set(topics)) > 1:
+            raise self._out_of_step(step, posts)
+        return [value for _, value, _ in posts]
+
+    def _out_of_step(self, step: int, posts: list[tuple[str, Any, bool]]) -> WeftError:
+        """What all ranks raise that have come to this step for different things."""
+        refusing = [topic for topic, _, failed in posts if failed]
+        if refusing:  # the others had gone on to a step in the midst of what these could not do
+            error = self._refusal(refusing[0], [why if failed else None for _, why, failed in posts])
+        else:
+            rank, topic = next((r, post[0]) for r, post in enumerate(posts) if post[0] != posts[0][0])
+            error = RankMismatch(f"step {step}", self.group_name, rank, repr(topic), repr(posts[0][0]))
+        error.out_of_step = True
+        return error
+
+    @contextmanager
+    def poison_on_error(self, what: str) -> Iterator[None]:
+        """The body is steps that this rank takes to their end, or it takes no further ones and the others are told."""
+        try:
+            yield
+        except WeftError:
+            raise  # every rank has it, or a step has told the others
+        except BaseException as e:
+            self.abandon(what, e)
+            raise
+
+    def abandon(self, what: str, cause: BaseException) -> WeftError:
+        """This rank does not complete a step: no further ones until ``begin``, and the others are told.
+
+        Returns: what it refuses further ones with.
+        """
+        if self._broken is None:
+            with self._questions(what) as store:
+                self._give_up(store, what, cause)
+        assert self._broken is not None
+        return self._broken
+
+    def _give_up(self, store: StoreQuestions, what: str, cause: BaseException) -> None:
+        blamed = str(getattr(cause, "culprit", self.rank))
+        if self._prefix:
+            # Now: a store that is silent hears of it in the next session.
+            abort_notice = self._abort_notice(self.rank)
+            store.tell(lambda s: s.set(abort_notice, blamed))
+        if isinstance(cause, WeftError):
+            self._broken = cause.again()
+        else:
+            self._broken = CallAbandoned(
+                what, self.group_name, self.rank, describe(cause).splitlines()[0], text(call_site())
+            )
+
+    def _questions(self, what: str) -> StoreQuestions:
+        return StoreQuestions(self._store, what, self.group_name, self.rank)
+
+    def agree(self, what: str, value: dict[str, Any]) -> None:
+        """Every rank must come with the same ``value``.
+
+        Raises:
+            RankMismatch: on every rank, naming the first rank that differs from rank 0 and both values.
+        """
+        self.check_equal(what, self.gather(what, value))
+
+    def check_equal(self, what: str, values: list[dict[str, Any]]) -> None:
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                raise RankMismatch(what, self.group_name, rank, _text(value), _text(values[0]))
+
+    def report_outcome(self, what: str, problem: str | None, timeout: float | None = None) -> None:
+        """All ranks go on, or none: raises on every rank when one of them has a problem."""
+        self.refuse(what, self.gather(what, problem, timeout, failed=problem is not None))
+
+    def run_on_all(self, what: str, step: Callable[[], T], timeout: float | None = None) -> T:
+        """Run a step that may fail here; if it fails on any rank, every rank raises."""
+        problem: str | None = None
+        try:
+            result = step()
+        except Exception as e:
+            if isinstance(e, WeftError) and e.out_of_step:
+                raise
+            problem = describe(e)
+        self.report_outcome(what, problem, timeout)
+        return result
+
+    def refuse(self, what: str, problems: list[str | None]) -> None:
+        if any(problem is not None for problem in problems):
+            raise self._refusal(what, problems)
+
+    def _refusal(self, what: str, problems: list[str | None]) -> WeftError:
+        found = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]
+        return WeftError(f"{what} in group {self.group_name!r}: {'; '.join(found)}")
+
+    def _read(
+        self, store: StoreQuestions, step: int, rank: int, what: str, begin: float, seconds: float
+    ) -> Any:
+        key, abort_notice = self._key(step, rank), self._abort_notice(rank)
+        pause, look = _SHORTEST, begin + _LOOK
+        ended, blames = False, None
+        # Not the store's own wait: it lets no other thread's question through.
+        while not (post := store.ask(lambda s: peek(s, key))):
+            now = time.monotonic()
+            if ended or blames is not None or now - begin > seconds:
+                waited, site = min(now - begin, seconds), text(call_site())
+                where = f"step {step} in the store"
+                name, me = self.group_name, self.rank
+                raise PeerTimeout(
+                    what, name, me, rank, where, "a post", "nothing", waited, site, ended, blames
+                )
+            if now > look:  # it may have posted just before: look for that once more
+                ended = processes.has_ended(self.processes[rank])
+                if not ended and (said := store.ask(lambda s: peek(s, abort_notice))):
+                    blames = int(said)
+                look = now + _LOOK
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST)
+        return json.loads(post)
+
+
+def _text(value: dict[str, Any]) -> str:
+    return ", ".join(f"{k}={v}" for k, v in value.items())

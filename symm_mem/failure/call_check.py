@@ -1,0 +1,177 @@
+"""The checked mode: ranks compare each call before anything is launched.
+
+Every rank has a page of host memory that all ranks of the group can read, also beside a heap on CUDA. Before a call
+each rank writes down what it is about to do and counts up; it reads what the others wrote once they have counted as
+far, and whoever differs from rank 0 is named on every rank. The host of a rank thus waits for the hosts of the others
+at every call, within the group's deadline; nothing is put into a stream, so a captured graph is checked at its capture
+and its replays cost nothing.
+
+A page has two places for texts, used in turn: a rank writes the n-th text only after all have read the n-2nd one,
+which they say by counting n-1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+from ..bootstrap.fd_exchange import close_fds, exchange
+from ..call_cache import invalidate_calls
+from ..call_site import call_site, text
+from ..errors import CallAbandoned, PeerTimeout, RankMismatch, WeftError, describe
+from ..switches import is_on
+from ..timeouts import get_timeout
+from .fault import fault_of
+from .spin_wait import Expired, spin
+
+if TYPE_CHECKING:
+    from ..heap.heap import Heap
+
+_PLACE = 4096  #: bytes of a text, with its digest in front
+_FIRST = 64  #: where the first place begins; the count stands before it
+_BYTES = _FIRST + 2 * _PLACE
+_DIGEST = 16
+
+_on: bool | None = None
+
+
+def is_checked() -> bool:
+    """Whether calls are compared across ranks: what ``set_checked`` said, else WEFT_CHECK=1."""
+    global _on
+    if _on is None:
+        _on = is_on("WEFT_CHECK")
+    return _on
+
+
+def set_checked(on: bool) -> None:
+    """Compare each call of an op across ranks before it is launched, or stop doing so, in all groups.
+
+    All ranks must say so between the same calls. A call that differs raises RankMismatch on every rank, and names the
+    first rank that differs from rank 0, the number of the call, and both calls with their file and line.
+
+    Raises:
+        TypeError: ``on`` is not a bool.
+    """
+    global _on
+    if not isinstance(on, bool):
+        raise TypeError(f"on: is {on!r}, must be True or False")
+    _on = on
+    invalidate_calls()
+
+
+def call_check_of(heap: Heap) -> CallCheck:
+    """The heap's board; made by all ranks together at the first call."""
+    with heap.lock:
+        if heap.board is None:
+            with heap.rendezvous.poison_on_error("make a board"):
+                heap.board = CallCheck(heap)
+        return heap.board
+
+
+class CallCheck:
+    """The pages of one group's ranks."""
+
+    def __init__(self, heap: Heap) -> None:
+        self._rank, self._size, self._group = heap.rank, heap.world_size, heap.group_name
+        self._rendezvous = heap.rendezvous
+        self._lock = heap.lock
+        self._fault = fault_of(heap)
+        # On CUDA farewells lie where the host cannot read them.
+        on_host = heap.device.type == "cpu"
+        self._abort_notices = [
+            self._fault.abort_notice(rank) if on_host else None for rank in range(self._size)
+        ]
+        fds: list[int] = []
+        try:
+            # Entered before the ranks hear of each other: another one's problem must not leave it open.
+            heap.rendezvous.run_on_all("make a board", lambda: fds.append(_page()))
+            fds = exchange(heap.rendezvous, fds[0], heap.secret)
+            self._pages = heap.rendezvous.run_on_all(
+                "map the boards", lambda: [mmap.mmap(fd, _BYTES) for fd in fds]
+            )
+        finally:
+            close_fds(fds)
+        # A ctypes object over a page keeps it mapped.
+        self._counts = [ctypes.c_uint32.from_buffer(page) for page in self._pages]
+        self._count = self._calls = 0
+
+    def reset_state(self) -> None:
+        """Count from 0 again: the heap is being reset."""
+        self._count = self._calls = self._counts[self._rank].value = 0
+
+    def compare(self, op: str, said: str, remark: str = "", *, begins: bool = True) -> None:
+        """Every rank must say the same of its next call.
+
+        Args:
+            op: for the error of a rank that does not come.
+            said: what is compared.
+            begins: this is the first that is said of the call.
+            remark: what is shown along with it and may differ.
+
+        Raises:
+            RankMismatch: on every rank, naming the first rank that differs from rank 0.
+            PeerTimeout: a rank did not come, or has given up; until the group is reset.
+        """
+        site = text(call_site())
+        where = f" at {site}" if site else ""
+        with self._lock:
+            self._fault.raise_if_broken()
+            self._calls += begins
+            digest = hashlib.blake2b(said.encode(), digest_size=_DIGEST).digest()
+            shown = f"{said}{remark}{where}".encode()[: _PLACE - _DIGEST - 2]
+            try:
+                entries = self._post(op, digest + len(shown).to_bytes(2, "little") + shown, site)
+            except WeftError:
+                raise  # it has broken the group already
+            except BaseException as e:  # the others may take this rank to make the call
+                self._fault.breaks(CallAbandoned(op, self._group, self._rank, describe(e), site))
+                raise
+            first = entries[0]
+            for rank, entry in enumerate(entries):
+                if entry[:_DIGEST] != first[:_DIGEST]:
+                    raise RankMismatch(f"call {self._calls}", self._group, rank, _shown(entry), _shown(first))
+
+    def _post(self, op: str, entry: bytes, site: str | None) -> list[bytes]:
+        self._count += 1
+        count = self._count & 0xFFFFFFFF
+        at = _FIRST + (count & 1) * _PLACE
+        self._pages[self._rank][at : at + len(entry)] = entry
+        self._counts[self._rank].value = count
+        timeout = get_timeout(self._group)
+        entries = []
+        for rank, page in enumerate(self._pages):
+            if rank != self._rank:
+                address, process = ctypes.addressof(self._counts[rank]), self._rendezvous.processes[rank]
+                try:
+                    spin(
+                        *(address, count, timeout, process),
+                        *(self._abort_notices[rank], self._fault.raise_if_broken),
+                    )
+                except Expired as e:
+                    flag = "its count of checked calls"
+                    error = PeerTimeout(
+                        *(op, self._group, self._rank, rank),
+                        *(flag, count, e.seen, e.seconds),
+                        *(site, e.ended, e.blames),
+                    )
+                    raise self._fault.breaks(error).again() from None
+            entries.append(page[at : at + _PLACE])
+        return entries
+
+
+def _page() -> int:
+    fd = os.memfd_create("weft-board", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, _BYTES)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _shown(entry: bytes) -> str:
+    length = int.from_bytes(entry[_DIGEST : _DIGEST + 2], "little")
+    return entry[_DIGEST + 2 : _DIGEST + 2 + length].decode(errors="replace")

@@ -1,0 +1,129 @@
+"""Which call an error is about. On CUDA it is raised long after the call, which the count of a use identifies."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from ..call_site import Site, text
+from ..errors import WeftError
+
+if TYPE_CHECKING:
+    from ..workspace import Workspace
+
+_KEPT = 4096  # calls: more than a GPU's queue holds
+
+T = TypeVar("T")
+Grids: TypeAlias = tuple[int, ...]
+
+
+class CallLog:
+    """What was called on one workspace, by buffer and count of use; where kernels push, by block and count of use.
+
+    Args:
+        timeout: the deadline that a call begins with.
+        replayed: the calls are those of a captured graph, whose replays use the buffers in the same way again.
+    """
+
+    def __init__(self, buffers: int, timeout: Callable[[], float], replayed: bool) -> None:
+        self.op = "a call"
+        self._timeout = timeout
+        self._captured_timeout = 0.0
+        self._site: Site | None = None
+        self.replayed = replayed
+        self._kept: list[deque[tuple[str, Site | None]]] = [deque(maxlen=_KEPT) for _ in range(buffers)]
+        self._uses = [0] * buffers
+        self._pushed: deque[tuple[str, Site | None, Grids]] = deque(maxlen=_KEPT)
+        self._launched: dict[Grids, int] = {}  # how often, all in all
+
+    @property
+    def site(self) -> str | None:
+        """Where the last call came from."""
+        return text(self._site)
+
+    def begins(self, op: str, site: Site | None, grids: Grids = ()) -> None:
+        """A call. ``grids``: blocks of each of its launches that push. A launch is a use of every block that it has."""
+        self.op, self._site = op, site
+        if grids:
+            self._pushed.append((op, site, grids))
+            self._launched[grids] = self._launched.get(grids, 0) + 1
+        if self.replayed:
+            self._captured_timeout = self._timeout()
+
+    @property
+    def seconds(self) -> float:
+        """The deadline; of a captured graph the one that it was captured with."""
+        return self._captured_timeout or self._timeout()
+
+    def takes(self, buffer: int) -> None:
+        """The call that began last takes a buffer."""
+        self._uses[buffer] += 1
+        self._kept[buffer].append((self.op, self._site))
+
+    def find(self, buffer: int | None, use: int) -> tuple[str, str | None]:
+        """Op and site of the ``use``-th use of a buffer, the first one being 1; of the last call if that is not
+        known."""
+        if buffer is not None and (uses := self._uses[buffer]):
+            back = self._back(use, uses)
+            kept = self._kept[buffer]
+            if 1 <= back <= len(kept):
+                op, site = kept[-back]
+                return op, text(site)
+        return self.op, self.site
+
+    def find_push(self, block: int, use: int) -> tuple[str, str | None]:
+        """The same of a use of a block's slots."""
+        if uses := sum(times * _uses(grids, block) for grids, times in self._launched.items()):
+            back = self._back(use, uses)
+            for op, site, grids in reversed(list(self._pushed)) if back >= 1 else ():
+                back -= _uses(grids, block)
+                if back <= 0:
+                    return op, text(site)
+        return self.op, self.site
+
+    def _back(self, use: int, uses: int) -> int:
+        """How many uses ago a use was, of so many; 1: it is the newest."""
+        return uses - ((use - 1) % uses if self.replayed else use - 1)
+
+    def reset_state(self) -> None:
+        """Uses count from 0 again. A captured graph keeps its calls."""
+        if not self.replayed:
+            self._uses = [0] * len(self._uses)
+            for kept in self._kept:
+                kept.clear()
+            self._pushed.clear()
+            self._launched.clear()
+
+
+def _uses(grids: Grids, block: int) -> int:
+    return sum(block < grid for grid in grids)
+
+
+class _Running(threading.local):
+    inside = False  #: this thread is making a call of an op
+    workspace: Workspace[Any] | None = None  #: what that call has taken
+
+
+running = _Running()
+
+
+def poison_on_error(call: Callable[..., T]) -> Callable[..., T]:
+    """A call of an op that an exception ends after it has taken its workspace leaves the group broken on this rank."""
+
+    @wraps(call)
+    def guarded(*args: Any, **named: Any) -> T:
+        running.inside = True
+        try:
+            return call(*args, **named)
+        except BaseException as e:
+            # weft's own errors come from before the launch, or from a wait that has broken the group itself.
+            if running.workspace is not None and not isinstance(e, WeftError):
+                running.workspace.abandon(e)
+            raise
+        finally:
+            running.inside, running.workspace = False, None
+
+    return guarded

@@ -1,0 +1,1 @@
+"""The heap: one address range for all ranks of a group."""

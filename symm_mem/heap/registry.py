@@ -1,0 +1,229 @@
+"""Which heap a group has, and what concerns all of a group's memory: its state, its reset."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from ..bootstrap.rendezvous import Rendezvous
+from ..call_cache import CachedDict
+from ..errors import HeapUnavailable, WeftError
+from ..groups import Group, resolve_group
+from ..timeouts import get_timeout
+from .heap import Heap
+
+_WITHOUT_PROCESSES = ("fake", "threaded")  # backends of groups that have no heap
+
+_heaps: CachedDict[tuple[str, str, int], tuple[ProcessGroup, Heap | HeapUnavailable]] = CachedDict()
+_making: dict[Any, threading.RLock] = {}  # by heap: threads may make those of different groups in any order
+
+
+def get_heap(group: Group = None, device: torch.device | str | None = None) -> Heap:
+    """The heap of ``group`` on ``device`` (default: as for ``empty``). The first call is collective.
+
+    Raises:
+        HeapUnavailable: the ranks cannot address each other's memory: several hosts, no peer access, a
+            process group without processes; or two of them share a GPU and WEFT_SHARE_GPUS is not 1. Every rank gets
+            the same answer, at once from then on; behind a reset ranks try again.
+        ValueError, TypeError: there is no such group, or no longer, ``device`` is neither a CUDA device that is there
+            nor the CPU, or WEFT_SHARE_GPUS is neither 0 nor 1.
+    """
+    pg = resolve_group(group)
+    where = _device(device) if device is not None else _default_device(pg)
+    index = where.index
+    if index is None:
+        index = torch.cuda.current_device() if where.type == "cuda" and torch.cuda.is_available() else -1
+    key = (pg.group_name, where.type, index)
+    known = _heaps.get(key)
+    if known is None or known[0] is not pg:  # a name may be used again after destroy_process_group
+        _refuse_missing(where)
+        _forget_destroyed()
+        with _making.setdefault(key, threading.RLock()):
+            known = _heaps.get(key)
+            if known is None or known[0] is not pg:
+                _refuse_destroyed(pg)
+                known = _heaps[key] = (pg, _make(pg, where))
+    found = known[1]
+    if isinstance(found, HeapUnavailable):
+        raise HeapUnavailable(str(found))
+    return found
+
+
+def known_heap(group_name: str, device: int) -> tuple[ProcessGroup, Heap] | None:
+    """The heap on a CUDA device that ``heap`` would answer with at once, for the group that has this name now."""
+    known = _heaps.get((group_name, "cuda", device))
+    if known is None or isinstance(known[1], HeapUnavailable):
+        return None
+    return (known[0], known[1]) if has_name(known[0], group_name) else None
+
+
+def has_name(group: ProcessGroup, name: str) -> bool:
+    """Whether this is the group that torch knows by this name now. After destroy_process_group it may be another."""
+    try:
+        return _resolve_process_group(name) is group  # type: ignore[arg-type]
+    except Exception:  # destroyed
+        return False
+
+
+def _refuse_destroyed(pg: ProcessGroup) -> None:
+    if pg.name() not in _WITHOUT_PROCESSES and not has_name(pg, pg.group_name):
+        raise ValueError(f"group: {pg.group_name!r} has been destroyed, must be a group that torch knows")
+
+
+def _device(device: torch.device | str) -> torch.device:
+    if not isinstance(device, (torch.device, str)):
+        raise TypeError(f"device: is {device!r}, must be a torch.device or its name")
+    try:
+        found = torch.device(device)
+    except RuntimeError as e:
+        raise ValueError(f"device: torch knows none that is called {device!r}") from e
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: is {str(found)!r}, must be a CUDA device or the CPU")
+    # "cpu:0" is no other device, and no tensor's.
+    return found if found.type == "cuda" else torch.device("cpu")
+
+
+def _refuse_missing(device: torch.device) -> None:
+    if device.type == "cuda" and device.index is not None:
+        count = torch.cuda.device_count()  # 0: other ranks may have some, and hear why there is no heap
+        if 0 < count <= device.index:
+            raise ValueError(
+                f"device: is {str(device)!r}, must be one of the {count} GPUs that this process sees"
+            )
+
+
+def _forget_destroyed() -> None:
+    """Let go of the heaps of groups that are no more; their memory lives on while tensors lie in it."""
+    for key, (pg, made_of) in list(_heaps.items()):
+        if not has_name(pg, key[0]):
+            if isinstance(made_of, Heap):
+                # A heap refers to itself and goes with Python's collector, the group at once: collected in a forked
+                # worker of a data loader, it waits for threads that are not there.
+                made_of.group = None
+            _heaps.pop(key, None)
+            for made in (key, (key[0], "reset")):
+                _making.pop(made, None)
+
+
+def _without_processes(pg: ProcessGroup) -> str | None:
+    """The backend of a group whose ranks are no processes."""
+    names = [pg.name()]
+    for kind in ("cpu", "cuda"):
+        try:  # a group with a backend that torch does not build in is itself called "custom"
+            names.append(pg._get_backend(torch.device(kind)).name())
+        except RuntimeError:  # none for such a device
+            continue
+    return next((name for name in names if name in _WITHOUT_PROCESSES), None)
+
+
+def _make(pg: ProcessGroup, device: torch.device) -> Heap | HeapUnavailable:
+    if (name := _without_processes(pg)) is not None:
+        return HeapUnavailable(f"no heap for group {pg.group_name!r}: its backend {name!r} has no processes")
+    try:
+        return Heap(pg, device)
+    except HeapUnavailable as e:
+        return e
+
+
+def unavailable(group: Group = None, device: torch.device | str | None = None) -> str | None:
+    """Why ``group`` has no heap on ``device``; None if it has one. The first call is collective."""
+    _forget_destroyed()
+    try:
+        get_heap(group, device)
+    except HeapUnavailable as e:
+        return str(e)
+    return None
+
+
+def check(group: Group = None) -> None:
+    """Raise what a wait of this rank has run into: for programs that only replay CUDA graphs.
+
+    Otherwise the next call says so. It reads host memory only: for the state up to now, synchronize first. Of a group
+    the first wait that has expired is raised, of several groups the first one of all. Groups that have been destroyed
+    are over: nothing is raised for them, and what they still hold is let go.
+
+    Args:
+        group: look at this one only; default every group.
+
+    Raises:
+        PeerTimeout: a wait on a peer has expired in a workspace of an op, or in the signals of a tensor.
+    """
+    _forget_destroyed()
+    wanted = None if group is None else resolve_group(group)
+    first: tuple[int, WeftError] | None = None
+    for pg, found in list(_heaps.values()):
+        fault = found.fault if isinstance(found, Heap) and wanted in (None, pg) else None
+        if fault is not None:
+            try:
+                fault.raise_if_broken()
+            except WeftError as e:
+                if first is None or fault.broken_at < first[0]:
+                    first = fault.broken_at, e
+    if first is not None:
+        raise first[1].again()
+
+
+def reset(group: Group = None) -> None:
+    """Make a group's memory usable again after an error. Collective: every rank of the group must call it.
+
+    Waits until this rank's work is done, then counts every flag, signal and call of the group from 0 again, on all
+    ranks before any of them returns. Tensors keep their memory and what is in it, captured graphs stay valid (but for
+    one that an error interrupted while it was captured), other groups do not notice. What ranks did before the reset
+    and others did not is over: they go on with the same call.
+
+    Args:
+        group: name, ProcessGroup, 1-D DeviceMesh or (mesh, dim); default the default group.
+
+    Raises:
+        PeerTimeout: a rank does not come, or has given up. The group may be reset again; if the ranks had met already,
+            it is broken until then.
+        ValueError: there is no such group, or no longer.
+        WeftError: a rank is capturing a CUDA graph, or has lost its device.
+    """
+    pg = resolve_group(group)
+    if _without_processes(pg) is not None:
+        return
+    _forget_destroyed()
+    _refuse_destroyed(pg)
+    with _making.setdefault((pg.group_name, "reset"), threading.RLock()):  # threads that reset it take turns
+        _reset(pg)
+
+
+def _reset(pg: ProcessGroup) -> None:
+    heaps = _named_heaps(pg)
+    here = Rendezvous(pg, "reset", lambda: get_timeout(pg.group_name))
+    for known in heaps.values():
+        here.processes = known.rendezvous.processes
+    with here.poison_on_error("reset"):
+        session = here.join("reset")
+        everywhere = set.intersection(*map(set, here.gather("reset", sorted(heaps))))
+        for name in sorted(heaps):
+            if name in everywhere:
+                heaps[name].reset(here, f"{session}/{name}")
+    for key, (owner, found) in list(_heaps.items()):
+        # A heap that another rank failed to make. Or why there is none: that may have been mended, too.
+        if owner is pg and not any(found is heaps[n] for n in everywhere):
+            del _heaps[key]
+
+
+def _named_heaps(pg: ProcessGroup) -> dict[str, Heap]:
+    """A group's heaps under names that do not tell the ranks' devices apart."""
+    named: dict[str, Heap] = {}
+    for key, (owner, found) in sorted(_heaps.items(), key=lambda item: item[0]):
+        if owner is pg and isinstance(found, Heap):
+            nth = sum(name.startswith(key[1]) for name in named)
+            named[f"{key[1]} {nth}"] = found
+    return named
+
+
+def _default_device(pg: ProcessGroup) -> torch.device:
+    """torch's default device if that is a GPU; else the current one for a group with NCCL, the CPU for others."""
+    if (default := torch.get_default_device()).type == "cuda":
+        return default
+    _refuse_destroyed(pg)
+    return torch.device("cuda" if "nccl" in dist.get_backend_config(pg) else "cpu")
