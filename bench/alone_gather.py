@@ -26,7 +26,8 @@ from weft.kernels.all_gather_matmul.cuda_kernel import AllGatherMatmulPush
 from weft.kernels.device.device_spec import device_spec_of
 from weft.kernels.device.jit.program import Program
 from weft.symm_mem.failure.fault import WORD
-from weft.symm_mem.workspace import Layout, Workspace
+from weft.symm_mem.layout import Layout
+from weft.symm_mem.workspace import Workspace
 
 # Bytes a nanosecond that all peers together send to a rank, and nanoseconds on the way, as between H200s.
 RATE_OF_TWO, RATE, TRIP = 335.0, 294.0, 1000

@@ -10,7 +10,8 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from registry import Row
 from torch import Tensor
-from weft.symm_mem.workspace import Layout, Workspace
+from weft.symm_mem.layout import Layout
+from weft.symm_mem.workspace import Workspace
 
 TIMEOUT_NS = 2_000_000_000
 

@@ -27,7 +27,8 @@ from weft.kernels.matmul_reduce_scatter.configs import (
     rank_scatter_pushes,
     scatter_push_layout,
 )
-from weft.symm_mem.workspace import NUM_BUFFERS, Layout, Workspace
+from weft.symm_mem.layout import NUM_BUFFERS, Layout
+from weft.symm_mem.workspace import Workspace
 
 # What stands in kernel.cu, and what stands there for a rank alone.
 AT_PEER = (

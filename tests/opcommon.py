@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 from weft.fused_ops import last_plan
 from weft.symm_mem.heap.registry import get_heap
-from weft.symm_mem.workspace import Layout, Workspace
+from weft.symm_mem.layout import Layout
+from weft.symm_mem.workspace import Workspace
 
 # Rounding of one product in the dtype and of its result; float32 sums of a few hundred terms.
 BOUND = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import ProcessGroup
@@ -19,9 +17,6 @@ from ...symm_mem import HeapUnavailable
 from ...symm_mem.failure.call_check import CallCheck, call_check_of
 from ...symm_mem.failure.fault import refuse_if_broken
 from ...symm_mem.heap.registry import get_heap
-
-if TYPE_CHECKING:
-    from .plan import Plan
 
 
 class _Current(threading.local):
@@ -55,8 +50,8 @@ def compare_call(op: str, group: ProcessGroup, device: torch.device, **arguments
     _current.call = board, op
 
 
-def compare_plan(plan: Plan) -> None:
-    """Every rank must run this call in the same way.
+def compare_plan(plan: str, reason: str) -> None:
+    """Every rank must run this call in the same way. ``reason``: why it is unfused, which may differ.
 
     Raises:
         RankMismatch: on every rank, naming the first one that differs.
@@ -64,8 +59,7 @@ def compare_plan(plan: Plan) -> None:
     """
     if _current.call is not None:
         (board, op), _current.call = _current.call, None
-        reason = f" because {plan.reason}" if plan.reason else ""
-        board.compare(op, f"{op} by {replace(plan, reason='')}", reason, begins=False)
+        board.compare(op, f"{op} by {plan}", f" because {reason}" if reason else "", begins=False)
 
 
 def _text(value: object) -> str:

@@ -18,7 +18,8 @@ from ...kernels.device.tuning.choice import KernelChoice
 from ...symm_mem.failure.fault import refuse_if_broken
 from ...symm_mem.heap.captured import CapturedGraph
 from ...symm_mem.heap.heap import Heap
-from ...symm_mem.workspace import OUTGROWN, Layout, Workspace
+from ...symm_mem.layout import Layout
+from ...symm_mem.workspace import OUTGROWN, Workspace
 from .plan import num_sms
 from .stream_order import stream_and_graph
 

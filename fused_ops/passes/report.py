@@ -10,15 +10,53 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from .agreement.outcomes import Disagreement, VoteCounts
-
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
-NONE_ASKED = VoteCounts()
 _NONE = (
     "no collectives were seen (the pass does not see a graph that Inductor takes from its cache; "
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 has all graphs made anew)"
 )
 _TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """A graph that ran unfused because the ranks stood before different graphs.
+
+    Attributes:
+        graph: the signature of this rank's graph.
+        group: in which group the ranks differed.
+        peer: the rank that this one differs from.
+        reason: what differs.
+        runs: how often so far.
+    """
+
+    graph: str
+    group: str
+    peer: int
+    reason: str
+    runs: int = 1
+
+    def __str__(self) -> str:
+        times = f"{self.runs} times" if self.runs > 1 else "once"
+        return f"graph {self.graph} ran unfused {times}: in group {self.group!r}, {self.reason}"
+
+
+@dataclass(frozen=True)
+class VoteCounts:
+    """What asking has cost this process.
+
+    Attributes:
+        count: runs of graphs that asked.
+        fused: those that then ran fused.
+        seconds: of the host, with the wait for ranks that came later.
+    """
+
+    count: int = 0
+    fused: int = 0
+    seconds: float = 0.0
+
+
+NONE_ASKED = VoteCounts()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from ...symm_mem.workspace import Layout
+from ...symm_mem.layout import Layout
 from ..device.gemm import gemm_tiles, one_shot
 from ..device.gemm.one_shot import OneShotConfig
 from ..device.triton.tile_table import TritonTile, pick

@@ -12,7 +12,8 @@ import torch
 from cuda.bindings import driver
 
 from ...symm_mem.backends.vmm import check_driver
-from ...symm_mem.workspace import Layout, Workspace
+from ...symm_mem.layout import Layout
+from ...symm_mem.workspace import Workspace
 from ..device.comm.acquire import leaving
 from ..device.comm.double_buffer import BufferWords, wait_params
 from ..device.gemm import gemm

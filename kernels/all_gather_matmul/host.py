@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from ...symm_mem.workspace import HostUse, Layout, Workspace
+from ...symm_mem.layout import Layout
+from ...symm_mem.workspace import HostUse, Workspace
 from ..device.comm.copy_thread import copying
 
 OP = "fused_all_gather_matmul"

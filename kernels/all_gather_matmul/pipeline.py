@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ...symm_mem.workspace import Layout, Workspace
+from ...symm_mem.layout import Layout
+from ...symm_mem.workspace import Workspace
 from ..device.comm.acquire import end_use, load
 from ..device.comm.copy_engine import CopyEngine
 from ..device.jit.launch import compiling

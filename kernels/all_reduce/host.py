@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ...symm_mem.workspace import HostUse, Layout, Workspace
+from ...symm_mem.layout import Layout
+from ...symm_mem.workspace import HostUse, Workspace
 
 OP = "one_shot_all_reduce"
 IN_PLACE = f"{OP}_"

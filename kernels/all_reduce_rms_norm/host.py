@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from ...symm_mem.workspace import HostUse, Layout, Workspace
+from ...symm_mem.layout import Layout
+from ...symm_mem.workspace import HostUse, Workspace
 from .reference import rms_norm
 
 OP = "fused_all_reduce_rms_norm"

@@ -12,7 +12,8 @@ import queue
 
 import torch
 
-from ...symm_mem.workspace import HostUse, Layout, Workspace
+from ...symm_mem.layout import Layout
+from ...symm_mem.workspace import HostUse, Workspace
 from ..device.comm.copy_thread import copying
 
 OP = "fused_matmul_all_reduce"

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from ...symm_mem.workspace import Layout
+from ...symm_mem.layout import Layout
 from ..device.device_spec import H200, DeviceSpec
 from ..device.gemm import gemm_tiles, one_shot
 from ..device.gemm.one_shot import OneShotConfig

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from ...symm_mem.workspace import Layout, Workspace
+from ...symm_mem.layout import Layout
+from ...symm_mem.workspace import Workspace
 from ..device.comm.double_buffer import BufferWords, wait_params
 from ..device.gemm import gemm
 from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole

@@ -11,7 +11,8 @@ from operator import itemgetter
 
 import torch
 
-from ...symm_mem.workspace import Layout, Workspace
+from ...symm_mem.layout import Layout
+from ...symm_mem.workspace import Workspace
 from ..device.device_spec import H200, DeviceSpec, device_spec_of
 from ..device.gemm import gemm, gemm_tiles
 from ..device.jit.launch import why_not

@@ -26,7 +26,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ...symm_mem.workspace import Layout, Workspace
+from ...symm_mem.layout import Layout
+from ...symm_mem.workspace import Workspace
 from ..device.jit.launch import Launch, Operand, is_transposed, precision, why_not
 from ..device.triton import sync
 from ..device.triton.tile_table import count_tiles

@@ -6,13 +6,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ..call_site import Site, text
 from ..errors import WeftError
-
-if TYPE_CHECKING:
-    from ..workspace import Workspace
 
 _KEPT = 4096  # calls: more than a GPU's queue holds
 
@@ -102,9 +99,15 @@ def _uses(grids: Grids, block: int) -> int:
     return sum(block < grid for grid in grids)
 
 
+class _Taken(Protocol):
+    """A ``Workspace``."""
+
+    def abandon(self, cause: BaseException) -> None: ...
+
+
 class _Running(threading.local):
     inside = False  #: this thread is making a call of an op
-    workspace: Workspace[Any] | None = None  #: what that call has taken
+    workspace: _Taken | None = None  #: what that call has taken
 
 
 running = _Running()

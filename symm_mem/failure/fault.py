@@ -20,13 +20,13 @@ import torch
 
 from ..bootstrap.processes import has_ended
 from ..errors import PeerTimeout, WeftError
+from ..layout import WORD
 
 if TYPE_CHECKING:
     from ..heap.heap import Heap
-    from ..workspace import AnyLayout
+    from ..layout import AnyLayout
     from .call_log import CallLog
 
-WORD = 4
 _WAIT_FREE, _ABORTED = 2, 3  # kinds of a record, see kernels/device/ptx/sync.cuh
 
 

@@ -23,7 +23,8 @@ from weft.symm_mem.bootstrap.store import StoreQuestions
 from weft.symm_mem.failure import call_check
 from weft.symm_mem.heap.heap import Heap
 from weft.symm_mem.heap.registry import get_heap
-from weft.symm_mem.workspace import Layout, Workspace
+from weft.symm_mem.layout import Layout
+from weft.symm_mem.workspace import Workspace
 
 LONG = 60.0  # seconds: a deadline that no test waits for
 SHORT = 1  # the rank that is interrupted

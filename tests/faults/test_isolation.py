@@ -15,7 +15,8 @@ from ranks import run_ranks
 from weft import symm_mem
 from weft.kernels.device.tuning.choice import make_together
 from weft.symm_mem.heap.registry import get_heap
-from weft.symm_mem.workspace import Layout, Workspace
+from weft.symm_mem.layout import Layout
+from weft.symm_mem.workspace import Workspace
 
 KEPT: Any = SimpleNamespace(is_gone=lambda: False)  # a captured graph
 

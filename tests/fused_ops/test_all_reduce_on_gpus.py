@@ -24,7 +24,7 @@ from weft.kernels.all_reduce_rms_norm.reference import rms_norm
 from weft.kernels.device.comm import ll_exchange
 from weft.kernels.matmul_all_reduce.configs import MOST_ROWS
 from weft.symm_mem.heap.registry import get_heap
-from weft.symm_mem.workspace import Layout
+from weft.symm_mem.layout import Layout
 
 pytestmark = pytest.mark.gpu
 

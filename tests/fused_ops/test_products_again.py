@@ -23,7 +23,7 @@ from weft.kernels.device.tuning.choice import KernelChoice
 from weft.symm_mem import timeouts
 from weft.symm_mem.call_cache import CachedDict
 from weft.symm_mem.heap import registry
-from weft.symm_mem.workspace import Layout
+from weft.symm_mem.layout import Layout
 
 NAME = "a group"
 WORLD_SIZE = 2

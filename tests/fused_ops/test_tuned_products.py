@@ -28,7 +28,8 @@ from weft.kernels.matmul_reduce_scatter import on_cuda as scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
 from weft.symm_mem.heap.heap import Heap
 from weft.symm_mem.heap.registry import get_heap
-from weft.symm_mem.workspace import HostUse, Layout, Workspace
+from weft.symm_mem.layout import Layout
+from weft.symm_mem.workspace import HostUse, Workspace
 
 FASTEST = [(128, 96), "one_shot"]  # the tile, or the algorithm, where all ranks are looked at
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from weft.fused_ops.dispatch import workspaces
 from weft.kernels.device.comm.ll_exchange import BLOCKS, ExchangeLayout
-from weft.symm_mem.workspace import Layout
+from weft.symm_mem.layout import Layout
 
 SMALL, MANY, BOTH = Layout(2, 64, 2 << 20), Layout(2, 128, 1 << 20), Layout(2, 128, 2 << 20)
 

@@ -15,7 +15,7 @@ from weft.kernels.device.gemm import gemm
 from weft.kernels.device.gemm.gemm_tiles import Tile
 from weft.kernels.device.gemm.tensor_map import Boxes, TensorMap
 from weft.kernels.device.jit.program import Function
-from weft.symm_mem.workspace import Layout
+from weft.symm_mem.layout import Layout
 
 STAND_INS = ("ptx/hopper.cuh", "ptx/sync.cuh", "math/numbers.cuh")
 AROUND = (

@@ -14,7 +14,7 @@ from fibers import Launch, Library, Place
 from test_late_copies import ABORTED, KERNELS, compiled
 from weft.kernels.device.comm import acquire
 from weft.symm_mem.failure.fault import Fault
-from weft.symm_mem.workspace import Layout
+from weft.symm_mem.layout import Layout
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 

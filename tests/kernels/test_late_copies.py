@@ -23,7 +23,7 @@ import torch
 from fibers import Launch, Library, build
 from weft.kernels.device.comm import acquire, copy_engine
 from weft.symm_mem.failure.fault import Fault
-from weft.symm_mem.workspace import Layout
+from weft.symm_mem.layout import Layout
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 

@@ -15,7 +15,7 @@ from weft.kernels.all_gather_matmul import cuda_kernel as gather
 from weft.kernels.device.gemm import gemm, tensor_map
 from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
 from weft.kernels.matmul_reduce_scatter import cuda_kernel as scatter
-from weft.symm_mem.workspace import Layout
+from weft.symm_mem.layout import Layout
 
 WORLD_SIZE, M, K, N = 3, 64, 64, 64
 SHARD = M * K * 2

@@ -18,7 +18,8 @@ from weft.kernels.device.triton import sync
 from weft.kernels.device.triton.tile_table import TritonTile
 from weft.symm_mem.failure.fault import Fault
 from weft.symm_mem.heap.registry import get_heap
-from weft.symm_mem.workspace import Layout, Workspace
+from weft.symm_mem.layout import Layout
+from weft.symm_mem.workspace import Workspace
 
 ENV = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 TILE = TritonTile(32, 32, 32, warps=4, stages=3, pieces=2, speed=1.0)

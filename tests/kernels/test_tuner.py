@@ -20,7 +20,8 @@ from weft.kernels.device.tuning.choice import KernelChoice
 from weft.kernels.device.tuning.tuned_file import TunedFile
 from weft.symm_mem.heap.heap import Heap
 from weft.symm_mem.heap.registry import get_heap
-from weft.symm_mem.workspace import HostUse, Layout, Workspace
+from weft.symm_mem.layout import Layout
+from weft.symm_mem.workspace import HostUse, Workspace
 
 CANDIDATES = [Candidate(name, Layout(2, 4 - i, 256 * (i + 1))) for i, name in enumerate("abcd")]
 MODELS = KernelChoice("push", "a", Layout(2, 4, 256), profitable=True)

@@ -17,7 +17,8 @@ from weft.kernels.device.comm import ll_exchange
 from weft.symm_mem.failure.fault import Fault, fault_of
 from weft.symm_mem.heap.heap import Heap
 from weft.symm_mem.heap.registry import get_heap
-from weft.symm_mem.workspace import HostUse, Layout, Workspace
+from weft.symm_mem.layout import Layout
+from weft.symm_mem.workspace import HostUse, Workspace
 
 WAIT_DATA, WAIT_FREE, ABORTED = 1, 2, 3
 

@@ -15,7 +15,8 @@ from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, one_shot_all_reduce
 from weft.symm_mem.heap.captured import CapturedGraph
 from weft.symm_mem.heap.registry import get_heap
-from weft.symm_mem.workspace import OUTGROWN, Layout, Workspace
+from weft.symm_mem.layout import Layout
+from weft.symm_mem.workspace import OUTGROWN, Workspace
 
 
 def made(size: int, graph: Any = None) -> Workspace[Layout]:

@@ -12,7 +12,8 @@ from ranks import run_ranks
 from weft import symm_mem
 from weft.symm_mem.failure.spin_wait import reached
 from weft.symm_mem.heap.registry import get_heap
-from weft.symm_mem.workspace import NUM_BUFFERS, HostUse, Layout, Workspace
+from weft.symm_mem.layout import NUM_BUFFERS, Layout
+from weft.symm_mem.workspace import HostUse, Workspace
 
 
 def ring(rank: int, world_size: int) -> None:

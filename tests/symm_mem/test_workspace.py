@@ -9,7 +9,8 @@ import pytest
 from ranks import run_ranks
 from weft.symm_mem import call_cache
 from weft.symm_mem.heap.registry import get_heap
-from weft.symm_mem.workspace import Layout, Workspace
+from weft.symm_mem.layout import Layout
+from weft.symm_mem.workspace import Workspace
 
 MOST = 4096
 

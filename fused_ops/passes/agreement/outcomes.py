@@ -4,47 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
+
+from ..report import Disagreement, VoteCounts
 
 _log = logging.getLogger("weft.passes")
-
-
-@dataclass(frozen=True)
-class Disagreement:
-    """A graph that ran unfused because the ranks stood before different graphs.
-
-    Attributes:
-        graph: the signature of this rank's graph.
-        group: in which group the ranks differed.
-        peer: the rank that this one differs from.
-        reason: what differs.
-        runs: how often so far.
-    """
-
-    graph: str
-    group: str
-    peer: int
-    reason: str
-    runs: int = 1
-
-    def __str__(self) -> str:
-        times = f"{self.runs} times" if self.runs > 1 else "once"
-        return f"graph {self.graph} ran unfused {times}: in group {self.group!r}, {self.reason}"
-
-
-@dataclass(frozen=True)
-class VoteCounts:
-    """What asking has cost this process.
-
-    Attributes:
-        count: runs of graphs that asked.
-        fused: those that then ran fused.
-        seconds: of the host, with the wait for ranks that came later.
-    """
-
-    count: int = 0
-    fused: int = 0
-    seconds: float = 0.0
 
 
 _seen: dict[tuple[str, str, int, str], int] = {}
@@ -53,13 +16,13 @@ _lock = threading.Lock()
 
 
 def disagreements() -> tuple[Disagreement, ...]:
-    """Those of this process since it started or ``forget`` was called, in the order in which they first came up."""
+    """Those since the process started or ``reset_outcomes`` was called, in the order in which they first came up."""
     with _lock:
         return tuple(Disagreement(*key, runs=runs) for key, runs in _seen.items())
 
 
 def questions() -> VoteCounts:
-    """Since the process started or ``forget`` was called."""
+    """Since the process started or ``reset_outcomes`` was called."""
     return _questions
 
 

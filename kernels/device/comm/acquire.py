@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from ....symm_mem.workspace import Layout, Workspace
+from ....symm_mem.layout import Layout
+from ....symm_mem.workspace import Workspace
 from ..jit.program import DEVICE_FOLDER, Program, WaitParams
 
 _SOURCE = DEVICE_FOLDER / "comm" / "acquire.cu"

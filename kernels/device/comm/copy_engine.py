@@ -25,7 +25,8 @@ import torch
 from cuda.bindings import driver
 
 from ....symm_mem.backends.vmm import check_driver, own_stream
-from ....symm_mem.workspace import Layout, Workspace
+from ....symm_mem.layout import Layout
+from ....symm_mem.workspace import Workspace
 from .acquire import gate
 
 

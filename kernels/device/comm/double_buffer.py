@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
-from ....symm_mem.workspace import Layout, Workspace
+from ....symm_mem.layout import Layout
+from ....symm_mem.workspace import Workspace
 from ..jit.program import WaitParams
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ....symm_mem.failure.fault import Fault
-from ....symm_mem.workspace import Layout
+from ....symm_mem.layout import Layout
 
 WAIT_DATA = tl.constexpr(1)  #: kind of a record: a peer's data did not arrive
 WAIT_FREE = tl.constexpr(2)  #: kind of a record: a peer did not leave the last use of its buffer

@@ -23,8 +23,9 @@ import torch
 from ....symm_mem.errors import describe
 from ....symm_mem.failure.fault import Fault
 from ....symm_mem.heap.heap import Heap
+from ....symm_mem.layout import Layout
 from ....symm_mem.timeouts import get_timeout, preparing_timeout
-from ....symm_mem.workspace import Layout, Workspace
+from ....symm_mem.workspace import Workspace
 from ..comm.ll_exchange import ExchangeLayout
 from ..gemm.one_shot import OneShotConfig
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ....symm_mem.workspace import Layout, Workspace
+from ....symm_mem.layout import Layout
+from ....symm_mem.workspace import Workspace
 
 _MOST_CHOICES = 4096  # kept before all are forgotten
 
