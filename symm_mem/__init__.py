@@ -6,7 +6,7 @@
 >>> peers.barrier()  # everybody has written
 """
 
-from .errors import CallAbandoned, HeapUnavailable, PeerTimeout, RankMismatch, WeftError
+from .errors import CallAbandoned, ForkedProcess, HeapUnavailable, PeerTimeout, RankMismatch, WeftError
 from .failure.call_check import is_checked, set_checked
 from .groups import Group, group_name, resolve_group
 from .heap.registry import check, reset, unavailable
@@ -15,6 +15,7 @@ from .timeouts import get_timeout, set_timeout
 
 __all__ = [
     "CallAbandoned",
+    "ForkedProcess",
     "Group",
     "HeapUnavailable",
     "PeerTimeout",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from .call_site import call_site, text
+
 
 class WeftError(RuntimeError):
     """Base of weft's own errors. They can be pickled, so a launcher may hand them on."""
@@ -11,8 +13,11 @@ class WeftError(RuntimeError):
     #: Whether every rank has this error, and each in another place: none of them takes the step that it was at.
     out_of_step = False
 
-    def again(self) -> WeftError:
-        """The same error without the traceback of the first: for a state that goes on refusing."""
+    def again(self, op: str | None = None) -> WeftError:
+        """The same error without the traceback of the first: for a state that goes on refusing.
+
+        ``op``: what is refused now, where the error is about that.
+        """
         kind, fields, *_ = cast("tuple[Any, ...]", self.__reduce__())
         return kind(*fields)
 
@@ -96,6 +101,32 @@ class CallAbandoned(WeftError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.op, self.group, self.rank, self.cause, self.site)
+
+
+class ForkedProcess(WeftError):
+    """A process that was forked from a rank used what belongs to that rank: a group's memory, signals or store.
+
+    Attributes: ``op`` (what was refused), ``group``, ``rank`` and ``parent`` (the rank, and its process), ``child``
+    (this process), ``site``.
+    """
+
+    def __init__(
+        self, op: str, group: str, rank: int, parent: int, child: int, site: str | None = None
+    ) -> None:
+        super().__init__(
+            f"{op}: this process, {child}, was forked from process {parent}, which joined group {group!r} as rank "
+            f"{rank}: a forked child is no rank; make what it needs before the fork, use the 'spawn' start method, or "
+            f"let the child join a group of its own{_called_at(site)}"
+        )
+        self.op, self.group, self.rank = op, group, rank
+        self.parent, self.child, self.site = parent, child, site
+
+    def again(self, op: str | None = None) -> WeftError:
+        site = text(call_site())
+        return ForkedProcess(op or self.op, self.group, self.rank, self.parent, self.child, site)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.op, self.group, self.rank, self.parent, self.child, self.site)
 
 
 class HeapUnavailable(WeftError):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
+
+WITHOUT_PROCESSES = ("fake", "threaded")  #: backends of groups whose ranks are no processes
 
 Group: TypeAlias = str | ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str] | None
 
@@ -77,3 +80,14 @@ def _of_member(mesh: DeviceMesh, dim: int | str | None = None) -> ProcessGroup:
 def group_name(group: Group = None) -> str:
     """The name under which torch knows the group; a name is passed through unresolved."""
     return group if isinstance(group, str) else resolve_group(group).group_name
+
+
+def without_processes(group: ProcessGroup) -> str | None:
+    """The backend of a group whose ranks are no processes."""
+    names = [group.name()]
+    for kind in ("cpu", "cuda"):
+        try:  # a group with a backend that torch does not build in is itself called "custom"
+            names.append(group._get_backend(torch.device(kind)).name())
+        except RuntimeError:  # none for such a device
+            continue
+    return next((name for name in names if name in WITHOUT_PROCESSES), None)

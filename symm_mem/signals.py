@@ -57,14 +57,14 @@ class Pad:
         heap = self._heap
         return heap.address(owner) + self._offset + 4 * (channel * heap.world_size + writer)
 
-    def _check(self, peer: int, channel: int) -> None:
+    def _check(self, op: str, peer: int, channel: int) -> None:
         if not (isinstance(peer, int) and 0 <= peer < self._heap.world_size):
             raise ValueError(f"peer: is {peer!r}, must be a rank from 0 to {self._heap.world_size - 1}")
         if not (isinstance(channel, int) and 0 <= channel < CHANNELS):
             raise ValueError(f"channel: is {channel!r}, must be from 0 to {CHANNELS - 1}")
+        self._fault.raise_if_broken(op)
         if self._watch is not None and torch.cuda.is_current_stream_capturing():
             raise WeftError("signals count on the host and cannot be captured; weft's ops can")
-        self._fault.raise_if_broken()
 
     @contextmanager
     def _whole(self, op: str) -> Iterator[None]:
@@ -79,18 +79,18 @@ class Pad:
             raise
 
     def put(self, peer: int, channel: int) -> None:
-        self._check(peer, channel)
+        self._check("put", peer, channel)
         with self._whole("put"):
             self._put(peer, channel)
 
     def wait(self, peer: int, channel: int) -> None:
-        self._check(peer, channel)
+        self._check("wait", peer, channel)
         with self._whole("wait"):
             self._wait(peer, channel, "wait")
 
     def barrier(self, channel: int) -> None:
         rank, size = self._heap.rank, self._heap.world_size
-        self._check(rank, channel)
+        self._check("barrier", rank, channel)
         others = [(rank + step) % size for step in range(1, size)]
         with self._whole("barrier"):
             for peer in others:

@@ -6,6 +6,7 @@ import weakref
 
 import torch
 
+from . import forks
 from .failure.fault import fault_of
 from .groups import Group, resolve_group
 from .heap.heap import Block, heap_of
@@ -34,6 +35,7 @@ def empty(
         HeapUnavailable: the ranks cannot address each other's memory.
         RankMismatch: the ranks ask for different sizes or dtypes.
         PeerTimeout: a rank does not come.
+        ForkedProcess: this process was forked from the one that joined the group.
         ValueError, TypeError: a size is negative or no integer, there is no such group, dtype or device.
     """
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
@@ -47,6 +49,7 @@ def empty(
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype: is {dtype!r}, must be a torch.dtype")
     dtype = dtype or torch.get_default_dtype()
+    forks.refuse_child(resolve_group(group), "empty")
     where = get_heap(group, device)
     count = 1
     for size in sizes:
@@ -116,6 +119,7 @@ def rendezvous(tensor: torch.Tensor, group: Group = None) -> Peers:
     """The peers of a tensor made by ``empty``, or of a view of one. Not collective.
 
     Raises:
+        ForkedProcess: this process was forked from the rank's.
         ValueError: the tensor does not lie on a heap, or on that of another group.
         TypeError: it is not a tensor.
     """
@@ -124,6 +128,7 @@ def rendezvous(tensor: torch.Tensor, group: Group = None) -> Peers:
         raise ValueError("tensor: does not lie on a heap; make it with weft.symm_mem.empty")
     if group is not None and resolve_group(group) is not block.heap.group:
         raise ValueError(f"group: the tensor lies on the heap of group {block.heap.group_name!r}")
+    block.heap.owner.refuse_child("rendezvous")
     return Peers(tensor, block)
 
 

@@ -118,10 +118,11 @@ class Workspace(Generic[L]):
         Raises:
             PeerTimeout: in the words of that wait, until the group is reset.
             CallAbandoned: likewise, of a call that another exception ended.
+            ForkedProcess: this process was forked from the rank's.
         """
         fault = self.fault
         if fault.error is not None or fault.written.value:
-            fault.raise_if_broken()
+            fault.raise_if_broken(op)
         if op is not None:
             self._calls.begins(op, call_site(inside + 2), grids)
             if not self._is_double_buffered and running.inside:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import ProcessGroup
 
-from ...symm_mem import HeapUnavailable
+from ...symm_mem import HeapUnavailable, forks
 from ...symm_mem.failure.call_check import CallCheck, call_check_of
 from ...symm_mem.failure.fault import refuse_if_broken
 from ...symm_mem.heap.registry import get_heap
@@ -34,11 +34,13 @@ def compare_call(op: str, group: ProcessGroup, device: torch.device, **arguments
     Raises:
         RankMismatch: on every rank, naming the first one that differs.
         PeerTimeout: a rank makes no call.
+        ForkedProcess: this process was forked from the one that joined the group.
         WeftError: the group is broken on this rank.
     """
     _current.call = None
     if group.size() == 1:
         return
+    forks.refuse_child(group, op)
     try:
         where = get_heap(group, device)
     except HeapUnavailable:

@@ -17,6 +17,7 @@ makes an end of all that was found before (symm_mem/call_cache.py): then it is l
 - addresses that are no multiple of 16 bytes: the long way copies.
 - tensors like those of one of the last few findings are not asked one by one for kind, flags, sizes, strides, dtype and
   device: guards know all of them at once (tensor_guards.py).
+- a process forked from a rank: an end, and the long way from then on (stream_order.py).
 - the checked mode and ``forced``: an end. WEFT_RESERVED_SMS and WEFT_TUNE are read once in a process, on the long way,
   too; there a kind of call is tuned before it is remembered.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...symm_mem import HeapUnavailable, is_checked
+from ...symm_mem import HeapUnavailable, forks, is_checked
 from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.failure.fault import refuse_if_broken
 from ...symm_mem.heap.heap import Heap
@@ -87,14 +87,16 @@ def forced(algorithm: str) -> Iterator[None]:
         invalidate_calls()
 
 
-def heap_or_reason(x: Tensor, group: ProcessGroup, empty: bool) -> Heap | str:
-    """The heap that a call on ``x`` uses, or why it runs unfused.
+def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap | str:
+    """The heap that a call of ``op`` on ``x`` uses, or why it runs unfused.
 
     Raises:
+        ForkedProcess: this process was forked from the one that joined the group.
         WeftError: the group is broken on this rank. What x holds may then be worth nothing, also to NCCL or gloo.
     """
     if group.size() == 1:
         return "the group has one rank"
+    forks.refuse_child(group, op)
     if empty:
         return "there is nothing to send"
     if _forced == "unfused":

@@ -26,6 +26,7 @@ from typing import TypeAlias
 
 import torch
 
+from ...symm_mem import forks
 from ...symm_mem.call_cache import invalidate_calls
 from .plan import num_sms, on
 
@@ -56,8 +57,16 @@ def stream_and_graph(device: torch.device) -> tuple[int, int]:
 
 
 def stream_on(device: int) -> int | None:
-    """The current stream on a CUDA device; None where a call must take the long way, as one on the CPU (-1)."""
-    if device < 0 or torch._C._cuda_getDevice() != device or torch._C._cuda_isCurrentStreamCapturing():
+    """The current stream on a CUDA device; None where a call must take the long way, as one on the CPU (-1).
+
+    In a forked child, too: the long way tells it so, where a question to CUDA would end in the driver's words.
+    """
+    if (
+        device < 0
+        or forks.inherited
+        or torch._C._cuda_getDevice() != device
+        or torch._C._cuda_isCurrentStreamCapturing()
+    ):
         return None
     stream: int = torch._C._cuda_getCurrentRawStream(device)
     return stream

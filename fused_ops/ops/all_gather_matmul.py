@@ -39,7 +39,7 @@ def run_all_gather_matmul(
     A_shard: Tensor, Bs: list[Tensor], dim: int, group: ProcessGroup, return_A: bool
 ) -> Result:
     """As the op; the arguments are checked and ``dim`` is not negative."""
-    found = heap_or_reason(A_shard, group, empty=A_shard.numel() == 0)
+    found = heap_or_reason(host.OP, A_shard, group, empty=A_shard.numel() == 0)
     if isinstance(found, str):
         done: Result | str = found
     elif A_shard.device.type == "cpu":

@@ -190,7 +190,7 @@ def run_all_reduce(
         out: contiguous, like x, and may be x.
         op: whose call it is, for errors.
     """
-    found = heap_or_reason(x, group, empty=x.numel() == 0)
+    found = heap_or_reason(op, x, group, empty=x.numel() == 0)
     if not isinstance(found, str) and x.is_cuda and x.nbytes >= _nccl_from():
         found = f"WEFT_NCCL_ALL_REDUCE_FROM is {_nccl_from()} bytes"
     if isinstance(found, str):

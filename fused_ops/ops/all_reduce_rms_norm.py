@@ -49,7 +49,7 @@ def run_all_reduce_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """As the op; the arguments are checked."""
-    found = heap_or_reason(x, group, empty=x.numel() == 0)
+    found = heap_or_reason(host.OP, x, group, empty=x.numel() == 0)
     reason = found if isinstance(found, str) else _why_not(x, found.world_size)
     if isinstance(found, str) or reason is not None:
         return _unfused(x, residual, weight, eps, group, reason or "")

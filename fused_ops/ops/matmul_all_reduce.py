@@ -80,7 +80,7 @@ def _remember(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup, out: Te
 def run_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup) -> Tensor:
     """As the op; the arguments are checked."""
     shape = (*A.shape[:-1], B.shape[1])
-    found = heap_or_reason(A, group, empty=0 in shape)
+    found = heap_or_reason(host.OP, A, group, empty=0 in shape)
     if isinstance(found, str):
         ran(Plan("unfused", found))
         return reference_matmul_all_reduce(A, B, reduce_op, group)

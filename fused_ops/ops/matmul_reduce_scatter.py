@@ -68,7 +68,7 @@ def run_matmul_reduce_scatter(
     """As the op; the arguments are checked and ``dim`` is not negative."""
     shape = [*A.shape[:-1], B.shape[1]]
     shape[dim] //= group.size()
-    found = heap_or_reason(A, group, empty=0 in shape)
+    found = heap_or_reason(host.OP, A, group, empty=0 in shape)
     if isinstance(found, str):
         done: Tensor | str = found
     elif A.device.type == "cpu":

@@ -6,7 +6,6 @@ multicast is not used anywhere.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
+from ..forks import finalize
 from ..switches import is_on
 from .host import host_identity, refuse_hosts
 
@@ -43,7 +43,7 @@ def own_stream(owner: object, device: torch.device, *, first: bool = False) -> i
     with relaxed_capture(), torch.cuda.device(device):
         lowest, highest = check_driver(driver.cuCtxGetStreamPriorityRange())
         handle = check_driver(driver.cuStreamCreateWithPriority(flags, highest if first else lowest))
-    weakref.finalize(owner, driver.cuStreamDestroy, handle).atexit = False
+    finalize(owner, driver.cuStreamDestroy, handle)
     return int(handle)
 
 

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from ..call_site import call_site, text
 from ..errors import CallAbandoned, PeerTimeout, RankMismatch, WeftError, describe
+from ..forks import Owner
 from . import processes
 from .store import StoreQuestions, peek
 
@@ -45,6 +46,7 @@ class Rendezvous:
         self.group_name: str = group.group_name
         self.rank, self.world_size = group.rank(), group.size()
         self.processes: list[dict[str, Any] | None] = [None] * self.world_size
+        self._owner = Owner(group)
         self._store: Store = _get_process_group_store(group)
         self._timeout = timeout
         self._topic = topic
@@ -209,6 +211,7 @@ class Rendezvous:
             )
 
     def _questions(self, what: str) -> StoreQuestions:
+        self._owner.refuse_child(what)
         return StoreQuestions(self._store, what, self.group_name, self.rank)
 
     def agree(self, what: str, value: dict[str, Any]) -> None:

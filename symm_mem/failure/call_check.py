@@ -118,7 +118,7 @@ class CallCheck:
         site = text(call_site())
         where = f" at {site}" if site else ""
         with self._lock:
-            self._fault.raise_if_broken()
+            self._fault.raise_if_broken(op)
             self._calls += begins
             digest = hashlib.blake2b(said.encode(), digest_size=_DIGEST).digest()
             shown = f"{said}{remark}{where}".encode()[: _PLACE - _DIGEST - 2]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import forks
 from ..bootstrap.processes import has_ended
 from ..errors import PeerTimeout, WeftError
 from ..layout import WORD
@@ -65,18 +66,26 @@ class Fault:
         # By address, also of workspaces that are gone: their last kernels may still run.
         self._places: dict[int, tuple[AnyLayout, CallLog]] = {}
         heap.users.add(self)
+        forks.tell(self)
+
+    def forked(self) -> None:
+        """This process is a child of the rank's: it makes no call, and the rank's peers do not hear of it."""
+        self.error, self.broken_at = self._heap.owner.refusal("a call"), time.time_ns()
 
     def knows(self, address: int, layout: AnyLayout, calls: CallLog) -> None:
         """There is a workspace at this address: how to read what its kernels note."""
         self._places[address] = layout, calls
 
-    def raise_if_broken(self) -> None:
-        """Raise what has broken the group on this rank, in the same words until it is reset."""
+    def raise_if_broken(self, op: str | None = None) -> None:
+        """Raise what has broken the group on this rank, in the same words until it is reset.
+
+        ``op``: the call that asks.
+        """
         if self.error is None and self.written.value:
             assert self._record is not None
             self.error = self._read(*self._record.tolist()[1:])
         if self.error is not None:
-            raise self.error.again()
+            raise self.error.again(op)
 
     def _read(
         self, place: int, peer: int, word: int, expected: int, seen: int, kind: int, when: int

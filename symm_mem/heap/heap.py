@@ -24,6 +24,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup
 
+from .. import forks
 from ..backends.base import Backend, tensor_over
 from ..bootstrap.fd_exchange import close_fds, exchange
 from ..bootstrap.handshake import open_together
@@ -67,6 +68,7 @@ class Heap:
         self.group: ProcessGroup | None = group  # None once it is destroyed
         self.group_name = group.group_name
         self.rank, self.world_size = group.rank(), group.size()
+        self.owner = forks.Owner(group)
         self.lock = threading.RLock()
         self.rendezvous = Rendezvous(group, f"heap-{device.type}", lambda: get_timeout(self.group_name))
         with self.rendezvous.poison_on_error("make a heap"):
@@ -96,16 +98,13 @@ class Heap:
         )  # of captured graphs that are gone: nothing of this rank writes there
         self._number = 0
         self._chunks: list[tuple[int, int]] = []  # (offset, size)
-
         unmap: list[Callable[[], Any]] = []
 
         def reserve() -> int:
             base = self.backend.reserve(self.span * self.world_size)
-            end = weakref.finalize(
-                self, _unmap_all, self.backend, base, self.span, self.world_size, self._chunks
-            )
-            end.atexit = False  # the process's end unmaps everything anyway, and tensors may outlive this
-            unmap.append(end)
+            # The process's end unmaps everything anyway, and tensors may outlive this. A forked child has no driver.
+            where = self.backend, base, self.span, self.world_size, self._chunks
+            unmap.append(forks.finalize(self, _unmap_all, *where))
             return base
 
         try:
@@ -141,10 +140,12 @@ class Heap:
         Raises:
             RankMismatch: the ranks do not ask for the same size and tag.
             PeerTimeout: a rank does not come.
+            ForkedProcess: this process was forked from the rank's.
             WeftError: a rank has no memory left; the heap is as before.
         """
         if size < 1:
             raise ValueError(f"size: is {size}, must be at least 1 byte")
+        self.owner.refuse_child("allocate")
         with self.lock, self.rendezvous.poison_on_error("allocate"):
             return self._allocate(size, tag, zero)
 
@@ -192,6 +193,7 @@ class Heap:
         """
         if key in self._ready:
             return
+        self.owner.refuse_child(what)
         with self.lock, self.rendezvous.poison_on_error(f"prepare {what}"):
             if key in self._ready:
                 return

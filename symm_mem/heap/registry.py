@@ -10,17 +10,17 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from .. import forks
 from ..bootstrap.rendezvous import Rendezvous
 from ..call_cache import CachedDict
 from ..errors import HeapUnavailable, WeftError
-from ..groups import Group, resolve_group
+from ..groups import WITHOUT_PROCESSES, Group, resolve_group, without_processes
 from ..timeouts import get_timeout
 from .heap import Heap
 
-_WITHOUT_PROCESSES = ("fake", "threaded")  # backends of groups that have no heap
-
 _heaps: CachedDict[tuple[str, str, int], tuple[ProcessGroup, Heap | HeapUnavailable]] = CachedDict()
-_making: dict[Any, threading.RLock] = {}  # by heap: threads may make those of different groups in any order
+# By heap and process: threads may make those of different groups in any order, and in a forked child they are gone.
+_making: dict[Any, threading.RLock] = {}
 
 
 def get_heap(group: Group = None, device: torch.device | str | None = None) -> Heap:
@@ -30,10 +30,12 @@ def get_heap(group: Group = None, device: torch.device | str | None = None) -> H
         HeapUnavailable: the ranks cannot address each other's memory: several hosts, no peer access, a
             process group without processes; or two of them share a GPU and WEFT_SHARE_GPUS is not 1. Every rank gets
             the same answer, at once from then on; behind a reset ranks try again.
+        ForkedProcess: this process was forked from the one that joined the group.
         ValueError, TypeError: there is no such group, or no longer, ``device`` is neither a CUDA device that is there
             nor the CPU, or WEFT_SHARE_GPUS is neither 0 nor 1.
     """
     pg = resolve_group(group)
+    forks.refuse_child(pg, "heap")
     where = _device(device) if device is not None else _default_device(pg)
     index = where.index
     if index is None:
@@ -43,7 +45,7 @@ def get_heap(group: Group = None, device: torch.device | str | None = None) -> H
     if known is None or known[0] is not pg:  # a name may be used again after destroy_process_group
         _refuse_missing(where)
         _forget_destroyed()
-        with _making.setdefault(key, threading.RLock()):
+        with _making.setdefault((*key, forks.pid), threading.RLock()):
             known = _heaps.get(key)
             if known is None or known[0] is not pg:
                 _refuse_destroyed(pg)
@@ -71,7 +73,7 @@ def has_name(group: ProcessGroup, name: str) -> bool:
 
 
 def _refuse_destroyed(pg: ProcessGroup) -> None:
-    if pg.name() not in _WITHOUT_PROCESSES and not has_name(pg, pg.group_name):
+    if pg.name() not in WITHOUT_PROCESSES and not has_name(pg, pg.group_name):
         raise ValueError(f"group: {pg.group_name!r} has been destroyed, must be a group that torch knows")
 
 
@@ -107,22 +109,11 @@ def _forget_destroyed() -> None:
                 made_of.group = None
             _heaps.pop(key, None)
             for made in (key, (key[0], "reset")):
-                _making.pop(made, None)
-
-
-def _without_processes(pg: ProcessGroup) -> str | None:
-    """The backend of a group whose ranks are no processes."""
-    names = [pg.name()]
-    for kind in ("cpu", "cuda"):
-        try:  # a group with a backend that torch does not build in is itself called "custom"
-            names.append(pg._get_backend(torch.device(kind)).name())
-        except RuntimeError:  # none for such a device
-            continue
-    return next((name for name in names if name in _WITHOUT_PROCESSES), None)
+                _making.pop((*made, forks.pid), None)
 
 
 def _make(pg: ProcessGroup, device: torch.device) -> Heap | HeapUnavailable:
-    if (name := _without_processes(pg)) is not None:
+    if (name := without_processes(pg)) is not None:
         return HeapUnavailable(f"no heap for group {pg.group_name!r}: its backend {name!r} has no processes")
     try:
         return Heap(pg, device)
@@ -152,15 +143,18 @@ def check(group: Group = None) -> None:
 
     Raises:
         PeerTimeout: a wait on a peer has expired in a workspace of an op, or in the signals of a tensor.
+        ForkedProcess: this process was forked from the one that joined a group.
     """
     _forget_destroyed()
     wanted = None if group is None else resolve_group(group)
+    if wanted is not None:
+        forks.refuse_child(wanted, "check")
     first: tuple[int, WeftError] | None = None
     for pg, found in list(_heaps.values()):
         fault = found.fault if isinstance(found, Heap) and wanted in (None, pg) else None
         if fault is not None:
             try:
-                fault.raise_if_broken()
+                fault.raise_if_broken("check")
             except WeftError as e:
                 if first is None or fault.broken_at < first[0]:
                     first = fault.broken_at, e
@@ -182,15 +176,18 @@ def reset(group: Group = None) -> None:
     Raises:
         PeerTimeout: a rank does not come, or has given up. The group may be reset again; if the ranks had met already,
             it is broken until then.
+        ForkedProcess: this process was forked from the one that joined the group.
         ValueError: there is no such group, or no longer.
         WeftError: a rank is capturing a CUDA graph, or has lost its device.
     """
     pg = resolve_group(group)
-    if _without_processes(pg) is not None:
+    if without_processes(pg) is not None:
         return
+    forks.refuse_child(pg, "reset")
     _forget_destroyed()
     _refuse_destroyed(pg)
-    with _making.setdefault((pg.group_name, "reset"), threading.RLock()):  # threads that reset it take turns
+    turn = _making.setdefault((pg.group_name, "reset", forks.pid), threading.RLock())
+    with turn:  # threads that reset it take turns
         _reset(pg)
 
 

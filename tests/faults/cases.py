@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from faults.forked import fields, in_child, refusal
 from faults.inject import Fault
 from faults.ops import OPS, Case
 from weft import symm_mem
@@ -30,7 +31,8 @@ class Seen:
 
     ``error``: class, text and attributes of what its call raised, ``seconds`` after it began, in ``step``; ``again``:
     what the next call said; ``wrong``: steps with a wrong result. ``beside`` and ``after``: the same of the program in
-    another group, and of the one behind a reset. ``events``: what it did, by the machine's clock.
+    another group, and of the one behind a reset. ``child``: what the calls of a forked child have raised.
+    ``events``: what it did, by the machine's clock.
     """
 
     error: dict[str, Any] | None = None
@@ -39,6 +41,7 @@ class Seen:
     again: str = ""
     wrong: list[int] = field(default_factory=list)
     threads: int = 0
+    child: list[dict[str, Any] | None] = field(default_factory=list)
     beside: Seen | None = None
     after: Seen | None = None
     events: list[tuple[float, str]] = field(default_factory=list)
@@ -52,11 +55,6 @@ def story(seen: list[Seen | None]) -> str:
     told = [(when, rank, what) for rank, s in enumerate(seen) if s is not None for when, what in s.events]
     begin = min(told, default=(0.0,))[0]
     return "\n".join(f"{when - begin:7.3f} s  rank {rank}: {what}" for when, rank, what in sorted(told))
-
-
-def _fields(e: BaseException) -> dict[str, Any]:
-    named = {k: v for k, v in vars(e).items() if isinstance(v, str | int | float | bool)}
-    return {"kind": type(e).__name__, "text": str(e), **named}
 
 
 def _finish(device: str, group: Any) -> None:
@@ -74,7 +72,7 @@ def attempt(seen: Seen, step: int, call: Callable[[], torch.Tensor], group: Any)
             got = call()
             _finish(torch.get_default_device().type, group)
     except Exception as e:
-        seen.error, seen.seconds, seen.step = _fields(e), time.monotonic() - begin, step
+        seen.error, seen.seconds, seen.step = fields(e), time.monotonic() - begin, step
         seen.note(f"step {step} in group {group.group_name} raises {type(e).__name__}: {e}")
         return None
     seen.note(f"step {step} in group {group.group_name} is over after {time.monotonic() - begin:.3f} s")
@@ -100,6 +98,8 @@ def steps(
             seen.note(f"{fault.kind} {fault.point} of step {step}")
         if struck and fault.kind == "skip":
             continue
+        if struck and fault.kind == "fork":  # the peers are in their calls meanwhile
+            seen.child = in_child(lambda calls=(case.other, case.call): [refusal(call) for call in calls])
 
         def call(case: Case = case, step: int = step) -> torch.Tensor:
             with fault.at(rank, step) as struck:

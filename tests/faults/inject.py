@@ -20,8 +20,8 @@ from unittest import mock
 from weft.symm_mem.workspace import HostUse
 
 #: What happens: a rank comes late, is stopped (SIGSTOP) and goes on later, is killed (SIGKILL), leaves a call out,
-#: calls with another argument than the others, or has an exception inside the call.
-KINDS = ("delay", "stop", "kill", "skip", "corrupt", "raise")
+#: calls with another argument than the others, has an exception inside the call, or forks a child that makes calls.
+KINDS = ("delay", "stop", "kill", "skip", "corrupt", "raise", "fork")
 
 #: Where in a call of a CPU rank: the method of a use that it is behind or in front of, and whose flag that sets. Only
 #: ops with two flags for each rank push a second time: another part, or what they have made of the peers' first ones.

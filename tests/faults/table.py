@@ -36,12 +36,13 @@ ROWS = {
     ("kill", "after a push"): "a rank is killed inside a call",
     ("skip", "before the call"): "a rank leaves a call out (checked mode)",
     ("corrupt", "before the call"): "a rank calls with another argument (checked mode)",
+    ("fork", "before the call"): "a rank forks, and the child calls",
 }
 
 
 def faults(device: str, deadline: float) -> Iterator[tuple[str, Fault]]:
     for (kind, point), row in ROWS.items():
-        if device == "cpu" or point == "before the call":
+        if device == "cpu" or (point == "before the call" and kind != "fork"):  # CUDA does not survive a fork
             late = 3 * deadline
             yield row.format(late=f"{late:g}"), Fault(kind, CULPRIT, STRIKES_AT, late, point)
 

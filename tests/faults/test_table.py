@@ -34,6 +34,7 @@ SURVIVABLE = [
     Fault("raise", CULPRIT, STRIKES_AT, point="after a push"),
     Fault("raise", CULPRIT, STRIKES_AT, point="after a second push"),
     Fault("raise", CULPRIT, STRIKES_AT, point="before the end"),
+    Fault("fork", CULPRIT, STRIKES_AT),
 ]
 
 
@@ -67,6 +68,20 @@ def expect_mismatch(op: str, seen: Seen, nth: int) -> None:
     assert error["text"].startswith(f"call {call} in group"), error
     assert error["text"].count(f"{op}(") == 2 and len(re.findall(r"ops\.py:\d+", error["text"])) == 2, error
     assert seen.seconds < SLOW
+
+
+def expect_refusals(op: str, seen: Seen) -> None:
+    """Of each call of a forked child, naming op, group and both processes."""
+    assert len(seen.child) == 2
+    for error in seen.child:
+        assert error is not None and error["kind"] == "ForkedProcess" and error["op"] == op, seen
+        assert error["rank"] == CULPRIT and error["child"] != error["parent"], error
+        words = (
+            rf"{op}: this process, {error['child']}, was forked from process {error['parent']}, which joined group "
+            rf"'0' as rank {CULPRIT}: a forked child is no rank; make what it needs before the fork, use the 'spawn' "
+            r"start method, or let the child join a group of its own \(called at .*faults/ops\.py:\d+\)"
+        )
+        assert re.fullmatch(words, error["text"]), error
 
 
 def test_every_public_op_is_in_the_table() -> None:
@@ -103,6 +118,10 @@ def test_faults_that_a_group_survives(survived: list[dict[str, list[Seen]]], op:
             for s in seen:
                 expect_mismatch(op, s, checked)
             checked += 1
+            continue
+        if fault.kind == "fork":
+            assert all(s.error is None for s in seen), story(seen)
+            expect_refusals(op, seen[CULPRIT])
             continue
         victims = [s for rank, s in enumerate(seen) if rank != CULPRIT]
         waited = fault.kind != "raise"

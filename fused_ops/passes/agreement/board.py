@@ -35,7 +35,7 @@ from typing import TypeVar
 from torch.distributed import ProcessGroup, Store
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from ....symm_mem import WeftError, get_timeout
+from ....symm_mem import WeftError, forks, get_timeout
 from ....symm_mem.bootstrap.store import StoreQuestions, peek
 from ....symm_mem.heap.registry import has_name
 from .file_lock import locked, pauses
@@ -69,6 +69,7 @@ class VoteBoard:
     """One rank's view of its group's board. Calls of several threads take turns."""
 
     def __init__(self, group: ProcessGroup) -> None:
+        self._owner = forks.Owner(group)
         self.rank, self.size = group.rank(), group.size()
         self.connected = False  # the group's backend can be captured
         self._name = group.group_name
@@ -80,6 +81,12 @@ class VoteBoard:
         self._shut = False  # the lock was waited for in vain, and has not been had since
         self._words: memoryview | None = None
         self._thread_lock = threading.Lock()
+        forks.tell(self)
+
+    def forked(self) -> None:
+        """This process is a child of the rank's, whose lock must not outlive it in a file that the child holds."""
+        if self._close is not None:
+            self._close()
 
     @property
     def turns(self) -> int:
@@ -177,6 +184,7 @@ class VoteBoard:
         return self._blind < 0
 
     def _asked(self, question: Callable[[Store], T]) -> T:
+        self._owner.refuse_child(_WHAT)
         with StoreQuestions(self._store, _WHAT, self._name, self.rank) as store:
             store.limit(get_timeout(self._name))
             return store.ask(question)
@@ -266,8 +274,9 @@ class VoteBoard:
         """The words, for this rank alone. The kernel gives the lock back once no process has the holder's file open.
 
         Raises:
-            WeftError: another rank's process has held it all the time, or one that was forked from it.
+            WeftError: another rank's process has held it all the time, or a child that C code has forked from it.
         """
+        self._owner.refuse_child(_WHAT)
         assert self._words is not None
         limit = (lambda: 0.0) if self._shut else timeout  # whoever has waited in vain does not wait again
         with locked(self._fd, limit) as waited:
@@ -367,25 +376,21 @@ def _host() -> str:
         return socket.gethostname()
 
 
-def begun(group: ProcessGroup) -> int:
-    """Collectives that the backend has begun in the group.
-
-    Raises:
-        RuntimeError: the backend does not count them.
-    """
-    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
-
-
 _boards: weakref.WeakKeyDictionary[ProcessGroup, VoteBoard] = weakref.WeakKeyDictionary()
 _tokens: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
-_making = threading.Lock()
+_making: dict[int, threading.Lock] = {}  # by process: in a forked child the threads are gone that held one
 
 
 def vote_board(group: ProcessGroup) -> VoteBoard:
-    """The group's board, as this rank sees it."""
+    """The group's board, as this rank sees it.
+
+    Raises:
+        ForkedProcess: this process was forked from the one that joined the group.
+    """
+    forks.refuse_child(group, _WHAT)
     known = _boards.get(group)
     if known is None:
-        with _making:
+        with _making.setdefault(forks.pid, threading.Lock()):
             known = _boards.get(group)
             if known is None:
                 for other in list(_boards):  # a program may keep a group that it has destroyed

@@ -48,9 +48,9 @@ from torch.fx.graph import PythonCode
 from ....symm_mem import resolve_group
 from ..graph.collectives import argument, calls, collectives, group_of, kind_of, what
 from ..report import Entry
-from .board import begun
 from .guard import SIZES, GroupQuestion, pack
 from .signature import Order, Signature
+from .vote import begun
 
 _lib = torch.library.Library("weft", "FRAGMENT")
 _lib.define("agree(str packed, bool fused) -> ()")

@@ -36,9 +36,9 @@ from torch.distributed import ProcessGroup
 
 from ....symm_mem import get_timeout, resolve_group
 from . import outcomes
-from .board import begun, vote_board
+from .board import vote_board
 from .signature import digest
-from .vote import ANOTHER_GRAPH, CANNOT_FUSE, LATE, LOCKED, NO_BOARD, PASSED_BY, Answer, Vote
+from .vote import ANOTHER_GRAPH, CANNOT_FUSE, LATE, LOCKED, NO_BOARD, PASSED_BY, Answer, Vote, begun
 
 _log = logging.getLogger("weft.passes")
 #: Seconds until a rank that does not come is taken to run something else; less if the group's deadline is less.

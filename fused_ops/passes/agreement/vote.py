@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from torch.distributed import ProcessGroup
+
 UNDECIDED, FUSED, PLAIN = range(3)
 #: Why PLAIN; ``peer`` is the rank that it is about.
 NOTHING, CANNOT_FUSE, ANOTHER_GRAPH, PASSED_BY, LATE, NO_BOARD, LOCKED = range(7)
@@ -39,3 +41,12 @@ class Answer:
     fused: bool
     why: int = NOTHING
     peer: int = -1
+
+
+def begun(group: ProcessGroup) -> int:
+    """Collectives that the backend has begun in the group.
+
+    Raises:
+        RuntimeError: the backend does not count them.
+    """
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]

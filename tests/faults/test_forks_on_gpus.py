@@ -1,0 +1,54 @@
+"""A forked child of a rank with a GPU: CUDA is closed to it, and weft says so in words of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from faults.forked import in_child, refusal
+from faults.ops import OPS
+from ranks import run_ranks
+from weft import symm_mem
+from weft.fused_ops import last_plan
+from weft.fused_ops.dispatch.plan import forced
+
+pytestmark = pytest.mark.gpu
+CULPRIT = 1
+
+
+def forks(rank: int, world_size: int, checked: bool) -> None:
+    peers = symm_mem.rendezvous(symm_mem.empty(64))
+    with forced("fused"):
+        # In place x is filled anew by the case: CUDA would refuse that, not weft.
+        cases = {name: of(rank, world_size, 0, 64, None, 0) for name, of in OPS.items()}
+        short = {name: case for name, case in cases.items() if name != "one_shot_all_reduce_"}
+
+        def right() -> None:
+            for name, case in cases.items():
+                for _ in range(3):  # the long way, then the short one
+                    assert torch.equal(case.call(), case.want()), name
+                    assert last_plan().algorithm != "unfused", last_plan()
+            peers.barrier()
+            torch.cuda.synchronize()
+            symm_mem.check()
+
+        right()
+        symm_mem.set_checked(checked)
+        if rank == CULPRIT:
+            calls: dict[str, Any] = {name: case.call for name, case in short.items()}
+            calls |= {"barrier": peers.barrier, "empty": lambda: symm_mem.empty(3), "check": symm_mem.check}
+            calls |= {"reset": symm_mem.reset, "put": lambda: peers.put(0), "wait": lambda: peers.wait(0)}
+            for name, error in in_child(
+                lambda: {n: refusal(call) for n, call in calls.items()}, "exit"
+            ).items():
+                assert error is not None and (error["kind"], error["op"]) == ("ForkedProcess", name), error
+        right()
+        symm_mem.set_checked(False)
+        symm_mem.reset()
+        right()
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_child_is_refused_and_the_parent_goes_on(checked: bool) -> None:
+    run_ranks(forks, 2, checked, device="cuda", fresh=True)
