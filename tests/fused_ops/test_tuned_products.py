@@ -188,7 +188,7 @@ def tuned(rank: int, world_size: int, folder: str, fastest: Any) -> None:
         assert len(Kernel.launched) > launched + 2, "with a bias it is another kind"
         assert Kernel.launched[-1][1] == [x.data_ptr() for x in (wide, B, bias)]
         kinds = {kind: ws.prepared for (kind, *_), ws in where.workspaces.items()}
-        assert set(kinds) == {"matmul", "one_shot" if fastest == "one_shot" else "announced"}
+        assert set(kinds) == {"matmul", "one_shot" if fastest == "one_shot" else "ll_protocol"}
         remembered = [k for prepared in kinds.values() for k in prepared if isinstance(k, tuple)]
         assert {k[0] for k in remembered} >= {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}
     with stage(folder, True, fastest) as where:  # as the next process

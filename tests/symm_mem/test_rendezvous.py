@@ -58,7 +58,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
 
 
 def meet(where: list[Rendezvous]) -> None:
-    sessions = at_once(*(lambda w=w: w.meet("meet") for w in where))
+    sessions = at_once(*(lambda w=w: w.join("meet") for w in where))
     assert len(set(sessions)) == 1, sessions
 
 
@@ -75,7 +75,7 @@ def test_a_store_that_falls_silent_is_waited_for_up_to_the_deadline(store: Store
     assert str(again.value) == str(error.value)
     assert time.monotonic() - begin < 1
     with pytest.raises(symm_mem.WeftError, match=r"^reset in group 'g': rank 0 waited .* does not answer"):
-        where[0].meet("reset")
+        where[0].join("reset")
     assert time.monotonic() - begin < 2
     store.answers.set()
     with pytest.raises(symm_mem.PeerTimeout, match=r"rank 1 .* for rank 0: .* and it has given up"):  # noqa: PT012
@@ -108,16 +108,16 @@ def test_a_token_that_is_taken_back_late_is_posted_again(store: Store) -> None:
 
     def come_late() -> str:
         time.sleep(0.1)
-        return where[1].meet("meet")
+        return where[1].join("meet")
 
-    first, second, _ = at_once(lambda: where[0].meet("meet"), come_late, take_back)
+    first, second, _ = at_once(lambda: where[0].join("meet"), come_late, take_back)
     assert first == second, (first, second)
 
 
 def test_a_rank_that_has_given_up_is_not_blamed_for_the_one_it_waited_for(store: Store) -> None:
     where = ranks(0.6, count=3)
     where[0]._timeout = lambda: 0.3
-    said = at_once(lambda: where[0].meet("reset"), lambda: where[2].meet("reset"))
+    said = at_once(lambda: where[0].join("reset"), lambda: where[2].join("reset"))
     assert [e.culprit for e in said] == [1, 1]
 
 
@@ -173,7 +173,7 @@ def test_a_rank_that_leaves_a_session_which_the_others_have_begun_tells_them(sto
         raise KeyboardInterrupt
 
     where[0]._all_here = leaves  # type: ignore[method-assign]
-    left, _ = at_once(lambda: where[0].meet("meet"), lambda: where[1].meet("meet"))
+    left, _ = at_once(lambda: where[0].join("meet"), lambda: where[1].join("meet"))
     assert isinstance(left, KeyboardInterrupt)
     begin = time.monotonic()
     with pytest.raises(symm_mem.PeerTimeout, match=r"for rank 0: .* and it has given up"):
@@ -234,7 +234,7 @@ def test_a_store_that_is_lost_is_named(store: Store) -> None:
     with pytest.raises(symm_mem.WeftError, match=f"^ask {words}"):
         where[0].gather("ask", None)
     with pytest.raises(symm_mem.WeftError, match=f"^reset {words}"):
-        where[0].meet("reset")
+        where[0].join("reset")
 
 
 def test_a_rank_whose_deadline_cannot_be_read_tells_the_others(store: Store) -> None:
@@ -259,7 +259,7 @@ def test_what_lies_in_the_store_from_before_is_read_by_nobody(store: Store) -> N
         with pytest.raises(
             symm_mem.PeerTimeout, match=r"rank 0 of group 'g' waited 0\.05 s for rank 1: its call"
         ):
-            ranks(0.05)[0].meet("meet")
+            ranks(0.05)[0].join("meet")
     where = ranks()
     meet(where)
     assert at_once(*(lambda w=w: w.gather("ask", w.rank) for w in where)) == [[0, 1]] * 2

@@ -2,8 +2,8 @@
 
 Inductor writes the question in front of everything else in the function that it generates, and with it the way out:
 
-    if not weft_choice.fused():
-        return weft_choice.plain([arg0_1, arg1_1], ...)
+    if not weft_guard.fused():
+        return weft_guard.fallback([arg0_1, arg1_1], ...)
 
 ``fallback`` computes what the graph would without the pass: it has the graph as it was, as source text. So the
 collectives of that run are those that the other ranks meet in whatever they run instead: the same ones, in the same
@@ -330,7 +330,7 @@ def _compiling_fallback() -> Iterator[None]:
 
 def is_fallback_graph() -> bool:
     """Whether what this thread compiles is a way out."""
-    return getattr(_state, "as_it_was", False)
+    return getattr(_state, "in_fallback", False)
 
 
 def _connect(group: ProcessGroup) -> None:

@@ -81,7 +81,7 @@ def test_the_kept_graph_runs(group: str) -> None:
     for _ in range(2):
         args = [X, W]
         # The fake group gathers nothing, so only what is done with it can be compared.
-        (out,) = choice.plain(args, [(1, 12)])
+        (out,) = choice.fallback(args, [(1, 12)])
         assert args == []
         assert out.shape == (12, 5)
         assert out.stride() == (1, 12)
@@ -95,7 +95,7 @@ def test_the_kept_graph_has_what_sizes_are_made_with(fn: Any) -> None:
         size = graph.call_function(fn, (7.5,))
     out.args = ([out.args[0], size],)
     (question,) = questions(passed(graph)[1])
-    assert GraphGuard(str(question.args[0])).plain([X, W], [None, None])[1] == fn(7.5)
+    assert GraphGuard(str(question.args[0])).fallback([X, W], [None, None])[1] == fn(7.5)
 
 
 def own(x: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def test_a_kept_graph_that_cannot_be_compiled_runs_op_by_op(caplog: pytest.LogCa
 
     choice._compiled = broken
     for _ in range(4):
-        assert choice.plain([X, W], [(1, 12)])[0].shape == (12, 5)
+        assert choice.fallback([X, W], [(1, 12)])[0].shape == (12, 5)
     assert sum("cannot be compiled as it was" in r.getMessage() for r in caplog.records) == 1
 
 
@@ -142,7 +142,7 @@ def test_the_way_out_is_compiled_without_the_pass(stance: str) -> None:
     with inductor_config.patch({**fusion.options, "fx_graph_cache": False}):
         for _ in range(4):
             with torch.compiler.set_stance(stance):
-                assert choice.plain([X, W], [(5, 1)])[0].shape == (12, 5)
+                assert choice.fallback([X, W], [(5, 1)])[0].shape == (12, 5)
     torch._dynamo.reset()
     assert choice._compiled is not None
     assert not fusion.report().entries

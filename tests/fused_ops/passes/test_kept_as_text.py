@@ -27,7 +27,7 @@ def test_the_kept_graph_leaves_objects_to_the_generated_code() -> None:
     assert reasons == [""]
     assert "mesh" in str(after.output_node().args)
     (question,) = questions(after)
-    y, given = GraphGuard(str(question.args[0])).plain([X, W], [None, None], {1: mesh})
+    y, given = GraphGuard(str(question.args[0])).fallback([X, W], [None, None], {1: mesh})
     assert y.shape == (12, 5)
     assert given is mesh
 
