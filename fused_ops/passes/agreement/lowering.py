@@ -13,7 +13,7 @@ from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
-from ..agreement.guard import SIZES
+from .guard import SIZES
 
 _AGREE = torch.ops.weft.agree.default
 
