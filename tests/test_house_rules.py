@@ -1,4 +1,4 @@
-"""House rules that a search can hold: where inline assembly stands, what is never called, how long a file is."""
+"""House rules that a search can hold: where inline assembly stands, what is never called, how long a file is, names."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import io
 import re
 import tokenize
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,51 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ("symm_mem", "kernels", "fused_ops")
 EVERYTHING = (*PACKAGE, "bench", "examples", "tests")
+NAMED = (*PACKAGE, "bench", "examples")  # where a name stands for one thing
 MAX_LINES = 400
+MAX_PARAMETERS = 6  # self and cls not counted
+
+# What takes more of them today. Nothing is added; what takes fewer now is struck out.
+TAKE_MORE_PARAMETERS = {
+    "symm_mem/errors.py::PeerTimeout.__init__",
+    "symm_mem/failure/fault.py::Fault._read",
+    "symm_mem/failure/spin_wait.py::spin",
+    "kernels/all_gather_matmul/cuda_kernel.py::AllGatherMatmulPush.launch",
+    "kernels/all_gather_matmul/on_cuda.py::_choose",
+    "kernels/all_gather_matmul/on_cuda.py::launch_all_gather_matmul",
+    "kernels/all_gather_matmul/pipeline.py::prepare_gather_kernels",
+    "kernels/all_gather_matmul/pipeline.py::copy_engine_all_gather_matmul",
+    "kernels/all_reduce_rms_norm/cuda_kernel.py::AllReduceRmsNormLauncher.launch",
+    "kernels/matmul_reduce_scatter/configs.py::choose_matmul_reduce_scatter",
+    "kernels/matmul_reduce_scatter/configs.py::push_config",
+    "kernels/matmul_reduce_scatter/configs.py::scatter_push_layout",
+    "kernels/matmul_reduce_scatter/on_cuda.py::tuned_scatter",
+    "kernels/matmul_reduce_scatter/on_cuda.py::launch_matmul_reduce_scatter",
+    "kernels/matmul_reduce_scatter/reference.py::reference_matmul_reduce_scatter",
+    "kernels/matmul_reduce_scatter/to_all.py::launch_sum_to_all",
+    "kernels/matmul_reduce_scatter/to_all.py::estimate_sum_to_all_us",
+    "fused_ops/dispatch/fast_path.py::remember_call",
+    "fused_ops/dispatch/profitability.py::why_not_profitable",
+    "fused_ops/dispatch/profitability.py::expected_gain",
+    "fused_ops/functional.py::fused_matmul_reduce_scatter",
+    "fused_ops/layers/linear.py::ParallelLinear.__init__",
+    "fused_ops/layers/linear.py::ColumnParallelLinear.__init__",
+    "fused_ops/layers/linear.py::RowParallelLinear.__init__",
+    "fused_ops/library/autograd.py::AllGatherMatmulFunction.forward",
+    "fused_ops/library/autograd.py::MatmulReduceScatterFunction.forward",
+    "fused_ops/library/autograd.py::AllReduceRmsNormFunction.forward",
+    "fused_ops/library/fakes.py::fake_matmul_reduce_scatter",
+    "fused_ops/library/schema.py::_matmul_reduce_scatter",
+    "fused_ops/library/schema.py::_matmul_reduce_scatter_anew",
+    "fused_ops/library/schema.py::_matmul_reduce_scatter_autograd",
+    "fused_ops/library/validation.py::validate_matmul_reduce_scatter",
+    "fused_ops/ops/matmul_reduce_scatter.py::fast_matmul_reduce_scatter",
+    "fused_ops/ops/matmul_reduce_scatter.py::run_matmul_reduce_scatter",
+    "fused_ops/ops/matmul_reduce_scatter.py::_on_cpu",
+    "fused_ops/ops/matmul_reduce_scatter.py::_on_cuda",
+    "fused_ops/passes/agreement/guard.py::pack",
+    "bench/alone_gather.py::GatherCandidate.__init__",
+}
 
 
 def files(tops: tuple[str, ...], *suffixes: str) -> list[Path]:
@@ -97,7 +142,79 @@ def test_torch_symm_is_the_alias_of_torchs_module() -> None:
     assert not found, found
 
 
+def public_names(source: str) -> list[str]:
+    """Of the classes and functions that a module defines; each program has its ``main``."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    names = [node.name for node in ast.parse(source).body if isinstance(node, kinds)]
+    return [name for name in names if not name.startswith("_") and name != "main"]
+
+
+def defined_twice(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """The files of each name that two of them define, or one of them twice."""
+    where: dict[str, list[str]] = {}
+    for path, source in sources.items():
+        for name in public_names(source):
+            where.setdefault(name, []).append(path)
+    return {name: paths for name, paths in where.items() if len(paths) > 1}
+
+
+def test_a_name_stands_for_one_thing() -> None:
+    sources = {f.relative_to(ROOT).as_posix(): f.read_text() for f in files(NAMED, ".py")}
+    assert not (found := defined_twice(sources)), found
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, *, method: bool) -> int:
+    given = function.args
+    names = [a.arg for a in (*given.posonlyargs, *given.args)]
+    if method and names[:1] in (["self"], ["cls"]):
+        names = names[1:]
+    return len(names) + len(given.kwonlyargs) + (given.vararg is not None) + (given.kwarg is not None)
+
+
+def take_more(source: str) -> list[str]:
+    """The functions of more than MAX_PARAMETERS, by qualified name. Device code is launched with what it needs."""
+    found = []
+
+    def look(node: ast.AST, inside: tuple[str, ...], *, method: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                on_device = any("triton.jit" in ast.unparse(d) for d in child.decorator_list)
+                if not on_device and parameters(child, method=method) > MAX_PARAMETERS:
+                    found.append(".".join((*inside, child.name)))
+                look(child, (*inside, child.name), method=False)
+            elif isinstance(child, ast.ClassDef):
+                look(child, (*inside, child.name), method=True)
+            else:
+                look(child, inside, method=method)
+
+    look(ast.parse(source), (), method=False)
+    return found
+
+
+def test_functions_take_few_parameters() -> None:
+    found = {
+        f"{f.relative_to(ROOT).as_posix()}::{name}"
+        for f in files(NAMED, ".py")
+        for name in take_more(f.read_text())
+    }
+    assert not (new := found - TAKE_MORE_PARAMETERS), f"more than {MAX_PARAMETERS} parameters: {new}"
+    assert not (mended := TAKE_MORE_PARAMETERS - found), f"strike out: {mended}"
+
+
 def test_the_rules_can_fail() -> None:
+    twice = defined_twice({"a.py": "class Plan: ...\ndef f(): ...\ndef main(): ...", "b.py": "def f(): ..."})
+    assert twice == {"f": ["a.py", "b.py"]}
+    assert not defined_twice(
+        {"a.py": "def main(): ...\ndef _f(): ...", "b.py": "def main(): ...\ndef _f(): ..."}
+    )
+    assert defined_twice({"a.py": "class C: ...\nclass C: ..."}) == {"C": ["a.py", "a.py"]}
+    seven = "a, b, c, /, d, *, e, f, g"
+    assert take_more(f"def f({seven}): ...") == ["f"]
+    assert take_more(f"if True:\n class C:\n  async def f(self, {seven}): ...") == ["C.f"]
+    assert take_more("def f(a, b, c, d, e, *args, **more):\n def g(): ...") == ["f"]
+    assert take_more(f"def f():\n def g({seven}): ...") == ["f.g"]
+    assert not take_more("class C:\n def f(self, a, b, c, d, e, f): ...")
+    assert not take_more(f"@triton.jit(do_not_specialize=['a'])\ndef kernel({seven}): ...")
     assert aliases("import torch.distributed._symmetric_memory as symm_mem") == ["symm_mem"]
     assert aliases("from torch.distributed import _symmetric_memory") == ["_symmetric_memory"]
     assert "inline_asm_elementwise" in python_code("x = tl.inline_asm_elementwise('nop')")

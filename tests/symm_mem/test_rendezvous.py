@@ -62,6 +62,7 @@ def meet(where: list[Rendezvous]) -> None:
     assert len(set(sessions)) == 1, sessions
 
 
+@pytest.mark.alone
 def test_a_store_that_falls_silent_is_waited_for_up_to_the_deadline(store: Store) -> None:
     where = ranks(0.6)
     meet(where)
@@ -206,6 +207,7 @@ def test_an_interrupt_while_a_thread_is_started_leaves_no_thread_and_tells_the_o
     assert not left
 
 
+@pytest.mark.alone
 def test_ctrl_c_ends_a_wait_for_a_silent_store(store: Store) -> None:
     where = ranks()
     meet(where)
