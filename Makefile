@@ -81,7 +81,7 @@ bench: $(STAMP)
 
 # Needs SPIN (apt install spin) and a C compiler: some minutes.
 model: $(STAMP)
-	$(PY) tests/model/check.py
+	$(PY) tests/verification/model/check.py
 
 # 100,000 calls, on GPUs where there are enough: SOAK_ARGS="--ranks 4".
 soak: $(STAMP)

@@ -7,10 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cubins import KERNELS
+from fibers import DEVICE
 
 HERE = Path(__file__).parent
-PACE = KERNELS / "device" / "comm" / "rate_limiter.cuh"
+PACE = DEVICE / "comm" / "rate_limiter.cuh"
 
 
 def said(folder: Path, old: str = "", new: str = "") -> str:
