@@ -7,6 +7,8 @@ from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter,
 
 on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # else CPU ranks
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
+if on_gpus:
+    torch.cuda.set_device(device)
 dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
 x, w_up, w_down = (torch.randn(*size, device=device) for size in [(128, 64), (64, 96), (96, 64)])
 group = dist.group.WORLD
