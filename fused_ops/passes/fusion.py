@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...symm_mem import Group, group_name
 from ..dispatch import profitability
+from ..library.compiled import why_unordered
 from .agreement.fallback_graph import FallbackGraph, has_ranks, why_captured_without_vote, why_not_asked
 from .agreement.guard import is_fallback_graph
 from .agreement.outcomes import disagreements, questions, reset_outcomes
@@ -248,6 +249,8 @@ class FusionPass(CustomGraphPass):
         self, match: registry.Form, problem: tuple[int, int, int] | None, why_not_kept: str | None
     ) -> str | None:
         """Why what could be fused should not be."""
+        if (unordered := why_unordered()) is not None:
+            return f"{unordered}, with which ranks may communicate in different orders"
         weighed = self.fuse == "auto" and not getattr(match, "decided", False)
         if weighed and (apart := getattr(match, "apart", None)) is not None:
             return str(apart)
