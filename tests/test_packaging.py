@@ -19,7 +19,7 @@ else:
 
 ROOT = Path(__file__).parent.parent
 TOPS = ("symm_mem", "kernels", "fused_ops")
-FOLDERS = (*TOPS, "bench", "examples", "tests", ".ci")
+FOLDERS = (*TOPS, "bench", "examples", "tests", "docs", ".ci")
 FILES = (
     "__init__.py",
     "py.typed",
