@@ -39,7 +39,7 @@ ALIGNMENT = 256
 
 
 class Placement(NamedTuple):
-    """Where a block lies. Its first ``zero`` bytes are words that ranks count in, or payload that is empty."""
+    """Where a block lies. Its first ``zero`` bytes are control words, or empty LL slots."""
 
     offset: int
     size: int
@@ -58,7 +58,7 @@ class Block:
 
 
 class Heap:
-    """Memory shared by the ranks of ``group`` on ``device``. Use ``heap()``, which makes one for each pair.
+    """Memory shared by the ranks of ``group`` on ``device``. Use ``get_heap``, which makes one for each pair.
 
     Attributes: ``group``, ``device``, ``rank``, ``world_size``, ``span`` (bytes between two ranks' copies of an
     address), ``capacity`` (bytes mapped for each rank).
@@ -83,10 +83,10 @@ class Heap:
         self.workspaces: CachedDict[Any, Any] = (
             CachedDict()
         )  #: what the ops above keep for as long as the heap lives
-        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  #: what counts along with words on the heap
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  #: what has state beside words on the heap
         self.fault: Any = None  #: of all that is on it: fault.py
         self.watch: Any = None  #: of stream waits, on CUDA
-        self.board: Any = None  #: of the checked mode
+        self.call_check: Any = None  #: of the checked mode
         self.tuner: Any = None  #: of the kernels: what the ranks have measured together
         self._ready: set[Any] = set()
         self._free = FreeList()
@@ -292,13 +292,13 @@ class Heap:
         blocks = {str(number): list(placed) for number, placed in self._blocks.items()}
         fault = None if self.fault is None else self.fault.block.number
         known = [*self._quiesced, *(workspace.block.number for workspace in self.workspaces.values())]
-        board = self.board is not None
-        posts = here.gather("reset", [problem, blocks, self._chunks, self._number, fault, known, board])
+        checks = self.call_check is not None
+        posts = here.gather("reset", [problem, blocks, self._chunks, self._number, fault, known, checks])
         here.refuse("reset", [post[0] for post in posts])
         if any(post[4] != fault for post in posts):
             self.fault = None  # an error came while it was made, before there was anything that uses it
         if not all(post[6] for post in posts):
-            self.board = None  # likewise
+            self.call_check = None  # likewise
         self._keep_what_all_have([post[1] for post in posts], [post[2] for post in posts])
         # Of a workspace all ranks may have the block, and one of them gave up in the last step of making it.
         known_to_all = set.intersection(*(set(post[5]) for post in posts)) & self._blocks.keys()
@@ -314,7 +314,7 @@ class Heap:
                     self.backend.zero(self.address(self.rank) + placed.offset, placed.zero)
             for user in users:
                 user.reset_state()
-            for kept in (self.board, self.tuner):
+            for kept in (self.call_check, self.tuner):
                 if kept is not None:
                     kept.reset_state()
 

@@ -56,7 +56,7 @@ def records(rank: int, world_size: int) -> None:
         with pytest.raises(symm_mem.PeerTimeout, match=of_other):
             symm_mem.check()
         words = (
-            rf"^op 1: rank 1 of group '0' waited 0 s for rank 0: 'gave up' of rank 0 is 2, expected 0, "
+            rf"^op 1: rank 1 of group '0' waited 0 s for rank 0: abort notice of rank 0 is 2, expected 0, "
             rf"and it has given up on rank 1 \(called at {__file__}"
         )
         for group in (dist.group.WORLD, "0"):
