@@ -1,4 +1,4 @@
-"""Launches kernel.cu, which says what it does."""
+"""Launches kernel.cu."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ class AllGatherMatmulPush:
     """This op on one problem and one workspace: prepared once, launched often.
 
     Args:
-        workspace: with room for ``configs.push_layout``, the same call site on every rank.
+        workspace: with room for ``configs.gather_push_layout``, the same call site on every rank.
         a, bs: examples of the operands: the shard [m, K] as ``can_take`` wants it, and up to MOST_BS matrices [K, N_i]
             (with the configuration's ``split_k`` [W * K, N_i]), all with K contiguous or all with N. Every launch gets
             tensors of these sizes, strides and dtype.
-        config: of ``configs.choose_push``, the same on every rank.
+        config: the same on every rank.
         num_sms: blocks to launch. As many must find an SM each.
 
     Raises:

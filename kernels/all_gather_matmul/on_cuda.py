@@ -1,8 +1,8 @@
-"""Which kernel computes all_gather(A) @ B on CUDA, and the call of it.
+"""Which kernel computes all_gather(A) @ B on CUDA, and its call.
 
-16-bit operands go to kernel.cu, which sends by itself; or, where little is gathered and A is not asked for, in one shot
-to all ranks, and what came there to cuBLAS. Others (float32), and Bs of both orders in one call, go to the Triton
-kernel, for which copy engines send. It takes whole rows only: of the last dimension those are left unfused.
+16-bit operands go to kernel.cu; or, where little is gathered and A is not returned, to a one-shot all-gather with
+cuBLAS behind it. Others (float32), and Bs of both memory orders in one call, go to the Triton kernel with copy engines.
+That takes whole rows only: with the last dimension gathered such calls run unfused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which form and grid an all-reduce gets, and what it needs in memory. Pure functions, no GPU."""
+"""The form and grid of an all-reduce, and its workspace. Pure functions, no GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..device.comm import ll_exchange
 from ..device.comm.ll_exchange import BLOCKS, THREADS, VECTOR, WARP, ExchangeLayout, up
 
 FORMS = ("one_shot", "two_shot")
-MAX_BYTES = 16 << 20  #: of the input in one use of the slots; two_shot takes more in several uses
+MAX_BYTES = 16 << 20  #: of the input in one epoch of the slots; two_shot takes more in several epochs
 
 # From how many bytes of input on two_shot is faster. Two ranks send as much in either form; there it is less that is
 # received and kept. Measured on 2 and 4 H200; else from (W - 1) * bytes / 300 GB/s against 2 / W of that and one trip.

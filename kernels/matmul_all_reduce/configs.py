@@ -1,4 +1,4 @@
-"""How kernel.cu is run, and for which products. Pure functions, no GPU."""
+"""The configuration of kernel.cu, and the matmuls for which it is used. Pure functions, no GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_ROWS = 16
 GROUP = 32  #: columns
 _WARPS = 16
 # Bytes of B, by groups of a strip, up to which the kernel beats cuBLAS with an all-reduce behind it, between 2 H200
-# (bench/results/h200-x2-few-rows.txt): a launch less is worth 2 us, and cuBLAS reads a large B up to 7 % faster.
+# (bench/results/h200-x2-few-rows.txt): one launch less saves 2 us, and cuBLAS reads a large B up to 7 % faster.
 _MOST_BYTES = {1: 96 << 20, 2: 32 << 20}
 
 

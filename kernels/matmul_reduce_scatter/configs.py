@@ -1,4 +1,4 @@
-"""How matmul_reduce_scatter is run: in one shot or woven, the tile and its order."""
+"""The configuration of matmul_reduce_scatter: which kernel, its tile and tile order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..device.triton.tile_table import TritonTile, count_tiles, pick
 
 # Behind its last tile a block waits for the peers' and adds them up: as long as a main loop of this depth.
 _TAIL_DEPTH = 1800
-# K and rows of a part from which on wide bands are as fast or up to 1.7 % faster; of 512 rows they were 5 % slower.
+# K and rows of a rank from which on wide raster groups are as fast or up to 1.7 % faster; with 512 rows 5 % slower.
 # (Between 2 ranks. Between 4 it is the rows alone: 2 to 4 % faster, in one row of six 2 % slower.)
 _LONG, _TALL = 14336, 2048
 
@@ -37,7 +37,7 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class MatmulReduceScatterConfig:
-    """``group_m`` rows of tiles are walked together."""
+    """``group_m``: rows of tiles in a raster group."""
 
     tile: TritonTile
     group_m: int
@@ -66,11 +66,14 @@ def tiled_scatter_layout(
 
 @dataclass(frozen=True)
 class ScatterPushConfig:
-    """How the kernel that sends by itself (kernel.cu) is run.
+    """The configuration of kernel.cu.
 
-    ``band`` pairs of rows of tiles are walked together; own rows follow those for the peers in chunks of ``band`` rows
-    of tiles. ``staged``: finished parts for peers wait in local memory until a warp of their block has sent them; else
-    those who multiply send them. ``split_n``: ranks have columns of B of their own, not rows of A.
+    Attributes:
+        raster_group: pairs of rows of tiles in a raster group; local rows follow those for the peers in chunks of as
+            many rows of tiles.
+        staged: accumulator fragments for peers are staged in local memory, from where a warp of the block sends them;
+            else the compute warpgroups send them.
+        split_n: ranks own columns of B, not rows of A.
     """
 
     tile: gemm_tiles.Tile
@@ -83,7 +86,7 @@ class ScatterPushConfig:
 class MatmulReduceScatterProblem:
     """A [L, W, m, K] and B [K, N] of 16 bits, with ``batches`` L, or with ``split_n`` A [m, K] and B [K, W * N].
 
-    ``num_sms``: multiprocessors, of a ``chip``.
+    ``num_sms``: SMs to use; ``spec``: of which device.
     """
 
     m: int
@@ -171,7 +174,7 @@ def scatter_is_profitable(problem: MatmulReduceScatterProblem) -> bool:
 
 
 def rank_scatter_pushes(problem: MatmulReduceScatterProblem) -> list[tuple[float, ScatterPushConfig]]:
-    """All candidates with the microseconds that ``estimate_push_us`` gives them, the fastest first."""
+    """All candidates with the microseconds that ``estimate_scatter_push_us`` predicts, the fastest first."""
     n, k, size = problem.n, problem.k, problem.world_size
     tiles = gemm_tiles.suited(problem.rows, n, k, size, spec=problem.spec)
     parts = problem.batches * problem.m, n, k, size, problem.num_sms
@@ -179,7 +182,7 @@ def rank_scatter_pushes(problem: MatmulReduceScatterProblem) -> list[tuple[float
     return sorted(((estimate_scatter_push_us(c, problem), c) for c in candidates), key=itemgetter(0))
 
 
-# How much longer products of 64 x 256 take beside what is sent than gemm_tiles.py says, whose figure is older: measured
+# How much longer tiles of 64 x 256 take beside the sending than gemm_tiles.py says, whose figure is older: measured
 # with one rank of 4 alone. (Between two that file has one of its own.)
 _OF_64_ROWS = 1.02
 

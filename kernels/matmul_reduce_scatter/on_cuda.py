@@ -1,7 +1,7 @@
-"""Which kernel computes reduce_scatter(A @ B) on CUDA, and the call of it.
+"""Which kernel computes reduce_scatter(A @ B) on CUDA, and its call.
 
-16-bit operands go to kernel.cu; or, where little is scattered, to cuBLAS, and what comes of it in one shot to all
-ranks. float32 goes to the Triton kernel.
+16-bit operands go to kernel.cu; or, where little is scattered, to cuBLAS with a one-shot reduce-scatter behind it.
+float32 goes to the Triton kernel.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""all_reduce(A @ B) by kernel.cu: the sums that ranks have made of their parts go to all ranks.
+"""all_reduce(A @ B) by kernel.cu with ALL_REDUCE: each rank sends the sums of its rows to all ranks.
 
-Large products only: a few rows have a kernel of their own (../matmul_all_reduce), and what lies between is faster in
-cuBLAS with an all-reduce behind it. Part of fused_matmul_all_reduce, which chooses.
+Part of fused_matmul_all_reduce, for large matmuls: few rows have a kernel of their own (../matmul_all_reduce), and in
+between cuBLAS with an all-reduce behind it is faster.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ def choose_sum_to_all_push(
 
 @dataclass(frozen=True)
 class _Costs:
-    """Of estimate_push_us, microseconds: a launch; a wave; the sum of a tile of 128 x 256 that travels when there is
-    nothing left to multiply; how much longer it takes for each of products beside sending. ``feels``: how much longer
-    products of tiles take that load twice as much for what they multiply. ``rate``: bytes a microsecond."""
+    """Of estimate_sum_to_all_us, in microseconds: a launch; a wave; the sum of a tile of 128 x 256 that is sent when
+    nothing is left to compute; how much longer matmuls take for each microsecond beside the sending. ``feels``: how
+    much longer tiles take that load twice as much for what they multiply. ``rate``: bytes per microsecond."""
 
     launch: float
     each: float

@@ -98,7 +98,7 @@ def several_uses(rank: int, world_size: int) -> None:
             space.raise_if_broken(f"op {n}", grids=(2,) * uses)
         note(space, peer, layout.emptied + world_size + peer, expected, expected - 1, kind, 1000)
         emptied = (
-            rf"^op {op}: .* count of uses that rank {peer} has emptied for block 1 is {expected - 1}, exp"
+            rf"^op {op}: .* last epoch that rank {peer} has emptied for block 1 is {expected - 1}, exp"
         )
         with pytest.raises(symm_mem.PeerTimeout, match=emptied):
             symm_mem.check()

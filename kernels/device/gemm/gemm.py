@@ -1,4 +1,4 @@
-"""The host's side of gemm.cuh: what it can take, what it is compiled with, and the structures its kernels are given."""
+"""The host's side of gemm.cuh: operands, defines, and launches."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def gemm_program(path: Path, defines: Defines) -> Program:
 def launches(
     program: Program, name: str, params: Sequence[ctypes.Structure], num_sms: int, shared: int
 ) -> list[Callable[[int], None]]:
-    """A launch for each argument, on a stream: whole clusters on ``num_sms`` multiprocessors, which all run at once.
+    """A launch for each argument, on a stream: whole clusters on ``num_sms`` SMs, all resident at once.
 
     Raises:
         ValueError: ``shared`` bytes of shared memory are more than a block may have.

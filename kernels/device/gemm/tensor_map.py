@@ -1,4 +1,4 @@
-"""Tensor maps: what Hopper's tensor copies must know of a tensor and of the boxes it is copied in.
+"""Tensor maps: TMA's description of a tensor and of the boxes it is copied in.
 
 A map holds an address, so each tensor needs its own; ``Maps`` keeps those it has met. The twin of
 ``weft::TensorMap`` in hopper.cuh.
