@@ -97,9 +97,7 @@ def several_uses(rank: int, world_size: int) -> None:
         for n, uses in enumerate((1, 3, 1)):
             space.raise_if_broken(f"op {n}", grids=(2,) * uses)
         note(space, peer, layout.emptied + world_size + peer, expected, expected - 1, kind, 1000)
-        emptied = (
-            rf"^op {op}: .* last epoch that rank {peer} has emptied for block 1 is {expected - 1}, exp"
-        )
+        emptied = rf"^op {op}: .* last epoch that rank {peer} has emptied for block 1 is {expected - 1}, exp"
         with pytest.raises(symm_mem.PeerTimeout, match=emptied):
             symm_mem.check()
         symm_mem.reset()
