@@ -177,17 +177,17 @@ class Rendezvous:
 
     @contextmanager
     def poison_on_error(self, what: str) -> Iterator[None]:
-        """The body is steps that this rank takes to their end, or it takes no further ones and the others are told."""
+        """An exception in the body ends this rank's part in further steps, and the others get an abort notice."""
         try:
             yield
         except WeftError:
-            raise  # every rank has it, or a step has told the others
+            raise  # every rank raises it, or a step has posted the abort notice
         except BaseException as e:
             self.abandon(what, e)
             raise
 
     def abandon(self, what: str, cause: BaseException) -> WeftError:
-        """This rank does not complete a step: no further ones until ``begin``, and the others are told.
+        """This rank does not complete a step: it takes none until ``begin``, and posts an abort notice.
 
         Returns: what it refuses further ones with.
         """

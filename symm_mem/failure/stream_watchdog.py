@@ -22,7 +22,7 @@ from .spin_wait import reached
 if TYPE_CHECKING:
     from ..heap.heap import Heap
 
-# What is told of an expired wait: the word's value, and the seconds waited.
+# Called for an expired wait with the word's value and the seconds waited.
 Expiry: TypeAlias = Callable[[int, float], object]
 # Address, and what is written there.
 Word: TypeAlias = tuple[int, int]

@@ -264,7 +264,7 @@ class Heap:
         broken on this rank: others may count from 0 already.
 
         Args:
-            here: where the ranks that reset have met.
+            here: where the ranks that reset have joined.
             session: of what is allocated from then on.
 
         Raises:

@@ -136,7 +136,7 @@ def check(group: Group = None) -> None:
 
     Otherwise the next call says so. It reads host memory only: for the state up to now, synchronize first. Of a group
     the first wait that has expired is raised, of several groups the first one of all. Groups that have been destroyed
-    are over: nothing is raised for them, and what they still hold is let go.
+    are over: nothing is raised for them, and what they still hold is released.
 
     Args:
         group: look at this one only; default every group.
