@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 PASS_PAGE = "fused_ops/passes/README.md"
 PAGES = ["README.md", "CONTRIBUTING.md", "fused_ops/README.md", PASS_PAGE, "tests/faults/README.md"]
 PAGES += ["kernels/README.md", "bench/NOTES.md", "bench/TRIED.md", "bench/HISTORY.md", "bench/H100.md"]
+PAGES += ["docs/protocol.md"]
 TEXT = (ROOT / "README.md").read_text()
 
 
@@ -126,3 +127,18 @@ def test_every_link_leads_somewhere(page: str) -> None:
         there = (ROOT / page).parent / name if name else ROOT / page
         assert there.is_file(), name
         assert not anchor or anchor in anchors(there), f"{name}#{anchor}"
+
+
+def test_the_protocol_has_every_section_that_code_names() -> None:
+    """As ``docs/protocol.md#credits``, or several: ``docs/protocol.md#deadlines, #reset``."""
+    named = {
+        (str(file.relative_to(ROOT)), anchor)
+        for folder in ("symm_mem", "kernels", "fused_ops")
+        for file in (ROOT / folder).rglob("*")
+        if file.suffix in (".py", ".cu", ".cuh")
+        for links in re.findall(r"docs/protocol\.md((?:#[\w-]+(?:,\s+(?://\s+)?(?=#))?)+)", file.read_text())
+        for anchor in re.findall(r"#([\w-]+)", links)
+    }
+    assert len(named) > 20
+    there = anchors(ROOT / "docs" / "protocol.md")
+    assert not [link for link in named if link[1] not in there]

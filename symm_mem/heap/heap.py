@@ -1,14 +1,11 @@
 """One heap for each (group, device): memory that every rank of the group can address.
 
-Each rank reserves one address range for all ranks: rank r's memory lies at ``base + r * span``. An allocation is
-an offset, the same on every rank, so a pointer on peer r is ``base + r * span + offset``. The heap grows by
-mapping further chunks behind the old ones, on all ranks together: addresses never move, and what was captured
-or compiled with them stays valid.
+Each rank reserves one address range for all ranks: rank r's memory lies at ``base + r * span``. An allocation is an
+offset, the same on every rank. The heap grows by mapping further chunks behind the old ones, on all ranks together:
+addresses never move, and what was captured or compiled with them stays valid.
 
-Allocating is collective: ranks compare what they ask for through the group's store. Freeing is not: tensors die
-at different times on different ranks, so each rank reports at the next allocation what it has dropped, and memory
-is used again once every rank has dropped it: what a late rank still writes goes where nobody else reads. Workspaces of
-a captured graph are dropped when it is gone.
+Allocating is collective. Freeing is not: each rank reports at the next allocation what it has dropped, and memory is
+used again once every rank has dropped it. docs/protocol.md#allocation has the proof.
 """
 
 from __future__ import annotations
@@ -80,9 +77,8 @@ class Heap:
         self.device = self.backend.device
         self.span = self.backend.span
         self.capacity = 0
-        self.workspaces: CachedDict[Any, Any] = (
-            CachedDict()
-        )  #: what the ops above keep for as long as the heap lives
+        #: what the ops above keep for as long as the heap lives
+        self.workspaces: CachedDict[Any, Any] = CachedDict()
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()  #: what has state beside words on the heap
         self.fault: Any = None  #: of all that is on it: fault.py
         self.watch: Any = None  #: of stream waits, on CUDA
@@ -93,9 +89,8 @@ class Heap:
         self._blocks: dict[int, Placement] = {}  # by number: all that is not free
         self._falling: deque[int] = deque()  # dropped since the last allocation: finalizers run at any moment
         self._dropped: set[int] = set()
-        self._quiesced: set[int] = (
-            set()
-        )  # of captured graphs that are gone: nothing of this rank writes there
+        # Of captured graphs that are gone: nothing of this rank writes there.
+        self._quiesced: set[int] = set()
         self._number = 0
         self._chunks: list[tuple[int, int]] = []  # (offset, size)
         unmap: list[Callable[[], Any]] = []
