@@ -66,7 +66,7 @@ def choose_all_gather_matmul(
 
 
 def copy_engine_is_profitable(m: int, n: int, k: int, world_size: int, itemsize: int) -> bool:
-    """Whether copy engines beat an all-gather in front of the product; ``n``: the columns of all Bs."""
+    """Whether copy engines beat an all-gather in front of the matmul; ``n``: the columns of all Bs."""
     gathered, multiplying = world_size * m * k * itemsize, world_size * m * n * k / gemm_tiles.MULTIPLY_ADDS
     return gathered >= 32 << 20 or (gathered >= 4 << 20 and multiplying >= 80)
 
@@ -114,7 +114,7 @@ def estimate_one_shot_gather_us(problem: AllGatherMatmulProblem) -> float:
 
 
 def rank_gather_kernels(problem: AllGatherMatmulProblem) -> list[tuple[float, FusedConfig]]:
-    """All candidates of both kernels with the microseconds that they are thought to take, the fastest first.
+    """All candidates of both kernels with their predicted microseconds, the fastest first.
 
     A pure function: all ranks choose alike.
     """
@@ -142,7 +142,7 @@ def gather_layout(m: int, k: int, world_size: int, config: FusedConfig) -> Layou
 
 
 def gather_is_profitable(problem: AllGatherMatmulProblem) -> bool:
-    """Whether the better of both kernels is thought to beat an all-gather in front of the products."""
+    """Whether the better of both kernels is predicted to beat an all-gather in front of the matmuls."""
     m, n, k, size = problem.m, sum(problem.ns), problem.k, problem.world_size
     fused, _ = rank_gather_kernels(problem)[0]
     if not problem.split_k:
@@ -160,7 +160,7 @@ def rank_gather_pushes(problem: AllGatherMatmulProblem) -> tuple[tuple[float, Ga
 
 
 def push_candidates(problem: AllGatherMatmulProblem) -> list[GatherPushConfig]:
-    """What may be fastest; of those that are thought to be as fast, what comes first. A group is one or two rows of
+    """Candidates for the fastest; of equal predictions the first counts. A group is one or two rows of
     tiles of all peers, or as many as keep every block busy once, all of them if there are no more: where the data is
     waited for, the tiles of the last group then advance together as it comes."""
     m, ns, k, world_size = problem.m, problem.ns, problem.k, problem.world_size
@@ -193,9 +193,9 @@ def push_candidates(problem: AllGatherMatmulProblem) -> list[GatherPushConfig]:
 
 
 def _pieces(comm_sms: int, one_wave: bool, world_size: int, split_k: bool) -> tuple[int, int]:
-    """``piece_rows`` and ``unit_columns``. A warp sends a piece to all peers at its share of the links' pace, and its
+    """``piece_rows`` and ``unit_columns``. A warp sends a chunk to all peers at its share of the links' rate, and its
     flags come behind it: 64 rows take 3 us between two ranks, 7 to 13 between four. All tiles of a single wave wait
-    for the first pieces; behind other tiles more flags may cost more than that."""
+    for the first chunks; behind other tiles more flags may cost more than that."""
     if split_k:
         return FIT_ROWS, 1024
     found = (_PIECES_OF_TWO if world_size == 2 else _PIECES)[comm_sms > 0][0 if one_wave else 1]
@@ -204,7 +204,7 @@ def _pieces(comm_sms: int, one_wave: bool, world_size: int, split_k: bool) -> tu
 
 def _comm_sms(moved: int, world_size: int, split_k: bool) -> tuple[int, ...]:
     """How many blocks may only send at first, where ``moved`` bytes are sent. What was measured to be a little faster
-    than others that are thought to be as fast comes first."""
+    than others of equal prediction comes first."""
     if world_size > 2:
         return (8, 12, 16, 0) if moved < 20 << 20 else (12, 16, 8, 0)
     if split_k:
@@ -225,7 +225,7 @@ def _led(config: GatherPushConfig, problem: AllGatherMatmulProblem) -> GatherPus
 
 
 def push_flags_per_rank(m: int, k: int, config: GatherPushConfig) -> int:
-    """Flags that one rank sets in a peer's workspace in one use: one for each piece."""
+    """Flags that one rank sets in a peer's workspace in one epoch: one for each chunk."""
     units = -(-m // config.tile.block_m) * -(-k // config.unit_columns)
     return units * (config.tile.block_m // config.piece_rows) * (config.unit_columns // config.piece_columns)
 

@@ -9,7 +9,7 @@ from ..device.device_spec import H200, DeviceSpec
 from ..device.gemm import gemm_tiles
 
 RASTER_GROUP = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
-_MOST_WAVES = 256  # of one estimate; the waves of longer products are taken some at once
+_MOST_WAVES = 256  # of one prediction; the waves of longer matmuls are taken several at once
 
 
 @dataclass(frozen=True)
@@ -100,18 +100,18 @@ _EARLIER = 0.73
 
 
 def _piece_us(config: GatherPushConfig, world_size: int, num_sms: int) -> float:
-    """Microseconds from a piece's first bytes to its last."""
+    """Microseconds from a chunk's first bytes to its last."""
     piece, pushers = config.piece_rows * config.piece_columns * 2, config.comm_sms * PUSHERS or num_sms
     return piece * (world_size - 1) * pushers / (PACE_OF_TWO if world_size == 2 else PACE)
 
 
 def clusters_of(config: GatherPushConfig, num_sms: int) -> tuple[int, int]:
-    """Of two blocks each: those that multiply from the start, and with the senders."""
+    """Of two blocks each: those that compute from the start, and all."""
     return max(1, (num_sms - config.comm_sms) // 2), max(1, num_sms // 2)
 
 
 def missed_of(tile: gemm_tiles.Tile, comm_sms: int, problem: AllGatherMatmulProblem) -> int:
-    """Tiles that a block computes while so many ``senders`` send. Measured with these costs between two, too."""
+    """Tiles that a block computes while ``comm_sms`` SMs send. Measured with these costs between two, too."""
     tile_us = -(-problem.k // gemm_tiles.BLOCK_K) * tile.stage_us + _SOME.tile_ends
     return ceil((_SOME.launch + problem.moved / _SOME.rates[comm_sms]) / tile_us)
 
@@ -125,10 +125,10 @@ def _costs(config: GatherPushConfig, world_size: int) -> _Costs:
 
 
 def estimate_gather_push_us(config: GatherPushConfig, problem: AllGatherMatmulProblem) -> float:
-    """Microseconds, by a walk through the waves of tiles that meets the pieces as they come.
+    """Microseconds, by a simulation of the waves of tiles and of the arriving chunks.
 
-    All clusters are thought to work in step; the constants are fitted to measurements on 2 and 4 H200. ``config``: of a
-    tile as it is on the problem's chip.
+    All clusters are assumed to work in step; the constants are fitted to measurements on 2 and 4 H200. ``config``: of a
+    tile as it is on the problem's device.
     """
     tile, k, world_size, num_sms = config.tile, problem.k, problem.world_size, problem.num_sms
     peers, moved = world_size - 1, problem.moved
@@ -139,7 +139,7 @@ def estimate_gather_push_us(config: GatherPushConfig, problem: AllGatherMatmulPr
     hinders = 0.0 if config.comm_sms else costs.hinders - costs.eases * max(0.0, _MUCH - tile.loads)
     row_us = moved / rows / rate
     seen = costs.seen
-    if not config.split_k:  # whose pieces are as they were
+    if not config.split_k:  # whose chunks are unchanged
         fit_us = _piece_us(replace(config, piece_rows=FIT_ROWS), 2 if world_size == 2 else 4, num_sms)
         seen -= _EARLIER * (fit_us - _piece_us(config, world_size, num_sms))
     end = moved / gemm_tiles.LINK

@@ -28,7 +28,7 @@ def host_all_gather_matmul(
     """The gathered shards and their products.
 
     Args:
-        a: the own shard, [m, K], contiguous.
+        a: the local shard, [m, K], contiguous.
         bs: each [K, N_i]; with ``split_k`` [world_size * K, N_i].
         split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.
 

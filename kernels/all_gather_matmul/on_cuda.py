@@ -47,7 +47,7 @@ def choose_gather_kernel(
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
 
     Args:
-        a: the own shard, [m, K], contiguous, or as ``rows`` gives it.
+        a: the local shard, [m, K], contiguous, or as ``shard_rows`` gives it.
         bs: each [K, N_i]; with ``split_k`` [W * K, N_i]. All tensors begin at multiples of 16 bytes.
         split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.
         return_A: what is gathered is wanted, too.
@@ -198,7 +198,8 @@ def _stack(split_k: bool, world_size: int) -> tuple[int, ...]:
 def gather_launcher(
     choice: KernelChoice[configs.AnyConfig], workspace: Workspace[Any]
 ) -> cuda_kernel.AllGatherMatmulPushes | AllGatherMatmulOneShot | None:
-    """What ``run`` launched, for more calls like it; None for copy engines, or where it is forgotten already."""
+    """What ``launch_all_gather_matmul`` launched, for further such calls; None for copy engines, or once it is
+    dropped."""
     return (
         None if isinstance(choice.config, configs.AllGatherMatmulConfig) else workspace.prepared.get(choice)
     )

@@ -79,7 +79,7 @@ class AllGatherMatmulOneShot:
         """An exchange, and the products.
 
         Args:
-            tensors: the own shard, in any number of dimensions, and the Bs, each [K, N_i].
+            tensors: the local shard, in any number of dimensions, and the Bs, each [K, N_i].
             results: the products [W, m, N_i]: each a whole storage, whatever its sizes and strides say.
             stream: the current one, a CUstream as an integer.
 

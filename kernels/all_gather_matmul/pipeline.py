@@ -39,7 +39,7 @@ def prepare_gather_kernels(
     """A kernel for each B, compiled, for ``all_gather_matmul``.
 
     Args:
-        a: the own shard, [m, K], contiguous.
+        a: the local shard, [m, K], contiguous.
         bs: each [K, N_i], rows or columns contiguous; ``why_no_triton_gather`` is None for all.
     """
     if "copy engine" not in workspace.copy_streams:

@@ -176,7 +176,7 @@ class TritonAllGatherMatmul:
         )
 
     def gathered(self, buffer: int) -> torch.Tensor:
-        """The buffer as [W, m, K]; the own slot is not written by this op."""
+        """The buffer as [W, m, K]; the local slot is not written by this op."""
         if (found := self._buffers.get(buffer)) is None:
             found = self._buffers[buffer] = self.workspace.buffer(
                 self.workspace.rank, buffer, self._gathered, self.dtype
@@ -188,8 +188,8 @@ class TritonAllGatherMatmul:
     ) -> None:
         """Compute ``c`` [W, m, N], contiguous, on the current stream.
 
-        The pushes of this use may be under way, or still to come on another stream. ``final``: this is the
-        last launch on this use of the buffer.
+        The pushes of this epoch may be under way, or still to come on another stream. ``final``: this is the
+        last launch in this epoch of the buffer.
         """
         layout = self.workspace.layout
         numbers = (

@@ -51,7 +51,7 @@ class AllReduceConfig:
 def choose_all_reduce(nbytes: int, world_size: int, num_sms: int = BLOCKS) -> AllReduceConfig:
     """The configuration for an input of ``nbytes`` on ``world_size`` ranks; the same on every rank.
 
-    ``num_sms``: blocks at most. They keep their multiprocessors while they wait for a peer, which may wait for what
+    ``num_sms``: blocks at most. They keep their SMs while they wait for a peer, which may wait for what
     another stream of this rank has to compute first.
     """
     two_shot_from = _TWO_SHOT_FROM.get(world_size, _TWO_SHOT_FROM_MANY)
@@ -75,7 +75,7 @@ def all_reduce_layout(nbytes: int, world_size: int, config: AllReduceConfig) -> 
 
 
 def vectors(layout: ExchangeLayout, config: AllReduceConfig) -> int:
-    """Vectors that one use can move: of the input in one_shot, of each rank's part in two_shot."""
+    """Vectors that one epoch can move: of the input in one_shot, of each rank's part in two_shot."""
     room = layout.slots // _uses(config)
     step = min(config.threads, room)
     return config.blocks * (room // step) * step

@@ -80,7 +80,7 @@ def choose_all_reduce_rms_norm(
 ) -> AllReduceRmsNormConfig:
     """The configuration for ``rows`` of ``vectors`` vectors each; the same on every rank.
 
-    As many multiprocessors as a cluster can bring together and each has enough to send; clusters of one where there are
+    As many SMs as a cluster can span and each has enough to send; clusters of one where there are
     rows enough. ``num_sms``: blocks at most, or those of one cluster.
     """
     most = min(BLOCKS, num_sms)

@@ -128,7 +128,7 @@ class AllReduceRmsNormLauncher:
     def launch(
         self, x: int, residual: int, weight: int, normed: int, sums: int, timeout_ns: int, stream: int
     ) -> None:
-        """``sums`` = the own residual + all_reduce(x), ``normed`` = rms_norm(sums) * the own weight.
+        """``sums`` = the local residual + all_reduce(x), ``normed`` = rms_norm(sums) * the local weight.
 
         Safe to capture in a CUDA graph. The current device must be that of the tensors.
 

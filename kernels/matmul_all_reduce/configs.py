@@ -23,14 +23,14 @@ class MatmulAllReduceConfig:
     warps: int = _WARPS
 
     def layout(self, m: int, world_size: int) -> ExchangeLayout:
-        """A workspace that takes products of M rows in one launch."""
+        """A workspace for matmuls of M rows in one launch."""
         return ExchangeLayout(world_size, up(self.groups * m * GROUP // 8, 2 * WARP), self.blocks)
 
 
 def choose_matmul_all_reduce(m: int, n: int, num_sms: int) -> MatmulAllReduceConfig | None:
     """The configuration for A [M, K] and B [K, N]; None if there are too many rows or columns. All ranks choose alike.
 
-    ``num_sms``: blocks at most. They keep their multiprocessors while they wait for a peer.
+    ``num_sms``: blocks at most. They keep their SMs while they wait for a peer.
     """
     all_groups = -(-n // GROUP)
     groups = -(-all_groups // min(BLOCKS, num_sms))
@@ -40,5 +40,5 @@ def choose_matmul_all_reduce(m: int, n: int, num_sms: int) -> MatmulAllReduceCon
 
 
 def few_rows_kernel_is_profitable(config: MatmulAllReduceConfig, n: int, k: int) -> bool:
-    """Whether it is thought to beat a product with an all-reduce behind it, for B [K, N] of 16 bits."""
+    """Whether it is predicted to beat a matmul with an all-reduce behind it, for B [K, N] of 16 bits."""
     return 2 * n * k <= _MOST_BYTES[config.groups]

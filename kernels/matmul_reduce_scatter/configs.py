@@ -23,10 +23,10 @@ _LONG, _TALL = 14336, 2048
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What becomes of the own part of the sum: divided by the number of ranks or not; a ``bias`` [N] and a ``residual``
-    [L, m, N] of the operands' dtype added in float32, if there are; rounded to ``out_dtype``, that of the operands, or
-    kept as it is in float32. ``to_all``: sent to all ranks, for an all-reduce; of the operands' dtype, with nothing
-    added."""
+    """What becomes of the local part of the sum: divided by the number of ranks or not; a ``bias`` [N] and a
+    ``residual`` [L, m, N] of the operands' dtype added in float32, if there are; rounded to ``out_dtype``, that of the
+    operands, or kept as it is in float32. ``to_all``: sent to all ranks, for an all-reduce; of the operands' dtype,
+    with nothing added."""
 
     out_dtype: torch.dtype
     average: bool = False
@@ -116,9 +116,9 @@ AnyConfig: TypeAlias = FusedConfig | MatmulReduceScatterConfig
 def push_config(
     tile: gemm_tiles.Tile, m: int, n: int, k: int, world_size: int, num_sms: int, *, split_n: bool = False
 ) -> ScatterPushConfig:
-    """That of a tile, for ``m`` rows of a rank. A band is a wave of tiles, so what an own tile waits for was computed a
-    wave before; of long products, which hide what is sent, it is wide: all of B is read once a band. Parts are staged:
-    only of very long products with few rows it was faster to send them from registers."""
+    """That of a tile, for ``m`` rows of a rank. A raster group is a wave of tiles, so what a local tile waits for was
+    computed a wave before; long matmuls, which hide the sending, have wide ones: all of B is read once for each.
+    Fragments are staged: only in very long matmuls with few rows was it faster to send them from registers."""
     raster_group = max(round(num_sms / 2 / -(-n // tile.block_n)), 2)
     if m >= _TALL and world_size > 2:
         raster_group *= 2
@@ -147,7 +147,7 @@ def estimate_one_shot_scatter_us(problem: MatmulReduceScatterProblem) -> float:
 
 
 def rank_scatter_kernels(problem: MatmulReduceScatterProblem) -> list[tuple[float, FusedConfig]]:
-    """All candidates of both kernels with the microseconds that they are thought to take, the fastest first.
+    """All candidates of both kernels with their predicted microseconds, the fastest first.
 
     A pure function: all ranks choose alike.
     """
@@ -168,7 +168,7 @@ def scatter_layout(
 
 
 def scatter_is_profitable(problem: MatmulReduceScatterProblem) -> bool:
-    """Whether the better of both kernels is thought to beat a product and a reduce-scatter behind it."""
+    """Whether the better of both kernels is predicted to beat a matmul and a reduce-scatter behind it."""
     fused, _ = rank_scatter_kernels(problem)[0]
     return fused < gemm_tiles.unfused_us(problem.rows, problem.n, problem.k, problem.moved, problem.spec)
 
@@ -190,8 +190,8 @@ _OF_64_ROWS = 1.02
 def estimate_scatter_push_us(config: ScatterPushConfig, problem: MatmulReduceScatterProblem) -> float:
     """Microseconds; the constants are fitted to measurements on 2 and on 4 H200.
 
-    Sending begins behind the first tile's main loop, and it and the products hinder each other. A launch between more
-    than two has not been measured with kernels whose parts announce themselves: it is what one rank of 4 alone takes,
+    Sending begins behind the first tile's main loop, and it and the matmul slow each other down. A launch between more
+    than two has not been measured with the LL protocol: it is what one rank of 4 alone takes,
     8 us (bench/results/h200-x1-scatter.txt), and 7 for what shows only between ranks. That is a guess: with flags it
     was 11 to 18; between two, where it was 10 to 14 with flags, it is 3.5.
     """
@@ -211,7 +211,7 @@ def estimate_scatter_push_us(config: ScatterPushConfig, problem: MatmulReduceSca
 def product_beside_us(
     tile: gemm_tiles.Tile, rows: int, n: int, k: int, num_sms: int, *, feels: float
 ) -> float:
-    """Microseconds of the products alone, as long as they take beside what is sent and received, which tiles feel that
+    """Microseconds of the matmul alone, as long as it takes beside communication, which slows tiles down that
     load more: so much for twice the loads. ``rows``: of tiles, in all."""
     return gemm_tiles.estimate_us(tile, rows, [n], k, num_sms) * tile.felt(feels)
 
@@ -227,7 +227,7 @@ def scatter_push_layout(
     to_all: bool = False,
 ) -> Layout:
     """The workspace: a buffer has a slot for each peer, whole tiles; ``to_all``: and as many for their sums. What is
-    staged are a tile's two parts for each block."""
+    staged are a tile's two fragments for each block."""
     slots = (world_size - 1) * (1 + to_all)
     receive_buffer = slots * _tiles(m, n, config, batches) * 2 * config.tile.part_bytes
     staging = num_sms * 2 * config.tile.part_bytes if config.staged else 0

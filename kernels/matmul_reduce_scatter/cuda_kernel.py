@@ -127,7 +127,7 @@ class MatmulReduceScatterPush:
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
-        """A whole use of the buffer, from the addresses of A, B and what the epilogue adds, to that of out [L, m, N]
+        """A whole epoch of the buffer, from the addresses of A, B and what the epilogue adds, to that of out [L, m, N]
         ([M, N] with ``epilogue.to_all``), contiguous.
 
         ``stream``: a CUstream as an integer.

@@ -31,7 +31,7 @@ def host_matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum over ranks of the partial products meant for this one.
+    """The sum over ranks of the partial results for this one.
 
     Args:
         parts: for each rank the factors of what it shall own: [rows, K] and [K, n].

@@ -134,7 +134,7 @@ class MatmulReduceScatterOneShot:
             else:
                 bs = b.expand(self._size, -1, -1)
             torch.bmm(parts, bs, out=partial.view(self._size, -1, columns))
-        else:  # into given memory, also because autocast would have its way with other products
+        else:  # into given memory, also because autocast would change other matmuls
             torch.mm(a if a.dim() == 2 else a.as_strided(*self._rows), b, out=partial)
         return partial
 

@@ -138,7 +138,7 @@ def matmul_reduce_scatter_kernel(
     b,  # [K, N] or [N, K]
     peers,  # [W, L, m, N]: this rank's slot of the buffer on every rank
     out,  # [L, m, N]
-    receive_buffer,  # [W, L, m, N]: the own buffer
+    receive_buffer,  # [W, L, m, N]: the local buffer
     words,
     fault,
     bias,  # [N], and
@@ -325,7 +325,7 @@ class TritonMatmulReduceScatter:
         )
 
     def _buffer(self, buffer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's slot on rank 0, from where the descriptor counts the ranks, and the own buffer."""
+        """This rank's slot on rank 0, from where the descriptor counts the ranks, and the local buffer."""
         if (found := self._buffers.get(buffer)) is None:
             w = self.workspace
             shape = (w.world_size, *self._part)
@@ -345,7 +345,7 @@ class TritonMatmulReduceScatter:
         *terms: torch.Tensor,
         timeout_ns: int,
     ) -> None:
-        """Compute ``out`` [L, m, N], contiguous, on the current stream: a whole use of the buffer.
+        """Compute ``out`` [L, m, N], contiguous, on the current stream: a whole epoch of the buffer.
 
         ``terms``: the bias and the residual that the epilogue names.
         """

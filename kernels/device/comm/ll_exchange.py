@@ -83,7 +83,7 @@ class ExchangeLayout:
         return self.bytes // 4
 
     def holds(self, wanted: ExchangeLayout) -> bool:
-        """Whether calls that want the other one find room in this one."""
+        """Whether this layout has room for calls that need the other one."""
         return self.slots >= wanted.slots and self.blocks >= wanted.blocks
 
     def joined(self, other: ExchangeLayout) -> ExchangeLayout:

@@ -27,7 +27,7 @@ _ON_H100 = {(128, 128): 1.02, (64, 256): 1.12, (64, 128): 1.1, (128, 96): 1.2, (
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of the product: ``block_m`` x ``block_n``, and how many stages of depth 64 lie in shared memory.
+    """A tile of the matmul: ``block_m`` x ``block_n``, and how many stages of depth 64 lie in shared memory.
 
     ``stage_us``: microseconds of a stage when all SMs work, fitted to whole kernels on H200s.
     """
@@ -116,7 +116,7 @@ def waves(tile: Tile, rows: int, ns: Sequence[int], num_sms: int) -> int:
 
 
 def product_us(m: int, n: int, k: int, spec: DeviceSpec = H200) -> float:
-    """Microseconds of cuBLAS's product [m, K] @ [K, N] in 16 bits.
+    """Microseconds of cuBLAS's matmul [m, K] @ [K, N] in 16 bits.
 
     A plain model of what was measured on H200s and H100s.
     """
@@ -124,7 +124,7 @@ def product_us(m: int, n: int, k: int, spec: DeviceSpec = H200) -> float:
 
 
 def products_us(m: int, ns: Sequence[int], k: int, spec: DeviceSpec = H200) -> float:
-    """The same of a product with each of several B, one behind the other."""
+    """The same of a matmul with each of several B, one behind the other."""
     rate = _READ * spec.memory
     busy = sum(max(2 * m * n * k / 720e6, 2 * k * n / rate, k * _LEAST_A_ROW) for n in ns)
     return busy + _PRODUCT_LAUNCH + _NEXT_LAUNCH * (len(ns) - 1)
@@ -139,7 +139,7 @@ def streamed_us(size: int, times: int, spec: DeviceSpec) -> float:
 
 
 def unfused_us(m: int, n: int, k: int, moved: int, spec: DeviceSpec = H200) -> float:
-    """Microseconds of cuBLAS's product [m, K] @ [K, N] in 16 bits and NCCL's collective behind or in front of it.
+    """Microseconds of cuBLAS's matmul [m, K] @ [K, N] in 16 bits and NCCL's collective behind or in front of it.
 
     A plain model of what was measured on H200s; it decides only whether fusing is profitable.
 

@@ -15,7 +15,7 @@ from .gemm import Defines
 MOST_BYTES = 32 << 20  #: gathered or scattered in all; beyond, the kernels that overlap are faster
 
 # Microseconds of an exchange of nothing, and bytes that a rank sends a microsecond, between two and between more.
-# Fitted to which kernel is faster, of 193 products between 2 H200 (bench/results/h200-x2-choices.txt). Between 4, 13
+# Fitted to which kernel is faster, of 193 matmuls between 2 H200 (bench/results/h200-x2-choices.txt). Between 4, 13
 # calls took 3 to 7 us more than the limit and the bytes; what is lacking here is what the model of cuBLAS has too much.
 _OF_TWO, _OF_MORE = (3.0, 300e3), (3.0, 305e3)
 

@@ -19,7 +19,7 @@ from ....symm_mem.backends.vmm import check_driver
 TensorMap = ctypes.c_uint64 * 16
 
 _ALIGNMENT = 16  # bytes, of addresses and of all strides but the last
-_MOST_KEPT = 256  # maps kept for each operand before all are forgotten
+_MOST_KEPT = 256  # maps kept for each operand before all are dropped
 _TYPES = {
     torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
     torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,

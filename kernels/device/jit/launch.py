@@ -27,7 +27,7 @@ LAUNCHER_IS_KNOWN = triton.__version__.startswith("3.6.")
 FIXED_OPTIONS = {"enable_fp_fusion": True}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes: what a descriptor asks of addresses and of all strides but the last
-_MOST_ADDRESSES = 256  # descriptors kept for each operand before all are forgotten
+_MOST_ADDRESSES = 256  # descriptors kept for each operand before all are dropped
 _MOST_STRIDE = 1 << 40  # bytes; the stride between two ranks' copies of the heap counts, too
 
 
