@@ -29,7 +29,7 @@ _choices: KernelChoices[configs.AnyConfig] = KernelChoices()
 
 
 def shard_rows(shard: torch.Tensor) -> torch.Tensor:
-    """A shard [..., K] as [m, K] for ``choose``. Copied only where the rows are not such as kernel.cu takes them."""
+    """A shard [..., K] as [m, K] for ``choose_gather_kernel``. Copied only where kernel.cu cannot take the rows."""
     flat = shard.flatten(0, -2)
     return flat if flat.dtype in gemm.DTYPES and cuda_kernel.can_take(flat) else flat.contiguous()
 

@@ -36,7 +36,7 @@ def prepare_gather_kernels(
     *,
     return_A: bool,
 ) -> list[TritonAllGatherMatmul]:
-    """A kernel for each B, compiled, for ``all_gather_matmul``.
+    """A kernel for each B, compiled, for ``copy_engine_all_gather_matmul``.
 
     Args:
         a: the local shard, [m, K], contiguous.

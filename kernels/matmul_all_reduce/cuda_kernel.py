@@ -65,7 +65,7 @@ def _program(items: tuple[tuple[str, str | int], ...]) -> Program:
 
 
 def matmul_all_reduce_program(items: dict[str, str | int], rank: int, *, dependent: bool = False) -> Program:
-    """kernel.cu for one rank of ``defines``; one for each. ``dependent``: to be launched so (ll_exchange.py)."""
+    """kernel.cu for one rank of ``matmul_all_reduce_defines``. ``dependent``: see ll_exchange.py."""
     return _program((*items.items(), ("RANK", rank), ("DEPENDENT", int(dependent))))
 
 

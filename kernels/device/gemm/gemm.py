@@ -52,7 +52,7 @@ def boxes_of_b(b: torch.Tensor, tile: Tile, whole: bool, parts: int = 0) -> Boxe
 
     Args:
         whole: as ``is_whole`` has it for all B of a launch.
-        parts: B is a stack of so many along K, with ``split_k`` in ``defines``. They are a dimension of their own:
+        parts: B is a stack of so many along K, with ``split_k`` in ``gemm_defines``. They are a dimension of their own:
             where a stage goes past the end of one it is filled with zeros, not with rows of the next.
     """
     k, n, half = b.shape[0] // max(parts, 1), b.shape[1], BLOCK_K // 2
