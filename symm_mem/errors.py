@@ -1,4 +1,4 @@
-"""What can go wrong between ranks. Every message names the ranks and values it is about."""
+"""Errors between ranks. Every message names the ranks and values it is about."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from .call_site import call_site, text
 class WeftError(RuntimeError):
     """Base of weft's own errors. They can be pickled, so a launcher may hand them on."""
 
-    #: Whether every rank has this error, and each in another place: none of them takes the step that it was at.
+    #: Whether every rank raises this error, each at another step, and none of them takes that step.
     out_of_step = False
 
     def again(self, op: str | None = None) -> WeftError:
-        """The same error without the traceback of the first: for a state that goes on refusing.
+        """A copy of the error without its traceback, for a state in which every call is refused.
 
-        ``op``: what is refused now, where the error is about that.
+        ``op``: what is refused now, if the error names it.
         """
         kind, fields, *_ = cast("tuple[Any, ...]", self.__reduce__())
         return kind(*fields)
 
 
 class PeerTimeout(WeftError):
-    """A wait on another rank passed its deadline, or cannot be met any more.
+    """A wait on another rank passed its deadline, or can no longer succeed.
 
     Attributes: ``op`` (what waited), ``group``, ``rank`` (who waited), ``peer`` (the rank waited for),
     ``flag`` (which word or message), ``expected``, ``seen``, ``seconds`` (how long), ``site`` (file and line of the
-    call outside weft; None where nobody called), ``ended`` (the wait was given up early: the peer's process has ended),
-    ``blames`` (the wait was given up early: the peer takes no further part, and this is the rank that it blames; itself
-    after an exception), ``culprit`` (the rank at fault, as far as this one knows).
+    call outside weft; None if there is none), ``ended`` (the wait ended early: the peer's process has ended),
+    ``blames`` (the wait ended early: the peer posted an abort notice, and this is the rank that it blames; itself after
+    an exception), ``culprit`` (the rank at fault, as far as this one knows).
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RankMismatch(WeftError):
 
 
 class CallAbandoned(WeftError):
-    """A call on this rank ended half-way by an exception of another kind; what it has told its peers stands.
+    """A call on this rank was ended half-way by an exception of another kind; peers may have seen part of it.
 
     Attributes: ``op``, ``group``, ``rank`` and ``culprit`` (this one), ``cause`` (that exception's text), ``site``.
     """

@@ -2,13 +2,13 @@
 
 A pad holds ``[CHANNELS][world_size]`` words for each rank. ``put(peer, c)`` writes my next count into word
 ``[c][me]`` of the peer's pad, after everything I stored before. ``wait(peer, c)`` waits until word ``[c][peer]`` of
-my pad has reached my next count: the n-th wait meets the n-th put, and puts may run ahead.
+my pad has reached my next count: the n-th wait matches the n-th put, and puts may run ahead.
 
 On CPU ranks a wait spins. On CUDA put and wait are stream memory operations: the host does not wait, the stream does
 (stream_watchdog.py bounds that). A wait that expires breaks the group on this rank, as one in a workspace does
-(fault.py): no more calls until it is reset, and kernels behind it in the stream send nothing. So does any other
-exception inside a call (Ctrl-C): counts that have gone up on one side alone would pair puts with the wrong waits. A
-put that a stream comes to behind an expired wait is made all the same.
+(fault.py): no more calls until a reset, and kernels behind it in the stream send nothing. So does any other exception
+inside a call (Ctrl-C): counts that have advanced on one side alone would match puts with the wrong waits. A put behind
+an expired wait in a stream is made all the same. docs/protocol.md#signals
 """
 
 from __future__ import annotations

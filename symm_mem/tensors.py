@@ -65,7 +65,7 @@ class Peers:
 
     Attributes:
         rank, world_size: of this process in the group.
-        tensors: the tensor of each rank, by rank; the own one is the tensor itself.
+        tensors: the tensor of each rank, by rank; the local one is the tensor itself.
         pointers: their addresses in this process.
     """
 

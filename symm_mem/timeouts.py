@@ -1,4 +1,4 @@
-"""How long a rank waits for another one."""
+"""The deadlines of waits on other ranks."""
 
 from __future__ import annotations
 

@@ -252,3 +252,18 @@ def test_every_link_leads_somewhere(page: str) -> None:
 def test_the_readme_links_to_every_page() -> None:
     linked = set(re.findall(r"\]\(([^)#\s]+)", text("README.md")))
     assert {*DOCS, *OTHERS} <= linked
+
+
+def test_the_protocol_has_every_section_that_code_names() -> None:
+    """As ``docs/protocol.md#credits``, or several: ``docs/protocol.md#deadlines, #reset``."""
+    named = {
+        (str(file.relative_to(ROOT)), anchor)
+        for folder in ("symm_mem", "kernels", "fused_ops")
+        for file in (ROOT / folder).rglob("*")
+        if file.suffix in (".py", ".cu", ".cuh")
+        for links in re.findall(r"docs/protocol\.md((?:#[\w-]+(?:,\s+(?://\s+)?(?=#))?)+)", file.read_text())
+        for anchor in re.findall(r"#([\w-]+)", links)
+    }
+    assert len(named) > 20
+    there = anchors(ROOT / "docs" / "protocol.md")
+    assert not [link for link in named if link[1] not in there]

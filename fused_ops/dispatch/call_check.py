@@ -1,8 +1,7 @@
 """Calls of the ops as the checked mode compares them across ranks (``symm_mem.set_checked``).
 
-Twice a call: its arguments before anything else, and the plan that was made of them before anything is launched.
-Strides are compared by what they lead to: ranks may lay out their own operands as they like, unless one of them then
-runs another algorithm than the others.
+Twice a call: its arguments before anything else, and its plan before anything is launched. Strides are compared by what
+they lead to: ranks may lay out their own operands as they like, unless one of them then runs another algorithm.
 """
 
 from __future__ import annotations

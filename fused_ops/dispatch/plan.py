@@ -1,4 +1,4 @@
-"""Which algorithm a call takes.
+"""The plan of a call: which algorithm it takes.
 
 It is chosen from what is known without data: shapes, strides, dtypes, the group. So the choice is the same on every
 rank and on every call. What is costly to make for it, kernels and descriptors, a workspace keeps (``prepared``).
@@ -30,20 +30,20 @@ class Plan:
 
     Attributes:
         algorithm: "none" before the first call, then
-            "unfused": the group's own collective, behind or in front of the product.
+            "unfused": the group's own collective, behind or in front of the matmul.
             "host": CPU ranks; a thread copies, or every rank writes to every rank.
-            "push": CUDA; the blocks of a kernel of our own send.
-            "two_kernels": CUDA; a product of cuBLAS, then an all-reduce of our own.
-            "one_shot": CUDA; every rank sends to every rank at once, in front of or behind a product of cuBLAS, or,
-                of few rows that are all-reduced, in the kernel that multiplies.
-            "copy_engine": CUDA; a Triton kernel multiplies, the GPU's copy engines send (float32 all-gathers, and
+            "push": CUDA; the kernel that computes also sends.
+            "two_kernels": CUDA; a cuBLAS matmul, then weft's all-reduce.
+            "one_shot": CUDA; every rank sends to every rank at once, in front of or behind a cuBLAS matmul, or, for an
+                all-reduce of few rows, in the kernel that computes.
+            "copy_engine": CUDA; a Triton kernel computes, the GPU's copy engines send (float32 all-gathers, and
                 16-bit ones with Bs of both orders).
-            "tma_store": CUDA; a Triton kernel multiplies and stores its tiles at their owners (float32
+            "tma_store": CUDA; a Triton kernel computes and stores its tiles at their owners (float32
                 reduce-scatters).
         reason: why it is "unfused".
         workspace_bytes: of the heap, on each rank; calls of one stream share it.
-        chosen: how the configuration of a kernel that can be tuned was come by: "tuned" (WEFT_TUNE=1), or "from the
-            model", and why if it was to be tuned; "" of all others.
+        chosen: how the configuration was chosen, of a kernel that can be tuned: "tuned" (WEFT_TUNE=1), or "from the
+            model", with the reason if it should have been tuned; "" for all others.
     """
 
     algorithm: str
@@ -71,7 +71,7 @@ def ran(plan: Plan) -> None:
 
 @contextmanager
 def forced(algorithm: str) -> Iterator[None]:
-    """Inside the body every call that can takes ``algorithm`` ("unfused" or "fused"), whether it pays or not.
+    """Inside the body every call that can takes ``algorithm`` ("unfused" or "fused"), profitable or not.
 
     Every rank must do so. For tests and measurements.
     """
@@ -92,7 +92,7 @@ def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap
 
     Raises:
         ForkedProcess: this process was forked from the one that joined the group.
-        WeftError: the group is broken on this rank. What x holds may then be worth nothing, also to NCCL or gloo.
+        WeftError: the group is broken on this rank. What x holds may then be invalid, also for NCCL or gloo.
     """
     if group.size() == 1:
         return "the group has one rank"
@@ -112,7 +112,7 @@ def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap
 
 
 def should_fuse(worth: bool) -> bool:
-    """Whether to fuse, given that it is thought to be ``worth`` it."""
+    """Whether to fuse, given whether that is predicted to be profitable (``worth``)."""
     return worth or _forced == "fused"
 
 
@@ -130,7 +130,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 @cache
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors that a persistent kernel may take: all but WEFT_RESERVED_SMS.
+    """SMs that a persistent kernel may take: all but WEFT_RESERVED_SMS.
 
     Raises:
         ValueError: WEFT_RESERVED_SMS is not a number from 0 to what the GPU has, less the two of a cluster.

@@ -1,7 +1,8 @@
-"""Whether fusing pays for a problem, and what it should bring: asked by the graph pass, before there are tensors.
+"""Whether fusing is profitable for a problem, and what it should save: asked by the graph pass, before there are
+tensors.
 
-Pure functions of what is the same on every rank. They are to say no where the op itself would run unfused, and where it
-would be slower than what it takes the place of.
+Pure functions of what is the same on every rank. They say no where the op itself would run unfused, and where it would
+be slower than what it replaces.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from ...kernels.matmul_reduce_scatter import configs as scatter
 from ...kernels.matmul_reduce_scatter import to_all
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_reduce")
-_ROW = 16  # bytes; the kernels' descriptors want rows of a multiple
+_ROW = 16  # bytes; the kernels' descriptors need rows of a multiple
 _LEAST_ROWS = 64  # of a rank's result of a float32 matmul_reduce_scatter, for its tiles
-_NUM_SMS = 132  # of Hopper; that some are reserved on a machine does not change what pays
-_MOST_REDUCED = 64 << 20  # bytes; how all-reduces of more do on three ranks and more was not measured
-# bytes and multiply-adds a microsecond; between CPU ranks of the order of one core each.
+_NUM_SMS = 132  # of Hopper; that some are reserved on a machine does not change what is profitable
+_MOST_REDUCED = 64 << 20  # bytes; larger all-reduces on three ranks and more were not measured
+# bytes and multiply-adds per microsecond; between CPU ranks of the order of one core each.
 _RATES = {"cuda": (LINK, MULTIPLY_ADDS), "cpu": (5e3, 30e3)}
 
 

@@ -1,19 +1,19 @@
-"""Calls that one thread makes on several streams of a GPU take turns there, in the order in which they were made.
+"""Stream order: calls that one thread makes on several streams of a GPU run one after the other, in call order.
 
-A kernel of weft keeps its multiprocessors while it waits for a peer. Say rank 0 runs a call of stream 1 on all of them
-and rank 1 a call of stream 2: neither finds room for the call that the other one waits for, nor for a product in front
-of it. So a call of another stream than the thread's last one begins, on the GPU, when that one has ended. It is what
-collectives of a ProcessGroup do, which share one stream; whatever else lies on the streams runs when it may.
+A kernel of weft keeps its SMs while it waits for a peer. Say rank 0 runs a call of stream 1 on all of them and rank 1 a
+call of stream 2: neither has room for the call that the other one waits for, nor for a matmul in front of it. So a call
+on another stream than the thread's last one begins, on the GPU, when that one has ended. Collectives of a ProcessGroup
+do the same, as they share one stream; other work on the streams is not ordered.
 
-It follows that ranks must make their calls in one order, also those of several groups. Not in turn are
+It follows that ranks must make their calls in one order, also those of several groups. Not ordered are
 
 - calls of different threads, whose order nobody knows;
-- replays of graphs, which weft does not see. Calls inside one graph are, as they were captured;
-- calls of two streams where WEFT_RESERVED_SMS leaves each so few multiprocessors that two find room at once; of three
-  where three do. A stream more, and those of all take turns.
+- replays of graphs, which weft does not see. Calls inside one graph are ordered, as they were captured;
+- calls of two streams where WEFT_RESERVED_SMS leaves each so few SMs that two fit at once; of three where three fit.
+  With one stream more, all are ordered.
 
-As long as the calls of a process come from so few streams, one if nothing is reserved, nothing is put on them for that,
-and a finding (fast_path.py) says so.
+As long as the calls of a process come from so few streams, one if nothing is reserved, nothing is enqueued for that,
+and a cached call (fast_path.py) says so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .plan import num_sms, on
 #: What a call does on its stream in front of its launches, or behind them; None: nothing.
 StreamStep: TypeAlias = Callable[[int], None] | None
 
-# Multiprocessors to which no call has a right: clusters do not fit into all of a GPU at once.
+# SMs on which no call may count: clusters do not fit into all of a GPU at once.
 _SPARE = 4
 _FAILED = -1  # instead of a graph: a capture that has failed, and has not ended
 
@@ -57,9 +57,9 @@ def stream_and_graph(device: torch.device) -> tuple[int, int]:
 
 
 def stream_on(device: int) -> int | None:
-    """The current stream on a CUDA device; None where a call must take the long way, as one on the CPU (-1).
+    """The current stream on a CUDA device; None where a call must take the slow path, as one on the CPU (-1).
 
-    In a forked child, too: the long way tells it so, where a question to CUDA would end in the driver's words.
+    In a forked child, too: the slow path refuses it, where a question to CUDA would end in the driver's words.
     """
     if (
         device < 0
@@ -93,8 +93,8 @@ class _Line:
     def begins(self, graph: int = 0, *, several: bool = False) -> None:
         """No call yet."""
         self.graph = graph
-        self.several = several  # of a graph: its calls take turns
-        #: Of what was called while there was room for all of it, with nothing put behind.
+        self.several = several  # of a graph: its calls are ordered
+        #: Of calls that were made while there was room for all, with no event behind them.
         self.streams: set[int] = set()
         self._last: int | None = None  # stream on which the last call ended, if the event is behind it
 
@@ -103,13 +103,13 @@ class _Line:
         if self._last is not None and self._last != stream:
             self._put_in_front(stream)
         for other in self.streams - {stream}:
-            # If that is being captured now, nothing of it runs; and a wait for it would capture this stream, too.
+            # If it is being captured now, nothing of it runs; and a wait for it would capture this stream, too.
             if _graph_of(other) == self.graph:
                 self._put_behind(other)
                 self._put_in_front(stream)
 
     def end(self, stream: int) -> None:
-        """The last call is what lies on ``stream`` now."""
+        """The last call is the last work on ``stream`` now."""
         self._put_behind(stream)
         self.streams.clear()
 
@@ -138,10 +138,10 @@ class _Mine(threading.local):
 
 
 class StreamOrder:
-    """Those of one GPU, while it is the current device.
+    """The order of one GPU's calls, while it is the current device.
 
     Args:
-        room: for so many calls at once, whatever they are.
+        room: how many calls fit at once, whatever they are.
     """
 
     def __init__(self, room: int) -> None:
@@ -152,7 +152,7 @@ class StreamOrder:
         self._mine = _Mine()
 
     def steps(self, stream: int) -> tuple[StreamStep, StreamStep]:
-        """In front of and behind the launches of calls on ``stream``, until ``changed``."""
+        """In front of and behind the launches of calls on ``stream``, until ``invalidate_calls``."""
         with self._lock:
             if not self._several:
                 self._streams.add(stream)
@@ -162,7 +162,7 @@ class StreamOrder:
             return (self.begin, self.end) if self._several else (self.alone, None)
 
     def alone(self, stream: int) -> None:
-        """A call for which there is room. Each thread says it for itself: findings are those of all."""
+        """A call for which there is room. Each thread notes its own: cached calls are those of all."""
         self._mine.eager.streams.add(stream)
 
     def begin(self, stream: int) -> None:
@@ -202,7 +202,7 @@ def _turns_of(index: int) -> StreamOrder:
 
 
 def steps_on(index: int, stream: int) -> tuple[StreamStep, StreamStep]:
-    """For a finding: in front of and behind its launches, on a CUDA device."""
+    """For a cached call: in front of and behind its launches, on a CUDA device."""
     return _turns_of(index).steps(stream)
 
 

@@ -82,7 +82,7 @@ def fast_all_reduce(
 
     Args:
         op: whose call it is, for errors.
-        anything: x may be what a kernel must not see yet (``may_be_short``).
+        anything: x may be what a kernel must not see yet (``may_take_fast_path``).
     """
     kept, kind = call_cache.cached_calls, (host.OP, reduce_op, group_name)
     found: _Found | None = likely_call(kept, kind, (x,))

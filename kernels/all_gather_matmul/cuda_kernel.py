@@ -1,4 +1,4 @@
-"""Launches kernel.cu, which says what it does."""
+"""Launches kernel.cu."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ class AllGatherMatmulPush:
     """This op on one problem and one workspace: prepared once, launched often.
 
     Args:
-        workspace: with room for ``configs.push_layout``, the same call site on every rank.
+        workspace: with room for ``configs.gather_push_layout``, the same call site on every rank.
         a, bs: examples of the operands: the shard [m, K] as ``can_take`` wants it, and up to MOST_BS matrices [K, N_i]
             (with the configuration's ``split_k`` [W * K, N_i]), all with K contiguous or all with N. Every launch gets
             tensors of these sizes, strides and dtype.
-        config: of ``configs.choose_push``, the same on every rank.
+        config: the same on every rank.
         num_sms: blocks to launch. As many must find an SM each.
 
     Raises:
@@ -162,8 +162,8 @@ class AllGatherMatmulPush:
         """Compute each ``c`` [W, m, N_i] (``split_k``: [m, N_i]), contiguous, from tensors at these addresses.
 
         Args:
-            push: send the own shard; for the first launch on this use of the buffer.
-            final: end the use; for the last one.
+            push: send the local shard; for the first launch in this epoch of the buffer.
+            final: end the epoch; for the last one.
         """
         with self.workspace.lock:
             p = self._params[buffer]
@@ -206,10 +206,10 @@ class AllGatherMatmulPushes:
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
-        """A whole use of the buffer.
+        """A whole epoch of the buffer.
 
         Args:
-            operands: addresses of the own shard and of the Bs.
+            operands: addresses of the local shard and of the Bs.
             results: addresses of the products, each [W, m, N_i], and behind them of the gathered shards [W, m, K] if
                 they are wanted; with ``split_k`` [m, N_i] and [m, W * K].
             stream: a CUstream as an integer.
@@ -226,7 +226,7 @@ class AllGatherMatmulPushes:
 
 
 class _Stacked:
-    """Copies the gathered shards [W, m, K]: the peers' from the buffer, and the own one, which is not there."""
+    """Copies the gathered shards [W, m, K]: the peers' from the buffer, and the local one, which is not there."""
 
     def __init__(self, a: torch.Tensor, world_size: int, rank: int) -> None:
         (m, k), itemsize = a.shape, a.element_size()

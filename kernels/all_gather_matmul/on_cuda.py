@@ -1,8 +1,8 @@
-"""Which kernel computes all_gather(A) @ B on CUDA, and the call of it.
+"""Which kernel computes all_gather(A) @ B on CUDA, and its call.
 
-16-bit operands go to kernel.cu, which sends by itself; or, where little is gathered and A is not asked for, in one shot
-to all ranks, and what came there to cuBLAS. Others (float32), and Bs of both orders in one call, go to the Triton
-kernel, for which copy engines send. It takes whole rows only: of the last dimension those are left unfused.
+16-bit operands go to kernel.cu; or, where little is gathered and A is not returned, to a one-shot all-gather with
+cuBLAS behind it. Others (float32), and Bs of both memory orders in one call, go to the Triton kernel with copy engines.
+That takes whole rows only: with the last dimension gathered such calls run unfused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _choices: KernelChoices[configs.AnyConfig] = KernelChoices()
 
 
 def shard_rows(shard: torch.Tensor) -> torch.Tensor:
-    """A shard [..., K] as [m, K] for ``choose``. Copied only where the rows are not such as kernel.cu takes them."""
+    """A shard [..., K] as [m, K] for ``choose_gather_kernel``. Copied only where kernel.cu cannot take the rows."""
     flat = shard.flatten(0, -2)
     return flat if flat.dtype in gemm.DTYPES and cuda_kernel.can_take(flat) else flat.contiguous()
 
@@ -47,7 +47,7 @@ def choose_gather_kernel(
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
 
     Args:
-        a: the own shard, [m, K], contiguous, or as ``rows`` gives it.
+        a: the local shard, [m, K], contiguous, or as ``shard_rows`` gives it.
         bs: each [K, N_i]; with ``split_k`` [W * K, N_i]. All tensors begin at multiples of 16 bytes.
         split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.
         return_A: what is gathered is wanted, too.
@@ -198,7 +198,8 @@ def _stack(split_k: bool, world_size: int) -> tuple[int, ...]:
 def gather_launcher(
     choice: KernelChoice[configs.AnyConfig], workspace: Workspace[Any]
 ) -> cuda_kernel.AllGatherMatmulPushes | AllGatherMatmulOneShot | None:
-    """What ``run`` launched, for more calls like it; None for copy engines, or where it is forgotten already."""
+    """What ``launch_all_gather_matmul`` launched, for further such calls; None for copy engines, or once it is
+    dropped."""
     return (
         None if isinstance(choice.config, configs.AllGatherMatmulConfig) else workspace.prepared.get(choice)
     )

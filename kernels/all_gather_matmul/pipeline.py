@@ -1,7 +1,8 @@
-"""CUDA ranks: copy engines push the shards while the persistent GEMM multiplies what is there.
+"""CUDA ranks: copy engines push the shards while the persistent GEMM computes what has arrived.
 
-On the current stream: gate, GEMM for each B, the copy of A if it is wanted, and the end of the use. On the copy
-stream behind the gate: the pushes (device/copy_engine.py). The flags between them are those of triton_kernel.py.
+On the current stream: acquire kernel, GEMM for each B, the copy of A if it is returned, and the end of the epoch. On
+the copy stream behind the acquire kernel: the pushes (device/comm/copy_engine.py). Who writes and who waits:
+triton_kernel.py.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ def prepare_gather_kernels(
     *,
     return_A: bool,
 ) -> list[TritonAllGatherMatmul]:
-    """A kernel for each B, compiled, for ``all_gather_matmul``.
+    """A kernel for each B, compiled, for ``copy_engine_all_gather_matmul``.
 
     Args:
-        a: the own shard, [m, K], contiguous.
-        bs: each [K, N_i], rows or columns contiguous; ``triton_kernel.supports`` holds for all.
+        a: the local shard, [m, K], contiguous.
+        bs: each [K, N_i], rows or columns contiguous; ``why_no_triton_gather`` is None for all.
     """
     if "copy engine" not in workspace.copy_streams:
         workspace.copy_streams["copy engine"] = CopyEngine(workspace)
@@ -68,7 +69,7 @@ def copy_engine_all_gather_matmul(
     """The gathered shards [W, m, K] if wanted, and the products, each [W, m, N_i].
 
     Args:
-        kernels: what ``prepare`` made for such tensors.
+        kernels: what ``prepare_gather_kernels`` made for such tensors.
     """
     engine: CopyEngine = workspace.copy_streams["copy engine"]
     products = [a.new_empty(workspace.world_size, a.shape[0], b.shape[1]) for b in bs]

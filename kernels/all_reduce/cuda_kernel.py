@@ -68,10 +68,10 @@ class AllReduceLauncher:
     """This op on one workspace, number of elements, dtype and operation: prepared once, launched often.
 
     Args:
-        place: a workspace with room for ``configs.layout_for``; the same call site on every rank.
+        place: a workspace with room for ``configs.all_reduce_layout``; the same call site on every rank.
         numel: elements of x, 1 or more.
         reduce_op: "sum", "avg" (divided by the number of ranks), "max" or "min".
-        config: the same on every rank; what ``choose`` says, if None.
+        config: the same on every rank; if None, that of ``choose_all_reduce``.
 
     Attributes:
         grids: the blocks of a launch, once for each use that it makes of their slots.

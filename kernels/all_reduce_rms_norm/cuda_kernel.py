@@ -83,9 +83,9 @@ class AllReduceRmsNormLauncher:
     """This op on one workspace, number of rows, row and dtype: prepared once, launched often.
 
     Args:
-        place: a workspace with room for ``configs.layout_for``; the same call site on every rank.
-        rows, hidden: x is [rows, hidden], 1 or more each; ``supports`` must hold.
-        config: of ``configs.choose``, the same on every rank.
+        place: a workspace with room for ``all_reduce_rms_norm_layout``; the same call site on every rank.
+        rows, hidden: x is [rows, hidden], 1 or more each; ``why_no_norm_kernel`` must be None.
+        config: the same on every rank; if None, that of ``choose_all_reduce_rms_norm``.
 
     Attributes:
         grids: blocks of each launch.
@@ -128,7 +128,7 @@ class AllReduceRmsNormLauncher:
     def launch(
         self, x: int, residual: int, weight: int, normed: int, sums: int, timeout_ns: int, stream: int
     ) -> None:
-        """``sums`` = the own residual + all_reduce(x), ``normed`` = rms_norm(sums) * the own weight.
+        """``sums`` = the local residual + all_reduce(x), ``normed`` = rms_norm(sums) * the local weight.
 
         Safe to capture in a CUDA graph. The current device must be that of the tensors.
 

@@ -1,4 +1,4 @@
-"""Launches kernel.cu, which says what it does."""
+"""Launches kernel.cu."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _program(items: tuple[tuple[str, str | int], ...]) -> Program:
 
 
 def matmul_all_reduce_program(items: dict[str, str | int], rank: int, *, dependent: bool = False) -> Program:
-    """kernel.cu for one rank of ``defines``; one for each. ``dependent``: to be launched so (ll_exchange.py)."""
+    """kernel.cu for one rank of ``matmul_all_reduce_defines``. ``dependent``: see ll_exchange.py."""
     return _program((*items.items(), ("RANK", rank), ("DEPENDENT", int(dependent))))
 
 
@@ -81,10 +81,11 @@ class MatmulAllReduceLauncher:
 
     Args:
         place: a workspace with room for ``config.layout``, the same call site on every rank.
-        a, b: examples of the operands, which ``supports`` takes: A [M, K] and B [K, N]. Every launch gets tensors of
-            these sizes, strides and dtype.
+        a, b: examples of the operands, for which ``why_no_few_rows_kernel`` is None: A [M, K] and B [K, N]. Every
+        launch
+            gets tensors of these sizes, strides and dtype.
         reduce_op: "sum" or "avg".
-        config: of ``configs.choose``, the same on every rank.
+        config: of ``configs.choose_matmul_all_reduce``, the same on every rank.
 
     Attributes:
         grids: the blocks of a launch.

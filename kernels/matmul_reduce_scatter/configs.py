@@ -1,4 +1,4 @@
-"""How matmul_reduce_scatter is run: in one shot or woven, the tile and its order."""
+"""The configuration of matmul_reduce_scatter: which kernel, its tile and tile order."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ..device.triton.tile_table import TritonTile, count_tiles, pick
 
 # Behind its last tile a block waits for the peers' and adds them up: as long as a main loop of this depth.
 _TAIL_DEPTH = 1800
-# K and rows of a part from which on wide bands are as fast or up to 1.7 % faster; of 512 rows they were 5 % slower.
+# K and rows of a rank from which on wide raster groups are as fast or up to 1.7 % faster; with 512 rows 5 % slower.
 # (Between 2 ranks. Between 4 it is the rows alone: 2 to 4 % faster, in one row of six 2 % slower.)
 _LONG, _TALL = 14336, 2048
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What becomes of the own part of the sum: divided by the number of ranks or not; a ``bias`` [N] and a ``residual``
-    [L, m, N] of the operands' dtype added in float32, if there are; rounded to ``out_dtype``, that of the operands, or
-    kept as it is in float32. ``to_all``: sent to all ranks, for an all-reduce; of the operands' dtype, with nothing
-    added."""
+    """What becomes of the local part of the sum: divided by the number of ranks or not; a ``bias`` [N] and a
+    ``residual`` [L, m, N] of the operands' dtype added in float32, if there are; rounded to ``out_dtype``, that of the
+    operands, or kept as it is in float32. ``to_all``: sent to all ranks, for an all-reduce; of the operands' dtype,
+    with nothing added."""
 
     out_dtype: torch.dtype
     average: bool = False
@@ -37,7 +37,7 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class MatmulReduceScatterConfig:
-    """``group_m`` rows of tiles are walked together."""
+    """``group_m``: rows of tiles in a raster group."""
 
     tile: TritonTile
     group_m: int
@@ -66,11 +66,14 @@ def tiled_scatter_layout(
 
 @dataclass(frozen=True)
 class ScatterPushConfig:
-    """How the kernel that sends by itself (kernel.cu) is run.
+    """The configuration of kernel.cu.
 
-    ``band`` pairs of rows of tiles are walked together; own rows follow those for the peers in chunks of ``band`` rows
-    of tiles. ``staged``: finished parts for peers wait in local memory until a warp of their block has sent them; else
-    those who multiply send them. ``split_n``: ranks have columns of B of their own, not rows of A.
+    Attributes:
+        raster_group: pairs of rows of tiles in a raster group; local rows follow those for the peers in chunks of as
+            many rows of tiles.
+        staged: accumulator fragments for peers are staged in local memory, from where a warp of the block sends them;
+            else the compute warpgroups send them.
+        split_n: ranks own columns of B, not rows of A.
     """
 
     tile: gemm_tiles.Tile
@@ -83,7 +86,7 @@ class ScatterPushConfig:
 class MatmulReduceScatterProblem:
     """A [L, W, m, K] and B [K, N] of 16 bits, with ``batches`` L, or with ``split_n`` A [m, K] and B [K, W * N].
 
-    ``num_sms``: multiprocessors, of a ``chip``.
+    ``num_sms``: SMs to use; ``spec``: of which device.
     """
 
     m: int
@@ -113,9 +116,9 @@ AnyConfig: TypeAlias = FusedConfig | MatmulReduceScatterConfig
 def push_config(
     tile: gemm_tiles.Tile, m: int, n: int, k: int, world_size: int, num_sms: int, *, split_n: bool = False
 ) -> ScatterPushConfig:
-    """That of a tile, for ``m`` rows of a rank. A band is a wave of tiles, so what an own tile waits for was computed a
-    wave before; of long products, which hide what is sent, it is wide: all of B is read once a band. Parts are staged:
-    only of very long products with few rows it was faster to send them from registers."""
+    """That of a tile, for ``m`` rows of a rank. A raster group is a wave of tiles, so what a local tile waits for was
+    computed a wave before; long matmuls, which hide the sending, have wide ones: all of B is read once for each.
+    Fragments are staged: only in very long matmuls with few rows was it faster to send them from registers."""
     raster_group = max(round(num_sms / 2 / -(-n // tile.block_n)), 2)
     if m >= _TALL and world_size > 2:
         raster_group *= 2
@@ -144,7 +147,7 @@ def estimate_one_shot_scatter_us(problem: MatmulReduceScatterProblem) -> float:
 
 
 def rank_scatter_kernels(problem: MatmulReduceScatterProblem) -> list[tuple[float, FusedConfig]]:
-    """All candidates of both kernels with the microseconds that they are thought to take, the fastest first.
+    """All candidates of both kernels with their predicted microseconds, the fastest first.
 
     A pure function: all ranks choose alike.
     """
@@ -165,13 +168,13 @@ def scatter_layout(
 
 
 def scatter_is_profitable(problem: MatmulReduceScatterProblem) -> bool:
-    """Whether the better of both kernels is thought to beat a product and a reduce-scatter behind it."""
+    """Whether the better of both kernels is predicted to beat a matmul and a reduce-scatter behind it."""
     fused, _ = rank_scatter_kernels(problem)[0]
     return fused < gemm_tiles.unfused_us(problem.rows, problem.n, problem.k, problem.moved, problem.spec)
 
 
 def rank_scatter_pushes(problem: MatmulReduceScatterProblem) -> list[tuple[float, ScatterPushConfig]]:
-    """All candidates with the microseconds that ``estimate_push_us`` gives them, the fastest first."""
+    """All candidates with the microseconds that ``estimate_scatter_push_us`` predicts, the fastest first."""
     n, k, size = problem.n, problem.k, problem.world_size
     tiles = gemm_tiles.suited(problem.rows, n, k, size, spec=problem.spec)
     parts = problem.batches * problem.m, n, k, size, problem.num_sms
@@ -179,7 +182,7 @@ def rank_scatter_pushes(problem: MatmulReduceScatterProblem) -> list[tuple[float
     return sorted(((estimate_scatter_push_us(c, problem), c) for c in candidates), key=itemgetter(0))
 
 
-# How much longer products of 64 x 256 take beside what is sent than gemm_tiles.py says, whose figure is older: measured
+# How much longer tiles of 64 x 256 take beside the sending than gemm_tiles.py says, whose figure is older: measured
 # with one rank of 4 alone. (Between two that file has one of its own.)
 _OF_64_ROWS = 1.02
 
@@ -187,8 +190,8 @@ _OF_64_ROWS = 1.02
 def estimate_scatter_push_us(config: ScatterPushConfig, problem: MatmulReduceScatterProblem) -> float:
     """Microseconds; the constants are fitted to measurements on 2 and on 4 H200.
 
-    Sending begins behind the first tile's main loop, and it and the products hinder each other. A launch between more
-    than two has not been measured with kernels whose parts announce themselves: it is what one rank of 4 alone takes,
+    Sending begins behind the first tile's main loop, and it and the matmul slow each other down. A launch between more
+    than two has not been measured with the LL protocol: it is what one rank of 4 alone takes,
     8 us (bench/results/h200-x1-scatter.txt), and 7 for what shows only between ranks. That is a guess: with flags it
     was 11 to 18; between two, where it was 10 to 14 with flags, it is 3.5.
     """
@@ -208,7 +211,7 @@ def estimate_scatter_push_us(config: ScatterPushConfig, problem: MatmulReduceSca
 def product_beside_us(
     tile: gemm_tiles.Tile, rows: int, n: int, k: int, num_sms: int, *, feels: float
 ) -> float:
-    """Microseconds of the products alone, as long as they take beside what is sent and received, which tiles feel that
+    """Microseconds of the matmul alone, as long as it takes beside communication, which slows tiles down that
     load more: so much for twice the loads. ``rows``: of tiles, in all."""
     return gemm_tiles.estimate_us(tile, rows, [n], k, num_sms) * tile.felt(feels)
 
@@ -224,7 +227,7 @@ def scatter_push_layout(
     to_all: bool = False,
 ) -> Layout:
     """The workspace: a buffer has a slot for each peer, whole tiles; ``to_all``: and as many for their sums. What is
-    staged are a tile's two parts for each block."""
+    staged are a tile's two fragments for each block."""
     slots = (world_size - 1) * (1 + to_all)
     receive_buffer = slots * _tiles(m, n, config, batches) * 2 * config.tile.part_bytes
     staging = num_sms * 2 * config.tile.part_bytes if config.staged else 0

@@ -1,4 +1,4 @@
-"""Launches kernel.cu, which says what it does."""
+"""Launches kernel.cu."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ class MatmulReduceScatterPush:
     """This op on one problem and one workspace: prepared once, launched often.
 
     Args:
-        workspace: with room for ``configs.push_layout``, the same call site on every rank.
+        workspace: with room for ``configs.scatter_push_layout``, the same call site on every rank.
         a, b: examples of the operands: A [L, W, m, K], or [1, 1, M, K] with ``epilogue.to_all``, and B [K, N]; with the
             configuration's ``split_n`` [1, 1, m, K] and [K, W * N]. Every launch gets tensors of these sizes, strides
             and dtype.
-        config: of ``configs.choose_push``, the same on every rank.
+        config: of ``configs.choose_scatter_push``, the same on every rank.
         epilogue: what becomes of the sum. Every launch gets the bias and the residual that it names, contiguous.
         num_sms: blocks to launch at most. As many must find an SM each.
 
@@ -127,7 +127,7 @@ class MatmulReduceScatterPush:
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
-        """A whole use of the buffer, from the addresses of A, B and what the epilogue adds, to that of out [L, m, N]
+        """A whole epoch of the buffer, from the addresses of A, B and what the epilogue adds, to that of out [L, m, N]
         ([M, N] with ``epilogue.to_all``), contiguous.
 
         ``stream``: a CUstream as an integer.

@@ -1,7 +1,7 @@
-"""Which kernel computes reduce_scatter(A @ B) on CUDA, and the call of it.
+"""Which kernel computes reduce_scatter(A @ B) on CUDA, and its call.
 
-16-bit operands go to kernel.cu; or, where little is scattered, to cuBLAS, and what comes of it in one shot to all
-ranks. float32 goes to the Triton kernel.
+16-bit operands go to kernel.cu; or, where little is scattered, to cuBLAS with a one-shot reduce-scatter behind it.
+float32 goes to the Triton kernel.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def tuned_scatter(
     split_n: bool = False,
 ) -> tuple[KernelChoice[configs.AnyConfig], str]:
     """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
-    tuned. ``terms`` as for ``run``, ``split_n`` as for ``choose``."""
+    tuned. ``terms`` as for ``launch_matmul_reduce_scatter``, ``split_n`` as for ``choose_scatter_kernel``."""
     if isinstance(choice.config, configs.MatmulReduceScatterConfig):
         return choice, ""
     if not tuner.is_tuning():
@@ -121,7 +121,7 @@ def tuned_scatter(
 
 
 def _both_ways(config: configs.FusedConfig) -> list[configs.FusedConfig]:
-    """With parts staged and not, where that makes a difference."""
+    """With fragments staged and not, where that makes a difference."""
     if isinstance(config, OneShotConfig):
         return [config]
     return [config, replace(config, staged=not config.staged)]
@@ -138,11 +138,11 @@ def launch_matmul_reduce_scatter(
     epilogue: configs.Epilogue,
     split_n: bool = False,
 ) -> torch.Tensor:
-    """The own part of the sum with what the epilogue makes of it, [L, m, N].
+    """The local part of the sum, behind the epilogue, [L, m, N].
 
     Args:
         terms: the bias and the residual that the epilogue names, contiguous. They begin at multiples of 16 bytes.
-        split_n: as for ``choose``.
+        split_n: as for ``choose_scatter_kernel``.
     """
     config, key = choice.config, (choice, epilogue)
     columns = _columns(b, workspace.world_size, split_n)
@@ -180,6 +180,7 @@ def scatter_launcher(
     workspace: Workspace[Any],
     epilogue: configs.Epilogue,
 ) -> MatmulReduceScatterPush | MatmulReduceScatterOneShot | None:
-    """What ``run`` launched, for more calls like it; None for the Triton kernel, or where it is forgotten already."""
+    """What ``launch_matmul_reduce_scatter`` launched, for further such calls; None for the Triton kernel, or once it is
+    dropped."""
     triton = isinstance(choice.config, configs.MatmulReduceScatterConfig)
     return None if triton else workspace.prepared.get((choice, epilogue))

@@ -20,8 +20,8 @@ def reference_matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The own part of ``sum over ranks of A @ B`` (``avg``: divided by their number), cut along ``scatter_dim``; and
-    what the own rank adds to it.
+    """The local part of ``sum over ranks of A @ B`` (``avg``: divided by their number), cut along ``scatter_dim``; and
+    what this rank adds to it.
 
     Args:
         A: [..., K], ``scatter_dim`` not negative.

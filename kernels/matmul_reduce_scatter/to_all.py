@@ -1,7 +1,7 @@
-"""all_reduce(A @ B) by kernel.cu: the sums that ranks have made of their parts go to all ranks.
+"""all_reduce(A @ B) by kernel.cu with ALL_REDUCE: each rank sends the sums of its rows to all ranks.
 
-Large products only: a few rows have a kernel of their own (../matmul_all_reduce), and what lies between is faster in
-cuBLAS with an all-reduce behind it. Part of fused_matmul_all_reduce, which chooses.
+Part of fused_matmul_all_reduce, for large matmuls: few rows have a kernel of their own (../matmul_all_reduce), and in
+between cuBLAS with an all-reduce behind it is faster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..device.tuning.choice import KernelChoice, KernelChoices, make_together
 from .configs import Epilogue, ScatterPushConfig, product_beside_us, push_config, scatter_push_layout
 from .cuda_kernel import MatmulReduceScatterPush
 
-# Of the all-reduce behind a product, measured on 2 and 4 H200: microseconds, and bytes a microsecond.
+# Of the all-reduce behind a matmul, measured on 2 and 4 H200: microseconds, and bytes a microsecond.
 _ALL_REDUCE_LAUNCH = 2.5
 _ALL_REDUCE_LINK = 310e3
 _MOST_WORKSPACE = 1 << 30  # bytes
@@ -31,7 +31,7 @@ _choices: KernelChoices[ScatterPushConfig] = KernelChoices()
 def choose_sum_to_all(
     a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int
 ) -> KernelChoice[ScatterPushConfig] | str:
-    """How to run a call, or why the kernel cannot. It pays if it is thought to beat an all-reduce behind a product.
+    """How to run a call, or why the kernel cannot. It is profitable if predicted to beat an all-reduce behind a matmul.
 
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
 
@@ -93,7 +93,7 @@ def part_of(m: int, world_size: int) -> int:
 def choose_sum_to_all_push(
     m: int, n: int, k: int, world_size: int, num_sms: int, spec: DeviceSpec = H200
 ) -> tuple[ScatterPushConfig, bool]:
-    """The configuration for A [m, K] and B [K, N] of 16 bits, and whether it is thought to beat a product with an
+    """The configuration for A [m, K] and B [K, N] of 16 bits, and whether it is predicted to beat a matmul with an
     all-reduce behind it. A pure function: all ranks choose alike."""
     part = part_of(m, world_size)
     candidates = [
@@ -108,9 +108,9 @@ def choose_sum_to_all_push(
 
 @dataclass(frozen=True)
 class _Costs:
-    """Of estimate_push_us, microseconds: a launch; a wave; the sum of a tile of 128 x 256 that travels when there is
-    nothing left to multiply; how much longer it takes for each of products beside sending. ``feels``: how much longer
-    products of tiles take that load twice as much for what they multiply. ``rate``: bytes a microsecond."""
+    """Of estimate_sum_to_all_us, in microseconds: a launch; a wave; the sum of a tile of 128 x 256 that is sent when
+    nothing is left to compute; how much longer matmuls take for each microsecond beside the sending. ``feels``: how
+    much longer tiles take that load twice as much for what they multiply. ``rate``: bytes per microsecond."""
 
     launch: float
     each: float
@@ -120,7 +120,7 @@ class _Costs:
     rate: float
 
 
-# Between two: fitted to 17 products on 2 H200 (bench/results/h200-x2-choices.txt) and 12 of one rank alone. Between
+# Between two: fitted to 17 matmuls on 2 H200 (bench/results/h200-x2-choices.txt) and 12 of one rank alone. Between
 # more: to 12 of one rank of 4 alone (bench/results/h200-x1-scatter.txt), and a launch longer by 7 for what shows only
 # between ranks, the same guess as for matmul_reduce_scatter.
 _OF_TWO = _Costs(6.0, 2.6, 0.6, 0.08, 0.28, gemm_tiles.LINK)
@@ -144,6 +144,6 @@ def estimate_sum_to_all_us(
 
 
 def behind_us(m: int, n: int, k: int, world_size: int, spec: DeviceSpec = H200) -> float:
-    """Microseconds of cuBLAS's product and an all-reduce behind it."""
+    """Microseconds of cuBLAS's matmul and an all-reduce behind it."""
     moved = 2 * (world_size - 1) / world_size * m * n * 2
     return gemm_tiles.product_us(m, n, k, spec) + _ALL_REDUCE_LAUNCH + moved / _ALL_REDUCE_LINK

@@ -18,8 +18,8 @@ from ..switches import is_on
 from .host import host_identity, refuse_hosts
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-# What of GPUs that work together is the same, and how it is called.
-_ALIKE = {"multiprocessors": "multiprocessors", "memory": "MB/s of memory", "l2": "bytes of L2 cache"}
+# What must be equal among a group's GPUs, and its name in messages.
+_ALIKE = {"sms": "SMs", "memory": "MB/s of memory", "l2": "bytes of L2 cache"}
 
 
 def check_driver(result: tuple[Any, ...]) -> Any:
@@ -34,10 +34,10 @@ def check_driver(result: tuple[Any, ...]) -> Any:
 def own_stream(owner: object, device: torch.device, *, first: bool = False) -> int:
     """A stream (a CUstream as an integer) that lives as long as ``owner``, and is nobody else's.
 
-    Those of torch's pool are handed out more than once: one may be captured, or wait for what was to be done beside it.
+    Streams of torch's pool are handed out more than once: one may be captured, or wait for the work beside it.
 
     Args:
-        first: what lies on it comes before what lies on others.
+        first: it has the highest priority.
     """
     flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
     with relaxed_capture(), torch.cuda.device(device):
@@ -79,7 +79,7 @@ class VmmBackend:
         return {
             **host_identity(),
             "gpu": uuid,
-            "multiprocessors": torch.cuda.get_device_properties(self.device).multi_processor_count,
+            "sms": torch.cuda.get_device_properties(self.device).multi_processor_count,
             **memory_of(self._handle),
             "mps": error == driver.CUresult.CUDA_SUCCESS and bool(mps),
         }
@@ -170,9 +170,9 @@ class VmmBackend:
 def refuse_shared(ranks: list[dict[str, Any]]) -> str | None:
     """Why ranks that share a GPU cannot work together; None if no two do, or if WEFT_SHARE_GPUS=1 lets them.
 
-    Processes take turns on a GPU, some milliseconds each: what a kernel waits for comes in another process's turn. That
-    is right and slow. Under MPS kernels of several processes run at once, and keep each other off the multiprocessors;
-    also with CUDA_MPS_ACTIVE_THREAD_PERCENTAGE, which says how many a process may have, not which (tried:
+    Processes share a GPU by time slices of some milliseconds: what a kernel waits for comes in another process's slice.
+    That is correct and slow. Under MPS kernels of several processes run at once and keep each other off the SMs, also
+    with CUDA_MPS_ACTIVE_THREAD_PERCENTAGE, which says how many a process may have, not which (tried:
     bench/results/h200-x1-mps.txt).
 
     Raises:
@@ -191,7 +191,7 @@ def refuse_shared(ranks: list[dict[str, Any]]) -> str | None:
 
 
 def refuse_unlike(ranks: list[dict[str, Any]]) -> str | None:
-    """Why GPUs that are not alike cannot work together: how a kernel is cut depends on what is asked here."""
+    """Why GPUs that differ cannot work together: kernels' configurations depend on it. None if they do not."""
     for what, named in _ALIKE.items():
         first = ranks[0][what]
         for rank, identity in enumerate(ranks):

@@ -30,7 +30,7 @@ from .store import StoreQuestions, peek
 
 _SHORTEST, _LONGEST = 0.0002, 0.01  # seconds between two looks into the store
 _LOOK = 0.05  # seconds between two looks whether the awaited rank's process is still there
-_UNREADABLE = 300.0  # seconds in which a rank that cannot read its own deadline meets the others
+_UNREADABLE = 300.0  # seconds in which a rank that cannot read its own deadline joins the others
 
 T = TypeVar("T")
 
@@ -61,11 +61,11 @@ class Rendezvous:
         self._broken = None
 
     def join(self, what: str) -> str:
-        """Begin a new session with all ranks, whatever state an error has left each of them in; gives its name.
+        """Begin a new session with all ranks, whatever state an error has left each of them in; returns its name.
 
-        Each rank posts a token that is new at every try, and what it has seen of the others' tokens. All ranks are
-        here, in this try, once all have seen the same tokens. A rank that gives up takes its token back, or
-        tells the others in the session, if they may have begun it already.
+        Each rank posts a token that is new at every try, and what it has seen of the others' tokens. All ranks have
+        joined this try once all have seen the same tokens. A rank that gives up withdraws its token, or posts an abort
+        notice in the session, if the others may have begun it already.
 
         Raises:
             PeerTimeout: a rank did not come.
@@ -177,17 +177,17 @@ class Rendezvous:
 
     @contextmanager
     def poison_on_error(self, what: str) -> Iterator[None]:
-        """The body is steps that this rank takes to their end, or it takes no further ones and the others are told."""
+        """An exception in the body ends this rank's part in further steps, and the others get an abort notice."""
         try:
             yield
         except WeftError:
-            raise  # every rank has it, or a step has told the others
+            raise  # every rank raises it, or a step has posted the abort notice
         except BaseException as e:
             self.abandon(what, e)
             raise
 
     def abandon(self, what: str, cause: BaseException) -> WeftError:
-        """This rank does not complete a step: no further ones until ``begin``, and the others are told.
+        """This rank does not complete a step: it takes none until ``begin``, and posts an abort notice.
 
         Returns: what it refuses further ones with.
         """

@@ -1,13 +1,12 @@
 """The checked mode: ranks compare each call before anything is launched.
 
 Every rank has a page of host memory that all ranks of the group can read, also beside a heap on CUDA. Before a call
-each rank writes down what it is about to do and counts up; it reads what the others wrote once they have counted as
-far, and whoever differs from rank 0 is named on every rank. The host of a rank thus waits for the hosts of the others
-at every call, within the group's deadline; nothing is put into a stream, so a captured graph is checked at its capture
-and its replays cost nothing.
+each rank writes what it is about to do and counts up; it reads what the others wrote once they have counted as far, and
+the first rank that differs from rank 0 is named on every rank. So at every call a rank's host waits for the others',
+within the group's deadline; nothing is enqueued on a stream, so a captured graph is checked at its capture and its
+replays cost nothing.
 
-A page has two places for texts, used in turn: a rank writes the n-th text only after all have read the n-2nd one,
-which they say by counting n-1.
+A page has two places for texts, used in turn: docs/protocol.md#call-check has the proof.
 """
 
 from __future__ import annotations
@@ -63,12 +62,12 @@ def set_checked(on: bool) -> None:
 
 
 def call_check_of(heap: Heap) -> CallCheck:
-    """The heap's board; made by all ranks together at the first call."""
+    """The heap's call check; made by all ranks together at the first call."""
     with heap.lock:
-        if heap.board is None:
-            with heap.rendezvous.poison_on_error("make a board"):
-                heap.board = CallCheck(heap)
-        return heap.board
+        if heap.call_check is None:
+            with heap.rendezvous.poison_on_error("make the call check"):
+                heap.call_check = CallCheck(heap)
+        return heap.call_check
 
 
 class CallCheck:
@@ -79,7 +78,7 @@ class CallCheck:
         self._rendezvous = heap.rendezvous
         self._lock = heap.lock
         self._fault = fault_of(heap)
-        # On CUDA farewells lie where the host cannot read them.
+        # On CUDA abort notices lie where the host cannot read them.
         on_host = heap.device.type == "cpu"
         self._abort_notices = [
             self._fault.abort_notice(rank) if on_host else None for rank in range(self._size)
@@ -87,10 +86,10 @@ class CallCheck:
         fds: list[int] = []
         try:
             # Entered before the ranks hear of each other: another one's problem must not leave it open.
-            heap.rendezvous.run_on_all("make a board", lambda: fds.append(_page()))
+            heap.rendezvous.run_on_all("make the call check", lambda: fds.append(_page()))
             fds = exchange(heap.rendezvous, fds[0], heap.secret)
             self._pages = heap.rendezvous.run_on_all(
-                "map the boards", lambda: [mmap.mmap(fd, _BYTES) for fd in fds]
+                "map the call check", lambda: [mmap.mmap(fd, _BYTES) for fd in fds]
             )
         finally:
             close_fds(fds)
@@ -113,7 +112,7 @@ class CallCheck:
 
         Raises:
             RankMismatch: on every rank, naming the first rank that differs from rank 0.
-            PeerTimeout: a rank did not come, or has given up; until the group is reset.
+            PeerTimeout: a rank did not come, or has posted an abort notice; until the group is reset.
         """
         site = text(call_site())
         where = f" at {site}" if site else ""
@@ -163,7 +162,7 @@ class CallCheck:
 
 
 def _page() -> int:
-    fd = os.memfd_create("weft-board", os.MFD_CLOEXEC)
+    fd = os.memfd_create("weft-call-check", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, _BYTES)
     except BaseException:

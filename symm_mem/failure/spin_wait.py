@@ -20,7 +20,7 @@ def reached(seen: int, expected: int) -> bool:
 
 
 class Expired(Exception):
-    """What ``spin`` saw in the end, after the deadline or a shorter time; callers make a PeerTimeout of it."""
+    """What ``spin`` saw last, at the deadline or earlier; callers make a PeerTimeout of it."""
 
     def __init__(self, seen: int, seconds: float, ended: bool = False, blames: int | None = None) -> None:
         super().__init__(seen, seconds, ended, blames)
@@ -41,13 +41,13 @@ def spin(
 
     Args:
         timeout: seconds.
-        exactly: it is waited for itself: the word cannot be past it, and may be as old as one that is.
-        process: that of the rank that writes the word; once it has ended nobody waits for it.
-        gave_up: address of the word in which that rank says that it takes no further part: 1 + whom it blames.
+        exactly: compare for equality: the word cannot be past ``expected``, and may be very old.
+        process: that of the rank that writes the word; once it has ended, so does the wait.
+        aborted: address of that rank's abort notice: 1 + the rank it blames.
         give_up: called now and then; what it raises ends the wait.
 
     Raises:
-        Expired: the deadline has passed, or the word is not there and its writer is gone or has given up.
+        Expired: the deadline has passed, or the word is not there and its writer has ended or posted an abort notice.
     """
     word = ctypes.c_uint32.from_address(address)
     begin = look = 0.0

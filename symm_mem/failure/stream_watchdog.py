@@ -1,10 +1,9 @@
 """Stream memory operations whose waits end.
 
-A wait of the stream for a word cannot be given a deadline. So a thread looks after those that are under way. When a
-deadline passes, which counts from when the stream has come to the wait, it tells whoever asked for the wait, sets the
-word by which kernels know that what they are given is worth nothing (fault.py), and writes the awaited count itself, so
-that the stream goes on and the context stays usable.
-One thread for each heap, and only while there is something to look after.
+A stream's wait for a word cannot be given a deadline. So a thread watches the pending ones. When a deadline passes,
+which counts from when the stream has reached the wait, it reports the expiry to the caller, sets the word by which
+kernels know that their input is invalid (fault.py), and writes the awaited count itself, so that the stream goes on and
+the context stays usable. One thread for each heap, and only while a wait is pending.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .spin_wait import reached
 if TYPE_CHECKING:
     from ..heap.heap import Heap
 
-# What is told of an expired wait: the word's value, and the seconds waited.
+# Called for an expired wait with the word's value and the seconds waited.
 Expiry: TypeAlias = Callable[[int, float], object]
 # Address, and what is written there.
 Word: TypeAlias = tuple[int, int]
@@ -43,7 +42,7 @@ class _Wait:
 
 
 def stream_watchdog_of(heap: Heap) -> StreamWatchdog | None:
-    """The watch of a heap's stream waits; None on the CPU, where a wait bounds itself."""
+    """The watchdog of a heap's stream waits; None on the CPU, where a wait bounds itself."""
     if heap.device.type != "cuda":
         return None
     with heap.lock:

@@ -1,14 +1,11 @@
 """One heap for each (group, device): memory that every rank of the group can address.
 
-Each rank reserves one address range for all ranks: rank r's memory lies at ``base + r * span``. An allocation is
-an offset, the same on every rank, so a pointer on peer r is ``base + r * span + offset``. The heap grows by
-mapping further chunks behind the old ones, on all ranks together: addresses never move, and what was captured
-or compiled with them stays valid.
+Each rank reserves one address range for all ranks: rank r's memory lies at ``base + r * span``. An allocation is an
+offset, the same on every rank. The heap grows by mapping further chunks behind the old ones, on all ranks together:
+addresses never move, and what was captured or compiled with them stays valid.
 
-Allocating is collective: ranks compare what they ask for through the group's store. Freeing is not: tensors die
-at different times on different ranks, so each rank reports at the next allocation what it has dropped, and memory
-is used again once every rank has dropped it: what a late rank still writes goes where nobody else reads. Workspaces of
-a captured graph are dropped when it is gone.
+Allocating is collective. Freeing is not: each rank reports at the next allocation what it has dropped, and memory is
+used again once every rank has dropped it. docs/protocol.md#allocation has the proof.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ ALIGNMENT = 256
 
 
 class Placement(NamedTuple):
-    """Where a block lies. Its first ``zero`` bytes are words that ranks count in, or payload that is empty."""
+    """Where a block lies. Its first ``zero`` bytes are control words, or empty LL slots."""
 
     offset: int
     size: int
@@ -58,7 +55,7 @@ class Block:
 
 
 class Heap:
-    """Memory shared by the ranks of ``group`` on ``device``. Use ``heap()``, which makes one for each pair.
+    """Memory shared by the ranks of ``group`` on ``device``. Use ``get_heap``, which makes one for each pair.
 
     Attributes: ``group``, ``device``, ``rank``, ``world_size``, ``span`` (bytes between two ranks' copies of an
     address), ``capacity`` (bytes mapped for each rank).
@@ -80,22 +77,20 @@ class Heap:
         self.device = self.backend.device
         self.span = self.backend.span
         self.capacity = 0
-        self.workspaces: CachedDict[Any, Any] = (
-            CachedDict()
-        )  #: what the ops above keep for as long as the heap lives
-        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  #: what counts along with words on the heap
+        #: what the ops above keep for as long as the heap lives
+        self.workspaces: CachedDict[Any, Any] = CachedDict()
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  #: what has state beside words on the heap
         self.fault: Any = None  #: of all that is on it: fault.py
         self.watch: Any = None  #: of stream waits, on CUDA
-        self.board: Any = None  #: of the checked mode
+        self.call_check: Any = None  #: of the checked mode
         self.tuner: Any = None  #: of the kernels: what the ranks have measured together
         self._ready: set[Any] = set()
         self._free = FreeList()
         self._blocks: dict[int, Placement] = {}  # by number: all that is not free
         self._falling: deque[int] = deque()  # dropped since the last allocation: finalizers run at any moment
         self._dropped: set[int] = set()
-        self._quiesced: set[int] = (
-            set()
-        )  # of captured graphs that are gone: nothing of this rank writes there
+        # Of captured graphs that are gone: nothing of this rank writes there.
+        self._quiesced: set[int] = set()
         self._number = 0
         self._chunks: list[tuple[int, int]] = []  # (offset, size)
         unmap: list[Callable[[], Any]] = []
@@ -264,7 +259,7 @@ class Heap:
         broken on this rank: others may count from 0 already.
 
         Args:
-            here: where the ranks that reset have met.
+            here: where the ranks that reset have joined.
             session: of what is allocated from then on.
 
         Raises:
@@ -292,13 +287,13 @@ class Heap:
         blocks = {str(number): list(placed) for number, placed in self._blocks.items()}
         fault = None if self.fault is None else self.fault.block.number
         known = [*self._quiesced, *(workspace.block.number for workspace in self.workspaces.values())]
-        board = self.board is not None
-        posts = here.gather("reset", [problem, blocks, self._chunks, self._number, fault, known, board])
+        checks = self.call_check is not None
+        posts = here.gather("reset", [problem, blocks, self._chunks, self._number, fault, known, checks])
         here.refuse("reset", [post[0] for post in posts])
         if any(post[4] != fault for post in posts):
             self.fault = None  # an error came while it was made, before there was anything that uses it
         if not all(post[6] for post in posts):
-            self.board = None  # likewise
+            self.call_check = None  # likewise
         self._keep_what_all_have([post[1] for post in posts], [post[2] for post in posts])
         # Of a workspace all ranks may have the block, and one of them gave up in the last step of making it.
         known_to_all = set.intersection(*(set(post[5]) for post in posts)) & self._blocks.keys()
@@ -314,7 +309,7 @@ class Heap:
                     self.backend.zero(self.address(self.rank) + placed.offset, placed.zero)
             for user in users:
                 user.reset_state()
-            for kept in (self.board, self.tuner):
+            for kept in (self.call_check, self.tuner):
                 if kept is not None:
                     kept.reset_state()
 

@@ -1,4 +1,4 @@
-"""Which heap a group has, and what concerns all of a group's memory: its state, its reset."""
+"""The heap of each group; the state of all of a group's memory, and its reset."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def get_heap(group: Group = None, device: torch.device | str | None = None) -> H
 
 
 def known_heap(group_name: str, device: int) -> tuple[ProcessGroup, Heap] | None:
-    """The heap on a CUDA device that ``heap`` would answer with at once, for the group that has this name now."""
+    """The heap on a CUDA device that ``get_heap`` would return at once, for the group that has this name now."""
     known = _heaps.get((group_name, "cuda", device))
     if known is None or isinstance(known[1], HeapUnavailable):
         return None
@@ -136,7 +136,7 @@ def check(group: Group = None) -> None:
 
     Otherwise the next call says so. It reads host memory only: for the state up to now, synchronize first. Of a group
     the first wait that has expired is raised, of several groups the first one of all. Groups that have been destroyed
-    are over: nothing is raised for them, and what they still hold is let go.
+    are over: nothing is raised for them, and what they still hold is released.
 
     Args:
         group: look at this one only; default every group.
@@ -174,8 +174,8 @@ def reset(group: Group = None) -> None:
         group: name, ProcessGroup, 1-D DeviceMesh or (mesh, dim); default the default group.
 
     Raises:
-        PeerTimeout: a rank does not come, or has given up. The group may be reset again; if the ranks had met already,
-            it is broken until then.
+        PeerTimeout: a rank does not come, or has posted an abort notice. The group may be reset again; if the ranks had
+            joined already, it is broken until then.
         ForkedProcess: this process was forked from the one that joined the group.
         ValueError: there is no such group, or no longer.
         WeftError: a rank is capturing a CUDA graph, or has lost its device.

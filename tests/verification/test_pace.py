@@ -33,8 +33,8 @@ def test_bursts_of_all_warps_share_what_the_links_take(tmp_path: Path) -> None:
     ("old", "new", "what"),
     [
         ("bursts * interval", "interval", "bursts are counted once"),
-        ("if (turn + LATE < now) atomicMax(clock(), now);", "", "a burst out of turn"),
-        ("now < turn", "false", "a burst out of turn"),
+        ("if (start + LATE < now) atomicMax(clock(), now);", "", "a burst out of turn"),
+        ("now < start", "false", "a burst out of turn"),
     ],
     ids=["counted-once", "clock-not-set", "not-awaited"],
 )
