@@ -47,9 +47,9 @@ class GatherPushConfig:
     Pieces of ``piece_rows`` x ``piece_columns`` are sent by ``senders`` blocks, which do nothing else until all is
     sent, for the time of ``missed`` tiles; or, if that is 0, by every block beside its products. ``unit_columns`` of K
     are waited for at once; ``group`` rows of tiles of each rank are sent and multiplied together; ``band`` pairs of own
-    rows of tiles and ``remote_band`` pairs of the peers' are walked together. ``split_k``: shards lie side by side
-    along K; then no rows are only the own ones. The first wave has ``lead`` steps of a cluster (0: as many as it can),
-    all of own rows.
+    rows of tiles and ``remote_raster_group`` pairs of the peers' are walked together. ``split_k``: shards lie side by
+    side along K; then no rows are only the own ones. The first wave has ``lead`` steps of a cluster (0: as many as it
+    can), all of own rows.
     """
 
     tile: gemm_tiles.Tile

@@ -66,7 +66,7 @@ struct Params {
     int columns[MOST_BS];  // of tiles, of each
     int m, k, stride;
     int raster_group;  // pairs of own rows of tiles walked together
-    int remote_band;  // and of the peers'
+    int remote_raster_group;  // and of the peers'
     int group;  // rows of tiles of a rank that are sent together
     int comm_sms;  // blocks that first send
     int missed;  // steps that each of the others takes meanwhile, behind the first wave

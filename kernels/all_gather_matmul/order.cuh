@@ -1,6 +1,6 @@
 // Which tiles a cluster computes in which order, and in which order pieces of the own rows are sent; kernel.cu says why.
-// Plain arithmetic: it is tested on the CPU as it is. `Params` has m, k, bs, columns, raster_group, remote_band, group,
-// buffer.world_size and watch.rank; BM, UNIT_COLUMNS, PIECE_ROWS, PIECE_COLUMNS and SPLIT_K are defined.
+// Plain arithmetic: it is tested on the CPU as it is. `Params` has m, k, bs, columns, raster_group, remote_raster_group,
+// group, buffer.world_size and watch.rank; BM, UNIT_COLUMNS, PIECE_ROWS, PIECE_COLUMNS and SPLIT_K are defined.
 
 #pragma once
 
@@ -44,7 +44,7 @@ struct GatherTileScheduler {
         if (step < own) {
             grouped(step, own_pairs, columns, p.raster_group, pair, t.column);
         } else {
-            grouped(step - own, pairs - own_pairs, columns, p.remote_band, pair, t.column);
+            grouped(step - own, pairs - own_pairs, columns, p.remote_raster_group, pair, t.column);
             pair += own_pairs;
         }
         int place = 2 * pair + block;

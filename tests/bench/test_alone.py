@@ -28,16 +28,16 @@ using std::max;
 using std::min;
 #include GATHER
 struct BufferWords { int world_size; };
-struct Watch { int rank; };
+struct WaitParams { int rank; };
 struct Params {
-    int m, n, k, bs, columns[4], raster_group, remote_band, group;
-    BufferWords half;
-    Watch watch;
+    int m, n, k, bs, columns[4], raster_group, remote_raster_group, group;
+    BufferWords buffer;
+    WaitParams watch;
 };
 int main(int, char** given) {
     Params p{};
     p.m = std::atoi(given[1]), p.k = std::atoi(given[2]), p.group = std::atoi(given[3]);
-    p.n = 8, p.bs = 1, p.columns[0] = 1, p.raster_group = p.remote_band = 4, p.half.world_size = 4;
+    p.n = 8, p.bs = 1, p.columns[0] = 1, p.raster_group = p.remote_raster_group = 4, p.buffer.world_size = 4;
     const weft::GatherTileScheduler<Params> order(p);
     for (int i = 0; i < order.pieces; ++i) {
         const weft::GatherPiece<Params> piece(p, order, i);
@@ -64,7 +64,18 @@ def test_pieces_are_announced_in_the_order_in_which_ranks_send(
     (tmp_path / "prints.cpp").write_text(PRINTS)
     arguments = [f"-D{name}={value}" for name, value in defines.items()]
     subprocess.run(
-        [compiler, "-std=c++17", "-w", *arguments, "prints.cpp", "-o", "prints"], check=True, cwd=tmp_path
+        [
+            compiler,
+            "-std=c++17",
+            "-w",
+            f"-I{SOURCE.parents[1] / 'device'}",
+            *arguments,
+            "prints.cpp",
+            "-o",
+            "prints",
+        ],
+        check=True,
+        cwd=tmp_path,
     )
     choice = random.Random(block_m)
     for _ in range(20):
