@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 from .call_site import call_site, text
@@ -22,6 +23,31 @@ class WeftError(RuntimeError):
         return kind(*fields)
 
 
+@dataclass(frozen=True)
+class PeerWait:
+    """A wait of ``rank`` for ``peer``: of which call (``op``, ``site``), until which word or message (``flag``) is what
+    is ``expected``."""
+
+    op: str
+    group: str
+    rank: int
+    peer: int
+    flag: str
+    expected: object
+    site: str | None = None
+
+
+@dataclass(frozen=True)
+class WaitOutcome:
+    """What a wait that failed saw last, and after how many ``seconds``; whether it was given up early, because the
+    peer's process has ``ended`` or because the peer takes no further part and ``blames`` a rank for it."""
+
+    seen: object
+    seconds: float
+    ended: bool = False
+    blames: int | None = None
+
+
 class PeerTimeout(WeftError):
     """A wait on another rank passed its deadline, or can no longer succeed.
 
@@ -32,41 +58,26 @@ class PeerTimeout(WeftError):
     an exception), ``culprit`` (the rank at fault, as far as this one knows).
     """
 
-    def __init__(
-        self,
-        op: str,
-        group: str,
-        rank: int,
-        peer: int,
-        flag: str,
-        expected: object,
-        seen: object,
-        seconds: float,
-        site: str | None = None,
-        ended: bool = False,
-        blames: int | None = None,
-    ) -> None:
-        if ended:
+    def __init__(self, wait: PeerWait, outcome: WaitOutcome) -> None:
+        w, o = wait, outcome
+        if o.ended:
             more = ", and its process has ended"
-        elif blames is not None:
-            more = f", and it has given up{'' if blames == peer else f' on rank {blames}'}"
+        elif o.blames is not None:
+            more = f", and it has given up{'' if o.blames == w.peer else f' on rank {o.blames}'}"
         else:
             more = ""
         super().__init__(
-            f"{op}: rank {rank} of group {group!r} waited {round(seconds, 3):g} s for rank {peer}: {flag} is {seen}, "
-            f"expected {expected}{more}{_called_at(site)}"
+            f"{w.op}: rank {w.rank} of group {w.group!r} waited {round(o.seconds, 3):g} s for rank {w.peer}: "
+            f"{w.flag} is {o.seen}, expected {w.expected}{more}{_called_at(w.site)}"
         )
-        self.op, self.group, self.rank, self.peer = op, group, rank, peer
-        self.flag, self.expected, self.seen, self.seconds = flag, expected, seen, seconds
-        self.site, self.ended, self.blames = site, ended, blames
-        self.culprit = peer if blames is None else blames
+        self._wait, self._outcome = w, o
+        self.op, self.group, self.rank, self.peer, self.site = w.op, w.group, w.rank, w.peer, w.site
+        self.flag, self.expected, self.seen, self.seconds = w.flag, w.expected, o.seen, o.seconds
+        self.ended, self.blames = o.ended, o.blames
+        self.culprit = w.peer if o.blames is None else o.blames
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (
-            *(self.op, self.group, self.rank, self.peer),
-            *(self.flag, self.expected, self.seen, self.seconds),
-            *(self.site, self.ended, self.blames),
-        )
+        return type(self), (self._wait, self._outcome)
 
 
 class RankMismatch(WeftError):

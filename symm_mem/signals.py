@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from .call_site import call_site, text
-from .errors import CallAbandoned, PeerTimeout, WeftError, describe
+from .errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
 from .failure.fault import WORD, Fault, fault_of
-from .failure.spin_wait import Expired, spin
+from .failure.spin_wait import Expired, PeerLiveness, spin
 from .failure.stream_watchdog import stream_watchdog_of
 from .timeouts import get_timeout
 
@@ -113,22 +113,17 @@ class Pad:
         count = self._waits[channel][peer] & 0xFFFFFFFF
         address = self._word(heap.rank, channel, peer)
         timeout = get_timeout(heap.group_name)
-        site = text(call_site())
+        wait = PeerWait(op, heap.group_name, heap.rank, peer, f"channel {channel}", count, text(call_site()))
 
-        def expired(seen: int, seconds: float, ended: bool = False, blames: int | None = None) -> WeftError:
-            flag = f"channel {channel}"
-            return self._fault.breaks(
-                PeerTimeout(
-                    *(op, heap.group_name, heap.rank, peer, flag, count, seen, seconds, site, ended, blames)
-                )
-            )
+        def expired(outcome: WaitOutcome) -> WeftError:
+            return self._fault.breaks(PeerTimeout(wait, outcome))
 
         if self._watch is not None:
             broken = self._fault.address + WORD * Fault.BROKEN, 1 + peer
             self._watch.wait(address, count, timeout, expired, broken)
             return
         try:
-            process, abort_notice = heap.rendezvous.processes[peer], self._fault.abort_notice(peer)
-            spin(address, count, timeout, process, abort_notice, self._fault.raise_if_broken)
+            liveness = PeerLiveness(heap.rendezvous.processes[peer], self._fault.abort_notice(peer))
+            spin(address, count, timeout, liveness, self._fault.raise_if_broken)
         except Expired as e:
-            raise expired(e.seen, e.seconds, e.ended, e.blames).again() from None
+            raise expired(e.outcome).again() from None

@@ -31,10 +31,10 @@ import torch
 
 from .call_cache import CachedDict
 from .call_site import call_site
-from .errors import CallAbandoned, PeerTimeout, WeftError, describe
+from .errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
 from .failure.call_log import CallLog, Grids, running
 from .failure.fault import Fault, fault_of
-from .failure.spin_wait import Expired, spin
+from .failure.spin_wait import Expired, PeerLiveness, spin
 from .layout import NUM_BUFFERS, WORD, AnyLayout, Layout
 from .timeouts import get_timeout
 
@@ -121,13 +121,11 @@ class Workspace(Generic[L]):
         """The call has done all that a peer may wait for: an exception in the rest of it breaks nothing."""
         running.workspace = None
 
-    def expired(self, op: str, peer: int, word: int, expected: int, waited: Expired) -> WeftError:
-        """The error of a CPU rank's wait, with which all later calls are refused."""
-        error = PeerTimeout(
-            *(op, self.heap.group_name, self.rank, peer, self.layout.describe(word), expected),
-            *(waited.seen, waited.seconds, self._calls.site, waited.ended, waited.blames),
-        )
-        return self.fault.breaks(error)
+    def expired(self, op: str, peer: int, word: int, expected: int, outcome: WaitOutcome) -> WeftError:
+        """The error of a CPU rank's wait, also that of all later calls."""
+        flag, site = self.layout.describe(word), self._calls.site
+        wait = PeerWait(op, self.heap.group_name, self.rank, peer, flag, expected, site)
+        return self.fault.breaks(PeerTimeout(wait, outcome))
 
     def word(self, rank: int, index: int) -> ctypes.c_uint32:
         """A word of rank's copy, on the CPU."""
@@ -213,14 +211,12 @@ class HostUse:
 
     def _wait(self, peer: int, index: int, expected: int, *, exactly: bool = False) -> None:
         ws, address = self.ws, self.ws.address + WORD * index
-        process = ws.heap.rendezvous.processes[peer]
-        abort_notice = ws.fault.abort_notice(peer)
+        liveness = PeerLiveness(ws.heap.rendezvous.processes[peer], ws.fault.abort_notice(peer))
         try:
-            # The call's other thread may have failed, or a call in another workspace: then the wait is in vain.
-            told = process, abort_notice, ws.raise_if_broken
-            spin(address, expected, self._timeout, *told, exactly=exactly)
+            # Of the two threads of a call one may have failed, or a call in another workspace: nothing is worth a wait.
+            spin(address, expected, self._timeout, liveness, ws.raise_if_broken, exactly=exactly)
         except Expired as e:
-            raise ws.expired(self.op, peer, index, expected, e).again() from None
+            raise ws.expired(self.op, peer, index, expected, e.outcome).again() from None
 
     def _flag(self, writer: int, i: int) -> int:
         return self.ws.layout.flags(self.buffer) + writer * self.ws.layout.flags_per_rank + i

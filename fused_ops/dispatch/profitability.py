@@ -7,6 +7,7 @@ be slower than what it replaces.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -26,33 +27,40 @@ _MOST_REDUCED = 64 << 20  # bytes; larger all-reduces on three ranks and more we
 _RATES = {"cuda": (LINK, MULTIPLY_ADDS), "cpu": (5e3, 30e3)}
 
 
-def why_not_profitable(
-    op: str,
-    m: int,
-    n: int,
-    k: int,
-    world_size: int,
-    dtype: torch.dtype,
-    device_type: str,
-    *,
-    last_dim: bool = False,
-    return_A: bool = False,
-) -> str | None:
-    """Why the op should not be fused; None if it should.
+@dataclass(frozen=True)
+class FusionCandidate:
+    """What could be fused into a call of an op.
 
-    Args:
+    Attributes:
         op: one of ``OPS``.
         m, n, k: the product that a rank computes, [m, k] @ [k, n]: of all_gather_matmul the gathered A and the
             columns of all Bs, of the others the own partial product. all_reduce alone reduces [m, n]; its k is 0.
         last_dim: whether the last dimension is gathered or scattered.
         return_A: whether what all_gather_matmul gathers is wanted, too.
+    """
+
+    op: str
+    m: int
+    n: int
+    k: int
+    world_size: int
+    dtype: torch.dtype
+    device_type: str
+    last_dim: bool = False
+    return_A: bool = False
+
+
+def why_not_profitable(candidate: FusionCandidate) -> str | None:
+    """Why it should not be fused; None if it should.
 
     Raises:
         ValueError: there is no such op.
     """
+    op, m, n, k = candidate.op, candidate.m, candidate.n, candidate.k
+    world_size, dtype, last_dim = candidate.world_size, candidate.dtype, candidate.last_dim
     if op not in OPS:
         raise ValueError(f"op: is {op!r}, must be one of {', '.join(OPS)}")
-    if device_type != "cuda":
+    if candidate.device_type != "cuda":
         return None
     if not _is_hopper():
         return "the kernels are for GPUs of compute capability 9.0"
@@ -61,9 +69,12 @@ def why_not_profitable(
         size = m * n * dtype.itemsize
         if size <= _MOST_REDUCED or world_size == 2:
             return None
-        multiplies = op == "matmul_all_reduce" and buffers
-        if multiplies and to_all.choose_sum_to_all_push(m, n, k, world_size, _NUM_SMS, _spec())[1]:
-            return None
+        if op == "matmul_all_reduce" and buffers:
+            of_sum = scatter.MatmulReduceScatterProblem(
+                m, n, k, world_size, _NUM_SMS, to_all=True, spec=_spec()
+            )
+            if to_all.choose_sum_to_all_push(of_sum)[1]:
+                return None
         return f"{size >> 20} MiB are reduced: beyond {_MOST_REDUCED >> 20} MiB that is left to the backend"
     if last_dim and not buffers:
         verb = "gather" if op == "all_gather_matmul" else "scatter"
@@ -79,7 +90,7 @@ def why_not_profitable(
     if gathers:
         if buffers:
             of_gather = gather.AllGatherMatmulProblem(
-                rows, (n,), depth, world_size, _NUM_SMS, last_dim, return_A, _spec()
+                rows, (n,), depth, world_size, _NUM_SMS, last_dim, candidate.return_A, _spec()
             )
             profitable = gather.gather_is_profitable(of_gather)
         else:
@@ -95,17 +106,16 @@ def why_not_profitable(
     return None if profitable else f"too little is multiplied and scattered ({m} x {k} @ {k} x {n})"
 
 
-def expected_gain(
-    op: str, m: int, n: int, k: int, world_size: int, dtype: torch.dtype, device_type: str
-) -> float:
+def expected_gain(candidate: FusionCandidate) -> float:
     """Microseconds that fusing should save: the shorter of sending and multiplying, which is hidden behind the other.
 
     Sending takes bytes / link, multiplying m * n * k / rate; the link and the rate are constants of the device type.
     Launches and how well either runs are left out. An all_reduce alone hides nothing: 0.
     """
-    link, rate = _RATES.get(device_type, _RATES["cpu"])
-    columns = {"all_gather_matmul": k, "matmul_reduce_scatter": n}.get(op, 2 * n)
-    sent = m * columns * dtype.itemsize * (world_size - 1) / world_size
+    m, n, k, world_size = candidate.m, candidate.n, candidate.k, candidate.world_size
+    link, rate = _RATES.get(candidate.device_type, _RATES["cpu"])
+    columns = {"all_gather_matmul": k, "matmul_reduce_scatter": n}.get(candidate.op, 2 * n)
+    sent = m * columns * candidate.dtype.itemsize * (world_size - 1) / world_size
     return min(sent / link, m * n * k / rate)
 
 

@@ -239,7 +239,8 @@ class FusionPass(CustomGraphPass):
         gain: dict[str, Any] = {}
         if problem is not None:
             gain = dict(zip("mnk", problem, strict=True))
-            gain["gain"] = profitability.expected_gain(_word(match.op), *problem, *_where(match))
+            candidate = profitability.FusionCandidate(_word(match.op), *problem, *_where(match))
+            gain["gain"] = profitability.expected_gain(candidate)
         entries[node] = Entry(**told[node], **into, **gain, detail=match.detail)
         for other in match.others:
             entries[other] = Entry(**told[other], **into, detail=f"merged with {told[node]['node']}")
@@ -255,13 +256,11 @@ class FusionPass(CustomGraphPass):
         if weighed and (apart := getattr(match, "apart", None)) is not None:
             return str(apart)
         if weighed and problem is not None:
-            word = _word(match.op)
             last_dim, return_A = match.last_dim, bool(getattr(match, "kept", ()))
-            where = _where(match)
-            reason = profitability.why_not_profitable(
-                word, *problem, *where, last_dim=last_dim, return_A=return_A
+            candidate = profitability.FusionCandidate(
+                _word(match.op), *problem, *_where(match), last_dim=last_dim, return_A=return_A
             )
-            if reason is not None:
+            if (reason := profitability.why_not_profitable(candidate)) is not None:
                 return reason
         if not self.agree:
             return None

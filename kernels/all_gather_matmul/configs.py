@@ -3,7 +3,7 @@ arrive."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
@@ -12,6 +12,7 @@ from typing import TypeAlias, TypeVar
 import torch
 
 from ...symm_mem.layout import Layout
+from ..device.device_spec import device_spec_of
 from ..device.gemm import gemm_tiles, one_shot
 from ..device.gemm.one_shot import OneShotConfig
 from ..device.triton.tile_table import TritonTile, pick
@@ -40,6 +41,32 @@ _SMALLER = {(64, 1024): (32, 512), (32, 512): (16, 256), (16, 256): (16, 256)}
 _COPY, _COPIED = 3.0, 0.36
 # Of estimate_one_shot_gather_us: matmuls that take so many times as long as the sending, and the share that counts.
 _HIDES, _MOST_NOT_HIDDEN = 12, 0.04
+
+
+@dataclass(frozen=True, eq=False)
+class GatherKernelCall:
+    """What a kernel is called with.
+
+    Attributes:
+        a: the own shard, [m, K], contiguous, or as ``shard_rows`` gives it.
+        bs: each [K, N_i]; with ``split_k`` [W * K, N_i]. All tensors begin at multiples of 16 bytes.
+        num_sms: multiprocessors that it may use.
+        split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.
+        return_A: what is gathered is wanted, too.
+    """
+
+    a: torch.Tensor
+    bs: Sequence[torch.Tensor]
+    num_sms: int
+    split_k: bool = False
+    return_A: bool = False
+
+    def problem(self, world_size: int) -> AllGatherMatmulProblem:
+        (m, k), ns = self.a.shape, tuple(b.shape[1] for b in self.bs)
+        return AllGatherMatmulProblem(
+            *(m, ns, k, world_size, self.num_sms, self.split_k, self.return_A),
+            spec=device_spec_of(self.a.device),
+        )
 
 
 @dataclass(frozen=True)

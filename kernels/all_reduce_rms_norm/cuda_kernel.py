@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -126,15 +126,16 @@ class AllReduceRmsNormLauncher:
             self._pieces.append((start * hidden * dtype.itemsize, ready, params))
 
     def launch(
-        self, x: int, residual: int, weight: int, normed: int, sums: int, timeout_ns: int, stream: int
+        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
         """``sums`` = the local residual + all_reduce(x), ``normed`` = rms_norm(sums) * the local weight.
 
         Safe to capture in a CUDA graph. The current device must be that of the tensors.
 
         Args:
-            x, residual, weight, normed, sums: addresses of contiguous tensors, multiples of 16; sums may be
-                residual or x.
+            buffer: of no account; there are none.
+            operands: addresses of x, residual and weight; results: of normed and sums. All of contiguous tensors,
+                multiples of 16; sums may be residual or x.
             timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
             stream: a CUstream as an integer.
 
@@ -145,6 +146,7 @@ class AllReduceRmsNormLauncher:
             for _, _, params in self._pieces:
                 params.slots.watch.timeout_ns = timeout_ns
             self._timeout_ns = timeout_ns
+        (x, residual, weight), (normed, sums) = operands, results
         for start, ready, params in self._pieces:
             _put_addresses(params, _X, x + start, residual + start, weight, normed + start, sums + start)
             ready(stream)

@@ -16,7 +16,7 @@ from ..device.gemm import gemm
 from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
 from ..device.gemm.tensor_map import Maps, TensorMap, put_map
 from ..device.jit.program import WaitParams
-from .configs import Epilogue, ScatterPushConfig, scatter_push_layout
+from .configs import Epilogue, MatmulReduceScatterProblem, ScatterPushConfig, scatter_push_layout
 
 SOURCE = Path(__file__).parent / "kernel.cu"
 
@@ -95,15 +95,14 @@ class MatmulReduceScatterPush:
         num_sms: int,
     ) -> None:
         (batches, _, rows, k), dtype, tile = a.shape, a.dtype, config.tile
-        size, to_all = workspace.world_size, epilogue.to_all
+        size, layout = workspace.world_size, workspace.layout
         of_one = b[:, : b.shape[1] // size] if config.split_n else b
         n, whole = of_one.shape[1], is_whole([of_one], tile)
-        m = -(-rows // size) if to_all else rows
-        wanted, layout = (
-            scatter_push_layout(m, n, config, size, num_sms, batches, to_all=to_all),
-            workspace.layout,
+        problem = MatmulReduceScatterProblem(
+            *(rows, n, k, size, num_sms, batches), split_n=config.split_n, to_all=epilogue.to_all
         )
-        if not layout.holds(wanted):
+        m = problem.rows_per_rank
+        if not layout.holds(scatter_push_layout(config, problem)):
             raise ValueError(f"workspace: {layout} is too small for results of {batches} x {m} x {n} {dtype}")
         self.workspace = workspace
         self._a = Maps(boxes_of_rows(dtype, tuple(a.shape), a.stride(), tile))

@@ -23,7 +23,15 @@ from torch.distributed import ProcessGroup, Store
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from ..call_site import call_site, text
-from ..errors import CallAbandoned, PeerTimeout, RankMismatch, WeftError, describe
+from ..errors import (
+    CallAbandoned,
+    PeerTimeout,
+    PeerWait,
+    RankMismatch,
+    WaitOutcome,
+    WeftError,
+    describe,
+)
 from ..forks import Owner
 from . import processes
 from .store import StoreQuestions, peek
@@ -115,9 +123,9 @@ class Rendezvous:
             gone = [rank for rank, process in enumerate(self.processes) if processes.has_ended(process)]
             if waited > seconds or gone:
                 peer, waited = gone[0] if gone else missing, min(waited, seconds)
-                call = ("its call", "made", "not made")
-                site = text(call_site())
-                raise PeerTimeout(what, self.group_name, self.rank, peer, *call, waited, site, bool(gone))
+                call = "its call", "made", text(call_site())
+                wait = PeerWait(what, self.group_name, self.rank, peer, *call)
+                raise PeerTimeout(wait, WaitOutcome("not made", waited, bool(gone)))
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST)
 
@@ -261,12 +269,9 @@ class Rendezvous:
         while not (post := store.ask(lambda s: peek(s, key))):
             now = time.monotonic()
             if ended or blames is not None or now - begin > seconds:
-                waited, site = min(now - begin, seconds), text(call_site())
-                where = f"step {step} in the store"
-                name, me = self.group_name, self.rank
-                raise PeerTimeout(
-                    what, name, me, rank, where, "a post", "nothing", waited, site, ended, blames
-                )
+                missing = f"step {step} in the store", "a post", text(call_site())
+                wait = PeerWait(what, self.group_name, self.rank, rank, *missing)
+                raise PeerTimeout(wait, WaitOutcome("nothing", min(now - begin, seconds), ended, blames))
             if now > look:  # it may have posted just before: look for that once more
                 ended = processes.has_ended(self.processes[rank])
                 if not ended and (said := store.ask(lambda s: peek(s, abort_notice))):

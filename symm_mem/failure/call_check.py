@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 from ..bootstrap.fd_exchange import close_fds, exchange
 from ..call_cache import invalidate_calls
 from ..call_site import call_site, text
-from ..errors import CallAbandoned, PeerTimeout, RankMismatch, WeftError, describe
+from ..errors import CallAbandoned, PeerTimeout, PeerWait, RankMismatch, WeftError, describe
 from ..switches import is_on
 from ..timeouts import get_timeout
 from .fault import fault_of
-from .spin_wait import Expired, spin
+from .spin_wait import Expired, PeerLiveness, spin
 
 if TYPE_CHECKING:
     from ..heap.heap import Heap
@@ -143,20 +143,14 @@ class CallCheck:
         entries = []
         for rank, page in enumerate(self._pages):
             if rank != self._rank:
-                address, process = ctypes.addressof(self._counts[rank]), self._rendezvous.processes[rank]
+                address = ctypes.addressof(self._counts[rank])
+                peer = PeerLiveness(self._rendezvous.processes[rank], self._abort_notices[rank])
                 try:
-                    spin(
-                        *(address, count, timeout, process),
-                        *(self._abort_notices[rank], self._fault.raise_if_broken),
-                    )
+                    spin(address, count, timeout, peer, self._fault.raise_if_broken)
                 except Expired as e:
                     flag = "its count of checked calls"
-                    error = PeerTimeout(
-                        *(op, self._group, self._rank, rank),
-                        *(flag, count, e.seen, e.seconds),
-                        *(site, e.ended, e.blames),
-                    )
-                    raise self._fault.breaks(error).again() from None
+                    wait = PeerWait(op, self._group, self._rank, rank, flag, count, site)
+                    raise self._fault.breaks(PeerTimeout(wait, e.outcome)).again() from None
             entries.append(page[at : at + _PLACE])
         return entries
 

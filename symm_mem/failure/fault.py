@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import ctypes
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import forks
 from ..bootstrap.processes import has_ended
-from ..errors import PeerTimeout, WeftError
+from ..errors import PeerTimeout, PeerWait, WaitOutcome, WeftError
 from ..layout import WORD
 
 if TYPE_CHECKING:
@@ -27,6 +28,19 @@ if TYPE_CHECKING:
     from .call_log import CallLog
 
 _WAIT_FREE, _ABORTED = 2, 3  # kinds of a record, see kernels/device/ptx/sync.cuh
+
+
+@dataclass(frozen=True)
+class WaitRecord:
+    """What a kernel writes of the first wait that expires, behind a word that says that it did (sync.cuh)."""
+
+    workspace: int  # its address
+    peer: int
+    word: int
+    expected: int
+    seen: int
+    kind: int
+    when: int  # nanoseconds since 1970
 
 
 class Fault:
@@ -81,33 +95,30 @@ class Fault:
         """
         if self.error is None and self.written.value:
             assert self._record is not None
-            self.error = self._read(*self._record.tolist()[1:])
+            self.error = self._read(WaitRecord(*self._record.tolist()[1:]))
         if self.error is not None:
             raise self.error.again(op)
 
-    def _read(
-        self, place: int, peer: int, word: int, expected: int, seen: int, kind: int, when: int
-    ) -> PeerTimeout:
-        heap, self.broken_at = self._heap, when
+    def _read(self, record: WaitRecord) -> PeerTimeout:
+        heap, self.broken_at = self._heap, record.when
+        peer, word, expected, seen = record.peer, record.word, record.expected, record.seen
         name, site, flag, seconds, blames = "a call", None, f"word {word}", 0.0, None
-        if place in self._places:
-            layout, calls = self._places[place]
+        if record.workspace in self._places:
+            layout, calls = self._places[record.workspace]
             buffer_of: Any = getattr(layout, "buffer_of", None)
             block_of: Any = getattr(layout, "block_of", None)
-            # A wait for a free buffer expects the epoch before.
-            use = expected + (kind == _WAIT_FREE)
+            # A wait for memory to become free expects the count of the use before.
+            use = expected + (record.kind == _WAIT_FREE)
             if block_of is not None:
                 name, site = calls.find_push(block_of(word), use)
             else:
                 name, site = calls.find(buffer_of and buffer_of(word), use)
             flag, seconds = layout.describe(word), calls.seconds
-        if kind == _ABORTED:  # nothing was waited for; the notice is 1 + the rank that it blames
-            flag, expected, seconds, blames = f"abort notice of rank {peer}", 0, 0.0, seen - 1
+        if record.kind == _ABORTED:  # nothing was waited for; what it says is 1 + the rank that it blames
+            flag, expected, seconds, blames = f"'gave up' of rank {peer}", 0, 0.0, seen - 1
         ended = blames is None and has_ended(heap.rendezvous.processes[peer])
-        return PeerTimeout(
-            *(name, heap.group_name, heap.rank, peer, flag, expected, seen),
-            *(seconds, site, ended, blames),
-        )
+        wait = PeerWait(name, heap.group_name, heap.rank, peer, flag, expected, site)
+        return PeerTimeout(wait, WaitOutcome(seen, seconds, ended, blames))
 
     def breaks(self, error: WeftError) -> WeftError:
         """Refuse further calls on this rank with ``error``. The first error counts; returns it."""

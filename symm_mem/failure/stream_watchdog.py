@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from ..errors import WaitOutcome
 from .spin_wait import reached
 
 if TYPE_CHECKING:
     from ..heap.heap import Heap
 
-# Called for an expired wait with the word's value and the seconds waited.
-Expiry: TypeAlias = Callable[[int, float], object]
+# What is told of an expired wait: the word's value, and the seconds waited.
+Expiry: TypeAlias = Callable[[WaitOutcome], object]
 # Address, and what is written there.
 Word: TypeAlias = tuple[int, int]
 
@@ -115,7 +116,7 @@ class StreamWatchdog:
         self._call(self._driver.cuMemcpyDtoHAsync(ctypes.addressof(seen), late.awaited[0], 4, stream))
         self._call(self._driver.cuStreamSynchronize(stream))
         if not reached(seen.value, late.awaited[1]):
-            late.expiry(seen.value, late.timeout)
+            late.expiry(WaitOutcome(seen.value, late.timeout))
             for address, value in (late.broken, late.awaited):
                 self._call(self._driver.cuMemsetD32Async(address, value, 1, stream))
         late.ends.synchronize()

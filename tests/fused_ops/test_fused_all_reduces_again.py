@@ -29,9 +29,9 @@ class Kernel:
     grids = ()
 
     def __init__(self) -> None:
-        self.launched: list[tuple[int, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
 
-    def launch(self, *args: int) -> None:
+    def launch(self, *args: Any) -> None:
         self.launched.append(args)
 
 
@@ -74,9 +74,8 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     x, residual, weight = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8)
     stage.product, stage.norm = (A, B), (x, residual, weight)
     results = [torch.empty_like(x), torch.empty_like(x)]
-    launcher = all_reduce_rms_norm._Launcher(kernel)
     fast_path.remember_call(
-        *(all_reduce_rms_norm.host.OP, EPS, stage.norm, stage.norm, results, workspace, launcher),
+        *(all_reduce_rms_norm.host.OP, EPS, stage.norm, stage.norm, results, workspace, kernel),
         plan.Plan("push"),
         profitable=True,
     )
@@ -146,8 +145,8 @@ def test_the_norm_is_launched_as_on_the_long_way(stage: SimpleNamespace) -> None
     for call in (fused_all_reduce_rms_norm, torch.ops.weft.fused_all_reduce_rms_norm):
         normed, sums = call(*given, EPS, NAME)
         assert normed.shape == sums.shape == given[0].shape and normed.data_ptr() != sums.data_ptr()
-        addresses = [t.data_ptr() for t in (*given, normed, sums)]
-        assert stage.kernel.launched.pop() == (*addresses, 300_000_000_000, 7)
+        operands, results = [[t.data_ptr() for t in ts] for ts in (given, (normed, sums))]
+        assert stage.kernel.launched.pop() == (0, operands, results, 300_000_000_000, 7)
     symm_mem.set_timeout(0.5, NAME)
     fused_all_reduce_rms_norm(*given, EPS, NAME)
     assert stage.kernel.launched.pop()[-2] == 500_000_000
@@ -234,9 +233,8 @@ def test_other_arguments_go_the_long_way(stage: SimpleNamespace) -> None:
 
 def test_true_is_no_eps_where_one_was(stage: SimpleNamespace) -> None:
     results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
-    launcher = all_reduce_rms_norm._Launcher(stage.kernel)
     fast_path.remember_call(
-        *(all_reduce_rms_norm.host.OP, 1.0, stage.norm, stage.norm, results, stage.workspace, launcher),
+        *(all_reduce_rms_norm.host.OP, 1.0, stage.norm, stage.norm, results, stage.workspace, stage.kernel),
         plan.Plan("push"),
         profitable=True,
     )
@@ -250,11 +248,18 @@ def test_what_is_remembered_already_makes_no_end_of_what_was_found(stage: Simple
     """A rank's own long way, for a call that others make for the first time, say."""
     fused_all_reduce_rms_norm(*stage.norm, EPS, NAME)
     results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
-    launcher = all_reduce_rms_norm._Launcher(stage.kernel)
     for ran, is_kept in ((plan.Plan("push"), True), (plan.Plan("one_shot"), False)):
         kept = call_cache.cached_calls
         fast_path.remember_call(
-            *(all_reduce_rms_norm.host.OP, EPS, stage.norm, stage.norm, results, stage.workspace, launcher),
+            *(
+                all_reduce_rms_norm.host.OP,
+                EPS,
+                stage.norm,
+                stage.norm,
+                results,
+                stage.workspace,
+                stage.kernel,
+            ),
             ran,
             profitable=True,
         )

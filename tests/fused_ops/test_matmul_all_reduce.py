@@ -8,6 +8,7 @@ from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison
 from ranks import run_ranks, run_row
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_all_reduce
+from weft.kernels.matmul_reduce_scatter.configs import MatmulReduceScatterProblem, ScatterPushConfig
 from weft.kernels.matmul_reduce_scatter.to_all import choose_sum_to_all_push
 
 SHAPES = [
@@ -149,8 +150,13 @@ def test_a_missing_rank_is_an_error_with_a_name() -> None:
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_the_choice(world_size: int) -> None:
     """One kernel for large products; cuBLAS and an all-reduce for decoding. Its workspace has a limit."""
+
+    def choose(m: int, n: int, k: int) -> tuple[ScatterPushConfig, bool]:
+        sizes = m, n, k // world_size, world_size, 132
+        return choose_sum_to_all_push(MatmulReduceScatterProblem(*sizes, to_all=True))
+
     for n, k in ((4096, 4096), (4096, 14336), (8192, 8192)):
-        assert not choose_sum_to_all_push(16, n, k // world_size, world_size, 132)[1]
-        config, profitable = choose_sum_to_all_push(4096, n, k // world_size, world_size, 132)
+        assert not choose(16, n, k)[1]
+        config, profitable = choose(4096, n, k)
         assert profitable and config.staged
-    assert not choose_sum_to_all_push(1 << 17, 8192, 8192 // world_size, world_size, 132)[1]
+    assert not choose(1 << 17, 8192, 8192)[1]

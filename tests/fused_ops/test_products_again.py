@@ -19,7 +19,9 @@ from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter
 from weft.fused_ops.dispatch import plan, stream_order, workspaces
 from weft.fused_ops.ops import all_gather_matmul, matmul_reduce_scatter
+from weft.kernels.all_gather_matmul.configs import GatherKernelCall
 from weft.kernels.device.tuning.choice import KernelChoice
+from weft.kernels.matmul_reduce_scatter.configs import ScatterKernelCall
 from weft.symm_mem import timeouts
 from weft.symm_mem.call_cache import CachedDict
 from weft.symm_mem.heap import registry
@@ -98,14 +100,17 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         monkeypatch.setattr(f"{ON_CUDA[op]}.{WORD[op]}_launcher", lambda *_, **__: stage.launcher)
 
     def gathered(
-        choice: object, workspace: object, a: torch.Tensor, bs: list[torch.Tensor], *_: int, return_A: bool
+        choice: object, workspace: object, call: GatherKernelCall, timeout_ns: int
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        A = a.new_empty(WORLD_SIZE, *a.shape) if return_A else None
-        return A, [a.new_empty(WORLD_SIZE, len(a), b.shape[1]) for b in bs]
+        a = call.a
+        A = a.new_empty(WORLD_SIZE, *a.shape) if call.return_A else None
+        return A, [a.new_empty(WORLD_SIZE, len(a), b.shape[1]) for b in call.bs]
 
-    def scattered(_: object, where: object, a: torch.Tensor, b: torch.Tensor, *given: Any) -> torch.Tensor:
-        columns = b.shape[1] // WORLD_SIZE ** given[-1]  # the last dimension is scattered, or not
-        return a.new_empty(a.shape[0], a.shape[2], columns, dtype=given[-2].out_dtype)
+    def scattered(
+        choice: object, workspace: object, call: ScatterKernelCall, timeout_ns: int
+    ) -> torch.Tensor:
+        a, columns = call.a, call.columns(WORLD_SIZE)
+        return a.new_empty(a.shape[0], a.shape[2], columns, dtype=call.epilogue.out_dtype)
 
     monkeypatch.setattr("weft.kernels.all_gather_matmul.on_cuda.launch_all_gather_matmul", gathered)
     monkeypatch.setattr("weft.kernels.matmul_reduce_scatter.on_cuda.launch_matmul_reduce_scatter", scattered)

@@ -18,6 +18,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from graphs import AG, RS, c10d, captured, copied, fake_ranks, gather, scatter, traced
 from torch import Tensor
+from weft.fused_ops.dispatch.profitability import FusionCandidate
 from weft.fused_ops.passes import Entry, FusionError, FusionPass, Report
 from weft.fused_ops.passes.graph.subgraphs import WHY
 
@@ -178,16 +179,15 @@ def test_fuse_must_be_known() -> None:
 def test_what_does_not_pay_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def why_not_profitable(*args: object, **kwargs: object) -> str:
-        asked.append((args, kwargs))
+    def why_not_profitable(candidate: FusionCandidate) -> str:
+        asked.append(candidate)
         return "it is too small"
 
     monkeypatch.setattr("weft.fused_ops.dispatch.profitability.why_not_profitable", why_not_profitable)
     (entry,) = captured(good, X, W)[0].entries
     assert (entry.fused_into, entry.reason) == (None, "it is too small")
     assert "product" in entry.form
-    named = {"last_dim": False, "return_A": False}
-    assert asked == [(("all_gather_matmul", 24, 5, 8, 2, torch.float32, "cpu"), named)]
+    assert asked == [FusionCandidate("all_gather_matmul", 24, 5, 8, 2, torch.float32, "cpu")]
     assert captured(good, X, W, fusion=FusionPass(fuse="always"))[0].fused == [AG]
 
 
