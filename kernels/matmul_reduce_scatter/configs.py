@@ -67,7 +67,7 @@ class MatmulReduceScatterProblem:
     """A [L, W, m, K] and B [K, N], with ``batches`` L; with ``split_n`` A [m, K] and B [K, W * N]; with ``to_all``, of
     an all-reduce, A [m, K] and B [K, N]. What is estimated is estimated for 16 bits.
 
-    ``num_sms``: multiprocessors, of a device as in ``spec``.
+    ``num_sms``: SMs to use, of a device as in ``spec``.
     """
 
     m: int
@@ -103,7 +103,7 @@ class ScatterKernelCall:
     Attributes:
         a: [L, W, m, K]; with ``split_n`` [1, 1, m, K]; with ``epilogue.to_all`` [M, K].
         b: [K, N]; with ``split_n`` [K, W * N]. Both begin at multiples of 16 bytes.
-        num_sms: multiprocessors that it may use.
+        num_sms: SMs that it may use.
         epilogue: what becomes of the sum.
         terms: the bias and the residual that the epilogue names; when it is launched contiguous, from multiples of 16
             bytes on.

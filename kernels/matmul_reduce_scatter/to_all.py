@@ -35,7 +35,7 @@ _choices: KernelChoices[ScatterPushConfig] = KernelChoices()
 
 
 def choose_sum_to_all(call: ScatterKernelCall, world_size: int) -> KernelChoice[ScatterPushConfig] | str:
-    """How to run a call, or why the kernel cannot. It pays if it is thought to beat an all-reduce behind a product.
+    """How to run a call, or why the kernel cannot. It is profitable if predicted to beat an all-reduce behind a matmul.
 
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
     """
@@ -81,7 +81,7 @@ def launch_sum_to_all(
 
 
 def choose_sum_to_all_push(problem: MatmulReduceScatterProblem) -> tuple[ScatterPushConfig, bool]:
-    """The configuration for A [m, K] and B [K, N] of 16 bits, and whether it is thought to beat a product with an
+    """The configuration for A [m, K] and B [K, N] of 16 bits, and whether it is predicted to beat a matmul with an
     all-reduce behind it. A pure function: all ranks choose alike.
 
     Args:
