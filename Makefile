@@ -24,10 +24,10 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet --constraint con
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test tiny programs bench forms model soak fuzz fuzz-pass sanitize lint format format-check typecheck clean
+.PHONY: help setup demo test programs bench forms model soak fuzz fuzz-pass sanitize lint format format-check typecheck docs clean
 
 help:
-	@echo "make demo | tiny | test | bench | lint | format | format-check | typecheck | clean"
+	@echo "make demo | test | bench | lint | format | format-check | typecheck | docs | clean"
 	@echo "long: make programs | forms | model | soak | fuzz | fuzz-pass | sanitize"
 
 setup: $(STAMP)
@@ -112,6 +112,10 @@ typecheck: $(STAMP)
 	@mkdir -p build/typing && ln -sfn ../.. build/typing/weft
 	$(PY) -m mypy -p weft.symm_mem -p weft.kernels -p weft.fused_ops
 	$(PY) -m mypy bench examples
+
+# build/docs/index.html: the pages of docs/, and the API from the docstrings. A warning is an error.
+docs: $(STAMP)
+	$(PY) -m sphinx --fail-on-warning --keep-going --quiet --fresh-env docs build/docs
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .benchmarks

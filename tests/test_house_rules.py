@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import io
 import re
+import subprocess
+import sys
 import tokenize
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import weft
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ("symm_mem", "kernels", "fused_ops")
@@ -227,7 +230,60 @@ def test_kernels_is_not_a_package() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
-def test_the_root_package_imports_nothing() -> None:
-    body = ast.parse((ROOT / "__init__.py").read_text()).body
-    assert len(body) == 1
-    assert isinstance(body[0], ast.Expr)
+def of_a_new_process(program: str) -> str:
+    """What it prints."""
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_root_package_imports_nothing_heavy() -> None:
+    """Neither torch nor a part of weft: also not for its version and the list of its names."""
+    program = "import sys, weft; weft.__version__, dir(weft); print(*sys.modules)"
+    loaded = of_a_new_process(program).split()
+    heavy = ("torch", "triton", "numpy", "cuda")
+    assert not [m for m in loaded if m.split(".")[0] in heavy or m.startswith("weft.")]
+
+
+def test_the_root_package_finds_its_names_when_they_are_used() -> None:
+    program = """
+import sys, weft
+assert weft.symm_mem is sys.modules["weft.symm_mem"]
+assert "weft.fused_ops" not in sys.modules
+assert weft.FusionPass is weft.fused_ops.FusionPass
+assert all(getattr(weft, name) is not None for name in weft.__all__)
+assert set(weft.__all__) <= set(dir(weft))
+from weft import *
+assert fused_all_gather_matmul is weft.fused_ops.fused_all_gather_matmul
+try:
+    weft.fused_everything
+except AttributeError as error:
+    print(error)
+"""
+    assert of_a_new_process(program).strip() == "module 'weft' has no attribute 'fused_everything'"
+
+
+def test_type_checkers_see_what_the_root_package_finds() -> None:
+    (block,) = [
+        node for node in ast.parse((ROOT / "__init__.py").read_text()).body if isinstance(node, ast.If)
+    ]
+    imported = {
+        a.asname or a.name for node in block.body if isinstance(node, ast.ImportFrom) for a in node.names
+    }
+    assert imported == {*weft.__all__} - {"__version__"}
+
+
+def test_the_checkout_under_another_name_has_no_parts_of_its_own() -> None:
+    """pytest imports the root ``__init__.py`` also as the checkout's folder is called."""
+    program = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("checkout", {str(ROOT / "__init__.py")!r})
+checkout = importlib.util.module_from_spec(spec)
+sys.modules["checkout"] = checkout
+spec.loader.exec_module(checkout)
+import weft
+assert checkout.symm_mem is weft.symm_mem
+print(*(m for m in sys.modules if m.startswith("checkout.")))
+"""
+    assert of_a_new_process(program).strip() == ""

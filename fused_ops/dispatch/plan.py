@@ -28,22 +28,27 @@ from .call_check import compare_plan
 class Plan:
     """How a call is run.
 
+    >>> from weft.fused_ops import Plan, last_plan
+    >>> Plan("unfused", reason="the group has one rank")
+    Plan(algorithm='unfused', reason='the group has one rank', workspace_bytes=0, chosen='')
+
     Attributes:
-        algorithm: "none" before the first call, then
-            "unfused": the group's own collective, behind or in front of the matmul.
-            "host": CPU ranks; a thread copies, or every rank writes to every rank.
-            "push": CUDA; the kernel that computes also sends.
-            "two_kernels": CUDA; a cuBLAS matmul, then weft's all-reduce.
-            "one_shot": CUDA; every rank sends to every rank at once, in front of or behind a cuBLAS matmul, or, for an
-                all-reduce of few rows, in the kernel that computes.
-            "copy_engine": CUDA; a Triton kernel computes, the GPU's copy engines send (float32 all-gathers, and
-                16-bit ones with Bs of both orders).
-            "tma_store": CUDA; a Triton kernel computes and stores its tiles at their owners (float32
-                reduce-scatters).
+        algorithm: "none" before the first call, then one of
+
+            - "unfused": the group's own collective, behind or in front of the matmul.
+            - "host": CPU ranks; a thread copies, or every rank writes to every rank.
+            - "push": CUDA; the thread blocks of weft's kernel send.
+            - "two_kernels": CUDA; a matmul of cuBLAS, then weft's all-reduce.
+            - "one_shot": CUDA; every rank sends to every rank at once, in front of or behind a matmul of cuBLAS, or, of
+              few rows that are all-reduced, in the kernel that multiplies.
+            - "copy_engine": CUDA; a Triton kernel multiplies, the GPU's copy engines send (float32 all-gathers, and
+              16-bit ones with Bs of both orders).
+            - "tma_store": CUDA; a Triton kernel multiplies and stores its tiles at their owners (float32
+              reduce-scatters).
         reason: why it is "unfused".
-        workspace_bytes: of the heap, on each rank; calls of one stream share it.
-        chosen: how the configuration was chosen, of a kernel that can be tuned: "tuned" (WEFT_TUNE=1), or "from the
-            model", with the reason if it should have been tuned; "" for all others.
+        workspace_bytes: bytes of the heap, on each rank; calls of one stream share them.
+        chosen: how the configuration of a kernel that can be tuned was chosen: "tuned" (WEFT_TUNE=1), or "from the
+            model", and why if it was to be tuned; "" for all others.
     """
 
     algorithm: str
@@ -57,7 +62,17 @@ _forced: str | None = None
 
 
 def last_plan() -> Plan:
-    """The plan of this process's last call of an op."""
+    """The plan of this process's last call of an op.
+
+    >>> import torch
+    >>> from weft.fused_ops import last_plan, one_shot_all_reduce
+    >>> y = one_shot_all_reduce(torch.ones(4), "sum", None)
+    >>> last_plan().algorithm  # between CPU ranks
+    'host'
+
+    Returns:
+        a Plan, with algorithm "none" before the first call.
+    """
     return _last
 
 

@@ -7,12 +7,12 @@ import logging
 import os
 from collections.abc import Iterable
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import weft
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -40,7 +40,16 @@ _NOT_IN_THE_GRAPH = {"WEFT_TIMEOUT"}
 
 
 class FusionError(RuntimeError):
-    """A strict pass left a collective alone. ``report`` is that of the graph."""
+    """A strict pass left a collective alone.
+
+    >>> from weft.fused_ops import FusionError, FusionPass
+    >>> error = FusionError(FusionPass(strict=True).report())
+    >>> error.report.left
+    0
+
+    Attributes:
+        report: that of the graph.
+    """
 
     def __init__(self, report: Report) -> None:
         super().__init__(f"{report.left} of {len(report.entries)} collectives were not fused\n{report}")
@@ -50,10 +59,18 @@ class FusionError(RuntimeError):
 class FusionPass(CustomGraphPass):
     """Puts weft's fused ops into graphs that torch.compile makes.
 
-        fusion = FusionPass()
-        model = torch.compile(model, options=fusion.options)
-        model(x)
-        print(fusion.report())
+    >>> import torch, torch.distributed as dist
+    >>> from torch.distributed._functional_collectives import all_gather_tensor
+    >>> from weft.fused_ops import FusionPass
+    >>> def model(x, w):
+    ...     return all_gather_tensor(x, 0, dist.group.WORLD) @ w
+    >>> fusion = FusionPass()
+    >>> x, w = torch.randn(4, 8), torch.randn(8, 6)
+    >>> y = torch.compile(model, options=fusion.options)(x, w)
+    >>> print(fusion.report())
+    graph 0: all_gather_into_tensor over group '0': fused into weft::fused_all_gather_matmul, dim 0, ...
+    1 of 1 collectives fused
+    >>> torch.testing.assert_close(y, model(x, w))
 
     What is not exactly the function that a fused op computes is left alone, and the report says why. Exactly, but for
     rounding: a sum of products may be summed in another order, and in float32 where it was rounded between; a norm is
@@ -118,7 +135,7 @@ class FusionPass(CustomGraphPass):
 
     @property
     def options(self) -> dict[str, Any]:
-        """For ``torch.compile(model, options=...)``."""
+        """For ``torch.compile(model, options=fusion.options)``."""
         return {"post_grad_custom_post_pass": self}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
@@ -128,12 +145,20 @@ class FusionPass(CustomGraphPass):
     def report(self) -> Report:
         """What became of every collective of the graphs seen since the pass was made or cleared.
 
+        >>> from weft.fused_ops import FusionPass
+        >>> FusionPass().report().entries
+        ()
+
         The disagreements and questions are those of the process: a graph that comes from a cache belongs to no pass.
         """
         return Report(self._entries, disagreements(), questions())
 
     def clear(self) -> None:
-        """Empties the report; graphs are counted from 0 again."""
+        """Empties the report; graphs are counted from 0 again.
+
+        >>> from weft.fused_ops import FusionPass
+        >>> FusionPass().clear()
+        """
         self._entries.clear()
         self._graphs = 0
         reset_outcomes()
@@ -141,7 +166,8 @@ class FusionPass(CustomGraphPass):
     def uuid(self) -> Any:
         names = "all" if self.groups is None else sorted(self.groups)
         return (
-            f"weft {_version()} {_sources()} groups={names} strict={self.strict} fuse={self.fuse} agree={self.agree} "
+            f"weft {weft.__version__} {_sources()} groups={names} "
+            f"strict={self.strict} fuse={self.fuse} agree={self.agree} "
             f"sizes={_group_sizes()} environment={_environment()}{' as it was' * is_fallback_graph()}"
         )
 
@@ -278,14 +304,6 @@ def _sources() -> str:
             if path.suffix in (".py", ".cu", ".cuh"):
                 digest.update(f"{path.relative_to(_ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-@cache
-def _version() -> str:
-    try:
-        return metadata.version("weft")
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _group_sizes() -> list[tuple[str, int, str]]:

@@ -38,7 +38,13 @@ _on: bool | None = None
 
 
 def is_checked() -> bool:
-    """Whether calls are compared across ranks: what ``set_checked`` said, else WEFT_CHECK=1."""
+    """Whether calls are compared across ranks: what ``set_checked`` said, else WEFT_CHECK=1.
+
+    >>> from weft import symm_mem
+    >>> symm_mem.set_checked(False)
+    >>> symm_mem.is_checked()
+    False
+    """
     global _on
     if _on is None:
         _on = is_on("WEFT_CHECK")
@@ -48,8 +54,23 @@ def is_checked() -> bool:
 def set_checked(on: bool) -> None:
     """Compare each call of an op across ranks before it is launched, or stop doing so, in all groups.
 
+    >>> import torch, torch.distributed as dist
+    >>> from weft import symm_mem
+    >>> from weft.fused_ops import one_shot_all_reduce
+    >>> symm_mem.set_checked(True)
+    >>> try:
+    ...     y = one_shot_all_reduce(torch.ones(2 + dist.get_rank()), "sum", None)
+    ... except symm_mem.RankMismatch as error:
+    ...     print(error)
+    call 1 in group '0': rank 1 asked for ...
+    >>> symm_mem.set_checked(False)
+
     All ranks must say so between the same calls. A call that differs raises RankMismatch on every rank, and names the
-    first rank that differs from rank 0, the number of the call, and both calls with their file and line.
+    first rank that differs from rank 0, the number of the call, and both calls with their file and line. The hosts of
+    the ranks wait for each other at every call. A captured graph is checked at its capture, its replays are not.
+
+    Args:
+        on: whether to compare.
 
     Raises:
         TypeError: ``on`` is not a bool.

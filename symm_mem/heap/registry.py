@@ -122,7 +122,22 @@ def _make(pg: ProcessGroup, device: torch.device) -> Heap | HeapUnavailable:
 
 
 def unavailable(group: Group = None, device: torch.device | str | None = None) -> str | None:
-    """Why ``group`` has no heap on ``device``; None if it has one. The first call is collective."""
+    """Why ``group`` has no heap on ``device``; None if it has one. The first call is collective.
+
+    >>> from weft import symm_mem
+    >>> print(symm_mem.unavailable())
+    None
+
+    Args:
+        group: name, ProcessGroup, 1-D DeviceMesh or (mesh, dim); default the default group.
+        device: as for ``empty``.
+
+    Returns:
+        the reason, the same on every rank; ops then run unfused.
+
+    Raises:
+        ForkedProcess, ValueError, TypeError: as ``empty``.
+    """
     _forget_destroyed()
     try:
         get_heap(group, device)
@@ -133,6 +148,9 @@ def unavailable(group: Group = None, device: torch.device | str | None = None) -
 
 def check(group: Group = None) -> None:
     """Raise what a wait of this rank has run into: for programs that only replay CUDA graphs.
+
+    >>> from weft import symm_mem
+    >>> symm_mem.check()  # nothing has happened
 
     Otherwise the next call says so. It reads host memory only: for the state up to now, synchronize first. Of a group
     the first wait that has expired is raised, of several groups the first one of all. Groups that have been destroyed
@@ -164,6 +182,14 @@ def check(group: Group = None) -> None:
 
 def reset(group: Group = None) -> None:
     """Make a group's memory usable again after an error. Collective: every rank of the group must call it.
+
+    >>> import torch
+    >>> from weft import symm_mem
+    >>> from weft.fused_ops import one_shot_all_reduce
+    >>> before = one_shot_all_reduce(torch.ones(4), "sum", None)
+    >>> symm_mem.reset()  # after a PeerTimeout, say
+    >>> torch.equal(one_shot_all_reduce(torch.ones(4), "sum", None), before)
+    True
 
     Waits until this rank's work is done, then counts every flag, signal and call of the group from 0 again, on all
     ranks before any of them returns. Tensors keep their memory and what is in it, captured graphs stay valid (but for
