@@ -24,10 +24,10 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet --constraint con
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test programs bench forms model soak fuzz fuzz-pass sanitize lint format format-check typecheck docs clean
+.PHONY: help setup demo test tiny programs bench forms model soak fuzz fuzz-pass sanitize lint format format-check typecheck docs clean
 
 help:
-	@echo "make demo | test | bench | lint | format | format-check | typecheck | docs | clean"
+	@echo "make demo | tiny | test | bench | lint | format | format-check | typecheck | docs | clean"
 	@echo "long: make programs | forms | model | soak | fuzz | fuzz-pass | sanitize"
 
 setup: $(STAMP)

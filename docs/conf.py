@@ -17,7 +17,6 @@ html_theme = "furo"
 html_title = f"weft {release}"
 myst_heading_anchors = 3
 smartquotes_action = "D"  # dashes alone: [..., K] stays that
-suppress_warnings = ["toc.not_readable"]  # index.md names pages that are written elsewhere
 
 autodoc_member_order = "bysource"
 autodoc_type_aliases = {"Group": "Group"}

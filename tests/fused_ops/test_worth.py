@@ -13,6 +13,7 @@ from weft.fused_ops.dispatch.profitability import (
     expected_gain,
     why_not_profitable,
 )
+from weft.fused_ops.library.compiled import COMMUNICATING
 from weft.fused_ops.passes import fusion
 from weft.fused_ops.passes.graph.collectives import c10d
 from weft.kernels.all_gather_matmul import configs as gather
