@@ -145,6 +145,12 @@ def test_torch_symm_is_the_alias_of_torchs_module() -> None:
     assert not found, found
 
 
+def test_tests_have_names_of_their_own() -> None:
+    """pytest imports test files by their last name alone, and they import helpers so."""
+    names = [f.name for f in files(("tests",), ".py")]
+    assert not (found := sorted({name for name in names if names.count(name) > 1})), found
+
+
 def public_names(source: str) -> list[str]:
     """Of the classes and functions that a module defines; each program has its ``main``."""
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

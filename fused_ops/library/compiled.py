@@ -51,7 +51,7 @@ _REORDERING = {
 }
 
 
-def communicates(op: OpOverload) -> None:
+def declare_communicating(op: OpOverload) -> None:
     """Tells torch.compile so. Once for each op, when it is defined."""
     COMMUNICATING.append(op)
     op.py_impl(FunctionalTensorMode)(_functionalized(op))

@@ -396,7 +396,7 @@ for _name, _fake, _real, _autograd in (
     ),
 ):
     torch.library.register_fake(f"weft::{_name}", compiled.known_to_inductor(_fake), lib=_lib)
-    compiled.communicates(getattr(torch.ops.weft, _name).default)
+    compiled.declare_communicating(getattr(torch.ops.weft, _name).default)
     for _key in ("CPU", "CUDA"):
         _lib.impl(_name, _real, _key)
     _lib.impl(_name, _autograd, "Autograd")
