@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...symm_mem import HeapUnavailable, forks, is_checked
+from ...symm_mem import HeapUnavailable, forks
 from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.failure.fault import refuse_if_broken
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import get_heap
-from .call_check import compare_plan
+from .call_check import compare_first_call, compare_plan, plan_is_compared, take_begun
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ def last_plan() -> Plan:
 
 
 def ran(plan: Plan) -> None:
-    """Note the plan that a call is about to run. In the checked mode all ranks must have the same one."""
+    """Note the plan that a call is about to run. Of a call that is compared all ranks must have the same one."""
     global _last
     _last = plan
-    if is_checked():
+    if plan_is_compared():
         compare_plan(str(replace(plan, reason="")), plan.reason)
 
 
@@ -91,9 +91,12 @@ def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap
     """The heap that a call of ``op`` on ``x`` uses, or why it runs unfused.
 
     Raises:
+        RankMismatch: it is the first call of its op, and the ranks call differently.
+        PeerTimeout: likewise, and a rank does not come.
         ForkedProcess: this process was forked from the one that joined the group.
         WeftError: the group is broken on this rank. What x holds may then be worth nothing, also to NCCL or gloo.
     """
+    call = take_begun()
     if group.size() == 1:
         return "the group has one rank"
     forks.refuse_child(group, op)
@@ -108,6 +111,7 @@ def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap
     except HeapUnavailable as e:
         return str(e)
     refuse_if_broken(found)
+    compare_first_call(found, call)
     return found
 
 

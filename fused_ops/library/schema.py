@@ -17,9 +17,8 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from ...kernels.all_reduce.host import IN_PLACE
-from ...symm_mem import is_checked
 from ...symm_mem.failure.call_log import poison_on_error
-from ..dispatch.call_check import compare_call
+from ..dispatch.call_check import begin_call
 from ..dispatch.fast_path import needs_no_dispatch
 from ..dispatch.tensor_guards import has_tangents
 from ..ops import all_gather_matmul as _ag
@@ -114,9 +113,8 @@ def _all_gather_matmul_anew(
     A_shard: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, return_A: bool
 ) -> _ag.Result:
     dim, group = validation.validate_all_gather_matmul(A_shard, Bs, gather_dim, group_name)
-    if is_checked():
-        given = {"A_shard": A_shard, "Bs": Bs, "gather_dim": dim, "return_A": return_A}
-        compare_call(_ag.host.OP, group, A_shard.device, **given)
+    given = {"A_shard": A_shard, "Bs": Bs, "gather_dim": dim, "return_A": return_A}
+    begin_call(_ag.host.OP, group, A_shard.device, **given)
     return _ag.run_all_gather_matmul(A_shard, Bs, dim, group, return_A)
 
 
@@ -153,9 +151,8 @@ def _matmul_reduce_scatter_anew(
     args = (A, B, reduce_op, scatter_dim, group_name, out_dtype, bias, residual)
     dim, group = validation.validate_matmul_reduce_scatter(*args)
     out_dtype = out_dtype or A.dtype
-    if is_checked():
-        given = {"A": A, "B": B, "reduce_op": reduce_op, "scatter_dim": dim, "out_dtype": out_dtype}
-        compare_call(_rs.host.OP, group, A.device, **given, bias=bias, residual=residual)
+    given = {"A": A, "B": B, "reduce_op": reduce_op, "scatter_dim": dim, "out_dtype": out_dtype}
+    begin_call(_rs.host.OP, group, A.device, **given, bias=bias, residual=residual)
     return _rs.run_matmul_reduce_scatter(A, B, reduce_op, dim, group, out_dtype, bias, residual)
 
 
@@ -169,8 +166,7 @@ def _all_reduce(x: Tensor, reduce_op: str, group_name: str, *, group_size: int |
 @poison_on_error
 def _all_reduce_anew(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
     group = validation.validate_all_reduce(x, reduce_op, group_name)
-    if is_checked():
-        compare_call(_ar.host.OP, group, x.device, x=x, reduce_op=reduce_op)
+    begin_call(_ar.host.OP, group, x.device, x=x, reduce_op=reduce_op)
     return _ar.run_all_reduce(x, reduce_op, group)
 
 
@@ -185,8 +181,7 @@ def _all_reduce_in_place(
 @poison_on_error
 def _all_reduce_in_place_anew(x: Tensor, reduce_op: str, group_name: str) -> None:
     group = validation.validate_all_reduce_in_place(x, reduce_op, group_name)
-    if is_checked():
-        compare_call(IN_PLACE, group, x.device, x=x, reduce_op=reduce_op)
+    begin_call(IN_PLACE, group, x.device, x=x, reduce_op=reduce_op)
     if x.is_contiguous():
         _ar.run_all_reduce(x, reduce_op, group, x, op=IN_PLACE)
     else:
@@ -214,8 +209,7 @@ def _all_reduce_rms_norm_anew(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
 ) -> tuple[Tensor, Tensor]:
     group = validation.validate_all_reduce_rms_norm(x, residual, weight, eps, group_name)
-    if is_checked():
-        compare_call(_arn.host.OP, group, x.device, x=x, residual=residual, weight=weight, eps=eps)
+    begin_call(_arn.host.OP, group, x.device, x=x, residual=residual, weight=weight, eps=eps)
     return _arn.run_all_reduce_rms_norm(x, residual, weight, eps, group)
 
 
@@ -231,8 +225,7 @@ def _matmul_all_reduce(
 @poison_on_error
 def _matmul_all_reduce_anew(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor:
     group = validation.validate_matmul_all_reduce(A, B, reduce_op, group_name)
-    if is_checked():
-        compare_call(_mar.host.OP, group, A.device, A=A, B=B, reduce_op=reduce_op)
+    begin_call(_mar.host.OP, group, A.device, A=A, B=B, reduce_op=reduce_op)
     return _mar.run_matmul_all_reduce(A, B, reduce_op, group)
 
 
