@@ -1,9 +1,10 @@
-"""Where a call comes from: the nearest Python line that is neither weft's nor torch's."""
+"""Where a call comes from: the nearest Python line that is neither weft's nor torch's; and which op is being called."""
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TypeAlias
@@ -23,6 +24,13 @@ _LIBRARIES = tuple(
     )
 )
 _known: dict[str, bool] = {}
+
+
+class _Calling(threading.local):
+    op: str | None = None  #: that this thread is making a call of, for errors of steps on the way to its kernel
+
+
+calling = _Calling()
 
 
 def _is_library(file: str) -> bool:

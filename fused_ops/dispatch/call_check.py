@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch.distributed import ProcessGroup
 
-from ...symm_mem import HeapUnavailable, PeerTimeout, forks, is_checked
+from ...symm_mem import HeapUnavailable, forks, is_checked
+from ...symm_mem.call_site import calling
 from ...symm_mem.failure.call_check import CallCheck, call_check_of, compares_first_calls
 from ...symm_mem.failure.fault import refuse_if_broken
 from ...symm_mem.heap.heap import Heap
@@ -66,7 +67,7 @@ def begin_call(op: str, group: ProcessGroup, device: torch.device, **arguments: 
         ForkedProcess: this process was forked from the one that joined the group.
         WeftError: the group is broken on this rank.
     """
-    _current.call = None
+    calling.op, _current.call = op, None
     _current.begun = call = OpCall(op, arguments)
     if not is_checked() or group.size() == 1:
         return
@@ -95,17 +96,10 @@ def compare_first_call(where: Heap, call: OpCall | None) -> None:
     """
     if call is None:
         return
-    board: CallCheck | None = where.board
-    if (board is not None and call.op in board.compared) or not compares_first_calls():
+    known: CallCheck | None = where.board
+    if (known is not None and call.op in known.compared) or not compares_first_calls():
         return
-    try:
-        board = call_check_of(where)
-    except PeerTimeout as e:  # of a step of making it: what is waited for is this call
-        raise PeerTimeout(
-            *(call.op, e.group, e.rank, e.peer, e.flag, e.expected),
-            *(e.seen, e.seconds, e.site, e.ended, e.blames),
-        ) from e
-    _compare(board, call, "first call of an op")
+    _compare(call_check_of(where), call, "first call of an op")
 
 
 def _compare(board: CallCheck, call: OpCall, what: str | None) -> None:
