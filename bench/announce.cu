@@ -2,13 +2,13 @@
 // late as links are, the flag of every peer for the same piece, and none before links could have brought what it stands
 // for.
 
-#include "sync.cuh"
+#include "ptx/sync.cuh"
 
 using weft::u32;
 using weft::u64;
 
 struct Params {
-    u32* flags;  // of the own half, [world][flags_per_rank]
+    u32* flags;  // of the local buffer, [world][flags_per_rank]
     const u32* told;  // the own ones at a peer
     const u32* pieces;  // [count]: which flag, in the order in which they are set
     const u32* due;  // of each, nanoseconds after the start: growing

@@ -20,6 +20,10 @@ ALGORITHMS = ("push", "one_shot")
 _choices: dict[tuple[str, Any], KernelChoices[Any]] = {}
 
 
+#: Where each product chooses its exchange in one shot.
+ONE_SHOT = ((gather_configs, "choose_one_shot_gather"), (scatter_configs, "choose_one_shot_scatter"))
+
+
 @contextmanager
 def taking(algorithm: str) -> Iterator[None]:
     """Inside the body both products take ``algorithm``, "one_shot" where it can be, whatever their models say of it:
@@ -46,8 +50,8 @@ def taking(algorithm: str) -> Iterator[None]:
         if algorithm == "one_shot":
             stack.enter_context(mock.patch.object(one_shot, "exchange_us", return_value=-1e9))
         else:
-            for configs in (gather_configs, scatter_configs):
-                stack.enter_context(mock.patch.object(configs, "choose_one_shot", return_value=None))
+            for configs, choose in ONE_SHOT:
+                stack.enter_context(mock.patch.object(configs, choose, return_value=None))
         yield
 
 
@@ -58,11 +62,11 @@ def mixing() -> Iterator[None]:
     By their sizes: so all ranks do it alike, and nothing is switched from call to call.
     """
     with ExitStack() as stack:
-        for configs, columns in ((gather_configs, "k"), (scatter_configs, "n")):
-            choose = configs.choose_one_shot
+        for (configs, name), columns in zip(ONE_SHOT, ("k", "n"), strict=True):
+            choose = getattr(configs, name)
 
             def some(problem: Any, columns: str = columns, choose: Any = choose) -> Any:
                 return None if getattr(problem, columns) // 64 % 2 else choose(problem)
 
-            stack.enter_context(mock.patch.object(configs, "choose_one_shot", some))
+            stack.enter_context(mock.patch.object(configs, name, some))
         yield

@@ -64,7 +64,18 @@ def test_pieces_are_announced_in_the_order_in_which_ranks_send(
     (tmp_path / "prints.cpp").write_text(PRINTS)
     arguments = [f"-D{name}={value}" for name, value in defines.items()]
     subprocess.run(
-        [compiler, "-std=c++17", "-w", *arguments, "prints.cpp", "-o", "prints"], check=True, cwd=tmp_path
+        [
+            compiler,
+            "-std=c++17",
+            "-w",
+            f"-I{SOURCE.parents[1] / 'device'}",
+            *arguments,
+            "prints.cpp",
+            "-o",
+            "prints",
+        ],
+        check=True,
+        cwd=tmp_path,
     )
     choice = random.Random(block_m)
     for _ in range(20):

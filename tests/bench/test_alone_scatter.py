@@ -42,8 +42,8 @@ def test_a_rank_alone_sums_its_own_products(op: Scatter, monkeypatch: pytest.Mon
     ranks.run_alone(0)
     assert not ranks.records.any() and not ranks.strays
     assert torch.equal(out, want)
-    halves = ranks.memory[:, ranks.layout.half(0) : ranks.layout.staging]
-    assert not halves.any(), "something was sent to others, or not taken"
+    buffers = ranks.memory[:, ranks.layout.buffer(0) : ranks.layout.staging]
+    assert not buffers.any(), "something was sent to others, or not taken"
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -79,7 +79,7 @@ CASES: dict[str, tuple[Callable[[], None], bool, Any, str]] = {
     "compare calls": (checked, True, call_check, "spin"),
     "prepare": (prepares, True, StoreQuestions, "__enter__"),
     "grow": (grows, True, Heap, "_enter_chunk"),
-    "reset": (symm_mem.reset, True, Heap, "_come_to_rest"),
+    "reset": (symm_mem.reset, True, Heap, "_quiesce"),
     "the end of a reset": (symm_mem.reset, True, HostBackend, "zero"),
 }
 

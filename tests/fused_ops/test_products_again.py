@@ -25,9 +25,11 @@ from weft.symm_mem.call_cache import CachedDict
 from weft.symm_mem.heap import registry
 from weft.symm_mem.layout import Layout
 
-NAME = "a group"
-WORLD_SIZE = 2
+NAME, WORLD_SIZE = "a group", 2
 LONG = r"no process group is named 'a group'"  # what the long way says here, where there is none
+
+WORD = {"all_gather_matmul": "gather", "matmul_reduce_scatter": "scatter"}
+ON_CUDA = {name: f"weft.kernels.{name}.on_cuda" for name in WORD}
 
 
 @dataclass
@@ -81,20 +83,19 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stage.stream, raising=False)
+    kept = stage.workspaces
     monkeypatch.setattr(
-        workspaces, "_fetch", lambda _, kind, *__: stage.workspaces.setdefault((kind, 7, 0), stage.workspace)
+        workspaces, "_fetch", lambda _, kind, *__: kept.setdefault((kind, 7, 0), stage.workspace)
     )
-    ll_protocol = Layout(WORLD_SIZE, 0, 8, ll_protocol=True)
-    for module, layout in (
-        (all_gather_matmul, Layout(WORLD_SIZE, 1, 8)),
-        (matmul_reduce_scatter, ll_protocol),
+    for op, module, layout in (
+        ("all_gather_matmul", all_gather_matmul, Layout(WORLD_SIZE, 1, 8)),
+        ("matmul_reduce_scatter", matmul_reduce_scatter, Layout(WORLD_SIZE, 0, 8, ll_protocol=True)),
     ):
-        kernels = f"weft.kernels.{module.host.__name__.split('.')[2]}.on_cuda"
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
-        monkeypatch.setattr(module, "turn", lambda device: nullcontext())
+        monkeypatch.setattr(module, "in_stream_order", lambda device: nullcontext())
         choice = KernelChoice("push", None, layout, profitable=True)
-        monkeypatch.setattr(f"{kernels}.choose", lambda *_, choice=choice: choice)
-        monkeypatch.setattr(f"{kernels}.launcher", lambda *_, **__: stage.launcher)
+        monkeypatch.setattr(f"{ON_CUDA[op]}.choose_{WORD[op]}_kernel", lambda *_, choice=choice: choice)
+        monkeypatch.setattr(f"{ON_CUDA[op]}.{WORD[op]}_launcher", lambda *_, **__: stage.launcher)
 
     def gathered(
         choice: object, workspace: object, a: torch.Tensor, bs: list[torch.Tensor], *_: int, return_A: bool
@@ -106,8 +107,8 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         columns = b.shape[1] // WORLD_SIZE ** given[-1]  # the last dimension is scattered, or not
         return a.new_empty(a.shape[0], a.shape[2], columns, dtype=given[-2].out_dtype)
 
-    monkeypatch.setattr("weft.kernels.all_gather_matmul.on_cuda.run", gathered)
-    monkeypatch.setattr("weft.kernels.matmul_reduce_scatter.on_cuda.run", scattered)
+    monkeypatch.setattr("weft.kernels.all_gather_matmul.on_cuda.launch_all_gather_matmul", gathered)
+    monkeypatch.setattr("weft.kernels.matmul_reduce_scatter.on_cuda.launch_matmul_reduce_scatter", scattered)
     return stage
 
 
@@ -376,8 +377,8 @@ def test_what_does_not_pay_is_fused_only_where_it_is_asked_for(
     stage: SimpleNamespace, op: Op, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choice = KernelChoice("push", None, Layout(WORLD_SIZE, 1, 8), profitable=False)
-    for kernels in ("all_gather_matmul", "matmul_reduce_scatter"):
-        monkeypatch.setattr(f"weft.kernels.{kernels}.on_cuda.choose", lambda *_: choice)
+    for op_name, word in WORD.items():
+        monkeypatch.setattr(f"{ON_CUDA[op_name]}.choose_{word}_kernel", lambda *_: choice)
     with plan.forced("fused"):
         op.first(*op.given)
         op.call(*op.given)

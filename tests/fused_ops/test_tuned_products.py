@@ -111,20 +111,23 @@ def stage(folder: str, on: bool, fastest: Any) -> Iterator[Heap]:
             (gather, "AllGatherMatmulOneShot", OneShot),
             (scatter, "MatmulReduceScatterOneShot", OneShot),
             (benchmark, "median_us", median_us),
-            (tuner, "is_on", lambda: on),
+            (tuner, "is_tuning", lambda: on),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         for module in (all_gather_matmul, matmul_reduce_scatter, workspaces):
             stack.enter_context(mock.patch.object(module, "num_sms", return_value=132))
         for module in (all_gather_matmul, matmul_reduce_scatter):
-            stack.enter_context(mock.patch.object(module, "turn", return_value=nullcontext()))
+            stack.enter_context(mock.patch.object(module, "in_stream_order", return_value=nullcontext()))
         if fastest == "one_shot":  # the model thinks a little less of it than of the best that pushes
-            for configs in (gather.configs, scatter.configs):
+            for configs, ranked, estimate in (
+                (gather.configs, gather.configs.rank_gather_pushes, "estimate_one_shot_gather_us"),
+                (scatter.configs, scatter.configs.rank_scatter_pushes, "estimate_one_shot_scatter_us"),
+            ):
 
-                def slower(problem: Any, configs: Any = configs) -> float:
-                    return float(configs.push_ranked(problem)[0][0]) + 1e-3
+                def slower(problem: Any, ranked: Any = ranked) -> float:
+                    return float(ranked(problem)[0][0]) + 1e-3
 
-                stack.enter_context(mock.patch.object(configs, "estimate_one_shot_us", slower))
+                stack.enter_context(mock.patch.object(configs, estimate, slower))
         raw = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=7)
         stack.enter_context(raw)
         yield where

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from opcommon import world
 from ranks import run_ranks
 from weft import symm_mem
+from weft.symm_mem.heap.heap import heap_of
+from weft.symm_mem.heap.registry import get_heap
 
 sys.path.insert(0, str(Path(__file__).parent))
 import values as v
@@ -57,6 +59,9 @@ cases = st.one_of(
 )
 
 
+ON_HEAP: dict[str, Any] = {"heap": get_heap, "heap_of": heap_of}
+
+
 def view(kind: Any, whole: torch.Tensor) -> Any:
     if isinstance(kind, tuple):
         row, column, step = kind
@@ -95,7 +100,7 @@ def invoke(case: tuple[Any, ...], rank: int, size: int, kept: torch.Tensor) -> N
     elif what == "barrier":
         symm_mem.rendezvous(kept).barrier(*args)
     else:
-        getattr(symm_mem, what)(*args)
+        ON_HEAP.get(what, getattr(symm_mem, what, None))(*args)
 
 
 _kept: list[torch.Tensor] = []

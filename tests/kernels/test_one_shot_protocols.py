@@ -253,7 +253,7 @@ def test_mistakes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mis
 
 def test_a_workspace_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch, Library(KERNELS, ctypes.CDLL(None)), ExchangeLayout(2, 64))
-    words = r"workspace: is Layout\(.* slots=64, .* must hold .* slots=128, .* for OneShotConfig"
+    words = r"workspace: is ExchangeLayout\(.* slots=64, .* must hold .* slots=128, .* for OneShotConfig"
     for op in OPS:
         with pytest.raises(ValueError, match=words):
             calls.launch(op, 72, 8, (1, 32))

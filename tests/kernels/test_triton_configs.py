@@ -217,7 +217,7 @@ def test_another_triton_is_asked_for_every_launch(monkeypatch: pytest.MonkeyPatc
 
 def test_configs_need_no_gpu_and_no_interpreter() -> None:
     code = (
-        "import torch; from weft.kernels.matmul_reduce_scatter.configs import choose;"
+        "import torch; from weft.kernels.matmul_reduce_scatter.configs import choose_matmul_reduce_scatter as choose;"
         "print(choose(1024, 4096, 3584, 4, torch.bfloat16, 132).tile.block_m)"
     )
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -30,7 +30,7 @@ def pending_in_front(x: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 def test_one_that_was_left_and_is_used_alone_is_not_reduced_again(
     fn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(form, "worth_fusing", lambda *args, **kwargs: "too large")
+    monkeypatch.setattr(form, "why_not_profitable", lambda *args, **kwargs: "too large")
     assert set(only(lambda x, w, u: ar(x @ u) + ar(x @ w), X, W, U).fused) == {"_c10d_functional::all_reduce"}
     seen = only(fn, X, W, U)
     assert seen.fused == [None, None]

@@ -178,11 +178,11 @@ def test_fuse_must_be_known() -> None:
 def test_what_does_not_pay_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def worth_fusing(*args: object, **kwargs: object) -> str:
+    def why_not_profitable(*args: object, **kwargs: object) -> str:
         asked.append((args, kwargs))
         return "it is too small"
 
-    monkeypatch.setattr("weft.fused_ops.dispatch.profitability.worth_fusing", worth_fusing)
+    monkeypatch.setattr("weft.fused_ops.dispatch.profitability.why_not_profitable", why_not_profitable)
     (entry,) = captured(good, X, W)[0].entries
     assert (entry.fused_into, entry.reason) == (None, "it is too small")
     assert "product" in entry.form

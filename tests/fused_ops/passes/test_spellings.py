@@ -91,7 +91,7 @@ def test_coalesced_and_waited_for_at_once_where_not_all_can_be_fused(
 
 def test_a_coalesced_one_that_does_not_pay_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "weft.fused_ops.dispatch.profitability.worth_fusing", lambda *args, **kwargs: "it is too small"
+        "weft.fused_ops.dispatch.profitability.why_not_profitable", lambda *args, **kwargs: "it is too small"
     )
     seen = only(both, (6, 8), (4, 8), (8, 5), (8, 3))
     assert seen.fused == [None]
