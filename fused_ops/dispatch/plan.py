@@ -40,7 +40,7 @@ class Plan:
                 16-bit ones with Bs of both orders).
             "tma_store": CUDA; a Triton kernel multiplies and stores its tiles at their owners (float32
                 reduce-scatters).
-        reason: why it is "unfused".
+        reason: why it is "unfused"; of a kernel which operands each call copies, and why. Ranks' may differ.
         workspace_bytes: of the heap, on each rank; calls of one stream share it.
         chosen: how the configuration of a kernel that can be tuned was come by: "tuned" (WEFT_TUNE=1), or "from the
             model", and why if it was to be tuned; "" of all others.
@@ -113,6 +113,22 @@ def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap
     refuse_if_broken(found)
     compare_first_call(found, call)
     return found
+
+
+def tf32_is_allowed() -> bool:
+    """Whether products of float32 on CUDA may be taken in TF32, however it was said: all ways come to this one."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def why_tf32(dtype: torch.dtype) -> str | None:
+    """Why a product on CUDA is left to cuBLAS: it may take TF32, which is several times faster than kernels of float32.
+
+    A setting of the process, which must be the same on all ranks. Products of float32 on kernels of our own never take
+    the fast path, so each call asks.
+    """
+    if dtype == torch.float32 and _forced != "fused" and tf32_is_allowed():
+        return "TF32 is allowed for products of float32, which the kernels do not use"
+    return None
 
 
 def should_fuse(worth: bool) -> bool:
