@@ -27,7 +27,9 @@ _known: dict[str, bool] = {}
 
 
 class _Calling(threading.local):
-    op: str | None = None  #: that this thread is making a call of, for errors of steps on the way to its kernel
+    op: str | None = (
+        None  #: that this thread is making a call of, for errors of steps on the way to its kernel
+    )
 
 
 calling = _Calling()

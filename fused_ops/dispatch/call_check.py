@@ -50,7 +50,9 @@ class OpCall(NamedTuple):
 
 class _Current(threading.local):
     begun: OpCall | None = None  #: that has not come to its heap yet
-    call: tuple[CallCheck, str, str | None] | None = None  #: whose plan is still to come: board, op, which call
+    call: tuple[CallCheck, str, str | None] | None = (
+        None  #: whose plan is still to come: board, op, which call
+    )
 
 
 _current = _Current()

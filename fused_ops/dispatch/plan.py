@@ -6,6 +6,7 @@ rank and on every call. What is costly to make for it, kernels and descriptors, 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -52,6 +53,8 @@ class Plan:
     chosen: str = ""
 
 
+_log = logging.getLogger("weft.ops")
+_logged_reasons: set[tuple[str, str]] = set()
 _last = Plan("none")
 _forced: str | None = None
 
@@ -105,14 +108,23 @@ def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap
     if _forced == "unfused":
         return "the caller asked for it"
     if x.device.type == "cuda" and not _is_hopper(x.device):
-        return "the kernels are for GPUs of compute capability 9.0"
+        return _logged(op, group, "the kernels are for GPUs of compute capability 9.0")
     try:
         found = get_heap(group, x.device)
     except HeapUnavailable as e:
-        return str(e)
+        return _logged(op, group, str(e))
     refuse_if_broken(found)
     compare_first_call(found, call)
     return found
+
+
+def _logged(op: str, group: ProcessGroup, reason: str) -> str:
+    """The reason for which a group's calls run unfused; in the log once."""
+    said = group.group_name, reason
+    if said not in _logged_reasons:
+        _logged_reasons.add(said)
+        _log.warning("%s and other ops of group %r run unfused: %s", op, group.group_name, reason)
+    return reason
 
 
 def tf32_is_allowed() -> bool:

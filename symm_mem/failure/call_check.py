@@ -64,7 +64,7 @@ def set_checked(on: bool) -> None:
     usable afterwards.
 
     The first call of each op on a group's heap, and the first one behind a reset, is compared outside of the checked
-    mode, too. WEFT_CHECK=0 turns that off, WEFT_CHECK=1 is the checked mode; the variable must be the same on all ranks.
+    mode, too. WEFT_CHECK=0 turns that off, WEFT_CHECK=1 is the checked mode; all ranks must have the same.
 
     Raises:
         TypeError: ``on`` is not a bool.

@@ -75,9 +75,11 @@ def plans(rank: int, world_size: int) -> None:
     """Another algorithm for the same arguments."""
     first = plan.Plan("unfused", "of its own") if rank == ODD else plan.Plan("host")
     with (
-        mock.patch.object(plan, "Plan", lambda *_, **__: first),
-        mock.patch("weft.fused_ops.ops.all_reduce.Plan", lambda *_, **__: first),
-        pytest.raises(symm_mem.RankMismatch, match=r"rank 1 asked for one_shot_all_reduce by Plan\(.*of its own"),
+        mock.patch.object(plan, "Plan", return_value=first),
+        mock.patch("weft.fused_ops.ops.all_reduce.Plan", return_value=first),
+        pytest.raises(
+            symm_mem.RankMismatch, match=r"rank 1 asked for one_shot_all_reduce by Plan\(.*of its own"
+        ),
     ):
         reduce()()
     reduce()()
@@ -126,7 +128,9 @@ def missing(rank: int, world_size: int) -> str | None:
         product()()
         symm_mem.set_timeout(0.4)
         if rank != ODD:
-            with pytest.raises(symm_mem.PeerTimeout, match=r"^(make a board for )?fused_all_gather_matmul: .* waited 0.4 s") as error:
+            with pytest.raises(
+                symm_mem.PeerTimeout, match=r"^(make a board for )?fused_all_gather_matmul: .* waited 0.4 s"
+            ) as error:
                 gather()()
             assert error.value.peer == ODD
             said = str(error.value)

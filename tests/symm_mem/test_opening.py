@@ -128,12 +128,14 @@ def alone(rank: int, world_size: int) -> None:
         whose = "make a heap for one_shot_all_reduce, which every rank of the group must call"
         with (
             mock.patch.object(rendezvous, "_SILENT", 0.2),
-            pytest.raises(symm_mem.PeerTimeout, match=rf"^{whose}: rank 0 .* for rank 1: its call is not made"),
+            pytest.raises(
+                symm_mem.PeerTimeout, match=rf"^{whose}: rank 0 .* for rank 1: its call is not made"
+            ),
         ):
             one_shot_all_reduce(torch.ones(3), "sum", None)
         assert lines == [f"{whose}: rank 0 of group '0' has waited 0 s for rank 1"]
         # What is no call of an op is not named after the last one.
-        with pytest.raises(symm_mem.PeerTimeout, match="^make a heap: rank 0"):
+        with pytest.raises(symm_mem.PeerTimeout, match=r"^make a heap: rank 0"):
             get_heap()
     dist.barrier()
     symm_mem.set_timeout(20)
