@@ -38,22 +38,32 @@ def curves(rows: list[dict[str, Any]], mode: str) -> dict[str, list[tuple[int, f
             if us is not None and us > 0:
                 found.setdefault(name, []).append((size, us))
     if not found:
-        raise ValueError(f"mode: no row of an all-reduce is of mode {mode!r}")
+        modes = sorted({row["mode"] for row in rows if row["op"] == "all_reduce"})
+        there = f"--mode may be {' or '.join(modes)}" if modes else "there is no row of an all-reduce at all"
+        raise ValueError(f"mode: no row of an all-reduce is of mode {mode!r}; {there}")
     return {name: sorted(points) for name, points in found.items()}
 
 
 def draw(content: dict[str, Any], mode: str, output: Path) -> None:
-    """Write the picture of a results file to ``output``."""
-    import matplotlib as mpl
+    """Write the picture of a results file to ``output``.
+
+    Raises:
+        ValueError: it has no row of this mode.
+        ModuleNotFoundError: there is no matplotlib.
+    """
+    meta, drawn = content["meta"], curves(content["rows"], mode)
+    try:
+        import matplotlib as mpl
+    except ModuleNotFoundError as e:
+        raise ModuleNotFoundError("matplotlib draws the picture: pip install 'weft[plot]'") from e
 
     mpl.use("svg")
     from matplotlib import pyplot as plt
 
     # The same file from the same numbers: no date, no random names, text as text.
     plt.rcParams.update({"svg.hashsalt": "weft", "svg.fonttype": "none"})
-    meta = content["meta"]
     figure, axes = plt.subplots(figsize=(8, 5))
-    for name, points in curves(content["rows"], mode).items():
+    for name, points in drawn.items():
         style = {"weft": "o-", "limit": "k:"}.get(name, "x--")
         label = "bytes received / link" if name == "limit" else NAMES.get(name, name)
         axes.plot(*zip(*points, strict=True), style, label=label, linewidth=2 if name == "weft" else 1)
@@ -78,7 +88,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     output = options.output or options.results.with_suffix(".svg")
-    draw(json.loads(options.results.read_text()), options.mode, output)
+    try:
+        draw(json.loads(options.results.read_text()), options.mode, output)
+    except (ModuleNotFoundError, OSError, ValueError) as e:
+        parser.exit(1, f"{parser.prog}: {options.results}: {e}\n")
+    except KeyError as e:
+        parser.exit(
+            1, f"{parser.prog}: {options.results}: has no {e}, must be what bench/run.py --results writes\n"
+        )
     print(f"wrote {output}")
 
 

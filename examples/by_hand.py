@@ -89,6 +89,8 @@ def milliseconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def main() -> None:
+    if "LOCAL_RANK" not in os.environ:
+        sys.exit("by_hand.py runs on several ranks: torchrun --nproc-per-node 4 examples/by_hand.py")
     local = int(os.environ["LOCAL_RANK"])
     cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local) if cuda else torch.device("cpu")

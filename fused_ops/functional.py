@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._device import DeviceContext
@@ -13,6 +15,8 @@ from ..kernels.all_reduce.host import IN_PLACE
 from ..symm_mem import Group, group_name, resolve_group
 from .library import schema, validation
 from .ops import all_gather_matmul, all_reduce, all_reduce_rms_norm, matmul_all_reduce, matmul_reduce_scatter
+
+ReduceOp: TypeAlias = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 _LISTS = (list, tuple)
 _is_compiling, _function_modes = torch.compiler.is_compiling, torch._C._len_torch_function_stack
@@ -87,8 +91,8 @@ def fused_all_gather_matmul(
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call with different sizes. Seen in the checked mode (``symm_mem.set_checked``), or where
-            they ask for different memory; else results may be wrong.
+        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
+            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
     # What was called before has been checked before. True is not 1 there.
@@ -108,7 +112,7 @@ def fused_all_gather_matmul(
 def fused_matmul_reduce_scatter(
     A: Tensor,
     B: Tensor,
-    reduce_op: str,
+    reduce_op: ReduceOp,
     scatter_dim: int,
     group: Group,
     *,
@@ -139,7 +143,7 @@ def fused_matmul_reduce_scatter(
     Args:
         A: [..., K], 2 or more dimensions; float32, bfloat16 or float16; any strides.
         B: [K, N] of the same dtype.
-        reduce_op: "sum", or "avg" for the sum divided by the number of ranks.
+        reduce_op: "sum", or "avg" for the sum divided by the number of ranks; also as a torch.distributed.ReduceOp.
         scatter_dim: the dimension of ``A @ B`` that is cut into one part a rank; may be negative. Its size must be a
             multiple of the number of ranks.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
@@ -155,8 +159,8 @@ def fused_matmul_reduce_scatter(
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call with different sizes. Seen in the checked mode (``symm_mem.set_checked``), or where
-            they ask for different memory; else results may be wrong.
+        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
+            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
     name = _known_name(group)
@@ -168,7 +172,7 @@ def fused_matmul_reduce_scatter(
             return done
     validation.tensor("A", A, 2)
     validation.tensor("B", B)
-    validation.reduction(reduce_op)
+    reduce_op = validation.reduction(reduce_op)
     validation.dimension("scatter_dim", scatter_dim, "A", A.dim())
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         shown = "a tensor" if isinstance(out_dtype, Tensor) else repr(out_dtype)
@@ -181,7 +185,7 @@ def fused_matmul_reduce_scatter(
     return schema.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, name, **named)
 
 
-def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
+def one_shot_all_reduce(x: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor:
     """``all_reduce(x, reduce_op)``, the same bits on every rank.
 
     >>> import torch, torch.distributed as dist
@@ -201,7 +205,7 @@ def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
     Args:
         x: any shape, strides and alignment; float32, bfloat16 or float16. It need not lie on the heap.
         reduce_op: "sum", "avg" for the sum divided by the number of ranks, "max" or "min" (NaN if one of them is; what
-            the group's backend makes of NaN where it runs unfused).
+            the group's backend makes of NaN where it runs unfused); also as a torch.distributed.ReduceOp.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
 
     Returns:
@@ -209,8 +213,8 @@ def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call with different sizes. Seen in the checked mode (``symm_mem.set_checked``), or where
-            they ask for different memory; else results may be wrong.
+        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
+            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
     name = _known_name(group)
@@ -219,12 +223,12 @@ def one_shot_all_reduce(x: Tensor, reduce_op: str, group: Group) -> Tensor:
         if out is not None:
             return out
     validation.tensor("x", x)
-    validation.reduction(reduce_op, validation.ALL_REDUCE_OPS)
+    reduce_op = validation.reduction(reduce_op, validation.ALL_REDUCE_OPS)
     name = group_name(group)
     return schema.all_reduce(x, reduce_op, name, **_of_graph(name))
 
 
-def one_shot_all_reduce_(x: Tensor, reduce_op: str, group: Group) -> Tensor:
+def one_shot_all_reduce_(x: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor:
     """``x = all_reduce(x, reduce_op)``: ``one_shot_all_reduce`` in place.
 
     >>> import torch, torch.distributed as dist
@@ -253,7 +257,7 @@ def one_shot_all_reduce_(x: Tensor, reduce_op: str, group: Group) -> Tensor:
         if out is not None:
             return out
     validation.tensor("x", x)
-    validation.reduction(reduce_op, validation.ALL_REDUCE_OPS)
+    reduce_op = validation.reduction(reduce_op, validation.ALL_REDUCE_OPS)
     name = group_name(group)
     schema.all_reduce_(x, reduce_op, name, **_of_graph(name))
     return x
@@ -292,8 +296,8 @@ def fused_all_reduce_rms_norm(
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call with different sizes. Seen in the checked mode (``symm_mem.set_checked``), or where
-            they ask for different memory; else results may be wrong.
+        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
+            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
     name = _known_name(group)
@@ -308,7 +312,7 @@ def fused_all_reduce_rms_norm(
     return schema.all_reduce_rms_norm(x, residual, weight, eps, name, **_of_graph(name))
 
 
-def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: Group) -> Tensor:
+def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor:
     """``all_reduce(A @ B, reduce_op)``: overlapped where one kernel takes it, else one behind the other.
 
     >>> import torch, torch.distributed as dist
@@ -329,7 +333,7 @@ def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: Group) 
     Args:
         A: [..., K], 2 or more dimensions; float32, bfloat16 or float16; any strides.
         B: [K, N] of the same dtype.
-        reduce_op: "sum", or "avg" for the sum divided by the number of ranks.
+        reduce_op: "sum", or "avg" for the sum divided by the number of ranks; also as a torch.distributed.ReduceOp.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
 
     Returns:
@@ -337,8 +341,8 @@ def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: Group) 
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
-        RankMismatch: the ranks call with different sizes. Seen in the checked mode (``symm_mem.set_checked``), or where
-            they ask for different memory; else results may be wrong.
+        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
+            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
     name = _known_name(group)
@@ -348,6 +352,6 @@ def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: Group) 
             return done
     validation.tensor("A", A, 2)
     validation.tensor("B", B)
-    validation.reduction(reduce_op)
+    reduce_op = validation.reduction(reduce_op)
     name = group_name(group)
     return schema.matmul_all_reduce(A, B, reduce_op, name, **_of_graph(name))

@@ -1,9 +1,10 @@
-"""The call site of a call: the nearest Python line that is neither weft's nor torch's."""
+"""The call site of a call: the nearest Python line that is neither weft's nor torch's; and the op that is called."""
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TypeAlias
@@ -23,6 +24,15 @@ _LIBRARIES = tuple(
     )
 )
 _known: dict[str, bool] = {}
+
+
+class _Calling(threading.local):
+    op: str | None = (
+        None  #: that this thread is making a call of, for errors of steps on the way to its kernel
+    )
+
+
+calling = _Calling()
 
 
 def _is_library(file: str) -> bool:

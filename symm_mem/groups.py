@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group, _world
 
 WITHOUT_PROCESSES = ("fake", "threaded")  #: backends of groups whose ranks are no processes
 
@@ -43,7 +43,7 @@ def resolve_group(group: Group = None) -> ProcessGroup:
         try:
             return _resolve_process_group(group)  # type: ignore[arg-type]
         except Exception as e:
-            raise ValueError(f"group: no process group is named {group!r}") from e
+            raise ValueError(f"group: no process group is named {group!r}{_named_groups(group)}") from e
     if group is None:
         if not dist.is_initialized():
             raise ValueError(
@@ -65,6 +65,15 @@ def resolve_group(group: Group = None) -> ProcessGroup:
     raise TypeError(
         f"group: must be a name, a ProcessGroup, a 1-D DeviceMesh or (DeviceMesh, dim), not {type(group).__name__}"
     )
+
+
+def _named_groups(wanted: str) -> str:
+    """Which groups there are, for who has taken the name of a mesh's dimension for that of a group."""
+    known = sorted((pg.group_name, pg.group_desc) for pg in _world.pg_map)
+    if not known:
+        return ""
+    names = ", ".join(repr(name) + (f" ({what})" if what else "") for name, what in known)
+    return f", only {names}; a dimension of a DeviceMesh is (mesh, {wanted!r})"
 
 
 def _of_dimension(mesh: DeviceMesh, dim: int | str) -> ProcessGroup:

@@ -6,6 +6,7 @@ rank and on every call. What is costly to make for it, kernels and descriptors, 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...symm_mem import HeapUnavailable, forks, is_checked
+from ...symm_mem import HeapUnavailable, forks
 from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.failure.fault import refuse_if_broken
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import get_heap
-from .call_check import compare_plan
+from .call_check import compare_first_call, compare_plan, plan_is_compared, take_begun
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Plan:
               16-bit ones with Bs of both orders).
             - "tma_store": CUDA; a Triton kernel multiplies and stores its tiles at their owners (float32
               reduce-scatters).
-        reason: why it is "unfused".
+        reason: why it is "unfused"; of a kernel, which operands each call copies, and why. Ranks' may differ.
         workspace_bytes: bytes of the heap, on each rank; calls of one stream share them.
         chosen: how the configuration of a kernel that can be tuned was chosen: "tuned" (WEFT_TUNE=1), or "from the
             model", and why if it was to be tuned; "" for all others.
@@ -57,6 +58,8 @@ class Plan:
     chosen: str = ""
 
 
+_log = logging.getLogger("weft.ops")
+_logged_reasons: set[tuple[str, str]] = set()
 _last = Plan("none")
 _forced: str | None = None
 
@@ -77,10 +80,10 @@ def last_plan() -> Plan:
 
 
 def ran(plan: Plan) -> None:
-    """Note the plan that a call is about to run. In the checked mode all ranks must have the same one."""
+    """Note the plan that a call is about to run. Of a call that is compared all ranks must have the same one."""
     global _last
     _last = plan
-    if is_checked():
+    if plan_is_compared():
         compare_plan(str(replace(plan, reason="")), plan.reason)
 
 
@@ -106,9 +109,12 @@ def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap
     """The heap that a call of ``op`` on ``x`` uses, or why it runs unfused.
 
     Raises:
+        RankMismatch: it is the first call of its op, and the ranks call differently.
+        PeerTimeout: likewise, and a rank does not come.
         ForkedProcess: this process was forked from the one that joined the group.
         WeftError: the group is broken on this rank. What x holds may then be invalid, also for NCCL or gloo.
     """
+    call = take_begun()
     if group.size() == 1:
         return "the group has one rank"
     forks.refuse_child(group, op)
@@ -117,13 +123,39 @@ def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap
     if _forced == "unfused":
         return "the caller asked for it"
     if x.device.type == "cuda" and not _is_hopper(x.device):
-        return "the kernels are for GPUs of compute capability 9.0"
+        return _logged(op, group, "the kernels are for GPUs of compute capability 9.0")
     try:
         found = get_heap(group, x.device)
     except HeapUnavailable as e:
-        return str(e)
+        return _logged(op, group, str(e))
     refuse_if_broken(found)
+    compare_first_call(found, call)
     return found
+
+
+def _logged(op: str, group: ProcessGroup, reason: str) -> str:
+    """The reason for which a group's calls run unfused; in the log once."""
+    said = group.group_name, reason
+    if said not in _logged_reasons:
+        _logged_reasons.add(said)
+        _log.warning("%s and other ops of group %r run unfused: %s", op, group.group_name, reason)
+    return reason
+
+
+def tf32_is_allowed() -> bool:
+    """Whether products of float32 on CUDA may be taken in TF32, however it was said: all ways come to this one."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def why_tf32(dtype: torch.dtype) -> str | None:
+    """Why a product on CUDA is left to cuBLAS: it may take TF32, which is several times faster than kernels of float32.
+
+    A setting of the process, which must be the same on all ranks. Products of float32 on kernels of our own never take
+    the fast path, so each call asks.
+    """
+    if dtype == torch.float32 and _forced != "fused" and tf32_is_allowed():
+        return "TF32 is allowed for products of float32, which the kernels do not use"
+    return None
 
 
 def should_fuse(worth: bool) -> bool:

@@ -17,6 +17,7 @@ from ...kernels.device.device_spec import H200, DeviceSpec, device_spec_of
 from ...kernels.device.gemm.gemm_tiles import LINK, MULTIPLY_ADDS
 from ...kernels.matmul_reduce_scatter import configs as scatter
 from ...kernels.matmul_reduce_scatter import to_all
+from .plan import why_tf32
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_reduce")
 _ROW = 16  # bytes; the kernels' descriptors need rows of a multiple
@@ -76,6 +77,8 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
             if to_all.choose_sum_to_all_push(of_sum)[1]:
                 return None
         return f"{size >> 20} MiB are reduced: beyond {_MOST_REDUCED >> 20} MiB that is left to the backend"
+    if (reason := why_tf32(dtype)) is not None:
+        return reason
     if last_dim and not buffers:
         verb = "gather" if op == "all_gather_matmul" else "scatter"
         return f"the kernels do not {verb} the last dimension of {dtype}"

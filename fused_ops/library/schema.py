@@ -17,9 +17,8 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from ...kernels.all_reduce.host import IN_PLACE
-from ...symm_mem import is_checked
 from ...symm_mem.failure.call_log import poison_on_error
-from ..dispatch.call_check import compare_call
+from ..dispatch.call_check import begin_call
 from ..dispatch.fast_path import needs_no_dispatch
 from ..dispatch.tensor_guards import has_tangents
 from ..ops import all_gather_matmul as _ag
@@ -36,6 +35,7 @@ from .autograd import (
     MatmulAllReduceFunction,
     MatmulReduceScatterFunction,
 )
+from .unsupported import refuse_derivative_in_transform, refuse_unsupported
 
 _lib = torch.library.Library("weft", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -76,7 +76,6 @@ all_reduce_ = torch.ops.weft.one_shot_all_reduce_.default
 all_reduce_rms_norm = torch.ops.weft.fused_all_reduce_rms_norm.default
 matmul_all_reduce = torch.ops.weft.fused_matmul_all_reduce.default
 
-
 _VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
 
 
@@ -114,9 +113,8 @@ def _all_gather_matmul_anew(
     A_shard: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, return_A: bool
 ) -> _ag.Result:
     dim, group = validation.validate_all_gather_matmul(A_shard, Bs, gather_dim, group_name)
-    if is_checked():
-        given = {"A_shard": A_shard, "Bs": Bs, "gather_dim": dim, "return_A": return_A}
-        compare_call(_ag.host.OP, group, A_shard.device, **given)
+    given = {"A_shard": A_shard, "Bs": Bs, "gather_dim": dim, "return_A": return_A}
+    begin_call(_ag.host.OP, group, A_shard.device, **given)
     return _ag.run_all_gather_matmul(A_shard, Bs, dim, group, return_A)
 
 
@@ -153,9 +151,8 @@ def _matmul_reduce_scatter_anew(
     args = (A, B, reduce_op, scatter_dim, group_name, out_dtype, bias, residual)
     dim, group = validation.validate_matmul_reduce_scatter(*args)
     out_dtype = out_dtype or A.dtype
-    if is_checked():
-        given = {"A": A, "B": B, "reduce_op": reduce_op, "scatter_dim": dim, "out_dtype": out_dtype}
-        compare_call(_rs.host.OP, group, A.device, **given, bias=bias, residual=residual)
+    given = {"A": A, "B": B, "reduce_op": reduce_op, "scatter_dim": dim, "out_dtype": out_dtype}
+    begin_call(_rs.host.OP, group, A.device, **given, bias=bias, residual=residual)
     return _rs.run_matmul_reduce_scatter(A, B, reduce_op, dim, group, out_dtype, bias, residual)
 
 
@@ -169,8 +166,7 @@ def _all_reduce(x: Tensor, reduce_op: str, group_name: str, *, group_size: int |
 @poison_on_error
 def _all_reduce_anew(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
     group = validation.validate_all_reduce(x, reduce_op, group_name)
-    if is_checked():
-        compare_call(_ar.host.OP, group, x.device, x=x, reduce_op=reduce_op)
+    begin_call(_ar.host.OP, group, x.device, x=x, reduce_op=reduce_op)
     return _ar.run_all_reduce(x, reduce_op, group)
 
 
@@ -185,8 +181,7 @@ def _all_reduce_in_place(
 @poison_on_error
 def _all_reduce_in_place_anew(x: Tensor, reduce_op: str, group_name: str) -> None:
     group = validation.validate_all_reduce_in_place(x, reduce_op, group_name)
-    if is_checked():
-        compare_call(IN_PLACE, group, x.device, x=x, reduce_op=reduce_op)
+    begin_call(IN_PLACE, group, x.device, x=x, reduce_op=reduce_op)
     if x.is_contiguous():
         _ar.run_all_reduce(x, reduce_op, group, x, op=IN_PLACE)
     else:
@@ -214,8 +209,7 @@ def _all_reduce_rms_norm_anew(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
 ) -> tuple[Tensor, Tensor]:
     group = validation.validate_all_reduce_rms_norm(x, residual, weight, eps, group_name)
-    if is_checked():
-        compare_call(_arn.host.OP, group, x.device, x=x, residual=residual, weight=weight, eps=eps)
+    begin_call(_arn.host.OP, group, x.device, x=x, residual=residual, weight=weight, eps=eps)
     return _arn.run_all_reduce_rms_norm(x, residual, weight, eps, group)
 
 
@@ -231,15 +225,17 @@ def _matmul_all_reduce(
 @poison_on_error
 def _matmul_all_reduce_anew(A: Tensor, B: Tensor, reduce_op: str, group_name: str) -> Tensor:
     group = validation.validate_matmul_all_reduce(A, B, reduce_op, group_name)
-    if is_checked():
-        compare_call(_mar.host.OP, group, A.device, A=A, B=B, reduce_op=reduce_op)
+    begin_call(_mar.host.OP, group, A.device, A=A, B=B, reduce_op=reduce_op)
     return _mar.run_matmul_all_reduce(A, B, reduce_op, group)
 
 
-def _wants_grad(*tensors: Tensor) -> bool:
+def _wants_grad(op: str, *tensors: Tensor) -> bool:
+    wants = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if has_tangents() and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        return True  # there is no forward mode: torch refuses it for an autograd.Function that has none
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        wants = True  # there is no forward mode: torch refuses it for an autograd.Function that has none
+    if wants:
+        refuse_derivative_in_transform(op)
+    return wants
 
 
 def _all_gather_matmul_autograd(
@@ -254,7 +250,7 @@ def _all_gather_matmul_autograd(
     validation.group_size(group_size, group_name)
     if (done := _ag.fast_all_gather_matmul(A_shard, Bs, gather_dim, group_name, return_A)) is not None:
         return done
-    if not _wants_grad(A_shard, *Bs):
+    if not _wants_grad(_ag.host.OP, A_shard, *Bs):
         if needs_no_dispatch(A_shard, *Bs):
             return _all_gather_matmul_anew(A_shard, Bs, gather_dim, group_name, return_A)
         with torch._C._AutoDispatchBelowAutograd():
@@ -282,7 +278,7 @@ def _matmul_reduce_scatter_autograd(
     if (done := _rs.fast_matmul_reduce_scatter(*args)) is not None:
         return done
     tensors = [t for t in (A, B, bias, residual) if t is not None]
-    if not _wants_grad(*tensors):
+    if not _wants_grad(_rs.host.OP, *tensors):
         if needs_no_dispatch(*tensors):
             return _matmul_reduce_scatter_anew(*args)
         with torch._C._AutoDispatchBelowAutograd():
@@ -297,7 +293,7 @@ def _all_reduce_autograd(
     validation.group_size(group_size, group_name)
     if (out := _ar.fast_all_reduce(x, reduce_op, group_name, anything=True)) is not None:
         return out
-    if not _wants_grad(x):
+    if not _wants_grad(_ar.host.OP, x):
         if needs_no_dispatch(x):
             return _all_reduce_anew(x, reduce_op, group_name)
         with torch._C._AutoDispatchBelowAutograd():
@@ -319,7 +315,7 @@ def _all_reduce_rms_norm_autograd(
     group_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     validation.group_size(group_size, group_name)
-    if not _wants_grad(x, residual, weight):
+    if not _wants_grad(_arn.host.OP, x, residual, weight):
         with torch._C._AutoDispatchBelowAutograd():
             return all_reduce_rms_norm(x, residual, weight, eps, group_name, group_size=group_size)
     return AllReduceRmsNormFunction.apply(x, residual, weight, eps, group_name, group_size)
@@ -329,7 +325,7 @@ def _matmul_all_reduce_autograd(
     A: Tensor, B: Tensor, reduce_op: str, group_name: str, *, group_size: int | None = None
 ) -> Tensor:
     validation.group_size(group_size, group_name)
-    if not _wants_grad(A, B):
+    if not _wants_grad(_mar.host.OP, A, B):
         with torch._C._AutoDispatchBelowAutograd():
             return matmul_all_reduce(A, B, reduce_op, group_name, group_size=group_size)
     return MatmulAllReduceFunction.apply(A, B, reduce_op, group_name, group_size)
@@ -341,7 +337,7 @@ def _all_reduce_in_place_autograd(
     validation.group_size(group_size, group_name)
     if _ar.fast_all_reduce(x, reduce_op, group_name, x, IN_PLACE, anything=True) is not None:
         return None
-    if _wants_grad(x):
+    if _wants_grad(IN_PLACE, x):
         raise ValueError("x: requires a gradient, must not where it is overwritten; use one_shot_all_reduce")
     if x.is_neg():  # what resolves that below has no way with ops that return nothing
         x.copy_(all_reduce(x, reduce_op, group_name, group_size=group_size))
@@ -400,5 +396,6 @@ for _name, _fake, _real, _autograd in (
     for _key in ("CPU", "CUDA"):
         _lib.impl(_name, _real, _key)
     _lib.impl(_name, _autograd, "Autograd")
+    refuse_unsupported(_lib, _name)
     for _key in ("AutocastCPU", "AutocastCUDA"):
         _lib.impl(_name, _below_autocast(getattr(torch.ops.weft, _name).default), _key)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.tensor import DTensor
 
 from ...symm_mem import resolve_group
@@ -91,11 +91,23 @@ def validate_factory(device: Any, dtype: Any) -> None:
         raise ValueError(f"device: torch knows none that is called {device!r}") from e
 
 
-def reduction(reduce_op: Any, allowed: Sequence[str] = REDUCE_OPS) -> None:
+def reduction(reduce_op: Any, allowed: Sequence[str] = REDUCE_OPS) -> str:
+    """The operation's name, also of a ``torch.distributed.ReduceOp``."""
+    if isinstance(reduce_op, (ReduceOp, ReduceOp.RedOpType)):
+        for name in allowed:
+            if reduce_op == getattr(ReduceOp, name.upper()):
+                return name
+        raise ValueError(f"reduce_op: is {_reduce_op_text(reduce_op)}, must be {_one_of(allowed)}")
     if not isinstance(reduce_op, str):
         raise TypeError(f"reduce_op: is {_kind(reduce_op)}, must be {_one_of(allowed)}")
     if reduce_op not in allowed:
         raise ValueError(f"reduce_op: is {reduce_op!r}, must be {_one_of(allowed)}")
+    return reduce_op
+
+
+def _reduce_op_text(reduce_op: Any) -> str:
+    kind = next((k for k, v in ReduceOp.RedOpType.__members__.items() if reduce_op == v), "another one")
+    return f"ReduceOp.{kind}"
 
 
 def number(name: str, value: Any) -> None:
@@ -134,7 +146,12 @@ def _matrix(name: str, B: torch.Tensor, k: int, like: torch.Tensor, like_name: s
     if B.dim() != 2:
         raise ValueError(f"{name}: has {B.dim()} dimensions, must be a matrix [K, N]")
     if B.shape[0] != k:
-        raise ValueError(f"{name}: has {B.shape[0]} rows, must have {k}, as many as {like_name} has columns")
+        shape = tuple(B.shape)
+        more = f"; its shape is {shape}: of nn.Linear, whose weight is [out, in], pass weight.t()"
+        raise ValueError(
+            f"{name}: has {shape[0]} rows, must have {k}, as many as {like_name} has columns"
+            f"{more if shape[1] == k else ''}"
+        )
     _like(name, B, like, like_name)
 
 

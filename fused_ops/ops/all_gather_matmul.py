@@ -14,7 +14,8 @@ from ...kernels.all_gather_matmul.reference import reference_all_gather_matmul
 from ...symm_mem import get_timeout
 from ...symm_mem.heap.heap import Heap
 from ..dispatch import fast_path as short
-from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran, should_fuse
+from ..dispatch.plan import Plan, heap_or_reason, num_sms, ran, should_fuse, why_tf32
+from ..dispatch.staging import Staging, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import matmul_workspace, product_workspace
 
@@ -76,8 +77,12 @@ def _on_cuda(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A:
 
     split_k = dim == A_shard.dim() - 1
     front = A_shard if split_k else A_shard.movedim(dim, 0)
-    a, *bs = used = [aligned(x) for x in (on_cuda.shard_rows(front), *Bs)]
-    size = where.world_size
+    if (reason := why_tf32(front.dtype)) is not None:
+        return reason
+    staging, size = Staging(), where.world_size
+    a = staging.take("A_shard", front, rows_of, on_cuda.takes_rows)
+    bs = [staging.take(f"Bs[{i}]", B) for i, B in enumerate(Bs)]
+    used = (a, *bs)
     call = GatherKernelCall(a, bs, num_sms(a.device), split_k, return_A)
     choice = on_cuda.choose_gather_kernel(call, size)
     if isinstance(choice, str):
@@ -85,12 +90,13 @@ def _on_cuda(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A:
     if not should_fuse(choice.profitable):
         return "too little is gathered and multiplied"
     with in_stream_order(a.device):
+        staging.copy()
         choice, chosen = on_cuda.tuned_gather(choice, where, call)
         if choice.algorithm == "copy_engine":
             call = replace(call, a=a.contiguous())
         workspace = product_workspace(where, choice)
         workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
-        plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes, chosen=chosen)
+        plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen)
         ran(plan)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
         gathered, products = on_cuda.launch_all_gather_matmul(choice, workspace, call, timeout_ns)

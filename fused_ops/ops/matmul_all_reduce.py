@@ -18,7 +18,8 @@ from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
 from ..dispatch import fast_path as short
 from ..dispatch import plan
-from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, on, ran, should_fuse
+from ..dispatch.plan import Plan, heap_or_reason, num_sms, on, ran, should_fuse
+from ..dispatch.staging import Staging, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import ALL_REDUCE, PRODUCTS, matmul_workspace, product_workspace, push_workspace
 from . import all_reduce
@@ -84,8 +85,8 @@ def run_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGr
     if isinstance(found, str):
         ran(Plan("unfused", found))
         return reference_matmul_all_reduce(A, B, reduce_op, group)
-    a = A.flatten(0, -2)
     if A.device.type == "cpu":
+        a = A.flatten(0, -2)
         layout = host.host_matmul_all_reduce_layout(
             a.shape[0], B.shape[1], A.element_size(), found.world_size
         )
@@ -97,6 +98,7 @@ def run_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGr
         if out is None:
             out = _in_one_kernel(found, A, B, reduce_op)
         if out is None:
+            a = A.flatten(0, -2)
             out = a.new_empty(a.shape[0], B.shape[1])
             torch.mm(a, B, out=out)
             all_reduce.in_place(out, reduce_op, group, host.OP)
@@ -109,15 +111,16 @@ def _of_few_rows(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor | 
     """The result, [M, N], by the kernel for few rows; None if it cannot take the call, or another way is faster."""
     from ...kernels.matmul_all_reduce import configs, cuda_kernel
 
-    a, b = A.flatten(0, -2), B
-    (m, k), n = a.shape, b.shape[1]
+    m, k, n = A.shape[:-1].numel(), A.shape[-1], B.shape[1]
     config = configs.choose_matmul_all_reduce(m, n, num_sms(A.device))
     if config is None or not should_fuse(configs.few_rows_kernel_is_profitable(config, n, k)):
         return None
-    a, b = aligned(a), aligned(b)
+    staging = Staging()
+    a, b = staging.take("A", A, rows_of), staging.take("B", B)
     if cuda_kernel.why_no_few_rows_kernel(a, b) is not None:
         return None
     with in_stream_order(A.device):
+        staging.copy()
         workspace = push_workspace(where, ALL_REDUCE, config.layout(m, where.world_size))
         key = (host.OP, a.shape, a.stride(), b.shape, b.stride(), a.dtype, reduce_op, config)
         kernel = workspace.prepared.get(key)
@@ -127,7 +130,7 @@ def _of_few_rows(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor | 
                 *(workspace, host.OP, key, same),
                 lambda: cuda_kernel.MatmulAllReduceLauncher(workspace, a, b, reduce_op, config),
             )
-        fused = Plan("one_shot", workspace_bytes=workspace.layout.bytes)
+        fused = Plan("one_shot", staging.reason, workspace.layout.bytes)
         ran(fused)
         workspace.raise_if_broken(host.OP, grids=kernel.grids)
         out = a.new_empty(m, n)
@@ -148,15 +151,17 @@ def _in_one_kernel(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor 
     from ...kernels.matmul_reduce_scatter import to_all
     from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 
-    a, b = aligned(A.flatten(0, -2)), aligned(B)
+    staging = Staging()
+    a, b = staging.take("A", A, rows_of), staging.take("B", B)
     call = ScatterKernelCall(a, b, num_sms(A.device), Epilogue(a.dtype, reduce_op == "avg", to_all=True))
     choice = to_all.choose_sum_to_all(call, where.world_size)
     if isinstance(choice, str) or not should_fuse(choice.profitable):
         return None
     with in_stream_order(A.device):
+        staging.copy()
         workspace = product_workspace(where, choice)
         workspace.raise_if_broken(host.OP)
-        fused = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes)
+        fused = Plan(choice.algorithm, staging.reason, workspace.layout.bytes)
         ran(fused)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
         out, launcher = to_all.launch_sum_to_all(choice, workspace, call, timeout_ns, host.OP)

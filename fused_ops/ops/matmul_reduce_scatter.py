@@ -15,7 +15,8 @@ from ...kernels.matmul_reduce_scatter.reference import reference_matmul_reduce_s
 from ...symm_mem import get_timeout
 from ...symm_mem.heap.heap import Heap
 from ..dispatch import fast_path as short
-from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran, should_fuse
+from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran, should_fuse, why_tf32
+from ..dispatch.staging import Staging, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import matmul_workspace, product_workspace
 
@@ -113,11 +114,14 @@ def _parts(A: Tensor, dim: int, size: int) -> Tensor:
 
     Where nothing is in front of it, L may be what is behind it, but for the last rows: they are then all that must lie
     evenly. Asked of the shape, never of the strides: L and m must be the same on all ranks.
+
+    Raises:
+        RuntimeError: A does not lie so that this is a view of it.
     """
     lead, k, m = prod(A.shape[:dim]), A.shape[-1], A.shape[-2]
     if lead == 1 and dim < A.dim() - 2 and m and m % _WHOLE_TILES == 0:
-        return A.reshape(size, -1, m, k).transpose(0, 1)
-    return A.reshape(lead, size, A.shape[:-1].numel() // (lead * size), k)
+        return A.view(size, A.shape[:-2].numel() // size, m, k).transpose(0, 1)
+    return A.view(lead, size, A.shape[:-1].numel() // (lead * size), k)
 
 
 def _on_cuda(
@@ -135,22 +139,26 @@ def _on_cuda(
     from ...kernels.matmul_reduce_scatter import on_cuda
 
     split_n, size = dim == A.dim() - 1, where.world_size
-    parts = aligned(A.flatten(0, -2)[None, None] if split_n else _parts(A, dim, size))
-    b, sms = aligned(B), num_sms(B.device)
+    if (reason := why_tf32(A.dtype)) is not None:
+        return reason
+    staging = Staging()
+    parts = staging.take("A", A, lambda x: rows_of(x)[None, None] if split_n else _parts(x, dim, size))
+    b = staging.take("B", B)
     epilogue = Epilogue(out_dtype, reduce_op == "avg", bias is not None, residual is not None)
     arguments, given = _with_terms(dim, reduce_op, bias, residual)
-    call = ScatterKernelCall(parts, b, sms, epilogue, given, split_n)
+    call = ScatterKernelCall(parts, b, num_sms(B.device), epilogue, given, split_n)
     choice = on_cuda.choose_scatter_kernel(call, size)
     if isinstance(choice, str):
         return choice
     if not should_fuse(choice.profitable):
         return "too little is multiplied and scattered"
     with in_stream_order(b.device):
+        staging.copy()
         call = replace(call, terms=[aligned(term.contiguous()) for term in given])
         choice, chosen = on_cuda.tuned_scatter(choice, where, call)
         workspace = product_workspace(where, choice)
         workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
-        plan = Plan(choice.algorithm, workspace_bytes=workspace.layout.bytes, chosen=chosen)
+        plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen)
         ran(plan)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
         out = on_cuda.launch_matmul_reduce_scatter(choice, workspace, call, timeout_ns).view(shape)

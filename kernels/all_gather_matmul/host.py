@@ -79,13 +79,14 @@ def _add_products(
     use: HostUse, slots: torch.Tensor, gathered: torch.Tensor, bs: list[torch.Tensor], rows: list[slice]
 ) -> list[torch.Tensor]:
     """In rank order, so that ranks with equal ``bs`` get equal bits, and in float32."""
-    size, m, k = gathered.shape
-    sums = [torch.zeros(m, b.shape[1], dtype=torch.float32) for b in bs]
+    size, _, k = gathered.shape
+    sums: list[torch.Tensor] = []
     for src in range(size):
         if src != use.ws.rank:
             for c, part in enumerate(rows):
                 use.wait(src, c)
                 gathered[src, part] = slots[src, part]
-        for b, total in zip(bs, sums, strict=True):
-            total.addmm_(gathered[src].float(), b[src * k : (src + 1) * k].float())
+        terms = [torch.mm(gathered[src].float(), b[src * k : (src + 1) * k].float()) for b in bs]
+        # From 0.0 on, a sum of -0.0 would be 0.0.
+        sums = [total + term for total, term in zip(sums, terms, strict=True)] if src else terms
     return [total.to(gathered.dtype) for total in sums]

@@ -27,10 +27,15 @@ from .triton_kernel import TritonAllGatherMatmul
 _choices: KernelChoices[configs.AnyConfig] = KernelChoices()
 
 
+def takes_rows(flat: torch.Tensor) -> bool:
+    """Whether a shard [m, K] need not be copied: its rows are such as kernel.cu takes them, or it is contiguous."""
+    return flat.is_contiguous() or (flat.dtype in gemm.DTYPES and cuda_kernel.can_take(flat))
+
+
 def shard_rows(shard: torch.Tensor) -> torch.Tensor:
-    """A shard [..., K] as [m, K] for ``choose_gather_kernel``. Copied only where kernel.cu cannot take the rows."""
+    """A shard [..., K] as [m, K] for ``choose_gather_kernel``. Copied only where the kernels cannot take its rows."""
     flat = shard.flatten(0, -2)
-    return flat if flat.dtype in gemm.DTYPES and cuda_kernel.can_take(flat) else flat.contiguous()
+    return flat if takes_rows(flat) else flat.contiguous()
 
 
 def choose_gather_kernel(

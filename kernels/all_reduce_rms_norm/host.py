@@ -62,9 +62,10 @@ def _piece(workspace: Workspace, x: torch.Tensor, total: torch.Tensor) -> None:
         own = x[rank::size]
         for peer in peers:
             use.wait(peer, 0)
-        wide = torch.zeros(own.shape, dtype=torch.float32)
-        for src in range(size):
-            wide += own if src == rank else mine[0, src, : own.shape[0]]
+        parts = [own if src == rank else mine[0, src, : own.shape[0]] for src in range(size)]
+        wide = parts[0].to(torch.float32, copy=True)  # from 0.0 on, a sum of -0.0 would be 0.0
+        for part in parts[1:]:
+            wide += part
         total[rank::size] = wide.to(x.dtype)
         for peer in peers:
             slots(peer)[1, rank, : own.shape[0]] = total[rank::size]

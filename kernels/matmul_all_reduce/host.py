@@ -50,11 +50,14 @@ def host_matmul_all_reduce(
                 finished.put((peer, torch.mm(a[rows[peer]], b)))
             mine = a[rows[rank]]
             own = torch.mm(mine.float(), b.float()) if dtype != torch.float32 else torch.mm(mine, b)
-        total = torch.zeros_like(own)
+        total: torch.Tensor | None = None
         for src in range(size):
             if src != rank:
                 use.wait(src, 0)
-            total += own if src == rank else buffers[rank][0, src, : own.shape[0]]
+            term = own if src == rank else buffers[rank][0, src, : own.shape[0]]
+            # From 0.0 on, a sum of -0.0 would be 0.0.
+            total = term.to(own.dtype, copy=True) if total is None else total.add_(term)
+        assert total is not None
         if reduce_op == "avg":
             total /= size
         out[rows[rank]] = total.to(dtype)

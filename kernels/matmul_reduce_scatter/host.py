@@ -60,11 +60,14 @@ def host_matmul_reduce_scatter(
                 finished.put((peer, torch.mm(a, b)))
             a, b = parts[rank]
             own = torch.mm(a.float(), b.float()) if dtype != torch.float32 else torch.mm(a, b)
-            total = torch.zeros(rows, n, dtype=torch.float32)
+            total: torch.Tensor | None = None
             for src in range(size):
                 if src != rank:
                     use.wait(src, 0)
-                total += own if src == rank else slots[rank][src]
+                part = own if src == rank else slots[rank][src]
+                # From 0.0 on, a sum of -0.0 would be 0.0.
+                total = part.to(torch.float32, copy=True) if total is None else total.add_(part)
+    assert total is not None
     if reduce_op == "avg":
         total /= size
     for term in (bias, residual):

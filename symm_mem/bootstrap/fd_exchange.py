@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ..errors import WeftError, describe
 from ..timeouts import get_timeout
@@ -87,6 +87,9 @@ def _giving(server: socket.socket, fd: int, secret: str) -> Iterator[list[str]]:
         yield refused
     finally:
         stop.set()
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+            stranger.setblocking(False)
+            stranger.connect(server.getsockname())
         giver.join()  # it looks at `stop` between strangers
 
 

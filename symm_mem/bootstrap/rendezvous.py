@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 from torch.distributed import ProcessGroup, Store
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from ..call_site import call_site, text
+from ..call_site import call_site, calling, text
 from ..errors import (
     CallAbandoned,
     PeerTimeout,
@@ -38,7 +39,10 @@ from .store import StoreQuestions, peek
 
 _SHORTEST, _LONGEST = 0.0002, 0.01  # seconds between two looks into the store
 _LOOK = 0.05  # seconds between two looks whether the awaited rank's process is still there
+_SILENT = 10.0  # seconds that ranks wait for each other without a word in the log
 _UNREADABLE = 300.0  # seconds in which a rank that cannot read its own deadline joins the others
+
+_log = logging.getLogger("weft.symm_mem")
 
 T = TypeVar("T")
 
@@ -90,7 +94,7 @@ class Rendezvous:
             store.limit(seconds)
             try:
                 store.set(own, token)
-                return self._all_here(store, keys, token, what, seconds)
+                return self._all_here(store, keys, token, _named(what, "every rank of the group"), seconds)
             except BaseException as e:
                 if not self._prefix:  # a store that answers late must not lose the next try's token
                     store.tell(lambda s: s.compare_set(own, token, ""))
@@ -101,6 +105,7 @@ class Rendezvous:
         begin, pause = time.monotonic(), _SHORTEST
         views = [""] * self.world_size
         came: set[int] = set()
+        log_at = begin + _SILENT
         while True:
             here = store.ask(lambda s: [peek(s, key) for key in keys])
             if here[self.rank] != token:  # a silent store has done only now what an earlier try asked for
@@ -126,6 +131,12 @@ class Rendezvous:
                 call = "its call", "made", text(call_site())
                 wait = PeerWait(what, self.group_name, self.rank, peer, *call)
                 raise PeerTimeout(wait, WaitOutcome("not made", waited, bool(gone)))
+            if time.monotonic() > log_at:
+                log_at = float("inf")
+                _log.warning(
+                    *("%s: rank %d of group %r has waited %.0f s for rank %d", what, self.rank),
+                    *(self.group_name, waited, missing),
+                )
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST)
 
@@ -160,7 +171,8 @@ class Rendezvous:
                 store.limit(seconds, deadline)
                 store.set(self._key(step, self.rank), json.dumps([what, value, failed]))
                 begin = time.monotonic()
-                posts = [self._read(store, step, r, what, begin, seconds) for r in range(self.world_size)]
+                name = _named(what)
+                posts = [self._read(store, step, r, name, begin, seconds) for r in range(self.world_size)]
                 if step:  # whoever posted this step has read the one before
                     before = self._key(step - 1, self.rank)
                     store.ask(lambda s: s.delete_key(before))
@@ -280,6 +292,13 @@ class Rendezvous:
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST)
         return json.loads(post)
+
+
+def _named(what: str, who: str = "") -> str:
+    """A step, for errors: with the op that is being called, if one is, and who must call it."""
+    if calling.op is None:
+        return what
+    return f"{what} for {calling.op}{f', which {who} must call' if who else ''}"
 
 
 def _text(value: dict[str, Any]) -> str:

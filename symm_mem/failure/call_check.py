@@ -1,4 +1,4 @@
-"""The checked mode: ranks compare each call before anything is launched.
+"""Ranks compare calls before anything is launched: the first one of each op, and in the checked mode all of them.
 
 Every rank has a page of host memory that all ranks of the group can read, also beside a heap on CUDA. Before a call
 each rank writes what it is about to do and counts up; it reads what the others wrote once they have counted as far, and
@@ -35,6 +35,7 @@ _BYTES = _FIRST + 2 * _PLACE
 _DIGEST = 16
 
 _on: bool | None = None
+_first_calls: bool | None = None
 
 
 def is_checked() -> bool:
@@ -51,8 +52,17 @@ def is_checked() -> bool:
     return _on
 
 
+def compares_first_calls() -> bool:
+    """Whether the first call of each op is compared: unless WEFT_CHECK=0."""
+    global _first_calls
+    if _first_calls is None:
+        is_on("WEFT_CHECK")  # refuses what is neither 0 nor 1
+        _first_calls = os.environ.get("WEFT_CHECK") != "0"
+    return _first_calls
+
+
 def set_checked(on: bool) -> None:
-    """Compare each call of an op across ranks before it is launched, or stop doing so, in all groups.
+    """Compare each call of an op across ranks before it is launched, or the first ones only, in all groups.
 
     >>> import torch, torch.distributed as dist
     >>> from weft import symm_mem
@@ -67,7 +77,11 @@ def set_checked(on: bool) -> None:
 
     All ranks must say so between the same calls. A call that differs raises RankMismatch on every rank, and names the
     first rank that differs from rank 0, the number of the call, and both calls with their file and line. The hosts of
-    the ranks wait for each other at every call. A captured graph is checked at its capture, its replays are not.
+    the ranks wait for each other at every call. A captured graph is checked at its capture, its replays are not. The
+    group is usable afterwards.
+
+    The first call of each op on a group's heap, and the first one behind a reset, is compared outside of the checked
+    mode, too. WEFT_CHECK=0 turns that off, WEFT_CHECK=1 is the checked mode; all ranks must have the same.
 
     Args:
         on: whether to compare.
@@ -117,12 +131,17 @@ class CallCheck:
         # A ctypes object over a page keeps it mapped.
         self._counts = [ctypes.c_uint32.from_buffer(page) for page in self._pages]
         self._count = self._calls = 0
+        #: Ops of which a call was compared: the same on all ranks.
+        self.compared: set[str] = set()
 
     def reset_state(self) -> None:
         """Count from 0 again: the heap is being reset."""
+        self.compared.clear()
         self._count = self._calls = self._counts[self._rank].value = 0
 
-    def compare(self, op: str, said: str, remark: str = "", *, begins: bool = True) -> None:
+    def compare(
+        self, op: str, said: str, remark: str = "", *, begins: bool = True, what: str | None = None
+    ) -> None:
         """Every rank must say the same of its next call.
 
         Args:
@@ -130,6 +149,7 @@ class CallCheck:
             said: what is compared.
             begins: this is the first that is said of the call.
             remark: what is shown along with it and may differ.
+            what: which call it is, for errors; default its number.
 
         Raises:
             RankMismatch: on every rank, naming the first rank that differs from rank 0.
@@ -152,7 +172,9 @@ class CallCheck:
             first = entries[0]
             for rank, entry in enumerate(entries):
                 if entry[:_DIGEST] != first[:_DIGEST]:
-                    raise RankMismatch(f"call {self._calls}", self._group, rank, _shown(entry), _shown(first))
+                    raise RankMismatch(
+                        what or f"call {self._calls}", self._group, rank, _shown(entry), _shown(first)
+                    )
 
     def _post(self, op: str, entry: bytes, site: str | None) -> list[bytes]:
         self._count += 1

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from ..call_site import Site, text
+from ..call_site import Site, calling, text
 from ..errors import WeftError
 
 _KEPT = 4096  # calls: more than a GPU's queue holds
@@ -126,6 +126,6 @@ def poison_on_error(call: Callable[..., T]) -> Callable[..., T]:
                 running.workspace.abandon(e)
             raise
         finally:
-            running.inside, running.workspace = False, None
+            running.inside, running.workspace, calling.op = False, None, None
 
     return guarded

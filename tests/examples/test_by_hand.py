@@ -44,3 +44,17 @@ by_hand.main()
     )
     done = run(program)
     assert done.returncode != 0 and done.stdout.endswith("\nFAILED\n"), done.stdout + done.stderr
+
+
+def test_without_ranks_it_says_how_to_start_them() -> None:
+    env = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "by_hand.py"],
+        env={**env, "OMP_NUM_THREADS": "1"},
+        timeout=100,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = "by_hand.py runs on several ranks: torchrun --nproc-per-node 4 examples/by_hand.py\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)

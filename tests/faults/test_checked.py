@@ -130,7 +130,7 @@ def one_alone(rank: int, world_size: int) -> str:
 
 def test_settings_that_differ_are_found() -> None:
     usual, odd = run_ranks(one_alone, 2, fresh=True)
-    assert odd.startswith("make the call check: rank 1 of group '0' waited 0.4 s for rank 0")
+    assert odd.startswith("one_shot_all_reduce: rank 1 of group '0' waited 0.4 s for rank 0")
     assert usual.startswith("one_shot_all_reduce: rank 0 of group '0' waited 0.4 s for rank 1")
 
 

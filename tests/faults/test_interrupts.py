@@ -89,7 +89,8 @@ def interrupted(rank: int, world_size: int, name: str) -> None:
     symm_mem.set_timeout(LONG)
     if before:
         makes_a_heap()
-        reduces()
+        with mock.patch.object(call_check, "_first_calls", False):  # a board is made later
+            reduces()
     dist.barrier()
     begin = time.monotonic()
     with ExitStack() as stack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from weft.fused_ops.dispatch.staging import Staging
 from weft.fused_ops.ops.matmul_reduce_scatter import _parts
 from weft.kernels.device.gemm.gemm_tiles import TILES
 from weft.kernels.device.jit.launch import why_not
@@ -39,7 +40,10 @@ CASES: dict[str, tuple[torch.Tensor, int, bool]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_parts(name: str) -> None:
     A, dim, as_it_lies = CASES[name]
-    parts = _parts(A, dim, SIZE)
+    staging = Staging()
+    parts = staging.take("A", A, lambda x: _parts(x, dim, SIZE))
+    staging.copy()
+    assert (staging.reason == "") is as_it_lies
     own = parts.shape[0] * parts.shape[2]
     for w, chunk in enumerate(A.chunk(SIZE, dim)):
         # The result is written as [L, m, N]: L and m in the order of the op's own result.
@@ -51,7 +55,8 @@ def test_parts(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_how_it_is_cut_does_not_depend_on_strides(name: str) -> None:
     A, dim, _ = CASES[name]
-    assert _parts(A, dim, SIZE).shape == _parts(A.contiguous(), dim, SIZE).shape
+    parts = Staging().take("A", A, lambda x: _parts(x, dim, SIZE))
+    assert parts.shape == _parts(A.contiguous(), dim, SIZE).shape
 
 
 def test_no_tile_is_cut_off_that_was_whole() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -110,3 +112,35 @@ def test_calls_run_unfused_where_memory_turns_out_not_to_be_mapped(fails: bool) 
             "no heap for group '0': map memory in group '0': rank 1: RuntimeError: CUDA_ERROR_INVALID_DEVICE"
         )
         assert texts[0][0].startswith(words) and texts[0][1].startswith(words), texts[0]
+
+
+def alone(rank: int, world_size: int) -> None:
+    """A rank makes the first call of a group, another one none: the error names the op, and before it a line in the
+    log does."""
+    from weft.symm_mem.bootstrap import rendezvous
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("weft.symm_mem").addHandler(handler)
+    symm_mem.set_timeout(0.6)
+    if rank == 0:
+        whose = "make a heap for one_shot_all_reduce, which every rank of the group must call"
+        with (
+            mock.patch.object(rendezvous, "_SILENT", 0.2),
+            pytest.raises(
+                symm_mem.PeerTimeout, match=rf"^{whose}: rank 0 .* for rank 1: its call is not made"
+            ),
+        ):
+            one_shot_all_reduce(torch.ones(3), "sum", None)
+        assert lines == [f"{whose}: rank 0 of group '0' has waited 0 s for rank 1"]
+        # What is no call of an op is not named after the last one.
+        with pytest.raises(symm_mem.PeerTimeout, match=r"^make a heap: rank 0"):
+            get_heap()
+    dist.barrier()
+    symm_mem.set_timeout(20)
+    assert one_shot_all_reduce(torch.ones(3), "sum", None).eq(world_size).all()
+
+
+def test_who_waits_alone_says_for_which_op() -> None:
+    run_ranks(alone, 2, fresh=True)

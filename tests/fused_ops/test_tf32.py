@@ -1,0 +1,108 @@
+"""Where TF32 is allowed for products of float32, cuBLAS takes them: kernels of our own are exact, and slower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from weft.fused_ops.dispatch import plan, profitability
+from weft.fused_ops.dispatch.profitability import why_not_profitable
+from weft.fused_ops.ops import all_gather_matmul, matmul_reduce_scatter
+from weft.kernels.all_gather_matmul import configs as gather
+from weft.kernels.all_gather_matmul import on_cuda as gather_on_cuda
+from weft.kernels.device.tuning.choice import KernelChoice
+from weft.kernels.matmul_reduce_scatter import configs as scatter
+from weft.kernels.matmul_reduce_scatter import on_cuda as scatter_on_cuda
+from weft.symm_mem.layout import Layout
+
+matmul = torch.backends.cuda.matmul
+WAYS: dict[str, Callable[[], None]] = {
+    "allow_tf32": lambda: setattr(matmul, "allow_tf32", True),
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "fp32_precision": lambda: setattr(matmul, "fp32_precision", "tf32"),
+    "of all backends": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+}
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    yield
+    torch.backends.fp32_precision = "none"
+    matmul.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    matmul.fp32_precision = "none"
+    assert not plan.tf32_is_allowed()
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice is the last that a call comes to."""
+
+    def chosen(*_: Any) -> str:
+        return "chosen"
+
+    monkeypatch.setattr(gather_on_cuda, "choose_gather_kernel", chosen)
+    monkeypatch.setattr(scatter_on_cuda, "choose_scatter_kernel", chosen)
+    for module in (all_gather_matmul, matmul_reduce_scatter):
+        monkeypatch.setattr(module, "num_sms", lambda device: 132)
+
+
+def calls(dtype: torch.dtype) -> list[object]:
+    where: Any = SimpleNamespace(world_size=2)
+    a, b = torch.ones(4, 8, dtype=dtype), torch.ones(8, 16, dtype=dtype)
+    return [
+        all_gather_matmul._on_cuda(where, a, [b], 0, False),
+        matmul_reduce_scatter._on_cuda(where, a, b, "sum", 0, [2, 16], dtype),
+    ]
+
+
+@pytest.mark.usefixtures("stage")
+@pytest.mark.parametrize("way", WAYS)
+def test_products_of_float32_are_left_to_cublas(way: str) -> None:
+    assert calls(torch.float32) == ["chosen", "chosen"]
+    WAYS[way]()
+    for reason in calls(torch.float32):
+        assert isinstance(reason, str) and reason.startswith("TF32 is allowed")
+    assert calls(torch.bfloat16) == ["chosen", "chosen"]
+    with plan.forced("fused"):
+        assert calls(torch.float32) == ["chosen", "chosen"]
+    matmul.fp32_precision = "ieee"  # each call asks
+    assert calls(torch.float32) == ["chosen", "chosen"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_pass_knows(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profitability, "_is_hopper", lambda: True)
+    big = (8192, 28672, 4096, 4)
+    ops = ("all_gather_matmul", "matmul_reduce_scatter")
+    before = [why_not_profitable(op, *big, torch.float32, "cuda") for op in ops]
+    assert not any("TF32" in str(reason) for reason in before)
+    WAYS[way]()
+    for op in ops:
+        assert "TF32 is allowed" in str(why_not_profitable(op, *big, torch.float32, "cuda"))
+        assert why_not_profitable(op, *big, torch.bfloat16, "cuda") is None
+        assert why_not_profitable(op, *big, torch.float32, "cpu") is None
+    # cuBLAS multiplies there anyway, or nothing is multiplied.
+    assert why_not_profitable("matmul_all_reduce", 4096, 4096, 4096, 4, torch.float32, "cuda") is None
+    assert why_not_profitable("all_reduce", 4096, 4096, 0, 4, torch.float32, "cuda") is None
+
+
+def test_no_kernel_of_float32_takes_the_fast_path() -> None:
+    """There nobody would ask for the setting."""
+    layout = Layout(2, 0, 8)
+    kept: dict[Any, Any] = {}
+
+    class Prepared:
+        prepared = kept
+
+    for config, launcher in (
+        (object.__new__(gather.AllGatherMatmulConfig), gather_on_cuda.gather_launcher),
+        (object.__new__(scatter.MatmulReduceScatterConfig), scatter_on_cuda.scatter_launcher),
+    ):
+        more = () if launcher is gather_on_cuda.gather_launcher else (None,)
+        choice: Any = KernelChoice("copy_engine", config, layout, profitable=True)
+        assert launcher(choice, Prepared, *more) is None  # type: ignore[operator]

@@ -1,0 +1,144 @@
+"""What is said of what the ops do not support, and of arguments that are easily taken for each other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from weft import symm_mem
+from weft.fused_ops import (
+    fused_all_gather_matmul,
+    fused_matmul_all_reduce,
+    fused_matmul_reduce_scatter,
+    one_shot_all_reduce,
+    one_shot_all_reduce_,
+)
+from weft.fused_ops.dispatch import plan
+
+NAME = "0"
+B = torch.ones(6, 8)
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "fused_all_gather_matmul": lambda a: torch.ops.weft.fused_all_gather_matmul(a, [B], 0, NAME)[1][0],
+    "fused_matmul_reduce_scatter": lambda a: torch.ops.weft.fused_matmul_reduce_scatter(a, B, "sum", 0, NAME),
+    "one_shot_all_reduce": lambda a: torch.ops.weft.one_shot_all_reduce(a, "sum", NAME),
+    "one_shot_all_reduce_": lambda a: torch.ops.weft.one_shot_all_reduce_(a, "sum", NAME),
+    "fused_all_reduce_rms_norm": lambda a: torch.ops.weft.fused_all_reduce_rms_norm(
+        a, a, torch.ones(6), 1e-5, NAME
+    )[0],
+    "fused_matmul_all_reduce": lambda a: torch.ops.weft.fused_matmul_all_reduce(a, B, "sum", NAME),
+}
+DTENSOR = r"is given a DTensor, must be given what this rank holds of it: its to_local\(\)"
+TRANSFORM = "has no derivative inside of torch.func's transforms; use backward or torch.autograd.grad"
+VMAP = r"has no rule for vmap \(nor for is_grads_batched\); call it once"
+
+
+def in_words_of_their_own(rank: int, world_size: int) -> None:
+    A = torch.ones(4, 6)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for name, op in OPS.items():
+        for grad in (False, True):
+            sharded = DTensor.from_local(A.clone().requires_grad_(grad), mesh, [Shard(0)])
+            if not (grad and name == "one_shot_all_reduce_"):  # that refuses one that requires a gradient
+                with pytest.raises(TypeError, match=f"^{name}: {DTENSOR}"):
+                    op(sharded)
+        sharded = sharded.detach()
+        with torch.inference_mode(), pytest.raises(TypeError, match=f"^{name}: {DTENSOR}"):
+            op(sharded)
+        with pytest.raises(NotImplementedError, match=f"^{name}: {VMAP}"):
+            torch.vmap(op)(torch.ones(3, 4, 6))
+        with pytest.raises(NotImplementedError, match=f"^{name}: {VMAP}"):
+            torch.vmap(op, in_dims=1)(torch.ones(4, 3, 6))
+        with pytest.raises(NotImplementedError, match=f"^{name}: {TRANSFORM}"):
+            torch.func.grad(lambda a, op=op: op(a).sum())(A)
+        with pytest.raises(NotImplementedError, match=f"^{name}: {TRANSFORM}"):
+            torch.func.jvp(op, (A,), (A,))
+        if name != "one_shot_all_reduce_":
+            given = A.clone().requires_grad_()
+            y = op(given)
+            with pytest.raises(NotImplementedError, match=VMAP):
+                torch.autograd.grad(y, given, torch.ones(2, *y.shape), is_grads_batched=True)
+            # Nothing is left behind: the same once more, one by one.
+            assert torch.autograd.grad(op(given), given, torch.ones(y.shape))[0].shape == A.shape
+            # A transform that differentiates something else lets it pass.
+            assert torch.func.grad(lambda s, op=op: s * op(A).sum().item())(torch.tensor(2.0)).isfinite()
+
+
+def test_transforms_and_dtensors_are_refused_by_name() -> None:
+    run_ranks(in_words_of_their_own, 2)
+
+
+def reductions(rank: int, world_size: int) -> None:
+    op, mine = dist.ReduceOp, torch.full((4, 6), rank + 1.0)
+    want = {op.SUM: 3.0, op.AVG: 1.5, op.MAX: 2.0, op.MIN: 1.0}
+    for kind, value in want.items():
+        for given in (kind, dist.ReduceOp(kind)):
+            assert one_shot_all_reduce(mine, given, None).eq(value).all()
+            assert one_shot_all_reduce_(mine.clone(), given, None).eq(value).all()
+    assert fused_matmul_all_reduce(mine, B, op.AVG, None).eq(9).all()
+    assert fused_matmul_reduce_scatter(mine, B, op.SUM, 0, None).eq(18).all()
+    compiled = torch.compile(
+        lambda x: one_shot_all_reduce(x * 2, dist.ReduceOp.AVG, NAME), backend="aot_eager", fullgraph=True
+    )
+    assert compiled(mine).eq(3).all()
+    for call in (fused_matmul_all_reduce, lambda *a: fused_matmul_reduce_scatter(*a[:3], 0, None)):
+        with pytest.raises(ValueError, match=r"^reduce_op: is ReduceOp.MAX, must be 'sum' or 'avg'"):
+            call(mine, B, op.MAX, None)
+    for other, said in ((op.PRODUCT, "PRODUCT"), (dist._make_nccl_premul_sum(2.0), "PREMUL_SUM")):
+        with pytest.raises(ValueError, match=rf"^reduce_op: is ReduceOp.{said}, must be one of 'sum', "):
+            one_shot_all_reduce(mine, other, None)
+
+
+def test_reductions_may_be_torchs() -> None:
+    run_ranks(reductions, 2)
+
+
+def names(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match=r"^group: no process group is named 'tp', only '0'") as error:
+        one_shot_all_reduce(torch.ones(3), "sum", "tp")
+    assert f"{mesh['tp'].get_group().group_name!r} (" in str(error.value)
+    assert str(error.value).endswith("a dimension of a DeviceMesh is (mesh, 'tp')")
+    A, weight = torch.ones(4, 6), torch.ones(8, 6)
+    for name, call in {
+        "B": lambda: fused_matmul_all_reduce(A, weight, "sum", None),
+        r"Bs\[1\]": lambda: fused_all_gather_matmul(A, [B, weight], 0, None),
+    }.items():
+        said = r"has 8 rows, must have 6, .*; its shape is \(8, 6\): of nn.Linear, .* pass weight.t\(\)$"
+        with pytest.raises(ValueError, match=f"^{name}: {said}"):
+            call()
+    with pytest.raises(ValueError, match=r"has columns$"):
+        fused_matmul_all_reduce(A, torch.ones(8, 7), "sum", None)
+
+
+def test_what_was_meant_is_named() -> None:
+    run_ranks(names, 2, fresh=True)
+
+
+def test_calls_that_run_unfused_are_in_the_log_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_heap(group: Any, device: object) -> Any:
+        raise symm_mem.HeapUnavailable(f"no heap for group {group.group_name!r}: two hosts")
+
+    monkeypatch.setattr(plan, "get_heap", no_heap)
+    monkeypatch.setattr(plan.forks, "refuse_child", lambda *_: None)
+    monkeypatch.setattr(plan, "_logged_reasons", set())
+    groups: list[Any] = [SimpleNamespace(group_name=name, size=lambda: 2) for name in ("one", "other")]
+    with caplog.at_level(logging.WARNING, "weft.ops"):
+        for group in (*groups, *groups):
+            for op in ("an_op", "another_op"):
+                reason = plan.heap_or_reason(op, torch.ones(3), group, empty=False)
+                assert reason == f"no heap for group {group.group_name!r}: two hosts"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"an_op and other ops of group {name!r} run unfused: no heap for group {name!r}: two hosts"
+        for name in ("one", "other")
+    ]
