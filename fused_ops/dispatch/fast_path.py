@@ -33,12 +33,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ...kernels.device.jit.empty import Empty, empty_on
 from ...symm_mem import call_cache, is_checked
 from ...symm_mem.failure.call_log import Grids
-from ...symm_mem.heap.registry import has_name, known_heap
+from ...symm_mem.heap.registry import GroupRef, has_name, known_heap
 from ...symm_mem.timeouts import chosen_timeout, default_timeout
 from ...symm_mem.workspace import Workspace
 from . import plan
@@ -126,7 +125,7 @@ class _Ready:
 class StreamWorkspace:
     """Where the calls of a group on a device, a stream and of a kind are made."""
 
-    group: ProcessGroup
+    group: GroupRef
     workspace: Workspace[Any]
 
 
@@ -134,7 +133,7 @@ class StreamWorkspace:
 class _Found:
     """A finding: whose ``timeout_ns`` is the deadline."""
 
-    group: ProcessGroup
+    group: GroupRef
     workspace: Workspace[Any]
     ready: _Ready
     timeout_ns: int
@@ -210,7 +209,7 @@ def run_fast(
                 return None
             call_cache.keep(kept, (alike, group_name, stream), found)
         note_likely(kept, kind, found)
-    if not has_name(found.group, group_name):
+    if not has_name(found.group(), group_name):
         return None
     stream = found.stream
     workspace, ready = found.workspace, found.ready
@@ -219,12 +218,12 @@ def run_fast(
     if found.before is not None:
         found.before(stream)
     if ready.calls:
-        plan._last = ready.plan
+        plan.this_thread.plan = ready.plan
         ready.launcher.call(tensors, results, found.timeout_ns, stream)
     else:
         # Noted only now that nothing is left in front of the launch: errors name calls by how many were launched.
         workspace.raise_if_broken(op, 2, ready.grids)  # inside this and the op's own ``again``
-        plan._last = ready.plan
+        plan.this_thread.plan = ready.plan
         try:
             buffer = workspace.next_buffer() if found.is_double_buffered else 0
             addresses = [r.data_ptr() for r in results]

@@ -65,7 +65,7 @@ class Heap:
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self.group: ProcessGroup | None = group  # None once it is destroyed
+        self._group = weakref.ref(group)  # its store listens for as long as it lives
         self.group_name = group.group_name
         self.rank, self.world_size = group.rank(), group.size()
         self.owner = forks.Owner(group)
@@ -74,6 +74,11 @@ class Heap:
         with self.rendezvous.poison_on_error("make a heap"):
             self.rendezvous.join("make a heap")
             self._make(device)
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """None once it is destroyed and nobody keeps it."""
+        return self._group()
 
     def _make(self, device: torch.device) -> None:
         self.backend, self.secret = open_together(self.rendezvous, device)

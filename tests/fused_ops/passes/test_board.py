@@ -28,6 +28,7 @@ from weft.fused_ops.passes.agreement.vote import (
     Answer,
     Vote,
 )
+from weft.symm_mem.bootstrap import store as store_module
 
 
 @dataclass(eq=False)
@@ -48,7 +49,13 @@ class Group:
 
 @pytest.fixture(autouse=True)
 def stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boards, "_get_process_group_store", lambda group: group.store)
+    kept = []  # as torch does while it knows the group
+
+    def of(group: Group) -> Any:
+        kept.append(group.store)
+        return group.store
+
+    monkeypatch.setattr(store_module, "_get_process_group_store", of)
 
 
 def make(count: int) -> list[VoteBoard]:
