@@ -8,6 +8,7 @@ makes an end of all that was found before (symm_mem/call_cache.py): then it is l
 
 - group destroyed, or another one under its name: asked anew. Heap made anew; workspace outgrown or gone in a reset:
   an end. So a rank that comes here and one that takes the long way use the same memory.
+- a stream that is not torch's own: the long way, its handle may be another stream's the next time.
 - another stream, another current device, a graph being captured: asked anew, they have workspaces of their own. The
   first call on a second stream, or on one more than there is room for: an end. Then calls take turns (stream_order.py).
 - modes, transforms, tracing: the thread's dispatch keys are none but those that lead to the kernels at once. Dynamo
@@ -41,7 +42,7 @@ from ...symm_mem.heap.registry import GroupRef, has_name, known_heap
 from ...symm_mem.timeouts import chosen_timeout, default_timeout
 from ...symm_mem.workspace import Workspace
 from . import plan
-from .stream_order import StreamStep, steps_on, stream_on
+from .stream_order import StreamStep, is_external, steps_on, stream_on
 from .tensor_guards import TYPES, TensorGuard, guards_of, has_tangents, likely_call, note_likely
 from .workspaces import PRODUCTS
 
@@ -148,7 +149,7 @@ class _Found:
 def stream_workspace(kind: str, group_name: str, device: int, stream: int) -> StreamWorkspace | None:
     """The stream's workspace; None where a call must take the long way. It holds as long as a finding does."""
     where = known_heap(group_name, device)
-    if where is None or plan._forced == "unfused" or is_checked():
+    if where is None or plan._forced == "unfused" or is_checked() or is_external(stream, device):
         return None
     group, heap = where
     workspace = heap.workspaces.get((kind, stream, 0))

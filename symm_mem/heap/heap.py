@@ -25,7 +25,7 @@ from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup
 
 from .. import forks
-from ..backends.base import Backend, tensor_over
+from ..backends.base import tensor_over
 from ..bootstrap.fd_exchange import close_fds, exchange
 from ..bootstrap.handshake import open_together
 from ..bootstrap.rendezvous import Rendezvous
@@ -34,6 +34,7 @@ from ..errors import HeapUnavailable, PeerTimeout, WeftError, describe
 from ..timeouts import get_timeout, preparing_timeout
 from .captured import release_gone_graphs
 from .free_list import FreeList
+from .unmapping import HeapRange, unmap_gone_heaps, unmap_later
 
 ALIGNMENT = 256
 
@@ -85,9 +86,8 @@ class Heap:
         self.device = self.backend.device
         self.span = self.backend.span
         self.capacity = 0
-        self.workspaces: CachedDict[Any, Any] = (
-            CachedDict()
-        )  #: what the ops above keep for as long as the heap lives
+        #: what the ops above keep for as long as the heap lives
+        self.workspaces: CachedDict[Any, Any] = CachedDict()
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()  #: what counts along with words on the heap
         self.fault: Any = None  #: of all that is on it: fault.py
         self.watch: Any = None  #: of stream waits, on CUDA
@@ -98,9 +98,7 @@ class Heap:
         self._blocks: dict[int, Placement] = {}  # by number: all that is not free
         self._falling: deque[int] = deque()  # dropped since the last allocation: finalizers run at any moment
         self._dropped: set[int] = set()
-        self._quiesced: set[int] = (
-            set()
-        )  # of captured graphs that are gone: nothing of this rank writes there
+        self._quiesced: set[int] = set()  # of captured graphs that are gone: this rank writes nothing there
         self._number = 0
         self._chunks: list[tuple[int, int]] = []  # (offset, size)
         unmap: list[Callable[[], Any]] = []
@@ -108,8 +106,8 @@ class Heap:
         def reserve() -> int:
             base = self.backend.reserve(self.span * self.world_size)
             # The process's end unmaps everything anyway, and tensors may outlive this. A forked child has no driver.
-            where = self.backend, base, self.span, self.world_size, self._chunks
-            unmap.append(forks.finalize(self, _unmap_all, *where))
+            where = HeapRange(self.backend, base, self.span, self.world_size, self._chunks)
+            unmap.append(forks.finalize(self, unmap_later, where))
             return base
 
         try:
@@ -156,6 +154,7 @@ class Heap:
 
     def _allocate(self, size: int, tag: str, zero: int) -> Block:
         want = -(-size // ALIGNMENT) * ALIGNMENT
+        unmap_gone_heaps()
         release_gone_graphs(self.workspaces, self._quiesced)
         while self._falling:
             self._dropped.add(self._falling.popleft())
@@ -378,16 +377,6 @@ class Heap:
             step, count = step * max(1, n), count * n
         storage = tensor_over(self.address(rank) + offset, count * dtype.itemsize, self.device, owner)
         return tensor.set_(storage, 0, shape, strides[::-1])
-
-
-def _unmap_all(
-    backend: Backend, base: int, span: int, world_size: int, chunks: list[tuple[int, int]]
-) -> None:
-    backend.quiesce()
-    for start, size in chunks:
-        for rank in range(world_size):
-            backend.unmap(base + rank * span + start, size)
-    backend.release(base, span * world_size)
 
 
 def heap_of(tensor: torch.Tensor) -> Block | None:

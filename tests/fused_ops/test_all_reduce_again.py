@@ -70,6 +70,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setattr(registry, "_resolve_process_group", resolve)
     monkeypatch.setattr(stream_order, "_turns_of", lambda index: stream_order.StreamOrder(9))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda device: (3, 0, 1), raising=False)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)

@@ -7,7 +7,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +48,7 @@ class Group:
 
 
 @pytest.fixture(autouse=True)
-def stores(monkeypatch: pytest.MonkeyPatch) -> None:
+def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kept = []  # as torch does while it knows the group
 
     def of(group: Group) -> Any:
@@ -56,6 +56,8 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> None:
         return group.store
 
     monkeypatch.setattr(store_module, "_get_process_group_store", of)
+    yield
+    kept.clear()
 
 
 def make(count: int) -> list[VoteBoard]:
