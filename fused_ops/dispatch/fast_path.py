@@ -8,6 +8,7 @@ sends the call to the slow path. It is either asked anew at each call, or it inv
 
 - group destroyed, or another one under its name: asked anew. Heap made anew, workspace outgrown or gone in a reset:
   invalidates. So a rank on the fast path and one on the slow path use the same memory.
+- a stream that is not torch's own: the slow path; its handle may be another stream's the next time.
 - another stream, another current device, a graph being captured: asked anew, they have workspaces of their own. The
   first call on a second stream, or on one more than there is room for: invalidates. Then calls are ordered
   (stream_order.py).
@@ -35,16 +36,15 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ...kernels.device.jit.empty import Empty, empty_on
 from ...symm_mem import call_cache, is_checked
 from ...symm_mem.failure.call_log import Grids
-from ...symm_mem.heap.registry import has_name, known_heap
+from ...symm_mem.heap.registry import GroupRef, has_name, known_heap
 from ...symm_mem.timeouts import chosen_timeout, default_timeout
 from ...symm_mem.workspace import Workspace
 from . import plan
-from .stream_order import StreamStep, steps_on, stream_on
+from .stream_order import StreamStep, is_external, steps_on, stream_on
 from .tensor_guards import TYPES, TensorGuard, guards_of, has_tangents, likely_call, note_likely
 from .workspaces import PRODUCTS
 
@@ -128,7 +128,7 @@ class _Ready:
 class StreamWorkspace:
     """Where the calls of a group on a device, a stream and of a kind are made."""
 
-    group: ProcessGroup
+    group: GroupRef
     workspace: Workspace[Any]
 
 
@@ -136,7 +136,7 @@ class StreamWorkspace:
 class _Found:
     """A cached call. ``timeout_ns``: its deadline."""
 
-    group: ProcessGroup
+    group: GroupRef
     workspace: Workspace[Any]
     ready: _Ready
     timeout_ns: int
@@ -151,7 +151,7 @@ class _Found:
 def stream_workspace(kind: str, group_name: str, device: int, stream: int) -> StreamWorkspace | None:
     """The stream's workspace; None where a call must take the slow path. Valid as long as a cached call is."""
     where = known_heap(group_name, device)
-    if where is None or plan._forced == "unfused" or is_checked():
+    if where is None or plan._forced == "unfused" or is_checked() or is_external(stream, device):
         return None
     group, heap = where
     workspace = heap.workspaces.get((kind, stream, 0))
@@ -212,7 +212,7 @@ def run_fast(
                 return None
             call_cache.keep(kept, (alike, group_name, stream), found)
         note_likely(kept, kind, found)
-    if not has_name(found.group, group_name):
+    if not has_name(found.group(), group_name):
         return None
     stream = found.stream
     workspace, ready = found.workspace, found.ready
@@ -221,12 +221,12 @@ def run_fast(
     if found.before is not None:
         found.before(stream)
     if ready.calls:
-        plan._last = ready.plan
+        plan.this_thread.plan = ready.plan
         ready.launcher.call(tensors, results, found.timeout_ns, stream)
     else:
         # Noted only now that nothing is left in front of the launch: errors identify calls by the number of launches.
         workspace.raise_if_broken(op, 2, ready.grids)  # inside this and the op's own function
-        plan._last = ready.plan
+        plan.this_thread.plan = ready.plan
         try:
             buffer = workspace.next_buffer() if found.is_double_buffered else 0
             addresses = [r.data_ptr() for r in results]

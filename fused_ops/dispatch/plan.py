@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -60,12 +61,20 @@ class Plan:
 
 _log = logging.getLogger("weft.ops")
 _logged_reasons: set[tuple[str, str]] = set()
-_last = Plan("none")
-_forced: str | None = None
+
+
+class _ThisThread(threading.local):
+    plan = Plan("none")
+
+
+this_thread = _ThisThread()  #: ``plan``: that of its last call
+_forced: str | None = None  # of the body entered last
+_forcing: list[list[str]] = []  # of all bodies that threads are in
+_forcing_lock = threading.Lock()
 
 
 def last_plan() -> Plan:
-    """The plan of this process's last call of an op.
+    """The plan of this thread's last call of an op.
 
     >>> import torch
     >>> from weft.fused_ops import last_plan, one_shot_all_reduce
@@ -73,16 +82,17 @@ def last_plan() -> Plan:
     >>> last_plan().algorithm  # between CPU ranks
     'host'
 
+    A backward on CUDA runs in a thread of autograd's, whose calls are not this one's.
+
     Returns:
         a Plan, with algorithm "none" before the first call.
     """
-    return _last
+    return this_thread.plan
 
 
 def ran(plan: Plan) -> None:
     """Note the plan that a call is about to run. Of a call that is compared all ranks must have the same one."""
-    global _last
-    _last = plan
+    this_thread.plan = plan
     if plan_is_compared():
         compare_plan(str(replace(plan, reason="")), plan.reason)
 
@@ -91,18 +101,25 @@ def ran(plan: Plan) -> None:
 def forced(algorithm: str) -> Iterator[None]:
     """Inside the body every call that can takes ``algorithm`` ("unfused" or "fused"), profitable or not.
 
-    Every rank must do so. For tests and measurements.
+    Calls of all threads do: the backward of a forward in the body runs in another one. Of bodies that threads are in at
+    the same time the one entered last counts. Every rank must do so. For tests and measurements.
     """
-    global _forced
     if algorithm not in ("unfused", "fused"):
         raise ValueError(f"algorithm: is {algorithm!r}, must be 'unfused' or 'fused'")
-    before, _forced = _forced, algorithm
-    invalidate_calls()
+    entered = [algorithm]
+    _force(lambda: _forcing.append(entered))
     try:
         yield
     finally:
-        _forced = before
-        invalidate_calls()
+        _force(lambda: _forcing.pop(next(i for i, body in enumerate(_forcing) if body is entered)))
+
+
+def _force(change: Callable[[], object]) -> None:
+    global _forced
+    with _forcing_lock:
+        change()
+        _forced = _forcing[-1][0] if _forcing else None
+    invalidate_calls()
 
 
 def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap | str:

@@ -13,7 +13,12 @@ It follows that ranks must make their calls in one order, also those of several 
   With one stream more, all are ordered.
 
 As long as the calls of a process come from so few streams, one if nothing is reserved, nothing is enqueued for that,
-and a cached call (fast_path.py) says so.
+and a cached call (fast_path.py) says so. A stream from which no call has come for a while, such as that of a warm-up,
+is forgotten.
+
+torch's own streams live as long as the process. An external one (torch.cuda.ExternalStream) may be destroyed at any
+moment, and its handle then be another stream's. So no external stream is touched behind its call, the event is put
+there at once; no handle of one is compared; and what is kept for one is kept by its id, which is no other stream's.
 """
 
 from __future__ import annotations
@@ -35,6 +40,8 @@ StreamStep: TypeAlias = Callable[[int], None] | None
 
 # SMs on which no call may count: clusters do not fit into all of a GPU at once.
 _SPARE = 4
+_WINDOW = 1000  # calls, behind which a stream without one is forgotten
+_EXTERNAL = -1  # instead of a stream: equal to none
 _FAILED = -1  # instead of a graph: a capture that has failed, and has not ended
 
 
@@ -70,6 +77,27 @@ def stream_on(device: int) -> int | None:
         return None
     stream: int = torch._C._cuda_getCurrentRawStream(device)
     return stream
+
+
+def is_external(stream: int, device: int) -> bool:
+    """Whether the current stream of a CUDA device, ``stream``, is not one of torch's own."""
+    # torch numbers its own streams; the number of another one is its address.
+    return stream != 0 and bool(torch._C._cuda_getCurrentStream(device)[0] == stream)
+
+
+def stream_key(stream: int, device: int) -> int | tuple[int, int]:
+    """What is kept for the current stream of a CUDA device, ``stream``, is kept by this: of an external one its handle,
+    and its id.
+
+    Ranks must find the same: the handle of a stream that is gone may be given to a new one on one of them alone.
+    """
+    if not is_external(stream, device):
+        return stream
+    from cuda.bindings import driver
+
+    from ...symm_mem.backends.vmm import check_driver
+
+    return stream, int(check_driver(driver.cuStreamGetId(stream)))
 
 
 def _graph_of(stream: int) -> int:
@@ -108,9 +136,19 @@ class _Line:
                 self._put_behind(other)
                 self._put_in_front(stream)
 
-    def end(self, stream: int) -> None:
+    def alone(self, stream: int, room: int) -> None:
+        """A call on ``stream`` with nothing put behind. What streams hold that have been forgotten comes before it."""
+        if self._last is not None or (stream not in self.streams and len(self.streams) >= room):
+            self.wait(stream)
+            self._last = None
+            self.streams.clear()
+        self.streams.add(stream)
+
+    def end(self, stream: int, *, external: bool = False) -> None:
         """The last call is the last work on ``stream`` now."""
         self._put_behind(stream)
+        if external:
+            self._last = _EXTERNAL
         self.streams.clear()
 
     def _put_behind(self, stream: int) -> None:
@@ -149,29 +187,53 @@ class StreamOrder:
         self._lock = threading.Lock()
         self._streams: set[int] = set()  # of all calls, as long as there is room for all of them at once
         self._several = False
+        # While there are several: when each was called last, counted in calls. Of threads that count at once, one may
+        # be missed.
+        self._seen: dict[int, int] = {}
+        self._calls = self._looked = 0
         self._mine = _Mine()
 
-    def steps(self, stream: int) -> tuple[StreamStep, StreamStep]:
+    def steps(self, stream: int, *, external: bool = False) -> tuple[StreamStep, StreamStep]:
         """In front of and behind the launches of calls on ``stream``, until ``invalidate_calls``."""
+        if external:
+            return self._begin_external, self._end_external
         with self._lock:
             if not self._several:
                 self._streams.add(stream)
                 if len(self._streams) > self._room:
-                    self._several = True
+                    self._several, self._seen, self._looked = True, {}, self._calls
                     invalidate_calls()
             return (self.begin, self.end) if self._several else (self.alone, None)
 
     def alone(self, stream: int) -> None:
         """A call for which there is room. Each thread notes its own: cached calls are those of all."""
-        self._mine.eager.streams.add(stream)
+        self._mine.eager.alone(stream, self._room)
 
     def begin(self, stream: int) -> None:
         """What is launched on ``stream`` from here on comes behind the thread's last call."""
         self._mine.eager.wait(stream)
+        self._calls = self._seen[stream] = self._calls + 1
+        if self._calls - self._looked >= _WINDOW:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Streams without a call for a while. What still lies there each thread's line knows."""
+        with self._lock:
+            since, self._looked = self._looked, self._calls
+            self._seen = {stream: at for stream, at in list(self._seen.items()) if at > since}
+            if self._several and len(self._seen) <= self._room:
+                self._streams, self._several = set(self._seen), False
+                invalidate_calls()
 
     def end(self, stream: int) -> None:
         """The call is launched."""
         self._mine.eager.end(stream)
+
+    def _begin_external(self, stream: int) -> None:
+        self._mine.eager.wait(stream)
+
+    def _end_external(self, stream: int) -> None:
+        self._mine.eager.end(stream, external=True)
 
     @contextmanager
     def captured(self, stream: int, graph: int) -> Iterator[None]:
@@ -202,8 +264,8 @@ def _turns_of(index: int) -> StreamOrder:
 
 
 def steps_on(index: int, stream: int) -> tuple[StreamStep, StreamStep]:
-    """For a cached call: in front of and behind its launches, on a CUDA device."""
-    return _turns_of(index).steps(stream)
+    """In front of and behind the launches of calls on the current stream of a CUDA device."""
+    return _turns_of(index).steps(stream, external=is_external(stream, index))
 
 
 @contextmanager

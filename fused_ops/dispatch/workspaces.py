@@ -21,7 +21,7 @@ from ...symm_mem.heap.heap import Heap
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import OUTGROWN, Workspace
 from .plan import num_sms
-from .stream_order import stream_and_graph
+from .stream_order import stream_and_graph, stream_key
 
 MATMUL = "matmul"  #: the kind of workspace of kernels that set flags behind their data
 LL_PROTOCOL = "ll_protocol"  #: of kernels whose data is its own flag
@@ -32,7 +32,10 @@ _GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace
 
 
 def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[Any], Any]) -> Workspace[Any]:
-    key = (kind, *(stream_and_graph(heap.device) if heap.device.type == "cuda" else (0, 0)))
+    key: tuple[str, int | tuple[int, int], int] = (kind, 0, 0)
+    if heap.device.type == "cuda":
+        stream, graph_id = stream_and_graph(heap.device)
+        key = (kind, stream_key(stream, heap.device.index), graph_id)
     found = heap.workspaces.get(key)
     if found is not None and fits(found.layout):
         return found
@@ -42,12 +45,25 @@ def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[
             return found
         refuse_if_broken(heap)  # new memory does not replace a reset
         layout = grown(found.layout if found is not None else None)
-        graph = CapturedGraph(key[1]) if key[-1] else None
+        graph = CapturedGraph(stream) if key[-1] else None
+        if isinstance(key[1], tuple):
+            _drop_those_of_gone_streams(heap, *key[1])
         made = Workspace(heap, layout, f"{kind} workspace {layout}", graph=graph)
         if found is not None and graph is not None:
             made.prepared[OUTGROWN] = found
         heap.workspaces[key] = made
         return made
+
+
+def _drop_those_of_gone_streams(heap: Heap, handle: int, stream: int) -> None:
+    """Of external streams that had the handle before. The driver gives one away when all work of its stream is done.
+
+    Their memory is used again once every rank has dropped it, whenever that is: heap.py.
+    """
+    for key, workspace in list(heap.workspaces.items()):
+        if isinstance(key[1], tuple) and key[1][0] == handle and key[1][1] != stream and not key[-1]:
+            del heap.workspaces[key]
+            workspace.release()
 
 
 def matmul_workspace(heap: Heap, wanted: Layout, *, copied: bool = False) -> Workspace[Layout]:

@@ -102,7 +102,7 @@ def run_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGr
             out = a.new_empty(a.shape[0], B.shape[1])
             torch.mm(a, B, out=out)
             all_reduce.in_place(out, reduce_op, group, host.OP)
-            plan._last = _in_two(plan._last)
+            plan.this_thread.plan = _in_two(plan.last_plan())
             _remember(A, B, reduce_op, group, out.view(shape))
     return out.view(shape)
 

@@ -22,7 +22,7 @@ from ..dispatch import profitability
 from ..library.compiled import why_unordered
 from .agreement.fallback_graph import FallbackGraph, has_ranks, why_captured_without_vote, why_not_asked
 from .agreement.guard import is_fallback_graph
-from .agreement.outcomes import disagreements, questions, reset_outcomes
+from .agreement.outcomes import RunOutcomes
 from .agreement.signature import Order
 from .canonicalize import by_position, canonicalize, make_functional, wait_for_each, wait_once
 from .decompositions import write_out
@@ -132,6 +132,7 @@ class FusionPass(CustomGraphPass):
         self._entries: list[Entry] = []
         self._graphs = 0
         self._called = Called()
+        self._outcomes = RunOutcomes()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -149,19 +150,20 @@ class FusionPass(CustomGraphPass):
         >>> FusionPass().report().entries
         ()
 
-        The disagreements and questions are those of the process: a graph that comes from a cache belongs to no pass.
+        Disagreements and questions are those of the process in that time: a graph that comes from a cache belongs to
+        no pass.
         """
-        return Report(self._entries, disagreements(), questions())
+        return Report(self._entries, self._outcomes.disagreements(), self._outcomes.questions())
 
     def clear(self) -> None:
-        """Empties the report; graphs are counted from 0 again.
+        """Empties the report of this pass; its graphs are counted from 0 again.
 
         >>> from weft.fused_ops import FusionPass
         >>> FusionPass().clear()
         """
         self._entries.clear()
         self._graphs = 0
-        reset_outcomes()
+        self._outcomes.reset()
 
     def uuid(self) -> Any:
         names = "all" if self.groups is None else sorted(self.groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -112,6 +113,7 @@ class AllReduceRmsNormLauncher:
         if not place.layout.holds(needed := all_reduce_rms_norm_layout(rows, vectors, size, config)):
             raise ValueError(f"workspace: is {place.layout}, must hold {needed}")
         self._timeout_ns = 0
+        self._lock = threading.Lock()  # a launch takes what stands in its struct
         self.grids: tuple[int, ...] = ()
         self._pieces: list[tuple[int, Callable[[int], None], _Params]] = []
         for start in range(0, rows, wanted.rows):
@@ -142,11 +144,12 @@ class AllReduceRmsNormLauncher:
         Raises:
             RuntimeError: the kernel cannot be launched.
         """
-        if timeout_ns != self._timeout_ns:
-            for _, _, params in self._pieces:
-                params.slots.watch.timeout_ns = timeout_ns
-            self._timeout_ns = timeout_ns
         (x, residual, weight), (normed, sums) = operands, results
-        for start, ready, params in self._pieces:
-            _put_addresses(params, _X, x + start, residual + start, weight, normed + start, sums + start)
-            ready(stream)
+        with self._lock:
+            if timeout_ns != self._timeout_ns:
+                for _, _, params in self._pieces:
+                    params.slots.watch.timeout_ns = timeout_ns
+                self._timeout_ns = timeout_ns
+            for start, ready, params in self._pieces:
+                _put_addresses(params, _X, x + start, residual + start, weight, normed + start, sums + start)
+                ready(stream)

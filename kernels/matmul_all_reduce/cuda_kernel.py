@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -115,6 +116,7 @@ class MatmulAllReduceLauncher:
         p.a_stride, p.b_stride = k if m == 1 else a.stride(0), b.stride(0) if b_rows else b.stride(1)
         p.m, p.n, p.k = m, n, k
         self._timeout_ns, self.grids = 0, (config.blocks,)
+        self._lock = threading.Lock()  # a launch takes what stands in its struct
         items = matmul_all_reduce_defines(a.dtype, layout.world_size, reduce_op, config, b_rows=b_rows)
         early = ll_exchange.dependent()
         function = matmul_all_reduce_program(items, place.rank, dependent=early).function("matmul_all_reduce")
@@ -138,7 +140,8 @@ class MatmulAllReduceLauncher:
             RuntimeError: the kernel cannot be launched.
         """
         p = self._params
-        if timeout_ns != self._timeout_ns:
-            self._timeout_ns = p.slots.watch.timeout_ns = timeout_ns
-        _put_addresses(p, _A, *operands, *results)
-        self._launch(stream)
+        with self._lock:
+            if timeout_ns != self._timeout_ns:
+                self._timeout_ns = p.slots.watch.timeout_ns = timeout_ns
+            _put_addresses(p, _A, *operands, *results)
+            self._launch(stream)

@@ -18,6 +18,7 @@ from ..switches import is_on
 from .host import host_identity, refuse_hosts
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_FORBIDDEN_BY_CAPTURE = range(900, 910)  # CUresult: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and those behind it
 # What must be equal among a group's GPUs, and its name in messages.
 _ALIKE = {"sms": "SMs", "memory": "MB/s of memory", "l2": "bytes of L2 cache"}
 
@@ -43,8 +44,13 @@ def own_stream(owner: object, device: torch.device, *, first: bool = False) -> i
     with relaxed_capture(), torch.cuda.device(device):
         lowest, highest = check_driver(driver.cuCtxGetStreamPriorityRange())
         handle = check_driver(driver.cuStreamCreateWithPriority(flags, highest if first else lowest))
-    finalize(owner, driver.cuStreamDestroy, handle)
+    finalize(owner, _destroy_stream, handle)
     return int(handle)
+
+
+def _destroy_stream(handle: Any) -> None:
+    with relaxed_capture():
+        driver.cuStreamDestroy(handle)
 
 
 class VmmBackend:
@@ -113,10 +119,12 @@ class VmmBackend:
         return None
 
     def reserve(self, size: int) -> int:
-        return int(check_driver(driver.cuMemAddressReserve(size, 0, 0, 0)))
+        with relaxed_capture():
+            return int(check_driver(driver.cuMemAddressReserve(size, 0, 0, 0)))
 
     def release(self, address: int, size: int) -> None:
-        check_driver(driver.cuMemAddressFree(address, size))
+        with relaxed_capture():
+            check_driver(driver.cuMemAddressFree(address, size))
 
     def create(self, size: int) -> tuple[int, Any]:
         with relaxed_capture():
@@ -146,10 +154,12 @@ class VmmBackend:
                 raise
 
     def unmap(self, address: int, size: int) -> None:
-        check_driver(driver.cuMemUnmap(address, size))
+        with relaxed_capture():
+            check_driver(driver.cuMemUnmap(address, size))
 
     def drop(self, handle: Any) -> None:
-        check_driver(driver.cuMemRelease(handle))
+        with relaxed_capture():
+            check_driver(driver.cuMemRelease(handle))
 
     def zero(self, address: int, size: int) -> None:
         with relaxed_capture(), torch.cuda.device(self.device):
@@ -159,7 +169,11 @@ class VmmBackend:
     def quiesce(self) -> bool:
         if torch.cuda.is_current_stream_capturing():
             return False
-        torch.cuda.synchronize(self.device)
+        with relaxed_capture(), torch.cuda.device(self.device):
+            (error,) = driver.cuCtxSynchronize()
+        if int(error) in _FORBIDDEN_BY_CAPTURE:  # by another thread's
+            return False
+        check_driver((error,))
         return True
 
     def new_record(self) -> torch.Tensor:

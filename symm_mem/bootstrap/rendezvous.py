@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from torch.distributed import ProcessGroup, Store
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed import ProcessGroup
 
 from ..call_site import call_site, calling, text
 from ..errors import (
@@ -35,7 +34,7 @@ from ..errors import (
 )
 from ..forks import Owner
 from . import processes
-from .store import StoreQuestions, peek
+from .store import GroupStore, StoreQuestions, peek
 
 _SHORTEST, _LONGEST = 0.0002, 0.01  # seconds between two looks into the store
 _LOOK = 0.05  # seconds between two looks whether the awaited rank's process is still there
@@ -59,7 +58,7 @@ class Rendezvous:
         self.rank, self.world_size = group.rank(), group.size()
         self.processes: list[dict[str, Any] | None] = [None] * self.world_size
         self._owner = Owner(group)
-        self._store: Store = _get_process_group_store(group)
+        self._store = GroupStore(group)
         self._timeout = timeout
         self._topic = topic
         self._prefix = ""  # before the first session
@@ -211,7 +210,9 @@ class Rendezvous:
 
         Returns: what it refuses further ones with.
         """
-        if self._broken is None:
+        if self._broken is None and self._store.is_gone():
+            self._refuse_steps(what, cause)  # nobody is left who would hear of it
+        elif self._broken is None:
             with self._questions(what) as store:
                 self._give_up(store, what, cause)
         assert self._broken is not None
@@ -223,6 +224,9 @@ class Rendezvous:
             # Now: a store that is silent hears of it in the next session.
             abort_notice = self._abort_notice(self.rank)
             store.tell(lambda s: s.set(abort_notice, blamed))
+        self._refuse_steps(what, cause)
+
+    def _refuse_steps(self, what: str, cause: BaseException) -> None:
         if isinstance(cause, WeftError):
             self._broken = cause.again()
         else:
@@ -232,7 +236,7 @@ class Rendezvous:
 
     def _questions(self, what: str) -> StoreQuestions:
         self._owner.refuse_child(what)
-        return StoreQuestions(self._store, what, self.group_name, self.rank)
+        return StoreQuestions(self._store.get(what), what, self.group_name, self.rank)
 
     def agree(self, what: str, value: dict[str, Any]) -> None:
         """Every rank must come with the same ``value``.

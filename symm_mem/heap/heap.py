@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup
 
 from .. import forks
-from ..backends.base import Backend, tensor_over
+from ..backends.base import tensor_over
 from ..bootstrap.fd_exchange import close_fds, exchange
 from ..bootstrap.handshake import open_together
 from ..bootstrap.rendezvous import Rendezvous
@@ -31,6 +31,7 @@ from ..errors import HeapUnavailable, PeerTimeout, WeftError, describe
 from ..timeouts import get_timeout, preparing_timeout
 from .captured import release_gone_graphs
 from .free_list import FreeList
+from .unmapping import HeapRange, unmap_gone_heaps, unmap_later
 
 ALIGNMENT = 256
 
@@ -62,7 +63,7 @@ class Heap:
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self.group: ProcessGroup | None = group  # None once it is destroyed
+        self._group = weakref.ref(group)  # its store listens for as long as it lives
         self.group_name = group.group_name
         self.rank, self.world_size = group.rank(), group.size()
         self.owner = forks.Owner(group)
@@ -71,6 +72,11 @@ class Heap:
         with self.rendezvous.poison_on_error("make a heap"):
             self.rendezvous.join("make a heap")
             self._make(device)
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """None once it is destroyed and nobody keeps it."""
+        return self._group()
 
     def _make(self, device: torch.device) -> None:
         self.backend, self.secret = open_together(self.rendezvous, device)
@@ -98,8 +104,8 @@ class Heap:
         def reserve() -> int:
             base = self.backend.reserve(self.span * self.world_size)
             # The process's end unmaps everything anyway, and tensors may outlive this. A forked child has no driver.
-            where = self.backend, base, self.span, self.world_size, self._chunks
-            unmap.append(forks.finalize(self, _unmap_all, *where))
+            where = HeapRange(self.backend, base, self.span, self.world_size, self._chunks)
+            unmap.append(forks.finalize(self, unmap_later, where))
             return base
 
         try:
@@ -146,6 +152,7 @@ class Heap:
 
     def _allocate(self, size: int, tag: str, zero: int) -> Block:
         want = -(-size // ALIGNMENT) * ALIGNMENT
+        unmap_gone_heaps()
         release_gone_graphs(self.workspaces, self._quiesced)
         while self._falling:
             self._dropped.add(self._falling.popleft())
@@ -368,16 +375,6 @@ class Heap:
             step, count = step * max(1, n), count * n
         storage = tensor_over(self.address(rank) + offset, count * dtype.itemsize, self.device, owner)
         return tensor.set_(storage, 0, shape, strides[::-1])
-
-
-def _unmap_all(
-    backend: Backend, base: int, span: int, world_size: int, chunks: list[tuple[int, int]]
-) -> None:
-    backend.quiesce()
-    for start, size in chunks:
-        for rank in range(world_size):
-            backend.unmap(base + rank * span + start, size)
-    backend.release(base, span * world_size)
 
 
 def heap_of(tensor: torch.Tensor) -> Block | None:

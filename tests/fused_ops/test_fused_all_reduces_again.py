@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_products_again import LONG, NAME, OTHERS, Workspace
+from test_products_again import LONG, NAME, OTHERS, Group, Workspace
 from weft import symm_mem
 from weft.fused_ops import fused_all_reduce_rms_norm, fused_matmul_all_reduce
 from weft.fused_ops.dispatch import fast_path, plan, stream_order
@@ -50,7 +51,7 @@ class Noting(Workspace):
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A GPU, a group and a workspace that are none, and a call of each op that was made before."""
-    group, kernel, workspace = SimpleNamespace(group_name=NAME), Kernel(), Noting()
+    group, kernel, workspace = Group(), Kernel(), Noting()
     stage = SimpleNamespace(group=group, owner=group, kernel=kernel, workspace=workspace)
     stage.capturing, stage.device, stage.stream = False, 0, 7
     stage.where = SimpleNamespace(workspaces=CachedDict({("all_reduce", 7, 0): workspace}))
@@ -60,10 +61,11 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             raise RuntimeError("destroyed")
         return stage.group
 
-    monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (group, stage.where))
+    monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (weakref.ref(group), stage.where))
     monkeypatch.setattr(timeouts, "_per_group", CachedDict())
     monkeypatch.setattr(registry, "_resolve_process_group", resolve)
     monkeypatch.setattr(stream_order, "_turns_of", lambda index: stream_order.StreamOrder(9))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda device: (3, 0, 1), raising=False)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
@@ -195,7 +197,8 @@ def test_they_are_not_taken_when_the_world_has_changed(stage: SimpleNamespace, w
         elif why == "gone":
             stage.where.workspaces.clear()
         elif why == "another heap":
-            registry._heaps[NAME, "cuda", 0] = stage.group, SimpleNamespace(workspaces=CachedDict())
+            another = SimpleNamespace(workspaces=CachedDict())
+            registry._heaps[NAME, "cuda", 0] = weakref.ref(stage.group), another
         elif why == "unfused":
             stack.enter_context(plan.forced("unfused"))
         else:

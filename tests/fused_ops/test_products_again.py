@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -63,10 +64,16 @@ class Workspace:
         self.error = symm_mem.WeftError(f"a call was ended by {cause!r}")
 
 
+class Group:
+    """One that can be referred to weakly."""
+
+    group_name = NAME
+
+
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A GPU, a group and a workspace that are none; tensors say that they lie on GPU 0."""
-    stage = SimpleNamespace(group=object(), stream=7, capturing=False, device=0, workspace=Workspace())
+    stage = SimpleNamespace(group=Group(), stream=7, capturing=False, device=0, workspace=Workspace())
     stage.launcher = Launcher()
     stage.workspaces = CachedDict()
     monkeypatch.setattr(timeouts, "_per_group", CachedDict())
@@ -78,9 +85,10 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             raise RuntimeError("destroyed")
         return stage.group
 
-    monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (stage.group, where))
+    monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (weakref.ref(stage.group), where))
     monkeypatch.setattr(registry, "_resolve_process_group", resolve)
     monkeypatch.setattr(stream_order, "_turns_of", lambda index: stream_order.StreamOrder(9))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda device: (3, 0, 1), raising=False)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)

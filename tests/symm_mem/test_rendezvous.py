@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from weft import symm_mem
+from weft.symm_mem.bootstrap import store as stores
 from weft.symm_mem.bootstrap.rendezvous import Rendezvous
 
 
@@ -40,8 +40,7 @@ class Store:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     made = Store()
-    module = sys.modules[Rendezvous.__module__]  # the function has its name
-    monkeypatch.setattr(module, "_get_process_group_store", lambda group: made)
+    monkeypatch.setattr(stores, "_get_process_group_store", lambda group: made)
     return made
 
 
