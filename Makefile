@@ -24,10 +24,10 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet --constraint con
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test programs bench forms model soak fuzz fuzz-pass sanitize lint format format-check typecheck clean
+.PHONY: help setup demo test tiny programs bench forms model soak fuzz fuzz-pass sanitize lint format format-check typecheck docs clean
 
 help:
-	@echo "make demo | test | bench | lint | format | format-check | typecheck | clean"
+	@echo "make demo | tiny | test | bench | lint | format | format-check | typecheck | docs | clean"
 	@echo "long: make programs | forms | model | soak | fuzz | fuzz-pass | sanitize"
 
 setup: $(STAMP)
@@ -46,26 +46,24 @@ $(VENV)/.weft-installed: pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(PY) examples/llama_block.py
 
-# The kernels' tests, and of the pass those that trace by themselves, keep a processor busy for minutes, want no GPU and look
-# at nothing of the machine: they run beside all others, and leave the processors to them. What they print comes behind
-# the rest.
-PASSES := tests/fused_ops/passes
-TRACED := $(wildcard $(PASSES)/test_*_forms.py) $(addprefix $(PASSES)/test_,patterns.py random_graphs.py scatter_terms.py)
-BESIDE := nice $(PY) -m pytest -p no:cacheprovider
+# WORKERS processes run tests side by side, by default one more than there are processors, as ranks often wait
+# (tests/conftest.py). Tests marked `alone` or `gpu` run after them, one by one.
+PYTEST := $(PY) -m pytest
+WORKERS ?= auto
 
 test: $(STAMP)
 ifeq ($(strip $(PYTEST_ARGS)),)
-	@printed=$$(mktemp -d); \
-	$(BESIDE) tests/kernels/test_[a-o]*.py >$$printed/kernels 2>&1 & first=$$!; \
-	$(BESIDE) tests/kernels --ignore-glob='tests/kernels/test_[a-o]*.py' >$$printed/more_kernels 2>&1 & second=$$!; \
-	$(BESIDE) $(TRACED) >$$printed/traced 2>&1 & third=$$!; \
-	$(PY) -m pytest $(addprefix --ignore=,tests/kernels $(TRACED)); failed=$$?; \
-	for beside in $$first $$second $$third; do wait $$beside || failed=1; done; \
-	cat $$printed/*; rm -r $$printed; \
+	@failed=0; \
+	$(PYTEST) -m "not (alone or gpu or slow)" -n $(WORKERS) --dist worksteal || failed=1; \
+	$(PYTEST) -m "(alone or gpu) and not slow" || failed=1; \
 	exit $$failed
 else
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 endif
+
+# Everything once, small, in less than a minute.
+tiny: $(STAMP)
+	$(PYTEST) tests/test_tiny.py
 
 # Whole programs with the code that Inductor writes, which takes minutes to compile, and what the pass adds to that.
 programs: $(STAMP)
@@ -81,7 +79,7 @@ bench: $(STAMP)
 
 # Needs SPIN (apt install spin) and a C compiler: some minutes.
 model: $(STAMP)
-	$(PY) tests/model/check.py
+	$(PY) tests/verification/model/check.py
 
 # 100,000 calls, on GPUs where there are enough: SOAK_ARGS="--ranks 4".
 soak: $(STAMP)
@@ -114,6 +112,10 @@ typecheck: $(STAMP)
 	@mkdir -p build/typing && ln -sfn ../.. build/typing/weft
 	$(PY) -m mypy -p weft.symm_mem -p weft.kernels -p weft.fused_ops
 	$(PY) -m mypy bench examples
+
+# build/docs/index.html: the pages of docs/, and the API from the docstrings. A warning is an error.
+docs: $(STAMP)
+	$(PY) -m sphinx --fail-on-warning --keep-going --quiet --fresh-env docs build/docs
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .benchmarks

@@ -1,5 +1,69 @@
-"""weft draws communication through the matrix product: ``from weft.fused_ops import ...``.
+"""Tensor-parallel matmuls and collectives that overlap with communication, for PyTorch.
 
-This file imports nothing on purpose: pytest would otherwise import the checkout a second time under
-its folder's name, and heaps and caches would exist twice.
+>>> import weft
+>>> _, (y,) = weft.fused_all_gather_matmul(x, [w], 0, group, return_A=False)
+
+Submodules and the public names of ``weft.fused_ops`` are imported when they are first used: ``import weft`` alone does
+not import torch.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import fused_ops, symm_mem
+    from .fused_ops import (
+        ColumnParallelLinear,
+        FusionError,
+        FusionPass,
+        Plan,
+        Report,
+        RowParallelLinear,
+        fused_all_gather_matmul,
+        fused_all_reduce_rms_norm,
+        fused_matmul_all_reduce,
+        fused_matmul_reduce_scatter,
+        last_plan,
+        local_state_dict,
+        one_shot_all_reduce,
+        one_shot_all_reduce_,
+        sharded_state_dict,
+    )
+else:
+    # Type checkers must not see it: to them any name would be there.
+    def __getattr__(name: str) -> Any:
+        # "weft" and not __name__: pytest imports this file also under the name of the checkout's folder, and a second
+        # copy of the submodules would have heaps and caches of its own.
+        if name in _SUBMODULES:
+            return importlib.import_module(f"weft.{name}")
+        if name in __all__:
+            return getattr(importlib.import_module("weft.fused_ops"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__version__ = "0.1.0"
+__all__ = [
+    "ColumnParallelLinear",
+    "FusionError",
+    "FusionPass",
+    "Plan",
+    "Report",
+    "RowParallelLinear",
+    "__version__",
+    "fused_all_gather_matmul",
+    "fused_all_reduce_rms_norm",
+    "fused_matmul_all_reduce",
+    "fused_matmul_reduce_scatter",
+    "fused_ops",
+    "last_plan",
+    "local_state_dict",
+    "one_shot_all_reduce",
+    "one_shot_all_reduce_",
+    "sharded_state_dict",
+    "symm_mem",
+]
+_SUBMODULES = ("fused_ops", "symm_mem")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

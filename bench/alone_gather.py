@@ -8,6 +8,7 @@ brought it.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from weft.kernels.all_gather_matmul.configs import (
     rank_gather_pushes,
     varied,
 )
-from weft.kernels.all_gather_matmul.cuda_kernel import AllGatherMatmulPush
+from weft.kernels.all_gather_matmul.cuda_kernel import AllGatherMatmulPush, EpochStep
 from weft.kernels.device.device_spec import device_spec_of
 from weft.kernels.device.jit.program import Program
 from weft.symm_mem.failure.fault import WORD
@@ -77,6 +78,16 @@ def announcements(config: GatherPushConfig, m: int, k: int, world_size: int) -> 
     return found
 
 
+@dataclass(frozen=True)
+class GatherOperands:
+    """Sets of operands and results; ``peers``: what the peers send, the same in every set."""
+
+    peers: Tensor
+    shards: list[Tensor]
+    weights: list[list[Tensor]]
+    outs: list[list[Tensor]]
+
+
 class GatherCandidate(Alone):
     """A candidate with operands of its own."""
 
@@ -84,17 +95,16 @@ class GatherCandidate(Alone):
         self,
         workspace: Workspace[Layout],
         config: GatherPushConfig,
-        peers: Tensor,
-        shards: list[Tensor],
-        weights: list[list[Tensor]],
-        outs: list[list[Tensor]],
+        operands: GatherOperands,
         num_sms: int,
     ) -> None:
+        peers, shards, weights = operands.peers, operands.shards, operands.weights
         m, k = shards[0].shape
         addresses = [
-            (a.data_ptr(), [b.data_ptr() for b in bs], [c.data_ptr() for c in cs])
-            for a, bs, cs in zip(shards, weights, outs, strict=True)
+            ([x.data_ptr() for x in (a, *bs)], [c.data_ptr() for c in cs])
+            for a, bs, cs in zip(shards, weights, operands.outs, strict=True)
         ]
+        step = EpochStep(push=True, final=True, bs=slice(1, None), outs=slice(None))
         for buffer in (0, 1):
             workspace.buffer(0, buffer, tuple(peers.shape), peers.dtype).copy_(peers)
         kernel = AllGatherMatmulPush(workspace, shards[0], weights[0], config, num_sms=num_sms)
@@ -105,11 +115,11 @@ class GatherCandidate(Alone):
 
         def launch(buffer: int, i: int) -> None:
             stream = torch.cuda.current_stream().cuda_stream
-            kernel.launch(buffer, *addresses[i], True, True, TIMEOUT_NS, stream)
+            kernel.launch(buffer, *addresses[i], step, TIMEOUT_NS, stream)
 
         self._announce = [announce.bound(1, 1024, self._params(workspace, buffer), 0) for buffer in (0, 1)]
         self._side = torch.cuda.Stream()
-        super().__init__("all_gather_matmul", workspace, launch, (shards, weights, outs))
+        super().__init__("all_gather_matmul", workspace, launch, operands)
 
     def _params(self, w: Workspace[Layout], buffer: int) -> _Params:
         flags = w.address + w.layout.flags(buffer) * WORD
@@ -167,8 +177,9 @@ class GatherProblem(RankProblem[GatherPushConfig]):
             gathered = torch.cat([shards[0], peers[m:]]).double()
             return [gathered @ b.double() for b in weights[0]]
 
+        operands = GatherOperands(peers, shards, weights, outs)
         candidates: list[Alone] = [
-            GatherCandidate(room, config, peers, shards, weights, outs, self.num_sms)
+            GatherCandidate(room, config, operands, self.num_sms)
             for room, config in zip(rooms, configs, strict=True)
         ]
         return Trial(product, candidates, outs[0], expected, sets)

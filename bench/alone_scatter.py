@@ -111,15 +111,16 @@ class ScatterProblem(RankProblem[ScatterPushConfig]):
     def received(self) -> int:
         return (self.world - 1) * self.m * self.n * self.row.dtype.itemsize
 
+    @property
+    def problem(self) -> MatmulReduceScatterProblem:
+        spec = device_spec_of(self.device)
+        return MatmulReduceScatterProblem(self.m, self.n, self.k, self.world, self.num_sms, spec=spec)
+
     def ranked(self) -> list[tuple[float, ScatterPushConfig]]:
-        return rank_scatter_pushes(
-            MatmulReduceScatterProblem(
-                self.m, self.n, self.k, self.world, self.num_sms, spec=device_spec_of(self.device)
-            )
-        )
+        return rank_scatter_pushes(self.problem)
 
     def layout(self, config: ScatterPushConfig) -> Layout:
-        return scatter_push_layout(self.m, self.n, config, self.world, self.num_sms)
+        return scatter_push_layout(config, self.problem)
 
     def trial(self, rooms: list[Workspace[Layout]], configs: list[ScatterPushConfig]) -> Trial:
         world, m, n, k, dtype, device = self.world, self.m, self.n, self.k, self.row.dtype, self.device

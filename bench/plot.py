@@ -3,7 +3,7 @@
 python bench/plot.py bench/results/h200-x4-all_reduce.json            beside it, as .svg
 python bench/plot.py results.json --mode eager --output picture.svg
 
-Needs matplotlib: pip install 'weft[plot]'.
+Needs matplotlib: pip install 'weft-nvlink[plot]'.
 """
 
 from __future__ import annotations

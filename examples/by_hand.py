@@ -43,13 +43,13 @@ def whole_block(x: Tensor, up: Tensor, down: Tensor, mesh: DeviceMesh) -> Tensor
     return F.silu(x @ up) @ down
 
 
-def unfused(x: Tensor, up: Tensor, down: Tensor, mesh: DeviceMesh) -> Tensor:
+def unfused_block(x: Tensor, up: Tensor, down: Tensor, mesh: DeviceMesh) -> Tensor:
     """x [tokens / W, dim], up [dim, hidden / W], down [hidden / W, dim] to [tokens / W, dim]."""
     gathered = funcol.all_gather_tensor_autograd(x, 0, mesh)
     return funcol.reduce_scatter_tensor_autograd(F.silu(gathered @ up) @ down, "sum", 0, mesh)
 
 
-def fused(x: Tensor, up: Tensor, down: Tensor, mesh: DeviceMesh) -> Tensor:
+def fused_block(x: Tensor, up: Tensor, down: Tensor, mesh: DeviceMesh) -> Tensor:
     """The same."""
     _, (hidden,) = fused_all_gather_matmul(x, [up], 0, mesh, return_A=False)
     return fused_matmul_reduce_scatter(F.silu(hidden), down, "sum", 0, mesh)
@@ -122,12 +122,12 @@ def main() -> None:
     given, own_weights = own([x, up, down]), weights.chunk(size)[rank]
 
     good = True
-    for name, block in (("unfused", unfused), ("weft", fused)):
+    for name, block in (("unfused", unfused_block), ("weft", fused_block)):
         error = difference(run_step(block, given, own_weights, mesh), want)
         ms = milliseconds(partial(run_step, block, given, own_weights, mesh), device)
         # Of the slowest rank, and the one that is the furthest away.
         ms, error = one_shot_all_reduce(torch.tensor([ms, error], device=device), "max", mesh).tolist()
-        good = good and (block is unfused or error <= LIMIT[dtype])
+        good = good and (block is unfused_block or error <= LIMIT[dtype])
         if rank == 0:
             print(f"{name:10}{ms:10.3f} ms forwards and backwards, {error:.1e} from float64", flush=True)
     if rank == 0:

@@ -61,9 +61,21 @@ def fused_all_gather_matmul(
 ) -> tuple[Tensor | None, list[Tensor]]:
     """``A = all_gather(A_shard, gather_dim)`` and ``A @ B`` for each B, multiplied as the shards arrive.
 
-    Along the last dimension the ranks' parts of a product are summed in float32, in rank order, and rounded once: the
-    same bits in every run, and on ranks with equal Bs. Differentiable. Works under torch.compile and in a CUDA graph.
-    Every rank must call it with the same shapes.
+    >>> import torch, torch.distributed as dist
+    >>> from weft.fused_ops import fused_all_gather_matmul
+    >>> x, w = torch.randn(4, 8), torch.randn(8, 6)  # this rank's rows [M / W, K], and its columns of the weight
+    >>> A, (y,) = fused_all_gather_matmul(x, [w], 0, None)
+    >>> y.shape == (4 * dist.get_world_size(), 6)
+    True
+    >>> torch.testing.assert_close(y, A @ w)
+
+    On CUDA a few SMs push the local shard to the peers while the rest compute; tiles of remote rows start as their data
+    arrives. Small inputs are exchanged in one shot in front of cuBLAS, and what cannot or should not be fused runs
+    over the group's own backend: ``last_plan`` says which. Along the last dimension the ranks' parts of a product are
+    summed in float32, in rank order, and rounded once: the same bits in every run, and on ranks with equal Bs.
+
+    Differentiable. Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes. The
+    signature is that of ``torch.ops.symm_mem.fused_all_gather_matmul``.
 
     Args:
         A_shard: [..., K], 2 or more dimensions; float32, bfloat16 or float16; any strides. On CUDA it is not copied if
@@ -108,12 +120,25 @@ def fused_matmul_reduce_scatter(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """This rank's part of ``A @ B`` summed over ranks: each part travels while the next one is computed.
+    """``reduce_scatter(A @ B, reduce_op, scatter_dim) + bias + residual``: a part travels while the next is computed.
 
+    >>> import torch, torch.distributed as dist
+    >>> from weft.fused_ops import fused_matmul_reduce_scatter
+    >>> rank, W = dist.get_rank(), dist.get_world_size()
+    >>> x, w = torch.randn(4 * W, 8), torch.randn(8, 6)  # this rank's columns [M, K / W], and rows of the weight
+    >>> y = fused_matmul_reduce_scatter(x, w, "sum", 0, None)
+    >>> total = x @ w
+    >>> dist.all_reduce(total)
+    >>> torch.testing.assert_close(y, total.chunk(W)[rank])
+
+    On CUDA finished tiles are stored in the memory of the rank that owns them; each rank computes its local tiles a
+    wave later and adds what has arrived, bias and residual. Small outputs are exchanged in one shot behind cuBLAS.
     Partial products are summed in float32, in rank order: the same bits in every run. ``bias`` and ``residual`` are
     added to that sum, for "avg" behind the division, before it is rounded: once, by every kernel as it writes the
     result, those of float32 on CUDA too. (Where the call runs unfused, the backend has rounded its sum before.)
-    Differentiable. Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes.
+
+    Differentiable. Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes. The
+    first five arguments are those of ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
 
     Args:
         A: [..., K], 2 or more dimensions; float32, bfloat16 or float16; any strides.
@@ -123,14 +148,14 @@ def fused_matmul_reduce_scatter(
             multiple of the number of ranks.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
         out_dtype: of the result: that of A, or float32. Partial products travel in A's dtype in any case.
-        bias: what every row of the own part gets, as long as a row: [N], or of a scattered last dimension [N / W],
-            the own columns' part; of A's dtype. A bias that is the same on all ranks is part of the whole once; its
-            gradient here is that of the own part, the sum of the result's over all rows, taken in float32. All ranks
-            pass one or none does.
-        residual: what the own part gets; of its shape, of A's dtype. All ranks pass one or none does.
+        bias: what every row of the local part gets, as long as a row: [N], or of a scattered last dimension [N / W],
+            the part of this rank's columns; of A's dtype. A bias that is the same on all ranks is part of the whole
+            once; its gradient here is that of the local part, the sum of the result's over all rows, taken in float32.
+            All ranks pass one or none does.
+        residual: what the local part gets; of its shape, of A's dtype. All ranks pass one or none does.
 
     Returns:
-        the own part, contiguous.
+        the local part, contiguous.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
@@ -161,12 +186,21 @@ def fused_matmul_reduce_scatter(
 
 
 def one_shot_all_reduce(x: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor:
-    """What all ranks' ``x`` make together, the same bits on every rank.
+    """``all_reduce(x, reduce_op)``, the same bits on every rank.
 
-    Taken in float32, in rank order, rounded once: the same bits also in every run and from every algorithm. Small
-    inputs go from every rank to every rank, larger ones by parts. With WEFT_NCCL_ALL_REDUCE_FROM set to a number of
-    bytes, inputs from that size on are left to NCCL, which sums in another order. Differentiable for "sum" and "avg":
-    the gradient is all-reduced, as by torch's functional collectives. Works under torch.compile and in a CUDA graph.
+    >>> import torch, torch.distributed as dist
+    >>> from weft.fused_ops import one_shot_all_reduce
+    >>> x = torch.full((3,), float(dist.get_rank()))
+    >>> bool((one_shot_all_reduce(x, "max", None) == dist.get_world_size() - 1).all())
+    True
+
+    Every rank pushes its x to every rank, by the LL protocol (data as flag), which needs no barrier; larger inputs go
+    by parts, in one launch. Reduced in float32, in rank order, rounded once: the same bits also in every run and from
+    every algorithm. With WEFT_NCCL_ALL_REDUCE_FROM set to a number of bytes, inputs from that size on are left to NCCL,
+    which sums in another order.
+
+    Differentiable for "sum" and "avg": the gradient is all-reduced, as by torch's functional collectives. Works under
+    torch.compile and in a CUDA graph. The signature is that of ``torch.ops.symm_mem.one_shot_all_reduce``.
 
     Args:
         x: any shape, strides and alignment; float32, bfloat16 or float16. It need not lie on the heap.
@@ -195,9 +229,27 @@ def one_shot_all_reduce(x: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor:
 
 
 def one_shot_all_reduce_(x: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor:
-    """The same in place: ``x`` is overwritten and returned. It must not require a gradient.
+    """``x = all_reduce(x, reduce_op)``: ``one_shot_all_reduce`` in place.
 
-    After an error what ``x`` holds is worth nothing: a part of it may be overwritten already.
+    >>> import torch, torch.distributed as dist
+    >>> from weft.fused_ops import one_shot_all_reduce_
+    >>> x = torch.ones(3)
+    >>> one_shot_all_reduce_(x, "sum", None) is x
+    True
+    >>> bool((x == dist.get_world_size()).all())
+    True
+
+    Args:
+        x: as for ``one_shot_all_reduce``; overwritten. It must not require a gradient.
+        reduce_op: as for ``one_shot_all_reduce``.
+        group: as for ``one_shot_all_reduce``.
+
+    Returns:
+        ``x``.
+
+    Raises:
+        ValueError, TypeError, RankMismatch, PeerTimeout: as ``one_shot_all_reduce``. What ``x`` holds after an error
+            between ranks is worth nothing: a part of it may be overwritten already.
     """
     name = _known_name(group)
     if name is not None and type(reduce_op) is str:
@@ -216,9 +268,21 @@ def fused_all_reduce_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """``sums = residual + all_reduce(x)`` and ``normed = sums / sqrt(mean(sums ** 2) + eps) * weight``, row by row.
 
-    ``sums`` is bit for bit ``one_shot_all_reduce(x, "sum", group) + residual``, on each rank of its own residual; the
-    norm is taken of it in float32. So ranks whose residuals and weights are equal get the same bits. Differentiable.
-    Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes.
+    >>> import torch
+    >>> from torch.nn.functional import rms_norm
+    >>> from weft.fused_ops import fused_all_reduce_rms_norm, one_shot_all_reduce
+    >>> x, residual, weight = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8)
+    >>> normed, sums = fused_all_reduce_rms_norm(x, residual, weight, 1e-6, None)
+    >>> torch.equal(sums, residual + one_shot_all_reduce(x, "sum", None))
+    True
+    >>> torch.testing.assert_close(normed, rms_norm(sums, (8,), weight, 1e-6))
+
+    One kernel on CUDA: a cluster of thread blocks receives a row, adds the residual and norms the row in float32.
+    ``sums`` is bit for bit ``one_shot_all_reduce(x, "sum", group) + residual``, on each rank of its own residual. So
+    ranks whose residuals and weights are equal get the same bits.
+
+    Differentiable. Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes. The
+    norm is `RMSNorm <https://arxiv.org/abs/1910.07467>`_ (Zhang and Sennrich, 2019).
 
     Args:
         x: [..., hidden], any strides; float32, bfloat16 or float16.
@@ -249,11 +313,22 @@ def fused_all_reduce_rms_norm(
 
 
 def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor:
-    """``A @ B`` summed over ranks, on every rank: overlapped where one kernel takes it, else one behind the other.
+    """``all_reduce(A @ B, reduce_op)``: overlapped where one kernel takes it, else one behind the other.
 
-    Partial products are summed in float32, in rank order, and rounded once: the same bits on every rank and in every
-    run. To be sent they are rounded to the dtype; a large product's own part is not. Differentiable. Works under
-    torch.compile and in a CUDA graph. Every rank must call it with the same shapes.
+    >>> import torch, torch.distributed as dist
+    >>> from weft.fused_ops import fused_matmul_all_reduce
+    >>> x, w = torch.randn(4, 8), torch.randn(8, 6)  # this rank's columns [M, K / W], and rows of the weight
+    >>> y = fused_matmul_all_reduce(x, w, "sum", None)
+    >>> total = x @ w
+    >>> dist.all_reduce(total)
+    >>> torch.testing.assert_close(y, total)
+
+    On CUDA up to 16 rows, and large products, of 16 bits are one kernel, which sends partial sums to the other ranks
+    as they are made; else cuBLAS, then the all-reduce in place. Partial products are summed in float32, in rank order,
+    and rounded once: the same bits on every rank and in every run. To be sent they are rounded to the dtype; the local
+    part of a large product is not.
+
+    Differentiable. Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes.
 
     Args:
         A: [..., K], 2 or more dimensions; float32, bfloat16 or float16; any strides.

@@ -1,14 +1,14 @@
-"""What calls have found out and need not find out again, until something it rests on changes.
+"""The call cache: what calls have found out, until something it rests on changes.
 
-A call's way from tensors to a launch goes through a group's heap, the stream's workspace, what is prepared there, the
-deadline and the modes. What it finds at the end is kept in ``kept``, and whoever changes one of these calls
-``changed``, which lets go of all of it: a ``Noted`` dictionary does so by itself, at each change of what it holds.
+A call goes from tensors to a launch through a group's heap, the stream's workspace, what is prepared there, the
+deadline and the modes. The result is kept in ``cached_calls``. Whoever changes one of these calls ``invalidate_calls``,
+which drops all of it; a ``CachedDict`` does so by itself, at each change of its contents.
 
-    kept = findings.kept  # first of all
-    ...                   # what is looked at may change meanwhile
-    kept[key] = found     # then this is no longer the dictionary that anybody asks
+    cache = call_cache.cached_calls  # first of all
+    ...                              # what is looked at may change meanwhile
+    keep(cache, key, found)          # then this is no longer the dictionary that anybody asks
 
-What nobody here is told of, a caller asks at each call: whether torch still knows the group, the current device and
+What is not reported here, a caller asks at each call: whether torch still knows the group, the current device and
 stream, whether a graph is being captured.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, TypeVar
 
-_MOST = 4096  # findings before all are forgotten
+_MOST = 4096  # entries before all are dropped
 
 cached_calls: dict[Hashable, Any] = {}
 
@@ -26,20 +26,20 @@ V = TypeVar("V")
 
 
 def invalidate_calls() -> None:
-    """Nothing that was found before holds. To be called behind the change, not in front of it."""
+    """Drop all entries. To be called after the change, not before it."""
     global cached_calls
     cached_calls = {}
 
 
 def keep(where: dict[Hashable, Any], key: Hashable, found: Any) -> None:
-    """``where``: what ``kept`` was before anything was looked at."""
+    """``where``: what ``cached_calls`` was before anything was looked at."""
     if len(where) >= _MOST:
         where.clear()
     where[key] = found
 
 
 class CachedDict(dict[K, V]):
-    """A dictionary on which findings rest."""
+    """A dictionary on which cached calls rest: each change of it drops them."""
 
     def __setitem__(self, key: K, value: V) -> None:
         super().__setitem__(key, value)

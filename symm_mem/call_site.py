@@ -1,4 +1,4 @@
-"""Where a call comes from: the nearest Python line that is neither weft's nor torch's; and which op is being called."""
+"""The call site of a call: the nearest Python line that is neither weft's nor torch's; and the op that is called."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-# Code, and the byte it has come to: made for every call. An error alone asks which line that is.
+# Code and its current instruction, taken for every call. Only an error looks up the line.
 Site: TypeAlias = tuple[CodeType, int]
 
 _WEFT = Path(__file__).parent.parent
@@ -43,9 +43,9 @@ def _is_library(file: str) -> bool:
 
 
 def call_site(skip: int = 1) -> Site | None:
-    """The caller of weft in this thread. None on a thread without one: that of autograd on CUDA, say.
+    """The caller of weft in this thread. None on a thread without one, such as autograd's on CUDA.
 
-    ``skip``: so many frames from this one up are weft's for certain. They are not looked at: each look costs.
+    ``skip``: how many frames from this one up are certainly weft's. They are not looked at: each look costs.
     """
     frame: FrameType | None = sys._getframe(skip)
     known = _known

@@ -1,79 +1,140 @@
-"""What can go wrong between ranks. Every message names the ranks and values it is about."""
+"""Errors between ranks. Every message names the ranks and values it is about."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 from .call_site import call_site, text
 
 
 class WeftError(RuntimeError):
-    """Base of weft's own errors. They can be pickled, so a launcher may hand them on."""
+    """Base of weft's own errors. They can be pickled, so a launcher may hand them on.
 
-    #: Whether every rank has this error, and each in another place: none of them takes the step that it was at.
+    >>> import torch.distributed as dist
+    >>> from weft import symm_mem
+    >>> try:
+    ...     x = symm_mem.empty(4 + dist.get_rank())
+    ... except symm_mem.WeftError as error:
+    ...     print(type(error).__name__)
+    RankMismatch
+    """
+
+    #: Whether every rank has this error, each in another place, so that none of them takes the step that it was at.
     out_of_step = False
 
     def again(self, op: str | None = None) -> WeftError:
-        """The same error without the traceback of the first: for a state that goes on refusing.
+        """A copy of the error without its traceback, for a state in which every call is refused.
 
-        ``op``: what is refused now, where the error is about that.
+        >>> from weft import symm_mem
+        >>> symm_mem.RankMismatch("empty", "0", 1, "20 bytes", "16 bytes").again()
+        RankMismatch("empty in group '0': rank 1 asked for 20 bytes, rank 0 for 16 bytes")
+
+        Args:
+            op: what is refused now, where the error is about that.
         """
         kind, fields, *_ = cast("tuple[Any, ...]", self.__reduce__())
         return kind(*fields)
 
 
-class PeerTimeout(WeftError):
-    """A wait on another rank passed its deadline, or cannot be met any more.
+@dataclass(frozen=True)
+class PeerWait:
+    """A wait of ``rank`` for ``peer``: of which call (``op``, ``site``), until which word or message (``flag``) is what
+    is ``expected``."""
 
-    Attributes: ``op`` (what waited), ``group``, ``rank`` (who waited), ``peer`` (the rank waited for),
-    ``flag`` (which word or message), ``expected``, ``seen``, ``seconds`` (how long), ``site`` (file and line of the
-    call outside weft; None where nobody called), ``ended`` (the wait was given up early: the peer's process has ended),
-    ``blames`` (the wait was given up early: the peer takes no further part, and this is the rank that it blames; itself
-    after an exception), ``culprit`` (the rank at fault, as far as this one knows).
+    op: str
+    group: str
+    rank: int
+    peer: int
+    flag: str
+    expected: object
+    site: str | None = None
+
+
+@dataclass(frozen=True)
+class WaitOutcome:
+    """What a wait that failed saw last, and after how many ``seconds``; whether it was given up early, because the
+    peer's process has ``ended`` or because the peer takes no further part and ``blames`` a rank for it."""
+
+    seen: object
+    seconds: float
+    ended: bool = False
+    blames: int | None = None
+
+
+class PeerTimeout(WeftError):
+    """A wait on another rank passed its deadline, or can no longer succeed.
+
+    >>> import torch.distributed as dist
+    >>> from weft import symm_mem
+    >>> rank, W = dist.get_rank(), dist.get_world_size()
+    >>> peers = symm_mem.rendezvous(symm_mem.empty(4))
+    >>> symm_mem.set_timeout(0.1)
+    >>> try:
+    ...     peers.wait((rank + 1) % W)  # which puts nothing
+    ... except symm_mem.PeerTimeout as error:
+    ...     print(error.op, error.peer == (rank + 1) % W, error.expected, error.seen)
+    wait True 1 0
+    >>> symm_mem.set_timeout(300)
+    >>> symm_mem.reset()  # on all ranks, before the group can be used again
+
+    On CUDA the context lives: kernels of that group end, and the error is raised at its next call or by ``check``.
+
+    Attributes:
+        op: what waited.
+        group: the group's name.
+        rank: who waited.
+        peer: the rank waited for.
+        flag: which word or message.
+        expected: the value waited for.
+        seen: the value at the deadline.
+        seconds: how long it waited.
+        site: file and line of the call outside weft; None where nobody called.
+        ended: whether the wait ended early because the peer's process has.
+        blames: where the wait ended early because the peer takes no further part, the rank that it blames: itself after
+            an exception; else None.
+        culprit: the rank at fault, as far as this one knows.
     """
 
-    def __init__(
-        self,
-        op: str,
-        group: str,
-        rank: int,
-        peer: int,
-        flag: str,
-        expected: object,
-        seen: object,
-        seconds: float,
-        site: str | None = None,
-        ended: bool = False,
-        blames: int | None = None,
-    ) -> None:
-        if ended:
+    def __init__(self, wait: PeerWait, outcome: WaitOutcome) -> None:
+        w, o = wait, outcome
+        if o.ended:
             more = ", and its process has ended"
-        elif blames is not None:
-            more = f", and it has given up{'' if blames == peer else f' on rank {blames}'}"
+        elif o.blames is not None:
+            more = f", and it has given up{'' if o.blames == w.peer else f' on rank {o.blames}'}"
         else:
             more = ""
         super().__init__(
-            f"{op}: rank {rank} of group {group!r} waited {round(seconds, 3):g} s for rank {peer}: {flag} is {seen}, "
-            f"expected {expected}{more}{_called_at(site)}"
+            f"{w.op}: rank {w.rank} of group {w.group!r} waited {round(o.seconds, 3):g} s for rank {w.peer}: "
+            f"{w.flag} is {o.seen}, expected {w.expected}{more}{_called_at(w.site)}"
         )
-        self.op, self.group, self.rank, self.peer = op, group, rank, peer
-        self.flag, self.expected, self.seen, self.seconds = flag, expected, seen, seconds
-        self.site, self.ended, self.blames = site, ended, blames
-        self.culprit = peer if blames is None else blames
+        self._wait, self._outcome = w, o
+        self.op, self.group, self.rank, self.peer, self.site = w.op, w.group, w.rank, w.peer, w.site
+        self.flag, self.expected, self.seen, self.seconds = w.flag, w.expected, o.seen, o.seconds
+        self.ended, self.blames = o.ended, o.blames
+        self.culprit = w.peer if o.blames is None else o.blames
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (
-            *(self.op, self.group, self.rank, self.peer),
-            *(self.flag, self.expected, self.seen, self.seconds),
-            *(self.site, self.ended, self.blames),
-        )
+        return type(self), (self._wait, self._outcome)
 
 
 class RankMismatch(WeftError):
-    """Ranks of one group asked for different things at the same step.
+    """Ranks of one group asked for different things at the same step. Every rank raises it.
 
-    Attributes: ``rank`` (the first one that differs from rank 0), ``value`` (what it asked for),
-    ``expected`` (what rank 0 asked for).
+    >>> import torch.distributed as dist
+    >>> from weft import symm_mem
+    >>> try:
+    ...     x = symm_mem.empty(4 + dist.get_rank())
+    ... except symm_mem.RankMismatch as error:
+    ...     print(error.rank)
+    1
+
+    Attributes:
+        what: at which step.
+        group: the group's name.
+        rank: the first one that differs from rank 0.
+        value: what it asked for.
+        expected: what rank 0 asked for.
     """
 
     def __init__(self, what: str, group: str, rank: int, value: str, expected: str) -> None:
@@ -86,9 +147,34 @@ class RankMismatch(WeftError):
 
 
 class CallAbandoned(WeftError):
-    """A call on this rank ended half-way by an exception of another kind; what it has told its peers stands.
+    """A call on this rank was ended half-way by an exception of another kind; peers may have seen part of it.
 
-    Attributes: ``op``, ``group``, ``rank`` and ``culprit`` (this one), ``cause`` (that exception's text), ``site``.
+    >>> import signal
+    >>> from weft import symm_mem
+    >>> peers = symm_mem.rendezvous(symm_mem.empty(4))
+    >>> def interrupt(*_):
+    ...     raise KeyboardInterrupt
+    >>> before = signal.signal(signal.SIGALRM, interrupt)
+    >>> try:
+    ...     _ = signal.setitimer(signal.ITIMER_REAL, 0.1)  # Ctrl-C, as it were
+    ...     peers.wait(peers.rank)  # for a put that does not come
+    ... except KeyboardInterrupt:
+    ...     pass
+    >>> try:
+    ...     peers.barrier()
+    ... except symm_mem.CallAbandoned as error:
+    ...     print(error.op, error.cause)
+    wait KeyboardInterrupt
+    >>> _ = signal.signal(signal.SIGALRM, before)
+    >>> symm_mem.reset()  # on all ranks, before the group can be used again
+
+    Attributes:
+        op: what was left.
+        group: the group's name.
+        rank: this one.
+        culprit: this one, too.
+        cause: the exception in words.
+        site: file and line of the call outside weft; None where nobody called.
     """
 
     def __init__(self, op: str, group: str, rank: int, cause: str, site: str | None = None) -> None:
@@ -106,8 +192,25 @@ class CallAbandoned(WeftError):
 class ForkedProcess(WeftError):
     """A process that was forked from a rank used what belongs to that rank: a group's memory, signals or store.
 
-    Attributes: ``op`` (what was refused), ``group``, ``rank`` and ``parent`` (the rank, and its process), ``child``
-    (this process), ``site``.
+    >>> import os
+    >>> from weft import symm_mem
+    >>> x = symm_mem.empty(4)
+    >>> if (child := os.fork()) == 0:  # a data loader's worker, say
+    ...     try:
+    ...         symm_mem.rendezvous(x)
+    ...     except symm_mem.ForkedProcess as error:
+    ...         os._exit(0 if error.child == os.getpid() else 1)
+    ...     os._exit(2)
+    >>> os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    0
+
+    Attributes:
+        op: what was refused.
+        group: the group's name.
+        rank: that of the process that joined the group.
+        parent: the id of that process.
+        child: the id of this process.
+        site: file and line of the call outside weft; None where nobody called.
     """
 
     def __init__(
@@ -130,7 +233,19 @@ class ForkedProcess(WeftError):
 
 
 class HeapUnavailable(WeftError):
-    """The group's ranks cannot address each other's memory; the message says why."""
+    """The group's ranks cannot address each other's memory; the message says why.
+
+    >>> import torch
+    >>> from weft import symm_mem
+    >>> from weft.fused_ops import one_shot_all_reduce
+    >>> try:
+    ...     x = symm_mem.empty(4)
+    ... except symm_mem.HeapUnavailable as error:
+    ...     print(error)  # ops work all the same, unfused
+    >>> y = one_shot_all_reduce(torch.ones(4), "sum", None)
+
+    Ranks on several hosts, GPUs without peer access, two ranks on one GPU, a group without processes.
+    """
 
 
 def describe(error: BaseException) -> str:

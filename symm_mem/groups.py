@@ -12,11 +12,21 @@ from torch.distributed.distributed_c10d import _resolve_process_group, _world
 
 WITHOUT_PROCESSES = ("fake", "threaded")  #: backends of groups whose ranks are no processes
 
+#: What a ``group`` argument takes: a name, a ProcessGroup, a 1-D DeviceMesh, (mesh, dim); None is the default group.
 Group: TypeAlias = str | ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str] | None
 
 
 def resolve_group(group: Group = None) -> ProcessGroup:
     """The ProcessGroup meant by ``group``.
+
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> from weft import symm_mem
+    >>> symm_mem.resolve_group() is dist.group.WORLD
+    True
+    >>> mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
+    >>> symm_mem.resolve_group((mesh, "tensor")).size() == dist.get_world_size()
+    True
 
     Args:
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh, ``(mesh, dim)`` with ``dim`` an index or a
@@ -87,7 +97,21 @@ def _of_member(mesh: DeviceMesh, dim: int | str | None = None) -> ProcessGroup:
 
 
 def group_name(group: Group = None) -> str:
-    """The name under which torch knows the group; a name is passed through unresolved."""
+    """The name under which torch knows the group; a name is passed through unresolved.
+
+    >>> import torch.distributed as dist
+    >>> from weft import symm_mem
+    >>> symm_mem.group_name() == dist.group.WORLD.group_name
+    True
+    >>> symm_mem.group_name("tensor")
+    'tensor'
+
+    Args:
+        group: as for ``resolve_group``.
+
+    Raises:
+        TypeError, ValueError: as ``resolve_group``, but for a name.
+    """
     return group if isinstance(group, str) else resolve_group(group).group_name
 
 

@@ -1,4 +1,4 @@
-"""Where things lie in a workspace: control words, flags and two buffers of data, at the same offsets on every rank."""
+"""The layout of a workspace: control words, flags and two data buffers, at the same offsets on every rank."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def _up(n: int, to: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things lie in a workspace: 32-bit words from its start, the same on every rank.
+    """The layout of a workspace, in 32-bit words from its start, the same on every rank.
 
     Attributes:
-        announced: what is sent into a buffer announces itself.
-        staging_bytes: behind the buffers, of the own rank alone; nothing of it lives longer than a kernel.
+        ll_protocol: data is its own flag (docs/protocol.md#ll-protocol).
+        staging_bytes: local memory behind the buffers; its contents do not outlive a kernel.
     """
 
     world_size: int
@@ -29,15 +29,15 @@ class Layout:
     ll_protocol: bool = False
     staging_bytes: int = 0
 
-    # Own words: only the own rank reads and writes them.
-    EPOCH = 8  #: + buffer: uses of the buffer that this rank has left
-    TICKET = 16  #: + buffer: uses of the buffer that this rank's pushes have begun
-    LEFT = 24  #: + buffer: blocks that have left the running kernel; the last one puts it back to 0
-    PACE = 32  #: two words: the time at which what this rank's kernels have asked to send will have left
+    # Local words: only this rank reads and writes them.
+    EPOCH = 8  #: + buffer: epochs of the buffer that this rank has ended
+    TICKET = 16  #: + buffer: the epoch of the buffer for which this rank's copy engines send
+    LEFT = 24  #: + buffer: blocks of the running kernel that have left the buffer; the last one sets it back to 0
+    PACE = 32  #: two words: the rate limiter's clock, when all that this rank's kernels have asked to send has left
     _DONE = 64
 
     def done(self, buffer: int) -> int:
-        """First of ``world_size`` words; word ``p`` is written by rank p: uses that p has left."""
+        """First of ``world_size`` words; word ``p`` is written by rank p: epochs that p has ended."""
         return self._DONE + buffer * self.world_size
 
     def flags(self, buffer: int) -> int:
@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def staging(self) -> int:
-        """Byte offset of the own rank's memory."""
+        """Byte offset of the local staging memory."""
         return self.buffer(NUM_BUFFERS)
 
     @property
@@ -63,7 +63,7 @@ class Layout:
         return self.staging + _up(self.staging_bytes, _ALIGN)
 
     def holds(self, wanted: Layout) -> bool:
-        """Whether calls that want the other one find room in this one."""
+        """Whether this layout has room for calls that need the other one."""
         return self == self.joined(wanted)
 
     def joined(self, other: Layout) -> Layout:
@@ -80,7 +80,7 @@ class Layout:
         )
 
     def buffer_of(self, word: int) -> int | None:
-        """The buffer that a 'done' word or a flag belongs to, or what announces itself."""
+        """The buffer that a 'done' word, a flag, or a word of LL data belongs to."""
         for buffer in range(NUM_BUFFERS):
             if (
                 word - self.done(buffer) in range(self.world_size)
@@ -101,14 +101,12 @@ class Layout:
             if word - self.done(buffer) in range(self.world_size):
                 return f"'done' of rank {word - self.done(buffer)} (buffer {buffer})"
             if self._is_payload(word, buffer):
-                return (
-                    f"use count of the payload at byte {word * WORD - self.buffer(buffer)} (buffer {buffer})"
-                )
+                return f"epoch of the data at byte {word * WORD - self.buffer(buffer)} (buffer {buffer})"
         return f"word {word}"
 
 
 class AnyLayout(Protocol):
-    """What a workspace must know of its layout. It begins with control words."""
+    """What a workspace needs of its layout, which begins with control words."""
 
     @property
     def bytes(self) -> int: ...

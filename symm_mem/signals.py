@@ -2,13 +2,13 @@
 
 A pad holds ``[CHANNELS][world_size]`` words for each rank. ``put(peer, c)`` writes my next count into word
 ``[c][me]`` of the peer's pad, after everything I stored before. ``wait(peer, c)`` waits until word ``[c][peer]`` of
-my pad has reached my next count: the n-th wait meets the n-th put, and puts may run ahead.
+my pad has reached my next count: the n-th wait matches the n-th put, and puts may run ahead.
 
 On CPU ranks a wait spins. On CUDA put and wait are stream memory operations: the host does not wait, the stream does
 (stream_watchdog.py bounds that). A wait that expires breaks the group on this rank, as one in a workspace does
-(fault.py): no more calls until it is reset, and kernels behind it in the stream send nothing. So does any other
-exception inside a call (Ctrl-C): counts that have gone up on one side alone would pair puts with the wrong waits. A
-put that a stream comes to behind an expired wait is made all the same.
+(fault.py): no more calls until a reset, and kernels behind it in the stream send nothing. So does any other exception
+inside a call (Ctrl-C): counts that have advanced on one side alone would match puts with the wrong waits. A put behind
+an expired wait in a stream is made all the same. docs/protocol.md#signals
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from .call_site import call_site, text
-from .errors import CallAbandoned, PeerTimeout, WeftError, describe
+from .errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
 from .failure.fault import WORD, Fault, fault_of
-from .failure.spin_wait import Expired, spin
+from .failure.spin_wait import Expired, PeerLiveness, spin
 from .failure.stream_watchdog import stream_watchdog_of
 from .timeouts import get_timeout
 
@@ -113,22 +113,17 @@ class Pad:
         count = self._waits[channel][peer] & 0xFFFFFFFF
         address = self._word(heap.rank, channel, peer)
         timeout = get_timeout(heap.group_name)
-        site = text(call_site())
+        wait = PeerWait(op, heap.group_name, heap.rank, peer, f"channel {channel}", count, text(call_site()))
 
-        def expired(seen: int, seconds: float, ended: bool = False, blames: int | None = None) -> WeftError:
-            flag = f"channel {channel}"
-            return self._fault.breaks(
-                PeerTimeout(
-                    *(op, heap.group_name, heap.rank, peer, flag, count, seen, seconds, site, ended, blames)
-                )
-            )
+        def expired(outcome: WaitOutcome) -> WeftError:
+            return self._fault.breaks(PeerTimeout(wait, outcome))
 
         if self._watch is not None:
             broken = self._fault.address + WORD * Fault.BROKEN, 1 + peer
             self._watch.wait(address, count, timeout, expired, broken)
             return
         try:
-            process, abort_notice = heap.rendezvous.processes[peer], self._fault.abort_notice(peer)
-            spin(address, count, timeout, process, abort_notice, self._fault.raise_if_broken)
+            liveness = PeerLiveness(heap.rendezvous.processes[peer], self._fault.abort_notice(peer))
+            spin(address, count, timeout, liveness, self._fault.raise_if_broken)
         except Expired as e:
-            raise expired(e.seen, e.seconds, e.ended, e.blames).again() from None
+            raise expired(e.outcome).again() from None

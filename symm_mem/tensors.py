@@ -24,6 +24,16 @@ def empty(
 ) -> torch.Tensor:
     """An uninitialised contiguous tensor that every rank of ``group`` can address. Collective.
 
+    >>> import torch
+    >>> from weft import symm_mem
+    >>> x = symm_mem.empty(2, 3, dtype=torch.bfloat16)
+    >>> x.shape
+    torch.Size([2, 3])
+
+    The tensor lies on the group's heap: at the same offset on every rank, in memory that the others map. It keeps its
+    memory as any tensor does. ``rendezvous`` gives its peers. torch's own is
+    ``torch.distributed._symmetric_memory.empty``.
+
     Args:
         shape: the sizes, as numbers or as one sequence.
         dtype: default ``torch.get_default_dtype()``.
@@ -63,9 +73,21 @@ def empty(
 class Peers:
     """What ``rendezvous`` gives: the same tensor on every rank, and signals between the ranks.
 
+    >>> from weft import symm_mem
+    >>> x = symm_mem.empty(4)
+    >>> peers = symm_mem.rendezvous(x)
+    >>> right = (peers.rank + 1) % peers.world_size
+    >>> _ = peers.tensors[right].fill_(peers.rank)  # write to the memory of another rank
+    >>> peers.barrier()  # everybody has written
+    >>> bool((x == (peers.rank - 1) % peers.world_size).all())
+    True
+
+    Signals are words that count, one writer each, in the order of the current stream; 16 channels each way.
+
     Attributes:
-        rank, world_size: of this process in the group.
-        tensors: the tensor of each rank, by rank; the own one is the tensor itself.
+        rank: of this process in the group.
+        world_size: the number of ranks in the group.
+        tensors: the tensor of each rank, by rank; the local one is the tensor itself.
         pointers: their addresses in this process.
     """
 
@@ -95,28 +117,90 @@ class Peers:
         return self._table
 
     def put(self, peer: int, channel: int = 0) -> None:
-        """Tell ``peer`` that everything this rank stored so far, in stream order, may be read."""
+        """Tell ``peer`` that everything this rank stored so far, in stream order, may be read.
+
+        >>> from weft import symm_mem
+        >>> x = symm_mem.empty(4)
+        >>> peers = symm_mem.rendezvous(x)
+        >>> right, left = ((peers.rank + step) % peers.world_size for step in (1, -1))
+        >>> _ = peers.tensors[right].fill_(peers.rank)
+        >>> peers.put(right)
+        >>> peers.wait(left)
+        >>> x[0].item() == left
+        True
+
+        The n-th wait on a channel meets the n-th put; puts may run ahead. On CUDA it is an operation of the current
+        stream, and cannot be captured in a CUDA graph.
+
+        Args:
+            peer: a rank of the group, from 0.
+            channel: 0 to 15.
+
+        Raises:
+            ValueError: ``peer`` is no rank of the group, or ``channel`` not from 0 to 15.
+            WeftError: the group is broken until ``reset``, or a CUDA graph is being captured.
+            ForkedProcess: this process was forked from the rank's.
+        """
         self._pad.put(peer, channel)
 
     def wait(self, peer: int, channel: int = 0) -> None:
         """Wait for the next ``put`` of ``peer`` on ``channel``; on CUDA the current stream waits.
 
+        >>> from weft import symm_mem
+        >>> peers = symm_mem.rendezvous(symm_mem.empty(4))
+        >>> peers.put((peers.rank + 1) % peers.world_size, channel=3)
+        >>> peers.wait((peers.rank - 1) % peers.world_size, channel=3)
+
+        Args:
+            peer: as for ``put``.
+            channel: as for ``put``.
+
         Raises:
-            PeerTimeout: the deadline passed; on CUDA at the group's next call.
+            PeerTimeout: the deadline passed (``set_timeout``); on CUDA at the group's next call.
+            ValueError, WeftError: as ``put``.
         """
         self._pad.wait(peer, channel)
 
     def barrier(self, channel: int = 0) -> None:
         """Every rank has come here, and may read what the others stored before they came.
 
+        >>> from weft import symm_mem
+        >>> x = symm_mem.empty(4).fill_(7)
+        >>> peers = symm_mem.rendezvous(x)
+        >>> peers.barrier()
+        >>> [int(tensor[0]) for tensor in peers.tensors] == [7] * peers.world_size
+        True
+
+        A ``put`` to every rank and a ``wait`` for every rank on ``channel``.
+
+        Args:
+            channel: as for ``put``.
+
         Raises:
-            PeerTimeout: as ``wait``.
+            PeerTimeout, ValueError, WeftError: as ``wait``.
         """
         self._pad.barrier(channel)
 
 
 def rendezvous(tensor: torch.Tensor, group: Group = None) -> Peers:
     """The peers of a tensor made by ``empty``, or of a view of one. Not collective.
+
+    >>> from weft import symm_mem
+    >>> x = symm_mem.empty(4, 6)
+    >>> peers = symm_mem.rendezvous(x[1:3])
+    >>> len(peers.tensors) == peers.world_size
+    True
+    >>> peers.tensors[0].shape
+    torch.Size([2, 6])
+
+    Addresses are computed, nothing is exchanged. torch's own is ``torch.distributed._symmetric_memory.rendezvous``.
+
+    Args:
+        tensor: any dtype and strides.
+        group: the group that the tensor was made for, or None.
+
+    Returns:
+        Peers.
 
     Raises:
         ForkedProcess: this process was forked from the rank's.

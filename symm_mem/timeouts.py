@@ -1,4 +1,4 @@
-"""How long a rank waits for another one."""
+"""The deadlines of waits on other ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,20 @@ def default_timeout() -> float:
 
 
 def get_timeout(group: Group = None) -> float:
-    """Seconds a wait inside ``group`` may take: what ``set_timeout`` said, else WEFT_TIMEOUT, else 300."""
+    """Seconds a wait inside ``group`` may take: what ``set_timeout`` said, else WEFT_TIMEOUT, else 300.
+
+    >>> from weft import symm_mem
+    >>> symm_mem.set_timeout(60, "tensor")
+    >>> symm_mem.get_timeout("tensor")
+    60.0
+
+    Args:
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
+
+    Raises:
+        ValueError: WEFT_TIMEOUT is no number of seconds above 0 and up to 1e9, or there is no such group.
+        TypeError: ``group`` is no group.
+    """
     if _per_group and (found := _per_group.get(group_name(group))) is not None:
         return found
     return default_timeout()
@@ -48,11 +61,21 @@ def preparing_timeout(group: Group = None) -> float:
 def set_timeout(seconds: float, group: Group = None) -> None:
     """Set the deadline of every wait inside ``group``, in seconds. A captured graph keeps the old one.
 
+    >>> from weft import symm_mem
+    >>> symm_mem.set_timeout(60)
+    >>> symm_mem.get_timeout()
+    60.0
+
     It is kept by the group's name. A name is not looked up: the group may be made later, or another one have it then.
+    Ranks wait for one that is still compiling for half an hour, or for the deadline if that is longer.
+
+    Args:
+        seconds: above 0, at most 1e9.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
 
     Raises:
-        ValueError: ``seconds`` is not above 0, or above 1e9.
-        TypeError: ``seconds`` is not a number.
+        ValueError: ``seconds`` is not above 0, or above 1e9, or there is no such group.
+        TypeError: ``seconds`` is not a number, or ``group`` is no group.
     """
     if not isinstance(seconds, Real) or isinstance(seconds, bool):
         raise TypeError(f"seconds: is {seconds!r}, must be a number")

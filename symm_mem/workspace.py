@@ -1,34 +1,23 @@
 """A workspace: what one call site owns on the heap, at the same offset on every rank.
 
-It holds control words, flags and two buffers of data. Calls take the buffers in turn. Nothing is ever
-reset: every control word and flag counts uses of a buffer, has one writer and only grows, with
-wrap-around, so a captured CUDA graph goes on counting when it is replayed.
+It holds control words, flags and two data buffers, which calls take in turn. Words and flags count epochs of a buffer:
+each has one writer and only grows, modulo 2^32, so a captured CUDA graph goes on counting when it is replayed.
 
-Use ``e`` of buffer ``h`` (``e = EPOCH[h] + 1``) runs like this on every rank:
+Epoch ``e`` of buffer ``h`` (``e = EPOCH[h] + 1``) runs like this on every rank:
 
-====================  ==============================================================================
-may I overwrite?      rank p's buffer h is free for use e once ``done(h)[p] >= e - 1`` in *my* words: p
-                      has written that it left use e - 1. It is looked at before the first store to p.
-data, then flag       I store data into p's buffer h, then ``flags(h)[me][i] = e`` in p's words (release,
-                      system scope). p reads the data after it saw ``flags(h)[me][i] == e`` (acquire).
-I am done             when nothing of my buffer h is read any more: ``EPOCH[h] = e`` in my words, then
-                      ``done(h)[me] = e`` in everybody's words (release, system scope).
-====================  ==============================================================================
+=============  =====================================================================================
+acquire        Before the first store to rank p: wait for ``done(h)[p] >= e - 1`` in *my* words.
+data, flag     Store data into p's buffer, then ``flags(h)[me][i] = e`` in p's words (release, system
+               scope). p reads the data after it saw ``flags(h)[me][i] == e`` (acquire).
+done           When nothing of my buffer is read any more: ``EPOCH[h] = e`` in my words, then
+               ``done(h)[me] = e`` in every rank's words (release, system scope).
+=============  =====================================================================================
 
-Data may announce itself instead (``Layout.announced``): the buffers are empty, all zeros, before the first use, no word
-that is sent is zero, and who takes a word puts the zero back before it is done. Then there are no flags.
+With ``Layout.ll_protocol`` data is its own flag: buffers are zero at first, no word that is sent is zero, and the
+receiver zeroes what it has read before it is done. docs/protocol.md#workspace-protocol has the proof.
 
-A flag cannot be past e before p is done. It may be older by any number of uses, in which calls had less to say. So it
-is compared for equality, where ``>=`` with wrap-around would take one of 2**31 uses ago for a later one. (Triton's
-kernels, those of float32, compare ``>=``: equality made one of them spill.)
-
-A rank that takes the same buffer twice in a row is right, too: it only waits longer. So the buffer may be
-chosen on the host and frozen into a graph.
-
-A use that does not come to its end, because a wait in it expired or an exception left it, leaves the ranks at
-different counts, and what was made of it is worth nothing. None of the group's workspaces then takes a call on this
-rank (fault.py) until all ranks have reset the group together: then every word is zero again on every rank, before any
-rank goes on.
+An epoch that does not end, because a wait in it expired or an exception left it, breaks the group on this rank
+(failure/fault.py) until all ranks reset it together.
 """
 
 from __future__ import annotations
@@ -42,10 +31,10 @@ import torch
 
 from .call_cache import CachedDict
 from .call_site import call_site
-from .errors import CallAbandoned, PeerTimeout, WeftError, describe
+from .errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
 from .failure.call_log import CallLog, Grids, running
 from .failure.fault import Fault, fault_of
-from .failure.spin_wait import Expired, spin
+from .failure.spin_wait import Expired, PeerLiveness, spin
 from .layout import NUM_BUFFERS, WORD, AnyLayout, Layout
 from .timeouts import get_timeout
 
@@ -54,7 +43,7 @@ if TYPE_CHECKING:
     from .heap.heap import Heap
 
 OUTGROWN = "outgrown"  #: in ``prepared``, of a captured graph: a smaller one that its earlier nodes write to
-_MOST_PREPARED = 4096  # of a few KiB each: a program whose sizes change all the time makes one for each
+_MOST_PREPARED = 4096  # of a few KiB each: a program with ever new sizes makes one for each
 
 
 L = TypeVar("L", bound=AnyLayout)
@@ -65,17 +54,17 @@ class Workspace(Generic[L]):
 
     Making one is collective over the heap's group: all ranks ask for the same layout in the same order.
 
-    Its tensors do not keep it alive: whoever uses them holds the workspace. (A tensor's way to its storage is hidden
-    from Python's garbage collector, which could not free a workspace that its own tensors keep.)
+    Its tensors do not keep it alive: whoever uses them holds the workspace. (Python's garbage collector does not see a
+    tensor's reference to its storage, and could not free a workspace that its own tensors keep.)
 
     Args:
-        graph: it belongs to this one alone, whose replays repeat the calls that were captured.
+        graph: the captured graph that it belongs to alone, whose replays repeat the calls that were captured.
         fault: what breaks along with it; default all of the heap.
 
     Attributes:
-        prepared: what launchers have made for calls of this workspace, until a reset: an error may have come to a part
-            of the ranks before they had made theirs, and ranks make them together.
-        copy_streams: those that launchers keep for as long as it lives.
+        prepared: what launchers have made for calls of this workspace, until a reset: ranks make them together, and an
+            error may have reached some ranks before they had made theirs.
+        copy_streams: the streams that launchers keep for as long as it lives.
     """
 
     def __init__(
@@ -97,7 +86,7 @@ class Workspace(Generic[L]):
         self.block = heap.allocate(layout.bytes, tag, zero=layout.words * WORD)
         self.address = heap.address(self.rank) + self.block.offset
         self.words = self.words_of(self.rank)
-        #: CPU ranks hold it through a call: threads take turns. One that Ctrl-C has kept from letting go of it goes on.
+        #: CPU ranks hold it through a call: threads take turns. Reentrant: Ctrl-C may keep one from releasing it.
         self.lock = threading.RLock()
         self.prepared: CachedDict[Any, Any] = CachedDict()
         self.copy_streams: dict[Any, Any] = {}
@@ -108,12 +97,12 @@ class Workspace(Generic[L]):
         heap.users.add(self)
 
     def raise_if_broken(self, op: str | None = None, inside: int = 0, grids: Grids = ()) -> None:
-        """Where a wait has expired, in whatever workspace of the group, this rank makes no more calls.
+        """Refuse a call where a wait has expired on this rank, in any workspace of the group.
 
         Args:
-            op: the call that is about to be made, if one is.
-            inside: so many frames above this one are weft's, and there is another one above those, for certain.
-            grids: blocks of each launch of that call, where they push.
+            op: the call that is about to be made, if any.
+            inside: how many frames above this one are certainly weft's; another one is above those.
+            grids: blocks of each launch of that call, if it uses the LL exchange.
 
         Raises:
             PeerTimeout: in the words of that wait, until the group is reset.
@@ -129,23 +118,21 @@ class Workspace(Generic[L]):
                 running.workspace = self
 
     def launched(self) -> None:
-        """The call has nothing left to do that a peer may wait for: an exception in the rest of it breaks nothing."""
+        """The call has done all that a peer may wait for: an exception in the rest of it breaks nothing."""
         running.workspace = None
 
-    def expired(self, op: str, peer: int, word: int, expected: int, waited: Expired) -> WeftError:
+    def expired(self, op: str, peer: int, word: int, expected: int, outcome: WaitOutcome) -> WeftError:
         """The error of a CPU rank's wait, also that of all later calls."""
-        error = PeerTimeout(
-            *(op, self.heap.group_name, self.rank, peer, self.layout.describe(word), expected),
-            *(waited.seen, waited.seconds, self._calls.site, waited.ended, waited.blames),
-        )
-        return self.fault.breaks(error)
+        flag, site = self.layout.describe(word), self._calls.site
+        wait = PeerWait(op, self.heap.group_name, self.rank, peer, flag, expected, site)
+        return self.fault.breaks(PeerTimeout(wait, outcome))
 
     def word(self, rank: int, index: int) -> ctypes.c_uint32:
         """A word of rank's copy, on the CPU."""
         return ctypes.c_uint32.from_address(self.address + (rank - self.rank) * self.span + WORD * index)
 
     def abandon(self, cause: BaseException) -> None:
-        """An exception has ended a call half-way: no more calls, because the peers may have seen a part of it."""
+        """Refuse further calls: an exception has ended one half-way, and peers may have seen part of it."""
         if isinstance(cause, WeftError):
             self.fault.breaks(cause.again())
         else:
@@ -153,30 +140,30 @@ class Workspace(Generic[L]):
             self.fault.breaks(CallAbandoned(calls.op, group, self.rank, describe(cause), calls.site))
 
     def reset_state(self) -> None:
-        """As new: the heap is being reset, and the words are zero on every rank."""
+        """Back to the initial state: the heap is being reset, and the words are zero on every rank."""
         self._turn = 0
         self._calls.reset_state()
         if self.graph is None:  # a captured graph runs what was made for it
             self.prepared.clear()
 
     def keep(self, key: Any, made: Any) -> None:
-        """Note in ``prepared`` what a launcher has made. Where there are too many, all others are forgotten: each rank
-        makes them anew by itself."""
+        """Keep in ``prepared`` what a launcher has made. When there are too many, all others are dropped, and each rank
+        makes them again by itself."""
         # A captured graph runs what was made for it.
         if self.graph is None and len(self.prepared) >= _MOST_PREPARED:
             self.prepared.clear()
         self.prepared[key] = made
 
     def release(self) -> list[int]:
-        """Of what refers to it and to what it has outgrown, so that their memory is dropped with the last one who holds
-        them; the numbers of their blocks."""
+        """Drop the references to it and to what it has outgrown, so that their memory goes with the last holder.
+        Returns the numbers of their blocks."""
         outgrown: Workspace[L] | None = self.prepared.get(OUTGROWN)
         self.prepared.clear()
         self.copy_streams.clear()
         return [self.block.number, *(outgrown.release() if outgrown is not None else ())]
 
     def next_buffer(self) -> int:
-        """The buffer that the next call uses: the buffers take turns."""
+        """The buffer that the next call uses; they alternate."""
         self._turn ^= 1
         self._calls.takes(self._turn)
         if running.inside:  # from here on that call must come to its end, or the group is broken
@@ -184,7 +171,7 @@ class Workspace(Generic[L]):
         return self._turn
 
     def words_of(self, rank: int) -> torch.Tensor:
-        """Rank's control words and flags as an int32 tensor; and buffers that hold zeros at first."""
+        """Rank's control words and flags as an int32 tensor, with the LL protocol the buffers, too."""
         return self.heap.tensor(rank, self.block.offset, (self.layout.words,), torch.int32, None)
 
     def buffer(
@@ -195,13 +182,13 @@ class Workspace(Generic[L]):
 
 
 class HostUse:
-    """One use of a buffer by a CPU rank: the protocol above in plain stores, whose order x86-64 keeps.
+    """One epoch of a buffer on a CPU rank: the protocol above in plain stores, whose order x86-64 keeps.
 
         with HostUse(workspace, "an_op") as use:
             ...
 
-    The end of the body is the end of the use. An exception in it breaks the group: the use has no end then.
-    Raises PeerTimeout from its waits, in words that name ``op``.
+    The end of the body ends the epoch. An exception in it breaks the group, and the epoch does not end.
+    Its waits raise PeerTimeout, which names ``op``.
     """
 
     def __init__(self, workspace: Workspace[Layout], op: str) -> None:
@@ -224,14 +211,12 @@ class HostUse:
 
     def _wait(self, peer: int, index: int, expected: int, *, exactly: bool = False) -> None:
         ws, address = self.ws, self.ws.address + WORD * index
-        process = ws.heap.rendezvous.processes[peer]
-        abort_notice = ws.fault.abort_notice(peer)
+        liveness = PeerLiveness(ws.heap.rendezvous.processes[peer], ws.fault.abort_notice(peer))
         try:
             # Of the two threads of a call one may have failed, or a call in another workspace: nothing is worth a wait.
-            told = process, abort_notice, ws.raise_if_broken
-            spin(address, expected, self._timeout, *told, exactly=exactly)
+            spin(address, expected, self._timeout, liveness, ws.raise_if_broken, exactly=exactly)
         except Expired as e:
-            raise ws.expired(self.op, peer, index, expected, e).again() from None
+            raise ws.expired(self.op, peer, index, expected, e.outcome).again() from None
 
     def _flag(self, writer: int, i: int) -> int:
         return self.ws.layout.flags(self.buffer) + writer * self.ws.layout.flags_per_rank + i
@@ -241,15 +226,15 @@ class HostUse:
         self._wait(peer, self.ws.layout.done(self.buffer) + peer, (self.epoch - 1) & 0xFFFFFFFF)
 
     def post(self, peer: int, i: int) -> None:
-        """Tell peer that what belongs to flag ``i`` lies in its buffer."""
+        """Set flag ``i`` at peer: its data lies in peer's buffer."""
         self.ws.word(peer, self._flag(self.ws.rank, i)).value = self.epoch
 
     def wait(self, peer: int, i: int) -> None:
-        """Until what belongs to flag ``i`` of peer lies in the own buffer."""
+        """Until the data of peer's flag ``i`` lies in the local buffer."""
         self._wait(peer, self._flag(peer, i), self.epoch, exactly=True)
 
     def leave(self) -> None:
-        """Nothing of the own buffer is read any more."""
+        """End the epoch: nothing of the local buffer is read any more."""
         ws = self.ws
         self.ws.word(ws.rank, Layout.EPOCH + self.buffer).value = self.epoch
         for rank in range(ws.world_size):

@@ -1,4 +1,4 @@
-"""The GPU marker, and torch's trace left unwritten."""
+"""The GPU marker, ids of shapes and dtypes, how many tests run at once, and torch's trace left unwritten."""
 
 from __future__ import annotations
 
@@ -10,11 +10,28 @@ from pathlib import Path
 import pytest
 import torch
 
+_MOST_WORKERS = 16
+
 sys.path.insert(0, str(Path(__file__).parent))  # `from ranks import run_ranks` in every folder below
 
 # pytest listens to every logger that does not propagate, and torch writes its trace, a tenth of a compilation, for
 # whoever listens.
 logging.getLogger("torch.__trace").propagate = True
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """``bfloat16`` and ``5x7`` instead of ``dtype1`` and ``shape0``."""
+    if isinstance(val, torch.dtype):
+        return str(val).removeprefix("torch.")
+    if isinstance(val, tuple | list) and all(type(n) is int for n in val):
+        return ("x" if isinstance(val, tuple) else "+").join(map(str, val)) or "scalar"
+    return None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What ``-n auto`` stands for. Each worker has ranks of its own."""
+    return min(len(os.sched_getaffinity(0)) + 1, _MOST_WORKERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,6 +7,14 @@ The function must be importable (a top-level function of a test file). The first
 Importing torch takes seconds, so ranks stay for the next run; a run that leaves them in another state than it found
 them asks for ``fresh`` ones. On the CPU ranks are forked from a server that has imported torch, with its compiler, and
 has done nothing with it.
+
+A table of shapes and dtypes is parametrized, and each of its rows is a run of its own on the same ranks:
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("world_size", [2, 3])  # last: it changes least often
+    def test_op(world_size, shape, dtype):
+        run_row(right, world_size, shape, dtype)
 """
 
 from __future__ import annotations
@@ -31,6 +39,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = 240.0  # seconds until a whole run counts as hung
+AFTER_A_FAILURE = 10.0  # seconds until the other ranks count as hung
+RESET_TIMEOUT = 30.0  # seconds that ranks have to reset the group after a row that failed
 _KEPT = 3  # teams that wait for another run
 _IMPORTED = ("torch", "torch.distributed", "torch._inductor.compile_fx", "weft.fused_ops")
 
@@ -46,6 +56,7 @@ def run_ranks(
     expect_dead: tuple[int, ...] = (),
     fresh: bool = False,
     store: str = "file",
+    row: bool = False,
 ) -> list[Any]:
     """``[fn(rank, world_size, *args) for each rank]``, run at the same time in processes of one process group.
 
@@ -59,6 +70,7 @@ def run_ranks(
         expect_dead: ranks that may die without a result (None).
         fresh: the ranks are started for this run and end with it.
         store: "file", "tcp" (this process keeps it, as torchrun does) or "rank 0" (TCP, kept by that rank).
+        row: if it fails, the ranks reset the group and stay, unless one of them hangs or is dead.
     """
     there = torch.cuda.device_count()
     if (
@@ -82,6 +94,9 @@ def run_ranks(
         results = team.run(fn, args, timeout, expect_dead)
         healthy = True
         return results
+    except AssertionError:
+        healthy = row and team.reset()
+        raise
     finally:
         if healthy and not fresh:
             _teams[key] = team
@@ -89,6 +104,17 @@ def run_ranks(
                 _teams.pop(next(iter(_teams))).stop()
         else:
             team.stop()
+
+
+def run_row(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    device: str = "cpu",
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """``run_ranks`` for one row of a table: one that fails leaves the ranks to the next, reset or, if need be, new."""
+    return run_ranks(fn, world_size, *args, device=device, env=env, row=True)
 
 
 class _Team:
@@ -103,6 +129,7 @@ class _Team:
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
+        self._answered = True  # all ranks, to the last call
         if store == "tcp":
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         place = f"file://{self._folder.name}/store" if store == "file" else f"tcp://{store}"
@@ -124,12 +151,13 @@ class _Team:
     def run(
         self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, expect_dead: tuple[int, ...]
     ) -> list[Any]:
+        self._answered = False
         for pipe in self._pipes:
             pipe.send((sys.path, pickle.dumps((fn, args))))
         results: list[Any] = [None] * len(self._pipes)
         failures: list[tuple[int, str]] = []
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        deadline = time.monotonic() + timeout
+        deadline, dead = time.monotonic() + timeout, False
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -141,6 +169,7 @@ class _Team:
                 try:
                     ok, value = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
+                    dead = True
                     if rank not in expect_dead:
                         failures.append((rank, "the process died without a word"))
                     continue
@@ -149,10 +178,21 @@ class _Team:
                 else:
                     failures.append((rank, value))
                     # The others usually fail for want of this one: give them a moment to say so, then stop.
-                    deadline = min(deadline, time.monotonic() + 10)
+                    deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE)
+        self._answered = not dead
         if failures:
             raise AssertionError(_texts(failures))
         return results
+
+    def reset(self) -> bool:
+        """After a call that failed: whether the ranks are as they were before it."""
+        if not self._answered:
+            return False
+        try:
+            self.run(_reset_state, (), RESET_TIMEOUT, ())
+        except AssertionError:
+            return False
+        return True
 
     def stop(self) -> None:
         for process in self._processes:
@@ -187,6 +227,17 @@ def _connect(place: str, port: int, rank: int) -> dict[str, Any]:
         return {"init_method": place}
     keeps = place == "tcp://rank 0" and rank == 0
     return {"store": dist.TCPStore("127.0.0.1", port, is_master=keeps, wait_for_workers=False)}
+
+
+def _reset_state(rank: int, world_size: int) -> None:
+    from weft import symm_mem
+    from weft.symm_mem.timeouts import default_timeout
+
+    torch._dynamo.reset()
+    symm_mem.set_checked(False)
+    symm_mem.set_timeout(default_timeout())
+    symm_mem.reset()
+    dist.barrier()
 
 
 def _rank_main(

@@ -1,19 +1,67 @@
-"""House rules that a search can hold: where inline assembly stands, what is never called, how long a file is."""
+"""House rules that a search can hold: where inline assembly stands, what is never called, how long a file is, names."""
 
 from __future__ import annotations
 
 import ast
 import io
 import re
+import subprocess
+import sys
 import tokenize
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import weft
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ("symm_mem", "kernels", "fused_ops")
 EVERYTHING = (*PACKAGE, "bench", "examples", "tests")
+NAMED = (*PACKAGE, "bench", "examples")  # where a name stands for one thing
 MAX_LINES = 400
+MAX_PARAMETERS = 6  # self and cls not counted
+
+# What takes more of them today. Nothing is added; what takes fewer now is struck out.
+TAKE_MORE_PARAMETERS = {
+    "symm_mem/errors.py::PeerTimeout.__init__",
+    "symm_mem/failure/fault.py::Fault._read",
+    "symm_mem/failure/spin_wait.py::spin",
+    "kernels/all_gather_matmul/cuda_kernel.py::AllGatherMatmulPush.launch",
+    "kernels/all_gather_matmul/on_cuda.py::_choose",
+    "kernels/all_gather_matmul/on_cuda.py::launch_all_gather_matmul",
+    "kernels/all_gather_matmul/pipeline.py::prepare_gather_kernels",
+    "kernels/all_gather_matmul/pipeline.py::copy_engine_all_gather_matmul",
+    "kernels/all_reduce_rms_norm/cuda_kernel.py::AllReduceRmsNormLauncher.launch",
+    "kernels/matmul_reduce_scatter/configs.py::choose_matmul_reduce_scatter",
+    "kernels/matmul_reduce_scatter/configs.py::push_config",
+    "kernels/matmul_reduce_scatter/configs.py::scatter_push_layout",
+    "kernels/matmul_reduce_scatter/on_cuda.py::tuned_scatter",
+    "kernels/matmul_reduce_scatter/on_cuda.py::launch_matmul_reduce_scatter",
+    "kernels/matmul_reduce_scatter/reference.py::reference_matmul_reduce_scatter",
+    "kernels/matmul_reduce_scatter/to_all.py::launch_sum_to_all",
+    "kernels/matmul_reduce_scatter/to_all.py::estimate_sum_to_all_us",
+    "fused_ops/dispatch/fast_path.py::remember_call",
+    "fused_ops/dispatch/profitability.py::why_not_profitable",
+    "fused_ops/dispatch/profitability.py::expected_gain",
+    "fused_ops/functional.py::fused_matmul_reduce_scatter",
+    "fused_ops/layers/linear.py::ParallelLinear.__init__",
+    "fused_ops/layers/linear.py::ColumnParallelLinear.__init__",
+    "fused_ops/layers/linear.py::RowParallelLinear.__init__",
+    "fused_ops/library/autograd.py::AllGatherMatmulFunction.forward",
+    "fused_ops/library/autograd.py::MatmulReduceScatterFunction.forward",
+    "fused_ops/library/autograd.py::AllReduceRmsNormFunction.forward",
+    "fused_ops/library/fakes.py::fake_matmul_reduce_scatter",
+    "fused_ops/library/schema.py::_matmul_reduce_scatter",
+    "fused_ops/library/schema.py::_matmul_reduce_scatter_anew",
+    "fused_ops/library/schema.py::_matmul_reduce_scatter_autograd",
+    "fused_ops/library/validation.py::validate_matmul_reduce_scatter",
+    "fused_ops/ops/matmul_reduce_scatter.py::fast_matmul_reduce_scatter",
+    "fused_ops/ops/matmul_reduce_scatter.py::run_matmul_reduce_scatter",
+    "fused_ops/ops/matmul_reduce_scatter.py::_on_cpu",
+    "fused_ops/ops/matmul_reduce_scatter.py::_on_cuda",
+    "fused_ops/passes/agreement/guard.py::pack",
+    "bench/alone_gather.py::GatherCandidate.__init__",
+}
 
 
 def files(tops: tuple[str, ...], *suffixes: str) -> list[Path]:
@@ -97,7 +145,85 @@ def test_torch_symm_is_the_alias_of_torchs_module() -> None:
     assert not found, found
 
 
+def test_tests_have_names_of_their_own() -> None:
+    """pytest imports test files by their last name alone, and they import helpers so."""
+    names = [f.name for f in files(("tests",), ".py")]
+    assert not (found := sorted({name for name in names if names.count(name) > 1})), found
+
+
+def public_names(source: str) -> list[str]:
+    """Of the classes and functions that a module defines; each program has its ``main``."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    names = [node.name for node in ast.parse(source).body if isinstance(node, kinds)]
+    return [name for name in names if not name.startswith("_") and name != "main"]
+
+
+def defined_twice(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """The files of each name that two of them define, or one of them twice."""
+    where: dict[str, list[str]] = {}
+    for path, source in sources.items():
+        for name in public_names(source):
+            where.setdefault(name, []).append(path)
+    return {name: paths for name, paths in where.items() if len(paths) > 1}
+
+
+def test_a_name_stands_for_one_thing() -> None:
+    sources = {f.relative_to(ROOT).as_posix(): f.read_text() for f in files(NAMED, ".py")}
+    assert not (found := defined_twice(sources)), found
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, *, method: bool) -> int:
+    given = function.args
+    names = [a.arg for a in (*given.posonlyargs, *given.args)]
+    if method and names[:1] in (["self"], ["cls"]):
+        names = names[1:]
+    return len(names) + len(given.kwonlyargs) + (given.vararg is not None) + (given.kwarg is not None)
+
+
+def take_more(source: str) -> list[str]:
+    """The functions of more than MAX_PARAMETERS, by qualified name. Device code is launched with what it needs."""
+    found = []
+
+    def look(node: ast.AST, inside: tuple[str, ...], *, method: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                on_device = any("triton.jit" in ast.unparse(d) for d in child.decorator_list)
+                if not on_device and parameters(child, method=method) > MAX_PARAMETERS:
+                    found.append(".".join((*inside, child.name)))
+                look(child, (*inside, child.name), method=False)
+            elif isinstance(child, ast.ClassDef):
+                look(child, (*inside, child.name), method=True)
+            else:
+                look(child, inside, method=method)
+
+    look(ast.parse(source), (), method=False)
+    return found
+
+
+def test_functions_take_few_parameters() -> None:
+    found = {
+        f"{f.relative_to(ROOT).as_posix()}::{name}"
+        for f in files(NAMED, ".py")
+        for name in take_more(f.read_text())
+    }
+    assert not (new := found - TAKE_MORE_PARAMETERS), f"more than {MAX_PARAMETERS} parameters: {new}"
+    assert not (mended := TAKE_MORE_PARAMETERS - found), f"strike out: {mended}"
+
+
 def test_the_rules_can_fail() -> None:
+    twice = defined_twice({"a.py": "class Plan: ...\ndef f(): ...\ndef main(): ...", "b.py": "def f(): ..."})
+    assert twice == {"f": ["a.py", "b.py"]}
+    assert not defined_twice(
+        {"a.py": "def main(): ...\ndef _f(): ...", "b.py": "def main(): ...\ndef _f(): ..."}
+    )
+    assert defined_twice({"a.py": "class C: ...\nclass C: ..."}) == {"C": ["a.py", "a.py"]}
+    seven = "a, b, c, /, d, *, e, f, g"
+    assert take_more(f"def f({seven}): ...") == ["f"]
+    assert take_more(f"if True:\n class C:\n  async def f(self, {seven}): ...") == ["C.f"]
+    assert take_more("def f(a, b, c, d, e, *args, **more):\n def g(): ...") == ["f"]
+    assert take_more(f"def f():\n def g({seven}): ...") == ["f.g"]
+    assert not take_more("class C:\n def f(self, a, b, c, d, e, f): ...")
+    assert not take_more(f"@triton.jit(do_not_specialize=['a'])\ndef kernel({seven}): ...")
     assert aliases("import torch.distributed._symmetric_memory as symm_mem") == ["symm_mem"]
     assert aliases("from torch.distributed import _symmetric_memory") == ["_symmetric_memory"]
     assert "inline_asm_elementwise" in python_code("x = tl.inline_asm_elementwise('nop')")
@@ -110,7 +236,60 @@ def test_kernels_is_not_a_package() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
-def test_the_root_package_imports_nothing() -> None:
-    body = ast.parse((ROOT / "__init__.py").read_text()).body
-    assert len(body) == 1
-    assert isinstance(body[0], ast.Expr)
+def of_a_new_process(program: str) -> str:
+    """What it prints."""
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_root_package_imports_nothing_heavy() -> None:
+    """Neither torch nor a part of weft: also not for its version and the list of its names."""
+    program = "import sys, weft; weft.__version__, dir(weft); print(*sys.modules)"
+    loaded = of_a_new_process(program).split()
+    heavy = ("torch", "triton", "numpy", "cuda")
+    assert not [m for m in loaded if m.split(".")[0] in heavy or m.startswith("weft.")]
+
+
+def test_the_root_package_finds_its_names_when_they_are_used() -> None:
+    program = """
+import sys, weft
+assert weft.symm_mem is sys.modules["weft.symm_mem"]
+assert "weft.fused_ops" not in sys.modules
+assert weft.FusionPass is weft.fused_ops.FusionPass
+assert all(getattr(weft, name) is not None for name in weft.__all__)
+assert set(weft.__all__) <= set(dir(weft))
+from weft import *
+assert fused_all_gather_matmul is weft.fused_ops.fused_all_gather_matmul
+try:
+    weft.fused_everything
+except AttributeError as error:
+    print(error)
+"""
+    assert of_a_new_process(program).strip() == "module 'weft' has no attribute 'fused_everything'"
+
+
+def test_type_checkers_see_what_the_root_package_finds() -> None:
+    (block,) = [
+        node for node in ast.parse((ROOT / "__init__.py").read_text()).body if isinstance(node, ast.If)
+    ]
+    imported = {
+        a.asname or a.name for node in block.body if isinstance(node, ast.ImportFrom) for a in node.names
+    }
+    assert imported == {*weft.__all__} - {"__version__"}
+
+
+def test_the_checkout_under_another_name_has_no_parts_of_its_own() -> None:
+    """pytest imports the root ``__init__.py`` also as the checkout's folder is called."""
+    program = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("checkout", {str(ROOT / "__init__.py")!r})
+checkout = importlib.util.module_from_spec(spec)
+sys.modules["checkout"] = checkout
+spec.loader.exec_module(checkout)
+import weft
+assert checkout.symm_mem is weft.symm_mem
+print(*(m for m in sys.modules if m.startswith("checkout.")))
+"""
+    assert of_a_new_process(program).strip() == ""

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import weft
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -19,7 +20,7 @@ else:
 
 ROOT = Path(__file__).parent.parent
 TOPS = ("symm_mem", "kernels", "fused_ops")
-FOLDERS = (*TOPS, "bench", "examples", "tests", ".ci")
+FOLDERS = (*TOPS, "bench", "examples", "tests", "docs", ".ci")
 FILES = (
     "__init__.py",
     "py.typed",
@@ -87,7 +88,21 @@ def test_constraints_pin_every_dependency() -> None:
     ]
     names = {re.split(r"[><=!\[; ]", requirement)[0].lower() for requirement in wanted}
     # triton's version is torch's business, or the Makefile's.
-    assert names - {"weft", "triton"} <= pinned
+    assert names - {PYPROJECT["project"]["name"], "triton"} <= pinned
+
+
+def test_no_text_installs_the_other_project() -> None:
+    """``weft`` on PyPI is another one. An extra of it is what a requirement or an install command would fetch."""
+    suffixes = (".py", ".md", ".rst", ".toml", ".txt", "")
+    files = [ROOT / f for f in FILES] + [f for top in FOLDERS for f in (ROOT / top).rglob("*") if f.is_file()]
+    fetches = re.compile(r"(pip install|uv add|uv pip install)( -\S+)* ['\"]?weft(?!-nvlink)\b|['\"]weft\[")
+    found = [
+        f"{f.relative_to(ROOT)}: {match.group()}"
+        for f in files
+        if f.suffix in suffixes
+        if (match := fetches.search(f.read_text()))
+    ]
+    assert not found
 
 
 def test_makefile_names_the_triton_for_cpu() -> None:
@@ -146,7 +161,8 @@ def test_wheel_puts_one_name_on_the_path(wheel: zipfile.ZipFile) -> None:
 def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     (name,) = [n for n in wheel.namelist() if n.endswith(".dist-info/METADATA")]
     metadata = wheel.read(name).decode()
-    assert "Name: weft\n" in metadata
+    assert "Name: weft-nvlink\n" in metadata
+    assert f"Version: {weft.__version__}\n" in metadata
     assert "License-Expression: BSD-3-Clause" in metadata
     assert any(n.endswith("LICENSE") for n in wheel.namelist())
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,18 +19,75 @@ from ranks import run_ranks
 from torch._inductor import config as inductor_config
 
 ROOT = Path(__file__).parent.parent
-PASS_PAGE = "fused_ops/passes/README.md"
-PAGES = ["README.md", "CONTRIBUTING.md", "fused_ops/README.md", PASS_PAGE, "tests/faults/README.md"]
-PAGES += ["kernels/README.md", "bench/NOTES.md", "bench/TRIED.md", "bench/HISTORY.md", "bench/H100.md"]
-TEXT = (ROOT / "README.md").read_text()
+DOCS = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))
+OTHERS = ["CONTRIBUTING.md", "tests/faults/README.md", "kernels/README.md", "CHANGELOG.md"]
+PAGES = ["README.md", *DOCS, *OTHERS]
+PAGES += ["bench/NOTES.md", "bench/TRIED.md", "bench/HISTORY.md", "bench/H100.md", "bench/FORMS.md"]
+QUICKSTART = ROOT / "examples" / "quickstart.py"
+BF16 = BOUND[torch.bfloat16]
+
+
+def text(page: str) -> str:
+    return (ROOT / page).read_text()
 
 
 def examples(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(r"^```python\n(.*?)^```", text(page), re.MULTILINE | re.DOTALL)
 
 
-EXAMPLES = examples("README.md")
-BF16 = BOUND[torch.bfloat16]
+def test_each_example_has_a_test() -> None:
+    assert {page: len(examples(page)) for page in PAGES if examples(page)} == {
+        "README.md": 2,
+        "docs/concepts.md": 1,
+        "docs/ops.md": 1,
+        "docs/pass.md": 1,
+    }
+
+
+def runs_quickstart(rank: int, size: int) -> str:
+    """In a process that is a rank already."""
+    said: list[str] = []
+    names: dict[str, Any] = {"print": said.append}
+    with (
+        patch.object(dist, "init_process_group"),
+        patch.object(dist, "destroy_process_group"),
+        patch.object(torch.cuda, "device_count", return_value=0),
+        patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(size)}),
+    ):
+        exec(QUICKSTART.read_text(), names)
+    x, h = gathered(names["x"]).flatten(0, 1).double(), names["h"].double()
+    check("h", names["h"], x @ names["w_up"].double(), BOUND[torch.float32])
+    parts = list(gathered(h.relu() @ names["w_down"].double()))
+    rows = [part.chunk(size)[rank] for part in parts]
+    check("y", names["y"], torch.stack(rows).sum(0), BOUND[torch.float32], rows)
+    return said[0]
+
+
+def test_the_quickstart_is_right() -> None:
+    said = run_ranks(runs_quickstart, 2)
+    for rank, line in enumerate(said):
+        assert line.startswith(f"rank {rank}: [128, 64] -> [256, 96] -> [128, 64], Plan(algorithm='host'"), (
+            line
+        )
+
+
+def test_the_quickstart_runs_as_printed(tmp_path: Path) -> None:
+    printed = examples("README.md")[0]
+    assert QUICKSTART.read_text() == printed
+    (tmp_path / "quickstart.py").write_text(printed)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "quickstart.py"],
+        cwd=tmp_path,
+        env=env,
+        timeout=200,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("algorithm='host'") == 2, done.stdout + done.stderr
 
 
 def calls(rank: int, size: int, example: str) -> None:
@@ -44,7 +106,18 @@ def calls(rank: int, size: int, example: str) -> None:
 
 
 def test_the_ops() -> None:
-    run_ranks(calls, 2, EXAMPLES[0])
+    run_ranks(calls, 2, examples("docs/ops.md")[0])
+
+
+def writes_to_a_peer(rank: int, size: int, example: str) -> None:
+    data = torch.randn(1024).bfloat16()
+    names: dict[str, Any] = {"torch": torch, "group": world(), "data": data}
+    exec(example, names)
+    assert torch.equal(names["mine"], gathered(data)[rank - 1])
+
+
+def test_the_heap() -> None:
+    run_ranks(writes_to_a_peer, 3, examples("docs/concepts.md")[0])
 
 
 class Model(torch.nn.Module):
@@ -72,11 +145,11 @@ def compiles(rank: int, size: int, example: str) -> str:
 
 
 def test_the_pass() -> None:
-    said = run_ranks(compiles, 2, EXAMPLES[1], fresh=True)
-    assert len(EXAMPLES) == 2, "each example has a test"
-    assert examples(PASS_PAGE) == EXAMPLES[1:], "the pass's page shows the example that was run"
-    for text in said:
-        assert "all_gather_into_tensor" in text and "fused_all_gather_matmul" in text, text
+    (example,) = examples("docs/pass.md")
+    said = run_ranks(compiles, 2, example, fresh=True)
+    assert examples("README.md")[1] == example, "the README shows the example that was run"
+    for line in said:
+        assert "all_gather_into_tensor" in line and "fused_all_gather_matmul" in line, line
 
 
 def sources(*folders: str) -> str:
@@ -85,28 +158,76 @@ def sources(*folders: str) -> str:
 
 def test_every_variable_stands_in_the_table() -> None:
     """Those of tests alone stand in CONTRIBUTING.md."""
-    table = set(re.findall(r"^\| `(WEFT_\w+)(?:=1)?` \|", TEXT, re.MULTILINE))
+    table = set(re.findall(r"^\| `(WEFT_\w+)(?:=1)?` \|", text("docs/operations.md"), re.MULTILINE))
     in_use = set(re.findall(r"\"(WEFT_[A-Z_]+)\"", sources("symm_mem", "kernels", "fused_ops", "tests/fuzz")))
     assert table == in_use, table ^ in_use
 
 
+def speedups(op: str) -> list[str]:
+    """Over NCCL and over torch's variants: geometric means of all captured rows between 2 H100."""
+    rows = json.loads((ROOT / "bench" / "results" / f"h100-x2-{op}.json").read_text())["rows"]
+    rows = [row for row in rows if row["mode"] == "graph"]
+    assert rows
+    means = []
+    for peer in ("unfused_us", "torch_us"):
+        logs = torch.tensor([row[peer] / row["weft_us"] for row in rows], dtype=torch.float64).log()
+        means.append(f"{logs.mean().exp().item():.2f}")
+    return means
+
+
+def test_the_speedups_are_those_of_the_files() -> None:
+    rows = re.findall(r"^\| `(\w+)`.*\| ([\d.]+) \| ([\d.]+) \|$", text("README.md"), re.MULTILINE)
+    words = {name: name.removeprefix("fused_").removeprefix("one_shot_") for name, *_ in rows}
+    assert len(words) == 5
+    assert {name: said for name, *said in rows} == {name: speedups(op) for name, op in words.items()}
+
+
+def test_the_chart_is_that_of_the_files(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    command = [sys.executable, "bench/chart.py", "--output", str(picture)]
+    subprocess.run(command, cwd=ROOT, timeout=60, capture_output=True, check=True)
+    assert picture.read_text() == text("docs/layers-h100-x2.svg")
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_is_a_target(page: str) -> None:
-    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    commands = set(re.findall(r"(?:`|^)make ([a-z][\w-]*)", (ROOT / page).read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z][\w-]*):", text("Makefile"), re.MULTILINE))
+    commands = set(re.findall(r"(?:`|^)make ([a-z][\w-]*)", text(page), re.MULTILINE))
     assert commands <= targets, commands - targets
 
 
+def test_the_first_two_commands_stand_in_the_readme() -> None:
+    assert set(re.findall(r"^make (\w+)", text("README.md"), re.MULTILINE)) == {"demo", "test"}
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_every_file_it_names_is_there(page: str) -> None:
-    """From the root, or from the page's folder."""
+def test_every_program_it_names_is_there(page: str) -> None:
+    programs = re.findall(
+        r"(?:python3?|torchrun)(?: -m pytest)?(?: --?[\w-]+(?: \d+)?)* ([\w/]+\.py)", text(page)
+    )
+    given = {"quickstart.py"}  # what a reader makes of the example
+    assert not [name for name in programs if name not in given and not (ROOT / name).is_file()]
+
+
+def missing(page: str) -> list[str]:
+    """Files, folders and patterns in backquotes of which there is none, from the root or from the page's folder."""
     bases = (ROOT, (ROOT / page).parent)
     folders = {p.name for base in bases for p in base.iterdir() if p.is_dir()}
-    names = re.findall(
-        rf"`((?:{'|'.join(map(re.escape, folders))})/[\w./-]+\.\w+)`", (ROOT / page).read_text()
-    )
-    assert names
-    assert not [name for name in names if not any((base / name).is_file() for base in bases)]
+    names = re.findall(rf"`((?:{'|'.join(map(re.escape, folders))})/[\w./*-]*)`", text(page))
+    return [name for name in names if not any(any(base.glob(name.rstrip("/"))) for base in bases)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_path_it_names_is_there(page: str) -> None:
+    assert not missing(page)
+
+
+def test_a_path_that_is_not_there_is_found() -> None:
+    here, folder, gone = "bench/run.py", "symm_mem/heap/", "bench/results/h300-*.json"
+    with patch.object(
+        sys.modules[__name__], "text", lambda page: f"`{here}` `{folder}` `{gone}` `bench/x.py`"
+    ):
+        assert missing("README.md") == [gone, "bench/x.py"]
 
 
 def anchors(page: Path) -> set[str]:
@@ -119,10 +240,30 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_leads_somewhere(page: str) -> None:
-    links = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", (ROOT / page).read_text())
+    links = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", text(page))
     for name, anchor in links:
         if name.startswith("https:"):
             continue
         there = (ROOT / page).parent / name if name else ROOT / page
         assert there.is_file(), name
         assert not anchor or anchor in anchors(there), f"{name}#{anchor}"
+
+
+def test_the_readme_links_to_every_page() -> None:
+    linked = set(re.findall(r"\]\(([^)#\s]+)", text("README.md")))
+    assert {*DOCS, *OTHERS} <= linked
+
+
+def test_the_protocol_has_every_section_that_code_names() -> None:
+    """As ``docs/protocol.md#credits``, or several: ``docs/protocol.md#deadlines, #reset``."""
+    named = {
+        (str(file.relative_to(ROOT)), anchor)
+        for folder in ("symm_mem", "kernels", "fused_ops")
+        for file in (ROOT / folder).rglob("*")
+        if file.suffix in (".py", ".cu", ".cuh")
+        for links in re.findall(r"docs/protocol\.md((?:#[\w-]+(?:,\s+(?://\s+)?(?=#))?)+)", file.read_text())
+        for anchor in re.findall(r"#([\w-]+)", links)
+    }
+    assert len(named) > 20
+    there = anchors(ROOT / "docs" / "protocol.md")
+    assert not [link for link in named if link[1] not in there]

@@ -51,7 +51,7 @@ class OpCall(NamedTuple):
 class _Current(threading.local):
     begun: OpCall | None = None  #: that has not come to its heap yet
     call: tuple[CallCheck, str, str | None] | None = (
-        None  #: whose plan is still to come: board, op, which call
+        None  #: whose plan is still to come: checks, op, which call
     )
 
 
@@ -98,15 +98,15 @@ def compare_first_call(where: Heap, call: OpCall | None) -> None:
     """
     if call is None:
         return
-    known: CallCheck | None = where.board
+    known: CallCheck | None = where.call_check
     if (known is not None and call.op in known.compared) or not compares_first_calls():
         return
     _compare(call_check_of(where), call, "first call of an op")
 
 
-def _compare(board: CallCheck, call: OpCall, what: str | None) -> None:
-    board.compare(call.op, str(call), begins=what is None, what=what)
-    _current.call = board, call.op, what
+def _compare(checks: CallCheck, call: OpCall, what: str | None) -> None:
+    checks.compare(call.op, str(call), begins=what is None, what=what)
+    _current.call = checks, call.op, what
 
 
 def compare_plan(plan: str, reason: str) -> None:
@@ -120,10 +120,10 @@ def compare_plan(plan: str, reason: str) -> None:
         PeerTimeout: a rank does not come so far.
     """
     if _current.call is not None:
-        (board, op, what), _current.call = _current.call, None
+        (checks, op, what), _current.call = _current.call, None
         because = f" because {reason}" if reason else ""
-        board.compare(op, f"{op} by {plan}", because, begins=False, what=what)
-        board.compared.update((op, *_PREPARES.get(op, ())))
+        checks.compare(op, f"{op} by {plan}", because, begins=False, what=what)
+        checks.compared.update((op, *_PREPARES.get(op, ())))
 
 
 def plan_is_compared() -> bool:

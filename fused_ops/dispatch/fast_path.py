@@ -1,28 +1,31 @@
-"""The short way of a call like one that was made before: no check, no plan, no dispatcher, only the launch.
+"""The fast path of a call like an earlier one: no check, no plan, no dispatcher, only the launch.
 
-What a call's long way found out stands in the workspace that it used (``remember``), under all that it looked at:
-op, arguments, and each tensor's sizes, strides, dtype and device. The group is that of the workspace. A call that
-finds it there (``again``) has nothing left to check: what was refused once was never remembered. Whatever else could
-make a difference sends the call the long way, which does or raises what is due. It is asked anew each time, or it
-makes an end of all that was found before (symm_mem/call_cache.py): then it is looked up once more.
+The slow path stores its result in the workspace that it used (``remember_call``), under all that it looked at: op,
+arguments, and each tensor's sizes, strides, dtype and device. The group is that of the workspace. A call that finds it
+there (``run_fast``) has nothing left to check: what was refused was never stored. Whatever else could make a difference
+sends the call to the slow path. It is either asked anew at each call, or it invalidates the call cache
+(symm_mem/call_cache.py), and the call is looked up once more:
 
-- group destroyed, or another one under its name: asked anew. Heap made anew; workspace outgrown or gone in a reset:
-  an end. So a rank that comes here and one that takes the long way use the same memory.
+- group destroyed, or another one under its name: asked anew. Heap made anew, workspace outgrown or gone in a reset:
+  invalidates. So a rank on the fast path and one on the slow path use the same memory.
+- a stream that is not torch's own: the slow path; its handle may be another stream's the next time.
 - another stream, another current device, a graph being captured: asked anew, they have workspaces of their own. The
-  first call on a second stream, or on one more than there is room for: an end. Then calls take turns (stream_order.py).
-- modes, transforms, tracing: the thread's dispatch keys are none but those that lead to the kernels at once. Dynamo
-  and function modes are looked for where they come in, in functional.py.
+  first call on a second stream, or on one more than there is room for: invalidates. Then calls are ordered
+  (stream_order.py).
+- modes, transforms, tracing: the thread's dispatch keys are only those that lead to the kernels directly. Dynamo and
+  function modes are looked for where they come in, in functional.py.
 - gradients; subclasses, fake, functional and lazily negated tensors, those of torch.func: by type, flags and address.
-- tangents: there may be some inside of a level of forward-mode differentiation.
-- addresses that are no multiple of 16 bytes: the long way copies.
-- tensors like those of one of the last few findings are not asked one by one for kind, flags, sizes, strides, dtype and
-  device: guards know all of them at once (tensor_guards.py).
-- a process forked from a rank: an end, and the long way from then on (stream_order.py).
-- the checked mode and ``forced``: an end. WEFT_RESERVED_SMS and WEFT_TUNE are read once in a process, on the long way,
-  too; there a kind of call is tuned before it is remembered.
+- tangents: there may be some inside a level of forward-mode differentiation.
+- addresses that are no multiple of 16 bytes: the slow path copies.
+- tensors like those of one of the last few cached calls are not checked one by one for type, flags, sizes, strides,
+dtype
+  and device: guards check all at once (tensor_guards.py).
+- a process forked from a rank: invalidates, and takes the slow path from then on (stream_order.py).
+- the checked mode and ``forced``: invalidate. WEFT_RESERVED_SMS and WEFT_TUNE are read once in a process, on the slow
+  path, too; there a kind of call is tuned before it is stored.
 
-A broken group raises here as there: asked anew. The deadline is what ``set_timeout`` said last, which is an end; where
-it said nothing, what WEFT_TIMEOUT was at the call that is remembered.
+A broken group raises on both paths: asked anew. The deadline is that of ``set_timeout``, which invalidates; without
+one, WEFT_TIMEOUT as it was at the call that was stored.
 """
 
 from __future__ import annotations
@@ -33,16 +36,15 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ...kernels.device.jit.empty import Empty, empty_on
 from ...symm_mem import call_cache, is_checked
 from ...symm_mem.failure.call_log import Grids
-from ...symm_mem.heap.registry import has_name, known_heap
+from ...symm_mem.heap.registry import GroupRef, has_name, known_heap
 from ...symm_mem.timeouts import chosen_timeout, default_timeout
 from ...symm_mem.workspace import Workspace
 from . import plan
-from .stream_order import StreamStep, steps_on, stream_on
+from .stream_order import StreamStep, is_external, steps_on, stream_on
 from .tensor_guards import TYPES, TensorGuard, guards_of, has_tangents, likely_call, note_likely
 from .workspaces import PRODUCTS
 
@@ -56,7 +58,7 @@ def _bits(*names: str) -> int:
     return bits
 
 
-# All other keys of a tensor, or of the thread, want to see a call before its kernel does. Those of autocast fall
+# All other dispatch keys of a tensor, or of the thread, must see a call before its kernel. Those of autocast fall
 # through: the ops have no rule for it.
 _OF_TENSORS = _bits(
     "CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "AutocastCPU", "AutocastCUDA"
@@ -68,7 +70,7 @@ _included, _grad_enabled = _C._dispatch_tls_local_include_set, torch.is_grad_ena
 
 
 def needs_no_dispatch(*tensors: Any) -> bool:
-    """Whether nothing lies between a call with these, which may be anything, and the kernels.
+    """Whether nothing has to run between a call with these, which may be anything, and the kernels.
 
     No gradient, mode, transform or tracing, no subclass, nothing to be done before memory is what a tensor says.
     """
@@ -84,7 +86,7 @@ def needs_no_dispatch(*tensors: Any) -> bool:
 
 
 def may_take_fast_path(x: Any) -> bool:
-    """As ``goes_straight`` for an x that has memory at its address: by kind, not by dispatch keys, is less work."""
+    """As ``needs_no_dispatch`` for an x that has memory at its address: by type, not by dispatch keys, is less work."""
     if _included().raw_repr() & ~_OF_THREADS or has_tangents():
         return False
     return type(x) in TYPES and not x.is_neg() and not (x.requires_grad and _grad_enabled())
@@ -96,7 +98,7 @@ class Launcher(Protocol):
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
-        """A whole use of ``buffer``, with the addresses of all operands and of all results."""
+        """A whole epoch of ``buffer``, with the addresses of all operands and of all results."""
 
 
 @runtime_checkable
@@ -126,15 +128,15 @@ class _Ready:
 class StreamWorkspace:
     """Where the calls of a group on a device, a stream and of a kind are made."""
 
-    group: ProcessGroup
+    group: GroupRef
     workspace: Workspace[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A finding: whose ``timeout_ns`` is the deadline."""
+    """A cached call. ``timeout_ns``: its deadline."""
 
-    group: ProcessGroup
+    group: GroupRef
     workspace: Workspace[Any]
     ready: _Ready
     timeout_ns: int
@@ -147,9 +149,9 @@ class _Found:
 
 
 def stream_workspace(kind: str, group_name: str, device: int, stream: int) -> StreamWorkspace | None:
-    """The stream's workspace; None where a call must take the long way. It holds as long as a finding does."""
+    """The stream's workspace; None where a call must take the slow path. Valid as long as a cached call is."""
     where = known_heap(group_name, device)
-    if where is None or plan._forced == "unfused" or is_checked():
+    if where is None or plan._forced == "unfused" or is_checked() or is_external(stream, device):
         return None
     group, heap = where
     workspace = heap.workspaces.get((kind, stream, 0))
@@ -157,7 +159,7 @@ def stream_workspace(kind: str, group_name: str, device: int, stream: int) -> St
 
 
 def timeout(group_name: str, default_ns: int) -> int:
-    """The deadline of a wait, in nanoseconds. It holds as long as a finding does."""
+    """The deadline of a wait, in nanoseconds. Valid as long as a cached call is."""
     seconds = chosen_timeout(group_name)
     return default_ns if seconds is None else int(seconds * 1e9)
 
@@ -167,12 +169,12 @@ def default_ns() -> int:
 
 
 def fast_path_key(op: str, arguments: Hashable, tensors: Sequence[Any]) -> tuple[Hashable, list[int]] | None:
-    """What such calls are remembered by, and the tensors' addresses; None where a call must take the long way."""
+    """The key of such calls, and the tensors' addresses; None where a call must take the slow path."""
     if _included().raw_repr() & ~_OF_THREADS or has_tangents():
         return None
     grad, key = _grad_enabled(), [op, arguments]
     try:
-        for t in tensors:  # each as in ``may_be_short``
+        for t in tensors:  # each as in ``may_take_fast_path``
             if type(t) not in TYPES or t.is_neg() or (grad and t.requires_grad):
                 return None
             key += (t.shape, t.stride(), t.dtype, t.device)
@@ -210,7 +212,7 @@ def run_fast(
                 return None
             call_cache.keep(kept, (alike, group_name, stream), found)
         note_likely(kept, kind, found)
-    if not has_name(found.group, group_name):
+    if not has_name(found.group(), group_name):
         return None
     stream = found.stream
     workspace, ready = found.workspace, found.ready
@@ -219,12 +221,12 @@ def run_fast(
     if found.before is not None:
         found.before(stream)
     if ready.calls:
-        plan._last = ready.plan
+        plan.this_thread.plan = ready.plan
         ready.launcher.call(tensors, results, found.timeout_ns, stream)
     else:
-        # Noted only now that nothing is left in front of the launch: errors name calls by how many were launched.
-        workspace.raise_if_broken(op, 2, ready.grids)  # inside this and the op's own ``again``
-        plan._last = ready.plan
+        # Noted only now that nothing is left in front of the launch: errors identify calls by the number of launches.
+        workspace.raise_if_broken(op, 2, ready.grids)  # inside this and the op's own function
+        plan.this_thread.plan = ready.plan
         try:
             buffer = workspace.next_buffer() if found.is_double_buffered else 0
             addresses = [r.data_ptr() for r in results]
@@ -249,7 +251,7 @@ def _addresses(tensors: Sequence[Tensor]) -> list[int] | None:
 def _find(
     alike: Hashable, group_name: str, tensors: Sequence[Tensor], stream: int, kinds: tuple[str, ...]
 ) -> _Found | None:
-    """What was remembered of such calls, where they are made now."""
+    """What is stored for such calls, where they are made now."""
     device = tensors[0].get_device()
     for kind in kinds:
         here = stream_workspace(kind, group_name, device, stream)
@@ -275,13 +277,13 @@ def remember_call(
     profitable: bool,
     grids: Grids = (),
 ) -> None:
-    """Such a call was made on ``workspace``: the next one may take the short way.
+    """Such a call was made on ``workspace``: the next one may take the fast path.
 
     Args:
         given: the tensors as the caller gave them; ``used``: as the kernels took them. Where one was copied, the next
-            one must be copied, too, and nothing is remembered.
+            one must be copied, too, and nothing is stored.
         results: all that the kernels wrote, with the sizes and strides that the caller gets; each a whole storage.
-        pays: it is fused also where nobody asks for it.
+        profitable: it is fused also where ``forced`` does not ask for it.
         grids: of a Launcher that pushes: blocks of each launch.
     """
     if any(g.data_ptr() != u.data_ptr() for g, u in zip(given, used, strict=True)):
@@ -292,11 +294,11 @@ def remember_call(
     key = key_of(op, arguments, given)
     known: _Ready | None = workspace.prepared.get(key)
     if known is None or (known.launcher, known.plan, known.profitable) != (launcher, ran, profitable):
-        workspace.keep(key, ready)  # else it would make an end of what was found
+        workspace.keep(key, ready)  # only then: it invalidates cached calls
 
 
 def key_of(op: str, arguments: Hashable, tensors: Sequence[Tensor]) -> Hashable:
-    """What ``look`` says of such a call."""
+    """The key that ``fast_path_key`` gives such a call."""
     key: list[Any] = [op, arguments]
     for t in tensors:
         key += (t.shape, t.stride(), t.dtype, t.device)

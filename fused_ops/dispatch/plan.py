@@ -1,4 +1,4 @@
-"""Which algorithm a call takes.
+"""The plan of a call: which algorithm it takes.
 
 It is chosen from what is known without data: shapes, strides, dtypes, the group. So the choice is the same on every
 rank and on every call. What is costly to make for it, kernels and descriptors, a workspace keeps (``prepared``).
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -29,22 +30,27 @@ from .call_check import compare_first_call, compare_plan, plan_is_compared, take
 class Plan:
     """How a call is run.
 
+    >>> from weft.fused_ops import Plan, last_plan
+    >>> Plan("unfused", reason="the group has one rank")
+    Plan(algorithm='unfused', reason='the group has one rank', workspace_bytes=0, chosen='')
+
     Attributes:
-        algorithm: "none" before the first call, then
-            "unfused": the group's own collective, behind or in front of the product.
-            "host": CPU ranks; a thread copies, or every rank writes to every rank.
-            "push": CUDA; the blocks of a kernel of our own send.
-            "two_kernels": CUDA; a product of cuBLAS, then an all-reduce of our own.
-            "one_shot": CUDA; every rank sends to every rank at once, in front of or behind a product of cuBLAS, or,
-                of few rows that are all-reduced, in the kernel that multiplies.
-            "copy_engine": CUDA; a Triton kernel multiplies, the GPU's copy engines send (float32 all-gathers, and
-                16-bit ones with Bs of both orders).
-            "tma_store": CUDA; a Triton kernel multiplies and stores its tiles at their owners (float32
-                reduce-scatters).
-        reason: why it is "unfused"; of a kernel which operands each call copies, and why. Ranks' may differ.
-        workspace_bytes: of the heap, on each rank; calls of one stream share it.
-        chosen: how the configuration of a kernel that can be tuned was come by: "tuned" (WEFT_TUNE=1), or "from the
-            model", and why if it was to be tuned; "" of all others.
+        algorithm: "none" before the first call, then one of
+
+            - "unfused": the group's own collective, behind or in front of the matmul.
+            - "host": CPU ranks; a thread copies, or every rank writes to every rank.
+            - "push": CUDA; the thread blocks of weft's kernel send.
+            - "two_kernels": CUDA; a matmul of cuBLAS, then weft's all-reduce.
+            - "one_shot": CUDA; every rank sends to every rank at once, in front of or behind a matmul of cuBLAS, or, of
+              few rows that are all-reduced, in the kernel that multiplies.
+            - "copy_engine": CUDA; a Triton kernel multiplies, the GPU's copy engines send (float32 all-gathers, and
+              16-bit ones with Bs of both orders).
+            - "tma_store": CUDA; a Triton kernel multiplies and stores its tiles at their owners (float32
+              reduce-scatters).
+        reason: why it is "unfused"; of a kernel, which operands each call copies, and why. Ranks' may differ.
+        workspace_bytes: bytes of the heap, on each rank; calls of one stream share them.
+        chosen: how the configuration of a kernel that can be tuned was chosen: "tuned" (WEFT_TUNE=1), or "from the
+            model", and why if it was to be tuned; "" for all others.
     """
 
     algorithm: str
@@ -55,39 +61,65 @@ class Plan:
 
 _log = logging.getLogger("weft.ops")
 _logged_reasons: set[tuple[str, str]] = set()
-_last = Plan("none")
-_forced: str | None = None
+
+
+class _ThisThread(threading.local):
+    plan = Plan("none")
+
+
+this_thread = _ThisThread()  #: ``plan``: that of its last call
+_forced: str | None = None  # of the body entered last
+_forcing: list[list[str]] = []  # of all bodies that threads are in
+_forcing_lock = threading.Lock()
 
 
 def last_plan() -> Plan:
-    """The plan of this process's last call of an op."""
-    return _last
+    """The plan of this thread's last call of an op.
+
+    >>> import torch
+    >>> from weft.fused_ops import last_plan, one_shot_all_reduce
+    >>> y = one_shot_all_reduce(torch.ones(4), "sum", None)
+    >>> last_plan().algorithm  # between CPU ranks
+    'host'
+
+    A backward on CUDA runs in a thread of autograd's, whose calls are not this one's.
+
+    Returns:
+        a Plan, with algorithm "none" before the first call.
+    """
+    return this_thread.plan
 
 
 def ran(plan: Plan) -> None:
     """Note the plan that a call is about to run. Of a call that is compared all ranks must have the same one."""
-    global _last
-    _last = plan
+    this_thread.plan = plan
     if plan_is_compared():
         compare_plan(str(replace(plan, reason="")), plan.reason)
 
 
 @contextmanager
 def forced(algorithm: str) -> Iterator[None]:
-    """Inside the body every call that can takes ``algorithm`` ("unfused" or "fused"), whether it pays or not.
+    """Inside the body every call that can takes ``algorithm`` ("unfused" or "fused"), profitable or not.
 
-    Every rank must do so. For tests and measurements.
+    Calls of all threads do: the backward of a forward in the body runs in another one. Of bodies that threads are in at
+    the same time the one entered last counts. Every rank must do so. For tests and measurements.
     """
-    global _forced
     if algorithm not in ("unfused", "fused"):
         raise ValueError(f"algorithm: is {algorithm!r}, must be 'unfused' or 'fused'")
-    before, _forced = _forced, algorithm
-    invalidate_calls()
+    entered = [algorithm]
+    _force(lambda: _forcing.append(entered))
     try:
         yield
     finally:
-        _forced = before
-        invalidate_calls()
+        _force(lambda: _forcing.pop(next(i for i, body in enumerate(_forcing) if body is entered)))
+
+
+def _force(change: Callable[[], object]) -> None:
+    global _forced
+    with _forcing_lock:
+        change()
+        _forced = _forcing[-1][0] if _forcing else None
+    invalidate_calls()
 
 
 def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap | str:
@@ -97,7 +129,7 @@ def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap
         RankMismatch: it is the first call of its op, and the ranks call differently.
         PeerTimeout: likewise, and a rank does not come.
         ForkedProcess: this process was forked from the one that joined the group.
-        WeftError: the group is broken on this rank. What x holds may then be worth nothing, also to NCCL or gloo.
+        WeftError: the group is broken on this rank. What x holds may then be invalid, also for NCCL or gloo.
     """
     call = take_begun()
     if group.size() == 1:
@@ -144,7 +176,7 @@ def why_tf32(dtype: torch.dtype) -> str | None:
 
 
 def should_fuse(worth: bool) -> bool:
-    """Whether to fuse, given that it is thought to be ``worth`` it."""
+    """Whether to fuse, given whether that is predicted to be profitable (``worth``)."""
     return worth or _forced == "fused"
 
 
@@ -162,7 +194,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 @cache
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors that a persistent kernel may take: all but WEFT_RESERVED_SMS.
+    """SMs that a persistent kernel may take: all but WEFT_RESERVED_SMS.
 
     Raises:
         ValueError: WEFT_RESERVED_SMS is not a number from 0 to what the GPU has, less the two of a cluster.

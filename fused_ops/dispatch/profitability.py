@@ -1,11 +1,13 @@
-"""Whether fusing pays for a problem, and what it should bring: asked by the graph pass, before there are tensors.
+"""Whether fusing is profitable for a problem, and what it should save: asked by the graph pass, before there are
+tensors.
 
-Pure functions of what is the same on every rank. They are to say no where the op itself would run unfused, and where it
-would be slower than what it takes the place of.
+Pure functions of what is the same on every rank. They say no where the op itself would run unfused, and where it would
+be slower than what it replaces.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -18,41 +20,48 @@ from ...kernels.matmul_reduce_scatter import to_all
 from .plan import why_tf32
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_reduce")
-_ROW = 16  # bytes; the kernels' descriptors want rows of a multiple
+_ROW = 16  # bytes; the kernels' descriptors need rows of a multiple
 _LEAST_ROWS = 64  # of a rank's result of a float32 matmul_reduce_scatter, for its tiles
-_NUM_SMS = 132  # of Hopper; that some are reserved on a machine does not change what pays
-_MOST_REDUCED = 64 << 20  # bytes; how all-reduces of more do on three ranks and more was not measured
-# bytes and multiply-adds a microsecond; between CPU ranks of the order of one core each.
+_NUM_SMS = 132  # of Hopper; that some are reserved on a machine does not change what is profitable
+_MOST_REDUCED = 64 << 20  # bytes; larger all-reduces on three ranks and more were not measured
+# bytes and multiply-adds per microsecond; between CPU ranks of the order of one core each.
 _RATES = {"cuda": (LINK, MULTIPLY_ADDS), "cpu": (5e3, 30e3)}
 
 
-def why_not_profitable(
-    op: str,
-    m: int,
-    n: int,
-    k: int,
-    world_size: int,
-    dtype: torch.dtype,
-    device_type: str,
-    *,
-    last_dim: bool = False,
-    return_A: bool = False,
-) -> str | None:
-    """Why the op should not be fused; None if it should.
+@dataclass(frozen=True)
+class FusionCandidate:
+    """What could be fused into a call of an op.
 
-    Args:
+    Attributes:
         op: one of ``OPS``.
         m, n, k: the product that a rank computes, [m, k] @ [k, n]: of all_gather_matmul the gathered A and the
             columns of all Bs, of the others the own partial product. all_reduce alone reduces [m, n]; its k is 0.
         last_dim: whether the last dimension is gathered or scattered.
         return_A: whether what all_gather_matmul gathers is wanted, too.
+    """
+
+    op: str
+    m: int
+    n: int
+    k: int
+    world_size: int
+    dtype: torch.dtype
+    device_type: str
+    last_dim: bool = False
+    return_A: bool = False
+
+
+def why_not_profitable(candidate: FusionCandidate) -> str | None:
+    """Why it should not be fused; None if it should.
 
     Raises:
         ValueError: there is no such op.
     """
+    op, m, n, k = candidate.op, candidate.m, candidate.n, candidate.k
+    world_size, dtype, last_dim = candidate.world_size, candidate.dtype, candidate.last_dim
     if op not in OPS:
         raise ValueError(f"op: is {op!r}, must be one of {', '.join(OPS)}")
-    if device_type != "cuda":
+    if candidate.device_type != "cuda":
         return None
     if not _is_hopper():
         return "the kernels are for GPUs of compute capability 9.0"
@@ -61,9 +70,12 @@ def why_not_profitable(
         size = m * n * dtype.itemsize
         if size <= _MOST_REDUCED or world_size == 2:
             return None
-        multiplies = op == "matmul_all_reduce" and buffers
-        if multiplies and to_all.choose_sum_to_all_push(m, n, k, world_size, _NUM_SMS, _spec())[1]:
-            return None
+        if op == "matmul_all_reduce" and buffers:
+            of_sum = scatter.MatmulReduceScatterProblem(
+                m, n, k, world_size, _NUM_SMS, to_all=True, spec=_spec()
+            )
+            if to_all.choose_sum_to_all_push(of_sum)[1]:
+                return None
         return f"{size >> 20} MiB are reduced: beyond {_MOST_REDUCED >> 20} MiB that is left to the backend"
     if (reason := why_tf32(dtype)) is not None:
         return reason
@@ -81,7 +93,7 @@ def why_not_profitable(
     if gathers:
         if buffers:
             of_gather = gather.AllGatherMatmulProblem(
-                rows, (n,), depth, world_size, _NUM_SMS, last_dim, return_A, _spec()
+                rows, (n,), depth, world_size, _NUM_SMS, last_dim, candidate.return_A, _spec()
             )
             profitable = gather.gather_is_profitable(of_gather)
         else:
@@ -97,17 +109,16 @@ def why_not_profitable(
     return None if profitable else f"too little is multiplied and scattered ({m} x {k} @ {k} x {n})"
 
 
-def expected_gain(
-    op: str, m: int, n: int, k: int, world_size: int, dtype: torch.dtype, device_type: str
-) -> float:
+def expected_gain(candidate: FusionCandidate) -> float:
     """Microseconds that fusing should save: the shorter of sending and multiplying, which is hidden behind the other.
 
     Sending takes bytes / link, multiplying m * n * k / rate; the link and the rate are constants of the device type.
     Launches and how well either runs are left out. An all_reduce alone hides nothing: 0.
     """
-    link, rate = _RATES.get(device_type, _RATES["cpu"])
-    columns = {"all_gather_matmul": k, "matmul_reduce_scatter": n}.get(op, 2 * n)
-    sent = m * columns * dtype.itemsize * (world_size - 1) / world_size
+    m, n, k, world_size = candidate.m, candidate.n, candidate.k, candidate.world_size
+    link, rate = _RATES.get(candidate.device_type, _RATES["cpu"])
+    columns = {"all_gather_matmul": k, "matmul_reduce_scatter": n}.get(candidate.op, 2 * n)
+    sent = m * columns * candidate.dtype.itemsize * (world_size - 1) / world_size
     return min(sent / link, m * n * k / rate)
 
 

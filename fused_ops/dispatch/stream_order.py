@@ -1,19 +1,24 @@
-"""Calls that one thread makes on several streams of a GPU take turns there, in the order in which they were made.
+"""Stream order: calls that one thread makes on several streams of a GPU run one after the other, in call order.
 
-A kernel of weft keeps its multiprocessors while it waits for a peer. Say rank 0 runs a call of stream 1 on all of them
-and rank 1 a call of stream 2: neither finds room for the call that the other one waits for, nor for a product in front
-of it. So a call of another stream than the thread's last one begins, on the GPU, when that one has ended. It is what
-collectives of a ProcessGroup do, which share one stream; whatever else lies on the streams runs when it may.
+A kernel of weft keeps its SMs while it waits for a peer. Say rank 0 runs a call of stream 1 on all of them and rank 1 a
+call of stream 2: neither has room for the call that the other one waits for, nor for a matmul in front of it. So a call
+on another stream than the thread's last one begins, on the GPU, when that one has ended. Collectives of a ProcessGroup
+do the same, as they share one stream; other work on the streams is not ordered.
 
-It follows that ranks must make their calls in one order, also those of several groups. Not in turn are
+It follows that ranks must make their calls in one order, also those of several groups. Not ordered are
 
 - calls of different threads, whose order nobody knows;
-- replays of graphs, which weft does not see. Calls inside one graph are, as they were captured;
-- calls of two streams where WEFT_RESERVED_SMS leaves each so few multiprocessors that two find room at once; of three
-  where three do. A stream more, and those of all take turns.
+- replays of graphs, which weft does not see. Calls inside one graph are ordered, as they were captured;
+- calls of two streams where WEFT_RESERVED_SMS leaves each so few SMs that two fit at once; of three where three fit.
+  With one stream more, all are ordered.
 
-As long as the calls of a process come from so few streams, one if nothing is reserved, nothing is put on them for that,
-and a finding (fast_path.py) says so.
+As long as the calls of a process come from so few streams, one if nothing is reserved, nothing is enqueued for that,
+and a cached call (fast_path.py) says so. A stream from which no call has come for a while, such as that of a warm-up,
+is forgotten.
+
+torch's own streams live as long as the process. An external one (torch.cuda.ExternalStream) may be destroyed at any
+moment, and its handle then be another stream's. So no external stream is touched behind its call, the event is put
+there at once; no handle of one is compared; and what is kept for one is kept by its id, which is no other stream's.
 """
 
 from __future__ import annotations
@@ -33,8 +38,10 @@ from .plan import num_sms, on
 #: What a call does on its stream in front of its launches, or behind them; None: nothing.
 StreamStep: TypeAlias = Callable[[int], None] | None
 
-# Multiprocessors to which no call has a right: clusters do not fit into all of a GPU at once.
+# SMs on which no call may count: clusters do not fit into all of a GPU at once.
 _SPARE = 4
+_WINDOW = 1000  # calls, behind which a stream without one is forgotten
+_EXTERNAL = -1  # instead of a stream: equal to none
 _FAILED = -1  # instead of a graph: a capture that has failed, and has not ended
 
 
@@ -57,9 +64,9 @@ def stream_and_graph(device: torch.device) -> tuple[int, int]:
 
 
 def stream_on(device: int) -> int | None:
-    """The current stream on a CUDA device; None where a call must take the long way, as one on the CPU (-1).
+    """The current stream on a CUDA device; None where a call must take the slow path, as one on the CPU (-1).
 
-    In a forked child, too: the long way tells it so, where a question to CUDA would end in the driver's words.
+    In a forked child, too: the slow path refuses it, where a question to CUDA would end in the driver's words.
     """
     if (
         device < 0
@@ -70,6 +77,27 @@ def stream_on(device: int) -> int | None:
         return None
     stream: int = torch._C._cuda_getCurrentRawStream(device)
     return stream
+
+
+def is_external(stream: int, device: int) -> bool:
+    """Whether the current stream of a CUDA device, ``stream``, is not one of torch's own."""
+    # torch numbers its own streams; the number of another one is its address.
+    return stream != 0 and bool(torch._C._cuda_getCurrentStream(device)[0] == stream)
+
+
+def stream_key(stream: int, device: int) -> int | tuple[int, int]:
+    """What is kept for the current stream of a CUDA device, ``stream``, is kept by this: of an external one its handle,
+    and its id.
+
+    Ranks must find the same: the handle of a stream that is gone may be given to a new one on one of them alone.
+    """
+    if not is_external(stream, device):
+        return stream
+    from cuda.bindings import driver
+
+    from ...symm_mem.backends.vmm import check_driver
+
+    return stream, int(check_driver(driver.cuStreamGetId(stream)))
 
 
 def _graph_of(stream: int) -> int:
@@ -93,8 +121,8 @@ class _Line:
     def begins(self, graph: int = 0, *, several: bool = False) -> None:
         """No call yet."""
         self.graph = graph
-        self.several = several  # of a graph: its calls take turns
-        #: Of what was called while there was room for all of it, with nothing put behind.
+        self.several = several  # of a graph: its calls are ordered
+        #: Of calls that were made while there was room for all, with no event behind them.
         self.streams: set[int] = set()
         self._last: int | None = None  # stream on which the last call ended, if the event is behind it
 
@@ -103,14 +131,24 @@ class _Line:
         if self._last is not None and self._last != stream:
             self._put_in_front(stream)
         for other in self.streams - {stream}:
-            # If that is being captured now, nothing of it runs; and a wait for it would capture this stream, too.
+            # If it is being captured now, nothing of it runs; and a wait for it would capture this stream, too.
             if _graph_of(other) == self.graph:
                 self._put_behind(other)
                 self._put_in_front(stream)
 
-    def end(self, stream: int) -> None:
-        """The last call is what lies on ``stream`` now."""
+    def alone(self, stream: int, room: int) -> None:
+        """A call on ``stream`` with nothing put behind. What streams hold that have been forgotten comes before it."""
+        if self._last is not None or (stream not in self.streams and len(self.streams) >= room):
+            self.wait(stream)
+            self._last = None
+            self.streams.clear()
+        self.streams.add(stream)
+
+    def end(self, stream: int, *, external: bool = False) -> None:
+        """The last call is the last work on ``stream`` now."""
         self._put_behind(stream)
+        if external:
+            self._last = _EXTERNAL
         self.streams.clear()
 
     def _put_behind(self, stream: int) -> None:
@@ -138,10 +176,10 @@ class _Mine(threading.local):
 
 
 class StreamOrder:
-    """Those of one GPU, while it is the current device.
+    """The order of one GPU's calls, while it is the current device.
 
     Args:
-        room: for so many calls at once, whatever they are.
+        room: how many calls fit at once, whatever they are.
     """
 
     def __init__(self, room: int) -> None:
@@ -149,29 +187,53 @@ class StreamOrder:
         self._lock = threading.Lock()
         self._streams: set[int] = set()  # of all calls, as long as there is room for all of them at once
         self._several = False
+        # While there are several: when each was called last, counted in calls. Of threads that count at once, one may
+        # be missed.
+        self._seen: dict[int, int] = {}
+        self._calls = self._looked = 0
         self._mine = _Mine()
 
-    def steps(self, stream: int) -> tuple[StreamStep, StreamStep]:
-        """In front of and behind the launches of calls on ``stream``, until ``changed``."""
+    def steps(self, stream: int, *, external: bool = False) -> tuple[StreamStep, StreamStep]:
+        """In front of and behind the launches of calls on ``stream``, until ``invalidate_calls``."""
+        if external:
+            return self._begin_external, self._end_external
         with self._lock:
             if not self._several:
                 self._streams.add(stream)
                 if len(self._streams) > self._room:
-                    self._several = True
+                    self._several, self._seen, self._looked = True, {}, self._calls
                     invalidate_calls()
             return (self.begin, self.end) if self._several else (self.alone, None)
 
     def alone(self, stream: int) -> None:
-        """A call for which there is room. Each thread says it for itself: findings are those of all."""
-        self._mine.eager.streams.add(stream)
+        """A call for which there is room. Each thread notes its own: cached calls are those of all."""
+        self._mine.eager.alone(stream, self._room)
 
     def begin(self, stream: int) -> None:
         """What is launched on ``stream`` from here on comes behind the thread's last call."""
         self._mine.eager.wait(stream)
+        self._calls = self._seen[stream] = self._calls + 1
+        if self._calls - self._looked >= _WINDOW:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Streams without a call for a while. What still lies there each thread's line knows."""
+        with self._lock:
+            since, self._looked = self._looked, self._calls
+            self._seen = {stream: at for stream, at in list(self._seen.items()) if at > since}
+            if self._several and len(self._seen) <= self._room:
+                self._streams, self._several = set(self._seen), False
+                invalidate_calls()
 
     def end(self, stream: int) -> None:
         """The call is launched."""
         self._mine.eager.end(stream)
+
+    def _begin_external(self, stream: int) -> None:
+        self._mine.eager.wait(stream)
+
+    def _end_external(self, stream: int) -> None:
+        self._mine.eager.end(stream, external=True)
 
     @contextmanager
     def captured(self, stream: int, graph: int) -> Iterator[None]:
@@ -202,8 +264,8 @@ def _turns_of(index: int) -> StreamOrder:
 
 
 def steps_on(index: int, stream: int) -> tuple[StreamStep, StreamStep]:
-    """For a finding: in front of and behind its launches, on a CUDA device."""
-    return _turns_of(index).steps(stream)
+    """In front of and behind the launches of calls on the current stream of a CUDA device."""
+    return _turns_of(index).steps(stream, external=is_external(stream, index))
 
 
 @contextmanager

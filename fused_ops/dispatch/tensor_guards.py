@@ -1,9 +1,9 @@
-"""Whether tensors are like those of a call before: one question for all of them, that of torch.compile's guards.
+"""Tensor guards: whether tensors are like those of an earlier call, by one check for all of them, torch.compile's.
 
 Types, sizes, strides, dtypes and devices are compared, and the dispatch keys that tensors and the thread have together:
-in transforms and traces these differ, and of negated, sparse or functional tensors. Asked one by one (fast_path.py),
-all that takes as long as what else stands in front of a launch. Tangents, streams and what guards overlook of a
-thread's state are asked for besides (``likely``); addresses are left to the caller.
+these differ in transforms and traces, and for negated, sparse or functional tensors. One by one (fast_path.py), these
+checks take as long as all else in front of a launch. Tangents, streams and what guards overlook of a thread's state are
+checked besides (``likely_call``); addresses are left to the caller.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .stream_order import stream_on
 _PYTHON_DISPATCHER = torch._C.DispatchKey.PythonDispatcher
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _key_is_on = torch._C._dispatch_tls_is_dispatch_key_included
-TYPES = frozenset((Tensor, Parameter))  # of what is no subclass to the ops
-_MOST_LIKELY = 4  # findings of a kind that are tried
-#: Whether so many tensors, or whatever else stands there, are alike.
+TYPES = frozenset((Tensor, Parameter))  # which are no subclasses to the ops
+_MOST_LIKELY = 4  # cached calls of a kind that are tried
+#: Whether so many tensors, or other objects, pass.
 TensorGuard: TypeAlias = Callable[..., bool]
 
 
@@ -41,14 +41,14 @@ def _common_states() -> set[tuple[int, int]]:
     return states
 
 
-# Other states may lead to the same keys as these do, and mean something else: below a trace, say.
+# Other states may lead to the same keys and mean something else, such as below a trace.
 _COMMON = _common_states()
 
 
 def guards_of(tensors: Sequence[Tensor]) -> TensorGuard:
-    """What says so of ``tensors``, as they and the thread are now. It keeps no tensor. Each call takes as many.
+    """The guard of ``tensors``, as they and the thread are now. It keeps no tensor, and takes as many at each check.
 
-    None are alike where one may want a gradient, which is a matter of the grad mode, too, or the thread is in a rare
+    Nothing passes where one may require a gradient, which depends on the grad mode, too, or the thread is in a rare
     state.
     """
     if _state() not in _COMMON or any(t.requires_grad for t in tensors):
@@ -59,7 +59,7 @@ def guards_of(tensors: Sequence[Tensor]) -> TensorGuard:
         sizes: Any = [list(t.shape) for t in tensors]
         strides: Any = [list(t.stride()) for t in tensors]
         return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    except Exception:  # another version's: then each tensor is looked at
+    except Exception:  # another version of torch: each tensor is checked by itself
         return _none
 
 
@@ -68,12 +68,12 @@ def _none(*tensors: object) -> bool:
 
 
 def has_tangents() -> bool:
-    """Whether tensors may be dual ones, of forward-mode differentiation. Neither type nor flag tells them apart."""
+    """Whether tensors may be dual ones, of forward-mode differentiation. Neither type nor flag shows it."""
     return forward_ad._current_level >= 0
 
 
 class Likely(Protocol):
-    """A finding that need not be looked up: its call's tensors, device and stream."""
+    """A cached call that need not be looked up: its tensors' guard, device and stream."""
 
     @property
     def alike(self) -> TensorGuard: ...
@@ -84,13 +84,13 @@ class Likely(Protocol):
 
 
 def likely_call(kept: dict[Hashable, Any], kind: Hashable, tensors: Sequence[Any]) -> Any:
-    """One of the last findings of a ``kind`` of calls, all with as many tensors, if these are alike and the stream is
-    the same; else None. ``kept``: that of call_cache.py."""
+    """One of the last cached calls of a ``kind``, all with as many tensors, if its guard passes and the stream is the
+    same; else None. ``kept``: ``cached_calls`` of call_cache.py."""
     findings = kept.get(kind)
     if findings is None:
         return None
     for t in tensors:
-        if type(t) not in TYPES or t.is_nested:  # guards end the process where sizes cannot be told
+        if type(t) not in TYPES or t.is_nested:  # guards end the process for tensors without sizes
             return None
     for found in findings:
         if found.alike(*tensors) and stream_on(found.device) == found.stream:

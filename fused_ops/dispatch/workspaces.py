@@ -1,4 +1,4 @@
-"""Which workspace a call uses: one for each heap, kind and stream, and again for each captured graph.
+"""Workspaces of calls: one for each heap, kind and stream, and others for each captured graph.
 
 Calls of one stream follow each other and share; calls that may run at once do not. A workspace grows when a call needs
 more: collectively, so all ranks must make their calls in the same order, as with every collective. The memory of a
@@ -21,18 +21,21 @@ from ...symm_mem.heap.heap import Heap
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import OUTGROWN, Workspace
 from .plan import num_sms
-from .stream_order import stream_and_graph
+from .stream_order import stream_and_graph, stream_key
 
-MATMUL = "matmul"  #: the kind of workspace of kernels that set flags behind what they send
-LL_PROTOCOL = "ll_protocol"  #: of those that send what announces itself
-ONE_SHOT = "one_shot"  #: of exchanges beside products, of both ops
+MATMUL = "matmul"  #: the kind of workspace of kernels that set flags behind their data
+LL_PROTOCOL = "ll_protocol"  #: of kernels whose data is its own flag
+ONE_SHOT = "one_shot"  #: of one-shot exchanges beside matmuls, of both ops
 ALL_REDUCE = "all_reduce"  #: of all-reduces, and of norms behind them
-PRODUCTS = (MATMUL, LL_PROTOCOL, ONE_SHOT)  #: where calls around products may take the short way
+PRODUCTS = (MATMUL, LL_PROTOCOL, ONE_SHOT)  #: where calls around matmuls may take the fast path
 _GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace
 
 
 def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[Any], Any]) -> Workspace[Any]:
-    key = (kind, *(stream_and_graph(heap.device) if heap.device.type == "cuda" else (0, 0)))
+    key: tuple[str, int | tuple[int, int], int] = (kind, 0, 0)
+    if heap.device.type == "cuda":
+        stream, graph_id = stream_and_graph(heap.device)
+        key = (kind, stream_key(stream, heap.device.index), graph_id)
     found = heap.workspaces.get(key)
     if found is not None and fits(found.layout):
         return found
@@ -40,9 +43,11 @@ def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[
         found = heap.workspaces.get(key)  # another thread may have made it meanwhile
         if found is not None and fits(found.layout):
             return found
-        refuse_if_broken(heap)  # new memory is no way around a reset
+        refuse_if_broken(heap)  # new memory does not replace a reset
         layout = grown(found.layout if found is not None else None)
-        graph = CapturedGraph(key[1]) if key[-1] else None
+        graph = CapturedGraph(stream) if key[-1] else None
+        if isinstance(key[1], tuple):
+            _drop_those_of_gone_streams(heap, *key[1])
         made = Workspace(heap, layout, f"{kind} workspace {layout}", graph=graph)
         if found is not None and graph is not None:
             made.prepared[OUTGROWN] = found
@@ -50,16 +55,27 @@ def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[
         return made
 
 
-def matmul_workspace(heap: Heap, wanted: Layout, *, copied: bool = False) -> Workspace[Layout]:
-    """The workspace of this stream for the ops around a matrix product, with room for one call.
+def _drop_those_of_gone_streams(heap: Heap, handle: int, stream: int) -> None:
+    """Of external streams that had the handle before. The driver gives one away when all work of its stream is done.
 
-    Between CPU ranks it is that of all ops. What announces itself has one of its own: others leave buffers that are not
-    empty.
+    Their memory is used again once every rank has dropped it, whenever that is: heap.py.
+    """
+    for key, workspace in list(heap.workspaces.items()):
+        if isinstance(key[1], tuple) and key[1][0] == handle and key[1][1] != stream and not key[-1]:
+            del heap.workspaces[key]
+            workspace.release()
+
+
+def matmul_workspace(heap: Heap, wanted: Layout, *, copied: bool = False) -> Workspace[Layout]:
+    """The workspace of this stream for the ops around a matmul, with room for one call.
+
+    Between CPU ranks it is that of all ops. The LL protocol has one of its own: other kernels leave buffers that are
+    not empty.
 
     Args:
-        wanted: what the call takes.
-        copied: copy engines write it. They have one of their own: at the end of each use in it ranks look whether one
-            of them has written too late (kernels/device/comm/abort_notice.cuh), which other kernels need not do.
+        wanted: what the call needs.
+        copied: copy engines write it. They have one of their own: at the end of each epoch in it ranks check for abort
+            notices (kernels/device/comm/abort_notice.cuh), which other kernels need not do.
 
     Raises:
         RankMismatch, PeerTimeout: the ranks do not grow it together.
@@ -75,14 +91,14 @@ def matmul_workspace(heap: Heap, wanted: Layout, *, copied: bool = False) -> Wor
 
 
 def push_workspace(heap: Heap, kind: str, wanted: ExchangeLayout) -> Workspace[ExchangeLayout]:
-    """The workspace of this stream for kernels that push, with room for what takes ``wanted``.
+    """The workspace of this stream for LL exchanges, with room for what needs ``wanted``.
 
     Raises:
         RankMismatch, PeerTimeout: the ranks do not grow it together.
     """
 
     def grown(old: ExchangeLayout | None) -> ExchangeLayout:
-        # For as many blocks as any call may have: they are not what it grows by.
+        # For as many blocks as any call may have: it never grows by blocks.
         most = max(wanted.blocks, min(BLOCKS, num_sms(heap.device)))
         layout = replace(wanted, blocks=most)
         return layout if old is None else old.joined(layout)
@@ -91,7 +107,7 @@ def push_workspace(heap: Heap, kind: str, wanted: ExchangeLayout) -> Workspace[E
 
 
 def product_workspace(heap: Heap, choice: KernelChoice[Any]) -> Workspace[Any]:
-    """What one of the ops around a matrix product takes for calls of a choice.
+    """The workspace of one of the ops around a matmul for calls of a choice.
 
     Raises:
         RankMismatch, PeerTimeout: the ranks do not grow it together.

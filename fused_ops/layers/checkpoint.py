@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...symm_mem import resolve_group
 from ..library import validation
-from .linear import ParallelLinear
+from .parallel_linear import ParallelLinear
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 
@@ -20,17 +20,18 @@ _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A state dict for torch.distributed.checkpoint, which takes plain tensors for the same on every rank.
 
-    >>> dcp.save(sharded_state_dict(model), checkpoint_id=folder)
-    >>> dcp.load(sharded_state_dict(model), checkpoint_id=folder)  # fills the parameters themselves
+    >>> import tempfile, torch.distributed as dist, torch.distributed.checkpoint as dcp
+    >>> from weft.fused_ops import ColumnParallelLinear, sharded_state_dict
+    >>> model = ColumnParallelLinear(8, 12, group=None)
+    >>> sharded_state_dict(model)["weight"].shape  # a DTensor, of which this rank holds its rows
+    torch.Size([12, 8])
+    >>> folder = [tempfile.mkdtemp()]
+    >>> dist.broadcast_object_list(folder)  # the same on every rank
+    >>> _ = dcp.save(sharded_state_dict(model), checkpoint_id=folder[0])
+    >>> dcp.load(sharded_state_dict(model), checkpoint_id=folder[0])  # fills the parameters themselves
 
     What is saved is what a model of nn.Linear would save: such a model, and another number of ranks, can load it.
-
-    An optimizer's state, by get_state_dict and set_state_dict of torch.distributed.checkpoint.state_dict:
-
-    >>> state = sharded_state_dict(model, dict(zip(("model", "optim"), get_state_dict(model, optimizer))))
-    >>> dcp.load(state, checkpoint_id=folder)  # or dcp.save
-    >>> own = local_state_dict(state)
-    >>> set_state_dict(model, optimizer, model_state_dict=own["model"], optim_state_dict=own["optim"])
+    ``local_state_dict`` has an example with an optimizer's state.
 
     Args:
         module: a ColumnParallelLinear, a RowParallelLinear, or what holds some, however deep.
@@ -148,7 +149,30 @@ def _own(path: str, layer: ParallelLinear, name: str) -> Tensor | None:
 
 
 def local_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state``, which ``sharded_state_dict`` has made, with what this rank holds in place of its DTensors."""
+    """``state``, which ``sharded_state_dict`` has made, with what this rank holds in place of its DTensors.
+
+    >>> import torch
+    >>> from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    >>> from weft.fused_ops import ColumnParallelLinear, local_state_dict, sharded_state_dict
+    >>> model = ColumnParallelLinear(8, 12, group=None)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> model(torch.ones(2, 8)).sum().backward()
+    >>> optimizer.step()
+    >>> given = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
+    >>> state = sharded_state_dict(model, given)  # for dcp.save or dcp.load
+    >>> local = local_state_dict(state)
+    >>> _ = set_state_dict(model, optimizer, model_state_dict=local["model"], optim_state_dict=local["optim"])
+    >>> torch.equal(local["model"]["weight"], model.weight)
+    True
+
+    The result shares the memory of ``state``. Nothing is communicated.
+
+    Args:
+        state: a mapping, maybe of mappings.
+
+    Returns:
+        dicts in dicts, like ``state``.
+    """
 
     def own(value: Any) -> Any:
         if isinstance(value, Mapping):

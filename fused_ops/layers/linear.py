@@ -11,231 +11,49 @@ Shapes below are those of one rank. W is the number of ranks, S the size of the 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from typing_extensions import Self
+from torch import Tensor
 
-from ...symm_mem import Group, group_name, resolve_group
+from ...symm_mem import Group
 from ..functional import fused_all_gather_matmul, fused_matmul_reduce_scatter
 from ..library import validation
 from .conjugates import GatherColumns, MatmulOfWhole, SplitColumns, SumGradient, SumOfMatmulsOverRanks
-
-
-def _is_autocast(x: Tensor) -> bool:
-    kind = x.device.type
-    # Not is_autocast_available, at which Dynamo of torch 2.11 breaks the graph.
-    return kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
-
-
-def _linear_dtype(x: Tensor) -> torch.dtype:
-    """What nn.Linear computes x in. The ops, unlike it, cast nothing under autocast."""
-    return torch.get_autocast_dtype(x.device.type) if _is_autocast(x) else x.dtype
-
-
-def _check_dtype(name: str, dtype: torch.dtype) -> None:
-    if dtype not in validation.DTYPES:
-        raise TypeError(f"{name}: is {dtype}, must be float32, bfloat16 or float16")
-
-
-class ParallelLinear(nn.Module):
-    shard_dim: int  # of the weight [out_features, in_features]
-    bias_dim: int | None  # None: every rank has the whole bias
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        group: Group,
-        bias: bool,
-        sequence_parallel: bool,
-        sequence_dim: int,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
-        super().__init__()
-        validation.validate_sizes(in_features=in_features, out_features=out_features)
-        validation.flags(bias=bias, sequence_parallel=sequence_parallel)
-        validation.integer("sequence_dim", sequence_dim)
-        validation.validate_factory(device, dtype)
-        default = torch.get_default_dtype()
-        if dtype is None and default not in validation.DTYPES:
-            raise TypeError(
-                f"dtype: is None, torch's default, {default}, must be float32, bfloat16 or float16"
-            )
-        # The name and not the ProcessGroup: the module can be copied and saved.
-        self.group = group_name(group)
-        self.rank, self.world_size = resolve_group(group).rank(), resolve_group(group).size()
-        name, size = ("out_features", out_features) if self.shard_dim == 0 else ("in_features", in_features)
-        if size % self.world_size:
-            raise ValueError(f"{name}: is {size}, must be a multiple of {self.world_size} ranks")
-        self.in_features, self.out_features = in_features, out_features
-        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
-        own = [out_features, in_features]
-        own[self.shard_dim] //= self.world_size
-        self.weight = nn.Parameter(torch.empty(own, device=device, dtype=dtype))
-        if bias:
-            self.bias = nn.Parameter(torch.empty(own[0], device=device, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the parameters anew, in place and as the constructor does: after ``to_empty`` of a layer made on "meta".
-
-        A whole nn.Linear is drawn, for a moment in memory, and the own part kept. A row-parallel layer's bias is zero.
-
-        Raises:
-            ValueError: the layer was made by another rank or for another number of ranks.
-        """
-        validation.own_rank(self.group, self.rank, self.world_size)
-        place = {"device": self.weight.device, "dtype": self.weight.dtype}
-        linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, **place)
-        if self.bias_dim is None and self.bias is not None:
-            # All ranks hold it whole: drawn, it would differ where their seeds do.
-            nn.init.zeros_(linear.bias)
-        with torch.no_grad():
-            for name, part in self._parts(linear).items():
-                parameter = self.get_parameter(name)
-                if isinstance(parameter, DTensor):  # fully_shard's, of the part, which each rank has drawn
-                    mesh, placements = parameter.device_mesh, parameter.placements
-                    parameter.copy_(distribute_tensor(part, mesh, placements, src_data_rank=None))
-                else:
-                    parameter.copy_(part)
-
-    def _parts(self, linear: nn.Linear) -> dict[str, Tensor]:
-        """Views of this rank's part of ``linear``, of each parameter that there is."""
-        parts = {"weight": linear.weight.detach().chunk(self.world_size, self.shard_dim)[self.rank]}
-        bias: Tensor | None = linear.bias
-        if bias is not None:
-            whole = bias.detach()
-            parts["bias"] = whole if self.bias_dim is None else whole.chunk(self.world_size)[self.rank]
-        return parts
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, group: Group, **options: Any) -> Self:
-        """This rank's part of ``linear``, copied: it computes the same function.
-
-        Args:
-            linear: the same on every rank.
-            group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
-            options: as for the class, without sizes, bias, device and dtype, which are those of ``linear``.
-
-        Raises:
-            TypeError: ``linear`` is no nn.Linear, sharded already, or not of a dtype that the layer can have, or an
-                option is none, or one that ``linear`` decides.
-            ValueError: its size is not a multiple of the number of ranks.
-        """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"linear: is {type(linear).__name__}, must be an nn.Linear")
-        if isinstance(linear.weight, DTensor):
-            raise TypeError("linear.weight: is a DTensor, must be whole on every rank: its full_tensor()")
-        _check_dtype("linear.weight", linear.weight.dtype)
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            group=group,
-            bias=linear.bias is not None,
-            device="meta",
-            dtype=linear.weight.dtype,
-            **options,
-        )
-        for name, part in layer._parts(linear).items():
-            own = part.clone(memory_format=torch.contiguous_format)
-            setattr(layer, name, nn.Parameter(own, getattr(linear, name).requires_grad))
-        return layer.train(linear.training)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Also from what ``sharded_state_dict`` has made, when torch.distributed.checkpoint has filled it."""
-        for name in ("weight", "bias"):
-            key, own = prefix + name, self._parameters.get(name)
-            given = state_dict.get(key)
-            if isinstance(given, DTensor) and own is not None and not isinstance(own, DTensor):
-                problem = self._is_not_own(name, given)
-                if problem is not None:
-                    args[-1].append(f"{key}: {problem}")  # torch raises all of them at the end
-                state_dict[key] = given.to_local() if problem is None else own
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _is_not_own(self, name: str, given: DTensor) -> str | None:
-        """Why what each rank holds of a DTensor is not its part of the layer. It may have the same sizes all the same.
-
-        Of what is cut the answer is the same on all ranks, also on those whose part it happens to be.
-        """
-        if (problem := validation.why_of_another_rank(self.group, self.rank, self.world_size)) is not None:
-            return problem
-        whole = list(self.get_parameter(name).shape)
-        cut = self.shard_dim if name == "weight" else self.bias_dim
-        ranks = dist.get_process_group_ranks(resolve_group(self.group))
-        wanted: list[Any] = []
-        if cut is not None:
-            whole[cut] *= self.world_size
-            wanted = [(Shard(cut), ranks)] if self.world_size > 1 else []
-        mesh = given.device_mesh
-        found: list[Any] = []
-        at = mesh.get_coordinate()
-        for dim, placement in enumerate(given.placements):
-            if mesh.size(dim) > 1 and not placement.is_replicate():
-                along = [slice(None) if other == dim else i for other, i in enumerate(at or ())]
-                with unset_fake_temporarily():  # a mesh is no part of what is traced
-                    found.append((placement, mesh.mesh[tuple(along)].tolist()))
-        if list(given.shape) == whole and found == wanted and at is not None:
-            return None
-        how = f"{Shard(cut)!r} over" if cut is not None else "the same on"
-        return (
-            f"is a DTensor of shape {tuple(given.shape)} with {given.placements} over {mesh}, must have shape "
-            f"{tuple(whole)} and be {how} ranks {ranks}, the layer's, as sharded_state_dict gives it"
-        )
-
-    def _check(self, x: Tensor, weight: Tensor, columns: int) -> None:
-        validation.own_rank(self.group, self.rank, self.world_size)
-        validation.tensor("x", x, 1)
-        if x.shape[-1] != columns:
-            raise ValueError(f"x: has {x.shape[-1]} columns, must have {columns}")
-        if x.device != weight.device:
-            raise ValueError(f"x: lies on {x.device}, must lie on {weight.device} like the weight")
-        # Here, not in the constructor alone: module.double() comes later.
-        _check_dtype("weight", weight.dtype)
-        if _is_autocast(x):
-            _check_dtype("x", x.dtype)
-        elif x.dtype != weight.dtype:
-            raise TypeError(f"x: is {x.dtype}, must be {weight.dtype} like the weight")
-
-    def _along_sequence(self, x: Tensor) -> int:
-        if not (-x.dim() <= self.sequence_dim < x.dim() and self.sequence_dim % x.dim() < x.dim() - 1):
-            raise ValueError(
-                f"sequence_dim: is {self.sequence_dim}, "
-                f"must be a dimension before the last of the {x.dim()}-D input"
-            )
-        return self.sequence_dim % x.dim()
-
-    def extra_repr(self) -> str:
-        kind = f"sequence_dim={self.sequence_dim}" if self.sequence_parallel else "sequence_parallel=False"
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, rank {self.rank} of {self.world_size}, {kind}"
-        )
+from .parallel_linear import ParallelLinear, linear_dtype
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """``y = x @ weight^T + bias`` with the rows of ``weight``, the columns of y, cut into one part a rank.
+    """``y = all_gather(x) @ weight^T + bias`` with the rows of ``weight``, the columns of y, cut into one part a rank.
 
-    Layers that share an input gather it once through one ``fused_all_gather_matmul`` with all their weights.
+    >>> import torch, torch.distributed as dist
+    >>> from weft.fused_ops import ColumnParallelLinear, RowParallelLinear
+    >>> W = dist.get_world_size()
+    >>> up = ColumnParallelLinear(8, 12 * W, group=None)
+    >>> down = RowParallelLinear(12 * W, 8, group=None)
+    >>> x = torch.randn(4, 8)  # this rank's part of the sequence
+    >>> hidden = up(x)
+    >>> hidden.shape == (4 * W, 12)
+    True
+    >>> down(hidden.relu()).shape
+    torch.Size([4, 8])
+
+    The forward is ``fused_all_gather_matmul``, the gradient of x a ``fused_matmul_reduce_scatter``. Without
+    ``sequence_parallel`` the forward is a plain matmul, and the gradient of x a ``fused_matmul_all_reduce``. Layers
+    that share an input gather it once through one ``fused_all_gather_matmul`` with all their weights.
+
+    Computes as nn.Linear does, also under autocast. The scheme is `Megatron-LM's <https://arxiv.org/abs/1909.08053>`_
+    (Shoeybi et al., 2019), with `sequence parallelism <https://arxiv.org/abs/2205.05198>`_ (Korthikanti et al., 2022).
 
     Args:
-        in_features, out_features: of the whole layer; ``out_features`` a multiple of W.
+        in_features: of the whole layer.
+        out_features: of the whole layer; a multiple of the number of ranks, W.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
         bias: whether there is one.
         sequence_parallel: whether x is cut along the sequence; otherwise it is whole on every rank.
         sequence_dim: the dimension that is cut; may be negative, not the last one.
         gather_output: whether y is wanted with all columns on every rank.
-        device, dtype: of the parameters; float32, bfloat16 or float16. The whole layer is drawn and the own
-            part kept: ranks that are seeded alike get the parts of one nn.Linear.
+        device: of the parameters. The whole layer is drawn and the local part kept: ranks that are seeded alike get
+            the parts of one nn.Linear.
+        dtype: of the parameters: float32, bfloat16 or float16; default ``torch.get_default_dtype()``.
 
     Attributes:
         weight: [out_features / W, in_features].
@@ -274,7 +92,13 @@ class ColumnParallelLinear(ParallelLinear):
         self.gather_output = gather_output
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product with the own part of the layer.
+        """``all_gather(x) @ weight^T + bias``, this rank's columns of it.
+
+        >>> import torch
+        >>> from weft.fused_ops import ColumnParallelLinear
+        >>> layer = ColumnParallelLinear(8, 12, group=None, gather_output=True, sequence_parallel=False)
+        >>> layer(torch.ones(2, 4, 8)).shape
+        torch.Size([2, 4, 12])
 
         Args:
             x: [..., S / W, ..., in_features]; [..., in_features] without ``sequence_parallel``.
@@ -289,7 +113,7 @@ class ColumnParallelLinear(ParallelLinear):
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         self._check(x, weight, self.in_features)
-        dtype = _linear_dtype(x)
+        dtype = linear_dtype(x)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         if self.sequence_parallel:
             along = self._along_sequence(x)
@@ -302,21 +126,33 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """``y = x @ weight^T + bias`` with the columns of ``weight`` and of ``x`` cut into one part a rank.
+    """``y = reduce_scatter(x @ weight^T) + bias`` with the columns of ``weight`` and x cut into one part a rank.
+
+    >>> import torch, torch.distributed as dist
+    >>> from weft.fused_ops import RowParallelLinear
+    >>> W = dist.get_world_size()
+    >>> down = RowParallelLinear(12 * W, 8, group=None, sequence_parallel=False)
+    >>> down(torch.randn(4, 12)).shape  # this rank's columns of x; the sum is the same on all ranks
+    torch.Size([4, 8])
+
+    The forward is ``fused_matmul_reduce_scatter``, the gradient of x a ``fused_all_gather_matmul``. Without
+    ``sequence_parallel`` the forward is a ``fused_matmul_all_reduce``, and the gradient of x a plain matmul.
 
     The bias is whole on every rank and added once, after the sum over ranks. Its gradient is whole, too. It is zero at
     first, not drawn: the same on all ranks without a broadcast, also where they are seeded differently.
 
     Args:
-        in_features, out_features: of the whole layer; ``in_features`` a multiple of W.
+        in_features: of the whole layer; a multiple of the number of ranks, W.
+        out_features: of the whole layer.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
         bias: whether there is one.
         sequence_parallel: whether y is wanted cut along the sequence, which needs S to be a multiple of W;
             otherwise it is whole on every rank.
         sequence_dim: the dimension that is cut; may be negative, not the last one.
-        input_is_parallel: whether x has the own columns only, as a ColumnParallelLinear gives them; otherwise
+        input_is_parallel: whether x has this rank's columns only, as a ColumnParallelLinear gives them; otherwise
             it is whole and the same on every rank.
-        device, dtype: as for ColumnParallelLinear.
+        device: as for ColumnParallelLinear.
+        dtype: as for ColumnParallelLinear.
 
     Attributes:
         weight: [out_features, in_features / W].
@@ -355,7 +191,13 @@ class RowParallelLinear(ParallelLinear):
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum over ranks of the products with their parts of the layer.
+        """``reduce_scatter(x @ weight^T) + bias``.
+
+        >>> import torch
+        >>> from weft.fused_ops import RowParallelLinear
+        >>> layer = RowParallelLinear(24, 8, group=None, input_is_parallel=False, sequence_parallel=False)
+        >>> layer(torch.ones(2, 4, 24)).shape
+        torch.Size([2, 4, 8])
 
         Args:
             x: [..., S, ..., in_features / W]; all columns without ``input_is_parallel``.
@@ -372,7 +214,7 @@ class RowParallelLinear(ParallelLinear):
         self._check(x, weight, weight.shape[1] if self.input_is_parallel else self.in_features)
         if not self.input_is_parallel:
             x = SplitColumns.apply(x, self.group, self.rank, self.world_size)
-        dtype = _linear_dtype(x)
+        dtype = linear_dtype(x)
         x, weight = x.to(dtype), weight.to(dtype)
         if not self.sequence_parallel:
             y = SumOfMatmulsOverRanks.apply(torch.atleast_2d(x), weight, self.group)

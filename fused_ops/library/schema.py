@@ -26,7 +26,7 @@ from ..ops import all_reduce as _ar
 from ..ops import all_reduce_rms_norm as _arn
 from ..ops import matmul_all_reduce as _mar
 from ..ops import matmul_reduce_scatter as _rs
-from . import fakes, validation
+from . import compiled, fakes, validation
 from .autograd import (
     AUTOCAST,
     AllGatherMatmulFunction,
@@ -391,7 +391,8 @@ for _name, _fake, _real, _autograd in (
         _all_reduce_in_place_autograd,
     ),
 ):
-    torch.library.register_fake(f"weft::{_name}", _fake, lib=_lib)
+    torch.library.register_fake(f"weft::{_name}", compiled.known_to_inductor(_fake), lib=_lib)
+    compiled.declare_communicating(getattr(torch.ops.weft, _name).default)
     for _key in ("CPU", "CUDA"):
         _lib.impl(_name, _real, _key)
     _lib.impl(_name, _autograd, "Autograd")

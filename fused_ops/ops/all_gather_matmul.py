@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from torch import Tensor
@@ -72,34 +73,33 @@ def _on_cpu(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A: 
 def _on_cuda(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A: bool) -> Result | str:
     """The result, or why it is better computed unfused."""
     from ...kernels.all_gather_matmul import on_cuda
+    from ...kernels.all_gather_matmul.configs import GatherKernelCall
 
     split_k = dim == A_shard.dim() - 1
     front = A_shard if split_k else A_shard.movedim(dim, 0)
     if (reason := why_tf32(front.dtype)) is not None:
         return reason
-    staging = Staging()
+    staging, size = Staging(), where.world_size
     a = staging.take("A_shard", front, rows_of, on_cuda.takes_rows)
     bs = [staging.take(f"Bs[{i}]", B) for i, B in enumerate(Bs)]
     used = (a, *bs)
-    sms, size = num_sms(a.device), where.world_size
-    choice = on_cuda.choose_gather_kernel(a, bs, size, sms, split_k, return_A)
+    call = GatherKernelCall(a, bs, num_sms(a.device), split_k, return_A)
+    choice = on_cuda.choose_gather_kernel(call, size)
     if isinstance(choice, str):
         return choice
     if not should_fuse(choice.profitable):
         return "too little is gathered and multiplied"
     with in_stream_order(a.device):
         staging.copy()
-        choice, chosen = on_cuda.tuned_gather(choice, where, a, bs, sms, return_A=return_A)
+        choice, chosen = on_cuda.tuned_gather(choice, where, call)
         if choice.algorithm == "copy_engine":
-            a = a.contiguous()
+            call = replace(call, a=a.contiguous())
         workspace = product_workspace(where, choice)
         workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
         plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen)
         ran(plan)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
-        gathered, products = on_cuda.launch_all_gather_matmul(
-            choice, workspace, a, bs, sms, timeout_ns, return_A=return_A
-        )
+        gathered, products = on_cuda.launch_all_gather_matmul(choice, workspace, call, timeout_ns)
     A, outs = _shaped(gathered, products, front, dim, size)
     if (launcher := on_cuda.gather_launcher(choice, workspace)) is not None:
         given, results = (A_shard, *Bs), outs if A is None else [*outs, A]

@@ -23,7 +23,7 @@ from ...kernels.device.jit.empty import Empty, empty_on
 from ...symm_mem import call_cache, get_timeout
 from ...symm_mem.failure.call_log import Grids
 from ...symm_mem.heap.heap import Heap
-from ...symm_mem.heap.registry import has_name
+from ...symm_mem.heap.registry import GroupRef, has_name
 from ...symm_mem.workspace import Workspace
 from ..dispatch import plan
 from ..dispatch.fast_path import default_ns, may_take_fast_path, stream_workspace, timeout
@@ -50,7 +50,7 @@ class _Prepared:
 class _Found:
     """A finding: how x of one shape is reduced, into what, and until when."""
 
-    group: ProcessGroup
+    group: GroupRef
     workspace: Workspace[Any]
     launch: Callable[[int, int, int, int], None]
     grids: Grids
@@ -82,7 +82,7 @@ def fast_all_reduce(
 
     Args:
         op: whose call it is, for errors.
-        anything: x may be what a kernel must not see yet (``may_be_short``).
+        anything: x may be what a kernel must not see yet (``may_take_fast_path``).
     """
     kept, kind = call_cache.cached_calls, (host.OP, reduce_op, group_name)
     found: _Found | None = likely_call(kept, kind, (x,))
@@ -106,7 +106,7 @@ def fast_all_reduce(
                 return None
             call_cache.keep(kept, key, found)
         note_likely(kept, kind, found)
-    if not has_name(found.group, group_name):
+    if not has_name(found.group(), group_name):
         return None
     if out is x and x.is_inference() and not torch.is_inference_mode_enabled():
         return None  # is refused
@@ -118,7 +118,7 @@ def fast_all_reduce(
     if found.before is not None:
         found.before(stream)
     workspace.raise_if_broken(op, 1, found.grids)
-    plan._last = found.plan
+    plan.this_thread.plan = found.plan
     try:
         found.launch(address, to, found.timeout_ns, stream)
     except BaseException as e:
@@ -161,9 +161,7 @@ def made_before(x: Tensor, reduce_op: str, group_name: str) -> _Prepared | None:
     return None if made is None else made[1]
 
 
-def _made_on(
-    x: Tensor, reduce_op: str, group_name: str, stream: int
-) -> tuple[ProcessGroup, _Prepared] | None:
+def _made_on(x: Tensor, reduce_op: str, group_name: str, stream: int) -> tuple[GroupRef, _Prepared] | None:
     here = stream_workspace(ALL_REDUCE, group_name, x.get_device(), stream)
     found = None if here is None else here.workspace.prepared.get((x.numel(), x.dtype, reduce_op))
     return None if here is None or found is None else (here.group, found)

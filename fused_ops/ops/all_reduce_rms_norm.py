@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,18 +31,6 @@ def fast_all_reduce_rms_norm(
     return None if results is None else (results[0], results[1])
 
 
-@dataclass(frozen=True)
-class _Launcher:
-    """The kernel as fast_path.py launches it."""
-
-    kernel: Any
-
-    def launch(
-        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
-    ) -> None:
-        self.kernel.launch(*operands, *results, timeout_ns, stream)
-
-
 def run_all_reduce_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
@@ -68,9 +54,8 @@ def run_all_reduce_rms_norm(
         place, kernel, plan, (normed, sums) = _on_cuda(found, *used, eps)
         results = [normed.view(x.shape), sums.view(x.shape)]
         given = (x, residual, weight)
-        launcher = _Launcher(kernel)
         short.remember_call(
-            host.OP, eps, given, used, results, place, launcher, plan, profitable=True, grids=kernel.grids
+            host.OP, eps, given, used, results, place, kernel, plan, profitable=True, grids=kernel.grids
         )
     return normed.view(x.shape), sums.view(x.shape)
 
@@ -122,9 +107,7 @@ def _on_cuda(
         normed, sums = torch.empty_like(x), torch.empty_like(x)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
         place.raise_if_broken(host.OP, grids=kernel.grids)
-        kernel.launch(
-            *(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), normed.data_ptr(), sums.data_ptr()),
-            timeout_ns=timeout_ns,
-            stream=torch.cuda.current_stream().cuda_stream,
-        )
+        operands = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
+        results, stream = (normed.data_ptr(), sums.data_ptr()), torch.cuda.current_stream().cuda_stream
+        kernel.launch(0, operands, results, timeout_ns, stream)
     return place, kernel, plan, (normed, sums)

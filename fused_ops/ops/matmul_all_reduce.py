@@ -102,7 +102,7 @@ def run_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGr
             out = a.new_empty(a.shape[0], B.shape[1])
             torch.mm(a, B, out=out)
             all_reduce.in_place(out, reduce_op, group, host.OP)
-            plan._last = _in_two(plan._last)
+            plan.this_thread.plan = _in_two(plan.last_plan())
             _remember(A, B, reduce_op, group, out.view(shape))
     return out.view(shape)
 
@@ -149,10 +149,12 @@ def _of_few_rows(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor | 
 def _in_one_kernel(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor | None:
     """The result, [M, N]; None if the kernel cannot take the call, or a product and an all-reduce are faster."""
     from ...kernels.matmul_reduce_scatter import to_all
+    from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 
-    staging, sms = Staging(), num_sms(A.device)
+    staging = Staging()
     a, b = staging.take("A", A, rows_of), staging.take("B", B)
-    choice = to_all.choose_sum_to_all(a, b, where.world_size, sms)
+    call = ScatterKernelCall(a, b, num_sms(A.device), Epilogue(a.dtype, reduce_op == "avg", to_all=True))
+    choice = to_all.choose_sum_to_all(call, where.world_size)
     if isinstance(choice, str) or not should_fuse(choice.profitable):
         return None
     with in_stream_order(A.device):
@@ -162,7 +164,7 @@ def _in_one_kernel(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor 
         fused = Plan(choice.algorithm, staging.reason, workspace.layout.bytes)
         ran(fused)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
-        out, launcher = to_all.launch_sum_to_all(choice, workspace, a, b, sms, timeout_ns, host.OP, reduce_op)
+        out, launcher = to_all.launch_sum_to_all(choice, workspace, call, timeout_ns, host.OP)
     shaped = out.view(*A.shape[:-1], B.shape[1])
     short.remember_call(
         host.OP, reduce_op, (A, B), (a, b), [shaped], workspace, launcher, fused, profitable=choice.profitable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...kernels.matmul_reduce_scatter import host
+from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from ...kernels.matmul_reduce_scatter.reference import reference_matmul_reduce_scatter
 from ...symm_mem import get_timeout
 from ...symm_mem.heap.heap import Heap
@@ -78,7 +80,9 @@ def run_matmul_reduce_scatter(
         done = _on_cuda(found, A, B, reduce_op, dim, shape, out_dtype, bias, residual)
     if isinstance(done, str):
         ran(Plan("unfused", done))
-        return reference_matmul_reduce_scatter(A, B, reduce_op, dim, group, out_dtype, bias, residual)
+        epilogue = Epilogue(out_dtype, reduce_op == "avg", bias is not None, residual is not None)
+        terms = [term for term in (bias, residual) if term is not None]
+        return reference_matmul_reduce_scatter(A, B, dim, group, epilogue, terms)
     return done
 
 
@@ -133,36 +137,34 @@ def _on_cuda(
 ) -> Tensor | str:
     """The result, or why it is better computed unfused."""
     from ...kernels.matmul_reduce_scatter import on_cuda
-    from ...kernels.matmul_reduce_scatter.configs import Epilogue
 
     split_n, size = dim == A.dim() - 1, where.world_size
     if (reason := why_tf32(A.dtype)) is not None:
         return reason
     staging = Staging()
     parts = staging.take("A", A, lambda x: rows_of(x)[None, None] if split_n else _parts(x, dim, size))
-    b, sms = staging.take("B", B), num_sms(B.device)
-    choice = on_cuda.choose_scatter_kernel(parts, b, size, sms, split_n)
+    b = staging.take("B", B)
+    epilogue = Epilogue(out_dtype, reduce_op == "avg", bias is not None, residual is not None)
+    arguments, given = _with_terms(dim, reduce_op, bias, residual)
+    call = ScatterKernelCall(parts, b, num_sms(B.device), epilogue, given, split_n)
+    choice = on_cuda.choose_scatter_kernel(call, size)
     if isinstance(choice, str):
         return choice
     if not should_fuse(choice.profitable):
         return "too little is multiplied and scattered"
     with in_stream_order(b.device):
         staging.copy()
-        arguments, given = _with_terms(dim, reduce_op, bias, residual)
-        terms = [aligned(term.contiguous()) for term in given]
-        epilogue = Epilogue(out_dtype, reduce_op == "avg", bias is not None, residual is not None)
-        choice, chosen = on_cuda.tuned_scatter(choice, where, parts, b, terms, sms, epilogue, split_n)
+        call = replace(call, terms=[aligned(term.contiguous()) for term in given])
+        choice, chosen = on_cuda.tuned_scatter(choice, where, call)
         workspace = product_workspace(where, choice)
         workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
         plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen)
         ran(plan)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
-        out = on_cuda.launch_matmul_reduce_scatter(
-            choice, workspace, parts, b, terms, sms, timeout_ns, epilogue, split_n
-        ).view(shape)
+        out = on_cuda.launch_matmul_reduce_scatter(choice, workspace, call, timeout_ns).view(shape)
     launcher = on_cuda.scatter_launcher(choice, workspace, epilogue)
     if launcher is not None and out_dtype == A.dtype:
-        tensors, used = (A, B, *given), (parts, b, *terms)
+        tensors, used = (A, B, *given), (parts, b, *call.terms)
         short.remember_call(
             host.OP, arguments, tensors, used, [out], workspace, launcher, plan, profitable=choice.profitable
         )

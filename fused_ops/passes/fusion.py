@@ -7,21 +7,22 @@ import logging
 import os
 from collections.abc import Iterable
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import weft
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...symm_mem import Group, group_name
 from ..dispatch import profitability
+from ..library.compiled import why_unordered
 from .agreement.fallback_graph import FallbackGraph, has_ranks, why_captured_without_vote, why_not_asked
 from .agreement.guard import is_fallback_graph
-from .agreement.outcomes import disagreements, questions, reset_outcomes
+from .agreement.outcomes import RunOutcomes
 from .agreement.signature import Order
 from .canonicalize import by_position, canonicalize, make_functional, wait_for_each, wait_once
 from .decompositions import write_out
@@ -39,7 +40,16 @@ _NOT_IN_THE_GRAPH = {"WEFT_TIMEOUT"}
 
 
 class FusionError(RuntimeError):
-    """A strict pass left a collective alone. ``report`` is that of the graph."""
+    """A strict pass left a collective alone.
+
+    >>> from weft.fused_ops import FusionError, FusionPass
+    >>> error = FusionError(FusionPass(strict=True).report())
+    >>> error.report.left
+    0
+
+    Attributes:
+        report: that of the graph.
+    """
 
     def __init__(self, report: Report) -> None:
         super().__init__(f"{report.left} of {len(report.entries)} collectives were not fused\n{report}")
@@ -49,10 +59,18 @@ class FusionError(RuntimeError):
 class FusionPass(CustomGraphPass):
     """Puts weft's fused ops into graphs that torch.compile makes.
 
-        fusion = FusionPass()
-        model = torch.compile(model, options=fusion.options)
-        model(x)
-        print(fusion.report())
+    >>> import torch, torch.distributed as dist
+    >>> from torch.distributed._functional_collectives import all_gather_tensor
+    >>> from weft.fused_ops import FusionPass
+    >>> def model(x, w):
+    ...     return all_gather_tensor(x, 0, dist.group.WORLD) @ w
+    >>> fusion = FusionPass()
+    >>> x, w = torch.randn(4, 8), torch.randn(8, 6)
+    >>> y = torch.compile(model, options=fusion.options)(x, w)
+    >>> print(fusion.report())
+    graph 0: all_gather_into_tensor over group '0': fused into weft::fused_all_gather_matmul, dim 0, ...
+    1 of 1 collectives fused
+    >>> torch.testing.assert_close(y, model(x, w))
 
     What is not exactly the function that a fused op computes is left alone, and the report says why. Exactly, but for
     rounding: a sum of products may be summed in another order, and in float32 where it was rounded between; a norm is
@@ -114,10 +132,11 @@ class FusionPass(CustomGraphPass):
         self._entries: list[Entry] = []
         self._graphs = 0
         self._called = Called()
+        self._outcomes = RunOutcomes()
 
     @property
     def options(self) -> dict[str, Any]:
-        """For ``torch.compile(model, options=...)``."""
+        """For ``torch.compile(model, options=fusion.options)``."""
         return {"post_grad_custom_post_pass": self}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
@@ -127,20 +146,30 @@ class FusionPass(CustomGraphPass):
     def report(self) -> Report:
         """What became of every collective of the graphs seen since the pass was made or cleared.
 
-        The disagreements and questions are those of the process: a graph that comes from a cache belongs to no pass.
+        >>> from weft.fused_ops import FusionPass
+        >>> FusionPass().report().entries
+        ()
+
+        Disagreements and questions are those of the process in that time: a graph that comes from a cache belongs to
+        no pass.
         """
-        return Report(self._entries, disagreements(), questions())
+        return Report(self._entries, self._outcomes.disagreements(), self._outcomes.questions())
 
     def clear(self) -> None:
-        """Empties the report; graphs are counted from 0 again."""
+        """Empties the report of this pass; its graphs are counted from 0 again.
+
+        >>> from weft.fused_ops import FusionPass
+        >>> FusionPass().clear()
+        """
         self._entries.clear()
         self._graphs = 0
-        reset_outcomes()
+        self._outcomes.reset()
 
     def uuid(self) -> Any:
         names = "all" if self.groups is None else sorted(self.groups)
         return (
-            f"weft {_version()} {_sources()} groups={names} strict={self.strict} fuse={self.fuse} agree={self.agree} "
+            f"weft {weft.__version__} {_sources()} groups={names} "
+            f"strict={self.strict} fuse={self.fuse} agree={self.agree} "
             f"sizes={_group_sizes()} environment={_environment()}{' as it was' * is_fallback_graph()}"
         )
 
@@ -238,7 +267,8 @@ class FusionPass(CustomGraphPass):
         gain: dict[str, Any] = {}
         if problem is not None:
             gain = dict(zip("mnk", problem, strict=True))
-            gain["gain"] = profitability.expected_gain(_word(match.op), *problem, *_where(match))
+            candidate = profitability.FusionCandidate(_word(match.op), *problem, *_where(match))
+            gain["gain"] = profitability.expected_gain(candidate)
         entries[node] = Entry(**told[node], **into, **gain, detail=match.detail)
         for other in match.others:
             entries[other] = Entry(**told[other], **into, detail=f"merged with {told[node]['node']}")
@@ -248,17 +278,17 @@ class FusionPass(CustomGraphPass):
         self, match: registry.Form, problem: tuple[int, int, int] | None, why_not_kept: str | None
     ) -> str | None:
         """Why what could be fused should not be."""
+        if (unordered := why_unordered()) is not None:
+            return f"{unordered}, with which ranks may communicate in different orders"
         weighed = self.fuse == "auto" and not getattr(match, "decided", False)
         if weighed and (apart := getattr(match, "apart", None)) is not None:
             return str(apart)
         if weighed and problem is not None:
-            word = _word(match.op)
             last_dim, return_A = match.last_dim, bool(getattr(match, "kept", ()))
-            where = _where(match)
-            reason = profitability.why_not_profitable(
-                word, *problem, *where, last_dim=last_dim, return_A=return_A
+            candidate = profitability.FusionCandidate(
+                _word(match.op), *problem, *_where(match), last_dim=last_dim, return_A=return_A
             )
-            if reason is not None:
+            if (reason := profitability.why_not_profitable(candidate)) is not None:
                 return reason
         if not self.agree:
             return None
@@ -276,14 +306,6 @@ def _sources() -> str:
             if path.suffix in (".py", ".cu", ".cuh"):
                 digest.update(f"{path.relative_to(_ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-@cache
-def _version() -> str:
-    try:
-        return metadata.version("weft")
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _group_sizes() -> list[tuple[str, int, str]]:

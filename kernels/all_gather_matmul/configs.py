@@ -1,8 +1,9 @@
-"""How all_gather_matmul is run: in one shot or woven, the tile, its order, and in how many chunks a shard arrives."""
+"""The configuration of all_gather_matmul: which kernel, its tile and tile order, and the chunks in which shards
+arrive."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
@@ -11,6 +12,7 @@ from typing import TypeAlias, TypeVar
 import torch
 
 from ...symm_mem.layout import Layout
+from ..device.device_spec import device_spec_of
 from ..device.gemm import gemm_tiles, one_shot
 from ..device.gemm.one_shot import OneShotConfig
 from ..device.triton.tile_table import TritonTile, pick
@@ -24,27 +26,53 @@ from .estimate import (
     missed_of,
 )
 
-# A copy engine takes some microseconds for each copy, and as many again for the flag behind it: a second chunk
-# pays only for shards from this size on that take longer to arrive than the products before them.
+# A copy engine takes some microseconds for each copy, and as many again for the flag behind it: a second chunk is
+# profitable only for shards from this size on that take longer to arrive than the matmuls before them.
 _SPLIT_BYTES = 16 << 20
 MOST_BS = 4  # of one launch
-# Rows of a piece and columns of a unit (which has 32 pieces of a row of tiles at most): where some blocks send at first
-# and where all do, each of one wave of tiles and of more. Measured with one rank of 2 and of 4 alone. Between more than
-# four a piece goes to more peers and takes longer, so the next smaller ones of _SMALLER: reckoned, not measured.
+# Rows of a chunk and columns of a k-chunk (which has at most 32 chunks of a row of tiles): with communication SMs and
+# without, each for one wave of tiles and for more. Measured with one rank of 2 and of 4 alone. Between more than four a
+# chunk goes to more peers and takes longer, so the next smaller ones of _SMALLER: estimated, not measured.
 _PIECES_OF_TWO = {True: ((32, 256), (64, 512)), False: ((32, 512), (64, 1024))}
 _PIECES = {True: ((16, 256), (32, 512)), False: ((32, 512), (64, 1024))}
 _SMALLER = {(64, 1024): (32, 512), (32, 512): (16, 256), (16, 256): (16, 256)}
-# Microseconds of a copy kernel, and the share of what memory gives at which it moves bytes: unfused, shards of the last
-# dimension are put side by side between the all-gather and the product. Not fitted: a launch, a read and a write.
+# Microseconds of a copy kernel, and the share of memory bandwidth that it reaches: unfused, shards of the last
+# dimension are put side by side between the all-gather and the matmul. Not fitted: a launch, a read and a write.
 _COPY, _COPIED = 3.0, 0.36
-# Of estimate_one_shot_us: products that take so many times as long as the sending, and the share of them that counts.
+# Of estimate_one_shot_gather_us: matmuls that take so many times as long as the sending, and the share that counts.
 _HIDES, _MOST_NOT_HIDDEN = 12, 0.04
+
+
+@dataclass(frozen=True, eq=False)
+class GatherKernelCall:
+    """What a kernel is called with.
+
+    Attributes:
+        a: the own shard, [m, K], contiguous, or as ``shard_rows`` gives it.
+        bs: each [K, N_i]; with ``split_k`` [W * K, N_i]. All tensors begin at multiples of 16 bytes.
+        num_sms: SMs that it may use.
+        split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.
+        return_A: what is gathered is wanted, too.
+    """
+
+    a: torch.Tensor
+    bs: Sequence[torch.Tensor]
+    num_sms: int
+    split_k: bool = False
+    return_A: bool = False
+
+    def problem(self, world_size: int) -> AllGatherMatmulProblem:
+        (m, k), ns = self.a.shape, tuple(b.shape[1] for b in self.bs)
+        return AllGatherMatmulProblem(
+            *(m, ns, k, world_size, self.num_sms, self.split_k, self.return_A),
+            spec=device_spec_of(self.a.device),
+        )
 
 
 @dataclass(frozen=True)
 class AllGatherMatmulConfig:
-    """``chunk_rows`` rows of a shard are announced by one flag, whole tiles or the shard; ``group_m`` rows of tiles
-    are walked together."""
+    """``chunk_rows`` rows of a shard have one flag: whole tiles, or the shard. ``group_m``: rows of tiles in a raster
+    group."""
 
     tile: TritonTile
     group_m: int
@@ -65,7 +93,7 @@ def choose_all_gather_matmul(
 
 
 def copy_engine_is_profitable(m: int, n: int, k: int, world_size: int, itemsize: int) -> bool:
-    """Whether copy engines beat an all-gather in front of the product; ``n``: the columns of all Bs."""
+    """Whether copy engines beat an all-gather in front of the matmul; ``n``: the columns of all Bs."""
     gathered, multiplying = world_size * m * k * itemsize, world_size * m * n * k / gemm_tiles.MULTIPLY_ADDS
     return gathered >= 32 << 20 or (gathered >= 4 << 20 and multiplying >= 80)
 
@@ -113,7 +141,7 @@ def estimate_one_shot_gather_us(problem: AllGatherMatmulProblem) -> float:
 
 
 def rank_gather_kernels(problem: AllGatherMatmulProblem) -> list[tuple[float, FusedConfig]]:
-    """All candidates of both kernels with the microseconds that they are thought to take, the fastest first.
+    """All candidates of both kernels with their predicted microseconds, the fastest first.
 
     A pure function: all ranks choose alike.
     """
@@ -141,7 +169,7 @@ def gather_layout(m: int, k: int, world_size: int, config: FusedConfig) -> Layou
 
 
 def gather_is_profitable(problem: AllGatherMatmulProblem) -> bool:
-    """Whether the better of both kernels is thought to beat an all-gather in front of the products."""
+    """Whether the better of both kernels is predicted to beat an all-gather in front of the matmuls."""
     m, n, k, size = problem.m, sum(problem.ns), problem.k, problem.world_size
     fused, _ = rank_gather_kernels(problem)[0]
     if not problem.split_k:
@@ -152,20 +180,20 @@ def gather_is_profitable(problem: AllGatherMatmulProblem) -> bool:
 
 @lru_cache(maxsize=4096)
 def rank_gather_pushes(problem: AllGatherMatmulProblem) -> tuple[tuple[float, GatherPushConfig], ...]:
-    """All candidates with the microseconds that ``estimate_push_us`` gives them, the fastest first."""
-    # To a millionth: where sums are added up in another order, what is as fast stays so, and what comes first is taken.
+    """All candidates with the microseconds that ``estimate_gather_push_us`` predicts, the fastest first."""
+    # To a millionth: ties stay ties whatever the order of the sums, and the first candidate is taken.
     estimated = [(round(estimate_gather_push_us(c, problem), 6), c) for c in push_candidates(problem)]
     return tuple(sorted(estimated, key=itemgetter(0)))
 
 
 def push_candidates(problem: AllGatherMatmulProblem) -> list[GatherPushConfig]:
-    """What may be fastest; of those that are thought to be as fast, what comes first. A group is one or two rows of
+    """Candidates for the fastest; of equal predictions the first counts. A group is one or two rows of
     tiles of all peers, or as many as keep every block busy once, all of them if there are no more: where the data is
     waited for, the tiles of the last group then advance together as it comes."""
     m, ns, k, world_size = problem.m, problem.ns, problem.k, problem.world_size
     num_sms, split_k = problem.num_sms, problem.split_k
     configs: list[GatherPushConfig] = []
-    # Tiles that wait for a row of tiles of all peers, in each column.
+    # Rows of tiles, one of each peer, that arrive together.
     listed = 1 if split_k else world_size - 1
     several = [s for s in _comm_sms(problem.moved, world_size, split_k) if 4 * s <= num_sms]
     suited = gemm_tiles.suited(world_size * m, sum(ns), k, world_size, stores_only=True, spec=problem.spec)
@@ -192,9 +220,9 @@ def push_candidates(problem: AllGatherMatmulProblem) -> list[GatherPushConfig]:
 
 
 def _pieces(comm_sms: int, one_wave: bool, world_size: int, split_k: bool) -> tuple[int, int]:
-    """``piece_rows`` and ``unit_columns``. A warp sends a piece to all peers at its share of the links' pace, and its
+    """``piece_rows`` and ``unit_columns``. A warp sends a chunk to all peers at its share of the links' rate, and its
     flags come behind it: 64 rows take 3 us between two ranks, 7 to 13 between four. All tiles of a single wave wait
-    for the first pieces; behind other tiles more flags may cost more than that."""
+    for the first chunks; behind other tiles more flags may cost more than that."""
     if split_k:
         return FIT_ROWS, 1024
     found = (_PIECES_OF_TWO if world_size == 2 else _PIECES)[comm_sms > 0][0 if one_wave else 1]
@@ -203,11 +231,11 @@ def _pieces(comm_sms: int, one_wave: bool, world_size: int, split_k: bool) -> tu
 
 def _comm_sms(moved: int, world_size: int, split_k: bool) -> tuple[int, ...]:
     """How many blocks may only send at first, where ``moved`` bytes are sent. What was measured to be a little faster
-    than others that are thought to be as fast comes first."""
+    than others of equal prediction comes first."""
     if world_size > 2:
         return (8, 12, 16, 0) if moved < 20 << 20 else (12, 16, 8, 0)
     if split_k:
-        return (0,)  # no rows are only the own ones, that others could begin with
+        return (0,)  # no rows are all local, with which others could begin
     return (12, 8, 16, 0) if moved < 10 << 20 else (8, 16, 12, 0)
 
 
@@ -224,7 +252,7 @@ def _led(config: GatherPushConfig, problem: AllGatherMatmulProblem) -> GatherPus
 
 
 def push_flags_per_rank(m: int, k: int, config: GatherPushConfig) -> int:
-    """Flags that one rank sets in a peer's workspace in one use: one for each piece."""
+    """Flags that one rank sets in a peer's workspace in one epoch: one for each chunk."""
     units = -(-m // config.tile.block_m) * -(-k // config.unit_columns)
     return units * (config.tile.block_m // config.piece_rows) * (config.unit_columns // config.piece_columns)
 

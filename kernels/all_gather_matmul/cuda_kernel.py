@@ -1,10 +1,11 @@
-"""Launches kernel.cu, which says what it does."""
+"""Launches kernel.cu."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from operator import getitem
 from pathlib import Path
 
@@ -87,15 +88,31 @@ def row_stride(a: torch.Tensor) -> int:
     return a.shape[1] if a.is_contiguous() else a.stride(0)
 
 
+@dataclass(frozen=True, slots=True)
+class EpochStep:
+    """What one launch does of an epoch of a buffer.
+
+    Attributes:
+        push: send the own shard; of the epoch's first launch.
+        final: end the epoch; of its last launch.
+        bs: which of the operands are its Bs; outs: which of the results it computes.
+    """
+
+    push: bool
+    final: bool
+    bs: slice
+    outs: slice
+
+
 class AllGatherMatmulPush:
     """This op on one problem and one workspace: prepared once, launched often.
 
     Args:
-        workspace: with room for ``configs.push_layout``, the same call site on every rank.
+        workspace: with room for ``configs.gather_push_layout``, the same call site on every rank.
         a, bs: examples of the operands: the shard [m, K] as ``can_take`` wants it, and up to MOST_BS matrices [K, N_i]
             (with the configuration's ``split_k`` [W * K, N_i]), all with K contiguous or all with N. Every launch gets
             tensors of these sizes, strides and dtype.
-        config: of ``configs.choose_push``, the same on every rank.
+        config: the same on every rank.
         num_sms: blocks to launch. As many must find an SM each.
 
     Raises:
@@ -151,27 +168,26 @@ class AllGatherMatmulPush:
     def launch(
         self,
         buffer: int,
-        a: int,
-        bs: Sequence[int],
-        cs: Sequence[int],
-        push: bool,
-        final: bool,
+        operands: Sequence[int],
+        results: Sequence[int],
+        step: EpochStep,
         timeout_ns: int,
         stream: int,
     ) -> None:
-        """Compute each ``c`` [W, m, N_i] (``split_k``: [m, N_i]), contiguous, from tensors at these addresses.
+        """Compute the products, each [W, m, N_i] (``split_k``: [m, N_i]), contiguous.
 
         Args:
-            push: send the own shard; for the first launch on this use of the buffer.
-            final: end the use; for the last one.
+            operands: addresses of the own shard and of the Bs; results: of the products.
+            step: what of these, and of the epoch, is this launch's.
         """
+        a = operands[0]
         with self.workspace.lock:
             p = self._params[buffer]
             put_map(p, _OWN, self._own[a])
-            self._put_bs(p, _B, *map(getitem, self._bs, bs))
-            self._put_cs(p, _C, *cs)
+            self._put_bs(p, _B, *map(getitem, self._bs, operands[step.bs]))
+            self._put_cs(p, _C, *results[step.outs])
             _put_address(p, _A, a)
-            _put_turns(p, _SENDERS, *self._sends[not push], final)
+            _put_turns(p, _SENDERS, *self._sends[not step.push], step.final)
             if timeout_ns != self._timeouts_ns[buffer]:
                 p.watch.timeout_ns = self._timeouts_ns[buffer] = timeout_ns
             self._launches[buffer](stream)
@@ -192,11 +208,12 @@ class AllGatherMatmulPushes:
         *,
         num_sms: int,
     ) -> None:
-        self._steps = []  # (kernel, its Bs, whether it sends, whether it is the last one)
+        self._steps = []  # (kernel, its step; the same where A is returned)
         for first in range(0, len(bs), MOST_BS):
-            some = slice(first, min(first + MOST_BS, len(bs)))
-            kernel = AllGatherMatmulPush(workspace, a, bs[some], config, num_sms=num_sms)
-            self._steps.append((kernel, some, first == 0, some.stop == len(bs)))
+            end = min(first + MOST_BS, len(bs))
+            kernel = AllGatherMatmulPush(workspace, a, bs[first:end], config, num_sms=num_sms)
+            step = EpochStep(first == 0, end == len(bs), slice(first + 1, end + 1), slice(first, end))
+            self._steps.append((kernel, (step, replace(step, final=False))))
         self._buffers = [workspace.address + workspace.layout.buffer(buffer) for buffer in (0, 1)]
         self._leave = [leaving(workspace, buffer) for buffer in (0, 1)]
         self._lock = workspace.lock
@@ -206,27 +223,25 @@ class AllGatherMatmulPushes:
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
-        """A whole use of the buffer.
+        """A whole epoch of the buffer.
 
         Args:
-            operands: addresses of the own shard and of the Bs.
+            operands: addresses of the local shard and of the Bs.
             results: addresses of the products, each [W, m, N_i], and behind them of the gathered shards [W, m, K] if
                 they are wanted; with ``split_k`` [m, N_i] and [m, W * K].
             stream: a CUstream as an integer.
         """
-        a, bs = operands[0], operands[1:]
-        return_A = len(results) > len(bs)
-        for kernel, some, push, last in self._steps:
-            final = last and not return_A
-            kernel.launch(buffer, a, bs[some], results[some], push, final, timeout_ns, stream)
+        return_A = len(results) == len(operands)
+        for kernel, steps in self._steps:
+            kernel.launch(buffer, operands, results, steps[return_A], timeout_ns, stream)
         if return_A:
             with self._lock:
-                self._copies.copy(results[-1], self._buffers[buffer], a, stream)
+                self._copies.copy(results[-1], self._buffers[buffer], operands[0], stream)
             self._leave[buffer](stream)
 
 
 class _Stacked:
-    """Copies the gathered shards [W, m, K]: the peers' from the buffer, and the own one, which is not there."""
+    """Copies the gathered shards [W, m, K]: the peers' from the buffer, and the local one, which is not there."""
 
     def __init__(self, a: torch.Tensor, world_size: int, rank: int) -> None:
         (m, k), itemsize = a.shape, a.element_size()

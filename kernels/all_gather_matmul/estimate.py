@@ -1,4 +1,4 @@
-"""What is to be multiplied, how kernel.cu is run, and what that is thought to take. Pure functions, no GPU."""
+"""A call of kernel.cu, its configuration, and its predicted time. Pure functions, no GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..device.device_spec import H200, DeviceSpec
 from ..device.gemm import gemm_tiles
 
 RASTER_GROUP = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
-_MOST_WAVES = 256  # of one estimate; the waves of longer products are taken some at once
+_MOST_WAVES = 256  # of one prediction; the waves of longer matmuls are taken several at once
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class AllGatherMatmulProblem:
     """Shards A [m, K] and Bs [K, N_i] of 16 bits, or with ``split_k``, where shards lie side by side, Bs [W * K, N_i].
 
     Attributes:
-        num_sms: multiprocessors, of a ``chip``.
-        return_A: what is gathered is wanted, too.
+        num_sms: SMs to use. spec: of which device.
+        return_A: the gathered A is returned, too.
     """
 
     m: int
@@ -42,14 +42,17 @@ class AllGatherMatmulProblem:
 
 @dataclass(frozen=True)
 class GatherPushConfig:
-    """How the kernel that sends by itself (kernel.cu) is run.
+    """The configuration of kernel.cu.
 
-    Pieces of ``piece_rows`` x ``piece_columns`` are sent by ``senders`` blocks, which do nothing else until all is
-    sent, for the time of ``missed`` tiles; or, if that is 0, by every block beside its products. ``unit_columns`` of K
-    are waited for at once; ``group`` rows of tiles of each rank are sent and multiplied together; ``band`` pairs of own
-    rows of tiles and ``remote_band`` pairs of the peers' are walked together. ``split_k``: shards lie side by side
-    along K; then no rows are only the own ones. The first wave has ``lead`` steps of a cluster (0: as many as it can),
-    all of own rows.
+    Attributes:
+        comm_sms: SMs that send first, and compute when all is sent; 0: every block sends while it computes.
+        group: rows of tiles of each rank that are sent and multiplied together.
+        piece_rows, piece_columns: of a chunk, which is sent with one flag.
+        unit_columns: of a k-chunk, which is waited for as a whole.
+        raster_group, remote_raster_group: pairs of local rows of tiles, and of the peers', in a raster group.
+        split_k: shards lie side by side along K; then no row is all local.
+        missed: tiles that the others compute while the communication SMs send.
+        lead: steps of the first wave, all of local rows; 0: a full wave.
     """
 
     tile: gemm_tiles.Tile
@@ -67,9 +70,9 @@ class GatherPushConfig:
 
 @dataclass(frozen=True)
 class _Costs:
-    """Of estimate_push_us, microseconds: a launch; between two tiles; how much slower products are beside what the same
-    blocks send; until what was sent is seen. ``rates``: bytes a microsecond, by senders. ``feels``: how much longer
-    products of tiles take that load twice as much for what they multiply. ``eases``: how much less is hindered, for
+    """Of estimate_gather_push_us, in microseconds: a launch; between two tiles; how much slower matmuls are while the
+    same blocks send; until sent data is seen. ``rates``: bytes per microsecond, by communication SMs. ``feels``: how
+    much longer tiles take that load twice as much for what they multiply. ``eases``: how much less is hindered, for
     each 1.0 by which a tile's loads are less than _MUCH."""
 
     launch: float
@@ -88,27 +91,27 @@ _ALONG_K_OF_TWO = _Costs(0.6, 1.7, 0.13, 3.5, {0: 360e3}, feels=0.1)
 _ALL = _Costs(14.0, 1.8, 0.4, 0.0, {0: 294e3}, eases=1.14)
 _SOME = _Costs(14.0, 1.6, 0.0, 3.6, {8: 294e3, 12: 294e3, 16: 275e3})
 _MUCH = 1.15  # a little less than what 128 x 192 loads
-PUSHERS = 11  # warps of a block that only sends, in kernel.cu
-# Bytes a microsecond that it lets all warps send, between two ranks and between more.
+PUSHERS = 11  # warps of a communication SM that push, in kernel.cu
+# Bytes per microsecond to which it limits all warps, between two ranks and between more.
 PACE_OF_TWO, PACE = 345e3, 328e3
-FIT_ROWS = 64  # of the pieces that the costs above were fitted to, between two ranks and four
-# By this share of what a piece takes less to send than those, data is seen earlier (bench/results/h200-x1-pieces.txt).
+FIT_ROWS = 64  # of the chunks that the costs above were fitted to, between two ranks and four
+# Data is seen earlier by this share of the time that smaller chunks save (bench/results/h200-x1-pieces.txt).
 _EARLIER = 0.73
 
 
 def _piece_us(config: GatherPushConfig, world_size: int, num_sms: int) -> float:
-    """Microseconds from a piece's first bytes to its last."""
+    """Microseconds from a chunk's first bytes to its last."""
     piece, pushers = config.piece_rows * config.piece_columns * 2, config.comm_sms * PUSHERS or num_sms
     return piece * (world_size - 1) * pushers / (PACE_OF_TWO if world_size == 2 else PACE)
 
 
 def clusters_of(config: GatherPushConfig, num_sms: int) -> tuple[int, int]:
-    """Of two blocks each: those that multiply from the start, and with the senders."""
+    """Of two blocks each: those that compute from the start, and all."""
     return max(1, (num_sms - config.comm_sms) // 2), max(1, num_sms // 2)
 
 
 def missed_of(tile: gemm_tiles.Tile, comm_sms: int, problem: AllGatherMatmulProblem) -> int:
-    """Tiles that a block computes while so many ``senders`` send. Measured with these costs between two, too."""
+    """Tiles that a block computes while ``comm_sms`` SMs send. Measured with these costs between two, too."""
     tile_us = -(-problem.k // gemm_tiles.BLOCK_K) * tile.stage_us + _SOME.tile_ends
     return ceil((_SOME.launch + problem.moved / _SOME.rates[comm_sms]) / tile_us)
 
@@ -122,10 +125,10 @@ def _costs(config: GatherPushConfig, world_size: int) -> _Costs:
 
 
 def estimate_gather_push_us(config: GatherPushConfig, problem: AllGatherMatmulProblem) -> float:
-    """Microseconds, by a walk through the waves of tiles that meets the pieces as they come.
+    """Microseconds, by a simulation of the waves of tiles and of the arriving chunks.
 
-    All clusters are thought to work in step; the constants are fitted to measurements on 2 and 4 H200. ``config``: of a
-    tile as it is on the problem's chip.
+    All clusters are assumed to work in step; the constants are fitted to measurements on 2 and 4 H200. ``config``: of a
+    tile as it is on the problem's device.
     """
     tile, k, world_size, num_sms = config.tile, problem.k, problem.world_size, problem.num_sms
     peers, moved = world_size - 1, problem.moved
@@ -136,12 +139,12 @@ def estimate_gather_push_us(config: GatherPushConfig, problem: AllGatherMatmulPr
     hinders = 0.0 if config.comm_sms else costs.hinders - costs.eases * max(0.0, _MUCH - tile.loads)
     row_us = moved / rows / rate
     seen = costs.seen
-    if not config.split_k:  # whose pieces are as they were
+    if not config.split_k:  # whose chunks are unchanged
         fit_us = _piece_us(replace(config, piece_rows=FIT_ROWS), 2 if world_size == 2 else 4, num_sms)
         seen -= _EARLIER * (fit_us - _piece_us(config, world_size, num_sms))
     end = moved / gemm_tiles.LINK
     others, clusters = clusters_of(config, num_sms)
-    # Pairs of rows of tiles: those of the own shard alone, and those behind them, which wait for the peers' rows.
+    # Pairs of rows of tiles: those of the local shard alone, and those behind them, which wait for the peers' rows.
     own_pairs, listed, parts = (0, 1, world_size) if config.split_k else (rows // 2, peers, 1)
     pairs = (rows * (1 if config.split_k else world_size) + 1) // 2 - own_pairs
     own = own_pairs * columns
@@ -176,7 +179,7 @@ def estimate_gather_push_us(config: GatherPushConfig, problem: AllGatherMatmulPr
         now += costs.tile_ends * at_once
         first, wave = first + taken, wave + at_once
     raster_groups = -(-own_pairs // config.raster_group) + -(-pairs // config.remote_raster_group)
-    # All Bs come from memory once for each band, if no wave takes several.
+    # All Bs are read from memory once for each raster group, if no wave takes several.
     times = min(raster_groups, -(-steps // clusters))
     streamed_us = gemm_tiles.streamed_us(2 * parts * k * sum(problem.ns), times, problem.spec)
     return costs.launch + max(now, streamed_us)

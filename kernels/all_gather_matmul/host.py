@@ -1,4 +1,4 @@
-"""CPU ranks: a copy thread pushes the own shard to the peers, chunk by chunk, while products are computed.
+"""CPU ranks: a copy thread pushes the local shard to the peers, chunk by chunk, while matmuls run.
 
 Who writes: rank r's copy thread writes chunk c of its shard into slot r of every peer's buffer, then flag c of rank r.
 Who waits: a peer waits for that flag before it multiplies the chunk. Peers are served in the order rank-1, rank-2, ...,
@@ -14,7 +14,7 @@ from ...symm_mem.workspace import HostUse, Workspace
 from ..device.comm.copy_thread import copying
 
 OP = "fused_all_gather_matmul"
-CHUNKS = 2  #: a shard is sent in so many pieces
+CHUNKS = 2  #: of a shard, sent one by one
 
 
 def host_gather_layout(m: int, k: int, itemsize: int, world_size: int) -> Layout:
@@ -28,7 +28,7 @@ def host_all_gather_matmul(
     """The gathered shards and their products.
 
     Args:
-        a: the own shard, [m, K], contiguous.
+        a: the local shard, [m, K], contiguous.
         bs: each [K, N_i]; with ``split_k`` [world_size * K, N_i].
         split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.
 

@@ -1,31 +1,20 @@
-// all_gather(A) @ B in one kernel, which sends the own rows while it multiplies.
+// all_gather(A) @ B in one kernel, which sends the local rows while it computes.
 //
-// Computes C[src] = A[src] @ B for every rank src: A[src] [m, K] are the rows of rank src, B [K, N] is this rank's,
-// C [W, m, N]. Up to MOST_BS Bs are multiplied by the same A. Products are summed in float32.
-// With SPLIT_K the shards lie side by side: B is [W, K, N], and C [m, N] the sum of A[src] @ B[src] over the ranks. A tile
-// takes them in rank order whoever computes it, as one product of the gathered A would: ranks with equal Bs get equal bits.
-// (Own shards first would give the first wave something to do while others come, and each rank bits of its own.)
+// Computes C[src] = A[src] @ B for every rank src: A[src] [m, K] are the rows of rank src, B [K, N] is this rank's, C
+// [W, m, N]. Up to MOST_BS matrices B share one A. Accumulators are float32. With SPLIT_K shards lie side by side along
+// K: B is [W, K, N], and C [m, N] the sum of A[src] @ B[src] in rank order, so ranks with equal B get equal bits.
 //
-// Who writes: pushing warps, pieces of PIECE_ROWS x PIECE_COLUMNS of the own rows, into slot `rank` of every peer's buffer,
-// viewed [W, m, K]; behind them the block's posting warp sets flags(buffer)[rank][piece] = e on the peers. Before anything
-// is sent, done(buffer)[p] >= e - 1 was seen of every peer p. Either every block has one pushing warp beside its
-// multiplying ones (`comm_sms` is 0), or the first `comm_sms` blocks do nothing else until all is sent, with all their
-// warps: eight to sixteen blocks fill the links, and what the other blocks load does not wait behind what is sent.
-// Who waits: warp 2 of every multiplying block, for every UNIT_COLUMNS of K of a peer's rows, a lane for each piece that
-// these lie in; it tells the loader (warp 0). Own rows are read from the input.
-// Use e = EPOCH[buffer] + 1 is read when the kernel starts; the last block whose loads have all been multiplied ends the
-// use (weft::leave), if `final`.
-//
-// Order: rows are sent and multiplied in groups of `group` rows of tiles from every rank, the own rows first. (With SPLIT_K
-// no rows are only the own ones.) Inside a group pieces are sent by columns, then by rows: all tiles of a group advance
-// along K as the data comes, and what remains to be done behind the last byte is the last columns' share of a tile, not a
-// tile. So that all clusters have one then, the wave that is not full is the first one: `lead` steps, of own rows.
-// (Sharing K of these among the clusters that have none would give own rows bits that the peers' results do not have.)
-//
-// Blocks wait for what blocks of the other ranks send, so all blocks of a launch must run at once: no more than there
-// are SMs to be had.
+// Who writes: pushing warps, chunks of PIECE_ROWS x PIECE_COLUMNS of the local rows into slot `rank` of every peer's
+// buffer [W, m, K]; behind a system fence the block's posting warp sets flags(buffer)[rank][chunk] = e there. Every
+// block has one pushing warp, or (`comm_sms`) the first blocks send everything with all their warps before they
+// compute.
+// Who waits: pushing warps, for done(buffer)[p] >= e - 1 of every peer; warp 2 of every block, for the flags of each
+// k-chunk (UNIT_COLUMNS) of a peer's rows, acquire and fence.proxy.async; it counts them for the loader, warp 0. The
+// last block whose loads are consumed ends the epoch (weft::leave), if `final`. Graph-safe. Blocks wait for other
+// ranks' blocks: all of a launch must be resident, no more than there are SMs.
+// docs/protocol.md#all-gather--matmul has the proof, and why tiles and chunks come in this order.
 
-// Of a thread; what is pushed is on its way in them.
+// Per thread; data that is pushed passes through them.
 #define SERVE_REGISTERS 72
 #define MULTIPLY_REGISTERS 216
 #include "gemm/gemm.cuh"
@@ -41,11 +30,11 @@ using weft::u8;
 namespace {
 
 constexpr int MOST_BS = 4;
-constexpr int PUSHERS = weft::THREADS / 32 - 1;  // warps of a block while it only sends; the last one posts
-// Bytes a nanosecond that all pushing warps send: what the links take where several ranks send to one, and between two.
+constexpr int PUSHERS = weft::THREADS / 32 - 1;  // warps of a communication SM that push; the last one posts
+// Bytes per nanosecond of all pushing warps: what the links carry where several ranks send to one, and between two.
 constexpr u64 RATE = 328, RATE_OF_TWO = 345;
-// Which of s.counts: units of peers' rows that lie here, in the loader's order; and, of each pushing warp from SENT on,
-// pieces that have been sent.
+// Which of s.counts: k-chunks of peers' rows that have arrived, in the loader's order; and, of each pushing warp from
+// SENT on, chunks that have been sent.
 constexpr int ARRIVED = 0, SENT = 1;
 constexpr int ORDER = SENT + PUSHERS;  // where the order stands among them
 
@@ -54,52 +43,52 @@ static_assert(BM % PIECE_ROWS == 0 && UNIT_COLUMNS % PIECE_COLUMNS == 0 && UNIT_
 
 struct Params {
     weft::TensorMap own;  // A [1, 1, m, K], boxes of a stage
-    weft::TensorMap gathered;  // the own buffer [1, W, m, K], boxes of a stage
+    weft::TensorMap gathered;  // the local buffer [1, W, m, K], boxes of a stage
     weft::TensorMap b[MOST_BS];  // with SPLIT_K [W, K, N] each
     weft::WaitParams watch;
     weft::BufferWords buffer;
     const weft::u16* a;  // A [m, K], rows `stride` elements apart
-    weft::u16* data;  // the own buffer [W, m, K]
+    weft::u16* data;  // the local buffer [W, m, K]
     weft::u16* c[MOST_BS];  // [W, m, N], with SPLIT_K [m, N]
     int n[MOST_BS];
     int bs;  // how many
     int columns[MOST_BS];  // of tiles, of each
     int m, k, stride;
-    int raster_group;  // pairs of own rows of tiles walked together
-    int remote_band;  // and of the peers'
+    int raster_group;  // pairs of local rows of tiles in a raster group
+    int remote_raster_group;  // and of the peers'
     int group;  // rows of tiles of a rank that are sent together
-    int comm_sms;  // blocks that first send
+    int comm_sms;  // blocks that send first
     int missed;  // steps that each of the others takes meanwhile, behind the first wave
     int lead;  // steps of the first wave
-    int push;  // every block sends beside its products
-    int final;  // this launch ends the use
+    int push;  // every block sends while it computes
+    int final;  // this launch ends the epoch
 };
 
 using Order = weft::GatherTileScheduler<Params>;
 using Piece = weft::GatherPiece<Params>;
 using Tile = weft::GatherTile;
-using Walk = weft::GatherSteps;
+using Steps = weft::GatherSteps;
 static_assert(sizeof(Order) <= (weft::COUNTS - ORDER) * sizeof(u32));
 
-__device__ __forceinline__ Walk steps_of(const Params& p, const Order& order) {
+__device__ __forceinline__ Steps steps_of(const Params& p, const Order& order) {
     const int lead = min(p.lead, order.own_pairs * order.columns);
     return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), p.comm_sms, p.missed, lead};
 }
 
-// Pushing warp `pusher` of the launch's `pushers`: its pieces, from the own rows to all peers. Ordinary stores:
-// where bulk copies wait for a link, what the same SM loads for its products waits behind them.
+// Pushing warp `pusher` of the launch's `pushers`: its chunks, from the local rows to all peers. Ordinary stores: where
+// bulk copies wait for a link, the same SM's loads wait behind them.
 __device__ __forceinline__ void push(const Params& p, const Order& order, u32 use, int pusher, int pushers, u32* sent) {
     const int lane = threadIdx.x % 32, world_size = p.buffer.world_size, rank = p.watch.rank;
     if (!weft::may_send(p.watch, p.buffer, use)) {
         if (lane == 0) weft::set_count(sent, weft::NOTHING);
         return;
     }
-    constexpr int LANES = PIECE_COLUMNS / 8;  // of a row of a piece
+    constexpr int LANES = PIECE_COLUMNS / 8;  // of a row of a chunk
     constexpr int ROWS = 32 / LANES;  // at once
-    constexpr int VECTORS = PIECE_ROWS / ROWS < 8 ? PIECE_ROWS / ROWS : 8;  // of a lane, on their way at once
+    constexpr int VECTORS = PIECE_ROWS / ROWS < 8 ? PIECE_ROWS / ROWS : 8;  // of a lane, in flight at once
     static_assert(PIECE_ROWS % (ROWS * VECTORS) == 0);
     const u64 from_stride = static_cast<u64>(ROWS) * p.stride, to_stride = static_cast<u64>(ROWS) * p.k;
-    weft::RateLimiter pace{VECTORS * 32 * 16 * static_cast<u64>(pushers) / (world_size > 2 ? RATE : RATE_OF_TWO)};
+    weft::RateLimiter limiter{VECTORS * 32 * 16 * static_cast<u64>(pushers) / (world_size > 2 ? RATE : RATE_OF_TWO)};
     u32 count = 0;
     for (int index = pusher; index < order.pieces; index += pushers) {
         const Piece piece(p, order, index);
@@ -116,10 +105,10 @@ __device__ __forceinline__ void push(const Params& p, const Order& order, u32 us
                 }
                 weft::u16* slot = p.data + (static_cast<u64>(rank) * p.m + row) * p.k + column;
 #pragma unroll 1
-                for (int turn = 1; turn < world_size; ++turn) {
-                    const int peer = rank >= turn ? rank - turn : rank - turn + world_size;
+                for (int offset = 1; offset < world_size; ++offset) {
+                    const int peer = rank >= offset ? rank - offset : rank - offset + world_size;
                     weft::u16* to = weft::on_rank(slot, p.watch, p.buffer, peer);
-                    pace.wait();
+                    limiter.wait();
 #pragma unroll
                     for (int i = 0; i < VECTORS; ++i) {
                         if (i * ROWS < left) *reinterpret_cast<uint4*>(to + i * to_stride) = v[i];
@@ -132,8 +121,9 @@ __device__ __forceinline__ void push(const Params& p, const Order& order, u32 us
     }
 }
 
-// The posting warp of a block, for its `mine` pushing warps from number `first` on, a lane for each: as many flags behind
-// one fence as there are, for it takes microseconds. (With a release behind every piece, links stood still half the time.)
+// The posting warp of a block, for its `mine` pushing warps from number `first` on, a lane each: as many flags behind
+// one fence as there are, as it takes microseconds. (With a release behind every chunk, links were idle half of the
+// time.)
 __device__ __forceinline__ void post(
     const Params& p, const Order& order, u32 use, int first, int mine, int pushers, const u32* sent) {
     const int lane = threadIdx.x % 32, rank = p.watch.rank;
@@ -158,7 +148,7 @@ __device__ __forceinline__ void post(
     }
 }
 
-// A block that sends before it multiplies.
+// A communication SM's block, before it computes.
 __device__ __forceinline__ void send(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
     const int warp = weft::warp_of_block(), first = blockIdx.x * PUSHERS, pushers = p.comm_sms * PUSHERS;
     if (warp < PUSHERS) {
@@ -168,7 +158,7 @@ __device__ __forceinline__ void send(const Params& p, const weft::Shared& s, con
     }
 }
 
-// Whose shards tile `t` is made of, in the order in which they are loaded, waited for and multiplied.
+// The shards of tile `t`, in the order in which they are loaded, waited for and multiplied.
 template <typename Each>
 __device__ __forceinline__ void each_part(const Params& p, const Tile& t, const Each& each) {
     if constexpr (SPLIT_K) {
@@ -178,33 +168,33 @@ __device__ __forceinline__ void each_part(const Params& p, const Tile& t, const 
     }
 }
 
-// Warp 0: what the multiplying warpgroups work on.
+// Warp 0: loads the operands of the compute warpgroups.
 __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, const Order& order) {
     const int depth = (p.k + weft::BK - 1) / weft::BK;
-    weft::PipelineState<STAGES> turn;
+    weft::PipelineState<STAGES> state;
     u32 needed = 0;
-    for (Walk walk = steps_of(p, order); walk.step < order.steps(); walk.next()) {
-        const Tile t = order.tile(p, walk.step, s.block);
+    for (Steps steps = steps_of(p, order); steps.step < order.steps(); steps.next()) {
+        const Tile t = order.tile(p, steps.step, s.block);
         each_part(p, t, [&](int src) {
             const bool own = src == p.watch.rank;
             const weft::Rows rows{t.row * BM, own ? 0 : src, 0};
             const weft::TensorMap& a = own ? p.own : p.gathered;
             for (int i = 0; i < depth; ++i) {
                 if (!own && i % (UNIT_COLUMNS / weft::BK) == 0) weft::wait_count(s.counts + ARRIVED, ++needed);
-                weft::load_stage(s, turn, a, rows, p.b[t.b], t.column * BN, i * weft::BK, src);
+                weft::load_stage(s, state, a, rows, p.b[t.b], t.column * BN, i * weft::BK, src);
             }
         });
     }
-    weft::drain(s, turn);
+    weft::drain(s, state);
 }
 
-// Warp 2: tells the loader how many units of peers' rows lie here, in its order. It goes ahead of the loader, which a
-// look at a flag and a fence, some microseconds for each unit, would hold up.
-__device__ __forceinline__ void watch(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
+// Warp 2: counts the k-chunks of peers' rows that have arrived, in the loader's order. It runs ahead of the loader,
+// which the poll and the fence, some microseconds for each k-chunk, would hold up.
+__device__ __forceinline__ void count_arrivals(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
     const int lane = threadIdx.x % 32;
     u32 arrived = 0;
-    for (Walk walk = steps_of(p, order); walk.step < order.steps(); walk.next()) {
-        const Tile t = order.tile(p, walk.step, s.block);
+    for (Steps steps = steps_of(p, order); steps.step < order.steps(); steps.next()) {
+        const Tile t = order.tile(p, steps.step, s.block);
         const int row = t.row * BM + lane / PIECES_K * PIECE_ROWS;
         each_part(p, t, [&](int src) {
             if (src == p.watch.rank) return;
@@ -245,16 +235,16 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
             if (p.final && threadIdx.x % 32 == 0) weft::leave(p.watch, p.buffer, use);
         }
         if (role == 1 && p.push) push(p, order, use, blockIdx.x, gridDim.x, s.counts + SENT);
-        if (role == 2) watch(p, s, order, use);
+        if (role == 2) count_arrivals(p, s, order, use);
         if (role == 3 && p.push) post(p, order, use, blockIdx.x, 1, gridDim.x, s.counts + SENT);
     } else {
         weft::warpgroup_reg_alloc<MULTIPLY_REGISTERS>();
-        weft::PipelineState<STAGES> turn;
+        weft::PipelineState<STAGES> state;
         const int depth = (p.k + weft::BK - 1) / weft::BK * (SPLIT_K ? p.buffer.world_size : 1);
-        for (Walk walk = steps_of(p, order); walk.step < order.steps(); walk.next()) {
-            const Tile t = order.tile(p, walk.step, s.block);
+        for (Steps steps = steps_of(p, order); steps.step < order.steps(); steps.next()) {
+            const Tile t = order.tile(p, steps.step, s.block);
             float sums[weft::SUMS];
-            weft::multiply(s, turn, warpgroup, depth, sums);
+            weft::multiply(s, state, warpgroup, depth, sums);
             const int row = t.row * BM, column = t.column * BN, n = p.n[t.b];
             weft::u16* c = p.c[t.b] + (static_cast<u64>(t.src) * p.m + row) * n + column;
             weft::store_rows(c, n, p.m - row, n - column, warpgroup, sums, [](int, float*) {});

@@ -1,8 +1,8 @@
-"""Which kernel computes all_gather(A) @ B on CUDA, and the call of it.
+"""Which kernel computes all_gather(A) @ B on CUDA, and its call.
 
-16-bit operands go to kernel.cu, which sends by itself; or, where little is gathered and A is not asked for, in one shot
-to all ranks, and what came there to cuBLAS. Others (float32), and Bs of both orders in one call, go to the Triton
-kernel, for which copy engines send. It takes whole rows only: of the last dimension those are left unfused.
+16-bit operands go to kernel.cu; or, where little is gathered and A is not returned, to a one-shot all-gather with
+cuBLAS behind it. Others (float32), and Bs of both memory orders in one call, go to the Triton kernel with copy engines.
+That takes whole rows only: with the last dimension gathered such calls run unfused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
-from ..device.device_spec import DeviceSpec, device_spec_of
 from ..device.gemm import gemm
 from ..device.gemm.one_shot import OneShotConfig
 from ..device.jit.launch import ALIGNMENT, is_transposed, why_not
@@ -34,67 +33,48 @@ def takes_rows(flat: torch.Tensor) -> bool:
 
 
 def shard_rows(shard: torch.Tensor) -> torch.Tensor:
-    """A shard [..., K] as [m, K] for ``choose_gather_kernel``. Copied only where its rows are no such."""
+    """A shard [..., K] as [m, K] for ``choose_gather_kernel``. Copied only where the kernels cannot take its rows."""
     flat = shard.flatten(0, -2)
     return flat if takes_rows(flat) else flat.contiguous()
 
 
 def choose_gather_kernel(
-    a: torch.Tensor,
-    bs: list[torch.Tensor],
-    world_size: int,
-    num_sms: int,
-    split_k: bool = False,
-    return_A: bool = False,
+    call: configs.GatherKernelCall, world_size: int
 ) -> KernelChoice[configs.AnyConfig] | str:
     """How to run a call, or why no kernel can.
 
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
-
-    Args:
-        a: the own shard, [m, K], contiguous, or as ``rows`` gives it.
-        bs: each [K, N_i]; with ``split_k`` [W * K, N_i]. All tensors begin at multiples of 16 bytes.
-        split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.
-        return_A: what is gathered is wanted, too.
     """
-    strides = ((b.shape, b.stride()) for b in bs)
-    spec = device_spec_of(a.device)
-    key = (a.shape, a.stride(), a.dtype, world_size, num_sms, split_k, return_A, spec, *strides)
-    return _choices.get(key, _choose, a, bs, world_size, num_sms, split_k, return_A, spec)
+    problem = call.problem(world_size)
+    strides = ((b.shape, b.stride()) for b in call.bs)
+    key = (problem, call.a.stride(), call.a.dtype, *strides)
+    return _choices.get(key, _choose, call, problem)
 
 
 def _choose(
-    a: torch.Tensor,
-    bs: list[torch.Tensor],
-    world_size: int,
-    num_sms: int,
-    split_k: bool,
-    return_A: bool,
-    spec: DeviceSpec,
+    call: configs.GatherKernelCall, problem: configs.AllGatherMatmulProblem
 ) -> KernelChoice[configs.AnyConfig] | str:
+    a, bs, m, k = call.a, call.bs, problem.m, problem.k
     for i, b in enumerate(bs):
         if b.shape[1] == 0:
             return f"Bs[{i}] has no columns"
         if (reason := why_not(a, b)) is not None:
             return f"Bs[{i}]: {reason}"
-    (m, k), ns = a.shape, [b.shape[1] for b in bs]
     if k * a.element_size() % ALIGNMENT:  # of a part of B, where B as a whole may be fine
         return f"K: rows of {k} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     if a.dtype in gemm.DTYPES and len({is_transposed(b) for b in bs}) == 1:
-        problem = configs.AllGatherMatmulProblem(
-            m, tuple(ns), k, world_size, num_sms, split_k, return_A, spec
-        )
         (_, config), *_ = configs.rank_gather_kernels(problem)
-        layout = configs.gather_layout(m, k, world_size, config)
+        layout = configs.gather_layout(m, k, problem.world_size, config)
         return KernelChoice(_algorithm(config), config, layout, configs.gather_is_profitable(problem))
-    if split_k:
+    if call.split_k:
         what = "Bs of both orders in memory" if a.dtype in gemm.DTYPES else f"{a.dtype} operands"
         return f"the last dimension is gathered, for which no kernel takes {what}"
-    copied = pipeline.configure(a, bs, world_size, num_sms)
-    profitable = configs.copy_engine_is_profitable(m, sum(ns), k, world_size, a.element_size())
-    return KernelChoice(
-        "copy_engine", copied, configs.copied_gather_layout(m, k, a.dtype, world_size, copied), profitable
-    )
+    world_size = problem.world_size
+    copied = pipeline.configure(call, world_size)
+    layout = configs.copied_gather_layout(m, k, a.dtype, world_size, copied)
+    n, itemsize = sum(problem.ns), a.element_size()
+    profitable = configs.copy_engine_is_profitable(m, n, k, world_size, itemsize)
+    return KernelChoice("copy_engine", copied, layout, profitable)
 
 
 def _algorithm(config: configs.FusedConfig) -> str:
@@ -104,11 +84,7 @@ def _algorithm(config: configs.FusedConfig) -> str:
 def tuned_gather(
     choice: KernelChoice[configs.AnyConfig],
     heap: Heap,
-    a: torch.Tensor,
-    bs: list[torch.Tensor],
-    num_sms: int,
-    *,
-    return_A: bool,
+    call: configs.GatherKernelCall,
 ) -> tuple[KernelChoice[configs.AnyConfig], str]:
     """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
     tuned."""
@@ -116,15 +92,13 @@ def tuned_gather(
         return choice, ""
     if not tuner.is_tuning():
         return choice, tuner.FROM_MODEL
-    (m, k), ns, size = a.shape, tuple(b.shape[1] for b in bs), heap.world_size
-    split_k = isinstance(choice.config, configs.GatherPushConfig) and choice.config.split_k
+    a, bs, num_sms, split_k = call.a, call.bs, call.num_sms, call.split_k
+    problem = call.problem(heap.world_size)
+    m, k, ns, size = problem.m, problem.k, problem.ns, problem.world_size
     op = f"{host.OP} of the last dimension" if split_k else host.OP
     kind = f"{op} {m} x {k} @ {bs[0].shape[0]} x {'+'.join(map(str, ns))}, {a.dtype}, {num_sms} SMs"
-    if return_A and not split_k:
+    if call.return_A and not split_k:
         kind += ", A returned"  # other candidates
-    problem = configs.AllGatherMatmulProblem(
-        m, ns, k, size, num_sms, split_k, return_A, device_spec_of(a.device)
-    )
     candidates: list[Candidate[configs.AnyConfig]] = [
         Candidate(config, configs.gather_layout(m, k, size, config), _algorithm(config))
         for _, config in configs.varied(configs.rank_gather_kernels(problem))
@@ -147,17 +121,14 @@ def tuned_gather(
 def launch_all_gather_matmul(
     choice: KernelChoice[configs.AnyConfig],
     workspace: Workspace[Any],
-    a: torch.Tensor,
-    bs: list[torch.Tensor],
-    num_sms: int,
+    call: configs.GatherKernelCall,
     timeout_ns: int,
-    *,
-    return_A: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """The gathered shards [W, m, K] if wanted, and the products, each [W, m, N_i].
 
-    Of a choice with ``split_k`` [m, W * K] and [m, N_i].
+    With ``split_k`` [m, W * K] and [m, N_i].
     """
+    a, bs, num_sms, return_A = call.a, call.bs, call.num_sms, call.return_A
     config = choice.config
     fused = not isinstance(config, configs.AllGatherMatmulConfig)
     key = choice if fused else (choice, return_A)
@@ -171,18 +142,13 @@ def launch_all_gather_matmul(
                 return AllGatherMatmulOneShot(workspace, a, config)
             if isinstance(config, configs.GatherPushConfig):
                 return cuda_kernel.AllGatherMatmulPushes(workspace, a, bs, config, num_sms=num_sms)
-            return pipeline.prepare_gather_kernels(
-                workspace, a, bs, config, num_sms, timeout_ns, return_A=return_A
-            )
+            return pipeline.prepare_gather_kernels(workspace, call, config, timeout_ns)
 
         same = (host.OP, a.shape, *(b.shape for b in bs), a.dtype, config, num_sms, fused or return_A)
         kernels = make_together(workspace, host.OP, key, same, make)
     if isinstance(config, configs.AllGatherMatmulConfig):
-        return pipeline.copy_engine_all_gather_matmul(
-            workspace, kernels, a, bs, config, timeout_ns, return_A=return_A
-        )
-    split_k = isinstance(config, configs.GatherPushConfig) and config.split_k
-    stack, (m, _) = _stack(split_k, workspace.world_size), a.shape
+        return pipeline.copy_engine_all_gather_matmul(workspace, kernels, call, config, timeout_ns)
+    stack, (m, _) = _stack(call.split_k, workspace.world_size), a.shape
     products = [a.new_empty((*stack, m, b.shape[1])) for b in bs]
     gathered = a.new_empty((*stack, m, bs[0].shape[0])) if return_A else None
     results = products if gathered is None else [*products, gathered]
@@ -203,7 +169,8 @@ def _stack(split_k: bool, world_size: int) -> tuple[int, ...]:
 def gather_launcher(
     choice: KernelChoice[configs.AnyConfig], workspace: Workspace[Any]
 ) -> cuda_kernel.AllGatherMatmulPushes | AllGatherMatmulOneShot | None:
-    """What ``run`` launched, for more calls like it; None for copy engines, or where it is forgotten already."""
+    """What ``launch_all_gather_matmul`` launched, for further such calls; None for copy engines, or once it is
+    dropped."""
     return (
         None if isinstance(choice.config, configs.AllGatherMatmulConfig) else workspace.prepared.get(choice)
     )

@@ -1,10 +1,11 @@
-// all_gather(A) in one shot, for a product of cuBLAS behind it: gathered[src] = A[src] [m, K] of every rank src.
+// all_gather(A) in one shot, for a cuBLAS matmul behind it: gathered[src] = A[src] [m, K] of every rank src.
 //
-// ll_exchange.cuh has the protocol and its proof. Every rank sends its vectors to all, puts them into the own place of
-// `gathered`, and beside them what came: a product may read that for as long as it likes while the peers already send the
-// next.
+// Who writes and who waits: LL exchange (ll_exchange.cuh). Every rank sends its vectors to all peers, and stores its
+// own and those that arrive into `gathered`: the matmul may read that while peers already send for the next call.
+// Graph-safe.
+// docs/protocol.md#ll-exchange has the proof.
 //
-// It is for products alone: of a pair of 16-bit numbers with all bits set, two NaNs, another pair of NaNs arrives.
+// For matmuls only: of two adjacent 16-bit numbers with all bits set, two NaNs, another pair of NaNs arrives.
 
 #include "comm/ll_exchange.cuh"
 

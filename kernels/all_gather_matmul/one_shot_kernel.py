@@ -1,4 +1,4 @@
-"""Launches one_shot.cu, which says what it does, and cuBLAS's products behind it."""
+"""Launches one_shot.cu, and cuBLAS's matmuls behind it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class AllGatherMatmulOneShot:
         workspace: with room for ``config.layout``, the same call site on every rank.
         a: an example of the shard, [m, K] of 16 bits as ``cuda_kernel.can_take`` wants it. Every call gets one of these
             sizes and strides.
-        config: of ``configs.choose_one_shot``, the same on every rank.
+        config: of ``configs.choose_one_shot_gather``, the same on every rank.
 
     Raises:
         ValueError: the workspace is too small.
@@ -79,7 +79,7 @@ class AllGatherMatmulOneShot:
         """An exchange, and the products.
 
         Args:
-            tensors: the own shard, in any number of dimensions, and the Bs, each [K, N_i].
+            tensors: the local shard, in any number of dimensions, and the Bs, each [K, N_i].
             results: the products [W, m, N_i]: each a whole storage, whatever its sizes and strides say.
             stream: the current one, a CUstream as an integer.
 
@@ -88,7 +88,7 @@ class AllGatherMatmulOneShot:
         """
         a, *bs = tensors
         gathered = self._empty((self._rows, self._k), (self._k, 1), a.dtype)
-        # Three frames: this and two more, on the short way and on the long one.
+        # Three frames: this and two more, on the fast path and on the slow one.
         self.workspace.raise_if_broken(host.OP, inside=3, grids=self._grids)
         try:
             self.launch(a.data_ptr(), gathered.data_ptr(), timeout_ns, stream)

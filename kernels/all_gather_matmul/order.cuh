@@ -1,6 +1,7 @@
-// Which tiles a cluster computes in which order, and in which order pieces of the own rows are sent; kernel.cu says why.
-// Plain arithmetic: it is tested on the CPU as it is. `Params` has m, k, bs, columns, raster_group, remote_band, group,
-// buffer.world_size and watch.rank; BM, UNIT_COLUMNS, PIECE_ROWS, PIECE_COLUMNS and SPLIT_K are defined.
+// The tile scheduler: which tiles a cluster computes in which order, and in which order chunks of the local rows are
+// sent. Plain arithmetic: it is tested on the CPU as it is. `Params` has m, k, bs, columns, raster_group,
+// remote_raster_group, group, buffer.world_size and watch.rank; BM, UNIT_COLUMNS, PIECE_ROWS, PIECE_COLUMNS and SPLIT_K are
+// defined. docs/protocol.md#all-gather--matmul says why.
 
 #pragma once
 
@@ -8,22 +9,22 @@
 
 namespace weft {
 
-constexpr int PIECES_M = BM / PIECE_ROWS;  // of a row of tiles
-constexpr int PIECES_K = UNIT_COLUMNS / PIECE_COLUMNS;  // of a unit
+constexpr int PIECES_M = BM / PIECE_ROWS;  // chunks of a row of tiles
+constexpr int PIECES_K = UNIT_COLUMNS / PIECE_COLUMNS;  // of a k-chunk
 constexpr int PIECES = PIECES_M * PIECES_K;
 
 struct GatherTile {
     int src, row, column, b;  // with SPLIT_K src is 0: all ranks have a part in each tile
 };
 
-// Rows of tiles stand in a list: the own ones, then group by group those of the peers, in turn. A step has a pair of
+// Rows of tiles stand in a list: the local ones, then group by group those of the peers, in turn. A step is a pair of
 // neighbours of the list. With SPLIT_K each row of tiles stands there once.
 template <typename Params>
 struct GatherTileScheduler {
     int rows;  // of tiles, of a shard
     int columns, units;
     int pairs, own_pairs;
-    int pieces;  // that are sent
+    int pieces;  // chunks that are sent
 
     __device__ explicit GatherTileScheduler(const Params& p) {
         rows = (p.m + BM - 1) / BM;
@@ -44,7 +45,7 @@ struct GatherTileScheduler {
         if (step < own) {
             grouped(step, own_pairs, columns, p.raster_group, pair, t.column);
         } else {
-            grouped(step - own, pairs - own_pairs, columns, p.remote_band, pair, t.column);
+            grouped(step - own, pairs - own_pairs, columns, p.remote_raster_group, pair, t.column);
             pair += own_pairs;
         }
         int place = 2 * pair + block;
@@ -64,9 +65,9 @@ struct GatherTileScheduler {
     }
 };
 
-// The steps of a cluster, one after the other. The first wave has `lead` steps only. The first `comm_sms` of all `blocks`
-// send before they multiply: their clusters come when the others have taken `missed` steps behind that wave. Where fewer
-// clusters run at once than the first wave has steps, it is as long as the others.
+// The steps of a cluster, one after the other. The first wave has `lead` steps only. The first `comm_sms` of all
+// `blocks` send before they compute: their clusters join when the others have taken `missed` steps behind that wave.
+// Where fewer clusters run at once than the first wave has steps, it is as long as the others.
 struct GatherSteps {
     int step, all, others, index, lead, joined;
 
@@ -90,7 +91,7 @@ struct GatherSteps {
     }
 };
 
-// Where piece `index` of the sending order lies.
+// Where chunk `index` of the sending order lies.
 template <typename Params>
 struct GatherPiece {
     int row, column, flag;

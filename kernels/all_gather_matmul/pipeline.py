@@ -1,7 +1,8 @@
-"""CUDA ranks: copy engines push the shards while the persistent GEMM multiplies what is there.
+"""CUDA ranks: copy engines push the shards while the persistent GEMM computes what has arrived.
 
-On the current stream: gate, GEMM for each B, the copy of A if it is wanted, and the end of the use. On the copy
-stream behind the gate: the pushes (device/copy_engine.py). The flags between them are those of triton_kernel.py.
+On the current stream: acquire kernel, GEMM for each B, the copy of A if it is returned, and the end of the epoch. On
+the copy stream behind the acquire kernel: the pushes (device/comm/copy_engine.py). Who writes and who waits:
+triton_kernel.py.
 """
 
 from __future__ import annotations
@@ -13,42 +14,36 @@ from ...symm_mem.workspace import Workspace
 from ..device.comm.acquire import end_use, load
 from ..device.comm.copy_engine import CopyEngine
 from ..device.jit.launch import compiling
-from .configs import AllGatherMatmulConfig, choose_all_gather_matmul
+from .configs import AllGatherMatmulConfig, GatherKernelCall, choose_all_gather_matmul
 from .triton_kernel import TritonAllGatherMatmul
 
 
-def configure(
-    a: torch.Tensor, bs: list[torch.Tensor], world_size: int, num_sms: int
-) -> AllGatherMatmulConfig:
+def configure(call: GatherKernelCall, world_size: int) -> AllGatherMatmulConfig:
     """One configuration for all products of a shard [m, K]: that of the widest B."""
-    m, k = a.shape
-    return choose_all_gather_matmul(m, max(b.shape[1] for b in bs), k, world_size, a.dtype, num_sms)
+    (m, k), n = call.a.shape, max(b.shape[1] for b in call.bs)
+    return choose_all_gather_matmul(m, n, k, world_size, call.a.dtype, call.num_sms)
 
 
 def prepare_gather_kernels(
     workspace: Workspace[Layout],
-    a: torch.Tensor,
-    bs: list[torch.Tensor],
+    call: GatherKernelCall,
     config: AllGatherMatmulConfig,
-    num_sms: int,
     timeout_ns: int,
-    *,
-    return_A: bool,
 ) -> list[TritonAllGatherMatmul]:
-    """A kernel for each B, compiled, for ``all_gather_matmul``.
+    """A kernel for each B, compiled, for ``copy_engine_all_gather_matmul``.
 
     Args:
-        a: the own shard, [m, K], contiguous.
-        bs: each [K, N_i], rows or columns contiguous; ``triton_kernel.supports`` holds for all.
+        call: its shard is contiguous, of each B rows or columns are; ``why_no_triton_gather`` says nothing of any.
     """
+    a, bs = call.a, call.bs
     if "copy engine" not in workspace.copy_streams:
         workspace.copy_streams["copy engine"] = CopyEngine(workspace)
     kernels = []
     load()
     with compiling():  # Triton compiles at a launch
         for i, b in enumerate(bs):
-            kernel = TritonAllGatherMatmul(workspace, a, b, config, num_sms=num_sms)
-            final = i == len(bs) - 1 and not return_A
+            kernel = TritonAllGatherMatmul(workspace, a, b, config, num_sms=call.num_sms)
+            final = i == len(bs) - 1 and not call.return_A
             c = a.new_empty(workspace.world_size, a.shape[0], b.shape[1])
             kernel.launch(0, a, b, c, final=final, timeout_ns=timeout_ns)
             kernels.append(kernel)
@@ -58,18 +53,16 @@ def prepare_gather_kernels(
 def copy_engine_all_gather_matmul(
     workspace: Workspace[Layout],
     kernels: list[TritonAllGatherMatmul],
-    a: torch.Tensor,
-    bs: list[torch.Tensor],
+    call: GatherKernelCall,
     config: AllGatherMatmulConfig,
     timeout_ns: int,
-    *,
-    return_A: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """The gathered shards [W, m, K] if wanted, and the products, each [W, m, N_i].
 
     Args:
-        kernels: what ``prepare`` made for such tensors.
+        kernels: what ``prepare_gather_kernels`` made for such tensors.
     """
+    a, bs, return_A = call.a, call.bs, call.return_A
     engine: CopyEngine = workspace.copy_streams["copy engine"]
     products = [a.new_empty(workspace.world_size, a.shape[0], b.shape[1]) for b in bs]
     buffer = workspace.next_buffer()

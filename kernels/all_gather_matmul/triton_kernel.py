@@ -1,19 +1,16 @@
 """all_gather(A) @ B as one persistent kernel that starts on the local rows while the others arrive.
 
-Computes ``C[src] = A[src] @ B`` for every rank ``src``: A[src] [m, K] are the rows of rank src, B [K, N]
-is this rank's, C [W, m, N]. Products are summed in float32.
+Computes ``C[src] = A[src] @ B`` for every rank ``src``: A[src] [m, K] are the rows of rank src, B [K, N] is this
+rank's, C [W, m, N]. Accumulators are float32.
 
-Who writes: nothing is sent here. Every rank pushes its rows into each peer's buffer of the workspace, viewed
-``[W, m, K]``, slot ``src`` (the own slot is not used: local tiles read the input), chunk by chunk of
-``chunk_rows`` rows, and behind each chunk sets ``flags(buffer)[src][chunk] = e`` there: copies and flags by a
-copy engine on a stream of their own, behind a gate that waited until the peer's buffer was free.
-Who waits: a tile of a peer's rows waits before its main loop for the flag of the chunk that its last row
-lies in. A chunk is a whole number of tiles or all of the shard, so no tile spans two of them.
-Use ``e = EPOCH[buffer] + 1`` is read when the kernel starts. Several Bs are several launches on one buffer; the
-last one is FINAL and ends the use (``sync.leave``): that the buffer may be overwritten is said by it alone.
+Who writes: copy engines, on a stream of their own behind the acquire kernel (device/comm/copy_engine.py): chunks of
+``chunk_rows`` rows into slot ``src`` of every peer's buffer [W, m, K], and behind each ``flags(buffer)[src][chunk] =
+e``. Who waits: a tile of a peer's rows, for the flag of the chunk that its last row lies in; acquire, system scope. No
+tile spans two chunks. Several Bs are several launches on one buffer; the last one is FINAL and ends the epoch
+(``sync.leave_block``). Graph-safe.
 
-Order: the local tiles, then those of rank+1, rank+2, ..., as the copies arrive. A block waits only for
-copies, never for another block, so any number of blocks is safe, resident at once or not.
+Order: local tiles, then those of rank+1, rank+2, ..., as the copies arrive. A block waits only for copies, never for
+another block: any grid is safe, resident or not. docs/protocol.md#triton-kernels has the proof.
 """
 
 from __future__ import annotations
@@ -77,7 +74,7 @@ def all_gather_matmul_kernel(
     tiles_m = tl.cdiv(m, BM)
     tiles_n = tl.cdiv(n, BN)
     tiles = tiles_m * tiles_n
-    ready = rank * flags_per_rank  # the flag this block waited for last; one of the own row, that nobody sets
+    ready = rank * flags_per_rank  # the flag this block waited for last; at first one that nobody sets
 
     for tile in range(tl.program_id(0), tiles * WORLD_SIZE, tl.num_programs(0)):
         src = (rank + tile // tiles) % WORLD_SIZE
@@ -115,10 +112,10 @@ class TritonAllGatherMatmul:
     """This op on one problem and one workspace: prepared once, launched often.
 
     Args:
-        workspace: with room for ``configs.layout``, the same call site on every rank.
+        workspace: with room for ``configs.copied_gather_layout``, the same call site on every rank.
         a, b: examples of the operands: the shard [m, K] and B [K, N]. Every launch gets tensors of these
-            sizes, strides and dtype; ``supports`` must hold for them, too.
-        config: of ``configs.choose``, the same on every rank.
+            sizes, strides and dtype; ``why_no_triton_gather`` must be None for them, too.
+        config: of ``configs.choose_all_gather_matmul``, the same on every rank.
         num_sms: blocks to launch at most; what else runs at the same time keeps the other SMs.
 
     Raises:
@@ -179,7 +176,7 @@ class TritonAllGatherMatmul:
         )
 
     def gathered(self, buffer: int) -> torch.Tensor:
-        """The buffer as [W, m, K]; the own slot is not written by this op."""
+        """The buffer as [W, m, K]; the local slot is not written by this op."""
         if (found := self._buffers.get(buffer)) is None:
             found = self._buffers[buffer] = self.workspace.buffer(
                 self.workspace.rank, buffer, self._gathered, self.dtype
@@ -191,8 +188,8 @@ class TritonAllGatherMatmul:
     ) -> None:
         """Compute ``c`` [W, m, N], contiguous, on the current stream.
 
-        The pushes of this use may be under way, or still to come on another stream. ``final``: this is the
-        last launch on this use of the buffer.
+        The pushes of this epoch may be under way, or still to come on another stream. ``final``: this is the
+        last launch in this epoch of the buffer.
         """
         layout = self.workspace.layout
         numbers = (

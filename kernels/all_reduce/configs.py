@@ -1,4 +1,4 @@
-"""Which form and grid an all-reduce gets, and what it needs in memory. Pure functions, no GPU."""
+"""The form and grid of an all-reduce, and its workspace. Pure functions, no GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..device.comm import ll_exchange
 from ..device.comm.ll_exchange import BLOCKS, THREADS, VECTOR, WARP, ExchangeLayout, up
 
 FORMS = ("one_shot", "two_shot")
-MAX_BYTES = 16 << 20  #: of the input in one use of the slots; two_shot takes more in several uses
+MAX_BYTES = 16 << 20  #: of the input in one epoch of the slots; two_shot takes more in several epochs
 
 # From how many bytes of input on two_shot is faster. Two ranks send as much in either form; there it is less that is
 # received and kept. Measured on 2 and 4 H200; else from (W - 1) * bytes / 300 GB/s against 2 / W of that and one trip.
@@ -51,7 +51,7 @@ class AllReduceConfig:
 def choose_all_reduce(nbytes: int, world_size: int, num_sms: int = BLOCKS) -> AllReduceConfig:
     """The configuration for an input of ``nbytes`` on ``world_size`` ranks; the same on every rank.
 
-    ``num_sms``: blocks at most. They keep their multiprocessors while they wait for a peer, which may wait for what
+    ``num_sms``: blocks at most. They keep their SMs while they wait for a peer, which may wait for what
     another stream of this rank has to compute first.
     """
     two_shot_from = _TWO_SHOT_FROM.get(world_size, _TWO_SHOT_FROM_MANY)
@@ -75,7 +75,7 @@ def all_reduce_layout(nbytes: int, world_size: int, config: AllReduceConfig) -> 
 
 
 def vectors(layout: ExchangeLayout, config: AllReduceConfig) -> int:
-    """Vectors that one use can move: of the input in one_shot, of each rank's part in two_shot."""
+    """Vectors that one epoch can move: of the input in one_shot, of each rank's part in two_shot."""
     room = layout.slots // _uses(config)
     step = min(config.threads, room)
     return config.blocks * (room // step) * step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -68,10 +69,10 @@ class AllReduceLauncher:
     """This op on one workspace, number of elements, dtype and operation: prepared once, launched often.
 
     Args:
-        place: a workspace with room for ``configs.layout_for``; the same call site on every rank.
+        place: a workspace with room for ``configs.all_reduce_layout``; the same call site on every rank.
         numel: elements of x, 1 or more.
         reduce_op: "sum", "avg" (divided by the number of ranks), "max" or "min".
-        config: the same on every rank; what ``choose`` says, if None.
+        config: the same on every rank; if None, that of ``choose_all_reduce``.
 
     Attributes:
         grids: the blocks of a launch, once for each use that it makes of their slots.
@@ -96,6 +97,7 @@ class AllReduceLauncher:
             raise TypeError(f"x: is {dtype}, must be float32, bfloat16 or float16")
         config = config or choose_all_reduce(numel * width, layout.world_size)
         self._timeout_ns = 0
+        self._lock = threading.Lock()  # a launch takes what stands in its struct
         parts = layout.world_size if config.form == "two_shot" else 1
         count = -(-numel * width // (VECTOR * parts))
         launch = configs.launch(count, layout, config)
@@ -126,10 +128,11 @@ class AllReduceLauncher:
         Raises:
             RuntimeError: the kernel cannot be launched.
         """
-        if timeout_ns != self._timeout_ns:
-            for params in self._params:
-                params.slots.watch.timeout_ns = timeout_ns
-            self._timeout_ns = timeout_ns
         aligned = (x | out) % VECTOR == 0
-        _put_addresses(self._params[aligned], _X, x, out)
-        self._launches[aligned](stream)
+        with self._lock:
+            if timeout_ns != self._timeout_ns:
+                for params in self._params:
+                    params.slots.watch.timeout_ns = timeout_ns
+                self._timeout_ns = timeout_ns
+            _put_addresses(self._params[aligned], _X, x, out)
+            self._launches[aligned](stream)

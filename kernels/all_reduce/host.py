@@ -1,7 +1,8 @@
-"""CPU ranks: every rank writes its input into every peer's buffer, sets a flag, and reduces what came, in rank order.
+"""CPU ranks: every rank writes its input into every peer's buffer, sets a flag, and reduces what arrives, in rank
+order.
 
 Who writes: rank r, its elements into slot r of every peer's buffer, then flag 0 of rank r there. Who waits: each rank,
-for every peer's flag. Inputs larger than a buffer are sent piece after piece.
+for every peer's flag. Inputs larger than a buffer are sent chunk by chunk.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ...symm_mem.workspace import HostUse, Workspace
 
 OP = "one_shot_all_reduce"
 IN_PLACE = f"{OP}_"
-PIECE = 4 << 20  #: bytes of the input that travel in one use of a buffer
+PIECE = 4 << 20  #: bytes of the input that are sent in one epoch of a buffer
 
 
 def host_all_reduce_layout(nbytes: int, world_size: int) -> Layout:

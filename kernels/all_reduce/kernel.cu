@@ -1,16 +1,18 @@
-// out = what all ranks' x make together (sum, avg, max or min), every rank pushing into every rank.
+// out = the reduction of all ranks' x (sum, avg, max or min), every rank pushing to every rank.
 //
-// ll_exchange.cuh has the protocol and its proof, credits.cuh what several uses in one launch ask for. Two forms that give
-// the same bits, in float32 in rank order, rounded once:
-//   one_shot  every rank sends its vectors to all, and reduces what came.
-//   two_shot  vector j of part q goes to rank q, which reduces the ranks' and sends the result to all: less on
-//             the wire from three ranks on, one more trip. Every part has as many vectors, those past the end
-//             hold zeros: so every block of every rank hears from every rank.
-// Both stand here twice: for whole vectors at aligned addresses, and for anything. And two_shot once more, for large
-// inputs: two_shot_rounds.
+// Two forms that give the same bits, in float32 in rank order, rounded once:
+//   one_shot  every rank sends its vectors to all, and reduces what arrives.
+//   two_shot  vector j of part q goes to rank q, which reduces it and sends the result to all: less traffic from three
+//             ranks on, one more trip. All parts have as many vectors, those past the end hold zeros, so every block of
+//             every rank receives from every rank.
+// Both exist for whole vectors at aligned addresses, and for anything (`_any`); for large inputs there is
+// two_shot_rounds, several epochs in one launch.
 //
-// The order of loads and stores is what the time of a small call is made of: all that a thread loads, the epoch
-// last, is under way before the first of it is looked at.
+// Who writes and who waits: LL exchange (ll_exchange.cuh, credits.cuh). Graph-safe. docs/protocol.md#ll-exchange,
+// #credits
+//
+// Order of loads and stores decides the time of a small call: all that a thread loads, the epoch last, is in flight
+// before the first of it is used.
 
 #include "comm/credits.cuh"
 
@@ -97,13 +99,13 @@ __device__ __forceinline__ void one_shot_of(const Params& p) {
     use.leave();
 }
 
-// What two_shot does with the vectors of each part that one of `threads` threads of a block has before `end`.
+// The steps of two_shot for the vectors of each part that one of `threads` threads of a block has before `end`.
 template <bool WHOLE>
 struct TwoShot {
     const Params& p;
     const u32 threads;
     const u32 stride = gridDim.x * threads;  // to a thread's next vector
-    const u32 results = p.slots.capacity / 2;  // the second half of a sender's slots is for results
+    const u32 results = p.slots.capacity / 2;  // the second half of a sender's slots has the results
     weft::Parts parts;
 
     __device__ __forceinline__ TwoShot(const Params& params, u32 threads) : p(params), threads(threads) {}
@@ -121,7 +123,7 @@ struct TwoShot {
         s.index += count * threads;
     }
 
-    // All from `s` on, where they are loaded already.
+    // All from `s` on; the first are loaded already.
     __device__ __forceinline__ void send(const Use& use, ThreadShare s, u32 end) {
         while (s.at < end) {
             parts.send_all([&](int part, u32 i) { return load_part(part, i); }, use, s);
@@ -196,21 +198,21 @@ __device__ __forceinline__ void two_shot_of(const Params& p) {
     use.leave();
 }
 
-// Use behind use in one launch: while a thread collects the results of one, the next one is under way. And several vectors
-// at once: one after the other, a thread would wait for the memory and not keep the links busy. Small calls do better
-// with fewer registers and less code.
+// Several epochs in one launch: while a thread collects the results of one, the next one is in flight. Each thread
+// takes several vectors at once: one after the other, it would wait for memory and not keep the links busy. Small calls
+// are faster with fewer registers and less code.
 template <bool WHOLE>
 __device__ __forceinline__ void two_shot_rounds_of(const Params& p) {
     weft::begin();
     const u32 workers = blockDim.x - 32;
     TwoShot<WHOLE> steps(p, workers);
-    const weft::CreditWarp steward{p.slots};
+    const weft::CreditWarp credit_warp{p.slots};
     const u32 round = steps.results / workers * steps.stride;
     const u32 uses = (p.vectors + round - 1) / round;
     Use use(p.slots);
 
     if (threadIdx.x >= workers) {
-        if (uses > 1) steward.serve(use.epoch, uses);
+        if (uses > 1) credit_warp.serve(use.epoch, uses);
     } else {
         ThreadShare now;
         u32 epoch = use.epoch, end = min(round, p.vectors);
@@ -222,7 +224,7 @@ __device__ __forceinline__ void two_shot_rounds_of(const Params& p) {
             const ThreadShare ahead(now.at + round, now.index);
             const u32 its_end = min(end + round, p.vectors);
             if (more) {
-                use.lost |= !steward.may_send();
+                use.lost |= !credit_warp.may_send();
                 use.begin(epoch + 1);
                 if (ahead.at < its_end) steps.load_all(ahead.at);
                 steps.send(use, ahead, its_end);
@@ -230,7 +232,7 @@ __device__ __forceinline__ void two_shot_rounds_of(const Params& p) {
             }
             steps.template collect_all<AT_ONCE>(use, now, end);
             if (!more) break;
-            steward.emptied();
+            credit_warp.emptied();
             use.begin(++epoch);
             now = ahead;
             end = its_end;

@@ -1,4 +1,4 @@
-"""How rows are dealt to blocks, and what that needs in memory. Pure functions, no GPU."""
+"""How rows are assigned to blocks, and the workspace. Pure functions, no GPU."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import lru_cache
 from ..device.comm.ll_exchange import BLOCKS, VECTOR, WARP, ExchangeLayout, up
 
 FORMS = ("one_shot", "two_shot")
-CLUSTERS = (1, 2, 4, 8)  #: blocks of a team
+CLUSTERS = (1, 2, 4, 8)  #: blocks that work on a row together
 THREADS = 512  #: the largest block
 MAX_WORLD_SIZE = 8
-MAX_BYTES = 16 << 20  #: of x in one launch; more rows go piece after piece
+MAX_BYTES = 16 << 20  #: of x in one launch; more rows go chunk by chunk
 
 # From how many bytes of x on two_shot is faster: measured on 2 H200, else what all_reduce has.
 _TWO_SHOT_FROM = {
@@ -80,7 +80,7 @@ def choose_all_reduce_rms_norm(
 ) -> AllReduceRmsNormConfig:
     """The configuration for ``rows`` of ``vectors`` vectors each; the same on every rank.
 
-    As many multiprocessors as a cluster can bring together and each has enough to send; clusters of one where there are
+    As many SMs as a cluster can span and each has enough to send; clusters of one where there are
     rows enough. ``num_sms``: blocks at most, or those of one cluster.
     """
     most = min(BLOCKS, num_sms)

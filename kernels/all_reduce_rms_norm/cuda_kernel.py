@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -83,9 +84,9 @@ class AllReduceRmsNormLauncher:
     """This op on one workspace, number of rows, row and dtype: prepared once, launched often.
 
     Args:
-        place: a workspace with room for ``configs.layout_for``; the same call site on every rank.
-        rows, hidden: x is [rows, hidden], 1 or more each; ``supports`` must hold.
-        config: of ``configs.choose``, the same on every rank.
+        place: a workspace with room for ``all_reduce_rms_norm_layout``; the same call site on every rank.
+        rows, hidden: x is [rows, hidden], 1 or more each; ``why_no_norm_kernel`` must be None.
+        config: the same on every rank; if None, that of ``choose_all_reduce_rms_norm``.
 
     Attributes:
         grids: blocks of each launch.
@@ -112,6 +113,7 @@ class AllReduceRmsNormLauncher:
         if not place.layout.holds(needed := all_reduce_rms_norm_layout(rows, vectors, size, config)):
             raise ValueError(f"workspace: is {place.layout}, must hold {needed}")
         self._timeout_ns = 0
+        self._lock = threading.Lock()  # a launch takes what stands in its struct
         self.grids: tuple[int, ...] = ()
         self._pieces: list[tuple[int, Callable[[int], None], _Params]] = []
         for start in range(0, rows, wanted.rows):
@@ -126,25 +128,28 @@ class AllReduceRmsNormLauncher:
             self._pieces.append((start * hidden * dtype.itemsize, ready, params))
 
     def launch(
-        self, x: int, residual: int, weight: int, normed: int, sums: int, timeout_ns: int, stream: int
+        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
-        """``sums`` = the own residual + all_reduce(x), ``normed`` = rms_norm(sums) * the own weight.
+        """``sums`` = the local residual + all_reduce(x), ``normed`` = rms_norm(sums) * the local weight.
 
         Safe to capture in a CUDA graph. The current device must be that of the tensors.
 
         Args:
-            x, residual, weight, normed, sums: addresses of contiguous tensors, multiples of 16; sums may be
-                residual or x.
+            buffer: of no account; there are none.
+            operands: addresses of x, residual and weight; results: of normed and sums. All of contiguous tensors,
+                multiples of 16; sums may be residual or x.
             timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
             stream: a CUstream as an integer.
 
         Raises:
             RuntimeError: the kernel cannot be launched.
         """
-        if timeout_ns != self._timeout_ns:
-            for _, _, params in self._pieces:
-                params.slots.watch.timeout_ns = timeout_ns
-            self._timeout_ns = timeout_ns
-        for start, ready, params in self._pieces:
-            _put_addresses(params, _X, x + start, residual + start, weight, normed + start, sums + start)
-            ready(stream)
+        (x, residual, weight), (normed, sums) = operands, results
+        with self._lock:
+            if timeout_ns != self._timeout_ns:
+                for _, _, params in self._pieces:
+                    params.slots.watch.timeout_ns = timeout_ns
+                self._timeout_ns = timeout_ns
+            for start, ready, params in self._pieces:
+                _put_addresses(params, _X, x + start, residual + start, weight, normed + start, sums + start)
+                ready(stream)

@@ -1,8 +1,8 @@
-"""CPU ranks: two_shot of kernel.cu with flags. Rows are dealt to the ranks; each adds its rows up and sends the totals.
+"""CPU ranks: two_shot of kernel.cu with flags. Each rank owns some rows, adds them up and sends the totals.
 
 Who writes: rank r, the rows of owner q into slot r of q's buffer, then flag 0 of rank r there; then the totals of its
 own rows into slot r of every peer's results, then flag 1. Who waits: each rank, for every peer's flags. Owner q has the
-rows q, q + W, q + 2 W, ...; more rows than a buffer takes go piece after piece. Each rank adds its own residual.
+rows q, q + W, q + 2 W, ...; more rows than a buffer takes go chunk by chunk. Each rank adds its own residual.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...symm_mem.workspace import HostUse, Workspace
 from .reference import rms_norm
 
 OP = "fused_all_reduce_rms_norm"
-PIECE = 4 << 20  #: bytes of x that travel in one use of a buffer
+PIECE = 4 << 20  #: bytes of x that are sent in one epoch of a buffer
 
 
 def _rows(rows: int, row_bytes: int, world_size: int) -> tuple[int, int]:

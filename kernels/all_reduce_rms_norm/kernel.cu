@@ -1,15 +1,17 @@
-// sums = residual + the sum over ranks of x, normed = sums / rms(sums) * weight, row by row, in one kernel.
+// sums = residual + all_reduce(x), normed = sums / rms(sums) * weight, row by row, in one kernel.
 //
-// ll_exchange.cuh has the protocol and its proof. The sum over ranks is taken in float32, in rank order, and rounded, as an
-// all-reduce gives it; every rank adds its own residual, which need not be the others', and norms the rounded sum.
-// The same bits from both forms:
-//   one_shot  every rank sends its rows to all, and does everything for every row.
-//   two_shot  row g * WORLD_SIZE + q of group g belongs to rank q, which adds up the ranks' and sends the total to
-//             all; every rank adds its residual to every row and norms it. A group's rows past the end are zeros: so
-//             every block of every rank hears from every rank.
+// The all-reduce is taken in float32, in rank order, and rounded; every rank adds its own residual, which may differ,
+// and norms the rounded sum. Two forms that give the same bits:
+//   one_shot  every rank sends its rows to all, and computes every row.
+//   two_shot  row g * WORLD_SIZE + q of group g belongs to rank q, which reduces it and sends the total to all; every
+//             rank adds its residual to every row and norms it. A group's rows past the end are zeros, so every block
+//             of every rank receives from every rank.
+// A cluster of CLUSTER blocks computes a row, or a group; chunk j of 32 vectors is one warp's, its sum of squares term
+// j of the row's. Clusters take rows, or groups, round-robin.
 //
-// A row is worked on by a team of CLUSTER blocks; piece j of 32 vectors by one of its warps, and its sum of squares
-// is term j of the row's. Teams take rows, or groups, in turn.
+// Who writes and who waits: LL exchange (ll_exchange.cuh) between ranks, cluster_reduce.cuh inside a cluster.
+// Graph-safe.
+// docs/protocol.md#ll-exchange, #cluster-reduction
 
 #include "comm/ll_exchange.cuh"
 #include "math/cluster_reduce.cuh"
@@ -44,7 +46,7 @@ struct Params {
     float elements;  // of a row
 };
 
-// Where this thread's vectors lie: `piece(v)` among the row's pieces, `at(v)` in the row, `index(v)` in a slot row.
+// Where this thread's vectors lie: `piece(v)` among the row's chunks, `at(v)` in the row, `index(v)` in a slot row.
 struct RowShare {
     u32 first, step, vectors;
 
@@ -150,7 +152,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
             team.gather();
             team.publish(s.piece(v), term);
         }
-        team.meet();
+        team.join();
         float scale[1];
         team.totals(s.pieces(), [&](float squares) { return scale_of(p, squares); }, scale);
 #pragma unroll
@@ -171,7 +173,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
     const u32 first = blockIdx.x / CLUSTER, teams = gridDim.x / CLUSTER;
     const u32 groups = (p.rows + WORLD_SIZE - 1) / WORLD_SIZE;
     const u32 slots = VECTORS * blockDim.x;
-    const u32 results = p.slots.capacity / 2;  // the second half of a sender's slots is for results
+    const u32 results = p.slots.capacity / 2;  // the second half of a sender's slots has the results
 
     uint4 x[VECTORS][WORLD_SIZE];
     auto load = [&](u32 group) {
@@ -225,7 +227,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
         for (int v = 0; v < VECTORS; ++v) {
             float terms[WORLD_SIZE] = {};
             if (s.has(v)) {
-                // The residuals are under way while the totals come.
+                // The residuals are in flight while the totals arrive.
                 uint4 residual[WORLD_SIZE];
 #pragma unroll
                 for (int q = 0; q < WORLD_SIZE; ++q) {
@@ -252,7 +254,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
                 if (s.has(v)) weft::store_vector(vector(p.sums, p, row, s.at(v)), sums[v][q]);
             }
         }
-        team.meet();
+        team.join();
         float scale[WORLD_SIZE];
         team.totals(s.pieces(), [&](float squares) { return scale_of(p, squares); }, scale);
 #pragma unroll

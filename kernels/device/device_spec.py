@@ -1,4 +1,4 @@
-"""What the models of kernels know of a GPU besides its multiprocessors: its memory, in which Hopper's GPUs differ."""
+"""What predictions need to know of a GPU besides its SMs: its memory, in which Hopper's GPUs differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DeviceSpec:
     l2: int
 
 
-H200 = DeviceSpec(4916736, 60 << 20)  #: what constants are fitted to where nothing else is said
+H200 = DeviceSpec(4916736, 60 << 20)  #: constants are fitted to it unless they say otherwise
 H100 = DeviceSpec(3352320, 50 << 20)
 
 

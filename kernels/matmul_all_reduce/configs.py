@@ -1,4 +1,4 @@
-"""How kernel.cu is run, and for which products. Pure functions, no GPU."""
+"""The configuration of kernel.cu, and the matmuls for which it is used. Pure functions, no GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_ROWS = 16
 GROUP = 32  #: columns
 _WARPS = 16
 # Bytes of B, by groups of a strip, up to which the kernel beats cuBLAS with an all-reduce behind it, between 2 H200
-# (bench/results/h200-x2-few-rows.txt): a launch less is worth 2 us, and cuBLAS reads a large B up to 7 % faster.
+# (bench/results/h200-x2-few-rows.txt): one launch less saves 2 us, and cuBLAS reads a large B up to 7 % faster.
 _MOST_BYTES = {1: 96 << 20, 2: 32 << 20}
 
 
@@ -23,14 +23,14 @@ class MatmulAllReduceConfig:
     warps: int = _WARPS
 
     def layout(self, m: int, world_size: int) -> ExchangeLayout:
-        """A workspace that takes products of M rows in one launch."""
+        """A workspace for matmuls of M rows in one launch."""
         return ExchangeLayout(world_size, up(self.groups * m * GROUP // 8, 2 * WARP), self.blocks)
 
 
 def choose_matmul_all_reduce(m: int, n: int, num_sms: int) -> MatmulAllReduceConfig | None:
     """The configuration for A [M, K] and B [K, N]; None if there are too many rows or columns. All ranks choose alike.
 
-    ``num_sms``: blocks at most. They keep their multiprocessors while they wait for a peer.
+    ``num_sms``: blocks at most. They keep their SMs while they wait for a peer.
     """
     all_groups = -(-n // GROUP)
     groups = -(-all_groups // min(BLOCKS, num_sms))
@@ -40,5 +40,5 @@ def choose_matmul_all_reduce(m: int, n: int, num_sms: int) -> MatmulAllReduceCon
 
 
 def few_rows_kernel_is_profitable(config: MatmulAllReduceConfig, n: int, k: int) -> bool:
-    """Whether it is thought to beat a product with an all-reduce behind it, for B [K, N] of 16 bits."""
+    """Whether it is predicted to beat a matmul with an all-reduce behind it, for B [K, N] of 16 bits."""
     return 2 * n * k <= _MOST_BYTES[config.groups]

@@ -1,9 +1,10 @@
-"""Launches kernel.cu, which says what it does."""
+"""Launches kernel.cu."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -65,7 +66,7 @@ def _program(items: tuple[tuple[str, str | int], ...]) -> Program:
 
 
 def matmul_all_reduce_program(items: dict[str, str | int], rank: int, *, dependent: bool = False) -> Program:
-    """kernel.cu for one rank of ``defines``; one for each. ``dependent``: to be launched so (ll_exchange.py)."""
+    """kernel.cu for one rank of ``matmul_all_reduce_defines``. ``dependent``: see ll_exchange.py."""
     return _program((*items.items(), ("RANK", rank), ("DEPENDENT", int(dependent))))
 
 
@@ -81,10 +82,11 @@ class MatmulAllReduceLauncher:
 
     Args:
         place: a workspace with room for ``config.layout``, the same call site on every rank.
-        a, b: examples of the operands, which ``supports`` takes: A [M, K] and B [K, N]. Every launch gets tensors of
-            these sizes, strides and dtype.
+        a, b: examples of the operands, for which ``why_no_few_rows_kernel`` is None: A [M, K] and B [K, N]. Every
+        launch
+            gets tensors of these sizes, strides and dtype.
         reduce_op: "sum" or "avg".
-        config: of ``configs.choose``, the same on every rank.
+        config: of ``configs.choose_matmul_all_reduce``, the same on every rank.
 
     Attributes:
         grids: the blocks of a launch.
@@ -114,6 +116,7 @@ class MatmulAllReduceLauncher:
         p.a_stride, p.b_stride = k if m == 1 else a.stride(0), b.stride(0) if b_rows else b.stride(1)
         p.m, p.n, p.k = m, n, k
         self._timeout_ns, self.grids = 0, (config.blocks,)
+        self._lock = threading.Lock()  # a launch takes what stands in its struct
         items = matmul_all_reduce_defines(a.dtype, layout.world_size, reduce_op, config, b_rows=b_rows)
         early = ll_exchange.dependent()
         function = matmul_all_reduce_program(items, place.rank, dependent=early).function("matmul_all_reduce")
@@ -137,7 +140,8 @@ class MatmulAllReduceLauncher:
             RuntimeError: the kernel cannot be launched.
         """
         p = self._params
-        if timeout_ns != self._timeout_ns:
-            self._timeout_ns = p.slots.watch.timeout_ns = timeout_ns
-        _put_addresses(p, _A, *operands, *results)
-        self._launch(stream)
+        with self._lock:
+            if timeout_ns != self._timeout_ns:
+                self._timeout_ns = p.slots.watch.timeout_ns = timeout_ns
+            _put_addresses(p, _A, *operands, *results)
+            self._launch(stream)

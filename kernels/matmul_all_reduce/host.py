@@ -1,9 +1,9 @@
-"""CPU ranks: partial products leave for the owner of their rows while the next ones are computed; sums come back.
+"""CPU ranks: partial results leave for the owner of their rows while the next ones are computed; sums come back.
 
-Every rank owns a part of the rows. Who writes: rank r computes its partial product for rank q = r+1, r+2, ..., and
-its copy thread puts it into slot r of q's buffer, then sets flag 0 of rank r there; then the sum of its own part into
-slot r of every peer's results, then flag 1. Who waits: each rank, for all flags 0 after its own partial product, for
-all flags 1 at the end. Sums are taken in float32, in rank order: the same bits on every rank.
+Every rank owns a range of rows. Who writes: rank r computes its partial result for rank q = r+1, r+2, ..., and its copy
+thread puts it into slot r of q's buffer, then sets flag 0 of rank r there; then the sum of its own rows into slot r of
+every peer's results, then flag 1. Who waits: each rank, for all flags 0 after its own partial result, for all flags 1
+at the end. Sums are taken in float32, in rank order: the same bits on every rank.
 """
 
 from __future__ import annotations

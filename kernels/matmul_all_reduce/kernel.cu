@@ -1,15 +1,16 @@
 // all_reduce(A @ B) of few rows in one kernel: out [M, N] = the sum over ranks of A_src [M, K] @ B_src [K, N], 16 bits.
 //
-// With up to 16 rows a product takes as long as reading B does, and an all-reduce as long as a launch and a trip to the
-// peers. Here each block has a strip of columns. Its warps share K: each multiplies every WARPS-th 32 of it. There are
-// many, so that as much is on its way from memory as that gives. The warps' sums, in float32, are added in the order of the
-// warps, rounded, and sent to all ranks, which add them up in the order of the ranks, in float32, and round once more: the
-// same bits on all ranks and in all runs.
+// With up to 16 rows a matmul takes as long as reading B, and an all-reduce as long as a launch and a trip to the
+// peers. Each block has a strip of columns. Its warps split K: each takes every WARPS-th 32 of it; there are many, to
+// have as much of B in flight as memory gives. The warps' sums are added in float32 in the order of the warps, rounded,
+// and sent to all ranks, which add them in float32 in rank order and round once more: the same bits on all ranks and in
+// all runs.
 //
-// ll_exchange.cuh has the protocol and its proof.
+// Who writes and who waits: LL exchange (ll_exchange.cuh). Graph-safe. docs/protocol.md#ll-exchange has the proof.
 //
-// The order of k inside of 32 is the lanes' own, the same for A and B: lane 4 g + q takes eight in a row, one vector, of
-// rows g and g + 8 of A and of columns 4 g to 4 g + 3 of B. So it ends with sums of columns 8 q to 8 q + 7: a vector of out.
+// The order of k inside of 32 is chosen for the lanes, the same for A and B: lane 4 g + q takes eight in a row, one
+// vector, of rows g and g + 8 of A and of columns 4 g to 4 g + 3 of B. So it ends with sums of columns 8 q to 8 q + 7:
+// a vector of out.
 
 #include "ptx/barriers.cuh"
 #include "ptx/mma.cuh"

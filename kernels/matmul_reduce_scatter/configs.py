@@ -1,7 +1,8 @@
-"""How matmul_reduce_scatter is run: in one shot or woven, the tile and its order."""
+"""The configuration of matmul_reduce_scatter: which kernel, its tile and tile order."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TypeAlias
@@ -9,24 +10,24 @@ from typing import TypeAlias
 import torch
 
 from ...symm_mem.layout import Layout
-from ..device.device_spec import H200, DeviceSpec
+from ..device.device_spec import H200, DeviceSpec, device_spec_of
 from ..device.gemm import gemm_tiles, one_shot
 from ..device.gemm.one_shot import OneShotConfig
 from ..device.triton.tile_table import TritonTile, count_tiles, pick
 
 # Behind its last tile a block waits for the peers' and adds them up: as long as a main loop of this depth.
 _TAIL_DEPTH = 1800
-# K and rows of a part from which on wide bands are as fast or up to 1.7 % faster; of 512 rows they were 5 % slower.
+# K and rows of a rank from which on wide raster groups are as fast or up to 1.7 % faster; with 512 rows 5 % slower.
 # (Between 2 ranks. Between 4 it is the rows alone: 2 to 4 % faster, in one row of six 2 % slower.)
 _LONG, _TALL = 14336, 2048
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What becomes of the own part of the sum: divided by the number of ranks or not; a ``bias`` [N] and a ``residual``
-    [L, m, N] of the operands' dtype added in float32, if there are; rounded to ``out_dtype``, that of the operands, or
-    kept as it is in float32. ``to_all``: sent to all ranks, for an all-reduce; of the operands' dtype, with nothing
-    added."""
+    """What becomes of the local part of the sum: divided by the number of ranks or not; a ``bias`` [N] and a
+    ``residual`` [L, m, N] of the operands' dtype added in float32, if there are; rounded to ``out_dtype``, that of the
+    operands, or kept as it is in float32. ``to_all``: sent to all ranks, for an all-reduce; of the operands' dtype,
+    with nothing added."""
 
     out_dtype: torch.dtype
     average: bool = False
@@ -37,40 +38,22 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class MatmulReduceScatterConfig:
-    """``group_m`` rows of tiles are walked together."""
+    """``group_m``: rows of tiles in a raster group."""
 
     tile: TritonTile
     group_m: int
 
 
-def choose_matmul_reduce_scatter(
-    m: int, n: int, k: int, world_size: int, dtype: torch.dtype, num_sms: int, batches: int = 1
-) -> MatmulReduceScatterConfig:
-    """The configuration for A [L, W, m, K] and B [K, N]. A pure function: all ranks choose alike."""
-    tile = pick(batches * world_size, m, n, dtype, num_sms, tail=_TAIL_DEPTH / k)
-    return MatmulReduceScatterConfig(tile, 4)
-
-
-def scatter_flags_per_rank(m: int, n: int, config: MatmulReduceScatterConfig, batches: int = 1) -> int:
-    """Flags that one rank sets in a peer's workspace in one use: one for each tile."""
-    return count_tiles(config.tile, batches, m, n)
-
-
-def tiled_scatter_layout(
-    m: int, n: int, dtype: torch.dtype, world_size: int, config: MatmulReduceScatterConfig, batches: int = 1
-) -> Layout:
-    """The workspace of results [L, m, N]: a buffer holds ``[W, L, m, N]``."""
-    size = world_size * batches * m * n * dtype.itemsize
-    return Layout(world_size, scatter_flags_per_rank(m, n, config, batches), size)
-
-
 @dataclass(frozen=True)
 class ScatterPushConfig:
-    """How the kernel that sends by itself (kernel.cu) is run.
+    """The configuration of kernel.cu.
 
-    ``band`` pairs of rows of tiles are walked together; own rows follow those for the peers in chunks of ``band`` rows
-    of tiles. ``staged``: finished parts for peers wait in local memory until a warp of their block has sent them; else
-    those who multiply send them. ``split_n``: ranks have columns of B of their own, not rows of A.
+    Attributes:
+        raster_group: pairs of rows of tiles in a raster group; local rows follow those for the peers in chunks of as
+            many rows of tiles.
+        staged: accumulator fragments for peers are staged in local memory, from where a warp of the block sends them;
+            else the compute warpgroups send them.
+        split_n: ranks own columns of B, not rows of A.
     """
 
     tile: gemm_tiles.Tile
@@ -81,9 +64,10 @@ class ScatterPushConfig:
 
 @dataclass(frozen=True)
 class MatmulReduceScatterProblem:
-    """A [L, W, m, K] and B [K, N] of 16 bits, with ``batches`` L, or with ``split_n`` A [m, K] and B [K, W * N].
+    """A [L, W, m, K] and B [K, N], with ``batches`` L; with ``split_n`` A [m, K] and B [K, W * N]; with ``to_all``, of
+    an all-reduce, A [m, K] and B [K, N]. What is estimated is estimated for 16 bits.
 
-    ``num_sms``: multiprocessors, of a ``chip``.
+    ``num_sms``: SMs to use, of a device as in ``spec``.
     """
 
     m: int
@@ -93,35 +77,99 @@ class MatmulReduceScatterProblem:
     num_sms: int
     batches: int = 1
     split_n: bool = False
+    to_all: bool = False
     spec: DeviceSpec = H200
 
     @property
     def rows(self) -> int:
         """Of A."""
-        return self.world_size * self.batches * self.m
+        return self.m if self.to_all else self.world_size * self.batches * self.m
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Rows of a batch that a rank sums. With ``to_all`` the last ranks may have fewer."""
+        return -(-self.m // self.world_size) if self.to_all else self.m
 
     @property
     def moved(self) -> int:
         """Bytes that a rank sends."""
-        return (self.world_size - 1) * self.batches * self.m * self.n * 2
+        return (self.world_size - 1) * (1 + self.to_all) * self.batches * self.rows_per_rank * self.n * 2
+
+
+@dataclass(frozen=True, eq=False)
+class ScatterKernelCall:
+    """What a kernel is called with.
+
+    Attributes:
+        a: [L, W, m, K]; with ``split_n`` [1, 1, m, K]; with ``epilogue.to_all`` [M, K].
+        b: [K, N]; with ``split_n`` [K, W * N]. Both begin at multiples of 16 bytes.
+        num_sms: SMs that it may use.
+        epilogue: what becomes of the sum.
+        terms: the bias and the residual that the epilogue names; when it is launched contiguous, from multiples of 16
+            bytes on.
+        split_n: ranks have columns of B of their own, not rows of A.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    num_sms: int
+    epilogue: Epilogue
+    terms: Sequence[torch.Tensor] = ()
+    split_n: bool = False
+
+    def columns(self, world_size: int) -> int:
+        """Of a rank's result."""
+        return self.b.shape[1] // world_size if self.split_n else self.b.shape[1]
+
+    def problem(self, world_size: int) -> MatmulReduceScatterProblem:
+        *batched, m, k = self.a.shape
+        return MatmulReduceScatterProblem(
+            *(m, self.columns(world_size), k, world_size, self.num_sms),
+            batches=batched[0] if batched else 1,
+            split_n=self.split_n,
+            to_all=self.epilogue.to_all,
+            spec=device_spec_of(self.b.device),
+        )
 
 
 FusedConfig: TypeAlias = ScatterPushConfig | OneShotConfig  # of 16 bits
 AnyConfig: TypeAlias = FusedConfig | MatmulReduceScatterConfig
 
 
-def push_config(
-    tile: gemm_tiles.Tile, m: int, n: int, k: int, world_size: int, num_sms: int, *, split_n: bool = False
-) -> ScatterPushConfig:
-    """That of a tile, for ``m`` rows of a rank. A band is a wave of tiles, so what an own tile waits for was computed a
+def choose_matmul_reduce_scatter(
+    problem: MatmulReduceScatterProblem, dtype: torch.dtype
+) -> MatmulReduceScatterConfig:
+    """The configuration of the Triton kernel. A pure function: all ranks choose alike."""
+    p = problem
+    tile = pick(p.batches * p.world_size, p.m, p.n, dtype, p.num_sms, tail=_TAIL_DEPTH / p.k)
+    return MatmulReduceScatterConfig(tile, 4)
+
+
+def scatter_flags_per_rank(m: int, n: int, config: MatmulReduceScatterConfig, batches: int = 1) -> int:
+    """Flags that one rank sets in a peer's workspace in one use: one for each tile."""
+    return count_tiles(config.tile, batches, m, n)
+
+
+def tiled_scatter_layout(
+    config: MatmulReduceScatterConfig, problem: MatmulReduceScatterProblem, dtype: torch.dtype
+) -> Layout:
+    """The workspace of results [L, m, N]: a buffer holds ``[W, L, m, N]``."""
+    p = problem
+    size = p.world_size * p.batches * p.m * p.n * dtype.itemsize
+    return Layout(p.world_size, scatter_flags_per_rank(p.m, p.n, config, p.batches), size)
+
+
+def push_config(tile: gemm_tiles.Tile, problem: MatmulReduceScatterProblem) -> ScatterPushConfig:
+    """That of a tile. A band is a wave of tiles, so what an own tile waits for was computed a
     wave before; of long products, which hide what is sent, it is wide: all of B is read once a band. Parts are staged:
     only of very long products with few rows it was faster to send them from registers."""
-    raster_group = max(round(num_sms / 2 / -(-n // tile.block_n)), 2)
-    if m >= _TALL and world_size > 2:
+    raster_group = max(round(problem.num_sms / 2 / -(-problem.n // tile.block_n)), 2)
+    tall = problem.batches * problem.rows_per_rank >= _TALL
+    if tall and problem.world_size > 2:
         raster_group *= 2
-    elif m >= _TALL and k >= _LONG:
+    elif tall and problem.k >= _LONG:
         raster_group = 8
-    return ScatterPushConfig(tile, min(raster_group, 8), staged=True, split_n=split_n)
+    return ScatterPushConfig(tile, min(raster_group, 8), staged=True, split_n=problem.split_n)
 
 
 def choose_scatter_push(problem: MatmulReduceScatterProblem) -> ScatterPushConfig:
@@ -144,7 +192,7 @@ def estimate_one_shot_scatter_us(problem: MatmulReduceScatterProblem) -> float:
 
 
 def rank_scatter_kernels(problem: MatmulReduceScatterProblem) -> list[tuple[float, FusedConfig]]:
-    """All candidates of both kernels with the microseconds that they are thought to take, the fastest first.
+    """All candidates of both kernels with their predicted microseconds, the fastest first.
 
     A pure function: all ranks choose alike.
     """
@@ -155,31 +203,26 @@ def rank_scatter_kernels(problem: MatmulReduceScatterProblem) -> list[tuple[floa
     return sorted(ranked, key=itemgetter(0))
 
 
-def scatter_layout(
-    m: int, n: int, config: FusedConfig, world_size: int, num_sms: int, batches: int = 1
-) -> Layout | None:
+def scatter_layout(config: FusedConfig, problem: MatmulReduceScatterProblem) -> Layout | None:
     """The workspace; None of a OneShotConfig, which has one of its own."""
-    if isinstance(config, OneShotConfig):
-        return None
-    return scatter_push_layout(m, n, config, world_size, num_sms, batches)
+    return None if isinstance(config, OneShotConfig) else scatter_push_layout(config, problem)
 
 
 def scatter_is_profitable(problem: MatmulReduceScatterProblem) -> bool:
-    """Whether the better of both kernels is thought to beat a product and a reduce-scatter behind it."""
+    """Whether the better of both kernels is predicted to beat a matmul and a reduce-scatter behind it."""
     fused, _ = rank_scatter_kernels(problem)[0]
     return fused < gemm_tiles.unfused_us(problem.rows, problem.n, problem.k, problem.moved, problem.spec)
 
 
 def rank_scatter_pushes(problem: MatmulReduceScatterProblem) -> list[tuple[float, ScatterPushConfig]]:
-    """All candidates with the microseconds that ``estimate_push_us`` gives them, the fastest first."""
+    """All candidates with the microseconds that ``estimate_scatter_push_us`` predicts, the fastest first."""
     n, k, size = problem.n, problem.k, problem.world_size
     tiles = gemm_tiles.suited(problem.rows, n, k, size, spec=problem.spec)
-    parts = problem.batches * problem.m, n, k, size, problem.num_sms
-    candidates = [push_config(tile, *parts, split_n=problem.split_n) for tile in tiles]
+    candidates = [push_config(tile, problem) for tile in tiles]
     return sorted(((estimate_scatter_push_us(c, problem), c) for c in candidates), key=itemgetter(0))
 
 
-# How much longer products of 64 x 256 take beside what is sent than gemm_tiles.py says, whose figure is older: measured
+# How much longer tiles of 64 x 256 take beside the sending than gemm_tiles.py says, whose figure is older: measured
 # with one rank of 4 alone. (Between two that file has one of its own.)
 _OF_64_ROWS = 1.02
 
@@ -187,13 +230,13 @@ _OF_64_ROWS = 1.02
 def estimate_scatter_push_us(config: ScatterPushConfig, problem: MatmulReduceScatterProblem) -> float:
     """Microseconds; the constants are fitted to measurements on 2 and on 4 H200.
 
-    Sending begins behind the first tile's main loop, and it and the products hinder each other. A launch between more
-    than two has not been measured with kernels whose parts announce themselves: it is what one rank of 4 alone takes,
+    Sending begins behind the first tile's main loop, and it and the matmul slow each other down. A launch between more
+    than two has not been measured with the LL protocol: it is what one rank of 4 alone takes,
     8 us (bench/results/h200-x1-scatter.txt), and 7 for what shows only between ranks. That is a guess: with flags it
     was 11 to 18; between two, where it was 10 to 14 with flags, it is 3.5.
     """
     tile, n, k, world_size = config.tile, problem.n, problem.k, problem.world_size
-    rows = world_size * _rows(problem.m, config, problem.batches)
+    rows = world_size * _tile_rows(config, problem)
     feels = 0.1 if world_size == 2 else 0.2
     product = product_beside_us(tile, rows, n, k, problem.num_sms, feels=feels)
     if world_size > 2 and tile.block_m == 64:
@@ -208,34 +251,22 @@ def estimate_scatter_push_us(config: ScatterPushConfig, problem: MatmulReduceSca
 def product_beside_us(
     tile: gemm_tiles.Tile, rows: int, n: int, k: int, num_sms: int, *, feels: float
 ) -> float:
-    """Microseconds of the products alone, as long as they take beside what is sent and received, which tiles feel that
+    """Microseconds of the matmul alone, as long as it takes beside communication, which slows tiles down that
     load more: so much for twice the loads. ``rows``: of tiles, in all."""
     return gemm_tiles.estimate_us(tile, rows, [n], k, num_sms) * tile.felt(feels)
 
 
-def scatter_push_layout(
-    m: int,
-    n: int,
-    config: ScatterPushConfig,
-    world_size: int,
-    num_sms: int,
-    batches: int = 1,
-    *,
-    to_all: bool = False,
-) -> Layout:
+def scatter_push_layout(config: ScatterPushConfig, problem: MatmulReduceScatterProblem) -> Layout:
     """The workspace: a buffer has a slot for each peer, whole tiles; ``to_all``: and as many for their sums. What is
     staged are a tile's two parts for each block."""
-    slots = (world_size - 1) * (1 + to_all)
-    receive_buffer = slots * _tiles(m, n, config, batches) * 2 * config.tile.part_bytes
-    staging = num_sms * 2 * config.tile.part_bytes if config.staged else 0
-    return Layout(world_size, 0, receive_buffer, ll_protocol=True, staging_bytes=staging)
+    tile, slots = config.tile, (problem.world_size - 1) * (1 + problem.to_all)
+    tiles = _tile_rows(config, problem) * -(-problem.n // tile.block_n)
+    receive_buffer = slots * tiles * 2 * tile.part_bytes
+    staging = problem.num_sms * 2 * tile.part_bytes if config.staged else 0
+    return Layout(problem.world_size, 0, receive_buffer, ll_protocol=True, staging_bytes=staging)
 
 
-def _rows(m: int, config: ScatterPushConfig, batches: int) -> int:
+def _tile_rows(config: ScatterPushConfig, problem: MatmulReduceScatterProblem) -> int:
     """Rows of tiles for one rank; with ``split_n`` in whole pairs."""
-    rows = batches * -(-m // config.tile.block_m)
+    rows = problem.batches * -(-problem.rows_per_rank // config.tile.block_m)
     return rows + rows % 2 if config.split_n else rows
-
-
-def _tiles(m: int, n: int, config: ScatterPushConfig, batches: int) -> int:
-    return _rows(m, config, batches) * -(-n // config.tile.block_n)

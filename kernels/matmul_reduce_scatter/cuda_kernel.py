@@ -1,4 +1,4 @@
-"""Launches kernel.cu, which says what it does."""
+"""Launches kernel.cu."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..device.gemm import gemm
 from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
 from ..device.gemm.tensor_map import Maps, TensorMap, put_map
 from ..device.jit.program import WaitParams
-from .configs import Epilogue, ScatterPushConfig, scatter_push_layout
+from .configs import Epilogue, MatmulReduceScatterProblem, ScatterPushConfig, scatter_push_layout
 
 SOURCE = Path(__file__).parent / "kernel.cu"
 
@@ -72,11 +72,11 @@ class MatmulReduceScatterPush:
     """This op on one problem and one workspace: prepared once, launched often.
 
     Args:
-        workspace: with room for ``configs.push_layout``, the same call site on every rank.
+        workspace: with room for ``configs.scatter_push_layout``, the same call site on every rank.
         a, b: examples of the operands: A [L, W, m, K], or [1, 1, M, K] with ``epilogue.to_all``, and B [K, N]; with the
             configuration's ``split_n`` [1, 1, m, K] and [K, W * N]. Every launch gets tensors of these sizes, strides
             and dtype.
-        config: of ``configs.choose_push``, the same on every rank.
+        config: of ``configs.choose_scatter_push``, the same on every rank.
         epilogue: what becomes of the sum. Every launch gets the bias and the residual that it names, contiguous.
         num_sms: blocks to launch at most. As many must find an SM each.
 
@@ -95,15 +95,14 @@ class MatmulReduceScatterPush:
         num_sms: int,
     ) -> None:
         (batches, _, rows, k), dtype, tile = a.shape, a.dtype, config.tile
-        size, to_all = workspace.world_size, epilogue.to_all
+        size, layout = workspace.world_size, workspace.layout
         of_one = b[:, : b.shape[1] // size] if config.split_n else b
         n, whole = of_one.shape[1], is_whole([of_one], tile)
-        m = -(-rows // size) if to_all else rows
-        wanted, layout = (
-            scatter_push_layout(m, n, config, size, num_sms, batches, to_all=to_all),
-            workspace.layout,
+        problem = MatmulReduceScatterProblem(
+            *(rows, n, k, size, num_sms, batches), split_n=config.split_n, to_all=epilogue.to_all
         )
-        if not layout.holds(wanted):
+        m = problem.rows_per_rank
+        if not layout.holds(scatter_push_layout(config, problem)):
             raise ValueError(f"workspace: {layout} is too small for results of {batches} x {m} x {n} {dtype}")
         self.workspace = workspace
         self._a = Maps(boxes_of_rows(dtype, tuple(a.shape), a.stride(), tile))
@@ -127,7 +126,7 @@ class MatmulReduceScatterPush:
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
-        """A whole use of the buffer, from the addresses of A, B and what the epilogue adds, to that of out [L, m, N]
+        """A whole epoch of the buffer, from the addresses of A, B and what the epilogue adds, to that of out [L, m, N]
         ([M, N] with ``epilogue.to_all``), contiguous.
 
         ``stream``: a CUstream as an integer.

@@ -1,8 +1,8 @@
-"""CPU ranks: partial products leave through a copy thread while the next ones are computed; the own one comes last.
+"""CPU ranks: partial results leave through a copy thread while the next ones are computed; the local one comes last.
 
-Who writes: rank r computes its partial product for rank d = r+1, r+2, ... and its copy thread puts it into slot r of
+Who writes: rank r computes its partial result for rank d = r+1, r+2, ... and its copy thread puts it into slot r of
 d's buffer, then sets flag 0 of rank r there. Who waits: d, for all flags, after it has computed its own partial
-product. The sum is taken in float32, in rank order, and bias and residual are added to it.
+result. The sum is taken in float32, in rank order, and bias and residual are added to it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def host_matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum over ranks of the partial products meant for this one.
+    """The sum over ranks of the partial results for this one.
 
     Args:
         parts: for each rank the factors of what it shall own: [rows, K] and [K, n].

@@ -1,38 +1,23 @@
-// reduce_scatter(A @ B) in one kernel that sends each tile where it is summed.
+// reduce_scatter(A @ B) in one kernel that sends each tile to the rank that sums it.
 //
 // Computes out = sum over ranks src of A_src[:, rank] @ B_src: A [L, W, m, K] (L: the product of the dimensions before
-// the one that is scattered, W: the ranks), B [K, N], out [L, m, N]. Products are summed in float32 and rounded to A's
-// dtype once to be sent; the W partial results are summed in float32 in the order of the ranks and rounded once to A's
-// dtype, or with OUT_FLOAT32 not at all. Before that the own rows get, if there are BIAS and RESIDUAL, a row of N numbers
-// and a matrix [L, m, N], both of A's dtype.
+// the one that is scattered, W: the ranks), B [K, N], out [L, m, N]. Partial results are rounded to A's dtype once to
+// be sent, summed in float32 in rank order, and rounded once to A's dtype, or with OUT_FLOAT32 not at all. Before that
+// BIAS adds a row of N numbers and RESIDUAL a matrix [L, m, N], both of A's dtype. With SPLIT_N rank r owns the N
+// columns of B from N r on: A [1, 1, m, K], B [K, W N]. With ALL_REDUCE the sums go to all ranks, rounded, and out is
+// [M, N] on each: A [1, 1, M, K], of which rank r owns the m rows from r m on, as far as there are.
 //
-// With SPLIT_N rank r's part are the N columns of B from N r on: A [1, 1, m, K], B [K, W N].
-//
-// With ALL_REDUCE the own part of the sum goes to all ranks, rounded, and out is [M, N] on each: A [1, 1, M, K], of which
-// rank r's rows are the m from r m on, as far as there are. L is 1 there, and sums have A's dtype.
-//
-// Who writes: a tile for rank dst leaves in two parts, one of each multiplying warpgroup, into dst's buffer, viewed
-// [W - 1][tiles][2][PART_BYTES] (the sender's slot: its rank, less one behind dst). A part lies there as its threads hold
-// it: the same thread of the same warpgroup adds it up. Either they store it there from their registers; or, with
-// STAGING, in a place of their own in local memory, and warp 1 or 2 copies it while they multiply the next tile: a
-// store that waits for the link then holds up no products. Its vectors announce themselves: there is no flag. Before the
-// first store, done(buffer)[p] >= e - 1 was seen of every peer p.
-// Sums for all ranks travel in the same way, into as many slots behind those. A warpgroup whose wait has expired
-// sends none, nor anything after it: what it has added up is worth nothing.
-// (Ordinary stores: where bulk copies wait for a link, what the same SM loads for its products waits behind them.)
-// Who waits: each thread of a multiplying warpgroup with its part of an own tile in registers, for the vectors that the same
-// thread has of it at every peer. With ALL_REDUCE also a step later, for the peers' sums of the tiles that have the index of
-// that one: they come in the same step of the peers' order. Who has taken a vector empties its place.
-// Use e = EPOCH[buffer] + 1 is read when the kernel starts; the last block that has emptied its places ends the use
-// (weft::leave). So whoever has seen done(buffer)[p] >= e - 1 finds p's buffer empty: it was at first, and each use takes
-// all that is sent for it.
-//
-// Order: chunks of tiles for the peers, the own ones a chunk behind (order.cuh). What a block waits for, a peer's block
-// computes in the same step of its order or an earlier one, and waits only for what is due in earlier ones itself. So the
-// kernels of all ranks come to their end if all their blocks are resident together: launch no more blocks than there are
-// SMs to be had.
+// Who writes: a tile for rank dst leaves as two accumulator fragments, one of each compute warpgroup, into dst's buffer
+// [W - 1][tiles][2][PART_BYTES] (slot: the sender's rank, less one behind dst), by the LL protocol: there are no flags.
+// The warpgroup stores it from its registers, or with STAGING into local memory, from where warp 1 or 2 copies it while
+// the next tile is computed. With ALL_REDUCE sums travel in the same way, into as many slots behind those.
+// Who waits: senders, for done(buffer)[p] >= e - 1 of every peer; each thread of a compute warpgroup, for the same
+// thread's vectors of a local tile of every peer, with ALL_REDUCE a step later for the peers' sums. It resets the slots
+// it has read. Warp 3 of the last block ends the epoch (weft::leave). Graph-safe.
+// Blocks wait for other ranks' blocks: all of a launch must be resident, no more than there are SMs.
+// docs/protocol.md#matmul--reduce-scatter has the proof; order.cuh the order of the tiles.
 
-// Of a thread; what is copied, and what comes, is on its way in them.
+// Per thread; data that is copied, and data that arrives, passes through them.
 #define SERVE_REGISTERS 56
 #define MULTIPLY_REGISTERS 224
 #include "gemm/gemm.cuh"
@@ -49,11 +34,11 @@ using weft::u8;
 namespace {
 
 constexpr u32 PART = weft::PART_BYTES / 16;  // vectors
-constexpr u64 RATE = 356;  // bytes a nanosecond that leave: what the links take at most
-// Which of s.counts: parts that a multiplying warpgroup has staged, and parts of its that have been sent.
+constexpr u64 RATE = 356;  // bytes per nanosecond that leave: what the links carry at most
+// Which of s.counts: fragments that a compute warpgroup has staged, and those of them that have been sent.
 constexpr int STAGED = 0, SENT = 2;
-constexpr int TAKEN = 4;  // whether one takes nothing from the buffer any more
-constexpr int MISSED = 6;  // 1 + the place of a vector that has not come in time
+constexpr int TAKEN = 4;  // whether a warpgroup takes nothing from the buffer any more
+constexpr int MISSED = 6;  // 1 + the place of a vector whose wait has expired
 constexpr int ORDER = 7;  // where the order stands among them
 
 #if OUT_FLOAT32
@@ -71,11 +56,11 @@ struct Params {
     weft::TensorMap b;
     weft::WaitParams watch;
     weft::BufferWords buffer;
-    uint4* receive_buffer;  // the own buffer
+    uint4* receive_buffer;  // the local buffer
     uint4* staging;  // [blocks][2][PART], if there is any
     Out* out;  // [L, m, N]
     int batches, m, n, k;
-    int raster_group;  // pairs of rows of tiles walked together, and rows of a chunk
+    int raster_group;  // pairs of rows of tiles in a raster group, and rows of a chunk
     float scale;  // of the sum: 1, or that of an average
     const u16* bias;  // [N]
     const u16* residual;  // [L, m, N]
@@ -91,19 +76,20 @@ __device__ __forceinline__ int rows_from(const Params& p, int rank, int row) {
     return (ALL_REDUCE ? min(p.m, p.total - rank * p.m) : p.m) - row;
 }
 
-// The place of a part that `src` sends to rank `at`: of vectors from the begin of a buffer. Sums stand behind all others.
+// The place of a fragment that `src` sends to rank `at`, in vectors from a buffer's begin. Sums stand behind all
+// others.
 __device__ __forceinline__ u32 place_of(const Order& order, const Tile& t, int part, int src, int at) {
     const int slot = src - (src > at) + (t.dst == src ? WORLD_SIZE - 1 : 0);
     return ((slot * order.each() + t.index) * 2 + part) * PART;
 }
 
-// Whose vector comes to lie at a place of rank `at`: the inverse.
+// The sender of the vector at a place of rank `at`: the inverse.
 __device__ __forceinline__ int sender_of(const Order& order, u32 place, int at) {
     const int peer = place / (2 * order.each() * PART) % (WORLD_SIZE - 1);
     return peer + (peer >= at);
 }
 
-// Where this rank's part of tile t for `dst` goes.
+// Where this rank's fragment of tile t goes at `dst`.
 __device__ __forceinline__ uint4* at_peer(const Params& p, const Order& order, const Tile& t, int part, int dst) {
     return weft::on_rank(p.receive_buffer, p.watch, p.buffer, dst) + place_of(order, t, part, p.watch.rank, dst);
 }
@@ -112,7 +98,7 @@ __device__ __forceinline__ weft::ReceiveBuffer receive_buffer(const Params& p, c
     return {p.watch, p.receive_buffer, s.counts + MISSED};
 }
 
-// What this rank sends of tile t: to the peer that it is for, or its sum to all of them.
+// The receivers of tile t: the peer that it is for, or of a sum all peers.
 template <typename Send>
 __device__ __forceinline__ void to_receivers(const Params& p, const Tile& t, const Send& send) {
     if (!ALL_REDUCE || t.dst != p.watch.rank) {
@@ -136,7 +122,7 @@ __device__ __forceinline__ uint4* staged(const Params& p, int warpgroup) {
     return p.staging + (2 * blockIdx.x + warpgroup) * PART;
 }
 
-// Warps 1 and 2: what their warpgroup stages, to the peers.
+// Warps 1 and 2: send to the peers what their warpgroup has staged.
 __device__ __forceinline__ void push(
     const Params& p, const weft::Shared& s, const Order& order, int warpgroup, u32 use) {
     const int lane = threadIdx.x % 32;
@@ -145,10 +131,10 @@ __device__ __forceinline__ void push(
         if (lane == 0) weft::set_count(sent, weft::NOTHING);
         return;
     }
-    constexpr int AHEAD = 8;  // vectors of a lane, on their way at once
+    constexpr int AHEAD = 8;  // vectors of a lane, in flight at once
     static_assert(PART % (32 * AHEAD) == 0);
     const uint4* from = staged(p, warpgroup) + lane;
-    weft::SharedTokenBucket pace(p.watch, p.buffer, AHEAD * 32 * 16, RATE);
+    weft::SharedTokenBucket limiter(p.watch, p.buffer, AHEAD * 32 * 16, RATE);
     for (int step = next_sent(p, s, order, weft::first_step()); step < order.steps();) {
         const Tile t = order.tile(p, step, s.block);
         step = next_sent(p, s, order, step + weft::stride());
@@ -158,53 +144,53 @@ __device__ __forceinline__ void push(
             return;
         }
         const int receivers = ALL_REDUCE && t.dst == p.watch.rank ? WORLD_SIZE - 1 : 1;
-        pace.ask(receivers);
+        limiter.ask(receivers);
 #pragma unroll 1
         for (u32 first = 0; first < PART; first += 32 * AHEAD) {
             uint4 v[AHEAD];
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) v[i] = __ldcg(from + first + 32 * i);
-            pace.wait();
-            if (first + 32 * AHEAD < PART) pace.ask(receivers);
+            limiter.wait();
+            if (first + 32 * AHEAD < PART) limiter.ask(receivers);
             to_receivers(p, t, [&](int dst) {
                 uint4* to = at_peer(p, order, t, warpgroup, dst) + lane + first;
 #pragma unroll
                 for (int i = 0; i < AHEAD; ++i) to[32 * i] = v[i];
             });
         }
-        // The pace has brought all lanes together behind their last loads.
+        // The limiter's __syncwarp came behind all lanes' last loads.
         if (lane == 0) weft::set_count(sent, weft::read_count(sent) + 1);
         __syncwarp();
     }
 }
 
-// `count`: parts of this warpgroup that are staged; NOTHING: it stages no more. To the warp that sends them.
+// To the warp that sends for this warpgroup: `count` fragments are staged; NOTHING: no more will be.
 __device__ __forceinline__ void tell(const weft::Shared& s, int warpgroup, u32 count) {
     weft::sync_warpgroup(warpgroup);
     if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + STAGED + warpgroup, count);
 }
 
-// A multiplying warpgroup's part of a tile, on its way to those that it is for.
+// Sends or stages a compute warpgroup's fragment of a tile.
 __device__ __forceinline__ void send(
     const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 use, u32& sent,
     const float (&sums)[weft::SUMS]) {
     if (sent == weft::NOTHING) return;
     if constexpr (STAGING) {
-        weft::wait_count(s.counts + SENT + warpgroup, sent);  // its place has been read
+        weft::wait_count(s.counts + SENT + warpgroup, sent);  // the staging memory has been read
         weft::store_part(staged(p, warpgroup), sums);
         tell(s, warpgroup, ++sent);
     } else {
-        // Warps may see different things around a deadline: each sends all, or nothing.
+        // Warps may differ around a deadline: each sends everything, or nothing.
         if (sent == 0) sent = weft::may_send(p.watch, p.buffer, use) ? 1 : weft::NOTHING;
         if (sent == weft::NOTHING) return;
         weft::store_part(at_peer(p, order, t, warpgroup, t.dst), sums);
     }
 }
 
-// Warp 0: what the multiplying warpgroups work on.
+// Warp 0: loads the operands of the compute warpgroups.
 __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, const Order& order) {
     const int depth = (p.k + weft::BK - 1) / weft::BK;
-    weft::PipelineState<STAGES> turn;
+    weft::PipelineState<STAGES> state;
     for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
         const Tile t = order.tile(p, step, s.block);
         // A step without a tile for this block, and rows past the end of a part, are loaded all the same.
@@ -214,19 +200,19 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
         const weft::Rows rows{t.row * BM, SPLIT_N ? 0 : t.dst, t.batch};
 #endif
         const int column = (SPLIT_N ? t.dst * p.n : 0) + t.column * BN;
-        for (int i = 0; i < depth; ++i) weft::load_stage(s, turn, p.a, rows, p.b, column, i * weft::BK);
+        for (int i = 0; i < depth; ++i) weft::load_stage(s, state, p.a, rows, p.b, column, i * weft::BK);
     }
-    weft::drain(s, turn);
+    weft::drain(s, state);
 }
 
-// A multiplying warpgroup takes nothing from the buffer any more.
+// A compute warpgroup takes nothing from the buffer any more.
 __device__ __forceinline__ void have_taken(const weft::Shared& s, int warpgroup) {
     weft::sync_warpgroup(warpgroup);
     if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + TAKEN + warpgroup, 1);
 }
 
-// Warp 3: reports the first vector that does not come in time, and ends the use when all are taken.
-__device__ __forceinline__ void attend(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
+// Warp 3: reports the first vector whose wait has expired, and ends the epoch when all are taken.
+__device__ __forceinline__ void report_and_leave(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
     if (threadIdx.x % 32 != 0) return;
     for (bool told = false, over = false; !over; __nanosleep(100)) {
         over = weft::read_count(s.counts + TAKEN) != 0 && weft::read_count(s.counts + TAKEN + 1) != 0;
@@ -240,8 +226,8 @@ __device__ __forceinline__ void attend(const Params& p, const weft::Shared& s, c
     weft::leave(p.watch, p.buffer, use);
 }
 
-// To a warpgroup's part of an own tile, those of all peers, as they come; whether they have. As many loads at once as there
-// are registers for: each trip keeps the tensor cores waiting for half a microsecond and more.
+// Adds all peers' fragments to a warpgroup's one of a local tile. False: a wait has expired. As many loads in flight as
+// there are registers for: each trip keeps the tensor cores waiting for half a microsecond and more.
 __device__ __forceinline__ bool add_parts(
     const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup,
     float (&sums)[weft::SUMS]) {
@@ -267,8 +253,8 @@ __device__ __forceinline__ bool add_parts(
     return there;
 }
 
-// A multiplying warpgroup's part of an own tile: the peers' are added to it, and the sum goes to `out`, and on its way.
-// `last`: no tile follows.
+// Finishes a compute warpgroup's fragment of a local tile: adds the peers', stores the sum to `out`, with ALL_REDUCE
+// sends it. `last`: no tile follows.
 __device__ __forceinline__ void finish(
     const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 use, bool last,
     u32& sent, float (&sums)[weft::SUMS]) {
@@ -288,7 +274,7 @@ __device__ __forceinline__ void finish(
     });
 }
 
-// If an own tile came at `step`: from every peer the sum of the tile with its index, to its rows.
+// If the tile of `step` was local: receives from every peer the sum of the tile with the same index, and stores it.
 __device__ __forceinline__ void take_sums(
     const Params& p, const weft::Shared& s, const Order& order, int step, int warpgroup) {
     if (step < 0) return;
@@ -321,17 +307,17 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         weft::warpgroup_reg_dealloc<SERVE_REGISTERS>();
         if (role == 0) load(p, s, order);
         if (STAGING && (role == 1 || role == 2)) push(p, s, order, role - 1, use);
-        if (role == 3) attend(p, s, order, use);
+        if (role == 3) report_and_leave(p, s, order, use);
     } else {
         weft::warpgroup_reg_alloc<MULTIPLY_REGISTERS>();
         const int depth = (p.k + weft::BK - 1) / weft::BK;
-        weft::PipelineState<STAGES> turn;
+        weft::PipelineState<STAGES> state;
         u32 sent = 0;
         int step = weft::first_step();
         for (; step < order.steps(); step += weft::stride()) {
             const Tile t = order.tile(p, step, s.block);
             float sums[weft::SUMS];
-            weft::multiply(s, turn, warpgroup, depth, sums);
+            weft::multiply(s, state, warpgroup, depth, sums);
             if (t.inside && t.dst != p.watch.rank) send(p, s, order, t, warpgroup, use, sent, sums);
             const bool last = step + weft::stride() >= order.steps();
             if (t.inside && t.dst == p.watch.rank) finish(p, s, order, t, warpgroup, use, last, sent, sums);

@@ -1,12 +1,12 @@
-"""Which kernel computes reduce_scatter(A @ B) on CUDA, and the call of it.
+"""Which kernel computes reduce_scatter(A @ B) on CUDA, and its call.
 
-16-bit operands go to kernel.cu; or, where little is scattered, to cuBLAS, and what comes of it in one shot to all
-ranks. float32 goes to the Triton kernel.
+16-bit operands go to kernel.cu; or, where little is scattered, to cuBLAS with a one-shot reduce-scatter behind it.
+float32 goes to the Triton kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
-from ..device.device_spec import DeviceSpec, device_spec_of
 from ..device.gemm import gemm
 from ..device.gemm.one_shot import OneShotConfig
 from ..device.jit.launch import ALIGNMENT, compiling, why_not
@@ -30,45 +29,33 @@ _choices: KernelChoices[configs.AnyConfig] = KernelChoices()
 
 
 def choose_scatter_kernel(
-    a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int, split_n: bool = False
+    call: configs.ScatterKernelCall, world_size: int
 ) -> KernelChoice[configs.AnyConfig] | str:
-    """How to run a call, or why no kernel can.
+    """How to run a call, or why no kernel can. What its epilogue adds makes no difference.
 
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
-
-    Args:
-        a: [L, W, m, K]. b: [K, N]. Both begin at multiples of 16 bytes.
-        split_n: ranks have columns of B of their own, not rows of A: a [1, 1, m, K], b [K, W * N].
     """
-    spec = device_spec_of(b.device)
-    key = (a.shape, a.stride(), a.dtype, b.shape, b.stride(), world_size, num_sms, split_n, spec)
-    return _choices.get(key, _choose, a, b, world_size, num_sms, split_n, spec)
+    a, b, problem = call.a, call.b, call.problem(world_size)
+    key = (problem, a.shape, a.stride(), a.dtype, b.shape, b.stride())
+    return _choices.get(key, _choose, a, b, problem)
 
 
 def _choose(
-    a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int, split_n: bool, spec: DeviceSpec
+    a: torch.Tensor, b: torch.Tensor, problem: configs.MatmulReduceScatterProblem
 ) -> KernelChoice[configs.AnyConfig] | str:
     if (reason := why_not(a, b)) is not None:
         return reason
-    (batches, _, m, k), n = a.shape, _columns(b, world_size, split_n)
-    if split_n and n * a.element_size() % ALIGNMENT:
-        return f"scatter_dim: rows of {n} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
+    if problem.split_n and problem.n * a.element_size() % ALIGNMENT:
+        return f"scatter_dim: rows of {problem.n} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     if a.dtype in gemm.DTYPES:
-        problem = configs.MatmulReduceScatterProblem(m, n, k, world_size, num_sms, batches, split_n, spec)
         (_, config), *_ = configs.rank_scatter_kernels(problem)
         profitable = configs.scatter_is_profitable(problem)
-        layout = configs.scatter_layout(m, n, config, world_size, num_sms, batches)
-        return KernelChoice(_algorithm(config), config, layout, profitable)
-    if split_n:
+        return KernelChoice(_algorithm(config), config, configs.scatter_layout(config, problem), profitable)
+    if problem.split_n:
         return f"the last dimension is scattered, of {a.dtype}"
-    stored = configs.choose_matmul_reduce_scatter(m, n, k, world_size, a.dtype, num_sms, batches)
-    stored_in = configs.tiled_scatter_layout(m, n, a.dtype, world_size, stored, batches)
-    return KernelChoice("tma_store", stored, stored_in, batches * m >= 64)
-
-
-def _columns(b: torch.Tensor, world_size: int, split_n: bool) -> int:
-    """N: of a rank's result."""
-    return b.shape[1] // world_size if split_n else b.shape[1]
+    stored = configs.choose_matmul_reduce_scatter(problem, a.dtype)
+    stored_in = configs.tiled_scatter_layout(stored, problem, a.dtype)
+    return KernelChoice("tma_store", stored, stored_in, problem.batches * problem.m >= 64)
 
 
 def _algorithm(config: configs.FusedConfig) -> str:
@@ -78,29 +65,22 @@ def _algorithm(config: configs.FusedConfig) -> str:
 def tuned_scatter(
     choice: KernelChoice[configs.AnyConfig],
     heap: Heap,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    terms: Sequence[torch.Tensor],
-    num_sms: int,
-    epilogue: configs.Epilogue,
-    split_n: bool = False,
+    call: configs.ScatterKernelCall,
 ) -> tuple[KernelChoice[configs.AnyConfig], str]:
     """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
-    tuned. ``terms`` as for ``run``, ``split_n`` as for ``choose``."""
+    tuned."""
     if isinstance(choice.config, configs.MatmulReduceScatterConfig):
         return choice, ""
     if not tuner.is_tuning():
         return choice, tuner.FROM_MODEL
-    (batches, _, m, k), size = a.shape, heap.world_size
-    n = _columns(b, size, split_n)
-    op = f"{host.OP} of the last dimension" if split_n else host.OP
+    a, b, epilogue, terms, num_sms = call.a, call.b, call.epilogue, call.terms, call.num_sms
+    problem = call.problem(heap.world_size)
+    batches, m, n, k, size = problem.batches, problem.m, problem.n, problem.k, problem.world_size
+    op = f"{host.OP} of the last dimension" if call.split_n else host.OP
     kind = f"{op} {batches} x {size} x {m} x {k} @ {k} x {n}, {a.dtype} to {epilogue.out_dtype}"
     kind += f"{' + bias' * epilogue.bias}{' + residual' * epilogue.residual}, {num_sms} SMs"
-    problem = configs.MatmulReduceScatterProblem(
-        m, n, k, size, num_sms, batches, split_n, device_spec_of(b.device)
-    )
     candidates: list[Candidate[configs.AnyConfig]] = [
-        Candidate(c, configs.scatter_layout(m, n, c, size, num_sms, batches), _algorithm(c))
+        Candidate(c, configs.scatter_layout(c, problem), _algorithm(c))
         for _, config in configs.rank_scatter_kernels(problem)
         for c in _both_ways(config)
     ]
@@ -111,7 +91,7 @@ def tuned_scatter(
             results.append(a.new_empty((batches, m, n), dtype=epilogue.out_dtype))
         stream = torch._C._cuda_getCurrentRawStream(a.get_device())
         if isinstance(config, OneShotConfig):
-            one_shot = MatmulReduceScatterOneShot(workspace, a, b, config, epilogue, split_n=split_n)
+            one_shot = MatmulReduceScatterOneShot(workspace, a, b, config, epilogue, split_n=call.split_n)
             return lambda: one_shot.call((a, b, *terms), results, timeout_ns, stream)
         kernel = MatmulReduceScatterPush(workspace, a, b, config, epilogue, num_sms=num_sms)
         operands, out = [x.data_ptr() for x in (a, b, *terms)], (results[0].data_ptr(),)
@@ -121,7 +101,7 @@ def tuned_scatter(
 
 
 def _both_ways(config: configs.FusedConfig) -> list[configs.FusedConfig]:
-    """With parts staged and not, where that makes a difference."""
+    """With fragments staged and not, where that makes a difference."""
     if isinstance(config, OneShotConfig):
         return [config]
     return [config, replace(config, staged=not config.staged)]
@@ -130,29 +110,20 @@ def _both_ways(config: configs.FusedConfig) -> list[configs.FusedConfig]:
 def launch_matmul_reduce_scatter(
     choice: KernelChoice[configs.AnyConfig],
     workspace: Workspace[Any],
-    a: torch.Tensor,
-    b: torch.Tensor,
-    terms: Sequence[torch.Tensor],
-    num_sms: int,
+    call: configs.ScatterKernelCall,
     timeout_ns: int,
-    epilogue: configs.Epilogue,
-    split_n: bool = False,
 ) -> torch.Tensor:
-    """The own part of the sum with what the epilogue makes of it, [L, m, N].
-
-    Args:
-        terms: the bias and the residual that the epilogue names, contiguous. They begin at multiples of 16 bytes.
-        split_n: as for ``choose``.
-    """
+    """The own part of the sum with what the epilogue makes of it, [L, m, N]."""
+    a, b, epilogue, terms, num_sms = call.a, call.b, call.epilogue, call.terms, call.num_sms
     config, key = choice.config, (choice, epilogue)
-    columns = _columns(b, workspace.world_size, split_n)
+    columns = call.columns(workspace.world_size)
     out = a.new_empty((a.shape[0], a.shape[2], columns), dtype=epilogue.out_dtype)
     kernel = workspace.prepared.get(key)
     if kernel is None:
 
         def make() -> MatmulReduceScatterPush | MatmulReduceScatterOneShot | TritonMatmulReduceScatter:
             if isinstance(config, OneShotConfig):
-                return MatmulReduceScatterOneShot(workspace, a, b, config, epilogue, split_n=split_n)
+                return MatmulReduceScatterOneShot(workspace, a, b, config, epilogue, split_n=call.split_n)
             if isinstance(config, configs.ScatterPushConfig):
                 return MatmulReduceScatterPush(workspace, a, b, config, epilogue, num_sms=num_sms)
             made = TritonMatmulReduceScatter(workspace, a, b, config, epilogue, num_sms=num_sms)
@@ -160,7 +131,7 @@ def launch_matmul_reduce_scatter(
                 made.launch(0, a, b, out, *terms, timeout_ns=timeout_ns)
             return made
 
-        same = (host.OP, a.shape, b.shape, a.dtype, epilogue, config, num_sms, split_n)
+        same = (host.OP, a.shape, b.shape, a.dtype, epilogue, config, num_sms, call.split_n)
         kernel = make_together(workspace, host.OP, key, same, make)
     stream = torch._C._cuda_getCurrentRawStream(a.get_device())
     if isinstance(kernel, MatmulReduceScatterOneShot):
@@ -180,6 +151,7 @@ def scatter_launcher(
     workspace: Workspace[Any],
     epilogue: configs.Epilogue,
 ) -> MatmulReduceScatterPush | MatmulReduceScatterOneShot | None:
-    """What ``run`` launched, for more calls like it; None for the Triton kernel, or where it is forgotten already."""
+    """What ``launch_matmul_reduce_scatter`` launched, for further such calls; None for the Triton kernel, or once it is
+    dropped."""
     triton = isinstance(choice.config, configs.MatmulReduceScatterConfig)
     return None if triton else workspace.prepared.get((choice, epilogue))

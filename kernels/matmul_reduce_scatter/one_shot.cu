@@ -1,10 +1,11 @@
-// reduce_scatter(C) in one shot, behind the product of cuBLAS that gives C: out = sum over ranks src of C_src[rank].
+// reduce_scatter(C) in one shot, behind the cuBLAS matmul that computes C: out = sum over ranks src of C_src[rank].
 //
-// C [W, m, N] is this rank's partial result in 16 bits, out [m, N]. The ranks' parts are summed in float32 in the order of
-// the ranks and rounded once to C's dtype, or with OUT_FLOAT32 not at all. Before that they get, if there are BIAS and
-// RESIDUAL, a row of N numbers and a matrix [m, N], both of C's dtype.
+// C [W, m, N] is this rank's partial result in 16 bits, out [m, N]. The ranks' parts are summed in float32 in rank
+// order and rounded once to C's dtype, or with OUT_FLOAT32 not at all. Before that BIAS adds a row of N numbers and
+// RESIDUAL a matrix [m, N], both of C's dtype.
 //
-// ll_exchange.cuh has the protocol and its proof. Part q of C goes to rank q, which adds up what came and its own.
+// Who writes and who waits: LL exchange (ll_exchange.cuh); part q of C goes to rank q, which adds its own. Graph-safe.
+// docs/protocol.md#ll-exchange has the proof.
 
 #include "comm/ll_exchange.cuh"
 
@@ -49,7 +50,7 @@ __device__ __forceinline__ void store_result(const Params& p, u32 at, const Numb
 #endif
 }
 
-// What a thread adds up of its own, loaded before it waits for the peers.
+// The local terms of a thread, loaded before it waits for the peers.
 struct Own {
     uint4 part;
 #if BIAS

@@ -1,4 +1,4 @@
-"""Launches one_shot.cu, which says what it does, behind cuBLAS's product."""
+"""Launches one_shot.cu behind cuBLAS's matmul."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class MatmulReduceScatterOneShot:
         workspace: with room for ``config.layout``, the same call site on every rank.
         a, b: examples of the operands: A [1, W, m, K] and B [K, N] of 16 bits, or with ``split_n`` [1, 1, m, K] and
             [K, W * N]. Every call gets tensors of these sizes, strides and dtype.
-        config: of ``configs.choose_one_shot``, the same on every rank.
+        config: of ``configs.choose_one_shot_scatter``, the same on every rank.
         epilogue: what becomes of the sum. Every call gets the bias and the residual that it names, contiguous.
 
     Raises:
@@ -112,7 +112,7 @@ class MatmulReduceScatterOneShot:
             PeerTimeout, CallAbandoned: as ``Workspace.raise_if_broken``.
         """
         partial = self._product(tensors[0], tensors[1])
-        # Three frames: this and two more, on the short way and on the long one.
+        # Three frames: this and two more, on the fast path and on the slow one.
         self.workspace.raise_if_broken(host.OP, inside=3, grids=self._grids)
         try:
             terms = [term.data_ptr() for term in tensors[2:]]
@@ -134,7 +134,7 @@ class MatmulReduceScatterOneShot:
             else:
                 bs = b.expand(self._size, -1, -1)
             torch.bmm(parts, bs, out=partial.view(self._size, -1, columns))
-        else:  # into given memory, also because autocast would have its way with other products
+        else:  # into given memory, also because autocast would change other matmuls
             torch.mm(a if a.dim() == 2 else a.as_strided(*self._rows), b, out=partial)
         return partial
 

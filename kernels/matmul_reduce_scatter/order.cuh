@@ -1,5 +1,5 @@
-// Which tiles a cluster computes in which order; kernel.cu says why. Plain arithmetic: it is tested on the CPU as it is.
-// `Params` has m, n, batches, raster_group and watch.rank; BM, BN, WORLD_SIZE and SPLIT_N are defined.
+// The tile scheduler: which tiles a cluster computes in which order. Plain arithmetic: it is tested on the CPU as it
+// is. `Params` has m, n, batches, raster_group and watch.rank; BM, BN, WORLD_SIZE and SPLIT_N are defined.
 
 #pragma once
 
@@ -13,21 +13,21 @@ struct ScatterTile {
     bool inside;
 };
 
-// Rows of tiles stand in a list, in chunks of `raster_group` rows of each rank: the first chunk for the peers, to each in
-// turn; then by turns the next one for the peers and the own rows of the chunk before it; at last the own rows of the last
-// one. So parts travel all the time, and those that an own tile waits for left a raster_group of steps before or earlier. A
-// step has a pair of neighbours of the list. A peer's tile (row, column) for this rank comes no later in its order than the
-// own one here: of all waits under way, what the first one waits for is behind none.
+// Rows of tiles stand in a list, in chunks of `raster_group` rows of each rank: the first chunk for the peers, to each
+// in turn; then by turns the next one for the peers and the local rows of the chunk before it; at last the local rows
+// of the last one. So data is in flight all the time, and what a local tile waits for left a raster group of steps
+// before or earlier. A step is a pair of neighbours of the list. A peer's tile (row, column) for this rank comes no
+// later in its order than the local one here: no circular wait, docs/protocol.md#matmul--reduce-scatter.
 //
-// With SPLIT_N ranks have columns of B of their own, of which both blocks of a cluster load the same: what stands in the
-// list are pairs of rows for one rank, the last of which may lack its second row.
+// With SPLIT_N ranks have columns of B of their own, of which both blocks of a cluster load the same: the list has
+// pairs of rows for one rank, the last of which may lack its second row.
 template <typename Params>
 struct ScatterTileScheduler {
-    static constexpr int UNIT = SPLIT_N ? 2 : 1;  // rows in a place of the list
+    static constexpr int UNIT = SPLIT_N ? 2 : 1;  // rows in an entry of the list
 
     int rows, columns;  // of tiles, for one rank; rows of one batch
-    int own;  // places of all batches
-    int chunk, last;  // places of a chunk; which chunk is the last one
+    int own;  // entries of this rank, of all batches
+    int chunk, last;  // entries of a chunk; which chunk is the last one
 
     __device__ explicit ScatterTileScheduler(const Params& p) {
         rows = (p.m + BM - 1) / BM;
@@ -46,7 +46,7 @@ struct ScatterTileScheduler {
         int pair;
         grouped(step, pairs(), columns, p.raster_group, pair, t.column);
         const int place = (2 * pair + block) / UNIT, peers = WORLD_SIZE - 1;
-        // Which chunk for the peers is under way, or was the last one, and the place behind its begin.
+        // Which chunk for the peers is current, or was the last one, and the entry behind its begin.
         const int behind = place - chunk * peers;
         const int c = behind < 0 ? 0 : min(1 + behind / (chunk * WORLD_SIZE), last);
         const int inside = behind < 0 ? place : behind - (c - 1) * chunk * WORLD_SIZE;

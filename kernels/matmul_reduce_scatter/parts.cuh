@@ -1,5 +1,5 @@
-// A warpgroup's part of a finished tile on its way to another rank: vectors as its threads hold them, [WN / 16][GROUP],
-// that announce themselves (comm/ll_protocol.cuh).
+// A compute warpgroup's accumulator fragment of a finished tile, sent to another rank: vectors as its threads hold
+// them, [WN / 16][GROUP], by the LL protocol (comm/ll_protocol.cuh). Who has received a vector resets its slot.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace weft {
 
-constexpr int VECTORS = WN / 16;  // of a thread, in a part
+constexpr int VECTORS = WN / 16;  // of a thread, in a fragment
 
 __device__ __forceinline__ void store_part(uint4* part, const float (&sums)[SUMS]) {
     part += threadIdx.x % GROUP;
@@ -20,17 +20,17 @@ __device__ __forceinline__ void store_part(uint4* part, const float (&sums)[SUMS
     }
 }
 
-// Where vectors come to lie, and whom to tell of one that does not come: `missed`, a count of the block, becomes 1 + the
-// place of such a vector. (A warp that has registers to spare reports it.)
+// Where vectors arrive. If a wait expires, `missed`, a count of the block, becomes 1 + the place of the missing vector.
+// (A warp that has registers to spare reports it.)
 struct ReceiveBuffer {
     const WaitParams& watch;
     uint4* vectors;
     u32* missed;
 };
 
-// The first `count` of v: this thread's vectors, which come to lie at `at(i)`, as they come and lie on the wire; there it is
-// empty again then. Whether they have come. By whole warps: where lanes may part the compiler gives up uniform registers
-// all over the kernel, and each product waits for the addresses of its operands (up to 13 % slower in tiles of 64 x 256).
+// Receives the first `count` of v, this thread's vectors at `at(i)`, still encoded, and resets their slots. False: a
+// wait has expired. By whole warps: where lanes may diverge, the compiler gives up uniform registers all over the
+// kernel, and each wgmma waits for the descriptors of its operands (up to 13 % slower in tiles of 64 x 256).
 template <int MOST, typename At>
 __device__ __forceinline__ bool take(const ReceiveBuffer& receive_buffer, uint4 (&v)[MOST], int count, const At& at) {
 #pragma unroll
@@ -67,11 +67,11 @@ __device__ __forceinline__ bool take(const ReceiveBuffer& receive_buffer, uint4 
     return there;
 }
 
-// The part that comes to lie at `part`, as it comes, to `out`, where its tile begins in a matrix with rows of `stride`
+// Receives the fragment at `part` and stores it to `out`, where its tile begins in a matrix with rows of `stride`
 // elements, as far as it has `rows` and `columns`.
 __device__ __forceinline__ void store_rows(
     u16* out, u64 stride, int rows, int columns, int warpgroup, const ReceiveBuffer& receive_buffer, uint4* part) {
-    constexpr int AHEAD = VECTORS < 8 ? VECTORS : 8;  // of a thread, on their way at once
+    constexpr int AHEAD = VECTORS < 8 ? VECTORS : 8;  // of a thread, in flight at once
     const int row = place_of_sums(warpgroup).row;
     const int column = warpgroup / WARPGROUPS_M * WN + threadIdx.x % 4 * 8;
     part += threadIdx.x % GROUP;

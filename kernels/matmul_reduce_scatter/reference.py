@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from .configs import Epilogue
 
 # The newer name of reduce_scatter_tensor, which warns from torch 2.13 on.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -13,38 +17,36 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def reference_matmul_reduce_scatter(
     A: torch.Tensor,
     B: torch.Tensor,
-    reduce_op: str,
     scatter_dim: int,
     group: ProcessGroup,
-    out_dtype: torch.dtype | None = None,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
+    epilogue: Epilogue,
+    terms: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """The own part of ``sum over ranks of A @ B`` (``avg``: divided by their number), cut along ``scatter_dim``; and
-    what the own rank adds to it.
+    """The own part of ``sum over ranks of A @ B``, cut along ``scatter_dim``; and what the own rank's epilogue makes of
+    it.
 
     Args:
         A: [..., K], ``scatter_dim`` not negative.
         B: [K, N].
-        out_dtype: of what is summed and of the result, if not that of A.
-        bias: as long as a row of the result. residual: like the result. Both are added in float32 at least.
+        epilogue: its ``out_dtype`` is that of what is summed, too.
+        terms: its bias, as long as a row of the result, and its residual, like the result. Both are added in float32 at
+            least.
 
     Returns:
         contiguous, ``(A @ B).shape`` with ``scatter_dim`` divided by the world size.
     """
     shape = [*A.shape[:-1], B.shape[1]]
     shape[scatter_dim] //= group.size()
-    dtype = out_dtype or A.dtype
+    dtype = epilogue.out_dtype
     # A sum of float16 numbers may be too large for one where their average is not.
-    wide = torch.float32 if reduce_op == "avg" and dtype == torch.float16 else dtype
+    wide = torch.float32 if epilogue.average and dtype == torch.float16 else dtype
     product = (A @ B).to(wide).movedim(scatter_dim, 0).contiguous()
     out = product.new_empty(product.shape[0] // group.size(), *product.shape[1:])
     if out.numel():
         _reduce_scatter(out, product, group=group)
-    if reduce_op == "avg":
+    if epilogue.average:
         out /= group.size()
     own = out.to(dtype).movedim(0, scatter_dim)
-    terms = [term for term in (bias, residual) if term is not None]
     if len(terms) == 1:
         # In float32 inside of the addition, and rounded once: the same bits in one kernel.
         own = own + terms[0]

@@ -1,4 +1,4 @@
-// What a thread adds to its numbers of an own tile: those of the peers, in the order of the ranks; a bias and a residual.
+// The epilogue of a local tile: a thread adds the peers' partial results in rank order, a bias and a residual.
 
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace weft {
 
-// own[8] = the sum of all ranks' in their order, of which `own` is one, and `parts` are the others, a vector
-// of each as it lies on the wire.
+// own[8] = the sum of all ranks' in rank order, of which `own` is one, and `parts` are the others, an encoded vector of
+// each.
 __device__ __forceinline__ void add_up(const uint4* parts, float scale, float* own) {
     float total[8] = {};
 #pragma unroll
@@ -41,8 +41,7 @@ __device__ __forceinline__ void add_pair(const u16* at, float* values) {
     values[1] += pair[1];
 }
 
-// What an own tile gets besides the ranks' parts: this thread's vector `i`. N is a multiple of 8, so pairs are inside or
-// not.
+// Adds bias and residual to this thread's vector `i` of a local tile. N is a multiple of 8, so a pair is inside or not.
 template <typename Params>
 __device__ __forceinline__ void add_terms(const Params& p, const ScatterTile& t, int warpgroup, int i, float* values) {
     const Place first = place_of_sums(warpgroup);

@@ -1,7 +1,7 @@
-"""all_reduce(A @ B) by kernel.cu: the sums that ranks have made of their parts go to all ranks.
+"""all_reduce(A @ B) by kernel.cu with ALL_REDUCE: each rank sends the sums of its rows to all ranks.
 
-Large products only: a few rows have a kernel of their own (../matmul_all_reduce), and what lies between is faster in
-cuBLAS with an all-reduce behind it. Part of fused_matmul_all_reduce, which chooses.
+Part of fused_matmul_all_reduce, for large matmuls: few rows have a kernel of their own (../matmul_all_reduce), and in
+between cuBLAS with an all-reduce behind it is faster.
 """
 
 from __future__ import annotations
@@ -13,14 +13,20 @@ import torch
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import Workspace
-from ..device.device_spec import H200, DeviceSpec, device_spec_of
 from ..device.gemm import gemm, gemm_tiles
 from ..device.jit.launch import why_not
 from ..device.tuning.choice import KernelChoice, KernelChoices, make_together
-from .configs import Epilogue, ScatterPushConfig, product_beside_us, push_config, scatter_push_layout
+from .configs import (
+    MatmulReduceScatterProblem,
+    ScatterKernelCall,
+    ScatterPushConfig,
+    product_beside_us,
+    push_config,
+    scatter_push_layout,
+)
 from .cuda_kernel import MatmulReduceScatterPush
 
-# Of the all-reduce behind a product, measured on 2 and 4 H200: microseconds, and bytes a microsecond.
+# Of the all-reduce behind a matmul, measured on 2 and 4 H200: microseconds, and bytes a microsecond.
 _ALL_REDUCE_LAUNCH = 2.5
 _ALL_REDUCE_LINK = 310e3
 _MOST_WORKSPACE = 1 << 30  # bytes
@@ -28,46 +34,35 @@ _MOST_WORKSPACE = 1 << 30  # bytes
 _choices: KernelChoices[ScatterPushConfig] = KernelChoices()
 
 
-def choose_sum_to_all(
-    a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int
-) -> KernelChoice[ScatterPushConfig] | str:
-    """How to run a call, or why the kernel cannot. It pays if it is thought to beat an all-reduce behind a product.
+def choose_sum_to_all(call: ScatterKernelCall, world_size: int) -> KernelChoice[ScatterPushConfig] | str:
+    """How to run a call, or why the kernel cannot. It is profitable if predicted to beat an all-reduce behind a matmul.
 
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
-
-    Args:
-        a: [M, K]. b: [K, N]. Both begin at multiples of 16 bytes.
     """
-    spec = device_spec_of(b.device)
-    key = (a.shape, a.stride(), a.dtype, b.shape, b.stride(), world_size, num_sms, spec)
-    return _choices.get(key, _choose, a, b, world_size, num_sms, spec)
+    a, b, problem = call.a, call.b, call.problem(world_size)
+    return _choices.get((problem, a.stride(), a.dtype, b.shape, b.stride()), _choose, a, b, problem)
 
 
 def _choose(
-    a: torch.Tensor, b: torch.Tensor, world_size: int, num_sms: int, spec: DeviceSpec
+    a: torch.Tensor, b: torch.Tensor, problem: MatmulReduceScatterProblem
 ) -> KernelChoice[ScatterPushConfig] | str:
     if a.dtype not in gemm.DTYPES:
         return f"no kernel takes {a.dtype}"
     if (reason := why_not(a, b)) is not None:
         return reason
-    (m, k), n = a.shape, b.shape[1]
-    config, profitable = choose_sum_to_all_push(m, n, k, world_size, num_sms, spec)
-    layout = scatter_push_layout(part_of(m, world_size), n, config, world_size, num_sms, to_all=True)
-    return KernelChoice("push", config, layout, profitable)
+    config, profitable = choose_sum_to_all_push(problem)
+    return KernelChoice("push", config, scatter_push_layout(config, problem), profitable)
 
 
 def launch_sum_to_all(
     choice: KernelChoice[ScatterPushConfig],
     workspace: Workspace[Layout],
-    a: torch.Tensor,
-    b: torch.Tensor,
-    num_sms: int,
+    call: ScatterKernelCall,
     timeout_ns: int,
     op: str,
-    reduce_op: str,
 ) -> tuple[torch.Tensor, MatmulReduceScatterPush]:
     """The sum over ranks, [M, N], and the launcher, for tensors at other addresses. ``op``: whose call it is."""
-    epilogue = Epilogue(a.dtype, reduce_op == "avg", to_all=True)
+    a, b, epilogue, num_sms = call.a, call.b, call.epilogue, call.num_sms
     out = a.new_empty((a.shape[0], b.shape[1]))
     key = (choice, epilogue)
     kernel: MatmulReduceScatterPush | None = workspace.prepared.get(key)
@@ -85,32 +80,27 @@ def launch_sum_to_all(
     return out, kernel
 
 
-def part_of(m: int, world_size: int) -> int:
-    """Rows that a rank sums, of ``m``. The last ranks may have fewer."""
-    return -(-m // world_size)
+def choose_sum_to_all_push(problem: MatmulReduceScatterProblem) -> tuple[ScatterPushConfig, bool]:
+    """The configuration for A [m, K] and B [K, N] of 16 bits, and whether it is predicted to beat a matmul with an
+    all-reduce behind it. A pure function: all ranks choose alike.
 
-
-def choose_sum_to_all_push(
-    m: int, n: int, k: int, world_size: int, num_sms: int, spec: DeviceSpec = H200
-) -> tuple[ScatterPushConfig, bool]:
-    """The configuration for A [m, K] and B [K, N] of 16 bits, and whether it is thought to beat a product with an
-    all-reduce behind it. A pure function: all ranks choose alike."""
-    part = part_of(m, world_size)
-    candidates = [
-        push_config(tile, part, n, k, world_size, num_sms)
-        for tile in gemm_tiles.suited(m, n, k, world_size, spec=spec)
-    ]
-    estimated = [(estimate_sum_to_all_us(c, m, n, k, world_size, num_sms, spec), c) for c in candidates]
+    Args:
+        problem: with ``to_all``.
+    """
+    p = problem
+    tiles = gemm_tiles.suited(p.m, p.n, p.k, p.world_size, spec=p.spec)
+    candidates = [push_config(tile, problem) for tile in tiles]
+    estimated = [(estimate_sum_to_all_us(c, problem), c) for c in candidates]
     fastest, config = min(estimated, key=itemgetter(0))
-    size = scatter_push_layout(part, n, config, world_size, num_sms, to_all=True).bytes
-    return config, fastest < behind_us(m, n, k, world_size, spec) and size <= _MOST_WORKSPACE
+    size = scatter_push_layout(config, problem).bytes
+    return config, fastest < behind_us(problem) and size <= _MOST_WORKSPACE
 
 
 @dataclass(frozen=True)
 class _Costs:
-    """Of estimate_push_us, microseconds: a launch; a wave; the sum of a tile of 128 x 256 that travels when there is
-    nothing left to multiply; how much longer it takes for each of products beside sending. ``feels``: how much longer
-    products of tiles take that load twice as much for what they multiply. ``rate``: bytes a microsecond."""
+    """Of estimate_sum_to_all_us, in microseconds: a launch; a wave; the sum of a tile of 128 x 256 that is sent when
+    nothing is left to compute; how much longer matmuls take for each microsecond beside the sending. ``feels``: how
+    much longer tiles take that load twice as much for what they multiply. ``rate``: bytes per microsecond."""
 
     launch: float
     each: float
@@ -120,30 +110,32 @@ class _Costs:
     rate: float
 
 
-# Between two: fitted to 17 products on 2 H200 (bench/results/h200-x2-choices.txt) and 12 of one rank alone. Between
+# Between two: fitted to 17 matmuls on 2 H200 (bench/results/h200-x2-choices.txt) and 12 of one rank alone. Between
 # more: to 12 of one rank of 4 alone (bench/results/h200-x1-scatter.txt), and a launch longer by 7 for what shows only
 # between ranks, the same guess as for matmul_reduce_scatter.
 _OF_TWO = _Costs(6.0, 2.6, 0.6, 0.08, 0.28, gemm_tiles.LINK)
 _OF_MORE = _Costs(17.0, 0.1, 4.2, 0.12, 0.46, 330e3)
 
 
-def estimate_sum_to_all_us(
-    config: ScatterPushConfig, m: int, n: int, k: int, world_size: int, num_sms: int, spec: DeviceSpec = H200
-) -> float:
+def estimate_sum_to_all_us(config: ScatterPushConfig, problem: MatmulReduceScatterProblem) -> float:
     """Microseconds. As for matmul_reduce_scatter, with twice as much on the links; a few rows wait for memory to give
     all of B."""
-    tile, costs = config.tile, _OF_TWO if world_size == 2 else _OF_MORE
-    rows = world_size * -(-part_of(m, world_size) // tile.block_m)
+    tile, n, k, num_sms = config.tile, problem.n, problem.k, problem.num_sms
+    costs = _OF_TWO if problem.world_size == 2 else _OF_MORE
+    rows = problem.world_size * -(-problem.rows_per_rank // tile.block_m)
     product = product_beside_us(tile, rows, n, k, num_sms, feels=costs.feels)
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
-    sending = 2 * (world_size - 1) * part_of(m, world_size) * n * 2 / costs.rate
+    sending = problem.moved / costs.rate
     waiting = costs.each * gemm_tiles.waves(tile, rows, [n], num_sms)
     waiting += costs.tail * tile.block_m * tile.block_n / (128 * 256)
     took = waiting + max(product, first + sending) + costs.hinders * min(product, sending)
-    return costs.launch + max(took, gemm_tiles.streamed_us(2 * k * n, 1, spec))
+    return costs.launch + max(took, gemm_tiles.streamed_us(2 * k * n, 1, problem.spec))
 
 
-def behind_us(m: int, n: int, k: int, world_size: int, spec: DeviceSpec = H200) -> float:
+def behind_us(problem: MatmulReduceScatterProblem) -> float:
     """Microseconds of cuBLAS's product and an all-reduce behind it."""
+    m, n, world_size = problem.m, problem.n, problem.world_size
     moved = 2 * (world_size - 1) / world_size * m * n * 2
-    return gemm_tiles.product_us(m, n, k, spec) + _ALL_REDUCE_LAUNCH + moved / _ALL_REDUCE_LINK
+    return (
+        gemm_tiles.product_us(m, n, problem.k, problem.spec) + _ALL_REDUCE_LAUNCH + moved / _ALL_REDUCE_LINK
+    )

@@ -1,23 +1,18 @@
-"""reduce_scatter(A @ B) as one persistent kernel that sends each tile where it is summed.
+"""reduce_scatter(A @ B) as one persistent kernel that sends each tile to the rank that sums it.
 
-Computes ``out = sum over ranks src of A_src[:, rank] @ B_src``: A [L, W, m, K] (L: the product of the
-dimensions before the one that is scattered, W: the ranks), B [K, N], out [L, m, N]. Products are summed in
-float32 and rounded to A's dtype once to be sent; the W partial results are summed in float32 in the order of
-the ranks, a bias [N] and a residual [L, m, N] are added if there are, and it is rounded once. So all is
-deterministic.
+Computes ``out = sum over ranks src of A_src[:, rank] @ B_src``: A [L, W, m, K] (L: the product of the dimensions
+before the one that is scattered, W: the ranks), B [K, N], out [L, m, N]. Partial results are rounded to A's dtype once
+to be sent, summed in float32 in rank order, a bias [N] and a residual [L, m, N] are added if there are, and the result
+is rounded once.
 
-Who writes: a tile for rank ``dst`` leaves by TMA store straight into dst's buffer of the workspace, viewed
-``[W, L, m, N]``, slot ``src`` = the sender (the own slot is not used). The ranks' copies of the buffer lie one
-span apart, so one descriptor whose first dimension is the rank reaches them all. Then the flag
-``flags(buffer)[src][tile] = e`` is set there, one tile later: the stores travel behind the next tile's main
-loop. Before anything is stored, every block has seen ``done(buffer)[p] >= e - 1`` of every peer.
-Who waits: the epilogue of an own tile, for the same tile of every peer. It adds them to its own accumulator
-and writes ``out``: no other kernel sums. Then the use is ended (``sync.leave``).
-Use ``e = EPOCH[buffer] + 1`` is read when the kernel starts.
+Who writes: a tile for rank ``dst`` leaves by TMA store into slot ``src`` = the sender of dst's buffer [W, L, m, N].
+Copies of the buffer lie one span apart, so one descriptor whose first dimension is the rank reaches all. The flag
+``flags(buffer)[src][tile] = e`` follows one tile later: the stores overlap with the next main loop. Who waits: every
+block, for ``done(buffer)[p] >= e - 1`` of every peer before its first store; the epilogue of a local tile, for the same
+tile of every peer. The last block ends the epoch (``sync.leave_block``). Graph-safe.
 
-Order: tiles for rank+1, rank+2, ..., the own ones last. What a block waits for, a peer's block computes before
-it waits for any data itself. So the kernels of all ranks come to their end if all their blocks are resident
-together, one on an SM: launch no more blocks than there are SMs to be had.
+Order: tiles for rank+1, rank+2, ..., the local ones last. Blocks wait for other ranks' blocks: all of a launch must be
+resident, no more than there are SMs. docs/protocol.md#triton-kernels has the proof.
 """
 
 from __future__ import annotations
@@ -143,7 +138,7 @@ def matmul_reduce_scatter_kernel(
     b,  # [K, N] or [N, K]
     peers,  # [W, L, m, N]: this rank's slot of the buffer on every rank
     out,  # [L, m, N]
-    receive_buffer,  # [W, L, m, N]: the own buffer
+    receive_buffer,  # [W, L, m, N]: the local buffer
     words,
     fault,
     bias,  # [N], and
@@ -185,7 +180,7 @@ def matmul_reduce_scatter_kernel(
     sync.fence_proxy_async()
     sendable = remote
     if sync.is_broken(fault):
-        sendable = 0  # a peer may still read what the stores would overwrite, or they are worth nothing
+        sendable = 0  # a peer may still read what the stores would overwrite, or the data is invalid
 
     pending = tl.full((), 0, tl.int64)
     for tile in range(block, sendable, blocks):
@@ -256,10 +251,10 @@ class TritonMatmulReduceScatter:
     """This op on one problem and one workspace: prepared once, launched often.
 
     Args:
-        workspace: with room for ``configs.layout``, the same call site on every rank.
+        workspace: with room for ``configs.tiled_scatter_layout``, the same call site on every rank.
         a, b: examples of the operands: A [L, W, m, K] and B [K, N]. Every launch gets tensors of these sizes,
-            strides and dtype; ``supports`` must hold for them, too.
-        config: of ``configs.choose``, the same on every rank.
+            strides and dtype; ``why_no_triton_scatter`` must be None for them, too.
+        config: of ``configs.choose_matmul_reduce_scatter``, the same on every rank.
         epilogue: what becomes of the sum; its dtype is that of the operands. Every launch gets the bias and the
             residual that it names, contiguous.
         num_sms: blocks to launch at most. As many must find an SM each, see above.
@@ -330,7 +325,7 @@ class TritonMatmulReduceScatter:
         )
 
     def _buffer(self, buffer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's slot on rank 0, from where the descriptor counts the ranks, and the own buffer."""
+        """This rank's slot on rank 0, from where the descriptor counts the ranks, and the local buffer."""
         if (found := self._buffers.get(buffer)) is None:
             w = self.workspace
             shape = (w.world_size, *self._part)
@@ -350,7 +345,7 @@ class TritonMatmulReduceScatter:
         *terms: torch.Tensor,
         timeout_ns: int,
     ) -> None:
-        """Compute ``out`` [L, m, N], contiguous, on the current stream: a whole use of the buffer.
+        """Compute ``out`` [L, m, N], contiguous, on the current stream: a whole epoch of the buffer.
 
         ``terms``: the bias and the residual that the epilogue names.
         """

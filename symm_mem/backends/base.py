@@ -1,4 +1,4 @@
-"""What a device must be able to do to carry a heap. One file beside this one for each device."""
+"""What a device needs to hold a heap. One file beside this one for each device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Backend(Protocol):
     granularity: int  #: bytes; sizes and offsets of chunks are multiples of it
     chunk: int  #: bytes; the heap grows by at least this much
     span: int  #: bytes of address range for each rank: what a heap can grow to
-    to_be_tried: bool  #: whether a peer's memory can be mapped is seen by doing it: ``refuse`` cannot tell
+    to_be_tried: bool  #: ``refuse`` cannot tell whether a peer's memory can be mapped: mapping it shows
 
     def identity(self) -> dict[str, Any]:
         """What the other ranks need to know of this one to judge whether memory can be shared (JSON)."""

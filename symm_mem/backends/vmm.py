@@ -18,8 +18,9 @@ from ..switches import is_on
 from .host import host_identity, refuse_hosts
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-# What of GPUs that work together is the same, and how it is called.
-_ALIKE = {"multiprocessors": "multiprocessors", "memory": "MB/s of memory", "l2": "bytes of L2 cache"}
+_FORBIDDEN_BY_CAPTURE = range(900, 910)  # CUresult: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and those behind it
+# What must be equal among a group's GPUs, and its name in messages.
+_ALIKE = {"sms": "SMs", "memory": "MB/s of memory", "l2": "bytes of L2 cache"}
 
 
 def check_driver(result: tuple[Any, ...]) -> Any:
@@ -34,17 +35,22 @@ def check_driver(result: tuple[Any, ...]) -> Any:
 def own_stream(owner: object, device: torch.device, *, first: bool = False) -> int:
     """A stream (a CUstream as an integer) that lives as long as ``owner``, and is nobody else's.
 
-    Those of torch's pool are handed out more than once: one may be captured, or wait for what was to be done beside it.
+    Streams of torch's pool are handed out more than once: one may be captured, or wait for the work beside it.
 
     Args:
-        first: what lies on it comes before what lies on others.
+        first: it has the highest priority.
     """
     flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
     with relaxed_capture(), torch.cuda.device(device):
         lowest, highest = check_driver(driver.cuCtxGetStreamPriorityRange())
         handle = check_driver(driver.cuStreamCreateWithPriority(flags, highest if first else lowest))
-    finalize(owner, driver.cuStreamDestroy, handle)
+    finalize(owner, _destroy_stream, handle)
     return int(handle)
+
+
+def _destroy_stream(handle: Any) -> None:
+    with relaxed_capture():
+        driver.cuStreamDestroy(handle)
 
 
 class VmmBackend:
@@ -79,7 +85,7 @@ class VmmBackend:
         return {
             **host_identity(),
             "gpu": uuid,
-            "multiprocessors": torch.cuda.get_device_properties(self.device).multi_processor_count,
+            "sms": torch.cuda.get_device_properties(self.device).multi_processor_count,
             **memory_of(self._handle),
             "mps": error == driver.CUresult.CUDA_SUCCESS and bool(mps),
         }
@@ -113,10 +119,12 @@ class VmmBackend:
         return None
 
     def reserve(self, size: int) -> int:
-        return int(check_driver(driver.cuMemAddressReserve(size, 0, 0, 0)))
+        with relaxed_capture():
+            return int(check_driver(driver.cuMemAddressReserve(size, 0, 0, 0)))
 
     def release(self, address: int, size: int) -> None:
-        check_driver(driver.cuMemAddressFree(address, size))
+        with relaxed_capture():
+            check_driver(driver.cuMemAddressFree(address, size))
 
     def create(self, size: int) -> tuple[int, Any]:
         with relaxed_capture():
@@ -146,10 +154,12 @@ class VmmBackend:
                 raise
 
     def unmap(self, address: int, size: int) -> None:
-        check_driver(driver.cuMemUnmap(address, size))
+        with relaxed_capture():
+            check_driver(driver.cuMemUnmap(address, size))
 
     def drop(self, handle: Any) -> None:
-        check_driver(driver.cuMemRelease(handle))
+        with relaxed_capture():
+            check_driver(driver.cuMemRelease(handle))
 
     def zero(self, address: int, size: int) -> None:
         with relaxed_capture(), torch.cuda.device(self.device):
@@ -159,7 +169,11 @@ class VmmBackend:
     def quiesce(self) -> bool:
         if torch.cuda.is_current_stream_capturing():
             return False
-        torch.cuda.synchronize(self.device)
+        with relaxed_capture(), torch.cuda.device(self.device):
+            (error,) = driver.cuCtxSynchronize()
+        if int(error) in _FORBIDDEN_BY_CAPTURE:  # by another thread's
+            return False
+        check_driver((error,))
         return True
 
     def new_record(self) -> torch.Tensor:
@@ -170,9 +184,9 @@ class VmmBackend:
 def refuse_shared(ranks: list[dict[str, Any]]) -> str | None:
     """Why ranks that share a GPU cannot work together; None if no two do, or if WEFT_SHARE_GPUS=1 lets them.
 
-    Processes take turns on a GPU, some milliseconds each: what a kernel waits for comes in another process's turn. That
-    is right and slow. Under MPS kernels of several processes run at once, and keep each other off the multiprocessors;
-    also with CUDA_MPS_ACTIVE_THREAD_PERCENTAGE, which says how many a process may have, not which (tried:
+    Processes share a GPU by time slices of some milliseconds: what a kernel waits for comes in another process's slice.
+    That is correct and slow. Under MPS kernels of several processes run at once and keep each other off the SMs, also
+    with CUDA_MPS_ACTIVE_THREAD_PERCENTAGE, which says how many a process may have, not which (tried:
     bench/results/h200-x1-mps.txt).
 
     Raises:
@@ -191,7 +205,7 @@ def refuse_shared(ranks: list[dict[str, Any]]) -> str | None:
 
 
 def refuse_unlike(ranks: list[dict[str, Any]]) -> str | None:
-    """Why GPUs that are not alike cannot work together: how a kernel is cut depends on what is asked here."""
+    """Why GPUs that differ cannot work together: kernels' configurations depend on it. None if they do not."""
     for what, named in _ALIKE.items():
         first = ranks[0][what]
         for rank, identity in enumerate(ranks):

@@ -1,1 +1,1 @@
-"""How ranks meet: the store, rendezvous, handshake, exchange of file descriptors."""
+"""How ranks join: the store, rendezvous, handshake, exchange of file descriptors."""

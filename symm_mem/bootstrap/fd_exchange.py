@@ -27,7 +27,7 @@ _STRANGER = 2.0  # seconds that whoever connects may take to show the secret
 
 
 def exchange(rendezvous: Rendezvous, fd: int, secret: str) -> list[int]:
-    """Give every rank ``fd`` and get theirs. The entry of the own rank is ``fd`` itself; close the others. Collective.
+    """Give every rank ``fd`` and get theirs. The entry of this rank is ``fd`` itself; close the others. Collective.
 
     Raises:
         PeerTimeout: a rank did not come.
@@ -102,7 +102,7 @@ def _give(server: socket.socket, fd: int, secret: str, stop: threading.Event, re
             continue
         except OSError as e:
             refused.append(describe(e))
-            server.close()  # whoever waits in line is told at once
+            server.close()  # waiting connections fail at once
             return
         with connection:
             try:

@@ -1,4 +1,4 @@
-"""The first steps of a heap: whether the ranks can share memory, and whether they are set up alike."""
+"""The first steps of a heap: whether the ranks can share memory, and whether their settings are the same."""
 
 from __future__ import annotations
 

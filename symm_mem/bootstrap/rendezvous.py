@@ -20,19 +20,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from torch.distributed import ProcessGroup, Store
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed import ProcessGroup
 
 from ..call_site import call_site, calling, text
-from ..errors import CallAbandoned, PeerTimeout, RankMismatch, WeftError, describe
+from ..errors import (
+    CallAbandoned,
+    PeerTimeout,
+    PeerWait,
+    RankMismatch,
+    WaitOutcome,
+    WeftError,
+    describe,
+)
 from ..forks import Owner
 from . import processes
-from .store import StoreQuestions, peek
+from .store import GroupStore, StoreQuestions, peek
 
 _SHORTEST, _LONGEST = 0.0002, 0.01  # seconds between two looks into the store
 _LOOK = 0.05  # seconds between two looks whether the awaited rank's process is still there
 _SILENT = 10.0  # seconds that ranks wait for each other without a word in the log
-_UNREADABLE = 300.0  # seconds in which a rank that cannot read its own deadline meets the others
+_UNREADABLE = 300.0  # seconds in which a rank that cannot read its own deadline joins the others
 
 _log = logging.getLogger("weft.symm_mem")
 
@@ -51,7 +58,7 @@ class Rendezvous:
         self.rank, self.world_size = group.rank(), group.size()
         self.processes: list[dict[str, Any] | None] = [None] * self.world_size
         self._owner = Owner(group)
-        self._store: Store = _get_process_group_store(group)
+        self._store = GroupStore(group)
         self._timeout = timeout
         self._topic = topic
         self._prefix = ""  # before the first session
@@ -65,11 +72,11 @@ class Rendezvous:
         self._broken = None
 
     def join(self, what: str) -> str:
-        """Begin a new session with all ranks, whatever state an error has left each of them in; gives its name.
+        """Begin a new session with all ranks, whatever state an error has left each of them in; returns its name.
 
-        Each rank posts a token that is new at every try, and what it has seen of the others' tokens. All ranks are
-        here, in this try, once all have seen the same tokens. A rank that gives up takes its token back, or
-        tells the others in the session, if they may have begun it already.
+        Each rank posts a token that is new at every try, and what it has seen of the others' tokens. All ranks have
+        joined this try once all have seen the same tokens. A rank that gives up withdraws its token, or posts an abort
+        notice in the session, if the others may have begun it already.
 
         Raises:
             PeerTimeout: a rank did not come.
@@ -120,9 +127,9 @@ class Rendezvous:
             gone = [rank for rank, process in enumerate(self.processes) if processes.has_ended(process)]
             if waited > seconds or gone:
                 peer, waited = gone[0] if gone else missing, min(waited, seconds)
-                call = ("its call", "made", "not made")
-                site = text(call_site())
-                raise PeerTimeout(what, self.group_name, self.rank, peer, *call, waited, site, bool(gone))
+                call = "its call", "made", text(call_site())
+                wait = PeerWait(what, self.group_name, self.rank, peer, *call)
+                raise PeerTimeout(wait, WaitOutcome("not made", waited, bool(gone)))
             if time.monotonic() > log_at:
                 log_at = float("inf")
                 _log.warning(
@@ -189,21 +196,23 @@ class Rendezvous:
 
     @contextmanager
     def poison_on_error(self, what: str) -> Iterator[None]:
-        """The body is steps that this rank takes to their end, or it takes no further ones and the others are told."""
+        """An exception in the body ends this rank's part in further steps, and the others get an abort notice."""
         try:
             yield
         except WeftError:
-            raise  # every rank has it, or a step has told the others
+            raise  # every rank raises it, or a step has posted the abort notice
         except BaseException as e:
             self.abandon(what, e)
             raise
 
     def abandon(self, what: str, cause: BaseException) -> WeftError:
-        """This rank does not complete a step: no further ones until ``begin``, and the others are told.
+        """This rank does not complete a step: it takes none until ``begin``, and posts an abort notice.
 
         Returns: what it refuses further ones with.
         """
-        if self._broken is None:
+        if self._broken is None and self._store.is_gone():
+            self._refuse_steps(what, cause)  # nobody is left who would hear of it
+        elif self._broken is None:
             with self._questions(what) as store:
                 self._give_up(store, what, cause)
         assert self._broken is not None
@@ -215,6 +224,9 @@ class Rendezvous:
             # Now: a store that is silent hears of it in the next session.
             abort_notice = self._abort_notice(self.rank)
             store.tell(lambda s: s.set(abort_notice, blamed))
+        self._refuse_steps(what, cause)
+
+    def _refuse_steps(self, what: str, cause: BaseException) -> None:
         if isinstance(cause, WeftError):
             self._broken = cause.again()
         else:
@@ -224,7 +236,7 @@ class Rendezvous:
 
     def _questions(self, what: str) -> StoreQuestions:
         self._owner.refuse_child(what)
-        return StoreQuestions(self._store, what, self.group_name, self.rank)
+        return StoreQuestions(self._store.get(what), what, self.group_name, self.rank)
 
     def agree(self, what: str, value: dict[str, Any]) -> None:
         """Every rank must come with the same ``value``.
@@ -273,12 +285,9 @@ class Rendezvous:
         while not (post := store.ask(lambda s: peek(s, key))):
             now = time.monotonic()
             if ended or blames is not None or now - begin > seconds:
-                waited, site = min(now - begin, seconds), text(call_site())
-                where = f"step {step} in the store"
-                name, me = self.group_name, self.rank
-                raise PeerTimeout(
-                    what, name, me, rank, where, "a post", "nothing", waited, site, ended, blames
-                )
+                missing = f"step {step} in the store", "a post", text(call_site())
+                wait = PeerWait(what, self.group_name, self.rank, rank, *missing)
+                raise PeerTimeout(wait, WaitOutcome("nothing", min(now - begin, seconds), ended, blames))
             if now > look:  # it may have posted just before: look for that once more
                 ended = processes.has_ended(self.processes[rank])
                 if not ended and (said := store.ask(lambda s: peek(s, abort_notice))):

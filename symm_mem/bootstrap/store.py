@@ -15,7 +15,8 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from torch.distributed import Store
+from torch.distributed import ProcessGroup, Store
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 from ..call_site import call_site, text
 from ..errors import WeftError, describe
@@ -25,6 +26,29 @@ _STORE = "the group's store (rank 0's process keeps it, or the launcher's)"
 
 T = TypeVar("T")
 _Answers = SimpleQueue[tuple[Any, Exception | None]]
+
+
+class GroupStore:
+    """A group's store, for as long as torch knows the group: whoever keeps it keeps rank 0's daemon and its port."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group, self._rank = group.group_name, group.rank()
+        self._store = weakref.ref(_get_process_group_store(group))
+
+    def is_gone(self) -> bool:
+        return self._store() is None
+
+    def get(self, what: str) -> Store:
+        """Not to be kept.
+
+        Raises:
+            WeftError: the group has been destroyed. ``what`` needs the store.
+        """
+        if (store := self._store()) is None:
+            raise WeftError(
+                f"{what} in group {self._group!r}: rank {self._rank}: the group has been destroyed"
+            )
+        return store
 
 
 class StoreQuestions:

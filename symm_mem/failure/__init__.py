@@ -1,1 +1,1 @@
-"""What happens when a rank is late, differs or is gone."""
+"""Late, diverging and dead ranks: deadlines, the call check, poison on error."""

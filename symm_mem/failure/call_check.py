@@ -1,13 +1,12 @@
 """Ranks compare calls before anything is launched: the first one of each op, and in the checked mode all of them.
 
 Every rank has a page of host memory that all ranks of the group can read, also beside a heap on CUDA. Before a call
-each rank writes down what it is about to do and counts up; it reads what the others wrote once they have counted as
-far, and whoever differs from rank 0 is named on every rank. The host of a rank thus waits for the hosts of the others
-at every call, within the group's deadline; nothing is put into a stream, so a captured graph is checked at its capture
-and its replays cost nothing.
+each rank writes what it is about to do and counts up; it reads what the others wrote once they have counted as far, and
+the first rank that differs from rank 0 is named on every rank. So at every call a rank's host waits for the others',
+within the group's deadline; nothing is enqueued on a stream, so a captured graph is checked at its capture and its
+replays cost nothing.
 
-A page has two places for texts, used in turn: a rank writes the n-th text only after all have read the n-2nd one,
-which they say by counting n-1.
+A page has two places for texts, used in turn: docs/protocol.md#call-check has the proof.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from typing import TYPE_CHECKING
 from ..bootstrap.fd_exchange import close_fds, exchange
 from ..call_cache import invalidate_calls
 from ..call_site import call_site, text
-from ..errors import CallAbandoned, PeerTimeout, RankMismatch, WeftError, describe
+from ..errors import CallAbandoned, PeerTimeout, PeerWait, RankMismatch, WeftError, describe
 from ..switches import is_on
 from ..timeouts import get_timeout
 from .fault import fault_of
-from .spin_wait import Expired, spin
+from .spin_wait import Expired, PeerLiveness, spin
 
 if TYPE_CHECKING:
     from ..heap.heap import Heap
@@ -40,7 +39,13 @@ _first_calls: bool | None = None
 
 
 def is_checked() -> bool:
-    """Whether calls are compared across ranks: what ``set_checked`` said, else WEFT_CHECK=1."""
+    """Whether calls are compared across ranks: what ``set_checked`` said, else WEFT_CHECK=1.
+
+    >>> from weft import symm_mem
+    >>> symm_mem.set_checked(False)
+    >>> symm_mem.is_checked()
+    False
+    """
     global _on
     if _on is None:
         _on = is_on("WEFT_CHECK")
@@ -59,12 +64,27 @@ def compares_first_calls() -> bool:
 def set_checked(on: bool) -> None:
     """Compare each call of an op across ranks before it is launched, or the first ones only, in all groups.
 
+    >>> import torch, torch.distributed as dist
+    >>> from weft import symm_mem
+    >>> from weft.fused_ops import one_shot_all_reduce
+    >>> symm_mem.set_checked(True)
+    >>> try:
+    ...     y = one_shot_all_reduce(torch.ones(2 + dist.get_rank()), "sum", None)
+    ... except symm_mem.RankMismatch as error:
+    ...     print(error)
+    call 1 in group '0': rank 1 asked for ...
+    >>> symm_mem.set_checked(False)
+
     All ranks must say so between the same calls. A call that differs raises RankMismatch on every rank, and names the
-    first rank that differs from rank 0, the number of the call, and both calls with their file and line. The group is
-    usable afterwards.
+    first rank that differs from rank 0, the number of the call, and both calls with their file and line. The hosts of
+    the ranks wait for each other at every call. A captured graph is checked at its capture, its replays are not. The
+    group is usable afterwards.
 
     The first call of each op on a group's heap, and the first one behind a reset, is compared outside of the checked
     mode, too. WEFT_CHECK=0 turns that off, WEFT_CHECK=1 is the checked mode; all ranks must have the same.
+
+    Args:
+        on: whether to compare.
 
     Raises:
         TypeError: ``on`` is not a bool.
@@ -77,12 +97,12 @@ def set_checked(on: bool) -> None:
 
 
 def call_check_of(heap: Heap) -> CallCheck:
-    """The heap's board; made by all ranks together at the first call."""
+    """The heap's call check; made by all ranks together at the first call."""
     with heap.lock:
-        if heap.board is None:
-            with heap.rendezvous.poison_on_error("make a board"):
-                heap.board = CallCheck(heap)
-        return heap.board
+        if heap.call_check is None:
+            with heap.rendezvous.poison_on_error("make the call check"):
+                heap.call_check = CallCheck(heap)
+        return heap.call_check
 
 
 class CallCheck:
@@ -93,7 +113,7 @@ class CallCheck:
         self._rendezvous = heap.rendezvous
         self._lock = heap.lock
         self._fault = fault_of(heap)
-        # On CUDA farewells lie where the host cannot read them.
+        # On CUDA abort notices lie where the host cannot read them.
         on_host = heap.device.type == "cpu"
         self._abort_notices = [
             self._fault.abort_notice(rank) if on_host else None for rank in range(self._size)
@@ -101,10 +121,10 @@ class CallCheck:
         fds: list[int] = []
         try:
             # Entered before the ranks hear of each other: another one's problem must not leave it open.
-            heap.rendezvous.run_on_all("make a board", lambda: fds.append(_page()))
+            heap.rendezvous.run_on_all("make the call check", lambda: fds.append(_page()))
             fds = exchange(heap.rendezvous, fds[0], heap.secret)
             self._pages = heap.rendezvous.run_on_all(
-                "map the boards", lambda: [mmap.mmap(fd, _BYTES) for fd in fds]
+                "map the call check", lambda: [mmap.mmap(fd, _BYTES) for fd in fds]
             )
         finally:
             close_fds(fds)
@@ -133,7 +153,7 @@ class CallCheck:
 
         Raises:
             RankMismatch: on every rank, naming the first rank that differs from rank 0.
-            PeerTimeout: a rank did not come, or has given up; until the group is reset.
+            PeerTimeout: a rank did not come, or has posted an abort notice; until the group is reset.
         """
         site = text(call_site())
         where = f" at {site}" if site else ""
@@ -166,26 +186,20 @@ class CallCheck:
         entries = []
         for rank, page in enumerate(self._pages):
             if rank != self._rank:
-                address, process = ctypes.addressof(self._counts[rank]), self._rendezvous.processes[rank]
+                address = ctypes.addressof(self._counts[rank])
+                peer = PeerLiveness(self._rendezvous.processes[rank], self._abort_notices[rank])
                 try:
-                    spin(
-                        *(address, count, timeout, process),
-                        *(self._abort_notices[rank], self._fault.raise_if_broken),
-                    )
+                    spin(address, count, timeout, peer, self._fault.raise_if_broken)
                 except Expired as e:
                     flag = "its count of checked calls"
-                    error = PeerTimeout(
-                        *(op, self._group, self._rank, rank),
-                        *(flag, count, e.seen, e.seconds),
-                        *(site, e.ended, e.blames),
-                    )
-                    raise self._fault.breaks(error).again() from None
+                    wait = PeerWait(op, self._group, self._rank, rank, flag, count, site)
+                    raise self._fault.breaks(PeerTimeout(wait, e.outcome)).again() from None
             entries.append(page[at : at + _PLACE])
         return entries
 
 
 def _page() -> int:
-    fd = os.memfd_create("weft-board", os.MFD_CLOEXEC)
+    fd = os.memfd_create("weft-call-check", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, _BYTES)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Which call an error is about. On CUDA it is raised long after the call, which the count of a use identifies."""
+"""Which call an error is about. On CUDA it is raised long after the call, which the epoch identifies."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Grids: TypeAlias = tuple[int, ...]
 
 
 class CallLog:
-    """What was called on one workspace, by buffer and count of use; where kernels push, by block and count of use.
+    """The calls on one workspace, by buffer and epoch; of LL exchanges, by block and epoch.
 
     Args:
         timeout: the deadline that a call begins with.
-        replayed: the calls are those of a captured graph, whose replays use the buffers in the same way again.
+        replayed: the calls are those of a captured graph, whose replays repeat them.
     """
 
     def __init__(self, buffers: int, timeout: Callable[[], float], replayed: bool) -> None:
@@ -42,7 +42,7 @@ class CallLog:
         return text(self._site)
 
     def begins(self, op: str, site: Site | None, grids: Grids = ()) -> None:
-        """A call. ``grids``: blocks of each of its launches that push. A launch is a use of every block that it has."""
+        """A call. ``grids``: blocks of each of its LL exchanges. A launch is an epoch of every block that it has."""
         self.op, self._site = op, site
         if grids:
             self._pushed.append((op, site, grids))
@@ -61,8 +61,7 @@ class CallLog:
         self._kept[buffer].append((self.op, self._site))
 
     def find(self, buffer: int | None, use: int) -> tuple[str, str | None]:
-        """Op and site of the ``use``-th use of a buffer, the first one being 1; of the last call if that is not
-        known."""
+        """Op and site of epoch ``use`` of a buffer, the first one being 1; of the last call if that is not known."""
         if buffer is not None and (uses := self._uses[buffer]):
             back = self._back(use, uses)
             kept = self._kept[buffer]
@@ -72,7 +71,7 @@ class CallLog:
         return self.op, self.site
 
     def find_push(self, block: int, use: int) -> tuple[str, str | None]:
-        """The same of a use of a block's slots."""
+        """The same of an epoch of a block's slots."""
         if uses := sum(times * _uses(grids, block) for grids, times in self._launched.items()):
             back = self._back(use, uses)
             for op, site, grids in reversed(list(self._pushed)) if back >= 1 else ():
@@ -82,11 +81,11 @@ class CallLog:
         return self.op, self.site
 
     def _back(self, use: int, uses: int) -> int:
-        """How many uses ago a use was, of so many; 1: it is the newest."""
+        """How many epochs ago epoch ``use`` was, of ``uses``; 1: it is the newest."""
         return uses - ((use - 1) % uses if self.replayed else use - 1)
 
     def reset_state(self) -> None:
-        """Uses count from 0 again. A captured graph keeps its calls."""
+        """Epochs count from 0 again. A captured graph keeps its calls."""
         if not self.replayed:
             self._uses = [0] * len(self._uses)
             for kept in self._kept:

@@ -1,26 +1,25 @@
 """What has broken a group on this rank: one word, one record and one error, which all its workspaces share.
 
-What an expired wait leaves behind is worth nothing, and so is all that is made of it: by the next kernel of the stream,
-of a captured graph or of another stream that waits for this one, whatever workspace it uses. So a wait that expires in
-any of them sets one word. Every kernel of the group that begins on this rank afterwards sends nothing, whether it
-belongs to a product or to an all-reduce, and gives up its waits at once. The peers miss what was not sent, and report
-this rank instead of taking a wrong number for a right one. The first wait alone writes the record, and every call and
-``check`` says the same of it until all ranks reset the group. Other groups have words of their own, and go on.
+What an expired wait leaves behind is invalid, and so is all that is computed from it, in whatever workspace. So a wait
+that expires in any of them sets one word. Kernels of the group that begin on this rank afterwards send nothing and give
+up their waits at once; the peers miss the data and report this rank. Only the first wait writes the record, and every
+call and ``check`` repeats it until all ranks reset the group. Other groups have words of their own, and go on.
 
-The words lie at the same offset on every rank: in them a rank also tells the others that it takes no further part.
+The words lie at the same offset on every rank: abort notices stand among them. docs/protocol.md#poison-on-error
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import forks
 from ..bootstrap.processes import has_ended
-from ..errors import PeerTimeout, WeftError
+from ..errors import PeerTimeout, PeerWait, WaitOutcome, WeftError
 from ..layout import WORD
 
 if TYPE_CHECKING:
@@ -31,22 +30,35 @@ if TYPE_CHECKING:
 _WAIT_FREE, _ABORTED = 2, 3  # kinds of a record, see kernels/device/ptx/sync.cuh
 
 
+@dataclass(frozen=True)
+class WaitRecord:
+    """What a kernel writes of the first wait that expires, behind a word that says that it did (sync.cuh)."""
+
+    workspace: int  # its address
+    peer: int
+    word: int
+    expected: int
+    seen: int
+    kind: int
+    when: int  # nanoseconds since 1970
+
+
 class Fault:
-    """The words of one heap on every rank, the record of this rank, and what was made of it. Making one is collective.
+    """The words of one heap on every rank, the record of this rank, and its error. Making one is collective.
 
     Attributes:
-        address: of the own words. Rank p's lie at ``address + (p - rank) * span``.
-        words: the own ones, int32 [WORDS].
+        address: of the local words. Rank p's lie at ``address + (p - rank) * span``.
+        words: the local ones, int32 [WORDS].
         record: address of the record, in pinned host memory; 0 on the CPU, where waits raise by themselves. A kernel
             writes ``[1 once written, address of its workspace, peer, word, expected, seen, kind, when]``.
         error: what this rank's calls are refused with.
         broken_at: when that happened, in nanoseconds since 1970, as GPUs count them, too.
     """
 
-    # Own word: only the own rank reads and writes it.
+    # Local word: only this rank reads and writes it.
     BROKEN = 0  #: not 0 once a wait has expired: 1 + the rank that was waited for in vain
-    # Rank p writes + p: 1 + the rank it blames, once it takes no more calls. On CUDA only in front of copies that it
-    # can no longer hold back.
+    # Rank p writes + p: 1 + the rank it blames, once it takes no more calls. On CUDA only in front of copies that are
+    # enqueued already.
     ABORT_NOTICE = 32
     MAX_ABORT_NOTICES = 32
     WORDS = ABORT_NOTICE + MAX_ABORT_NOTICES
@@ -73,7 +85,7 @@ class Fault:
         self.error, self.broken_at = self._heap.owner.refusal("a call"), time.time_ns()
 
     def knows(self, address: int, layout: AnyLayout, calls: CallLog) -> None:
-        """There is a workspace at this address: how to read what its kernels note."""
+        """Register the workspace at this address: how to read the records of its kernels."""
         self._places[address] = layout, calls
 
     def raise_if_broken(self, op: str | None = None) -> None:
@@ -83,36 +95,33 @@ class Fault:
         """
         if self.error is None and self.written.value:
             assert self._record is not None
-            self.error = self._read(*self._record.tolist()[1:])
+            self.error = self._read(WaitRecord(*self._record.tolist()[1:]))
         if self.error is not None:
             raise self.error.again(op)
 
-    def _read(
-        self, place: int, peer: int, word: int, expected: int, seen: int, kind: int, when: int
-    ) -> PeerTimeout:
-        heap, self.broken_at = self._heap, when
+    def _read(self, record: WaitRecord) -> PeerTimeout:
+        heap, self.broken_at = self._heap, record.when
+        peer, word, expected, seen = record.peer, record.word, record.expected, record.seen
         name, site, flag, seconds, blames = "a call", None, f"word {word}", 0.0, None
-        if place in self._places:
-            layout, calls = self._places[place]
+        if record.workspace in self._places:
+            layout, calls = self._places[record.workspace]
             buffer_of: Any = getattr(layout, "buffer_of", None)
             block_of: Any = getattr(layout, "block_of", None)
             # A wait for memory to become free expects the count of the use before.
-            use = expected + (kind == _WAIT_FREE)
+            use = expected + (record.kind == _WAIT_FREE)
             if block_of is not None:
                 name, site = calls.find_push(block_of(word), use)
             else:
                 name, site = calls.find(buffer_of and buffer_of(word), use)
             flag, seconds = layout.describe(word), calls.seconds
-        if kind == _ABORTED:  # nothing was waited for; what it says is 1 + the rank that it blames
+        if record.kind == _ABORTED:  # nothing was waited for; what it says is 1 + the rank that it blames
             flag, expected, seconds, blames = f"'gave up' of rank {peer}", 0, 0.0, seen - 1
         ended = blames is None and has_ended(heap.rendezvous.processes[peer])
-        return PeerTimeout(
-            *(name, heap.group_name, heap.rank, peer, flag, expected, seen),
-            *(seconds, site, ended, blames),
-        )
+        wait = PeerWait(name, heap.group_name, heap.rank, peer, flag, expected, site)
+        return PeerTimeout(wait, WaitOutcome(seen, seconds, ended, blames))
 
     def breaks(self, error: WeftError) -> WeftError:
-        """No more calls on this rank, in these words. The first error counts; returns it."""
+        """Refuse further calls on this rank with ``error``. The first error counts; returns it."""
         if self.error is None:
             self.error, self.broken_at = error, time.time_ns()
             heap = self._heap
@@ -126,18 +135,18 @@ class Fault:
         return self.error
 
     def abort_notice(self, peer: int) -> int | None:
-        """Address of the own word in which ``peer`` says that it takes no more calls; None if it has none."""
+        """Address of the local word for the abort notice of ``peer``; None if it has none."""
         return self.address + WORD * (self.ABORT_NOTICE + peer) if peer < self.MAX_ABORT_NOTICES else None
 
     def reset_state(self) -> None:
-        """As new: the heap is being reset, and the words are zero on every rank."""
+        """Back to the initial state: the heap is being reset, and the words are zero on every rank."""
         self.error = None
         if self._record is not None:
             self._record.zero_()
 
 
 def refuse_if_broken(heap: Heap) -> None:
-    """To be asked first of all, before ranks prepare, compare or allocate anything together for a call.
+    """To be called first of all, before ranks prepare, compare or allocate anything together for a call.
 
     Raises:
         WeftError: what has broken the group on this rank, until it is reset.

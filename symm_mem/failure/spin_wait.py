@@ -6,9 +6,11 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ..bootstrap import processes
+from ..errors import WaitOutcome
 
 _SPINS = 200  # tries before a waiting CPU rank offers its core to the others
 _LOOK = 0.05  # seconds between two looks whether the awaited rank's process is still there
@@ -20,19 +22,31 @@ def reached(seen: int, expected: int) -> bool:
 
 
 class Expired(Exception):
-    """What ``spin`` saw in the end, after the deadline or a shorter time; callers make a PeerTimeout of it."""
+    """What ``spin`` saw last, at the deadline or earlier; callers make a PeerTimeout of it."""
 
-    def __init__(self, seen: int, seconds: float, ended: bool = False, blames: int | None = None) -> None:
-        super().__init__(seen, seconds, ended, blames)
-        self.seen, self.seconds, self.ended, self.blames = seen, seconds, ended, blames
+    def __init__(self, outcome: WaitOutcome) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLiveness:
+    """How a wait learns that the rank that it waits for will not come.
+
+    Attributes:
+        process: that rank's; once it has ended nobody waits for it.
+        abort_notice: address of the word in which that rank says that it takes no further part: 1 + whom it blames.
+    """
+
+    process: dict[str, Any] | None
+    abort_notice: int | None
 
 
 def spin(
     address: int,
     expected: int,
     timeout: float,
-    process: dict[str, Any] | None = None,
-    aborted: int | None = None,
+    peer: PeerLiveness,
     give_up: Callable[[], None] | None = None,
     *,
     exactly: bool = False,
@@ -41,17 +55,16 @@ def spin(
 
     Args:
         timeout: seconds.
-        exactly: it is waited for itself: the word cannot be past it, and may be as old as one that is.
-        process: that of the rank that writes the word; once it has ended nobody waits for it.
-        gave_up: address of the word in which that rank says that it takes no further part: 1 + whom it blames.
+        peer: the rank that writes the word.
         give_up: called now and then; what it raises ends the wait.
+        exactly: it is waited for itself: the word cannot be past it, and may be as old as one that is.
 
     Raises:
-        Expired: the deadline has passed, or the word is not there and its writer is gone or has given up.
+        Expired: the deadline has passed, or the word is not there and its writer has ended or posted an abort notice.
     """
     word = ctypes.c_uint32.from_address(address)
     begin = look = 0.0
-    abort_notice = None if aborted is None else ctypes.c_uint32.from_address(aborted)
+    notice = None if peer.abort_notice is None else ctypes.c_uint32.from_address(peer.abort_notice)
     ended, blames = False, 0
     there = int.__eq__ if exactly else reached
     while True:
@@ -60,17 +73,17 @@ def spin(
                 return
         now = time.monotonic()
         if ended or blames:
-            raise Expired(word.value, now - begin, ended, None if ended else blames - 1)
+            raise Expired(WaitOutcome(word.value, now - begin, ended, None if ended else blames - 1))
         if give_up is not None:
             give_up()
         if not begin:
             begin, look = now, now + _LOOK
         elif now - begin > timeout:
-            raise Expired(word.value, timeout)
+            raise Expired(WaitOutcome(word.value, timeout))
         # The peer may have written the word just before it went: look at that once more.
-        elif abort_notice is not None and abort_notice.value:
-            blames = abort_notice.value
+        elif notice is not None and notice.value:
+            blames = notice.value
         elif now > look:
-            ended = processes.has_ended(process)
+            ended = processes.has_ended(peer.process)
             look = now + _LOOK
         os.sched_yield()

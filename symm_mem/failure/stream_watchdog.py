@@ -1,10 +1,9 @@
 """Stream memory operations whose waits end.
 
-A wait of the stream for a word cannot be given a deadline. So a thread looks after those that are under way. When a
-deadline passes, which counts from when the stream has come to the wait, it tells whoever asked for the wait, sets the
-word by which kernels know that what they are given is worth nothing (fault.py), and writes the awaited count itself, so
-that the stream goes on and the context stays usable.
-One thread for each heap, and only while there is something to look after.
+A stream's wait for a word cannot be given a deadline. So a thread watches the pending ones. When a deadline passes,
+which counts from when the stream has reached the wait, it reports the expiry to the caller, sets the word by which
+kernels know that their input is invalid (fault.py), and writes the awaited count itself, so that the stream goes on and
+the context stays usable. One thread for each heap, and only while a wait is pending.
 """
 
 from __future__ import annotations
@@ -18,23 +17,24 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from ..errors import WaitOutcome
 from .spin_wait import reached
 
 if TYPE_CHECKING:
     from ..heap.heap import Heap
 
 # What is told of an expired wait: the word's value, and the seconds waited.
-Expiry: TypeAlias = Callable[[int, float], object]
+Expiry: TypeAlias = Callable[[WaitOutcome], object]
 # Address, and what is written there.
 Word: TypeAlias = tuple[int, int]
 
 _PERIOD = 0.02  # seconds between two looks
 
 
-@dataclass
+@dataclass(eq=False)
 class _Wait:
     begins: torch.cuda.Event  # behind all that the stream does before
-    ends: torch.cuda.Event
+    ends: torch.cuda.Event | None  # None: it is being put on the stream, or an exception came meanwhile
     awaited: Word
     timeout: float
     expiry: Expiry
@@ -43,12 +43,13 @@ class _Wait:
 
 
 def stream_watchdog_of(heap: Heap) -> StreamWatchdog | None:
-    """The watch of a heap's stream waits; None on the CPU, where a wait bounds itself."""
+    """The watchdog of a heap's stream waits; None on the CPU, where a wait bounds itself."""
     if heap.device.type != "cuda":
         return None
     with heap.lock:
         if heap.watch is None:
             heap.watch = StreamWatchdog(heap.device)
+            heap.users.add(heap.watch)
         return heap.watch
 
 
@@ -74,18 +75,47 @@ class StreamWatchdog:
         self._call(self._driver.cuStreamWriteValue32(self._stream(), address, value, 0))
 
     def wait(self, address: int, value: int, timeout: float, expiry: Expiry, broken: Word) -> None:
-        """``broken``: what is written if the deadline passes, before the stream goes on."""
+        """``broken``: what is written if the deadline passes, before the stream goes on.
+
+        It is watched before it is put on the stream: whatever exception comes in between, it ends.
+        """
         stream = torch.cuda.current_stream(self._device)
         begins, ends = torch.cuda.Event(), torch.cuda.Event()
         begins.record(stream)
-        greater_or_equal = self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        self._call(self._driver.cuStreamWaitValue32(self._stream(), address, value, int(greater_or_equal)))
+        greater_or_equal = int(self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+        wait = _Wait(begins, None, (address, value), timeout, expiry, broken)
+        self._watch(wait)
+        result = self._driver.cuStreamWaitValue32(stream.cuda_stream, address, value, greater_or_equal)
+        try:
+            self._call(result)
+        except RuntimeError:  # the driver has refused it: there is nothing to watch
+            self._drop(wait)
+            raise
         ends.record(stream)
+        wait.ends = ends
+
+    def _watch(self, wait: _Wait) -> None:
         with self._lock:
-            self._waiting.append(_Wait(begins, ends, (address, value), timeout, expiry, broken))
+            self._waiting.append(wait)
             if not self._running:
+                try:
+                    threading.Thread(target=self._run, name="weft-signals", daemon=True).start()
+                except BaseException:
+                    self._waiting.remove(wait)
+                    raise
                 self._running = True
-                threading.Thread(target=self._run, name="weft-signals", daemon=True).start()
+
+    def _drop(self, wait: _Wait) -> None:
+        with self._lock:
+            self._waiting = [w for w in self._waiting if w is not wait]
+
+    def reset_state(self) -> None:
+        """The heap is being reset, and all work is done: what an exception has left half-made has ended, if it began.
+
+        It would take the words, which count anew, for late.
+        """
+        with self._lock:
+            self._waiting = [w for w in self._waiting if w.ends is not None]
 
     def _run(self) -> None:
         from ..backends.vmm import relaxed_capture
@@ -94,7 +124,7 @@ class StreamWatchdog:
         with relaxed_capture():  # a look at an event must not end another thread's capture
             while True:
                 with self._lock:
-                    self._waiting = [w for w in self._waiting if not w.ends.query()]
+                    self._waiting = [w for w in self._waiting if w.ends is None or not w.ends.query()]
                     if not self._waiting:
                         self._running = False
                         return
@@ -116,7 +146,10 @@ class StreamWatchdog:
         self._call(self._driver.cuMemcpyDtoHAsync(ctypes.addressof(seen), late.awaited[0], 4, stream))
         self._call(self._driver.cuStreamSynchronize(stream))
         if not reached(seen.value, late.awaited[1]):
-            late.expiry(seen.value, late.timeout)
+            late.expiry(WaitOutcome(seen.value, late.timeout))
             for address, value in (late.broken, late.awaited):
                 self._call(self._driver.cuMemsetD32Async(address, value, 1, stream))
-        late.ends.synchronize()
+        if late.ends is not None:
+            late.ends.synchronize()
+            return
+        self._drop(late)  # nothing tells when it ends, but it does: its word is written

@@ -16,7 +16,7 @@ _SEMAPHORE = 64  # bytes: more than any C library's sem_t
 
 
 class CapturedGraph:
-    """What the work that is captured on a stream now goes into, and the executable graphs made of it.
+    """The graph that a stream is being captured into, and the executable graphs made of it.
 
     Args:
         stream: a CUstream as an integer, which is being captured.
@@ -52,7 +52,7 @@ def release_gone_graphs(workspaces: dict[Any, Any], quiesced: set[int]) -> None:
     """Take those of graphs that are gone out of a heap's workspaces. A peer's graph may be there yet.
 
     Args:
-        at_rest: takes the numbers of their blocks, to which nothing of this rank writes any more. Each is in one of
+        quiesced: takes the numbers of their blocks, to which nothing of this rank writes any more. Each is in one of
             both at any moment, whenever Ctrl-C comes: a reset leaves the peers their workspaces of such a graph.
     """
     for key, workspace in list(workspaces.items()):

@@ -1,4 +1,4 @@
-"""Which parts of a growing range are free."""
+"""The free parts of a growing range."""
 
 from __future__ import annotations
 

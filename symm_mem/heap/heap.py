@@ -1,14 +1,11 @@
 """One heap for each (group, device): memory that every rank of the group can address.
 
-Each rank reserves one address range for all ranks: rank r's memory lies at ``base + r * span``. An allocation is
-an offset, the same on every rank, so a pointer on peer r is ``base + r * span + offset``. The heap grows by
-mapping further chunks behind the old ones, on all ranks together: addresses never move, and what was captured
-or compiled with them stays valid.
+Each rank reserves one address range for all ranks: rank r's memory lies at ``base + r * span``. An allocation is an
+offset, the same on every rank. The heap grows by mapping further chunks behind the old ones, on all ranks together:
+addresses never move, and what was captured or compiled with them stays valid.
 
-Allocating is collective: ranks compare what they ask for through the group's store. Freeing is not: tensors die
-at different times on different ranks, so each rank reports at the next allocation what it has dropped, and memory
-is used again once every rank has dropped it: what a late rank still writes goes where nobody else reads. Workspaces of
-a captured graph are dropped when it is gone.
+Allocating is collective. Freeing is not: each rank reports at the next allocation what it has dropped, and memory is
+used again once every rank has dropped it. docs/protocol.md#allocation has the proof.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup
 
 from .. import forks
-from ..backends.base import Backend, tensor_over
+from ..backends.base import tensor_over
 from ..bootstrap.fd_exchange import close_fds, exchange
 from ..bootstrap.handshake import open_together
 from ..bootstrap.rendezvous import Rendezvous
@@ -34,12 +31,13 @@ from ..errors import HeapUnavailable, PeerTimeout, WeftError, describe
 from ..timeouts import get_timeout, preparing_timeout
 from .captured import release_gone_graphs
 from .free_list import FreeList
+from .unmapping import HeapRange, unmap_gone_heaps, unmap_later
 
 ALIGNMENT = 256
 
 
 class Placement(NamedTuple):
-    """Where a block lies. Its first ``zero`` bytes are words that ranks count in, or payload that is empty."""
+    """Where a block lies. Its first ``zero`` bytes are control words, or empty LL slots."""
 
     offset: int
     size: int
@@ -58,14 +56,14 @@ class Block:
 
 
 class Heap:
-    """Memory shared by the ranks of ``group`` on ``device``. Use ``heap()``, which makes one for each pair.
+    """Memory shared by the ranks of ``group`` on ``device``. Use ``get_heap``, which makes one for each pair.
 
     Attributes: ``group``, ``device``, ``rank``, ``world_size``, ``span`` (bytes between two ranks' copies of an
     address), ``capacity`` (bytes mapped for each rank).
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self.group: ProcessGroup | None = group  # None once it is destroyed
+        self._group = weakref.ref(group)  # its store listens for as long as it lives
         self.group_name = group.group_name
         self.rank, self.world_size = group.rank(), group.size()
         self.owner = forks.Owner(group)
@@ -75,27 +73,30 @@ class Heap:
             self.rendezvous.join("make a heap")
             self._make(device)
 
+    @property
+    def group(self) -> ProcessGroup | None:
+        """None once it is destroyed and nobody keeps it."""
+        return self._group()
+
     def _make(self, device: torch.device) -> None:
         self.backend, self.secret = open_together(self.rendezvous, device)
         self.device = self.backend.device
         self.span = self.backend.span
         self.capacity = 0
-        self.workspaces: CachedDict[Any, Any] = (
-            CachedDict()
-        )  #: what the ops above keep for as long as the heap lives
-        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  #: what counts along with words on the heap
+        #: what the ops above keep for as long as the heap lives
+        self.workspaces: CachedDict[Any, Any] = CachedDict()
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  #: what has state beside words on the heap
         self.fault: Any = None  #: of all that is on it: fault.py
         self.watch: Any = None  #: of stream waits, on CUDA
-        self.board: Any = None  #: of the checked mode
+        self.call_check: Any = None  #: of the checked mode
         self.tuner: Any = None  #: of the kernels: what the ranks have measured together
         self._ready: set[Any] = set()
         self._free = FreeList()
         self._blocks: dict[int, Placement] = {}  # by number: all that is not free
         self._falling: deque[int] = deque()  # dropped since the last allocation: finalizers run at any moment
         self._dropped: set[int] = set()
-        self._quiesced: set[int] = (
-            set()
-        )  # of captured graphs that are gone: nothing of this rank writes there
+        # Of captured graphs that are gone: nothing of this rank writes there.
+        self._quiesced: set[int] = set()
         self._number = 0
         self._chunks: list[tuple[int, int]] = []  # (offset, size)
         unmap: list[Callable[[], Any]] = []
@@ -103,8 +104,8 @@ class Heap:
         def reserve() -> int:
             base = self.backend.reserve(self.span * self.world_size)
             # The process's end unmaps everything anyway, and tensors may outlive this. A forked child has no driver.
-            where = self.backend, base, self.span, self.world_size, self._chunks
-            unmap.append(forks.finalize(self, _unmap_all, *where))
+            where = HeapRange(self.backend, base, self.span, self.world_size, self._chunks)
+            unmap.append(forks.finalize(self, unmap_later, where))
             return base
 
         try:
@@ -151,6 +152,7 @@ class Heap:
 
     def _allocate(self, size: int, tag: str, zero: int) -> Block:
         want = -(-size // ALIGNMENT) * ALIGNMENT
+        unmap_gone_heaps()
         release_gone_graphs(self.workspaces, self._quiesced)
         while self._falling:
             self._dropped.add(self._falling.popleft())
@@ -264,7 +266,7 @@ class Heap:
         broken on this rank: others may count from 0 already.
 
         Args:
-            here: where the ranks that reset have met.
+            here: where the ranks that reset have joined.
             session: of what is allocated from then on.
 
         Raises:
@@ -292,13 +294,13 @@ class Heap:
         blocks = {str(number): list(placed) for number, placed in self._blocks.items()}
         fault = None if self.fault is None else self.fault.block.number
         known = [*self._quiesced, *(workspace.block.number for workspace in self.workspaces.values())]
-        board = self.board is not None
-        posts = here.gather("reset", [problem, blocks, self._chunks, self._number, fault, known, board])
+        checks = self.call_check is not None
+        posts = here.gather("reset", [problem, blocks, self._chunks, self._number, fault, known, checks])
         here.refuse("reset", [post[0] for post in posts])
         if any(post[4] != fault for post in posts):
             self.fault = None  # an error came while it was made, before there was anything that uses it
         if not all(post[6] for post in posts):
-            self.board = None  # likewise
+            self.call_check = None  # likewise
         self._keep_what_all_have([post[1] for post in posts], [post[2] for post in posts])
         # Of a workspace all ranks may have the block, and one of them gave up in the last step of making it.
         known_to_all = set.intersection(*(set(post[5]) for post in posts)) & self._blocks.keys()
@@ -314,7 +316,7 @@ class Heap:
                     self.backend.zero(self.address(self.rank) + placed.offset, placed.zero)
             for user in users:
                 user.reset_state()
-            for kept in (self.board, self.tuner):
+            for kept in (self.call_check, self.tuner):
                 if kept is not None:
                     kept.reset_state()
 
@@ -373,16 +375,6 @@ class Heap:
             step, count = step * max(1, n), count * n
         storage = tensor_over(self.address(rank) + offset, count * dtype.itemsize, self.device, owner)
         return tensor.set_(storage, 0, shape, strides[::-1])
-
-
-def _unmap_all(
-    backend: Backend, base: int, span: int, world_size: int, chunks: list[tuple[int, int]]
-) -> None:
-    backend.quiesce()
-    for start, size in chunks:
-        for rank in range(world_size):
-            backend.unmap(base + rank * span + start, size)
-    backend.release(base, span * world_size)
 
 
 def heap_of(tensor: torch.Tensor) -> Block | None:

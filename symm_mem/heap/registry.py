@@ -1,9 +1,10 @@
-"""Which heap a group has, and what concerns all of a group's memory: its state, its reset."""
+"""The heap of each group; the state of all of a group's memory, and its reset."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+import weakref
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,9 @@ from ..groups import WITHOUT_PROCESSES, Group, resolve_group, without_processes
 from ..timeouts import get_timeout
 from .heap import Heap
 
-_heaps: CachedDict[tuple[str, str, int], tuple[ProcessGroup, Heap | HeapUnavailable]] = CachedDict()
+# A ProcessGroup keeps its store, and that listens: nothing here may keep one beyond destroy_process_group.
+GroupRef: TypeAlias = weakref.ref[ProcessGroup]
+_heaps: CachedDict[tuple[str, str, int], tuple[GroupRef, Heap | HeapUnavailable]] = CachedDict()
 # By heap and process: threads may make those of different groups in any order, and in a forked child they are gone.
 _making: dict[Any, threading.RLock] = {}
 
@@ -42,30 +45,34 @@ def get_heap(group: Group = None, device: torch.device | str | None = None) -> H
         index = torch.cuda.current_device() if where.type == "cuda" and torch.cuda.is_available() else -1
     key = (pg.group_name, where.type, index)
     known = _heaps.get(key)
-    if known is None or known[0] is not pg:  # a name may be used again after destroy_process_group
+    if known is None or known[0]() is not pg:  # a name may be used again after destroy_process_group
         _refuse_missing(where)
         _forget_destroyed()
         with _making.setdefault((*key, forks.pid), threading.RLock()):
             known = _heaps.get(key)
-            if known is None or known[0] is not pg:
+            if known is None or known[0]() is not pg:
                 _refuse_destroyed(pg)
-                known = _heaps[key] = (pg, _make(pg, where))
+                known = _heaps[key] = (weakref.ref(pg), _make(pg, where))
+                forks.finalize(pg, _forget, key, known)
     found = known[1]
     if isinstance(found, HeapUnavailable):
         raise HeapUnavailable(str(found))
     return found
 
 
-def known_heap(group_name: str, device: int) -> tuple[ProcessGroup, Heap] | None:
-    """The heap on a CUDA device that ``heap`` would answer with at once, for the group that has this name now."""
+def known_heap(group_name: str, device: int) -> tuple[GroupRef, Heap] | None:
+    """The heap on a CUDA device that ``get_heap`` would return at once, for the group that has this name now."""
     known = _heaps.get((group_name, "cuda", device))
     if known is None or isinstance(known[1], HeapUnavailable):
         return None
-    return (known[0], known[1]) if has_name(known[0], group_name) else None
+    return (known[0], known[1]) if has_name(known[0](), group_name) else None
 
 
-def has_name(group: ProcessGroup, name: str) -> bool:
-    """Whether this is the group that torch knows by this name now. After destroy_process_group it may be another."""
+def has_name(group: ProcessGroup | None, name: str) -> bool:
+    """Whether this is the group that torch knows by this name now. After destroy_process_group it may be another.
+
+    ``group``: None if nobody has kept it since.
+    """
     try:
         return _resolve_process_group(name) is group  # type: ignore[arg-type]
     except Exception:  # destroyed
@@ -100,16 +107,18 @@ def _refuse_missing(device: torch.device) -> None:
 
 
 def _forget_destroyed() -> None:
-    """Let go of the heaps of groups that are no more; their memory lives on while tensors lie in it."""
-    for key, (pg, made_of) in list(_heaps.items()):
-        if not has_name(pg, key[0]):
-            if isinstance(made_of, Heap):
-                # A heap refers to itself and goes with Python's collector, the group at once: collected in a forked
-                # worker of a data loader, it waits for threads that are not there.
-                made_of.group = None
-            _heaps.pop(key, None)
-            for made in (key, (key[0], "reset")):
-                _making.pop((*made, forks.pid), None)
+    """Let go of the heaps of groups that a program keeps and has destroyed; others went with their group."""
+    for key, known in list(_heaps.items()):
+        if not has_name(known[0](), key[0]):
+            _forget(key, known)
+
+
+def _forget(key: tuple[str, str, int], known: tuple[GroupRef, Heap | HeapUnavailable]) -> None:
+    """Let go of a destroyed group's heap. Its memory lives on while tensors lie in it. Runs in finalizers: no lock."""
+    if _heaps.get(key) is known:
+        _heaps.pop(key, None)
+        for made in (key, (key[0], "reset")):
+            _making.pop((*made, forks.pid), None)
 
 
 def _make(pg: ProcessGroup, device: torch.device) -> Heap | HeapUnavailable:
@@ -122,7 +131,22 @@ def _make(pg: ProcessGroup, device: torch.device) -> Heap | HeapUnavailable:
 
 
 def unavailable(group: Group = None, device: torch.device | str | None = None) -> str | None:
-    """Why ``group`` has no heap on ``device``; None if it has one. The first call is collective."""
+    """Why ``group`` has no heap on ``device``; None if it has one. The first call is collective.
+
+    >>> from weft import symm_mem
+    >>> print(symm_mem.unavailable())
+    None
+
+    Args:
+        group: name, ProcessGroup, 1-D DeviceMesh or (mesh, dim); default the default group.
+        device: as for ``empty``.
+
+    Returns:
+        the reason, the same on every rank; ops then run unfused.
+
+    Raises:
+        ForkedProcess, ValueError, TypeError: as ``empty``.
+    """
     _forget_destroyed()
     try:
         get_heap(group, device)
@@ -134,9 +158,12 @@ def unavailable(group: Group = None, device: torch.device | str | None = None) -
 def check(group: Group = None) -> None:
     """Raise what a wait of this rank has run into: for programs that only replay CUDA graphs.
 
+    >>> from weft import symm_mem
+    >>> symm_mem.check()  # nothing has happened
+
     Otherwise the next call says so. It reads host memory only: for the state up to now, synchronize first. Of a group
     the first wait that has expired is raised, of several groups the first one of all. Groups that have been destroyed
-    are over: nothing is raised for them, and what they still hold is let go.
+    are over: nothing is raised for them, and what they still hold is released.
 
     Args:
         group: look at this one only; default every group.
@@ -150,8 +177,8 @@ def check(group: Group = None) -> None:
     if wanted is not None:
         forks.refuse_child(wanted, "check")
     first: tuple[int, WeftError] | None = None
-    for pg, found in list(_heaps.values()):
-        fault = found.fault if isinstance(found, Heap) and wanted in (None, pg) else None
+    for of, found in list(_heaps.values()):
+        fault = found.fault if isinstance(found, Heap) and wanted in (None, of()) else None
         if fault is not None:
             try:
                 fault.raise_if_broken("check")
@@ -165,6 +192,14 @@ def check(group: Group = None) -> None:
 def reset(group: Group = None) -> None:
     """Make a group's memory usable again after an error. Collective: every rank of the group must call it.
 
+    >>> import torch
+    >>> from weft import symm_mem
+    >>> from weft.fused_ops import one_shot_all_reduce
+    >>> before = one_shot_all_reduce(torch.ones(4), "sum", None)
+    >>> symm_mem.reset()  # after a PeerTimeout, say
+    >>> torch.equal(one_shot_all_reduce(torch.ones(4), "sum", None), before)
+    True
+
     Waits until this rank's work is done, then counts every flag, signal and call of the group from 0 again, on all
     ranks before any of them returns. Tensors keep their memory and what is in it, captured graphs stay valid (but for
     one that an error interrupted while it was captured), other groups do not notice. What ranks did before the reset
@@ -174,8 +209,8 @@ def reset(group: Group = None) -> None:
         group: name, ProcessGroup, 1-D DeviceMesh or (mesh, dim); default the default group.
 
     Raises:
-        PeerTimeout: a rank does not come, or has given up. The group may be reset again; if the ranks had met already,
-            it is broken until then.
+        PeerTimeout: a rank does not come, or has posted an abort notice. The group may be reset again; if the ranks had
+            joined already, it is broken until then.
         ForkedProcess: this process was forked from the one that joined the group.
         ValueError: there is no such group, or no longer.
         WeftError: a rank is capturing a CUDA graph, or has lost its device.
@@ -204,7 +239,7 @@ def _reset(pg: ProcessGroup) -> None:
                 heaps[name].reset(here, f"{session}/{name}")
     for key, (owner, found) in list(_heaps.items()):
         # A heap that another rank failed to make. Or why there is none: that may have been mended, too.
-        if owner is pg and not any(found is heaps[n] for n in everywhere):
+        if owner() is pg and not any(found is heaps[n] for n in everywhere):
             del _heaps[key]
 
 
@@ -212,7 +247,7 @@ def _named_heaps(pg: ProcessGroup) -> dict[str, Heap]:
     """A group's heaps under names that do not tell the ranks' devices apart."""
     named: dict[str, Heap] = {}
     for key, (owner, found) in sorted(_heaps.items(), key=lambda item: item[0]):
-        if owner is pg and isinstance(found, Heap):
+        if owner() is pg and isinstance(found, Heap):
             nth = sum(name.startswith(key[1]) for name in named)
             named[f"{key[1]} {nth}"] = found
     return named

@@ -28,16 +28,16 @@ using std::max;
 using std::min;
 #include GATHER
 struct BufferWords { int world_size; };
-struct Watch { int rank; };
+struct WaitParams { int rank; };
 struct Params {
-    int m, n, k, bs, columns[4], raster_group, remote_band, group;
-    BufferWords half;
-    Watch watch;
+    int m, n, k, bs, columns[4], raster_group, remote_raster_group, group;
+    BufferWords buffer;
+    WaitParams watch;
 };
 int main(int, char** given) {
     Params p{};
     p.m = std::atoi(given[1]), p.k = std::atoi(given[2]), p.group = std::atoi(given[3]);
-    p.n = 8, p.bs = 1, p.columns[0] = 1, p.raster_group = p.remote_band = 4, p.half.world_size = 4;
+    p.n = 8, p.bs = 1, p.columns[0] = 1, p.raster_group = p.remote_raster_group = 4, p.buffer.world_size = 4;
     const weft::GatherTileScheduler<Params> order(p);
     for (int i = 0; i < order.pieces; ++i) {
         const weft::GatherPiece<Params> piece(p, order, i);

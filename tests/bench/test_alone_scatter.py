@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path += [str(Path(__file__).parents[2] / "bench"), str(Path(__file__).parents[1] / "kernels")]
+sys.path += [str(Path(__file__).parents[2] / "bench"), str(Path(__file__).parents[1] / "verification")]
 
 import alone
 import alone_scatter

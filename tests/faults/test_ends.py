@@ -88,6 +88,7 @@ def interrupted(rank: int, world_size: int) -> None:
         call()
 
 
+@pytest.mark.alone
 def test_an_interrupted_rank_comes_out_at_once_and_the_others_are_told() -> None:
     run_ranks(interrupted, 2, fresh=True)
 
@@ -184,6 +185,7 @@ def store_is_stopped(rank: int, world_size: int) -> None:
     CALLS["allocate"]()
 
 
+@pytest.mark.alone
 def test_a_store_that_is_stopped_with_rank_0() -> None:
     run_ranks(store_is_stopped, 2, fresh=True, store="rank 0")
 

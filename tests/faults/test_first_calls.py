@@ -93,7 +93,7 @@ def test_first_plans_that_differ_are_named() -> None:
 def later(rank: int, world_size: int) -> None:
     """Later calls post nothing and wait for nobody. Those of other groups are first calls of their own."""
     gather()()
-    board = get_heap(None, "cpu").board
+    board = get_heap(None, "cpu").call_check
     count = board._count
     for n in (1, 2, 3):
         gather(m=n)()
@@ -173,7 +173,7 @@ def test_a_slow_compilation_is_no_timeout() -> None:
 def unchecked(rank: int, world_size: int) -> None:
     os.environ["WEFT_CHECK"] = "0"  # it is read at the first call
     reduce()()
-    assert get_heap(None, "cpu").board is None
+    assert get_heap(None, "cpu").call_check is None
 
 
 def test_the_environment_switches_it_off() -> None:

@@ -74,7 +74,7 @@ def grows() -> None:
 # What is called, whether the group has memory before, and where it is interrupted.
 CASES: dict[str, tuple[Callable[[], None], bool, Any, str]] = {
     "make a heap": (makes_a_heap, False, HostBackend, "reserve"),
-    "make a board": (checked, True, call_check, "_page"),
+    "make the call check": (checked, True, call_check, "_page"),
     "exchange the boards": (checked, True, call_check, "exchange"),
     "compare calls": (checked, True, call_check, "spin"),
     "prepare": (prepares, True, StoreQuestions, "__enter__"),

@@ -112,7 +112,7 @@ def copies_come_late(rank: int, world_size: int) -> tuple[bool, str | None]:
 def test_copies_that_nobody_could_call_off_are_noticed() -> None:
     (right, heard), (late_right, late_heard) = run_ranks(copies_come_late, 2, device="cuda")
     assert right and heard is not None and "waited 0.5 s for rank 1" in heard, heard
-    assert late_heard is not None and "for rank 0: 'gave up' of rank 0 is" in late_heard, (
+    assert late_heard is not None and "for rank 0: abort notice of rank 0 is" in late_heard, (
         late_right,
         late_heard,
     )

@@ -26,7 +26,7 @@ from weft.symm_mem.heap.registry import get_heap
 
 SHORT = 1  # the rank that runs out
 MORE = 40 << 20  # bytes: the heap must grow for so many
-BOARD = "map the boards"  # the last step of making what checked calls are compared on
+BOARD = "map the call check"  # the last step of making what checked calls are compared on
 
 
 @contextmanager
@@ -229,7 +229,9 @@ def no_page(rank: int, world_size: int) -> None:
         if rank == SHORT:
             stack.enter_context(mock.patch.object(call_check, "_page", side_effect=OSError("no page")))
         for _ in range(3):
-            with pytest.raises(symm_mem.WeftError, match=f"make a board .* rank {SHORT}: OSError: no page"):
+            with pytest.raises(
+                symm_mem.WeftError, match=f"make the call check .* rank {SHORT}: OSError: no page"
+            ):
                 one_shot_all_reduce(torch.ones(3), "sum", None)
     assert state() == before
     works(rank, world_size)

@@ -65,7 +65,7 @@ def forged(rank: int, world_size: int) -> None:
     symm_mem.rendezvous(symm_mem.empty(4)).barrier()
     meeting = heap.rendezvous
     if rank == 0:
-        meeting._store.set(meeting._key(meeting._step, 1), pickle.dumps(Trap()))
+        meeting._store.get("forge").set(meeting._key(meeting._step, 1), pickle.dumps(Trap()))
     torch.distributed.barrier()
     if rank == 0:
         with pytest.raises(ValueError, match=r"codec|Expecting|utf"):

@@ -186,6 +186,7 @@ def killed_in_a_row(rank: int, world_size: int) -> int:
     return os.getpid()
 
 
+@pytest.mark.alone
 def test_a_restarted_job_works_at_once() -> None:
     before = litter()
     for _ in range(2):

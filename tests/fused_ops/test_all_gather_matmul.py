@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, same_on_all, world
-from ranks import run_ranks
+from ranks import run_row
 from weft.fused_ops import fused_all_gather_matmul
 from weft.fused_ops.dispatch.plan import forced
 
@@ -28,92 +28,100 @@ SHAPES = [  # A_shard, gather_dim, columns of the Bs
 ]
 
 
-def right(rank: int, world_size: int) -> None:
-    for shape, dim, columns in SHAPES:
-        for dtype in DTYPES:
-            for return_A in (True, False):
-                poison(rank)
-                shard = torch.randn(*shape).to(dtype)
-                A = torch.cat(gather(shard), dim)
-                Bs = [torch.randn(A.shape[-1], n).to(dtype) for n in columns]
-                with forced("fused"):
-                    got_A, outs = fused_all_gather_matmul(shard, Bs, dim, world(), return_A=return_A)
-                if world_size > 1 and shard.numel():
-                    assert_fused()
-                assert (got_A is None) == (not return_A)
-                if got_A is not None:
-                    assert torch.equal(got_A.double(), A)
-                for out, B in zip(outs, Bs, strict=True):
-                    assert out.dtype == dtype
-                    check(f"{shape} {dim} {dtype}", out, A @ B.double(), BOUND[dtype])
-                with forced("fused"):
-                    again = fused_all_gather_matmul(shard, Bs, dim, world(), return_A=return_A)[1]
-                assert all(torch.equal(a, b) for a, b in zip(outs, again, strict=True)), (
-                    "other bits in another run"
-                )
+def right(
+    rank: int, world_size: int, shape: tuple[int, ...], dim: int, columns: list[int], dtype: torch.dtype
+) -> None:
+    for return_A in (True, False):
+        poison(rank)
+        shard = torch.randn(*shape).to(dtype)
+        A = torch.cat(gather(shard), dim)
+        Bs = [torch.randn(A.shape[-1], n).to(dtype) for n in columns]
+        with forced("fused"):
+            got_A, outs = fused_all_gather_matmul(shard, Bs, dim, world(), return_A=return_A)
+        if world_size > 1 and shard.numel():
+            assert_fused()
+        assert (got_A is None) == (not return_A)
+        if got_A is not None:
+            assert torch.equal(got_A.double(), A)
+        for out, B in zip(outs, Bs, strict=True):
+            assert out.dtype == dtype
+            check(f"{shape} {dim} {dtype}", out, A @ B.double(), BOUND[dtype])
+        with forced("fused"):
+            again = fused_all_gather_matmul(shard, Bs, dim, world(), return_A=return_A)[1]
+        assert all(torch.equal(a, b) for a, b in zip(outs, again, strict=True)), "other bits in another run"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "dim", "columns"), SHAPES)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_fused_all_gather_matmul(world_size: int, device: str) -> None:
-    run_ranks(right, world_size, device=device)
+def test_fused_all_gather_matmul(
+    world_size: int, device: str, shape: tuple[int, ...], dim: int, columns: list[int], dtype: torch.dtype
+) -> None:
+    run_row(right, world_size, shape, dim, columns, dtype, device=device)
 
 
-def strides(rank: int, world_size: int) -> None:
+def strides(rank: int, world_size: int, shape: tuple[int, ...], dim: int, columns: list[int]) -> None:
     name = world().group_name
-    for shape, dim, columns in SHAPES:
-        base = torch.randn(*[2 * s for s in shape])
-        shard = base[tuple(slice(0, 2 * s, 2) for s in shape)].to(torch.float32)
-        assert shard.numel() == 0 or not shard.is_contiguous() or max(shape) == 1
-        A = torch.cat(gather(shard), dim)
-        Bs = [torch.randn(n, A.shape[-1]).t() for n in columns]
-        with torch._subclasses.FakeTensorMode() as fake:
-            args = (fake.from_tensor(shard), [fake.from_tensor(B) for B in Bs], dim, name)
-            fake_A, fake_outs = torch.ops.weft.fused_all_gather_matmul(*args)
-        for algorithm in ("fused", "unfused"):
-            with forced(algorithm):
-                got_A, outs = fused_all_gather_matmul(shard, Bs, dim, name)
-            for out, B in zip(outs, Bs, strict=True):
-                check(f"{shape} {dim} {algorithm}", out, A @ B.double(), 1e-6)
-            for real, fake_one in zip([got_A, *outs], [fake_A, *fake_outs], strict=True):
-                assert real.shape == fake_one.shape and real.stride() == fake_one.stride()
-            if dim >= 0 and shard.numel():  # as torch's op gives them on CUDA
-                front = 0 if dim == len(shape) - 1 else dim
-                assert all(t.movedim(front, 0).is_contiguous() for t in [got_A, *outs])
+    base = torch.randn(*[2 * s for s in shape])
+    shard = base[tuple(slice(0, 2 * s, 2) for s in shape)].to(torch.float32)
+    assert shard.numel() == 0 or not shard.is_contiguous() or max(shape) == 1
+    A = torch.cat(gather(shard), dim)
+    Bs = [torch.randn(n, A.shape[-1]).t() for n in columns]
+    with torch._subclasses.FakeTensorMode() as fake:
+        args = (fake.from_tensor(shard), [fake.from_tensor(B) for B in Bs], dim, name)
+        fake_A, fake_outs = torch.ops.weft.fused_all_gather_matmul(*args)
+    for algorithm in ("fused", "unfused"):
+        with forced(algorithm):
+            got_A, outs = fused_all_gather_matmul(shard, Bs, dim, name)
+        for out, B in zip(outs, Bs, strict=True):
+            check(f"{shape} {dim} {algorithm}", out, A @ B.double(), 1e-6)
+        for real, fake_one in zip([got_A, *outs], [fake_A, *fake_outs], strict=True):
+            assert real.shape == fake_one.shape and real.stride() == fake_one.stride()
+        if dim >= 0 and shard.numel():  # as torch's op gives them on CUDA
+            front = 0 if dim == len(shape) - 1 else dim
+            assert all(t.movedim(front, 0).is_contiguous() for t in [got_A, *outs])
 
 
+@pytest.mark.parametrize(("shape", "dim", "columns"), SHAPES)
 @pytest.mark.parametrize("device", DEVICES)
-def test_any_strides_in_and_torchs_strides_out(device: str) -> None:
-    run_ranks(strides, 2, device=device)
+def test_any_strides_in_and_torchs_strides_out(
+    device: str, shape: tuple[int, ...], dim: int, columns: list[int]
+) -> None:
+    run_row(strides, 2, shape, dim, columns, device=device)
 
 
-def gradients(rank: int, world_size: int) -> None:
-    for shape, dim, columns in [((4, 6), 0, [5]), ((4, 6), 1, [3, 8]), ((2, 3, 5), 1, [4, 2, 7])]:
-        for return_A in (True, False):
-            shard = torch.randn(*shape).requires_grad_()
-            full = torch.cat(gather(shard), dim).requires_grad_()
-            Bs = [torch.randn(full.shape[-1], n).requires_grad_() for n in columns]
-            A, outs = fused_all_gather_matmul(shard, Bs, dim, world(), return_A=return_A)
-            weights = [torch.randn(o.shape) for o in outs]
-            loss = sum((o * w).sum() for o, w in zip(outs, weights, strict=True))
-            refs = [B.detach().double().requires_grad_() for B in Bs]
-            want = sum(((full @ B) * w.double()).sum() for B, w in zip(refs, weights, strict=True))
-            if return_A:
-                loss = loss + (A * A).sum()
-                want = want + (full * full).sum()
-            loss.backward()
-            want.backward()
-            # A shard's gradient is the sum of what all ranks' losses say about it.
-            total = torch.stack(gather(full.grad)).sum(0)
-            check("A_shard.grad", shard.grad, total.chunk(world_size, dim)[rank], 1e-6)
-            for B, ref in zip(Bs, refs, strict=True):
-                check("B.grad", B.grad, ref.grad, 1e-6)
+def gradients(rank: int, world_size: int, shape: tuple[int, ...], dim: int, columns: list[int]) -> None:
+    for return_A in (True, False):
+        shard = torch.randn(*shape).requires_grad_()
+        full = torch.cat(gather(shard), dim).requires_grad_()
+        Bs = [torch.randn(full.shape[-1], n).requires_grad_() for n in columns]
+        A, outs = fused_all_gather_matmul(shard, Bs, dim, world(), return_A=return_A)
+        weights = [torch.randn(o.shape) for o in outs]
+        loss = sum((o * w).sum() for o, w in zip(outs, weights, strict=True))
+        refs = [B.detach().double().requires_grad_() for B in Bs]
+        want = sum(((full @ B) * w.double()).sum() for B, w in zip(refs, weights, strict=True))
+        if return_A:
+            loss = loss + (A * A).sum()
+            want = want + (full * full).sum()
+        loss.backward()
+        want.backward()
+        # A shard's gradient is the sum of what all ranks' losses say about it.
+        total = torch.stack(gather(full.grad)).sum(0)
+        check("A_shard.grad", shard.grad, total.chunk(world_size, dim)[rank], 1e-6)
+        for B, ref in zip(Bs, refs, strict=True):
+            check("B.grad", B.grad, ref.grad, 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dim", "columns"), [((4, 6), 0, [5]), ((4, 6), 1, [3, 8]), ((2, 3, 5), 1, [4, 2, 7])]
+)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_gradients(world_size: int, device: str) -> None:
-    run_ranks(gradients, world_size, device=device)
+def test_gradients(
+    world_size: int, device: str, shape: tuple[int, ...], dim: int, columns: list[int]
+) -> None:
+    run_row(gradients, world_size, shape, dim, columns, device=device)
 
 
 def compiled(rank: int, world_size: int) -> None:
@@ -140,7 +148,7 @@ def compiled(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_under_torch_compile(device: str) -> None:
-    run_ranks(compiled, 2, device=device)
+    run_row(compiled, 2, device=device)
 
 
 def opcheck(rank: int, world_size: int) -> None:
@@ -154,7 +162,7 @@ def opcheck(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
-    run_ranks(opcheck, 2, device=device)
+    run_row(opcheck, 2, device=device)
 
 
 def refused(rank: int, world_size: int) -> None:
@@ -180,7 +188,7 @@ def refused(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
-    run_ranks(refused, 2, device=device)
+    run_row(refused, 2, device=device)
 
 
 def groups(rank: int, world_size: int) -> None:
@@ -200,4 +208,4 @@ def groups(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_group_is_a_name_a_process_group_or_a_mesh_dimension(device: str) -> None:
-    run_ranks(groups, 4, device=device)
+    run_row(groups, 4, device=device)

@@ -7,41 +7,43 @@ import time
 import pytest
 import torch
 from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, world
-from ranks import run_ranks
+from ranks import run_ranks, run_row
 from weft import symm_mem
 from weft.fused_ops import last_plan, one_shot_all_reduce, one_shot_all_reduce_
 from weft.kernels.all_reduce import host
 
-
-def right(rank: int, world_size: int) -> None:
-    for shape in [(), (1,), (7,), (3, 5), (2, 3, 129), (0, 4), (1000, 33)]:
-        for dtype in DTYPES:
-            for reduce_op in ("sum", "avg", "max", "min"):
-                poison(rank)
-                x = torch.randn(shape).to(dtype)
-                parts = [part / (world_size if reduce_op == "avg" else 1) for part in gather(x)]
-                want = torch.stack(parts)
-                want = want.sum(0) if reduce_op in ("sum", "avg") else getattr(want, f"a{reduce_op}")(0)
-                out = one_shot_all_reduce(x, reduce_op, world())
-                if x.numel() and world_size > 1:
-                    assert_fused()
-                assert (
-                    out.dtype == dtype and out.is_contiguous() and out.data_ptr() != x.data_ptr()
-                ) or not x.numel()
-                check(f"{shape} {dtype} {reduce_op}", out, want, BOUND[dtype], parts)
-                bits = gather(out.view(torch.int16 if dtype.itemsize == 2 else torch.int32))
-                assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
-                assert torch.equal(out, one_shot_all_reduce(x, reduce_op, world())), (
-                    "other bits in another run"
-                )
-                assert one_shot_all_reduce_(x, reduce_op, world()) is x
-                assert torch.equal(out, x), "other bits in place"
+SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 129), (0, 4), (1000, 33)]
 
 
+def right(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for reduce_op in ("sum", "avg", "max", "min"):
+        poison(rank)
+        x = torch.randn(shape).to(dtype)
+        parts = [part / (world_size if reduce_op == "avg" else 1) for part in gather(x)]
+        want = torch.stack(parts)
+        want = want.sum(0) if reduce_op in ("sum", "avg") else getattr(want, f"a{reduce_op}")(0)
+        out = one_shot_all_reduce(x, reduce_op, world())
+        if x.numel() and world_size > 1:
+            assert_fused()
+        assert (
+            out.dtype == dtype and out.is_contiguous() and out.data_ptr() != x.data_ptr()
+        ) or not x.numel()
+        check(f"{shape} {dtype} {reduce_op}", out, want, BOUND[dtype], parts)
+        bits = gather(out.view(torch.int16 if dtype.itemsize == 2 else torch.int32))
+        assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
+        assert torch.equal(out, one_shot_all_reduce(x, reduce_op, world())), "other bits in another run"
+        assert one_shot_all_reduce_(x, reduce_op, world()) is x
+        assert torch.equal(out, x), "other bits in place"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_one_shot_all_reduce(world_size: int, device: str) -> None:
-    run_ranks(right, world_size, device=device)
+def test_one_shot_all_reduce(
+    world_size: int, device: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    run_row(right, world_size, shape, dtype, device=device)
 
 
 def any_layout(rank: int, world_size: int) -> None:
@@ -63,7 +65,7 @@ def any_layout(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_any_strides_alignment_and_memory(device: str) -> None:
-    run_ranks(any_layout, 3, device=device)
+    run_row(any_layout, 3, device=device)
 
 
 def pieces(rank: int, world_size: int) -> None:
@@ -90,7 +92,7 @@ def many(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_many_calls_with_late_ranks(device: str) -> None:
-    run_ranks(many, 3, device=device)
+    run_row(many, 3, device=device)
 
 
 def gradients(rank: int, world_size: int) -> None:
@@ -110,7 +112,7 @@ def gradients(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients(device: str) -> None:
-    run_ranks(gradients, 3, device=device)
+    run_row(gradients, 3, device=device)
 
 
 def compiled(rank: int, world_size: int) -> None:
@@ -138,7 +140,7 @@ def compiled(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_under_torch_compile(device: str) -> None:
-    run_ranks(compiled, 2, device=device)
+    run_row(compiled, 2, device=device)
 
 
 def opcheck(rank: int, world_size: int) -> None:
@@ -152,7 +154,7 @@ def opcheck(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
-    run_ranks(opcheck, 2, device=device)
+    run_row(opcheck, 2, device=device)
 
 
 def refused(rank: int, world_size: int) -> None:
@@ -171,7 +173,7 @@ def refused(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
-    run_ranks(refused, 1, device=device)
+    run_row(refused, 1, device=device)
 
 
 def expanded(rank: int, world_size: int) -> None:
@@ -193,7 +195,7 @@ def expanded(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_shares_its_memory_is_not_overwritten(device: str) -> None:
-    run_ranks(expanded, 2, device=device)
+    run_row(expanded, 2, device=device)
 
 
 def late(rank: int, world_size: int) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -47,16 +48,20 @@ class Workspace:
         self.noted.append(op)
 
 
+class Group:
+    """One that can be referred to weakly."""
+
+
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A GPU, a group and a workspace that are none; x says that it lies on GPU 0."""
-    group, kernel, workspace = object(), Kernel(), Workspace()
+    group, kernel, workspace = Group(), Kernel(), Workspace()
     x = torch.randn(5, 3)
     stage = SimpleNamespace(group=group, owner=group, stream=7, capturing=False, device=0)
     workspace.prepared[15, x.dtype, "sum"] = all_reduce._Prepared(workspace, kernel, plan.Plan("push"), 123)
     where = SimpleNamespace(workspaces=CachedDict({("all_reduce", 7, 0): workspace}))
     monkeypatch.setattr(timeouts, "_per_group", CachedDict())
-    monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (group, where))
+    monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (weakref.ref(group), where))
 
     def resolve(name: str) -> object:
         if stage.group is None:
@@ -65,6 +70,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setattr(registry, "_resolve_process_group", resolve)
     monkeypatch.setattr(stream_order, "_turns_of", lambda index: stream_order.StreamOrder(9))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda device: (3, 0, 1), raising=False)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
@@ -134,7 +140,7 @@ def test_it_is_not_taken(
         del stage.workspaces["all_reduce", 7, 0]
     elif why == "another heap":
         where = SimpleNamespace(workspaces=CachedDict())
-        monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (stage.group, where))
+        monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (weakref.ref(stage.group), where))
     elif why == "checked":
         symm_mem.set_checked(True)
     elif why == "strides":

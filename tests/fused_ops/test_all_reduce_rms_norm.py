@@ -5,45 +5,48 @@ from __future__ import annotations
 import pytest
 import torch
 from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, same_on_all, world
-from ranks import run_ranks
+from ranks import run_ranks, run_row
 from weft import symm_mem
 from weft.fused_ops import fused_all_reduce_rms_norm, one_shot_all_reduce
 from weft.kernels.all_reduce_rms_norm import host
 from weft.kernels.all_reduce_rms_norm.reference import rms_norm
 
 EPS = 1e-5
+SHAPES = [(8,), (1, 8), (7, 24), (2, 3, 136), (0, 8), (5, 33), (130, 200), (66, 512)]
 
 
-def right(rank: int, world_size: int) -> None:
-    for shape in [(8,), (1, 8), (7, 24), (2, 3, 136), (0, 8), (5, 33), (130, 200), (66, 512)]:
-        for dtype in DTYPES:
-            poison(rank)
-            x = torch.randn(shape).to(dtype)
-            # Each rank adds its own residual and scales with its own weight.
-            residual, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
-            parts = [*gather(x), residual.double()]
-            total = one_shot_all_reduce(x, "sum", world())
-            normed, sums = fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
-            if x.numel() and world_size > 1:
-                assert_fused()
-            what = f"{shape} {dtype}"
-            assert normed.is_contiguous() and sums.is_contiguous() and normed.dtype == sums.dtype == dtype
-            assert torch.equal(sums, total + residual), f"sums {what}"
-            check(f"sums {what}", sums, sum(parts), BOUND[dtype], parts)
-            # The norm is that of the rounded sums: what is added to their error is one rounding.
-            check(f"normed {what}", normed, rms_norm(sums.double(), weight.double(), EPS), BOUND[dtype])
-            again = fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
-            assert torch.equal(again[0], normed) and torch.equal(again[1], sums), "other bits in another run"
-            same = same_on_all(*shape, dtype=dtype), same_on_all(shape[-1], dtype=dtype)
-            for out in fused_all_reduce_rms_norm(x, *same, EPS, world()):
-                bits = gather(out.view(torch.int16 if dtype.itemsize == 2 else torch.int32))
-                assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
+def right(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    poison(rank)
+    x = torch.randn(shape).to(dtype)
+    # Each rank adds its own residual and scales with its own weight.
+    residual, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+    parts = [*gather(x), residual.double()]
+    total = one_shot_all_reduce(x, "sum", world())
+    normed, sums = fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
+    if x.numel() and world_size > 1:
+        assert_fused()
+    what = f"{shape} {dtype}"
+    assert normed.is_contiguous() and sums.is_contiguous() and normed.dtype == sums.dtype == dtype
+    assert torch.equal(sums, total + residual), f"sums {what}"
+    check(f"sums {what}", sums, sum(parts), BOUND[dtype], parts)
+    # The norm is that of the rounded sums: what is added to their error is one rounding.
+    check(f"normed {what}", normed, rms_norm(sums.double(), weight.double(), EPS), BOUND[dtype])
+    again = fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
+    assert torch.equal(again[0], normed) and torch.equal(again[1], sums), "other bits in another run"
+    same = same_on_all(*shape, dtype=dtype), same_on_all(shape[-1], dtype=dtype)
+    for out in fused_all_reduce_rms_norm(x, *same, EPS, world()):
+        bits = gather(out.view(torch.int16 if dtype.itemsize == 2 else torch.int32))
+        assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_fused_all_reduce_rms_norm(world_size: int, device: str) -> None:
-    run_ranks(right, world_size, device=device)
+def test_fused_all_reduce_rms_norm(
+    world_size: int, device: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    run_row(right, world_size, shape, dtype, device=device)
 
 
 def any_layout(rank: int, world_size: int) -> None:
@@ -65,7 +68,7 @@ def any_layout(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_any_strides_and_alignment(device: str) -> None:
-    run_ranks(any_layout, 3, device=device)
+    run_row(any_layout, 3, device=device)
 
 
 def pieces(rank: int, world_size: int) -> None:
@@ -82,24 +85,24 @@ def test_many_rows_travel_in_pieces() -> None:
     run_ranks(pieces, 3, fresh=True)
 
 
-def gradients(rank: int, world_size: int) -> None:
-    for shape in [(6, 5, 8), (8,), (0, 8), (7, 1)]:
-        x, residual = (torch.randn(shape).requires_grad_() for _ in range(2))
-        weight = torch.randn(shape[-1:]).requires_grad_()
-        on_normed, on_sums = torch.randn(shape), torch.randn(shape)
-        normed, sums = fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
-        ((normed * on_normed).sum() + (sums * on_sums).sum()).backward()
-        wide = (sum(gather(x)) + residual.detach().double()).requires_grad_()
-        w = weight.detach().double().requires_grad_()
-        ((rms_norm(wide, w, EPS) * on_normed).sum() + (wide * on_sums).sum()).backward()
-        check(f"{shape} residual.grad", residual.grad, wide.grad, 1e-6)
-        check(f"{shape} weight.grad", weight.grad, w.grad, 1e-6)
-        check(f"{shape} x.grad", x.grad, sum(gather(wide.grad)), 1e-6)
+def gradients(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
+    x, residual = (torch.randn(shape).requires_grad_() for _ in range(2))
+    weight = torch.randn(shape[-1:]).requires_grad_()
+    on_normed, on_sums = torch.randn(shape), torch.randn(shape)
+    normed, sums = fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
+    ((normed * on_normed).sum() + (sums * on_sums).sum()).backward()
+    wide = (sum(gather(x)) + residual.detach().double()).requires_grad_()
+    w = weight.detach().double().requires_grad_()
+    ((rms_norm(wide, w, EPS) * on_normed).sum() + (wide * on_sums).sum()).backward()
+    check(f"{shape} residual.grad", residual.grad, wide.grad, 1e-6)
+    check(f"{shape} weight.grad", weight.grad, w.grad, 1e-6)
+    check(f"{shape} x.grad", x.grad, sum(gather(wide.grad)), 1e-6)
 
 
+@pytest.mark.parametrize("shape", [(6, 5, 8), (8,), (0, 8), (7, 1)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients(device: str) -> None:
-    run_ranks(gradients, 3, device=device)
+def test_gradients(device: str, shape: tuple[int, ...]) -> None:
+    run_row(gradients, 3, shape, device=device)
 
 
 def compiled(rank: int, world_size: int) -> None:
@@ -121,7 +124,7 @@ def compiled(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_under_torch_compile(device: str) -> None:
-    run_ranks(compiled, 2, device=device)
+    run_row(compiled, 2, device=device)
 
 
 def opcheck(rank: int, world_size: int) -> None:
@@ -134,7 +137,7 @@ def opcheck(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
-    run_ranks(opcheck, 2, device=device)
+    run_row(opcheck, 2, device=device)
 
 
 def refused(rank: int, world_size: int) -> None:
@@ -154,7 +157,7 @@ def refused(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
-    run_ranks(refused, 1, device=device)
+    run_row(refused, 1, device=device)
 
 
 def late(rank: int, world_size: int) -> str | None:

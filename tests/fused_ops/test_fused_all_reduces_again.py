@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_products_again import LONG, NAME, OTHERS, Workspace
+from test_products_again import LONG, NAME, OTHERS, Group, Workspace
 from weft import symm_mem
 from weft.fused_ops import fused_all_reduce_rms_norm, fused_matmul_all_reduce
 from weft.fused_ops.dispatch import fast_path, plan, stream_order
@@ -29,9 +30,9 @@ class Kernel:
     grids = ()
 
     def __init__(self) -> None:
-        self.launched: list[tuple[int, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
 
-    def launch(self, *args: int) -> None:
+    def launch(self, *args: Any) -> None:
         self.launched.append(args)
 
 
@@ -50,7 +51,7 @@ class Noting(Workspace):
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A GPU, a group and a workspace that are none, and a call of each op that was made before."""
-    group, kernel, workspace = SimpleNamespace(group_name=NAME), Kernel(), Noting()
+    group, kernel, workspace = Group(), Kernel(), Noting()
     stage = SimpleNamespace(group=group, owner=group, kernel=kernel, workspace=workspace)
     stage.capturing, stage.device, stage.stream = False, 0, 7
     stage.where = SimpleNamespace(workspaces=CachedDict({("all_reduce", 7, 0): workspace}))
@@ -60,10 +61,11 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             raise RuntimeError("destroyed")
         return stage.group
 
-    monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (group, stage.where))
+    monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (weakref.ref(group), stage.where))
     monkeypatch.setattr(timeouts, "_per_group", CachedDict())
     monkeypatch.setattr(registry, "_resolve_process_group", resolve)
     monkeypatch.setattr(stream_order, "_turns_of", lambda index: stream_order.StreamOrder(9))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda device: (3, 0, 1), raising=False)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
@@ -74,9 +76,8 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     x, residual, weight = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8)
     stage.product, stage.norm = (A, B), (x, residual, weight)
     results = [torch.empty_like(x), torch.empty_like(x)]
-    launcher = all_reduce_rms_norm._Launcher(kernel)
     fast_path.remember_call(
-        *(all_reduce_rms_norm.host.OP, EPS, stage.norm, stage.norm, results, workspace, launcher),
+        *(all_reduce_rms_norm.host.OP, EPS, stage.norm, stage.norm, results, workspace, kernel),
         plan.Plan("push"),
         profitable=True,
     )
@@ -146,8 +147,8 @@ def test_the_norm_is_launched_as_on_the_long_way(stage: SimpleNamespace) -> None
     for call in (fused_all_reduce_rms_norm, torch.ops.weft.fused_all_reduce_rms_norm):
         normed, sums = call(*given, EPS, NAME)
         assert normed.shape == sums.shape == given[0].shape and normed.data_ptr() != sums.data_ptr()
-        addresses = [t.data_ptr() for t in (*given, normed, sums)]
-        assert stage.kernel.launched.pop() == (*addresses, 300_000_000_000, 7)
+        operands, results = [[t.data_ptr() for t in ts] for ts in (given, (normed, sums))]
+        assert stage.kernel.launched.pop() == (0, operands, results, 300_000_000_000, 7)
     symm_mem.set_timeout(0.5, NAME)
     fused_all_reduce_rms_norm(*given, EPS, NAME)
     assert stage.kernel.launched.pop()[-2] == 500_000_000
@@ -196,7 +197,8 @@ def test_they_are_not_taken_when_the_world_has_changed(stage: SimpleNamespace, w
         elif why == "gone":
             stage.where.workspaces.clear()
         elif why == "another heap":
-            registry._heaps[NAME, "cuda", 0] = stage.group, SimpleNamespace(workspaces=CachedDict())
+            another = SimpleNamespace(workspaces=CachedDict())
+            registry._heaps[NAME, "cuda", 0] = weakref.ref(stage.group), another
         elif why == "unfused":
             stack.enter_context(plan.forced("unfused"))
         else:
@@ -234,9 +236,8 @@ def test_other_arguments_go_the_long_way(stage: SimpleNamespace) -> None:
 
 def test_true_is_no_eps_where_one_was(stage: SimpleNamespace) -> None:
     results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
-    launcher = all_reduce_rms_norm._Launcher(stage.kernel)
     fast_path.remember_call(
-        *(all_reduce_rms_norm.host.OP, 1.0, stage.norm, stage.norm, results, stage.workspace, launcher),
+        *(all_reduce_rms_norm.host.OP, 1.0, stage.norm, stage.norm, results, stage.workspace, stage.kernel),
         plan.Plan("push"),
         profitable=True,
     )
@@ -250,11 +251,18 @@ def test_what_is_remembered_already_makes_no_end_of_what_was_found(stage: Simple
     """A rank's own long way, for a call that others make for the first time, say."""
     fused_all_reduce_rms_norm(*stage.norm, EPS, NAME)
     results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
-    launcher = all_reduce_rms_norm._Launcher(stage.kernel)
     for ran, is_kept in ((plan.Plan("push"), True), (plan.Plan("one_shot"), False)):
         kept = call_cache.cached_calls
         fast_path.remember_call(
-            *(all_reduce_rms_norm.host.OP, EPS, stage.norm, stage.norm, results, stage.workspace, launcher),
+            *(
+                all_reduce_rms_norm.host.OP,
+                EPS,
+                stage.norm,
+                stage.norm,
+                results,
+                stage.workspace,
+                stage.kernel,
+            ),
             ran,
             profitable=True,
         )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, world
-from ranks import run_ranks
+from ranks import run_ranks, run_row
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_all_reduce
+from weft.kernels.matmul_reduce_scatter.configs import MatmulReduceScatterProblem, ScatterPushConfig
 from weft.kernels.matmul_reduce_scatter.to_all import choose_sum_to_all_push
 
 SHAPES = [
@@ -22,29 +23,31 @@ SHAPES = [
 ]
 
 
-def right(rank: int, world_size: int) -> None:
-    for shape, n in SHAPES:
-        for dtype in DTYPES:
-            for reduce_op in ("sum", "avg"):
-                poison(rank)
-                A, B = torch.randn(*shape).to(dtype), torch.randn(shape[-1], n).to(dtype)
-                scale = world_size if reduce_op == "avg" else 1
-                parts = [a @ b / scale for a, b in zip(gather(A), gather(B), strict=True)]
-                out = fused_matmul_all_reduce(A, B, reduce_op, world())
-                if out.numel() and world_size > 1:
-                    assert_fused()
-                assert out.dtype == dtype and out.is_contiguous()
-                check(f"{shape} {dtype} {reduce_op}", out, sum(parts), BOUND[dtype], parts)
-                bits = gather(out.view(torch.int16 if dtype.itemsize == 2 else torch.int32))
-                assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
-                again = fused_matmul_all_reduce(A, B, reduce_op, world())
-                assert torch.equal(out, again), "other bits in another run"
+def right(rank: int, world_size: int, shape: tuple[int, ...], n: int, dtype: torch.dtype) -> None:
+    for reduce_op in ("sum", "avg"):
+        poison(rank)
+        A, B = torch.randn(*shape).to(dtype), torch.randn(shape[-1], n).to(dtype)
+        scale = world_size if reduce_op == "avg" else 1
+        parts = [a @ b / scale for a, b in zip(gather(A), gather(B), strict=True)]
+        out = fused_matmul_all_reduce(A, B, reduce_op, world())
+        if out.numel() and world_size > 1:
+            assert_fused()
+        assert out.dtype == dtype and out.is_contiguous()
+        check(f"{shape} {dtype} {reduce_op}", out, sum(parts), BOUND[dtype], parts)
+        bits = gather(out.view(torch.int16 if dtype.itemsize == 2 else torch.int32))
+        assert all(torch.equal(b, bits[0]) for b in bits), "ranks got other bits"
+        again = fused_matmul_all_reduce(A, B, reduce_op, world())
+        assert torch.equal(out, again), "other bits in another run"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "n"), SHAPES)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_fused_matmul_all_reduce(world_size: int, device: str) -> None:
-    run_ranks(right, world_size, device=device)
+def test_fused_matmul_all_reduce(
+    world_size: int, device: str, shape: tuple[int, ...], n: int, dtype: torch.dtype
+) -> None:
+    run_row(right, world_size, shape, n, dtype, device=device)
 
 
 def any_layout(rank: int, world_size: int) -> None:
@@ -57,7 +60,7 @@ def any_layout(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_any_strides(device: str) -> None:
-    run_ranks(any_layout, 3, device=device)
+    run_row(any_layout, 3, device=device)
 
 
 def gradients(rank: int, world_size: int) -> None:
@@ -73,7 +76,7 @@ def gradients(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients(device: str) -> None:
-    run_ranks(gradients, 3, device=device)
+    run_row(gradients, 3, device=device)
 
 
 def compiled(rank: int, world_size: int) -> None:
@@ -94,7 +97,7 @@ def compiled(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_under_torch_compile(device: str) -> None:
-    run_ranks(compiled, 2, device=device)
+    run_row(compiled, 2, device=device)
 
 
 def opcheck(rank: int, world_size: int) -> None:
@@ -106,7 +109,7 @@ def opcheck(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
-    run_ranks(opcheck, 2, device=device)
+    run_row(opcheck, 2, device=device)
 
 
 def refused(rank: int, world_size: int) -> None:
@@ -125,7 +128,7 @@ def refused(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
-    run_ranks(refused, 1, device=device)
+    run_row(refused, 1, device=device)
 
 
 def late(rank: int, world_size: int) -> str | None:
@@ -147,8 +150,13 @@ def test_a_missing_rank_is_an_error_with_a_name() -> None:
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_the_choice(world_size: int) -> None:
     """One kernel for large products; cuBLAS and an all-reduce for decoding. Its workspace has a limit."""
+
+    def choose(m: int, n: int, k: int) -> tuple[ScatterPushConfig, bool]:
+        sizes = m, n, k // world_size, world_size, 132
+        return choose_sum_to_all_push(MatmulReduceScatterProblem(*sizes, to_all=True))
+
     for n, k in ((4096, 4096), (4096, 14336), (8192, 8192)):
-        assert not choose_sum_to_all_push(16, n, k // world_size, world_size, 132)[1]
-        config, profitable = choose_sum_to_all_push(4096, n, k // world_size, world_size, 132)
+        assert not choose(16, n, k)[1]
+        config, profitable = choose(4096, n, k)
         assert profitable and config.staged
-    assert not choose_sum_to_all_push(1 << 17, 8192, 8192 // world_size, world_size, 132)[1]
+    assert not choose(1 << 17, 8192, 8192)[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, same_on_all, world
-from ranks import run_ranks
+from ranks import run_ranks, run_row
 from weft.fused_ops import fused_matmul_reduce_scatter
 from weft.fused_ops.dispatch.plan import forced
 
@@ -29,30 +29,35 @@ def shapes(w: int) -> list[tuple[tuple[int, ...], int, int]]:
     ]
 
 
-def right(rank: int, world_size: int) -> None:
-    for shape, n, dim in shapes(world_size):
-        for dtype in DTYPES:
-            for reduce_op in ("sum", "avg"):
-                poison(rank)
-                A, B = torch.randn(*shape).to(dtype), torch.randn(shape[-1], n).to(dtype)
-                scale = world_size if reduce_op == "avg" else 1
-                products = [a @ b / scale for a, b in zip(gather(A), gather(B), strict=True)]
-                parts = [p.chunk(world_size, dim)[rank] for p in products]
-                with forced("fused"):
-                    out = fused_matmul_reduce_scatter(A, B, reduce_op, dim, world())
-                if out.numel() and world_size > 1:
-                    assert_fused()
-                assert out.dtype == dtype and out.is_contiguous()
-                check(f"{shape} {dim} {dtype} {reduce_op}", out, sum(parts), BOUND[dtype], parts)
-                with forced("fused"):
-                    again = fused_matmul_reduce_scatter(A, B, reduce_op, dim, world())
-                assert torch.equal(out, again), "other bits in another run"
+def rows(*world_sizes: int) -> list[tuple[int, tuple[int, ...], int, int]]:
+    return [(w, *row) for w in world_sizes for row in shapes(w)]
 
 
+def right(rank: int, world_size: int, shape: tuple[int, ...], n: int, dim: int, dtype: torch.dtype) -> None:
+    for reduce_op in ("sum", "avg"):
+        poison(rank)
+        A, B = torch.randn(*shape).to(dtype), torch.randn(shape[-1], n).to(dtype)
+        scale = world_size if reduce_op == "avg" else 1
+        products = [a @ b / scale for a, b in zip(gather(A), gather(B), strict=True)]
+        parts = [p.chunk(world_size, dim)[rank] for p in products]
+        with forced("fused"):
+            out = fused_matmul_reduce_scatter(A, B, reduce_op, dim, world())
+        if out.numel() and world_size > 1:
+            assert_fused()
+        assert out.dtype == dtype and out.is_contiguous()
+        check(f"{shape} {dim} {dtype} {reduce_op}", out, sum(parts), BOUND[dtype], parts)
+        with forced("fused"):
+            again = fused_matmul_reduce_scatter(A, B, reduce_op, dim, world())
+        assert torch.equal(out, again), "other bits in another run"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_fused_matmul_reduce_scatter(world_size: int, device: str) -> None:
-    run_ranks(right, world_size, device=device)
+@pytest.mark.parametrize(("world_size", "shape", "n", "dim"), rows(1, 2, 3, 4))
+def test_fused_matmul_reduce_scatter(
+    world_size: int, device: str, shape: tuple[int, ...], n: int, dim: int, dtype: torch.dtype
+) -> None:
+    run_row(right, world_size, shape, n, dim, dtype, device=device)
 
 
 def order(rank: int, world_size: int) -> None:
@@ -68,27 +73,28 @@ def order(rank: int, world_size: int) -> None:
 
 
 def test_sums_in_float32_in_rank_order() -> None:
-    run_ranks(order, 3)
+    run_row(order, 3)
 
 
-def wide(rank: int, world_size: int) -> None:
+def wide(rank: int, world_size: int, shape: tuple[int, ...], n: int, dim: int, dtype: torch.dtype) -> None:
     """A float32 result of 16-bit operands: parts are rounded as they were, their sum is not."""
-    for shape, n, dim in shapes(world_size):
-        for dtype in (torch.bfloat16, torch.float16):
-            for algorithm in ("fused", "unfused"):
-                poison(rank)
-                A, B = torch.randn(*shape).to(dtype), torch.randn(shape[-1], n).to(dtype)
-                products = [a @ b for a, b in zip(gather(A), gather(B), strict=True)]
-                parts = [p.chunk(world_size, dim)[rank] for p in products]
-                with forced(algorithm):
-                    out = fused_matmul_reduce_scatter(A, B, "sum", dim, world(), out_dtype=torch.float32)
-                what = f"{shape} {dim} {dtype} {algorithm}"
-                assert out.dtype == torch.float32 and out.is_contiguous()
-                check(what, out, sum(parts), BOUND[dtype], parts)
-                if out.numel() >= 64 and world_size > 1:
-                    assert not torch.equal(out, out.to(dtype).float()), f"the sum is rounded, {what}"
-                again = fused_matmul_reduce_scatter(A, B, "sum", dim, world(), out_dtype=dtype)
-                assert again.dtype == dtype
+    for algorithm in ("fused", "unfused"):
+        poison(rank)
+        A, B = torch.randn(*shape).to(dtype), torch.randn(shape[-1], n).to(dtype)
+        products = [a @ b for a, b in zip(gather(A), gather(B), strict=True)]
+        parts = [p.chunk(world_size, dim)[rank] for p in products]
+        with forced(algorithm):
+            out = fused_matmul_reduce_scatter(A, B, "sum", dim, world(), out_dtype=torch.float32)
+        what = f"{shape} {dim} {dtype} {algorithm}"
+        assert out.dtype == torch.float32 and out.is_contiguous()
+        check(what, out, sum(parts), BOUND[dtype], parts)
+        if out.numel() >= 64 and world_size > 1:
+            assert not torch.equal(out, out.to(dtype).float()), f"the sum is rounded, {what}"
+        again = fused_matmul_reduce_scatter(A, B, "sum", dim, world(), out_dtype=dtype)
+        assert again.dtype == dtype
+
+
+def wide_gradients(rank: int, world_size: int) -> None:
     A, B = torch.randn(4 * world_size, 8), torch.randn(8, 5)
     A16, B16 = (t.bfloat16().requires_grad_() for t in (A, B))
     out = fused_matmul_reduce_scatter(A16, B16, "sum", 0, world(), out_dtype=torch.float32)
@@ -99,60 +105,67 @@ def wide(rank: int, world_size: int) -> None:
     check("B.grad", B16.grad, A16.detach().double().t() @ grad, BOUND[torch.bfloat16])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_wider_result(world_size: int, device: str) -> None:
-    run_ranks(wide, world_size, device=device)
-
-
-def strides(rank: int, world_size: int) -> None:
-    for shape, n, dim in shapes(world_size):
-        if 0 in shape:
-            continue
-        A = torch.randn(*[2 * s for s in shape])[tuple(slice(0, 2 * s, 2) for s in shape)]
-        B = torch.randn(n, shape[-1]).t()
-        products = [a @ b for a, b in zip(gather(A), gather(B), strict=True)]
-        parts = [p.chunk(world_size, dim)[rank] for p in products]
-        outs = []
-        for algorithm in ("fused", "unfused"):
-            with forced(algorithm):
-                outs.append(fused_matmul_reduce_scatter(A, B, "sum", dim, world().group_name))
-            check(f"{shape} {dim} {algorithm}", outs[-1], sum(parts), 1e-6, parts)
-        with torch._subclasses.FakeTensorMode() as fake:
-            fake_out = torch.ops.weft.fused_matmul_reduce_scatter(
-                fake.from_tensor(A), fake.from_tensor(B), "sum", dim, world().group_name
-            )
-        for out in outs:
-            assert out.shape == fake_out.shape and out.stride() == fake_out.stride()
+@pytest.mark.parametrize(("world_size", "shape", "n", "dim"), rows(1, 2, 3))
+def test_a_wider_result(
+    world_size: int, device: str, shape: tuple[int, ...], n: int, dim: int, dtype: torch.dtype
+) -> None:
+    run_row(wide, world_size, shape, n, dim, dtype, device=device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_any_strides_in_contiguous_out(device: str) -> None:
-    run_ranks(strides, 2, device=device)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_of_a_wider_result(world_size: int, device: str) -> None:
+    run_row(wide_gradients, world_size, device=device)
 
 
-def gradients(rank: int, world_size: int) -> None:
+def strides(rank: int, world_size: int, shape: tuple[int, ...], n: int, dim: int) -> None:
+    A = torch.randn(*[2 * s for s in shape])[tuple(slice(0, 2 * s, 2) for s in shape)]
+    B = torch.randn(n, shape[-1]).t()
+    products = [a @ b for a, b in zip(gather(A), gather(B), strict=True)]
+    parts = [p.chunk(world_size, dim)[rank] for p in products]
+    outs = []
+    for algorithm in ("fused", "unfused"):
+        with forced(algorithm):
+            outs.append(fused_matmul_reduce_scatter(A, B, "sum", dim, world().group_name))
+        check(f"{shape} {dim} {algorithm}", outs[-1], sum(parts), 1e-6, parts)
+    with torch._subclasses.FakeTensorMode() as fake:
+        fake_out = torch.ops.weft.fused_matmul_reduce_scatter(
+            fake.from_tensor(A), fake.from_tensor(B), "sum", dim, world().group_name
+        )
+    for out in outs:
+        assert out.shape == fake_out.shape and out.stride() == fake_out.stride()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("shape", "n", "dim"), [row for row in shapes(2) if 0 not in row[0]])
+def test_any_strides_in_contiguous_out(device: str, shape: tuple[int, ...], n: int, dim: int) -> None:
+    run_row(strides, 2, shape, n, dim, device=device)
+
+
+def gradients(rank: int, world_size: int, reduce_op: str) -> None:
     for shape, n, dim in [
         ((2 * world_size, 6), 5, 0),
         ((3, 4), 2 * world_size, 1),
         ((2, world_size, 5), 4, 1),
     ]:
-        for reduce_op in ("sum", "avg"):
-            A, B = torch.randn(*shape).requires_grad_(), torch.randn(shape[-1], n).requires_grad_()
-            out = fused_matmul_reduce_scatter(A, B, reduce_op, dim, world())
-            weight = torch.randn(out.shape)
-            (out * weight).sum().backward()
-            scale = world_size if reduce_op == "avg" else 1
-            grad = torch.cat(gather(weight), dim) / scale
-            rows = grad.reshape(-1, n)
-            check("A.grad", A.grad, grad @ B.detach().double().t(), 1e-6)
-            check("B.grad", B.grad, A.detach().double().reshape(-1, shape[-1]).t() @ rows, 1e-6)
+        A, B = torch.randn(*shape).requires_grad_(), torch.randn(shape[-1], n).requires_grad_()
+        out = fused_matmul_reduce_scatter(A, B, reduce_op, dim, world())
+        weight = torch.randn(out.shape)
+        (out * weight).sum().backward()
+        scale = world_size if reduce_op == "avg" else 1
+        grad = torch.cat(gather(weight), dim) / scale
+        rows = grad.reshape(-1, n)
+        check("A.grad", A.grad, grad @ B.detach().double().t(), 1e-6)
+        check("B.grad", B.grad, A.detach().double().reshape(-1, shape[-1]).t() @ rows, 1e-6)
 
 
+@pytest.mark.parametrize("reduce_op", ["sum", "avg"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_gradients(world_size: int, device: str) -> None:
-    run_ranks(gradients, world_size, device=device)
+def test_gradients(world_size: int, device: str, reduce_op: str) -> None:
+    run_row(gradients, world_size, reduce_op, device=device)
 
 
 def compiled(rank: int, world_size: int) -> None:
@@ -178,7 +191,7 @@ def compiled(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_under_torch_compile(device: str) -> None:
-    run_ranks(compiled, 2, device=device)
+    run_row(compiled, 2, device=device)
 
 
 def opcheck(rank: int, world_size: int) -> None:
@@ -195,7 +208,7 @@ def opcheck(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
-    run_ranks(opcheck, 2, device=device)
+    run_row(opcheck, 2, device=device)
 
 
 def refused(rank: int, world_size: int) -> None:
@@ -227,7 +240,7 @@ def refused(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
-    run_ranks(refused, 2, device=device)
+    run_row(refused, 2, device=device)
 
 
 def differ(rank: int, world_size: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -51,3 +53,48 @@ def test_an_algorithm_can_be_asked_for() -> None:
         assert plan.should_fuse(False)
     with pytest.raises(ValueError, match="algorithm: is 'fast'"), plan.forced("fast"):
         pass
+
+
+def in_a_thread(body: Callable[[], None]) -> None:
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            body()
+        except BaseException as e:
+            failed.append(e)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive() and not failed, failed
+
+
+def test_the_last_plan_is_that_of_this_threads_last_call() -> None:
+    mine, theirs = plan.Plan("push"), plan.Plan("host")
+    plan.ran(mine)
+
+    def other() -> None:
+        assert plan.last_plan().algorithm == "none", "it has made no call"
+        plan.ran(theirs)
+        assert plan.last_plan() is theirs
+
+    in_a_thread(other)
+    assert plan.last_plan() is mine
+
+
+def test_what_is_asked_for_holds_in_all_threads_and_ends_with_its_body() -> None:
+    """Bodies of several threads may end in any order; none outlives them."""
+    first, second = plan.forced("fused"), plan.forced("unfused")
+
+    def other() -> None:
+        assert plan.should_fuse(False)
+        second.__enter__()
+
+    first.__enter__()
+    in_a_thread(other)
+    assert not plan.should_fuse(False)
+    first.__exit__(None, None, None)
+    assert plan._forced == "unfused", "the other thread is in its body yet"
+    in_a_thread(lambda: second.__exit__(None, None, None) and None)
+    assert plan._forced is None and not plan.should_fuse(False)

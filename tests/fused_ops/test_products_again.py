@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +20,9 @@ from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter
 from weft.fused_ops.dispatch import plan, stream_order, workspaces
 from weft.fused_ops.ops import all_gather_matmul, matmul_reduce_scatter
+from weft.kernels.all_gather_matmul.configs import GatherKernelCall
 from weft.kernels.device.tuning.choice import KernelChoice
+from weft.kernels.matmul_reduce_scatter.configs import ScatterKernelCall
 from weft.symm_mem import timeouts
 from weft.symm_mem.call_cache import CachedDict
 from weft.symm_mem.heap import registry
@@ -61,10 +64,16 @@ class Workspace:
         self.error = symm_mem.WeftError(f"a call was ended by {cause!r}")
 
 
+class Group:
+    """One that can be referred to weakly."""
+
+    group_name = NAME
+
+
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A GPU, a group and a workspace that are none; tensors say that they lie on GPU 0."""
-    stage = SimpleNamespace(group=object(), stream=7, capturing=False, device=0, workspace=Workspace())
+    stage = SimpleNamespace(group=Group(), stream=7, capturing=False, device=0, workspace=Workspace())
     stage.launcher = Launcher()
     stage.workspaces = CachedDict()
     monkeypatch.setattr(timeouts, "_per_group", CachedDict())
@@ -76,9 +85,10 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             raise RuntimeError("destroyed")
         return stage.group
 
-    monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (stage.group, where))
+    monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (weakref.ref(stage.group), where))
     monkeypatch.setattr(registry, "_resolve_process_group", resolve)
     monkeypatch.setattr(stream_order, "_turns_of", lambda index: stream_order.StreamOrder(9))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda device: (3, 0, 1), raising=False)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
@@ -98,14 +108,17 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         monkeypatch.setattr(f"{ON_CUDA[op]}.{WORD[op]}_launcher", lambda *_, **__: stage.launcher)
 
     def gathered(
-        choice: object, workspace: object, a: torch.Tensor, bs: list[torch.Tensor], *_: int, return_A: bool
+        choice: object, workspace: object, call: GatherKernelCall, timeout_ns: int
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        A = a.new_empty(WORLD_SIZE, *a.shape) if return_A else None
-        return A, [a.new_empty(WORLD_SIZE, len(a), b.shape[1]) for b in bs]
+        a = call.a
+        A = a.new_empty(WORLD_SIZE, *a.shape) if call.return_A else None
+        return A, [a.new_empty(WORLD_SIZE, len(a), b.shape[1]) for b in call.bs]
 
-    def scattered(_: object, where: object, a: torch.Tensor, b: torch.Tensor, *given: Any) -> torch.Tensor:
-        columns = b.shape[1] // WORLD_SIZE ** given[-1]  # the last dimension is scattered, or not
-        return a.new_empty(a.shape[0], a.shape[2], columns, dtype=given[-2].out_dtype)
+    def scattered(
+        choice: object, workspace: object, call: ScatterKernelCall, timeout_ns: int
+    ) -> torch.Tensor:
+        a, columns = call.a, call.columns(WORLD_SIZE)
+        return a.new_empty(a.shape[0], a.shape[2], columns, dtype=call.epilogue.out_dtype)
 
     monkeypatch.setattr("weft.kernels.all_gather_matmul.on_cuda.launch_all_gather_matmul", gathered)
     monkeypatch.setattr("weft.kernels.matmul_reduce_scatter.on_cuda.launch_matmul_reduce_scatter", scattered)

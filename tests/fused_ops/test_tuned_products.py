@@ -19,13 +19,14 @@ from weft.fused_ops.dispatch import workspaces
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops import all_gather_matmul, matmul_reduce_scatter
 from weft.kernels.all_gather_matmul import on_cuda as gather
+from weft.kernels.all_gather_matmul.configs import GatherKernelCall
 from weft.kernels.device.comm.ll_exchange import ExchangeLayout
 from weft.kernels.device.gemm.one_shot import OneShotConfig
 from weft.kernels.device.tuning import benchmark, tuner
 from weft.kernels.device.tuning.choice import KernelChoices
 from weft.kernels.device.tuning.tuned_file import TunedFile
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatter
-from weft.kernels.matmul_reduce_scatter.configs import Epilogue
+from weft.kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from weft.symm_mem.heap.heap import Heap
 from weft.symm_mem.heap.registry import get_heap
 from weft.symm_mem.layout import Layout
@@ -216,10 +217,11 @@ def test_nothing_is_asked_for_what_cannot_be_tuned(monkeypatch: pytest.MonkeyPat
         x, ys, parts = a.to(dtype), [b.to(dtype) for b in bs], wide.to(dtype).view(1, 2, 256, 64)
         nowhere: Any = None
         if dtype == torch.bfloat16:
-            choice = gather.choose_gather_kernel(x, ys, 2, 132)
+            gathers = GatherKernelCall(x, ys, 132)
+            choice = gather.choose_gather_kernel(gathers, 2)
             assert not isinstance(choice, str)
-            assert gather.tuned_gather(choice, nowhere, x, ys, 132, return_A=False) == (choice, chosen)
-        choice = scatter.choose_scatter_kernel(parts, ys[0], 2, 132)
+            assert gather.tuned_gather(choice, nowhere, gathers) == (choice, chosen)
+        scatters = ScatterKernelCall(parts, ys[0], 132, Epilogue(dtype))
+        choice = scatter.choose_scatter_kernel(scatters, 2)
         assert not isinstance(choice, str)
-        got = scatter.tuned_scatter(choice, nowhere, parts, ys[0], [], 132, Epilogue(dtype))
-        assert got == (choice, chosen)
+        assert scatter.tuned_scatter(choice, nowhere, scatters) == (choice, chosen)

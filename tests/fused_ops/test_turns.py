@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -22,12 +23,15 @@ class Gpu:
         self.on: dict[int, list[Any]] = {}
         self.now = 1
         self.graphs: dict[int, int] = {}
+        self.external: set[int] = set()
+        self.destroyed: set[int] = set()
         self.turns: stream_order.StreamOrder
 
     def launch(self, what: Any) -> None:
         self.on.setdefault(self.now, []).append(what)
 
     def stream(self, number: int, device: int) -> SimpleNamespace:
+        assert number not in self.destroyed
         return SimpleNamespace(work=self.on.setdefault(number, []))
 
 
@@ -50,6 +54,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(
         stream_order, "stream_and_graph", lambda device: (gpu.now, gpu.graphs.get(gpu.now, 0))
     )
+    monkeypatch.setattr(stream_order, "is_external", lambda stream, device: stream in gpu.external)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     call_cache.invalidate_calls()  # what another test has found is of another GPU
@@ -260,3 +265,64 @@ def test_as_many_calls_find_room_as_their_multiprocessors_go_into_all(
         plan.num_sms.cache_clear()
         assert stream_order._turns_of(0)._room == room
     plan.num_sms.cache_clear()
+
+
+@pytest.mark.parametrize("way", [call, again])
+def test_a_stream_without_a_call_for_a_while_is_forgotten(
+    gpu: Gpu, way: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warm-up on a side stream costs no event for ever. What lies there is waited for all the same."""
+    monkeypatch.setattr(stream_order, "_WINDOW", 5)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(way, gpu, 2, "a").result()
+        way(gpu, 1, "b")
+        assert stream_order.steps_on(0, 1)[1] is not None
+        for i in range(10):
+            way(gpu, 1, i)
+        assert stream_order.steps_on(0, 1) == (gpu.turns.alone, None)
+        assert gpu.on == {1: ["b", *range(10)], 2: ["a"]}
+        other.submit(way, gpu, 1, "c").result()
+        other.submit(way, gpu, 1, "d").result()
+        assert gpu.on[1][11:] == [("wait", "a"), "c", "d"]
+    way(gpu, 3, "e")
+    assert gpu.on[3] == [("wait", "d"), "e"] and stream_order.steps_on(0, 1)[1] is not None
+    for i in range(30):  # both are called
+        way(gpu, 1 + 2 * (i % 2), i)
+    assert stream_order.steps_on(0, 1)[1] is not None
+
+
+@pytest.mark.parametrize("way", [call, again])
+def test_an_external_stream_is_not_touched_behind_its_call(gpu: Gpu, way: Any) -> None:
+    """It may be gone. Its handle may be another stream's then, whose calls wait like those of any other."""
+    gpu.external = {9}
+    way(gpu, 1, "a")
+    way(gpu, 9, "b")
+    gpu.destroyed = {9}
+    way(gpu, 1, "c")
+    assert gpu.on == {1: ["a", ("wait", "b"), "c"], 9: [("wait", "a"), "b"]}
+    gpu.destroyed, gpu.on[9] = set(), []
+    way(gpu, 9, "d")
+    gpu.on[9] = []  # once more
+    call_cache.invalidate_calls()
+    way(gpu, 9, "e")
+    assert gpu.on == {1: ["a", ("wait", "b"), "c"], 9: [("wait", "d"), "e"]}
+    gpu.destroyed = {9}
+    way(gpu, 1, "f")
+    assert gpu.on[1][3:] == [("wait", "e"), "f"]
+
+
+def test_what_is_external_has_its_own_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch numbers its own streams, the number of another one is its address."""
+    numbers = {0: 0, 0x5500: 35, 0x7700: 0x7700}
+    ids = iter([7, 8])
+    driver = SimpleNamespace(
+        CUresult=SimpleNamespace(CUDA_SUCCESS=0), cuStreamGetId=lambda stream: (0, next(ids))
+    )
+    monkeypatch.setitem(sys.modules, "cuda.bindings", ModuleType("cuda.bindings"))
+    monkeypatch.setattr(sys.modules["cuda.bindings"], "driver", driver, raising=False)
+    monkeypatch.setattr("weft.symm_mem.backends.vmm.driver", driver)
+    now = [0]
+    current = lambda device: (numbers[now[0]], device, 1)  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", current, raising=False)
+    for now[0], key in ((0, 0), (0x5500, 0x5500), (0x7700, (0x7700, 7)), (0x7700, (0x7700, 8))):
+        assert stream_order.stream_key(now[0], 0) == key

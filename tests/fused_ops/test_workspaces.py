@@ -19,13 +19,20 @@ class Made:
     def __init__(self, heap: Any, layout: Layout, tag: str, *, graph: Any = None) -> None:
         self.layout, self.graph = layout, graph
         self.prepared: dict[str, Any] = {}
+        self.released = False
+
+    def release(self) -> None:
+        self.released = True
 
 
 @pytest.fixture
 def heap(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """On a GPU that is none; ``graph`` is what its stream is captured into."""
-    heap = SimpleNamespace(device=torch.device("cuda", 0), workspaces={}, lock=threading.RLock(), graph=0)
+    heap = SimpleNamespace(
+        device=torch.device("cuda", 0), workspaces={}, lock=threading.RLock(), graph=0, key=7
+    )
     monkeypatch.setattr(workspaces, "stream_and_graph", lambda device: (7, heap.graph))
+    monkeypatch.setattr(workspaces, "stream_key", lambda stream, device: heap.key)
     monkeypatch.setattr(workspaces, "refuse_if_broken", lambda heap: None)
     monkeypatch.setattr(workspaces, "Workspace", Made)
     monkeypatch.setattr(workspaces, "CapturedGraph", lambda stream: f"of stream {stream}")
@@ -59,6 +66,22 @@ def test_streams_and_graphs_and_kinds_have_their_own(heap: SimpleNamespace) -> N
     found.append(workspaces.matmul_workspace(heap, Layout(2, 0, 1 << 20, ll_protocol=True)))
     assert len(set(map(id, found))) == 4
     assert workspaces.matmul_workspace(heap, SMALL) is found[0]
+
+
+def test_an_external_stream_never_has_that_of_another_one_with_its_handle(heap: SimpleNamespace) -> None:
+    """On another rank the new stream has another handle, and makes a workspace."""
+    heap.key = 7, 100
+    first: Any = workspaces.matmul_workspace(heap, SMALL)
+    assert workspaces.matmul_workspace(heap, SMALL) is first
+    heap.graph = 5
+    captured: Any = workspaces.matmul_workspace(heap, SMALL)
+    heap.graph, heap.key = 0, (8, 101)
+    other: Any = workspaces.matmul_workspace(heap, SMALL)
+    heap.key = 7, 102
+    second: Any = workspaces.matmul_workspace(heap, SMALL)
+    assert len({id(w) for w in (first, captured, other, second)}) == 4
+    assert set(map(id, heap.workspaces.values())) == {id(w) for w in (captured, other, second)}
+    assert [w.released for w in (first, captured, other, second)] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("sms", [132, 16])

@@ -53,11 +53,10 @@ def test_all_gather_matmul_fits_and_has_a_flag_for_each_piece(
 def test_matmul_reduce_scatter_fits_and_has_a_slot_for_each_peer(
     m: int, n: int, k: int, world_size: int, num_sms: int, batches: int
 ) -> None:
-    config = scatter.choose_scatter_push(
-        scatter.MatmulReduceScatterProblem(m, n, k, world_size, num_sms, batches)
-    )
+    problem = scatter.MatmulReduceScatterProblem(m, n, k, world_size, num_sms, batches)
+    config = scatter.choose_scatter_push(problem)
     assert config.tile.shared <= MOST_SHARED
-    layout = scatter.scatter_push_layout(m, n, config, world_size, 132, batches)
+    layout = scatter.scatter_push_layout(config, replace(problem, num_sms=132))
     assert layout.ll_protocol and layout.flags_per_rank == 0
     assert layout.staging_bytes == (132 * 2 * config.tile.part_bytes if config.staged else 0)
     assert layout.buffer_bytes % (2 * config.tile.part_bytes * (world_size - 1)) == 0
@@ -66,9 +65,8 @@ def test_matmul_reduce_scatter_fits_and_has_a_slot_for_each_peer(
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1024, 1024, 1024), (4096, 2048, 8192)])
 def test_a_half_takes_no_more_than_the_peers_results(m: int, n: int, k: int) -> None:
-    layout = scatter.scatter_push_layout(
-        m, n, scatter.choose_scatter_push(scatter.MatmulReduceScatterProblem(m, n, k, 4, 132)), 4, 132
-    )
+    problem = scatter.MatmulReduceScatterProblem(m, n, k, 4, 132)
+    layout = scatter.scatter_push_layout(scatter.choose_scatter_push(problem), problem)
     assert layout.buffer_bytes == 3 * m * n * 2
 
 
@@ -232,7 +230,8 @@ def test_matmul_all_reduce_takes_what_was_fast(
     world_size: int, m: int, n: int, k: int, block: tuple[int, int]
 ) -> None:
     """The fastest, or within 2 % of it, on 2 H200 or where one was one of 2 or 4 ranks (h200-x1-scatter.txt)."""
-    tile = to_all.choose_sum_to_all_push(m, n, k, world_size, 132)[0].tile
+    problem = scatter.MatmulReduceScatterProblem(m, n, k, world_size, 132, to_all=True)
+    tile = to_all.choose_sum_to_all_push(problem)[0].tile
     assert (tile.block_m, tile.block_n) == block
 
 
@@ -286,7 +285,7 @@ def test_one_shot_is_one_launch_in_which_no_block_goes_without_a_vector(
     if (config := configs[0]) is not None:
         assert configs[1] == config and config.vectors * 8 == m * n
         assert gather.gather_layout(m, n, world_size, config) is None
-        assert scatter.scatter_layout(m, n, config, world_size, 132) is None
+        assert scatter.scatter_layout(config, scattered) is None
         layout = config.layout(world_size)
         for slots in (layout.slots, 2 * layout.slots):  # also of a workspace that was made for more
             blocks, threads = exchange_grid(config.vectors, slots, config.blocks, config.threads)
@@ -334,17 +333,17 @@ def test_both_ops_take_one_shot_where_little_is_moved(m: int) -> None:
     """Llama 8B on two GPUs, qkv and o, [M, 4096] in all."""
     a, b = torch.empty(m // 2, 4096, dtype=torch.bfloat16), torch.empty(4096, 3072, dtype=torch.bfloat16)
     wide, narrow = torch.empty(1, 2, m // 2, 2048, dtype=a.dtype), torch.empty(2048, 4096, dtype=a.dtype)
-    up, down = (
-        gather_on_cuda.choose_gather_kernel(a, [b], 2, 132),
-        scatter_on_cuda.choose_scatter_kernel(wide, narrow, 2, 132),
-    )
-    with_A = gather_on_cuda.choose_gather_kernel(a, [b], 2, 132, return_A=True)
+    gathers = gather.GatherKernelCall(a, [b], 132)
+    scatters = scatter.ScatterKernelCall(wide, narrow, 132, scatter.Epilogue(a.dtype))
+    up = gather_on_cuda.choose_gather_kernel(gathers, 2)
+    down = scatter_on_cuda.choose_scatter_kernel(scatters, 2)
+    with_A = gather_on_cuda.choose_gather_kernel(replace(gathers, return_A=True), 2)
     assert not isinstance(with_A, str) and with_A.algorithm == "push", "it would not be bit for bit"
     for choice in (up, down):
         assert not isinstance(choice, str) and choice.profitable
         assert choice.algorithm == ("one_shot" if m <= 512 else "push")
         assert isinstance(choice.config, OneShotConfig) is (m <= 512)
-    batched = scatter_on_cuda.choose_scatter_kernel(wide.view(2, 2, -1, 2048), narrow, 2, 132)
+    batched = scatter_on_cuda.choose_scatter_kernel(replace(scatters, a=wide.view(2, 2, -1, 2048)), 2)
     assert not isinstance(batched, str) and batched.algorithm == "push"
-    single = scatter_on_cuda.choose_scatter_kernel(wide.float(), narrow.float(), 2, 132)
+    single = scatter_on_cuda.choose_scatter_kernel(replace(scatters, a=wide.float(), b=narrow.float()), 2)
     assert not isinstance(single, str) and single.algorithm == "tma_store"

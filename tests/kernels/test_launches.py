@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -102,13 +103,12 @@ def test_all_gather_matmul(done: list[tuple[Any, ...]], count: int, return_A: bo
 
 
 def test_matmul_reduce_scatter(done: list[tuple[Any, ...]]) -> None:
-    config = scatter_configs.choose_scatter_push(
-        scatter_configs.MatmulReduceScatterProblem(M, N, K, WORLD_SIZE, 132)
-    )
+    problem = scatter_configs.MatmulReduceScatterProblem(M, N, K, WORLD_SIZE, 132)
+    config = scatter_configs.choose_scatter_push(problem)
     a, b = bfloat16(1, WORLD_SIZE, M, K), bfloat16(K, N)
     for bias, residual in product((False, True), repeat=2):
         epilogue = scatter_configs.Epilogue(a.dtype, bias=bias, residual=residual)
-        layout = scatter_configs.scatter_push_layout(M, N, config, WORLD_SIZE, 8)
+        layout = scatter_configs.scatter_push_layout(config, replace(problem, num_sms=8))
         kernel = scatter.MatmulReduceScatterPush(workspace(0, layout), a, b, config, epilogue, num_sms=8)
         for turn in (1, 2):
             terms = [A * turn + 128] * bias + [A * turn + 256] * residual

@@ -38,8 +38,9 @@ def test_all_gather_matmul_chunks_are_whole_tiles_and_few(
 def test_matmul_reduce_scatter_has_a_flag_for_each_tile(
     m: int, n: int, k: int, world_size: int, dtype: torch.dtype, batches: int
 ) -> None:
-    config = scatter.choose_matmul_reduce_scatter(m, n, k, world_size, dtype, 132, batches)
-    layout = scatter.tiled_scatter_layout(m, n, dtype, world_size, config, batches)
+    problem = scatter.MatmulReduceScatterProblem(m, n, k, world_size, 132, batches)
+    config = scatter.choose_matmul_reduce_scatter(problem, dtype)
+    layout = scatter.tiled_scatter_layout(config, problem, dtype)
     rows, columns = -(-m // config.tile.block_m), -(-n // config.tile.block_n)
     assert layout.flags_per_rank == batches * rows * columns
     assert layout.buffer_bytes == world_size * batches * m * n * dtype.itemsize
@@ -50,7 +51,8 @@ def test_the_tiles_that_won_on_four_gpus_are_chosen() -> None:
     for m, n, k, block_n in [(256, 1536, 4096, 128), (2048, 1536, 4096, 256), (256, 7168, 4096, 256)]:
         assert gather.choose_all_gather_matmul(m, n, k, 4, torch.bfloat16, 132).tile.block_n == block_n
     for m, n, k, block_n in [(256, 4096, 1024, 128), (256, 8192, 7168, 256), (2048, 8192, 2048, 256)]:
-        assert scatter.choose_matmul_reduce_scatter(m, n, k, 4, torch.bfloat16, 132).tile.block_n == block_n
+        problem = scatter.MatmulReduceScatterProblem(m, n, k, 4, 132)
+        assert scatter.choose_matmul_reduce_scatter(problem, torch.bfloat16).tile.block_n == block_n
 
 
 def matrices(m: int = 64, n: int = 64, k: int = 64, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -217,8 +219,9 @@ def test_another_triton_is_asked_for_every_launch(monkeypatch: pytest.MonkeyPatc
 
 def test_configs_need_no_gpu_and_no_interpreter() -> None:
     code = (
-        "import torch; from weft.kernels.matmul_reduce_scatter.configs import choose_matmul_reduce_scatter as choose;"
-        "print(choose(1024, 4096, 3584, 4, torch.bfloat16, 132).tile.block_m)"
+        "import torch; from weft.kernels.matmul_reduce_scatter import configs;"
+        "problem = configs.MatmulReduceScatterProblem(1024, 4096, 3584, 4, 132);"
+        "print(configs.choose_matmul_reduce_scatter(problem, torch.bfloat16).tile.block_m)"
     )
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)

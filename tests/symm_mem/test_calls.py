@@ -5,14 +5,17 @@ from __future__ import annotations
 import inspect
 import pickle
 import random
+from dataclasses import replace
 
 import pytest
 from weft import symm_mem
 from weft.symm_mem.call_site import Site, call_site, text
+from weft.symm_mem.errors import PeerWait, WaitOutcome
 from weft.symm_mem.failure.call_log import CallLog, poison_on_error, running
 from weft.symm_mem.workspace import Workspace
 
 _MODEL = compile("f()\n" * 10_001, "model.py", "exec").replace(co_firstlineno=0)
+WAIT = PeerWait("op", "0", 1, 2, "flag 3", 4, "model.py:12")
 _STARTS = {line: start for start, _, line in _MODEL.co_lines()}
 
 
@@ -114,9 +117,9 @@ def test_old_calls_are_forgotten_and_never_mistaken() -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        symm_mem.PeerTimeout("op", "0", 1, 2, "flag 3", 4, 5, 0.25, "model.py:12"),
-        symm_mem.PeerTimeout("op", "0", 1, 2, "flag 3", 4, 5, 0.25, None, True),
-        symm_mem.PeerTimeout("op", "0", 1, 2, "flag 3", 4, 5, 0.25, "model.py:12", False, 7),
+        symm_mem.PeerTimeout(WAIT, WaitOutcome(5, 0.25)),
+        symm_mem.PeerTimeout(replace(WAIT, site=None), WaitOutcome(5, 0.25, ended=True)),
+        symm_mem.PeerTimeout(WAIT, WaitOutcome(5, 0.25, blames=7)),
         symm_mem.RankMismatch("call 3", "0", 1, "this", "that"),
         symm_mem.CallAbandoned("op", "0", 1, "MemoryError", "model.py:12"),
         symm_mem.HeapUnavailable("no heap"),

@@ -56,7 +56,7 @@ def records(rank: int, world_size: int) -> None:
         with pytest.raises(symm_mem.PeerTimeout, match=of_other):
             symm_mem.check()
         words = (
-            rf"^op 1: rank 1 of group '0' waited 0 s for rank 0: 'gave up' of rank 0 is 2, expected 0, "
+            rf"^op 1: rank 1 of group '0' waited 0 s for rank 0: abort notice of rank 0 is 2, expected 0, "
             rf"and it has given up on rank 1 \(called at {__file__}"
         )
         for group in (dist.group.WORLD, "0"):
@@ -97,9 +97,7 @@ def several_uses(rank: int, world_size: int) -> None:
         for n, uses in enumerate((1, 3, 1)):
             space.raise_if_broken(f"op {n}", grids=(2,) * uses)
         note(space, peer, layout.emptied + world_size + peer, expected, expected - 1, kind, 1000)
-        emptied = (
-            rf"^op {op}: .* count of uses that rank {peer} has emptied for block 1 is {expected - 1}, exp"
-        )
+        emptied = rf"^op {op}: .* last epoch that rank {peer} has emptied for block 1 is {expected - 1}, exp"
         with pytest.raises(symm_mem.PeerTimeout, match=emptied):
             symm_mem.check()
         symm_mem.reset()

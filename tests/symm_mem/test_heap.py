@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -238,9 +240,6 @@ def test_groups_that_cannot_share_memory_are_refused_and_run_unfused(key: str, w
 
 def strangers(rank: int, world_size: int) -> None:
     """A process without the secret gets no descriptor, and the ranks do not notice."""
-    import socket
-    import threading
-
     heap = get_heap()
     answers: list[bytes] = []
     stop = threading.Event()
@@ -286,6 +285,7 @@ def killed(rank: int, world_size: int) -> str | None:
     return str(error.value)
 
 
+@pytest.mark.alone
 def test_a_killed_rank_is_named_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from weft import symm_mem
+from weft.symm_mem.bootstrap import store as stores
 from weft.symm_mem.bootstrap.rendezvous import Rendezvous
 
 
@@ -40,8 +40,7 @@ class Store:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     made = Store()
-    module = sys.modules[Rendezvous.__module__]  # the function has its name
-    monkeypatch.setattr(module, "_get_process_group_store", lambda group: made)
+    monkeypatch.setattr(stores, "_get_process_group_store", lambda group: made)
     return made
 
 
@@ -62,6 +61,7 @@ def meet(where: list[Rendezvous]) -> None:
     assert len(set(sessions)) == 1, sessions
 
 
+@pytest.mark.alone
 def test_a_store_that_falls_silent_is_waited_for_up_to_the_deadline(store: Store) -> None:
     where = ranks(0.6)
     meet(where)
@@ -206,6 +206,7 @@ def test_an_interrupt_while_a_thread_is_started_leaves_no_thread_and_tells_the_o
     assert not left
 
 
+@pytest.mark.alone
 def test_ctrl_c_ends_a_wait_for_a_silent_store(store: Store) -> None:
     where = ranks()
     meet(where)

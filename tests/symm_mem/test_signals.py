@@ -99,13 +99,13 @@ def test_the_parts_of_a_workspace_do_not_overlap(world_size: int, flags: int) ->
     )
 
 
-def test_what_announces_itself_belongs_to_its_half() -> None:
+def test_ll_data_belongs_to_its_buffer() -> None:
     layout = Layout(2, 0, 1024, ll_protocol=True)
     for buffer in range(NUM_BUFFERS):
         for byte in (0, 1020):
             word = (layout.buffer(buffer) + byte) // 4
             assert layout.buffer_of(word) == buffer
-            assert layout.describe(word) == f"use count of the payload at byte {byte} (buffer {buffer})"
+            assert layout.describe(word) == f"epoch of the data at byte {byte} (buffer {buffer})"
     assert replace(layout, ll_protocol=False).buffer_of(layout.buffer(0) // 4) is None
     assert layout.buffer_of(Layout.EPOCH) is None
 

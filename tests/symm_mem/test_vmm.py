@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ _OK = driver.CUresult.CUDA_SUCCESS
 
 def ranks(*gpus: str, mps: bool = False) -> list[dict[str, Any]]:
     alike = {"host": "here", "boot": "1", "net": "1", "user": 1, "mps": mps}
-    alike |= {"multiprocessors": 132, "memory": 4916736, "l2": 60 << 20}
+    alike |= {"sms": 132, "memory": 4916736, "l2": 60 << 20}
     return [{**alike, "gpu": gpu.encode().hex()} for gpu in gpus]
 
 
@@ -77,7 +79,7 @@ def test_a_shared_gpu_needs_no_peer_access_to_itself(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("what", "other", "reason"),
     [
-        ("multiprocessors", 114, "114 multiprocessors, that of rank 0 has 132"),
+        ("sms", 114, "114 SMs, that of rank 0 has 132"),
         ("memory", 3352320, "3352320 MB/s of memory, that of rank 0 has 4916736"),
         ("l2", 50 << 20, "52428800 bytes of L2 cache, that of rank 0 has 62914560"),
     ],
@@ -100,6 +102,70 @@ def test_what_memory_gives_is_its_clock_and_width(monkeypatch: pytest.MonkeyPatc
     }
     monkeypatch.setattr(driver, "cuDeviceGetAttribute", lambda which, device: (_OK, of_h100[which]))
     assert vmm.memory_of(0) == {"memory": 3352320, "l2": 50 << 20}
+
+
+# What CUDA refuses in other modes while any thread captures, and ends the capture for.
+_RELAXED = ("cuMemUnmap", "cuMemAddressFree", "cuMemRelease", "cuMemAddressReserve", "cuCtxSynchronize")
+
+
+class Capturing:
+    """A driver in whose process another thread captures a graph."""
+
+    CUstreamCaptureMode = driver.CUstreamCaptureMode
+    CUresult = driver.CUresult
+    CUstream_flags = driver.CUstream_flags
+
+    def __init__(self) -> None:
+        self.mode: Any = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+        self.called: list[str] = []
+        self.synchronized = _OK
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, Any]:
+        before, self.mode = self.mode, mode
+        return _OK, before
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any) -> tuple[Any, ...]:
+            assert self.mode == driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED, name
+            self.called.append(name)
+            if name == "cuCtxGetStreamPriorityRange":
+                return _OK, 0, 0
+            return (self.synchronized,) if name == "cuCtxSynchronize" else (_OK, 7)
+
+        return call
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> tuple[vmm.VmmBackend, Capturing]:
+    fake = Capturing()
+    monkeypatch.setattr(vmm, "driver", fake)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fake.cuCtxSynchronize())
+    made = object.__new__(vmm.VmmBackend)
+    made.device = torch.device("cuda", 0)
+    return made, fake
+
+
+def test_nothing_of_a_heap_ends_another_threads_capture(capturing: tuple[vmm.VmmBackend, Capturing]) -> None:
+    made, fake = capturing
+    made.unmap(0, 1), made.release(0, 1), made.drop(7), made.reserve(1)
+    assert made.quiesce()
+    assert sorted(fake.called) == sorted(_RELAXED)
+    owner = Capturing()
+    vmm.own_stream(owner, made.device)
+    del owner
+    gc.collect()
+    assert fake.called[-1] == "cuStreamDestroy"
+    assert fake.mode == driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+
+
+def test_a_device_that_another_thread_captures_on_is_not_quiet(
+    capturing: tuple[vmm.VmmBackend, Capturing],
+) -> None:
+    made, fake = capturing
+    fake.synchronized = driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+    assert not made.quiesce()
 
 
 def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

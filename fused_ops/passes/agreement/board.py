@@ -33,10 +33,9 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from torch.distributed import ProcessGroup, Store
-from torch.distributed.distributed_c10d import _get_process_group_store
 
 from ....symm_mem import WeftError, forks, get_timeout
-from ....symm_mem.bootstrap.store import StoreQuestions, peek
+from ....symm_mem.bootstrap.store import GroupStore, StoreQuestions, peek
 from ....symm_mem.heap.registry import has_name
 from .file_lock import locked, pauses
 from .vote import (
@@ -73,7 +72,7 @@ class VoteBoard:
         self.rank, self.size = group.rank(), group.size()
         self.connected = False  # the group's backend can be captured
         self._name = group.group_name
-        self._store = _get_process_group_store(group)
+        self._store = GroupStore(group)
         self._prefix = self._new_prefix(_tokens.setdefault(group, secrets.token_hex(8)))
         self._fd = -1
         self._close: weakref.finalize[..., VoteBoard] | None = None
@@ -185,7 +184,7 @@ class VoteBoard:
 
     def _asked(self, question: Callable[[Store], T]) -> T:
         self._owner.refuse_child(_WHAT)
-        with StoreQuestions(self._store, _WHAT, self._name, self.rank) as store:
+        with StoreQuestions(self._store.get(_WHAT), _WHAT, self._name, self.rank) as store:
             store.limit(get_timeout(self._name))
             return store.ask(question)
 

@@ -178,7 +178,7 @@ class FallbackGraph:
         order = [g for g in self._counts if has_ranks(g)]
         if not order:
             return
-        from ..lowering import collectives as lowering  # noqa: F401  (tells Inductor what the node is)
+        from . import lowering  # noqa: F401  (tells Inductor what the node is)
 
         index = {g: i for i, g in enumerate(self._counts)}
         fused = {e.group for e in entries if e.fused_into is not None}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...dispatch.profitability import why_not_profitable
+from ...dispatch.profitability import FusionCandidate, why_not_profitable
 from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import (
@@ -156,7 +156,8 @@ class AllReducePattern:
         x = val(self.collective.x)
         m, n, k = (hint(size) for size in (self.m, self.n, self.k))
         world = self.collective.world
-        if (reason := why_not_profitable(op, m, n, k, world, x.dtype, x.device.type)) is not None:
+        candidate = FusionCandidate(op, m, n, k, world, x.dtype, x.device.type)
+        if (reason := why_not_profitable(candidate)) is not None:
             raise LeftAlone(reason)
 
     def _products(self) -> SumOfMatmuls:

@@ -1,19 +1,15 @@
-// The gate in front of pushes by a copy engine, and the end of a use that no other kernel ends.
+// The acquire kernel in front of copies by copy engines, and the end of an epoch that no other kernel ends.
 //
-// gate: the peers' buffers are free, and which use this is. Use e = EPOCH[buffer] + 1. Who writes: rank p posts
-// done(buffer)[p] = e - 1 in this rank's words when it has left the buffer's last use. Who waits: lane p of the
-// one warp. Then TICKET[buffer] = e.
+// gate, the acquire kernel. Who waits: lane p of its one warp, until done(buffer)[p] >= EPOCH[buffer]; acquire, system
+// scope. Then it writes TICKET[buffer] = e = EPOCH[buffer] + 1. Behind it on the stream: copies of chunks into the
+// peers' buffers, each followed by a 4-byte copy of TICKET[buffer] into the peer's flag word; the stream keeps data
+// before flag. If a wait has expired, here or earlier, TICKET stays, and every peer gets an abort notice before the
+// copies (abort_notice.cuh).
 //
-// On the stream behind the gate: copies of chunks into the peers' buffers, each followed by a 4-byte copy of
-// the TICKET[buffer] word into the peer's flag word. That copy reads the word when it runs, so a captured graph
-// goes on counting when it is replayed, and the stream keeps data before flag.
+// leave: what came before it on the stream has read all of the buffer. It counts EPOCH[buffer] and writes
+// done(buffer)[rank] at every rank, one lane each; release, system scope. It waits for nobody.
 //
-// When a wait has expired, here or in an earlier kernel, the ticket stands still: the flags that follow announce
-// nothing, and a peer that waits for them reports this rank. The copies behind the gate cannot be called off; for
-// a peer that still reads what they overwrite, the gate says farewell first (abort_notice.cuh).
-//
-// leave: what came before it on the stream has read all it wanted of the buffer. EPOCH[buffer] + 1 uses are over,
-// and every rank is told: done(buffer)[rank], by its lane of the warp. Nobody is waited for.
+// Both are graph-safe. docs/protocol.md#copy-engines-and-the-acquire-kernel has the proof.
 
 #include "comm/abort_notice.cuh"
 

@@ -1,4 +1,4 @@
-"""Launches the gate in front of pushes by a copy engine, and the end of a use; acquire.cu says what they do."""
+"""Launches the acquire kernel in front of copies by copy engines, and the end of an epoch: see acquire.cu."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Params(ctypes.Structure):
 
 
 def gate(workspace: Workspace, buffer: int, timeout_ns: int, stream: int) -> None:
-    """Make ``stream`` wait until every peer's ``buffer`` is free for the next use, then count that use in TICKET.
+    """Make ``stream`` wait until every peer's ``buffer`` is free for the next epoch, then write that epoch to TICKET.
 
     Work behind it on the stream may overwrite the buffer on every peer; the current device must be the
     workspace's. Safe to capture in a CUDA graph.
@@ -44,7 +44,7 @@ def gate(workspace: Workspace, buffer: int, timeout_ns: int, stream: int) -> Non
 
 
 def end_use(workspace: Workspace, buffer: int, stream: int) -> None:
-    """End this rank's use of ``buffer``: work in front of it on the stream has read all it wanted there.
+    """End this rank's epoch of ``buffer``: work in front of it on the stream has read everything there.
 
     Safe to capture in a CUDA graph.
 
@@ -55,7 +55,7 @@ def end_use(workspace: Workspace, buffer: int, stream: int) -> None:
 
 
 def leaving(workspace: Workspace, buffer: int) -> Callable[[int], None]:
-    """``leave`` with only the stream left open: what can be made once."""
+    """``end_use`` with only the stream left open, to be made once and called often."""
     return _program.function("leave").bound(1, 32, _params(workspace, buffer, 0))
 
 

@@ -3,17 +3,13 @@
     with engine.pushing(buffer, shard, chunk_rows, timeout_ns):
         ...  # kernels that wait for the peers' chunks, on the current stream
 
-Who writes: rank r's engine copies chunk c of its shard into slot r of every peer's buffer, seen as ``[W, m, K]``, then
-the count of this use into flag c of rank r there: by a 4-byte copy of the TICKET word, which the gate has counted
-up. The copy reads the word when it runs, so a captured graph goes on counting, and a stream keeps its order, so
-data is there before its flag. Peers are served in the order rank-1, rank-2, ...: each rank receives from rank+1
-first, and no link carries two shards at a time. Who waits: the gate, until every peer's buffer is free.
+Who writes: rank r's engine copies chunk c of its shard into slot r of every peer's buffer ``[W, m, K]``, then TICKET,
+the epoch, into flag c of rank r there; the stream keeps that order. The copy reads TICKET when it runs: graph-safe.
+Peers are served in the order rank-1, rank-2, ...: no link carries two shards at a time. Who waits: the acquire kernel
+(acquire.cu), on the current stream in front of the kernels: beside them it might find no SM free.
 
-Copies cannot be called off: those behind a gate that was not opened overwrite what a late rank may be reading
-(abort_notice.cuh). So nothing but copies goes into a workspace of which a copy engine writes a buffer.
-
-The gate lies on the current stream in front of the kernels: on a stream beside them it might find no SM free, and
-they would wait for what is behind it.
+Copies that are enqueued cannot be called off, so nothing but copies goes into a workspace whose buffers copy engines
+write (abort_notice.cuh). docs/protocol.md#copy-engines-and-the-acquire-kernel has the proof.
 """
 
 from __future__ import annotations
@@ -41,7 +37,8 @@ class CopyEngine:
 
     @contextmanager
     def pushing(self, buffer: int, shard: torch.Tensor, chunk_rows: int, timeout_ns: int) -> Iterator[None]:
-        """Send ``shard`` [m, K], contiguous, to every peer beside what the body launches on the current stream.
+        """Send ``shard`` [m, K], contiguous, to every peer while the kernels run that the body launches on the current
+        stream.
 
         Behind the body the current stream waits for the copies: the shard may be overwritten then.
         """

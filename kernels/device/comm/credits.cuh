@@ -1,29 +1,30 @@
-// Several uses in one launch. No kernel ends between them, so a rank is told when slots are empty: a warp of each block
-// that does nothing else, CreditWarp, waits until all threads have emptied those of use e, and then writes e to
-// EMPTIED[b][r] of every peer: release, system scope. On the peers the same warp waits for that before its block sends for
-// e + 2. When it begins, it says that all before this launch is empty; and it does not end before the peers have emptied
-// all but the last use, which is what the next launch must know, whatever its blocks and threads do with the slots.
+// Credits: several epochs of a block's slots in one launch (ll_exchange.cuh), between which no kernel ends.
+//
+// Who writes: warp CreditWarp of block b on rank r, EMPTIED[b][r] = e at every peer, when all threads have reset the
+// slots of epoch e; one system fence, then relaxed stores. Who waits: the same warp on the peers, acquire, system
+// scope, before its block sends for e + 2, and at its end for all but the last epoch. Graph-safe.
+// docs/protocol.md#credits has the proof.
 
 #include "comm/ll_exchange.cuh"
 
 namespace weft {
 
-// The last warp of a block whose other threads, the workers, make several uses of its slots. Its lane i serves the peers
+// The last warp of a block whose other threads, the workers, use its slots for several epochs. Lane i serves the peers
 // i, i + 32, ...
 struct CreditWarp {
     const ExchangeSlots& s;
     static constexpr int MAY_SEND = 1, EMPTY = 2;  // barriers of the block
 
-    // Of the workers, before they send for the next use. False: it has waited in vain.
+    // By the workers, before they send for the next epoch. False: a wait has expired.
     __device__ __forceinline__ bool may_send() const {
         barrier_sync(MAY_SEND, blockDim.x);
         return !is_broken(s.watch);
     }
 
-    // Of the workers, when they have emptied the slots of a use, but not of the last one.
+    // By the workers, when they have reset the slots of an epoch, but not of the last one.
     __device__ __forceinline__ void emptied() const { barrier_arrive(EMPTY, blockDim.x); }
 
-    // Of the warp itself, for so many uses, 2 or more, of which `use` is the first.
+    // By the warp itself, for `uses` epochs, 2 or more, of which `use` is the first.
     __device__ __forceinline__ void serve(u32 use, u32 uses) const {
         say(use - 1);
         for (; uses > 1; ++use, --uses) {
@@ -38,7 +39,7 @@ struct CreditWarp {
 private:
     __device__ __forceinline__ u32 word(int rank) const { return s.emptied + blockIdx.x * WORLD_SIZE + rank; }
 
-    // Nothing once a wait has expired: then slots are not known to be empty.
+    // Posts nothing once a wait has expired: slots are not known to be empty then.
     __device__ __forceinline__ void say(u32 use) const {
         __threadfence_system();
         if (is_broken(s.watch)) return;

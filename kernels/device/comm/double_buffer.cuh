@@ -1,4 +1,8 @@
-// One use of a buffer of a workspace, by a whole kernel (symm_mem/workspace.py is the protocol).
+// One epoch of a workspace's buffer, by a whole kernel.
+//
+// Who writes: every launch that ends epoch e, done(buffer)[rank] = e at every rank, behind its last read; release,
+// system scope. Who waits: may_send, for e - 1 of every peer before the first store; acquire, system scope. Graph-safe:
+// the epoch is read from device memory. docs/protocol.md#workspace-protocol has the proof.
 
 #pragma once
 
@@ -6,7 +10,7 @@
 
 namespace weft {
 
-// Where the words of a buffer are (symm_mem/workspace.py), and how far ranks lie apart.
+// Where the words of a buffer are (symm_mem/layout.py), and the distance between ranks.
 struct BufferWords {
     int epoch, left;  // indices of EPOCH[buffer] and LEFT[buffer]
     int done, flags, flags_per_rank;  // of the first done word and the first flag
@@ -21,8 +25,8 @@ __device__ __forceinline__ T* on_rank(T* mine, const WaitParams& watch, const Bu
     return reinterpret_cast<T*>(reinterpret_cast<u64>(mine) + there);
 }
 
-// Whether nobody reads any more, at any peer, what use `use` will overwrite there: by all lanes of a warp. Not if a wait
-// has expired before: then what would be sent may be worth nothing. Who sends nothing sets no flags.
+// Acquires every peer's buffer for epoch `use`, by all lanes of a warp. False if a wait has expired, also an earlier
+// one: what would be sent may be invalid. Whoever sends nothing sets no flags.
 __device__ __forceinline__ bool may_send(const WaitParams& watch, const BufferWords& buffer, u32 use) {
     const int lane = threadIdx.x % 32;
     bool free = !is_broken(watch);
@@ -30,19 +34,19 @@ __device__ __forceinline__ bool may_send(const WaitParams& watch, const BufferWo
         free = wait_flag(watch, lane, buffer.done + lane, use - 1, WAIT_FREE);
     }
     const bool all = __all_sync(~0u, free);
-    __syncwarp();  // each lane has looked at one peer, and stores to all
+    __syncwarp();  // each lane has acquired one peer's word, and stores to all peers
     return all;
 }
 
-// By one thread of every block, when that block reads nothing of the buffer any more, and has emptied what it took where
-// data announces itself, though it may still store results: the last one ends the use. The first fence covers the zeros.
+// By one thread of every block, when the block reads nothing of the buffer any more and has reset its LL slots; it may
+// still store results. The last block ends the epoch. The first fence covers the zeros.
 __device__ __forceinline__ void leave(const WaitParams& watch, const BufferWords& buffer, u32 use) {
     __threadfence();
     if (atomicAdd(watch.words + buffer.left, 1) != gridDim.x - 1) return;
     __threadfence();
     watch.words[buffer.left] = 0;
     watch.words[buffer.epoch] = use;
-    // One fence for all of them: each waits until the store before it has come to its peer.
+    // One fence for all: each waits until the stores before it have reached their peers.
     __threadfence_system();
     for (int rank = 0; rank < buffer.world_size; ++rank) {
         post_behind_fence(on_rank(watch.words, watch, buffer, rank) + buffer.done + watch.rank, use);

@@ -1,4 +1,4 @@
-"""What a kernel is told of a use of a buffer: the host's side of double_buffer.cuh."""
+"""What a kernel needs for an epoch of a buffer: the host's side of double_buffer.cuh."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ class BufferWords(ctypes.Structure):
 
 
 def wait_params(workspace: Workspace[Layout]) -> WaitParams:
-    """What a kernel's waits are told; the launcher sets the timeout."""
+    """What a kernel needs for its waits; the launcher sets the timeout."""
     return WaitParams.of(workspace)

@@ -1,23 +1,14 @@
-// Pushing vectors that announce themselves: no flag, no barrier. What the all-reduces are made of, and the exchanges in one
-// shot beside products of cuBLAS.
+// Exchanges of vectors between all ranks by the LL protocol (ll_protocol.cuh): no flag, no barrier. The all-reduces and
+// the one-shot kernels beside cuBLAS matmuls are built on it.
 //
-// The wire is that of ll_protocol.cuh. The NaN that would be empty is sent as another one; a sum turns every NaN into the
-// same, so any input survives bit for bit: NaN, -0.0, and the empty word itself.
+// Who writes: thread t of block b on rank r, slot (buffer, r, i) of block b on a peer. Who waits: thread t of block b
+// on that peer, until no word of the slot is the sentinel; it then resets the slot. Relaxed, system scope. Epoch e of
+// block b takes buffer e & 1 and is counted in EPOCH[b], in device memory: graph-safe.
+// Who calls: all ranks, with equal grids in equal order, one kernel after the other; no block goes without a vector.
+// Blocks need not be resident at once. docs/protocol.md#ll-exchange has the proof; credits.cuh is for several epochs in
+// one launch.
 //
-// Who writes: thread t of block b on rank r writes slot (buffer, r, i) of block b on a peer. Who waits: thread t
-// of block b on that peer, until none of the words is empty; it then empties the slot again.
-//
-// Why no barrier. Every block b has its own slots, in two buffers, and its own count of uses, EPOCH[b], which
-// it advances when it leaves; use e takes buffer e & 1. All ranks launch the same grid for the same size and
-// make their calls in the same order, one after the other, so use e of block b belongs to the same call on
-// every rank, whatever calls without a block b lie between. Claim: when rank p sends for use e of block b,
-// its slots on rank r are empty. They were used for e - 2. In its use e - 1, block b of p waited for what
-// block b of r sent for e - 1: no block is launched that does not hear from every peer. r sent that after its
-// use e - 2 had ended, as kernels of one stream do, and that use emptied the slots. A block waits only for the
-// blocks of its own number, which send before they wait: the grid need not be resident at once, as long as blocks
-// start in the order of their numbers, as they do. credits.cuh has what holds for several uses in one launch.
-//
-// RANK is a constant of the program: no register and no branch is spent on who is who.
+// RANK is a compile-time constant: it costs no register and no branch.
 
 #include "math/numbers.cuh"
 #include "math/reduce.cuh"
@@ -38,7 +29,7 @@ constexpr int WORDS = 4;  // of a vector
 constexpr int ELEMENTS = WORDS * Number::PER_WORD;
 constexpr bool FEW = WORLD_SIZE <= 8;  // a vector of each rank fits into a thread's registers
 
-// A workspace for pushes; the host's twin is `ExchangeSlots` in ll_exchange.py.
+// A workspace of slots; the host's twin is `ExchangeSlots` in ll_exchange.py.
 struct ExchangeSlots {
     WaitParams watch;
     u64 span;  // bytes from this rank's copy of an address to the next rank's
@@ -48,8 +39,8 @@ struct ExchangeSlots {
     u32 emptied;  // index of EMPTIED[0][0] in words
 };
 
-// With DEPENDENT a kernel may be launched while the one before it in its stream still runs. It touches no memory before that
-// one has ended, which is what the claim above asks of kernels of one stream; and it lets the next one come as early.
+// With DEPENDENT a kernel may start while the one before it in its stream still runs. It touches no memory before that
+// one has ended, which gives the order that the proof needs, and lets the next one start as early.
 __device__ __forceinline__ void begin() {
 #if DEPENDENT
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -66,13 +57,13 @@ __device__ __forceinline__ u32 word(const uint4& v, int i) { return i == 0 ? v.x
 // The i-th peer to send to, i from 1 on: no two ranks send to the same one at the same time.
 __device__ __forceinline__ constexpr int peer_of(int i) { return (RANK + i) % WORLD_SIZE; }
 
-// One block's use of its slots.
+// One epoch of a block's slots.
 struct Use {
     const ExchangeSlots& s;
     u32 epoch;
-    u32 mine;  // slot 0 of sender 0 in this use's buffer
-    // This thread, or a kernel of the group before, went on without something that a peer should have sent: what is made
-    // of it must not reach a peer, which will miss it, and say so, instead of taking a wrong number for a right one.
+    u32 mine;  // slot 0 of sender 0 in this epoch's buffer
+    // A wait of this thread, or of an earlier kernel of the group, has expired. Nothing is sent then: a peer misses the
+    // data and reports it, instead of taking a wrong number for a right one.
     mutable bool lost;
 
     __device__ __forceinline__ explicit Use(const ExchangeSlots& slots) : s(slots), lost(is_broken(slots.watch)) {
@@ -99,7 +90,7 @@ struct Use {
         for (int i = 1; i < WORLD_SIZE; ++i) send(peer_of(i), index, wire);
     }
 
-    // The k-th poll for slot `index` of `sender` failed. True: go on without it.
+    // Behind a failed poll for slot `index` of `sender`. True: go on without it.
     __device__ __forceinline__ bool expired(Deadline& deadline, int sender, u32 index) const {
         const u32 slot = s.first + (mine + sender * s.capacity + index) * WORDS;
         if (!deadline.overdue(s.watch, sender, slot, epoch, epoch - 1, WAIT_DATA)) return false;
@@ -107,7 +98,7 @@ struct Use {
         return true;
     }
 
-    // Slot `index` of one sender as it comes, empty again behind it.
+    // Receives slot `index` of one sender, and resets it.
     __device__ __forceinline__ uint4 take(int sender, u32 index) const {
         uint4 v = load_payload(place(sender, index));
         Deadline deadline;
@@ -115,7 +106,7 @@ struct Use {
             if (deadline.should_poll() && expired(deadline, sender, index)) break;
             v = load_payload(place(sender, index));
         }
-        // A later use's data cannot come before these zeros: see the claim above.
+        // Data of a later epoch cannot come before these zeros: docs/protocol.md#ll-exchange.
         store_vector(place(sender, index), make_uint4(0, 0, 0, 0));
         return ll_decode(v);
     }
@@ -162,8 +153,8 @@ struct Use {
     }
 };
 
-// A thread's vectors: `at` in the input, `index` among the block's slots. Warps are dealt to the blocks in
-// turn, so that a small input is sent by many multiprocessors.
+// A thread's vectors: `at` in the input, `index` among the block's slots. Warps' vectors go to the blocks round-robin,
+// so that a small input is sent by many SMs.
 struct ThreadShare {
     u32 at, index;
 
@@ -180,8 +171,8 @@ struct ThreadShare {
     }
 };
 
-// One vector for every peer, in the order of peer_of; from many ranks on each is loaded when it is sent. `load(peer, at)`
-// gives it.
+// One vector for every peer, in the order of peer_of; with many ranks each is loaded when it is sent. `load(peer, at)`
+// returns it.
 struct Parts {
     uint4 of[FEW ? WORLD_SIZE : 1];
 
@@ -245,7 +236,7 @@ struct Numbers {
     }
 };
 
-// What all ranks' vectors make together, in rank order; `take(src)` gives that of a rank.
+// The reduction of all ranks' vectors, in rank order; `take(src)` returns that of a rank.
 template <typename Reduce, typename Take>
 __device__ __forceinline__ Numbers reduced(const Take& take) {
     Numbers total(take(0));
@@ -260,7 +251,7 @@ __device__ __forceinline__ Numbers reduced(const Take& take) {
     return total;
 }
 
-// The same of this rank's `own` and of what the others send to slot `index`.
+// The same of this rank's `own` and of what the peers send to slot `index`.
 template <typename Reduce>
 __device__ __forceinline__ Numbers take_reduced(const Use& use, u32 index, const uint4& own) {
     if constexpr (FEW) {

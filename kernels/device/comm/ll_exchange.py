@@ -1,4 +1,4 @@
-"""A workspace for vectors that announce themselves: the host's side of ll_exchange.cuh. Pure functions, no GPU."""
+"""Workspaces of LL exchanges: the host's side of ll_exchange.cuh. Pure functions, no GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ....symm_mem.switches import is_on
 from ..jit import program
 from ..jit.program import WaitParams
 
-VECTOR = 16  #: bytes that travel in one slot
-# The largest grid. An H100 or H200 has 132 multiprocessors: however long a kernel waits on so many, a product in front
-# of what its peer waits for may find room in the others. 132 blocks are no faster (bench/NOTES.md).
+VECTOR = 16  #: bytes of a slot
+# The largest grid. An H100 or H200 has 132 SMs: while a kernel waits on so many, a matmul in front of what its peer
+# waits for may find room on the others. 132 blocks are no faster (bench/NOTES.md).
 BLOCKS = 128
 THREADS = 512  #: the largest block, of those that send
 WARP = 32
@@ -31,7 +31,7 @@ def dependent() -> bool:
 
 
 class ExchangeSlots(ctypes.Structure):
-    """The twin of ``weft::Slots``."""
+    """The twin of ``weft::ExchangeSlots`` in ll_exchange.cuh."""
 
     _fields_ = (
         ("watch", WaitParams),
@@ -45,19 +45,19 @@ class ExchangeSlots(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ExchangeLayout:
-    """Where things lie in such a workspace, in 32-bit words from its start; all of it starts as zeros.
+    """The layout of such a workspace, in 32-bit words from its start; all of it starts as zeros.
 
     ``[EPOCH of each block][slots: block, buffer, sender, index][EMPTIED: block, rank]``. Takes the place of
-    ``symm_mem.Layout`` in a ``Workspace``.
+    ``symm_mem.layout.Layout`` in a ``Workspace``.
 
-    Attributes: ``slots``: vectors that a block takes from one sender in one use. ``blocks``: of a launch, at most.
+    Attributes: ``slots``: vectors that a block receives from one sender in one epoch. ``blocks``: of a launch, at most.
     """
 
     world_size: int
     slots: int
     blocks: int = BLOCKS
 
-    EPOCHS = 0  #: + block: uses of the block's slots that this rank has left
+    EPOCHS = 0  #: + block: epochs of the block's slots that this rank has ended
     FIRST = EPOCHS + 192  #: the first slot
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class ExchangeLayout:
 
     @property
     def emptied(self) -> int:
-        """+ block * W + rank: the use of the block's slots that the rank has emptied last, where it says so."""
+        """+ block * W + rank: the last epoch of the block's slots that the rank has reset (credits.cuh)."""
         return self.FIRST + self.blocks * 2 * self.world_size * self.slots * VECTOR // 4
 
     @property
@@ -83,7 +83,7 @@ class ExchangeLayout:
         return self.bytes // 4
 
     def holds(self, wanted: ExchangeLayout) -> bool:
-        """Whether calls that want the other one find room in this one."""
+        """Whether this layout has room for calls that need the other one."""
         return self.slots >= wanted.slots and self.blocks >= wanted.blocks
 
     def joined(self, other: ExchangeLayout) -> ExchangeLayout:
@@ -103,21 +103,21 @@ class ExchangeLayout:
             return f"word {word}"
         if word >= self.emptied:
             block, rank = divmod(word - self.emptied, self.world_size)
-            return f"count of uses that rank {rank} has emptied for block {block}"
+            return f"last epoch that rank {rank} has emptied for block {block}"
         row, _ = divmod((word - self.FIRST) * 4 // VECTOR, self.slots)
         row, sender = divmod(row, self.world_size)
-        return f"use count of the payload of rank {sender} for block {row // 2} (buffer {row % 2})"
+        return f"epoch of the data of rank {sender} for block {row // 2} (buffer {row % 2})"
 
 
 class ExchangeWorkspace(program.WorkspaceLike, Protocol):
-    """A ``Workspace`` made with this ``Layout``."""
+    """A ``Workspace`` made with an ``ExchangeLayout``."""
 
     layout: ExchangeLayout
     span: int
 
 
 def slots_of(place: ExchangeWorkspace, timeout_ns: int) -> ExchangeSlots:
-    """What kernels are told of ``place``; a wait for a peer expires after ``timeout_ns`` nanoseconds."""
+    """What kernels need of ``place``; a wait for a peer expires after ``timeout_ns`` nanoseconds."""
     layout, watch = place.layout, WaitParams.of(place, timeout_ns)
     return ExchangeSlots(
         watch, place.span, layout.slots, ExchangeLayout.EPOCHS, ExchangeLayout.FIRST, layout.emptied

@@ -1,11 +1,9 @@
-// Keeps what the warps of a rank store at peers at the pace of the links. What is sent faster fills the ways out of the
-// multiprocessors, where loads wait behind it, and meets at the receivers, which then take less than their links could.
+// Rate limiters: keep what a rank's warps store to peers at the rate of the links. What is sent faster fills the egress
+// queues of the SMs, where loads wait behind it, and collides at the receivers.
 //
-// Where all warps that send do so all the time, each keeps its share by itself: RateLimiter. Where they have something to
-// send at times only, they keep one pace together: SharedTokenBucket. Who sends a burst draws its time from a clock of the
-// rank, which goes on by as long as the links take for it: however few send at a time, they have all that the links give.
-// Nobody waits for another one: times that were drawn and not used pass by. The clock is ahead of now by what warps have
-// drawn and not sent, a burst of each or one for each receiver: no wait is longer than the links take for these.
+// RateLimiter: for warps that send all the time; each keeps its own share. SharedTokenBucket: for warps that send at
+// times; each draws the start of a burst from one clock of the rank, so few senders get the whole link rate. Nobody
+// waits for another warp, nor longer than the links take for what was drawn before. docs/protocol.md#rate-limiting
 
 #pragma once
 
@@ -28,15 +26,15 @@ struct RateLimiter {
     }
 };
 
-// By a warp that is together.
+// By converged warps.
 struct SharedTokenBucket {
     static constexpr u64 TICKS = 4;  // of the clock in a nanosecond
-    static constexpr u64 LATE = 1000 * TICKS;  // that the clock may be behind when nobody has sent for a while
+    static constexpr u64 LATE = 1000 * TICKS;  // how far the clock may fall behind while nobody sends
 
     const WaitParams& watch;
     const BufferWords& buffer;
     u32 interval;  // of a burst
-    u64 turn = 0;
+    u64 start = 0;
 
     // `bytes` of a burst, and of those that leave in a nanosecond.
     __device__ __forceinline__ SharedTokenBucket(const WaitParams& watch, const BufferWords& buffer, u32 bytes, u32 rate)
@@ -44,17 +42,17 @@ struct SharedTokenBucket {
 
     __device__ __forceinline__ u64* clock() const { return reinterpret_cast<u64*>(watch.words + buffer.pace); }
 
-    // Early enough for the answer to come: the time of the next `bursts`.
+    // Draws the start of the next `bursts`; early, so that the answer is there when `wait` needs it.
     __device__ __forceinline__ void ask(u32 bursts) {
-        if (threadIdx.x % 32 == 0) turn = atomicAdd(clock(), u64{bursts * interval});
+        if (threadIdx.x % 32 == 0) start = atomicAdd(clock(), u64{bursts * interval});
     }
 
-    // Who has asked: until that time.
+    // Until the start that `ask` has drawn.
     __device__ __forceinline__ void wait() {
         if (threadIdx.x % 32 == 0) {
             u64 now = nanoseconds() * TICKS;
-            if (turn + LATE < now) atomicMax(clock(), now);
-            for (; now < turn; now = nanoseconds() * TICKS) __nanosleep(32);
+            if (start + LATE < now) atomicMax(clock(), now);
+            for (; now < start; now = nanoseconds() * TICKS) __nanosleep(32);
         }
         __syncwarp();
     }

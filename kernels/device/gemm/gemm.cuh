@@ -1,19 +1,20 @@
-// The matrix product that the fused kernels share: one persistent block on an SM, its warps specialised.
+// The matmul that the fused kernels share: one persistent block on an SM, warp-specialised.
 //
-// A tile of C [BM, BN] is A [BM, K] @ B [K, N]. Warpgroups 0 and 1 multiply: with BM = 128 each has 64 rows of the tile,
+// A tile of C [BM, BN] is A [BM, K] @ B [K, N]. Warpgroups 0 and 1 compute: with BM = 128 each has 64 rows of the tile,
 // with BM = 64 each has half of its columns. Warpgroup 2 serves them: warp 0 loads A and B through a ring of STAGES
-// stages, the others are the kernel's own.
+// stages, the other warps belong to the kernel.
 //
-// Two blocks form a cluster and compute tiles of the same columns at the same time: each loads half of B for both, which
-// takes a third off what a tile of 128 x 256 asks of the L2 cache. (Four, that share A as well, were slower: not all
-// multiprocessors can be grouped by four.)
+// Two blocks form a cluster and compute tiles of the same columns at the same time: each loads half of B for both,
+// which takes a third off what a tile of 128 x 256 asks of the L2 cache. (Four, that share A as well, were slower: not
+// all SMs can be grouped by four.)
 //
-// Sums are float32. K past the end is zero in both operands: tensor maps fill it in.
+// Accumulators are float32. K past the end is zero in both operands: tensor maps fill it in.
 //
-// Defined by whoever includes this: DTYPE (bfloat16 or float16) and PRODUCT_TYPE, BM, BN, STAGES, B_ROWS (1: N is
-// contiguous in B, 0: K), B_WHOLE (N is a multiple of 64) and SPLIT_K (1: B is a stack of parts along K, each with rows of
-// A of its own); SERVE_REGISTERS and MULTIPLY_REGISTERS of a thread of
-// warpgroup 2 and of the others, 64512 in all.
+// Nothing here waits for another rank. What a kernel does around it is in docs/protocol.md.
+//
+// Defined by the includer: DTYPE (bfloat16 or float16) and PRODUCT_TYPE, BM, BN, STAGES, B_ROWS (1: N is contiguous in
+// B, 0: K), B_WHOLE (N is a multiple of 64) and SPLIT_K (1: B is a stack of parts along K, each with rows of A of its
+// own); SERVE_REGISTERS and MULTIPLY_REGISTERS per thread of warpgroup 2 and of the others, 64512 in all.
 
 #pragma once
 
@@ -37,7 +38,7 @@ constexpr int B_BOXES = (BN + 63) / 64;  // if N is contiguous, of 64 columns ea
 constexpr int B_BYTES = (B_ROWS ? B_BOXES * 64 : BN) * BK * 2;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int CLUSTER = 2;  // blocks
-constexpr int PART_BYTES = 64 * WN * 2;  // a warpgroup's part of a finished tile
+constexpr int PART_BYTES = 64 * WN * 2;  // a warpgroup's accumulator fragment of a finished tile, in 16 bits
 
 static_assert(128 * SERVE_REGISTERS + 256 * MULTIPLY_REGISTERS <= 168 * THREADS, "registers of the block");
 static_assert(BM == 64 || BM == 128);
@@ -45,7 +46,7 @@ static_assert(!B_ROWS || !B_WHOLE || BN % 64 == 0, "a box begins at a whole grou
 static_assert(WN % 32 == 0 && (!B_ROWS || WARPGROUPS_M == 2 || WN % 64 == 0));
 
 constexpr int COUNTS = 20;
-constexpr u32 NOTHING = ~0u;  // stands in a count of what is sent, if nothing will be
+constexpr u32 NOTHING = ~0u;  // a count of what is sent, if nothing will be
 
 struct Shared {
     u8* stages;
@@ -65,17 +66,17 @@ __device__ __forceinline__ Shared shared_memory(u8* base) {
     return s;
 }
 
-// Which warp this thread is in: by all of its lanes, which agree on it as far as the compiler knows. So it keeps what
-// depends on it in uniform registers, where products want the addresses of their operands.
+// Which warp this thread is in; by all of its lanes. The shuffle tells the compiler that they agree, so it keeps what
+// depends on it in uniform registers, where wgmma wants the descriptors of its operands.
 __device__ __forceinline__ int warp_of_block() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0); }
 
-// By all threads. `rest` is what one of them does for all behind the counts' zeros.
+// By all threads. One of them calls `rest` for all, behind the counts' zeros.
 template <typename Rest>
 __device__ __forceinline__ void begin(const Shared& s, const Rest& rest) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             init_barrier(s.full + i, 1);
-            init_barrier(s.empty + i, 16);  // the multiplying warps of both blocks
+            init_barrier(s.empty + i, 16);  // the compute warps of both blocks
         }
         publish_barriers();
     }
@@ -86,7 +87,7 @@ __device__ __forceinline__ void begin(const Shared& s, const Rest& rest) {
     sync_cluster();
 }
 
-// Where a role is in a ring of `N` buffers.
+// Where a role is in a ring of `N` stages.
 template <int N>
 struct PipelineState {
     int at = 0;
@@ -99,7 +100,7 @@ struct PipelineState {
     }
 };
 
-// Where a tile's rows of A lie: box coordinates (k is added), for the map that the caller names.
+// A tile's rows of A: box coordinates (k is added) in the map that the caller names.
 struct Rows {
     int row, part, batch;
 };
@@ -114,16 +115,16 @@ __device__ __forceinline__ void load_b(const TensorMap& b, void* to, u64* full, 
     }
 }
 
-// Load stage `turn` of a tile: by all lanes of a warp, together. B with N contiguous lies in shared memory as two halves of
-// k, each [columns / 64][32][64]; B_WHOLE says that N is a multiple of 64, and one box has all of a half. `part`: of B, if
-// it has several; k is counted inside of it.
+// Loads a stage of a tile, by all lanes of a converged warp. B with N contiguous lies in shared memory as two halves of
+// k, each [columns / 64][32][64]; with B_WHOLE one box has all of a half. `part`: of B, if it has several; k is counted
+// inside of it.
 __device__ __forceinline__ void load_stage(
-    const Shared& s, PipelineState<STAGES>& turn, const TensorMap& a, const Rows& rows, const TensorMap& b, int column, int k,
+    const Shared& s, PipelineState<STAGES>& state, const TensorMap& a, const Rows& rows, const TensorMap& b, int column, int k,
     int part = 0) {
-    wait(s.empty + turn.at, turn.parity ^ 1);
-    u8* stage = s.stages + turn.at * STAGE_BYTES;
-    u64* full = s.full + turn.at;
-    turn.next();
+    wait(s.empty + state.at, state.parity ^ 1);
+    u8* stage = s.stages + state.at * STAGE_BYTES;
+    u64* full = s.full + state.at;
+    state.next();
     if (!elected()) return;
     arrive_expecting(full, STAGE_BYTES);
     tma_load(a, stage, full, k, rows.row, rows.part, rows.batch);
@@ -145,14 +146,14 @@ __device__ __forceinline__ void load_stage(
 
 // By the loader, behind its last stage: until both blocks have read all that it loaded. Then nothing reaches for this
 // block's shared memory any more, and it may end.
-__device__ __forceinline__ void drain(const Shared& s, PipelineState<STAGES>& turn) {
+__device__ __forceinline__ void drain(const Shared& s, PipelineState<STAGES>& state) {
     for (int i = 0; i < STAGES; ++i) {
-        wait(s.empty + turn.at, turn.parity ^ 1);
-        turn.next();
+        wait(s.empty + state.at, state.parity ^ 1);
+        state.next();
     }
 }
 
-// A stage is read, says a warp: to the loaders of both blocks.
+// A warp has read a stage: arrives at the barriers of both blocks' loaders.
 __device__ __forceinline__ void release(u64* empty) {
     arrive_at(empty, 0);
     arrive_at(empty, 1);
@@ -171,20 +172,20 @@ __device__ __forceinline__ void product(float (&sums)[N / 2], u64 a, u64 b, int 
     }
 }
 
-// The product of a tile, by a multiplying warpgroup, its stages as they come. It waits for its products of a stage before
-// it takes the next: the other warpgroup's keep the tensor cores busy meanwhile, and the stage is released a stage's time
-// earlier, on which the loads depend: one takes as long as two stages' products.
+// The main loop of a tile, by a compute warpgroup. It waits for its wgmma of a stage before it takes the next: the
+// other warpgroup's keep the tensor cores busy meanwhile, and the stage is released a stage's time earlier, on which
+// the loads depend: one takes as long as two stages of wgmma.
 __device__ __forceinline__ void multiply(
-    const Shared& s, PipelineState<STAGES>& turn, int warpgroup, int depth, float (&sums)[SUMS]) {
+    const Shared& s, PipelineState<STAGES>& state, int warpgroup, int depth, float (&sums)[SUMS]) {
     const int m = warpgroup % WARPGROUPS_M, n = warpgroup / WARPGROUPS_M;
     const bool first_lane = threadIdx.x % 32 == 0;
     constexpr u32 LEADING = B_ROWS ? 4096 : 0;
     constexpr int B_COLUMNS = B_ROWS ? WN * 64 : WN * 128;  // bytes of a warpgroup's columns, in a half of k or in all
     for (int i = 0; i < depth; ++i) {
-        u8* stage = s.stages + turn.at * STAGE_BYTES;
+        u8* stage = s.stages + state.at * STAGE_BYTES;
         const u64 a = smem_descriptor(stage + m * 64 * 128, 0, 1024);
         const u64 b = smem_descriptor(stage + A_BYTES + n * B_COLUMNS, LEADING, 1024);
-        wait(s.full + turn.at, turn.parity);
+        wait(s.full + state.at, state.parity);
         warpgroup_arrive();
 #pragma unroll
         for (int k = 0; k < BK / 16; ++k) {
@@ -193,8 +194,8 @@ __device__ __forceinline__ void multiply(
         }
         warpgroup_commit_batch();
         warpgroup_wait<0>();
-        if (first_lane) release(s.empty + turn.at);
-        turn.next();
+        if (first_lane) release(s.empty + state.at);
+        state.next();
     }
 }
 
@@ -210,7 +211,8 @@ __device__ __forceinline__ uint4 transposed(u32 a, u32 b, u32 c, u32 d) {
     return high ? make_uint4(first, second, c, d) : make_uint4(a, b, first, second);
 }
 
-// Of a tile, where sums[0] of this thread is. sums[4 j + 2 r + e] is 8 r rows below it, and 8 j + e columns to the right.
+// Of a tile, where sums[0] of this thread is. sums[4 j + 2 r + e] is 8 r rows below it, and 8 j + e columns to the
+// right.
 struct Place {
     int row, column;
 };
@@ -221,8 +223,9 @@ __device__ __forceinline__ Place place_of_sums(int warpgroup) {
         warpgroup % WARPGROUPS_M * 64 + thread / 32 * 16 + lane / 4, warpgroup / WARPGROUPS_M * WN + lane % 4 * 2};
 }
 
-// Write a warpgroup's part of a tile to `out`, where the tile begins in a matrix with rows of `stride` elements, as far as
-// it has `rows` and `columns`. `finish(i, values)` is given vector i of 8 values before they are rounded: sums[8 i] and on.
+// Stores a warpgroup's fragment of a tile to `out`, where the tile begins in a matrix with rows of `stride` elements,
+// as far as it has `rows` and `columns`. `finish(i, values)` gets vector i of 8 values before they are rounded: sums[8
+// i] and on.
 template <typename Finish>
 __device__ __forceinline__ void store_rows(
     u16* out, u64 stride, int rows, int columns, int warpgroup, const float (&sums)[SUMS], const Finish& finish) {
@@ -272,7 +275,7 @@ __device__ __forceinline__ void store_rows(
     }
 }
 
-// Clusters walk through steps, each a pair of rows by a column of tiles.
+// Clusters take steps, each a pair of rows by a column of tiles.
 __device__ __forceinline__ int first_step() { return static_cast<int>(blockIdx.x) / CLUSTER; }
 __device__ __forceinline__ int stride() { return static_cast<int>(gridDim.x) / CLUSTER; }
 

@@ -1,4 +1,4 @@
-"""The host's side of gemm.cuh: what it can take, what it is compiled with, and the structures its kernels are given."""
+"""The host's side of gemm.cuh: operands, defines, and launches."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def boxes_of_b(b: torch.Tensor, tile: Tile, whole: bool, parts: int = 0) -> Boxe
 
     Args:
         whole: as ``is_whole`` has it for all B of a launch.
-        parts: B is a stack of so many along K, with ``split_k`` in ``defines``. They are a dimension of their own:
+        parts: B is a stack of so many along K, with ``split_k`` in ``gemm_defines``. They are a dimension of their own:
             where a stage goes past the end of one it is filled with zeros, not with rows of the next.
     """
     k, n, half = b.shape[0] // max(parts, 1), b.shape[1], BLOCK_K // 2
@@ -85,7 +85,7 @@ def gemm_program(path: Path, defines: Defines) -> Program:
 def launches(
     program: Program, name: str, params: Sequence[ctypes.Structure], num_sms: int, shared: int
 ) -> list[Callable[[int], None]]:
-    """A launch for each argument, on a stream: whole clusters on ``num_sms`` multiprocessors, which all run at once.
+    """A launch for each argument, on a stream: whole clusters on ``num_sms`` SMs, all resident at once.
 
     Raises:
         ValueError: ``shared`` bytes of shared memory are more than a block may have.

@@ -1,4 +1,4 @@
-"""Which tiles gemm.cuh can be compiled for, and which one a product gets: a table, and pure functions over it."""
+"""The tiles that gemm.cuh can be compiled for, and predictions of their time: a table, and pure functions over it."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from ..device_spec import H100, H200, DeviceSpec
 
 BLOCK_K = 64
 MOST_SHARED = 227 * 1024  # bytes a block may have
-# Measured between H200s: bytes that a GPU receives and sends in a microsecond, and multiply-adds.
+# Measured between H200s: bytes that a GPU receives and sends per microsecond, and multiply-adds.
 LINK, MULTIPLY_ADDS = 364e3, 350e6
 _BARRIERS = 256  # bytes, rounded up
 _ALIGNMENT = 1024
-# Microseconds of cuBLAS around a product, and between the end of one and the next.
+# Microseconds of cuBLAS around a matmul, and between the end of one and the next.
 _PRODUCT_LAUNCH, _NEXT_LAUNCH = 4.0, 2.5
 _LEAST_A_ROW = 0.0015  # microseconds for each of K, however narrow: tiles are not split along K
-# Of what memory gives by its clock and width: what cuBLAS gets that reads one large operand (4.3e6 of 4.9e6 bytes a
+# Of memory bandwidth by clock and width: what cuBLAS gets that reads one large operand (4.3e6 of 4.9e6 bytes per
 # microsecond on H200, 3.0e6 of 3.35e6 on H100), and what these kernels get of a B that they read once, and more often.
 _READ, _STREAMED, _AGAIN = 0.9, 0.85, 0.7
 # How much longer a stage takes on H100: measured with one rank of 2, 4 and 8 alone (bench/results/h100-x1-alone.txt).
-# It is thought to be the L2 cache, which is smaller: tiles that are not named load little, and took 0.97 to 1.07. 64 x
-# 128 was not among them: a guess between the others.
+# The likely cause is the smaller L2 cache: tiles that are not named load little, and took 0.97 to 1.07. 64 x 128 was
+# not among them: a guess between the others.
 _ON_H100 = {(128, 128): 1.02, (64, 256): 1.12, (64, 128): 1.1, (128, 96): 1.2, (128, 160): 1.16}
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of the product: ``block_m`` x ``block_n``, and how many stages of depth 64 lie in shared memory.
+    """A tile of the matmul: ``block_m`` x ``block_n``, and how many stages of depth 64 lie in shared memory.
 
-    ``stage_us``: microseconds of a stage when all multiprocessors work, fitted to whole kernels on H200s.
+    ``stage_us``: microseconds of a stage when all SMs work, fitted to whole kernels on H200s.
     """
 
     block_m: int
@@ -39,7 +39,7 @@ class Tile:
 
     @property
     def part_bytes(self) -> int:
-        """A multiplying warpgroup's part of a finished tile: half of its numbers of 16 bits."""
+        """Of a compute warpgroup's accumulator fragment of a finished tile: half of its numbers, in 16 bits."""
         return self.block_m * self.block_n
 
     @property
@@ -49,7 +49,7 @@ class Tile:
         return (self.block_m + self.block_n / 2) / (self.block_m * self.block_n) * 128
 
     def felt(self, feels: float) -> float:
-        """How much longer it takes beside what is sent and received, if that is ``feels`` for twice the loads."""
+        """How much longer it takes beside communication, which costs ``feels`` for twice the loads."""
         return 1 + feels * (self.loads - 1)
 
     @property
@@ -60,7 +60,7 @@ class Tile:
         return self.stages * stage + _BARRIERS + _ALIGNMENT
 
     def on(self, spec: DeviceSpec) -> Tile:
-        """As it is there."""
+        """The tile on another device."""
         less = (H200.l2 - spec.l2) / (H200.l2 - H100.l2)
         longer = (_ON_H100.get((self.block_m, self.block_n), 1.0) - 1) * max(0.0, less)
         return replace(self, stage_us=self.stage_us * (1 + longer))
@@ -73,22 +73,22 @@ TILES = (
     Tile(64, 256, 5, 0.362),
     Tile(64, 128, 6, 0.258),
     Tile(128, 96, 5, 0.34),
-    # Of other widths, for products that these cut into waves of which the last one is not full.
+    # Other widths, for matmuls whose last wave of the tiles above is not full.
     Tile(128, 160, 5, 0.465),
     Tile(128, 224, 4, 0.65),
 )
-# Its sums leave a thread no registers for what an epilogue does beside storing them.
+# Its accumulators leave a thread no registers for an epilogue that does more than store them.
 WIDEST = Tile(128, 320, 4, 0.92)
 
-# ``stage_us`` between two ranks, measured with the kernels of now, in which the numbers of warps come from shuffles.
-# That above is from before that, and what choices between more ranks are fitted to.
+# ``stage_us`` between two ranks, measured with the current kernels, which take warp numbers from shuffles. That above
+# is older, and what choices between more ranks are fitted to.
 _STAGES_OF_TWO = {(64, 256): 0.382}
 
 
 def suited(
     m: int, n: int, k: int, world_size: int, *, stores_only: bool = False, spec: DeviceSpec = H200
 ) -> list[Tile]:
-    """What is worth a look for [m, K] @ [K, N]. Long products want tiles that load little for what they multiply.
+    """Candidates for [m, K] @ [K, N]. Long matmuls want tiles that load little for what they multiply.
 
     ``stores_only``: all that an epilogue does is to store a tile.
     """
@@ -100,7 +100,7 @@ def suited(
 
 
 def estimate_us(tile: Tile, rows: int, ns: Sequence[int], k: int, num_sms: int) -> float:
-    """Microseconds that a product takes by itself.
+    """Microseconds that a matmul takes by itself.
 
     Args:
         rows: of tiles, in all.
@@ -110,13 +110,13 @@ def estimate_us(tile: Tile, rows: int, ns: Sequence[int], k: int, num_sms: int) 
 
 
 def waves(tile: Tile, rows: int, ns: Sequence[int], num_sms: int) -> int:
-    """Tiles that a multiprocessor computes one after the other; arguments as of ``estimate_us``."""
+    """Tiles that an SM computes one after the other; arguments as of ``estimate_us``."""
     steps = -(-rows // 2) * sum(-(-n // tile.block_n) for n in ns)  # of clusters of two blocks
     return -(-steps // max(1, num_sms // 2))
 
 
 def product_us(m: int, n: int, k: int, spec: DeviceSpec = H200) -> float:
-    """Microseconds of cuBLAS's product [m, K] @ [K, N] in 16 bits.
+    """Microseconds of cuBLAS's matmul [m, K] @ [K, N] in 16 bits.
 
     A plain model of what was measured on H200s and H100s.
     """
@@ -124,7 +124,7 @@ def product_us(m: int, n: int, k: int, spec: DeviceSpec = H200) -> float:
 
 
 def products_us(m: int, ns: Sequence[int], k: int, spec: DeviceSpec = H200) -> float:
-    """The same of a product with each of several B, one behind the other."""
+    """The same of a matmul with each of several B, one behind the other."""
     rate = _READ * spec.memory
     busy = sum(max(2 * m * n * k / 720e6, 2 * k * n / rate, k * _LEAST_A_ROW) for n in ns)
     return busy + _PRODUCT_LAUNCH + _NEXT_LAUNCH * (len(ns) - 1)
@@ -139,9 +139,9 @@ def streamed_us(size: int, times: int, spec: DeviceSpec) -> float:
 
 
 def unfused_us(m: int, n: int, k: int, moved: int, spec: DeviceSpec = H200) -> float:
-    """Microseconds of cuBLAS's product [m, K] @ [K, N] in 16 bits and NCCL's collective behind or in front of it.
+    """Microseconds of cuBLAS's matmul [m, K] @ [K, N] in 16 bits and NCCL's collective behind or in front of it.
 
-    A plain model of what was measured on H200s; it decides only whether fusing pays.
+    A plain model of what was measured on H200s; it decides only whether fusing is profitable.
 
     Args:
         moved: bytes that a rank receives.

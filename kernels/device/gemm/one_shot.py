@@ -1,4 +1,4 @@
-"""Parts that all ranks exchange in one shot, beside products of cuBLAS: what the launchers of both have in common."""
+"""One-shot exchanges of chunks between all ranks, beside cuBLAS's matmuls: what the launchers of both ops share."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..comm.ll_exchange import BLOCKS, THREADS, VECTOR, WARP, ExchangeLayout, ex
 from ..jit.program import Program
 from .gemm import Defines
 
-MOST_BYTES = 32 << 20  #: gathered or scattered in all; beyond, what hides the sending behind the product wins
+MOST_BYTES = 32 << 20  #: gathered or scattered in all; beyond, the kernels that overlap are faster
 
 # Microseconds of an exchange of nothing, and bytes that a rank sends a microsecond, between two and between more.
-# Fitted to which kernel is faster, of 193 products between 2 H200 (bench/results/h200-x2-choices.txt). Between 4, 13
+# Fitted to which kernel is faster, of 193 matmuls between 2 H200 (bench/results/h200-x2-choices.txt). Between 4, 13
 # calls took 3 to 7 us more than the limit and the bytes; what is lacking here is what the model of cuBLAS has too much.
 _OF_TWO, _OF_MORE = (3.0, 300e3), (3.0, 305e3)
 
@@ -30,13 +30,13 @@ class OneShotConfig:
     threads: int = THREADS
 
     def layout(self, world_size: int) -> ExchangeLayout:
-        """A workspace that takes them in one launch."""
+        """A workspace with room for them in one launch."""
         slots = up(slots_for(self.vectors, self.blocks, self.threads), 2 * WARP)
         return ExchangeLayout(world_size, slots, self.blocks)
 
 
 def config(part: int, num_sms: int) -> OneShotConfig:
-    """For parts of so many bytes, in ``num_sms`` blocks at most: they keep their multiprocessors while they wait."""
+    """For parts of so many bytes, in ``num_sms`` blocks at most: they keep their SMs while they wait."""
     return OneShotConfig(part // VECTOR, min(BLOCKS, num_sms))
 
 

@@ -1,4 +1,4 @@
-"""Tensor maps: what Hopper's tensor copies must know of a tensor and of the boxes it is copied in.
+"""Tensor maps: TMA's description of a tensor and of the boxes it is copied in.
 
 A map holds an address, so each tensor needs its own; ``Maps`` keeps those it has met. The twin of
 ``weft::TensorMap`` in hopper.cuh.
@@ -19,7 +19,7 @@ from ....symm_mem.backends.vmm import check_driver
 TensorMap = ctypes.c_uint64 * 16
 
 _ALIGNMENT = 16  # bytes, of addresses and of all strides but the last
-_MOST_KEPT = 256  # maps kept for each operand before all are forgotten
+_MOST_KEPT = 256  # maps kept for each operand before all are dropped
 _TYPES = {
     torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
     torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,

@@ -1,4 +1,4 @@
-"""Memory for results and for what lies between two kernels, by the shortest way."""
+"""Allocates results and intermediate tensors at the lowest host cost."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Empty: TypeAlias = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Ten
 
 
 def empty_on(device: torch.device) -> Empty:
-    """What makes an uninitialised tensor from sizes, strides and dtype, on a device while it is the current one.
+    """A function that makes an uninitialised tensor from sizes, strides and dtype, on a device while it is current.
 
-    No dispatcher, no parsing of arguments, as in the programs that Inductor writes: half of what torch.empty takes.
+    No dispatcher and no parsing of arguments, as in the programs that Inductor writes: half the time of torch.empty.
     """
     direct: Empty | None = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
     if direct is not None:

@@ -20,14 +20,14 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Later versions hand the launcher its arguments in another form: there every launch takes the long way.
+# Later versions hand the launcher its arguments in another form: there every launch takes the slow path.
 LAUNCHER_IS_KNOWN = triton.__version__.startswith("3.6.")
 
-# Products and sums become one instruction: Triton 3.6's default, said so that it does not depend on the version.
+# Multiply-adds are fused: Triton 3.6's default, given explicitly so that it does not depend on the version.
 FIXED_OPTIONS = {"enable_fp_fusion": True}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes: what a descriptor asks of addresses and of all strides but the last
-_MOST_ADDRESSES = 256  # descriptors kept for each operand before all are forgotten
+_MOST_ADDRESSES = 256  # descriptors kept for each operand before all are dropped
 _MOST_STRIDE = 1 << 40  # bytes; the stride between two ranks' copies of the heap counts, too
 
 

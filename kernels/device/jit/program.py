@@ -31,7 +31,7 @@ DEVICE_FOLDER = Path(__file__).parents[1]
 _OPTIONS = (
     "--std=c++17",
     "--device-as-default-execution-space",
-    # A source has no folder but the one it was given: NVRTC would take the process's, and headers of that name in it.
+    # Sources are given as text: NVRTC would look for headers in the process's folder.
     "--no-source-include",
     *os.environ.get("WEFT_NVRTC_OPTIONS", "").split(),
 )
@@ -41,7 +41,7 @@ _DIGEST = hashlib.sha256().digest_size
 
 
 class WaitParams(ctypes.Structure):
-    """What every kernel that waits is told; the twin of ``weft::Watch`` in sync.cuh."""
+    """What a kernel needs for its waits; the twin of ``weft::WaitParams`` in sync.cuh."""
 
     _fields_ = (
         ("words", ctypes.c_uint64),

@@ -1,20 +1,16 @@
-// A team of blocks, one cluster, that works on rows together: sums over the rows through distributed shared memory.
+// Sums over rows by a cluster of blocks, through distributed shared memory.
 //
-//   ClusterReduce<BLOCKS, TERMS, SUMS> team(count);   the cluster's blocks begin to gather
-//   team.publish(i, terms);                  a term of each of the SUMS sums, told to every block
-//   team.meet();                             all terms are there
+//   ClusterReduce<BLOCKS, TERMS, SUMS> team(count);   arms the barriers
+//   team.publish(i, terms);                  term i of each of the SUMS sums, to every block
+//   team.join();                             all terms of the round are there
 //   team.totals(most, map, out);             map of each sum of terms 0 to most - 1: the same bits in every thread
 //
-// In each round every warp of every block publishes as often as the others, `count` times all in all, each i once.
-// Terms are added in an order that depends on their numbers alone, neither on the cluster's size nor on who published them.
+// In each round every warp of every block publishes as often as the others, `count` times in all, each i once. Terms
+// are added in the order of i, whatever the cluster's size.
 //
-// Who writes: a lane of any block, a term into each block's shared memory, with its bytes for the barrier of the round
-// there. Who waits: every thread, for all of a round's bytes at its own block's barrier. There is no fence in it: that of a
-// cluster's barrier would wait for all that the multiprocessor has sent to peers.
-//
-// Why two sets of terms and two barriers are enough: who publishes for round n + 2 has met in round n + 1, for which every
-// warp published, each after it had read the totals of round n. A block does not end before all that is written to its
-// memory is there: it waits for it.
+// Who writes: a lane of any block, a term into each block's shared memory, counted at the round's mbarrier there. Who
+// waits: every thread, for all bytes of a round at its own block's mbarrier. No fence and no cluster barrier: their
+// release would wait for all that the SM has sent to peers. docs/protocol.md#cluster-reduction has the proof.
 
 #pragma once
 
@@ -54,7 +50,7 @@ struct ClusterReduce {
         return rank_in_cluster();
     }
 
-    // By all threads, before the first publish: a block that has not started has no memory to write to.
+    // By all threads, before the first publish: a block that has not started has no shared memory to write to.
     __device__ __forceinline__ void gather() {
         if constexpr (BLOCKS > 1) {
             if (!gathered) wait_for_cluster();
@@ -77,7 +73,7 @@ struct ClusterReduce {
         }
     }
 
-    __device__ __forceinline__ void meet() {
+    __device__ __forceinline__ void join() {
         if constexpr (BLOCKS == 1) {
             __syncthreads();
         } else {
@@ -87,7 +83,7 @@ struct ClusterReduce {
         ++round;
     }
 
-    // By whole warps, behind the meeting of the round in which they were published.
+    // By whole warps, behind `join` of the round in which the terms were published.
     template <typename Map>
     __device__ __forceinline__ void totals(int most, const Map& map, float (&out)[SUMS]) const {
         const float* published = terms + (round - 1) % 2 * ROUND;

@@ -1,4 +1,4 @@
-// Numbers as they lie in 32-bit words, and their way to float32 and back. Needs no CUDA headers.
+// Dtypes packed in 32-bit words, converted to float32 and back. Needs no CUDA headers.
 
 #pragma once
 
@@ -42,7 +42,7 @@ struct float16 {
             : "r"(word));
     }
 
-    // Round to nearest even; what is too large becomes infinite.
+    // Round to nearest even; overflow becomes infinite.
     __device__ static __forceinline__ unsigned int pack(const float* in) {
         unsigned int word;
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(in[1]), "f"(in[0]));

@@ -1,4 +1,4 @@
-// What an all-reduce makes of the ranks' numbers, in float32 and in rank order.
+// The reductions of an all-reduce, in float32 and in rank order.
 
 #pragma once
 

@@ -4,15 +4,16 @@
 
 namespace weft {
 
-// COUNT sums, each of one term of every lane. Half of the sums go to half of the lanes until a lane has one left: six
-// exchanges for four sums instead of twenty. The pairs of lanes that are added are the same for any COUNT, so the bits are.
+// COUNT sums, each of one term of every lane. In each step half of the lanes take half of the sums, until a lane has
+// one left: six shuffles for four sums instead of twenty. Lanes are paired alike for any COUNT, so the bits are the
+// same.
 template <int COUNT>
 struct WarpSums {
     static constexpr int PADDED = COUNT <= 1 ? 1 : COUNT <= 2 ? 2 : COUNT <= 4 ? 4 : 8;
     static constexpr int LANES = 32 / PADDED;  // that hold the same sum
     static_assert(COUNT <= 8, "8 sums at most");
 
-    // The sum that this lane holds, which is none from COUNT on; and which of those that hold it this lane is.
+    // The sum that this lane holds (none from COUNT on), and this lane's number among those that hold it.
     __device__ __forceinline__ static int which() { return threadIdx.x % 32 / LANES; }
     __device__ __forceinline__ static int lane() { return threadIdx.x % LANES; }
 
@@ -37,7 +38,7 @@ struct WarpSums {
         return left[0];
     }
 
-    // Numbers that stand where the sums do, in every lane.
+    // Broadcasts numbers that lie where the sums do to every lane.
     __device__ __forceinline__ static void to_all(float mine, float (&all)[COUNT]) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) all[i] = COUNT == 1 ? mine : __shfl_sync(~0u, mine, i * LANES);

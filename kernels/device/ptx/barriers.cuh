@@ -1,7 +1,7 @@
 // Barriers in shared memory, and clusters of blocks, which reach each other's.
 //
-// A barrier's phase ends with `count` arrivals and all announced bytes; phases have parity 0, 1, 0 ... Nothing here waits
-// for another rank: what threads of this cluster wait for on other ranks is bounded in sync.cuh.
+// A barrier's phase ends with `count` arrivals and all expected bytes; phases have parity 0, 1, 0 ... Nothing here
+// waits for another rank: what threads of this cluster wait for on other ranks is bounded in sync.cuh.
 
 #pragma once
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// One arrival that announces `bytes` to come by copies.
+// One arrival that expects `bytes` of copies.
 __device__ __forceinline__ void arrive_expecting(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
@@ -53,19 +53,18 @@ __device__ __forceinline__ u32 rank_in_cluster() {
     return rank;
 }
 
-// All threads of both blocks have come here, and see what the others wrote before.
+// All threads of both blocks have arrived, and see what the others wrote before.
 __device__ __forceinline__ void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// The two halves of it for blocks that must only have begun: nothing is ordered, nothing is waited for in between. By whole
-// warps.
+// Its arrive and its wait, for blocks that must only have started: nothing is ordered. By whole warps.
 __device__ __forceinline__ void arrive_at_cluster() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
-// To block `block` of the cluster: a number for `place` there, and its bytes for `barrier` there.
+// Writes a number to `place` of block `block` of the cluster, and counts its bytes at `barrier` there.
 __device__ __forceinline__ void tell(float* place, u64* barrier, int block, float value) {
     asm volatile(
         "{\n .reg .b32 there, arrived;\n mapa.shared::cluster.u32 there, %0, %2;\n"
@@ -76,7 +75,7 @@ __device__ __forceinline__ void tell(float* place, u64* barrier, int block, floa
         : "memory");
 }
 
-// At the same barrier of block `block` of the cluster.
+// Arrives at the same barrier of block `block` of the cluster.
 __device__ __forceinline__ void arrive_at(u64* barrier, u32 block) {
     asm volatile(
         "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"

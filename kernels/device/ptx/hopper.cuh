@@ -1,8 +1,7 @@
-// What Hopper adds and C++ does not know: counts in shared memory, tensor copies, products of warpgroups; and what
-// barriers.cuh has.
+// Hopper's PTX: counts in shared memory, TMA copies, wgmma.
 //
-// Nothing here waits for another rank. Waits on barriers in shared memory end when this block's own copies and
-// threads have done their part; what these wait for on other ranks is bounded in sync.cuh.
+// Nothing here waits for another rank. Waits in shared memory end when this block's own copies and threads have made
+// progress; what these wait for on other ranks is bounded in sync.cuh.
 
 #pragma once
 
@@ -19,18 +18,18 @@ struct alignas(64) TensorMap {
     u64 opaque[16];
 };
 
-// One lane of a warp that is together here, always the same. (The assembler knows by it that one thread issues what
-// follows: else it puts a loop over the lanes around each tensor copy.)
+// True in one lane of a converged warp, always the same. (It tells the assembler that one thread issues what follows:
+// else it puts a loop over the lanes around each TMA copy.)
 __device__ __forceinline__ bool elected() {
     u32 chosen;
     asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
     return chosen != 0;
 }
 
-// ---- counts in shared memory, that one warp sets and another one of the block waits for: they only grow. (Several may set
-// one that only says whether.)
+// ---- counts in shared memory, which one warp sets and another one of the block waits for: they only grow. (A count
+// that is only zero or not may have several writers.) Release and acquire, block scope.
 
-#ifdef RACECHECK  // that tool takes a release and an acquire for a race, and atomic operations for none
+#ifdef RACECHECK  // which takes a release and an acquire for a race, but not atomic operations
 #define SET_COUNT "red.release.cta.shared.max.u32 [%0], %1;"
 #define READ_COUNT "atom.acquire.cta.shared.max.u32 %0, [%1], 0;"
 #else
@@ -48,7 +47,7 @@ __device__ __forceinline__ u32 read_count(const u32* count) {
     return seen;
 }
 
-// Until it is at least `needed`: what it is then.
+// Waits until it is at least `needed`; returns what it is then.
 __device__ __forceinline__ u32 wait_count(const u32* count, u32 needed) {
     for (;;) {
         const u32 seen = read_count(count);
@@ -61,7 +60,7 @@ __device__ __forceinline__ u32 wait_count(const u32* count, u32 needed) {
 // This thread's ordinary accesses to any memory before, bulk copies after (and the other way round).
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-// To the same place in both blocks of the cluster, announced to the same barrier of each.
+// To the same place in both blocks of the cluster, counted at the same barrier of each.
 __device__ __forceinline__ void tma_load_cluster(const TensorMap& map, void* to, u64* barrier, int x, int y) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
@@ -97,12 +96,12 @@ __device__ __forceinline__ void tma_load(
         : "memory");
 }
 
-// The threads of a multiplying warpgroup have come here, and see what the others wrote before.
+// All threads of a compute warpgroup have arrived, and see what the others wrote before.
 __device__ __forceinline__ void sync_warpgroup(int warpgroup) {
     asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
 }
 
-// The same, and whether all of them say so.
+// The same, and whether the predicate holds for all of them.
 __device__ __forceinline__ bool all_of_warpgroup(int warpgroup, bool mine) {
     u32 all;
     asm volatile(
@@ -113,7 +112,7 @@ __device__ __forceinline__ bool all_of_warpgroup(int warpgroup, bool mine) {
     return all != 0;
 }
 
-// ---- registers of a warpgroup
+// ---- registers per thread of a warpgroup
 
 template <int N>
 __device__ __forceinline__ void warpgroup_reg_dealloc() {
@@ -125,7 +124,7 @@ __device__ __forceinline__ void warpgroup_reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-// ---- products of warpgroups: D [64, N] += A [64, 16] @ B [16, N], A and B in shared memory, D in registers
+// ---- wgmma: D [64, N] += A [64, 16] @ B [16, N], A and B in shared memory, D in registers
 
 __device__ __forceinline__ void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void warpgroup_commit_batch() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -135,9 +134,10 @@ __device__ __forceinline__ void warpgroup_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// Where an operand lies, in rows of 128 bytes swizzled by 128 (as tensor maps write them). K contiguous: rows are rows
-// of A or columns of B, `stride` = 1024 bytes between groups of 8; `leading` is not used. N contiguous: rows are
-// single k, 64 columns each; `stride` = 1024 bytes between groups of 8 k, `leading` between groups of 64 columns.
+// An operand's smem descriptor, for rows of 128 bytes with the 128-byte swizzle (as TMA writes them). K contiguous:
+// rows are rows of A or columns of B, `stride` = 1024 bytes between groups of 8; `leading` is not used. N contiguous:
+// rows are single k, 64 columns each; `stride` = 1024 bytes between groups of 8 k, `leading` between groups of 64
+// columns.
 __device__ __forceinline__ u64 smem_descriptor(const void* at, u32 leading, u32 stride) {
     const u64 start = (shared_address(at) & 0x3ffff) >> 4;
     return start | static_cast<u64>(leading >> 4) << 16 | static_cast<u64>(stride >> 4) << 32 | 1ull << 62;

@@ -1,4 +1,4 @@
-// The tensor cores' product of one warp, and loads of what is read once. A file of its own: on the CPU others stand in.
+// mma.sync of one warp, and loads of what is read once. A file of its own: CPU tests have a stand-in for it.
 
 #pragma once
 
@@ -10,9 +10,9 @@ namespace weft {
 #error "PRODUCT_TYPE: \"bf16\" or \"f16\", the operands' type as PTX calls it"
 #endif
 
-// d [16, 8] += a [16, 16] @ b [16, 8], by all lanes of a warp. Lane 4 g + q has of d, in rows g and g + 8 (the second two),
-// columns 2 q and 2 q + 1; of a, in words of two, columns 2 q of row g and of row g + 8, then 8 columns to the right of
-// both; of b, in words of two, rows 2 q and 2 q + 8 of column g.
+// d [16, 8] += a [16, 16] @ b [16, 8], by all lanes of a warp. Lane 4 g + q has of d, in rows g and g + 8 (the second
+// two), columns 2 q and 2 q + 1; of a, in words of two, columns 2 q of row g and of row g + 8, then 8 columns to the
+// right of both; of b, in words of two, rows 2 q and 2 q + 8 of column g.
 __device__ __forceinline__ void multiply_add(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32." PRODUCT_TYPE "." PRODUCT_TYPE

@@ -1,14 +1,12 @@
-// Waiting and posting inside CUDA C++ kernels: every flag, fence and deadline. The Triton side is sync.py.
+// Waiting and posting inside CUDA C++ kernels: every flag, fence and deadline. The Triton side is triton/sync.py.
 //
-// Control words are 32-bit, have one writer and only grow, with wrap-around (symm_mem/workspace.py). Nothing is ever
-// reset by the host and no epoch is a kernel argument: all of it is safe to capture in a CUDA graph.
+// Control words are 32-bit, have one writer and only grow, modulo 2^32. The host resets none, and no epoch is a kernel
+// argument: graph-safe.
 //
 // A wait that expires writes one record of eight 64-bit words to pinned host memory,
 // [1, workspace, peer, word, expected, seen, kind, when], the leading 1 last, and sets fault[BROKEN], which all
 // workspaces of the group share (symm_mem/failure/fault.py). From then on every wait on this rank gives up after a few
-// polls: kernels run to their end, their results are worth nothing, and the host raises what the record says.
-// Only the first expiry is recorded. Kernels that begin after it, those of a replayed graph or of another op, say,
-// send nothing: what they work on may be worth nothing already.
+// polls, and kernels that begin send nothing. docs/protocol.md#deadlines, #poison-on-error
 
 #pragma once
 
@@ -20,10 +18,10 @@ using u64 = unsigned long long;
 
 constexpr int BROKEN = 0;  // index in fault: 1 + the rank that was waited for in vain
 constexpr int WAIT_DATA = 1;  // kind of a record: a peer's data did not arrive
-constexpr int WAIT_FREE = 2;  // kind of a record: a peer did not leave the last use of its buffer
-constexpr int ABORTED = 3;  // kind of a record: a peer gave up during a use, see abort_notice.cuh
+constexpr int WAIT_FREE = 2;  // kind of a record: a peer did not end the last epoch of its buffer
+constexpr int ABORTED = 3;  // kind of a record: a peer posted an abort notice, see abort_notice.cuh
 
-// What every kernel that waits is told, by value. The host's twin is `WaitParams` in program.py.
+// What a kernel needs for its waits, passed by value. The host's twin is `WaitParams` in program.py.
 struct WaitParams {
     u32* words;  // the workspace's control words on this rank
     u32* fault;  // the words that it shares with the group's other workspaces
@@ -52,7 +50,7 @@ __device__ __forceinline__ void post_behind_fence(u32* word, u32 value) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-// The block's barrier `id`, from 1 on, of `threads` threads, whole warps: with those who wait there, or without waiting.
+// The block's barrier `id`, from 1 on, of `threads` threads, whole warps: arrive and wait, or only arrive.
 __device__ __forceinline__ void barrier_sync(int id, u32 threads) {
     asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -61,8 +59,8 @@ __device__ __forceinline__ void barrier_arrive(int id, u32 threads) {
     asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Words of a payload that announces itself: each 32-bit word is written once and whole, the four of a vector
-// in no order, so the reader must look at each. Relaxed, system scope: it orders nothing around it.
+// LL data: each 32-bit word is written once and whole, the four of a vector in no order, so the reader must look at
+// each. Relaxed, system scope: it orders nothing around it.
 __device__ __forceinline__ uint4 load_payload(const uint4* slot) {
     uint4 v;
     asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -78,7 +76,7 @@ __device__ __forceinline__ void store_payload(uint4* slot, uint4 v) {
                  : "memory");
 }
 
-// The same again where `wanted`, else v stays: a load without a branch around it.
+// Loads again where `wanted`, else v stays: a load without a branch around it.
 __device__ __forceinline__ void reload_payload(bool wanted, const uint4* slot, uint4& v) {
     asm volatile(
         "{ .reg .pred p; setp.ne.u32 p, %5, 0;\n"
@@ -110,10 +108,10 @@ __device__ __forceinline__ u32 load_relaxed(const u32* word) {
     return value;
 }
 
-// 1 + the rank that a wait of the group's has expired for on this rank; 0 if none has.
+// 1 + the rank for which a wait of the group has expired on this rank; 0 if none has.
 __device__ __forceinline__ u32 broken_by(const WaitParams& watch) { return load_relaxed(watch.fault + BROKEN); }
 
-// Whether a wait of the group's has expired on this rank. For a kernel that is about to send.
+// Whether a wait of the group has expired on this rank. For a kernel that is about to send.
 __device__ __forceinline__ bool is_broken(const WaitParams& watch) { return broken_by(watch) != 0; }
 
 __device__ __forceinline__ u32 set_once(u32* word, u32 value) {
@@ -135,7 +133,7 @@ __device__ __forceinline__ u64 nanoseconds() {
     return now;
 }
 
-// By each thread for itself: the one that sets BROKEN writes the record.
+// By any thread: the one that sets BROKEN writes the record.
 __device__ __noinline__ void report(
     const WaitParams& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
     if (set_once(watch.fault + BROKEN, kind == ABORTED ? seen : 1 + peer) != 0 || watch.record == nullptr) return;
@@ -156,14 +154,14 @@ struct Deadline {
     u64 start = 0;
     u32 polls = 0;
 
-    // To be asked after each poll that failed. True: leave the loop, the rest of the kernel goes on without
-    // what it waited for. `word` is the index of what was waited for, in 32-bit words from watch.words.
+    // After each failed poll. True: leave the loop; the kernel goes on without what it waited for. `word` is the index
+    // of what was waited for, in 32-bit words from watch.words.
     __device__ __forceinline__ bool expired(
         const WaitParams& watch, int peer, u32 word, u32 expected, u32 seen, int kind) {
         return should_poll() && overdue(watch, peer, word, expected, seen, kind);
     }
 
-    // The two buffers of it, for who finds out only then what is missing.
+    // The two steps of `expired`, for callers that look only then for what is missing.
     __device__ __forceinline__ bool should_poll() { return ++polls % 32 == 0; }
 
     __device__ __forceinline__ bool overdue(
@@ -174,7 +172,7 @@ struct Deadline {
         return true;
     }
 
-    // Whether the deadline is over, for who tells another warp of it: there may be no registers for a call of `report`.
+    // Whether the deadline has passed, without a record: callers may have no registers for a call of `report`.
     __device__ __forceinline__ bool has_passed(const WaitParams& watch) {
         const u64 now = nanoseconds();
         if (start == 0) start = now;
@@ -182,12 +180,12 @@ struct Deadline {
     }
 };
 
-// Whether a word has come to `expected`. Data's flags cannot be past it, and may be 2^31 uses old.
+// Whether a word has reached `expected`. Data flags cannot be past it, and may be 2^31 epochs old: equality.
 __device__ __forceinline__ bool reached(u32 seen, u32 expected, int kind) {
     return kind == WAIT_DATA ? seen == expected : static_cast<int>(seen - expected) >= 0;
 }
 
-// Wait until words[word] has reached `expected`. Acquire, system scope, for the calling thread.
+// Waits until words[word] has reached `expected`. Acquire, system scope, for the calling thread.
 // Who writes: `peer`, by a release (or a copy engine, behind its data). False: the wait has expired.
 __device__ __forceinline__ bool wait_flag(const WaitParams& watch, int peer, u32 word, u32 expected, int kind) {
     Deadline deadline;

@@ -1,1 +1,1 @@
-"""What Triton's kernels share: flags, tiles."""
+"""What Triton kernels share: flags, tiles."""

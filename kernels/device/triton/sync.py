@@ -1,14 +1,13 @@
 """Waiting and posting inside Triton kernels: every flag, fence and deadline, and all inline assembly.
 
-Words are those of a ``Workspace`` (symm_mem/workspace.py): 32-bit, one writer, only growing, compared
-``>=`` with wrap-around. All of it is safe to capture in a CUDA graph: the epochs are read from device
-memory and nothing is ever reset. A scalar expression of Triton is computed by every thread of a block, so
-each thread of a block acquires for itself: no barrier is needed between a wait and the loads behind it.
+Words are those of a ``Workspace`` (symm_mem/workspace.py), compared ``>=`` modulo 2^32. Epochs are read from device
+memory and the host resets nothing: graph-safe. Every thread of a block computes a scalar expression of Triton, so each
+thread acquires for itself: no barrier is needed between a wait and the loads behind it.
 
 A wait that expires writes one record of eight 64-bit words to pinned host memory, ``[1, workspace, peer, word,
 expected, seen, kind, when]``, the leading 1 last, and sets ``fault[BROKEN]``, which all workspaces of the group share
-(symm_mem/failure/fault.py). From then on every wait on this rank gives up at once: the kernels run to their end, their
-results are worth nothing, and the host raises what the record says. Only the first expiry is recorded.
+(symm_mem/failure/fault.py). From then on every wait on this rank gives up at once, and kernels run to their end.
+docs/protocol.md#deadlines, #poison-on-error
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from ....symm_mem.failure.fault import Fault
 from ....symm_mem.layout import Layout
 
 WAIT_DATA = tl.constexpr(1)  #: kind of a record: a peer's data did not arrive
-WAIT_FREE = tl.constexpr(2)  #: kind of a record: a peer did not leave the last use of its buffer
-ABORTED = tl.constexpr(3)  #: kind of a record: a peer gave up during a use, see abort_notice.cuh
+WAIT_FREE = tl.constexpr(2)  #: kind of a record: a peer did not end the last epoch of its buffer
+ABORTED = tl.constexpr(3)  #: kind of a record: a peer posted an abort notice, see abort_notice.cuh
 
 BROKEN = tl.constexpr(Fault.BROKEN)
 EPOCH = tl.constexpr(Layout.EPOCH)
@@ -59,7 +58,7 @@ def tma_store_wait_all():
 
 @triton.jit
 def block_barrier():
-    """All threads of the block meet; what they did before is ordered before what any does after."""
+    """A barrier of the block: what its threads did before is ordered before what any does after."""
     tl.debug_barrier()
 
 
@@ -129,7 +128,7 @@ def wait_peers(
 
 @triton.jit
 def is_broken(fault):
-    """Whether a wait of the group's has expired on this rank, the same answer for every thread of this block.
+    """Whether a wait of the group has expired on this rank, the same answer for every thread of this block.
 
     Sees every expiry of this block's own threads that lies before the call.
     """
@@ -159,12 +158,11 @@ def leave_block(
     WORLD_SIZE: tl.constexpr,
     COPIED: tl.constexpr,
 ):
-    """The end of a block in the launch that ends use ``epoch`` of the buffer: call it last, in every block.
+    """The end of a block in the launch that ends ``epoch`` of the buffer: call it last, in every block.
 
-    The last block to come counts the use in ``EPOCH[buffer]`` and tells every rank so: ``done(buffer)[rank] =
-    epoch``, release, system scope. Whoever reads that may overwrite this rank's buffer. Where copy engines write the
-    buffer (COPIED) it listens for farewells before (abort_notice.cuh): who has said one may have overwritten what was
-    read.
+    The last block to come writes ``EPOCH[buffer]``, and ``done(buffer)[rank] = epoch`` at every rank; release, system
+    scope. Whoever reads that may overwrite this rank's buffer. Where copy engines write the buffer (COPIED) it checks
+    for abort notices before (abort_notice.cuh): their senders may have overwritten what was read.
     """
     block_barrier()  # other threads' reads of the buffer are before this thread's count
     before = tl.atomic_add(words + LEFT + buffer, 1, sem="acq_rel", scope="gpu")
@@ -199,7 +197,7 @@ def _store_host(record, index, value):
 
 @triton.jit
 def _report(words, fault, index, expected, seen, peer, kind, record):
-    """By each thread for itself: the one that sets BROKEN writes the record."""
+    """By any thread: the one that sets BROKEN writes the record."""
     blamed = tl.where(kind == ABORTED, seen, 1 + peer)
     taken = tl.inline_asm_elementwise(
         SET_ONCE, "=r,l,r", [fault + BROKEN, blamed], tl.int32, is_pure=False, pack=1

@@ -1,4 +1,4 @@
-"""Which tile a product is cut into: a table, and a pure function over it."""
+"""The tiles of Triton kernels: a table, and the choice among them, a pure function."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 class TritonTile:
     """A tile and how a block computes it.
 
-    ``pieces``: the parts along N in which the finished tile goes out, so that staging it costs less shared memory
-    and fewer registers. ``speed``: products a second against the fastest tile, when the machine is full.
+    ``pieces``: the chunks along N in which the finished tile is stored, so that staging it costs less shared memory
+    and fewer registers. ``speed``: relative to the fastest tile, when all SMs work.
     """
 
     block_m: int

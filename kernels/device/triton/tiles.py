@@ -1,4 +1,4 @@
-"""Tiles of a matrix product: their order, the main loop over K, and the cut of a tile along N.
+"""Tiles of a matmul: their order, loads of B, and the split of a tile along N.
 
 Shapes in names: ``BM``, ``BN``, ``BK`` are the tile's rows, columns and depth. Every descriptor has unit
 dimensions in front (which rank, which batch), so that one descriptor serves all ranks and rows past the
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def grouped(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Row and column of a tile. Bands of GROUP_M tile rows are walked column by column: what the blocks of
+    """Row and column of a tile. Raster groups of GROUP_M tile rows are taken column by column: what the blocks of
     one wave read stays small enough for the L2 cache."""
     raster_group = GROUP_M * tiles_n
     first = (tile // raster_group) * GROUP_M

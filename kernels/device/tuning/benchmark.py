@@ -1,11 +1,11 @@
-"""Candidates run against each other on all ranks, with the operands of a call and results that nobody reads.
+"""The tuning benchmark: candidates are timed against each other on all ranks, with the operands of a call.
 
-Three rounds, and after each step all ranks hear of it. Each candidate is compiled, then launched once by itself, then
-all that are left are timed in turn. One that fails on any rank is out on all of them, so the ranks always launch the
-same kernels in the same order.
+Three steps, each confirmed by all ranks: each candidate is compiled, then launched once by itself, then all that are
+left are timed in turn. One that fails on any rank is out on all of them, so ranks always launch the same kernels in the
+same order. Results are discarded.
 
-They run in workspaces of their own, which break by themselves and are dropped afterwards, and wait for each other for a
-short time only: where one rank could not launch what the others did, nothing else is broken by it.
+They run in workspaces of their own, which break by themselves and are dropped afterwards, and their waits are short:
+where one rank could not launch what the others did, nothing else is broken by it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..gemm.one_shot import OneShotConfig
 
 _WARM_UPS, _ROUNDS = 2, 5
 _CALLS = 3  # in a row, in each round
-_AHEAD = 2_000_000  # cycles, a millisecond: the host launches a round meanwhile, so that its own time does not count
+_AHEAD = 2_000_000  # cycles, a millisecond: the host launches a round meanwhile, so its time does not count
 _LONGEST_WAIT = 10.0  # seconds, of a kernel for the peers', which are all compiled
 
 _log = logging.getLogger("weft.tuner")
@@ -41,7 +41,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class Candidate(Generic[C]):
-    """A configuration, what it takes of a workspace, and its algorithm, as in ``Choice``; "" is that of the model's."""
+    """A configuration, its workspace's layout and its algorithm, as in ``KernelChoice``; "": that of the prediction."""
 
     config: C
     layout: Layout | None
@@ -53,7 +53,7 @@ Make: TypeAlias = Callable[[Workspace[Any], Any, int], Callable[[], None]]
 
 
 def median_us(launches: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
-    """Microseconds of each, on the current stream; in turn, so that whatever else goes on meets all alike."""
+    """Microseconds of each, on the current stream; in turn, so that other load affects all alike."""
     stream = torch.cuda.current_stream(device)
     rounds = []
     for _ in range(_WARM_UPS + _ROUNDS):
@@ -97,7 +97,7 @@ class TuningBenchmark(Generic[C]):
             if self._works(c, partial(self._try, c), self._vote_deadline):
                 left.append(c)
             else:
-                self._new_rooms()  # the ranks have left the other ones at different counts
+                self._new_rooms()  # ranks have left the others at different epochs
         if not left:
             return None, self._why
         times: list[float] = []

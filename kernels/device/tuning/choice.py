@@ -1,4 +1,4 @@
-"""What is chosen once for calls of one kind, and what is made once for them on all ranks together."""
+"""Kernel choices, kept by kind of call, and what all ranks make together once for each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from ....symm_mem.layout import Layout
 from ....symm_mem.workspace import Workspace
 
-_MOST_CHOICES = 4096  # kept before all are forgotten
+_MOST_CHOICES = 4096  # kept before all are dropped
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -19,8 +19,8 @@ T = TypeVar("T")
 class KernelChoice(Generic[C]):
     """How calls of one kind are run.
 
-    ``layout``: the workspace that it takes; a OneShotConfig has one of its own instead. ``pays``: it is thought to be
-    faster than the collective by itself and the product by itself.
+    ``layout``: of its workspace; a OneShotConfig has one of its own instead. ``profitable``: it is predicted to be
+    faster than the collective and the matmul one after the other.
     """
 
     algorithm: str
@@ -61,7 +61,7 @@ def make_together(
 
     made: list[T] = []
     workspace.heap.prepare(op, same, lambda: made.append(make()))
-    # Kept once all ranks have theirs: a rank that the others have given up on meanwhile comes here again, as they do.
+    # Kept once all ranks have theirs: after a failure in between, every rank comes here again.
     kept: T = made[0] if made else make()
     workspace.keep(key, kept)
     return kept

@@ -1,8 +1,8 @@
-"""What was measured, on disk: which configuration was the fastest for a kind of call.
+"""Tuned configurations on disk: the fastest for each kind of call.
 
-A file for each GPU, number of ranks, and version of CUDA and of all kernels, beside the cubins. It says for what it is,
-too: whatever cannot be read, or is of something else, is as good as no file. Writers replace it as a whole. Of two
-that do so at once one may lose what it added: that is measured again.
+A file for each GPU, number of ranks, and version of CUDA and of all kernels, beside the cubins. It also says what it is
+for: a file that cannot be read, or is for something else, counts as missing. Writers replace it as a whole. Of two that
+do so at once one may lose what it added: that is measured again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Which configuration of a kernel is the fastest: measured once by all ranks together, and kept on disk.
+"""The tuner: which configuration of a kernel is the fastest, measured once by all ranks together, and kept on disk.
 
-Off unless WEFT_TUNE=1; then a kernel's model of itself (its configs.py) only says what is worth measuring. At the
-first call of a kind all ranks measure (benchmark.py), and take the same one from then on.
+Off unless WEFT_TUNE=1; then the predictions (an op's configs.py) only say what to measure. At the first call of a kind
+all ranks measure (benchmark.py), and take the same one from then on.
 
-Ranks never differ in what they take. All that decides it was exchanged: rank 0 alone reads and writes the file. What
-is known stands with the heap, where all ranks learn it in the same call, and a reset forgets it on all of them.
+Ranks never differ in what they take. All that decides it was exchanged: rank 0 alone reads and writes the file. What is
+known is kept with the heap, where all ranks learn it in the same call, and a reset drops it on all of them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _with(choice: KernelChoice[C], found: Candidate[C]) -> KernelChoice[C]:
 
 
 class Tuner:
-    """What the ranks of a heap have found out together."""
+    """What the ranks of a heap have measured together."""
 
     def __init__(self, heap: Heap) -> None:
         self._heap, device = heap, heap.device
@@ -79,7 +79,7 @@ class Tuner:
         self._known: dict[str, tuple[Candidate[Any] | None, str]] = {}
 
     def reset_state(self) -> None:
-        """An error may have come to a part of the ranks before they knew."""
+        """Drop what is known: an error may have reached some ranks before they knew it."""
         self._known.clear()
 
     def find(
@@ -108,7 +108,7 @@ class Tuner:
         elif all(post[1] for post in posts):
             return None, FROM_MODEL  # it is measured at the first call outside of a graph
         elif any(post[1] for post in posts):
-            # Those outside of it keep their kernel for good, and take the short way from then on.
+            # Those outside of it keep their kernel for good, and take the fast path from then on.
             self._known[kind] = None, f"{FROM_MODEL}: some ranks capture a graph"
         else:
             best, why = TuningBenchmark(self._heap, kind, candidates, make).winner()

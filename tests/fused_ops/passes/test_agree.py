@@ -180,10 +180,13 @@ def gathered(x: Tensor) -> Tensor:
 
 def test_inductor_is_told_of_every_op_that_communicates() -> None:
     """Else it does not keep them in the order of the graph."""
-    from weft.fused_ops.passes.lowering import collectives
+    from torch._inductor.lowering import lowerings
+    from weft.fused_ops.library import inductor
+    from weft.fused_ops.library.compiled import COMMUNICATING
 
-    ops = {n.removeprefix("weft::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("weft::")}
-    assert {*collectives._COMMUNICATING} == ops - {"agree", "one_shot_all_reduce_"}
+    ops = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("weft::")}
+    assert {op.name() for op in COMMUNICATING} == ops - {"weft::agree"}
+    assert all(lowerings[op].__module__ == inductor.__name__ for op in COMMUNICATING)
 
 
 def test_a_graph_in_which_nothing_is_fused_asks_without_a_way_out() -> None:

@@ -7,7 +7,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from weft.fused_ops.passes.agreement.vote import (
     Answer,
     Vote,
 )
+from weft.symm_mem.bootstrap import store as store_module
 
 
 @dataclass(eq=False)
@@ -47,8 +48,16 @@ class Group:
 
 
 @pytest.fixture(autouse=True)
-def stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boards, "_get_process_group_store", lambda group: group.store)
+def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    kept = []  # as torch does while it knows the group
+
+    def of(group: Group) -> Any:
+        kept.append(group.store)
+        return group.store
+
+    monkeypatch.setattr(store_module, "_get_process_group_store", of)
+    yield
+    kept.clear()
 
 
 def make(count: int) -> list[VoteBoard]:

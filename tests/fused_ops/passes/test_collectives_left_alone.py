@@ -6,6 +6,7 @@ import torch
 from graphs import applied, c10d, fake_ranks, traced
 from left import GROUP, W8, X2, ag, check_left, two_ranks
 from torch import Tensor
+from torch._inductor import config as inductor_config
 from weft.fused_ops.passes import FusionPass
 
 __all__ = ["two_ranks"]
@@ -68,3 +69,13 @@ def test_a_group_of_one_rank() -> None:
         GROUP[:] = [group]
         check_left(lambda x, w: ag(x, 1) @ w, "has one rank", X2, W8)
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=torch.distributed.HashStore())
+
+
+def test_where_inductor_may_reorder_collectives() -> None:
+    with inductor_config.patch(
+        reorder_for_compute_comm_overlap=True,
+        reorder_for_compute_comm_overlap_passes=["sink_waits_iterative"],
+    ):
+        check_left(lambda x, w: ag(x) @ w, "sink_waits_iterative_unsafe_collectives_reorder is True", X2, W8)
+    with inductor_config.patch({"aten_distributed_optimizations.enable_overlap_scheduling": True}):
+        check_left(lambda x, w: ag(x) @ w, "enable_overlap_scheduling is True", X2, W8)

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import FrozenInstanceError
@@ -18,8 +19,11 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from graphs import AG, RS, c10d, captured, copied, fake_ranks, gather, scatter, traced
 from torch import Tensor
+from weft.fused_ops.dispatch.profitability import FusionCandidate
 from weft.fused_ops.passes import Entry, FusionError, FusionPass, Report
+from weft.fused_ops.passes.agreement import outcomes
 from weft.fused_ops.passes.graph.subgraphs import WHY
+from weft.fused_ops.passes.report import VoteCounts
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +131,42 @@ def test_clear() -> None:
     assert fusion.report().entries[0].graph == 0
 
 
+def test_a_pass_reports_what_its_own_time_has_seen() -> None:
+    """A graph that comes from a cache belongs to no pass: each pass counts from when it was made or cleared."""
+    first = FusionPass()
+    outcomes.note("g", "0", 1, "it is late")
+    outcomes.count_vote(False, 0.5)
+    second = FusionPass()
+    assert second.report().disagreements == () and second.report().questions.count == 0
+    outcomes.note("h", "0", 1, "it is late")
+    outcomes.note("g", "0", 1, "it is late")
+    outcomes.count_vote(True, 0.25)
+    second.clear()
+    assert second.report().disagreements == () and second.report().questions.count == 0
+    assert [(d.graph, d.runs) for d in first.report().disagreements] == [("g", 2), ("h", 1)]
+    assert first.report().questions == VoteCounts(2, 1, 0.75)
+
+
+def test_threads_that_run_graphs_are_all_counted() -> None:
+    fusion, threads, runs = FusionPass(), 4, 500
+
+    def run() -> None:
+        for i in range(runs):
+            outcomes.count_vote(i % 2 == 0, 0.5)
+            outcomes.note("g", "0", 1, f"reason {i % 3}")
+            if i % 50 == 0:
+                FusionPass().clear()  # as another thread compiles
+
+    together = [threading.Thread(target=run) for _ in range(threads)]
+    for thread in together:
+        thread.start()
+    for thread in together:
+        thread.join(60)
+    report = fusion.report()
+    assert report.questions == VoteCounts(threads * runs, threads * runs // 2, threads * runs / 2)
+    assert sum(d.runs for d in report.disagreements) == threads * runs and len(report.disagreements) == 3
+
+
 def test_strict_raises_with_the_graphs_report() -> None:
     fusion = FusionPass(strict=True)
     captured(good, X, W, fusion=fusion)
@@ -178,16 +218,15 @@ def test_fuse_must_be_known() -> None:
 def test_what_does_not_pay_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def why_not_profitable(*args: object, **kwargs: object) -> str:
-        asked.append((args, kwargs))
+    def why_not_profitable(candidate: FusionCandidate) -> str:
+        asked.append(candidate)
         return "it is too small"
 
     monkeypatch.setattr("weft.fused_ops.dispatch.profitability.why_not_profitable", why_not_profitable)
     (entry,) = captured(good, X, W)[0].entries
     assert (entry.fused_into, entry.reason) == (None, "it is too small")
     assert "product" in entry.form
-    named = {"last_dim": False, "return_A": False}
-    assert asked == [(("all_gather_matmul", 24, 5, 8, 2, torch.float32, "cpu"), named)]
+    assert asked == [FusionCandidate("all_gather_matmul", 24, 5, 8, 2, torch.float32, "cpu")]
     assert captured(good, X, W, fusion=FusionPass(fuse="always"))[0].fused == [AG]
 
 

@@ -7,10 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cubins import KERNELS
+from fibers import DEVICE
 
 HERE = Path(__file__).parent
-PACE = KERNELS / "device" / "comm" / "rate_limiter.cuh"
+PACE = DEVICE / "comm" / "rate_limiter.cuh"
 
 
 def said(folder: Path, old: str = "", new: str = "") -> str:
@@ -33,8 +33,8 @@ def test_bursts_of_all_warps_share_what_the_links_take(tmp_path: Path) -> None:
     ("old", "new", "what"),
     [
         ("bursts * interval", "interval", "bursts are counted once"),
-        ("if (turn + LATE < now) atomicMax(clock(), now);", "", "a burst out of turn"),
-        ("now < turn", "false", "a burst out of turn"),
+        ("if (start + LATE < now) atomicMax(clock(), now);", "", "a burst out of turn"),
+        ("now < start", "false", "a burst out of turn"),
     ],
     ids=["counted-once", "clock-not-set", "not-awaited"],
 )

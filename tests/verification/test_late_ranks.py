@@ -142,10 +142,9 @@ def test_a_chain_of_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form:
                 configs.AllReduceRmsNormConfig(form, 1, 2),
             )
             for x, sums in pairwise(chain):
-                tensors = (x, zeros, ones, normed, sums)
-                kernel.launch(
-                    *(t.data_ptr() for t in tensors), IMPATIENT if rank == 0 else 20 * IMPATIENT, rank
-                )
+                given = [t.data_ptr() for t in (x, zeros, ones)]
+                to = [normed.data_ptr(), sums.data_ptr()]
+                kernel.launch(0, given, to, IMPATIENT if rank == 0 else 20 * IMPATIENT, rank)
         told = ranks.run_late(seed, LATE, turns=random.Random(seed).randrange(4000))
         outcomes += right_or_told(told, chains, want, seed)
     assert not all(outcomes), "nobody was late"

@@ -1,4 +1,4 @@
-"""What Inductor is told about weft's ops: they are collectives; and where the question goes in its code.
+"""Where the question goes in Inductor's code.
 
 Imported when the pass first runs, which is inside of Inductor: it takes seconds.
 """
@@ -9,21 +9,13 @@ from typing import Any
 
 import torch
 from torch._inductor import config, ir
-from torch._inductor.lowering import add_needs_realized_inputs, register_lowering
+from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
-from torch.utils._pytree import tree_map
 
-from ..agreement.guard import SIZES
+from .guard import SIZES
 
 _AGREE = torch.ops.weft.agree.default
-_COMMUNICATING = (
-    "fused_all_gather_matmul",
-    "fused_matmul_reduce_scatter",
-    "fused_matmul_all_reduce",
-    "fused_all_reduce_rms_norm",
-    "one_shot_all_reduce",
-)
 
 
 class _Agree(ir.ExternKernel):
@@ -83,25 +75,3 @@ def _lower_agree(packed: str, fused: bool) -> None:
     node = _Agree(packed, fused, [size.node.expr for size in sizes])
     node.name = V.graph.register_buffer(node)
     V.graph.register_operation(node)
-
-
-class _Fused(ir._CollectiveKernel):
-    """A collective for the scheduler, which keeps these in the order of the graph: on every rank the same."""
-
-
-def _lower_fused(op: torch._ops.OpOverload) -> None:
-    add_needs_realized_inputs(op)
-
-    returned = op._schema.returns
-    one = len(returned) == 1 and isinstance(returned[0].type, torch._C.TensorType)
-
-    @register_lowering(op, type_promotion_kind=None)
-    def lower(*args: Any, **kwargs: Any) -> Any:
-        # One tensor is made like torch's own collectives make it: Inductor takes it for the result of one where a graph
-        # waits for it, and where it reduces it in place.
-        created = (_Fused.create_out_of_place if one else _Fused.create)(op, *args, **kwargs)
-        return tree_map(lambda x: ir.TensorBox.create(x) if isinstance(x, ir.IRNode) else x, created)
-
-
-for _name in _COMMUNICATING:
-    _lower_fused(getattr(torch.ops.weft, _name).default)

@@ -22,7 +22,7 @@ MISTAKES = {
     "gather-flags-not-awaited": ("weft::fence_proxy_async();\n                __syncwarp();", ""),
     "gather-count-not-awaited": ("weft::wait_count(s.counts + ARRIVED, ++needed)", "++needed"),
     "gather-half-not-free": ("buffer.done + lane, use - 1", "buffer.done + lane, use - 2"),
-    "gather-not-drained": ("    weft::drain(s, turn);\n", ""),
+    "gather-not-drained": ("    weft::drain(s, state);\n", ""),
     "gather-not-drained-quite": (
         "for (int i = 0; i < STAGES; ++i) {\n        wait(s.empty",
         "for (int i = 1; i < STAGES; ++i) {\n        wait(s.empty",
@@ -43,7 +43,7 @@ MISTAKES = {
     "nans-on-the-wire": ("ll_encode(make_uint4(Number", "ll_decode(make_uint4(Number"),
     "scatter-other-part-taken": ("(2 * t.index + warpgroup) * PART", "(2 * t.index + 1 - warpgroup) * PART"),
     "order-of-sums": ("if (i == RANK) {", "if (i == WORLD_SIZE - 1) {"),
-    "scatter-not-drained": ("    weft::drain(s, turn);\n", ""),
+    "scatter-not-drained": ("    weft::drain(s, state);\n", ""),
     "scatter-left-before-taking": ("over = weft::read_count(s.counts + TAKEN) != 0 &&", "over = true ||"),
     "columns-of-another-rank": ("(SPLIT_N ? t.dst * p.n : 0)", "(SPLIT_N ? p.watch.rank * p.n : 0)"),
     "columns-rows-of-another-rank": ("SPLIT_N ? 0 : t.dst", "t.dst"),

@@ -82,11 +82,9 @@ class Gather:
             for piece in range(pieces):
                 bs = self.bs()
                 pairs = [result((whole @ b.double()).bfloat16()) for b in bs]
-                kernel.launch(
-                    *(buffer, shards[rank].data_ptr()),
-                    *([b.data_ptr() for b in bs], [c.data_ptr() for c, _ in pairs]),
-                    *(piece == 0, piece == pieces - 1, polls, rank),
-                )
+                step = gather.EpochStep(piece == 0, piece == pieces - 1, slice(1, None), slice(None))
+                given, to = [x.data_ptr() for x in (shards[rank], *bs)], [c.data_ptr() for c, _ in pairs]
+                kernel.launch(buffer, given, to, step, polls, rank)
                 self.kept += [bs, shards]
                 self.wanted += pairs
 
@@ -115,11 +113,6 @@ class Scatter:
             self.tile, self.raster_group, self.staged, self.split_n
         )
 
-    @property
-    def part(self) -> int:
-        """Rows that a rank sums."""
-        return -(-self.m // self.size) if self.epilogue.to_all else self.m
-
     def operand(self) -> torch.Tensor:
         parts = 1 if self.epilogue.to_all or self.split_n else self.size
         a = numbers(self.batches, parts, self.m, self.k)
@@ -137,10 +130,11 @@ class Scatter:
         return build(scatter.SOURCE, scatter._Params, defines, instead)
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
-        to_all, m = self.epilogue.to_all, self.part
-        layout = scatter_configs.scatter_push_layout(
-            *(m, self.n, self.config, self.size, self.blocks, self.batches), to_all=to_all
+        problem = scatter_configs.MatmulReduceScatterProblem(
+            *(self.m, self.n, self.k, self.size, self.blocks, self.batches, self.split_n),
+            to_all=self.epilogue.to_all,
         )
+        layout = scatter_configs.scatter_push_layout(self.config, problem)
         self.ranks = Products(monkeypatch, library, layout, pace)
         a, b = self.operand(), self.columns()
         self.kernels = [

@@ -116,8 +116,8 @@ def calls_of_changing_size(
             )
             # The sums may take the place of the residual or of x.
             sums = choice.choice((sums, *mine))
-            tensors = (*mine, weight, normed, sums)
-            kernel.launch(*(t.data_ptr() for t in tensors), PATIENT, rank)
+            given, to = [[t.data_ptr() for t in ts] for ts in ((*mine, weight), (normed, sums))]
+            kernel.launch(0, given, to, PATIENT, rank)
             outs.append((normed, sums, rooms))
         calls.append((xs, residuals, weight, outs, config))
     ranks.run(seed)
@@ -165,7 +165,8 @@ def test_the_forms_give_the_same_bits(
                     ranks.places[rank], rows, vectors * 4, x.dtype, EPS, config
                 )
                 normed, sums = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
-                kernel.launch(*(t.data_ptr() for t in (x, residual, weight, normed, sums)), PATIENT, rank)
+                given = [t.data_ptr() for t in (x, residual, weight)]
+                kernel.launch(0, given, [normed.data_ptr(), sums.data_ptr()], PATIENT, rank)
                 outs += [normed, sums]
             ranks.run(random.randrange(1 << 30))
             results.append(outs)

@@ -26,7 +26,7 @@ struct WaitParams {
 struct Params {
     int m, n, k, bs, batches;
     int columns[4];
-    int raster_group, remote_band, group;
+    int raster_group, remote_raster_group, group;
     BufferWords buffer;
     WaitParams watch;
 };
@@ -36,7 +36,7 @@ static void expect(bool good, const char* what, const Params& p) {
     if (good) return;
     std::printf(
         "%s: m=%d n=%d k=%d bs=%d columns=%d batches=%d bands=%d,%d group=%d ranks=%d rank=%d\n", what, p.m,
-        p.n, p.k, p.bs, p.columns[0], p.batches, p.raster_group, p.remote_band, p.group, p.buffer.world_size,
+        p.n, p.k, p.bs, p.columns[0], p.batches, p.raster_group, p.remote_raster_group, p.group, p.buffer.world_size,
         p.watch.rank);
     if (++failures > 20) std::exit(1);
 }
@@ -139,7 +139,7 @@ int main() {
         p.m = pick(1, 1500), p.n = pick(1, 3000), p.k = pick(1, 5000);
         p.bs = pick(1, 4), p.batches = SPLIT_N ? 1 : pick(1, 3);
         for (int i = 0; i < p.bs; ++i) p.columns[i] = pick(1, 9);
-        p.raster_group = pick(1, 9), p.remote_band = pick(1, 12);
+        p.raster_group = pick(1, 9), p.remote_raster_group = pick(1, 12);
         p.group = pick(1, (p.m + BM - 1) / BM);
         p.buffer.world_size = pick(2, 8);
         p.watch.rank = pick(0, p.buffer.world_size - 1);

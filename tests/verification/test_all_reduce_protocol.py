@@ -215,7 +215,7 @@ def test_a_rank_that_does_not_come_is_named(
         assert (peer, expected, seen, kind) == (1, 1, 0, 1)
         assert ranks.faults[rank, Fault.BROKEN] == 1 + 1
         assert re.fullmatch(
-            r"use count of the payload of rank 1 for block [01] \(buffer 1\)", ranks.layout.describe(word)
+            r"epoch of the data of rank 1 for block [01] \(buffer 1\)", ranks.layout.describe(word)
         )
 
 

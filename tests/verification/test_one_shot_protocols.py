@@ -192,7 +192,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.
         assert (peer, expected, seen, kind) == (1, 1, 0, 1)
         assert ranks.faults[rank, Fault.BROKEN] == 1 + 1
         said = ranks.layout.describe(word)
-        assert re.fullmatch(r"use count of the payload of rank 1 for block [01] \(buffer 1\)", said)
+        assert re.fullmatch(r"epoch of the data of rank 1 for block [01] \(buffer 1\)", said)
 
 
 @pytest.mark.parametrize("op", OPS)

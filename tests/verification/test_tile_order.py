@@ -7,9 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cubins import KERNELS
+from fibers import DEVICE
 
 HERE = Path(__file__).parent
+KERNELS = DEVICE.parent
 GATHER = KERNELS / "all_gather_matmul" / "order.cuh"
 SCATTER = KERNELS / "matmul_reduce_scatter" / "order.cuh"
 
@@ -37,7 +38,7 @@ def program(folder: Path, scatter: Path, block_m: int, world_size: int, *, split
             "-std=c++17",
             "-O1",
             "-w",
-            f"-I{KERNELS / 'device'}",
+            f"-I{DEVICE}",
             *arguments,
             HERE / "order.cpp",
             "-o",

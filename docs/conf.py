@@ -1,0 +1,43 @@
+"""The site of the documentation: ``make docs``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import weft
+from sphinx.application import Sphinx
+
+project = "weft"
+author = "The weft authors"
+release = weft.__version__
+
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
+html_theme = "furo"
+html_title = f"weft {release}"
+myst_heading_anchors = 3
+smartquotes_action = "D"  # dashes alone: [..., K] stays that
+
+autodoc_member_order = "bysource"
+autodoc_type_aliases = {"Group": "Group"}
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
+napoleon_use_ivar = True  # a dataclass's fields are listed once
+napoleon_use_rtype = False
+
+_LINK = re.compile(r"(?P<text>(?<!!)\[[^\]]*\])\((?P<path>\.\./[^)#\s]*)(#[^)\s]*)?\)")
+
+
+def _download_files(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Links to files of the repository outside docs/ give the file; one that is not there is a warning."""
+    folder = Path(app.env.doc2path(docname)).parent
+
+    def link(match: re.Match[str]) -> str:
+        inside = (folder / match["path"]).resolve().is_relative_to(Path(app.srcdir).resolve())
+        return match[0] if inside else f"{match['text']}(path:{match['path']})"
+
+    source[0] = _LINK.sub(link, source[0])
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", _download_files)

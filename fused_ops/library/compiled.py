@@ -1,0 +1,144 @@
+"""What torch.compile is told of the ops: they communicate, so each call is made, once, and in the order of the program.
+
+A compiler may drop, merge and move what computes only. One rank's graph is no other rank's, and a rank may run in eager
+mode what another one has compiled, so each of these would make ranks meet in different calls. torch has no single word
+for it; an op of weft is kept as torch keeps its own collectives:
+
+- AOTAutograd writes a ``wait_tensor`` behind the op (``_functionalized``). torch drops none whose result is unused, and
+  moves no collective to what waits for it. Nothing waits: no code comes of it (``inductor.py``).
+- It neither merges equal calls, nor calls once more in the backward what is not in an activation checkpoint.
+- Inductor takes the ops for collectives, which it leaves in the order of the graph (``inductor.py``).
+- The settings under which it does not are refused by name (``why_unordered``).
+
+Not so in activation checkpoints, where torch decides what is called again, and when: it does so alike on all compiled
+ranks. All that depends on torch's version stands here and in ``inductor.py``; 2.11 to 2.15 need the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.compiler.config
+import torch.distributed._functional_collectives  # it tells torch.fx that waiting is a side effect
+from torch import Tensor, fx
+from torch._functorch import compile_utils
+from torch._inductor import config
+from torch._ops import OpOverload
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
+
+#: The ops that communicate.
+COMMUNICATING: list[OpOverload] = []
+#: What a wait has in its ``meta`` if it only keeps an op of weft.
+KEEPS = "weft_keeps"
+
+_wait = torch.ops._c10d_functional.wait_tensor.default
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+# Passes of ``reorder_for_compute_comm_overlap_passes``, and the settings of ``config_comms`` by which they may change
+# the order of collectives.
+_REORDERING = {
+    "sink_waits_iterative": "sink_waits_iterative_unsafe_collectives_reorder",
+    "reorder_communication_preserving_peak_memory": "reorder_iterative_unsafe_collectives_reorder",
+}
+
+
+def declare_communicating(op: OpOverload) -> None:
+    """Tells torch.compile so. Once for each op, when it is defined."""
+    COMMUNICATING.append(op)
+    op.py_impl(FunctionalTensorMode)(_functionalized(op))
+    if not op._schema.is_mutable:
+        # What AOTAutograd does not merge: these draw random numbers, and are as little the same when called twice.
+        compile_utils.rand_ops.append(op.overloadpacket)
+
+
+def known_to_inductor(fake: Callable[..., Any]) -> Callable[..., Any]:
+    """A fake implementation that also tells Inductor of the ops, once that is there. Importing it takes seconds."""
+
+    @wraps(fake)
+    def call(*args: Any, **named: Any) -> Any:
+        _tell_inductor()
+        return fake(*args, **named)
+
+    return call
+
+
+def why_unordered() -> str | None:
+    """The setting by which Inductor need not keep the order of the program; None if there is none."""
+    if config.aten_distributed_optimizations.enable_overlap_scheduling:
+        return "torch._inductor.config.aten_distributed_optimizations.enable_overlap_scheduling is True"
+    if config.deterministic or not config.reorder_for_compute_comm_overlap:
+        return None
+    comms = importlib.import_module("torch._inductor.config_comms")
+    for each in config.reorder_for_compute_comm_overlap_passes:
+        name = each if isinstance(each, str) else getattr(each, "__name__", "")
+        if getattr(comms, _REORDERING.get(name, ""), False):
+            return (
+                f"torch._inductor.config.reorder_for_compute_comm_overlap is True, its passes have {name!r}, and "
+                f"torch._inductor.config_comms.{_REORDERING[name]} is True"
+            )
+    return None
+
+
+def _functionalized(op: OpOverload) -> Callable[..., Any]:
+    """How AOTAutograd writes the op into a graph: as always, and a wait behind it."""
+
+    def call(mode: FunctionalTensorMode, *args: Any, **named: Any) -> Any:
+        _tell_inductor()
+        tensors = [t for t in tree_leaves((args, named)) if isinstance(t, Tensor)]
+        result = mode.__torch_dispatch__(op, [*{type(t) for t in tensors}], args, named)
+        if result is NotImplemented:
+            return result
+        kept = next((t for t in tree_leaves(result) if isinstance(t, Tensor)), None)
+        kept = tensors[0] if op._schema.is_mutable else kept  # written in place
+        if kept is None:
+            return result
+        with mode:
+            waited = _wait(kept)
+        _mark(op)
+        return tree_map_only(Tensor, lambda t: waited if t is kept else t, result)
+
+    return call
+
+
+def _mark(op: OpOverload) -> None:
+    """The nodes that were written last, of an op and the wait behind it."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return
+    for node in _back_to(op, mode.tracer.graph):
+        if node.target is _wait:
+            node.meta[KEEPS] = True
+        elif isinstance(node.meta.get("val"), Tensor) and node.meta.get("recompute") not in _RECOMPUTED:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _back_to(op: OpOverload, graph: fx.Graph) -> Iterator[fx.Node]:
+    for node in reversed(graph.nodes):
+        yield node
+        if node.target is op or op in node.args:
+            return
+
+
+def _tell_inductor() -> None:
+    if "torch._inductor.lowering" in sys.modules:
+        importlib.import_module(".inductor", __package__)
+
+
+def _version() -> str:
+    """Of what decides how the ops stand in graphs, by which Inductor's caches know graphs that were made otherwise."""
+    here = Path(__file__).parent
+    names = ("autograd.py", "compiled.py", "fakes.py", "inductor.py", "schema.py")
+    return hashlib.sha256(b"".join((here / name).read_bytes() for name in names)).hexdigest()[:16]
+
+
+# It is part of the key of all caches, also of AOTAutograd's, which does not look at what an op becomes.
+torch.compiler.config.cache_key_tag += f" weft {_version()}"

@@ -1,0 +1,55 @@
+"""What Inductor is told of the ops: they are collectives, which it leaves in the order of the graph.
+
+Imported when a graph with an op of weft comes to Inductor (``compiled.py``), or the pass runs: Inductor takes seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import ir
+from torch._inductor.lowering import add_needs_realized_inputs, lowerings, register_lowering
+from torch._inductor.virtualized import V
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
+
+from .compiled import COMMUNICATING, KEEPS, why_unordered
+
+_wait = torch.ops._c10d_functional.wait_tensor.default
+
+
+class _Collective(ir._CollectiveKernel):
+    """For the scheduler, which drops no collective and keeps all of them in the order of the graph."""
+
+
+def _lower(op: OpOverload) -> None:
+    add_needs_realized_inputs(op)
+
+    returned = op._schema.returns
+    one = len(returned) == 1 and isinstance(returned[0].type, torch._C.TensorType)
+
+    @register_lowering(op, type_promotion_kind=None)
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        if (why := why_unordered()) is not None:
+            raise RuntimeError(f"{op}: {why}, with which ranks may communicate in different orders")
+        # One tensor is made like torch's own collectives make it: Inductor takes it for the result of one where a graph
+        # waits for it, and where it reduces it in place.
+        created = (_Collective.create_out_of_place if one else _Collective.create)(op, *args, **kwargs)
+        return tree_map(lambda x: ir.TensorBox.create(x) if isinstance(x, ir.IRNode) else x, created)
+
+
+def _lower_wait() -> None:
+    """No code for a wait that only keeps an op of weft: its result is there for all that follows on the stream."""
+    as_before = lowerings[_wait]
+
+    @register_lowering(_wait, type_promotion_kind=None)
+    def lower(tensor: Any) -> Any:
+        node = V.graph.current_node
+        return tensor if isinstance(node, fx.Node) and KEEPS in node.meta else as_before(tensor)
+
+
+for _op in COMMUNICATING:
+    _lower(_op)
+_lower_wait()

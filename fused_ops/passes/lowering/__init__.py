@@ -1,1 +1,0 @@
-"""What Inductor is told of weft's ops."""

@@ -1,0 +1,159 @@
+"""When the addresses of a heap that is gone are unmapped."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from weft import symm_mem
+from weft.symm_mem import forks
+from weft.symm_mem.heap import unmapping
+from weft.symm_mem.heap.unmapping import HeapRange, unmap_gone_heaps, unmap_later
+
+
+class Backend:
+    """Notes what is unmapped, and whether it was quiet then."""
+
+    def __init__(self, kind: str = "cuda") -> None:
+        self.device = torch.device(kind)
+        self.captures, self.quiet = False, False
+        self.ended: list[tuple[str, int, int]] = []
+
+    def quiesce(self) -> bool:
+        self.quiet = not self.captures
+        return self.quiet
+
+    def unmap(self, address: int, size: int) -> None:
+        assert self.quiet or self.device.type == "cpu", "work may be under way"
+        self.ended.append(("unmap", address, size))
+
+    def release(self, address: int, size: int) -> None:
+        self.ended.append(("release", address, size))
+
+
+ALL = [
+    ("unmap", 1000, 10),
+    ("unmap", 1100, 10),
+    ("unmap", 1010, 5),
+    ("unmap", 1110, 5),
+    ("release", 1000, 200),
+]
+
+
+def gone(backend: Any) -> HeapRange:
+    return HeapRange(backend, 1000, 100, 2, [(0, 10), (10, 5)])
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unmapping, "_put_off", type(unmapping._put_off)())
+
+
+def test_on_a_gpu_a_finalizer_leaves_it_to_the_next_allocation() -> None:
+    backend = Backend()
+    collector = threading.Thread(target=unmap_later, args=(gone(backend),))
+    collector.start()
+    collector.join()
+    assert not backend.ended and not backend.quiet, "a finalizer waits for nothing"
+    backend.captures = True
+    unmap_gone_heaps()
+    assert not backend.ended
+    backend.captures = False
+    unmap_gone_heaps()
+    unmap_gone_heaps()
+    assert backend.ended == ALL
+
+
+def test_between_cpu_ranks_it_is_done_at_once() -> None:
+    backend = Backend("cpu")
+    unmap_later(gone(backend))
+    assert backend.ended == ALL
+
+
+def test_a_forked_child_unmaps_nothing_of_its_parents(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Backend()
+    unmap_later(gone(backend))
+    monkeypatch.setattr(forks, "pid", forks.pid + 1)
+    unmap_gone_heaps()
+    assert not backend.ended and not unmapping._put_off
+
+
+def let_go_of(rank: int, world_size: int) -> list[tuple[str, int, int]]:
+    backend = Backend()
+    unmap_later(gone(backend))
+    symm_mem.empty(3)
+    return backend.ended
+
+
+def test_an_allocation_unmaps_what_was_put_off() -> None:
+    assert run_ranks(let_go_of, 2) == [ALL, ALL]
+
+
+def goes_with_its_group(rank: int, world_size: int) -> int:
+    """Without another call of weft."""
+    group = dist.new_group([0, 1])
+    tensor = symm_mem.empty(3, group=group)
+    dist.barrier(group)
+
+    def mapped() -> int:
+        gc.collect()
+        with open("/proc/self/maps") as maps:
+            return sum("memfd:weft" in line for line in maps)
+
+    before = mapped()
+    dist.destroy_process_group(group)
+    del group
+    assert mapped() == before and tensor.fill_(7).sum() == 21, "tensors stay"
+    del tensor
+    return before - mapped()
+
+
+def test_a_heap_goes_with_its_group() -> None:
+    assert all(ended > 0 for ended in run_ranks(goes_with_its_group, 2, fresh=True))
+
+
+def captured_elsewhere(rank: int, world_size: int) -> None:
+    x = torch.zeros(64)
+    symm_mem.empty(3)
+    group = dist.new_group(list(range(world_size)))
+    symm_mem.empty(3, group=group)
+    begun, goes_on = threading.Event(), threading.Event()
+    graph = torch.cuda.CUDAGraph()
+
+    def capture() -> None:
+        torch.cuda.set_device(x.device)
+        with torch.cuda.graph(graph):
+            x.add_(1)
+            begun.set()
+            goes_on.wait(60)
+            x.add_(1)
+
+    with ThreadPoolExecutor(1) as other:
+        captured = other.submit(capture)
+        try:
+            assert begun.wait(60)
+            dist.destroy_process_group(group)
+            del group
+            gc.collect()
+            assert unmapping._put_off
+            kept = symm_mem.empty(5)
+            assert unmapping._put_off, "another thread captures"
+        finally:
+            goes_on.set()
+        captured.result()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert (x == 2).all() and kept.numel() == 5
+    symm_mem.empty(7)
+    assert not unmapping._put_off
+
+
+@pytest.mark.gpu(1)
+def test_another_threads_capture_goes_on_while_a_heap_goes() -> None:
+    run_ranks(captured_elsewhere, 2, device="cuda", gpus=1, fresh=True)

@@ -1,0 +1,134 @@
+"""Every public function, class and method has an example in its docstring, and the examples run."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import io
+import re
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import weft
+from ranks import run_ranks
+from torch._inductor import config as inductor_config
+from weft import fused_ops, symm_mem
+
+ROOT = Path(__file__).parent.parent
+MODULES = {"fused_ops": fused_ops, "symm_mem": symm_mem}
+# The group broken by one example must not fail all that come behind it only after minutes.
+DEADLINE = 30.0  # seconds
+
+
+def of_class(name: str, cls: type) -> Iterator[tuple[str, Any]]:
+    """The public methods that weft defines; those of torch's that it overrides where it has more to say of them."""
+    for method in (m for m in dir(cls) if not m.startswith("_") and inspect.isroutine(getattr(cls, m))):
+        definitions = [base for base in reversed(cls.__mro__) if method in vars(base)]
+        ours = [base for base in definitions if base.__module__.startswith("weft.")]
+        documented = [base for base in ours if vars(base)[method].__doc__]
+        if documented or definitions[0] in ours:
+            yield f"{name}.{method}", getattr((documented or ours)[-1], method)
+
+
+def public() -> dict[str, Any]:
+    """By name; without type aliases, which have no docstring of their own."""
+    found: dict[str, Any] = {}
+    for module, content in MODULES.items():
+        for name in content.__all__:
+            value = getattr(content, name)
+            if inspect.isclass(value):
+                found[f"{module}.{name}"] = value
+                found.update(of_class(f"{module}.{name}", value))
+            elif inspect.isroutine(value):
+                found[f"{module}.{name}"] = value
+    return found
+
+
+def example(value: Any) -> doctest.DocTest:
+    name = f"{value.__module__}.{value.__qualname__}"
+    return doctest.DocTestParser().get_doctest(value.__doc__ or "", {}, name, None, 0)
+
+
+def runs_examples(rank: int, world_size: int) -> dict[str, str]:
+    """What went otherwise than shown, by name."""
+    failed = {}
+    # A graph from Inductor's cache is in no report. One thread: others start processes.
+    caches = inductor_config.patch(force_disable_caches=True, compile_threads=1)
+    with caches, tempfile.TemporaryDirectory() as tempfile.tempdir:
+        for name, value in public().items():
+            symm_mem.set_timeout(DEADLINE)
+            printed = io.StringIO()
+            runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+            runner.run(example(value), out=printed.write)
+            if printed.getvalue():
+                failed[name] = printed.getvalue()
+        dist.barrier()  # an example's folder is that of rank 0
+    return failed
+
+
+@cache
+def failures() -> dict[str, str]:
+    first, second = run_ranks(runs_examples, 2, fresh=True)
+    return {name: first.get(name) or second[name] for name in {**first, **second}}
+
+
+@pytest.mark.parametrize("name", public())
+def test_the_example_runs(name: str) -> None:
+    assert name not in failures(), failures()[name]
+
+
+@pytest.mark.parametrize("name", public())
+def test_there_is_an_example(name: str) -> None:
+    """Behind the first paragraph, which says what it is; what else there is to say comes after."""
+    doc = inspect.cleandoc(public()[name].__doc__ or "")
+    assert doc, "has no docstring"
+    paragraphs = doc.split("\n\n")
+    assert len(paragraphs) > 1 and paragraphs[1].startswith(">>> "), "does not begin with an example"
+    assert paragraphs[0].count("\n") == 0, "begins with more than one line"
+
+
+@pytest.mark.parametrize("name", public())
+def test_each_argument_has_a_line_of_its_own(name: str) -> None:
+    """On the API page two names at one colon are taken for a name and its type."""
+    doc = inspect.cleandoc(public()[name].__doc__ or "")
+    sections = re.findall(r"^(?:Args|Attributes):\n((?: +.*\n?)+)", doc, re.MULTILINE)
+    assert not [line for text in sections for line in text.splitlines() if re.match(r" {4}\w+, ", line)]
+
+
+@pytest.mark.parametrize("name", [f"{module}.{name}" for module, m in MODULES.items() for name in m.__all__])
+def test_the_name_is_on_the_page(name: str) -> None:
+    module, bare = name.split(".")
+    page = (ROOT / "docs" / "api" / f"{module}.rst").read_text()
+    assert re.search(rf"^\.\. \S+:: {bare}(\(\))?$", page, re.MULTILINE)
+
+
+def test_a_failing_example_is_seen() -> None:
+    def wrong() -> None:
+        """One.
+
+        >>> 1 + 1
+        3
+        """
+
+    printed = io.StringIO()
+    doctest.DocTestRunner().run(example(wrong), out=printed.write)
+    assert "Expected" in printed.getvalue()
+
+
+def test_methods_are_found() -> None:
+    names = public()
+    assert {
+        "symm_mem.Peers.put",
+        "fused_ops.FusionPass.report",
+        "fused_ops.RowParallelLinear.from_linear",
+    } <= {*names}
+    assert "fused_ops.FusionPass.uuid" not in names, "torch's"
+
+
+def test_the_root_package_has_the_names_of_the_ops() -> None:
+    assert set(weft.__all__) == {*fused_ops.__all__, *MODULES, "__version__"}
