@@ -108,15 +108,13 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         monkeypatch.setattr(f"{ON_CUDA[op]}.{WORD[op]}_launcher", lambda *_, **__: stage.launcher)
 
     def gathered(
-        choice: object, workspace: object, call: GatherKernelCall, timeout_ns: int
-    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        _: object, where: object, call: GatherKernelCall, *__: int
+    ) -> tuple[Any, list[torch.Tensor]]:
         a = call.a
         A = a.new_empty(WORLD_SIZE, *a.shape) if call.return_A else None
         return A, [a.new_empty(WORLD_SIZE, len(a), b.shape[1]) for b in call.bs]
 
-    def scattered(
-        choice: object, workspace: object, call: ScatterKernelCall, timeout_ns: int
-    ) -> torch.Tensor:
+    def scattered(_: object, where: object, call: ScatterKernelCall, *__: int) -> torch.Tensor:
         a, columns = call.a, call.columns(WORLD_SIZE)
         return a.new_empty(a.shape[0], a.shape[2], columns, dtype=call.epilogue.out_dtype)
 
