@@ -25,7 +25,7 @@ MAX_PARAMETERS = 6  # self and cls not counted
 TAKE_MORE_PARAMETERS = {
     "fused_ops/dispatch/fast_path.py::remember_call",
     "fused_ops/functional.py::fused_matmul_reduce_scatter",
-    "fused_ops/layers/linear.py::ParallelLinear.__init__",
+    "fused_ops/layers/parallel_linear.py::ParallelLinear.__init__",
     "fused_ops/layers/linear.py::ColumnParallelLinear.__init__",
     "fused_ops/layers/linear.py::RowParallelLinear.__init__",
     "fused_ops/library/autograd.py::AllGatherMatmulFunction.forward",
