@@ -21,6 +21,12 @@ NAMED = (*PACKAGE, "bench", "examples")  # where a name stands for one thing
 MAX_LINES = 400
 MAX_PARAMETERS = 6  # self and cls not counted
 
+# Public signatures as torch has them.
+LIKE_TORCH = {
+    "fused_ops/functional.py::fused_matmul_reduce_scatter",
+    "fused_ops/layers/linear.py::ColumnParallelLinear.__init__",
+    "fused_ops/layers/linear.py::RowParallelLinear.__init__",
+}
 # What takes more of them today. Nothing is added; what takes fewer now is struck out.
 TAKE_MORE_PARAMETERS = {
     "symm_mem/errors.py::PeerTimeout.__init__",
@@ -40,26 +46,8 @@ TAKE_MORE_PARAMETERS = {
     "kernels/matmul_reduce_scatter/reference.py::reference_matmul_reduce_scatter",
     "kernels/matmul_reduce_scatter/to_all.py::launch_sum_to_all",
     "kernels/matmul_reduce_scatter/to_all.py::estimate_sum_to_all_us",
-    "fused_ops/dispatch/fast_path.py::remember_call",
     "fused_ops/dispatch/profitability.py::why_not_profitable",
     "fused_ops/dispatch/profitability.py::expected_gain",
-    "fused_ops/functional.py::fused_matmul_reduce_scatter",
-    "fused_ops/layers/linear.py::ParallelLinear.__init__",
-    "fused_ops/layers/linear.py::ColumnParallelLinear.__init__",
-    "fused_ops/layers/linear.py::RowParallelLinear.__init__",
-    "fused_ops/library/autograd.py::AllGatherMatmulFunction.forward",
-    "fused_ops/library/autograd.py::MatmulReduceScatterFunction.forward",
-    "fused_ops/library/autograd.py::AllReduceRmsNormFunction.forward",
-    "fused_ops/library/fakes.py::fake_matmul_reduce_scatter",
-    "fused_ops/library/schema.py::_matmul_reduce_scatter",
-    "fused_ops/library/schema.py::_matmul_reduce_scatter_anew",
-    "fused_ops/library/schema.py::_matmul_reduce_scatter_autograd",
-    "fused_ops/library/validation.py::validate_matmul_reduce_scatter",
-    "fused_ops/ops/matmul_reduce_scatter.py::fast_matmul_reduce_scatter",
-    "fused_ops/ops/matmul_reduce_scatter.py::run_matmul_reduce_scatter",
-    "fused_ops/ops/matmul_reduce_scatter.py::_on_cpu",
-    "fused_ops/ops/matmul_reduce_scatter.py::_on_cuda",
-    "fused_ops/passes/agreement/guard.py::pack",
     "bench/alone_gather.py::GatherCandidate.__init__",
 }
 
@@ -206,8 +194,9 @@ def test_functions_take_few_parameters() -> None:
         for f in files(NAMED, ".py")
         for name in take_more(f.read_text())
     }
-    assert not (new := found - TAKE_MORE_PARAMETERS), f"more than {MAX_PARAMETERS} parameters: {new}"
-    assert not (mended := TAKE_MORE_PARAMETERS - found), f"strike out: {mended}"
+    allowed = TAKE_MORE_PARAMETERS | LIKE_TORCH
+    assert not (new := found - allowed), f"more than {MAX_PARAMETERS} parameters: {new}"
+    assert not (mended := allowed - found), f"strike out: {mended}"
 
 
 def test_the_rules_can_fail() -> None:
