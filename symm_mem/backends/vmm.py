@@ -6,8 +6,9 @@ multicast is not used anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .host import host_identity, refuse_hosts
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _FORBIDDEN_BY_CAPTURE = range(900, 910)  # CUresult: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and those behind it
+_POOL = 32  # streams of each priority that torch hands out in turn
 # What must be equal among a group's GPUs, and its name in messages.
 _ALIKE = {"sms": "SMs", "memory": "MB/s of memory", "l2": "bytes of L2 cache"}
 
@@ -46,6 +48,22 @@ def own_stream(owner: object, device: torch.device, *, first: bool = False) -> i
         handle = check_driver(driver.cuStreamCreateWithPriority(flags, highest if first else lowest))
     finalize(owner, _destroy_stream, handle)
     return int(handle)
+
+
+@cache
+def torch_streams(device: torch.device) -> tuple[int, ...]:
+    """The streams that torch hands out on a device, of which ``torch.cuda.graph`` captures one. They live as long as
+    the process."""
+    with relaxed_capture():
+        made = (torch.cuda.Stream(device, priority=p) for p in (0, -1) for _ in range(_POOL))
+        return tuple({stream.cuda_stream for stream in made})
+
+
+def _is_captured(streams: Iterable[int]) -> bool:
+    """Whether any thread captures one of these."""
+    none = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+    with relaxed_capture():
+        return any(check_driver(driver.cuStreamIsCapturing(stream)) != none for stream in streams)
 
 
 def _destroy_stream(handle: Any) -> None:
@@ -76,6 +94,7 @@ class VmmBackend:
         total = torch.cuda.get_device_properties(self.device).total_memory
         self.span = -(-total // (1 << 30)) << 30
         self._side = own_stream(self, self.device)
+        torch_streams(self.device)  # now: torch makes them when it is first asked for one
 
     def identity(self) -> dict[str, Any]:
         uuid = bytes(check_driver(driver.cuDeviceGetUuid(self._handle)).bytes).hex()
@@ -167,7 +186,9 @@ class VmmBackend:
             check_driver(driver.cuStreamSynchronize(self._side))
 
     def quiesce(self) -> bool:
-        if torch.cuda.is_current_stream_capturing():
+        # The wait below would end a capture, also another thread's (tried on H100). So it is not made while one of
+        # torch's streams is captured; captures of other libraries' streams cannot be seen.
+        if torch.cuda.is_current_stream_capturing() or _is_captured(torch_streams(self.device)):
             return False
         with relaxed_capture(), torch.cuda.device(self.device):
             (error,) = driver.cuCtxSynchronize()

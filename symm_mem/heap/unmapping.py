@@ -43,7 +43,7 @@ def unmap_later(gone: HeapRange) -> None:
 
 
 def unmap_gone_heaps() -> None:
-    """Unmap what was put off. What cannot be unmapped now, as this thread captures a graph, is put off again."""
+    """Unmap what was put off. What cannot be unmapped now, as a thread captures a graph, is put off again."""
     for _ in range(len(_put_off)):
         try:
             process, gone = _put_off.popleft()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from weft.fused_ops.dispatch import plan, profitability
-from weft.fused_ops.dispatch.profitability import why_not_profitable
+from weft.fused_ops.dispatch.profitability import FusionCandidate, why_not_profitable
 from weft.fused_ops.ops import all_gather_matmul, matmul_reduce_scatter
 from weft.fused_ops.ops.calls import AllGatherMatmulCall, MatmulReduceScatterCall
 from weft.kernels.all_gather_matmul import configs as gather
@@ -80,16 +80,20 @@ def test_the_pass_knows(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profitability, "_is_hopper", lambda: True)
     big = (8192, 28672, 4096, 4)
     ops = ("all_gather_matmul", "matmul_reduce_scatter")
-    before = [why_not_profitable(op, *big, torch.float32, "cuda") for op in ops]
+
+    def why(op: str, sizes: tuple[int, ...], dtype: torch.dtype, device_type: str) -> str | None:
+        return why_not_profitable(FusionCandidate(op, *sizes, dtype, device_type))
+
+    before = [why(op, big, torch.float32, "cuda") for op in ops]
     assert not any("TF32" in str(reason) for reason in before)
     WAYS[way]()
     for op in ops:
-        assert "TF32 is allowed" in str(why_not_profitable(op, *big, torch.float32, "cuda"))
-        assert why_not_profitable(op, *big, torch.bfloat16, "cuda") is None
-        assert why_not_profitable(op, *big, torch.float32, "cpu") is None
+        assert "TF32 is allowed" in str(why(op, big, torch.float32, "cuda"))
+        assert why(op, big, torch.bfloat16, "cuda") is None
+        assert why(op, big, torch.float32, "cpu") is None
     # cuBLAS multiplies there anyway, or nothing is multiplied.
-    assert why_not_profitable("matmul_all_reduce", 4096, 4096, 4096, 4, torch.float32, "cuda") is None
-    assert why_not_profitable("all_reduce", 4096, 4096, 0, 4, torch.float32, "cuda") is None
+    assert why("matmul_all_reduce", (4096, 4096, 4096, 4), torch.float32, "cuda") is None
+    assert why("all_reduce", (4096, 4096, 0, 4), torch.float32, "cuda") is None
 
 
 def test_no_kernel_of_float32_takes_the_fast_path() -> None:

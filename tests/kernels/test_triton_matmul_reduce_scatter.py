@@ -19,6 +19,7 @@ from weft.kernels.device.triton.tile_table import TritonTile
 from weft.kernels.matmul_reduce_scatter.configs import (
     Epilogue,
     MatmulReduceScatterConfig,
+    MatmulReduceScatterProblem,
     tiled_scatter_layout,
 )
 from weft.kernels.matmul_reduce_scatter.triton_kernel import TritonMatmulReduceScatter
@@ -48,7 +49,8 @@ class Site:
         where = get_heap(None, "cpu")
         self.rank, self.part = where.rank, (batches, m, n)
         # The ranks serve other tests, too: what breaks here is this site alone.
-        made = tiled_scatter_layout(m, n, a.dtype, world_size, config, batches)
+        problem = MatmulReduceScatterProblem(m, n, a.shape[-1], world_size, programs, batches)
+        made = tiled_scatter_layout(config, problem, a.dtype)
         self.workspace = Workspace(where, made, "site", fault=Fault(where))
         self.layout, self.words = self.workspace.layout, self.workspace.words
         self.record = torch.zeros(8, dtype=torch.int64)

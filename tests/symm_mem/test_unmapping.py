@@ -154,6 +154,6 @@ def captured_elsewhere(rank: int, world_size: int) -> None:
     assert not unmapping._put_off
 
 
-@pytest.mark.gpu(1)
+@pytest.mark.gpu
 def test_another_threads_capture_goes_on_while_a_heap_goes() -> None:
-    run_ranks(captured_elsewhere, 2, device="cuda", gpus=1, fresh=True)
+    run_ranks(captured_elsewhere, 2, device="cuda", fresh=True)

@@ -114,15 +114,23 @@ class Capturing:
     CUstreamCaptureMode = driver.CUstreamCaptureMode
     CUresult = driver.CUresult
     CUstream_flags = driver.CUstream_flags
+    CUstreamCaptureStatus = driver.CUstreamCaptureStatus
 
     def __init__(self) -> None:
         self.mode: Any = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
         self.called: list[str] = []
         self.synchronized = _OK
+        self.captured: int | None = None  # a stream
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, Any]:
         before, self.mode = self.mode, mode
         return _OK, before
+
+    def cuStreamIsCapturing(self, stream: int) -> tuple[Any, Any]:
+        assert self.mode == driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        status = driver.CUstreamCaptureStatus
+        captured = status.CU_STREAM_CAPTURE_STATUS_ACTIVE
+        return _OK, captured if stream == self.captured else status.CU_STREAM_CAPTURE_STATUS_NONE
 
     def __getattr__(self, name: str) -> Any:
         def call(*_: Any) -> tuple[Any, ...]:
@@ -141,6 +149,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> tuple[vmm.VmmBackend, Capturin
     monkeypatch.setattr(vmm, "driver", fake)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(vmm, "torch_streams", lambda device: (3, 4))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fake.cuCtxSynchronize())
     made = object.__new__(vmm.VmmBackend)
     made.device = torch.device("cuda", 0)
@@ -166,6 +175,15 @@ def test_a_device_that_another_thread_captures_on_is_not_quiet(
     made, fake = capturing
     fake.synchronized = driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
     assert not made.quiesce()
+
+
+def test_nobody_waits_for_a_device_while_another_thread_captures(
+    capturing: tuple[vmm.VmmBackend, Capturing],
+) -> None:
+    made, fake = capturing
+    fake.captured = 4
+    assert not made.quiesce()
+    assert "cuCtxSynchronize" not in fake.called
 
 
 def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft.fused_ops.library.compiled import why_unordered
 
 SHAPES = ((4, 16), (16, 16))
-MANY = pytest.param(range(2, 40), marks=pytest.mark.slow, id="more")
+MANY = pytest.param(range(2, 40), marks=[pytest.mark.slow, pytest.mark.timeout(1800)], id="more")
 
 
 @pytest.fixture(autouse=True)
