@@ -135,16 +135,7 @@ def _tell_inductor() -> None:
 
 def _version() -> str:
     """Of what decides how the ops stand in graphs, by which Inductor's caches know graphs that were made otherwise."""
-    here = Path(__file__).parent
-    names = (
-        "autograd.py",
-        "autograd_calls.py",
-        "compiled.py",
-        "fakes.py",
-        "implementations.py",
-        "inductor.py",
-    )
-    files = [here / name for name in (*names, "registration.py", "schema.py")]
+    files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

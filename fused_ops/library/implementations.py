@@ -36,7 +36,7 @@ _VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
 
 
 class Implementation(NamedTuple):
-    """Of an op, which both parts are given a call of as a ``record``.
+    """What an op does with a call, a ``record``.
 
     Attributes:
         fast: the results, if such a call was made before on CUDA; else None, and nothing happened. Its tensors may be
