@@ -1,4 +1,4 @@
-"""A call's record has what the op's schema has: torch hands arguments over by position and by name, without defaults."""
+"""A record has what its op's schema has: torch passes arguments by position and by name, and leaves out defaults."""
 
 from __future__ import annotations
 
