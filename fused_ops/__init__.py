@@ -12,6 +12,7 @@ from .functional import (
 from .layers.checkpoint import local_state_dict, sharded_state_dict
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .library import flops as flops  # torch's counter knows them
+from .library import registration as registration  # torch.ops.weft is implemented
 from .passes import FusionError, FusionPass, Report
 
 __all__ = [

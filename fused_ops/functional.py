@@ -164,9 +164,9 @@ def fused_matmul_reduce_scatter(
         PeerTimeout: a rank did not come.
     """
     name = _known_name(group)
-    if name is not None and type(reduce_op) is str and type(scatter_dim) is int:
+    if name is not None and out_dtype is None and type(reduce_op) is str and type(scatter_dim) is int:
         done = matmul_reduce_scatter.fast_matmul_reduce_scatter(
-            A, B, reduce_op, scatter_dim, name, out_dtype, bias, residual
+            A, B, reduce_op, scatter_dim, name, (bias, residual)
         )
         if done is not None:
             return done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -38,8 +39,8 @@ def taking(algorithm: str) -> Iterator[None]:
     def short_way(op: str, arguments: Any, *more: Any) -> Any:
         return short(op, (algorithm, arguments), *more)
 
-    def remembered(op: str, arguments: Any, *more: Any, **named: Any) -> None:
-        remember(op, (algorithm, arguments), *more, **named)
+    def remembered(call: fast_path.LaunchedCall, *more: Any, **named: Any) -> None:
+        remember(replace(call, arguments=(algorithm, call.arguments)), *more, **named)
 
     with ExitStack() as stack:
         for where in (gather_on_cuda, scatter_on_cuda):

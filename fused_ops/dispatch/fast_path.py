@@ -264,12 +264,26 @@ def _find(
     return None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchedCall:
+    """A call on the slow path.
+
+    Attributes:
+        arguments: as ``run_fast`` is asked for them.
+        given: the tensors as the caller gave them.
+        used: as the kernels took them. Where one was copied, the next one must be copied, too.
+        results: all that the kernels wrote, with the sizes and strides that the caller gets; each a whole storage.
+    """
+
+    op: str
+    arguments: Hashable
+    given: Sequence[Tensor]
+    used: Sequence[Tensor]
+    results: Sequence[Tensor]
+
+
 def remember_call(
-    op: str,
-    arguments: Hashable,
-    given: Sequence[Tensor],
-    used: Sequence[Tensor],
-    results: Sequence[Tensor],
+    call: LaunchedCall,
     workspace: Workspace[Any],
     launcher: Launcher | Caller,
     ran: plan.Plan,
@@ -277,21 +291,18 @@ def remember_call(
     profitable: bool,
     grids: Grids = (),
 ) -> None:
-    """Such a call was made on ``workspace``: the next one may take the fast path.
+    """``call`` was made on ``workspace``: the next one like it may take the fast path, unless tensors are copied.
 
     Args:
-        given: the tensors as the caller gave them; ``used``: as the kernels took them. Where one was copied, the next
-            one must be copied, too, and nothing is stored.
-        results: all that the kernels wrote, with the sizes and strides that the caller gets; each a whole storage.
         profitable: it is fused also where ``forced`` does not ask for it.
         grids: of a Launcher that pushes: blocks of each launch.
     """
-    if any(g.data_ptr() != u.data_ptr() for g, u in zip(given, used, strict=True)):
+    if any(g.data_ptr() != u.data_ptr() for g, u in zip(call.given, call.used, strict=True)):
         return
-    alike = tuple((tuple(r.shape), r.stride(), r.dtype) for r in results)
-    calls, empty = isinstance(launcher, Caller), empty_on(given[0].device)
+    alike = tuple((tuple(r.shape), r.stride(), r.dtype) for r in call.results)
+    calls, empty = isinstance(launcher, Caller), empty_on(call.given[0].device)
     ready = _Ready(launcher, calls, ran, profitable, alike, empty, default_ns(), grids)
-    key = key_of(op, arguments, given)
+    key = key_of(call.op, call.arguments, call.given)
     known: _Ready | None = workspace.prepared.get(key)
     if known is None or (known.launcher, known.plan, known.profitable) != (launcher, ran, profitable):
         workspace.keep(key, ready)  # only then: it invalidates cached calls

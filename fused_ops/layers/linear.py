@@ -18,7 +18,7 @@ from ...symm_mem import Group
 from ..functional import fused_all_gather_matmul, fused_matmul_reduce_scatter
 from ..library import validation
 from .conjugates import GatherColumns, MatmulOfWhole, SplitColumns, SumGradient, SumOfMatmulsOverRanks
-from .parallel_linear import ParallelLinear, linear_dtype
+from .parallel_linear import ParallelLinear, ParallelLinearOptions, linear_dtype
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -78,15 +78,9 @@ class ColumnParallelLinear(ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        sequence = sequence_parallel, sequence_dim
         super().__init__(
-            in_features,
-            out_features,
-            group=group,
-            bias=bias,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            device=device,
-            dtype=dtype,
+            ParallelLinearOptions(in_features, out_features, group, bias, *sequence, device, dtype)
         )
         validation.flags(gather_output=gather_output)
         self.gather_output = gather_output
@@ -177,15 +171,9 @@ class RowParallelLinear(ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        sequence = sequence_parallel, sequence_dim
         super().__init__(
-            in_features,
-            out_features,
-            group=group,
-            bias=bias,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            device=device,
-            dtype=dtype,
+            ParallelLinearOptions(in_features, out_features, group, bias, *sequence, device, dtype)
         )
         validation.flags(input_is_parallel=input_is_parallel)
         self.input_is_parallel = input_is_parallel

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,45 +33,57 @@ def _check_dtype(name: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{name}: is {dtype}, must be float32, bfloat16 or float16")
 
 
+@dataclass(frozen=True)
+class ParallelLinearOptions:
+    """What column- and row-parallel layers are made with, as it was given; documented there.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it was and what it must be.
+    """
+
+    in_features: int
+    out_features: int
+    group: Group
+    bias: bool
+    sequence_parallel: bool
+    sequence_dim: int
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+    def __post_init__(self) -> None:
+        validation.validate_sizes(in_features=self.in_features, out_features=self.out_features)
+        validation.flags(bias=self.bias, sequence_parallel=self.sequence_parallel)
+        validation.integer("sequence_dim", self.sequence_dim)
+        validation.validate_factory(self.device, self.dtype)
+        default = torch.get_default_dtype()
+        if self.dtype is None and default not in validation.DTYPES:
+            raise TypeError(
+                f"dtype: is None, torch's default, {default}, must be float32, bfloat16 or float16"
+            )
+
+
 class ParallelLinear(nn.Module):
     shard_dim: int  # of the weight [out_features, in_features]
     bias_dim: int | None  # None: every rank has the whole bias
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        group: Group,
-        bias: bool,
-        sequence_parallel: bool,
-        sequence_dim: int,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, options: ParallelLinearOptions) -> None:
         super().__init__()
-        validation.validate_sizes(in_features=in_features, out_features=out_features)
-        validation.flags(bias=bias, sequence_parallel=sequence_parallel)
-        validation.integer("sequence_dim", sequence_dim)
-        validation.validate_factory(device, dtype)
-        default = torch.get_default_dtype()
-        if dtype is None and default not in validation.DTYPES:
-            raise TypeError(
-                f"dtype: is None, torch's default, {default}, must be float32, bfloat16 or float16"
-            )
+        in_features, out_features = options.in_features, options.out_features
         # The name and not the ProcessGroup: the module can be copied and saved.
-        self.group = group_name(group)
-        self.rank, self.world_size = resolve_group(group).rank(), resolve_group(group).size()
+        self.group = group_name(options.group)
+        group = resolve_group(options.group)
+        self.rank, self.world_size = group.rank(), group.size()
         name, size = ("out_features", out_features) if self.shard_dim == 0 else ("in_features", in_features)
         if size % self.world_size:
             raise ValueError(f"{name}: is {size}, must be a multiple of {self.world_size} ranks")
         self.in_features, self.out_features = in_features, out_features
-        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self.sequence_parallel, self.sequence_dim = options.sequence_parallel, options.sequence_dim
         own = [out_features, in_features]
         own[self.shard_dim] //= self.world_size
-        self.weight = nn.Parameter(torch.empty(own, device=device, dtype=dtype))
-        if bias:
-            self.bias = nn.Parameter(torch.empty(own[0], device=device, dtype=dtype))
+        factory: dict[str, Any] = {"device": options.device, "dtype": options.dtype}
+        self.weight = nn.Parameter(torch.empty(own, **factory))
+        if options.bias:
+            self.bias = nn.Parameter(torch.empty(own[0], **factory))
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
@@ -140,7 +154,8 @@ class ParallelLinear(nn.Module):
         if isinstance(linear.weight, DTensor):
             raise TypeError("linear.weight: is a DTensor, must be whole on every rank: its full_tensor()")
         _check_dtype("linear.weight", linear.weight.dtype)
-        layer = cls(
+        make: Callable[..., Self] = cls  # a layer's own constructor
+        layer = make(
             linear.in_features,
             linear.out_features,
             group=group,

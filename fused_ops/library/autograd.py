@@ -1,4 +1,7 @@
-"""Gradients. The all-gather before a product and the reduce-scatter after one are each other's backward."""
+"""Gradients. The all-gather before a product and the reduce-scatter after one are each other's backward.
+
+Tensors are direct arguments of each function: of those in a record autograd sees nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,14 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 
 from ...symm_mem import resolve_group
-from ..ops import all_gather_matmul, matmul_reduce_scatter
+from ..ops.calls import (
+    AllGatherMatmulCall,
+    AllReduceCall,
+    AllReduceRmsNormCall,
+    MatmulAllReduceCall,
+    MatmulReduceScatterCall,
+)
+from . import implementations
 
 _ops, _collectives = torch.ops.weft, torch.ops._c10d_functional
 
@@ -55,27 +65,14 @@ def all_gather(x: Tensor, dim: int, size: int, group_name: str) -> Tensor:
 
 class AllGatherMatmulFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        A_shard: Tensor,
-        gather_dim: int,
-        group_name: str,
-        return_A: bool,
-        group_size: int | None,
-        *Bs: Tensor,
-    ) -> Any:
-        needs_A = any(ctx.needs_input_grad[5:])
-        done = all_gather_matmul.fast_all_gather_matmul(
-            A_shard, Bs, gather_dim, group_name, return_A or needs_A
-        )
-        if done is None:
-            with torch._C._AutoDispatchBelowAutograd():
-                named = {"return_A": return_A or needs_A, "group_size": group_size}
-                done = _ops.fused_all_gather_matmul(A_shard, list(Bs), gather_dim, group_name, **named)
-        A, outs = done
+    def forward(ctx: Any, call: AllGatherMatmulCall, A_shard: Tensor, *Bs: Tensor) -> Any:
+        _, of_A, *of_Bs = ctx.needs_input_grad
+        needs_A = any(of_Bs)
+        if needs_A and not call.return_A:
+            call = call._replace(return_A=True)
+        A, outs = implementations.ALL_GATHER_MATMUL.run_below_autograd(call)
         ctx.set_materialize_grads(False)
-        ctx.gather_dim, ctx.group_name, ctx.group_size = gather_dim, group_name, group_size
-        of_A, of_Bs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
+        ctx.gather_dim, ctx.group_name, ctx.group_size = call.gather_dim, call.group_name, call.group_size
         # Each operand for the gradients of the others alone: else nobody keeps it, and it may be changed, as in torch.
         ctx.save_for_backward(A if needs_A else None, *(Bs if of_A else [None] * len(Bs)))
         ctx.transposed = [_is_transposed(B) for B in Bs]
@@ -87,9 +84,10 @@ class AllGatherMatmulFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_A: Tensor | None, *grads: Tensor | None) -> Any:
         A, *Bs = ctx.saved_tensors
+        _, of_A, *of_Bs = ctx.needs_input_grad
         pairs = [(g, B) for g, B in zip(grads, Bs, strict=True) if g is not None]
         grad_shard: Tensor | None = None
-        if ctx.needs_input_grad[0]:
+        if of_A:
             if pairs:
                 # One op for all of them: [g1 g2] @ [B1 B2]^T is the sum of the products.
                 g = pairs[0][0] if len(pairs) == 1 else torch.cat([g for g, _ in pairs], -1)
@@ -101,42 +99,33 @@ class AllGatherMatmulFunction(torch.autograd.Function):
                 grad_shard = rest if grad_shard is None else grad_shard + rest
         grad_Bs = [
             _gradient(A, g, transposed) if needed and g is not None else None
-            for needed, g, transposed in zip(ctx.needs_input_grad[5:], grads, ctx.transposed, strict=True)
+            for needed, g, transposed in zip(of_Bs, grads, ctx.transposed, strict=True)
         ]
-        return grad_shard, None, None, None, None, *grad_Bs
+        return None, grad_shard, *grad_Bs
 
 
 class MatmulReduceScatterFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        call: MatmulReduceScatterCall,
         A: Tensor,
         B: Tensor,
-        reduce_op: str,
-        scatter_dim: int,
-        group_name: str,
-        out_dtype: torch.dtype | None,
         bias: Tensor | None,
         residual: Tensor | None,
-        group_size: int | None,
     ) -> Tensor:
-        of_A, of_B = ctx.needs_input_grad[:2]
+        _, of_A, of_B, *_ = ctx.needs_input_grad
         ctx.save_for_backward(A if of_B else None, B if of_A else None)
-        ctx.reduce_op, ctx.scatter_dim, ctx.dtype = reduce_op, scatter_dim, A.dtype
-        ctx.group_name, ctx.group_size = group_name, group_size
-        args = (A, B, reduce_op, scatter_dim, group_name)
-        done = matmul_reduce_scatter.fast_matmul_reduce_scatter(*args, out_dtype, bias, residual)
-        if done is None:
-            with torch._C._AutoDispatchBelowAutograd():
-                named = {"out_dtype": out_dtype, "bias": bias, "residual": residual}
-                done = _ops.fused_matmul_reduce_scatter(*args, **named, group_size=group_size)
+        ctx.reduce_op, ctx.scatter_dim, ctx.dtype = call.reduce_op, call.scatter_dim, A.dtype
+        ctx.group_name, ctx.group_size = call.group_name, call.group_size
+        done: Tensor = implementations.MATMUL_REDUCE_SCATTER.run_below_autograd(call)
         ctx.transposed = _is_transposed(B)
         return done
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         A, B = ctx.saved_tensors
-        *needed, needs_bias, needs_residual, _ = ctx.needs_input_grad
+        _, *needed, needs_bias, needs_residual = ctx.needs_input_grad
         # Each rank has added its own: what its part of the result hands back is all that they get here.
         grad_bias = _rows(grad).sum(0, dtype=torch.float32).to(ctx.dtype) if needs_bias else None
         grad_residual = grad.to(ctx.dtype) if needs_residual else None
@@ -153,38 +142,30 @@ class MatmulReduceScatterFunction(torch.autograd.Function):
                 size = resolve_group(ctx.group_name).size()
                 gathered = all_gather(grad, ctx.scatter_dim, size, ctx.group_name)
             grad_B = _gradient(A, gathered, ctx.transposed) if needed[1] else None
-        return grad_A, grad_B, None, None, None, None, grad_bias, grad_residual, None
+        return None, grad_A, grad_B, grad_bias, grad_residual
 
 
 class AllReduceFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, reduce_op: str, group_name: str, group_size: int | None) -> Tensor:
-        ctx.reduce_op, ctx.group_name, ctx.group_size = reduce_op, group_name, group_size
-        with torch._C._AutoDispatchBelowAutograd():
-            return _ops.one_shot_all_reduce(x, reduce_op, group_name, group_size=group_size)
+    def forward(ctx: Any, call: AllReduceCall, x: Tensor) -> Tensor:
+        ctx.reduce_op, ctx.group_name, ctx.group_size = call.reduce_op, call.group_name, call.group_size
+        done: Tensor = implementations.ALL_REDUCE.run_below_autograd(call)
+        return done
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         total = _ops.one_shot_all_reduce(grad, ctx.reduce_op, ctx.group_name, group_size=ctx.group_size)
-        return total, None, None, None
+        return None, total
 
 
 class AllReduceRmsNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        group_name: str,
-        group_size: int | None,
+        ctx: Any, call: AllReduceRmsNormCall, x: Tensor, residual: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.eps, ctx.group_name, ctx.group_size = eps, group_name, group_size
-        args = (x, residual, weight, eps, group_name)
-        with torch._C._AutoDispatchBelowAutograd():
-            normed, sums = _ops.fused_all_reduce_rms_norm(*args, group_size=group_size)
-        ctx.save_for_backward(sums, weight if any(ctx.needs_input_grad[:2]) else None)
+        ctx.eps, ctx.group_name, ctx.group_size = call.eps, call.group_name, call.group_size
+        normed, sums = implementations.ALL_REDUCE_RMS_NORM.run_below_autograd(call)
+        ctx.save_for_backward(sums, weight if any(ctx.needs_input_grad[1:3]) else None)
         return normed, sums
 
     @staticmethod
@@ -198,23 +179,20 @@ class AllReduceRmsNormFunction(torch.autograd.Function):
             through = grad * weight
             inner = scale * (through - unit * (through * unit).mean(-1, keepdim=True))
             total = (inner + grad_sums).to(sums.dtype)
-            if ctx.needs_input_grad[0]:
+            if ctx.needs_input_grad[1]:
                 grad_x = _ops.one_shot_all_reduce(total, "sum", ctx.group_name, group_size=ctx.group_size)
-        if ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[3]:
             grad_weight = (grad * unit).sum_to_size(sums.shape[-1:]).to(sums.dtype)
-        return grad_x, total, grad_weight, None, None, None
+        return None, grad_x, total, grad_weight
 
 
 class MatmulAllReduceFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, A: Tensor, B: Tensor, reduce_op: str, group_name: str, group_size: int | None
-    ) -> Tensor:
-        of_A, of_B = ctx.needs_input_grad[:2]
+    def forward(ctx: Any, call: MatmulAllReduceCall, A: Tensor, B: Tensor) -> Tensor:
+        _, of_A, of_B = ctx.needs_input_grad
         ctx.save_for_backward(A if of_B else None, B if of_A else None)
-        ctx.reduce_op, ctx.group_name, ctx.group_size = reduce_op, group_name, group_size
-        with torch._C._AutoDispatchBelowAutograd():
-            done = _ops.fused_matmul_all_reduce(A, B, reduce_op, group_name, group_size=group_size)
+        ctx.reduce_op, ctx.group_name, ctx.group_size = call.reduce_op, call.group_name, call.group_size
+        done: Tensor = implementations.MATMUL_ALL_REDUCE.run_below_autograd(call)
         ctx.transposed = _is_transposed(B)
         return done
 
@@ -222,6 +200,6 @@ class MatmulAllReduceFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         A, B = ctx.saved_tensors
         total = _ops.one_shot_all_reduce(grad, ctx.reduce_op, ctx.group_name, group_size=ctx.group_size)
-        grad_A = _product(total, B.t()) if ctx.needs_input_grad[0] else None
-        grad_B = _gradient(A, total, ctx.transposed) if ctx.needs_input_grad[1] else None
-        return grad_A, grad_B, None, None, None
+        grad_A = _product(total, B.t()) if ctx.needs_input_grad[1] else None
+        grad_B = _gradient(A, total, ctx.transposed) if ctx.needs_input_grad[2] else None
+        return None, grad_A, grad_B

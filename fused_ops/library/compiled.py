@@ -135,9 +135,8 @@ def _tell_inductor() -> None:
 
 def _version() -> str:
     """Of what decides how the ops stand in graphs, by which Inductor's caches know graphs that were made otherwise."""
-    here = Path(__file__).parent
-    names = ("autograd.py", "compiled.py", "fakes.py", "inductor.py", "schema.py")
-    return hashlib.sha256(b"".join((here / name).read_bytes() for name in names)).hexdigest()[:16]
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 # It is part of the key of all caches, also of AOTAutograd's, which does not look at what an op becomes.

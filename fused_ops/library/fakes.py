@@ -10,20 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.calls import (
+    AllGatherMatmulCall,
+    AllReduceCall,
+    AllReduceRmsNormCall,
+    MatmulAllReduceCall,
+    MatmulReduceScatterCall,
+)
 from . import validation
 
 
-def fake_all_gather_matmul(
-    A_shard: Tensor,
-    Bs: list[Tensor],
-    gather_dim: int,
-    group_name: str,
-    *,
-    return_A: bool = True,
-    group_size: int | None = None,
-) -> tuple[Tensor | None, list[Tensor]]:
-    validation.group_size(group_size, group_name)
-    dim, group = validation.validate_all_gather_matmul(A_shard, Bs, gather_dim, group_name)
+def fake_all_gather_matmul(call: AllGatherMatmulCall) -> tuple[Tensor | None, list[Tensor]]:
+    call, group = validation.validate_all_gather_matmul(call)
+    A_shard, dim = call.A_shard, call.gather_dim
     shape = list(A_shard.shape)
     shape[dim] = shape[dim] * group.size()
     front = 0 if dim == A_shard.dim() - 1 else dim
@@ -32,59 +31,28 @@ def fake_all_gather_matmul(
         moved = [shape[front], *shape[:front], *shape[front + 1 : -1], columns]
         return A_shard.new_empty(moved).movedim(0, front)
 
-    return (out(shape[-1]) if return_A else None), [out(B.shape[1]) for B in Bs]
+    return (out(shape[-1]) if call.return_A else None), [out(B.shape[1]) for B in call.Bs]
 
 
-def fake_matmul_reduce_scatter(
-    A: Tensor,
-    B: Tensor,
-    reduce_op: str,
-    scatter_dim: int,
-    group_name: str,
-    *,
-    out_dtype: torch.dtype | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    group_size: int | None = None,
-) -> Tensor:
-    validation.group_size(group_size, group_name)
-    args = (A, B, reduce_op, scatter_dim, group_name, out_dtype, bias, residual)
-    dim, group = validation.validate_matmul_reduce_scatter(*args)
-    shape = [*A.shape[:-1], B.shape[1]]
-    shape[dim] = shape[dim] // group.size()
-    return A.new_empty(shape, dtype=out_dtype or A.dtype)
+def fake_matmul_reduce_scatter(call: MatmulReduceScatterCall) -> Tensor:
+    call, group = validation.validate_matmul_reduce_scatter(call)
+    return call.A.new_empty(call.local_shape(group.size()), dtype=call.out_dtype)
 
 
-def fake_all_reduce(x: Tensor, reduce_op: str, group_name: str, *, group_size: int | None = None) -> Tensor:
-    validation.group_size(group_size, group_name)
-    validation.validate_all_reduce(x, reduce_op, group_name)
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def fake_all_reduce(call: AllReduceCall) -> Tensor:
+    validation.validate_all_reduce(call)
+    return torch.empty_like(call.x, memory_format=torch.contiguous_format)
 
 
-def fake_all_reduce_in_place(
-    x: Tensor, reduce_op: str, group_name: str, *, group_size: int | None = None
-) -> None:
-    validation.group_size(group_size, group_name)
-    validation.validate_all_reduce_in_place(x, reduce_op, group_name)
+def fake_all_reduce_in_place(call: AllReduceCall) -> None:
+    validation.validate_all_reduce_in_place(call)
 
 
-def fake_all_reduce_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    group_name: str,
-    *,
-    group_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    validation.group_size(group_size, group_name)
-    validation.validate_all_reduce_rms_norm(x, residual, weight, eps, group_name)
-    return x.new_empty(x.shape), x.new_empty(x.shape)
+def fake_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor]:
+    validation.validate_all_reduce_rms_norm(call)
+    return call.x.new_empty(call.x.shape), call.x.new_empty(call.x.shape)
 
 
-def fake_matmul_all_reduce(
-    A: Tensor, B: Tensor, reduce_op: str, group_name: str, *, group_size: int | None = None
-) -> Tensor:
-    validation.group_size(group_size, group_name)
-    validation.validate_matmul_all_reduce(A, B, reduce_op, group_name)
-    return A.new_empty((*A.shape[:-1], B.shape[1]))
+def fake_matmul_all_reduce(call: MatmulAllReduceCall) -> Tensor:
+    validation.validate_matmul_all_reduce(call)
+    return call.A.new_empty((*call.A.shape[:-1], call.B.shape[1]))

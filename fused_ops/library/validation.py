@@ -13,6 +13,13 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.tensor import DTensor
 
 from ...symm_mem import resolve_group
+from ..ops.calls import (
+    AllGatherMatmulCall,
+    AllReduceCall,
+    AllReduceRmsNormCall,
+    MatmulAllReduceCall,
+    MatmulReduceScatterCall,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REDUCE_OPS = ("sum", "avg")
@@ -192,63 +199,54 @@ def own_rank(group_name: str, rank: int, size: int) -> None:
         raise ValueError(problem)
 
 
-def validate_all_gather_matmul(
-    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group_name: str
-) -> tuple[int, ProcessGroup]:
-    """The dimension, not negative, and the group.
+def validate_all_gather_matmul(call: AllGatherMatmulCall) -> tuple[AllGatherMatmulCall, ProcessGroup]:
+    """The call with a dimension that is not negative, and the group.
 
     Raises:
         ValueError, TypeError: naming the argument, what it was and what it must be.
     """
-    group = resolve_group(group_name)
+    group, A_shard = resolve_group(call.group_name), call.A_shard
     if A_shard.dim() < 2:
         raise ValueError(f"A_shard: has {A_shard.dim()} dimensions, must have 2 or more")
     _dtype("A_shard", A_shard)
-    dim = _dim("gather_dim", gather_dim, "A_shard", A_shard.dim())
-    if not Bs:
+    dim = _dim("gather_dim", call.gather_dim, "A_shard", A_shard.dim())
+    if not call.Bs:
         raise ValueError("Bs: is empty, must hold at least one matrix")
     k = A_shard.shape[-1] * (group.size() if dim == A_shard.dim() - 1 else 1)
-    for i, B in enumerate(Bs):
+    for i, B in enumerate(call.Bs):
         _matrix(f"Bs[{i}]", B, k, A_shard, "the gathered A")
-    return dim, group
+    return call._replace(gather_dim=dim), group
 
 
 def validate_matmul_reduce_scatter(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    reduce_op: str,
-    scatter_dim: int,
-    group_name: str,
-    out_dtype: torch.dtype | None = None,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-) -> tuple[int, ProcessGroup]:
-    """The dimension, not negative, and the group.
+    call: MatmulReduceScatterCall,
+) -> tuple[MatmulReduceScatterCall, ProcessGroup]:
+    """The call with a dimension that is not negative and the dtype of its result, and the group.
 
     Raises:
         ValueError, TypeError: naming the argument, what it was and what it must be.
     """
-    group = resolve_group(group_name)
+    group, A, B = resolve_group(call.group_name), call.A, call.B
     if A.dim() < 2:
         raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
     _dtype("A", A)
     _matrix("B", B, A.shape[-1], A, "A")
-    reduction(reduce_op)
-    if out_dtype not in (None, A.dtype, torch.float32):
-        raise TypeError(f"out_dtype: is {out_dtype}, must be {A.dtype} like A, or float32")
-    dim = _dim("scatter_dim", scatter_dim, "A", A.dim())
+    reduction(call.reduce_op)
+    if call.out_dtype not in (None, A.dtype, torch.float32):
+        raise TypeError(f"out_dtype: is {call.out_dtype}, must be {A.dtype} like A, or float32")
+    dim = _dim("scatter_dim", call.scatter_dim, "A", A.dim())
     size = B.shape[1] if dim == A.dim() - 1 else A.shape[dim]
     if size % group.size():
         raise ValueError(
             f"scatter_dim: A @ B has size {size} there, must be a multiple of {group.size()} ranks"
         )
-    shape = [*A.shape[:-1], B.shape[1]]
-    shape[dim] = size // group.size()
-    if bias is not None:
-        _added("bias", bias, shape[-1:], A)
-    if residual is not None:
-        _added("residual", residual, shape, A)
-    return dim, group
+    call = call._replace(scatter_dim=dim, out_dtype=call.out_dtype or A.dtype)
+    shape = call.local_shape(group.size())
+    if call.bias is not None:
+        _added("bias", call.bias, shape[-1:], A)
+    if call.residual is not None:
+        _added("residual", call.residual, shape, A)
+    return call, group
 
 
 def _added(name: str, tensor: torch.Tensor, shape: Sequence[int], A: torch.Tensor) -> None:
@@ -259,25 +257,25 @@ def _added(name: str, tensor: torch.Tensor, shape: Sequence[int], A: torch.Tenso
     _like(name, tensor, A, "A")
 
 
-def validate_all_reduce(x: torch.Tensor, reduce_op: str, group_name: str) -> ProcessGroup:
+def validate_all_reduce(call: AllReduceCall) -> ProcessGroup:
     """The group.
 
     Raises:
         ValueError, TypeError: naming the argument, what it was and what it must be.
     """
-    group = resolve_group(group_name)
-    _dtype("x", x)
-    reduction(reduce_op, ALL_REDUCE_OPS)
+    group = resolve_group(call.group_name)
+    _dtype("x", call.x)
+    reduction(call.reduce_op, ALL_REDUCE_OPS)
     return group
 
 
-def validate_all_reduce_in_place(x: torch.Tensor, reduce_op: str, group_name: str) -> ProcessGroup:
+def validate_all_reduce_in_place(call: AllReduceCall) -> ProcessGroup:
     """The group, for an x that is overwritten.
 
     Raises:
         ValueError, TypeError: naming the argument, what it was and what it must be.
     """
-    group = validate_all_reduce(x, reduce_op, group_name)
+    group, x = validate_all_reduce(call), call.x
     # torch's own in-place functions refuse the same, but only when the sum is about to be copied. Strides first: sizes
     # may be known at run time alone.
     if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)) and x.numel():
@@ -287,41 +285,37 @@ def validate_all_reduce_in_place(x: torch.Tensor, reduce_op: str, group_name: st
     return group
 
 
-def validate_all_reduce_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group_name: str
-) -> ProcessGroup:
+def validate_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> ProcessGroup:
     """The group.
 
     Raises:
         ValueError, TypeError: naming the argument, what it was and what it must be.
     """
-    group = resolve_group(group_name)
+    group, x = resolve_group(call.group_name), call.x
     if x.dim() < 1:
         raise ValueError("x: has no dimension, must have 1 or more")
     _dtype("x", x)
-    for name, tensor, shape in (("residual", residual, x.shape), ("weight", weight, x.shape[-1:])):
+    for name, tensor, shape in (("residual", call.residual, x.shape), ("weight", call.weight, x.shape[-1:])):
         if tensor.shape != shape:
             raise ValueError(
                 f"{name}: has shape {tuple(tensor.shape)}, must have {tuple(shape)} to go with x"
             )
         _like(name, tensor, x, "x")
-    if not eps >= 0:
-        raise ValueError(f"eps: is {eps!r}, must be 0 or more")
+    if not call.eps >= 0:
+        raise ValueError(f"eps: is {call.eps!r}, must be 0 or more")
     return group
 
 
-def validate_matmul_all_reduce(
-    A: torch.Tensor, B: torch.Tensor, reduce_op: str, group_name: str
-) -> ProcessGroup:
+def validate_matmul_all_reduce(call: MatmulAllReduceCall) -> ProcessGroup:
     """The group.
 
     Raises:
         ValueError, TypeError: naming the argument, what it was and what it must be.
     """
-    group = resolve_group(group_name)
+    group, A = resolve_group(call.group_name), call.A
     if A.dim() < 2:
         raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
     _dtype("A", A)
-    _matrix("B", B, A.shape[-1], A, "A")
-    reduction(reduce_op)
+    _matrix("B", call.B, A.shape[-1], A, "A")
+    reduction(call.reduce_op)
     return group

@@ -18,6 +18,7 @@ from ..dispatch.plan import Plan, heap_or_reason, num_sms, ran, should_fuse, why
 from ..dispatch.staging import Staging, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import matmul_workspace, product_workspace
+from .calls import AllGatherMatmulCall
 
 Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
 
@@ -37,25 +38,25 @@ def fast_all_gather_matmul(
     return (results.pop() if return_A else None), results
 
 
-def run_all_gather_matmul(
-    A_shard: Tensor, Bs: list[Tensor], dim: int, group: ProcessGroup, return_A: bool
-) -> Result:
-    """As the op; the arguments are checked and ``dim`` is not negative."""
+def run_all_gather_matmul(call: AllGatherMatmulCall, group: ProcessGroup) -> Result:
+    """As the op; the call is what validation returns."""
+    A_shard = call.A_shard
     found = heap_or_reason(host.OP, A_shard, group, empty=A_shard.numel() == 0)
     if isinstance(found, str):
         done: Result | str = found
     elif A_shard.device.type == "cpu":
-        done = _on_cpu(found, A_shard, Bs, dim, return_A)
+        done = _on_cpu(found, call)
     else:
-        done = _on_cuda(found, A_shard, Bs, dim, return_A)
+        done = _on_cuda(found, call)
     if isinstance(done, str):
         ran(Plan("unfused", done))
-        A, outs = reference_all_gather_matmul(A_shard, Bs, dim, group)
-        return (A if return_A else None), outs
+        A, outs = reference_all_gather_matmul(A_shard, call.Bs, call.gather_dim, group)
+        return (A if call.return_A else None), outs
     return done
 
 
-def _on_cpu(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A: bool) -> Result:
+def _on_cpu(where: Heap, call: AllGatherMatmulCall) -> Result:
+    A_shard, Bs, dim, return_A = call.A_shard, call.Bs, call.gather_dim, call.return_A
     split_k, size = dim == A_shard.dim() - 1, where.world_size
     front = A_shard if split_k else A_shard.movedim(dim, 0)
     a = front.flatten(0, -2).contiguous()
@@ -70,11 +71,12 @@ def _on_cpu(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A: 
     return _shaped(gathered if return_A else None, products, front, dim, size)
 
 
-def _on_cuda(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A: bool) -> Result | str:
+def _on_cuda(where: Heap, call: AllGatherMatmulCall) -> Result | str:
     """The result, or why it is better computed unfused."""
     from ...kernels.all_gather_matmul import on_cuda
     from ...kernels.all_gather_matmul.configs import GatherKernelCall
 
+    A_shard, Bs, dim, return_A = call.A_shard, call.Bs, call.gather_dim, call.return_A
     split_k = dim == A_shard.dim() - 1
     front = A_shard if split_k else A_shard.movedim(dim, 0)
     if (reason := why_tf32(front.dtype)) is not None:
@@ -83,37 +85,28 @@ def _on_cuda(where: Heap, A_shard: Tensor, Bs: list[Tensor], dim: int, return_A:
     a = staging.take("A_shard", front, rows_of, on_cuda.takes_rows)
     bs = [staging.take(f"Bs[{i}]", B) for i, B in enumerate(Bs)]
     used = (a, *bs)
-    call = GatherKernelCall(a, bs, num_sms(a.device), split_k, return_A)
-    choice = on_cuda.choose_gather_kernel(call, size)
+    kernel_call = GatherKernelCall(a, bs, num_sms(a.device), split_k, return_A)
+    choice = on_cuda.choose_gather_kernel(kernel_call, size)
     if isinstance(choice, str):
         return choice
     if not should_fuse(choice.profitable):
         return "too little is gathered and multiplied"
     with in_stream_order(a.device):
         staging.copy()
-        choice, chosen = on_cuda.tuned_gather(choice, where, call)
+        choice, chosen = on_cuda.tuned_gather(choice, where, kernel_call)
         if choice.algorithm == "copy_engine":
-            call = replace(call, a=a.contiguous())
+            kernel_call = replace(kernel_call, a=a.contiguous())
         workspace = product_workspace(where, choice)
         workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
         plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen)
         ran(plan)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
-        gathered, products = on_cuda.launch_all_gather_matmul(choice, workspace, call, timeout_ns)
+        gathered, products = on_cuda.launch_all_gather_matmul(choice, workspace, kernel_call, timeout_ns)
     A, outs = _shaped(gathered, products, front, dim, size)
     if (launcher := on_cuda.gather_launcher(choice, workspace)) is not None:
-        given, results = (A_shard, *Bs), outs if A is None else [*outs, A]
-        short.remember_call(
-            host.OP,
-            (dim, return_A),
-            given,
-            used,
-            results,
-            workspace,
-            launcher,
-            plan,
-            profitable=choice.profitable,
-        )
+        results = outs if A is None else [*outs, A]
+        made = short.LaunchedCall(host.OP, (dim, return_A), call.tensors, used, results)
+        short.remember_call(made, workspace, launcher, plan, profitable=choice.profitable)
     return A, outs
 
 

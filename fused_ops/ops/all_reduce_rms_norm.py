@@ -53,10 +53,8 @@ def run_all_reduce_rms_norm(
         used = aligned(x2), aligned(residual2), aligned(contiguous)
         place, kernel, plan, (normed, sums) = _on_cuda(found, *used, eps)
         results = [normed.view(x.shape), sums.view(x.shape)]
-        given = (x, residual, weight)
-        short.remember_call(
-            host.OP, eps, given, used, results, place, kernel, plan, profitable=True, grids=kernel.grids
-        )
+        made = short.LaunchedCall(host.OP, eps, (x, residual, weight), used, results)
+        short.remember_call(made, place, kernel, plan, profitable=True, grids=kernel.grids)
     return normed.view(x.shape), sums.view(x.shape)
 
 

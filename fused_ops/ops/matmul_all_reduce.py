@@ -71,11 +71,9 @@ def _remember(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup, out: Te
     """Such a call was a product and an all-reduce."""
     found = all_reduce.made_before(out, reduce_op, group.group_name)
     if found is not None:
-        given, caller = (A, B), _ProductThenSum(found.workspace, found.kernel)
-        short.remember_call(
-            *(host.OP, reduce_op, given, given, [out], found.workspace, caller, _in_two(found.plan)),
-            profitable=True,
-        )
+        made = short.LaunchedCall(host.OP, reduce_op, (A, B), (A, B), [out])
+        caller = _ProductThenSum(found.workspace, found.kernel)
+        short.remember_call(made, found.workspace, caller, _in_two(found.plan), profitable=True)
 
 
 def run_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup) -> Tensor:
@@ -138,11 +136,9 @@ def _of_few_rows(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor | 
         stream = torch.cuda.current_stream().cuda_stream
         kernel.launch(0, (a.data_ptr(), b.data_ptr()), (out.data_ptr(),), timeout_ns, stream)
     shaped = out.view(*A.shape[:-1], n)
-    short.remember_call(
-        *(host.OP, reduce_op, (A, B), (a, b), [shaped], workspace, kernel, fused),
-        profitable=configs.few_rows_kernel_is_profitable(config, n, k),
-        grids=kernel.grids,
-    )
+    made = short.LaunchedCall(host.OP, reduce_op, (A, B), (a, b), [shaped])
+    profitable = configs.few_rows_kernel_is_profitable(config, n, k)
+    short.remember_call(made, workspace, kernel, fused, profitable=profitable, grids=kernel.grids)
     return out
 
 
@@ -166,7 +162,6 @@ def _in_one_kernel(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor 
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
         out, launcher = to_all.launch_sum_to_all(choice, workspace, call, timeout_ns, host.OP)
     shaped = out.view(*A.shape[:-1], B.shape[1])
-    short.remember_call(
-        host.OP, reduce_op, (A, B), (a, b), [shaped], workspace, launcher, fused, profitable=choice.profitable
-    )
+    made = short.LaunchedCall(host.OP, reduce_op, (A, B), (a, b), [shaped])
+    short.remember_call(made, workspace, launcher, fused, profitable=choice.profitable)
     return out

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -19,6 +18,7 @@ from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran, should_
 from ..dispatch.staging import Staging, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import matmul_workspace, product_workspace
+from .calls import MatmulReduceScatterCall
 
 _WHOLE_TILES = 128  # rows: every tile's height divides it, so that no tile is cut off
 
@@ -29,84 +29,72 @@ def fast_matmul_reduce_scatter(
     reduce_op: str,
     dim: int,
     group_name: str,
-    out_dtype: torch.dtype | None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
+    terms: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor | None:
-    """As the op, if such a call was made before on CUDA; else None, and nothing happened.
+    """As the op with a result of A's dtype, if such a call was made before on CUDA; else None, and nothing happened.
 
-    Tensors, dimension and operation may be anything. A call that names the dtype of its result takes the long way.
+    Tensors, dimension and operation may be anything.
+
+    Args:
+        terms: bias and residual.
     """
-    if out_dtype is not None:
-        return None
     if dim < 0 and isinstance(A, Tensor):
         dim += A.dim()
+    bias, residual = terms
     if bias is None and residual is None:
         results = short.run_fast(host.OP, (dim, reduce_op), (A, B), group_name)
     else:
-        arguments, terms = _with_terms(dim, reduce_op, bias, residual)
-        results = short.run_fast(host.OP, arguments, (A, B, *terms), group_name)
+        arguments = _arguments(dim, reduce_op, bias, residual)
+        added = [term for term in terms if term is not None]
+        results = short.run_fast(host.OP, arguments, (A, B, *added), group_name)
     return None if results is None else results[0]
 
 
-def _with_terms(
+def _arguments(
     dim: int, reduce_op: str, bias: Tensor | None, residual: Tensor | None
-) -> tuple[tuple[int | str, ...], list[Tensor]]:
-    """What such calls are remembered by, and the tensors that are added."""
-    terms = [term for term in (bias, residual) if term is not None]
-    added = (bias is not None, residual is not None) if terms else ()
-    return (dim, reduce_op, *added), terms
+) -> tuple[int | str, ...]:
+    """What such calls are remembered by."""
+    if bias is None and residual is None:
+        return dim, reduce_op
+    return dim, reduce_op, bias is not None, residual is not None
 
 
-def run_matmul_reduce_scatter(
-    A: Tensor,
-    B: Tensor,
-    reduce_op: str,
-    dim: int,
-    group: ProcessGroup,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """As the op; the arguments are checked and ``dim`` is not negative."""
-    shape = [*A.shape[:-1], B.shape[1]]
-    shape[dim] //= group.size()
+def run_matmul_reduce_scatter(call: MatmulReduceScatterCall, group: ProcessGroup) -> Tensor:
+    """As the op; the call is what validation returns."""
+    A, shape = call.A, call.local_shape(group.size())
     found = heap_or_reason(host.OP, A, group, empty=0 in shape)
     if isinstance(found, str):
         done: Tensor | str = found
     elif A.device.type == "cpu":
-        done = _on_cpu(found, A, B, reduce_op, dim, out_dtype, bias, residual).view(shape)
+        done = _on_cpu(found, call).view(shape)
     else:
-        done = _on_cuda(found, A, B, reduce_op, dim, shape, out_dtype, bias, residual)
+        done = _on_cuda(found, call)
     if isinstance(done, str):
         ran(Plan("unfused", done))
-        epilogue = Epilogue(out_dtype, reduce_op == "avg", bias is not None, residual is not None)
-        terms = [term for term in (bias, residual) if term is not None]
-        return reference_matmul_reduce_scatter(A, B, dim, group, epilogue, terms)
+        return reference_matmul_reduce_scatter(
+            A, call.B, call.scatter_dim, group, _epilogue(call), call.terms
+        )
     return done
 
 
-def _on_cpu(
-    where: Heap,
-    A: Tensor,
-    B: Tensor,
-    reduce_op: str,
-    dim: int,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-    residual: Tensor | None,
-) -> Tensor:
-    size = where.world_size
-    if dim == A.dim() - 1:
+def _epilogue(call: MatmulReduceScatterCall) -> Epilogue:
+    average, bias, residual = call.reduce_op == "avg", call.bias is not None, call.residual is not None
+    return Epilogue(call.out_dtype or call.A.dtype, average, bias, residual)
+
+
+def _on_cpu(where: Heap, call: MatmulReduceScatterCall) -> Tensor:
+    A, B, size = call.A, call.B, where.world_size
+    if call.scatter_dim == A.dim() - 1:
         rows = A.flatten(0, -2)
         parts = [(rows, b) for b in B.chunk(size, 1)]
     else:
-        parts = [(a.flatten(0, -2), B) for a in A.chunk(size, dim)]
+        parts = [(a.flatten(0, -2), B) for a in A.chunk(size, call.scatter_dim)]
     m, n = parts[0][0].shape[0], parts[0][1].shape[1]
     workspace = matmul_workspace(where, host.host_scatter_layout(m, n, A.element_size(), size))
     ran(Plan("host", workspace_bytes=workspace.layout.bytes))
-    residual = None if residual is None else residual.reshape(m, n)
-    return host.host_matmul_reduce_scatter(workspace, parts, reduce_op, out_dtype, bias, residual)
+    residual = None if call.residual is None else call.residual.reshape(m, n)
+    how = call.reduce_op, call.out_dtype or A.dtype
+    return host.host_matmul_reduce_scatter(workspace, parts, *how, call.bias, residual)
 
 
 def _parts(A: Tensor, dim: int, size: int) -> Tensor:
@@ -124,48 +112,38 @@ def _parts(A: Tensor, dim: int, size: int) -> Tensor:
     return A.view(lead, size, A.shape[:-1].numel() // (lead * size), k)
 
 
-def _on_cuda(
-    where: Heap,
-    A: Tensor,
-    B: Tensor,
-    reduce_op: str,
-    dim: int,
-    shape: list[int],
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> Tensor | str:
+def _on_cuda(where: Heap, call: MatmulReduceScatterCall) -> Tensor | str:
     """The result, or why it is better computed unfused."""
     from ...kernels.matmul_reduce_scatter import on_cuda
 
-    split_n, size = dim == A.dim() - 1, where.world_size
+    A, B, dim, size = call.A, call.B, call.scatter_dim, where.world_size
+    split_n = dim == A.dim() - 1
     if (reason := why_tf32(A.dtype)) is not None:
         return reason
     staging = Staging()
     parts = staging.take("A", A, lambda x: rows_of(x)[None, None] if split_n else _parts(x, dim, size))
     b = staging.take("B", B)
-    epilogue = Epilogue(out_dtype, reduce_op == "avg", bias is not None, residual is not None)
-    arguments, given = _with_terms(dim, reduce_op, bias, residual)
-    call = ScatterKernelCall(parts, b, num_sms(B.device), epilogue, given, split_n)
-    choice = on_cuda.choose_scatter_kernel(call, size)
+    epilogue = _epilogue(call)
+    kernel_call = ScatterKernelCall(parts, b, num_sms(B.device), epilogue, call.terms, split_n)
+    choice = on_cuda.choose_scatter_kernel(kernel_call, size)
     if isinstance(choice, str):
         return choice
     if not should_fuse(choice.profitable):
         return "too little is multiplied and scattered"
     with in_stream_order(b.device):
         staging.copy()
-        call = replace(call, terms=[aligned(term.contiguous()) for term in given])
-        choice, chosen = on_cuda.tuned_scatter(choice, where, call)
+        kernel_call = replace(kernel_call, terms=[aligned(term.contiguous()) for term in call.terms])
+        choice, chosen = on_cuda.tuned_scatter(choice, where, kernel_call)
         workspace = product_workspace(where, choice)
         workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
         plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen)
         ran(plan)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
-        out = on_cuda.launch_matmul_reduce_scatter(choice, workspace, call, timeout_ns).view(shape)
+        out = on_cuda.launch_matmul_reduce_scatter(choice, workspace, kernel_call, timeout_ns)
+        out = out.view(call.local_shape(size))
     launcher = on_cuda.scatter_launcher(choice, workspace, epilogue)
-    if launcher is not None and out_dtype == A.dtype:
-        tensors, used = (A, B, *given), (parts, b, *call.terms)
-        short.remember_call(
-            host.OP, arguments, tensors, used, [out], workspace, launcher, plan, profitable=choice.profitable
-        )
+    if launcher is not None and epilogue.out_dtype == A.dtype:
+        arguments = _arguments(dim, call.reduce_op, call.bias, call.residual)
+        made = short.LaunchedCall(host.OP, arguments, call.tensors, (parts, b, *kernel_call.terms), [out])
+        short.remember_call(made, workspace, launcher, plan, profitable=choice.profitable)
     return out

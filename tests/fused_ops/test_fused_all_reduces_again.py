@@ -76,11 +76,8 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     x, residual, weight = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8)
     stage.product, stage.norm = (A, B), (x, residual, weight)
     results = [torch.empty_like(x), torch.empty_like(x)]
-    fast_path.remember_call(
-        *(all_reduce_rms_norm.host.OP, EPS, stage.norm, stage.norm, results, workspace, kernel),
-        plan.Plan("push"),
-        profitable=True,
-    )
+    made = fast_path.LaunchedCall(all_reduce_rms_norm.host.OP, EPS, stage.norm, stage.norm, results)
+    fast_path.remember_call(made, workspace, kernel, plan.Plan("push"), profitable=True)
     for a in (A, A.flatten(0, 1)):
         matmul_all_reduce._remember(a, B, "sum", group, a @ B)
     return stage
@@ -236,11 +233,8 @@ def test_other_arguments_go_the_long_way(stage: SimpleNamespace) -> None:
 
 def test_true_is_no_eps_where_one_was(stage: SimpleNamespace) -> None:
     results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
-    fast_path.remember_call(
-        *(all_reduce_rms_norm.host.OP, 1.0, stage.norm, stage.norm, results, stage.workspace, stage.kernel),
-        plan.Plan("push"),
-        profitable=True,
-    )
+    made = fast_path.LaunchedCall(all_reduce_rms_norm.host.OP, 1.0, stage.norm, stage.norm, results)
+    fast_path.remember_call(made, stage.workspace, stage.kernel, plan.Plan("push"), profitable=True)
     fused_all_reduce_rms_norm(*stage.norm, 1.0, NAME)
     assert len(stage.kernel.launched) == 1
     with pytest.raises(TypeError, match="eps: is"):
@@ -253,19 +247,8 @@ def test_what_is_remembered_already_makes_no_end_of_what_was_found(stage: Simple
     results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
     for ran, is_kept in ((plan.Plan("push"), True), (plan.Plan("one_shot"), False)):
         kept = call_cache.cached_calls
-        fast_path.remember_call(
-            *(
-                all_reduce_rms_norm.host.OP,
-                EPS,
-                stage.norm,
-                stage.norm,
-                results,
-                stage.workspace,
-                stage.kernel,
-            ),
-            ran,
-            profitable=True,
-        )
+        made = fast_path.LaunchedCall(all_reduce_rms_norm.host.OP, EPS, stage.norm, stage.norm, results)
+        fast_path.remember_call(made, stage.workspace, stage.kernel, ran, profitable=True)
         assert (call_cache.cached_calls is kept) == is_kept
 
 

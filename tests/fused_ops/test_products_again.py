@@ -16,6 +16,7 @@ from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter
 from weft.fused_ops.dispatch import plan, stream_order, workspaces
 from weft.fused_ops.ops import all_gather_matmul, matmul_reduce_scatter
+from weft.fused_ops.ops.calls import AllGatherMatmulCall, MatmulReduceScatterCall
 from weft.kernels.all_gather_matmul.configs import GatherKernelCall
 from weft.kernels.device.tuning.choice import KernelChoice
 from weft.kernels.matmul_reduce_scatter.configs import ScatterKernelCall
@@ -143,7 +144,7 @@ def op(request: pytest.FixtureRequest, stage: SimpleNamespace) -> Op:
         given = [torch.randn(3, 4, 8), torch.randn(8, 16), torch.randn(24, 8).t()]
         made = Op(
             given,
-            lambda A, *Bs: all_gather_matmul._on_cuda(stage.where, A, list(Bs), 0, True),
+            lambda A, *Bs: all_gather_matmul._on_cuda(stage.where, AllGatherMatmulCall(A, list(Bs), 0, NAME)),
             lambda A, *Bs, **named: fused_all_gather_matmul(
                 A, Bs, **{"gather_dim": 0, "group": NAME} | named
             ),
@@ -152,10 +153,12 @@ def op(request: pytest.FixtureRequest, stage: SimpleNamespace) -> Op:
     else:
         given = [torch.randn(6, 4, 8), torch.randn(8, 16), torch.randn(16), torch.randn(3, 4, 16)]
         del given[2 if name == "matmul_reduce_scatter" else 4 :]
-        call, how = torch.ops.weft.fused_matmul_reduce_scatter, ("sum", 0, [3, 4, 16], torch.float32)
+        call, how = torch.ops.weft.fused_matmul_reduce_scatter, ("sum", 0, NAME, torch.float32)
         made = Op(
             given,
-            lambda A, B, *more: matmul_reduce_scatter._on_cuda(stage.where, A, B, *how, *more),
+            lambda A, B, *more: matmul_reduce_scatter._on_cuda(
+                stage.where, MatmulReduceScatterCall(A, B, *how, *more)
+            ),
             lambda A, B, *more, **named: fused_matmul_reduce_scatter(
                 A, B, **{"reduce_op": "sum", "scatter_dim": 0, "group": NAME} | terms(more) | named
             ),
@@ -198,7 +201,7 @@ def test_it_launches_what_the_long_way_would(
 
 def test_dimensions_count_from_either_end(stage: SimpleNamespace) -> None:
     A, B = torch.randn(1, 4, 8), torch.randn(8, 16)
-    _, (first,) = all_gather_matmul._on_cuda(stage.where, A, [B], 1, False)
+    _, (first,) = all_gather_matmul._on_cuda(stage.where, AllGatherMatmulCall(A, [B], 1, NAME, False))
     for dim in (1, -2):
         none, (got,) = fused_all_gather_matmul(A, [B], dim, NAME, return_A=False)
         assert none is None and (got.shape, got.stride()) == (first.shape, first.stride())
@@ -252,18 +255,6 @@ def test_it_is_not_taken_after_a_change(stage: SimpleNamespace, op: Op, change: 
     stage.capturing, stage.device, stage.stream = False, 0, 7
 
 
-@pytest.mark.parametrize("gradient", [False, True])
-def test_a_result_of_another_dtype_goes_the_long_way(stage: SimpleNamespace, gradient: bool) -> None:
-    A, B = torch.randn(6, 4, 8), torch.randn(8, 16)
-    matmul_reduce_scatter._on_cuda(stage.where, A, B, "sum", 0, [3, 4, 16], A.dtype)
-    A.requires_grad_(gradient)
-    for call in (fused_matmul_reduce_scatter, torch.ops.weft.fused_matmul_reduce_scatter):
-        call(A, B, "sum", 0, NAME)
-        with pytest.raises(ValueError, match=LONG):
-            call(A, B, "sum", 0, NAME, out_dtype=torch.float64)
-    assert len(stage.launcher.launched) == 2
-
-
 class Sub(torch.Tensor): ...
 
 
@@ -299,7 +290,9 @@ def test_other_tensors_go_the_long_way(stage: SimpleNamespace, op: Op, other: st
         else matmul_reduce_scatter.fast_matmul_reduce_scatter
     )
     A, *rest = given
-    arguments = (rest, 0, NAME, True) if len(given) == 3 else (rest[0], "sum", 0, NAME, None, *rest[1:])
+    arguments = (
+        (rest, 0, NAME, True) if len(given) == 3 else (rest[0], "sum", 0, NAME, (*rest[1:], None, None)[:2])
+    )
     assert short(A, *arguments) is None
     assert not stage.launcher.launched
 

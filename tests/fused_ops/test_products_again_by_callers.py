@@ -12,6 +12,7 @@ import torch
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_reduce_scatter
 from weft.fused_ops.ops import matmul_reduce_scatter
+from weft.fused_ops.ops.calls import MatmulReduceScatterCall
 from weft.symm_mem.failure.call_log import CallLog
 from weft.symm_mem.workspace import Workspace
 
@@ -91,7 +92,9 @@ def test_a_scattered_last_dimension_is_another_call(stage: SimpleNamespace) -> N
         for way in (dim, dim - 3):
             with pytest.raises(ValueError, match=short.LONG):
                 fused_matmul_reduce_scatter(A, B, "sum", way, short.NAME)
-        matmul_reduce_scatter._on_cuda(stage.where, A, B, "sum", dim, shape, A.dtype)
+        matmul_reduce_scatter._on_cuda(
+            stage.where, MatmulReduceScatterCall(A, B, "sum", dim, short.NAME, A.dtype)
+        )
         for way in (dim, dim - 3):
             got = fused_matmul_reduce_scatter(A, B, "sum", way, short.NAME)
             assert list(got.shape) == shape and got.is_contiguous()

@@ -11,6 +11,7 @@ import torch
 from algorithms import ALGORITHMS, taking
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops import all_gather_matmul
+from weft.fused_ops.ops.calls import AllGatherMatmulCall
 from weft.kernels.all_gather_matmul import on_cuda
 
 WORLD_SIZE = 2
@@ -100,7 +101,7 @@ def test_rows_at_one_distance_are_not_copied(
     last = dim == shard.dim() - 1
     bs = [numbers(WORLD_SIZE * 24 if last else 24, n) for n in (16, 40)]
     with forced("fused"), taking(algorithm):
-        done = all_gather_matmul._on_cuda(where, shard, bs, dim, return_A)
+        done = all_gather_matmul._on_cuda(where, AllGatherMatmulCall(shard, bs, dim, "a group", return_A))
     assert not isinstance(done, str)
     A, outs = done
     assert isinstance(kernels(where), OneShot) is (algorithm == "one_shot" and not last and not return_A)
@@ -123,5 +124,5 @@ def test_rows_at_one_distance_are_not_copied(
 def test_float32_of_the_last_dimension_is_left(where: SimpleNamespace) -> None:
     shard, b = torch.randn(6, 24), torch.randn(48, 16)
     with forced("fused"):
-        said = all_gather_matmul._on_cuda(where, shard, [b], 1, False)
+        said = all_gather_matmul._on_cuda(where, AllGatherMatmulCall(shard, [b], 1, "a group", False))
     assert said == "the last dimension is gathered, for which no kernel takes torch.float32 operands"

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.fused_ops.dispatch import plan
 from weft.fused_ops.dispatch.staging import Staging, rows_of
 from weft.fused_ops.ops import all_gather_matmul, all_reduce, matmul_all_reduce, matmul_reduce_scatter
+from weft.fused_ops.ops.calls import AllGatherMatmulCall, MatmulReduceScatterCall
 from weft.kernels.device.tuning.choice import KernelChoice
 from weft.symm_mem.layout import Layout
 
@@ -47,10 +48,10 @@ def no_copies() -> Iterator[None]:
 SHARD = torch.randn(4, 6, 8).transpose(0, 1)  # its rows lie at no one distance
 CALLS: dict[str, Callable[[], object]] = {
     "all_gather_matmul": lambda: all_gather_matmul._on_cuda(
-        WHERE, SHARD, [misaligned(8, 16), misaligned(8, 4)], 0, False
+        WHERE, AllGatherMatmulCall(SHARD, [misaligned(8, 16), misaligned(8, 4)], 0, "a group", False)
     ),
     "matmul_reduce_scatter": lambda: matmul_reduce_scatter._on_cuda(
-        WHERE, SHARD, misaligned(8, 16), "sum", 0, [3, 4, 16], torch.float32
+        WHERE, MatmulReduceScatterCall(SHARD, misaligned(8, 16), "sum", 0, "a group", torch.float32)
     ),
     "matmul_all_reduce": lambda: matmul_all_reduce._in_one_kernel(
         WHERE, misaligned(4, 8), misaligned(8, 16), "sum"
@@ -146,7 +147,7 @@ def test_why_is_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(f"{on_cuda}.launch_all_gather_matmul", launch)
     B = misaligned(8, 16)
-    all_gather_matmul._on_cuda(WHERE, torch.randn(4, 8), [B], 0, False)
+    all_gather_matmul._on_cuda(WHERE, AllGatherMatmulCall(torch.randn(4, 8), [B], 0, "a group", False))
     why = "each call copies operands: Bs[0] begins 4 bytes behind a multiple of 16"
     assert plans == [plan.Plan("push", why, 7, "tuned")]
     assert torch.equal(seen[0], B), "it is filled at the launch"

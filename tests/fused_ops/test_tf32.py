@@ -11,6 +11,7 @@ import torch
 from weft.fused_ops.dispatch import plan, profitability
 from weft.fused_ops.dispatch.profitability import FusionCandidate, why_not_profitable
 from weft.fused_ops.ops import all_gather_matmul, matmul_reduce_scatter
+from weft.fused_ops.ops.calls import AllGatherMatmulCall, MatmulReduceScatterCall
 from weft.kernels.all_gather_matmul import configs as gather
 from weft.kernels.all_gather_matmul import on_cuda as gather_on_cuda
 from weft.kernels.device.tuning.choice import KernelChoice
@@ -55,8 +56,8 @@ def calls(dtype: torch.dtype) -> list[object]:
     where: Any = SimpleNamespace(world_size=2)
     a, b = torch.ones(4, 8, dtype=dtype), torch.ones(8, 16, dtype=dtype)
     return [
-        all_gather_matmul._on_cuda(where, a, [b], 0, False),
-        matmul_reduce_scatter._on_cuda(where, a, b, "sum", 0, [2, 16], dtype),
+        all_gather_matmul._on_cuda(where, AllGatherMatmulCall(a, [b], 0, "a group", False)),
+        matmul_reduce_scatter._on_cuda(where, MatmulReduceScatterCall(a, b, "sum", 0, "a group", dtype)),
     ]
 
 

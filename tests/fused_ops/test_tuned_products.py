@@ -18,6 +18,7 @@ from weft.fused_ops import last_plan
 from weft.fused_ops.dispatch import workspaces
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops import all_gather_matmul, matmul_reduce_scatter
+from weft.fused_ops.ops.calls import AllGatherMatmulCall, MatmulReduceScatterCall
 from weft.kernels.all_gather_matmul import on_cuda as gather
 from weft.kernels.all_gather_matmul.configs import GatherKernelCall
 from weft.kernels.device.comm.ll_exchange import ExchangeLayout
@@ -148,18 +149,19 @@ def calls(where: Heap, rank: int, out_dtype: torch.dtype) -> list[tuple[str, Any
     a, bs, wide = operands(rank)
     for op in ("all_gather_matmul", "last dimension", "matmul_reduce_scatter", "scattered last dimension"):
         if op == "all_gather_matmul":
-            _, outs = all_gather_matmul._on_cuda(where, a, bs, 0, False)
+            _, outs = all_gather_matmul._on_cuda(where, AllGatherMatmulCall(a, bs, 0, "a group", False))
             assert [out.shape for out in outs] == [(512, 256), (512, 512)]
             given = [x.data_ptr() for x in (a, *bs)]
         elif op == "last dimension":
             deep = torch.cat([bs[0].t()] * 2, 1).t() if rank else torch.cat([bs[0]] * 2)
-            _, outs = all_gather_matmul._on_cuda(where, a, [deep], 1, False)
+            _, outs = all_gather_matmul._on_cuda(where, AllGatherMatmulCall(a, [deep], 1, "a group", False))
             assert [out.shape for out in outs] == [(256, 256)]
             given = [x.data_ptr() for x in (a, deep)]
         else:
             dim = int(op == "scattered last dimension")
             A, B = (a, bs[1]) if dim else (wide, bs[0])
-            out = matmul_reduce_scatter._on_cuda(where, A, B, "sum", dim, [256, 256], out_dtype)
+            call = MatmulReduceScatterCall(A, B, "sum", dim, "a group", out_dtype)
+            out = matmul_reduce_scatter._on_cuda(where, call)
             assert isinstance(out, torch.Tensor) and out.dtype == out_dtype
             given = [A.data_ptr(), B.data_ptr()]
         config, addresses, _ = Kernel.launched[-1]
@@ -188,7 +190,8 @@ def tuned(rank: int, world_size: int, folder: str, fastest: Any) -> None:
         assert len(Kernel.launched) > launched + 8, "another result is another kind"
         launched, bias = len(Kernel.launched), torch.randn(256).bfloat16()
         _, (B, _), wide = operands(rank)
-        matmul_reduce_scatter._on_cuda(where, wide, B, "sum", 0, [256, 256], buffers, bias)
+        call = MatmulReduceScatterCall(wide, B, "sum", 0, "a group", buffers, bias)
+        matmul_reduce_scatter._on_cuda(where, call)
         assert len(Kernel.launched) > launched + 2, "with a bias it is another kind"
         assert Kernel.launched[-1][1] == [x.data_ptr() for x in (wide, B, bias)]
         kinds = {kind: ws.prepared for (kind, *_), ws in where.workspaces.items()}

@@ -190,15 +190,7 @@ class FallbackGraph:
         code = self._code() if kept else None
         with unset_fake_temporarily():  # the constants are real
             constants = self._constants() if kept else {}
-            packed = pack(
-                asked,
-                signature.digest,
-                signature.sizes,
-                signature.what,
-                code,
-                constants,
-                captured=captured,
-            )
+            packed = pack(asked, signature, code, constants, captured=captured)
         first = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(first):
             question = graph.call_function(_agree, (packed, kept))

@@ -37,7 +37,7 @@ from torch.distributed import ProcessGroup
 from ....symm_mem import get_timeout, resolve_group
 from . import outcomes
 from .board import vote_board
-from .signature import digest
+from .signature import Signature, digest
 from .vote import ANOTHER_GRAPH, CANNOT_FUSE, LATE, LOCKED, NO_BOARD, PASSED_BY, Answer, Vote, begun
 
 _log = logging.getLogger("weft.passes")
@@ -69,9 +69,7 @@ class GroupQuestion:
 
 def pack(
     groups: Sequence[GroupQuestion],
-    signature: int,
-    sizes: Sequence[int | str | None],
-    what: Sequence[str],
+    signature: Signature,
     code: str | None,
     constants: dict[str, Any],
     *,
@@ -81,9 +79,7 @@ def pack(
 
     Args:
         groups: in the order in which they first occur in the graph.
-        signature: 63 bits; equal for graphs that communicate alike, but for their sizes.
-        sizes: None for one that is known when the graph runs.
-        what: what became of each collective, for the other ranks' reports.
+        signature: of the graph that may run fused.
         code: ``def forward(self, args)``, the graph as it was; it empties ``args``. None if nothing was fused.
         constants: the graph's attributes that the code reads.
         captured: whether the graph may run fused while a CUDA graph is captured, whose replays will not ask.
@@ -92,9 +88,9 @@ def pack(
     torch.save(constants, buffer)
     data = {
         "groups": [[g.name, g.count, g.fused, g.size] for g in groups],
-        "signature": signature,
-        "sizes": list(sizes),
-        "what": list(what),
+        "signature": signature.digest,
+        "sizes": signature.sizes,
+        "what": signature.what,
         "code": code,
         "constants": base64.b64encode(buffer.getvalue()).decode() if constants else None,
         "captured": captured,

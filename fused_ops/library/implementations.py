@@ -1,0 +1,186 @@
+"""What the ops do on CPU and CUDA: the fast path, else all checks and a call on the slow path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch._ops import OpOverload
+from torch.autograd.graph import increment_version
+from torch.distributed import ProcessGroup
+
+from ...kernels.all_reduce.host import IN_PLACE
+from ...symm_mem.failure.call_log import poison_on_error
+from ..dispatch.call_check import begin_call
+from ..dispatch.fast_path import needs_no_dispatch
+from ..ops import all_gather_matmul as _ag
+from ..ops import all_reduce as _ar
+from ..ops import all_reduce_rms_norm as _arn
+from ..ops import matmul_all_reduce as _mar
+from ..ops import matmul_reduce_scatter as _rs
+from ..ops.calls import (
+    AllGatherMatmulCall,
+    AllReduceCall,
+    AllReduceRmsNormCall,
+    MatmulAllReduceCall,
+    MatmulReduceScatterCall,
+    OpArguments,
+)
+from . import schema, validation
+
+_VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
+
+
+class Implementation(NamedTuple):
+    """What an op does with a call, a ``record``.
+
+    Attributes:
+        fast: the results, if such a call was made before on CUDA; else None, and nothing happened. Its tensors may be
+            anything.
+        slow: checks the arguments and makes the call.
+    """
+
+    op: OpOverload
+    record: Callable[..., Any]
+    fast: Callable[[Any], Any]
+    slow: Callable[[Any], Any]
+
+    def run_below_autograd(self, call: OpArguments) -> Any:
+        done = self.fast(call)
+        return self.run_slow(call) if done is None else done
+
+    def run_slow(self, call: OpArguments) -> Any:
+        """By way of the dispatcher where something else must see the call."""
+        if needs_no_dispatch(*call.tensors):
+            return self.slow(call)
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.dispatch(call)
+
+    def dispatch(self, call: OpArguments) -> Any:
+        arguments = {name: getattr(call, name) for name in call._fields}
+        given = [arguments.pop(a.name) for a in self.op._schema.arguments if not a.kwarg_only]
+        return self.op(*given, **arguments)
+
+
+def _fresh(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Its results are new tensors, like those of torch's own ops. They are views of what kernels write, and as such
+    autograd would let nobody change them in place."""
+
+    @wraps(run)
+    def call(*args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+            return run(*args)
+
+    return call
+
+
+def _begin(op: str, call: OpArguments, group: ProcessGroup) -> None:
+    arguments = {
+        name: getattr(call, name) for name in call._fields if name not in ("group_name", "group_size")
+    }
+    begin_call(op, group, call.tensors[0].device, **arguments)
+
+
+def _fast_all_gather_matmul(call: AllGatherMatmulCall) -> _ag.Result | None:
+    A_shard, Bs, dim, group_name, return_A, _ = call
+    return _ag.fast_all_gather_matmul(A_shard, Bs, dim, group_name, return_A)
+
+
+@_fresh
+@poison_on_error
+def _slow_all_gather_matmul(call: AllGatherMatmulCall) -> _ag.Result:
+    call, group = validation.validate_all_gather_matmul(call)
+    _begin(_ag.host.OP, call, group)
+    return _ag.run_all_gather_matmul(call, group)
+
+
+def _fast_matmul_reduce_scatter(call: MatmulReduceScatterCall) -> Tensor | None:
+    A, B, reduce_op, dim, group_name, out_dtype, bias, residual, _ = call
+    if out_dtype is not None:
+        return None
+    return _rs.fast_matmul_reduce_scatter(A, B, reduce_op, dim, group_name, (bias, residual))
+
+
+@_fresh
+@poison_on_error
+def _slow_matmul_reduce_scatter(call: MatmulReduceScatterCall) -> Tensor:
+    call, group = validation.validate_matmul_reduce_scatter(call)
+    _begin(_rs.host.OP, call, group)
+    return _rs.run_matmul_reduce_scatter(call, group)
+
+
+def _fast_all_reduce(call: AllReduceCall) -> Tensor | None:
+    return _ar.fast_all_reduce(call.x, call.reduce_op, call.group_name, anything=True)
+
+
+@_fresh
+@poison_on_error
+def _slow_all_reduce(call: AllReduceCall) -> Tensor:
+    group = validation.validate_all_reduce(call)
+    _begin(_ar.host.OP, call, group)
+    return _ar.run_all_reduce(call.x, call.reduce_op, group)
+
+
+def _fast_all_reduce_in_place(call: AllReduceCall) -> Tensor | None:
+    return _ar.fast_all_reduce(call.x, call.reduce_op, call.group_name, call.x, IN_PLACE, anything=True)
+
+
+@poison_on_error
+def _slow_all_reduce_in_place(call: AllReduceCall) -> None:
+    group, x = validation.validate_all_reduce_in_place(call), call.x
+    _begin(IN_PLACE, call, group)
+    if x.is_contiguous():
+        _ar.run_all_reduce(x, call.reduce_op, group, x, op=IN_PLACE)
+    else:
+        x.copy_(_ar.run_all_reduce(x, call.reduce_op, group, op=IN_PLACE))
+    increment_version(x)  # as on the fast path
+
+
+def _fast_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor] | None:
+    x, residual, weight, eps, group_name, _ = call
+    return _arn.fast_all_reduce_rms_norm(x, residual, weight, eps, group_name)
+
+
+@_fresh
+@poison_on_error
+def _slow_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor]:
+    group = validation.validate_all_reduce_rms_norm(call)
+    _begin(_arn.host.OP, call, group)
+    return _arn.run_all_reduce_rms_norm(call.x, call.residual, call.weight, call.eps, group)
+
+
+def _fast_matmul_all_reduce(call: MatmulAllReduceCall) -> Tensor | None:
+    return _mar.fast_matmul_all_reduce(call.A, call.B, call.reduce_op, call.group_name)
+
+
+@_fresh
+@poison_on_error
+def _slow_matmul_all_reduce(call: MatmulAllReduceCall) -> Tensor:
+    group = validation.validate_matmul_all_reduce(call)
+    _begin(_mar.host.OP, call, group)
+    return _mar.run_matmul_all_reduce(call.A, call.B, call.reduce_op, group)
+
+
+ALL_GATHER_MATMUL = Implementation(
+    schema.all_gather_matmul, AllGatherMatmulCall, _fast_all_gather_matmul, _slow_all_gather_matmul
+)
+MATMUL_REDUCE_SCATTER = Implementation(
+    schema.matmul_reduce_scatter,
+    MatmulReduceScatterCall,
+    _fast_matmul_reduce_scatter,
+    _slow_matmul_reduce_scatter,
+)
+ALL_REDUCE = Implementation(schema.all_reduce, AllReduceCall, _fast_all_reduce, _slow_all_reduce)
+ALL_REDUCE_IN_PLACE = Implementation(
+    schema.all_reduce_, AllReduceCall, _fast_all_reduce_in_place, _slow_all_reduce_in_place
+)
+ALL_REDUCE_RMS_NORM = Implementation(
+    schema.all_reduce_rms_norm, AllReduceRmsNormCall, _fast_all_reduce_rms_norm, _slow_all_reduce_rms_norm
+)
+MATMUL_ALL_REDUCE = Implementation(
+    schema.matmul_all_reduce, MatmulAllReduceCall, _fast_matmul_all_reduce, _slow_matmul_all_reduce
+)

@@ -1,0 +1,101 @@
+"""What torch.library is told of the ops, besides their schemas: implementations of their calls as records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from . import autograd_calls, compiled, fakes, implementations, schema, validation
+from .autograd import AUTOCAST
+from .implementations import Implementation
+from .unsupported import refuse_unsupported
+
+
+def _on_records(op: Implementation, run: Callable[[Any], Any]) -> Callable[..., Any]:
+    """``run`` as torch calls it."""
+    record, group_size = op.record, validation.group_size
+
+    @wraps(run)
+    def implement(*args: Any, **named: Any) -> Any:
+        call = record(*args, **named)
+        if call.group_size is not None:
+            group_size(call.group_size, call.group_name)
+        return run(call)
+
+    return implement
+
+
+def _behind_fast_path(op: Implementation, run: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The same, of a call that took no fast path."""
+    record, group_size, fast = op.record, validation.group_size, op.fast
+    returns_nothing = not op.op._schema.returns
+
+    @wraps(run)
+    def implement(*args: Any, **named: Any) -> Any:
+        call = record(*args, **named)
+        if call.group_size is not None:
+            group_size(call.group_size, call.group_name)
+        done = fast(call)
+        if done is None:
+            return run(call)
+        return None if returns_nothing else done
+
+    return implement
+
+
+def _below_autocast(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The op without autocast: it would cast the products of what runs unfused or between CPU ranks, and no others."""
+
+    def call(*args: Any, **named: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+            return op(*args, **named)
+
+    return call
+
+
+for _op, _fake, _autograd in (
+    (
+        implementations.ALL_GATHER_MATMUL,
+        fakes.fake_all_gather_matmul,
+        autograd_calls.differentiable_all_gather_matmul,
+    ),
+    (
+        implementations.MATMUL_REDUCE_SCATTER,
+        fakes.fake_matmul_reduce_scatter,
+        autograd_calls.differentiable_matmul_reduce_scatter,
+    ),
+    (
+        implementations.ALL_REDUCE,
+        fakes.fake_all_reduce,
+        autograd_calls.differentiable_all_reduce,
+    ),
+    (
+        implementations.ALL_REDUCE_RMS_NORM,
+        fakes.fake_all_reduce_rms_norm,
+        autograd_calls.differentiable_all_reduce_rms_norm,
+    ),
+    (
+        implementations.MATMUL_ALL_REDUCE,
+        fakes.fake_matmul_all_reduce,
+        autograd_calls.differentiable_matmul_all_reduce,
+    ),
+    (
+        implementations.ALL_REDUCE_IN_PLACE,
+        fakes.fake_all_reduce_in_place,
+        autograd_calls.refuse_gradient_or_all_reduce_in_place,
+    ),
+):
+    _overload = _op.op
+    _name = str(_overload._schema.name).removeprefix("weft::")
+    _known_fake = compiled.known_to_inductor(_on_records(_op, _fake))
+    torch.library.register_fake(f"weft::{_name}", _known_fake, lib=schema.lib)
+    compiled.declare_communicating(_overload)
+    for _key in ("CPU", "CUDA"):
+        schema.lib.impl(_name, _behind_fast_path(_op, _op.slow), _key)
+    schema.lib.impl(_name, _behind_fast_path(_op, _autograd), "Autograd")
+    refuse_unsupported(schema.lib, _name)
+    for _key in ("AutocastCPU", "AutocastCUDA"):
+        schema.lib.impl(_name, _below_autocast(_overload), _key)

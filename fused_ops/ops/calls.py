@@ -1,0 +1,100 @@
+"""A call of each op as a record: its arguments in the schema's order. Validation returns it with what it derives."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class OpArguments(Protocol):
+    """What the records have in common. They are tuples, which are made in a fourth of a frozen dataclass's time."""
+
+    @property
+    def _fields(self) -> tuple[str, ...]: ...
+    @property
+    def group_name(self) -> str: ...
+    @property
+    def group_size(self) -> int | None: ...
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that are given."""
+
+
+class AllGatherMatmulCall(NamedTuple):
+    A_shard: Tensor
+    Bs: list[Tensor]
+    gather_dim: int
+    group_name: str
+    return_A: bool = True
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.A_shard, *self.Bs]
+
+
+class MatmulReduceScatterCall(NamedTuple):
+    A: Tensor
+    B: Tensor
+    reduce_op: str
+    scatter_dim: int
+    group_name: str
+    out_dtype: torch.dtype | None = None
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.A, self.B, *self.terms]
+
+    @property
+    def terms(self) -> list[Tensor]:
+        """What is added to the local part of the sum."""
+        return [term for term in (self.bias, self.residual) if term is not None]
+
+    def local_shape(self, world_size: int) -> list[int]:
+        """That of the local part; ``scatter_dim`` is not negative."""
+        shape = [*self.A.shape[:-1], self.B.shape[1]]
+        shape[self.scatter_dim] = shape[self.scatter_dim] // world_size
+        return shape
+
+
+class AllReduceCall(NamedTuple):
+    """Also of an all-reduce in place."""
+
+    x: Tensor
+    reduce_op: str
+    group_name: str
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.x]
+
+
+class AllReduceRmsNormCall(NamedTuple):
+    x: Tensor
+    residual: Tensor
+    weight: Tensor
+    eps: float
+    group_name: str
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.x, self.residual, self.weight]
+
+
+class MatmulAllReduceCall(NamedTuple):
+    A: Tensor
+    B: Tensor
+    reduce_op: str
+    group_name: str
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.A, self.B]
