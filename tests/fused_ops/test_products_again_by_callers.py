@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import test_products_again as short
 import torch
+from test_products_seen import FunctionMode, Seen
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_reduce_scatter
 from weft.fused_ops.ops import matmul_reduce_scatter
@@ -108,7 +109,7 @@ def test_a_default_device_is_none_of_its_business(stage: SimpleNamespace, op: sh
     with torch.device("cpu"):
         op.call(*op.given)
         assert caller.called
-        with pytest.raises(short.Seen), short.FunctionMode():
+        with pytest.raises(Seen), FunctionMode():
             op.call(*op.given)
 
 
