@@ -282,8 +282,6 @@ class FusionPass(PassSettings, CustomGraphPass):
         """Why what could be fused should not be."""
         if (unordered := why_unordered()) is not None:
             return f"{unordered}, with which ranks may communicate in different orders"
-        if (list_returned := _why_not_called_from_cpp(match.op)) is not None:
-            return list_returned
         weighed = self.fuse == "auto" and not getattr(match, "decided", False)
         if weighed and (apart := getattr(match, "apart", None)) is not None:
             return str(apart)
@@ -294,11 +292,12 @@ class FusionPass(PassSettings, CustomGraphPass):
             )
             if (reason := profitability.why_not_profitable(candidate)) is not None:
                 return reason
-        if not self.agree:
-            return None
         group = match.collective.group
-        why_not = why_not_asked(group)
-        return why_not or ((why_not_kept or _why_not_compared(match)) if has_ranks(group) else None)
+        why_not = why_not_asked(group) if self.agree else None
+        why_not = why_not or _why_not_called_from_cpp(match.op)
+        if why_not is not None or not self.agree or not has_ranks(group):
+            return why_not
+        return why_not_kept or _why_not_compared(match)
 
 
 _WORDS = {
