@@ -147,8 +147,31 @@ def compiles(rank: int, size: int, example: str) -> str:
     return said[0]
 
 
+def compiles_beside(rank: int, size: int, example: str, beside: str) -> tuple[int, int]:
+    names: dict[str, Any] = {
+        "torch": torch,
+        "model": Model(),
+        "x": torch.randn(256, 64),
+        "print": lambda t: None,
+    }
+    with torch.no_grad(), inductor_config.patch(fx_graph_cache=False):
+        exec(example, names)
+        names["fusion"].clear()
+        names["model"] = Model()
+        exec(beside, names)
+        names["model"](names["x"])
+    torch._dynamo.reset()
+    dist.barrier()
+    return names["fusion"].report().fused, names["nodes"].count
+
+
+def test_the_pass_beside_another() -> None:
+    for fused, count in run_ranks(compiles_beside, 2, *examples("docs/pass.md"), fresh=True):
+        assert fused == 1 and count > 0
+
+
 def test_the_pass() -> None:
-    (example,) = examples("docs/pass.md")
+    example, _ = examples("docs/pass.md")
     said = run_ranks(compiles, 2, example, fresh=True)
     assert examples("README.md")[1] == example, "the README shows the example that was run"
     for line in said:

@@ -11,6 +11,7 @@ from torch import fx
 
 from .graph.collectives import LeftAlone, alike, aten, c10d, calls, is_contiguous, is_val, val, waits, what
 from .graph.rewrite import call
+from .origin import copy_origin
 from .patterns import registry
 
 _COALESCED = {
@@ -57,7 +58,7 @@ def make_functional(graph: fx.Graph) -> None:
         if not alike(val(new), val(node)):
             graph.erase_node(new)
             continue
-        new.meta["stack_trace"] = node.meta.get("stack_trace")
+        copy_origin(node, new)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
 
@@ -148,7 +149,7 @@ def _replace_if_fused(
     try:
         for old, (target, *args) in parts.items():
             new[old] = call(after, target, *args)
-            new[old].meta["stack_trace"] = at.meta.get("stack_trace")
+            copy_origin(at, new[old])
             old.replace_all_uses_with(new[old])
         for i, single in enumerate(new.values()):
             which = f"coalesced with others, of which number {i}: " if len(new) > 1 else ""

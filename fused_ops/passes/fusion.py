@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
-from collections.abc import Iterable
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import weft
 from torch import fx
+from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.virtualized import V
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ...symm_mem import Group, group_name
+from ...symm_mem import Group
 from ..dispatch import profitability
 from ..library.compiled import why_unordered
 from .agreement.fallback_graph import FallbackGraph, has_ranks, why_captured_without_vote, why_not_asked
 from .agreement.guard import is_fallback_graph
 from .agreement.outcomes import RunOutcomes
 from .agreement.signature import Order
+from .cache_key import pass_key
 from .canonicalize import by_position, canonicalize, make_functional, wait_for_each, wait_once
 from .decompositions import write_out
-from .graph.collectives import Collective, LeftAlone, collectives, group_of, kind_of, val
+from .graph.collectives import Collective, LeftAlone, collectives, custom_ops, group_of, kind_of, val
 from .graph.subgraphs import WHY, Called
+from .log import log_line
+from .origin import module_of, source_of
+from .pass_sequence import in_sequence
 from .patterns import registry
-from .report import Entry, Report, source_of
-
-_log = logging.getLogger("weft.passes")
-_ROOT = Path(__file__).parents[2]
-FUSE = ("auto", "always")
-CAPTURE = "capture"
-# How weft waits, not what it puts into a graph.
-_NOT_IN_THE_GRAPH = {"WEFT_TIMEOUT"}
+from .report import Entry, PassRuns, Report
+from .settings import CAPTURE, PassSettings
 
 
 class FusionError(RuntimeError):
@@ -56,7 +49,7 @@ class FusionError(RuntimeError):
         self.report = report
 
 
-class FusionPass(CustomGraphPass):
+class FusionPass(PassSettings, CustomGraphPass):
     """Puts weft's fused ops into graphs that torch.compile makes.
 
     >>> import torch, torch.distributed as dist
@@ -86,8 +79,11 @@ class FusionPass(CustomGraphPass):
     but the pass does not run then, and **the report has no entries**. To see them:
     ``TORCHINDUCTOR_FORCE_DISABLE_CACHES=1``.
 
-    The logger ``weft.passes`` writes a line for each graph (INFO; ``TORCH_LOGS=weft`` shows them) and for each new
-    disagreement (WARNING).
+    A pass is a dict of its settings, for json alone. Its copies are the pass itself, so that a copy of the options
+    fills the same report; what is pickled are the settings, with groups by name.
+
+    The logger ``weft.passes`` writes a line for each graph (INFO, by rank 0 of each group; the other ranks at DEBUG;
+    ``TORCH_LOGS=weft`` shows the former) and for each new disagreement (WARNING).
 
     Args:
         groups: fuse collectives of these groups only: names, ProcessGroups, 1-D DeviceMeshes or (mesh, dim).
@@ -115,22 +111,11 @@ class FusionPass(CustomGraphPass):
         fuse: str = "auto",
         agree: bool | str = True,
     ) -> None:
-        if isinstance(groups, str):
-            raise TypeError(f"groups: is the string {groups!r}, must be a list of groups")
-        if groups is not None and not isinstance(groups, Iterable):
-            raise TypeError(f"groups: is {groups!r}, must be a list of groups")
-        if not isinstance(strict, bool):
-            raise TypeError(f"strict: is {strict!r}, must be True or False")
-        if not isinstance(agree, bool | str):
-            raise TypeError(f"agree: is {agree!r}, must be True, False or {CAPTURE!r}")
-        if isinstance(agree, str) and agree != CAPTURE:
-            raise ValueError(f"agree: is {agree!r}, must be True, False or {CAPTURE!r}")
-        if fuse not in FUSE:
-            raise ValueError(f"fuse: is {fuse!r}, must be 'auto' or 'always'")
-        self.groups = None if groups is None else frozenset(group_name(g) for g in groups)
-        self.strict, self.fuse, self.agree = strict, fuse, agree
+        super().__init__(groups, strict, fuse, agree)
         self._entries: list[Entry] = []
         self._graphs = 0
+        self._keys = 0
+        self._custom_ops: dict[str, None] = {}
         self._called = Called()
         self._outcomes = RunOutcomes()
 
@@ -139,9 +124,25 @@ class FusionPass(CustomGraphPass):
         """For ``torch.compile(model, options=fusion.options)``."""
         return {"post_grad_custom_post_pass": self}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
-        # On its way to AOTInductor torch copies the options: the report would be that of a copy, which nobody holds.
-        return self
+    def options_with(self, *others: Callable[[fx.Graph], None]) -> dict[str, Any]:
+        """``options`` for a model that has graph passes of its own, too: Inductor has one place for all of them.
+
+        >>> import torch
+        >>> from weft.fused_ops import FusionPass
+        >>> seen = []
+        >>> model = torch.compile(torch.sin, options=FusionPass().options_with(seen.append))
+        >>> y = model(torch.randn(3))
+        >>> len(seen)
+        1
+
+        Args:
+            others: run before this one, in this order. Functions that are no CustomGraphPass keep a graph out of
+                Inductor's cache.
+
+        Raises:
+            TypeError: one of them cannot be called.
+        """
+        return {"post_grad_custom_post_pass": in_sequence([*others, self])}
 
     def report(self) -> Report:
         """What became of every collective of the graphs seen since the pass was made or cleared.
@@ -153,7 +154,8 @@ class FusionPass(CustomGraphPass):
         Disagreements and questions are those of the process in that time: a graph that comes from a cache belongs to
         no pass.
         """
-        return Report(self._entries, self._outcomes.disagreements(), self._outcomes.questions())
+        runs = PassRuns(self._graphs, self._keys, tuple(self._custom_ops))
+        return Report(self._entries, self._outcomes.disagreements(), self._outcomes.questions(), runs)
 
     def clear(self) -> None:
         """Empties the report of this pass; its graphs are counted from 0 again.
@@ -162,16 +164,14 @@ class FusionPass(CustomGraphPass):
         >>> FusionPass().clear()
         """
         self._entries.clear()
-        self._graphs = 0
+        self._custom_ops.clear()
+        self._graphs = self._keys = 0
         self._outcomes.reset()
 
     def uuid(self) -> Any:
-        names = "all" if self.groups is None else sorted(self.groups)
-        return (
-            f"weft {weft.__version__} {_sources()} groups={names} "
-            f"strict={self.strict} fuse={self.fuse} agree={self.agree} "
-            f"sizes={_group_sizes()} environment={_environment()}{' as it was' * is_fallback_graph()}"
-        )
+        if not is_fallback_graph():
+            self._keys += 1
+        return f"{pass_key(self)}{' fallback' * is_fallback_graph()}"
 
     def __call__(self, graph: fx.Graph) -> None:
         if is_fallback_graph():
@@ -185,6 +185,7 @@ class FusionPass(CustomGraphPass):
         for number in self._called.put_back(graph):
             self._leave(number)
         if not nodes:
+            self._custom_ops |= dict.fromkeys(custom_ops(graph))
             return
         written = write_out(graph)
         original = FallbackGraph(graph, nodes) if self.agree else None
@@ -193,13 +194,13 @@ class FusionPass(CustomGraphPass):
             why_not = why_captured_without_vote() or why_not
         left = canonicalize(graph, self._find, lambda match: self._why_not(match, _problem(match), why_not))
         nodes = list(collectives(graph))
-        told = {n: self._told(n) for n in nodes}
-        entries = {n: Entry(**told[n], reason=reason) for n, reason in left.items()}
+        fields = {n: self._fields(n) for n in nodes}
+        entries = {n: Entry(**fields[n], reason=reason) for n, reason in left.items()}
         # Reductions first: a product between two collectives is fused with the one behind it. The one before it may
         # gather a weight, which can be there early.
         orders = []
         for node in sorted(nodes, key=lambda n: "gather" in kind_of(n)):
-            if node not in entries and (order := self._fuse(node, told, entries, why_not)) is not None:
+            if node not in entries and (order := self._fuse(node, fields, entries, why_not)) is not None:
                 orders.append(order)
         for each in written:
             each.put_back()
@@ -209,7 +210,7 @@ class FusionPass(CustomGraphPass):
             self._called.remember(graph, original.graph, self._graphs - 1)
         graph.lint()
         self._entries += report.entries
-        _log.info("%s", _line(self._graphs - 1, report))
+        log_line(self._graphs - 1, report)
         if self.strict and report.left:
             raise FusionError(report)
 
@@ -219,17 +220,18 @@ class FusionPass(CustomGraphPass):
             e.left_alone(WHY) if e.graph == number and e.fused_into is not None else e for e in self._entries
         ]
         report = Report(e for e in self._entries if e.graph == number)
-        _log.info("%s", _line(number, report))
+        log_line(number, report)
         if self.strict and report.left:
             raise FusionError(report)
 
-    def _told(self, node: fx.Node) -> dict[str, Any]:
+    def _fields(self, node: fx.Node) -> dict[str, Any]:
         return {
             "graph": self._graphs - 1,
             "node": node.name,
             "collective": kind_of(node),
             "group": group_of(node),
             "source": source_of(node),
+            "module": module_of(node),
         }
 
     def _find(self, node: fx.Node) -> registry.Form:
@@ -239,7 +241,7 @@ class FusionPass(CustomGraphPass):
     def _fuse(
         self,
         node: fx.Node,
-        told: dict[fx.Node, dict[str, Any]],
+        fields: dict[fx.Node, dict[str, Any]],
         entries: dict[fx.Node, Entry],
         why_not_kept: str | None,
     ) -> Order | None:
@@ -259,7 +261,7 @@ class FusionPass(CustomGraphPass):
             order = match.order
             match.replace()
         except LeftAlone as e:
-            entries[node] = Entry(**told[node], **found, reason=str(e))
+            entries[node] = Entry(**fields[node], **found, reason=str(e))
             return None
         # It may be one that was met before, and left.
         node = match.collective.node
@@ -269,9 +271,9 @@ class FusionPass(CustomGraphPass):
             gain = dict(zip("mnk", problem, strict=True))
             candidate = profitability.FusionCandidate(_word(match.op), *problem, *_where(match))
             gain["gain"] = profitability.expected_gain(candidate)
-        entries[node] = Entry(**told[node], **into, **gain, detail=match.detail)
+        entries[node] = Entry(**fields[node], **into, **gain, detail=match.detail)
         for other in match.others:
-            entries[other] = Entry(**told[other], **into, detail=f"merged with {told[node]['node']}")
+            entries[other] = Entry(**fields[other], **into, detail=f"merged with {fields[node]['node']}")
         return order
 
     def _why_not(
@@ -290,39 +292,12 @@ class FusionPass(CustomGraphPass):
             )
             if (reason := profitability.why_not_profitable(candidate)) is not None:
                 return reason
-        if not self.agree:
-            return None
         group = match.collective.group
-        why_not = why_not_asked(group)
-        return why_not or ((why_not_kept or _why_not_compared(match)) if has_ranks(group) else None)
-
-
-@cache
-def _sources() -> str:
-    """Of all that decides which nodes are put in, what they are said to return, and what a cached graph calls."""
-    digest = hashlib.sha256()
-    for top in ("fused_ops", "kernels", "symm_mem"):
-        for path in sorted((_ROOT / top).rglob("*")):
-            if path.suffix in (".py", ".cu", ".cuh"):
-                digest.update(f"{path.relative_to(_ROOT)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-def _group_sizes() -> list[tuple[str, int, str]]:
-    """A graph of an all-reduce does not say for how many ranks it is, but what it is fused into depends on it."""
-    if not dist.is_initialized():
-        return []
-    known = dist.distributed_c10d._world.pg_names
-    return sorted(
-        (name, pg.size(), dist.get_backend(pg))
-        for pg, name in known.items()
-        if isinstance(pg, dist.ProcessGroup)
-    )
-
-
-def _environment() -> dict[str, str]:
-    names = (n for n in sorted(os.environ) if n.startswith("WEFT_") and n not in _NOT_IN_THE_GRAPH)
-    return {n: os.environ[n] for n in names}
+        why_not = why_not_asked(group) if self.agree else None
+        why_not = why_not or _why_not_called_from_cpp(match.op)
+        if why_not is not None or not self.agree or not has_ranks(group):
+            return why_not
+        return why_not_kept or _why_not_compared(match)
 
 
 _WORDS = {
@@ -337,7 +312,7 @@ _WORDS = {
 
 
 def _word(op: Any) -> str:
-    """The word by which ``worth`` knows an op.
+    """The word by which ``profitability`` knows an op.
 
     Raises:
         KeyError: ``_WORDS`` has none.
@@ -379,9 +354,10 @@ def _why_not_compared(match: registry.Form) -> str | None:
     return None
 
 
-def _line(number: int, report: Report) -> str:
-    text = f"graph {number}: {report.fused} of {len(report.entries)} collectives fused"
-    if report.gain:
-        text += f", should save {report.gain:.3g} us"
-    left = [e for e in report.entries if e.fused_into is None]
-    return f"{text}; {left[0].node} left alone: {left[0].reason}" if left else text
+def _why_not_called_from_cpp(op: Any) -> str | None:
+    """Why the code that Inductor generates in C++ cannot call an op; None if it can, or is in Python."""
+    if not inductor_config.cpp_wrapper or V.aot_compilation:
+        return None
+    if not any(isinstance(r.type, torch.ListType) for r in op._schema.returns):
+        return None
+    return f"the C++ wrapper cannot call an op that returns a list of tensors, as {op._schema.name} does"

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
-from torch import fx
-
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
-_NONE = (
-    "no collectives were seen (the pass does not see a graph that Inductor takes from its cache; "
-    "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 has all graphs made anew)"
-)
-_TORCH = str(Path(torch.__file__).parent)
+from .ranges import as_ranges, without_numbers
 
 
 @dataclass(frozen=True)
@@ -60,6 +51,40 @@ NONE_ASKED = VoteCounts()
 
 
 @dataclass(frozen=True)
+class PassRuns:
+    """How often Inductor turned to a pass, since it was made or cleared.
+
+    Attributes:
+        graphs: graphs that it ran on.
+        keys: how often it was asked for its key, as Inductor does before it looks into its cache.
+        custom_ops: operators, neither torch's nor weft's, of the graphs without functional collectives.
+    """
+
+    graphs: int = 0
+    keys: int = 0
+    custom_ops: tuple[str, ...] = ()
+
+    def why_no_entries(self) -> str:
+        if self.graphs:
+            one = self.graphs == 1
+            graphs = "one graph, which" if one else f"{self.graphs} graphs, none of which"
+            text = f"the pass ran on {graphs} has {'no' if one else 'a'} functional collective"
+            return text + (f" (custom ops: {', '.join(self.custom_ops)})" if self.custom_ops else "")
+        if self.keys:
+            return (
+                "Inductor asked for the pass's key but did not run it: the graphs came from its cache, as this pass "
+                "makes them; TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 has all graphs made anew"
+            )
+        return (
+            "the pass has not run: no graph was compiled with its options by Inductor (nothing was called yet, another "
+            "backend or another pass in its place, or inside of another torch.compile, whose options count)"
+        )
+
+
+NO_RUNS = PassRuns()
+
+
+@dataclass(frozen=True)
 class Entry:
     """One collective: fused into ``fused_into``, or left alone because of ``reason``.
 
@@ -76,7 +101,9 @@ class Entry:
         form: what was found around the collective, in words; also of one that was found but does not pay.
         m, n, k: the product that this rank computes, [m, k] @ [k, n], with k = 0 what is reduced without its product;
         None when left alone, or not known before the run.
-        gain: microseconds that fusing should save by ``worth.expected_gain``; None like m, n, k.
+        gain: microseconds that fusing should save by ``profitability.expected_gain``; None like m, n, k.
+        module: the innermost module that runs it, as ``layers.3.mlp.down_proj (Linear)``; of a collective of a backward
+        graph that of the forward's; "" where torch kept none.
     """
 
     graph: int
@@ -93,16 +120,22 @@ class Entry:
     n: int | None = None
     k: int | None = None
     gain: float | None = None
+    module: str = ""
 
     def left_alone(self, reason: str) -> Entry:
         """The same collective, found but left alone."""
-        told = (self.graph, self.node, self.collective, self.group)
-        return Entry(*told, reason=reason, source=self.source, form=self.form)
+        fields = (self.graph, self.node, self.collective, self.group)
+        return Entry(*fields, reason=reason, source=self.source, form=self.form, module=self.module)
 
     def __str__(self) -> str:
         kind = "" if self.node.startswith(self.collective) else f" ({self.collective})"
+        return f"graph {self.graph}: {self.node}{kind}{self._where(self.module)}: {self._outcome()}"
+
+    def _where(self, module: str) -> str:
         group = "" if self.group is None else f" over group {self.group!r}"
-        head = f"graph {self.graph}: {self.node}{kind}{group}"
+        return f"{group} in {module}" if module else group
+
+    def _outcome(self) -> str:
         if self.fused_into is not None:
             parts = [f"fused into {self.fused_into}"]
             parts += [] if self.dim is None else [f"dim {self.dim}"]
@@ -114,12 +147,27 @@ class Entry:
         else:
             body = f"left alone: {self.reason}"
         form = f"  ({self.form})" if self.form else ""
-        return f"{head}: {body}{form}{f'  [{self.source}]' if self.source else ''}"
+        return f"{body}{form}{f'  [{self.source}]' if self.source else ''}"
+
+    def alike(self) -> tuple[str, ...]:
+        """The same for entries that differ in the numbers of graphs, nodes and modules only."""
+        return self.collective, self._where(without_numbers(self.module)), without_numbers(self._outcome())
+
+
+def text_of(entries: list[Entry]) -> str:
+    """One line for entries that are alike."""
+    first = entries[0]
+    if len(entries) == 1:
+        return str(first)
+    graphs = as_ranges([str(e.graph) for e in entries])
+    where = first._where(as_ranges([e.module for e in entries]))
+    several = f"graph{'s' * (graphs != str(first.graph))} {graphs}"
+    return f"{several}: {first.collective}{where}: {first._outcome()} ({len(entries)} times)"
 
 
 @dataclass(frozen=True)
 class Report:
-    """The entries in the order of graphs and of collectives in a graph; ``str()`` gives one line each.
+    """The entries in the order of graphs and of collectives in a graph.
 
     >>> from weft.fused_ops import FusionPass
     >>> report = FusionPass().report()
@@ -128,25 +176,32 @@ class Report:
     >>> report.fused, report.left
     (0, 0)
 
+    ``str()`` gives one line each, those that differ in numbers of graphs, nodes and modules (layers.0-31) as one, and
+    counts the reasons of those left alone.
+
     Attributes:
         entries: what became of each collective.
         disagreements: graphs that ran unfused in this process because the ranks stood before different ones.
         questions: how often this process's graphs asked the other ranks, and what that cost.
+        runs: how often Inductor turned to the pass.
     """
 
     entries: tuple[Entry, ...] = ()
     disagreements: tuple[Disagreement, ...] = ()
     questions: VoteCounts = NONE_ASKED
+    runs: PassRuns = NO_RUNS
 
     def __init__(
         self,
         entries: Iterable[Entry] = (),
         disagreements: Iterable[Disagreement] = (),
         questions: VoteCounts = NONE_ASKED,
+        runs: PassRuns = NO_RUNS,
     ) -> None:
         object.__setattr__(self, "entries", tuple(entries))
         object.__setattr__(self, "disagreements", tuple(disagreements))
         object.__setattr__(self, "questions", questions)
+        object.__setattr__(self, "runs", runs)
 
     @property
     def fused(self) -> int:
@@ -164,25 +219,24 @@ class Report:
         return sum(e.gain or 0.0 for e in self.entries)
 
     def __str__(self) -> str:
+        ran = [str(d) for d in self.disagreements]
         if not self.entries:
-            return "\n".join([_NONE, *map(str, self.disagreements)])
-        lines = [str(e) for e in self.entries]
-        return "\n".join(
-            [*lines, f"{self.fused} of {len(lines)} collectives fused", *map(str, self.disagreements)]
-        )
+            return "\n".join([f"no collectives were seen: {self.runs.why_no_entries()}", *ran])
+        groups: dict[tuple[str, ...], list[Entry]] = {}
+        for entry in self.entries:
+            groups.setdefault(entry.alike(), []).append(entry)
+        lines = [text_of(group) for group in groups.values()]
+        lines.append(f"{self.fused} of {len(self.entries)} collectives fused")
+        return "\n".join([*lines, *ran, *self._reasons()])
+
+    def _reasons(self) -> list[str]:
+        """How many collectives were left alone for each reason, the most frequent first."""
+        left = [e.reason for e in self.entries if e.fused_into is None]
+        first: dict[str, str] = {}
+        for reason in left:
+            first.setdefault(without_numbers(reason), reason)
+        counts = Counter(map(without_numbers, left)).most_common()
+        return ["left alone:", *(f"{count:5}  {first[key]}" for key, count in counts)] if left else []
 
     def __repr__(self) -> str:
         return f"Report(fused={self.fused}, left={self.left}, disagreements={len(self.disagreements)})"
-
-
-def source_of(node: fx.Node) -> str:
-    """``file:line in function: code`` of the innermost frame outside of torch, or ""."""
-    trace = node.meta.get("stack_trace")
-    if not isinstance(trace, str):
-        return ""
-    frames = list(_FRAME.finditer(trace))
-    outside = [f for f in frames if not f["file"].startswith(_TORCH)] or frames
-    if not outside:
-        return ""
-    frame = outside[-1]
-    return f"{Path(frame['file']).name}:{frame['line']} in {frame['function']}: {frame['code'].strip()}"

@@ -40,6 +40,12 @@ _WAITS = ("wait_tensor", "wait_tensors")
 _FUSIBLE = {c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_reduce.default}
 
 
+# What to do where a graph break has parted a collective from its product.
+COMPILE_BOTH = (
+    "compile the module that holds both (an nn.Sequential that is compiled itself has a graph for each child)"
+)
+
+
 class LeftAlone(Exception):
     """Why a collective is not fused."""
 
@@ -215,6 +221,16 @@ def group_of(node: fx.Node) -> str | None:
 def collectives(graph: fx.Graph) -> Iterator[fx.Node]:
     """Every node that communicates by a functional collective."""
     return (n for n in graph.nodes if communicates(n) and n.target.namespace != "weft")
+
+
+def custom_ops(graph: fx.Graph) -> Iterator[str]:
+    """The names of operators that neither torch nor weft has defined: collectives of the user's own are among them."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in _OF_TORCH:
+            yield str(node.target._schema.name)
+
+
+_OF_TORCH = {"aten", "prims", "prim", "inductor", "rngprims", "quantized", "_c10d_functional", "weft"}
 
 
 def communicates(node: fx.Node) -> bool:

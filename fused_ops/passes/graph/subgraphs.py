@@ -1,8 +1,8 @@
 """Graphs that other graphs call: branches and loops, regions that are compiled once, the functions of FlexAttention.
 
 torch.compile hands such a graph to the pass before the graph that calls it, and does not say which of them it is. A
-called graph cannot ask the other ranks and leave by the way out: what its caller has begun goes on, and a branch is not
-even taken by all ranks. So the caller puts it back as it was.
+called graph cannot vote and run its fallback graph: what its caller has begun goes on, and a branch is not even taken
+by all ranks. So the caller puts it back as it was.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from torch import fx
 from ...library import schema, validation
 from ..graph import rewrite
 from ..graph.collectives import (
+    COMPILE_BOTH,
     Collective,
     LeftAlone,
     Size,
@@ -296,6 +297,11 @@ def _fused_behind(tensor: Gathered) -> list[str]:
 
 def _why_none(tensor: Gathered) -> str:
     users = tensor.outside()
+    if users and all(u.op == "output" for u in users):
+        return (
+            "the graph ends behind the collective: no matrix product takes the gathered tensor, but the graph's "
+            f"output; if one in another graph does, {COMPILE_BOTH}"
+        )
     return f"no matrix product takes the gathered tensor, but {some(users) if users else 'nothing'}"
 
 

@@ -39,7 +39,7 @@ from ..graph.rewrite import call
 from ..graph.views import unchanged
 from .peak_memory import why_apart
 from .rms_norm import RmsNorm
-from .sum_of_matmuls import SumOfMatmuls, has_product, sum_of
+from .sum_of_matmuls import SumOfMatmuls, has_product, sum_of, why_no_product
 
 _MATMUL_FROM = 1 << 20  #: bytes: what takes longer to send than to start is worth hiding behind the product
 
@@ -115,7 +115,7 @@ class AllReducePattern:
         """
         x = val(c.x)
         if not has_product(c.x):
-            raise LeftAlone(f"its input is {what(c.x)}, not a matrix product")
+            raise LeftAlone(why_no_product(c.x))
         if x.dim() == 0:
             raise LeftAlone("its input is a number")
         result = cls(*_feeding_one_sum(c, groups))
@@ -136,7 +136,7 @@ class AllReducePattern:
             try:
                 self.sum = self._products()
                 if not always:
-                    self._check_worth("matmul_all_reduce")
+                    self._check_profitable("matmul_all_reduce")
                     if (apart := why_apart(self.sum.products)) is not None:
                         raise LeftAlone(apart)
                 self.op = schema.matmul_all_reduce
@@ -146,13 +146,13 @@ class AllReducePattern:
                 reasons.append(str(e))
         try:
             if not always:
-                self._check_worth("all_reduce")
+                self._check_profitable("all_reduce")
         except LeftAlone as e:
             raise LeftAlone("; ".join([*reasons, str(e)])) from e
         if len(self.collectives) == 1 and c.reduce_op == "sum" and (norm := RmsNorm.after(c)) is not None:
             self.norm, self.op = norm, schema.all_reduce_rms_norm
 
-    def _check_worth(self, op: str) -> None:
+    def _check_profitable(self, op: str) -> None:
         x = val(self.collective.x)
         m, n, k = (hint(size) for size in (self.m, self.n, self.k))
         world = self.collective.world

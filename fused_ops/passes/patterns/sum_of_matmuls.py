@@ -11,6 +11,7 @@ from torch import fx
 from ...library import validation
 from ..graph import rewrite
 from ..graph.collectives import (
+    COMPILE_BOTH,
     LeftAlone,
     Size,
     argument,
@@ -142,8 +143,9 @@ def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> SumOfMatmuls:
                 raise LeftAlone(f"{what(node)} scales what it adds")
             addends = node.args[:2]
         else:
-            sums = f"{what(adder[node])} adds" if node in adder else "its input is"
-            raise LeftAlone(f"{sums} {what(node)}, not a matrix product")
+            if node not in adder:
+                raise LeftAlone(why_no_product(node))
+            raise LeftAlone(f"{what(adder[node])} adds {what(node)}, not a matrix product")
         for term in addends:
             if _is_vector(term, node):
                 total.vectors.append(term)  # type: ignore[arg-type]
@@ -172,6 +174,20 @@ def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> SumOfMatmuls:
         if not same_size(columns, total.columns) or val(vector).dtype != total.dtype:
             raise LeftAlone(f"{what(vector)} is not added to the rows of the product")
     return total
+
+
+def why_no_product(node: fx.Node) -> str:
+    """That what is reduced is no product, and whether one may stand in another graph."""
+    text = f"its input is {what(node)}, not a matrix product"
+    source: fx.Node | None = node
+    while source is not None and source.op != "placeholder":
+        try:
+            source = step.source if (step := view_step(source)) is not None else None
+        except LeftAlone:
+            source = None
+    if source is None:
+        return text
+    return f"the graph begins in front of the collective: {text}; if one in another graph makes it, {COMPILE_BOTH}"
 
 
 def has_product(node: fx.Node) -> bool:

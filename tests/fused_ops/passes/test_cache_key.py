@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 import weft
 from graphs import fake_ranks
-from weft.fused_ops.passes import FusionPass, fusion
-from weft.fused_ops.passes.fusion import FUSE
+from weft.fused_ops.passes import FusionPass, cache_key
+from weft.fused_ops.passes.settings import FUSE
 
 
 def test_the_configuration() -> None:
@@ -69,13 +69,13 @@ def test_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: s
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    monkeypatch.setattr(fusion, "_ROOT", tmp_path)
-    before = fusion._sources.__wrapped__()
-    assert fusion._sources.__wrapped__() == before
+    monkeypatch.setattr(cache_key, "_ROOT", tmp_path)
+    before = cache_key._sources.__wrapped__()
+    assert cache_key._sources.__wrapped__() == before
     (tmp_path / changed).write_text("another text")
-    assert fusion._sources.__wrapped__() != before
+    assert cache_key._sources.__wrapped__() != before
 
 
 def test_the_real_sources_are_read() -> None:
-    assert fusion._ROOT.joinpath("fused_ops", "passes", "fusion.py").is_file()
-    assert fusion._ROOT.joinpath("kernels", "all_gather_matmul", "configs.py").is_file()
+    assert cache_key._ROOT.joinpath("fused_ops", "passes", "fusion.py").is_file()
+    assert cache_key._ROOT.joinpath("kernels", "all_gather_matmul", "configs.py").is_file()

@@ -1,0 +1,47 @@
+"""Where in the model a node of a graph comes from: its line and its module, as torch notes them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import fx
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
+_TORCH = str(Path(torch.__file__).parent)
+# Of a node of a backward graph the stack is that of the forward node whose gradient it computes.
+_STACKS = ("nn_module_stack", "fwd_nn_module_stack")
+_ROOT = re.compile(r"^L\['\w+'\]")
+_CHILD = re.compile(r"\._modules\['([^']*)'\]|\['?([^'\]]*)'?\]")
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def source_of(node: fx.Node) -> str:
+    """``file:line in function: code`` of the innermost frame outside of torch, or ""."""
+    trace = node.meta.get("stack_trace")
+    if not isinstance(trace, str):
+        return ""
+    frames = list(_FRAME.finditer(trace))
+    outside = [f for f in frames if not f["file"].startswith(_TORCH)] or frames
+    if not outside:
+        return ""
+    frame = outside[-1]
+    return f"{Path(frame['file']).name}:{frame['line']} in {frame['function']}: {frame['code'].strip()}"
+
+
+def module_of(node: fx.Node) -> str:
+    """``layers.3.mlp.down_proj (Linear)``: the innermost module that runs the node, or ""."""
+    stack = next((found for key in _STACKS if (found := node.meta.get(key))), None)
+    if not stack:
+        return ""
+    path, kind = list(stack.values())[-1]
+    path = _CHILD.sub(lambda m: f".{m[1] or m[2]}", _ROOT.sub("", str(path)))
+    path = ".".join(part for part in path.split(".") if part and part not in _WRAPPERS)
+    name = kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
+    return f"{path} ({name})" if path else name
+
+
+def copy_origin(node: fx.Node, new: fx.Node) -> None:
+    """``new``, which stands in place of ``node``, comes from where that came from."""
+    new.meta |= {key: node.meta[key] for key in ("stack_trace", *_STACKS) if key in node.meta}

@@ -1,0 +1,47 @@
+"""Several passes in the one place that Inductor has for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+from torch._inductor import custom_graph_pass
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+# From torch 2.13.
+_TAKES_A_LIST = hasattr(custom_graph_pass, "get_custom_graph_passes")
+
+
+class PassSequence(CustomGraphPass):
+    """Runs one pass after the other, for a torch whose option takes one."""
+
+    def __init__(self, passes: Sequence[Callable[[fx.Graph], None]]) -> None:
+        self.passes = tuple(passes)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for each in self.passes:
+            each(graph)
+
+    def uuid(self) -> Any:
+        """None, with which nothing is cached, where one of them has none."""
+        keys = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.passes]
+        return keys if all(keys) else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PassSequence:
+        # Like FusionPass, so that its report stays the one that the user holds.
+        return self
+
+
+def in_sequence(passes: Sequence[Callable[[fx.Graph], None]]) -> Any:
+    """What ``post_grad_custom_post_pass`` is set to, so that all of them run, in this order.
+
+    Raises:
+        TypeError: one of them cannot be called.
+    """
+    for each in passes:
+        if not callable(each):
+            raise TypeError(f"others: has {each!r}, must be passes: each a function of a torch.fx.Graph")
+    if len(passes) == 1:
+        return passes[0]
+    return [*passes] if _TAKES_A_LIST else PassSequence(passes)

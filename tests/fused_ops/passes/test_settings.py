@@ -1,0 +1,120 @@
+"""A pass where it is copied, pickled, printed, written as json, and run beside another one."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from copy import copy, deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from graphs import AG, captured, fake_ranks, gather
+from torch import Tensor, fx, nn
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from weft.fused_ops.passes import FusionPass, pass_sequence
+
+
+def test_the_text_of_a_pass_is_its_settings() -> None:
+    assert repr(FusionPass()) == "FusionPass(groups=None, strict=False, fuse='auto', agree=True)"
+    given = FusionPass(groups=["b", "a"], strict=True, fuse="always", agree="capture")
+    assert repr(given) == "FusionPass(groups=['a', 'b'], strict=True, fuse='always', agree='capture')"
+
+
+def test_a_copy_is_the_pass_itself() -> None:
+    """So that its report is filled by whatever torch makes of the options."""
+    fusion = FusionPass()
+    assert copy(fusion) is fusion and deepcopy(fusion) is fusion
+
+
+def test_a_pickled_pass_has_the_settings_and_a_report_of_its_own() -> None:
+    with fake_ranks(2) as name:
+        fusion = FusionPass(groups=[torch.distributed.group.WORLD], strict=True, agree=False)
+        captured(lambda x, w: gather(x) @ w, torch.randn(4, 8), torch.randn(8, 6), fusion=fusion)
+        loaded = pickle.loads(pickle.dumps(fusion))
+        assert (loaded.groups, loaded.strict, loaded.fuse, loaded.agree) == ({name}, True, "auto", False)
+        assert loaded.uuid() == fusion.uuid()
+        assert (len(fusion.report().entries), loaded.report().entries) == (1, ())
+        assert loaded != fusion and len({loaded, fusion}) == 2
+
+
+def test_a_compiled_model_is_saved_with_its_pass(tmp_path: Path) -> None:
+    fusion = FusionPass(fuse="always")
+    model = torch.compile(nn.Linear(3, 3), options=fusion.options)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(loaded.weight, model.weight)
+
+
+def test_json_has_the_settings() -> None:
+    written = json.loads(json.dumps(FusionPass(groups=["tp"]).options))
+    settings = {"groups": ["tp"], "strict": False, "fuse": "auto", "agree": True}
+    assert written == {"post_grad_custom_post_pass": settings}
+
+
+def test_a_generation_config_prints_its_pass() -> None:
+    transformers = pytest.importorskip("transformers")
+    fusion = FusionPass()
+    config = transformers.GenerationConfig(
+        compile_config=transformers.CompileConfig(options=fusion.options, mode=None)
+    )
+    for text in (repr(config), config.to_json_string(use_diff=False)):
+        assert '"agree": true' in text
+    assert deepcopy(config).compile_config.options["post_grad_custom_post_pass"] is fusion
+    assert hash(config) == hash(deepcopy(config))
+
+
+def test_two_passes_of_the_same_settings_are_two() -> None:
+    assert FusionPass() != FusionPass()
+    assert len({FusionPass(), FusionPass()}) == 2
+
+
+class Other(CustomGraphPass):
+    """Makes ``sin`` of ``cos``, and tells which ops it saw."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.seen += [str(n.target) for n in graph.nodes if n.op == "call_function"]
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default):
+            node.target = torch.ops.aten.sin.default
+
+    def uuid(self) -> Any:
+        return "other"
+
+
+@pytest.mark.parametrize("takes_a_list", [True, False])
+def test_two_passes_in_one_place(monkeypatch: pytest.MonkeyPatch, takes_a_list: bool) -> None:
+    """As a list where torch takes one, and as one pass where it does not: torch 2.11."""
+    if takes_a_list and not pass_sequence._TAKES_A_LIST:
+        pytest.skip("torch takes one pass only")
+    monkeypatch.setattr(pass_sequence, "_TAKES_A_LIST", takes_a_list)
+    torch._dynamo.reset()
+    with fake_ranks(2), inductor_config.patch(force_disable_caches=True):
+        fusion, other = FusionPass(), Other()
+
+        def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            return gather(x) @ w, x.cos()
+
+        x = torch.randn(4, 8)
+        _, y = torch.compile(fn, options=fusion.options_with(other))(x, torch.randn(8, 6))
+    assert fusion.report().entries[0].fused_into == AG
+    assert not any("weft" in target for target in other.seen)
+    torch.testing.assert_close(y, x.sin())
+
+
+def test_the_key_of_two_passes_is_that_of_both() -> None:
+    fusion, other = FusionPass(), Other()
+    both = pass_sequence.PassSequence([other, fusion])
+    assert both.uuid() == ["other", fusion.uuid()]
+    assert pass_sequence.PassSequence([lambda graph: None, fusion]).uuid() is None
+    assert deepcopy(both) is both
+    assert fusion.options_with() == fusion.options
+
+
+def test_what_is_no_pass_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"others: has 'other', must be passes"):
+        FusionPass().options_with("other")  # type: ignore[arg-type]
