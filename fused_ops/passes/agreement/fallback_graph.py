@@ -26,7 +26,9 @@ is asked before each run. Without partitions nothing is fused, and a graph that 
 unfused: the report says so in both cases. Who knows that all ranks capture and replay alike says ``agree="capture"``:
 then what is captured is what the ranks agreed on at the capture.
 
-Where the generated code cannot ask (the C++ wrapper), nothing is fused.
+Where the generated code cannot ask (the C++ wrapper, the FX wrapper), nothing is fused, nor where Inductor runs each op
+as it is (lite mode): then the question is an op like others, which cannot leave. That op posts that this rank runs
+unfused; in a graph that was fused after all, by a backend that interprets what the pass has left, it raises.
 """
 
 from __future__ import annotations
@@ -48,15 +50,14 @@ from torch.fx.graph import PythonCode
 from ....symm_mem import resolve_group
 from ..graph.collectives import argument, calls, collectives, group_of, kind_of, what
 from ..report import Entry
-from .guard import SIZES, GroupQuestion, pack
+from .guard import SIZES, GroupQuestion, ask_eagerly, pack
 from .signature import Order, Signature
 from .vote import begun
 
 _lib = torch.library.Library("weft", "FRAGMENT")
 _lib.define("agree(str packed, bool fused) -> ()")
-_lib.impl(
-    "agree", lambda packed, fused: None, "CompositeExplicitAutograd"
-)  # a graph that is interpreted does not ask
+_lib.impl("agree", ask_eagerly, "CompositeExplicitAutograd")
+torch.library.register_fake("weft::agree", lambda packed, fused: None, lib=_lib)
 _agree = torch.ops.weft.agree.default
 fx.node.has_side_effect(_agree)
 
@@ -79,6 +80,8 @@ def why_not_asked(group: str) -> str | None:
         return None
     if inductor_config.cpp_wrapper:
         return "the C++ wrapper cannot ask the other ranks whether they run the same graph"
+    if inductor_config.fx_wrapper:
+        return "the FX wrapper cannot ask the other ranks whether they run the same graph"
     try:
         begun(pg)
     except RuntimeError:
@@ -96,6 +99,16 @@ def why_captured_without_vote() -> str | None:
         "the graph is captured whole, in a CUDA graph whose replays cannot ask the other ranks; "
         "graph_partition leaves the question outside of it"
     )
+
+
+def why_not_generated() -> str | None:
+    """Why Inductor would call the question's op and not write its code; None if it writes it."""
+    if inductor_config.fallback_by_default:
+        return (
+            "with fallback_by_default (lite mode) Inductor runs each op as it is, so the graph cannot leave "
+            "for its fallback graph where ranks differ"
+        )
+    return None
 
 
 class FallbackGraph:

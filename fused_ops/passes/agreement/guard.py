@@ -24,7 +24,7 @@ import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +34,7 @@ from torch import fx
 from torch._dynamo.exc import TorchDynamoException
 from torch.distributed import ProcessGroup
 
-from ....symm_mem import get_timeout, resolve_group
+from ....symm_mem import WeftError, get_timeout, resolve_group
 from . import outcomes
 from .board import vote_board
 from .signature import digest
@@ -146,6 +146,10 @@ class GraphGuard:
         answer = self._agreed(self.signature(sizes))
         outcomes.count_vote(answer, time.perf_counter() - begin)
         return answer
+
+    def runs_unfused(self) -> None:
+        """Tells the other ranks that this one runs the graph as it is, with sizes that nobody compares then."""
+        self.fused(tuple(0 for size in self._sizes if size is None))
 
     def signature(self, sizes: tuple[int, ...]) -> int:
         """What this graph posts when it runs with these sizes."""
@@ -309,6 +313,26 @@ class GraphGuard:
         if self._constants is None:
             return SimpleNamespace()
         return SimpleNamespace(**torch.load(io.BytesIO(base64.b64decode(self._constants))))
+
+
+def ask_eagerly(packed: str, fused: bool) -> None:
+    """The op ``weft::agree`` where it is run and not generated: this rank's graph runs as it is, whatever others do.
+
+    Raises:
+        WeftError: it must not, because something in it was fused.
+    """
+    if fused:
+        raise WeftError(
+            "weft::agree: a graph in which collectives were fused is run without Inductor's generated code, so the "
+            "ranks are not asked whether they run the same graph; have Inductor generate the code, or compile with "
+            "FusionPass(agree=False) where all ranks run the same graphs in the same order"
+        )
+    _guard_of(packed).runs_unfused()
+
+
+@lru_cache(maxsize=256)
+def _guard_of(packed: str) -> GraphGuard:
+    return GraphGuard(packed)
 
 
 _state = threading.local()

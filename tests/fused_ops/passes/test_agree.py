@@ -327,9 +327,22 @@ def test_many_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     check_left(module.graph, "20 bytes of constants")
 
 
-def test_the_cpp_wrapper() -> None:
-    with inductor_config.patch(cpp_wrapper=True):
-        check_left(traced(program, X, W), "the C++ wrapper cannot ask the other ranks")
+@pytest.mark.parametrize(
+    ("name", "words"), [("cpp_wrapper", "the C++ wrapper"), ("fx_wrapper", "the FX wrapper")]
+)
+def test_code_that_is_not_python(name: str, words: str) -> None:
+    with inductor_config.patch({name: True}):
+        check_left(traced(program, X, W), f"{words} cannot ask the other ranks")
+
+
+def test_lite_mode() -> None:
+    """The question stays, as an op that tells the other ranks."""
+    with inductor_config.patch(fallback_by_default=True):
+        check_left(
+            traced(program, X, W), "with fallback_by_default (lite mode) Inductor runs each op as it is"
+        )
+        (question,) = questions(passed(traced(program, X, W))[1])
+        assert question.args[1] is False
 
 
 def test_a_backend_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
