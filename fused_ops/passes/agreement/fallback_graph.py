@@ -48,7 +48,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.graph import PythonCode
 
 from ....symm_mem import resolve_group
-from ..graph.collectives import argument, calls, collectives, group_of, kind_of, what
+from ..graph.collectives import argument, calls, collectives, group_of, kind_of, point_to_point, what
 from ..report import Entry
 from .guard import SIZES, GroupQuestion, ask_eagerly, pack
 from .signature import Order, Signature
@@ -122,7 +122,7 @@ class FallbackGraph:
         for node in nodes:
             group = group_of(node)
             if group is not None:
-                self._counts[group] = self._counts.get(group, 0) + 1
+                self._counts[group] = self._counts.get(group, 0) + _begins(node, group)
 
     def _without_objects(self) -> fx.Graph:
         """The graph that is kept as text. What it returns of objects, DTensors' meshes, the generated code has."""
@@ -199,7 +199,7 @@ class FallbackGraph:
             fused |= self._counts.keys()
         asked = [GroupQuestion(g, self._counts[g], g in fused, resolve_group(g).size()) for g in order]
         kept = any(a.fused for a in asked)
-        signature = Signature(graph, index, entries, orders)
+        signature = Signature(graph, index, fused, entries, orders)
         code = self._code() if kept else None
         with unset_fake_temporarily():  # the constants are real
             constants = self._constants() if kept else {}
@@ -261,6 +261,17 @@ def has_ranks(group: str) -> bool:
     except ValueError:
         return False
     return dist.get_backend(pg) != "fake" and pg.size() > 1 and why_not_asked(group) is None
+
+
+def _begins(node: fx.Node, group: str) -> int:
+    """How many collectives the backend begins for the node, as ``begun`` counts them: NCCL counts sends apart."""
+    sends = point_to_point(node)
+    if not sends:
+        return 1
+    try:
+        return 0 if "nccl" in dist.get_backend(resolve_group(group)) else len(sends)
+    except ValueError:
+        return len(sends)
 
 
 def _drawn_elsewhere(graph: fx.Graph) -> fx.Node | None:
