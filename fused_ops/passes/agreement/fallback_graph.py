@@ -17,7 +17,8 @@ same graph, each runs its own as it was before the pass (``choice``). Nothing ne
 has to keep to the plain collectives' order or layout, and what a rank runs in eager mode, over the backend, is what
 it meets.
 
-A wait for a rank that does not come ends after half a minute, once for a graph; its collectives are then plain.
+A wait for a rank that does not come ends after half a minute, once for a graph; its collectives are then plain. Other
+graphs wait a second for that rank, until it votes again: it may have gone on in eager mode.
 
 A CUDA graph holds what was chosen when it was captured, and its replays ask nobody: a rank that captures again, or
 takes another path, cannot learn that another one replays. With Inductor's own CUDA graphs (``mode="reduce-overhead"``)
@@ -50,7 +51,8 @@ from torch.fx.graph import PythonCode
 from ....symm_mem import resolve_group
 from ..graph.collectives import argument, calls, collectives, group_of, kind_of, point_to_point, what
 from ..report import Entry
-from .guard import SIZES, GroupQuestion, ask_eagerly, pack
+from .eager_op import ask_eagerly
+from .guard import SIZES, GroupQuestion, pack
 from .signature import Order, Signature
 from .vote import begun
 

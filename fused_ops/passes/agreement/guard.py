@@ -24,7 +24,7 @@ import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,11 +34,11 @@ from torch import fx
 from torch._dynamo.exc import TorchDynamoException
 from torch.distributed import ProcessGroup
 
-from ....symm_mem import WeftError, get_timeout, resolve_group
+from ....symm_mem import get_timeout, resolve_group
 from . import outcomes
 from .board import vote_board
 from .signature import digest
-from .vote import ANOTHER_GRAPH, CANNOT_FUSE, LATE, LOCKED, NO_BOARD, PASSED_BY, Answer, Vote, begun
+from .vote import ABSENT, ANOTHER_GRAPH, CANNOT_FUSE, LATE, LOCKED, NO_BOARD, PASSED_BY, Answer, Vote, begun
 
 _log = logging.getLogger("weft.passes")
 #: Seconds until a rank that does not come is taken to run something else; less if the group's deadline is less.
@@ -134,8 +134,7 @@ class GraphGuard:
 
         ``sizes`` are those that the graph was compiled without. The ranks must have the same.
 
-        A rank that does not come is waited for once: ``PATIENCE`` seconds, or the group's deadline if that is less.
-        Then the graph runs unfused until that rank has shown that it was only late, or for good if it ran something
+        A rank that does not come is waited for once: ``VOTE_DEADLINE`` seconds, or the group's deadline if less. Then the graph runs unfused until that rank has shown that it was only late, or for good if it ran something
         else.
 
         Raises:
@@ -211,7 +210,7 @@ class GraphGuard:
             self._told.add((asked.name, signature))
         post = Vote(where.turns, begun(group), asked.count, signature, can_fuse)
         answer = where.ask(post, lambda: _vote_deadline(asked.name))
-        if can_fuse and answer.why in (LATE, NO_BOARD):
+        if can_fuse and answer.why in (LATE, ABSENT, NO_BOARD):
             self._late[asked.name] = (answer.peer, post)
         return answer
 
@@ -238,6 +237,8 @@ class GraphGuard:
             reason = self._why_not_fuse or "another group's ranks differ"
         elif answer.why == LATE:
             reason = f"rank {peer} did not come within {_vote_deadline(name):g} s"
+        elif answer.why == ABSENT:
+            reason = f"rank {peer} runs without graphs of this pass since it was waited for in vain"
         elif answer.why == NO_BOARD:
             reason = f"rank {peer} has not run a graph of this pass, or is not to be seen from here"
         elif answer.why == PASSED_BY:
@@ -313,26 +314,6 @@ class GraphGuard:
         if self._constants is None:
             return SimpleNamespace()
         return SimpleNamespace(**torch.load(io.BytesIO(base64.b64decode(self._constants))))
-
-
-def ask_eagerly(packed: str, fused: bool) -> None:
-    """The op ``weft::agree`` where it is run and not generated: this rank's graph runs as it is, whatever others do.
-
-    Raises:
-        WeftError: it must not, because something in it was fused.
-    """
-    if fused:
-        raise WeftError(
-            "weft::agree: a graph in which collectives were fused is run without Inductor's generated code, so the "
-            "ranks are not asked whether they run the same graph; have Inductor generate the code, or compile with "
-            "FusionPass(agree=False) where all ranks run the same graphs in the same order"
-        )
-    _guard_of(packed).runs_unfused()
-
-
-@lru_cache(maxsize=256)
-def _guard_of(packed: str) -> GraphGuard:
-    return GraphGuard(packed)
 
 
 _state = threading.local()
