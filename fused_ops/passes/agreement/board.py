@@ -30,15 +30,16 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup, Store
 
 from ....symm_mem import WeftError, forks, get_timeout
+from ....symm_mem.bootstrap.processes import has_ended, identity
 from ....symm_mem.bootstrap.store import GroupStore, StoreQuestions, peek
 from ....symm_mem.heap.registry import has_name
 from .file_lock import locked, pauses
-from .vote import ABSENT, CANNOT_FUSE, FUSED, LATE, LOCKED, NO_BOARD, PLAIN, UNDECIDED, Answer, Vote
+from .vote import ABSENT, CANNOT_FUSE, ENDED, FUSED, LATE, LOCKED, NO_BOARD, PLAIN, UNDECIDED, Answer, Vote
 from .vote_rows import (
     _ANSWER,
     _BEGUN,
@@ -75,6 +76,7 @@ class VoteBoard(VoteRows):
         self._fd = -1
         self._close: weakref.finalize[..., VoteBoard] | None = None
         self._blind = -1  # a rank that cannot see the board, and never will
+        self._processes: dict[int, dict[str, Any] | None] = {}  # the other ranks', once they are known
         # Ranks that were waited for in vain, and how often they had voted by then.
         self._absent: dict[int, int] = {}
         self._shut = False  # the lock was waited for in vain, and has not been had since
@@ -105,6 +107,7 @@ class VoteBoard(VoteRows):
             if last != token:
                 number = str(int(number or 0) + 1)
                 store.set(key, f"{number} {token}")
+            store.set(f"{prefix}/{number}/process/{self.rank}", json.dumps(_process()))
             return number
 
         return f"{prefix}/{self._asked(count)}"
@@ -182,6 +185,15 @@ class VoteBoard(VoteRows):
             self._blind = int(found)
         return self._blind < 0
 
+    def _ended(self) -> int | None:
+        """A rank whose process has ended: it does not vote any more."""
+        unknown = [r for r in range(self.size) if r != self.rank and r not in self._processes]
+        if unknown:
+            keys = {rank: f"{self._prefix}/process/{rank}" for rank in unknown}
+            found = self._asked(lambda s: {rank: peek(s, key) for rank, key in keys.items()})
+            self._processes.update((rank, json.loads(text)) for rank, text in found.items() if text)
+        return next((rank for rank, process in self._processes.items() if has_ended(process)), None)
+
     def _asked(self, question: Callable[[Store], T]) -> T:
         self._owner.refuse_child(_WHAT)
         with StoreQuestions(self._store.get(_WHAT), _WHAT, self._name, self.rank) as store:
@@ -240,6 +252,8 @@ class VoteBoard(VoteRows):
                 self._leave_note(post)
                 noted = True
                 continue
+            if post.can_fuse and (ended := self._ended()) is not None:
+                return Answer(False, ENDED, ended)
             if over() or self._blind == self.rank:
                 return Answer(False, NO_BOARD, 0) if post.can_fuse else Answer(False, CANNOT_FUSE, self.rank)
             time.sleep(0.01)
@@ -261,10 +275,12 @@ class VoteBoard(VoteRows):
         while (answer := self._answer()) is None:
             pause = next(waits)
             in_vain = pause is None and not self._all_see()
-            if over() or in_vain:
+            ended = self._ended() if pause is None else None
+            if over() or in_vain or ended is not None:
                 with self._lock(timeout) as words:
                     absent = self.absent()
                     late = (LATE, self._missing(words, post)) if absent is None else (ABSENT, absent)
+                    late = late if ended is None else (ENDED, ended)
                     why = (NO_BOARD, self._blind) if in_vain else late
                     self._take_back(words, *why)
             else:
@@ -314,6 +330,13 @@ class VoteBoard(VoteRows):
         if answer == UNDECIDED:
             return None
         return Answer(answer == FUSED, self._words[row + _WHY], self._words[row + _PEER])
+
+
+def _process() -> dict[str, Any] | None:
+    try:
+        return identity()
+    except OSError:  # nothing can be seen from here
+        return None
 
 
 def _host() -> str:

@@ -38,7 +38,19 @@ from ....symm_mem import get_timeout, resolve_group
 from . import outcomes
 from .board import vote_board
 from .signature import digest
-from .vote import ABSENT, ANOTHER_GRAPH, CANNOT_FUSE, LATE, LOCKED, NO_BOARD, PASSED_BY, Answer, Vote, begun
+from .vote import (
+    ABSENT,
+    ANOTHER_GRAPH,
+    CANNOT_FUSE,
+    ENDED,
+    LATE,
+    LOCKED,
+    NO_BOARD,
+    PASSED_BY,
+    Answer,
+    Vote,
+    begun,
+)
 
 _log = logging.getLogger("weft.passes")
 #: Seconds until a rank that does not come is taken to run something else; less if the group's deadline is less.
@@ -134,8 +146,9 @@ class GraphGuard:
 
         ``sizes`` are those that the graph was compiled without. The ranks must have the same.
 
-        A rank that does not come is waited for once: ``VOTE_DEADLINE`` seconds, or the group's deadline if less. Then the graph runs unfused until that rank has shown that it was only late, or for good if it ran something
-        else.
+        A rank that does not come is waited for once: ``VOTE_DEADLINE`` seconds, or the group's deadline if that is
+        less; not at all if its process has ended. Then the graph runs unfused until that rank has shown that it was
+        only late, or for good if it ran something else.
 
         Raises:
             ValueError: a group in which something was fused has another number of ranks than the graph was made for.
@@ -237,6 +250,8 @@ class GraphGuard:
             reason = self._why_not_fuse or "another group's ranks differ"
         elif answer.why == LATE:
             reason = f"rank {peer} did not come within {_vote_deadline(name):g} s"
+        elif answer.why == ENDED:
+            reason = f"the process of rank {peer} has ended"
         elif answer.why == ABSENT:
             reason = f"rank {peer} runs without graphs of this pass since it was waited for in vain"
         elif answer.why == NO_BOARD:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 
 import pytest
@@ -14,7 +16,8 @@ from torch import Tensor
 from weft.fused_ops.passes import Report
 from weft.fused_ops.passes.agreement import guard
 from weft.fused_ops.passes.agreement.board import ABSENCE, VoteBoard
-from weft.fused_ops.passes.agreement.vote import ABSENT, LATE, NO_BOARD, Answer
+from weft.fused_ops.passes.agreement.vote import ABSENT, ENDED, LATE, NO_BOARD, Answer
+from weft.symm_mem.bootstrap import processes
 
 __all__ = ["stores"]  # the fixture
 LONG = 2.5 * ABSENCE
@@ -90,3 +93,40 @@ def test_a_rank_at_its_recompile_limit_is_waited_for_once() -> None:
     ]
     # And where it has a graph, both run it fused.
     assert (report.questions.fused, eager.questions.fused, eager.questions.count) == (2, 2, 2)
+
+
+def test_a_rank_whose_process_has_ended_is_not_waited_for() -> None:
+    where = make(3)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        stat = processes._stat(child.pid)
+        where[0]._processes[2] = {**processes.identity(), "pid": child.pid, "started": stat[1]}
+        assert where[0].ask(post(4), lambda: 0.5) == Answer(False, LATE, 1)
+        child.kill()
+    begin = time.monotonic()
+    # Rank 1, which does not know, has the same answer.
+    answers = ask_all(where[:2], [post(6)] * 2, 60.0)
+    assert answers == [Answer(False, ENDED, 2)] * 2
+    assert time.monotonic() - begin < 10
+
+
+def without_the_other(rank: int, size: int) -> tuple[list[str], float]:
+    from weft.fused_ops.passes import FusionPass
+
+    x, w = torch.randn(6, 8), torch.randn(8, 5)
+    with compiler(), torch.no_grad():
+        fusion = FusionPass(fuse="always")
+        mine = torch.compile(program, options=fusion.options)
+        mine(x, w)
+        if rank == 1:
+            os._exit(0)
+        waited = fusion.report().questions.seconds
+        with pytest.raises(RuntimeError):  # the backend's, in the fallback graph
+            mine(x, w)
+        report = fusion.report()
+        return [d.reason for d in report.disagreements], report.questions.seconds - waited
+
+
+def test_a_rank_that_dies_between_two_runs() -> None:
+    (reasons, waited), _ = run_ranks(without_the_other, 2, expect_dead=(1,))
+    assert reasons == ["the process of rank 1 has ended"]
+    assert waited < 10
