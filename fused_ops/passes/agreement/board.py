@@ -9,7 +9,7 @@ group has run fused. A rank posts ``Post`` and learns one of two answers:
 ======  ====================================================================================================
 FUSED   every rank of the group stands at the same place before a graph with the same signature, and is willing
 PLAIN   else: another rank posted another graph for these collectives, is past them without having posted, is not
-        willing, or has not come in time; or the lock cannot be had, then nothing is posted
+        willing, has not come in time or has ended; or the lock cannot be had, then nothing is posted
 ======  ====================================================================================================
 
 FUSED is written for all ranks at once by the last one to post, and only over posts that no rank has withdrawn; PLAIN
@@ -178,6 +178,11 @@ class VoteBoard(VoteRows):
             return False
         self._words = words
         return True
+
+    @property
+    def blind(self) -> int | None:
+        """A rank that cannot open the board, as far as this one knows."""
+        return None if self._blind < 0 else self._blind
 
     def _all_see(self) -> bool:
         """Whether no rank is known that cannot see the board: one of another host, say."""

@@ -14,7 +14,7 @@ from test_board import Group, ask_all, make, post, stores
 from test_ranks_that_differ import compiler, gather, world
 from torch import Tensor
 from weft.fused_ops.passes import Report
-from weft.fused_ops.passes.agreement import guard
+from weft.fused_ops.passes.agreement import board, guard
 from weft.fused_ops.passes.agreement.board import ABSENCE, VoteBoard
 from weft.fused_ops.passes.agreement.vote import ABSENT, ENDED, LATE, NO_BOARD, Answer
 from weft.symm_mem.bootstrap import processes
@@ -130,3 +130,21 @@ def test_a_rank_that_dies_between_two_runs() -> None:
     (reasons, waited), _ = run_ranks(without_the_other, 2, expect_dead=(1,))
     assert reasons == ["the process of rank 1 has ended"]
     assert waited < 10
+
+
+def out_of_sight(rank: int, size: int) -> list[str]:
+    from weft.fused_ops.passes import FusionPass
+
+    x, w = torch.randn(6, 8), torch.randn(8, 5)
+    with compiler(), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(board, "_host", lambda: "another host")
+        fusion = FusionPass(fuse="always")
+        mine = torch.compile(program, options=fusion.options)
+        torch.testing.assert_close(mine(x, w), program(x, w), rtol=1e-4, atol=1e-4)
+        return [d.reason for d in fusion.report().disagreements]
+
+
+def test_a_rank_that_cannot_open_the_board_is_named_with_the_cause() -> None:
+    cause = "rank 1 cannot open rank 0's board: it is on another host or in another PID namespace"
+    assert run_ranks(out_of_sight, 2, fresh=True) == [[cause]] * 2
