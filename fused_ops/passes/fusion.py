@@ -15,7 +15,13 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from ...symm_mem import Group
 from ..dispatch import profitability
 from ..library.compiled import why_unordered
-from .agreement.fallback_graph import FallbackGraph, has_ranks, why_captured_without_vote, why_not_asked
+from .agreement.fallback_graph import (
+    FallbackGraph,
+    has_ranks,
+    why_captured_without_vote,
+    why_not_asked,
+    why_not_generated,
+)
 from .agreement.guard import is_fallback_graph
 from .agreement.outcomes import RunOutcomes
 from .agreement.signature import Order
@@ -189,7 +195,7 @@ class FusionPass(PassSettings, CustomGraphPass):
             return
         written = write_out(graph)
         original = FallbackGraph(graph, nodes) if self.agree else None
-        why_not = None if original is None else original.why_not_kept()
+        why_not = None if original is None else why_not_generated() or original.why_not_kept()
         if self.agree is True:
             why_not = why_captured_without_vote() or why_not
         left = canonicalize(graph, self._find, lambda match: self._why_not(match, _problem(match), why_not))

@@ -9,7 +9,7 @@ group has run fused. A rank posts ``Post`` and learns one of two answers:
 ======  ====================================================================================================
 FUSED   every rank of the group stands at the same place before a graph with the same signature, and is willing
 PLAIN   else: another rank posted another graph for these collectives, is past them without having posted, is not
-        willing, or has not come in time; or the lock cannot be had, then nothing is posted
+        willing, has not come in time or has ended; or the lock cannot be had, then nothing is posted
 ======  ====================================================================================================
 
 FUSED is written for all ranks at once by the last one to post, and only over posts that no rank has withdrawn; PLAIN
@@ -30,41 +30,40 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup, Store
 
 from ....symm_mem import WeftError, forks, get_timeout
+from ....symm_mem.bootstrap.processes import has_ended, identity
 from ....symm_mem.bootstrap.store import GroupStore, StoreQuestions, peek
 from ....symm_mem.heap.registry import has_name
 from .file_lock import locked, pauses
-from .vote import (
-    ANOTHER_GRAPH,
-    CANNOT_FUSE,
-    FUSED,
-    LATE,
-    LOCKED,
-    NO_BOARD,
-    NOTHING,
-    PASSED_BY,
-    PLAIN,
-    UNDECIDED,
-    Answer,
-    Vote,
+from .vote import ABSENT, CANNOT_FUSE, ENDED, FUSED, LATE, LOCKED, NO_BOARD, PLAIN, UNDECIDED, Answer, Vote
+from .vote_rows import (
+    _ANSWER,
+    _BEGUN,
+    _FUSED_RUNS,
+    _HEADER,
+    _HISTORY,
+    _KEPT,
+    _PEER,
+    _POSTS,
+    _ROW,
+    _SIGNATURE,
+    _TURNS,
+    _WHY,
+    VoteRows,
 )
 
-# A rank's words: its post (from which a count of 1 on there is one), the answer, and digests of its last posts.
-_TURNS, _BEGUN, _COUNT, _SIGNATURE, _CAN_FUSE, _ANSWER, _WHY, _PEER, _POSTS = range(9)
-_HISTORY, _KEPT = 16, 112
-_ROW = _HISTORY + _KEPT
-_HEADER = 16  # words, the first four hold the board's secret
-_FUSED_RUNS = 4  # the word of ``turns``: the ranks', so that one who is interrupted while it asks has it, too
+__all__ = ["_KEPT", "VoteBoard", "vote_board"]
+ABSENCE = 1.0  # seconds that a rank is waited for which has not voted since it was waited for in vain
 _WHAT = "agree on a graph"  # in errors
 
 T = TypeVar("T")
 
 
-class VoteBoard:
+class VoteBoard(VoteRows):
     """One rank's view of its group's board. Calls of several threads take turns."""
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -77,6 +76,9 @@ class VoteBoard:
         self._fd = -1
         self._close: weakref.finalize[..., VoteBoard] | None = None
         self._blind = -1  # a rank that cannot see the board, and never will
+        self._processes: dict[int, dict[str, Any] | None] = {}  # the other ranks', once they are known
+        # Ranks that were waited for in vain, and how often they had voted by then.
+        self._absent: dict[int, int] = {}
         self._shut = False  # the lock was waited for in vain, and has not been had since
         self._words: memoryview | None = None
         self._thread_lock = threading.Lock()
@@ -105,6 +107,7 @@ class VoteBoard:
             if last != token:
                 number = str(int(number or 0) + 1)
                 store.set(key, f"{number} {token}")
+            store.set(f"{prefix}/{number}/process/{self.rank}", json.dumps(_process()))
             return number
 
         return f"{prefix}/{self._asked(count)}"
@@ -176,11 +179,25 @@ class VoteBoard:
         self._words = words
         return True
 
+    @property
+    def blind(self) -> int | None:
+        """A rank that cannot open the board, as far as this one knows."""
+        return None if self._blind < 0 else self._blind
+
     def _all_see(self) -> bool:
         """Whether no rank is known that cannot see the board: one of another host, say."""
         if self._blind < 0 and (found := self._asked(lambda s: peek(s, f"{self._prefix}/blind"))):
             self._blind = int(found)
         return self._blind < 0
+
+    def _ended(self) -> int | None:
+        """A rank whose process has ended: it does not vote any more."""
+        unknown = [r for r in range(self.size) if r != self.rank and r not in self._processes]
+        if unknown:
+            keys = {rank: f"{self._prefix}/process/{rank}" for rank in unknown}
+            found = self._asked(lambda s: {rank: peek(s, key) for rank, key in keys.items()})
+            self._processes.update((rank, json.loads(text)) for rank, text in found.items() if text)
+        return next((rank for rank, process in self._processes.items() if has_ended(process)), None)
 
     def _asked(self, question: Callable[[Store], T]) -> T:
         self._owner.refuse_child(_WHAT)
@@ -199,19 +216,40 @@ class VoteBoard:
         key = f"{self._prefix}/graph/{self._words[self._row(rank) + _SIGNATURE]}"
         return self._asked(lambda s: peek(s, key)) or None
 
+    def _votes(self, rank: int) -> int:
+        return 0 if self._words is None else self._words[self._row(rank) + _POSTS]
+
+    def absent(self) -> int | None:
+        """A rank that has not voted since it was waited for in vain: it runs its program in eager mode, say."""
+        for rank, votes in list(self._absent.items()):
+            if self._votes(rank) == votes:
+                return rank
+            del self._absent[rank]
+        return None
+
     def ask(self, post: Vote, timeout: Callable[[], float]) -> Answer:
         """Post, and wait for the answer, for ``timeout`` seconds at most. Who is not willing does not wait.
+
+        For a rank that is ``absent`` the wait is short. That is safe whatever the others wait: FUSED takes the posts of
+        all ranks, and who goes on alone has taken its own back.
 
         Raises:
             WeftError: the lock cannot be had to take the post back, so others may count on it; or there is no store.
         """
-        deadline: float | None = None
+        answer = self._asked_for(post, timeout)
+        if answer.why in (LATE, ABSENT, NO_BOARD) and answer.peer != self.rank:
+            self._absent.setdefault(answer.peer, self._votes(answer.peer))
+        return answer
+
+    def _asked_for(self, post: Vote, timeout: Callable[[], float]) -> Answer:
+        begin, longest = 0.0, -1.0
 
         def over() -> bool:
-            nonlocal deadline
-            if deadline is None:  # asked for only now: most often the others are there at once
-                deadline = time.monotonic() + (timeout() if post.can_fuse else 0.0)
-            return time.monotonic() >= deadline
+            nonlocal begin, longest
+            if longest < 0:  # asked for only now: most often the others are there at once
+                begin, longest = time.monotonic(), timeout() if post.can_fuse else 0.0
+            limit = longest if self.absent() is None else min(longest, ABSENCE)
+            return time.monotonic() >= begin + limit
 
         noted = post.can_fuse
         while not self.attached():
@@ -219,6 +257,8 @@ class VoteBoard:
                 self._leave_note(post)
                 noted = True
                 continue
+            if post.can_fuse and (ended := self._ended()) is not None:
+                return Answer(False, ENDED, ended)
             if over() or self._blind == self.rank:
                 return Answer(False, NO_BOARD, 0) if post.can_fuse else Answer(False, CANNOT_FUSE, self.rank)
             time.sleep(0.01)
@@ -240,9 +280,13 @@ class VoteBoard:
         while (answer := self._answer()) is None:
             pause = next(waits)
             in_vain = pause is None and not self._all_see()
-            if over() or in_vain:
+            ended = self._ended() if pause is None else None
+            if over() or in_vain or ended is not None:
                 with self._lock(timeout) as words:
-                    why = (NO_BOARD, self._blind) if in_vain else (LATE, self._missing(words, post))
+                    absent = self.absent()
+                    late = (LATE, self._missing(words, post)) if absent is None else (ABSENT, absent)
+                    late = late if ended is None else (ENDED, ended)
+                    why = (NO_BOARD, self._blind) if in_vain else late
                     self._take_back(words, *why)
             else:
                 time.sleep(pause or 0.0)
@@ -264,9 +308,6 @@ class VoteBoard:
             return True
         past = words[row + _POSTS] and (words[row + _TURNS], words[row + _BEGUN]) > (post.turns, post.begun)
         return False if past else None
-
-    def _row(self, rank: int) -> int:
-        return _HEADER + rank * _ROW
 
     @contextmanager
     def _lock(self, timeout: Callable[[], float]) -> Iterator[memoryview]:
@@ -295,76 +336,12 @@ class VoteBoard:
             return None
         return Answer(answer == FUSED, self._words[row + _WHY], self._words[row + _PEER])
 
-    def _decide(self, words: memoryview, rank: int, answer: int, why: int, peer: int) -> None:
-        row = self._row(rank)
-        words[row + _WHY], words[row + _PEER] = why, peer
-        words[row + _ANSWER] = answer
 
-    def _post(self, words: memoryview, rank: int, post: Vote) -> None:
-        row = self._row(rank)
-        mine = (post.turns, post.begun, post.count, post.signature)
-        words[row + _ANSWER] = UNDECIDED
-        words[row + _TURNS], words[row + _BEGUN], words[row + _COUNT], words[row + _SIGNATURE] = mine
-        words[row + _CAN_FUSE] = int(post.can_fuse)
-        words[row + _HISTORY + words[row + _POSTS] % _KEPT] = post.digest
-        words[row + _POSTS] += 1
-        if not post.can_fuse:
-            self._decide(words, rank, PLAIN, CANNOT_FUSE, rank)
-        for peer in range(self.size):
-            if peer != rank:
-                self._meet(words, rank, post, peer)
-        self._spread(words)
-        rows = [self._row(r) for r in range(self.size)]
-        if all(words[r + _ANSWER] == UNDECIDED and self._post_of(words, r) == mine for r in rows):
-            words[_FUSED_RUNS] += 1
-            for each in range(self.size):
-                self._decide(words, each, FUSED, NOTHING, each)
-
-    @staticmethod
-    def _post_of(words: memoryview, row: int) -> tuple[int, ...]:
-        return tuple(words[row + _TURNS : row + _SIGNATURE + 1])
-
-    def _meet(self, words: memoryview, rank: int, post: Vote, peer: int) -> None:
-        """What the peer's last post says about this one, and the other way round."""
-        row, own = self._row(peer), self._row(rank)
-        if not words[row + _POSTS] or words[row + _ANSWER] == FUSED:
-            return  # it has not come yet
-        turns, begun, count, signature = self._post_of(words, row)
-        undecided = words[row + _ANSWER] == UNDECIDED
-        own_why = NOTHING
-        if (turns, begun, count, signature) == (post.turns, post.begun, post.count, post.signature):
-            return  # the answer to one is the answer to the other
-        if turns == post.turns and begun + count <= post.begun:
-            if undecided:  # it waits where this rank has been without a post
-                self._decide(words, peer, PLAIN, PASSED_BY, rank)
-            return
-        if turns == post.turns and post.begun + post.count <= begun:
-            own_why = PASSED_BY
-        else:
-            own_why = ANOTHER_GRAPH
-            if undecided:
-                self._decide(words, peer, PLAIN, ANOTHER_GRAPH, rank)
-        if words[own + _ANSWER] == UNDECIDED:
-            self._decide(words, rank, PLAIN, own_why, peer)
-
-    def _spread(self, words: memoryview) -> None:
-        """Equal posts have the same answer."""
-        rows = [self._row(r) for r in range(self.size) if words[self._row(r) + _POSTS]]
-        plain = {self._post_of(words, r): r for r in rows if words[r + _ANSWER] == PLAIN}
-        for row in rows:
-            source = plain.get(self._post_of(words, row))
-            if source is not None and words[row + _ANSWER] == UNDECIDED:
-                rank = (row - _HEADER) // _ROW
-                self._decide(words, rank, PLAIN, words[source + _WHY], words[source + _PEER])
-
-    def _missing(self, words: memoryview, post: Vote) -> int:
-        mine = (post.turns, post.begun, post.count, post.signature)
-        for rank in range(self.size):
-            row = self._row(rank)
-            # Not here, or left again.
-            if self._post_of(words, row) != mine or words[row + _ANSWER] != UNDECIDED:
-                return rank
-        return self.rank
+def _process() -> dict[str, Any] | None:
+    try:
+        return identity()
+    except OSError:  # nothing can be seen from here
+        return None
 
 
 def _host() -> str:

@@ -17,7 +17,8 @@ same graph, each runs its own as it was before the pass (``choice``). Nothing ne
 has to keep to the plain collectives' order or layout, and what a rank runs in eager mode, over the backend, is what
 it meets.
 
-A wait for a rank that does not come ends after half a minute, once for a graph; its collectives are then plain.
+A wait for a rank that does not come ends after half a minute, once for a graph; its collectives are then plain. Other
+graphs wait a second for that rank, until it votes again: it may have gone on in eager mode.
 
 A CUDA graph holds what was chosen when it was captured, and its replays ask nobody: a rank that captures again, or
 takes another path, cannot learn that another one replays. With Inductor's own CUDA graphs (``mode="reduce-overhead"``)
@@ -26,7 +27,9 @@ is asked before each run. Without partitions nothing is fused, and a graph that 
 unfused: the report says so in both cases. Who knows that all ranks capture and replay alike says ``agree="capture"``:
 then what is captured is what the ranks agreed on at the capture.
 
-Where the generated code cannot ask (the C++ wrapper), nothing is fused.
+Where the generated code cannot ask (the C++ wrapper, the FX wrapper), nothing is fused, nor where Inductor runs each op
+as it is (lite mode): then the question is an op like others, which cannot leave. That op posts that this rank runs
+unfused; in a graph that was fused after all, by a backend that interprets what the pass has left, it raises.
 """
 
 from __future__ import annotations
@@ -46,17 +49,17 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.graph import PythonCode
 
 from ....symm_mem import resolve_group
-from ..graph.collectives import argument, calls, collectives, group_of, kind_of, what
+from ..graph.collectives import argument, calls, collectives, group_of, kind_of, point_to_point, what
 from ..report import Entry
+from .eager_op import ask_eagerly
 from .guard import SIZES, GroupQuestion, pack
 from .signature import Order, Signature
 from .vote import begun
 
 _lib = torch.library.Library("weft", "FRAGMENT")
 _lib.define("agree(str packed, bool fused) -> ()")
-_lib.impl(
-    "agree", lambda packed, fused: None, "CompositeExplicitAutograd"
-)  # a graph that is interpreted does not ask
+_lib.impl("agree", ask_eagerly, "CompositeExplicitAutograd")
+torch.library.register_fake("weft::agree", lambda packed, fused: None, lib=_lib)
 _agree = torch.ops.weft.agree.default
 fx.node.has_side_effect(_agree)
 
@@ -79,6 +82,8 @@ def why_not_asked(group: str) -> str | None:
         return None
     if inductor_config.cpp_wrapper:
         return "the C++ wrapper cannot ask the other ranks whether they run the same graph"
+    if inductor_config.fx_wrapper:
+        return "the FX wrapper cannot ask the other ranks whether they run the same graph"
     try:
         begun(pg)
     except RuntimeError:
@@ -98,6 +103,16 @@ def why_captured_without_vote() -> str | None:
     )
 
 
+def why_not_generated() -> str | None:
+    """Why Inductor would call the question's op and not write its code; None if it writes it."""
+    if inductor_config.fallback_by_default:
+        return (
+            "with fallback_by_default (lite mode) Inductor runs each op as it is, so the graph cannot leave "
+            "for its fallback graph where ranks differ"
+        )
+    return None
+
+
 class FallbackGraph:
     """A graph as it is before the pass, to be run by ranks that do not agree."""
 
@@ -109,7 +124,7 @@ class FallbackGraph:
         for node in nodes:
             group = group_of(node)
             if group is not None:
-                self._counts[group] = self._counts.get(group, 0) + 1
+                self._counts[group] = self._counts.get(group, 0) + _begins(node, group)
 
     def _without_objects(self) -> fx.Graph:
         """The graph that is kept as text. What it returns of objects, DTensors' meshes, the generated code has."""
@@ -186,7 +201,7 @@ class FallbackGraph:
             fused |= self._counts.keys()
         asked = [GroupQuestion(g, self._counts[g], g in fused, resolve_group(g).size()) for g in order]
         kept = any(a.fused for a in asked)
-        signature = Signature(graph, index, entries, orders)
+        signature = Signature(graph, index, fused, entries, orders)
         code = self._code() if kept else None
         with unset_fake_temporarily():  # the constants are real
             constants = self._constants() if kept else {}
@@ -240,6 +255,17 @@ def has_ranks(group: str) -> bool:
     except ValueError:
         return False
     return dist.get_backend(pg) != "fake" and pg.size() > 1 and why_not_asked(group) is None
+
+
+def _begins(node: fx.Node, group: str) -> int:
+    """How many collectives the backend begins for the node, as ``begun`` counts them: NCCL counts sends apart."""
+    sends = point_to_point(node)
+    if not sends:
+        return 1
+    try:
+        return 0 if "nccl" in dist.get_backend(resolve_group(group)) else len(sends)
+    except ValueError:
+        return len(sends)
 
 
 def _drawn_elsewhere(graph: fx.Graph) -> fx.Node | None:

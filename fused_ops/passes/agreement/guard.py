@@ -38,7 +38,19 @@ from ....symm_mem import get_timeout, resolve_group
 from . import outcomes
 from .board import vote_board
 from .signature import Signature, digest
-from .vote import ANOTHER_GRAPH, CANNOT_FUSE, LATE, LOCKED, NO_BOARD, PASSED_BY, Answer, Vote, begun
+from .vote import (
+    ABSENT,
+    ANOTHER_GRAPH,
+    CANNOT_FUSE,
+    ENDED,
+    LATE,
+    LOCKED,
+    NO_BOARD,
+    PASSED_BY,
+    Answer,
+    Vote,
+    begun,
+)
 
 _log = logging.getLogger("weft.passes")
 #: Seconds until a rank that does not come is taken to run something else; less if the group's deadline is less.
@@ -130,9 +142,9 @@ class GraphGuard:
 
         ``sizes`` are those that the graph was compiled without. The ranks must have the same.
 
-        A rank that does not come is waited for once: ``PATIENCE`` seconds, or the group's deadline if that is less.
-        Then the graph runs unfused until that rank has shown that it was only late, or for good if it ran something
-        else.
+        A rank that does not come is waited for once: ``VOTE_DEADLINE`` seconds, or the group's deadline if that is
+        less; not at all if its process has ended. Then the graph runs unfused until that rank has shown that it was
+        only late, or for good if it ran something else.
 
         Raises:
             ValueError: a group in which something was fused has another number of ranks than the graph was made for.
@@ -142,6 +154,10 @@ class GraphGuard:
         answer = self._agreed(self.signature(sizes))
         outcomes.count_vote(answer, time.perf_counter() - begin)
         return answer
+
+    def runs_unfused(self) -> None:
+        """Tells the other ranks that this one runs the graph as it is, with sizes that nobody compares then."""
+        self.fused(tuple(0 for size in self._sizes if size is None))
 
     def signature(self, sizes: tuple[int, ...]) -> int:
         """What this graph posts when it runs with these sizes."""
@@ -203,7 +219,7 @@ class GraphGuard:
             self._told.add((asked.name, signature))
         post = Vote(where.turns, begun(group), asked.count, signature, can_fuse)
         answer = where.ask(post, lambda: _vote_deadline(asked.name))
-        if can_fuse and answer.why in (LATE, NO_BOARD):
+        if can_fuse and answer.why in (LATE, ABSENT, NO_BOARD):
             self._late[asked.name] = (answer.peer, post)
         return answer
 
@@ -230,6 +246,12 @@ class GraphGuard:
             reason = self._why_not_fuse or "another group's ranks differ"
         elif answer.why == LATE:
             reason = f"rank {peer} did not come within {_vote_deadline(name):g} s"
+        elif answer.why == ENDED:
+            reason = f"the process of rank {peer} has ended"
+        elif answer.why == ABSENT:
+            reason = f"rank {peer} runs without graphs of this pass since it was waited for in vain"
+        elif answer.why == NO_BOARD and where.blind is not None:
+            reason = f"rank {where.blind} cannot open rank 0's board: it is on another host or in another PID namespace"
         elif answer.why == NO_BOARD:
             reason = f"rank {peer} has not run a graph of this pass, or is not to be seen from here"
         elif answer.why == PASSED_BY:

@@ -35,6 +35,10 @@ class _Agree(ir.ExternKernel):
         return True
 
     def codegen(self, wrapper: Any) -> None:
+        if V.graph.cpp_wrapper or V.graph.fx_wrapper:
+            # Who set it behind the pass's back gets an error, not a graph that runs fused unasked.
+            assert not self.fused, "weft::agree: only generated Python code can ask the other ranks"
+            return
         if getattr(wrapper, "partition_signatures", None) is not None:
             wrapper = wrapper.get_root_graph()
             wrapper = getattr(wrapper, "wrapper_code", wrapper)

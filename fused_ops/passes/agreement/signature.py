@@ -11,14 +11,14 @@ a graph for any may agree.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ..graph.collectives import Size, collectives, kind_of
+from ..graph.collectives import Size, collectives, group_of, kind_of, point_to_point
 from ..graph.index_map import Dims, strides
 from ..report import Entry
 
@@ -33,12 +33,18 @@ class Signature:
     """
 
     def __init__(
-        self, graph: fx.Graph, index: dict[str, int], entries: Iterable[Entry], orders: Iterable[Order]
+        self,
+        graph: fx.Graph,
+        index: dict[str, int],
+        fused: Collection[str | None],
+        entries: Iterable[Entry],
+        orders: Iterable[Order],
     ) -> None:
         """
         Args:
             graph: as the pass leaves it.
             index: the groups' numbers; their names may differ from rank to rank.
+            fused: the groups in which something was fused.
             orders: of each op that the pass has put in.
         """
         self._index = index
@@ -48,7 +54,11 @@ class Signature:
         lines = [*self.what]
         plain = set(collectives(graph))
         for node in graph.nodes:
-            if node in plain or getattr(node.target, "namespace", "") == "weft":
+            if node in plain and (point_to_point(node) or group_of(node) not in fused):
+                # Ranks send to different peers, and what goes through another group is that one's affair: what counts
+                # is which ops there are, and in which order.
+                lines.append(f"{kind_of(node)} {self._word(group_of(node), False)} {point_to_point(node)}")
+            elif node in plain or getattr(node.target, "namespace", "") == "weft":
                 shapes = node not in plain  # of an all_to_all the ranks' may differ
                 words = [self._word(a, shapes) for a in node.args]
                 words += [f"{name}={self._word(a, shapes)}" for name, a in node.kwargs.items()]

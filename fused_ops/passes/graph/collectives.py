@@ -218,6 +218,12 @@ def group_of(node: fx.Node) -> str | None:
     return group if isinstance(group, str) else None
 
 
+def point_to_point(node: fx.Node) -> list[str]:
+    """The sends and receives that a functional collective is, in their order; none if it is for the whole group."""
+    kind = kind_of(node)
+    return list(node.args[0]) if kind == "batch_p2p_ops" else [kind] * (kind in ("isend", "irecv"))  # type: ignore[arg-type]
+
+
 def collectives(graph: fx.Graph) -> Iterator[fx.Node]:
     """Every node that communicates by a functional collective."""
     return (n for n in graph.nodes if communicates(n) and n.target.namespace != "weft")

@@ -327,10 +327,26 @@ def test_many_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     check_left(module.graph, "20 bytes of constants")
 
 
-def test_the_cpp_wrapper() -> None:
+@pytest.mark.parametrize(
+    ("name", "words"), [("cpp_wrapper", "the C++ wrapper"), ("fx_wrapper", "the FX wrapper")]
+)
+def test_code_that_is_not_python(name: str, words: str) -> None:
+    with inductor_config.patch({name: True}):
+        check_left(traced(program, X, W), f"{words} cannot ask the other ranks")
+
+
+def test_lite_mode() -> None:
+    """The question stays, as an op that tells the other ranks."""
+    with inductor_config.patch(fallback_by_default=True):
+        check_left(
+            traced(program, X, W), "with fallback_by_default (lite mode) Inductor runs each op as it is"
+        )
+        (question,) = questions(passed(traced(program, X, W))[1])
+        assert question.args[1] is False
+
+
+def test_the_cpp_wrapper_calls_no_op_that_returns_a_list() -> None:
     with inductor_config.patch(cpp_wrapper=True):
-        (reason,), _ = passed(traced(program, X, W))
-        assert reason.startswith("the C++ wrapper cannot ask the other ranks")
         (reason,), _ = passed(traced(program, X, W), agree=False)
         assert reason.startswith("the C++ wrapper cannot call an op that returns a list")
 

@@ -1,0 +1,86 @@
+"""Where Inductor does not write the question's code: nothing is fused, and ranks that wait for an answer get one."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_ranks_that_differ import compiler, gather, world
+from torch import Tensor
+from torch._inductor import config as inductor_config
+from weft.fused_ops.passes import Report
+from weft.symm_mem import WeftError
+
+
+def program(x: Tensor, w: Tensor) -> Tensor:
+    return gather(x, world()) @ w
+
+
+def broken(x: Tensor, w: Tensor) -> Tensor:
+    y = gather(x, world())
+    torch._dynamo.graph_break()
+    return y @ w
+
+
+def differing(rank: int, size: int, options: list[dict[str, Any]], break_one: bool) -> tuple[Report, float]:
+    from weft.fused_ops.passes import FusionPass
+
+    x, w = torch.randn(3, 8), torch.randn(8, 5)
+    with compiler(), torch.no_grad():
+        fusion = FusionPass(fuse="always")
+        fn = broken if break_one and rank == 0 else program
+        mine = torch.compile(fn, options={**fusion.options, **options[rank]})
+        dist.barrier()
+        begin = time.monotonic()
+        for _ in range(2):
+            torch.testing.assert_close(mine(x, w), program(x, w), rtol=1e-4, atol=1e-4)
+        return fusion.report(), time.monotonic() - begin
+
+
+LITE = {"fallback_by_default": True}
+
+
+def test_lite_mode_fuses_nothing_and_tells_the_other_ranks() -> None:
+    (one, _), (other, _) = run_ranks(differing, 2, [LITE, LITE], True)
+    assert one.fused == other.fused == 0
+    assert all("with fallback_by_default (lite mode) Inductor runs" in e.reason for e in other.entries)
+    assert one.questions.count == other.questions.count == 2
+    (lite, _), (fused, seconds) = run_ranks(differing, 2, [LITE, {}], False)
+    assert (lite.fused, fused.fused) == (0, 1)
+    assert (fused.questions.count, fused.questions.fused) == (2, 0)
+    assert all(d.peer == 0 and "left alone there" in d.reason for d in fused.disagreements), fused
+    assert seconds < 25  # rank 0 is not waited for
+
+
+def interpreted(rank: int, size: int) -> str:
+    """A backend that runs what the pass has left, node by node."""
+    from torch import fx
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
+    from torch._inductor.virtualized import V
+    from weft.fused_ops.passes import FusionPass
+
+    def inner_compile(gm: fx.GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
+        with V.set_fake_mode(torch._guards.detect_fake_mode(example_inputs)):
+            view_to_reshape(gm)
+            post_grad_passes(gm, bool(kwargs.get("is_inference")))
+        return make_boxed_func(gm.forward)
+
+    fusion = FusionPass()
+    with compiler(), inductor_config.patch(fusion.options), torch.no_grad():
+        mine = torch.compile(program, backend=lambda gm, x: compile_fx(gm, x, inner_compile=inner_compile))
+        with pytest.raises(
+            WeftError, match="the ranks are not asked whether they run the same graph"
+        ) as error:
+            mine(torch.randn(3, 8), torch.randn(8, 5))
+        return str(error.value)
+
+
+def test_a_fused_graph_that_is_interpreted_is_refused_by_name() -> None:
+    for text in run_ranks(interpreted, 2):
+        assert text.startswith("weft::agree: a graph in which collectives were fused is run without")
