@@ -55,7 +55,7 @@ def draw(content: dict[str, Any], mode: str, output: Path) -> None:
     try:
         import matplotlib as mpl
     except ModuleNotFoundError as e:
-        raise ModuleNotFoundError("matplotlib draws the picture: pip install 'weft[plot]'") from e
+        raise ModuleNotFoundError("matplotlib draws the picture: pip install 'weft-nvlink[plot]'") from e
 
     mpl.use("svg")
     from matplotlib import pyplot as plt

@@ -115,7 +115,7 @@ class Fault:
                 name, site = calls.find(buffer_of and buffer_of(word), use)
             flag, seconds = layout.describe(word), calls.seconds
         if record.kind == _ABORTED:  # nothing was waited for; what it says is 1 + the rank that it blames
-            flag, expected, seconds, blames = f"'gave up' of rank {peer}", 0, 0.0, seen - 1
+            flag, expected, seconds, blames = f"abort notice of rank {peer}", 0, 0.0, seen - 1
         ended = blames is None and has_ended(heap.rendezvous.processes[peer])
         wait = PeerWait(name, heap.group_name, heap.rank, peer, flag, expected, site)
         return PeerTimeout(wait, WaitOutcome(seen, seconds, ended, blames))

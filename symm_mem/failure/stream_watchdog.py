@@ -118,6 +118,14 @@ class StreamWatchdog:
             self._waiting = [w for w in self._waiting if w.ends is not None]
 
     def _run(self) -> None:
+        try:
+            self._watch_until_all_end()
+        except BaseException:
+            with self._lock:
+                self._running = False  # the next wait starts another thread, which watches what is left
+            raise
+
+    def _watch_until_all_end(self) -> None:
         from ..backends.vmm import relaxed_capture
 
         torch.cuda.set_device(self._device)

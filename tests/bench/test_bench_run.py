@@ -33,9 +33,14 @@ SCHEMA: dict[str, Any] = {
 }
 
 
+def without_xdist() -> dict[str, str]:
+    """pytest-benchmark times nothing in a process that thinks it is a worker of pytest-xdist."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+
+
 def bench(results: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """Run on 2 CPU ranks; (the process, op -> what it wrote)."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+    environment = {**without_xdist(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
     command = [sys.executable, str(RUN), "--ranks=2", "--device=cpu", f"--results={results}", *arguments]
     process = subprocess.run(
         command, capture_output=True, text=True, timeout=240, env=environment, check=False
@@ -118,7 +123,7 @@ def test_a_wrong_result_gets_no_time(tmp_path: Path) -> None:
 
 def test_an_unknown_selection_is_refused(tmp_path: Path) -> None:
     environment = {
-        **os.environ,
+        **without_xdist(),
         "RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",

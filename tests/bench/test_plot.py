@@ -44,7 +44,7 @@ def test_reasons(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -
     assert "no row of an all-reduce is of mode 'graph'; --mode may be eager" in said(tmp_path, cpu, **how)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # there is none
     text = said(tmp_path, cpu, "--mode", "eager", **how)
-    assert "matplotlib draws the picture: pip install 'weft[plot]'" in text
+    assert "matplotlib draws the picture: pip install 'weft-nvlink[plot]'" in text
     none = json.dumps({"meta": META, "rows": [{**ROW, "op": "matmul_all_reduce"}]})
     assert "there is no row of an all-reduce at all" in said(tmp_path, none, **how)
     assert "has no 'meta'" in said(tmp_path, json.dumps({"rows": [ROW]}), **how)

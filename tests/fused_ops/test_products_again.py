@@ -12,10 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter
 from weft.fused_ops.dispatch import plan, stream_order, workspaces
@@ -311,48 +307,6 @@ def test_gradients_are_recorded(stage: SimpleNamespace, op: Op) -> None:
         with torch.no_grad():
             assert flat(way(A, *rest))[0].grad_fn is None
     assert len(stage.launcher.launched) == 4
-
-
-class Seen(Exception):
-    pass
-
-
-class DispatchMode(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "weft":
-            raise Seen
-        return func(*args, **(kwargs or {}))
-
-
-class FunctionMode(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "weft" in str(func):
-            raise Seen
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("mode", [DispatchMode, FunctionMode])
-def test_modes_see_the_call(stage: SimpleNamespace, op: Op, mode: type) -> None:
-    for way in (op.call, op.through_torch):
-        with pytest.raises(Seen), mode():
-            way(*op.given)
-    assert not stage.launcher.launched
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
-def test_traces_hold_the_call(stage: SimpleNamespace, op: Op) -> None:
-    A, *rest = op.given
-    if len(op.given) == 2:  # an optional result, or argument, is beyond it
-        assert "weft::fused" in str(torch.jit.trace(op.call, tuple(op.given), check_trace=False).graph)
-    assert "torch.ops.weft.fused" in make_fx(lambda A: op.call(A, *rest))(A).code
-    stage.launcher.launched.clear()  # below these traces the short way is right
-    with pytest.raises(ValueError, match=LONG):
-        make_fx(lambda A: op.call(A, *rest), pre_dispatch=True)(A)
-    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match=LONG):
-        op.call(*op.given)
-    with pytest.raises(Exception, match=LONG):
-        torch.compile(op.call, backend="eager", fullgraph=True)(*op.given)
-    assert not stage.launcher.launched
 
 
 def test_what_does_not_pay_is_fused_only_where_it_is_asked_for(

@@ -62,7 +62,7 @@ def of_rms_norm(monkeypatch: pytest.MonkeyPatch, launched: Launched) -> Callable
     monkeypatch.setattr(rms_norm, "_program", launches(launched, ("x", "sums")))
     place = workspace(all_reduce_rms_norm_layout(ROWS, vectors, SIZE, config))
     kernel = rms_norm.AllReduceRmsNormLauncher(place, ROWS, HIDDEN, BF16, 1e-5, config)
-    return lambda own: kernel.launch(own << 20, 16, 16, 16, own << 21, own, own)
+    return lambda own: kernel.launch(0, (own << 20, 16, 16), (16, own << 21), own, own)
 
 
 def of_few_rows(monkeypatch: pytest.MonkeyPatch, launched: Launched) -> Callable[[int], None]:

@@ -100,7 +100,7 @@ class Stage:
         return (driver.CUresult.CUDA_SUCCESS,)
 
     def wait(self, timeout: float) -> None:
-        self.watch.wait(100, 5, timeout, lambda seen, seconds: self.told.append(seen), (200, 1))
+        self.watch.wait(100, 5, timeout, lambda outcome: self.told.append(outcome.seen), (200, 1))
 
     def at_rest(self) -> bool:
         end = time.monotonic() + 10

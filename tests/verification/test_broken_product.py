@@ -58,7 +58,7 @@ def test_no_peer_gets_a_wrong_number(
     if breaks:
         said, expected, seen = products.layout.describe(int(of_product[3])), *of_product[4:6].tolist()
         assert (expected, seen) == (1, 0) and "(buffer 0)" in said, said
-        assert ("payload" if products.layout.ll_protocol else f"of rank {MISSING}") in said
+        assert ("epoch of the data" if products.layout.ll_protocol else f"of rank {MISSING}") in said
 
     library = compiled(tmp_path / "all_reduce", SIZE, "float32", "sum")
     for seed, form in enumerate(FORMS):

@@ -1,0 +1,59 @@
+"""What must see a product's call although it was called before, without a GPU: modes and traces."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import test_products_again as again
+import torch
+from test_products_again import LONG, Op
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+stage, op = again.stage, again.op
+
+
+class Seen(Exception):
+    pass
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "weft":
+            raise Seen
+        return func(*args, **(kwargs or {}))
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "weft" in str(func):
+            raise Seen
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [DispatchMode, FunctionMode])
+def test_modes_see_the_call(stage: SimpleNamespace, op: Op, mode: type) -> None:
+    for way in (op.call, op.through_torch):
+        with pytest.raises(Seen), mode():
+            way(*op.given)
+    assert not stage.launcher.launched
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+def test_traces_hold_the_call(stage: SimpleNamespace, op: Op) -> None:
+    A, *rest = op.given
+    if len(op.given) == 2:  # an optional result, or argument, is beyond it
+        assert "weft::fused" in str(torch.jit.trace(op.call, tuple(op.given), check_trace=False).graph)
+    assert "torch.ops.weft.fused" in make_fx(lambda A: op.call(A, *rest))(A).code
+    stage.launcher.launched.clear()  # below these traces the short way is right
+    with pytest.raises(ValueError, match=LONG):
+        make_fx(lambda A: op.call(A, *rest), pre_dispatch=True)(A)
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match=LONG):
+        op.call(*op.given)
+    with pytest.raises(Exception, match=LONG):
+        torch.compile(op.call, backend="eager", fullgraph=True)(*op.given)
+    assert not stage.launcher.launched
