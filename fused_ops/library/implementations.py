@@ -42,12 +42,14 @@ class Implementation(NamedTuple):
         fast: the results, if such a call was made before on CUDA; else None, and nothing happened. Its tensors may be
             anything.
         slow: checks the arguments and makes the call.
+        fast_on_device: as ``fast``, where the dispatcher has seen to what else tensors may be, if that is less work.
     """
 
     op: OpOverload
     record: Callable[..., Any]
     fast: Callable[[Any], Any]
     slow: Callable[[Any], Any]
+    fast_on_device: Callable[[Any], Any] | None = None
 
     def run_below_autograd(self, call: OpArguments) -> Any:
         done = self.fast(call)
@@ -117,6 +119,10 @@ def _fast_all_reduce(call: AllReduceCall) -> Tensor | None:
     return _ar.fast_all_reduce(call.x, call.reduce_op, call.group_name, anything=True)
 
 
+def _fast_all_reduce_on_device(call: AllReduceCall) -> Tensor | None:
+    return _ar.fast_all_reduce(call.x, call.reduce_op, call.group_name)
+
+
 @_fresh
 @poison_on_error
 def _slow_all_reduce(call: AllReduceCall) -> Tensor:
@@ -127,6 +133,10 @@ def _slow_all_reduce(call: AllReduceCall) -> Tensor:
 
 def _fast_all_reduce_in_place(call: AllReduceCall) -> Tensor | None:
     return _ar.fast_all_reduce(call.x, call.reduce_op, call.group_name, call.x, IN_PLACE, anything=True)
+
+
+def _fast_all_reduce_in_place_on_device(call: AllReduceCall) -> Tensor | None:
+    return _ar.fast_all_reduce(call.x, call.reduce_op, call.group_name, call.x, IN_PLACE)
 
 
 @poison_on_error
@@ -174,9 +184,15 @@ MATMUL_REDUCE_SCATTER = Implementation(
     _fast_matmul_reduce_scatter,
     _slow_matmul_reduce_scatter,
 )
-ALL_REDUCE = Implementation(schema.all_reduce, AllReduceCall, _fast_all_reduce, _slow_all_reduce)
+ALL_REDUCE = Implementation(
+    schema.all_reduce, AllReduceCall, _fast_all_reduce, _slow_all_reduce, _fast_all_reduce_on_device
+)
 ALL_REDUCE_IN_PLACE = Implementation(
-    schema.all_reduce_, AllReduceCall, _fast_all_reduce_in_place, _slow_all_reduce_in_place
+    schema.all_reduce_,
+    AllReduceCall,
+    _fast_all_reduce_in_place,
+    _slow_all_reduce_in_place,
+    _fast_all_reduce_in_place_on_device,
 )
 ALL_REDUCE_RMS_NORM = Implementation(
     schema.all_reduce_rms_norm, AllReduceRmsNormCall, _fast_all_reduce_rms_norm, _slow_all_reduce_rms_norm

@@ -28,9 +28,11 @@ def _on_records(op: Implementation, run: Callable[[Any], Any]) -> Callable[..., 
     return implement
 
 
-def _behind_fast_path(op: Implementation, run: Callable[[Any], Any]) -> Callable[..., Any]:
+def _behind_fast_path(
+    op: Implementation, fast: Callable[[Any], Any], run: Callable[[Any], Any]
+) -> Callable[..., Any]:
     """The same, of a call that took no fast path."""
-    record, group_size, fast = op.record, validation.group_size, op.fast
+    record, group_size = op.record, validation.group_size
     returns_nothing = not op.op._schema.returns
 
     @wraps(run)
@@ -94,8 +96,8 @@ for _op, _fake, _autograd in (
     torch.library.register_fake(f"weft::{_name}", _known_fake, lib=schema.lib)
     compiled.declare_communicating(_overload)
     for _key in ("CPU", "CUDA"):
-        schema.lib.impl(_name, _behind_fast_path(_op, _op.slow), _key)
-    schema.lib.impl(_name, _behind_fast_path(_op, _autograd), "Autograd")
+        schema.lib.impl(_name, _behind_fast_path(_op, _op.fast_on_device or _op.fast, _op.slow), _key)
+    schema.lib.impl(_name, _behind_fast_path(_op, _op.fast, _autograd), "Autograd")
     refuse_unsupported(schema.lib, _name)
     for _key in ("AutocastCPU", "AutocastCUDA"):
         schema.lib.impl(_name, _below_autocast(_overload), _key)
