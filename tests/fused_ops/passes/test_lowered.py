@@ -50,6 +50,9 @@ def check(fn: Callable[..., Any], name: str, *inputs: Tensor) -> list[Seen]:
         before, after = copied(seen.before), copied(seen.after)
         write_out(before)
         write_out(after)
+        # Interpreted, the question refuses to be passed by.
+        for question in after.find_nodes(op="call_function", target=torch.ops.weft.agree.default):
+            after.erase_node(question)
         check_same(Seen(before, after, seen.entries), 2)
     return found
 
