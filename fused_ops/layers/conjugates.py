@@ -1,7 +1,7 @@
 """Between a part on each rank and what all ranks hold alike: three pairs of functions, each the backward of the other.
 
-A backward calls its dual, not the dual's collective. The gradient can then be differentiated again: by the backward
-of a collective what is whole on each rank already would be summed over the ranks, or not at all.
+A backward calls its conjugate, not the conjugate's collective. The gradient can then be differentiated again: by the
+backward of a collective what is whole on each rank already would be summed over the ranks, or not at all.
 
 Rank and size are given to Gather and Split: Dynamo does not look for a group by its name in an autograd.Function.
 """
@@ -58,7 +58,7 @@ class GatherColumns(torch.autograd.Function):
 
 
 class SplitColumns(torch.autograd.Function):
-    """The own columns of what every rank holds whole; its gradient is whole again."""
+    """The local columns of what every rank holds whole; its gradient is whole again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, rank: int, size: int) -> Tensor:

@@ -1,6 +1,6 @@
 """one_shot_all_reduce: from the op's tensor to a kernel's, and back.
 
-A call of a size that was seen before costs the host no more than three look-ups and a launch: ``again``.
+A call of a size that was seen before costs the host no more than three look-ups and a launch: ``fast_all_reduce``.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | N
 
 
 def made_before(x: Tensor, reduce_op: str, group_name: str) -> _Prepared | None:
-    """What such calls, also of other shapes, are made with on the current stream; None where they take the long way."""
+    """What such calls, also of other shapes, are made with on the current stream; None where they take the slow
+    path."""
     stream = stream_on(x.get_device())
     made = None if stream is None else _made_on(x, reduce_op, group_name, stream)
     return None if made is None else made[1]

@@ -37,7 +37,7 @@ class _ProductThenSum:
     def call(
         self, tensors: Sequence[Tensor], results: Sequence[Tensor], timeout_ns: int, stream: int
     ) -> None:
-        """As ``again.Caller``."""
+        """As ``fast_path.Caller``."""
         (A, B), (out,) = tensors, results
         if out.dim() == 2:
             torch.mm(A, B, out=out)

@@ -4,7 +4,7 @@ One page of shared memory of the group's rank 0, found by the others through the
 waits for its making. Every change is made under a lock of the file, so it is seen whole or not at all. A rank's place
 in the program is told by two counts that are the same on all ranks wherever these are at the same point, because
 neither needs weft on the other side: how many collectives its backend has begun in the group, and how many graphs the
-group has run fused. A rank posts ``Post`` and learns one of two answers:
+group has run fused. A rank posts a ``Vote`` and learns one of two answers:
 
 ======  ====================================================================================================
 FUSED   every rank of the group stands at the same place before a graph with the same signature, and is willing
@@ -91,7 +91,7 @@ class VoteBoard(VoteRows):
 
     @property
     def turns(self) -> int:
-        """As in ``Post``."""
+        """As in ``Vote``."""
         return 0 if self._words is None else self._words[_FUSED_RUNS]
 
     def _new_prefix(self, token: str) -> str:
@@ -228,7 +228,7 @@ class VoteBoard(VoteRows):
         return None
 
     def ask(self, post: Vote, timeout: Callable[[], float]) -> Answer:
-        """Post, and wait for the answer, for ``timeout`` seconds at most. Who is not willing does not wait.
+        """Post, and wait for the answer, for ``timeout`` seconds at most. A rank that cannot fuse does not wait.
 
         For a rank that is ``absent`` the wait is short. That is safe whatever the others wait: FUSED takes the posts of
         all ranks, and who goes on alone has taken its own back.

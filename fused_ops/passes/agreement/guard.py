@@ -87,7 +87,7 @@ def pack(
     *,
     captured: bool = False,
 ) -> str:
-    """The argument of ``Choice``.
+    """The argument of ``GraphGuard``.
 
     Args:
         groups: in the order in which they first occur in the graph.
