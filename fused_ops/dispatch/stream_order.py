@@ -251,16 +251,16 @@ class StreamOrder:
             line.streams.add(stream)
 
 
-_turns: dict[int, StreamOrder] = {}
+_orders: dict[int, StreamOrder] = {}
 
 
 def _turns_of(index: int) -> StreamOrder:
-    if index not in _turns:
+    if index not in _orders:
         device = torch.device("cuda", index)
         there = torch.cuda.get_device_properties(device).multi_processor_count
         room = max(1, (there - _SPARE) // num_sms(device))
-        _turns.setdefault(index, StreamOrder(room))  # threads may come here at once: all take one
-    return _turns[index]
+        _orders.setdefault(index, StreamOrder(room))  # threads may come here at once: all take one
+    return _orders[index]
 
 
 def steps_on(index: int, stream: int) -> tuple[StreamStep, StreamStep]:

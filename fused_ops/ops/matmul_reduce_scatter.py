@@ -13,7 +13,7 @@ from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from ...kernels.matmul_reduce_scatter.reference import reference_matmul_reduce_scatter
 from ...symm_mem import get_timeout
 from ...symm_mem.heap.heap import Heap
-from ..dispatch import fast_path as short
+from ..dispatch import fast_path
 from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran, should_fuse, why_tf32
 from ..dispatch.staging import Staging, rows_of
 from ..dispatch.stream_order import in_stream_order
@@ -42,11 +42,11 @@ def fast_matmul_reduce_scatter(
         dim += A.dim()
     bias, residual = terms
     if bias is None and residual is None:
-        results = short.run_fast(host.OP, (dim, reduce_op), (A, B), group_name)
+        results = fast_path.run_fast(host.OP, (dim, reduce_op), (A, B), group_name)
     else:
         arguments = _arguments(dim, reduce_op, bias, residual)
         added = [term for term in terms if term is not None]
-        results = short.run_fast(host.OP, arguments, (A, B, *added), group_name)
+        results = fast_path.run_fast(host.OP, arguments, (A, B, *added), group_name)
     return None if results is None else results[0]
 
 
@@ -144,6 +144,6 @@ def _on_cuda(where: Heap, call: MatmulReduceScatterCall) -> Tensor | str:
     launcher = on_cuda.scatter_launcher(choice, workspace, epilogue)
     if launcher is not None and epilogue.out_dtype == A.dtype:
         arguments = _arguments(dim, call.reduce_op, call.bias, call.residual)
-        made = short.LaunchedCall(host.OP, arguments, call.tensors, (parts, b, *kernel_call.terms), [out])
-        short.remember_call(made, workspace, launcher, plan, profitable=choice.profitable)
+        made = fast_path.LaunchedCall(host.OP, arguments, call.tensors, (parts, b, *kernel_call.terms), [out])
+        fast_path.remember_call(made, workspace, launcher, plan, profitable=choice.profitable)
     return out

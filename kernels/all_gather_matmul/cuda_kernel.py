@@ -15,7 +15,7 @@ from cuda.bindings import driver
 from ...symm_mem.backends.vmm import check_driver
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import Workspace
-from ..device.comm.acquire import leaving
+from ..device.comm.acquire import end_epoch_launcher
 from ..device.comm.double_buffer import BufferWords, wait_params
 from ..device.gemm import gemm
 from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
@@ -58,18 +58,18 @@ class _Params(ctypes.Structure):
     )
 
 
-_OWN, _B, _A, _C, _SENDERS = (getattr(_Params, name).offset for name in ("own", "b", "a", "c", "comm_sms"))
+_OWN, _B, _A, _C, _COMM_SMS = (getattr(_Params, name).offset for name in ("own", "b", "a", "c", "comm_sms"))
 # A store to a ctypes field costs as much as all of these.
-_put_address, _put_turns = struct.Struct("Q").pack_into, struct.Struct("5i").pack_into
+_put_address, _put_schedule = struct.Struct("Q").pack_into, struct.Struct("5i").pack_into
 
 
 def gather_defines(bs: Sequence[torch.Tensor], config: GatherPushConfig) -> gemm.Defines:
     """What kernel.cu is compiled with for these B [K, N_i] and their like."""
     return (
         *gemm.gemm_defines(config.tile, bs, split_k=config.split_k).items(),
-        ("PIECE_ROWS", config.piece_rows),
-        ("PIECE_COLUMNS", config.piece_columns),
-        ("UNIT_COLUMNS", config.unit_columns),
+        ("CHUNK_ROWS", config.chunk_rows),
+        ("CHUNK_COLUMNS", config.chunk_columns),
+        ("K_CHUNK_COLUMNS", config.k_chunk_columns),
     )
 
 
@@ -187,7 +187,7 @@ class AllGatherMatmulPush:
             self._put_bs(p, _B, *map(getitem, self._bs, operands[step.bs]))
             self._put_cs(p, _C, *results[step.outs])
             _put_address(p, _A, a)
-            _put_turns(p, _SENDERS, *self._sends[not step.push], step.final)
+            _put_schedule(p, _COMM_SMS, *self._sends[not step.push], step.final)
             if timeout_ns != self._timeouts_ns[buffer]:
                 p.watch.timeout_ns = self._timeouts_ns[buffer] = timeout_ns
             self._launches[buffer](stream)
@@ -215,7 +215,7 @@ class AllGatherMatmulPushes:
             step = EpochStep(first == 0, end == len(bs), slice(first + 1, end + 1), slice(first, end))
             self._steps.append((kernel, (step, replace(step, final=False))))
         self._buffers = [workspace.address + workspace.layout.buffer(buffer) for buffer in (0, 1)]
-        self._leave = [leaving(workspace, buffer) for buffer in (0, 1)]
+        self._leave = [end_epoch_launcher(workspace, buffer) for buffer in (0, 1)]
         self._lock = workspace.lock
         copies = _SideBySide if config.split_k else _Stacked
         self._copies = copies(a, workspace.world_size, workspace.rank)

@@ -4,7 +4,7 @@
 
 #include "gemm/gemm.cuh"
 #include "comm/ll_protocol.cuh"
-#include "order.cuh"
+#include "tile_order.cuh"
 
 namespace weft {
 

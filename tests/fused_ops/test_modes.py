@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_products_again as short
+import test_fast_path_of_matmuls as short
 import torch
 from opcommon import DEVICES, check, gather, world
 from ranks import run_ranks

@@ -61,7 +61,7 @@ def few_rows_program(size: int, dtype: str, reduce_op: str, n: int, b_rows: bool
 
 
 PROGRAMS: dict[str, Program] = {
-    "gate": Program(KERNELS / "device" / "comm" / "acquire.cu"),
+    "acquire": Program(KERNELS / "device" / "comm" / "acquire.cu"),
     **{
         f"all_reduce-{size}-{dtype}-{reduce_op}": cuda_kernel.all_reduce_program(
             size, size - 1, TORCH[dtype], reduce_op
@@ -92,7 +92,7 @@ PROGRAMS: dict[str, Program] = {
     },
 }
 KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
-    "gate": ({"gate", "leave"}, acquire._Params),
+    "acquire": ({"acquire", "leave"}, acquire._Params),
     "all_reduce": (
         {f"{form}{kind}" for form in ("one_shot", "two_shot", "two_shot_rounds") for kind in ("", "_any")},
         cuda_kernel._Params,
@@ -132,11 +132,11 @@ def test_registers_spills_and_the_size_of_the_argument(
         assert numbers["CONSTANT[0]"] == ARGUMENTS + ctypes.sizeof(params), kernel
 
 
-@pytest.mark.parametrize("name", ["all_reduce-4-bfloat16-sum", "gate"])
+@pytest.mark.parametrize("name", ["all_reduce-4-bfloat16-sum", "acquire"])
 def test_machine_code(name: str, tmp_path: Path) -> None:
     code = disassembled(PROGRAMS[name], tmp_path)
     assert "MULTIMEM" not in code.upper()
-    if name == "gate":
+    if name == "acquire":
         assert re.search(r"LD\S*\.E\.STRONG\.SYS", code), "the flag is acquired at system scope"
     else:
         # To and from three peers, once in one_shot and twice in two_shot, 16 bytes at a time.

@@ -40,7 +40,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(gemm, "launches", launches)
     monkeypatch.setattr(tensor_map.Boxes, "encode", encode)
     monkeypatch.setattr(
-        gather, "leaving", lambda workspace, buffer: lambda s: done.append(("leave", buffer, s))
+        gather, "end_epoch_launcher", lambda workspace, buffer: lambda s: done.append(("leave", buffer, s))
     )
     monkeypatch.setattr(gather, "check_driver", lambda result: None)
     copies = SimpleNamespace(cuMemcpyDtoDAsync=lambda *args: done.append(("copy", *args)))

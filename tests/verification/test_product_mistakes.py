@@ -18,7 +18,7 @@ MISTAKES = {
         "__syncwarp();\n        if (lane == 0) weft::set_count(sent, ++count);",
         "if (lane == 0) weft::set_count(sent, ++count);",
     ),
-    "gather-posted-ahead": ("posted < there;", "posted <= there && index < order.pieces;"),
+    "gather-posted-ahead": ("posted < there;", "posted <= there && index < order.chunks;"),
     "gather-flags-not-awaited": ("weft::fence_proxy_async();\n                __syncwarp();", ""),
     "gather-count-not-awaited": ("weft::wait_count(s.counts + ARRIVED, ++needed)", "++needed"),
     "gather-half-not-free": ("buffer.done + lane, use - 1", "buffer.done + lane, use - 2"),

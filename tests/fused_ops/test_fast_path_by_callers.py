@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_products_again as short
+import test_fast_path_of_matmuls as short
 import torch
-from test_products_seen import FunctionMode, Seen
+from test_matmuls_seen import FunctionMode, Seen
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_reduce_scatter
 from weft.fused_ops.ops import matmul_reduce_scatter

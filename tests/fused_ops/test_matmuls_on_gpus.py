@@ -79,7 +79,7 @@ def both_ops(
     assert torch.equal(got, want_more.to(dtype)), f"matmul + reduce-scatter + {[*named]}, {what}"
 
 
-# By every block, or by some, which miss a tile meanwhile; steps of a short first wave; rows of a piece; columns of a
+# By every block, or by some, which miss a tile meanwhile; steps of a short first wave; rows of a chunk; columns of a
 # unit.
 SENT = ((0, 2, 64, 1024), (0, 0, 32, 512), (8, 0, 16, 256), (8, 1, 32, 512))
 
@@ -91,9 +91,9 @@ def every_tile(rank: int, world_size: int) -> None:
             def only(
                 problem: AllGatherMatmulProblem, tile: Tile = tile, sent: tuple[int, int, int, int] = sent
             ) -> list[GatherPushConfig]:
-                comm_sms, lead, piece_rows, units = sent
-                how = (tile, comm_sms, min(2, -(-problem.m // tile.block_m)), piece_rows)
-                return [GatherPushConfig(*how, unit_columns=units, missed=comm_sms // 8, lead=lead)]
+                comm_sms, lead, chunk_rows, units = sent
+                how = (tile, comm_sms, min(2, -(-problem.m // tile.block_m)), chunk_rows)
+                return [GatherPushConfig(*how, k_chunk_columns=units, missed=comm_sms // 8, lead=lead)]
 
             # What was chosen for these shapes before is forgotten, the kernels with it.
             gather_configs.rank_gather_pushes.cache_clear()

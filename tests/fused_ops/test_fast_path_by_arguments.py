@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import test_products_again as short
+import test_fast_path_of_matmuls as short
 import torch
 from weft.fused_ops import fused_matmul_reduce_scatter
 from weft.fused_ops.ops import matmul_reduce_scatter

@@ -31,7 +31,7 @@ from weft.kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCa
 from weft.symm_mem.heap.heap import Heap
 from weft.symm_mem.heap.registry import get_heap
 from weft.symm_mem.layout import Layout
-from weft.symm_mem.workspace import HostUse, Workspace
+from weft.symm_mem.workspace import HostEpoch, Workspace
 
 FASTEST = [(128, 96), "one_shot"]  # the tile, or the algorithm, where all ranks are looked at
 
@@ -50,7 +50,7 @@ class Kernel:
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
         workspace = self.workspace
-        with HostUse(workspace, "a kernel") as use:
+        with HostEpoch(workspace, "a kernel") as use:
             peer = 1 - workspace.rank
             use.wait_free(peer)
             use.post(peer, 0)

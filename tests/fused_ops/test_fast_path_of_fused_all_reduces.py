@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_products_again import LONG, NAME, OTHERS, Group, Workspace
+from test_fast_path_of_matmuls import LONG, NAME, OTHERS, Group, Workspace
 from weft import symm_mem
 from weft.fused_ops import fused_all_reduce_rms_norm, fused_matmul_all_reduce
 from weft.fused_ops.dispatch import fast_path, plan, stream_order

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_products_again as again
+import test_fast_path_of_matmuls as again
 import torch
-from test_products_again import LONG, Op
+from test_fast_path_of_matmuls import LONG, Op
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode

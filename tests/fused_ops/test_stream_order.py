@@ -148,7 +148,7 @@ def test_a_thread_waits_for_its_calls_by_what_another_one_has_found(gpu: Gpu, wa
 def test_threads_that_come_first_at_once_share_a_gpus_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     both, found = threading.Barrier(2, timeout=30), []
     there = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(stream_order, "_turns", {})
+    monkeypatch.setattr(stream_order, "_orders", {})
     monkeypatch.setattr(stream_order, "num_sms", lambda device: both.wait() * 0 + 132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: there)
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -261,7 +261,7 @@ def test_as_many_calls_find_room_as_their_multiprocessors_go_into_all(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: there)
     for reserved, room in (("0", 1), ("67", 1), ("68", 2), ("89", 2), ("90", 3), ("100", 4)):
         monkeypatch.setenv("WEFT_RESERVED_SMS", reserved)
-        monkeypatch.setattr(stream_order, "_turns", {})
+        monkeypatch.setattr(stream_order, "_orders", {})
         plan.num_sms.cache_clear()
         assert stream_order._turns_of(0)._room == room
     plan.num_sms.cache_clear()
