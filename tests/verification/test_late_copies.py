@@ -259,7 +259,7 @@ def test_all_are_right_where_nobody_is_late(tmp_path: Path, driver: Driver) -> N
 
 MISTAKES = {
     "no farewell": ("post_flag(fault + ABORT_NOTICE + watch.rank, 1 + blamed);", ""),
-    "nobody listens": ("weft::check_abort_notice(p.watch, peer, p.done, use);", ""),
+    "nobody listens": ("weft::check_abort_notice(p.watch, peer, p.done, epoch);", ""),
     "gates of a broken group open": ("bool free = !serves || blamed == 0;", "bool free = true;"),
 }
 
