@@ -48,7 +48,7 @@ class GatherKernelCall:
     """What a kernel is called with.
 
     Attributes:
-        a: the own shard, [m, K], contiguous, or as ``shard_rows`` gives it.
+        a: the own shard, [m, K], contiguous, or as ``takes_rows`` allows.
         bs: each [K, N_i]; with ``split_k`` [W * K, N_i]. All tensors begin at multiples of 16 bytes.
         num_sms: SMs that it may use.
         split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.

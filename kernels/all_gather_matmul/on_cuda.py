@@ -32,12 +32,6 @@ def takes_rows(flat: torch.Tensor) -> bool:
     return flat.is_contiguous() or (flat.dtype in gemm.DTYPES and cuda_kernel.can_take(flat))
 
 
-def shard_rows(shard: torch.Tensor) -> torch.Tensor:
-    """A shard [..., K] as [m, K] for ``choose_gather_kernel``. Copied only where the kernels cannot take its rows."""
-    flat = shard.flatten(0, -2)
-    return flat if takes_rows(flat) else flat.contiguous()
-
-
 def choose_gather_kernel(
     call: configs.GatherKernelCall, world_size: int
 ) -> KernelChoice[configs.AnyConfig] | str:

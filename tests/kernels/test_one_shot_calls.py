@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from weft.kernels.all_gather_matmul import on_cuda as gather_on_cuda
+from weft.kernels.all_gather_matmul.on_cuda import takes_rows
 from weft.kernels.all_gather_matmul.one_shot_kernel import AllGatherMatmulOneShot
 from weft.kernels.device.comm.ll_exchange import ExchangeLayout
 from weft.kernels.device.gemm import one_shot
@@ -73,7 +73,8 @@ def put(address: int, x: torch.Tensor) -> None:
 @pytest.mark.parametrize("lead", [(M,), (M, 2)], ids=["matrix", "more dimensions"])
 def test_products_of_what_was_gathered(driver: Driver, lead: tuple[int, ...]) -> None:
     shards = [numbers(*lead, K + 8)[..., 8:] for _ in range(WORLD_SIZE)]
-    rows = gather_on_cuda.shard_rows(shards[1])
+    rows = shards[1].flatten(0, -2)
+    assert takes_rows(rows)
     bs = [numbers(K, N), numbers(8, K).t()]
     vectors = rows.numel() // 8
     kernel = AllGatherMatmulOneShot(driver.workspace(), rows, OneShotConfig(vectors))
