@@ -171,6 +171,8 @@ def gather_layout(m: int, k: int, world_size: int, config: FusedConfig) -> Layou
 def gather_is_profitable(problem: AllGatherMatmulProblem) -> bool:
     """Whether the better of both kernels is predicted to beat an all-gather in front of the matmuls."""
     m, n, k, size = problem.m, sum(problem.ns), problem.k, problem.world_size
+    if 0 in (m, n, k):
+        return False  # no kernel takes an empty matrix
     fused, _ = rank_gather_kernels(problem)[0]
     if not problem.split_k:
         return fused < gemm_tiles.unfused_us(size * m, n, k, problem.moved, problem.spec)
