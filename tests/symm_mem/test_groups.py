@@ -53,7 +53,7 @@ def test_a_rank_that_is_no_member_is_told_so() -> None:
 
 
 def deadlines(rank: int, world_size: int) -> None:
-    """A destroyed group's deadline is not that of the next one with its name, also where the program keeps the group."""
+    """A destroyed group's deadline is not that of the next one with its name, though the program keeps the group."""
     symm_mem.set_timeout(7)
     symm_mem.set_timeout(8, "to come")
     assert symm_mem.get_timeout("to come") == 8, "of a group yet to be made"
