@@ -14,7 +14,7 @@ stage, op = short.stage, short.op
 
 
 @pytest.mark.parametrize("gradient", [False, True])
-def test_a_result_of_another_dtype_goes_the_long_way(stage: Stage, gradient: bool) -> None:
+def test_a_result_of_another_dtype_takes_the_slow_path(stage: Stage, gradient: bool) -> None:
     A, B = short.numbers(6, 4, 8), short.numbers(8, 16)
     matmul_reduce_scatter._on_cuda(stage.where, MatmulReduceScatterCall(A, B, "sum", 0, NAME, A.dtype))
     A.requires_grad_(gradient)

@@ -1,4 +1,4 @@
-"""The short way of a product that more than one launch makes: it gets tensors, and says itself when it begins."""
+"""The fast path of a product that more than one launch makes: it gets tensors, and says itself when it begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The short way of an all-reduce that was made before, without a GPU: when it is taken, and what it then launches."""
+"""The fast path of an all-reduce that was made before, without a GPU: when it is taken, and what it then launches."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_the_deadline_is_what_was_said_last(stage: AllReduces, seconds: float) -
         assert stage.kernel.launched.pop()[2] == int(said * 1e9)
 
 
-def test_findings_are_few(stage: AllReduces, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_calls_are_few(stage: AllReduces, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_cache, "_MOST", 3)
     for rows in range(1, 16):
         x = torch.randn(15).view(-1, 3)[:, :1].new_ones(rows, 15 // rows if 15 % rows == 0 else 1)

@@ -1,4 +1,4 @@
-"""The short ways of fused_matmul_all_reduce and fused_all_reduce_rms_norm, without a GPU: when they are taken."""
+"""The fast paths of fused_matmul_all_reduce and fused_all_reduce_rms_norm, without a GPU: when they are taken."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_product_is_summed_where_it_lies(stage: Fused) -> None:
     assert stage.workspace.noted == 6 * ["fused_matmul_all_reduce"], "an error names the op that was called"
 
 
-def test_errors_name_the_product_where_the_all_reduce_goes_the_long_way(
+def test_errors_name_the_product_where_the_all_reduce_takes_the_slow_path(
     stage: Fused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named = []
@@ -123,7 +123,7 @@ def test_a_product_that_must_run_in_one_kernel_is_no_product_and_sum(stage: Fuse
     assert matmul_all_reduce.fast_matmul_all_reduce(*stage.product, "sum", NAME) is not None
 
 
-def test_the_norm_is_launched_as_on_the_long_way(stage: Fused) -> None:
+def test_the_norm_is_launched_as_on_the_slow_path(stage: Fused) -> None:
     given = [t.clone() for t in stage.norm]
     for call in (fused_all_reduce_rms_norm, torch.ops.weft.fused_all_reduce_rms_norm):
         normed, sums = call(*given, EPS, NAME)
@@ -195,7 +195,7 @@ def test_they_are_not_taken_when_the_world_has_changed(stage: Fused, why: str) -
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("other", [kind for kind in OTHERS if kind != "nested"])
 @pytest.mark.parametrize("position", [0, 1])
-def test_other_tensors_go_the_long_way(stage: Fused, other: str, position: int) -> None:
+def test_other_tensors_take_the_slow_path(stage: Fused, other: str, position: int) -> None:
     product, norm = list(stage.product), list(stage.norm)
     for given in (product, norm):
         given[position] = OTHERS[other](given[position])
@@ -204,7 +204,7 @@ def test_other_tensors_go_the_long_way(stage: Fused, other: str, position: int) 
     assert not stage.kernel.launched
 
 
-def test_other_arguments_go_the_long_way(stage: Fused) -> None:
+def test_other_arguments_take_the_slow_path(stage: Fused) -> None:
     with pytest.raises(SLOW, match=TAKEN):
         fused_matmul_all_reduce(*stage.product, "avg", NAME)
     with pytest.raises(SLOW, match=TAKEN):
@@ -227,7 +227,7 @@ def test_true_is_no_eps_where_one_was(stage: Fused) -> None:
 
 
 def test_what_is_remembered_already_makes_no_end_of_what_was_found(stage: Fused) -> None:
-    """A rank's own long way, for a call that others make for the first time, say."""
+    """A rank's own slow path, for a call that others make for the first time, say."""
     fused_all_reduce_rms_norm(*stage.norm, EPS, NAME)
     results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
     for ran, is_kept in ((plan.Plan("push"), True), (plan.Plan("one_shot"), False)):

@@ -1,4 +1,4 @@
-"""The short way of a product that was called before, without a GPU: when it is taken, and what it then launches."""
+"""The fast path of a product that was called before, without a GPU: when it is taken, and what it then launches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def numbers(*shape: int) -> torch.Tensor:
 
 @dataclass
 class Op:
-    """One of both ops: ``first`` is a call of the long way on CUDA, without what looks for a heap."""
+    """One of both ops: ``first`` is a call of the slow path on CUDA, without what looks for a heap."""
 
     given: list[torch.Tensor]
     first: Callable[..., Any]
@@ -47,7 +47,7 @@ def op(request: pytest.FixtureRequest, stage: Stage) -> Op:
     """Called once before: on [3, 4, 8] shards and two matrices, or [512, 8, 8] and one, and what is added
     to that: by kernels that push.
 
-    Where it is found, a call has gone the short way, too: the next one need not look at its tensors one by one.
+    Where it is found, a call has taken the fast path, too: the next one need not look at its tensors one by one.
     """
     name, _, found = request.param.partition("-")
     if name == "all_gather_matmul":
@@ -191,7 +191,7 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("position", [0, 1, 3])
-def test_other_tensors_go_the_long_way(stage: Stage, op: Op, other: str, position: int) -> None:
+def test_other_tensors_take_the_slow_path(stage: Stage, op: Op, other: str, position: int) -> None:
     given, position = list(op.given), position % len(op.given)
     given[position] = OTHERS[other](given[position])
     short = (
@@ -208,7 +208,7 @@ def test_other_tensors_go_the_long_way(stage: Stage, op: Op, other: str, positio
 
 
 def test_gradients_are_recorded(stage: Stage, op: Op) -> None:
-    """Below autograd the short way is taken, too."""
+    """Below autograd the fast path is taken, too."""
     A, *rest = op.given
     A.requires_grad_()
     for way in (op.call, op.through_torch):

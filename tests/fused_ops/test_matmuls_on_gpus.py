@@ -198,7 +198,7 @@ def in_place(rank: int, world_size: int, algorithm: str) -> None:
     ]:
         products = [a.float() @ b.float() for a, b in zip(gathered(A), gathered(B), strict=True)]
         want = sum(p.chunk(world_size, dim)[rank] for p in products).to(dtype)
-        for call in range(3):  # the long way, and the short one
+        for call in range(3):  # the slow path, and the fast one
             before = torch.cuda.memory_stats()["allocation.all.allocated"]
             with forced("fused"), algorithms.taking(algorithm):
                 got = fused_matmul_reduce_scatter(A, B, "sum", dim, world())

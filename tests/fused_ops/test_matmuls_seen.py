@@ -49,7 +49,7 @@ def test_traces_hold_the_call(stage: Stage, op: Op) -> None:
     if len(op.given) == 2:  # an optional result, or argument, is beyond it
         assert "weft::fused" in str(torch.jit.trace(op.call, tuple(op.given), check_trace=False).graph)
     assert "torch.ops.weft.fused" in make_fx(lambda A: op.call(A, *rest))(A).code
-    stage.launched.clear()  # below these traces the short way is right
+    stage.launched.clear()  # below these traces the fast path is right
     with pytest.raises(SLOW, match=TAKEN):
         make_fx(lambda A: op.call(A, *rest), pre_dispatch=True)(A)
     with FakeTensorMode(allow_non_fake_inputs=True):

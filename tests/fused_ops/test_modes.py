@@ -133,7 +133,7 @@ def test_a_tangent_is_not_dropped() -> None:
     run_ranks(forward_mode, 2)
 
 
-def test_the_short_way_drops_no_tangent(stage: Stage, op: short.Op) -> None:
+def test_the_fast_path_drops_no_tangent(stage: Stage, op: short.Op) -> None:
     op.call(*op.given)
     stage.launched.clear()
     with forward_ad.dual_level():

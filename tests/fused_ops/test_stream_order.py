@@ -30,14 +30,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
 
 
 def call(gpu: Gpu, stream: int, name: str) -> None:
-    """The long way."""
+    """The slow path."""
     gpu.now = stream
     with stream_order.in_stream_order(GPU):
         gpu.launch(name)
 
 
 def again(gpu: Gpu, stream: int, name: str) -> None:
-    """The short way, as a finding leads to it: one of all threads."""
+    """The fast path, as a finding leads to it: one of all threads."""
     gpu.now, kept = stream, call_cache.cached_calls
     before, behind = kept.get(("steps", stream)) or stream_order.steps_on(0, stream)
     kept["steps", stream] = before, behind
@@ -192,7 +192,7 @@ def test_the_default_stream_is_no_new_one(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("way", "graph"), [(call, 0), (again, 0), (call, 77)], ids=["long way", "short way", "captured"]
+    ("way", "graph"), [(call, 0), (again, 0), (call, 77)], ids=["slow path", "fast path", "captured"]
 )
 def test_where_two_calls_find_room_a_third_stream_is_one_too_many(gpu: Gpu, way: Any, graph: int) -> None:
     gpu.orders[0] = stream_order.StreamOrder(2)

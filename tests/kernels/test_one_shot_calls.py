@@ -116,7 +116,7 @@ def test_partial_results_are_what_is_scattered(driver: Driver, name: str) -> Non
     kernel = MatmulReduceScatterOneShot(driver.workspace(), parts, b, config, epilogue)
     got = torch.empty(WORLD_SIZE, m, N, dtype=BF16)
     driver.launch = lambda p: put(got.data_ptr(), torch.frombuffer(read(p.c, got.nbytes), dtype=BF16))
-    for given in (parts, A):  # the long way, and the short one
+    for given in (parts, A):  # the slow path, and the fast one
         got.fill_(float("nan"))
         out = torch.empty(m, N, dtype=BF16)
         kernel.call((given, b, *terms), (out,), 5, STREAM)
