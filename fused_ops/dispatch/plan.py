@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...symm_mem import HeapUnavailable, forks
+from ...symm_mem.backends import cuda_state
 from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.failure.fault import refuse_if_broken
 from ...symm_mem.heap.heap import Heap
@@ -182,9 +183,8 @@ def should_fuse(worth: bool) -> bool:
 
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Makes a CUDA device the current one, if it is not."""
-    if torch._C._cuda_getDevice() == device.index:
-        return nullcontext()
-    return torch.cuda.device(device)
+    cuda = cuda_state.state
+    return nullcontext() if cuda.current_device() == device.index else cuda.make_current(device)
 
 
 @cache
@@ -199,7 +199,7 @@ def num_sms(device: torch.device) -> int:
     Raises:
         ValueError: WEFT_RESERVED_SMS is not a number from 0 to what the GPU has, less the two of a cluster.
     """
-    there = torch.cuda.get_device_properties(device).multi_processor_count
+    there = cuda_state.state.num_sms(device)
     text = os.environ.get("WEFT_RESERVED_SMS", "0")
     if not text.isdigit() or int(text) > there - 2:
         raise ValueError(f"WEFT_RESERVED_SMS: is {text!r}, must be a number from 0 to {there - 2}")

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from ...kernels.all_reduce_rms_norm import host
 from ...kernels.all_reduce_rms_norm.reference import rms_norm
 from ...symm_mem import get_timeout
+from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
 from ..dispatch import fast_path
@@ -106,6 +107,6 @@ def _on_cuda(
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
         place.raise_if_broken(host.OP, grids=kernel.grids)
         operands = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
-        results, stream = (normed.data_ptr(), sums.data_ptr()), torch.cuda.current_stream().cuda_stream
-        kernel.launch(0, operands, results, timeout_ns, stream)
+        results = normed.data_ptr(), sums.data_ptr()
+        kernel.launch(0, operands, results, timeout_ns, current_stream_of(x))
     return place, kernel, plan, (normed, sums)

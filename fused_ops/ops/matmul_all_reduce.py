@@ -14,6 +14,7 @@ from ...kernels.device.tuning.choice import make_together
 from ...kernels.matmul_all_reduce import host
 from ...kernels.matmul_all_reduce.reference import reference_matmul_all_reduce
 from ...symm_mem import get_timeout
+from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
 from ..dispatch import fast_path, plan
@@ -90,18 +91,23 @@ def run_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGr
         workspace = matmul_workspace(found, layout)
         ran(Plan("host", workspace_bytes=workspace.layout.bytes))
         return host.host_matmul_all_reduce(workspace, a, B, reduce_op).view(shape)
+    return _on_cuda(found, A, B, reduce_op, group).view(shape)
+
+
+def _on_cuda(where: Heap, A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup) -> Tensor:
+    """The result, [M, N]."""
     with on(A.device):
-        out = _of_few_rows(found, A, B, reduce_op)
+        out = _of_few_rows(where, A, B, reduce_op)
         if out is None:
-            out = _in_one_kernel(found, A, B, reduce_op)
+            out = _in_one_kernel(where, A, B, reduce_op)
         if out is None:
             a = A.flatten(0, -2)
             out = a.new_empty(a.shape[0], B.shape[1])
             torch.mm(a, B, out=out)
             all_reduce.in_place(out, reduce_op, group, host.OP)
             plan.this_thread.plan = _in_two(plan.last_plan())
-            _remember(A, B, reduce_op, group, out.view(shape))
-    return out.view(shape)
+            _remember(A, B, reduce_op, group, out.view(*A.shape[:-1], B.shape[1]))
+    return out
 
 
 def _of_few_rows(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor | None:
@@ -132,8 +138,8 @@ def _of_few_rows(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor | 
         workspace.raise_if_broken(host.OP, grids=kernel.grids)
         out = a.new_empty(m, n)
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
-        stream = torch.cuda.current_stream().cuda_stream
-        kernel.launch(0, (a.data_ptr(), b.data_ptr()), (out.data_ptr(),), timeout_ns, stream)
+        operands = a.data_ptr(), b.data_ptr()
+        kernel.launch(0, operands, (out.data_ptr(),), timeout_ns, current_stream_of(a))
     shaped = out.view(*A.shape[:-1], n)
     made = fast_path.LaunchedCall(host.OP, reduce_op, (A, B), (a, b), [shaped])
     profitable = configs.few_rows_kernel_is_profitable(config, n, k)

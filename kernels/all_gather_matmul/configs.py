@@ -48,7 +48,7 @@ class GatherKernelCall:
     """What a kernel is called with.
 
     Attributes:
-        a: the own shard, [m, K], contiguous, or as ``shard_rows`` gives it.
+        a: the own shard, [m, K], contiguous, or as ``takes_rows`` allows.
         bs: each [K, N_i]; with ``split_k`` [W * K, N_i]. All tensors begin at multiples of 16 bytes.
         num_sms: SMs that it may use.
         split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.
@@ -171,6 +171,8 @@ def gather_layout(m: int, k: int, world_size: int, config: FusedConfig) -> Layou
 def gather_is_profitable(problem: AllGatherMatmulProblem) -> bool:
     """Whether the better of both kernels is predicted to beat an all-gather in front of the matmuls."""
     m, n, k, size = problem.m, sum(problem.ns), problem.k, problem.world_size
+    if 0 in (m, n, k):
+        return False  # no kernel takes an empty matrix
     fused, _ = rank_gather_kernels(problem)[0]
     if not problem.split_k:
         return fused < gemm_tiles.unfused_us(size * m, n, k, problem.moved, problem.spec)

@@ -102,7 +102,7 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     "gather": ({"all_gather_one_shot"}, gather._Params),
     "scatter": ({"reduce_scatter_one_shot"}, scatter._Params),
 }
-ONCE = ("norm", "few_rows", "gather", "scatter")  # blocks of theirs have a multiprocessor each
+ONCE = ("norm", "few_rows", "gather", "scatter")  # blocks of theirs have an SM each
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,7 +126,7 @@ def test_registers_spills_and_the_size_of_the_argument(
         record_property(f"{name}.{kernel}.registers", numbers["REG"])
         print(f"{name} {kernel}: {numbers['REG']} registers")
         assert numbers["STACK"] == numbers["LOCAL"] == 0, f"{kernel} spills or indexes an array: {numbers}"
-        # A block of 512 threads fits once on a multiprocessor with 128, twice with 64.
+        # A block of 512 threads fits once on an SM with 128, twice with 64.
         once = name.startswith(ONCE) or "-8-" in name or "rounds" in kernel
         assert numbers["REG"] <= (128 if once else 64)
         assert numbers["CONSTANT[0]"] == ARGUMENTS + ctypes.sizeof(params), kernel

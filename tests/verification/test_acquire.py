@@ -49,7 +49,7 @@ class Ranks:
         return SimpleNamespace(launch=launch)
 
     @property
-    def farewells(self) -> list[list[int]]:
+    def abort_notices(self) -> list[list[int]]:
         """What each rank has been told, by whom."""
         return self.faults[:, Fault.ABORT_NOTICE : Fault.ABORT_NOTICE + SIZE].tolist()
 
@@ -88,7 +88,7 @@ def test_the_gate_stays_shut_for_one_that_has_not(
     ranks = Ranks(monkeypatch, library)
     ranks.done[RANK, late] = USES - 1
     assert not ranks.opened()
-    assert ranks.farewells == told(late)
+    assert ranks.abort_notices == told(late)
     assert ranks.faults[RANK, Fault.BROKEN] == 1 + late
     word = LAYOUT.done(HALF) + late
     assert ranks.record[:7].tolist() == [1, ranks.place.address, late, word, USES, USES - 1, WAIT_FREE]
@@ -101,7 +101,7 @@ def test_the_gate_of_a_broken_group_stays_shut(
     ranks = Ranks(monkeypatch, library)
     ranks.faults[RANK, Fault.BROKEN] = 1 + blamed
     assert not ranks.opened()
-    assert ranks.farewells == told(blamed) and not ranks.record.any()
+    assert ranks.abort_notices == told(blamed) and not ranks.record.any()
 
 
 @pytest.mark.parametrize("gone", [None, *PEERS])

@@ -220,7 +220,7 @@ def test_a_rank_that_does_not_come_is_named(
 
 
 @pytest.mark.parametrize("num_sms", [2, 64, 132, 144])
-def test_no_more_blocks_than_multiprocessors_to_be_had(num_sms: int) -> None:
+def test_no_more_blocks_than_sms_to_be_had(num_sms: int) -> None:
     for nbytes in (16, 4096, 1 << 20, 7 << 20, MAX_BYTES, 1 << 27):
         for world_size in (2, 4, 8):
             config = choose_all_reduce(nbytes, world_size, num_sms)

@@ -258,7 +258,7 @@ def test_all_are_right_where_nobody_is_late(tmp_path: Path, driver: Driver) -> N
 
 
 MISTAKES = {
-    "no farewell": ("post_flag(fault + ABORT_NOTICE + watch.rank, 1 + blamed);", ""),
+    "no abort notice": ("post_flag(fault + ABORT_NOTICE + watch.rank, 1 + blamed);", ""),
     "nobody listens": ("weft::check_abort_notice(p.watch, peer, p.done, epoch);", ""),
     "gates of a broken group open": ("bool free = !serves || blamed == 0;", "bool free = true;"),
 }
@@ -273,7 +273,7 @@ def test_a_late_rank_is_right_or_told(
     library = compiled(tmp_path, MISTAKES.get(mistake or ""))
     outcomes: list[bool] = []
     untold: list[str] = []
-    farewells = 0
+    abort_notices = 0
     for seed in range(30):
         choice = random.Random(seed)
         gpus, expected = enqueued(driver, library, choice)
@@ -283,8 +283,8 @@ def test_a_late_rank_is_right_or_told(
                 outcomes.append(torch.equal(got, want))
                 if not (outcomes[-1] or told):
                     untold.append(f"seed {seed}: call {i} of rank {gpu.rank} is wrong")
-            farewells += int(gpu.record[6]) == ABORTED
+            abort_notices += int(gpu.record[6]) == ABORTED
     assert bool(untold) == (mistake is not None), untold
     assert not all(outcomes) and any(outcomes)
     if mistake is None:
-        assert farewells, "no rank was told by a farewell"
+        assert abort_notices, "no rank was told by an abort notice"
