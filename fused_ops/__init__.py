@@ -14,6 +14,7 @@ from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .library import flops as flops  # torch's counter knows them
 from .library import registration as registration  # torch.ops.weft is implemented
 from .passes import FusionError, FusionPass, Report
+from .passes.backend import compile, fusion_report  # noqa: A004
 
 __all__ = [
     "ColumnParallelLinear",
@@ -22,10 +23,12 @@ __all__ = [
     "Plan",
     "Report",
     "RowParallelLinear",
+    "compile",
     "fused_all_gather_matmul",
     "fused_all_reduce_rms_norm",
     "fused_matmul_all_reduce",
     "fused_matmul_reduce_scatter",
+    "fusion_report",
     "last_plan",
     "local_state_dict",
     "one_shot_all_reduce",
