@@ -14,6 +14,7 @@ import pytest
 import torch
 import weft
 from graphs import AG, fake_ranks, gather
+from metadata import write_metadata
 from opcommon import BOUND, check
 from opcommon import gather as gather_all
 from ranks import run_ranks
@@ -22,9 +23,6 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from weft.fused_ops.passes import FusionPass, backend
 from weft.fused_ops.passes.report_file import VARIABLE
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "plug"))
-from metadata import write_metadata
 
 SLOT = "post_grad_custom_post_pass"
 

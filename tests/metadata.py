@@ -10,7 +10,7 @@ if sys.version_info >= (3, 11):
 else:
     from setuptools._vendor import tomli as tomllib
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def write_metadata(folder: Path) -> Path:
