@@ -8,7 +8,6 @@ put into the place of the op would be seen by some of them only, and Dynamo woul
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +15,11 @@ from typing import Any
 import torch
 import torch.compiler.config
 
+from ...symm_mem.switches import is_on
 from ..library import compiled
 from .calls_taken import CallsTaken, counts
 from .symm_mem_ops import DEVICES, OPS, Switch, TorchImplementation, kernel_of, torch_implementation
 
-VARIABLE = "WEFT_INSTALL"
 #: Part of the key of torch.compile's caches: a graph is ordered otherwise.
 _TAG = " symm_mem on weft"
 
@@ -122,10 +121,7 @@ def install_if_asked() -> None:
     Raises:
         ValueError: it is neither 0 nor 1.
     """
-    text = os.environ.get(VARIABLE, "0")
-    if text not in ("", "0", "1"):
-        raise ValueError(f"{VARIABLE}: is {text!r}, must be 0 or 1")
-    if text == "1":
+    if is_on("WEFT_INSTALL"):
         install()
 
 
