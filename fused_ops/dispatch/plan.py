@@ -140,15 +140,26 @@ def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap
         return "there is nothing to send"
     if _forced == "unfused":
         return "the caller asked for it"
-    if x.device.type == "cuda" and not _is_hopper(x.device):
-        return _logged(op, group, "the kernels are for GPUs of compute capability 9.0")
     try:
-        found = get_heap(group, x.device)
+        found = heap_or_why(x.device, group)
     except HeapUnavailable as e:
-        return _logged(op, group, str(e))
+        found = str(e)
+    if isinstance(found, str):
+        return _logged(op, group, found)
     refuse_if_broken(found)
     compare_first_call(found, call)
     return found
+
+
+def heap_or_why(device: torch.device, group: ProcessGroup) -> Heap | str:
+    """The group's heap, or why its kernels cannot run on ``device``.
+
+    Raises:
+        HeapUnavailable: the ranks cannot address each other's memory.
+    """
+    if device.type == "cuda" and not _is_hopper(device):
+        return "the kernels are for GPUs of compute capability 9.0"
+    return get_heap(group, device)
 
 
 def _logged(op: str, group: ProcessGroup, reason: str) -> str:

@@ -36,7 +36,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
-#: The ops that communicate.
+#: The ops that communicate: weft's, and those of others that it implements.
 COMMUNICATING: list[OpOverload] = []
 #: What a wait has in its ``meta`` if it only keeps an op of weft.
 KEEPS = "weft_keeps"
@@ -52,12 +52,22 @@ _REORDERING = {
 
 
 def declare_communicating(op: OpOverload) -> None:
-    """Tells torch.compile so. Once for each op, when it is defined."""
+    """Tells torch.compile so. Once for each op, when it is defined, or when it is implemented by weft."""
     COMMUNICATING.append(op)
     op.py_impl(FunctionalTensorMode)(_functionalized(op))
     if not op._schema.is_mutable:
         # What AOTAutograd does not merge: these draw random numbers, and are as little the same when called twice.
         compile_utils.rand_ops.append(op.overloadpacket)
+
+
+def withdraw_communicating(op: OpOverload) -> None:
+    """Takes back ``declare_communicating``."""
+    COMMUNICATING.remove(op)
+    del op.python_key_table[FunctionalTensorMode]
+    op._dispatch_cache.clear()
+    if not op._schema.is_mutable:
+        compile_utils.rand_ops.remove(op.overloadpacket)
+    _tell_inductor()
 
 
 def known_to_inductor(fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,7 +140,7 @@ def _back_to(op: OpOverload, graph: fx.Graph) -> Iterator[fx.Node]:
 
 def _tell_inductor() -> None:
     if "torch._inductor.lowering" in sys.modules:
-        importlib.import_module(".inductor", __package__)
+        importlib.import_module(".inductor", __package__).keep_in_order()
 
 
 def _version() -> str:

@@ -50,6 +50,22 @@ def _lower_wait() -> None:
         return tensor if isinstance(node, fx.Node) and KEEPS in node.meta else as_before(tensor)
 
 
-for _op in COMMUNICATING:
-    _lower(_op)
+def keep_in_order() -> None:
+    """Has Inductor know all ops of COMMUNICATING, and those no more that are not in it any longer."""
+    if len(_known) == len(COMMUNICATING):
+        return
+    for op in COMMUNICATING:
+        if op not in _known:
+            _known[op] = lowerings.get(op)
+            _lower(op)
+    for op in _known.keys() - set(COMMUNICATING):
+        before = _known.pop(op)
+        if before is None:
+            del lowerings[op]
+        else:
+            lowerings[op] = before
+
+
+_known: dict[OpOverload, Any] = {}  # and how each was lowered before
+keep_in_order()
 _lower_wait()
