@@ -27,9 +27,10 @@ is asked before each run. Without partitions nothing is fused, and a graph that 
 unfused: the report says so in both cases. Who knows that all ranks capture and replay alike says ``agree="capture"``:
 then what is captured is what the ranks agreed on at the capture.
 
-Where the generated code cannot ask (the C++ wrapper, the FX wrapper, lite mode, which runs each op as it is), nothing is
-fused: then the question is an op like others, which cannot leave. That op posts that this rank runs unfused, so that no
-other waits for it; in a graph that was fused after all, by a backend that interprets what the pass has left, it raises.
+Where the generated code cannot ask (the C++ wrapper, the FX wrapper, lite mode, which runs each op as it is), nothing
+is fused: then the question is an op like others, which cannot leave. That op posts that this rank runs unfused, so that
+no other waits for it; in a graph that was fused after all, by a backend that interprets what the pass has left, it
+raises.
 """
 
 from __future__ import annotations

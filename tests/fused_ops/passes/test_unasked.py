@@ -41,7 +41,7 @@ def differing(rank: int, size: int, options: list[dict[str, Any]], break_one: bo
         return fusion.report(), time.monotonic() - begin
 
 
-LITE = {"fallback_by_default": True}
+LITE = {"fallback_by_default": True, "reorder_for_peak_memory": False}
 
 
 def test_lite_mode_fuses_nothing_and_tells_the_other_ranks() -> None:
@@ -89,7 +89,7 @@ def test_a_fused_graph_that_is_interpreted_is_refused_by_name() -> None:
 WRAPPERS = [{"cpp_wrapper": True}, {"fx_wrapper": True}]
 
 
-def reduced(rank: int, size: int, options: list[dict[str, Any]]) -> tuple[Report, float]:
+def reduced(rank: int, size: int, options: list[dict[str, Any]]) -> Report:
     """Without what Inductor would write a loop for: the FX wrapper takes Triton's kernels only."""
     from torch.distributed._functional_collectives import all_reduce
     from weft.fused_ops.passes import FusionPass
@@ -101,16 +101,14 @@ def reduced(rank: int, size: int, options: list[dict[str, Any]]) -> tuple[Report
     with compiler(), torch.no_grad():
         fusion = FusionPass(fuse="always")
         mine = torch.compile(fn, options={**fusion.options, **options[rank]})
-        dist.barrier()
-        begin = time.monotonic()
         for _ in range(3):
             torch.testing.assert_close(mine(x, w), fn(x, w), rtol=1e-4, atol=1e-4)
-        return fusion.report(), time.monotonic() - begin
+        return fusion.report()
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS, ids=["cpp", "fx"])
 def test_code_that_is_not_python_on_one_rank_tells_the_others(wrapper: dict[str, Any]) -> None:
-    (other, _), (fused, seconds) = run_ranks(reduced, 2, [wrapper, {}])
+    other, fused = run_ranks(reduced, 2, [wrapper, {}])
     assert (other.fused, fused.fused) == (0, 1)
     assert (other.questions.count, fused.questions.count, fused.questions.fused) == (3, 3, 0)
     assert all(d.peer == 0 for d in fused.disagreements), fused
