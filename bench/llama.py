@@ -24,7 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from llama_page import page
-from llama_rows import CONTENDERS, Case, losses, measure, table
+from llama_rows import CONTENDERS, losses, measure_case, table
+from llama_steps import Case
 from machine import described, device_name
 from report import keep_under_its_date
 
@@ -58,13 +59,17 @@ def run_report(args: argparse.Namespace) -> None:
     timelines: dict[str, Any] = {}
     for case in cases(args):
         begun = time.perf_counter()
-        found, lanes = measure(case, args.contenders, device, args.steps)
+        found, lanes = measure_case(case, args.contenders, device, args.steps)
         rows += found
         timelines.update(lanes)
         say("\n".join([*table(found), f"    ({time.perf_counter() - begun:.0f} s)"]))
     curves = losses(args.contenders, device, args.losses) if args.losses else {}
     if rank == 0 and not args.no_file:
-        content = {"meta": described(on, world) | {"command": args.command}, "rows": rows, "losses": curves}
+        content: dict[str, Any] = {
+            "meta": described(on, world) | {"command": args.command},
+            "rows": rows,
+            "losses": curves,
+        }
         content["meta"]["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
         path = args.output or ROOT / "bench" / "results" / f"{device_name(on)}-x{world}-llama.json"
         keep_under_its_date(path)

@@ -1,8 +1,9 @@
 """The rows of bench/llama.py: one case, every contender, in turns.
 
 A row: {"mode", "compile", "seq", "batch", "graphs", "contender", "ms", "forward_ms", "backward_ms", "tokens_per_s",
-"mfu", "exposed_comm_ms", "peak_bytes"}. Times are medians over steps that follow each other without a pause, of the
-slowest rank, from CUDA events: a host that is slower than the GPU counts. ``ms`` has the optimizer.
+"mfu", "exposed_comm_ms", "peak_bytes", "votes"}. Times are medians over steps that follow each other without a pause, of the
+slowest rank, from CUDA events: a host that is slower than the GPU counts. ``ms`` has the optimizer. ``votes`` are those
+of this rank's graphs before they ran fused.
 
 ``exposed_comm_ms`` is what a step takes beyond its computation: ``ms`` less the time in which a step of plain
 torch.compile has a kernel on the GPU that is none of NCCL's, from its profile. So it has waits, gaps and everything by
@@ -13,37 +14,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from llama_profile import busy, intervals
-from llama_steps import CPU_SIZES, GPU_SIZES, Step, make_step
+from llama_steps import CPU_SIZES, GPU_SIZES, Case, Step, make_step
 from torch._inductor import config as inductor_config
+from weft.fused_ops.passes.report import VoteCounts
 
 CONTENDERS = ("plain", "torch", "weft", "weft agree=False")
 PEAK_FLOPS = 989e12  # of an H100 or H200, dense bfloat16
-
-
-@dataclass(frozen=True)
-class Case:
-    """``seq`` is the context while decoding. ``graphs``: Inductor's CUDA graphs."""
-
-    mode: str
-    compile: str
-    seq: int
-    batch: int
-    graphs: bool = False
-
-    @property
-    def tokens(self) -> int:
-        """Of a step, on all ranks together."""
-        return self.batch * (1 if self.mode == "decode" else self.seq)
-
-    def __str__(self) -> str:
-        size = f"batch {self.batch}" if self.mode == "decode" else f"seq {self.seq}"
-        return f"{self.mode} {self.compile} {size}{' graphs' if self.graphs else ''}"
 
 
 def flops(case: Case) -> float:
@@ -56,7 +37,7 @@ def flops(case: Case) -> float:
     return forward * (3 if case.mode == "train" else 1)
 
 
-def measure(
+def measure_case(
     case: Case, contenders: Sequence[str], device: torch.device, steps: int
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The rows of a case, and the kernels of a step of each contender for the timeline."""
@@ -65,9 +46,11 @@ def measure(
         torch.compiler.reset()
         if (step := _made(case, name, device)) is not None:
             made[name] = step
+    begun = {name: step.voted() for name, step in made.items()}
     times: dict[str, list[list[float]]] = {name: [] for name in made}
     for name in list(made) * 3:  # by turns
         times[name] += _series(made[name], steps, device)
+    votes = {name: _votes(begun[name], step.voted()) for name, step in made.items()}
     lanes = {f"{case} {name}": intervals(step.run) for name, step in made.items()} if _on(device) else {}
     computing = busy(lanes[f"{case} plain"]) if f"{case} plain" in lanes else None
     rows = []
@@ -89,9 +72,19 @@ def measure(
             else None,
             "exposed_comm_ms": None if computing is None else round(total - computing, 4),
             "peak_bytes": made[name].peak_bytes(),
+            "votes": votes[name],
         }
         rows.append(row)
     return rows, lanes
+
+
+def _votes(begun: VoteCounts | None, ended: VoteCounts | None) -> dict[str, float] | None:
+    """Of the timed steps: graphs that voted, those of them that did not wait, and microseconds of the host for each."""
+    if begun is None or ended is None or ended.count == begun.count:
+        return None
+    count = ended.count - begun.count
+    us = (ended.seconds - begun.seconds) / count * 1e6
+    return {"count": count, "ahead": ended.ahead - begun.ahead, "us": round(us, 1)}
 
 
 def _on(device: torch.device) -> bool:
@@ -102,7 +95,7 @@ def _made(case: Case, name: str, device: torch.device) -> Step | None:
     if name == "torch" and (not _on(device) or case.mode == "decode"):
         return None  # its ops need CUDA, and it has none for all-reduces
     inductor_config.fx_graph_cache = False
-    step = make_step(case.mode, case.compile, case.seq, case.batch, case.graphs, name, device)
+    step = make_step(case, name, device)
     for _ in range(5):  # compiles, captures, learns
         step.run()
     return step
@@ -130,7 +123,7 @@ def losses(contenders: Sequence[str], device: torch.device, updates: int) -> dic
         torch.compiler.reset()
         if name == "torch" and not _on(device):
             continue
-        step = make_step("train", "whole", seq, 1, False, name, device)
+        step = make_step(Case("train", "whole", seq, 1), name, device)
         curves[name] = [step.run().loss() for _ in range(updates)]
     return curves
 
@@ -145,5 +138,6 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         cells = (row[c] for c in ("ms", "forward_ms", "backward_ms", "exposed_comm_ms"))
         faster = f"{plain / row['ms']:8.3f} x" if plain else ""
         memory = f"{(row['peak_bytes'] or 0) / 2**30:8.2f} GiB"
-        lines.append(f"{name:<40}{row['contender']:<18}{''.join(map(number, cells))}{faster}{memory}")
+        voted = f"  {row['votes']}" if row["votes"] else ""
+        lines.append(f"{name:<40}{row['contender']:<18}{''.join(map(number, cells))}{faster}{memory}{voted}")
     return lines

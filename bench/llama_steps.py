@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 from weft.fused_ops import FusionPass
+from weft.fused_ops.passes.report import VoteCounts
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -37,6 +38,33 @@ GPU_SIZES = Sizes(
 )
 CPU_SIZES = replace(SMALL, batch=1)
 SEED = 17
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured.
+
+    Attributes:
+        mode: "train", "prefill" or "decode".
+        compile: "whole", or "blocks" by themselves.
+        seq: tokens of a sequence; of the context while decoding.
+        graphs: Inductor's CUDA graphs.
+    """
+
+    mode: str
+    compile: str
+    seq: int
+    batch: int
+    graphs: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, on all ranks together."""
+        return self.batch * (1 if self.mode == "decode" else self.seq)
+
+    def __str__(self) -> str:
+        size = f"batch {self.batch}" if self.mode == "decode" else f"seq {self.seq}"
+        return f"{self.mode} {self.compile} {size}{' graphs' if self.graphs else ''}"
 
 
 @dataclass
@@ -63,6 +91,11 @@ class Step:
 
     run: Callable[[], Marks]
     device: torch.device
+    fusion: FusionPass | None  # weft's
+
+    def voted(self) -> VoteCounts | None:
+        """Of all graphs of this process since the pass was made; None without it."""
+        return self.fusion.report().questions if self.fusion is not None else None
 
     def peak_bytes(self) -> int | None:
         """Of one step, of torch's allocator, on this rank."""
@@ -76,6 +109,11 @@ class Step:
 
 class CachedAttention(Attention):
     """One token of each sequence, over a static cache of keys and values; ``at`` is its place."""
+
+    keys: Tensor
+    values: Tensor
+    at: Tensor
+    seen: Tensor
 
     def allocate(self, batch: int, context: int, kv_heads: int, at: Tensor) -> None:
         shape = (batch, kv_heads, context, self.head_dim)
@@ -100,31 +138,28 @@ class CachedAttention(Attention):
 
 
 def options_of(contender: str, graphs: bool) -> dict[str, Any]:
-    """torch.compile's options of a contender."""
+    """torch.compile's options of a contender, but for the pass."""
     options: dict[str, Any] = {"triton.cudagraphs": True} if graphs else {}
     if contender == "torch":
         options["_micro_pipeline_tp"] = True
-    elif contender.startswith("weft"):
-        options |= FusionPass(agree="False" not in contender).options
     return options
 
 
-def make_step(
-    mode: str, how: str, seq: int, batch: int, graphs: bool, contender: str, device: torch.device
-) -> Step:
-    """A step of ``mode`` ("train", "prefill", "decode"), compiled ``how`` ("whole" or "blocks")."""
+def make_step(case: Case, contender: str, device: torch.device) -> Step:
+    """A step of a case, compiled for a contender."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     if contender == "torch":
         torch_symm.enable_symm_mem_for_group(mesh.get_group().group_name)
-    sizes = GPU_SIZES if device.type == "cuda" else replace(CPU_SIZES, seq=min(seq, CPU_SIZES.seq))
-    sizes = replace(sizes, batch=batch, seq=min(seq, sizes.seq))
-    options = options_of(contender, graphs)
+    sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
+    sizes = replace(sizes, batch=case.batch, seq=min(case.seq, sizes.seq))
+    fusion = FusionPass(agree="False" not in contender) if contender.startswith("weft") else None
+    options = options_of(contender, case.graphs) | ({} if fusion is None else fusion.options)
     torch.manual_seed(SEED)
     with device:
         model = Llama(sizes).to(getattr(torch, sizes.dtype))
         tables = [t.float() for t in rotary_tables(sizes, device)]
-    make = _decoding if mode == "decode" else _training if mode == "train" else _prefill
-    return Step(make(model, sizes, mesh, tables, how, options), device)
+    make = _decoding if case.mode == "decode" else _training if case.mode == "train" else _prefill
+    return Step(make(model, sizes, mesh, tables, case.compile, options), device, fusion)
 
 
 def _mark(device: torch.device) -> Any:
@@ -170,7 +205,7 @@ def _training(
             loss.backward()
         points.append(_mark(device))
         for here, weight in zip(local, weights, strict=True):
-            here.grad, weight.grad = _local(weight.grad), None
+            here.grad, weight.grad = _gradient_of(weight), None
         optimizer.step()
         return Marks([*points, _mark(device)], loss.detach())
 
@@ -193,9 +228,10 @@ def _decoding(
     shard(model, mesh, sequence=False, loss=False)
     device, place = tables[0].device, sizes.seq - 2
     at = torch.tensor([place], device=device)
-    for layer in model.layers:
-        layer.attention.__class__ = CachedAttention
-        layer.attention.allocate(sizes.batch, sizes.seq, sizes.kv_heads // mesh.size(), at)
+    for module in [m for m in model.modules() if isinstance(m, Attention)]:
+        module.__class__ = CachedAttention
+        assert isinstance(module, CachedAttention)
+        module.allocate(sizes.batch, sizes.seq, sizes.kv_heads // mesh.size(), at)
     tokens = torch.randint(sizes.vocabulary, (sizes.batch, 1), device=device)
     dist.broadcast(tokens, 0)
     return _inference(model, tokens, [t[place : place + 1] for t in tables], how, options, device)
@@ -223,6 +259,13 @@ def _inference(
         return Marks([begin, end, end, end], _local(logits).flatten()[0].float())
 
     return run
+
+
+def _gradient_of(weight: Any) -> Tensor:
+    grad = weight.grad
+    if isinstance(grad, DTensor):  # that of an eager embedding lies otherwise than its weight
+        grad = grad.redistribute(placements=weight.placements)
+    return _local(grad)  # type: ignore[no-any-return]
 
 
 def _local(t: Any) -> Any:
