@@ -16,7 +16,7 @@ from test_fast_path_of_matmuls import OTHERS
 from weft import symm_mem
 from weft.fused_ops import fused_all_reduce_rms_norm, fused_matmul_all_reduce
 from weft.fused_ops.dispatch import fast_path, plan
-from weft.fused_ops.dispatch.workspaces import PRODUCTS
+from weft.fused_ops.dispatch.workspaces import AROUND_MATMULS
 from weft.fused_ops.ops import all_reduce, all_reduce_rms_norm, matmul_all_reduce
 from weft.symm_mem import call_cache
 from weft.symm_mem.call_cache import CachedDict
@@ -51,7 +51,7 @@ class Fused(Stage):
 @pytest.fixture
 def stage(gpu_stage: Fused) -> Fused:
     stage, workspace = gpu_stage, gpu_stage.workspace
-    for kind in PRODUCTS:
+    for kind in AROUND_MATMULS:
         del stage.workspaces[kind, STREAM, 0]
     kernel = stage.kernel = Kernel()
     dtype = torch.float32

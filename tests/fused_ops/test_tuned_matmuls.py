@@ -60,7 +60,7 @@ class Kernel:
 
 
 class OneShot:
-    """The same in one shot, in a workspace for vectors that announce themselves."""
+    """The same in one shot, in a workspace of the LL protocol."""
 
     def __init__(
         self, workspace: Workspace[ExchangeLayout], a: torch.Tensor, *given: Any, split_n: bool = False

@@ -74,7 +74,7 @@ class Gather:
         return self.ranks
 
     def launch(self, buffer: int, polls: int, chunks: int = 1) -> None:
-        """A use on every rank, in so many launches, of which the first one sends and the last one ends the use."""
+        """An epoch on every rank, in so many launches, of which the first one sends and the last one ends it."""
         shards = [self.shard() for _ in self.kernels]
         split_k = self.config.split_k
         whole = torch.cat(shards, 1).double() if split_k else torch.stack(shards).double()
@@ -284,7 +284,7 @@ def wrong(op: Op, ranks: Products) -> str:
         if (words[:, counts] != words[0, counts[0]]).any():
             return f"ranks count other uses of buffer {buffer}"
         if words[:, layout.LEFT + buffer].any():
-            return f"blocks have left a use of buffer {buffer} that is over"
+            return f"blocks have left an epoch of buffer {buffer} that is over"
     if ranks.strays:
         return f"{ranks.strays} times a block reached for one that had ended"
     bad = [i for i, pair in enumerate(op.wanted) if not torch.allclose(*pair, rtol=0, atol=0, equal_nan=True)]

@@ -1,4 +1,4 @@
-"""The clock by which a rank's warps keep the pace of the links, compiled for the CPU."""
+"""The rate limiter by which a rank's warps keep to what the links take, compiled for the CPU."""
 
 from __future__ import annotations
 
