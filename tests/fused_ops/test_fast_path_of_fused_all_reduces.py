@@ -68,7 +68,7 @@ def stage(gpu_stage: Fused) -> Fused:
     return stage
 
 
-def test_the_product_is_summed_where_it_lies(stage: Fused) -> None:
+def test_the_matmul_is_summed_where_it_lies(stage: Fused) -> None:
     A, B = stage.product
     for a in (A, A.flatten(0, 1), torch.randn_like(A)):
         for call in (fused_matmul_all_reduce, torch.ops.weft.fused_matmul_all_reduce):
@@ -81,7 +81,7 @@ def test_the_product_is_summed_where_it_lies(stage: Fused) -> None:
     assert stage.workspace.noted == 6 * ["fused_matmul_all_reduce"], "an error names the op that was called"
 
 
-def test_errors_name_the_product_where_the_all_reduce_takes_the_slow_path(
+def test_errors_name_the_matmul_where_the_all_reduce_takes_the_slow_path(
     stage: Fused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named = []
@@ -90,7 +90,7 @@ def test_errors_name_the_product_where_the_all_reduce_takes_the_slow_path(
     assert named == ["fused_matmul_all_reduce"]
 
 
-def test_errors_name_the_line_of_the_product(stage: Fused, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_the_line_of_the_matmul(stage: Fused, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = CallLog(2, lambda: 1.0, replayed=False)
     fault = SimpleNamespace(error=None, written=SimpleNamespace(value=0))
     real: Any = SimpleNamespace(fault=fault, _calls=calls, _is_double_buffered=False)
@@ -103,7 +103,7 @@ def test_errors_name_the_line_of_the_product(stage: Fused, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the driver refuses"), KeyboardInterrupt()])
-def test_a_launch_behind_the_product_that_fails_breaks_the_workspace(
+def test_a_launch_behind_the_matmul_that_fails_breaks_the_workspace(
     stage: Fused, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: Any) -> None:
@@ -116,7 +116,7 @@ def test_a_launch_behind_the_product_that_fails_breaks_the_workspace(
         fused_matmul_all_reduce(*stage.product, "sum", NAME)
 
 
-def test_a_product_that_must_run_in_one_kernel_is_no_product_and_sum(stage: Fused) -> None:
+def test_a_matmul_that_must_run_in_one_kernel_is_no_matmul_and_sum(stage: Fused) -> None:
     assert fused_matmul_all_reduce(*stage.product, "sum", NAME) is not None
     with plan.forced("fused"):
         assert matmul_all_reduce.fast_matmul_all_reduce(*stage.product, "sum", NAME) is None

@@ -1,4 +1,4 @@
-"""Mistakes in the kernels of the products that send by themselves: each of them is seen (product_ops.py)."""
+"""Mistakes in the kernels of the products that send by themselves: each of them is seen (matmul_ops.py)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 from fibers import PATIENT
-from product_ops import GATHERS, PACES, SCATTERS, Gather, Op, Scatter, push, uses, wrong
-from products import SMALL, WIDE
+from matmul_ops import GATHERS, PACES, SCATTERS, Gather, Op, Scatter, push, uses, wrong
+from matmuls import SMALL, WIDE
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 

@@ -1,4 +1,4 @@
-"""The products that send by themselves, on the CPU: what is read is the right row or part (product_ops.py)."""
+"""The products that send by themselves, on the CPU: what is read is the right row or part (matmul_ops.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fibers import PATIENT
-from product_ops import GATHERS, LARGE_BUT_ONE, OF_EIGHT, SCATTERS, Op, uses, wrong
+from matmul_ops import GATHERS, LARGE_BUT_ONE, OF_EIGHT, SCATTERS, Op, uses, wrong
 from weft.symm_mem.failure.fault import Fault
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
