@@ -11,15 +11,12 @@ TESTS = Path(__file__).parent
 # What patches more, and how much. It may become less: a seam that is real beats a patch, as fake_gpu.py has one.
 PATCH_MORE = {
     "algorithms.py::taking": 4,
-    "faults/test_first_calls.py::plans": 2,
     "faults/test_resources.py::no_page": 2,
     "fused_ops/passes/test_agree.py::group": 2,
     "fused_ops/passes/test_cost.py::ranks_to_ask": 2,
     "fused_ops/passes/test_lowered.py::two": 2,
-    "fused_ops/test_last_dimension_on_gpus.py::every_tile": 2,
     "fused_ops/test_shards_as_they_lie.py::where": 2,
     "fused_ops/test_tuned_matmuls.py::stage": 3,
-    "fused_ops/test_unsupported.py::test_calls_that_run_unfused_are_in_the_log_once": 3,
     "fused_ops/test_workspaces.py::made": 2,
     "kernels/test_device_specs.py::test_what_a_device_does_not_say_is_taken_for_an_h200s": 3,
     "kernels/test_launches.py::done": 6,
