@@ -75,7 +75,8 @@ def known_to_inductor(fake: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(fake)
     def call(*args: Any, **named: Any) -> Any:
-        _tell_inductor()
+        if (inductor := _tell_inductor()) is not None:
+            inductor.refuse_in_lite_mode()
         return fake(*args, **named)
 
     return call
@@ -85,6 +86,9 @@ def why_unordered() -> str | None:
     """The setting by which Inductor need not keep the order of the program; None if there is none."""
     if config.aten_distributed_optimizations.enable_overlap_scheduling:
         return "torch._inductor.config.aten_distributed_optimizations.enable_overlap_scheduling is True"
+    if config.fallback_by_default and config.reorder_for_peak_memory:
+        # In lite mode ops are called as they are, so Inductor does not know them for collectives.
+        return "torch._inductor.config.fallback_by_default and reorder_for_peak_memory are True"
     if config.deterministic or not config.reorder_for_compute_comm_overlap:
         return None
     comms = importlib.import_module("torch._inductor.config_comms")
@@ -138,9 +142,13 @@ def _back_to(op: OpOverload, graph: fx.Graph) -> Iterator[fx.Node]:
             return
 
 
-def _tell_inductor() -> None:
+def _tell_inductor() -> Any:
+    """``inductor.py``, if Inductor is there."""
     if "torch._inductor.lowering" in sys.modules:
-        importlib.import_module(".inductor", __package__).keep_in_order()
+        inductor = importlib.import_module(".inductor", __package__)
+        inductor.keep_in_order()
+        return inductor
+    return None
 
 
 def _version() -> str:

@@ -123,7 +123,7 @@ class PassThatSays:
 def verdict(rank: int, world_size: int, compile_: Callable[..., Any], fused_into: str | None) -> bool:
     """Of a demo that compiles nothing."""
     sys.path.insert(0, str(EXAMPLES))
-    import llama
+    import llama_model
     import llama_block
 
     torch.compile = compile_

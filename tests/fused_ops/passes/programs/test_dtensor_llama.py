@@ -54,7 +54,7 @@ def step(model: Any, tokens: Tensor, labels: Tensor, cos: Tensor, sin: Tensor) -
 
 def train(rank: int, world: int, case: Case, codegen: bool) -> Outcome:
     sys.path.insert(0, EXAMPLES)
-    from llama import Llama, Sizes, rotary_tables, shard
+    from llama_model import Llama, Sizes, rotary_tables, shard
 
     torch.manual_seed(os.getppid())
     sizes = Sizes(
