@@ -187,9 +187,9 @@ def why_tf32(dtype: torch.dtype) -> str | None:
     return None
 
 
-def should_fuse(worth: bool) -> bool:
-    """Whether to fuse, given whether that is predicted to be profitable (``worth``)."""
-    return worth or _forced == "fused"
+def should_fuse(profitable: bool) -> bool:
+    """Whether to fuse, given whether that is predicted to be profitable."""
+    return profitable or _forced == "fused"
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

@@ -10,9 +10,9 @@ from torch.distributed import ProcessGroup
 
 from ...kernels.all_reduce_rms_norm import host
 from ...kernels.all_reduce_rms_norm.reference import rms_norm
-from ...symm_mem import get_timeout
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
+from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from ..dispatch import fast_path
 from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran
@@ -104,7 +104,7 @@ def _on_cuda(
 
             kernel = make_together(place, host.OP, key, key, make)
         normed, sums = torch.empty_like(x), torch.empty_like(x)
-        timeout_ns = int(get_timeout(where.group_name) * 1e9)
+        timeout_ns = timeout_in_ns(where.group_name)
         place.raise_if_broken(host.OP, grids=kernel.grids)
         operands = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
         results = normed.data_ptr(), sums.data_ptr()

@@ -98,8 +98,8 @@ class FusionPass(PassSettings, CustomGraphPass):
             None for all.
         strict: raise FusionError when a collective is left alone. Out of torch.compile it comes as the
             ``inner_exception`` of an InductorError.
-        fuse: "auto" fuses where it pays, "always" wherever it is right: an all-reduce then into the product that it
-            reduces, if that can be.
+        fuse: "auto" fuses where it is profitable, "always" wherever it is right: an all-reduce then into the matmul
+            whose result it reduces, if that can be.
         agree: whether graphs ask. False is for programs of which you know that all ranks run the same graphs in the
             same order: where they do not, a fused op waits for a rank that does not come, until its deadline.
             "capture" is for those of which you know that for what is captured in CUDA graphs: a captured graph keeps
@@ -346,7 +346,7 @@ def _word(op: Any) -> str:
     """
     name = str(op._schema.name)
     if name not in _WORDS:
-        raise KeyError(f"{name} is not in _WORDS, so nobody knows whether it pays")
+        raise KeyError(f"{name} is not in _WORDS, so nobody knows whether it is profitable")
     return _WORDS[name]
 
 

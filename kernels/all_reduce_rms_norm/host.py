@@ -18,7 +18,7 @@ CHUNK_BYTES = 4 << 20  #: bytes of x that are sent in one epoch of a buffer
 
 
 def _rows(rows: int, row_bytes: int, world_size: int) -> tuple[int, int]:
-    """Rows of x in one use of a buffer, and of one owner at most."""
+    """Rows of x in one epoch of a buffer, and of one owner at most."""
     most = max(1, min(rows, CHUNK_BYTES // max(row_bytes, 1)))
     return most, -(-most // world_size)
 

@@ -230,8 +230,8 @@ def reset(group: Group = None) -> None:
     forks.refuse_child(pg, "reset")
     _forget_destroyed()
     _refuse_destroyed(pg)
-    turn = _making.setdefault((pg.group_name, "reset", forks.pid), threading.RLock())
-    with turn:  # threads that reset it take turns
+    lock = _making.setdefault((pg.group_name, "reset", forks.pid), threading.RLock())
+    with lock:  # one thread at a time resets it
         _reset(pg)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import test_fast_path_of_matmuls as short
+import test_fast_path_of_matmuls as matmuls
 import torch
 from fake_gpu import SLOW, TAKEN, Stage
 from test_fast_path_of_matmuls import Op
@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-stage, op = short.stage, short.op
+stage, op = matmuls.stage, matmuls.op
 
 
 class Seen(Exception):
@@ -53,7 +53,7 @@ def test_traces_hold_the_call(stage: Stage, op: Op) -> None:
     with pytest.raises(SLOW, match=TAKEN):
         make_fx(lambda A: op.call(A, *rest), pre_dispatch=True)(A)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert all(isinstance(x, FakeTensor) for x in short.flat(op.call(*op.given)))
+        assert all(isinstance(x, FakeTensor) for x in matmuls.flat(op.call(*op.given)))
 
     def refuse(graph: torch.fx.GraphModule, _: object) -> Any:
         raise RuntimeError(f"holds {graph.code}")

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-import test_fast_path_of_matmuls as short
+import test_fast_path_of_matmuls as matmuls
 import torch
 from fake_gpu import SLOW, TAKEN, Stage
 from opcommon import DEVICES, check, gather, world
@@ -24,7 +24,7 @@ from weft.fused_ops import (
 )
 from weft.fused_ops.dispatch import plan
 
-stage, op = short.stage, short.op
+stage, op = matmuls.stage, matmuls.op
 
 
 def products(rank: int, world_size: int) -> None:
@@ -133,7 +133,7 @@ def test_a_tangent_is_not_dropped() -> None:
     run_ranks(forward_mode, 2)
 
 
-def test_the_fast_path_drops_no_tangent(stage: Stage, op: short.Op) -> None:
+def test_the_fast_path_drops_no_tangent(stage: Stage, op: matmuls.Op) -> None:
     op.call(*op.given)
     stage.launched.clear()
     with forward_ad.dual_level():

@@ -156,7 +156,7 @@ def test_the_report_tells_what_is_reduced() -> None:
 
 
 @pytest.mark.parametrize("name", ["swiglu", "attention"])
-def test_where_no_op_pays_those_that_feed_one_sum_are_still_one(
+def test_where_no_op_is_profitable_those_that_feed_one_sum_are_still_one(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(form, "why_not_profitable", lambda *args, **kwargs: "too large")

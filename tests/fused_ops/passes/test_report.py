@@ -216,7 +216,7 @@ def test_fuse_must_be_known() -> None:
         FusionPass(fuse="sometimes")
 
 
-def test_what_does_not_pay_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_profitable_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def why_not_profitable(candidate: FusionCandidate) -> str:

@@ -1,4 +1,4 @@
-"""Mistakes in the kernels of the products that send by themselves: each of them is seen (product_ops.py)."""
+"""Mistakes in the kernels of the products that send by themselves: each of them is seen (matmul_ops.py)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 from fibers import PATIENT
-from product_ops import GATHERS, PACES, SCATTERS, Gather, Op, Scatter, push, uses, wrong
-from products import SMALL, WIDE
+from matmul_ops import GATHERS, PACES, SCATTERS, Gather, Op, Scatter, push, uses, wrong
+from matmuls import SMALL, WIDE
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -21,7 +21,7 @@ MISTAKES = {
     "gather-posted-ahead": ("posted < there;", "posted <= there && index < order.chunks;"),
     "gather-flags-not-awaited": ("weft::fence_proxy_async();\n                __syncwarp();", ""),
     "gather-count-not-awaited": ("weft::wait_count(s.counts + ARRIVED, ++needed)", "++needed"),
-    "gather-half-not-free": ("buffer.done + lane, epoch - 1", "buffer.done + lane, epoch - 2"),
+    "gather-buffer-not-free": ("buffer.done + lane, epoch - 1", "buffer.done + lane, epoch - 2"),
     "gather-not-drained": ("    weft::drain(s, state);\n", ""),
     "gather-not-drained-quite": (
         "for (int i = 0; i < STAGES; ++i) {\n        wait(s.empty",
@@ -47,8 +47,8 @@ MISTAKES = {
     "scatter-left-before-taking": ("over = weft::read_count(s.counts + TAKEN) != 0 &&", "over = true ||"),
     "columns-of-another-rank": ("(SPLIT_N ? t.dst * p.n : 0)", "(SPLIT_N ? p.watch.rank * p.n : 0)"),
     "columns-rows-of-another-rank": ("SPLIT_N ? 0 : t.dst", "t.dst"),
-    "scatter-half-not-free": ("buffer.done + lane, epoch - 1", "buffer.done + lane, epoch - 2"),
-    "staged-half-not-free": ("buffer.done + lane, epoch - 1", "buffer.done + lane, epoch - 2"),
+    "scatter-buffer-not-free": ("buffer.done + lane, epoch - 1", "buffer.done + lane, epoch - 2"),
+    "staged-buffer-not-free": ("buffer.done + lane, epoch - 1", "buffer.done + lane, epoch - 2"),
     "staged-place-not-read": ("weft::wait_count(s.counts + SENT + warpgroup, sent);", ""),
     "staged-sent-ahead": (
         "if (weft::wait_count(s.counts + STAGED + warpgroup, weft::read_count(sent) + 1) == weft::NOTHING)",
