@@ -184,6 +184,19 @@ def test_nobody_runs_ahead_of_a_rank_that_wants_to_wait() -> None:
     assert ask(where[0], timeout=0.05).why == LATE
 
 
+def test_who_waits_is_waited_with() -> None:
+    """Whoever ran ahead of it would leave it alone with its question."""
+    where = met(3)
+    where[0]._foresight = Foresight()
+
+    def later(rank: int) -> Answer:
+        time.sleep(0.1 * rank)
+        return ask(where[rank])
+
+    answers = at_once(lambda: later(0), lambda: later(1), lambda: later(2))
+    assert answers == [Answer(True, NOTHING, rank) for rank in range(3)]
+
+
 def test_nobody_runs_too_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vote_rows, "FARTHEST", 5)
     where = met(2)
