@@ -37,7 +37,7 @@ from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns import registry
 from .report import Entry, PassRuns, Report
 from .report_file import put_into_file, write_reports
-from .settings import CAPTURE, PassSettings
+from .settings import CAPTURE, EACH, PassSettings
 
 
 class FusionError(RuntimeError):
@@ -102,13 +102,15 @@ class FusionPass(PassSettings, CustomGraphPass):
             whose result it reduces, if that can be.
         agree: whether graphs ask. False is for programs of which you know that all ranks run the same graphs in the
             same order: where they do not, a fused op waits for a rank that does not come, until its deadline.
+            With True a rank need not wait for the others at each graph, once they have agreed often enough. "each" is
+            for programs whose ranks differ now and then: they wait at each graph.
             "capture" is for those of which you know that for what is captured in CUDA graphs: a captured graph keeps
             the answer that it got at its capture. With True it is captured unfused, as its replays cannot ask;
             Inductor's own CUDA graphs (``triton.cudagraphs``) ask before each run, if it makes partitions.
 
     Raises:
         TypeError: ``groups`` is one name or no list, ``strict`` or ``agree`` is no bool (or string).
-        ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "capture".
+        ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "each" and "capture".
     """
 
     def __init__(
@@ -216,7 +218,7 @@ class FusionPass(PassSettings, CustomGraphPass):
         written = write_out(graph)
         original = FallbackGraph(graph, nodes) if self.agree else None
         why_not = None if original is None else why_not_generated() or original.why_not_kept()
-        if self.agree is True:
+        if self.agree in (True, EACH):
             why_not = why_captured_without_vote() or why_not
         left = canonicalize(graph, self._find, lambda match: self._why_not(match, _problem(match), why_not))
         nodes = list(collectives(graph))
@@ -232,7 +234,8 @@ class FusionPass(PassSettings, CustomGraphPass):
             each.put_back()
         report = Report(entries[n] for n in nodes)
         if original is not None:
-            original.ask_first(graph, report.entries, orders, captured=self.agree == CAPTURE)
+            captured, ahead = self.agree == CAPTURE, self.agree != EACH
+            original.ask_first(graph, report.entries, orders, captured=captured, ahead=ahead)
             self._called.remember(graph, original.graph, self._graphs - 1)
         graph.lint()
         self._entries += report.entries

@@ -40,11 +40,13 @@ class VoteCounts:
         count: runs of graphs that asked.
         fused: those that then ran fused.
         seconds: of the host, with the wait for ranks that came later.
+        ahead: those that then ran fused without a wait, before all ranks had come.
     """
 
     count: int = 0
     fused: int = 0
     seconds: float = 0.0
+    ahead: int = 0
 
 
 NONE_ASKED = VoteCounts()

@@ -77,6 +77,11 @@ def known_heap(group_name: str, device: int) -> tuple[GroupRef, Heap] | None:
     return (known[0], known[1]) if has_name(known[0](), group_name) else None
 
 
+def heaps_of(group: ProcessGroup) -> list[Heap]:
+    """Those that this rank has made for the group, on whatever device."""
+    return [found for of, found in list(_heaps.values()) if of() is group and isinstance(found, Heap)]
+
+
 def has_name(group: ProcessGroup | None, name: str) -> bool:
     """Whether this is the group that torch knows by this name now. After destroy_process_group it may be another.
 
