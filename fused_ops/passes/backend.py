@@ -6,6 +6,7 @@ pyproject.toml names ``weft_backend`` to torch (entry points ``torch_dynamo_back
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -106,6 +107,15 @@ def weft_backend(
 
     chosen, given = _settings_of({}, options or {})
     return compile_fx(graph, list(inputs), config_patches=_with_pass(mode, given, _pass_of(chosen)))
+
+
+def _reset_graphs() -> None:
+    """What torch._dynamo.reset() does for Inductor's own backend: it lets go of captured CUDA graphs."""
+    if (trees := sys.modules.get("torch._inductor.cudagraph_trees")) is not None:
+        trees.reset_cudagraph_trees()
+
+
+weft_backend.reset = _reset_graphs  # type: ignore[attr-defined]
 
 
 def fusion_report() -> Report:

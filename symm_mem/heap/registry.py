@@ -40,10 +40,7 @@ def get_heap(group: Group = None, device: torch.device | str | None = None) -> H
     pg = resolve_group(group)
     forks.refuse_child(pg, "heap")
     where = _device(device) if device is not None else _default_device(pg)
-    index = where.index
-    if index is None:
-        index = torch.cuda.current_device() if where.type == "cuda" and torch.cuda.is_available() else -1
-    key = (pg.group_name, where.type, index)
+    key = _key(pg, where)
     known = _heaps.get(key)
     if known is None or known[0]() is not pg:  # a name may be used again after destroy_process_group
         _refuse_missing(where)
@@ -52,7 +49,7 @@ def get_heap(group: Group = None, device: torch.device | str | None = None) -> H
             known = _heaps.get(key)
             if known is None or known[0]() is not pg:
                 _refuse_destroyed(pg)
-                known = register_heap(pg, where.type, index, _make(pg, where))
+                known = register_heap(pg, where.type, key[2], _make(pg, where))
     found = known[1]
     if isinstance(found, HeapUnavailable):
         raise HeapUnavailable(str(found))
@@ -67,6 +64,24 @@ def register_heap(
     _heaps[key] = known
     forks.finalize(pg, _forget, key, known)
     return known
+
+
+def _key(pg: ProcessGroup, where: torch.device) -> tuple[str, str, int]:
+    index = where.index
+    if index is None:
+        index = torch.cuda.current_device() if where.type == "cuda" and torch.cuda.is_available() else -1
+    return pg.group_name, where.type, index
+
+
+def known_heap_of(group: Group, device: torch.device | str | None) -> Heap | None:
+    """The heap that ``get_heap`` would return at once.
+
+    Raises:
+        ValueError, TypeError: there is no such group or device.
+    """
+    pg = resolve_group(group)
+    known = _heaps.get(_key(pg, _device(device) if device is not None else _default_device(pg)))
+    return known[1] if known is not None and known[0]() is pg and isinstance(known[1], Heap) else None
 
 
 def known_heap(group_name: str, device: int) -> tuple[GroupRef, Heap] | None:

@@ -21,7 +21,7 @@ from ranks import run_ranks
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from weft.fused_ops.passes import FusionPass, backend
+from weft.fused_ops.passes import FusionPass, backend, report_file
 from weft.fused_ops.passes.report_file import VARIABLE
 
 SLOT = "post_grad_custom_post_pass"
@@ -52,6 +52,7 @@ def model(x: Tensor, w: Tensor) -> Tensor:
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No pass of another test, nothing from the environment or a cache, and two ranks that do not communicate."""
     monkeypatch.setattr(backend, "_made", {})
+    monkeypatch.setattr(report_file, "_reports", [])
     for name in ("WEFT_FUSE", "WEFT_AGREE", "WEFT_STRICT", VARIABLE):
         monkeypatch.delenv(name, raising=False)
     torch._dynamo.reset()
@@ -211,6 +212,7 @@ dist.init_process_group("fake", rank=int(sys.argv[1]), world_size=2, store=FakeS
 def model(x, w):
     return funcol.all_gather_tensor(x, 0, dist.group.WORLD) @ w
 torch.compile(model, backend="weft", fullgraph=True)(torch.randn(4, 8), torch.randn(8, 6))
+dist.destroy_process_group()
 assert "weft" in torch._dynamo.list_backends()
 """
 
