@@ -1,9 +1,9 @@
 """The rows of bench/llama.py: one case, every contender, in turns.
 
 A row: {"mode", "compile", "seq", "batch", "graphs", "contender", "ms", "forward_ms", "backward_ms", "tokens_per_s",
-"mfu", "exposed_comm_ms", "peak_bytes", "votes"}. Times are medians over steps that follow each other without a pause, of the
-slowest rank, from CUDA events: a host that is slower than the GPU counts. ``ms`` has the optimizer. ``votes`` are
-those of this rank's graphs.
+"mfu", "exposed_comm_ms", "peak_bytes", "votes"}. Times are medians over steps that follow each other without a pause,
+of the slowest rank, from CUDA events: a host that is slower than the GPU counts. ``ms`` has the optimizer. ``votes``
+are those of this rank's graphs.
 
 ``exposed_comm_ms`` is what a step takes beyond its computation: ``ms`` less the time in which a step of plain
 torch.compile has a kernel on the GPU that is none of NCCL's, from its profile. So it has waits, gaps and everything by

@@ -43,7 +43,7 @@ def test_modes_see_the_call(stage: Stage, op: Op, mode: type) -> None:
     assert not stage.launched
 
 
-def test_a_profiler_sees_the_call(stage: SimpleNamespace, op: Op) -> None:
+def test_a_profiler_sees_the_call(stage: Stage, op: Op) -> None:
     """By its name, with shapes; without one the call goes round torch.ops."""
     op.call(*op.given)
     with torch.profiler.profile(record_shapes=True) as profile:
@@ -51,7 +51,7 @@ def test_a_profiler_sees_the_call(stage: SimpleNamespace, op: Op) -> None:
     (event,) = [e for e in profile.events() if e.name.startswith("weft::")]
     given = [list(t.shape) for t in op.given if isinstance(t, torch.Tensor)]
     assert given[0] in event.input_shapes
-    assert len(stage.launcher.launched) == 2
+    assert len(stage.launched) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
