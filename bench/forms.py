@@ -156,6 +156,10 @@ def also_given(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return rs(y), y
 
 
+def lora(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return rs(x @ w + 0.25 * (x @ a @ b))
+
+
 def three_sums(x: Tensor, *weights: Tensor) -> Tensor:
     a, b, c = (ar(F.linear(x, w)) for w in weights)
     return a + b + c
@@ -196,6 +200,10 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
             Form("weight gathered (FSDP)", lambda x, w: F.linear(x, ag(w)), ((7, 8), l3)),
             Form("transposed, a weight's gradient", lambda x, g: g.t() @ ag(x), (x2, (12, 5))),
             Form("coalesced", coalesced, (x2, x2, w)),
+            Form("a factor behind the gather", lambda x, w: (ag(x) * 1.5) @ w, (x2, w)),
+            Form(
+                "scaled bias and product", lambda x, w, b: b.addmm(ag(x), w, beta=2, alpha=3), (x2, w, (5,))
+            ),
         ],
     )
     yield (
@@ -230,6 +238,10 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
             Form("average", lambda x, w: rs(x @ w, 0, "avg"), ((12, 8), w)),
             Form("residual behind it", lambda x, w, r: r + rs(x @ w), ((12, 8), w, (6, 5))),
             Form("bias behind it", lambda x, w, b: rs(F.linear(x, w), 1) + b, ((2, 12, 8), l3, (5,))),
+            Form("doubled, before it is scattered", lambda x, w: rs(2 * (x @ w)), ((12, 8), w)),
+            Form("halved, before it is scattered", lambda x, w: rs((x @ w) / 2), ((12, 8), w)),
+            Form("difference of two", lambda x, y, w, v: rs(x @ w - y @ v), ((12, 8), (12, 4), w, (4, 5))),
+            Form("LoRA, alpha another than the rank", lora, ((12, 8), w, (8, 2), (2, 5))),
             Form(
                 "reshaped otherwise",
                 lambda x, w: scattered(rows_form(x, w).reshape(4, 6, 5)),
@@ -246,6 +258,12 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
             Form("sum of two products", lambda x, y, w, v: ar(x @ w + y @ v), ((12, 8), (12, 4), w, (4, 5))),
             Form("bmm of batch 1", lambda x, w: ar(torch.bmm(x[None], w[None])), ((12, 8), w)),
             Form("average", lambda x, w: ar(x @ w, "avg"), ((12, 8), w)),
+            Form("negated", lambda x, w: ar(-(x @ w)), ((12, 8), w)),
+            Form(
+                "LoRA, alpha another than the rank",
+                lambda x, w, a, b: ar(x @ w + 0.25 * (x @ a @ b)),
+                ((12, 8), w, (8, 2), (2, 5)),
+            ),
             Form("residual and norm behind it", normed, ((12, 8), w, (12, 5), (5,))),
             Form("three that feed one sum", three_sums, ((2, 12, 8), l3, l3, l3)),
         ],
@@ -283,6 +301,8 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
                 ((2, 12, 8), l3),
             ),
             Form("a product that is also used", also_given, ((12, 8), w)),
+            Form("multiplied by a tensor", lambda x, w, s: rs(s * (x @ w)), ((12, 8), w, ())),
+            Form("multiplied by 0", lambda x, w: rs(0 * (x @ w)), ((12, 8), w)),
             Form("reduced by max", lambda x, w: rs(x @ w, 0, "max"), ((12, 8), w)),
             Form("all-reduced by max", lambda x, w: ar(x @ w, "max"), ((12, 8), w)),
             Form(

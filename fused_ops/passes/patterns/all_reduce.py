@@ -36,6 +36,7 @@ from ..graph.collectives import (
 )
 from ..graph.index_map import Dims, plain
 from ..graph.rewrite import call
+from ..graph.scaling import scaled
 from ..graph.views import unchanged
 from .peak_memory import why_apart
 from .rms_norm import RmsNorm
@@ -204,7 +205,7 @@ class AllReducePattern:
         last = self.collectives[-1]
         if self.sum is not None:
             A, B = self.sum.operands(at)
-            out = rewrite.fused(at, self.op, last, A, B, last.reduce_op)
+            out = scaled(rewrite.fused(at, self.op, last, A, B, last.reduce_op), self.sum.factor, at)
             out = rewrite.rearrange(out, (self.sum.rows, self.sum.columns), plain(shape), shape, at, [A])
             return rewrite.make_contiguous(out, at)
         x, *others = (c.x for c in self.collectives)

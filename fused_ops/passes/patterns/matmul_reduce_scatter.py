@@ -1,9 +1,9 @@
 """Matrix products, summed, then reduce_scatter.
 
-Whatever reshapes, permutes, casts, or cuts it into parts and joins them stands between, each rank gets either rows
-of the product or columns that stand side by side: both are ``fused_matmul_reduce_scatter``, whose result is then
-reshaped, permuted and cast. A sum of products is one product. A vector added to each row is summed by an all-reduce of
-its own: it is the same for all rows.
+Whatever reshapes, permutes, casts, multiplies by a number, or cuts it into parts and joins them stands between, each
+rank gets either rows of the product or columns that stand side by side: both are ``fused_matmul_reduce_scatter``, whose
+result is then multiplied, reshaped, permuted and cast. A sum of products is one product. A vector added to each row is
+summed by an all-reduce of its own: it is the same for all rows.
 
 Products cast up to float32 before they are reduced travel as they are, which is half the bytes, and are summed to a
 float32 result.
@@ -22,6 +22,7 @@ from ..graph import rewrite
 from ..graph.collectives import Collective, LeftAlone, Size, aten, check_no_write, known, some, val
 from ..graph.index_map import Dims, around_rank, gathered_dims, numel, plain
 from ..graph.rewrite import call
+from ..graph.scaling import scaled
 from .epilogue import Terms
 from .peak_memory import why_apart
 from .sum_of_matmuls import SumOfMatmuls, sum_of
@@ -105,7 +106,7 @@ class MatmulReduceScatterPattern:
                 raise LeftAlone(f"{some(total.vectors)} is added, and each rank gets other columns of it")
             part, dim = (total.rows, after), 1
         check_no_write(total.first(), c.node)
-        plain_sum = not total.vectors and total.dtype == val(c.wait).dtype
+        plain_sum = not total.vectors and total.factor == 1 and total.dtype == val(c.wait).dtype
         return cls(c, total, dim, part, Terms.after(c, part) if plain_sum else Terms(c.node))
 
     def replace(self) -> None:
@@ -124,10 +125,11 @@ class MatmulReduceScatterPattern:
             named: dict[str, Any] = {"out_dtype": want} if want != self.sum.dtype else {}
             named |= self.terms.arguments(self.part, [A, B])
             out = rewrite.fused(at, self.op, c, A, B, c.reduce_op, self.dim, **named)
-            for vector in self.sum.vectors:
+            for vector, factor in zip(self.sum.vectors, self.sum.factors_of_vectors, strict=True):
                 bias = rewrite.cast(rewrite.reshape(vector, [val(vector).shape[-1]], at), [want], at)
                 total = rewrite.fused(at, schema.all_reduce, c, bias, c.reduce_op)
-                out = call(at, aten.add.Tensor, out, total)
+                out = call(at, aten.add.Tensor, out, scaled(total, factor / self.sum.factor, at))
+            out = scaled(out, self.sum.factor, at)
             out = rewrite.rearrange(out, self.part, plain(val(c.wait).shape), val(c.wait).shape, at, near)
             out = rewrite.make_contiguous(out, at)
         self.terms.replace()

@@ -144,12 +144,17 @@ class Machine:
     def add(self, i: int, j: int, alpha: int = 1) -> Tensor:
         return torch.add(self.values[i], self.values[j], alpha=alpha)
 
+    def sub(self, i: int, j: int, alpha: int = 1) -> Tensor:
+        return torch.sub(self.values[i], self.values[j], alpha=alpha)
+
     def number(self, i: int, spelling: str, number: float) -> Tensor:
         x = self.values[i]
         if spelling == "left":
             return aten.add.Tensor(number, x)
         if spelling == "factor":
             return aten.mul.Tensor(x, number + 1)
+        if spelling == "divisor":
+            return aten.div.Tensor(x, number)
         return {"add": aten.add, "sub": aten.sub}[spelling].Tensor(x, number)
 
     def unary(self, i: int, name: str) -> Tensor:
