@@ -1,9 +1,10 @@
-"""Matrix products, summed, then all_reduce: what row-parallel layers without sequence parallelism do.
+"""all_reduce, mostly of matrix products: what row-parallel layers without sequence parallelism do.
 
 Several all-reduces whose results are added are one all-reduce of the sum, as in the backward pass of projections that
 share an input; not in float16, in which such a sum may be too large. That becomes, by size, ``one_shot_all_reduce``,
 ``fused_matmul_all_reduce`` of a product, or, with the residual and the norm that follow,
-``fused_all_reduce_rms_norm``. What reduces something else than products, such as a loss or an embedding, is left alone.
+``fused_all_reduce_rms_norm``. So is what reduces something else than products, such as an embedding or the outputs of
+experts, unless something runs while it is on its way.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class AllReducePattern:
     op: Any = schema.all_reduce
     sum: SumOfMatmuls | None = None  # of products, where the op computes them
     norm: RmsNorm | None = None
+    of_products: bool = True
+    stays: str = ""  # what becomes of a norm that is not fused
     dim = None
     last_dim = False
     adds: tuple[str, ...] = ()
@@ -77,15 +80,17 @@ class AllReducePattern:
     def form(self) -> str:
         count = len(self.collectives)
         what_ = self.sum.form if self.sum is not None else "product"
-        text = f"{what_} → all_reduce" if count == 1 else f"{count} all_reduces of products → add"
-        return text + (" → add → rms_norm" if self.norm is not None else "")
+        of_one = f"{what_} → all_reduce" if self.of_products else "all_reduce"
+        text = of_one if count == 1 else f"{count} all_reduces of products → add"
+        return text + (self.norm.form if self.norm is not None else "")
 
     @property
     def detail(self) -> str:
         count = len(self.collectives)
         text = "" if self.sum is None else self.sum.detail
         merged = f"{count} all-reduces as one" if count > 1 else ""
-        return ", ".join(t for t in (text, merged) if t)
+        norm = self.norm.detail if self.norm is not None else self.stays
+        return ", ".join(t for t in (text, merged, norm) if t)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,14 +117,20 @@ class AllReducePattern:
             always: into the product where that is right, else in one shot, whether it pays or not.
 
         Raises:
-            LeftAlone: it reduces no product, or no op of weft is faster.
+            LeftAlone: no op of weft is faster, or the result is waited for later.
         """
         x = val(c.x)
-        if not has_product(c.x):
-            raise LeftAlone(why_no_product(c.x))
         if x.dim() == 0:
             raise LeftAlone("its input is a number")
-        result = cls(*_feeding_one_sum(c, groups))
+        if has_product(c.x):
+            result = cls(*_feeding_one_sum(c, groups))
+        else:
+            if (between := _between(c)) is not None:
+                raise LeftAlone(
+                    f"{why_no_product(c.x)}; and it is waited for behind {what(between)}, which the group's own "
+                    "backend runs beside it"
+                )
+            result = cls([c], [], [], of_products=False)
         try:
             result._choose(always)
         except LeftAlone:
@@ -133,7 +144,8 @@ class AllReducePattern:
         c = self.collective
         size = hint(val(c.x).numel()) * val(c.x).dtype.itemsize
         reasons = []
-        if always or size >= _MATMUL_FROM:
+        norm = self._norm()
+        if self.of_products and (always or size >= _MATMUL_FROM):
             try:
                 self.sum = self._products()
                 if not always:
@@ -141,6 +153,8 @@ class AllReducePattern:
                     if (apart := why_apart(self.sum.products)) is not None:
                         raise LeftAlone(apart)
                 self.op = schema.matmul_all_reduce
+                if norm is not None:
+                    self.stays = "the norm behind it stays: the all-reduce is fused with its product instead"
                 return
             except LeftAlone as e:
                 self.sum = None
@@ -150,8 +164,20 @@ class AllReducePattern:
                 self._check_profitable("all_reduce")
         except LeftAlone as e:
             raise LeftAlone("; ".join([*reasons, str(e)])) from e
-        if len(self.collectives) == 1 and c.reduce_op == "sum" and (norm := RmsNorm.after(c)) is not None:
+        if norm is not None:
             self.norm, self.op = norm, schema.all_reduce_rms_norm
+
+    def _norm(self) -> RmsNorm | None:
+        """The norm that follows, if the op computes it; else it is noted why not."""
+        try:
+            norm = RmsNorm.after(self.collective)
+        except LeftAlone as e:
+            self.stays = f"the norm behind it stays: {e}"
+            return None
+        if norm is not None and len(self.collectives) > 1:
+            self.stays = "the norm behind it stays: it is of several all-reduces"
+            return None
+        return norm
 
     def _check_profitable(self, op: str) -> None:
         x = val(self.collective.x)
@@ -217,6 +243,14 @@ class AllReducePattern:
         else:
             out = rewrite.fused(at, self.op, last, x, last.reduce_op)
         return rewrite.make_contiguous(out, at)
+
+
+def _between(c: Collective) -> fx.Node | None:
+    """What is computed after the collective and before somebody waits for it."""
+    node = c.node.next
+    while node is not c.wait and (node.op != "call_function" or calls(node, aten.sym_size.int)):
+        node = node.next
+    return None if node is c.wait else node
 
 
 def _feeding_one_sum(

@@ -324,15 +324,26 @@ class Writer:
                     if self.size(0, 2) == 2:
                         self.do("write", self.draw(residual, residual, y))
                 y = self.noise(self.do("add", y, other, self.draw(1, 1, 1, 2)))
-        if self.size(0, 3) == 3 and self.shape(y):
-            shape, dtype = self.shape(y), self.dtype_of(y)
-            x = self.do("add", y, self.new(*shape, dtype=dtype))
-            weight = self.new(shape[-1], dtype=dtype)
-            return [x, self.do("rms_norm", x, weight)]
-        return [y]
+        return self.normed(y) if self.size(0, 2) == 2 and self.shape(y) else [y]
+
+    def normed(self, y: int) -> list[int]:
+        """A norm in one of its spellings, of a sum with a residual or without."""
+        shape, dtype = self.shape(y), self.dtype_of(y)
+        weight = self.new(shape[-1], dtype=self.draw(dtype, dtype, torch.float32))
+        if self.size(0, 2) == 2:
+            residual = self.new(*shape, dtype=self.draw(dtype, dtype, dtype, torch.float32))
+            first = self.do("rms_norm_of_sum", self.noise(y), residual, weight)
+            return [first, first + 1]
+        if self.size(0, 2):
+            y = self.do("add", y, self.new(*shape, dtype=dtype), self.draw(1, 1, 1, 2))
+            y = self.noise(y)
+        return [y, self.do("rms_norm", y, weight, self.draw("", "", "Gemma"))]
 
     def all_reduced(self, lead: list[int], columns: int, group: int, source: int | None) -> int:
-        y = self.sum_of_products(lead, columns, source)
+        if self.size(0, 5) == 5:  # of what is no product
+            y = self.do("unary", self.new(*lead, columns), "relu")
+        else:
+            y = self.sum_of_products(lead, columns, source)
         if self.product_of(list(self.shape(y))) == self.product_of([*lead, self.shape(y)[-1]]):
             y = self.noise(self.do("reshape", y, [*lead, self.shape(y)[-1]]))
         op = self.draw("sum", "sum", "sum", "sum", "avg", "max", "product")
