@@ -157,7 +157,7 @@ def _sum_behind(c: Collective) -> _Sum:
         wide, add = add, only_user(add)
     if not calls(add, aten.add.Tensor) or not is_val(add):
         return alone
-    residual = add.args[1] if add.args[0] is wide else add.args[0]
+    residual: Any = add.args[1] if add.args[0] is wide else add.args[0]
     read = [wide] if wide is not reduced else []
     if residual is wide or not is_val(residual) or argument(add, 9, "alpha", 1) != 1:
         return _unless_normed(alone, add, f"{what(add)} adds something else than a residual")
