@@ -26,7 +26,7 @@ from .agreement.guard import is_fallback_graph
 from .agreement.outcomes import RunOutcomes
 from .agreement.signature import Order
 from .cache_key import pass_key
-from .canonicalize import by_position, canonicalize, make_functional, wait_for_each, wait_once
+from .canonicalize import by_position, canonicalize, make_functional, name_groups, wait_for_each, wait_once
 from .decompositions import write_out
 from .graph.collectives import Collective, LeftAlone, collectives, custom_ops, group_of, kind_of, val
 from .graph.subgraphs import WHY, Called
@@ -184,6 +184,7 @@ class FusionPass(PassSettings, CustomGraphPass):
             return
         by_position(graph)
         make_functional(graph)
+        name_groups(graph)
         wait_for_each(graph)
         wait_once(graph)
         nodes = list(collectives(graph))
