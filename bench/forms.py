@@ -147,6 +147,40 @@ def normed(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tens
     return F.rms_norm(y, y.shape[-1:], weight, 1e-6), y
 
 
+def vllm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    wide = x.float() + residual.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return normed.to(x.dtype) * weight, wide.to(x.dtype)
+
+
+def gemma(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    y = residual + x
+    wide = y.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (normed * (1.0 + weight.float())).to(y.dtype), y
+
+
+def normed_by(norm: Callable[..., Any]) -> Callable[..., Any]:
+    """Behind a product of 16 bits."""
+
+    def run(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        x, w, residual, weight = (t.bfloat16() for t in (x, w, residual, weight))
+        return norm(ar(x @ w), residual, weight)
+
+    return run
+
+
+def embedded_norm(x: Tensor, w: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(ar(torch.where(x > 0, x, 0) + w), (8,), weight, 1e-6)
+
+
+def late(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Reduced beside a sine."""
+    pending = c10d.all_reduce(x.abs(), "sum", group().group_name)
+    z = y.sin()
+    return c10d.wait_tensor(pending), z
+
+
 def of_experts(x: Tensor, w: Tensor) -> Tensor:
     return ar(torch.zeros(9, 5).index_add(0, torch.arange(12) % 9, x @ w))
 
@@ -265,7 +299,24 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
                 ((12, 8), w, (8, 2), (2, 5)),
             ),
             Form("residual and norm behind it", normed, ((12, 8), w, (12, 5), (5,))),
+            Form("vLLM's norm, of the unrounded sum", normed_by(vllm), ((12, 8), w, (12, 5), (5,))),
+            Form("Gemma's norm", normed_by(gemma), ((12, 8), w, (12, 5), (5,))),
+            Form(
+                "norm without a residual",
+                lambda x, w, v: F.rms_norm(ar(x @ w), (5,), v, 1e-6),
+                ((12, 8), w, (5,)),
+            ),
             Form("three that feed one sum", three_sums, ((2, 12, 8), l3, l3, l3)),
+        ],
+    )
+    yield (
+        "all-reduce of no product",
+        [
+            Form("an embedding's rows", lambda x, w: ar(torch.where(x > 0, x, 0) + w), (x2, x2)),
+            Form("an embedding's rows, normed", embedded_norm, (x2, x2, (8,))),
+            Form("a mixture of experts", of_experts, ((12, 8), w)),
+            Form("a sum of no product", lambda x, w: ar((x @ w).sum(0)), ((12, 8), w)),
+            Form("waited for later", late, (x2, x2)),
         ],
     )
     up, down = (12, 8), (8, 12)
@@ -312,8 +363,5 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
             ),
             Form("a bias computed from the gathered tensor", biased_after, (x2, w)),
             Form("gathered after the product", lambda x, w: ag(x @ w, 1), (x2, w)),
-            Form("an embedding's rows", lambda x, w: ar(torch.where(x > 0, x, 0) + w), (x2, x2)),
-            Form("a mixture of experts", of_experts, ((12, 8), w)),
-            Form("a sum of no product", lambda x, w: ar((x @ w).sum(0)), ((12, 8), w)),
         ],
     )

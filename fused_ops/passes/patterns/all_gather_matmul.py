@@ -40,6 +40,7 @@ from ..graph.views import View
 from .gathered_tensor import Gathered
 from .matmuls import Product, Use, matrix, one_matrix, product, use
 from .peak_memory import together
+from .sum_of_matmuls import has_product
 
 
 @dataclass(frozen=True)
@@ -303,7 +304,10 @@ def _fused_behind(tensor: Gathered) -> list[str]:
 
 
 def _why_none(tensor: Gathered) -> str:
-    users = tensor.outside()
+    users, x = tensor.outside(), tensor.collectives[0].x
+    if has_product(x):
+        taken = f"only {some(users)} takes it" if users else "nothing takes it"
+        return f"it gathers a matrix product, with which no op gathers, and {taken}, no other product"
     if users and all(u.op == "output" for u in users):
         return (
             "the graph ends behind the collective: no matrix product takes the gathered tensor, but the graph's "

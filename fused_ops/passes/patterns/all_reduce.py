@@ -37,8 +37,8 @@ from ..graph.collectives import (
 )
 from ..graph.index_map import Dims, plain
 from ..graph.rewrite import call
-from ..graph.scaling import scaled
 from ..graph.views import unchanged
+from .epilogue import stays_behind
 from .peak_memory import why_apart
 from .rms_norm import RmsNorm
 from .sum_of_matmuls import SumOfMatmuls, has_product, sum_of, why_no_product
@@ -60,7 +60,6 @@ class AllReducePattern:
     stays: str = ""  # what becomes of a norm that is not fused
     dim = None
     last_dim = False
-    adds: tuple[str, ...] = ()
     decided = True  # whether it pays: the choice of the op is that
 
     @property
@@ -70,6 +69,10 @@ class AllReducePattern:
     @property
     def others(self) -> tuple[fx.Node, ...]:
         return tuple(c.node for c in self.collectives[1:])
+
+    @property
+    def adds(self) -> tuple[str, ...]:
+        return () if self.sum is None else ("one_shot_all_reduce",) * len(self.sum.vectors)
 
     @property
     def order(self) -> tuple[Dims, tuple[Size, ...]]:
@@ -89,7 +92,8 @@ class AllReducePattern:
         count = len(self.collectives)
         text = "" if self.sum is None else self.sum.detail
         merged = f"{count} all-reduces as one" if count > 1 else ""
-        norm = self.norm.detail if self.norm is not None else self.stays
+        last = self.added[-1] if self.added else self.collectives[-1].wait
+        norm = self.norm.detail if self.norm is not None else self.stays or stays_behind(last)
         return ", ".join(t for t in (text, merged, norm) if t)
 
     @property
@@ -193,8 +197,6 @@ class AllReducePattern:
         total = sums[0]
         for other in sums[1:]:
             total.join(other)
-        if total.vectors:
-            raise LeftAlone(f"{what(total.vectors[0])} is added to the product")
         if total.dtype != val(self.collective.x).dtype:
             raise LeftAlone(f"the product is cast before it is reduced, and the op returns {total.dtype}")
         check_no_write(total.first(), self.collectives[-1].node)
@@ -231,7 +233,7 @@ class AllReducePattern:
         last = self.collectives[-1]
         if self.sum is not None:
             A, B = self.sum.operands(at)
-            out = scaled(rewrite.fused(at, self.op, last, A, B, last.reduce_op), self.sum.factor, at)
+            out = self.sum.finished(rewrite.fused(at, self.op, last, A, B, last.reduce_op), last, at)
             out = rewrite.rearrange(out, (self.sum.rows, self.sum.columns), plain(shape), shape, at, [A])
             return rewrite.make_contiguous(out, at)
         x, *others = (c.x for c in self.collectives)

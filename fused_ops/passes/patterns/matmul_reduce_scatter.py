@@ -19,11 +19,9 @@ from torch import fx
 
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import Collective, LeftAlone, Size, aten, check_no_write, known, some, val
+from ..graph.collectives import Collective, LeftAlone, Size, check_no_write, known, some, val
 from ..graph.index_map import Dims, around_rank, gathered_dims, numel, plain
-from ..graph.rewrite import call
-from ..graph.scaling import scaled
-from .epilogue import Terms
+from .epilogue import Terms, stays_behind
 from .peak_memory import why_apart
 from .sum_of_matmuls import SumOfMatmuls, sum_of
 
@@ -57,7 +55,8 @@ class MatmulReduceScatterPattern:
 
     @property
     def detail(self) -> str:
-        return ", ".join(t for t in (self.sum.detail, self.terms.detail) if t)
+        last = self.terms.path[-1] if self.terms.path else self.collective.wait
+        return ", ".join(t for t in (self.sum.detail, self.terms.detail, stays_behind(last)) if t)
 
     @property
     def adds(self) -> tuple[str, ...]:
@@ -125,11 +124,7 @@ class MatmulReduceScatterPattern:
             named: dict[str, Any] = {"out_dtype": want} if want != self.sum.dtype else {}
             named |= self.terms.arguments(self.part, [A, B])
             out = rewrite.fused(at, self.op, c, A, B, c.reduce_op, self.dim, **named)
-            for vector, factor in zip(self.sum.vectors, self.sum.factors_of_vectors, strict=True):
-                bias = rewrite.cast(rewrite.reshape(vector, [val(vector).shape[-1]], at), [want], at)
-                total = rewrite.fused(at, schema.all_reduce, c, bias, c.reduce_op)
-                out = call(at, aten.add.Tensor, out, scaled(total, factor / self.sum.factor, at))
-            out = scaled(out, self.sum.factor, at)
+            out = self.sum.finished(out, c, at)
             out = rewrite.rearrange(out, self.part, plain(val(c.wait).shape), val(c.wait).shape, at, near)
             out = rewrite.make_contiguous(out, at)
         self.terms.replace()

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...library import validation
+from ...library import schema, validation
 from ..graph import rewrite
 from ..graph.collectives import (
     COMPILE_BOTH,
+    Collective,
     LeftAlone,
     Size,
     argument,
@@ -146,6 +147,15 @@ class SumOfMatmuls:
         if len(As) == 1:
             return As[0], Bs[0]
         return call(at, aten.cat.default, As, 1), call(at, aten.cat.default, Bs, 0)
+
+    def finished(self, out: fx.Node, c: Collective, at: fx.Node) -> fx.Node:
+        """What the op gives of the products, with the vectors, which are reduced by themselves, and the factor."""
+        for vector, factor in zip(self.vectors, self.factors_of_vectors, strict=True):
+            row = rewrite.reshape(vector, [val(vector).shape[-1]], at)
+            row = rewrite.cast(row, [val(out).dtype], at)
+            total = rewrite.fused(at, schema.all_reduce, c, row, c.reduce_op)
+            out = call(at, aten.add.Tensor, out, scaled(total, factor / self.factor, at))
+        return scaled(out, self.factor, at)
 
 
 def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> SumOfMatmuls:

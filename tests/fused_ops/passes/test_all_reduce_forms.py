@@ -141,7 +141,7 @@ def test_always_fuses_whatever_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         (product, MM_AR),
         (lambda x, w: ar(x @ w) + ar((x + 1) @ w), MM_AR),
         (lambda x, w: ar(F.pad(x @ w, (0, 1)) + (x @ w)[:, :1]), "one_shot_all_reduce"),
-        (lambda x, w: ar(torch.addmm(w[0], x, w)), "one_shot_all_reduce"),
+        (lambda x, w: ar(torch.addmm(w[0], x, w)), MM_AR),
         (with_norm, AR_NORM),
     ):
         seen = always(fn, X, W)
@@ -329,11 +329,31 @@ def test_a_product_that_is_used_elsewhere_is_only_reduced() -> None:
 
 
 @pytest.mark.usefixtures("of_any_size")
-@pytest.mark.parametrize("bias", [(5,), (6, 5)], ids=["vector", "matrix"])
-def test_a_bias_is_only_reduced(bias: tuple[int, ...]) -> None:
-    seen = only(lambda x, w, b: ar(torch.addmm(b, x, w)), X, W, torch.randn(bias))
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("scale", [1, 2])
+def test_a_vector_that_each_rank_adds_is_reduced_by_itself(op: str, scale: int) -> None:
+    seen = only(lambda x, w, b: ar(scale * torch.addmm(b, x, w), op), X, W, torch.randn(5))
+    assert seen.fused == ["weft::" + MM_AR]
+    assert "1 added vector" in seen.entries[0].detail
+    assert seen.count(AR) == 1
+    check_same(seen, 2)
+
+
+@pytest.mark.usefixtures("of_any_size")
+def test_a_matrix_that_is_added_is_only_reduced() -> None:
+    seen = only(lambda x, w, b: ar(torch.addmm(b, x, w)), X, W, torch.randn(6, 5))
     assert seen.fused == [AR]
     check_same(seen, 2)
+
+
+def test_the_report_tells_what_stays_behind() -> None:
+    bias = torch.randn(5)
+    for fn, what in (
+        (lambda x, w, b: ar(x @ w) + b, "add (add.Tensor) stays behind it"),
+        (lambda x, w, b: 0.5 * ar(x @ w)[None], "mul (mul.Tensor) stays behind it"),
+        (lambda x, w, b: ar(x @ w).sin(), ""),
+    ):
+        assert only(fn, X, W, bias).entries[0].detail == what
 
 
 def hf_norm(x: Tensor, weight: Tensor) -> Tensor:
