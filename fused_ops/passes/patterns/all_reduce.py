@@ -57,7 +57,7 @@ class AllReducePattern:
     sum: SumOfMatmuls | None = None  # of products, where the op computes them
     norm: RmsNorm | None = None
     of_products: bool = True
-    stays: str = ""  # what becomes of a norm that is not fused
+    stays: str = ""  # what becomes of a norm that is not fused, or another step behind
     dim = None
     last_dim = False
     decided = True  # whether it pays: the choice of the op is that
@@ -92,8 +92,7 @@ class AllReducePattern:
         count = len(self.collectives)
         text = "" if self.sum is None else self.sum.detail
         merged = f"{count} all-reduces as one" if count > 1 else ""
-        last = self.added[-1] if self.added else self.collectives[-1].wait
-        norm = self.norm.detail if self.norm is not None else self.stays or stays_behind(last)
+        norm = self.norm.detail if self.norm is not None else self.stays
         return ", ".join(t for t in (text, merged, norm) if t)
 
     @property
@@ -142,6 +141,8 @@ class AllReducePattern:
                 raise
             # Neither op pays, but one all-reduce instead of several does.
             result.op = c10d.all_reduce.default
+        if result.norm is None and not result.stays:
+            result.stays = stays_behind(result.added[-1] if result.added else c.wait)
         return result
 
     def _choose(self, always: bool) -> None:

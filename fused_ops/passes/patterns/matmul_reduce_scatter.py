@@ -35,6 +35,7 @@ class MatmulReduceScatterPattern:
     dim: int  # of A @ B, where the op scatters it
     part: Dims
     terms: Terms
+    stays: str  # what follows and is no part of the op
 
     op = schema.matmul_reduce_scatter
     others = ()
@@ -55,8 +56,7 @@ class MatmulReduceScatterPattern:
 
     @property
     def detail(self) -> str:
-        last = self.terms.path[-1] if self.terms.path else self.collective.wait
-        return ", ".join(t for t in (self.sum.detail, self.terms.detail, stays_behind(last)) if t)
+        return ", ".join(t for t in (self.sum.detail, self.terms.detail, self.stays) if t)
 
     @property
     def adds(self) -> tuple[str, ...]:
@@ -106,7 +106,8 @@ class MatmulReduceScatterPattern:
             part, dim = (total.rows, after), 1
         check_no_write(total.first(), c.node)
         plain_sum = not total.vectors and total.factor == 1 and total.dtype == val(c.wait).dtype
-        return cls(c, total, dim, part, Terms.after(c, part) if plain_sum else Terms(c.node))
+        terms = Terms.after(c, part) if plain_sum else Terms(c.node)
+        return cls(c, total, dim, part, terms, stays_behind(terms.path[-1] if terms.path else c.wait))
 
     def replace(self) -> None:
         """
