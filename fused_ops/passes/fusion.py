@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from .origin import module_of, source_of
 from .pass_sequence import in_sequence
 from .patterns import registry
 from .report import Entry, PassRuns, Report
+from .rivals import yielding
 from .settings import CAPTURE, PassSettings
 
 
@@ -203,12 +205,14 @@ class FusionPass(PassSettings, CustomGraphPass):
         nodes = list(collectives(graph))
         fields = {n: self._fields(n) for n in nodes}
         entries = {n: Entry(**fields[n], reason=reason) for n, reason in left.items()}
-        # Reductions first: a product between two collectives is fused with the one behind it. The one before it may
-        # gather a weight, which can be there early.
-        orders = []
-        for node in sorted(nodes, key=lambda n: "gather" in kind_of(n)):
+        # Reductions first, but for those that leave their product to the gather in front of it.
+        orders, late = [], yielding([n for n in nodes if n not in entries], self._find)
+        for node in sorted(nodes, key=lambda n: 2 if n in late else "gather" in kind_of(n)):
             if node not in entries and (order := self._fuse(node, fields, entries, why_not)) is not None:
                 orders.append(order)
+        for node, (gathers, why) in late.items():
+            if entries[node].fused_into is None and all(entries[g].fused_into for g in gathers):
+                entries[node] = replace(entries[node], reason=why)
         for each in written:
             each.put_back()
         report = Report(entries[n] for n in nodes)
