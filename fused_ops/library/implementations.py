@@ -167,8 +167,9 @@ def _slow_all_reduce_in_place(call: AllReduceCall) -> None:
 
 
 def _fast_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor] | None:
-    x, residual, weight, eps, group_name, _ = call
-    return _arn.fast_all_reduce_rms_norm(x, residual, weight, eps, group_name)
+    x, residual, weight, eps, group_name, offset, round_sum, _ = call
+    norm = _arn.named_norm(eps, offset, round_sum)
+    return _arn.fast_all_reduce_rms_norm(x, residual, weight, norm, group_name)
 
 
 @_fresh
@@ -176,7 +177,7 @@ def _fast_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> tuple[Tensor, Tenso
 def _slow_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor]:
     group = validation.validate_all_reduce_rms_norm(call)
     _begin(_arn.host.OP, call, group)
-    return _arn.run_all_reduce_rms_norm(call.x, call.residual, call.weight, call.eps, group)
+    return _arn.run_all_reduce_rms_norm(call.x, call.residual, call.weight, call.kind, group)
 
 
 def _fast_matmul_all_reduce(call: MatmulAllReduceCall) -> Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from .agreement.guard import is_fallback_graph
 from .agreement.outcomes import RunOutcomes
 from .agreement.signature import Order
 from .cache_key import pass_key
-from .canonicalize import by_position, canonicalize, make_functional, wait_for_each, wait_once
+from .canonicalize import by_position, canonicalize, make_functional, name_groups, wait_for_each, wait_once
 from .decompositions import write_out
 from .graph.collectives import Collective, LeftAlone, collectives, custom_ops, group_of, kind_of, val
 from .graph.subgraphs import WHY, Called
@@ -37,6 +38,7 @@ from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns import registry
 from .report import Entry, PassRuns, Report
 from .report_file import put_into_file, write_reports
+from .rivals import yielding
 from .settings import CAPTURE, EACH, PassSettings
 
 
@@ -206,6 +208,7 @@ class FusionPass(PassSettings, CustomGraphPass):
             return
         by_position(graph)
         make_functional(graph)
+        name_groups(graph)
         wait_for_each(graph)
         wait_once(graph)
         nodes = list(collectives(graph))
@@ -224,12 +227,14 @@ class FusionPass(PassSettings, CustomGraphPass):
         nodes = list(collectives(graph))
         fields = {n: self._fields(n) for n in nodes}
         entries = {n: Entry(**fields[n], reason=reason) for n, reason in left.items()}
-        # Reductions first: a product between two collectives is fused with the one behind it. The one before it may
-        # gather a weight, which can be there early.
-        orders = []
-        for node in sorted(nodes, key=lambda n: "gather" in kind_of(n)):
+        # Reductions first, but for those that leave their product to the gather in front of it.
+        orders, late = [], yielding([n for n in nodes if n not in entries], self._find)
+        for node in sorted(nodes, key=lambda n: 2 if n in late else "gather" in kind_of(n)):
             if node not in entries and (order := self._fuse(node, fields, entries, why_not)) is not None:
                 orders.append(order)
+        for node, (gathers, why) in late.items():
+            if entries[node].fused_into is None and all(entries[g].fused_into for g in gathers):
+                entries[node] = replace(entries[node], reason=why)
         for each in written:
             each.put_back()
         report = Report(entries[n] for n in nodes)

@@ -34,6 +34,12 @@ NORM = [
     for size, cluster in [(2, 1), *((4, cluster) for cluster in CLUSTERS), (8, 8)]
 ]
 NORM += [(4, "float32", 8, 1)]
+NORM_SWITCHES = {
+    "unrounded": norm_kernel.NormSwitches(round_sum=False),
+    "gemma": norm_kernel.NormSwitches(wide_weight=True, offset=True),
+    "all": norm_kernel.NormSwitches(round_sum=False, wide_weight=True, offset=True),
+    "alone": norm_kernel.NormSwitches(residual=False, wide_weight=True),
+}
 ONE_SHOT = (2, 3, 4, 5, 8, 9)
 FEW_ROWS = [
     (size, dtype, reduce_op, n, b_rows)
@@ -70,13 +76,20 @@ PROGRAMS: dict[str, Program] = {
     },
     **{
         f"norm-{size}-{dtype}-{cluster}-{held}": norm_kernel.all_reduce_rms_norm_program(
-            size, 1, TORCH[dtype], cluster, held
+            size, 1, TORCH[dtype], (cluster, held)
         )
         for size, dtype, cluster, held in NORM
     },
+    **{
+        f"norm-{size}-{name}-{cluster}": norm_kernel.all_reduce_rms_norm_program(
+            size, 1, torch.bfloat16, (cluster, most_per_thread(size)), switches
+        )
+        for name, switches in NORM_SWITCHES.items()
+        for size, cluster in [(2, 1), (4, 8), (8, 8)]
+    },
     **{f"few_rows-{'-'.join(map(str, case))}": few_rows_program(*case) for case in FEW_ROWS},
     "all_reduce-early": cuda_kernel.all_reduce_program(4, 3, torch.bfloat16, "sum", dependent=True),
-    "norm-early": norm_kernel.all_reduce_rms_norm_program(4, 1, torch.bfloat16, 2, 1, dependent=True),
+    "norm-early": norm_kernel.all_reduce_rms_norm_program(4, 1, torch.bfloat16, (2, 1), dependent=True),
     **{
         f"gather-{size}": one_shot.one_shot_program(
             gather.SOURCE, gather.one_shot_gather_defines(size, size - 1)

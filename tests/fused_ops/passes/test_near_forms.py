@@ -200,8 +200,8 @@ def subtracted(x: Tensor, w: Tensor) -> Tensor:
 
 
 @case([None], X, W)
-def a_difference_scattered(x: Tensor, w: Tensor) -> Tensor:
-    return rs(x @ w - x.sin() @ w)
+def a_quotient_scattered(x: Tensor, w: Tensor) -> Tensor:
+    return rs(x @ w / (x.sin() @ w))
 
 
 @case([None], X, W, V)
