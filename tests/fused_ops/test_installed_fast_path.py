@@ -1,23 +1,25 @@
-"""A call of torch's op like one before, with weft installed, without a GPU: it goes the fast path, and is counted."""
+"""A call of torch's op like one before, with weft installed, without a GPU: it takes the fast path, and is counted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
+import fake_gpu
 import pytest
-import test_products_again as again
+import test_fast_path_of_matmuls as matmuls
 import torch
 import torch.distributed._symmetric_memory as torch_symm
 import weft
-from test_products_again import NAME, Op
+from fake_gpu import NAME, Stage
+from test_fast_path_of_matmuls import Op
 
-stage, op = again.stage, again.op
+stage, op = fake_gpu.stage, matmuls.op
+Called = tuple[str, tuple[Any, ...]]
 
 
 @pytest.fixture
-def by_name(op: Op) -> Iterator[tuple[str, tuple[Any, ...]]]:
+def by_name(op: Op) -> Iterator[Called]:
     """torch's op that takes such a call, and its arguments."""
     A, *rest = op.given
     if len(op.given) == 4:
@@ -30,22 +32,22 @@ def by_name(op: Op) -> Iterator[tuple[str, tuple[Any, ...]]]:
     weft.uninstall()
 
 
-def test_it_is_launched_at_once(stage: SimpleNamespace, by_name: tuple[str, tuple[Any, ...]]) -> None:
+def test_it_is_launched_at_once(stage: Stage, by_name: Called) -> None:
     name, arguments = by_name
     for way in (getattr(torch.ops.symm_mem, name), getattr(torch.ops.symm_mem, name).default):
         way(*arguments)
-    assert len(stage.launcher.launched) == 2
+    assert len(stage.launched) == 2
     assert [str(taken) for taken in weft.installed_calls()] == [f"{name}: 2 calls by weft"]
 
 
-def test_what_is_torchs_is_not(stage: SimpleNamespace, by_name: tuple[str, tuple[Any, ...]]) -> None:
+def test_what_is_torchs_is_not(stage: Stage, by_name: Called) -> None:
     """A dimension from behind, which torch refuses, and torch's test mode."""
     name, arguments = by_name
     op = getattr(torch.ops.symm_mem, name)
-    behind = [-2 if type(argument) is int else argument for argument in arguments]
-    with pytest.raises((ValueError, RuntimeError)):
+    behind = [-3 if type(argument) is int else argument for argument in arguments]
+    with pytest.raises(ValueError, match="Invalid gather_dim"):
         op(*behind)
-    with pytest.raises(RuntimeError), torch_symm._test_mode():  # whose collectives know no such group
+    with torch_symm._test_mode():
         op(*arguments)
-    assert not stage.launcher.launched
+    assert not stage.launched
     assert {taken.by for taken in weft.installed_calls()} == {"torch"}

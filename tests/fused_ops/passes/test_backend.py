@@ -21,7 +21,7 @@ from ranks import run_ranks
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from weft.fused_ops.passes import FusionPass, backend, report_file
+from weft.fused_ops.passes import FusionPass, backend
 from weft.fused_ops.passes.report_file import VARIABLE
 
 SLOT = "post_grad_custom_post_pass"
@@ -52,7 +52,6 @@ def model(x: Tensor, w: Tensor) -> Tensor:
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No pass of another test, nothing from the environment or a cache, and two ranks that do not communicate."""
     monkeypatch.setattr(backend, "_made", {})
-    monkeypatch.setattr(report_file, "_reports", [])
     for name in ("WEFT_FUSE", "WEFT_AGREE", "WEFT_STRICT", VARIABLE):
         monkeypatch.delenv(name, raising=False)
     torch._dynamo.reset()
