@@ -29,6 +29,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from torch.distributed import ProcessGroup
 
@@ -223,6 +224,8 @@ class VoteBoard(BoardStore, VoteRows):
             with self._lock(timeout) as words:
                 if words[_LEAVES] != self._leaves:
                     return Answer(False, LEFT, words[_LEAVER])
+                if post.turns < self.turns:  # another thread has run a graph meanwhile
+                    post = replace(post, turns=self.turns)
                 self._post(words, self.rank, post, foreseen)
         except WeftError:
             if self._words is not None and self._words[_MOST] > post.turns:

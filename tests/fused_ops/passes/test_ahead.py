@@ -218,6 +218,14 @@ def test_what_goes_over_the_backend_does_not_run_ahead(monkeypatch: pytest.Monke
     assert ask(where[0], timeout=0.05).why == LATE
 
 
+def test_a_thread_that_was_overtaken_has_not_left() -> None:
+    where = met(2)
+    stale = post(where[1], 8)
+    for rank in (0, 1):
+        assert ask(where[rank]).fused
+    assert where[1].ask(stale, lambda: 0.05) == Answer(False, LATE, 0)
+
+
 def sequence(seen: Foresight, steps: str, times: int, pauses: dict[str, float]) -> list[bool]:
     """Whether each of them was foreseen."""
     foreseen = []
