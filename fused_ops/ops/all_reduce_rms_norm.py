@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...kernels.all_reduce_rms_norm import host
-from ...kernels.all_reduce_rms_norm.reference import NormKind, add_and_norm
+from ...kernels.all_reduce_rms_norm.reference import NormKind, add_residual_and_norm
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
@@ -82,7 +82,7 @@ def _unfused(
     """The all-reduce by itself, which may well be fused with nothing and still be ours."""
     total = all_reduce.run_all_reduce(x, "sum", group, op=host.OP)
     ran(Plan("unfused", reason))
-    normed, sums = add_and_norm(total, residual, weight, kind)
+    normed, sums = add_residual_and_norm(total, residual, weight, kind)
     return normed.contiguous(), sums.contiguous()
 
 

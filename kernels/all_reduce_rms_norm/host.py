@@ -11,7 +11,7 @@ import torch
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import HostEpoch, Workspace
-from .reference import NormKind, add_and_norm
+from .reference import NormKind, add_residual_and_norm
 
 OP = "fused_all_reduce_rms_norm"
 CHUNK_BYTES = 4 << 20  #: bytes of x that are sent in one epoch of a buffer
@@ -43,7 +43,7 @@ def host_all_reduce_rms_norm(
         for start in range(0, rows, step):
             chunk = slice(start, start + step)
             _chunk(workspace, x[chunk], total[chunk])
-    return add_and_norm(total, residual, weight, kind)
+    return add_residual_and_norm(total, residual, weight, kind)
 
 
 def _chunk(workspace: Workspace, x: torch.Tensor, total: torch.Tensor) -> None:

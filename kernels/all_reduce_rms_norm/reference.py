@@ -31,7 +31,7 @@ def rms_norm(
     return (wide * scale * factor).to(sums.dtype)
 
 
-def add_and_norm(
+def add_residual_and_norm(
     total: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, kind: NormKind
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(normed, sums), of the dtype of ``total``, which is what all ranks' x add up to."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...dispatch.profitability import FusionCandidate, why_not_profitable
+from ...dispatch.profitability import FusionCandidate, expected_gain, why_not_profitable
 from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import (
@@ -43,6 +43,7 @@ from .peak_memory import why_apart
 from .rms_norm import RmsNorm
 from .sum_of_matmuls import SumOfMatmuls, has_product, sum_of, why_no_product
 
+_MEMORY = 3e6  #: bytes that a GPU reads or writes in a microsecond
 _MATMUL_FROM = 1 << 20  #: bytes: what takes longer to send than to start is worth hiding behind the product
 
 
@@ -189,7 +190,10 @@ class AllReducePattern:
         m, n, k = (hint(size) for size in (self.m, self.n, self.k))
         world = self.collective.world
         candidate = FusionCandidate(op, m, n, k, world, x.dtype, x.device.type)
-        if (reason := why_not_profitable(candidate)) is not None:
+        reason = why_not_profitable(candidate)
+        if reason is None and self.sum is not None:
+            reason = why_not_joined(self.sum, candidate)
+        if reason is not None:
             raise LeftAlone(reason)
 
     def _products(self) -> SumOfMatmuls:
@@ -246,6 +250,21 @@ class AllReducePattern:
         else:
             out = rewrite.fused(at, self.op, last, x, last.reduce_op)
         return rewrite.make_contiguous(out, at)
+
+
+def why_not_joined(total: SumOfMatmuls, candidate: FusionCandidate) -> str | None:
+    """Why the weights of several products should not be copied to stand side by side; None if they should.
+
+    Few rows are reduced in less time than that takes: of LoRA's two products, say.
+    """
+    if candidate.device_type != "cuda" or len(total.products) == 1:
+        return None
+    weights = [val(p.right) for p in total.products]
+    copied = sum(2 * hint(w.numel()) * w.dtype.itemsize for w in weights) / _MEMORY
+    gain = expected_gain(candidate)
+    if copied <= gain:
+        return None
+    return f"to copy its {len(weights)} weights side by side takes {copied:.3g} us, and fusing saves {gain:.3g} us"
 
 
 def _between(c: Collective) -> fx.Node | None:

@@ -204,54 +204,6 @@ def test_other_reductions(op: str) -> None:
     assert str(seen.after) == str(seen.before)
 
 
-OTHERS: dict[str, Callable[..., Tensor]] = {
-    "an amax": lambda x, w: ar((x @ w).amax(-1)),
-    "an embedding": lambda x, w: ar(torch.where(x > 0, x, torch.zeros_like(x))),
-    "an expert's tokens": lambda x, w: ar((0 * x[:, :5]).index_add(0, torch.arange(6), x @ w)),
-    "what was put at an index": lambda x, w: ar(
-        torch.ops.aten.index_put.default(x, [torch.arange(3)], x[:3] @ w @ w.t())
-    ),
-    "rows of a product": lambda x, w: ar((x @ w)[:3]),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_is_no_product_is_reduced_in_one_shot(name: str) -> None:
-    seen = only(OTHERS[name], X, W)
-    assert seen.fused == [AR], seen.reasons
-    assert seen.entries[0].form == "all_reduce"
-    check_same(seen, 2)
-
-
-def a_loss(x: Tensor, w: Tensor) -> Tensor:
-    return ar((x @ w).sum())
-
-
-def waited_for_later(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """The backend reduces beside the sine."""
-    pending = c10d.all_reduce(x.abs(), "sum", "0")
-    y = x.sin()
-    return y, c10d.wait_tensor(pending)
-
-
-@pytest.mark.parametrize(
-    ("fn", "reason"),
-    [(a_loss, "its input is a number"), (waited_for_later, "waited for behind sin (sin.default)")],
-    ids=["a loss", "waited for later"],
-)
-def test_what_is_no_product_and_is_left_alone(fn: Callable[..., Any], reason: str) -> None:
-    seen = only(fn, X, W)
-    assert seen.fused == [None]
-    assert reason in seen.reasons
-    assert str(seen.after) == str(seen.before)
-
-
-def test_too_many_bytes_that_are_no_product_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(form, "why_not_profitable", lambda *args, **kwargs: "too large")
-    seen = only(lambda x, w: ar(x.sin()), X, W)
-    assert (seen.fused, seen.reasons) == ([None], "too large")
-
-
 def twice(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
     return ar(x @ w) + ar(x @ u)
 
@@ -326,34 +278,6 @@ def test_a_product_that_is_used_elsewhere_is_only_reduced() -> None:
     seen = only(fn, X, W)
     assert seen.fused == [AR]
     check_same(seen, 2)
-
-
-@pytest.mark.usefixtures("of_any_size")
-@pytest.mark.parametrize("op", ["sum", "avg"])
-@pytest.mark.parametrize("scale", [1, 2])
-def test_a_vector_that_each_rank_adds_is_reduced_by_itself(op: str, scale: int) -> None:
-    seen = only(lambda x, w, b: ar(scale * torch.addmm(b, x, w), op), X, W, torch.randn(5))
-    assert seen.fused == ["weft::" + MM_AR]
-    assert "1 added vector" in seen.entries[0].detail
-    assert seen.count(AR) == 1
-    check_same(seen, 2)
-
-
-@pytest.mark.usefixtures("of_any_size")
-def test_a_matrix_that_is_added_is_only_reduced() -> None:
-    seen = only(lambda x, w, b: ar(torch.addmm(b, x, w)), X, W, torch.randn(6, 5))
-    assert seen.fused == [AR]
-    check_same(seen, 2)
-
-
-def test_the_report_tells_what_stays_behind() -> None:
-    bias = torch.randn(5)
-    for fn, what in (
-        (lambda x, w, b: ar(x @ w) + b, "add (add.Tensor) stays behind it"),
-        (lambda x, w, b: 0.5 * ar(x @ w)[None], "mul (mul.Tensor) stays behind it"),
-        (lambda x, w, b: ar(x @ w).sin(), ""),
-    ):
-        assert only(fn, X, W, bias).entries[0].detail == what
 
 
 def hf_norm(x: Tensor, weight: Tensor) -> Tensor:
