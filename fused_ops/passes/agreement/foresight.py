@@ -7,16 +7,33 @@ board, and the others compare it with theirs.
 from __future__ import annotations
 
 import time
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 # Signature, collectives in the graph, and those that the backend has begun since the fused run before.
 Step: TypeAlias = tuple[int, int, int]
 
 _KEPT = 2048
-_LIKELY = 8  # runs that must have been foreseen, or would have been
 _COMPARED = 64
 _TRIED = 64  # earlier places that are compared
-MEETING = 16  # runs from one meeting to the next, at least
+
+
+class AheadLimits(NamedTuple):
+    """When ranks run ahead of each other, and how far.
+
+    Attributes:
+        trusted: turns in which they must have met and agreed. Each time that they differ it takes twice as many.
+        farthest: turns that a rank may be ahead of another one.
+        likely: runs that must have been foreseen, or would have been.
+        meeting: runs from one meeting to the next, at least.
+    """
+
+    trusted: int = 32
+    farthest: int = 64
+    likely: int = 8
+    meeting: int = 16
+
+
+LIMITS = AheadLimits()
 
 
 class Foresight:
@@ -41,13 +58,13 @@ class Foresight:
                 another rank has there.
         """
         at = len(self._steps) - self._period
-        if self._held < _LIKELY or self._steps[at] != step:
+        if self._held < LIMITS.likely or self._steps[at] != step:
             return False
         behind = self._unfused[at + 1] if self._period > 1 else unfused
         return behind == self._unfused[at] and not self._meets(at)
 
     def _meets(self, at: int) -> bool:
-        return self._met + 1 >= MEETING and self._pauses[at] >= max(self._pauses[-self._period :])
+        return self._met + 1 >= LIMITS.meeting and self._pauses[at] >= max(self._pauses[-self._period :])
 
     def came(self) -> float:
         """Seconds since the last run; to be asked before this rank waits for others."""

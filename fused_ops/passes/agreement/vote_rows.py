@@ -7,6 +7,7 @@ when they come there. Whoever comes with another one has left: nobody can take b
 
 from __future__ import annotations
 
+from . import foresight
 from .vote import AHEAD, ANOTHER_GRAPH, CANNOT_FUSE, FUSED, LEFT, NOTHING, PASSED_BY, PLAIN, UNDECIDED, Vote
 
 # A rank's words: its post (from which a count of 1 on there is one), the answer, and digests of its last posts.
@@ -26,10 +27,6 @@ _LEAVES, _LEAVER, _CAME, _EXPECTED, _SESSION = range(_DIFFERED + 1, _DIFFERED + 
 _RING, _TURNS_KEPT = 16, 128  # the graphs of the last turns
 _HEADER = _RING + 3 * _TURNS_KEPT
 
-#: Turns that a rank may be ahead of another one.
-FARTHEST = 64
-#: Turns in which the ranks must have met and agreed. Each time that they differ it takes twice as many.
-TRUSTED = 32
 _NEVER = 1 << 40
 
 
@@ -48,7 +45,7 @@ class VoteRows:
         words[row + _ANSWER] = answer
         if answer == PLAIN and words[row + _CAN_FUSE] and words[_DIFFERED] != words[row + _TURNS] + 1:
             words[_DIFFERED] = words[row + _TURNS] + 1
-            words[_AGREED], words[_NEEDED] = 0, min(2 * (words[_NEEDED] or TRUSTED), _NEVER)
+            words[_AGREED], words[_NEEDED] = 0, min(2 * (words[_NEEDED] or foresight.LIMITS.trusted), _NEVER)
 
     def _post(self, words: memoryview, rank: int, post: Vote, foreseen: bool = False) -> None:
         """``foreseen``: this rank need not wait for the others if they all allow that."""
@@ -88,12 +85,13 @@ class VoteRows:
         self._decide(words, rank, FUSED, why, rank)
 
     def _may_go_ahead(self, words: memoryview, rank: int, post: Vote) -> bool:
-        if words[_AGREED] < (words[_NEEDED] or TRUSTED):
+        if words[_AGREED] < (words[_NEEDED] or foresight.LIMITS.trusted):
             return False
         rows = [self._row(r) for r in range(self.size) if r != rank]
         # One that waits has not foreseen what this rank has: let them meet.
+        farthest = foresight.LIMITS.farthest
         return all(
-            words[r + _AHEAD] and words[r + _ANSWER] != UNDECIDED and post.turns - words[r + _RUN] < FARTHEST
+            words[r + _AHEAD] and words[r + _ANSWER] != UNDECIDED and post.turns - words[r + _RUN] < farthest
             for r in rows
         )
 

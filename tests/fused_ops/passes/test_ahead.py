@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from test_board import at_once, make, stores
 from weft.fused_ops.passes.agreement import board as boards
-from weft.fused_ops.passes.agreement import foresight, vote_rows
+from weft.fused_ops.passes.agreement import foresight
 from weft.fused_ops.passes.agreement.board import VoteBoard
 from weft.fused_ops.passes.agreement.foresight import Foresight
 from weft.fused_ops.passes.agreement.vote import (
@@ -29,9 +29,7 @@ __all__ = ["stores"]  # the fixture
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks trust each other after a few graphs, and need not meet."""
-    monkeypatch.setattr(vote_rows, "TRUSTED", 6)
-    monkeypatch.setattr(foresight, "MEETING", 1000)
-    monkeypatch.setattr(foresight, "_LIKELY", 2)
+    monkeypatch.setattr(foresight, "LIMITS", foresight.AheadLimits(trusted=6, likely=2, meeting=1000))
 
 
 def post(
@@ -77,7 +75,7 @@ def test_nobody_runs_ahead_before_the_ranks_have_agreed_often_enough() -> None:
     assert ask(where[0], timeout=0.05) == Answer(False, LATE, 1)
     # It takes twice as many once they have differed.
     at_once(*(lambda b=b: ask(b, 8) for b in where))  # type: ignore[misc]
-    for _ in range(2 * vote_rows.TRUSTED - 1):
+    for _ in range(2 * foresight.LIMITS.trusted - 1):
         assert all(a == Answer(True, NOTHING, a.peer) for a in at_once(*(lambda b=b: ask(b) for b in where)))  # type: ignore[misc]
 
 
@@ -133,7 +131,7 @@ def test_who_comes_with_something_else_where_others_run_already_is_named_on_all(
     # The others hear of it, whether they have been there or not. Then all of them vote, and none runs ahead any more.
     assert ask(where[0]) == ask(where[1]) == Answer(False, LEFT, 2)
     assert len({b.turns for b in where}) == 1
-    for _ in range(3 * vote_rows.TRUSTED):
+    for _ in range(3 * foresight.LIMITS.trusted):
         answers = at_once(*(lambda b=b: ask(b) for b in where))  # type: ignore[misc]
         assert [a.why for a in answers] == [NOTHING] * 3
 
@@ -198,7 +196,7 @@ def test_who_waits_is_waited_with() -> None:
 
 
 def test_nobody_runs_too_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vote_rows, "FARTHEST", 5)
+    monkeypatch.setattr(foresight, "LIMITS", foresight.LIMITS._replace(farthest=5))
     where = met(2)
     for _ in range(5):
         assert ask(where[0]).why == AHEAD
@@ -238,8 +236,7 @@ def sequence(seen: Foresight, steps: str, times: int, pauses: dict[str, float]) 
 
 
 def test_sequences_are_foreseen_and_ranks_meet_at_the_longest_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foresight, "_LIKELY", 8)
-    monkeypatch.setattr(foresight, "MEETING", 16)
+    monkeypatch.setattr(foresight, "LIMITS", foresight.AheadLimits())
     for steps in ("F" * 8 + "B" * 8, "F" * 40 + "B" * 40, "abcabcd" * 3 + "x"):
         seen = Foresight()
         sequence(seen, steps, 4, {"3": 0.1})
@@ -252,7 +249,7 @@ def test_sequences_are_foreseen_and_ranks_meet_at_the_longest_pause(monkeypatch:
 
 
 def test_one_graph_again_and_again_meets_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foresight, "MEETING", 16)
+    monkeypatch.setattr(foresight, "LIMITS", foresight.LIMITS._replace(meeting=16))
     seen = Foresight()
     foreseen = sequence(seen, "d", 200, {})[10:]
     assert 15 <= len(foreseen) / foreseen.count(False) <= 19

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from test_ranks_that_differ import compiler, gather, results, scatter, world
 from torch import Tensor
 from weft import symm_mem
-from weft.fused_ops.passes.agreement import foresight, vote_rows
+from weft.fused_ops.passes.agreement import foresight
 from weft.fused_ops.passes.report import Report
 
 BLOCKS, STEPS = 4, 16
@@ -43,8 +43,8 @@ def tensors() -> tuple[list[Tensor], Tensor]:
 def trust() -> ExitStack:
     """Inside, ranks trust each other soon, and need not meet once they do."""
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(vote_rows, "TRUSTED", SOON))
-    stack.enter_context(mock.patch.object(foresight, "MEETING", 1 << 20))
+    limits = foresight.AheadLimits(trusted=SOON, meeting=1 << 20)
+    stack.enter_context(mock.patch.object(foresight, "LIMITS", limits))
     return stack
 
 

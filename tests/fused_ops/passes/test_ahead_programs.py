@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_board import Group, at_once, stores
-from weft.fused_ops.passes.agreement import foresight, vote_rows
+from weft.fused_ops.passes.agreement import foresight
 from weft.fused_ops.passes.agreement.board import VoteBoard
 from weft.fused_ops.passes.agreement.vote import AHEAD, LEFT, Vote
 
@@ -23,10 +23,9 @@ Part = tuple[int, str]  # as in test_board_programs.py
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vote_rows, "TRUSTED", 3)
-    monkeypatch.setattr(vote_rows, "FARTHEST", 6)
-    monkeypatch.setattr(foresight, "_LIKELY", 1)
-    monkeypatch.setattr(foresight, "MEETING", 7)
+    monkeypatch.setattr(
+        foresight, "LIMITS", foresight.AheadLimits(trusted=3, farthest=6, likely=1, meeting=7)
+    )
 
 
 class Named(Exception):
