@@ -29,9 +29,12 @@ from ..graph.collectives import (
     c10d,
     calls,
     check_no_write,
+    communicates,
     first_write,
     hint,
     is_val,
+    known,
+    memory,
     val,
     what,
 )
@@ -268,11 +271,16 @@ def why_not_joined(total: SumOfMatmuls, candidate: FusionCandidate) -> str | Non
 
 
 def _between(c: Collective) -> fx.Node | None:
-    """What is computed after the collective and before somebody waits for it."""
+    """What takes its time behind the collective before somebody waits for it: it makes as many elements, or sends."""
     node = c.node.next
-    while node is not c.wait and (node.op != "call_function" or calls(node, aten.sym_size.int)):
+    while node is not c.wait:
+        if communicates(node):
+            return node
+        made = is_val(node) and not any(is_val(a) and memory(a) == memory(node) for a in node.all_input_nodes)
+        if made and not known(val(node).numel() < val(c.x).numel()):
+            return node
         node = node.next
-    return None if node is c.wait else node
+    return None
 
 
 def _feeding_one_sum(

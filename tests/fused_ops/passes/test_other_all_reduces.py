@@ -47,6 +47,18 @@ def waited_for_later(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return y, c10d.wait_tensor(pending)
 
 
+def less_before_it_is_waited_for(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    pending = c10d.all_reduce(x.abs(), "sum", "0")
+    y = w[0].sin()
+    return y, c10d.wait_tensor(pending).view(-1)
+
+
+def test_what_runs_beside_it_may_be_too_little() -> None:
+    seen = only(less_before_it_is_waited_for, X, W)
+    assert seen.fused == [AR], seen.reasons
+    check_same(seen, 2)
+
+
 @pytest.mark.parametrize(
     ("fn", "reason"),
     [(a_loss, "its input is a number"), (waited_for_later, "waited for behind sin (sin.default)")],
