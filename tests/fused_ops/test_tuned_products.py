@@ -42,7 +42,7 @@ class Kernel:
     launched: ClassVar[list[Any]] = []
 
     def __init__(
-        self, workspace: Workspace[Layout], a: torch.Tensor, b: Any, config: Any, *given: Any, num_sms: int
+        self, workspace: Workspace[Layout], a: torch.Tensor, b: Any, config: Any, *given: Any, **named: Any
     ) -> None:
         self.workspace, self.config = workspace, config
 

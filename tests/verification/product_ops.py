@@ -50,6 +50,7 @@ class Gather:
     blocks: int = 4
     rows: bool = False  # N is contiguous in B, not K
     apart: int = 0  # what lies between two rows of a shard, in elements
+    return_A: bool = False
 
     def shard(self) -> torch.Tensor:
         return numbers(self.m, self.k + self.apart)[:, self.apart :]
@@ -59,14 +60,17 @@ class Gather:
         return [numbers(k, n) if self.rows else numbers(n, k).t() for n in self.ns]
 
     def compiled(self, instead: tuple[str, str] | None = None) -> Future[Library]:
-        return build(gather.SOURCE, gather._Params, gather.gather_defines(self.bs(), self.config), instead)
+        defines = gather.gather_defines(self.bs(), self.config, return_A=self.return_A)
+        return build(gather.SOURCE, gather._Params, defines, instead)
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
         layout = gather_configs.gather_push_layout(self.m, self.k, self.size, self.config)
         self.ranks = Products(monkeypatch, library, layout, pace)
         a, bs = self.shard(), self.bs()
         self.kernels = [
-            gather.AllGatherMatmulPush(place, a, bs, self.config, num_sms=self.blocks)
+            gather.AllGatherMatmulPush(
+                *(place, a, bs, self.config), num_sms=self.blocks, return_A=self.return_A
+            )
             for place in self.ranks.places
         ]
         self.kept: list[object] = []
@@ -82,7 +86,9 @@ class Gather:
             for piece in range(pieces):
                 bs = self.bs()
                 pairs = [result((whole @ b.double()).bfloat16()) for b in bs]
-                step = gather.EpochStep(piece == 0, piece == pieces - 1, slice(1, None), slice(None))
+                step = gather.EpochStep(piece == 0, piece == pieces - 1, slice(1, None), slice(len(bs)))
+                if self.return_A:
+                    pairs.append(result(whole.bfloat16()))
                 given, to = [x.data_ptr() for x in (shards[rank], *bs)], [c.data_ptr() for c, _ in pairs]
                 kernel.launch(buffer, given, to, step, polls, rank)
                 self.kept += [bs, shards]
@@ -203,6 +209,13 @@ GATHERS = {
     "half-a-group": Gather(2, 130, (200,), 72, push(TWO_AND_A_HALF, 0, 1), rows=True),
     "two-instructions": Gather(2, 130, (328, 72), 72, push(WIDEST, 0, 1), blocks=2),
     "two-instructions-rows": Gather(2, 130, (320,), 72, push(WIDEST, 0, 1), blocks=2, rows=True),
+    "returned": Gather(3, 147, (72, 40), 200, push(SMALL, 2, 1, missed=1), apart=8, return_A=True),
+    "returned-odd-rows": Gather(2, 205, (64,), 136, push(BROAD, 0, 1), rows=True, return_A=True),
+    "returned-wide": Gather(4, 130, (40, 8), 72, push(WIDE, 0, 1, lead=1), blocks=2, return_A=True),
+    "returned-split": Gather(3, 147, (72, 40), 200, push(SMALL, 0, 1, split_k=True), return_A=True),
+    "returned-split-odd-rows": Gather(
+        2, 205, (64,), 72, push(BROAD, 2, 1, 64, split_k=True), rows=True, return_A=True
+    ),
     "split": Gather(2, 147, (72, 40), 200, push(SMALL, 0, 1, split_k=True)),
     "split-comm_sms": Gather(3, 200, (40,), 72, push(WIDE, 2, 1, 64, split_k=True, missed=1), apart=8),
     "split-rows": Gather(4, 65, (64, 128), 72, push(BROAD, 0, 1, split_k=True), rows=True),

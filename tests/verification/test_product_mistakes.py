@@ -32,6 +32,9 @@ MISTAKES = {
         "if (p.final && threadIdx.x % 32 == 0) weft::leave(p.watch, p.buffer, use);\n            load(p, s, order);",
     ),
     "gather-split-other-part": ("i * weft::BK, src);", "i * weft::BK, src % 1);"),
+    "returned-not-read": ("if (weft::elected()) weft::tma_stores_have_read();\n        __syncwarp();", ""),
+    "returned-by-one-warpgroup": ("warp % 4 == 0 && warpgroup <", "warp == 0 && warpgroup <"),
+    "returned-other-column": ("mine(t.b == 0 && t.column == 0", "mine(t.b == 0 && t.column == 1"),
     "two-instructions-same-columns": ("b + (B_BYTES_OF_FIRST >> 4)", "b"),
     "two-instructions-rows-as-columns": ("FIRST / 64 * 4096", "FIRST * 128"),
     "half-a-group-one-box": ("column + 64 * i,", "column,"),
@@ -72,6 +75,8 @@ def may_show(mistake: str) -> Op:
         return GATHERS["two-instructions-rows" if "rows" in mistake else "two-instructions"]
     if mistake.startswith("half-a-group"):
         return GATHERS["half-a-group"]
+    if mistake.startswith("returned"):
+        return GATHERS["returned-odd-rows"]
     if mistake.startswith("to-all"):
         return SCATTERS["to-all-3"]
     if mistake.startswith("nans"):
