@@ -91,20 +91,27 @@ def test_all_gather_matmul(done: list[tuple[Any, ...]], count: int, return_A: bo
         assert [p.returned[0] for p in launched] == [OUT if return_A else 0] + [0] * (len(launched) - 1)
 
 
-def test_matmul_reduce_scatter(done: list[tuple[Any, ...]]) -> None:
-    problem = scatter_configs.MatmulReduceScatterProblem(M, N, K, WORLD_SIZE, 132)
+@pytest.mark.parametrize("more", [(), (8, 200)], ids=["one product", "three"])
+def test_matmul_reduce_scatter(done: list[tuple[Any, ...]], more: tuple[int, ...]) -> None:
+    ks = (K, *more)
+    problem = scatter_configs.MatmulReduceScatterProblem(M, N, sum(ks), WORLD_SIZE, 132)
     config = scatter_configs.choose_scatter_push(problem)
-    a, b = bfloat16(1, WORLD_SIZE, M, K), bfloat16(K, N)
+    factors = [x for k in ks for x in (bfloat16(1, WORLD_SIZE, M, k), bfloat16(k, N))]
     for bias, residual in product((False, True), repeat=2):
-        epilogue = scatter_configs.Epilogue(a.dtype, bias=bias, residual=residual)
+        epilogue = scatter_configs.Epilogue(torch.bfloat16, bias=bias, residual=residual)
         layout = scatter_configs.scatter_push_layout(config, replace(problem, num_sms=8))
-        kernel = scatter.MatmulReduceScatterPush(workspace(0, layout), a, b, config, epilogue, num_sms=8)
+        kernel = scatter.MatmulReduceScatterPush(workspace(0, layout), factors, config, epilogue, num_sms=8)
         for turn in (1, 2):
-            terms = [A * turn + 128] * bias + [A * turn + 256] * residual
-            kernel.launch(1, [A * turn, A * turn + 64, *terms], [OUT * turn], turn, STREAM)
+            at = [A * turn + 64 * i for i in range(len(factors))]
+            terms = [A * turn + 1024] * bias + [A * turn + 2048] * residual
+            kernel.launch(1, [*at, *terms], [OUT * turn], turn, STREAM)
             name, params, stream = done.pop()
             assert (name, stream) == ("matmul_reduce_scatter", STREAM)
-            assert (params.a[0], params.b[0], params.out) == (A * turn, A * turn + 64, OUT * turn)
-            assert params.bias == (A * turn + 128 if bias else 0)
-            assert params.residual == (A * turn + 256 if residual else 0)
+            assert (params.products, params.depth) == (len(ks), sum(-(-k // 64) for k in ks))
+            assert list(params.depths)[: len(ks)] == [-(-k // 64) for k in ks]
+            assert [params.a[i][0] for i in range(len(ks))] == at[::2]
+            assert [params.b[i][0] for i in range(len(ks))] == at[1::2]
+            assert params.out == OUT * turn
+            assert params.bias == (A * turn + 1024 if bias else 0)
+            assert params.residual == (A * turn + 2048 if residual else 0)
             assert params.watch.timeout_ns == turn

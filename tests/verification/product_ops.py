@@ -113,22 +113,26 @@ class Scatter:
     rows: bool = False  # N is contiguous in B, not K
     nans: bool = False  # in the first row of each part of A
     scales: tuple[float, ...] = ()  # of the ranks' A
+    more: tuple[int, ...] = ()  # K of further products that are added
 
     def __post_init__(self) -> None:
         self.config = scatter_configs.ScatterPushConfig(
             self.tile, self.raster_group, self.staged, self.split_n
         )
 
-    def operand(self) -> torch.Tensor:
+    def operand(self, k: int = 0) -> torch.Tensor:
         parts = 1 if self.epilogue.to_all or self.split_n else self.size
-        a = numbers(self.batches, parts, self.m, self.k)
+        a = numbers(self.batches, parts, self.m, k or self.k)
         if self.nans:
             a.view(torch.int16)[:, :, 0] = -1  # all bits set
         return a
 
-    def columns(self, of_all: bool = True) -> torch.Tensor:
-        n = self.size * self.n if of_all and self.split_n else self.n
-        return numbers(self.k, n) if self.rows else numbers(n, self.k).t()
+    def columns(self, of_all: bool = True, k: int = 0) -> torch.Tensor:
+        n, k = self.size * self.n if of_all and self.split_n else self.n, k or self.k
+        return numbers(k, n) if self.rows else numbers(n, k).t()
+
+    def factors(self) -> list[torch.Tensor]:
+        return [x for k in (self.k, *self.more) for x in (self.operand(k), self.columns(k=k))]
 
     def compiled(self, instead: tuple[str, str] | None = None) -> Future[Library]:
         b = self.columns(of_all=False)
@@ -137,14 +141,14 @@ class Scatter:
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
         problem = scatter_configs.MatmulReduceScatterProblem(
-            *(self.m, self.n, self.k, self.size, self.blocks, self.batches, self.split_n),
+            *(self.m, self.n, self.k + sum(self.more), self.size, self.blocks, self.batches, self.split_n),
             to_all=self.epilogue.to_all,
         )
         layout = scatter_configs.scatter_push_layout(self.config, problem)
         self.ranks = Products(monkeypatch, library, layout, pace)
-        a, b = self.operand(), self.columns()
+        factors = self.factors()
         self.kernels = [
-            scatter.MatmulReduceScatterPush(place, a, b, self.config, self.epilogue, num_sms=self.blocks)
+            scatter.MatmulReduceScatterPush(place, factors, self.config, self.epilogue, num_sms=self.blocks)
             for place in self.ranks.places
         ]
         self.kept: list[object] = []
@@ -152,24 +156,25 @@ class Scatter:
         return self.ranks
 
     def launch(self, buffer: int, polls: int) -> None:
-        a = [self.operand() for _ in self.kernels]
+        factors = [self.factors() for _ in self.kernels]
         if self.scales:  # else NaNs keep their bits
-            a = [x * scale for x, scale in zip(a, self.scales, strict=True)]
-        b = [self.columns() for _ in self.kernels]
-        total = sum(x.float() @ y.float() for x, y in zip(a, b, strict=True))
+            for scale, each in zip(self.scales, factors, strict=True):
+                each[0] = each[0] * scale
+        pairs = [pair for each in factors for pair in zip(each[::2], each[1::2], strict=True)]
+        total = sum(x.float() @ y.float() for x, y in pairs)
         if self.split_n:
             total = torch.cat(total.chunk(self.size, -1), 1)
         epilogue, shape = self.epilogue, (self.batches, self.m, self.n)
         scale = torch.tensor(1.0) / self.size if epilogue.average else torch.tensor(1.0)
         for rank, kernel in enumerate(self.kernels):
             terms = [numbers(self.n)] * epilogue.bias + [numbers(*shape)] * epilogue.residual
-            operands = [x.data_ptr() for x in (a[rank], b[rank], *terms)]
+            operands = [x.data_ptr() for x in (*factors[rank], *terms)]
             want = sum(terms, start=total[:, 0 if epilogue.to_all else rank] * scale)
             out, want = result(want.to(epilogue.out_dtype))
             kernel.launch(buffer, operands, [out.data_ptr()], polls, rank)
             self.wanted.append((out, want))
             self.kept += terms
-        self.kept += [a, b]
+        self.kept += factors
 
 
 def push(
@@ -238,6 +243,15 @@ SCATTERS = {
         epilogue=Epilogue(torch.bfloat16, average=True, to_all=True),
     ),
     "to-all-few-rows": Scatter(4, 5, 72, 72, staged=True, epilogue=replace(ROUNDED, to_all=True)),
+    "sum": Scatter(2, 147, 72, 200, raster_group=2, more=(8, 72)),
+    "sum-rows": Scatter(
+        *(3, 67, 64, 40, BROAD),
+        staged=True,
+        rows=True,
+        more=(136, 64, 72),
+        epilogue=Epilogue(torch.float32, residual=True),
+    ),
+    "sum-columns": Scatter(3, 65, 72, 136, split_n=True, more=(72,)),
     "columns": Scatter(2, 147, 72, 200, staged=True, raster_group=2, split_n=True),
     "columns-odd-rows": Scatter(
         *(3, 300, 72, 136, BROAD),

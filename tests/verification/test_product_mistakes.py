@@ -48,6 +48,8 @@ MISTAKES = {
     "order-of-sums": ("if (i == RANK) {", "if (i == WORLD_SIZE - 1) {"),
     "scatter-not-drained": ("    weft::drain(s, state);\n", ""),
     "scatter-left-before-taking": ("over = weft::read_count(s.counts + TAKEN) != 0 &&", "over = true ||"),
+    "sum-other-factor": ("p.b[of], column", "p.b[0], column"),
+    "sum-other-rows": ("p.a[of], rows", "p.a[0], rows"),
     "columns-of-another-rank": ("(SPLIT_N ? t.dst * p.n : 0)", "(SPLIT_N ? p.watch.rank * p.n : 0)"),
     "columns-rows-of-another-rank": ("SPLIT_N ? 0 : t.dst", "t.dst"),
     "scatter-half-not-free": ("buffer.done + lane, use - 1", "buffer.done + lane, use - 2"),
@@ -83,6 +85,8 @@ def may_show(mistake: str) -> Op:
         return SCATTERS["nans"]
     if mistake.startswith("order"):
         return SCATTERS["order-of-ranks"]
+    if mistake.startswith("sum"):
+        return SCATTERS["sum"]
     if mistake.startswith("columns"):
         return SCATTERS["columns"]
     if mistake.startswith("staged"):

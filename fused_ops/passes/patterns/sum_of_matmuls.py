@@ -89,10 +89,14 @@ class SumOfMatmuls:
         self.vectors += other.vectors
         self.nodes += other.nodes
 
-    def operands(self, at: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """``A`` [m, k] and ``B`` [k, n], before the given node."""
+    def factors(self, at: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+        """``A`` [m, k] and ``B`` [k, n] of each product, before the given node."""
         As = [rewrite.reshape(p.left, [self.m, val(p.left).shape[-1]], at, [p.left]) for p in self.products]
-        Bs = [matrix(p.right, at) for p in self.products]
+        return list(zip(As, [matrix(p.right, at) for p in self.products], strict=True))
+
+    def operands(self, at: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Those of one product of what stands side by side."""
+        As, Bs = zip(*self.factors(at), strict=True)
         if len(As) == 1:
             return As[0], Bs[0]
         return call(at, aten.cat.default, As, 1), call(at, aten.cat.default, Bs, 0)
