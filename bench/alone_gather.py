@@ -1,7 +1,7 @@
 """All-gather + matmul of one rank alone (alone.py).
 
 The rows of its peers lie in its memory already. What announce.cu plays are their flags: when rank 0 has set a flag at
-one of them, they set theirs for the same piece, as much later as a link is long, and no earlier than links could have
+one of them, they set theirs for the same chunk, as much later as a link is long, and no earlier than links could have
 brought it.
 """
 
@@ -40,7 +40,7 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("flags", ctypes.c_uint64),
         ("told", ctypes.c_uint64),
-        ("pieces", ctypes.c_uint64),
+        ("chunks", ctypes.c_uint64),
         ("due", ctypes.c_uint64),
         ("use", ctypes.c_uint64),
         ("count", ctypes.c_int32),
@@ -56,24 +56,24 @@ def alone_program() -> Program:
 
 
 def announcements(config: GatherPushConfig, m: int, k: int, world_size: int) -> list[tuple[int, int]]:
-    """(flag, nanoseconds that links take up to it) of each piece that one peer sends, in the order of kernel.cu.
+    """(flag, nanoseconds that links take up to it) of each chunk that one peer sends, in the order of kernel.cu.
 
     Args:
         m, k: of a shard.
     """
-    height, width = config.piece_rows, config.piece_columns
-    down, across = config.tile.block_m // height, config.unit_columns // width
-    tile_rows, units = -(-m // config.tile.block_m), -(-k // config.unit_columns)
+    height, width = config.chunk_rows, config.chunk_columns
+    down, across = config.tile.block_m // height, config.k_chunk_columns // width
+    tile_rows, units = -(-m // config.tile.block_m), -(-k // config.k_chunk_columns)
     rate, sent, found = RATE_OF_TWO if world_size == 2 else RATE, 0, []
     for first in range(0, tile_rows, config.group):
         for unit in range(units):
             for tile_row in range(first, min(first + config.group, tile_rows)):
-                for piece in range(down * across):
-                    row = tile_row * config.tile.block_m + piece // across * height
-                    column = unit * config.unit_columns + piece % across * width
+                for chunk in range(down * across):
+                    row = tile_row * config.tile.block_m + chunk // across * height
+                    column = unit * config.k_chunk_columns + chunk % across * width
                     if row < m and column < k:
                         sent += (world_size - 1) * min(height, m - row) * min(width, k - column) * 2
-                        flag = (tile_row * units + unit) * down * across + piece
+                        flag = (tile_row * units + unit) * down * across + chunk
                         found.append((flag, round(sent / rate)))
     return found
 
@@ -109,8 +109,8 @@ class GatherCandidate(Alone):
             workspace.buffer(0, buffer, tuple(peers.shape), peers.dtype).copy_(peers)
         kernel = AllGatherMatmulPush(workspace, shards[0], weights[0], config, num_sms=num_sms)
         self._use = torch.zeros(2, dtype=torch.int32, device=peers.device)
-        pieces = torch.tensor(announcements(config, m, k, workspace.world_size)).int().to(peers.device)
-        self._pieces, self._due = (x.contiguous() for x in pieces.unbind(1))
+        chunks = torch.tensor(announcements(config, m, k, workspace.world_size)).int().to(peers.device)
+        self._chunks, self._due = (x.contiguous() for x in chunks.unbind(1))
         announce = alone_program().function("announce")
 
         def launch(buffer: int, i: int) -> None:
@@ -124,8 +124,8 @@ class GatherCandidate(Alone):
     def _params(self, w: Workspace[Layout], buffer: int) -> _Params:
         flags = w.address + w.layout.flags(buffer) * WORD
         told = flags + w.span  # rank 0's are the first ones of rank 1's
-        given = (x.data_ptr() for x in (self._pieces, self._due, self._use[buffer:]))
-        counts = self._pieces.numel(), w.layout.flags_per_rank, w.world_size
+        given = (x.data_ptr() for x in (self._chunks, self._due, self._use[buffer:]))
+        counts = self._chunks.numel(), w.layout.flags_per_rank, w.world_size
         return _Params(flags, told, *given, *counts, TRIP, TIMEOUT_NS)
 
     def begins(self, buffer: int, use: int) -> None:
@@ -187,5 +187,5 @@ class GatherProblem(RankProblem[GatherPushConfig]):
     def text(self, config: GatherPushConfig) -> str:
         c = config
         lead = f" lead {c.lead}" if c.lead else ""
-        pieces = f"pieces {c.piece_rows} units {c.unit_columns}"
-        return f"{c.tile.block_m}x{c.tile.block_n} comm_sms {c.comm_sms} group {c.group} {pieces}{lead}"
+        chunks = f"chunks {c.chunk_rows} units {c.k_chunk_columns}"
+        return f"{c.tile.block_m}x{c.tile.block_n} comm_sms {c.comm_sms} group {c.group} {chunks}{lead}"

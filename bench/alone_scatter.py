@@ -40,9 +40,9 @@ AT_HOME = """    const int rank = p.watch.rank, like = (2 * rank - dst + WORLD_S
     own.dst = rank;
     return p.receive_buffer + place_of(order, own, part, like, rank);
 """
-PACE = "constexpr u64 RATE = 356;"
+LINK_RATE = "constexpr u64 RATE = 356;"
 # Bytes a nanosecond that several peers take, as between H200s: there comm_sms meet, and kernel.cu offers a little more.
-PACE_OF_SEVERAL = "constexpr u64 RATE = 330;"
+LINK_RATE_OF_SEVERAL = "constexpr u64 RATE = 330;"
 
 _folders: list[tempfile.TemporaryDirectory[str]] = []  # of sources, until this process ends
 
@@ -50,13 +50,13 @@ _folders: list[tempfile.TemporaryDirectory[str]] = []  # of sources, until this 
 @cache
 def source(world_size: int) -> Path:
     """kernel.cu and what lies beside it, for a rank alone."""
-    there, pace = cuda_kernel.SOURCE, PACE_OF_SEVERAL if world_size > 2 else PACE
+    there, rate = cuda_kernel.SOURCE, LINK_RATE_OF_SEVERAL if world_size > 2 else LINK_RATE
     _folders.append(tempfile.TemporaryDirectory(prefix="weft-alone-"))
     folder = Path(_folders[-1].name)
     for file in (there, *there.parent.glob("*.cuh")):
         text = file.read_text()
         if file == there:
-            for old, new in ((AT_PEER, AT_HOME), (PACE, pace)):
+            for old, new in ((AT_PEER, AT_HOME), (LINK_RATE, rate)):
                 if text.count(old) != 1:
                     raise RuntimeError(f"{file}: has not once {old!r}")
                 text = text.replace(old, new)

@@ -31,9 +31,11 @@ class Layout:
 
     # Local words: only this rank reads and writes them.
     EPOCH = 8  #: + buffer: epochs of the buffer that this rank has ended
-    TICKET = 16  #: + buffer: the epoch of the buffer for which this rank's copy engines send
+    EPOCH_TICKET = 16  #: + buffer: the epoch of the buffer for which this rank's copy engines send
     LEFT = 24  #: + buffer: blocks of the running kernel that have left the buffer; the last one sets it back to 0
-    PACE = 32  #: two words: the rate limiter's clock, when all that this rank's kernels have asked to send has left
+    LIMITER_CLOCK = (
+        32  #: two words: the rate limiter's clock, when all that this rank's kernels send has left
+    )
     _DONE = 64
 
     def done(self, buffer: int) -> int:

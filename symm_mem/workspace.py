@@ -181,10 +181,10 @@ class Workspace(Generic[L]):
         return self.heap.tensor(rank, self.block.offset + self.layout.buffer(buffer), shape, dtype, None)
 
 
-class HostUse:
+class HostEpoch:
     """One epoch of a buffer on a CPU rank: the protocol above in plain stores, whose order x86-64 keeps.
 
-        with HostUse(workspace, "an_op") as use:
+        with HostEpoch(workspace, "an_op") as epoch:
             ...
 
     The end of the body ends the epoch. An exception in it breaks the group, and the epoch does not end.
@@ -198,7 +198,7 @@ class HostUse:
         self.epoch = (self.ws.word(workspace.rank, Layout.EPOCH + self.buffer).value + 1) & 0xFFFFFFFF
         self._timeout = get_timeout(workspace.heap.group_name)
 
-    def __enter__(self) -> HostUse:
+    def __enter__(self) -> HostEpoch:
         return self
 
     def __exit__(

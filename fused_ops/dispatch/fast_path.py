@@ -39,6 +39,7 @@ from torch import Tensor
 
 from ...kernels.device.jit.empty import Empty, empty_on
 from ...symm_mem import call_cache, is_checked
+from ...symm_mem.backends import cuda_state
 from ...symm_mem.failure.call_log import Grids
 from ...symm_mem.heap.registry import GroupRef, has_name, known_heap
 from ...symm_mem.timeouts import chosen_timeout, default_timeout
@@ -202,7 +203,7 @@ def run_fast(
         if looked_at is None:
             return None
         alike, operands = looked_at
-        stream = stream_on(tensors[0].get_device())
+        stream = stream_on(cuda_state.state.index_of(tensors[0]))
         if stream is None:
             return None
         found = kept.get((alike, group_name, stream))
@@ -252,7 +253,7 @@ def _find(
     alike: Hashable, group_name: str, tensors: Sequence[Tensor], stream: int, kinds: tuple[str, ...]
 ) -> _Found | None:
     """What is stored for such calls, where they are made now."""
-    device = tensors[0].get_device()
+    device = cuda_state.state.index_of(tensors[0])
     for kind in kinds:
         here = stream_workspace(kind, group_name, device, stream)
         ready = None if here is None else here.workspace.prepared.get(alike)

@@ -13,7 +13,7 @@ from ...kernels.all_gather_matmul import host
 from ...kernels.all_gather_matmul.reference import reference_all_gather_matmul
 from ...symm_mem import get_timeout
 from ...symm_mem.heap.heap import Heap
-from ..dispatch import fast_path as short
+from ..dispatch import fast_path
 from ..dispatch.plan import Plan, heap_or_reason, num_sms, ran, should_fuse, why_tf32
 from ..dispatch.staging import Staging, rows_of
 from ..dispatch.stream_order import in_stream_order
@@ -32,7 +32,7 @@ def fast_all_gather_matmul(
     """
     if dim < 0 and isinstance(A_shard, Tensor):
         dim += A_shard.dim()
-    results = short.run_fast(host.OP, (dim, return_A), (A_shard, *Bs), group_name)
+    results = fast_path.run_fast(host.OP, (dim, return_A), (A_shard, *Bs), group_name)
     if results is None:
         return None
     return (results.pop() if return_A else None), results
@@ -105,8 +105,8 @@ def _on_cuda(where: Heap, call: AllGatherMatmulCall) -> Result | str:
     A, outs = _shaped(gathered, products, front, dim, size)
     if (launcher := on_cuda.gather_launcher(choice, workspace, return_A)) is not None:
         results = outs if A is None else [*outs, A]
-        made = short.LaunchedCall(host.OP, (dim, return_A), call.tensors, used, results)
-        short.remember_call(made, workspace, launcher, plan, profitable=choice.profitable)
+        made = fast_path.LaunchedCall(host.OP, (dim, return_A), call.tensors, used, results)
+        fast_path.remember_call(made, workspace, launcher, plan, profitable=choice.profitable)
     return A, outs
 
 

@@ -11,9 +11,10 @@ from torch.distributed import ProcessGroup
 from ...kernels.all_reduce_rms_norm import host
 from ...kernels.all_reduce_rms_norm.reference import rms_norm
 from ...symm_mem import get_timeout
+from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
-from ..dispatch import fast_path as short
+from ..dispatch import fast_path
 from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import ALL_REDUCE, matmul_workspace, push_workspace
@@ -27,7 +28,7 @@ def fast_all_reduce_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
 ) -> tuple[Tensor, Tensor] | None:
     """As the op, if such a call was made before on CUDA; else None, and nothing happened. Tensors may be anything."""
-    results = short.run_fast(host.OP, eps, (x, residual, weight), group_name, (ALL_REDUCE,))
+    results = fast_path.run_fast(host.OP, eps, (x, residual, weight), group_name, (ALL_REDUCE,))
     return None if results is None else (results[0], results[1])
 
 
@@ -53,8 +54,8 @@ def run_all_reduce_rms_norm(
         used = aligned(x2), aligned(residual2), aligned(contiguous)
         place, kernel, plan, (normed, sums) = _on_cuda(found, *used, eps)
         results = [normed.view(x.shape), sums.view(x.shape)]
-        made = short.LaunchedCall(host.OP, eps, (x, residual, weight), used, results)
-        short.remember_call(made, place, kernel, plan, profitable=True, grids=kernel.grids)
+        made = fast_path.LaunchedCall(host.OP, eps, (x, residual, weight), used, results)
+        fast_path.remember_call(made, place, kernel, plan, profitable=True, grids=kernel.grids)
     return normed.view(x.shape), sums.view(x.shape)
 
 
@@ -106,6 +107,6 @@ def _on_cuda(
         timeout_ns = int(get_timeout(where.group_name) * 1e9)
         place.raise_if_broken(host.OP, grids=kernel.grids)
         operands = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
-        results, stream = (normed.data_ptr(), sums.data_ptr()), torch.cuda.current_stream().cuda_stream
-        kernel.launch(0, operands, results, timeout_ns, stream)
+        results = normed.data_ptr(), sums.data_ptr()
+        kernel.launch(0, operands, results, timeout_ns, current_stream_of(x))
     return place, kernel, plan, (normed, sums)

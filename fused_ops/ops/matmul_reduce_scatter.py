@@ -13,7 +13,7 @@ from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from ...kernels.matmul_reduce_scatter.reference import reference_matmul_reduce_scatter
 from ...symm_mem import get_timeout
 from ...symm_mem.heap.heap import Heap
-from ..dispatch import fast_path as short
+from ..dispatch import fast_path
 from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran, should_fuse, why_tf32
 from ..dispatch.staging import Staging, rows_of
 from ..dispatch.stream_order import in_stream_order
@@ -42,11 +42,11 @@ def fast_matmul_reduce_scatter(
         dim += A.dim()
     bias, residual = terms
     if bias is None and residual is None:
-        results = short.run_fast(host.OP, (dim, reduce_op), (A, B), group_name)
+        results = fast_path.run_fast(host.OP, (dim, reduce_op), (A, B), group_name)
     else:
         arguments = _arguments(dim, reduce_op, bias, residual)
         added = [term for term in terms if term is not None]
-        results = short.run_fast(host.OP, arguments, (A, B, *added), group_name)
+        results = fast_path.run_fast(host.OP, arguments, (A, B, *added), group_name)
     return None if results is None else results[0]
 
 
@@ -54,7 +54,7 @@ def fast_sum_of_matmuls_reduce_scatter(call: MatmulReduceScatterCall) -> Tensor 
     """The same of a call with further factors."""
     dim = call.scatter_dim + call.A.dim() if call.scatter_dim < 0 else call.scatter_dim
     arguments = _arguments(dim, call.reduce_op, call.bias, call.residual, len(call.more or ()))
-    results = short.run_fast(host.OP, arguments, (*call.factors, *call.terms), call.group_name)
+    results = fast_path.run_fast(host.OP, arguments, (*call.factors, *call.terms), call.group_name)
     return None if results is None else results[0]
 
 
@@ -165,6 +165,6 @@ def _on_cuda(where: Heap, call: MatmulReduceScatterCall) -> Tensor | str:
     if launcher is not None and epilogue.out_dtype == A.dtype:
         arguments = _arguments(dim, call.reduce_op, call.bias, call.residual, len(more))
         given, used = (*call.factors, *call.terms), (*kernel_call.factors, *kernel_call.terms)
-        made = short.LaunchedCall(host.OP, arguments, given, used, [out])
-        short.remember_call(made, workspace, launcher, plan, profitable=choice.profitable)
+        made = fast_path.LaunchedCall(host.OP, arguments, given, used, [out])
+        fast_path.remember_call(made, workspace, launcher, plan, profitable=choice.profitable)
     return out

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,9 +33,10 @@ from .graph.collectives import Collective, LeftAlone, collectives, custom_ops, g
 from .graph.subgraphs import WHY, Called
 from .log import log_line
 from .origin import module_of, source_of
-from .pass_sequence import in_sequence
+from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns import registry
 from .report import Entry, PassRuns, Report
+from .report_file import put_into_file, write_reports
 from .settings import CAPTURE, PassSettings
 
 
@@ -124,11 +126,16 @@ class FusionPass(PassSettings, CustomGraphPass):
         self._custom_ops: dict[str, None] = {}
         self._called = Called()
         self._outcomes = RunOutcomes()
+        put_into_file(self.report)
 
     @property
     def options(self) -> dict[str, Any]:
-        """For ``torch.compile(model, options=fusion.options)``."""
-        return {"post_grad_custom_post_pass": self}
+        """For ``torch.compile(model, options=fusion.options)``.
+
+        Warns if torch._inductor.config.post_grad_custom_post_pass is set to other passes, which do not run then.
+        """
+        self._warn_of_dropped(())
+        return {SLOT: self}
 
     def options_with(self, *others: Callable[[fx.Graph], None]) -> dict[str, Any]:
         """``options`` for a model that has graph passes of its own, too: Inductor has one place for all of them.
@@ -148,7 +155,19 @@ class FusionPass(PassSettings, CustomGraphPass):
         Raises:
             TypeError: one of them cannot be called.
         """
-        return {"post_grad_custom_post_pass": in_sequence([*others, self])}
+        self._warn_of_dropped(others)
+        return {SLOT: in_sequence([*others, self])}
+
+    def _warn_of_dropped(self, others: Sequence[Any]) -> None:
+        there = passes_of(getattr(inductor_config, SLOT))
+        dropped = [each for each in there if each is not self and each not in others]
+        if dropped:
+            warnings.warn(
+                f"{names_of(dropped)} will not run in models that are compiled with these options: they replace what "
+                f"torch._inductor.config.{SLOT} is set to. options_with({names_of(dropped)}) runs all of them, as do "
+                'weft.compile and backend="weft"',
+                stacklevel=3,
+            )
 
     def report(self) -> Report:
         """What became of every collective of the graphs seen since the pass was made or cleared.
@@ -160,7 +179,8 @@ class FusionPass(PassSettings, CustomGraphPass):
         Disagreements and questions are those of the process in that time: a graph that comes from a cache belongs to
         no pass.
         """
-        runs = PassRuns(self._graphs, self._keys, tuple(self._custom_ops))
+        others = [each for each in passes_of(getattr(inductor_config, SLOT)) if each is not self]
+        runs = PassRuns(self._graphs, self._keys, tuple(self._custom_ops), names_of(others))
         return Report(self._entries, self._outcomes.disagreements(), self._outcomes.questions(), runs)
 
     def clear(self) -> None:
@@ -217,6 +237,7 @@ class FusionPass(PassSettings, CustomGraphPass):
         graph.lint()
         self._entries += report.entries
         log_line(self._graphs - 1, report)
+        write_reports()
         if self.strict and report.left:
             raise FusionError(report)
 

@@ -58,11 +58,13 @@ class PassRuns:
         graphs: graphs that it ran on.
         keys: how often it was asked for its key, as Inductor does before it looks into its cache.
         custom_ops: operators, neither torch's nor weft's, of the graphs without functional collectives.
+        others: passes that torch._inductor.config has in its place, by name.
     """
 
     graphs: int = 0
     keys: int = 0
     custom_ops: tuple[str, ...] = ()
+    others: str = ""
 
     def why_no_entries(self) -> str:
         if self.graphs:
@@ -75,9 +77,10 @@ class PassRuns:
                 "Inductor asked for the pass's key but did not run it: the graphs came from its cache, as this pass "
                 "makes them; TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 has all graphs made anew"
             )
+        instead = f"; torch._inductor.config has {self.others} in its place" if self.others else ""
         return (
             "the pass has not run: no graph was compiled with its options by Inductor (nothing was called yet, another "
-            "backend or another pass in its place, or inside of another torch.compile, whose options count)"
+            f"backend or another pass in its place, or inside of another torch.compile, whose options count){instead}"
         )
 
 

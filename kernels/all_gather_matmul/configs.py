@@ -33,8 +33,8 @@ MOST_BS = 4  # of one launch
 # Rows of a chunk and columns of a k-chunk (which has at most 32 chunks of a row of tiles): with communication SMs and
 # without, each for one wave of tiles and for more. Measured with one rank of 2 and of 4 alone. Between more than four a
 # chunk goes to more peers and takes longer, so the next smaller ones of _SMALLER: estimated, not measured.
-_PIECES_OF_TWO = {True: ((32, 256), (64, 512)), False: ((32, 512), (64, 1024))}
-_PIECES = {True: ((16, 256), (32, 512)), False: ((32, 512), (64, 1024))}
+_CHUNKS_OF_TWO = {True: ((32, 256), (64, 512)), False: ((32, 512), (64, 1024))}
+_CHUNKS = {True: ((16, 256), (32, 512)), False: ((32, 512), (64, 1024))}
 _SMALLER = {(64, 1024): (32, 512), (32, 512): (16, 256), (16, 256): (16, 256)}
 # Microseconds of a copy kernel, and the share of memory bandwidth that it reaches: unfused, shards of the last
 # dimension are put side by side between the all-gather and the matmul. Not fitted: a launch, a read and a write.
@@ -48,7 +48,7 @@ class GatherKernelCall:
     """What a kernel is called with.
 
     Attributes:
-        a: the own shard, [m, K], contiguous, or as ``shard_rows`` gives it.
+        a: the own shard, [m, K], contiguous, or as ``takes_rows`` allows.
         bs: each [K, N_i]; with ``split_k`` [W * K, N_i]. All tensors begin at multiples of 16 bytes.
         num_sms: SMs that it may use.
         split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.
@@ -99,7 +99,7 @@ def copy_engine_is_profitable(m: int, n: int, k: int, world_size: int, itemsize:
 
 
 def gather_flags_per_rank(m: int, config: AllGatherMatmulConfig) -> int:
-    """Flags that one rank sets in a peer's workspace in one use: one for each chunk."""
+    """Flags that one rank sets in a peer's workspace in one epoch: one for each chunk."""
     return -(-m // config.chunk_rows)
 
 
@@ -171,6 +171,8 @@ def gather_layout(m: int, k: int, world_size: int, config: FusedConfig) -> Layou
 def gather_is_profitable(problem: AllGatherMatmulProblem) -> bool:
     """Whether the better of both kernels is predicted to beat an all-gather in front of the matmuls."""
     m, n, k, size = problem.m, sum(problem.ns), problem.k, problem.world_size
+    if 0 in (m, n, k):
+        return False  # no kernel takes an empty matrix
     fused, _ = rank_gather_kernels(problem)[0]
     if not problem.split_k:
         return fused < gemm_tiles.unfused_us(size * m, n, k, problem.moved, problem.spec)
@@ -205,11 +207,11 @@ def push_candidates(problem: AllGatherMatmulProblem) -> list[GatherPushConfig]:
             fill = (num_sms - comm_sms) // (listed * columns)
             for group in sorted({1, 2, min(fill, rows)} & set(range(1, rows + 1)), reverse=comm_sms > 0):
                 remote_raster_group = max(RASTER_GROUP, -(-group * listed // 2))
-                piece_rows, unit_columns = _pieces(comm_sms, one_wave, world_size, split_k)
+                chunk_rows, k_chunk_columns = _chunks(comm_sms, one_wave, world_size, split_k)
                 config = GatherPushConfig(
                     *(tile, comm_sms, group),
-                    piece_rows=piece_rows,
-                    unit_columns=unit_columns,
+                    chunk_rows=chunk_rows,
+                    k_chunk_columns=k_chunk_columns,
                     remote_raster_group=remote_raster_group,
                     split_k=split_k,
                     missed=missed,
@@ -219,13 +221,13 @@ def push_candidates(problem: AllGatherMatmulProblem) -> list[GatherPushConfig]:
     return configs
 
 
-def _pieces(comm_sms: int, one_wave: bool, world_size: int, split_k: bool) -> tuple[int, int]:
-    """``piece_rows`` and ``unit_columns``. A warp sends a chunk to all peers at its share of the links' rate, and its
-    flags come behind it: 64 rows take 3 us between two ranks, 7 to 13 between four. All tiles of a single wave wait
+def _chunks(comm_sms: int, one_wave: bool, world_size: int, split_k: bool) -> tuple[int, int]:
+    """``chunk_rows`` and ``k_chunk_columns``. A warp sends a chunk to all peers at its share of the links' rate.
+    Its flags come behind it: 64 rows take 3 us between two ranks, 7 to 13 between four. All tiles of a single wave wait
     for the first chunks; behind other tiles more flags may cost more than that."""
     if split_k:
         return FIT_ROWS, 1024
-    found = (_PIECES_OF_TWO if world_size == 2 else _PIECES)[comm_sms > 0][0 if one_wave else 1]
+    found = (_CHUNKS_OF_TWO if world_size == 2 else _CHUNKS)[comm_sms > 0][0 if one_wave else 1]
     return _SMALLER[found] if world_size > 4 else found
 
 
@@ -253,8 +255,12 @@ def _led(config: GatherPushConfig, problem: AllGatherMatmulProblem) -> GatherPus
 
 def push_flags_per_rank(m: int, k: int, config: GatherPushConfig) -> int:
     """Flags that one rank sets in a peer's workspace in one epoch: one for each chunk."""
-    units = -(-m // config.tile.block_m) * -(-k // config.unit_columns)
-    return units * (config.tile.block_m // config.piece_rows) * (config.unit_columns // config.piece_columns)
+    k_chunks = -(-m // config.tile.block_m) * -(-k // config.k_chunk_columns)
+    return (
+        k_chunks
+        * (config.tile.block_m // config.chunk_rows)
+        * (config.k_chunk_columns // config.chunk_columns)
+    )
 
 
 def gather_push_layout(m: int, k: int, world_size: int, config: GatherPushConfig) -> Layout:

@@ -58,11 +58,11 @@ class _Params(ctypes.Structure):
     )
 
 
-_OWN, _RETURNED, _B, _A, _C, _SENDERS = (
+_OWN, _RETURNED, _B, _A, _C, _COMM_SMS = (
     getattr(_Params, name).offset for name in ("own", "returned", "b", "a", "c", "comm_sms")
 )
 # A store to a ctypes field costs as much as all of these.
-_put_address, _put_turns = struct.Struct("Q").pack_into, struct.Struct("5i").pack_into
+_put_address, _put_schedule = struct.Struct("Q").pack_into, struct.Struct("5i").pack_into
 
 
 def gather_defines(
@@ -71,9 +71,9 @@ def gather_defines(
     """What kernel.cu is compiled with for these B [K, N_i] and their like."""
     return (
         *gemm.gemm_defines(config.tile, bs, split_k=config.split_k).items(),
-        ("PIECE_ROWS", config.piece_rows),
-        ("PIECE_COLUMNS", config.piece_columns),
-        ("UNIT_COLUMNS", config.unit_columns),
+        ("CHUNK_ROWS", config.chunk_rows),
+        ("CHUNK_COLUMNS", config.chunk_columns),
+        ("K_CHUNK_COLUMNS", config.k_chunk_columns),
         ("RETURN_A", int(return_A)),
     )
 
@@ -205,7 +205,7 @@ class AllGatherMatmulPush:
             _put_address(p, _A, a)
             if self._returned is not None:
                 put_map(p, _RETURNED, self._returned[results[-1]])
-            _put_turns(p, _SENDERS, *self._sends[not step.push], step.final)
+            _put_schedule(p, _COMM_SMS, *self._sends[not step.push], step.final)
             if timeout_ns != self._timeouts_ns[buffer]:
                 p.watch.timeout_ns = self._timeouts_ns[buffer] = timeout_ns
             self._launches[buffer](stream)

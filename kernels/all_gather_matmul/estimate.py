@@ -47,8 +47,8 @@ class GatherPushConfig:
     Attributes:
         comm_sms: SMs that send first, and compute when all is sent; 0: every block sends while it computes.
         group: rows of tiles of each rank that are sent and multiplied together.
-        piece_rows, piece_columns: of a chunk, which is sent with one flag.
-        unit_columns: of a k-chunk, which is waited for as a whole.
+        chunk_rows, chunk_columns: of a chunk, which is sent with one flag.
+        k_chunk_columns: of a k-chunk, which is waited for as a whole.
         raster_group, remote_raster_group: pairs of local rows of tiles, and of the peers', in a raster group.
         split_k: shards lie side by side along K; then no row is all local.
         missed: tiles that the others compute while the communication SMs send.
@@ -58,9 +58,9 @@ class GatherPushConfig:
     tile: gemm_tiles.Tile
     comm_sms: int
     group: int
-    piece_rows: int = 64
-    piece_columns: int = 64
-    unit_columns: int = 1024
+    chunk_rows: int = 64
+    chunk_columns: int = 64
+    k_chunk_columns: int = 1024
     raster_group: int = RASTER_GROUP
     remote_raster_group: int = RASTER_GROUP
     split_k: bool = False
@@ -93,16 +93,16 @@ _SOME = _Costs(14.0, 1.6, 0.0, 3.6, {8: 294e3, 12: 294e3, 16: 275e3})
 _MUCH = 1.15  # a little less than what 128 x 192 loads
 PUSHERS = 11  # warps of a communication SM that push, in kernel.cu
 # Bytes per microsecond to which it limits all warps, between two ranks and between more.
-PACE_OF_TWO, PACE = 345e3, 328e3
+LINK_RATE_OF_TWO, LINK_RATE = 345e3, 328e3
 FIT_ROWS = 64  # of the chunks that the costs above were fitted to, between two ranks and four
 # Data is seen earlier by this share of the time that smaller chunks save (bench/results/h200-x1-pieces.txt).
 _EARLIER = 0.73
 
 
-def _piece_us(config: GatherPushConfig, world_size: int, num_sms: int) -> float:
+def _chunk_us(config: GatherPushConfig, world_size: int, num_sms: int) -> float:
     """Microseconds from a chunk's first bytes to its last."""
-    piece, pushers = config.piece_rows * config.piece_columns * 2, config.comm_sms * PUSHERS or num_sms
-    return piece * (world_size - 1) * pushers / (PACE_OF_TWO if world_size == 2 else PACE)
+    chunk, pushers = config.chunk_rows * config.chunk_columns * 2, config.comm_sms * PUSHERS or num_sms
+    return chunk * (world_size - 1) * pushers / (LINK_RATE_OF_TWO if world_size == 2 else LINK_RATE)
 
 
 def clusters_of(config: GatherPushConfig, num_sms: int) -> tuple[int, int]:
@@ -133,15 +133,15 @@ def estimate_gather_push_us(config: GatherPushConfig, problem: AllGatherMatmulPr
     tile, k, world_size, num_sms = config.tile, problem.k, problem.world_size, problem.num_sms
     peers, moved = world_size - 1, problem.moved
     rows, columns = problem.tiles(tile)
-    units = -(-k // config.unit_columns)
+    k_chunks = -(-k // config.k_chunk_columns)
     costs = _costs(config, world_size)
     rate = costs.rates[config.comm_sms]
     hinders = 0.0 if config.comm_sms else costs.hinders - costs.eases * max(0.0, _MUCH - tile.loads)
     row_us = moved / rows / rate
     seen = costs.seen
     if not config.split_k:  # whose chunks are unchanged
-        fit_us = _piece_us(replace(config, piece_rows=FIT_ROWS), 2 if world_size == 2 else 4, num_sms)
-        seen -= _EARLIER * (fit_us - _piece_us(config, world_size, num_sms))
+        fit_us = _chunk_us(replace(config, chunk_rows=FIT_ROWS), 2 if world_size == 2 else 4, num_sms)
+        seen -= _EARLIER * (fit_us - _chunk_us(config, world_size, num_sms))
     end = moved / gemm_tiles.LINK
     others, clusters = clusters_of(config, num_sms)
     # Pairs of rows of tiles: those of the local shard alone, and those behind them, which wait for the peers' rows.
@@ -152,7 +152,7 @@ def estimate_gather_push_us(config: GatherPushConfig, problem: AllGatherMatmulPr
     at_once = -(-steps // (clusters * _MOST_WAVES))
     stage_us = tile.stage_us * tile.felt(costs.feels)
     whole_us = parts * k / gemm_tiles.BLOCK_K * stage_us
-    before_last_us = (units - 1) * config.unit_columns / gemm_tiles.BLOCK_K * stage_us
+    before_last_us = (k_chunks - 1) * config.k_chunk_columns / gemm_tiles.BLOCK_K * stage_us
     now = -(-k // gemm_tiles.BLOCK_K) * stage_us + costs.tile_ends if config.lead else 0.0
     first, wave = config.lead, 0
     while first < steps:
@@ -165,15 +165,17 @@ def estimate_gather_push_us(config: GatherPushConfig, problem: AllGatherMatmulPr
             sent = min((2 * pair + 1) // (config.group * listed), (rows - 1) // config.group) * config.group
             height = min(config.group, rows - sent)
         if hinders > 0 and now < end:
-            for unit in [*range(units)] * parts:
+            for k_chunk in [*range(k_chunks)] * parts:
                 if height:
-                    now = max(now, (sent + height * (unit + 1) / units) * row_us + seen)
-                us = min(config.unit_columns, k - unit * config.unit_columns) / gemm_tiles.BLOCK_K
+                    now = max(now, (sent + height * (k_chunk + 1) / k_chunks) * row_us + seen)
+                us = min(config.k_chunk_columns, k - k_chunk * config.k_chunk_columns) / gemm_tiles.BLOCK_K
                 us *= stage_us * at_once
                 now += us + hinders * max(0.0, min(us, end - now))
         else:
-            if height:  # units come evenly, and are multiplied so: the first one is waited for the longest, or the last
-                now = max(now, (sent + height / units) * row_us + seen)
+            if (
+                height
+            ):  # k-chunks come evenly, and are multiplied so: the first or the last is waited for the longest
+                now = max(now, (sent + height / k_chunks) * row_us + seen)
                 now = max(now, (sent + height) * row_us + seen - before_last_us * at_once)
             now += whole_us * at_once
         now += costs.tile_ends * at_once

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ...symm_mem.layout import Layout
-from ...symm_mem.workspace import HostUse, Workspace
+from ...symm_mem.workspace import HostEpoch, Workspace
 from ..device.comm.copy_thread import copying
 
 OP = "fused_all_gather_matmul"
@@ -37,38 +37,38 @@ def host_all_gather_matmul(
     """
     m, k = a.shape
     size, rank = workspace.world_size, workspace.rank
-    with workspace.lock, HostUse(workspace, OP) as use:
-        slots = [workspace.buffer(peer, use.buffer, (size, m, k), a.dtype) for peer in range(size)]
+    with workspace.lock, HostEpoch(workspace, OP) as epoch:
+        slots = [workspace.buffer(peer, epoch.buffer, (size, m, k), a.dtype) for peer in range(size)]
         rows = [slice(c * m // CHUNKS, (c + 1) * m // CHUNKS) for c in range(CHUNKS)]
 
         def push() -> None:
             for step in range(1, size):
                 peer = (rank - step) % size
-                use.wait_free(peer)
+                epoch.wait_free(peer)
                 for c in range(CHUNKS):
                     slots[peer][rank, rows[c]] = a[rows[c]]
-                    use.post(peer, c)
+                    epoch.post(peer, c)
 
         with copying(workspace, push):
             gathered = torch.empty(size, m, k, dtype=a.dtype)
             gathered[rank] = a
             multiply = _add_products if split_k else _products
-            outs = multiply(use, slots[rank], gathered, bs, rows)
+            outs = multiply(epoch, slots[rank], gathered, bs, rows)
     return gathered, outs
 
 
 def _products(
-    use: HostUse, slots: torch.Tensor, gathered: torch.Tensor, bs: list[torch.Tensor], rows: list[slice]
+    epoch: HostEpoch, slots: torch.Tensor, gathered: torch.Tensor, bs: list[torch.Tensor], rows: list[slice]
 ) -> list[torch.Tensor]:
     size, m, _ = gathered.shape
-    rank = use.ws.rank
+    rank = epoch.ws.rank
     outs = [gathered.new_empty(size, m, b.shape[1]) for b in bs]
     for b, out in zip(bs, outs, strict=True):
         torch.mm(gathered[rank], b, out=out[rank])
     for step in range(1, size):
         src = (rank + step) % size
         for c, part in enumerate(rows):
-            use.wait(src, c)
+            epoch.wait(src, c)
             gathered[src, part] = slots[src, part]
             for b, out in zip(bs, outs, strict=True):
                 torch.mm(gathered[src, part], b, out=out[src, part])
@@ -76,15 +76,15 @@ def _products(
 
 
 def _add_products(
-    use: HostUse, slots: torch.Tensor, gathered: torch.Tensor, bs: list[torch.Tensor], rows: list[slice]
+    epoch: HostEpoch, slots: torch.Tensor, gathered: torch.Tensor, bs: list[torch.Tensor], rows: list[slice]
 ) -> list[torch.Tensor]:
     """In rank order, so that ranks with equal ``bs`` get equal bits, and in float32."""
     size, _, k = gathered.shape
     sums: list[torch.Tensor] = []
     for src in range(size):
-        if src != use.ws.rank:
+        if src != epoch.ws.rank:
             for c, part in enumerate(rows):
-                use.wait(src, c)
+                epoch.wait(src, c)
                 gathered[src, part] = slots[src, part]
         terms = [torch.mm(gathered[src].float(), b[src * k : (src + 1) * k].float()) for b in bs]
         # From 0.0 on, a sum of -0.0 would be 0.0.

@@ -7,12 +7,12 @@
 // With RETURN_A also writes the gathered A, [W, m, K], with SPLIT_K [m, W * K]: whoever computes a tile of the first
 // columns stores the rows of A that it has loaded for that.
 //
-// Who writes: pushing warps, chunks of PIECE_ROWS x PIECE_COLUMNS of the local rows into slot `rank` of every peer's
+// Who writes: pushing warps, chunks of CHUNK_ROWS x CHUNK_COLUMNS of the local rows into slot `rank` of every peer's
 // buffer [W, m, K]; behind a system fence the block's posting warp sets flags(buffer)[rank][chunk] = e there. Every
 // block has one pushing warp, or (`comm_sms`) the first blocks send everything with all their warps before they
 // compute.
 // Who waits: pushing warps, for done(buffer)[p] >= e - 1 of every peer; warp 2 of every block, for the flags of each
-// k-chunk (UNIT_COLUMNS) of a peer's rows, acquire and fence.proxy.async; it counts them for the loader, warp 0. The
+// k-chunk (K_CHUNK_COLUMNS) of a peer's rows, acquire and fence.proxy.async; it counts them for the loader, warp 0. The
 // last block whose loads are consumed ends the epoch (weft::leave), if `final`. Graph-safe. Blocks wait for other
 // ranks' blocks: all of a launch must be resident, no more than there are SMs.
 // docs/protocol.md#all-gather--matmul has the proof, and why tiles and chunks come in this order.
@@ -22,10 +22,10 @@
 #define MULTIPLY_REGISTERS 216
 #include "gemm/gemm.cuh"
 #include "comm/rate_limiter.cuh"
-#include "order.cuh"
+#include "tile_order.cuh"
 
-using weft::PIECES;
-using weft::PIECES_K;
+using weft::CHUNKS;
+using weft::CHUNKS_K;
 using weft::u32;
 using weft::u64;
 using weft::u8;
@@ -41,8 +41,8 @@ constexpr u64 RATE = 328, RATE_OF_TWO = 345;
 constexpr int ARRIVED = 0, SENT = 1;
 constexpr int ORDER = SENT + PUSHERS;  // where the order stands among them
 
-static_assert(weft::PIECES <= 32, "a lane waits for each");
-static_assert(BM % PIECE_ROWS == 0 && UNIT_COLUMNS % PIECE_COLUMNS == 0 && UNIT_COLUMNS % weft::BK == 0);
+static_assert(weft::CHUNKS <= 32, "a lane waits for each");
+static_assert(BM % CHUNK_ROWS == 0 && K_CHUNK_COLUMNS % CHUNK_COLUMNS == 0 && K_CHUNK_COLUMNS % weft::BK == 0);
 
 struct Params {
     weft::TensorMap own;  // A [1, 1, m, K], boxes of a stage
@@ -69,7 +69,7 @@ struct Params {
 };
 
 using Order = weft::GatherTileScheduler<Params>;
-using Piece = weft::GatherPiece<Params>;
+using Chunk = weft::GatherChunk<Params>;
 using Tile = weft::GatherTile;
 using Steps = weft::GatherSteps;
 static_assert(sizeof(Order) <= (weft::COUNTS - ORDER) * sizeof(u32));
@@ -81,25 +81,26 @@ __device__ __forceinline__ Steps steps_of(const Params& p, const Order& order) {
 
 // Pushing warp `pusher` of the launch's `pushers`: its chunks, from the local rows to all peers. Ordinary stores: where
 // bulk copies wait for a link, the same SM's loads wait behind them.
-__device__ __forceinline__ void push(const Params& p, const Order& order, u32 use, int pusher, int pushers, u32* sent) {
+__device__ __forceinline__ void push(
+    const Params& p, const Order& order, u32 epoch, int pusher, int pushers, u32* sent) {
     const int lane = threadIdx.x % 32, world_size = p.buffer.world_size, rank = p.watch.rank;
-    if (!weft::may_send(p.watch, p.buffer, use)) {
+    if (!weft::may_send(p.watch, p.buffer, epoch)) {
         if (lane == 0) weft::set_count(sent, weft::NOTHING);
         return;
     }
-    constexpr int LANES = PIECE_COLUMNS / 8;  // of a row of a chunk
+    constexpr int LANES = CHUNK_COLUMNS / 8;  // of a row of a chunk
     constexpr int ROWS = 32 / LANES;  // at once
-    constexpr int VECTORS = PIECE_ROWS / ROWS < 8 ? PIECE_ROWS / ROWS : 8;  // of a lane, in flight at once
-    static_assert(PIECE_ROWS % (ROWS * VECTORS) == 0);
+    constexpr int VECTORS = CHUNK_ROWS / ROWS < 8 ? CHUNK_ROWS / ROWS : 8;  // of a lane, in flight at once
+    static_assert(CHUNK_ROWS % (ROWS * VECTORS) == 0);
     const u64 from_stride = static_cast<u64>(ROWS) * p.stride, to_stride = static_cast<u64>(ROWS) * p.k;
     weft::RateLimiter limiter{VECTORS * 32 * 16 * static_cast<u64>(pushers) / (world_size > 2 ? RATE : RATE_OF_TWO)};
     u32 count = 0;
-    for (int index = pusher; index < order.pieces; index += pushers) {
-        const Piece piece(p, order, index);
-        const int column = piece.column + lane % LANES * 8;
-        if (piece.inside && column < p.k) {
+    for (int index = pusher; index < order.chunks; index += pushers) {
+        const Chunk chunk(p, order, index);
+        const int column = chunk.column + lane % LANES * 8;
+        if (chunk.inside && column < p.k) {
 #pragma unroll 1
-            for (int row = piece.row + lane / LANES; row < piece.row + PIECE_ROWS; row += ROWS * VECTORS) {
+            for (int row = chunk.row + lane / LANES; row < chunk.row + CHUNK_ROWS; row += ROWS * VECTORS) {
                 uint4 v[VECTORS];
                 const int left = p.m - row;
                 const weft::u16* from = p.a + static_cast<u64>(row) * p.stride + column;
@@ -129,36 +130,36 @@ __device__ __forceinline__ void push(const Params& p, const Order& order, u32 us
 // one fence as there are, as it takes microseconds. (With a release behind every chunk, links were idle half of the
 // time.)
 __device__ __forceinline__ void post(
-    const Params& p, const Order& order, u32 use, int first, int mine, int pushers, const u32* sent) {
+    const Params& p, const Order& order, u32 epoch, int first, int mine, int pushers, const u32* sent) {
     const int lane = threadIdx.x % 32, rank = p.watch.rank;
     u32* flags = p.watch.words + p.buffer.flags + rank * p.buffer.flags_per_rank;
     u32 posted = 0;
-    int index = lane < mine ? first + lane : order.pieces;
-    while (__any_sync(~0u, index < order.pieces)) {
+    int index = lane < mine ? first + lane : order.chunks;
+    while (__any_sync(~0u, index < order.chunks)) {
         const u32 there = lane < mine ? weft::read_count(sent + lane) : 0;
-        if (there == weft::NOTHING) index = order.pieces;
-        const bool more = index < order.pieces && there > posted;
+        if (there == weft::NOTHING) index = order.chunks;
+        const bool more = index < order.chunks && there > posted;
         if (!__any_sync(~0u, more)) continue;
         __threadfence_system();
         if (!more) continue;
         for (; posted < there; ++posted, index += pushers) {
-            const Piece piece(p, order, index);
-            if (!piece.inside) continue;
+            const Chunk chunk(p, order, index);
+            if (!chunk.inside) continue;
             for (int peer = 0; peer < p.buffer.world_size; ++peer) {
                 if (peer == rank) continue;
-                weft::post_behind_fence(weft::on_rank(flags, p.watch, p.buffer, peer) + piece.flag, use);
+                weft::post_behind_fence(weft::on_rank(flags, p.watch, p.buffer, peer) + chunk.flag, epoch);
             }
         }
     }
 }
 
 // A communication SM's block, before it computes.
-__device__ __forceinline__ void send(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
+__device__ __forceinline__ void send(const Params& p, const weft::Shared& s, const Order& order, u32 epoch) {
     const int warp = weft::warp_of_block(), first = blockIdx.x * PUSHERS, pushers = p.comm_sms * PUSHERS;
     if (warp < PUSHERS) {
-        push(p, order, use, first + warp, pushers, s.counts + SENT + warp);
+        push(p, order, epoch, first + warp, pushers, s.counts + SENT + warp);
     } else {
-        post(p, order, use, first, PUSHERS, pushers, s.counts + SENT);
+        post(p, order, epoch, first, PUSHERS, pushers, s.counts + SENT);
     }
 }
 
@@ -184,7 +185,7 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
             const weft::Rows rows{t.row * BM, own ? 0 : src, 0};
             const weft::TensorMap& a = own ? p.own : p.gathered;
             for (int i = 0; i < depth; ++i) {
-                if (!own && i % (UNIT_COLUMNS / weft::BK) == 0) weft::wait_count(s.counts + ARRIVED, ++needed);
+                if (!own && i % (K_CHUNK_COLUMNS / weft::BK) == 0) weft::wait_count(s.counts + ARRIVED, ++needed);
                 weft::load_stage(s, state, a, rows, p.b[t.b], t.column * BN, i * weft::BK, src);
             }
         });
@@ -194,20 +195,20 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
 
 // Warp 2: counts the k-chunks of peers' rows that have arrived, in the loader's order. It runs ahead of the loader,
 // which the poll and the fence, some microseconds for each k-chunk, would hold up.
-__device__ __forceinline__ void count_arrivals(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
+__device__ __forceinline__ void count_arrivals(const Params& p, const weft::Shared& s, const Order& order, u32 epoch) {
     const int lane = threadIdx.x % 32;
     u32 arrived = 0;
     for (Steps steps = steps_of(p, order); steps.step < order.steps(); steps.next()) {
         const Tile t = order.tile(p, steps.step, s.block);
-        const int row = t.row * BM + lane / PIECES_K * PIECE_ROWS;
+        const int row = t.row * BM + lane / CHUNKS_K * CHUNK_ROWS;
         each_part(p, t, [&](int src) {
             if (src == p.watch.rank) return;
-            for (int unit = 0; unit < order.units; ++unit) {
-                const int column = unit * UNIT_COLUMNS + lane % PIECES_K * PIECE_COLUMNS;
-                if (lane < PIECES && row < p.m && column < p.k) {
-                    const int flag = (t.row * order.units + unit) * PIECES + lane;
+            for (int k_chunk = 0; k_chunk < order.k_chunks; ++k_chunk) {
+                const int column = k_chunk * K_CHUNK_COLUMNS + lane % CHUNKS_K * CHUNK_COLUMNS;
+                if (lane < CHUNKS && row < p.m && column < p.k) {
+                    const int flag = (t.row * order.k_chunks + k_chunk) * CHUNKS + lane;
                     weft::wait_flag(
-                        p.watch, src, p.buffer.flags + src * p.buffer.flags_per_rank + flag, use, weft::WAIT_DATA);
+                        p.watch, src, p.buffer.flags + src * p.buffer.flags_per_rank + flag, epoch, weft::WAIT_DATA);
                 }
                 weft::fence_proxy_async();
                 __syncwarp();
@@ -259,22 +260,22 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
     const weft::Shared s = weft::shared_memory(base);
     // In shared memory: there are no registers to keep it in.
     Order& order = *reinterpret_cast<Order*>(s.counts + ORDER);
-    const u32 use = p.watch.words[p.buffer.epoch] + 1;
+    const u32 epoch = p.watch.words[p.buffer.epoch] + 1;
     weft::begin(s, [&] { order = Order(p); });
     const int warp = weft::warp_of_block(), warpgroup = warp / 4, role = warp % 4;
     if (static_cast<int>(blockIdx.x) < p.comm_sms) {
-        send(p, s, order, use);
+        send(p, s, order, epoch);
         __syncthreads();
     }
     if (warpgroup == 2) {
         weft::warpgroup_reg_dealloc<SERVE_REGISTERS>();
         if (role == 0) {
             load(p, s, order);
-            if (p.final && threadIdx.x % 32 == 0) weft::leave(p.watch, p.buffer, use);
+            if (p.final && threadIdx.x % 32 == 0) weft::leave(p.watch, p.buffer, epoch);
         }
-        if (role == 1 && p.push) push(p, order, use, blockIdx.x, gridDim.x, s.counts + SENT);
-        if (role == 2) count_arrivals(p, s, order, use);
-        if (role == 3 && p.push) post(p, order, use, blockIdx.x, 1, gridDim.x, s.counts + SENT);
+        if (role == 1 && p.push) push(p, order, epoch, blockIdx.x, gridDim.x, s.counts + SENT);
+        if (role == 2) count_arrivals(p, s, order, epoch);
+        if (role == 3 && p.push) post(p, order, epoch, blockIdx.x, 1, gridDim.x, s.counts + SENT);
     } else {
         weft::warpgroup_reg_alloc<MULTIPLY_REGISTERS>();
         weft::PipelineState<STAGES> state;

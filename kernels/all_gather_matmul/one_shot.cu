@@ -38,17 +38,17 @@ extern "C" __global__ void __launch_bounds__(512, 1) all_gather_one_shot(const _
     };
     uint4 v = make_uint4(0, 0, 0, 0);
     if (const ThreadShare s; s.at < p.vectors) v = load_own(p, s.at);
-    const weft::Use use(p.slots);
+    const weft::Epoch epoch(p.slots);
 
     for (ThreadShare s; s.at < p.vectors;) {
-        use.send_to_all(s.index, weft::ll_encode(v));
+        epoch.send_to_all(s.index, weft::ll_encode(v));
         store(RANK, s.at, v);
         s.next();
         if (s.at < p.vectors) v = load_own(p, s.at);
     }
 
     for (ThreadShare s; s.at < p.vectors; s.next()) {
-        weft::store_all(use, s.index, [&](int src, const uint4& in) { store(src, s.at, in); });
+        weft::store_all(epoch, s.index, [&](int src, const uint4& in) { store(src, s.at, in); });
     }
-    use.leave();
+    epoch.leave();
 }

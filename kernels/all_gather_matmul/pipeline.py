@@ -11,7 +11,7 @@ import torch
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import Workspace
-from ..device.comm.acquire import end_use, load
+from ..device.comm.acquire import end_epoch, load
 from ..device.comm.copy_engine import CopyEngine
 from ..device.jit.launch import compiling
 from .configs import AllGatherMatmulConfig, GatherKernelCall, choose_all_gather_matmul
@@ -75,5 +75,5 @@ def copy_engine_all_gather_matmul(
             gathered = torch.empty_like(kernels[0].gathered(buffer))
             gathered.copy_(kernels[0].gathered(buffer))
             gathered[workspace.rank].copy_(a)
-            end_use(workspace, buffer, torch.cuda.current_stream().cuda_stream)
+            end_epoch(workspace, buffer, torch.cuda.current_stream().cuda_stream)
     return gathered, products

@@ -31,13 +31,13 @@ from .configs import AllGatherMatmulConfig, gather_flags_per_rank
 
 
 @triton.jit
-def _store(c, src, row, column, tile, BM: tl.constexpr, BN: tl.constexpr, PIECES: tl.constexpr):
-    if PIECES == 1:
+def _store(c, src, row, column, tile, BM: tl.constexpr, BN: tl.constexpr, CHUNKS: tl.constexpr):
+    if CHUNKS == 1:
         c.store([src, row, column], tile.to(c.dtype).reshape(1, BM, BN))
     else:
         left, right = cut(tile, BM, BN)
-        _store(c, src, row, column, left, BM, BN // 2, PIECES // 2)
-        _store(c, src, row, column + BN // 2, right, BM, BN // 2, PIECES // 2)
+        _store(c, src, row, column, left, BM, BN // 2, CHUNKS // 2)
+        _store(c, src, row, column + BN // 2, right, BM, BN // 2, CHUNKS // 2)
 
 
 @triton.jit(do_not_specialize=["rank", "buffer", "flags_at", "done_at", "record", "timeout_ns"])
@@ -65,7 +65,7 @@ def all_gather_matmul_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP_M: tl.constexpr,
-    PIECES: tl.constexpr,
+    CHUNKS: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
     FINAL: tl.constexpr,
@@ -97,7 +97,7 @@ def all_gather_matmul_kernel(
         for depth in range(0, k, BK):
             at = a.load([slot, row, depth]).reshape(BM, BK)
             acc = tl.dot(at, load_b(b, depth, column, B_TRANSPOSED), acc, input_precision=PRECISION)
-        _store(c, src, row, column, acc, BM, BN, PIECES)
+        _store(c, src, row, column, acc, BM, BN, CHUNKS)
 
     if FINAL:
         sync.leave_block(words, fault, buffer, done_at, epoch, rank, record, span_words, WORLD_SIZE, True)
@@ -152,7 +152,7 @@ class TritonAllGatherMatmul:
             Operand.of((1, m, k), (m * k, *a.stride()), rows),
             Operand.contiguous(self._gathered, rows),
             Operand.of(b_rows.shape, b_rows.stride(), b_tile),
-            Operand.contiguous((self.world_size, m, n), (1, tile.block_m, tile.block_n // tile.pieces)),
+            Operand.contiguous((self.world_size, m, n), (1, tile.block_m, tile.block_n // tile.chunks)),
         )
         self._launches = tuple(
             Launch(
@@ -164,7 +164,7 @@ class TritonAllGatherMatmul:
                     "BN": tile.block_n,
                     "BK": tile.block_k,
                     "GROUP_M": config.group_m,
-                    "PIECES": tile.pieces,
+                    "CHUNKS": tile.chunks,
                     "B_TRANSPOSED": transposed,
                     "PRECISION": precision(a.dtype),
                     "FINAL": final,

@@ -62,28 +62,28 @@ def _parts(config: AllReduceConfig, world_size: int) -> int:
     return world_size if config.form == "two_shot" else 1
 
 
-def _uses(config: AllReduceConfig) -> int:
+def _epochs(config: AllReduceConfig) -> int:
     """Slots of each sender that one vector takes: two_shot has results, too."""
     return 2 if config.form == "two_shot" else 1
 
 
 def all_reduce_layout(nbytes: int, world_size: int, config: AllReduceConfig) -> ExchangeLayout:
-    """A workspace that takes an input of ``nbytes`` in one use if it is not above MAX_BYTES; else in several."""
+    """A workspace that takes an input of ``nbytes`` in one epoch if it is not above MAX_BYTES; else in several."""
     vectors = -(-min(nbytes, MAX_BYTES) // (VECTOR * _parts(config, world_size)))
     slots = ll_exchange.slots_for(vectors, config.blocks, config.threads)
-    return ExchangeLayout(world_size, up(slots * _uses(config), 2 * WARP), config.blocks)
+    return ExchangeLayout(world_size, up(slots * _epochs(config), 2 * WARP), config.blocks)
 
 
 def vectors(layout: ExchangeLayout, config: AllReduceConfig) -> int:
     """Vectors that one epoch can move: of the input in one_shot, of each rank's part in two_shot."""
-    room = layout.slots // _uses(config)
+    room = layout.slots // _epochs(config)
     step = min(config.threads, room)
     return config.blocks * (room // step) * step
 
 
 def all_reduce_grid(count: int, layout: ExchangeLayout, config: AllReduceConfig) -> tuple[int, int]:
     """Blocks and threads for that many. No block goes without a vector."""
-    return ll_exchange.exchange_grid(count, layout.slots // _uses(config), config.blocks, config.threads)
+    return ll_exchange.exchange_grid(count, layout.slots // _epochs(config), config.blocks, config.threads)
 
 
 def workers(world_size: int) -> int:
@@ -98,12 +98,12 @@ def at_once(world_size: int) -> int:
 
 @dataclass(frozen=True)
 class AllReduceLaunch:
-    """The kernel for a number of vectors, of those for whole ones, its grid, and how often it uses the slots."""
+    """The kernel for a number of vectors, of those for whole ones, its grid, and of how many epochs it is."""
 
     kernel: str
     blocks: int
     threads: int
-    uses: int = 1
+    epochs: int = 1
 
 
 def launch(count: int, layout: ExchangeLayout, config: AllReduceConfig) -> AllReduceLaunch:
@@ -118,9 +118,9 @@ def launch(count: int, layout: ExchangeLayout, config: AllReduceConfig) -> AllRe
     blocks, threads = all_reduce_grid(count, layout, config)
     if config.form == "two_shot" and count > min(most, at_once(world_size) * blocks * threads):
         threads = min(threads, workers(world_size))
-        one_use = layout.slots // _uses(config) // threads * threads * blocks
+        one_epoch = layout.slots // _epochs(config) // threads * threads * blocks
         with_credit_warp = threads + WARP
-        return AllReduceLaunch("two_shot_rounds", blocks, with_credit_warp, -(-count // one_use))
+        return AllReduceLaunch("two_shot_rounds", blocks, with_credit_warp, -(-count // one_epoch))
     if count > most:
         raise ValueError(f"numel: is {count} vectors, must be at most {most} in one_shot")
     return AllReduceLaunch(config.form, blocks, threads)

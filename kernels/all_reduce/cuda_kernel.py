@@ -101,7 +101,7 @@ class AllReduceLauncher:
         parts = layout.world_size if config.form == "two_shot" else 1
         count = -(-numel * width // (VECTOR * parts))
         launch = configs.launch(count, layout, config)
-        self.grids = (launch.blocks,) * launch.uses
+        self.grids = (launch.blocks,) * launch.epochs
         # Whole vectors at aligned addresses are a kernel of their own.
         self._launches: list[Callable[[int], None]] = []
         self._params: list[_Params] = []

@@ -10,40 +10,40 @@ from __future__ import annotations
 import torch
 
 from ...symm_mem.layout import Layout
-from ...symm_mem.workspace import HostUse, Workspace
+from ...symm_mem.workspace import HostEpoch, Workspace
 
 OP = "one_shot_all_reduce"
 IN_PLACE = f"{OP}_"
-PIECE = 4 << 20  #: bytes of the input that are sent in one epoch of a buffer
+CHUNK_BYTES = 4 << 20  #: bytes of the input that are sent in one epoch of a buffer
 
 
 def host_all_reduce_layout(nbytes: int, world_size: int) -> Layout:
     """The workspace for inputs of ``nbytes``."""
-    return Layout(world_size, 1, world_size * min(nbytes, PIECE))
+    return Layout(world_size, 1, world_size * min(nbytes, CHUNK_BYTES))
 
 
 def host_all_reduce(
     workspace: Workspace, x: torch.Tensor, out: torch.Tensor, reduce_op: str, op: str = OP
 ) -> None:
     """``out`` = what all ranks' x make together; both 1-D and contiguous, of equal length. ``op``: whose call it is."""
-    step = max(1, PIECE // x.element_size())
+    step = max(1, CHUNK_BYTES // x.element_size())
     with workspace.lock:
         for start in range(0, x.numel(), step):
-            _piece(workspace, x[start : start + step], out[start : start + step], reduce_op, op)
+            _chunk(workspace, x[start : start + step], out[start : start + step], reduce_op, op)
 
 
-def _piece(workspace: Workspace, x: torch.Tensor, out: torch.Tensor, reduce_op: str, op: str) -> None:
+def _chunk(workspace: Workspace, x: torch.Tensor, out: torch.Tensor, reduce_op: str, op: str) -> None:
     size, rank = workspace.world_size, workspace.rank
-    with HostUse(workspace, op) as use:
+    with HostEpoch(workspace, op) as epoch:
         for step in range(1, size):
             peer = (rank + step) % size
-            use.wait_free(peer)
-            workspace.buffer(peer, use.buffer, (size, x.numel()), x.dtype)[rank] = x
-            use.post(peer, 0)
-        slots = workspace.buffer(rank, use.buffer, (size, x.numel()), x.dtype)
+            epoch.wait_free(peer)
+            workspace.buffer(peer, epoch.buffer, (size, x.numel()), x.dtype)[rank] = x
+            epoch.post(peer, 0)
+        slots = workspace.buffer(rank, epoch.buffer, (size, x.numel()), x.dtype)
         for peer in range(size):
             if peer != rank:
-                use.wait(peer, 0)
+                epoch.wait(peer, 0)
         slots[rank] = x
         total = slots[0].to(torch.float32, copy=True)
         combine = {"max": torch.maximum, "min": torch.minimum}.get(reduce_op, torch.add)

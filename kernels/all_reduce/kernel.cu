@@ -29,7 +29,7 @@ using weft::ELEMENTS;
 using weft::ThreadShare;
 using weft::u32;
 using weft::u64;
-using weft::Use;
+using weft::Epoch;
 using Number = weft::Number;
 using Element = Number::Storage;
 using Reduce = weft::reduce::REDUCE;
@@ -82,21 +82,21 @@ __device__ __forceinline__ void one_shot_of(const Params& p) {
     weft::begin();
     uint4 own = make_uint4(0, 0, 0, 0);
     if (const ThreadShare s; s.at < p.vectors) own = load<WHOLE>(p, s.at);
-    const Use use(p.slots);
+    const Epoch epoch(p.slots);
 
     uint4 v = own;
     for (ThreadShare s; s.at < p.vectors;) {
-        use.send_to_all(s.index, weft::ll_encode(v));
+        epoch.send_to_all(s.index, weft::ll_encode(v));
         s.next();
         if (s.at < p.vectors) v = load<WHOLE>(p, s.at);
     }
 
     for (ThreadShare s; s.at < p.vectors;) {
-        store<WHOLE>(p, s.at, weft::take_reduced<Reduce>(use, s.index, own).rounded());
+        store<WHOLE>(p, s.at, weft::take_reduced<Reduce>(epoch, s.index, own).rounded());
         s.next();
         if (s.at < p.vectors) own = load<WHOLE>(p, s.at);
     }
-    use.leave();
+    epoch.leave();
 }
 
 // The steps of two_shot for the vectors of each part that one of `threads` threads of a block has before `end`.
@@ -124,9 +124,9 @@ struct TwoShot {
     }
 
     // All from `s` on; the first are loaded already.
-    __device__ __forceinline__ void send(const Use& use, ThreadShare s, u32 end) {
+    __device__ __forceinline__ void send(const Epoch& epoch, ThreadShare s, u32 end) {
         while (s.at < end) {
-            parts.send_all([&](int part, u32 i) { return load_part(part, i); }, use, s);
+            parts.send_all([&](int part, u32 i) { return load_part(part, i); }, epoch, s);
             skip(s);
             if (s.at < end) load_all(s.at);
         }
@@ -134,20 +134,20 @@ struct TwoShot {
 
     // Of `s` and the COUNT - 1 behind it.
     template <int COUNT>
-    __device__ __forceinline__ void reduce(const Use& use, const ThreadShare& s) const {
+    __device__ __forceinline__ void reduce(const Epoch& epoch, const ThreadShare& s) const {
         const u64 own = static_cast<u64>(RANK) * p.vectors + s.at;
         const auto give = [&](int k, const weft::Numbers& total) {
             const uint4 result = total.rounded();
-            use.send_to_all(results + s.index + k * threads, weft::ll_encode(result));
+            epoch.send_to_all(results + s.index + k * threads, weft::ll_encode(result));
             store<WHOLE>(p, own + k * stride, result);
         };
         if constexpr (COUNT == 1) {
-            give(0, weft::take_reduced<Reduce>(use, s.index, load<WHOLE>(p, own)));
+            give(0, weft::take_reduced<Reduce>(epoch, s.index, load<WHOLE>(p, own)));
         } else {
             uint4 in[COUNT * WORLD_SIZE];
 #pragma unroll
             for (int k = 0; k < COUNT; ++k) in[k * WORLD_SIZE + RANK] = load<WHOLE>(p, own + k * stride);
-            use.take_all<COUNT>(s.index, in, threads);
+            epoch.take_all<COUNT>(s.index, in, threads);
 #pragma unroll
             for (int k = 0; k < COUNT; ++k) {
                 give(k, weft::reduced<Reduce>([&](int src) { return in[k * WORLD_SIZE + src]; }));
@@ -156,15 +156,15 @@ struct TwoShot {
     }
 
     template <int COUNT>
-    __device__ __forceinline__ void collect(const Use& use, const ThreadShare& s) const {
+    __device__ __forceinline__ void collect(const Epoch& epoch, const ThreadShare& s) const {
         const auto give = [&](int k, int src, const uint4& v) {
             store<WHOLE>(p, static_cast<u64>(src) * p.vectors + s.at + k * stride, v);
         };
         if constexpr (COUNT == 1) {
-            weft::store_all(use, results + s.index, [&](int src, const uint4& v) { give(0, src, v); });
+            weft::store_all(epoch, results + s.index, [&](int src, const uint4& v) { give(0, src, v); });
         } else {
             uint4 in[COUNT * WORLD_SIZE];
-            use.take_all<COUNT>(results + s.index, in, threads);
+            epoch.take_all<COUNT>(results + s.index, in, threads);
 #pragma unroll
             for (int i = 0; i < COUNT * WORLD_SIZE; ++i) {
                 if (i % WORLD_SIZE != RANK) give(i / WORLD_SIZE, i % WORLD_SIZE, in[i]);
@@ -173,15 +173,15 @@ struct TwoShot {
     }
 
     template <int COUNT>
-    __device__ __forceinline__ void reduce_all(const Use& use, ThreadShare s, u32 end) const {
-        for (; s.at + (COUNT - 1) * stride < end; skip(s, COUNT)) reduce<COUNT>(use, s);
-        if constexpr (COUNT > 1) reduce_all<1>(use, s, end);
+    __device__ __forceinline__ void reduce_all(const Epoch& epoch, ThreadShare s, u32 end) const {
+        for (; s.at + (COUNT - 1) * stride < end; skip(s, COUNT)) reduce<COUNT>(epoch, s);
+        if constexpr (COUNT > 1) reduce_all<1>(epoch, s, end);
     }
 
     template <int COUNT>
-    __device__ __forceinline__ void collect_all(const Use& use, ThreadShare s, u32 end) const {
-        for (; s.at + (COUNT - 1) * stride < end; skip(s, COUNT)) collect<COUNT>(use, s);
-        if constexpr (COUNT > 1) collect_all<1>(use, s, end);
+    __device__ __forceinline__ void collect_all(const Epoch& epoch, ThreadShare s, u32 end) const {
+        for (; s.at + (COUNT - 1) * stride < end; skip(s, COUNT)) collect<COUNT>(epoch, s);
+        if constexpr (COUNT > 1) collect_all<1>(epoch, s, end);
     }
 };
 
@@ -191,11 +191,11 @@ __device__ __forceinline__ void two_shot_of(const Params& p) {
     TwoShot<WHOLE> steps(p, blockDim.x);
     const ThreadShare first;
     if (first.at < p.vectors) steps.load_all(first.at);
-    const Use use(p.slots);
-    steps.send(use, first, p.vectors);
-    steps.template reduce_all<1>(use, first, p.vectors);
-    steps.template collect_all<1>(use, first, p.vectors);
-    use.leave();
+    const Epoch epoch(p.slots);
+    steps.send(epoch, first, p.vectors);
+    steps.template reduce_all<1>(epoch, first, p.vectors);
+    steps.template collect_all<1>(epoch, first, p.vectors);
+    epoch.leave();
 }
 
 // Several epochs in one launch: while a thread collects the results of one, the next one is in flight. Each thread
@@ -208,37 +208,37 @@ __device__ __forceinline__ void two_shot_rounds_of(const Params& p) {
     TwoShot<WHOLE> steps(p, workers);
     const weft::CreditWarp credit_warp{p.slots};
     const u32 round = steps.results / workers * steps.stride;
-    const u32 uses = (p.vectors + round - 1) / round;
-    Use use(p.slots);
+    const u32 epochs = (p.vectors + round - 1) / round;
+    Epoch epoch(p.slots);
 
     if (threadIdx.x >= workers) {
-        if (uses > 1) credit_warp.serve(use.epoch, uses);
+        if (epochs > 1) credit_warp.serve(epoch.number, epochs);
     } else {
         ThreadShare now;
-        u32 epoch = use.epoch, end = min(round, p.vectors);
+        u32 number = epoch.number, end = min(round, p.vectors);
         if (now.at < end) steps.load_all(now.at);
-        steps.send(use, now, end);
+        steps.send(epoch, now, end);
         for (;;) {
-            steps.template reduce_all<AT_ONCE>(use, now, end);
+            steps.template reduce_all<AT_ONCE>(epoch, now, end);
             const bool more = end < p.vectors;
             const ThreadShare ahead(now.at + round, now.index);
             const u32 its_end = min(end + round, p.vectors);
             if (more) {
-                use.lost |= !credit_warp.may_send();
-                use.begin(epoch + 1);
+                epoch.lost |= !credit_warp.may_send();
+                epoch.begin(number + 1);
                 if (ahead.at < its_end) steps.load_all(ahead.at);
-                steps.send(use, ahead, its_end);
-                use.begin(epoch);
+                steps.send(epoch, ahead, its_end);
+                epoch.begin(number);
             }
-            steps.template collect_all<AT_ONCE>(use, now, end);
+            steps.template collect_all<AT_ONCE>(epoch, now, end);
             if (!more) break;
             credit_warp.emptied();
-            use.begin(++epoch);
+            epoch.begin(++number);
             now = ahead;
             end = its_end;
         }
     }
-    use.leave();
+    epoch.leave();
 }
 
 }  // namespace

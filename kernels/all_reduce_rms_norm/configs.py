@@ -87,8 +87,8 @@ def choose_all_reduce_rms_norm(
     nbytes = rows * vectors * VECTOR
     two_shot = world_size in _TWO_SHOT_FROM and nbytes >= _TWO_SHOT_FROM[world_size]
     form = "two_shot" if two_shot else "one_shot"
-    pieces = -(-vectors // WARP)
-    fitting = [c for c in CLUSTERS if c <= pieces]
+    chunks = -(-vectors // WARP)
+    fitting = [c for c in CLUSTERS if c <= chunks]
     held = [c for c in fitting if c * THREADS * most_per_thread(world_size) >= vectors]
     sent = vectors * (world_size - 1)  # of a row, in one_shot
     spread = [c for c in held if c * _units(rows, world_size, form) <= most]
@@ -99,8 +99,8 @@ def choose_all_reduce_rms_norm(
 
 def shape(rows: int, vectors: int, world_size: int, config: AllReduceRmsNormConfig) -> Shape:
     """The launches for ``rows`` of ``vectors`` vectors."""
-    pieces = -(-vectors // WARP)
-    mine = -(-pieces // config.cluster)  # of a block
+    chunks = -(-vectors // WARP)
+    mine = -(-chunks // config.cluster)  # of a block
     per_thread = -(-mine * WARP // THREADS)
     threads = -(-mine // per_thread) * WARP
     step = world_size if config.form == "two_shot" else 1

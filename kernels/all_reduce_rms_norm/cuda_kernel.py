@@ -115,7 +115,7 @@ class AllReduceRmsNormLauncher:
         self._timeout_ns = 0
         self._lock = threading.Lock()  # a launch takes what stands in its struct
         self.grids: tuple[int, ...] = ()
-        self._pieces: list[tuple[int, Callable[[int], None], _Params]] = []
+        self._chunks: list[tuple[int, Callable[[int], None], _Params]] = []
         for start in range(0, rows, wanted.rows):
             count = min(wanted.rows, rows - start)
             now = shape(count, vectors, size, config)
@@ -125,7 +125,7 @@ class AllReduceRmsNormLauncher:
             params = _Params(slots_of(place, 0), rows=count, vectors=vectors, eps=eps, elements=hidden)
             ready = function.bound(now.blocks, wanted.threads, params, dependent=early)
             self.grids += (now.blocks,)
-            self._pieces.append((start * hidden * dtype.itemsize, ready, params))
+            self._chunks.append((start * hidden * dtype.itemsize, ready, params))
 
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
@@ -147,9 +147,9 @@ class AllReduceRmsNormLauncher:
         (x, residual, weight), (normed, sums) = operands, results
         with self._lock:
             if timeout_ns != self._timeout_ns:
-                for _, _, params in self._pieces:
+                for _, _, params in self._chunks:
                     params.slots.watch.timeout_ns = timeout_ns
                 self._timeout_ns = timeout_ns
-            for start, ready, params in self._pieces:
+            for start, ready, params in self._chunks:
                 _put_addresses(params, _X, x + start, residual + start, weight, normed + start, sums + start)
                 ready(stream)

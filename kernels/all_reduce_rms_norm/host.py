@@ -10,16 +10,16 @@ from __future__ import annotations
 import torch
 
 from ...symm_mem.layout import Layout
-from ...symm_mem.workspace import HostUse, Workspace
+from ...symm_mem.workspace import HostEpoch, Workspace
 from .reference import rms_norm
 
 OP = "fused_all_reduce_rms_norm"
-PIECE = 4 << 20  #: bytes of x that are sent in one epoch of a buffer
+CHUNK_BYTES = 4 << 20  #: bytes of x that are sent in one epoch of a buffer
 
 
 def _rows(rows: int, row_bytes: int, world_size: int) -> tuple[int, int]:
     """Rows of x in one use of a buffer, and of one owner at most."""
-    most = max(1, min(rows, PIECE // max(row_bytes, 1)))
+    most = max(1, min(rows, CHUNK_BYTES // max(row_bytes, 1)))
     return most, -(-most // world_size)
 
 
@@ -37,31 +37,31 @@ def host_all_reduce_rms_norm(
     step, _ = _rows(rows, hidden * x.element_size(), workspace.world_size)
     with workspace.lock:
         for start in range(0, rows, step):
-            piece = slice(start, start + step)
-            _piece(workspace, x[piece], total[piece])
+            chunk = slice(start, start + step)
+            _chunk(workspace, x[chunk], total[chunk])
     sums = total.add_(residual)
     return rms_norm(sums, weight, eps), sums
 
 
-def _piece(workspace: Workspace, x: torch.Tensor, total: torch.Tensor) -> None:
+def _chunk(workspace: Workspace, x: torch.Tensor, total: torch.Tensor) -> None:
     size, rank = workspace.world_size, workspace.rank
     peers = [(rank + step) % size for step in range(1, size)]
-    with HostUse(workspace, OP) as use:
+    with HostEpoch(workspace, OP) as epoch:
         most, hidden = -(-x.shape[0] // size), x.shape[1]
 
         def slots(owner: int) -> torch.Tensor:
             """What came in, and the results: [2, W, rows, hidden]."""
-            return workspace.buffer(owner, use.buffer, (2, size, most, hidden), x.dtype)
+            return workspace.buffer(owner, epoch.buffer, (2, size, most, hidden), x.dtype)
 
         for peer in peers:
-            use.wait_free(peer)
+            epoch.wait_free(peer)
             theirs = x[peer::size]
             slots(peer)[0, rank, : theirs.shape[0]] = theirs
-            use.post(peer, 0)
+            epoch.post(peer, 0)
         mine = slots(rank)
         own = x[rank::size]
         for peer in peers:
-            use.wait(peer, 0)
+            epoch.wait(peer, 0)
         parts = [own if src == rank else mine[0, src, : own.shape[0]] for src in range(size)]
         wide = parts[0].to(torch.float32, copy=True)  # from 0.0 on, a sum of -0.0 would be 0.0
         for part in parts[1:]:
@@ -69,8 +69,8 @@ def _piece(workspace: Workspace, x: torch.Tensor, total: torch.Tensor) -> None:
         total[rank::size] = wide.to(x.dtype)
         for peer in peers:
             slots(peer)[1, rank, : own.shape[0]] = total[rank::size]
-            use.post(peer, 1)
+            epoch.post(peer, 1)
         for peer in peers:
-            use.wait(peer, 1)
+            epoch.wait(peer, 1)
             theirs = total[peer::size]
             theirs.copy_(mine[1, peer, : theirs.shape[0]])

@@ -25,7 +25,7 @@ namespace {
 using weft::ELEMENTS;
 using weft::Numbers;
 using weft::u32;
-using weft::Use;
+using weft::Epoch;
 using Sum = weft::reduce::sum;
 
 constexpr int WARPS = 16;  // of a block, at most
@@ -46,7 +46,7 @@ struct Params {
     float elements;  // of a row
 };
 
-// Where this thread's vectors lie: `piece(v)` among the row's chunks, `at(v)` in the row, `index(v)` in a slot row.
+// Where this thread's vectors lie: `chunk(v)` among the row's chunks, `at(v)` in the row, `index(v)` in a slot row.
 struct RowShare {
     u32 first, step, vectors;
 
@@ -56,11 +56,11 @@ struct RowShare {
         vectors = p.vectors;
     }
 
-    __device__ __forceinline__ u32 piece(int v) const { return first + v * step; }
-    __device__ __forceinline__ u32 at(int v) const { return piece(v) * 32 + threadIdx.x % 32; }
+    __device__ __forceinline__ u32 chunk(int v) const { return first + v * step; }
+    __device__ __forceinline__ u32 at(int v) const { return chunk(v) * 32 + threadIdx.x % 32; }
     __device__ __forceinline__ bool has(int v) const { return at(v) < vectors; }
     __device__ __forceinline__ u32 index(int v) const { return v * blockDim.x + threadIdx.x; }
-    __device__ __forceinline__ u32 pieces() const { return (vectors + 31) / 32; }
+    __device__ __forceinline__ u32 chunks() const { return (vectors + 31) / 32; }
 };
 
 __device__ __forceinline__ float squares(const uint4& v) {
@@ -118,7 +118,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
     for (int v = 0; v < VECTORS; ++v) {
         if (s.has(v)) x[v] = weft::load_vector(vector(p.x, p, first, s.at(v)));
     }
-    const Use use(p.slots);
+    const Epoch epoch(p.slots);
 
     u32 base = 0;
     for (u32 row = first; row < p.rows; row += teams, base += slots) {
@@ -126,7 +126,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
         for (int v = 0; v < VECTORS; ++v) {
             if (!s.has(v)) continue;
             if (row != first) x[v] = weft::load_vector(vector(p.x, p, row, s.at(v)));
-            use.send_to_all(base + s.index(v), weft::ll_encode(x[v]));
+            epoch.send_to_all(base + s.index(v), weft::ll_encode(x[v]));
         }
     }
 
@@ -144,17 +144,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
             if (s.has(v)) {
                 const uint4 own = weft::load_vector(vector(p.x, p, row, s.at(v)));
                 const uint4 residual = weft::load_vector(vector(p.residual, p, row, s.at(v)));
-                sums[v] = plus(weft::take_reduced<Sum>(use, base + s.index(v), own).rounded(), residual);
+                sums[v] = plus(weft::take_reduced<Sum>(epoch, base + s.index(v), own).rounded(), residual);
                 weft::store_vector(vector(p.sums, p, row, s.at(v)), sums[v]);
                 term[0] = squares(sums[v]);
             }
             __syncwarp();
             team.gather();
-            team.publish(s.piece(v), term);
+            team.publish(s.chunk(v), term);
         }
         team.join();
         float scale[1];
-        team.totals(s.pieces(), [&](float squares) { return scale_of(p, squares); }, scale);
+        team.totals(s.chunks(), [&](float squares) { return scale_of(p, squares); }, scale);
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             if (s.has(v)) {
@@ -162,7 +162,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
             }
         }
     }
-    use.leave();
+    epoch.leave();
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512, 1)
@@ -186,7 +186,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
         }
     };
     load(first);
-    const Use use(p.slots);
+    const Epoch epoch(p.slots);
 
     u32 base = 0;
     for (u32 group = first; group < groups; base += slots) {
@@ -194,7 +194,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
         for (int v = 0; v < VECTORS; ++v) {
 #pragma unroll
             for (int i = 1; i < WORLD_SIZE; ++i) {
-                if (s.has(v)) use.send(weft::peer_of(i), base + s.index(v), weft::ll_encode(x[v][i]));
+                if (s.has(v)) epoch.send(weft::peer_of(i), base + s.index(v), weft::ll_encode(x[v][i]));
             }
         }
         group += teams;
@@ -209,8 +209,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
             if (!s.has(v)) continue;
             const uint4 own = row_or_zeros(p.x, p, row, s.at(v));
             const uint4 residual = row_or_zeros(p.residual, p, row, s.at(v));
-            const uint4 total = weft::take_reduced<Sum>(use, base + s.index(v), own).rounded();
-            use.send_to_all(results + base + s.index(v), weft::ll_encode(total));
+            const uint4 total = weft::take_reduced<Sum>(epoch, base + s.index(v), own).rounded();
+            epoch.send_to_all(results + base + s.index(v), weft::ll_encode(total));
             if (row < p.rows) weft::store_vector(vector(p.sums, p, row, s.at(v)), plus(total, residual));
         }
     }
@@ -234,7 +234,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
                     const uint4* from = q == RANK ? p.sums : p.residual;
                     residual[q] = row_or_zeros(from, p, group * WORLD_SIZE + q, s.at(v));
                 }
-                use.take_all(results + base + s.index(v), sums[v]);
+                epoch.take_all(results + base + s.index(v), sums[v]);
 #pragma unroll
                 for (int q = 0; q < WORLD_SIZE; ++q) {
                     sums[v][q] = q == RANK ? residual[q] : plus(sums[v][q], residual[q]);
@@ -243,7 +243,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
             }
             __syncwarp();
             team.gather();
-            team.publish(s.piece(v), terms);
+            team.publish(s.chunk(v), terms);
         }
 #pragma unroll
         for (int q = 0; q < WORLD_SIZE; ++q) {
@@ -256,7 +256,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
         }
         team.join();
         float scale[WORLD_SIZE];
-        team.totals(s.pieces(), [&](float squares) { return scale_of(p, squares); }, scale);
+        team.totals(s.chunks(), [&](float squares) { return scale_of(p, squares); }, scale);
 #pragma unroll
         for (int q = 0; q < WORLD_SIZE; ++q) {
             const u32 row = group * WORLD_SIZE + q;
@@ -268,5 +268,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
             }
         }
     }
-    use.leave();
+    epoch.leave();
 }

@@ -13,7 +13,7 @@ import queue
 import torch
 
 from ...symm_mem.layout import Layout
-from ...symm_mem.workspace import HostUse, Workspace
+from ...symm_mem.workspace import HostEpoch, Workspace
 from ..device.comm.copy_thread import copying
 
 OP = "fused_matmul_all_reduce"
@@ -34,16 +34,16 @@ def host_matmul_all_reduce(
     rows = [slice(min(q * part, m), min((q + 1) * part, m)) for q in range(size)]
     peers = [(rank + step) % size for step in range(1, size)]
     out = torch.empty(m, n, dtype=dtype)
-    with workspace.lock, HostUse(workspace, OP) as use:
-        buffers = [workspace.buffer(peer, use.buffer, (2, size, part, n), dtype) for peer in range(size)]
+    with workspace.lock, HostEpoch(workspace, OP) as epoch:
+        buffers = [workspace.buffer(peer, epoch.buffer, (2, size, part, n), dtype) for peer in range(size)]
         finished: queue.SimpleQueue[tuple[int, torch.Tensor] | None] = queue.SimpleQueue()
 
         def push() -> None:
             while (item := finished.get()) is not None:
                 peer, partial = item
-                use.wait_free(peer)
+                epoch.wait_free(peer)
                 buffers[peer][0, rank, : partial.shape[0]] = partial
-                use.post(peer, 0)
+                epoch.post(peer, 0)
 
         with copying(workspace, push, lambda: finished.put(None)):
             for peer in peers:
@@ -53,7 +53,7 @@ def host_matmul_all_reduce(
         total: torch.Tensor | None = None
         for src in range(size):
             if src != rank:
-                use.wait(src, 0)
+                epoch.wait(src, 0)
             term = own if src == rank else buffers[rank][0, src, : own.shape[0]]
             # From 0.0 on, a sum of -0.0 would be 0.0.
             total = term.to(own.dtype, copy=True) if total is None else total.add_(term)
@@ -63,9 +63,9 @@ def host_matmul_all_reduce(
         out[rows[rank]] = total.to(dtype)
         for peer in peers:
             buffers[peer][1, rank, : own.shape[0]] = out[rows[rank]]
-            use.post(peer, 1)
+            epoch.post(peer, 1)
         for peer in peers:
-            use.wait(peer, 1)
+            epoch.wait(peer, 1)
             theirs = out[rows[peer]]
             theirs.copy_(buffers[rank][1, peer, : theirs.shape[0]])
     return out

@@ -183,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) matmul_all_reduce(co
     const Start start(p);
     Operands operands;
     operands.load(p, start, 0);
-    const weft::Use use(p.slots);
+    const weft::Epoch epoch(p.slots);
 
     Sums sums = {};
 #pragma unroll 1
@@ -204,9 +204,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) matmul_all_reduce(co
     const int column = blockIdx.x * COLUMNS + group * 32 + vector % 4 * 8;
     if (group < GROUPS && column < p.n) {
         const uint4 own = total_of(partials, (group * 2 + row / 8) * 32 + row % 8 * 4 + vector % 4);
-        use.send_to_all(vector, weft::ll_encode(own));
+        epoch.send_to_all(vector, weft::ll_encode(own));
         uint4* to = p.out + (static_cast<u64>(row) * p.n + column) / 8;
-        weft::store_vector(to, weft::take_reduced<weft::reduce::REDUCE>(use, vector, own).rounded());
+        weft::store_vector(to, weft::take_reduced<weft::reduce::REDUCE>(epoch, vector, own).rounded());
     }
-    use.leave();
+    epoch.leave();
 }

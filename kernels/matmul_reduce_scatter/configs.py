@@ -218,6 +218,8 @@ def scatter_layout(config: FusedConfig, problem: MatmulReduceScatterProblem) -> 
 
 def scatter_is_profitable(problem: MatmulReduceScatterProblem) -> bool:
     """Whether the better of both kernels is predicted to beat a matmul and a reduce-scatter behind it."""
+    if 0 in (problem.m, problem.n, problem.k):
+        return False  # no kernel takes an empty matrix
     fused, _ = rank_scatter_kernels(problem)[0]
     return fused < gemm_tiles.unfused_us(problem.rows, problem.n, problem.k, problem.moved, problem.spec)
 

@@ -12,7 +12,7 @@ import queue
 import torch
 
 from ...symm_mem.layout import Layout
-from ...symm_mem.workspace import HostUse, Workspace
+from ...symm_mem.workspace import HostEpoch, Workspace
 from ..device.comm.copy_thread import copying
 
 OP = "fused_matmul_reduce_scatter"
@@ -42,16 +42,16 @@ def host_matmul_reduce_scatter(
     """
     rows, n, dtype = parts[0][0].shape[0], parts[0][1].shape[1], parts[0][0].dtype
     size, rank = workspace.world_size, workspace.rank
-    with workspace.lock, HostUse(workspace, OP) as use:
-        slots = [workspace.buffer(peer, use.buffer, (size, rows, n), dtype) for peer in range(size)]
+    with workspace.lock, HostEpoch(workspace, OP) as epoch:
+        slots = [workspace.buffer(peer, epoch.buffer, (size, rows, n), dtype) for peer in range(size)]
         finished: queue.SimpleQueue[tuple[int, torch.Tensor] | None] = queue.SimpleQueue()
 
         def push() -> None:
             while (item := finished.get()) is not None:
                 peer, partial = item
-                use.wait_free(peer)
+                epoch.wait_free(peer)
                 slots[peer][rank] = partial
-                use.post(peer, 0)
+                epoch.post(peer, 0)
 
         with copying(workspace, push, lambda: finished.put(None)):
             for step in range(1, size):
@@ -63,7 +63,7 @@ def host_matmul_reduce_scatter(
             total: torch.Tensor | None = None
             for src in range(size):
                 if src != rank:
-                    use.wait(src, 0)
+                    epoch.wait(src, 0)
                 part = own if src == rank else slots[rank][src]
                 # From 0.0 on, a sum of -0.0 would be 0.0.
                 total = part.to(torch.float32, copy=True) if total is None else total.add_(part)

@@ -16,14 +16,14 @@
 // thread's vectors of a local tile of every peer, with ALL_REDUCE a step later for the peers' sums. It resets the slots
 // it has read. Warp 3 of the last block ends the epoch (weft::leave). Graph-safe.
 // Blocks wait for other ranks' blocks: all of a launch must be resident, no more than there are SMs.
-// docs/protocol.md#matmul--reduce-scatter has the proof; order.cuh the order of the tiles.
+// docs/protocol.md#matmul--reduce-scatter has the proof; tile_order.cuh the order of the tiles.
 
 // Per thread; data that is copied, and data that arrives, passes through them.
 #define SERVE_REGISTERS 56
 #define MULTIPLY_REGISTERS 224
 #include "gemm/gemm.cuh"
 #include "comm/rate_limiter.cuh"
-#include "order.cuh"
+#include "tile_order.cuh"
 #include "parts.cuh"
 #include "sums.cuh"
 
@@ -129,10 +129,10 @@ __device__ __forceinline__ uint4* staged(const Params& p, int warpgroup) {
 
 // Warps 1 and 2: send to the peers what their warpgroup has staged.
 __device__ __forceinline__ void push(
-    const Params& p, const weft::Shared& s, const Order& order, int warpgroup, u32 use) {
+    const Params& p, const weft::Shared& s, const Order& order, int warpgroup, u32 epoch) {
     const int lane = threadIdx.x % 32;
     u32* sent = s.counts + SENT + warpgroup;
-    if (!weft::may_send(p.watch, p.buffer, use)) {
+    if (!weft::may_send(p.watch, p.buffer, epoch)) {
         if (lane == 0) weft::set_count(sent, weft::NOTHING);
         return;
     }
@@ -177,7 +177,7 @@ __device__ __forceinline__ void tell(const weft::Shared& s, int warpgroup, u32 c
 
 // Sends or stages a compute warpgroup's fragment of a tile.
 __device__ __forceinline__ void send(
-    const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 use, u32& sent,
+    const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 epoch, u32& sent,
     const float (&sums)[weft::SUMS]) {
     if (sent == weft::NOTHING) return;
     if constexpr (STAGING) {
@@ -186,7 +186,7 @@ __device__ __forceinline__ void send(
         tell(s, warpgroup, ++sent);
     } else {
         // Warps may differ around a deadline: each sends everything, or nothing.
-        if (sent == 0) sent = weft::may_send(p.watch, p.buffer, use) ? 1 : weft::NOTHING;
+        if (sent == 0) sent = weft::may_send(p.watch, p.buffer, epoch) ? 1 : weft::NOTHING;
         if (sent == weft::NOTHING) return;
         weft::store_part(at_peer(p, order, t, warpgroup, t.dst), sums);
     }
@@ -221,7 +221,8 @@ __device__ __forceinline__ void have_taken(const weft::Shared& s, int warpgroup)
 }
 
 // Warp 3: reports the first vector whose wait has expired, and ends the epoch when all are taken.
-__device__ __forceinline__ void report_and_leave(const Params& p, const weft::Shared& s, const Order& order, u32 use) {
+__device__ __forceinline__ void report_and_leave(
+    const Params& p, const weft::Shared& s, const Order& order, u32 epoch) {
     if (threadIdx.x % 32 != 0) return;
     for (bool told = false, over = false; !over; __nanosleep(100)) {
         over = weft::read_count(s.counts + TAKEN) != 0 && weft::read_count(s.counts + TAKEN + 1) != 0;
@@ -230,9 +231,9 @@ __device__ __forceinline__ void report_and_leave(const Params& p, const weft::Sh
         told = true;
         const u32 word = static_cast<u32>(reinterpret_cast<u32*>(p.receive_buffer + missed - 1) - p.watch.words);
         const int sender = sender_of(order, missed - 1, p.watch.rank);
-        weft::report(p.watch, sender, word, use, use - 1, weft::WAIT_DATA);
+        weft::report(p.watch, sender, word, epoch, epoch - 1, weft::WAIT_DATA);
     }
-    weft::leave(p.watch, p.buffer, use);
+    weft::leave(p.watch, p.buffer, epoch);
 }
 
 // Adds all peers' fragments to a warpgroup's one of a local tile. False: a wait has expired. As many loads in flight as
@@ -265,12 +266,12 @@ __device__ __forceinline__ bool add_parts(
 // Finishes a compute warpgroup's fragment of a local tile: adds the peers', stores the sum to `out`, with ALL_REDUCE
 // sends it. `last`: no tile follows.
 __device__ __forceinline__ void finish(
-    const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 use, bool last,
+    const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 epoch, bool last,
     u32& sent, float (&sums)[weft::SUMS]) {
     const bool there = add_parts(p, s, order, t, warpgroup, sums);
     if constexpr (ALL_REDUCE) {
         if (!weft::all_of_warpgroup(warpgroup, there)) tell(s, warpgroup, sent = weft::NOTHING);
-        send(p, s, order, t, warpgroup, use, sent, sums);
+        send(p, s, order, t, warpgroup, epoch, sent, sums);
     }
     if (!ALL_REDUCE && last) have_taken(s, warpgroup);
     const int row = t.row * BM, column = t.column * BN, part = ALL_REDUCE ? p.watch.rank : t.batch;
@@ -309,14 +310,14 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
     const weft::Shared s = weft::shared_memory(base);
     // In shared memory: there are no registers to keep it in.
     Order& order = *reinterpret_cast<Order*>(s.counts + ORDER);
-    const u32 use = p.watch.words[p.buffer.epoch] + 1;
+    const u32 epoch = p.watch.words[p.buffer.epoch] + 1;
     weft::begin(s, [&] { order = Order(p); });
     const int warp = weft::warp_of_block(), warpgroup = warp / 4, role = warp % 4;
     if (warpgroup == 2) {
         weft::warpgroup_reg_dealloc<SERVE_REGISTERS>();
         if (role == 0) load(p, s, order);
-        if (STAGING && (role == 1 || role == 2)) push(p, s, order, role - 1, use);
-        if (role == 3) report_and_leave(p, s, order, use);
+        if (STAGING && (role == 1 || role == 2)) push(p, s, order, role - 1, epoch);
+        if (role == 3) report_and_leave(p, s, order, epoch);
     } else {
         weft::warpgroup_reg_alloc<MULTIPLY_REGISTERS>();
         weft::PipelineState<STAGES> state;
@@ -326,9 +327,9 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
             const Tile t = order.tile(p, step, s.block);
             float sums[weft::SUMS];
             weft::multiply(s, state, warpgroup, p.depth, sums);
-            if (t.inside && t.dst != p.watch.rank) send(p, s, order, t, warpgroup, use, sent, sums);
+            if (t.inside && t.dst != p.watch.rank) send(p, s, order, t, warpgroup, epoch, sent, sums);
             const bool last = step + weft::stride() >= order.steps();
-            if (t.inside && t.dst == p.watch.rank) finish(p, s, order, t, warpgroup, use, last, sent, sums);
+            if (t.inside && t.dst == p.watch.rank) finish(p, s, order, t, warpgroup, epoch, last, sent, sums);
             if (ALL_REDUCE) take_sums(p, s, order, step - weft::stride(), warpgroup);
         }
         if (ALL_REDUCE) take_sums(p, s, order, step - weft::stride(), warpgroup);

@@ -80,10 +80,10 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     };
     weft::Parts parts;
     if (const ThreadShare s; s.at < p.vectors) parts.load_all(load_part, s.at);
-    const weft::Use use(p.slots);
+    const weft::Epoch epoch(p.slots);
 
     for (ThreadShare s; s.at < p.vectors;) {
-        parts.send_all(load_part, use, s);
+        parts.send_all(load_part, epoch, s);
         s.next();
         if (s.at < p.vectors) parts.load_all(load_part, s.at);
     }
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     const float scale = p.average ? 1.0f / WORLD_SIZE : 1.0f;
     for (ThreadShare s; s.at < p.vectors; s.next()) {
         const Own own(p, s.at);
-        Numbers total = weft::take_reduced<weft::reduce::sum>(use, s.index, own.part);
+        Numbers total = weft::take_reduced<weft::reduce::sum>(epoch, s.index, own.part);
 #pragma unroll
         for (int i = 0; i < weft::ELEMENTS; ++i) total.of[i] *= scale;
 #if BIAS
@@ -102,5 +102,5 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 #endif
         store_result(p, s.at, total);
     }
-    use.leave();
+    epoch.leave();
 }

@@ -11,6 +11,7 @@ from operator import itemgetter
 
 import torch
 
+from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import Workspace
 from ..device.gemm import gemm, gemm_tiles
@@ -74,7 +75,7 @@ def launch_sum_to_all(
 
         same = (op, a.shape, b.shape, a.dtype, epilogue, choice.config, num_sms)
         kernel = make_together(workspace, op, key, same, make)
-    stream = torch._C._cuda_getCurrentRawStream(a.get_device())
+    stream = current_stream_of(a)
     operands, results = (a.data_ptr(), b.data_ptr()), (out.data_ptr(),)
     kernel.launch(workspace.next_buffer(), operands, results, timeout_ns, stream)
     return out, kernel

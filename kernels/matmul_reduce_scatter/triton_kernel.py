@@ -53,13 +53,13 @@ def _product(
 
 
 @triton.jit
-def _send(peers, dst, batch, row, column, tile, BM: tl.constexpr, BN: tl.constexpr, PIECES: tl.constexpr):
-    if PIECES == 1:
+def _send(peers, dst, batch, row, column, tile, BM: tl.constexpr, BN: tl.constexpr, CHUNKS: tl.constexpr):
+    if CHUNKS == 1:
         peers.store([dst, batch, row, column], tile.to(peers.dtype).reshape(1, 1, BM, BN))
     else:
         left, right = cut(tile, BM, BN)
-        _send(peers, dst, batch, row, column, left, BM, BN // 2, PIECES // 2)
-        _send(peers, dst, batch, row, column + BN // 2, right, BM, BN // 2, PIECES // 2)
+        _send(peers, dst, batch, row, column, left, BM, BN // 2, CHUNKS // 2)
+        _send(peers, dst, batch, row, column + BN // 2, right, BM, BN // 2, CHUNKS // 2)
 
 
 @triton.jit
@@ -82,15 +82,15 @@ def _sum_up(
     RESIDUAL: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    PIECES: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
-    if PIECES == 1:
+    if CHUNKS == 1:
         rows = row + tl.arange(0, BM)[:, None]
         columns = column + tl.arange(0, BN)[None, :]
         place = (batch * m + rows).to(tl.int64) * n + columns
         at = receive_buffer + place
         inside = (rows < m) & (columns < n)
-        total = tl.zeros((BM, BN), tl.float32)
+        total = tl.full((BM, BN), -0.0, tl.float32)  # x + -0 is x, of -0 too
         for src in tl.static_range(WORLD_SIZE):
             if src == RANK:
                 total += own
@@ -107,7 +107,7 @@ def _sum_up(
     else:
         left, right = cut(own, BM, BN)
         H: tl.constexpr = BN // 2
-        P: tl.constexpr = PIECES // 2
+        P: tl.constexpr = CHUNKS // 2
         for side in tl.static_range(2):
             _sum_up(
                 out,
@@ -163,7 +163,7 @@ def matmul_reduce_scatter_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP_M: tl.constexpr,
-    PIECES: tl.constexpr,
+    CHUNKS: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -192,7 +192,7 @@ def matmul_reduce_scatter_kernel(
         acc = _product(a, b, batch, dst, row, column, k, BM, BN, BK, B_TRANSPOSED, PRECISION)
         if pending != 0:
             sync.post_stored(words + pending, epoch)
-        _send(peers, dst, batch, row, column, acc, BM, BN, PIECES)
+        _send(peers, dst, batch, row, column, acc, BM, BN, CHUNKS)
         flag = flags_at + RANK * flags_per_rank + tile % tiles
         pending = tl.cast(dst - RANK, tl.int64) * span_words + flag
     if pending != 0:
@@ -237,7 +237,7 @@ def matmul_reduce_scatter_kernel(
             RESIDUAL,
             BM,
             BN,
-            PIECES,
+            CHUNKS,
         )
     sync.leave_block(words, fault, buffer, done_at, epoch, RANK, record, span_words, WORLD_SIZE, False)
 
@@ -293,7 +293,7 @@ class TritonMatmulReduceScatter:
         transposed = is_transposed(b)
         b_rows = b.t() if transposed else b
         b_tile = (tile.block_n, tile.block_k) if transposed else (tile.block_k, tile.block_n)
-        piece = (tile.block_m, tile.block_n // tile.pieces)
+        chunk = (tile.block_m, tile.block_n // tile.chunks)
         self._launch = Launch(
             matmul_reduce_scatter_kernel,
             (
@@ -302,9 +302,9 @@ class TritonMatmulReduceScatter:
                 Operand.of(
                     (world_size, *self._part),
                     (workspace.span // a.dtype.itemsize, m * n, n, 1),
-                    (1, 1, *piece),
+                    (1, 1, *chunk),
                 ),
-                Operand.contiguous(self._part, (1, *piece)),
+                Operand.contiguous(self._part, (1, *chunk)),
             ),
             {
                 "RANK": workspace.rank,
@@ -316,7 +316,7 @@ class TritonMatmulReduceScatter:
                 "BN": tile.block_n,
                 "BK": tile.block_k,
                 "GROUP_M": config.group_m,
-                "PIECES": tile.pieces,
+                "CHUNKS": tile.chunks,
                 "B_TRANSPOSED": transposed,
                 "PRECISION": precision(a.dtype),
             },

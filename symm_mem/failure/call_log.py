@@ -32,7 +32,7 @@ class CallLog:
         self._site: Site | None = None
         self.replayed = replayed
         self._kept: list[deque[tuple[str, Site | None]]] = [deque(maxlen=_KEPT) for _ in range(buffers)]
-        self._uses = [0] * buffers
+        self._epochs = [0] * buffers
         self._pushed: deque[tuple[str, Site | None, Grids]] = deque(maxlen=_KEPT)
         self._launched: dict[Grids, int] = {}  # how often, all in all
 
@@ -57,44 +57,44 @@ class CallLog:
 
     def takes(self, buffer: int) -> None:
         """The call that began last takes a buffer."""
-        self._uses[buffer] += 1
+        self._epochs[buffer] += 1
         self._kept[buffer].append((self.op, self._site))
 
-    def find(self, buffer: int | None, use: int) -> tuple[str, str | None]:
-        """Op and site of epoch ``use`` of a buffer, the first one being 1; of the last call if that is not known."""
-        if buffer is not None and (uses := self._uses[buffer]):
-            back = self._back(use, uses)
+    def find(self, buffer: int | None, epoch: int) -> tuple[str, str | None]:
+        """Op and site of epoch ``epoch`` of a buffer, the first one being 1; of the last call if that is not known."""
+        if buffer is not None and (epochs := self._epochs[buffer]):
+            back = self._back(epoch, epochs)
             kept = self._kept[buffer]
             if 1 <= back <= len(kept):
                 op, site = kept[-back]
                 return op, text(site)
         return self.op, self.site
 
-    def find_push(self, block: int, use: int) -> tuple[str, str | None]:
+    def find_push(self, block: int, epoch: int) -> tuple[str, str | None]:
         """The same of an epoch of a block's slots."""
-        if uses := sum(times * _uses(grids, block) for grids, times in self._launched.items()):
-            back = self._back(use, uses)
+        if epochs := sum(times * _epochs_of(grids, block) for grids, times in self._launched.items()):
+            back = self._back(epoch, epochs)
             for op, site, grids in reversed(list(self._pushed)) if back >= 1 else ():
-                back -= _uses(grids, block)
+                back -= _epochs_of(grids, block)
                 if back <= 0:
                     return op, text(site)
         return self.op, self.site
 
-    def _back(self, use: int, uses: int) -> int:
-        """How many epochs ago epoch ``use`` was, of ``uses``; 1: it is the newest."""
-        return uses - ((use - 1) % uses if self.replayed else use - 1)
+    def _back(self, epoch: int, epochs: int) -> int:
+        """How many epochs ago epoch ``epoch`` was, of ``epochs``; 1: it is the newest."""
+        return epochs - ((epoch - 1) % epochs if self.replayed else epoch - 1)
 
     def reset_state(self) -> None:
         """Epochs count from 0 again. A captured graph keeps its calls."""
         if not self.replayed:
-            self._uses = [0] * len(self._uses)
+            self._epochs = [0] * len(self._epochs)
             for kept in self._kept:
                 kept.clear()
             self._pushed.clear()
             self._launched.clear()
 
 
-def _uses(grids: Grids, block: int) -> int:
+def _epochs_of(grids: Grids, block: int) -> int:
     return sum(block < grid for grid in grids)
 
 

@@ -108,11 +108,11 @@ class Fault:
             buffer_of: Any = getattr(layout, "buffer_of", None)
             block_of: Any = getattr(layout, "block_of", None)
             # A wait for memory to become free expects the count of the use before.
-            use = expected + (record.kind == _WAIT_FREE)
+            epoch = expected + (record.kind == _WAIT_FREE)
             if block_of is not None:
-                name, site = calls.find_push(block_of(word), use)
+                name, site = calls.find_push(block_of(word), epoch)
             else:
-                name, site = calls.find(buffer_of and buffer_of(word), use)
+                name, site = calls.find(buffer_of and buffer_of(word), epoch)
             flag, seconds = layout.describe(word), calls.seconds
         if record.kind == _ABORTED:  # nothing was waited for; what it says is 1 + the rank that it blames
             flag, expected, seconds, blames = f"abort notice of rank {peer}", 0, 0.0, seen - 1

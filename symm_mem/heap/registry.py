@@ -52,12 +52,21 @@ def get_heap(group: Group = None, device: torch.device | str | None = None) -> H
             known = _heaps.get(key)
             if known is None or known[0]() is not pg:
                 _refuse_destroyed(pg)
-                known = _heaps[key] = (weakref.ref(pg), _make(pg, where))
-                forks.finalize(pg, _forget, key, known)
+                known = register_heap(pg, where.type, index, _make(pg, where))
     found = known[1]
     if isinstance(found, HeapUnavailable):
         raise HeapUnavailable(str(found))
     return found
+
+
+def register_heap(
+    pg: ProcessGroup, device_type: str, index: int, made: Heap | HeapUnavailable
+) -> tuple[GroupRef, Heap | HeapUnavailable]:
+    """What ``get_heap`` returns from now on, until the group is destroyed. ``index``: -1 on the CPU."""
+    key, known = (pg.group_name, device_type, index), (weakref.ref(pg), made)
+    _heaps[key] = known
+    forks.finalize(pg, _forget, key, known)
+    return known
 
 
 def known_heap(group_name: str, device: int) -> tuple[GroupRef, Heap] | None:

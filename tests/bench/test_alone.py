@@ -1,4 +1,4 @@
-"""One rank alone: pieces are announced in the order in which ranks send them; on a GPU, its results are right."""
+"""One rank alone: chunks are announced in the order in which ranks send them; on a GPU, its results are right."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ int main(int, char** given) {
     p.m = std::atoi(given[1]), p.k = std::atoi(given[2]), p.group = std::atoi(given[3]);
     p.n = 8, p.bs = 1, p.columns[0] = 1, p.raster_group = p.remote_raster_group = 4, p.buffer.world_size = 4;
     const weft::GatherTileScheduler<Params> order(p);
-    for (int i = 0; i < order.pieces; ++i) {
-        const weft::GatherPiece<Params> piece(p, order, i);
-        if (piece.inside) std::printf("%d\\n", piece.flag);
+    for (int i = 0; i < order.chunks; ++i) {
+        const weft::GatherChunk<Params> chunk(p, order, i);
+        if (chunk.inside) std::printf("%d\\n", chunk.flag);
     }
 }
 """
 
 
-@pytest.mark.parametrize(("block_m", "unit", "piece_rows"), [(128, 512, 32), (64, 1024, 64), (128, 256, 16)])
-def test_pieces_are_announced_in_the_order_in_which_ranks_send(
-    block_m: int, unit: int, piece_rows: int, tmp_path: Path
+@pytest.mark.parametrize(("block_m", "unit", "chunk_rows"), [(128, 512, 32), (64, 1024, 64), (128, 256, 16)])
+def test_chunks_are_announced_in_the_order_in_which_ranks_send(
+    block_m: int, unit: int, chunk_rows: int, tmp_path: Path
 ) -> None:
     compiler = shutil.which("g++") or shutil.which("c++")
     assert compiler, "a C++ compiler is needed"
     defines = {
-        "GATHER": f'"{SOURCE.parent / "order.cuh"}"',
+        "GATHER": f'"{SOURCE.parent / "tile_order.cuh"}"',
         "BM": block_m,
         "BN": 128,
         "SPLIT_K": 0,
-        "UNIT_COLUMNS": unit,
+        "K_CHUNK_COLUMNS": unit,
     }
-    defines |= {"PIECE_ROWS": piece_rows, "PIECE_COLUMNS": 64}
+    defines |= {"CHUNK_ROWS": chunk_rows, "CHUNK_COLUMNS": 64}
     (tmp_path / "prints.cpp").write_text(PRINTS)
     arguments = [f"-D{name}={value}" for name, value in defines.items()]
     subprocess.run(
@@ -80,7 +80,7 @@ def test_pieces_are_announced_in_the_order_in_which_ranks_send(
     choice = random.Random(block_m)
     for _ in range(20):
         m, k, group = choice.randrange(1, 700), 8 * choice.randrange(1, 400), choice.randrange(1, 5)
-        config = GatherPushConfig(Tile(block_m, 128, 4, 0.4), 0, group, piece_rows, unit_columns=unit)
+        config = GatherPushConfig(Tile(block_m, 128, 4, 0.4), 0, group, chunk_rows, k_chunk_columns=unit)
         ll_protocol = alone_gather.announcements(config, m, k, 4)
         command = [tmp_path / "prints", *map(str, (m, k, group))]
         sent = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from weft.symm_mem.workspace import HostUse
+from weft.symm_mem.workspace import HostEpoch
 
 #: What happens: a rank comes late, is stopped (SIGSTOP) and goes on later, is killed (SIGKILL), leaves a call out,
 #: calls with another argument than the others, has an exception inside the call, or forks a child that makes calls.
@@ -85,9 +85,9 @@ class Fault:
             yield True
             return
         method, flag = place
-        real, left = getattr(HostUse, method), [self._happen]
+        real, left = getattr(HostEpoch, method), [self._happen]
 
-        def struck(use: HostUse, *args: Any) -> None:
+        def struck(use: HostEpoch, *args: Any) -> None:
             if method == "post":
                 real(use, *args)
             if left and (flag is None or flag == args[-1]):
@@ -95,7 +95,7 @@ class Fault:
             if method != "post":
                 real(use, *args)
 
-        with mock.patch.object(HostUse, method, struck):
+        with mock.patch.object(HostEpoch, method, struck):
             yield True
 
     def _happen(self) -> None:

@@ -68,15 +68,15 @@ def test_any_strides_alignment_and_memory(device: str) -> None:
     run_row(any_layout, 3, device=device)
 
 
-def pieces(rank: int, world_size: int) -> None:
-    host.PIECE = 1000
+def chunks(rank: int, world_size: int) -> None:
+    host.CHUNK_BYTES = 1000
     x = torch.randn(12345)
     for _ in range(3):
-        check("pieces", one_shot_all_reduce(x, "sum", world()), sum(gather(x)), 1e-6)
+        check("chunks", one_shot_all_reduce(x, "sum", world()), sum(gather(x)), 1e-6)
 
 
-def test_large_inputs_travel_in_pieces() -> None:
-    run_ranks(pieces, 2, fresh=True)
+def test_large_inputs_travel_in_chunks() -> None:
+    run_ranks(chunks, 2, fresh=True)
 
 
 def many(rank: int, world_size: int) -> None:

@@ -71,18 +71,18 @@ def test_any_strides_and_alignment(device: str) -> None:
     run_row(any_layout, 3, device=device)
 
 
-def pieces(rank: int, world_size: int) -> None:
-    host.PIECE = 1000
+def chunks(rank: int, world_size: int) -> None:
+    host.CHUNK_BYTES = 1000
     for rows in (1, 4, 30):
         x, residual = torch.randn(rows, 64), same_on_all(rows, 64, dtype=torch.float32)
         parts = [*gather(x), residual.double()]
         for _ in range(3):
             _, sums = fused_all_reduce_rms_norm(x, residual, torch.ones(64), EPS, world())
-            check("pieces", sums, sum(parts), 1e-6, parts)
+            check("chunks", sums, sum(parts), 1e-6, parts)
 
 
-def test_many_rows_travel_in_pieces() -> None:
-    run_ranks(pieces, 3, fresh=True)
+def test_many_rows_travel_in_chunks() -> None:
+    run_ranks(chunks, 3, fresh=True)
 
 
 def gradients(rank: int, world_size: int, shape: tuple[int, ...]) -> None:

@@ -190,7 +190,7 @@ def as_they_lie(rank: int, world_size: int, algorithm: str) -> None:
     for name, (shard, dim, copies) in cases.items():
         B = matrix((world_size if dim == shard.dim() - 1 else 1) * 136, 264, torch.bfloat16, transposed=True)
         for return_A in (False, True):
-            for _ in range(2):  # the long way and, where nothing is copied, the short one
+            for _ in range(2):  # the slow path and, where nothing is copied, the fast one
                 poison(rank)
                 torch.cuda.synchronize()
                 before = allocations()

@@ -356,7 +356,7 @@ def test_each_kernel_of_the_all_reduce_is_reached(size: int) -> None:
             found = launch(-(-nbytes // part), all_reduce_layout(nbytes, size, config), config)
             name = found.kernel + ("_any" if nbytes % part else "")
             reached.add(name)
-            if found.uses > 1:
+            if found.epochs > 1:
                 several.add(name)
     assert reached >= {"one_shot_any", "two_shot_any", "two_shot_rounds", "two_shot_rounds_any"}
     assert several == {"two_shot_rounds", "two_shot_rounds_any"}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import fake_gpu
 import pytest
 import torch
+from fake_gpu import NAME, Stage
 from opcommon import BOUND, DEVICES, DTYPES, check, gather, matrix, poison, refuses, whole, world
 from ranks import run_ranks, run_row
 from weft.fused_ops import fused_all_gather_matmul
@@ -16,9 +17,10 @@ from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops import matmul_reduce_scatter
 from weft.fused_ops.ops.calls import MatmulReduceScatterCall
 from weft.kernels.matmul_reduce_scatter import host, on_cuda
-from weft.symm_mem.layout import Layout
+from weft.symm_mem.call_cache import CachedDict
 
 _op = torch.ops.weft.fused_matmul_reduce_scatter
+stage = fake_gpu.stage
 
 
 def shapes(w: int) -> list[tuple[tuple[int, ...], list[int], int, int]]:
@@ -213,20 +215,12 @@ class Kernel:
 
 
 @pytest.fixture
-def where(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A heap and a GPU that are none."""
-    heap, prepared = SimpleNamespace(prepare=lambda op, same, step: step()), dict[Any, Any]()
-    workspace = SimpleNamespace(
-        world_size=2, prepared=prepared, keep=prepared.__setitem__, heap=heap, next_buffer=lambda: 0
-    )
-    workspace.layout, workspace.raise_if_broken = Layout(2, 0, 8), lambda op: None
-    monkeypatch.setattr(matmul_reduce_scatter, "num_sms", lambda device: 132)
-    monkeypatch.setattr(matmul_reduce_scatter, "in_stream_order", lambda device: nullcontext())
-    monkeypatch.setattr(matmul_reduce_scatter, "product_workspace", lambda *_: workspace)
-    monkeypatch.setattr(matmul_reduce_scatter, "get_timeout", lambda name: 1.0)
+def where(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A heap whose workspace is empty."""
+    prepared = stage.workspace.prepared = CachedDict()  # type: ignore[assignment]
+    stage.workspace.heap = SimpleNamespace(prepare=lambda op, same, step: step())
     monkeypatch.setattr(on_cuda, "MatmulReduceScatterPush", Kernel)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    return SimpleNamespace(world_size=2, group_name="a group", workspace=workspace)
+    return SimpleNamespace(**vars(stage.where), prepared=prepared)
 
 
 M, N = 16384, 4096  # so much that the kernel which sends tiles is chosen
@@ -254,13 +248,11 @@ def test_factors_are_stacked_only_where_they_must_be(
     ]
     factors = [x for pair in zip(As, Bs, strict=True) for x in pair]
     bias = torch.empty(N // (2 if dim else 1), dtype=torch.bfloat16)
-    call = MatmulReduceScatterCall(
-        *factors[:2], "sum", dim, "a group", torch.bfloat16, bias, more=factors[2:]
-    )
+    call = MatmulReduceScatterCall(*factors[:2], "sum", dim, NAME, torch.bfloat16, bias, more=factors[2:])
     with forced("fused"):
         out = matmul_reduce_scatter._on_cuda(where, call)
     assert isinstance(out, torch.Tensor) and list(out.shape) == call.local_shape(2)
-    (kernel,) = (x for x in where.workspace.prepared.values() if isinstance(x, Kernel))
+    (kernel,) = (x for x in where.prepared.values() if isinstance(x, Kernel))
     addresses = [x.data_ptr() for x in (*factors, bias)]
     assert (kernel.operands == addresses) is as_they_are
     depths = [shape[-1] for shape, _ in kernel.sizes[::2]]
@@ -268,15 +260,15 @@ def test_factors_are_stacked_only_where_they_must_be(
     assert kernel.operands[-1] == bias.data_ptr()
     # The next such call finds it, with its tensors in this order.
     key = key_of(host.OP, (dim, "sum", True, False, len(factors) - 2), [*factors, bias])
-    assert (key in where.workspace.prepared) is as_they_are
+    assert (key in where.prepared) is as_they_are
 
 
 def test_sums_of_the_same_size_have_kernels_of_their_own(where: SimpleNamespace) -> None:
     for ks in ([72, 136], [136, 72], [104, 104]):
         factors = [x for k in ks for x in (torch.empty(M, k), torch.empty(k, N))]
         factors = [x.bfloat16() for x in factors]
-        call = MatmulReduceScatterCall(*factors[:2], "sum", 0, "a group", torch.bfloat16, more=factors[2:])
+        call = MatmulReduceScatterCall(*factors[:2], "sum", 0, NAME, torch.bfloat16, more=factors[2:])
         with forced("fused"):
             matmul_reduce_scatter._on_cuda(where, call)
-    kernels = [x for x in where.workspace.prepared.values() if isinstance(x, Kernel)]
+    kernels = [x for x in where.prepared.values() if isinstance(x, Kernel)]
     assert len(kernels) == 3

@@ -9,7 +9,7 @@ import pytest
 import torch
 from opcommon import world
 from ranks import run_ranks
-from test_products_on_gpus import gathered, whole
+from test_matmuls_on_gpus import gathered, whole
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, last_plan
 from weft.fused_ops.dispatch.plan import forced

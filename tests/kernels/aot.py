@@ -77,7 +77,7 @@ def _common(
         "BN": tile.block_n,
         "BK": tile.block_k,
         "GROUP_M": 8,
-        "PIECES": tile.pieces,
+        "CHUNKS": tile.chunks,
         "B_TRANSPOSED": transposed,
         "PRECISION": precision(dtype),
     }
@@ -103,7 +103,7 @@ def all_gather_matmul(
         "a_local": rows,
         "a_gathered": rows,
         "b": b,
-        "c": _descriptor(dtype, 1, tile.block_m, tile.block_n // tile.pieces),
+        "c": _descriptor(dtype, 1, tile.block_m, tile.block_n // tile.chunks),
         "words": "*i32",
         "fault": "*i32",
         **_numbers("m", "n", "k", "chunk_rows", "rank", "buffer", *_USE),
@@ -121,12 +121,12 @@ def matmul_reduce_scatter(
     from weft.kernels.matmul_reduce_scatter.triton_kernel import matmul_reduce_scatter_kernel
 
     b, constants = _common(tile, dtype, transposed, world_size)
-    piece = (tile.block_m, tile.block_n // tile.pieces)
+    chunk = (tile.block_m, tile.block_n // tile.chunks)
     signature = {
         "a": _descriptor(dtype, 1, 1, tile.block_m, tile.block_k),
         "b": b,
-        "peers": _descriptor(dtype, 1, 1, *piece),
-        "out": _descriptor(dtype, 1, *piece),
+        "peers": _descriptor(dtype, 1, 1, *chunk),
+        "out": _descriptor(dtype, 1, *chunk),
         "receive_buffer": f"*{_NAMES[dtype]}",
         "words": "*i32",
         "fault": "*i32",

@@ -61,7 +61,7 @@ def few_rows_program(size: int, dtype: str, reduce_op: str, n: int, b_rows: bool
 
 
 PROGRAMS: dict[str, Program] = {
-    "gate": Program(KERNELS / "device" / "comm" / "acquire.cu"),
+    "acquire": Program(KERNELS / "device" / "comm" / "acquire.cu"),
     **{
         f"all_reduce-{size}-{dtype}-{reduce_op}": cuda_kernel.all_reduce_program(
             size, size - 1, TORCH[dtype], reduce_op
@@ -92,7 +92,7 @@ PROGRAMS: dict[str, Program] = {
     },
 }
 KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
-    "gate": ({"gate", "leave"}, acquire._Params),
+    "acquire": ({"acquire", "leave"}, acquire._Params),
     "all_reduce": (
         {f"{form}{kind}" for form in ("one_shot", "two_shot", "two_shot_rounds") for kind in ("", "_any")},
         cuda_kernel._Params,
@@ -102,7 +102,7 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     "gather": ({"all_gather_one_shot"}, gather._Params),
     "scatter": ({"reduce_scatter_one_shot"}, scatter._Params),
 }
-ONCE = ("norm", "few_rows", "gather", "scatter")  # blocks of theirs have a multiprocessor each
+ONCE = ("norm", "few_rows", "gather", "scatter")  # blocks of theirs have an SM each
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,17 +126,17 @@ def test_registers_spills_and_the_size_of_the_argument(
         record_property(f"{name}.{kernel}.registers", numbers["REG"])
         print(f"{name} {kernel}: {numbers['REG']} registers")
         assert numbers["STACK"] == numbers["LOCAL"] == 0, f"{kernel} spills or indexes an array: {numbers}"
-        # A block of 512 threads fits once on a multiprocessor with 128, twice with 64.
+        # A block of 512 threads fits once on an SM with 128, twice with 64.
         once = name.startswith(ONCE) or "-8-" in name or "rounds" in kernel
         assert numbers["REG"] <= (128 if once else 64)
         assert numbers["CONSTANT[0]"] == ARGUMENTS + ctypes.sizeof(params), kernel
 
 
-@pytest.mark.parametrize("name", ["all_reduce-4-bfloat16-sum", "gate"])
+@pytest.mark.parametrize("name", ["all_reduce-4-bfloat16-sum", "acquire"])
 def test_machine_code(name: str, tmp_path: Path) -> None:
     code = disassembled(PROGRAMS[name], tmp_path)
     assert "MULTIMEM" not in code.upper()
-    if name == "gate":
+    if name == "acquire":
         assert re.search(r"LD\S*\.E\.STRONG\.SYS", code), "the flag is acquired at system scope"
     else:
         # To and from three peers, once in one_shot and twice in two_shot, 16 bytes at a time.

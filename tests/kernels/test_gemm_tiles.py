@@ -27,7 +27,7 @@ SMS = st.integers(2, 132)
 
 
 @given(SIZES, st.lists(SIZES, min_size=1, max_size=4), SIZES, RANKS, SMS, st.booleans())
-def test_all_gather_matmul_fits_and_has_a_flag_for_each_piece(
+def test_all_gather_matmul_fits_and_has_a_flag_for_each_chunk(
     m: int, ns: list[int], k: int, world_size: int, num_sms: int, split_k: bool
 ) -> None:
     problem = gather.AllGatherMatmulProblem(m, tuple(ns), k, world_size, num_sms, split_k)
@@ -39,11 +39,11 @@ def test_all_gather_matmul_fits_and_has_a_flag_for_each_piece(
         "whole clusters; most blocks multiply"
     )
     assert 1 <= config.group <= -(-m // config.tile.block_m)
-    pieces = (config.tile.block_m // config.piece_rows) * (config.unit_columns // config.piece_columns)
-    assert pieces <= 32, "a lane waits for each piece of a unit"
+    chunks = (config.tile.block_m // config.chunk_rows) * (config.k_chunk_columns // config.chunk_columns)
+    assert chunks <= 32, "a lane waits for each chunk of a unit"
     assert config.lead <= (num_sms - config.comm_sms) // 2 and not (config.lead and config.split_k)
     layout = gather.gather_push_layout(m, k, world_size, config)
-    assert layout.flags_per_rank * config.piece_rows * config.piece_columns >= m * k
+    assert layout.flags_per_rank * config.chunk_rows * config.chunk_columns >= m * k
     assert layout.buffer_bytes == world_size * m * k * 2, (
         "twice the gathered bytes for both buffers, and no more"
     )
@@ -114,7 +114,7 @@ def test_all_gather_matmul_takes_what_was_fast_for_a_rank_alone(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "m", "n", "k", "piece_rows", "unit_columns"),
+    ("world_size", "m", "n", "k", "chunk_rows", "k_chunk_columns"),
     [
         (2, 256, 3072, 4096, 32, 256),
         (2, 256, 5120, 8192, 32, 512),
@@ -127,20 +127,23 @@ def test_all_gather_matmul_takes_what_was_fast_for_a_rank_alone(
         (8, 512, 3584, 4096, 32, 512),
     ],
 )
-def test_the_first_pieces_of_few_tiles_come_early(
-    world_size: int, m: int, n: int, k: int, piece_rows: int, unit_columns: int
+def test_the_first_chunks_of_few_tiles_come_early(
+    world_size: int, m: int, n: int, k: int, chunk_rows: int, k_chunk_columns: int
 ) -> None:
     config = gather.choose_gather_push(gather.AllGatherMatmulProblem(m, (n,), k, world_size, 130))
-    assert (config.piece_rows, config.unit_columns) == (piece_rows, unit_columns)
+    assert (config.chunk_rows, config.k_chunk_columns) == (chunk_rows, k_chunk_columns)
     config = gather.choose_gather_push(
         gather.AllGatherMatmulProblem(m, (n,), k, world_size, 130, split_k=True)
     )
-    assert (config.piece_rows, config.unit_columns) == (64, 1024)
+    assert (config.chunk_rows, config.k_chunk_columns) == (64, 1024)
 
 
-def test_pieces_are_sent_as_the_kernel_sends_them() -> None:
+def test_chunks_are_sent_as_the_kernel_sends_them() -> None:
     source = SOURCE.read_text()
-    assert f"RATE = {estimate.PACE / 1e3:.0f}, RATE_OF_TWO = {estimate.PACE_OF_TWO / 1e3:.0f};" in source
+    assert (
+        f"RATE = {estimate.LINK_RATE / 1e3:.0f}, RATE_OF_TWO = {estimate.LINK_RATE_OF_TWO / 1e3:.0f};"
+        in source
+    )
     assert "PUSHERS = weft::THREADS / 32 - 1;" in source and estimate.PUSHERS == gemm.THREADS // 32 - 1
 
 

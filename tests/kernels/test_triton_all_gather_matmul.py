@@ -22,7 +22,7 @@ from weft.symm_mem.layout import Layout
 from weft.symm_mem.workspace import Workspace
 
 ENV = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-TILE = TritonTile(32, 32, 32, warps=4, stages=3, pieces=2, speed=1.0)
+TILE = TritonTile(32, 32, 32, warps=4, stages=3, chunks=2, speed=1.0)
 SECOND = 1_000_000_000
 
 
@@ -67,7 +67,7 @@ class Site:
         return self.words[self.layout.EPOCH + buffer] + 1
 
     def push(self, buffer: int, use: torch.Tensor, a: torch.Tensor, pause: float) -> None:
-        """What gate, copy engines and stream writes do on GPUs."""
+        """What the acquire kernel, copy engines and stream writes do on GPUs."""
         epoch = int(use)
         flags = self.layout.flags_per_rank
         for step in range(1, self.world_size):
@@ -202,8 +202,8 @@ def test_a_missing_peer_is_recorded_and_the_kernel_ends() -> None:
     assert 0.5 <= seconds < 10, "later waits must give up at once"
 
 
-def check_farewell(rank: int, world_size: int) -> list[int] | None:
-    """Copies of rank 0's next use come while rank 1 is still at this one, behind a gate that was not opened."""
+def check_abort_notice(rank: int, world_size: int) -> list[int] | None:
+    """Copies of rank 0's next epoch come while rank 1 is still at this one: no acquire kernel has ended."""
     site = Site(40, 32, 32, torch.float32, False, 64)
     a, b = site.shard(40, 32), site.operand(32, 32, False)
     c = torch.empty(world_size, 40, 32)
@@ -222,7 +222,7 @@ def check_farewell(rank: int, world_size: int) -> list[int] | None:
 
 
 def test_who_reads_what_a_peer_has_overwritten_is_told() -> None:
-    unharmed, told = run_ranks(check_farewell, 2, env=ENV, timeout=120)
+    unharmed, told = run_ranks(check_abort_notice, 2, env=ENV, timeout=120)
     assert not any(unharmed)
     written, _, peer, _, use, said, kind, _ = told
     assert (written, peer, use, said, kind) == (1, 0, 1, 2, sync.ABORTED.value)

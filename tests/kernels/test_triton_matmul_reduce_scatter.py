@@ -28,7 +28,7 @@ from weft.symm_mem.heap.registry import get_heap
 from weft.symm_mem.workspace import Workspace
 
 ENV = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-TILE = TritonTile(32, 32, 32, warps=4, stages=3, pieces=2, speed=1.0)
+TILE = TritonTile(32, 32, 32, warps=4, stages=3, chunks=2, speed=1.0)
 SECOND = 1_000_000_000
 
 

@@ -21,7 +21,7 @@ from weft.kernels.device.tuning.tuned_file import TunedFile
 from weft.symm_mem.heap.heap import Heap
 from weft.symm_mem.heap.registry import get_heap
 from weft.symm_mem.layout import Layout
-from weft.symm_mem.workspace import HostUse, Workspace
+from weft.symm_mem.workspace import HostEpoch, Workspace
 
 CANDIDATES = [Candidate(name, Layout(2, 4 - i, 256 * (i + 1))) for i, name in enumerate("abcd")]
 MODELS = KernelChoice("push", "a", Layout(2, 4, 256), profitable=True)
@@ -44,7 +44,7 @@ class Kernels:
             if config in self.fails.get("launch", ""):
                 raise RuntimeError(f"launch of {config}: refused")
             peers = [r for r in range(workspace.world_size) if r != self.rank]
-            with HostUse(workspace, "a kernel") as use:
+            with HostEpoch(workspace, "a kernel") as use:
                 for peer in peers:
                     use.wait_free(peer)
                     use.post(peer, 0)
@@ -125,7 +125,7 @@ def captured(rank: int, world_size: int, folder: str) -> None:
                 assert kernels.tune("captured") == ("a", "from the model")
         assert not kernels.made
         assert kernels.tune("captured") == ("b", "tuned")
-        # The eager rank may take the short way from here on: it would not come to measure.
+        # The eager rank may take the fast path from here on: it would not come to measure.
         kernels = Kernels(rank)
         with mock.patch.object(tuner, "_is_capturing", return_value=rank == 1):
             assert kernels.tune("one captures") == ("a", "from the model: some ranks capture a graph")

@@ -18,7 +18,7 @@ from weft.symm_mem.failure.fault import Fault, fault_of
 from weft.symm_mem.heap.heap import Heap
 from weft.symm_mem.heap.registry import get_heap
 from weft.symm_mem.layout import Layout
-from weft.symm_mem.workspace import HostUse, Workspace
+from weft.symm_mem.workspace import HostEpoch, Workspace
 
 WAIT_DATA, WAIT_FREE, ABORTED = 1, 2, 3
 
@@ -117,13 +117,13 @@ def breaks_one(rank: int, world_size: int) -> tuple[str, float]:
     begin, text = time.monotonic(), ""
     if rank != 1:
         space, peer = (spaces[0], 1) if rank == 0 else (spaces[1], 0)
-        with pytest.raises(symm_mem.PeerTimeout) as error, HostUse(space, f"op of {rank}") as use:
+        with pytest.raises(symm_mem.PeerTimeout) as error, HostEpoch(space, f"op of {rank}") as use:
             use.wait(peer, 0)
         text = str(error.value)
     seconds = time.monotonic() - begin
     if rank == 0:  # the same words whatever it does with this group, and nothing is sent
         for call in (
-            lambda: HostUse(spaces[1], "another op"),
+            lambda: HostEpoch(spaces[1], "another op"),
             lambda: signals.put(1),
             lambda: signals.wait(1),
             symm_mem.check,
@@ -132,7 +132,7 @@ def breaks_one(rank: int, world_size: int) -> tuple[str, float]:
                 call()
             assert str(again.value) == text
         assert not spaces[1].words_of(1).any()
-    with HostUse(beside, "beside") as use:  # another group of the same ranks
+    with HostEpoch(beside, "beside") as use:  # another group of the same ranks
         for peer in range(world_size):
             if peer != rank:
                 use.post(peer, 0)
@@ -142,7 +142,7 @@ def breaks_one(rank: int, world_size: int) -> tuple[str, float]:
     symm_mem.check()
     assert not spaces[0].fault.words.any()
     for space in spaces:
-        with HostUse(space, "after") as use:
+        with HostEpoch(space, "after") as use:
             for peer in range(world_size):
                 if peer != rank:
                     use.post(peer, 0)
@@ -168,14 +168,14 @@ def a_thread_waits(rank: int, world_size: int) -> None:
 
         def wait() -> None:
             try:
-                with HostUse(spaces[0], "op") as use:
+                with HostEpoch(spaces[0], "op") as use:
                     use.wait(1, 0)
             except symm_mem.WeftError as e:
                 seen.append(str(e))
 
         thread = threading.Thread(target=wait)
         thread.start()
-        with pytest.raises(KeyError), HostUse(spaces[1], "op"):
+        with pytest.raises(KeyError), HostEpoch(spaces[1], "op"):
             raise KeyError("a reason")
         thread.join(20)
         assert len(seen) == 1 and "left a call half-way: KeyError: 'a reason'" in seen[0], seen

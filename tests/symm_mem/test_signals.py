@@ -13,7 +13,7 @@ from weft import symm_mem
 from weft.symm_mem.failure.spin_wait import reached
 from weft.symm_mem.heap.registry import get_heap
 from weft.symm_mem.layout import NUM_BUFFERS, Layout
-from weft.symm_mem.workspace import HostUse, Workspace
+from weft.symm_mem.workspace import HostEpoch, Workspace
 
 
 def ring(rank: int, world_size: int) -> None:
@@ -84,7 +84,7 @@ def test_the_parts_of_a_workspace_do_not_overlap(world_size: int, flags: int) ->
     for buffer in range(NUM_BUFFERS):
         words = {
             layout.EPOCH + buffer: "epoch",
-            layout.TICKET + buffer: "ticket",
+            layout.EPOCH_TICKET + buffer: "ticket",
             layout.LEFT + buffer: "left",
         }
         words |= {layout.done(buffer) + r: f"done {buffer} {r}" for r in range(world_size)}
@@ -125,7 +125,7 @@ def uses(rank: int, world_size: int) -> None:
     # (Its flags are those of 2**32 - 3 uses ago: calls in between had less to say.)
     symm_mem.rendezvous(symm_mem.empty(1)).barrier()
     for turn in range(12):
-        use = HostUse(ws, "test")
+        use = HostEpoch(ws, "test")
         mine = torch.full((100,), 100 * turn + rank, dtype=torch.int32)
         for peer in range(world_size):
             if peer != rank:
@@ -152,11 +152,11 @@ def breaks(rank: int, world_size: int) -> str | None:
     ws = Workspace(get_heap(), Layout(world_size, 1, 64), "test")
     if rank == 1:
         return None
-    use = HostUse(ws, "an_op")
+    use = HostEpoch(ws, "an_op")
     with pytest.raises(symm_mem.PeerTimeout) as error:
         use.wait(1, 0)
     with pytest.raises(symm_mem.PeerTimeout) as again:
-        HostUse(ws, "an_op")
+        HostEpoch(ws, "an_op")
     assert str(again.value) == str(error.value)
     return str(error.value)
 

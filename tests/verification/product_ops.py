@@ -77,16 +77,16 @@ class Gather:
         self.wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
         return self.ranks
 
-    def launch(self, buffer: int, polls: int, pieces: int = 1) -> None:
+    def launch(self, buffer: int, polls: int, chunks: int = 1) -> None:
         """A use on every rank, in so many launches, of which the first one sends and the last one ends the use."""
         shards = [self.shard() for _ in self.kernels]
         split_k = self.config.split_k
         whole = torch.cat(shards, 1).double() if split_k else torch.stack(shards).double()
         for rank, kernel in enumerate(self.kernels):
-            for piece in range(pieces):
+            for chunk in range(chunks):
                 bs = self.bs()
                 pairs = [result((whole @ b.double()).bfloat16()) for b in bs]
-                step = gather.EpochStep(piece == 0, piece == pieces - 1, slice(1, None), slice(len(bs)))
+                step = gather.EpochStep(chunk == 0, chunk == chunks - 1, slice(1, None), slice(len(bs)))
                 if self.return_A:
                     pairs.append(result(whole.bfloat16()))
                 given, to = [x.data_ptr() for x in (shards[rank], *bs)], [c.data_ptr() for c, _ in pairs]
@@ -181,16 +181,16 @@ def push(
     tile: Tile,
     comm_sms: int,
     group: int,
-    unit_columns: int = 128,
+    k_chunk_columns: int = 128,
     split_k: bool = False,
     missed: int = 0,
     lead: int = 0,
-    piece_rows: int = 64,
+    chunk_rows: int = 64,
 ) -> gather_configs.GatherPushConfig:
     return gather_configs.GatherPushConfig(
         *(tile, comm_sms, group),
-        piece_rows=piece_rows,
-        unit_columns=unit_columns,
+        chunk_rows=chunk_rows,
+        k_chunk_columns=k_chunk_columns,
         raster_group=2,
         remote_raster_group=2,
         split_k=split_k,
@@ -205,8 +205,8 @@ GATHERS = {
     "comm_sms": Gather(3, 147, (72,), 200, push(SMALL, 2, 2)),
     "comm_sms-miss-one": Gather(3, 147, (72,), 200, push(SMALL, 2, 1, missed=1)),
     "comm_sms-miss-all": Gather(2, 147, (72,), 136, push(SMALL, 2, 1, missed=1 << 16)),
-    "comm_sms-small": Gather(3, 147, (72,), 200, push(SMALL, 2, 2, 256, piece_rows=16)),
-    "beside-small": Gather(2, 147, (72,), 264, push(SMALL, 0, 1, piece_rows=32)),
+    "comm_sms-small": Gather(3, 147, (72,), 200, push(SMALL, 2, 2, 256, chunk_rows=16)),
+    "beside-small": Gather(2, 147, (72,), 264, push(SMALL, 0, 1, chunk_rows=32)),
     "comm_sms-wide": Gather(2, 200, (40,), 72, push(WIDE, 2, 1, 64)),
     "lead": Gather(2, 147, (72, 40), 72, push(SMALL, 0, 1, lead=2), blocks=6),
     "lead-comm_sms": Gather(3, 147, (72,), 200, push(SMALL, 2, 1, missed=1, lead=1), blocks=8),

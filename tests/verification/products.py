@@ -124,7 +124,7 @@ def encoded(boxes: Boxes, address: int) -> ctypes.Array[ctypes.c_uint64]:
 
 
 class Products(Ranks):
-    """Ranks with poisoned buffers, or empty ones where data announces itself, on which the launchers' kernels run.
+    """Ranks with poisoned buffers, or empty ones where data is its own flag, on which the launchers' kernels run.
 
     Args:
         pace: turns between two stores' becoming visible, and at most of a rank before another one has some.

@@ -34,13 +34,13 @@ class Kernels:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize(
-    ("world_size", "dtype", "cluster", "pieces"),
+    ("world_size", "dtype", "cluster", "chunks"),
     [(2, "bfloat16", 2, 3), (3, "float32", 1, 2), (4, "bfloat16", 4, 5), (8, "bfloat16", 2, 1)],
 )
 def test_calls_of_changing_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, dtype: str, cluster: int, pieces: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, dtype: str, cluster: int, chunks: int
 ) -> None:
-    calls_of_changing_size(tmp_path, monkeypatch, world_size, dtype, cluster, pieces)
+    calls_of_changing_size(tmp_path, monkeypatch, world_size, dtype, cluster, chunks)
 
 
 # In cluster_reduce.cuh, and what the calls above must then show.
@@ -72,7 +72,7 @@ def calls_of_changing_size(
     world_size: int,
     dtype: str,
     cluster: int,
-    pieces: int,
+    chunks: int,
     instead: tuple[str, str] | None = None,
 ) -> None:
     seed = random.randrange(1 << 30)
@@ -81,7 +81,7 @@ def calls_of_changing_size(
     choice = random.Random(seed)
     # A team takes several rows, and a thread two vectors of each.
     monkeypatch.setattr(configs, "THREADS", 32)
-    vectors = 32 * (pieces * cluster - 1) - 5 if pieces * cluster > 2 else 40
+    vectors = 32 * (chunks * cluster - 1) - 5 if chunks * cluster > 2 else 40
     per_thread = shape(1, vectors, world_size, AllReduceRmsNormConfig("one_shot", cluster)).per_thread
     defines: dict[str, str | int] = {"WORLD_SIZE": world_size, "DTYPE": dtype}
     defines |= {"CLUSTER": cluster, "VECTORS": per_thread}
@@ -182,9 +182,9 @@ def test_every_block_hears_from_every_rank_and_has_room() -> None:
             for vectors in (1, 31, 33, 360, 512, 1024, 4000):
                 config = choose_all_reduce_rms_norm(rows, vectors, world_size)
                 got = shape(rows, vectors, world_size, config)
-                pieces = -(-vectors // 32)
-                assert config.cluster in CLUSTERS and config.cluster <= pieces, "a block without a vector"
-                assert got.threads * got.per_thread * config.cluster >= pieces * 32
+                chunks = -(-vectors // 32)
+                assert config.cluster in CLUSTERS and config.cluster <= chunks, "a block without a vector"
+                assert got.threads * got.per_thread * config.cluster >= chunks * 32
                 assert got.threads <= configs.THREADS and got.blocks <= BLOCKS
                 assert got.per_thread <= configs.most_per_thread(world_size)
                 units = min(rows, got.rows)

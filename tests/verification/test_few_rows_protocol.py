@@ -117,7 +117,7 @@ MISTAKES = {
         "        __syncthreads();\n        if (warp < SUMS) sums.add",
         "        if (warp < SUMS) sums.add",
     ),
-    "another-slot": ("use, vector, own)", "use, vector ^ 1, own)"),
+    "another-slot": ("epoch, vector, own)", "epoch, vector ^ 1, own)"),
     "other-rows": ("(group * 2 + row / 8) * 32", "(group * 2 + row / 4) * 32"),
 }
 

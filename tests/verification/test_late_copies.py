@@ -1,9 +1,9 @@
 """Copies by copy engines with a rank that comes after the others have given up on it: acquire.cu and its launchers.
 
-The all-gather's use of a buffer on the CPU: the gate, copies of the own shard on a stream of their own, a reader on
-the current stream, the end of the use. Streams are worked off in any order that they allow. An impatient rank does
-not wait: what stands at the head of a stream runs at any time, and its waits expire. Copies are made whatever became
-of the gate in front of them, as copy engines do.
+An all-gather on the CPU: the acquire kernel, copies of the own shard on a stream of their own, a reader on
+the current stream, the end of the epoch. Streams are worked off in any order that they allow. An impatient rank does
+not wait: what stands at the head of a stream runs at any time, and its waits expire. Copies are made whatever became of
+the acquire kernel in front of them, as copy engines do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 IMPATIENT, LATE = 0, 1
 SIZE, CALLS, ROWS, COLUMNS, CHUNK_ROWS = 3, 5, 5, 7, 2
 CHUNKS = -(-ROWS // CHUNK_ROWS)
-KERNELS = ("gate", "leave")
+KERNELS = ("acquire", "leave")
 CURRENT = 0  # the stream of the calls; copy streams have higher numbers
 WAIT_DATA, ABORTED = 1, 3  # kinds of a record
 
@@ -73,7 +73,7 @@ class Gpu:
         kind, *rest = work
         if kind == "wait":
             return self.passed.get(rest[0], 0) >= rest[1]
-        if kind == "gate":
+        if kind == "acquire":
             params = rest[1]
             return all(self.words[params.done + p] >= self.words[params.epoch] for p in self.peers)
         if kind == "read":
@@ -176,7 +176,7 @@ def call(driver: Driver, engine: Any, buffer: int, x: torch.Tensor, out: torch.T
         for peer in gpu.peers:
             for chunk in range(CHUNKS):
                 gpu.enqueue(CURRENT, "read", buffer, peer, chunk, x, out)
-        acquire.end_use(engine.workspace, buffer, CURRENT)
+        acquire.end_epoch(engine.workspace, buffer, CURRENT)
     gpu.enqueue(CURRENT, "reuse", x, out)
 
 
@@ -258,8 +258,8 @@ def test_all_are_right_where_nobody_is_late(tmp_path: Path, driver: Driver) -> N
 
 
 MISTAKES = {
-    "no farewell": ("post_flag(fault + ABORT_NOTICE + watch.rank, 1 + blamed);", ""),
-    "nobody listens": ("weft::check_abort_notice(p.watch, peer, p.done, use);", ""),
+    "no abort notice": ("post_flag(fault + ABORT_NOTICE + watch.rank, 1 + blamed);", ""),
+    "nobody listens": ("weft::check_abort_notice(p.watch, peer, p.done, epoch);", ""),
     "gates of a broken group open": ("bool free = !serves || blamed == 0;", "bool free = true;"),
 }
 
@@ -273,7 +273,7 @@ def test_a_late_rank_is_right_or_told(
     library = compiled(tmp_path, MISTAKES.get(mistake or ""))
     outcomes: list[bool] = []
     untold: list[str] = []
-    farewells = 0
+    abort_notices = 0
     for seed in range(30):
         choice = random.Random(seed)
         gpus, expected = enqueued(driver, library, choice)
@@ -283,8 +283,8 @@ def test_a_late_rank_is_right_or_told(
                 outcomes.append(torch.equal(got, want))
                 if not (outcomes[-1] or told):
                     untold.append(f"seed {seed}: call {i} of rank {gpu.rank} is wrong")
-            farewells += int(gpu.record[6]) == ABORTED
+            abort_notices += int(gpu.record[6]) == ABORTED
     assert bool(untold) == (mistake is not None), untold
     assert not all(outcomes) and any(outcomes)
     if mistake is None:
-        assert farewells, "no rank was told by a farewell"
+        assert abort_notices, "no rank was told by an abort notice"

@@ -1,4 +1,4 @@
-"""The order of tiles and pieces of the CUDA products, compiled for the CPU: complete, and free of circular waits."""
+"""The order of tiles and chunks of the CUDA products, compiled for the CPU: complete, and free of circular waits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fibers import DEVICE
 
 HERE = Path(__file__).parent
 KERNELS = DEVICE.parent
-GATHER = KERNELS / "all_gather_matmul" / "order.cuh"
-SCATTER = KERNELS / "matmul_reduce_scatter" / "order.cuh"
+GATHER = KERNELS / "all_gather_matmul" / "tile_order.cuh"
+SCATTER = KERNELS / "matmul_reduce_scatter" / "tile_order.cuh"
 
 
 def program(folder: Path, scatter: Path, block_m: int, world_size: int, *, split: bool = False) -> Path:
@@ -24,9 +24,9 @@ def program(folder: Path, scatter: Path, block_m: int, world_size: int, *, split
         "BM": block_m,
         "BN": 192,
         "WORLD_SIZE": world_size,
-        "PIECE_ROWS": 64,
-        "PIECE_COLUMNS": 64,
-        "UNIT_COLUMNS": 1024,
+        "CHUNK_ROWS": 64,
+        "CHUNK_COLUMNS": 64,
+        "K_CHUNK_COLUMNS": 1024,
         "SPLIT_K": int(split),
         "SPLIT_N": int(split),
     }
@@ -40,7 +40,7 @@ def program(folder: Path, scatter: Path, block_m: int, world_size: int, *, split
             "-w",
             f"-I{DEVICE}",
             *arguments,
-            HERE / "order.cpp",
+            HERE / "tile_order.cpp",
             "-o",
             out,
         ],
@@ -68,13 +68,13 @@ def test_orders_of_the_last_dimension(block_m: int, world_size: int, tmp_path: P
 def test_an_order_with_circular_waits_is_found(split: bool, tmp_path: Path) -> None:
     """Own tiles first: each rank would wait for what the others compute behind their waits."""
     text = SCATTER.read_text()
-    own_last = "const int place = (2 * pair + block) / UNIT,"
+    own_last = "const int place = (2 * pair + block) / ENTRY_ROWS,"
     assert own_last in text
     folder = tmp_path / "op"
     folder.mkdir()
-    own_first = "const int all = own * WORLD_SIZE, there = (2 * pair + block) / UNIT;"
+    own_first = "const int all = own * WORLD_SIZE, there = (2 * pair + block) / ENTRY_ROWS;"
     own_first += "const int place = there < all ? all - 1 - there : there,"
     broken = text.replace(own_last, own_first)
-    (folder / "order.cuh").write_text(broken)
-    code, said = run(program(tmp_path, folder / "order.cuh", 128, 4, split=split))
+    (folder / "tile_order.cuh").write_text(broken)
+    code, said = run(program(tmp_path, folder / "tile_order.cuh", 128, 4, split=split))
     assert code != 0 and "waited for before it is due" in said

@@ -1,8 +1,8 @@
 """Where the ranks of a group see which graph each is about to run.
 
-One page of shared memory of the group's rank 0, found by the others through the group's store when it is there: nobody
-waits for its making. Every change is made under a lock of the file, so it is seen whole or not at all. A rank's place
-in the program is told by two counts that are the same on all ranks wherever these are at the same point, because
+One page of memory that rank 0 makes and the others find through the group's store when it is there (``board_file``):
+nobody waits for its making. Every change is made under a lock of the file, so it is seen whole or not at all. A rank's
+place in the program is told by two counts that are the same on all ranks wherever these are at the same point, because
 neither needs weft on the other side: how many collectives its backend has begun in the group, and how many graphs the
 group has run fused. A rank posts a ``Vote`` and learns one of two answers:
 
@@ -20,10 +20,7 @@ one is.
 from __future__ import annotations
 
 import json
-import mmap
-import os
 import secrets
-import socket
 import threading
 import time
 import weakref
@@ -38,13 +35,13 @@ from ....symm_mem import WeftError, forks, get_timeout
 from ....symm_mem.bootstrap.processes import has_ended, identity
 from ....symm_mem.bootstrap.store import GroupStore, StoreQuestions, peek
 from ....symm_mem.heap.registry import has_name
+from .board_file import BoardFile
 from .file_lock import locked, pauses
 from .vote import ABSENT, CANNOT_FUSE, ENDED, FUSED, LATE, LOCKED, NO_BOARD, PLAIN, UNDECIDED, Answer, Vote
 from .vote_rows import (
     _ANSWER,
     _BEGUN,
     _FUSED_RUNS,
-    _HEADER,
     _HISTORY,
     _KEPT,
     _PEER,
@@ -73,21 +70,22 @@ class VoteBoard(VoteRows):
         self._name = group.group_name
         self._store = GroupStore(group)
         self._prefix = self._new_prefix(_tokens.setdefault(group, secrets.token_hex(8)))
-        self._fd = -1
-        self._close: weakref.finalize[..., VoteBoard] | None = None
-        self._blind = -1  # a rank that cannot see the board, and never will
+        self._file = BoardFile(self.rank, self.size)
+        self._blind: tuple[int, str] | None = None  # a rank that will never see the board, and why
         self._processes: dict[int, dict[str, Any] | None] = {}  # the other ranks', once they are known
         # Ranks that were waited for in vain, and how often they had voted by then.
         self._absent: dict[int, int] = {}
         self._shut = False  # the lock was waited for in vain, and has not been had since
-        self._words: memoryview | None = None
         self._thread_lock = threading.Lock()
         forks.tell(self)
 
     def forked(self) -> None:
         """This process is a child of the rank's, whose lock must not outlive it in a file that the child holds."""
-        if self._close is not None:
-            self._close()
+        self._file.close()
+
+    @property
+    def _words(self) -> memoryview | None:
+        return self._file.words
 
     @property
     def turns(self) -> int:
@@ -114,15 +112,9 @@ class VoteBoard(VoteRows):
 
     def _make(self) -> None:
         """On rank 0; once more where an exception has ended it: others may have found the board."""
-        if self._close is None:
-            self._hold(os.memfd_create("weft-agree", os.MFD_CLOEXEC))
-        os.ftruncate(self._fd, 8 * (_HEADER + self.size * _ROW))
-        words = self._mapped()
-        if not any(words[:4]):
-            words[:4] = memoryview(secrets.token_bytes(32)).cast("Q")
-        where = {"host": _host(), "pid": os.getpid(), "fd": self._fd, "secret": words[:4].tobytes().hex()}
+        where = self._file.make()
         self._asked(lambda s: s.set(f"{self._prefix}/where", json.dumps(where)))
-        self._words = words
+        self._file.show()
         # Behind that: whoever leaves a note looks for the board once more, and posts if it is there by then.
         for peer in range(1, self.size):
             key = self._note(peer)
@@ -139,56 +131,35 @@ class VoteBoard(VoteRows):
     def _leave_note(self, post: Vote) -> None:
         self._asked(lambda s: s.set(self._note(self.rank), json.dumps(asdict(post))))
 
-    def _hold(self, fd: int) -> None:
-        self._fd = fd
-        self._close = weakref.finalize(self, os.close, fd)
-        self._close.atexit = False
-
-    def _mapped(self) -> memoryview:
-        return memoryview(mmap.mmap(self._fd, 8 * (_HEADER + self.size * _ROW))).cast("Q")
-
     def attached(self) -> bool:
         """Whether the board is there and this rank can see it. If not: rank 0 makes it, the others look for it."""
         if self._words is not None:
             return True
-        if self.rank == 0:
-            with self._thread_lock:
-                if self._words is None:
-                    self._make()
-            return True
-        if self._blind == self.rank:
-            return False
+        with self._thread_lock:
+            if self._words is None:
+                self._make() if self.rank == 0 else self._find()
+        return self._words is not None
+
+    def _find(self) -> None:
+        if self._blind is not None and self._blind[0] == self.rank:
+            return
         if not (found := self._asked(lambda s: peek(s, f"{self._prefix}/where"))):
-            return False
-        where = json.loads(found)
-        try:
-            if where["host"] != _host():
-                raise OSError("on another host")
-            self._hold(os.open(f"/proc/{where['pid']}/fd/{where['fd']}", os.O_RDWR | os.O_CLOEXEC))
-            if os.fstat(self._fd).st_size != 8 * (_HEADER + self.size * _ROW):
-                raise OSError("not the board")
-            words = self._mapped()
-            if words[:4].tobytes().hex() != where["secret"]:
-                raise OSError("not the board")
-        except OSError:
-            if self._close is not None:
-                self._close()
-            self._asked(lambda s: s.set(f"{self._prefix}/blind", str(self.rank)))
-            self._blind = self.rank
-            return False
-        self._words = words
-        return True
+            return
+        if (why := self._file.find(json.loads(found))) is not None:
+            self._asked(lambda s: s.set(f"{self._prefix}/blind", json.dumps([self.rank, why])))
+            self._blind = self.rank, why
 
     @property
-    def blind(self) -> int | None:
-        """A rank that cannot open the board, as far as this one knows."""
-        return None if self._blind < 0 else self._blind
+    def blind(self) -> tuple[int, str] | None:
+        """A rank that cannot open the board, as far as this one knows, and why."""
+        return self._blind
 
     def _all_see(self) -> bool:
         """Whether no rank is known that cannot see the board: one of another host, say."""
-        if self._blind < 0 and (found := self._asked(lambda s: peek(s, f"{self._prefix}/blind"))):
-            self._blind = int(found)
-        return self._blind < 0
+        if self._blind is None and (found := self._asked(lambda s: peek(s, f"{self._prefix}/blind"))):
+            rank, why = json.loads(found)
+            self._blind = rank, why
+        return self._blind is None
 
     def _ended(self) -> int | None:
         """A rank whose process has ended: it does not vote any more."""
@@ -197,7 +168,10 @@ class VoteBoard(VoteRows):
             keys = {rank: f"{self._prefix}/process/{rank}" for rank in unknown}
             found = self._asked(lambda s: {rank: peek(s, key) for rank, key in keys.items()})
             self._processes.update((rank, json.loads(text)) for rank, text in found.items() if text)
-        return next((rank for rank, process in self._processes.items() if has_ended(process)), None)
+        return next((r for r in range(self.size) if r != self.rank and self._has_ended(r)), None)
+
+    def _has_ended(self, rank: int) -> bool:
+        return has_ended(self._processes.get(rank)) or self._file.has_ended(rank)
 
     def _asked(self, question: Callable[[Store], T]) -> T:
         self._owner.refuse_child(_WHAT)
@@ -253,13 +227,14 @@ class VoteBoard(VoteRows):
 
         noted = post.can_fuse
         while not self.attached():
-            if not noted and self._blind != self.rank:
+            blind = self._blind is not None and self._blind[0] == self.rank
+            if not noted and not blind:
                 self._leave_note(post)
                 noted = True
                 continue
             if post.can_fuse and (ended := self._ended()) is not None:
                 return Answer(False, ENDED, ended)
-            if over() or self._blind == self.rank:
+            if over() or blind:
                 return Answer(False, NO_BOARD, 0) if post.can_fuse else Answer(False, CANNOT_FUSE, self.rank)
             time.sleep(0.01)
         with self._thread_lock:
@@ -286,7 +261,7 @@ class VoteBoard(VoteRows):
                     absent = self.absent()
                     late = (LATE, self._missing(words, post)) if absent is None else (ABSENT, absent)
                     late = late if ended is None else (ENDED, ended)
-                    why = (NO_BOARD, self._blind) if in_vain else late
+                    why = late if self._blind is None or not in_vain else (NO_BOARD, self._blind[0])
                     self._take_back(words, *why)
             else:
                 time.sleep(pause or 0.0)
@@ -319,7 +294,7 @@ class VoteBoard(VoteRows):
         self._owner.refuse_child(_WHAT)
         assert self._words is not None
         limit = (lambda: 0.0) if self._shut else timeout  # whoever has waited in vain does not wait again
-        with locked(self._fd, limit) as waited:
+        with locked(self._file.fd, limit) as waited:
             self._shut = waited is not None
             if self._shut:
                 raise WeftError(
@@ -342,14 +317,6 @@ def _process() -> dict[str, Any] | None:
         return identity()
     except OSError:  # nothing can be seen from here
         return None
-
-
-def _host() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{socket.gethostname()} {file.read().strip()}"
-    except OSError:
-        return socket.gethostname()
 
 
 _boards: weakref.WeakKeyDictionary[ProcessGroup, VoteBoard] = weakref.WeakKeyDictionary()

@@ -27,9 +27,10 @@ is asked before each run. Without partitions nothing is fused, and a graph that 
 unfused: the report says so in both cases. Who knows that all ranks capture and replay alike says ``agree="capture"``:
 then what is captured is what the ranks agreed on at the capture.
 
-Where the generated code cannot ask (the C++ wrapper, the FX wrapper), nothing is fused, nor where Inductor runs each op
-as it is (lite mode): then the question is an op like others, which cannot leave. That op posts that this rank runs
-unfused; in a graph that was fused after all, by a backend that interprets what the pass has left, it raises.
+Where the generated code cannot ask (the C++ wrapper, the FX wrapper, lite mode, which runs each op as it is), nothing
+is fused: then the question is an op like others, which cannot leave. That op posts that this rank runs unfused, so that
+no other waits for it; in a graph that was fused after all, by a backend that interprets what the pass has left, it
+raises.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ import torch.distributed as dist
 from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor import inductor_prims
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.graph import PythonCode
 
@@ -84,11 +86,17 @@ def why_not_asked(group: str) -> str | None:
         return "the C++ wrapper cannot ask the other ranks whether they run the same graph"
     if inductor_config.fx_wrapper:
         return "the FX wrapper cannot ask the other ranks whether they run the same graph"
-    try:
-        begun(pg)
-    except RuntimeError:
+    if not _counts(pg):
         return f"its backend {dist.get_backend(pg)!r} does not count collectives, so ranks cannot agree"
     return None
+
+
+def _counts(group: dist.ProcessGroup) -> bool:
+    try:
+        begun(group)
+    except RuntimeError:
+        return False
+    return True
 
 
 def why_captured_without_vote() -> str | None:
@@ -249,12 +257,13 @@ def _copy(graph: fx.Graph, without: Collection[fx.Node] = ()) -> fx.Graph:
 
 
 def has_ranks(group: str) -> bool:
-    """Whether there are other ranks that can be asked: a fake group has none."""
+    """Whether there are other ranks that can be asked, or told that this one is not to be asked: a fake group has none,
+    and what AOTInductor makes may run without Python."""
     try:
         pg = resolve_group(group)
     except ValueError:
         return False
-    return dist.get_backend(pg) != "fake" and pg.size() > 1 and why_not_asked(group) is None
+    return dist.get_backend(pg) != "fake" and pg.size() > 1 and _counts(pg) and not V.aot_compilation
 
 
 def _begins(node: fx.Node, group: str) -> int:

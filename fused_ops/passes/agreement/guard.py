@@ -251,7 +251,7 @@ class GraphGuard:
         elif answer.why == ABSENT:
             reason = f"rank {peer} runs without graphs of this pass since it was waited for in vain"
         elif answer.why == NO_BOARD and where.blind is not None:
-            reason = f"rank {where.blind} cannot open rank 0's board: it is on another host or in another PID namespace"
+            reason = f"rank {where.blind[0]} cannot open rank 0's board: {where.blind[1]}"
         elif answer.why == NO_BOARD:
             reason = f"rank {peer} has not run a graph of this pass, or is not to be seen from here"
         elif answer.why == PASSED_BY:

@@ -6,6 +6,7 @@ from .vote import ANOTHER_GRAPH, CANNOT_FUSE, FUSED, NOTHING, PASSED_BY, PLAIN, 
 
 # A rank's words: its post (from which a count of 1 on there is one), the answer, and digests of its last posts.
 _TURNS, _BEGUN, _COUNT, _SIGNATURE, _CAN_FUSE, _ANSWER, _WHY, _PEER, _POSTS = range(9)
+_PRESENT = 9  # 1 once the rank has shown its presence
 _HISTORY, _KEPT = 16, 112
 _ROW = _HISTORY + _KEPT
 _HEADER = 16  # words, the first four hold the board's secret

@@ -20,11 +20,11 @@ __device__ __forceinline__ void post_abort_notice(const WaitParams& watch, u64 s
     post_flag(fault + ABORT_NOTICE + watch.rank, 1 + blamed);
 }
 
-// By one thread, behind all reads of the buffer by any thread in epoch `use`. `done`: the buffer's first done word.
-__device__ __forceinline__ void check_abort_notice(const WaitParams& watch, int peer, u32 done, u32 use) {
+// By one thread, behind all reads of the buffer by any thread in epoch `epoch`. `done`: the buffer's first done word.
+__device__ __forceinline__ void check_abort_notice(const WaitParams& watch, int peer, u32 done, u32 epoch) {
     if (peer == watch.rank) return;
     const u32 said = load_acquire(watch.fault + ABORT_NOTICE + peer);
-    if (said != 0) report(watch, peer, done + peer, use, said, ABORTED);
+    if (said != 0) report(watch, peer, done + peer, epoch, said, ABORTED);
 }
 
 }  // namespace weft

@@ -1,10 +1,10 @@
 // The acquire kernel in front of copies by copy engines, and the end of an epoch that no other kernel ends.
 //
-// gate, the acquire kernel. Who waits: lane p of its one warp, until done(buffer)[p] >= EPOCH[buffer]; acquire, system
-// scope. Then it writes TICKET[buffer] = e = EPOCH[buffer] + 1. Behind it on the stream: copies of chunks into the
-// peers' buffers, each followed by a 4-byte copy of TICKET[buffer] into the peer's flag word; the stream keeps data
-// before flag. If a wait has expired, here or earlier, TICKET stays, and every peer gets an abort notice before the
-// copies (abort_notice.cuh).
+// acquire. Who waits: lane p of its one warp, until done(buffer)[p] >= EPOCH[buffer]; acquire, system scope. Then it
+// writes EPOCH_TICKET[buffer] = e = EPOCH[buffer] + 1. Behind it on the stream: copies of chunks into the peers'
+// buffers, each followed by a 4-byte copy of EPOCH_TICKET[buffer] into the peer's flag word; the stream keeps data
+// before flag. If a wait has expired, here or earlier, EPOCH_TICKET stays, and every peer gets an abort notice before
+// the copies (abort_notice.cuh).
 //
 // leave: what came before it on the stream has read all of the buffer. It counts EPOCH[buffer] and writes
 // done(buffer)[rank] at every rank, one lane each; release, system scope. It waits for nobody.
@@ -16,13 +16,13 @@
 struct Params {
     weft::WaitParams watch;
     int world_size;  // up to 32: a lane for each rank
-    int ticket;  // index of the buffer's TICKET word
+    int ticket;  // index of the buffer's EPOCH_TICKET word
     int done;  // index of the buffer's first done word
     int epoch;  // index of the buffer's EPOCH word
     weft::u64 span;  // bytes from this rank's copy of an address to the next rank's
 };
 
-extern "C" __global__ void __launch_bounds__(32) gate(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(32) acquire(const __grid_constant__ Params p) {
     const int peer = threadIdx.x;
     const weft::u32 last = p.watch.words[p.epoch];
     const bool serves = peer < p.world_size && peer != p.watch.rank;
@@ -41,14 +41,14 @@ extern "C" __global__ void __launch_bounds__(32) gate(const __grid_constant__ Pa
 extern "C" __global__ void __launch_bounds__(32) leave(const __grid_constant__ Params p) {
     const int peer = threadIdx.x;
     const int rank = p.watch.rank;
-    weft::u32* epoch = p.watch.words + p.epoch;
-    const weft::u32 use = *epoch + 1;
+    weft::u32* counted = p.watch.words + p.epoch;
+    const weft::u32 epoch = *counted + 1;
     __syncwarp();
-    if (peer == 0) *epoch = use;
+    if (peer == 0) *counted = epoch;
     if (peer < p.world_size) {
-        weft::check_abort_notice(p.watch, peer, p.done, use);
+        weft::check_abort_notice(p.watch, peer, p.done, epoch);
         const weft::u64 there = static_cast<weft::u64>(static_cast<long long>(peer - rank)) * p.span;
         char* words = reinterpret_cast<char*>(p.watch.words) + there;
-        weft::post_flag(reinterpret_cast<weft::u32*>(words) + p.done + rank, use);
+        weft::post_flag(reinterpret_cast<weft::u32*>(words) + p.done + rank, epoch);
     }
 }

@@ -26,8 +26,8 @@ class _Params(ctypes.Structure):
     )
 
 
-def gate(workspace: Workspace, buffer: int, timeout_ns: int, stream: int) -> None:
-    """Make ``stream`` wait until every peer's ``buffer`` is free for the next epoch, then write that epoch to TICKET.
+def acquire_buffer(workspace: Workspace, buffer: int, timeout_ns: int, stream: int) -> None:
+    """Make ``stream`` wait until every peer's ``buffer`` is free for the next epoch, then write that to EPOCH_TICKET.
 
     Work behind it on the stream may overwrite the buffer on every peer; the current device must be the
     workspace's. Safe to capture in a CUDA graph.
@@ -40,10 +40,10 @@ def gate(workspace: Workspace, buffer: int, timeout_ns: int, stream: int) -> Non
     Raises:
         RuntimeError: the kernel cannot be compiled or launched.
     """
-    _launch("gate", workspace, buffer, timeout_ns, stream)
+    _launch("acquire", workspace, buffer, timeout_ns, stream)
 
 
-def end_use(workspace: Workspace, buffer: int, stream: int) -> None:
+def end_epoch(workspace: Workspace, buffer: int, stream: int) -> None:
     """End this rank's epoch of ``buffer``: work in front of it on the stream has read everything there.
 
     Safe to capture in a CUDA graph.
@@ -54,14 +54,14 @@ def end_use(workspace: Workspace, buffer: int, stream: int) -> None:
     _launch("leave", workspace, buffer, 0, stream)
 
 
-def leaving(workspace: Workspace, buffer: int) -> Callable[[int], None]:
-    """``end_use`` with only the stream left open, to be made once and called often."""
+def end_epoch_launcher(workspace: Workspace, buffer: int) -> Callable[[int], None]:
+    """``end_epoch`` with only the stream left open, to be made once and called often."""
     return _program.function("leave").bound(1, 32, _params(workspace, buffer, 0))
 
 
 def load() -> None:
     """Compile both kernels and load them into the current context, without a launch."""
-    for name in ("gate", "leave"):
+    for name in ("acquire", "leave"):
         _program.function(name)
 
 
@@ -74,7 +74,7 @@ def _params(workspace: Workspace, buffer: int, timeout_ns: int) -> _Params:
     return _Params(
         WaitParams.of(workspace, timeout_ns),
         workspace.world_size,
-        Layout.TICKET + buffer,
+        Layout.EPOCH_TICKET + buffer,
         layout.done(buffer),
         Layout.EPOCH + buffer,
         workspace.span,

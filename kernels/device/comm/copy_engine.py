@@ -3,8 +3,9 @@
     with engine.pushing(buffer, shard, chunk_rows, timeout_ns):
         ...  # kernels that wait for the peers' chunks, on the current stream
 
-Who writes: rank r's engine copies chunk c of its shard into slot r of every peer's buffer ``[W, m, K]``, then TICKET,
-the epoch, into flag c of rank r there; the stream keeps that order. The copy reads TICKET when it runs: graph-safe.
+Who writes: rank r's engine copies chunk c of its shard into slot r of every peer's buffer ``[W, m, K]``, then
+EPOCH_TICKET, the epoch, into flag c of rank r there; the stream keeps that order. The copy reads EPOCH_TICKET when it
+runs: graph-safe.
 Peers are served in the order rank-1, rank-2, ...: no link carries two shards at a time. Who waits: the acquire kernel
 (acquire.cu), on the current stream in front of the kernels: beside them it might find no SM free.
 
@@ -23,7 +24,7 @@ from cuda.bindings import driver
 from ....symm_mem.backends.vmm import check_driver, own_stream
 from ....symm_mem.layout import Layout
 from ....symm_mem.workspace import Workspace
-from .acquire import gate
+from .acquire import acquire_buffer
 
 
 class CopyEngine:
@@ -43,7 +44,7 @@ class CopyEngine:
         Behind the body the current stream waits for the copies: the shard may be overwritten then.
         """
         current = torch.cuda.current_stream()
-        gate(self.workspace, buffer, timeout_ns, current.cuda_stream)
+        acquire_buffer(self.workspace, buffer, timeout_ns, current.cuda_stream)
         self._begin.record(current)
         self._stream.wait_event(self._begin)
         self._push(buffer, shard, chunk_rows)
@@ -56,7 +57,7 @@ class CopyEngine:
     def _push(self, buffer: int, shard: torch.Tensor, chunk_rows: int) -> None:
         w, stream, rows = self.workspace, self._handle, shard.shape[0]
         row_bytes = shard.shape[1] * shard.element_size()
-        source, ticket = shard.data_ptr(), w.address + 4 * (Layout.TICKET + buffer)
+        source, ticket = shard.data_ptr(), w.address + 4 * (Layout.EPOCH_TICKET + buffer)
         slot = w.address + w.layout.buffer(buffer) + w.rank * rows * row_bytes
         flag = w.address + 4 * (w.layout.flags(buffer) + w.rank * w.layout.flags_per_rank)
         for step in range(1, w.world_size):

@@ -24,35 +24,35 @@ struct CreditWarp {
     // By the workers, when they have reset the slots of an epoch, but not of the last one.
     __device__ __forceinline__ void emptied() const { barrier_arrive(EMPTY, blockDim.x); }
 
-    // By the warp itself, for `uses` epochs, 2 or more, of which `use` is the first.
-    __device__ __forceinline__ void serve(u32 use, u32 uses) const {
-        say(use - 1);
-        for (; uses > 1; ++use, --uses) {
-            hear(use - 1);
+    // By the warp itself, for `epochs` epochs, 2 or more, of which `epoch` is the first.
+    __device__ __forceinline__ void serve(u32 epoch, u32 epochs) const {
+        say(epoch - 1);
+        for (; epochs > 1; ++epoch, --epochs) {
+            hear(epoch - 1);
             barrier_arrive(MAY_SEND, blockDim.x);
             barrier_sync(EMPTY, blockDim.x);
-            say(use);
+            say(epoch);
         }
-        hear(use - 1);
+        hear(epoch - 1);
     }
 
 private:
     __device__ __forceinline__ u32 word(int rank) const { return s.emptied + blockIdx.x * WORLD_SIZE + rank; }
 
     // Posts nothing once a wait has expired: slots are not known to be empty then.
-    __device__ __forceinline__ void say(u32 use) const {
+    __device__ __forceinline__ void say(u32 epoch) const {
         __threadfence_system();
         if (is_broken(s.watch)) return;
         for (int peer = threadIdx.x % 32; peer < WORLD_SIZE; peer += 32) {
             if (peer == RANK) continue;
             char* words = reinterpret_cast<char*>(s.watch.words) + static_cast<long long>(s.span) * (peer - RANK);
-            post_behind_fence(reinterpret_cast<u32*>(words) + word(RANK), use);
+            post_behind_fence(reinterpret_cast<u32*>(words) + word(RANK), epoch);
         }
     }
 
-    __device__ __forceinline__ void hear(u32 use) const {
+    __device__ __forceinline__ void hear(u32 epoch) const {
         for (int peer = threadIdx.x % 32; peer < WORLD_SIZE; peer += 32) {
-            if (peer != RANK) wait_flag(s.watch, peer, word(peer), use, WAIT_FREE);
+            if (peer != RANK) wait_flag(s.watch, peer, word(peer), epoch, WAIT_FREE);
         }
         __syncwarp();
     }

@@ -19,7 +19,7 @@ class BufferWords(ctypes.Structure):
         ("flags", ctypes.c_int32),
         ("flags_per_rank", ctypes.c_int32),
         ("world_size", ctypes.c_int32),
-        ("pace", ctypes.c_int32),
+        ("limiter_clock", ctypes.c_int32),
         ("span", ctypes.c_uint64),
     )
 
@@ -33,7 +33,7 @@ class BufferWords(ctypes.Structure):
             layout.flags(buffer),
             layout.flags_per_rank,
             workspace.world_size,
-            Layout.PACE,
+            Layout.LIMITER_CLOCK,
             workspace.span,
         )
 

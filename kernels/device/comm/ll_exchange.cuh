@@ -58,21 +58,21 @@ __device__ __forceinline__ u32 word(const uint4& v, int i) { return i == 0 ? v.x
 __device__ __forceinline__ constexpr int peer_of(int i) { return (RANK + i) % WORLD_SIZE; }
 
 // One epoch of a block's slots.
-struct Use {
+struct Epoch {
     const ExchangeSlots& s;
-    u32 epoch;
+    u32 number;
     u32 mine;  // slot 0 of sender 0 in this epoch's buffer
     // A wait of this thread, or of an earlier kernel of the group, has expired. Nothing is sent then: a peer misses the
     // data and reports it, instead of taking a wrong number for a right one.
     mutable bool lost;
 
-    __device__ __forceinline__ explicit Use(const ExchangeSlots& slots) : s(slots), lost(is_broken(slots.watch)) {
+    __device__ __forceinline__ explicit Epoch(const ExchangeSlots& slots) : s(slots), lost(is_broken(slots.watch)) {
         begin(load_relaxed(s.watch.words + s.epochs + blockIdx.x) + 1);
     }
 
     __device__ __forceinline__ void begin(u32 count) {
-        epoch = count;
-        mine = (2 * blockIdx.x + (epoch & 1)) * (WORLD_SIZE * s.capacity);
+        number = count;
+        mine = (2 * blockIdx.x + (number & 1)) * (WORLD_SIZE * s.capacity);
     }
 
     __device__ __forceinline__ uint4* place(int sender, u32 index) const {
@@ -93,7 +93,7 @@ struct Use {
     // Behind a failed poll for slot `index` of `sender`. True: go on without it.
     __device__ __forceinline__ bool expired(Deadline& deadline, int sender, u32 index) const {
         const u32 slot = s.first + (mine + sender * s.capacity + index) * WORDS;
-        if (!deadline.overdue(s.watch, sender, slot, epoch, epoch - 1, WAIT_DATA)) return false;
+        if (!deadline.overdue(s.watch, sender, slot, number, number - 1, WAIT_DATA)) return false;
         lost = true;
         return true;
     }
@@ -149,7 +149,7 @@ struct Use {
     // After the last thing that a thread of the block sends or takes.
     __device__ __forceinline__ void leave() const {
         __syncthreads();  // every thread has read the epoch
-        if (threadIdx.x == 0) s.watch.words[s.epochs + blockIdx.x] = epoch;
+        if (threadIdx.x == 0) s.watch.words[s.epochs + blockIdx.x] = number;
     }
 };
 
@@ -185,22 +185,22 @@ struct Parts {
     }
 
     template <typename Load>
-    __device__ __forceinline__ void send_all(const Load& load, const Use& use, const ThreadShare& s) const {
+    __device__ __forceinline__ void send_all(const Load& load, const Epoch& epoch, const ThreadShare& s) const {
 #pragma unroll(FEW ? 8 : 1)
         for (int i = 1; i < WORLD_SIZE; ++i) {
             const int peer = peer_of(i);
             const uint4 v = FEW ? of[FEW ? i : 0] : load(peer, s.at);
-            use.send(peer, s.index, ll_encode(v));
+            epoch.send(peer, s.index, ll_encode(v));
         }
     }
 };
 
 // `store(src, v)` of every peer's vector in slot `index`.
 template <typename Store>
-__device__ __forceinline__ void store_all(const Use& use, u32 index, const Store& store) {
+__device__ __forceinline__ void store_all(const Epoch& epoch, u32 index, const Store& store) {
     if constexpr (FEW) {
         uint4 in[WORLD_SIZE];
-        use.take_all(index, in);
+        epoch.take_all(index, in);
 #pragma unroll
         for (int src = 0; src < WORLD_SIZE; ++src) {
             if (src != RANK) store(src, in[src]);
@@ -209,7 +209,7 @@ __device__ __forceinline__ void store_all(const Use& use, u32 index, const Store
 #pragma unroll 1
         for (int i = 1; i < WORLD_SIZE; ++i) {
             const int src = peer_of(i);
-            store(src, use.take(src, index));
+            store(src, epoch.take(src, index));
         }
     }
 }
@@ -253,14 +253,14 @@ __device__ __forceinline__ Numbers reduced(const Take& take) {
 
 // The same of this rank's `own` and of what the peers send to slot `index`.
 template <typename Reduce>
-__device__ __forceinline__ Numbers take_reduced(const Use& use, u32 index, const uint4& own) {
+__device__ __forceinline__ Numbers take_reduced(const Epoch& epoch, u32 index, const uint4& own) {
     if constexpr (FEW) {
         uint4 in[WORLD_SIZE];
         in[RANK] = own;
-        use.take_all(index, in);
+        epoch.take_all(index, in);
         return reduced<Reduce>([&](int src) { return in[src]; });
     } else {
-        return reduced<Reduce>([&](int src) { return src == RANK ? own : use.take(src, index); });
+        return reduced<Reduce>([&](int src) { return src == RANK ? own : epoch.take(src, index); });
     }
 }
 

@@ -40,7 +40,7 @@ struct SharedTokenBucket {
     __device__ __forceinline__ SharedTokenBucket(const WaitParams& watch, const BufferWords& buffer, u32 bytes, u32 rate)
         : watch(watch), buffer(buffer), interval((bytes * TICKS + rate / 2) / rate) {}
 
-    __device__ __forceinline__ u64* clock() const { return reinterpret_cast<u64*>(watch.words + buffer.pace); }
+    __device__ __forceinline__ u64* clock() const { return reinterpret_cast<u64*>(watch.words + buffer.limiter_clock); }
 
     // Draws the start of the next `bursts`; early, so that the answer is there when `wait` needs it.
     __device__ __forceinline__ void ask(u32 bursts) {

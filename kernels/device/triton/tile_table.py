@@ -11,7 +11,7 @@ import torch
 class TritonTile:
     """A tile and how a block computes it.
 
-    ``pieces``: the chunks along N in which the finished tile is stored, so that staging it costs less shared memory
+    ``chunks``: the chunks along N in which the finished tile is stored, so that staging it costs less shared memory
     and fewer registers. ``speed``: relative to the fastest tile, when all SMs work.
     """
 
@@ -20,18 +20,18 @@ class TritonTile:
     block_k: int
     warps: int
     stages: int
-    pieces: int
+    chunks: int
     speed: float
 
 
 # For 132 SMs of Hopper. float32 is multiplied without tensor cores, from registers: only a small tile fits.
 _HALF_PRECISION = (
-    TritonTile(128, 256, 64, warps=8, stages=3, pieces=2, speed=1.0),
-    TritonTile(128, 128, 64, warps=8, stages=4, pieces=2, speed=0.85),
-    TritonTile(64, 256, 64, warps=8, stages=4, pieces=2, speed=0.75),
-    TritonTile(64, 128, 64, warps=4, stages=4, pieces=2, speed=0.6),
+    TritonTile(128, 256, 64, warps=8, stages=3, chunks=2, speed=1.0),
+    TritonTile(128, 128, 64, warps=8, stages=4, chunks=2, speed=0.85),
+    TritonTile(64, 256, 64, warps=8, stages=4, chunks=2, speed=0.75),
+    TritonTile(64, 128, 64, warps=4, stages=4, chunks=2, speed=0.6),
 )
-_SINGLE_PRECISION = (TritonTile(64, 64, 16, warps=8, stages=3, pieces=2, speed=1.0),)
+_SINGLE_PRECISION = (TritonTile(64, 64, 16, warps=8, stages=3, chunks=2, speed=1.0),)
 
 
 def tiles(dtype: torch.dtype) -> tuple[TritonTile, ...]:

@@ -1,7 +1,7 @@
 // The tile scheduler: which tiles a cluster computes in which order, and in which order chunks of the local rows are
 // sent. Plain arithmetic: it is tested on the CPU as it is. `Params` has m, k, bs, columns, raster_group,
-// remote_raster_group, group, buffer.world_size and watch.rank; BM, UNIT_COLUMNS, PIECE_ROWS, PIECE_COLUMNS and SPLIT_K are
-// defined. docs/protocol.md#all-gather--matmul says why.
+// remote_raster_group, group, buffer.world_size and watch.rank; BM, K_CHUNK_COLUMNS, CHUNK_ROWS, CHUNK_COLUMNS and
+// SPLIT_K are defined. docs/protocol.md#all-gather--matmul says why.
 
 #pragma once
 
@@ -9,9 +9,9 @@
 
 namespace weft {
 
-constexpr int PIECES_M = BM / PIECE_ROWS;  // chunks of a row of tiles
-constexpr int PIECES_K = UNIT_COLUMNS / PIECE_COLUMNS;  // of a k-chunk
-constexpr int PIECES = PIECES_M * PIECES_K;
+constexpr int CHUNKS_M = BM / CHUNK_ROWS;  // chunks of a row of tiles
+constexpr int CHUNKS_K = K_CHUNK_COLUMNS / CHUNK_COLUMNS;  // of a k-chunk
+constexpr int CHUNKS = CHUNKS_M * CHUNKS_K;
 
 struct GatherTile {
     int src, row, column, b;  // with SPLIT_K src is 0: all ranks have a part in each tile
@@ -22,16 +22,16 @@ struct GatherTile {
 template <typename Params>
 struct GatherTileScheduler {
     int rows;  // of tiles, of a shard
-    int columns, units;
+    int columns, k_chunks;
     int pairs, own_pairs;
-    int pieces;  // chunks that are sent
+    int chunks;  // chunks that are sent
 
     __device__ explicit GatherTileScheduler(const Params& p) {
         rows = (p.m + BM - 1) / BM;
-        units = (p.k + UNIT_COLUMNS - 1) / UNIT_COLUMNS;
+        k_chunks = (p.k + K_CHUNK_COLUMNS - 1) / K_CHUNK_COLUMNS;
         pairs = (SPLIT_K ? rows + 1 : rows * p.buffer.world_size + 1) / 2;
         own_pairs = SPLIT_K ? 0 : rows / 2;
-        pieces = rows * units * PIECES;
+        chunks = rows * k_chunks * CHUNKS;
         columns = 0;
         for (int i = 0; i < p.bs; ++i) columns += p.columns[i];
     }
@@ -93,22 +93,22 @@ struct GatherSteps {
 
 // Where chunk `index` of the sending order lies.
 template <typename Params>
-struct GatherPiece {
+struct GatherChunk {
     int row, column, flag;
     bool inside;
 
-    __device__ GatherPiece(const Params& p, const GatherTileScheduler<Params>& order, int index) {
-        const int of_group = p.group * order.units * PIECES;
+    __device__ GatherChunk(const Params& p, const GatherTileScheduler<Params>& order, int index) {
+        const int of_group = p.group * order.k_chunks * CHUNKS;
         const int first = index / of_group * p.group;
         const int height = min(p.group, order.rows - first);
         index %= of_group;
-        const int unit = index / (height * PIECES);
-        index %= height * PIECES;
-        const int tile_row = first + index / PIECES;
-        index %= PIECES;
-        row = tile_row * BM + index / PIECES_K * PIECE_ROWS;
-        column = unit * UNIT_COLUMNS + index % PIECES_K * PIECE_COLUMNS;
-        flag = (tile_row * order.units + unit) * PIECES + index;
+        const int k_chunk = index / (height * CHUNKS);
+        index %= height * CHUNKS;
+        const int tile_row = first + index / CHUNKS;
+        index %= CHUNKS;
+        row = tile_row * BM + index / CHUNKS_K * CHUNK_ROWS;
+        column = k_chunk * K_CHUNK_COLUMNS + index % CHUNKS_K * CHUNK_COLUMNS;
+        flag = (tile_row * order.k_chunks + k_chunk) * CHUNKS + index;
         inside = row < p.m && column < p.k;
     }
 };

@@ -36,7 +36,7 @@ class Ranks:
         address, span = self.memory[RANK].data_ptr(), 4 * self.memory.stride(0)
         self.place: Any = Place(LAYOUT, address, span, RANK, fault)
         self.done = self.words[:, LAYOUT.done(HALF) : LAYOUT.done(HALF) + SIZE]
-        self.words[RANK, LAYOUT.EPOCH + HALF] = self.words[RANK, LAYOUT.TICKET + HALF] = USES
+        self.words[RANK, LAYOUT.EPOCH + HALF] = self.words[RANK, LAYOUT.EPOCH_TICKET + HALF] = USES
         self.done[RANK] = USES
         monkeypatch.setattr(acquire, "_program", SimpleNamespace(function=self._function))
 
@@ -49,24 +49,24 @@ class Ranks:
         return SimpleNamespace(launch=launch)
 
     @property
-    def farewells(self) -> list[list[int]]:
+    def abort_notices(self) -> list[list[int]]:
         """What each rank has been told, by whom."""
         return self.faults[:, Fault.ABORT_NOTICE : Fault.ABORT_NOTICE + SIZE].tolist()
 
     def opened(self) -> bool:
-        """Whether the gate counts a use; it does nothing else but say farewell."""
+        """Whether the acquire kernel counts an epoch; else it only posts an abort notice."""
         before = self.memory.clone()
-        acquire.gate(self.place, HALF, 50, 0)
+        acquire.acquire_buffer(self.place, HALF, 50, 0)
         before[:, LAYOUT.bytes // 4 :] = self.faults
-        ticket = self.words[RANK, LAYOUT.TICKET + HALF].item()
-        before[RANK, LAYOUT.TICKET + HALF] = ticket
+        ticket = self.words[RANK, LAYOUT.EPOCH_TICKET + HALF].item()
+        before[RANK, LAYOUT.EPOCH_TICKET + HALF] = ticket
         assert torch.equal(before, self.memory) and ticket in (USES, USES + 1)
         return ticket != USES
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    return compiled(tmp_path_factory.mktemp("gate"))
+    return compiled(tmp_path_factory.mktemp("acquire"))
 
 
 def told(blamed: int) -> list[list[int]]:
@@ -88,7 +88,7 @@ def test_the_gate_stays_shut_for_one_that_has_not(
     ranks = Ranks(monkeypatch, library)
     ranks.done[RANK, late] = USES - 1
     assert not ranks.opened()
-    assert ranks.farewells == told(late)
+    assert ranks.abort_notices == told(late)
     assert ranks.faults[RANK, Fault.BROKEN] == 1 + late
     word = LAYOUT.done(HALF) + late
     assert ranks.record[:7].tolist() == [1, ranks.place.address, late, word, USES, USES - 1, WAIT_FREE]
@@ -101,7 +101,7 @@ def test_the_gate_of_a_broken_group_stays_shut(
     ranks = Ranks(monkeypatch, library)
     ranks.faults[RANK, Fault.BROKEN] = 1 + blamed
     assert not ranks.opened()
-    assert ranks.farewells == told(blamed) and not ranks.record.any()
+    assert ranks.abort_notices == told(blamed) and not ranks.record.any()
 
 
 @pytest.mark.parametrize("gone", [None, *PEERS])
@@ -111,7 +111,7 @@ def test_the_end_of_a_use(library: Library, monkeypatch: pytest.MonkeyPatch, gon
         ranks.faults[RANK, Fault.ABORT_NOTICE + gone] = 1 + blamed
     want, faults = ranks.words.clone(), ranks.faults.clone()
     want[:, LAYOUT.done(HALF) + RANK] = want[RANK, LAYOUT.EPOCH + HALF] = USES + 1
-    acquire.end_use(ranks.place, HALF, 0)
+    acquire.end_epoch(ranks.place, HALF, 0)
     assert torch.equal(ranks.words, want)
     if gone is None:
         assert torch.equal(ranks.faults, faults) and not ranks.record.any()

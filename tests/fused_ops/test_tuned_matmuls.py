@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -13,9 +13,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from fake_gpu import Gpu
 from ranks import run_ranks
 from weft.fused_ops import last_plan
-from weft.fused_ops.dispatch import workspaces
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops import all_gather_matmul, matmul_reduce_scatter
 from weft.fused_ops.ops.calls import AllGatherMatmulCall, MatmulReduceScatterCall
@@ -28,10 +28,11 @@ from weft.kernels.device.tuning.choice import KernelChoices
 from weft.kernels.device.tuning.tuned_file import TunedFile
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
+from weft.symm_mem.backends import cuda_state
 from weft.symm_mem.heap.heap import Heap
 from weft.symm_mem.heap.registry import get_heap
 from weft.symm_mem.layout import Layout
-from weft.symm_mem.workspace import HostUse, Workspace
+from weft.symm_mem.workspace import HostEpoch, Workspace
 
 FASTEST = [(128, 96), "one_shot"]  # the tile, or the algorithm, where all ranks are looked at
 
@@ -52,7 +53,7 @@ class Kernel:
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
         workspace = self.workspace
-        with HostUse(workspace, "a kernel") as use:
+        with HostEpoch(workspace, "a kernel") as use:
             peer = 1 - workspace.rank
             use.wait_free(peer)
             use.post(peer, 0)
@@ -118,10 +119,6 @@ def stage(folder: str, on: bool, fastest: Any) -> Iterator[Heap]:
             (tuner, "is_tuning", lambda: on),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
-        for module in (all_gather_matmul, matmul_reduce_scatter, workspaces):
-            stack.enter_context(mock.patch.object(module, "num_sms", return_value=132))
-        for module in (all_gather_matmul, matmul_reduce_scatter):
-            stack.enter_context(mock.patch.object(module, "in_stream_order", return_value=nullcontext()))
         if fastest == "one_shot":  # the model thinks a little less of it than of the best that pushes
             for configs, ranked, estimate in (
                 (gather.configs, gather.configs.rank_gather_pushes, "estimate_one_shot_gather_us"),
@@ -132,8 +129,7 @@ def stage(folder: str, on: bool, fastest: Any) -> Iterator[Heap]:
                     return float(ranked(problem)[0][0]) + 1e-3
 
                 stack.enter_context(mock.patch.object(configs, estimate, slower))
-        raw = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=7)
-        stack.enter_context(raw)
+        stack.enter_context(mock.patch.object(cuda_state, "state", Gpu()))
         yield where
 
 

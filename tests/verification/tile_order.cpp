@@ -58,22 +58,22 @@ static void gather(const Params& p) {
         tiles.size() == size_t(order.rows) * order.columns * (SPLIT_K ? 1 : p.buffer.world_size),
         "not every tile of every rank", p);
 
-    const int all = order.pieces;
+    const int all = order.chunks;
     std::vector<int> sent(all);
     std::set<std::pair<int, int>> places;
     for (int i = 0; i < all; ++i) {
-        const GatherPiece<Params> piece(p, order, i);
-        expect(piece.flag >= 0 && piece.flag < all, "a flag past the end", p);
-        if (piece.flag < 0 || piece.flag >= all) return;
-        expect(!sent[piece.flag]++, "a flag twice", p);
-        expect(places.insert({piece.row, piece.column}).second, "a piece twice", p);
-        expect(piece.inside == (piece.row < p.m && piece.column < p.k), "outside", p);
-        // What the loader waits for: lane l of unit u of row r, as kernel.cu computes it.
-        const int lane = piece.flag % PIECES, unit = piece.flag / PIECES % order.units;
-        const int row = piece.flag / PIECES / order.units;
-        expect(row * BM + lane / PIECES_K * PIECE_ROWS == piece.row, "a lane waits for other rows", p);
+        const GatherChunk<Params> chunk(p, order, i);
+        expect(chunk.flag >= 0 && chunk.flag < all, "a flag past the end", p);
+        if (chunk.flag < 0 || chunk.flag >= all) return;
+        expect(!sent[chunk.flag]++, "a flag twice", p);
+        expect(places.insert({chunk.row, chunk.column}).second, "a chunk twice", p);
+        expect(chunk.inside == (chunk.row < p.m && chunk.column < p.k), "outside", p);
+        // What the loader waits for: lane l of k-chunk c of row r, as kernel.cu computes it.
+        const int lane = chunk.flag % CHUNKS, k_chunk = chunk.flag / CHUNKS % order.k_chunks;
+        const int row = chunk.flag / CHUNKS / order.k_chunks;
+        expect(row * BM + lane / CHUNKS_K * CHUNK_ROWS == chunk.row, "a lane waits for other rows", p);
         expect(
-            unit * UNIT_COLUMNS + lane % PIECES_K * PIECE_COLUMNS == piece.column, "a lane waits for other columns", p);
+            k_chunk * K_CHUNK_COLUMNS + lane % CHUNKS_K * CHUNK_COLUMNS == chunk.column, "a lane waits for other columns", p);
     }
 }
 

@@ -15,7 +15,7 @@ struct WaitParams {
     u32* words;
 };
 struct BufferWords {
-    int pace;
+    int limiter_clock;
 };
 static u64 now;
 static u64 nanoseconds() { return now; }

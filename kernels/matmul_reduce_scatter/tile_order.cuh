@@ -23,7 +23,7 @@ struct ScatterTile {
 // pairs of rows for one rank, the last of which may lack its second row.
 template <typename Params>
 struct ScatterTileScheduler {
-    static constexpr int UNIT = SPLIT_N ? 2 : 1;  // rows in an entry of the list
+    static constexpr int ENTRY_ROWS = SPLIT_N ? 2 : 1;  // rows in an entry of the list
 
     int rows, columns;  // of tiles, for one rank; rows of one batch
     int own;  // entries of this rank, of all batches
@@ -32,28 +32,28 @@ struct ScatterTileScheduler {
     __device__ explicit ScatterTileScheduler(const Params& p) {
         rows = (p.m + BM - 1) / BM;
         columns = (p.n + BN - 1) / BN;
-        own = (p.batches * rows + UNIT - 1) / UNIT;
-        chunk = min((p.raster_group + UNIT - 1) / UNIT, own);
+        own = (p.batches * rows + ENTRY_ROWS - 1) / ENTRY_ROWS;
+        chunk = min((p.raster_group + ENTRY_ROWS - 1) / ENTRY_ROWS, own);
         last = (own - 1) / chunk;
     }
 
-    __device__ int each() const { return own * UNIT * columns; }  // tiles for one rank
-    __device__ int pairs() const { return (own * UNIT * WORLD_SIZE + 1) / 2; }  // of rows of the list
+    __device__ int each() const { return own * ENTRY_ROWS * columns; }  // tiles for one rank
+    __device__ int pairs() const { return (own * ENTRY_ROWS * WORLD_SIZE + 1) / 2; }  // of rows of the list
     __device__ int steps() const { return pairs() * columns; }
 
     __device__ ScatterTile tile(const Params& p, int step, int block) const {
         ScatterTile t;
         int pair;
         grouped(step, pairs(), columns, p.raster_group, pair, t.column);
-        const int place = (2 * pair + block) / UNIT, peers = WORLD_SIZE - 1;
+        const int place = (2 * pair + block) / ENTRY_ROWS, peers = WORLD_SIZE - 1;
         // Which chunk for the peers is current, or was the last one, and the entry behind its begin.
         const int behind = place - chunk * peers;
         const int c = behind < 0 ? 0 : min(1 + behind / (chunk * WORLD_SIZE), last);
         const int inside = behind < 0 ? place : behind - (c - 1) * chunk * WORLD_SIZE;
         const int of_peers = min(chunk, own - c * chunk) * peers;
         const bool mine = inside >= of_peers;
-        const int unit = mine ? (c - 1) * chunk + inside - of_peers : c * chunk + inside / peers;
-        const int row = unit * UNIT + block % UNIT;  // of tiles, of all batches
+        const int entry = mine ? (c - 1) * chunk + inside - of_peers : c * chunk + inside / peers;
+        const int row = entry * ENTRY_ROWS + block % ENTRY_ROWS;  // of tiles, of all batches
         t.dst = mine ? p.watch.rank : (p.watch.rank + 1 + inside % peers) % WORLD_SIZE;
         // A block without a tile loads for the other all the same, and rows past the end of A.
         t.inside = place < own * WORLD_SIZE && (!SPLIT_N || row < rows);

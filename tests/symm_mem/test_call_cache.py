@@ -30,7 +30,7 @@ CHANGES: dict[str, Callable[[CachedDict[Any, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_makes_an_end_of_all_findings(change: str) -> None:
+def test_a_change_drops_all_cached_calls(change: str) -> None:
     noted: CachedDict[int, int] = CachedDict({1: 2})
     before = call_cache.cached_calls
     keep(before, "this", "that")

@@ -14,15 +14,17 @@ PACE = DEVICE / "comm" / "rate_limiter.cuh"
 
 
 def said(folder: Path, old: str = "", new: str = "") -> str:
-    """What pace.cpp says of rate_limiter.cuh, in which ``new`` stands for ``old``."""
+    """What rate_limiter.cpp says of rate_limiter.cuh, in which ``new`` stands for ``old``."""
     text = PACE.read_text().replace('#include "comm/double_buffer.cuh"\n', "")
     assert old in text
     (folder / "rate_limiter.cuh").write_text(text.replace(old, new) if old else text)
     compiler = shutil.which("g++") or shutil.which("c++")
     assert compiler, "a C++ compiler is needed"
     options = ["-std=c++17", "-O1", "-w", f'-DPACE="{folder / "rate_limiter.cuh"}"']
-    subprocess.run([compiler, *options, HERE / "pace.cpp", "-o", folder / "pace"], check=True)
-    return subprocess.run([folder / "pace"], check=True, capture_output=True, text=True, timeout=60).stdout
+    subprocess.run([compiler, *options, HERE / "rate_limiter.cpp", "-o", folder / "rate_limiter"], check=True)
+    return subprocess.run(
+        [folder / "rate_limiter"], check=True, capture_output=True, text=True, timeout=60
+    ).stdout
 
 
 def test_bursts_of_all_warps_share_what_the_links_take(tmp_path: Path) -> None:
