@@ -35,6 +35,7 @@ from .log import log_line
 from .origin import module_of, source_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns import registry
+from .regather import joint_options
 from .report import Entry, PassRuns, Report
 from .report_file import put_into_file, write_reports
 from .settings import CAPTURE, PassSettings
@@ -105,9 +106,11 @@ class FusionPass(PassSettings, CustomGraphPass):
             "capture" is for those of which you know that for what is captured in CUDA graphs: a captured graph keeps
             the answer that it got at its capture. With True it is captured unfused, as its replays cannot ask;
             Inductor's own CUDA graphs (``triton.cudagraphs``) ask before each run, if it makes partitions.
+        regather: where a gathered activation would be kept for the gradient of a weight alone, keep the shard and
+            gather again in the backward, inside of the product. It needs less memory, and more time.
 
     Raises:
-        TypeError: ``groups`` is one name or no list, ``strict`` or ``agree`` is no bool (or string).
+        TypeError: ``groups`` is one name or no list, ``strict``, ``agree`` or ``regather`` is no bool (or string).
         ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "capture".
     """
 
@@ -118,8 +121,9 @@ class FusionPass(PassSettings, CustomGraphPass):
         *,
         fuse: str = "auto",
         agree: bool | str = True,
+        regather: bool = False,
     ) -> None:
-        super().__init__(groups, strict, fuse, agree)
+        super().__init__(groups, strict, fuse, agree, regather)
         self._entries: list[Entry] = []
         self._graphs = 0
         self._keys = 0
@@ -135,7 +139,7 @@ class FusionPass(PassSettings, CustomGraphPass):
         Warns if torch._inductor.config.post_grad_custom_post_pass is set to other passes, which do not run then.
         """
         self._warn_of_dropped(())
-        return {SLOT: self}
+        return {SLOT: self, **joint_options(self)}
 
     def options_with(self, *others: Callable[[fx.Graph], None]) -> dict[str, Any]:
         """``options`` for a model that has graph passes of its own, too: Inductor has one place for all of them.
@@ -156,7 +160,7 @@ class FusionPass(PassSettings, CustomGraphPass):
             TypeError: one of them cannot be called.
         """
         self._warn_of_dropped(others)
-        return {SLOT: in_sequence([*others, self])}
+        return {SLOT: in_sequence([*others, self]), **joint_options(self)}
 
     def _warn_of_dropped(self, others: Sequence[Any]) -> None:
         there = passes_of(getattr(inductor_config, SLOT))
