@@ -83,7 +83,7 @@ class Scatter(Alone):
         a, b = lefts[0], weights[0]
         with mock.patch.object(cuda_kernel, "SOURCE", source(workspace.world_size)):
             kernel = cuda_kernel.MatmulReduceScatterPush(
-                workspace, a, b, config, Epilogue(a.dtype), num_sms=num_sms
+                workspace, (a, b), config, Epilogue(a.dtype), num_sms=num_sms
             )
 
         def launch(buffer: int, i: int) -> None:

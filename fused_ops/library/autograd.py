@@ -89,11 +89,11 @@ class AllGatherMatmulFunction(torch.autograd.Function):
         grad_shard: Tensor | None = None
         if of_A:
             if pairs:
-                # One op for all of them: [g1 g2] @ [B1 B2]^T is the sum of the products.
-                g = pairs[0][0] if len(pairs) == 1 else torch.cat([g for g, _ in pairs], -1)
-                B = pairs[0][1] if len(pairs) == 1 else torch.cat([B for _, B in pairs], 1)
-                args = (g, B.t(), "sum", ctx.gather_dim, ctx.group_name)
-                grad_shard = _ops.fused_matmul_reduce_scatter(*args, group_size=ctx.group_size)
+                # One op for all of them, which sums the products.
+                g, B, *more = [x for g, B in pairs for x in (g, B.t())]
+                args = (g, B, "sum", ctx.gather_dim, ctx.group_name)
+                named = {"more": more} if more else {}
+                grad_shard = _ops.fused_matmul_reduce_scatter(*args, **named, group_size=ctx.group_size)
             if grad_A is not None:
                 rest = _reduce_scatter(grad_A, ctx.gather_dim, ctx.group_name)
                 grad_shard = rest if grad_shard is None else grad_shard + rest
@@ -109,40 +109,47 @@ class MatmulReduceScatterFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         call: MatmulReduceScatterCall,
-        A: Tensor,
-        B: Tensor,
         bias: Tensor | None,
         residual: Tensor | None,
+        *factors: Tensor,
     ) -> Tensor:
-        _, of_A, of_B, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(A if of_B else None, B if of_A else None)
-        ctx.reduce_op, ctx.scatter_dim, ctx.dtype = call.reduce_op, call.scatter_dim, A.dtype
+        ctx.reduce_op, ctx.scatter_dim, ctx.dtype = call.reduce_op, call.scatter_dim, call.A.dtype
         ctx.group_name, ctx.group_size = call.group_name, call.group_size
         done: Tensor = implementations.MATMUL_REDUCE_SCATTER.run_below_autograd(call)
-        ctx.transposed = _is_transposed(B)
+        _, _, _, *of_factors = ctx.needs_input_grad
+        # Each for the gradient of the other one of its product.
+        ctx.save_for_backward(*(x if of_factors[i ^ 1] else None for i, x in enumerate(factors)))
+        ctx.transposed = [_is_transposed(B) for B in factors[1::2]]
         return done
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        A, B = ctx.saved_tensors
-        _, *needed, needs_bias, needs_residual = ctx.needs_input_grad
+        As, Bs = ctx.saved_tensors[::2], ctx.saved_tensors[1::2]
+        _, needs_bias, needs_residual, *needed = ctx.needs_input_grad
+        of_As, of_Bs = needed[::2], needed[1::2]
         # Each rank has added its own: what its part of the result hands back is all that they get here.
         grad_bias = _rows(grad).sum(0, dtype=torch.float32).to(ctx.dtype) if needs_bias else None
         grad_residual = grad.to(ctx.dtype) if needs_residual else None
-        grad_A = grad_B = None
+        grads: list[Tensor | None] = [None] * len(needed)
         if any(needed):
             if ctx.reduce_op == "avg":
                 grad = grad / resolve_group(ctx.group_name).size()
             grad = grad.to(ctx.dtype)
-            if needed[0]:
-                named = {"return_A": needed[1], "group_size": ctx.group_size}
-                args = (grad, [B.t()], ctx.scatter_dim, ctx.group_name)
-                gathered, (grad_A,) = _ops.fused_all_gather_matmul(*args, **named)
+            if any(of_As):
+                named = {"return_A": any(of_Bs), "group_size": ctx.group_size}
+                others = [B.t() for B, of_A in zip(Bs, of_As, strict=True) if of_A]
+                args = (grad, others, ctx.scatter_dim, ctx.group_name)
+                gathered, outs = _ops.fused_all_gather_matmul(*args, **named)
+                made = iter(outs)
+                grads[::2] = [next(made) if of_A else None for of_A in of_As]
             else:
                 size = resolve_group(ctx.group_name).size()
                 gathered = all_gather(grad, ctx.scatter_dim, size, ctx.group_name)
-            grad_B = _gradient(A, gathered, ctx.transposed) if needed[1] else None
-        return None, grad_A, grad_B, grad_bias, grad_residual
+            grads[1::2] = [
+                _gradient(A, gathered, transposed) if of_B else None
+                for A, transposed, of_B in zip(As, ctx.transposed, of_Bs, strict=True)
+            ]
+        return None, grad_bias, grad_residual, *grads
 
 
 class AllReduceFunction(torch.autograd.Function):

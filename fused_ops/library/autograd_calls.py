@@ -53,7 +53,7 @@ def differentiable_matmul_reduce_scatter(call: MatmulReduceScatterCall) -> Tenso
     if not _wants_grad(matmul_reduce_scatter.host.OP, call.tensors):
         result: Tensor = implementations.MATMUL_REDUCE_SCATTER.run_slow(call)
         return result
-    return MatmulReduceScatterFunction.apply(call, call.A, call.B, call.bias, call.residual)
+    return MatmulReduceScatterFunction.apply(call, call.bias, call.residual, *call.factors)
 
 
 def differentiable_all_reduce(call: AllReduceCall) -> Tensor:

@@ -20,5 +20,7 @@ def _all_gather_matmul(
 
 
 @register_flop_formula([schema.matmul_reduce_scatter.overloadpacket, schema.matmul_all_reduce.overloadpacket])
-def _matmul(A: Sequence[int], B: Sequence[int], *_: Any, **__: Any) -> int:
-    return 2 * prod(A) * B[1]
+def _matmul(
+    A: Sequence[int], B: Sequence[int], *_: Any, more: Sequence[Sequence[int]] | None = None, **__: Any
+) -> int:
+    return 2 * B[1] * (prod(A) + sum(prod(a) for a in (more or ())[::2]))

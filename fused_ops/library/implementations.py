@@ -117,9 +117,11 @@ def _slow_all_gather_matmul(call: AllGatherMatmulCall) -> _ag.Result:
 
 
 def _fast_matmul_reduce_scatter(call: MatmulReduceScatterCall) -> Tensor | None:
-    A, B, reduce_op, dim, group_name, out_dtype, bias, residual, _ = call
+    A, B, reduce_op, dim, group_name, out_dtype, bias, residual, more, _ = call
     if out_dtype is not None:
         return None
+    if more:
+        return _rs.fast_sum_of_matmuls_reduce_scatter(call)
     return _rs.fast_matmul_reduce_scatter(A, B, reduce_op, dim, group_name, (bias, residual))
 
 

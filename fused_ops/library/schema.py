@@ -17,7 +17,8 @@ lib.define(
 )
 lib.define(
     "fused_matmul_reduce_scatter(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name, *,"
-    " ScalarType? out_dtype=None, Tensor? bias=None, Tensor? residual=None, int? group_size=None) -> Tensor",
+    " ScalarType? out_dtype=None, Tensor? bias=None, Tensor? residual=None, Tensor[]? more=None,"
+    " int? group_size=None) -> Tensor",
     tags=_TAGS,
 )
 lib.define(

@@ -241,6 +241,7 @@ def validate_matmul_reduce_scatter(
         raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
     _dtype("A", A)
     _matrix("B", B, A.shape[-1], A, "A")
+    _further_factors(call.more or (), A, B)
     reduction(call.reduce_op)
     if call.out_dtype not in (None, A.dtype, torch.float32):
         raise TypeError(f"out_dtype: is {call.out_dtype}, must be {A.dtype} like A, or float32")
@@ -257,6 +258,21 @@ def validate_matmul_reduce_scatter(
     if call.residual is not None:
         _added("residual", call.residual, shape, A)
     return call, group
+
+
+def _further_factors(more: Sequence[torch.Tensor], A: torch.Tensor, B: torch.Tensor) -> None:
+    if len(more) % 2:
+        raise ValueError(f"more: has {len(more)} tensors, must have an A and a B of each further product")
+    for i in range(0, len(more), 2):
+        a, b = more[i], more[i + 1]
+        if a.shape[:-1] != A.shape[:-1]:
+            raise ValueError(
+                f"more[{i}]: has shape {tuple(a.shape)}, must have that of A, {tuple(A.shape)}, but for its last size"
+            )
+        _like(f"more[{i}]", a, A, "A")
+        _matrix(f"more[{i + 1}]", b, a.shape[-1], A, f"more[{i}]")
+        if b.shape[1] != B.shape[1]:
+            raise ValueError(f"more[{i + 1}]: has {b.shape[1]} columns, must have {B.shape[1]} like B")
 
 
 def _added(name: str, tensor: torch.Tensor, shape: Sequence[int], A: torch.Tensor) -> None:

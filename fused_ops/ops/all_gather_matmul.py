@@ -103,7 +103,7 @@ def _on_cuda(where: Heap, call: AllGatherMatmulCall) -> Result | str:
         timeout_ns = timeout_in_ns(where.group_name)
         gathered, products = on_cuda.launch_all_gather_matmul(choice, workspace, kernel_call, timeout_ns)
     A, outs = _shaped(gathered, products, front, dim, size)
-    if (launcher := on_cuda.gather_launcher(choice, workspace)) is not None:
+    if (launcher := on_cuda.gather_launcher(choice, workspace, return_A)) is not None:
         results = outs if A is None else [*outs, A]
         made = fast_path.LaunchedCall(host.OP, (dim, return_A), call.tensors, used, results)
         fast_path.remember_call(made, workspace, launcher, plan, profitable=choice.profitable)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -46,11 +47,25 @@ class MatmulReduceScatterCall(NamedTuple):
     out_dtype: torch.dtype | None = None
     bias: Tensor | None = None
     residual: Tensor | None = None
+    more: Sequence[Tensor] | None = None
     group_size: int | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.A, self.B, *self.terms]
+        return [self.A, self.B, *self.terms, *(self.more or ())]
+
+    @property
+    def factors(self) -> list[Tensor]:
+        """A and B, and those of the further products that are added."""
+        return [self.A, self.B, *(self.more or ())]
+
+    @property
+    def stacked(self) -> MatmulReduceScatterCall:
+        """The same of one product, of the factors side by side."""
+        if not self.more:
+            return self
+        As, Bs = self.factors[::2], self.factors[1::2]
+        return self._replace(A=torch.cat(As, -1), B=torch.cat(Bs), more=None)
 
     @property
     def terms(self) -> list[Tensor]:

@@ -50,13 +50,21 @@ def fast_matmul_reduce_scatter(
     return None if results is None else results[0]
 
 
+def fast_sum_of_matmuls_reduce_scatter(call: MatmulReduceScatterCall) -> Tensor | None:
+    """The same of a call with further factors."""
+    dim = call.scatter_dim + call.A.dim() if call.scatter_dim < 0 else call.scatter_dim
+    arguments = _arguments(dim, call.reduce_op, call.bias, call.residual, len(call.more or ()))
+    results = fast_path.run_fast(host.OP, arguments, (*call.factors, *call.terms), call.group_name)
+    return None if results is None else results[0]
+
+
 def _arguments(
-    dim: int, reduce_op: str, bias: Tensor | None, residual: Tensor | None
+    dim: int, reduce_op: str, bias: Tensor | None, residual: Tensor | None, more: int = 0
 ) -> tuple[int | str, ...]:
     """What such calls are remembered by."""
-    if bias is None and residual is None:
+    if bias is None and residual is None and not more:
         return dim, reduce_op
-    return dim, reduce_op, bias is not None, residual is not None
+    return dim, reduce_op, bias is not None, residual is not None, *(more,) * (more > 0)
 
 
 def run_matmul_reduce_scatter(call: MatmulReduceScatterCall, group: ProcessGroup) -> Tensor:
@@ -66,13 +74,15 @@ def run_matmul_reduce_scatter(call: MatmulReduceScatterCall, group: ProcessGroup
     if isinstance(found, str):
         done: Tensor | str = found
     elif A.device.type == "cpu":
+        call = call.stacked
         done = _on_cpu(found, call).view(shape)
     else:
         done = _on_cuda(found, call)
     if isinstance(done, str):
         ran(Plan("unfused", done))
+        call = call.stacked
         return reference_matmul_reduce_scatter(
-            A, call.B, call.scatter_dim, group, _epilogue(call), call.terms
+            call.A, call.B, call.scatter_dim, group, _epilogue(call), call.terms
         )
     return done
 
@@ -121,10 +131,20 @@ def _on_cuda(where: Heap, call: MatmulReduceScatterCall) -> Tensor | str:
     if (reason := why_tf32(A.dtype)) is not None:
         return reason
     staging = Staging()
-    parts = staging.take("A", A, lambda x: rows_of(x)[None, None] if split_n else _parts(x, dim, size))
-    b = staging.take("B", B)
+
+    def taken(name: str, factor: Tensor, is_B: int) -> Tensor:
+        if is_B:
+            return staging.take(name, factor)
+        return staging.take(
+            name, factor, lambda x: rows_of(x)[None, None] if split_n else _parts(x, dim, size)
+        )
+
+    parts, b = taken("A", A, 0), taken("B", B, 1)
+    more = [taken(f"more[{i}]", factor, i % 2) for i, factor in enumerate(call.more or ())]
     epilogue = _epilogue(call)
-    kernel_call = ScatterKernelCall(parts, b, num_sms(B.device), epilogue, call.terms, split_n)
+    kernel_call = ScatterKernelCall(parts, b, num_sms(B.device), epilogue, call.terms, split_n, more)
+    if not on_cuda.adds_products(kernel_call, size):
+        return _on_cuda(where, call.stacked)
     choice = on_cuda.choose_scatter_kernel(kernel_call, size)
     if isinstance(choice, str):
         return choice
@@ -141,9 +161,10 @@ def _on_cuda(where: Heap, call: MatmulReduceScatterCall) -> Tensor | str:
         timeout_ns = timeout_in_ns(where.group_name)
         out = on_cuda.launch_matmul_reduce_scatter(choice, workspace, kernel_call, timeout_ns)
         out = out.view(call.local_shape(size))
-    launcher = on_cuda.scatter_launcher(choice, workspace, epilogue)
+    launcher = on_cuda.scatter_launcher(choice, workspace, kernel_call)
     if launcher is not None and epilogue.out_dtype == A.dtype:
-        arguments = _arguments(dim, call.reduce_op, call.bias, call.residual)
-        made = fast_path.LaunchedCall(host.OP, arguments, call.tensors, (parts, b, *kernel_call.terms), [out])
+        arguments = _arguments(dim, call.reduce_op, call.bias, call.residual, len(more))
+        given, used = (*call.factors, *call.terms), (*kernel_call.factors, *kernel_call.terms)
+        made = fast_path.LaunchedCall(host.OP, arguments, given, used, [out])
         fast_path.remember_call(made, workspace, launcher, plan, profitable=choice.profitable)
     return out

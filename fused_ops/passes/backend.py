@@ -16,14 +16,20 @@ from torch._inductor import config as inductor_config
 
 from .fusion import FusionPass
 from .pass_sequence import SLOT, in_sequence, passes_of
+from .regather import JOINT_SLOT, joint_options
 from .report import PassRuns, Report
 from .settings import CAPTURE, PassSettings
 
 #: What names a setting of the pass among the options of a compilation.
 PREFIX = "weft."
-_FROM_ENVIRONMENT = {"fuse": "WEFT_FUSE", "agree": "WEFT_AGREE", "strict": "WEFT_STRICT"}
+_FROM_ENVIRONMENT = {
+    "fuse": "WEFT_FUSE",
+    "agree": "WEFT_AGREE",
+    "strict": "WEFT_STRICT",
+    "regather": "WEFT_REGATHER",
+}
 _FLAGS: dict[str, bool] = {"0": False, "1": True}
-_SETTINGS = ("groups", "strict", "fuse", "agree")
+_SETTINGS = ("groups", "strict", "fuse", "agree", "regather")
 _OF_TORCH_COMPILE = ("fullgraph", "dynamic", "disable", "name", "recompile_limit", "isolate_recompiles")
 
 _made: dict[Any, FusionPass] = {}
@@ -56,8 +62,8 @@ def compile(  # noqa: A001
         mode: one of torch.compile's: its options are taken, and those of ``options`` over them.
         options: Inductor's, by name.
         fusion: the pass, to read its report. None takes that of the settings, whose report is in ``fusion_report()``.
-        settings: of ``FusionPass`` (groups, strict, fuse, agree; those not given by WEFT_STRICT, WEFT_FUSE and
-            WEFT_AGREE), or of ``torch.compile`` (fullgraph, dynamic, disable, name, recompile_limit,
+        settings: of ``FusionPass`` (groups, strict, fuse, agree, regather; those not given by WEFT_STRICT, WEFT_FUSE,
+            WEFT_AGREE and WEFT_REGATHER), or of ``torch.compile`` (fullgraph, dynamic, disable, name, recompile_limit,
             isolate_recompiles; as far as the installed torch has them).
 
     Returns:
@@ -170,7 +176,7 @@ def _environment() -> dict[str, Any]:
 def _pass_of(settings: Mapping[str, Any]) -> FusionPass:
     """One pass for equal settings: torch.compile compares options, and would compile once more for another."""
     checked = PassSettings(**{"groups": None, "strict": False, **settings})
-    key = (checked.groups, checked.strict, checked.fuse, checked.agree)
+    key = (checked.groups, checked.strict, checked.fuse, checked.agree, checked.regather)
     if key not in _made:
         _made[key] = FusionPass(**checked)
     return _made[key]
@@ -188,4 +194,7 @@ def _with_pass(
     of_mode = torch._inductor.list_mode_options(mode, dynamic) if mode else {}
     there = passes_of(options[SLOT] if SLOT in options else getattr(inductor_config, SLOT))
     has_one = any(isinstance(each, FusionPass) for each in there)  # the user's own
-    return {**of_mode, **options, SLOT: in_sequence(there if has_one else [*there, fusion])}
+    if has_one:
+        return {**of_mode, **options, SLOT: in_sequence(there)}
+    joint = joint_options(fusion, options.get(JOINT_SLOT, getattr(inductor_config, JOINT_SLOT)))
+    return {**of_mode, **options, SLOT: in_sequence([*there, fusion]), **joint}

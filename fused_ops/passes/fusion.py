@@ -36,9 +36,10 @@ from .log import log_line
 from .origin import module_of, source_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns import registry
+from .patterns.rivals import yielding
+from .regather import joint_options
 from .report import Entry, PassRuns, Report
 from .report_file import put_into_file, write_reports
-from .rivals import yielding
 from .settings import CAPTURE, EACH, PassSettings
 
 
@@ -89,9 +90,8 @@ class FusionPass(PassSettings, CustomGraphPass):
     but the pass does not run then, and **the report has no entries**. To see them:
     ``TORCHINDUCTOR_FORCE_DISABLE_CACHES=1``.
 
-    A pass is a dict of its settings, for json alone. Its copies are the pass itself, so that a copy of the options
-    fills the same report; what is pickled are the settings, with groups by name.
-
+    A pass is a dict of its settings, for json alone. Its copies are the pass itself, so that they fill the same
+    report; what is pickled are the settings, with groups by name.
     The logger ``weft.passes`` writes a line for each graph (INFO, by rank 0 of each group; the other ranks at DEBUG;
     ``TORCH_LOGS=weft`` shows the former) and for each new disagreement (WARNING).
 
@@ -104,14 +104,15 @@ class FusionPass(PassSettings, CustomGraphPass):
             whose result it reduces, if that can be.
         agree: whether graphs ask. False is for programs of which you know that all ranks run the same graphs in the
             same order: where they do not, a fused op waits for a rank that does not come, until its deadline.
-            With True a rank need not wait for the others at each graph, once they have agreed often enough. "each" is
-            for programs whose ranks differ now and then: they wait at each graph.
-            "capture" is for those of which you know that for what is captured in CUDA graphs: a captured graph keeps
-            the answer that it got at its capture. With True it is captured unfused, as its replays cannot ask;
+            With True ranks that have agreed often enough need not wait for each other at each graph; "each" has them
+            wait. "capture" is for those of which you know that for what is captured in CUDA graphs: a captured graph
+            keeps the answer that it got at its capture. With True it is captured unfused, as its replays cannot ask;
             Inductor's own CUDA graphs (``triton.cudagraphs``) ask before each run, if it makes partitions.
+        regather: where a gathered activation would be kept for the gradient of a weight alone, keep the shard and
+            gather again in the backward, inside of the product. It needs less memory, and more time.
 
     Raises:
-        TypeError: ``groups`` is one name or no list, ``strict`` or ``agree`` is no bool (or string).
+        TypeError: ``groups`` is one name or no list, ``strict``, ``agree`` or ``regather`` is no bool (or string).
         ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "each" and "capture".
     """
 
@@ -122,8 +123,9 @@ class FusionPass(PassSettings, CustomGraphPass):
         *,
         fuse: str = "auto",
         agree: bool | str = True,
+        regather: bool = False,
     ) -> None:
-        super().__init__(groups, strict, fuse, agree)
+        super().__init__(groups, strict, fuse, agree, regather)
         self._entries: list[Entry] = []
         self._graphs = 0
         self._keys = 0
@@ -139,7 +141,7 @@ class FusionPass(PassSettings, CustomGraphPass):
         Warns if torch._inductor.config.post_grad_custom_post_pass is set to other passes, which do not run then.
         """
         self._warn_of_dropped(())
-        return {SLOT: self}
+        return {SLOT: self, **joint_options(self)}
 
     def options_with(self, *others: Callable[[fx.Graph], None]) -> dict[str, Any]:
         """``options`` for a model that has graph passes of its own, too: Inductor has one place for all of them.
@@ -160,7 +162,7 @@ class FusionPass(PassSettings, CustomGraphPass):
             TypeError: one of them cannot be called.
         """
         self._warn_of_dropped(others)
-        return {SLOT: in_sequence([*others, self])}
+        return {SLOT: in_sequence([*others, self]), **joint_options(self)}
 
     def _warn_of_dropped(self, others: Sequence[Any]) -> None:
         there = passes_of(getattr(inductor_config, SLOT))

@@ -21,7 +21,12 @@ class PassSettings(dict[str, Any]):
     """
 
     def __init__(
-        self, groups: Iterable[Group] | None, strict: bool, fuse: str = "auto", agree: bool | str = True
+        self,
+        groups: Iterable[Group] | None,
+        strict: bool,
+        fuse: str = "auto",
+        agree: bool | str = True,
+        regather: bool = False,
     ) -> None:
         if isinstance(groups, str):
             raise TypeError(f"groups: is the string {groups!r}, must be a list of groups")
@@ -33,10 +38,12 @@ class PassSettings(dict[str, Any]):
             raise TypeError(f"agree: is {agree!r}, must be True, False, {EACH!r} or {CAPTURE!r}")
         if isinstance(agree, str) and agree not in (EACH, CAPTURE):
             raise ValueError(f"agree: is {agree!r}, must be True, False, {EACH!r} or {CAPTURE!r}")
+        if not isinstance(regather, bool):
+            raise TypeError(f"regather: is {regather!r}, must be True or False")
         if fuse not in FUSE:
             raise ValueError(f"fuse: is {fuse!r}, must be 'auto' or 'always'")
         names = None if groups is None else sorted({group_name(g) for g in groups})
-        super().__init__(groups=names, strict=strict, fuse=fuse, agree=agree)
+        super().__init__(groups=names, strict=strict, fuse=fuse, agree=agree, regather=regather)
 
     @property
     def groups(self) -> frozenset[str] | None:
@@ -54,6 +61,10 @@ class PassSettings(dict[str, Any]):
     @property
     def agree(self) -> bool | str:
         return self["agree"]  # type: ignore[no-any-return]
+
+    @property
+    def regather(self) -> bool:
+        return bool(self["regather"])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"

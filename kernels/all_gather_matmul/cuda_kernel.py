@@ -5,26 +5,25 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import getitem
 from pathlib import Path
 
 import torch
-from cuda.bindings import driver
 
-from ...symm_mem.backends.vmm import check_driver
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import Workspace
-from ..device.comm.acquire import end_epoch_launcher
 from ..device.comm.double_buffer import BufferWords, wait_params
 from ..device.gemm import gemm
 from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
-from ..device.gemm.tensor_map import Maps, TensorMap, contiguous_strides, put_map, put_maps
+from ..device.gemm.gemm_tiles import BLOCK_K
+from ..device.gemm.tensor_map import Boxes, Maps, TensorMap, contiguous_strides, put_map, put_maps
 from ..device.jit.launch import ALIGNMENT
 from ..device.jit.program import WaitParams
 from .configs import MOST_BS, GatherPushConfig, push_flags_per_rank
 
 SOURCE = Path(__file__).parent / "kernel.cu"
+ROWS = 64  # of a tile, that a warpgroup multiplies
 
 
 class _Params(ctypes.Structure):
@@ -33,6 +32,7 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("own", TensorMap),
         ("gathered", TensorMap),
+        ("returned", TensorMap),
         ("b", TensorMap * MOST_BS),
         ("watch", WaitParams),
         ("buffer", BufferWords),
@@ -58,18 +58,23 @@ class _Params(ctypes.Structure):
     )
 
 
-_OWN, _B, _A, _C, _COMM_SMS = (getattr(_Params, name).offset for name in ("own", "b", "a", "c", "comm_sms"))
+_OWN, _RETURNED, _B, _A, _C, _COMM_SMS = (
+    getattr(_Params, name).offset for name in ("own", "returned", "b", "a", "c", "comm_sms")
+)
 # A store to a ctypes field costs as much as all of these.
 _put_address, _put_schedule = struct.Struct("Q").pack_into, struct.Struct("5i").pack_into
 
 
-def gather_defines(bs: Sequence[torch.Tensor], config: GatherPushConfig) -> gemm.Defines:
+def gather_defines(
+    bs: Sequence[torch.Tensor], config: GatherPushConfig, *, return_A: bool = False
+) -> gemm.Defines:
     """What kernel.cu is compiled with for these B [K, N_i] and their like."""
     return (
         *gemm.gemm_defines(config.tile, bs, split_k=config.split_k).items(),
         ("CHUNK_ROWS", config.chunk_rows),
         ("CHUNK_COLUMNS", config.chunk_columns),
         ("K_CHUNK_COLUMNS", config.k_chunk_columns),
+        ("RETURN_A", int(return_A)),
     )
 
 
@@ -86,6 +91,13 @@ def can_take(a: torch.Tensor) -> bool:
 def row_stride(a: torch.Tensor) -> int:
     """From one row of a shard [m, K] to the next, in elements. (That of a single row may be anything.)"""
     return a.shape[1] if a.is_contiguous() else a.stride(0)
+
+
+def boxes_returned(a: torch.Tensor, world_size: int, *, split_k: bool) -> Boxes:
+    """Of the gathered shards [W, m, K], with ``split_k`` [m, W * K]: what a warpgroup stores of a stage."""
+    m, k = a.shape
+    shard, row = (k, world_size * k) if split_k else (m * k, k)
+    return Boxes(a.dtype, (1, world_size, m, k), (0, shard, row, 1), (1, 1, ROWS, BLOCK_K))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +126,7 @@ class AllGatherMatmulPush:
             tensors of these sizes, strides and dtype.
         config: the same on every rank.
         num_sms: blocks to launch. As many must find an SM each.
+        return_A: each launch writes the gathered shards, too.
 
     Raises:
         ValueError: the workspace is too small.
@@ -127,6 +140,7 @@ class AllGatherMatmulPush:
         config: GatherPushConfig,
         *,
         num_sms: int,
+        return_A: bool = False,
     ) -> None:
         (m, k), size, dtype, tile = a.shape, workspace.world_size, a.dtype, config.tile
         layout = workspace.layout
@@ -142,9 +156,10 @@ class AllGatherMatmulPush:
         self._own = Maps(boxes_of_rows(dtype, rows, strides, tile))
         parts = size if config.split_k else 0
         self._bs = [Maps(boxes_of_b(b, tile, is_whole(bs, tile), parts)) for b in bs]
+        self._returned = Maps(boxes_returned(a, size, split_k=config.split_k)) if return_A else None
         self._params = [self._fixed(buffer, a, bs, config) for buffer in (0, 1)]
         self._put_bs, self._put_cs = put_maps(len(bs)), struct.Struct(f"{len(bs)}Q").pack_into
-        program = gemm.gemm_program(SOURCE, gather_defines(bs, config))
+        program = gemm.gemm_program(SOURCE, gather_defines(bs, config, return_A=return_A))
         self._launches = gemm.launches(program, "all_gather_matmul", self._params, num_sms, tile.shared)
 
     def _fixed(
@@ -177,7 +192,8 @@ class AllGatherMatmulPush:
         """Compute the products, each [W, m, N_i] (``split_k``: [m, N_i]), contiguous.
 
         Args:
-            operands: addresses of the own shard and of the Bs; results: of the products.
+            operands: addresses of the own shard and of the Bs; results: of the products, and the last one with
+                ``return_A`` of the gathered shards.
             step: what of these, and of the epoch, is this launch's.
         """
         a = operands[0]
@@ -187,6 +203,8 @@ class AllGatherMatmulPush:
             self._put_bs(p, _B, *map(getitem, self._bs, operands[step.bs]))
             self._put_cs(p, _C, *results[step.outs])
             _put_address(p, _A, a)
+            if self._returned is not None:
+                put_map(p, _RETURNED, self._returned[results[-1]])
             _put_schedule(p, _COMM_SMS, *self._sends[not step.push], step.final)
             if timeout_ns != self._timeouts_ns[buffer]:
                 p.watch.timeout_ns = self._timeouts_ns[buffer] = timeout_ns
@@ -207,18 +225,16 @@ class AllGatherMatmulPushes:
         config: GatherPushConfig,
         *,
         num_sms: int,
+        return_A: bool = False,
     ) -> None:
-        self._steps = []  # (kernel, its step; the same where A is returned)
+        self._steps = []  # (kernel, its step)
         for first in range(0, len(bs), MOST_BS):
             end = min(first + MOST_BS, len(bs))
-            kernel = AllGatherMatmulPush(workspace, a, bs[first:end], config, num_sms=num_sms)
+            kernel = AllGatherMatmulPush(
+                *(workspace, a, bs[first:end], config), num_sms=num_sms, return_A=return_A and first == 0
+            )
             step = EpochStep(first == 0, end == len(bs), slice(first + 1, end + 1), slice(first, end))
-            self._steps.append((kernel, (step, replace(step, final=False))))
-        self._buffers = [workspace.address + workspace.layout.buffer(buffer) for buffer in (0, 1)]
-        self._leave = [end_epoch_launcher(workspace, buffer) for buffer in (0, 1)]
-        self._lock = workspace.lock
-        copies = _SideBySide if config.split_k else _Stacked
-        self._copies = copies(a, workspace.world_size, workspace.rank)
+            self._steps.append((kernel, step))
 
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
@@ -227,66 +243,9 @@ class AllGatherMatmulPushes:
 
         Args:
             operands: addresses of the local shard and of the Bs.
-            results: addresses of the products, each [W, m, N_i], and behind them of the gathered shards [W, m, K] if
-                they are wanted; with ``split_k`` [m, N_i] and [m, W * K].
+            results: addresses of the products, each [W, m, N_i], and behind them with ``return_A`` of the gathered
+                shards [W, m, K]; with ``split_k`` [m, N_i] and [m, W * K].
             stream: a CUstream as an integer.
         """
-        return_A = len(results) == len(operands)
-        for kernel, steps in self._steps:
-            kernel.launch(buffer, operands, results, steps[return_A], timeout_ns, stream)
-        if return_A:
-            with self._lock:
-                self._copies.copy(results[-1], self._buffers[buffer], operands[0], stream)
-            self._leave[buffer](stream)
-
-
-class _Stacked:
-    """Copies the gathered shards [W, m, K]: the peers' from the buffer, and the local one, which is not there."""
-
-    def __init__(self, a: torch.Tensor, world_size: int, rank: int) -> None:
-        (m, k), itemsize = a.shape, a.element_size()
-        row, shard = k * itemsize, m * k * itemsize
-        self._own = rank * shard  # bytes from the start, and the ends
-        self._behind, self._end = self._own + shard, world_size * shard
-        self._rows = None if a.is_contiguous() else rows_to(m, row, row_stride(a) * itemsize, row)
-
-    def copy(self, to: int, buffer: int, a: int, stream: int) -> None:
-        own, behind, end, copy = self._own, self._behind, self._end, driver.cuMemcpyDtoDAsync
-        if self._rows is None:
-            check_driver(copy(to + own, a, behind - own, stream))
-        else:
-            copy_rows(self._rows, to + own, a, stream)
-        if own:
-            check_driver(copy(to, buffer, own, stream))
-        if behind < end:
-            check_driver(copy(to + behind, buffer + behind, end - behind, stream))
-
-
-class _SideBySide:
-    """The same as [m, W * K]."""
-
-    def __init__(self, a: torch.Tensor, world_size: int, rank: int) -> None:
-        m, self._row = a.shape[0], a.shape[1] * a.element_size()
-        self._rank, self._world_size, self._shard = rank, world_size, m * self._row
-        own, whole = row_stride(a) * a.element_size(), world_size * self._row
-        self._own, self._peer = (rows_to(m, self._row, stride, whole) for stride in (own, self._row))
-
-    def copy(self, to: int, buffer: int, a: int, stream: int) -> None:
-        for src in range(self._world_size):
-            if src == self._rank:
-                copy_rows(self._own, to + src * self._row, a, stream)
-            else:
-                copy_rows(self._peer, to + src * self._row, buffer + src * self._shard, stream)
-
-
-def rows_to(count: int, width: int, from_stride: int, to_stride: int) -> driver.CUDA_MEMCPY2D:
-    """A copy of so many rows of ``width`` bytes on the device, for ``copy_rows``; strides in bytes."""
-    rows = driver.CUDA_MEMCPY2D()
-    rows.srcMemoryType = rows.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
-    rows.WidthInBytes, rows.Height, rows.srcPitch, rows.dstPitch = width, count, from_stride, to_stride
-    return rows
-
-
-def copy_rows(rows: driver.CUDA_MEMCPY2D, to: int, start: int, stream: int) -> None:
-    rows.srcDevice, rows.dstDevice = start, to
-    check_driver(driver.cuMemcpy2DAsync(rows, stream))
+        for kernel, step in self._steps:
+            kernel.launch(buffer, operands, results, step, timeout_ns, stream)

@@ -4,6 +4,9 @@
 // [W, m, N]. Up to MOST_BS matrices B share one A. Accumulators are float32. With SPLIT_K shards lie side by side along
 // K: B is [W, K, N], and C [m, N] the sum of A[src] @ B[src] in rank order, so ranks with equal B get equal bits.
 //
+// With RETURN_A also writes the gathered A, [W, m, K], with SPLIT_K [m, W * K]: whoever computes a tile of the first
+// columns stores the rows of A that it has loaded for that.
+//
 // Who writes: pushing warps, chunks of CHUNK_ROWS x CHUNK_COLUMNS of the local rows into slot `rank` of every peer's
 // buffer [W, m, K]; behind a system fence the block's posting warp sets flags(buffer)[rank][chunk] = e there. Every
 // block has one pushing warp, or (`comm_sms`) the first blocks send everything with all their warps before they
@@ -44,6 +47,7 @@ static_assert(BM % CHUNK_ROWS == 0 && K_CHUNK_COLUMNS % CHUNK_COLUMNS == 0 && K_
 struct Params {
     weft::TensorMap own;  // A [1, 1, m, K], boxes of a stage
     weft::TensorMap gathered;  // the local buffer [1, W, m, K], boxes of a stage
+    weft::TensorMap returned;  // with RETURN_A [1, W, m, K], boxes of a warpgroup's rows of a stage
     weft::TensorMap b[MOST_BS];  // with SPLIT_K [W, K, N] each
     weft::WaitParams watch;
     weft::BufferWords buffer;
@@ -214,6 +218,40 @@ __device__ __forceinline__ void count_arrivals(const Params& p, const weft::Shar
     }
 }
 
+// What a compute warpgroup does with the rows of A of its tile: those of the first columns are stored as they lie in
+// shared memory, by one thread, which lets go of a stage when they have been read there.
+struct Returning {
+    const Params& p;
+    const Tile& t;
+    int warpgroup, depth;
+    bool mine;
+
+    __device__ __forceinline__ Returning(const Params& p, const Tile& t, int warp)
+        : p(p), t(t), warpgroup(warp / 4), depth((p.k + weft::BK - 1) / weft::BK),
+          // With BM = 64 both warpgroups have the same rows.
+          mine(t.b == 0 && t.column == 0 && warp % 4 == 0 && warpgroup < weft::WARPGROUPS_M) {}
+
+    __device__ __forceinline__ void begin(int i, const u8* rows) const {
+        if (!mine || !weft::elected()) return;
+        const int src = SPLIT_K ? i / depth : t.src, k = SPLIT_K ? i % depth : i;
+        weft::tma_store(p.returned, rows, k * weft::BK, t.row * BM + warpgroup * 64, src, 0);
+    }
+
+    __device__ __forceinline__ void end() const {
+        if (!mine) return;
+        if (weft::elected()) weft::tma_stores_have_read();
+        __syncwarp();
+    }
+};
+
+#if RETURN_A
+using Beside = Returning;
+#else
+struct Beside : weft::NothingBeside {
+    __device__ __forceinline__ Beside(const Params&, const Tile&, int) {}
+};
+#endif
+
 }  // namespace
 
 extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds__(weft::THREADS, 1)
@@ -245,7 +283,7 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         for (Steps steps = steps_of(p, order); steps.step < order.steps(); steps.next()) {
             const Tile t = order.tile(p, steps.step, s.block);
             float sums[weft::SUMS];
-            weft::multiply(s, state, warpgroup, depth, sums);
+            weft::multiply(s, state, warpgroup, depth, sums, Beside(p, t, warp));
             const int row = t.row * BM, column = t.column * BN, n = p.n[t.b];
             weft::u16* c = p.c[t.b] + (static_cast<u64>(t.src) * p.m + row) * n + column;
             weft::store_rows(c, n, p.m - row, n - column, warpgroup, sums, [](int, float*) {});

@@ -92,8 +92,8 @@ def tuned_gather(
     m, k, ns, size = problem.m, problem.k, problem.ns, problem.world_size
     op = f"{host.OP} of the last dimension" if split_k else host.OP
     kind = f"{op} {m} x {k} @ {bs[0].shape[0]} x {'+'.join(map(str, ns))}, {a.dtype}, {num_sms} SMs"
-    if call.return_A and not split_k:
-        kind += ", A returned"  # other candidates
+    if call.return_A:
+        kind += ", A returned"
     candidates: list[Candidate[configs.AnyConfig]] = [
         Candidate(config, configs.gather_layout(m, k, size, config), _algorithm(config))
         for _, config in configs.varied(configs.rank_gather_kernels(problem))
@@ -101,12 +101,15 @@ def tuned_gather(
     results: list[torch.Tensor] = []
 
     def make(workspace: Workspace[Any], config: configs.FusedConfig, timeout_ns: int) -> Callable[[], None]:
-        results.extend(a.new_empty((*_stack(split_k, size), m, n)) for n in ns[len(results) :])
+        if not results:
+            results.extend(_results(call, size))
         stream = current_stream_of(a)
         if isinstance(config, OneShotConfig):
             one_shot = AllGatherMatmulOneShot(workspace, a, config)
             return lambda: one_shot.call((a, *bs), results, timeout_ns, stream)
-        kernels = cuda_kernel.AllGatherMatmulPushes(workspace, a, bs, config, num_sms=num_sms)
+        kernels = cuda_kernel.AllGatherMatmulPushes(
+            workspace, a, bs, config, num_sms=num_sms, return_A=call.return_A
+        )
         operands, addresses = [x.data_ptr() for x in (a, *bs)], [x.data_ptr() for x in results]
         return lambda: kernels.launch(workspace.next_buffer(), operands, addresses, timeout_ns, stream)
 
@@ -125,8 +128,7 @@ def launch_all_gather_matmul(
     """
     a, bs, num_sms, return_A = call.a, call.bs, call.num_sms, call.return_A
     config = choice.config
-    fused = not isinstance(config, configs.AllGatherMatmulConfig)
-    key = choice if fused else (choice, return_A)
+    key = (choice, return_A)
     kernels: Any = workspace.prepared.get(key)
     if kernels is None:
 
@@ -136,36 +138,40 @@ def launch_all_gather_matmul(
             if isinstance(config, OneShotConfig):
                 return AllGatherMatmulOneShot(workspace, a, config)
             if isinstance(config, configs.GatherPushConfig):
-                return cuda_kernel.AllGatherMatmulPushes(workspace, a, bs, config, num_sms=num_sms)
+                return cuda_kernel.AllGatherMatmulPushes(
+                    workspace, a, bs, config, num_sms=num_sms, return_A=return_A
+                )
             return pipeline.prepare_gather_kernels(workspace, call, config, timeout_ns)
 
-        same = (host.OP, a.shape, *(b.shape for b in bs), a.dtype, config, num_sms, fused or return_A)
+        same = (host.OP, a.shape, *(b.shape for b in bs), a.dtype, config, num_sms, return_A)
         kernels = make_together(workspace, host.OP, key, same, make)
     if isinstance(config, configs.AllGatherMatmulConfig):
         return pipeline.copy_engine_all_gather_matmul(workspace, kernels, call, config, timeout_ns)
-    stack, (m, _) = _stack(call.split_k, workspace.world_size), a.shape
-    products = [a.new_empty((*stack, m, b.shape[1])) for b in bs]
-    gathered = a.new_empty((*stack, m, bs[0].shape[0])) if return_A else None
-    results = products if gathered is None else [*products, gathered]
+    results = _results(call, workspace.world_size)
     stream = current_stream_of(a)
     if isinstance(config, OneShotConfig):
         kernels.call((a, *bs), results, timeout_ns, stream)
     else:
         operands, addresses = [x.data_ptr() for x in (a, *bs)], [x.data_ptr() for x in results]
         kernels.launch(workspace.next_buffer(), operands, addresses, timeout_ns, stream)
-    return gathered, products
+    return (results.pop() if return_A else None), results
 
 
-def _stack(split_k: bool, world_size: int) -> tuple[int, ...]:
-    """Of the results' sizes, what stands in front of [m, columns]."""
-    return () if split_k else (world_size,)
+def _results(call: configs.GatherKernelCall, world_size: int) -> list[torch.Tensor]:
+    """Memory for the products and, behind them, for the gathered shards if they are wanted."""
+    a, bs = call.a, call.bs
+    rows = a.shape[:1] if call.split_k else (world_size, a.shape[0])
+    columns = [b.shape[1] for b in bs] + [bs[0].shape[0]] * call.return_A
+    return [a.new_empty((*rows, n)) for n in columns]
 
 
 def gather_launcher(
-    choice: KernelChoice[configs.AnyConfig], workspace: Workspace[Any]
+    choice: KernelChoice[configs.AnyConfig], workspace: Workspace[Any], return_A: bool
 ) -> cuda_kernel.AllGatherMatmulPushes | AllGatherMatmulOneShot | None:
     """What ``launch_all_gather_matmul`` launched, for further such calls; None for copy engines, or once it is
     dropped."""
     return (
-        None if isinstance(choice.config, configs.AllGatherMatmulConfig) else workspace.prepared.get(choice)
+        None
+        if isinstance(choice.config, configs.AllGatherMatmulConfig)
+        else workspace.prepared.get((choice, return_A))
     )

@@ -15,6 +15,7 @@ from ..device.gemm import gemm_tiles, one_shot
 from ..device.gemm.one_shot import OneShotConfig
 from ..device.triton.tile_table import TritonTile, count_tiles, pick
 
+MOST_PRODUCTS = 4  # that kernel.cu adds
 # Behind its last tile a block waits for the peers' and adds them up: as long as a main loop of this depth.
 _TAIL_DEPTH = 1800
 # K and rows of a rank from which on wide raster groups are as fast or up to 1.7 % faster; with 512 rows 5 % slower.
@@ -103,6 +104,7 @@ class ScatterKernelCall:
     Attributes:
         a: [L, W, m, K]; with ``split_n`` [1, 1, m, K]; with ``epilogue.to_all`` [M, K].
         b: [K, N]; with ``split_n`` [K, W * N]. Both begin at multiples of 16 bytes.
+        more: the factors A, B, A, B, ... of further products that are added, each like these but for its K.
         num_sms: SMs that it may use.
         epilogue: what becomes of the sum.
         terms: the bias and the residual that the epilogue names; when it is launched contiguous, from multiples of 16
@@ -116,13 +118,19 @@ class ScatterKernelCall:
     epilogue: Epilogue
     terms: Sequence[torch.Tensor] = ()
     split_n: bool = False
+    more: Sequence[torch.Tensor] = ()
+
+    @property
+    def factors(self) -> tuple[torch.Tensor, ...]:
+        return self.a, self.b, *self.more
 
     def columns(self, world_size: int) -> int:
         """Of a rank's result."""
         return self.b.shape[1] // world_size if self.split_n else self.b.shape[1]
 
     def problem(self, world_size: int) -> MatmulReduceScatterProblem:
-        *batched, m, k = self.a.shape
+        *batched, m, _ = self.a.shape
+        k = sum(a.shape[-1] for a in self.factors[::2])
         return MatmulReduceScatterProblem(
             *(m, self.columns(world_size), k, world_size, self.num_sms),
             batches=batched[0] if batched else 1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
+from operator import getitem
 from pathlib import Path
 
 import torch
@@ -14,9 +15,16 @@ from ...symm_mem.workspace import Workspace
 from ..device.comm.double_buffer import BufferWords, wait_params
 from ..device.gemm import gemm
 from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
-from ..device.gemm.tensor_map import Maps, TensorMap, put_map
+from ..device.gemm.gemm_tiles import BLOCK_K
+from ..device.gemm.tensor_map import Maps, TensorMap, put_maps
 from ..device.jit.program import WaitParams
-from .configs import Epilogue, MatmulReduceScatterProblem, ScatterPushConfig, scatter_push_layout
+from .configs import (
+    MOST_PRODUCTS,
+    Epilogue,
+    MatmulReduceScatterProblem,
+    ScatterPushConfig,
+    scatter_push_layout,
+)
 
 SOURCE = Path(__file__).parent / "kernel.cu"
 
@@ -25,8 +33,8 @@ class _Params(ctypes.Structure):
     """The twin of ``Params`` in kernel.cu."""
 
     _fields_ = (
-        ("a", TensorMap),
-        ("b", TensorMap),
+        ("a", TensorMap * MOST_PRODUCTS),
+        ("b", TensorMap * MOST_PRODUCTS),
         ("watch", WaitParams),
         ("buffer", BufferWords),
         ("receive_buffer", ctypes.c_uint64),
@@ -35,13 +43,15 @@ class _Params(ctypes.Structure):
         ("batches", ctypes.c_int32),
         ("m", ctypes.c_int32),
         ("n", ctypes.c_int32),
-        ("k", ctypes.c_int32),
+        ("products", ctypes.c_int32),
+        ("depths", ctypes.c_int32 * MOST_PRODUCTS),
+        ("depth", ctypes.c_int32),
         ("raster_group", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("bias", ctypes.c_uint64),
         ("residual", ctypes.c_uint64),
         ("total", ctypes.c_int32),
-        ("_size_is_a_multiple_of_64", ctypes.c_int32 * 11),
+        ("_size_is_a_multiple_of_64", ctypes.c_int32 * 5),
     )
 
 
@@ -73,9 +83,9 @@ class MatmulReduceScatterPush:
 
     Args:
         workspace: with room for ``configs.scatter_push_layout``, the same call site on every rank.
-        a, b: examples of the operands: A [L, W, m, K], or [1, 1, M, K] with ``epilogue.to_all``, and B [K, N]; with the
-            configuration's ``split_n`` [1, 1, m, K] and [K, W * N]. Every launch gets tensors of these sizes, strides
-            and dtype.
+        factors: examples of the operands: A [L, W, m, K], or [1, 1, M, K] with ``epilogue.to_all``, and B [K, N]; with
+            the configuration's ``split_n`` [1, 1, m, K] and [K, W * N]. Then those of further products that are added,
+            MOST_PRODUCTS in all, which may have other K. Every launch gets tensors of these sizes, strides and dtype.
         config: of ``configs.choose_scatter_push``, the same on every rank.
         epilogue: what becomes of the sum. Every launch gets the bias and the residual that it names, contiguous.
         num_sms: blocks to launch at most. As many must find an SM each.
@@ -87,33 +97,37 @@ class MatmulReduceScatterPush:
     def __init__(
         self,
         workspace: Workspace[Layout],
-        a: torch.Tensor,
-        b: torch.Tensor,
+        factors: Sequence[torch.Tensor],
         config: ScatterPushConfig,
         epilogue: Epilogue,
         *,
         num_sms: int,
     ) -> None:
-        (batches, _, rows, k), dtype, tile = a.shape, a.dtype, config.tile
+        a, b = factors[:2]
+        ks = [x.shape[-1] for x in factors[::2]]
+        (batches, _, rows, _), dtype, tile = a.shape, a.dtype, config.tile
         size, layout = workspace.world_size, workspace.layout
         of_one = b[:, : b.shape[1] // size] if config.split_n else b
         n, whole = of_one.shape[1], is_whole([of_one], tile)
         problem = MatmulReduceScatterProblem(
-            *(rows, n, k, size, num_sms, batches), split_n=config.split_n, to_all=epilogue.to_all
+            *(rows, n, sum(ks), size, num_sms, batches), split_n=config.split_n, to_all=epilogue.to_all
         )
         m = problem.rows_per_rank
         if not layout.holds(scatter_push_layout(config, problem)):
             raise ValueError(f"workspace: {layout} is too small for results of {batches} x {m} x {n} {dtype}")
         self.workspace = workspace
-        self._a = Maps(boxes_of_rows(dtype, tuple(a.shape), a.stride(), tile))
-        self._b = Maps(boxes_of_b(b, tile, whole))
+        self._a = [Maps(boxes_of_rows(dtype, tuple(x.shape), x.stride(), tile)) for x in factors[::2]]
+        self._b = [Maps(boxes_of_b(x, tile, whole)) for x in factors[1::2]]
+        self._factors, self._put = len(factors), put_maps(len(ks))
         self._params, self._timeouts_ns = [], [0, 0]
         for buffer in (0, 1):
             p = _Params()
             p.watch, p.buffer = wait_params(workspace), BufferWords.of(workspace, buffer)
             p.receive_buffer = workspace.address + layout.buffer(buffer)
             p.staging = workspace.address + layout.staging
-            p.batches, p.m, p.n, p.k, p.raster_group = batches, m, n, k, config.raster_group
+            p.batches, p.m, p.n, p.raster_group, p.products = batches, m, n, config.raster_group, len(ks)
+            p.depths[: len(ks)] = [-(-k // BLOCK_K) for k in ks]
+            p.depth = sum(p.depths)
             p.scale = 1 / size if epilogue.average else 1
             p.total = rows
             self._params.append(p)
@@ -126,17 +140,17 @@ class MatmulReduceScatterPush:
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
-        """A whole epoch of the buffer, from the addresses of A, B and what the epilogue adds, to that of out [L, m, N]
-        ([M, N] with ``epilogue.to_all``), contiguous.
+        """A whole epoch of the buffer, from the addresses of the factors and what the epilogue adds, to that of out
+        [L, m, N] ([M, N] with ``epilogue.to_all``), contiguous.
 
         ``stream``: a CUstream as an integer.
         """
         with self.workspace.lock:
             p = self._params[buffer]
-            put_map(p, _A, self._a[operands[0]])
-            put_map(p, _B, self._b[operands[1]])
+            self._put(p, _A, *map(getitem, self._a, operands[: self._factors : 2]))
+            self._put(p, _B, *map(getitem, self._b, operands[1 : self._factors : 2]))
             if self._put_terms is not None:
-                self._put_terms(p, self._terms, *operands[2:])
+                self._put_terms(p, self._terms, *operands[self._factors :])
             _put_address(p, _OUT, results[0])
             if timeout_ns != self._timeouts_ns[buffer]:
                 p.watch.timeout_ns = self._timeouts_ns[buffer] = timeout_ns

@@ -1,7 +1,8 @@
 // reduce_scatter(A @ B) in one kernel that sends each tile to the rank that sums it.
 //
 // Computes out = sum over ranks src of A_src[:, rank] @ B_src: A [L, W, m, K] (L: the product of the dimensions before
-// the one that is scattered, W: the ranks), B [K, N], out [L, m, N]. Partial results are rounded to A's dtype once to
+// the one that is scattered, W: the ranks), B [K, N], out [L, m, N]. Up to MOST_PRODUCTS of them, of different K, are
+// one product of what stands side by side, [A1 A2] @ [B1; B2]. Partial results are rounded to A's dtype once to
 // be sent, summed in float32 in rank order, and rounded once to A's dtype, or with OUT_FLOAT32 not at all. Before that
 // BIAS adds a row of N numbers and RESIDUAL a matrix [L, m, N], both of A's dtype. With SPLIT_N rank r owns the N
 // columns of B from N r on: A [1, 1, m, K], B [K, W N]. With ALL_REDUCE the sums go to all ranks, rounded, and out is
@@ -33,6 +34,7 @@ using weft::u8;
 
 namespace {
 
+constexpr int MOST_PRODUCTS = 4;
 constexpr u32 PART = weft::PART_BYTES / 16;  // vectors
 constexpr u64 RATE = 356;  // bytes per nanosecond that leave: what the links carry at most
 // Which of s.counts: fragments that a compute warpgroup has staged, and those of them that have been sent.
@@ -52,14 +54,17 @@ using Out = u16;
 #endif
 
 struct Params {
-    weft::TensorMap a;  // [L, W, m, K] (SPLIT_N: [1, 1, m, K]), boxes of a stage
-    weft::TensorMap b;
+    weft::TensorMap a[MOST_PRODUCTS];  // each [L, W, m, K] (SPLIT_N: [1, 1, m, K]), boxes of a stage
+    weft::TensorMap b[MOST_PRODUCTS];
     weft::WaitParams watch;
     weft::BufferWords buffer;
     uint4* receive_buffer;  // the local buffer
     uint4* staging;  // [blocks][2][PART], if there is any
     Out* out;  // [L, m, N]
-    int batches, m, n, k;
+    int batches, m, n;
+    int products;  // how many
+    int depths[MOST_PRODUCTS];  // of each, in stages
+    int depth;  // of all
     int raster_group;  // pairs of rows of tiles in a raster group, and rows of a chunk
     float scale;  // of the sum: 1, or that of an average
     const u16* bias;  // [N]
@@ -189,7 +194,6 @@ __device__ __forceinline__ void send(
 
 // Warp 0: loads the operands of the compute warpgroups.
 __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, const Order& order) {
-    const int depth = (p.k + weft::BK - 1) / weft::BK;
     weft::PipelineState<STAGES> state;
     for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
         const Tile t = order.tile(p, step, s.block);
@@ -200,7 +204,12 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
         const weft::Rows rows{t.row * BM, SPLIT_N ? 0 : t.dst, t.batch};
 #endif
         const int column = (SPLIT_N ? t.dst * p.n : 0) + t.column * BN;
-        for (int i = 0; i < depth; ++i) weft::load_stage(s, state, p.a, rows, p.b, column, i * weft::BK);
+#pragma unroll 1
+        for (int of = 0; of < p.products; ++of) {
+            for (int i = 0; i < p.depths[of]; ++i) {
+                weft::load_stage(s, state, p.a[of], rows, p.b[of], column, i * weft::BK);
+            }
+        }
     }
     weft::drain(s, state);
 }
@@ -311,14 +320,13 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         if (role == 3) report_and_leave(p, s, order, epoch);
     } else {
         weft::warpgroup_reg_alloc<MULTIPLY_REGISTERS>();
-        const int depth = (p.k + weft::BK - 1) / weft::BK;
         weft::PipelineState<STAGES> state;
         u32 sent = 0;
         int step = weft::first_step();
         for (; step < order.steps(); step += weft::stride()) {
             const Tile t = order.tile(p, step, s.block);
             float sums[weft::SUMS];
-            weft::multiply(s, state, warpgroup, depth, sums);
+            weft::multiply(s, state, warpgroup, p.depth, sums);
             if (t.inside && t.dst != p.watch.rank) send(p, s, order, t, warpgroup, epoch, sent, sums);
             const bool last = step + weft::stride() >= order.steps();
             if (t.inside && t.dst == p.watch.rank) finish(p, s, order, t, warpgroup, epoch, last, sent, sums);

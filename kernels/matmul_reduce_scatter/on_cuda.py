@@ -17,7 +17,7 @@ from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
 from ..device.gemm import gemm
 from ..device.gemm.one_shot import OneShotConfig
-from ..device.jit.launch import ALIGNMENT, compiling, why_not
+from ..device.jit.launch import ALIGNMENT, compiling, is_transposed, why_not
 from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
 from ..device.tuning.choice import KernelChoice, KernelChoices, make_together
@@ -36,15 +36,16 @@ def choose_scatter_kernel(
 
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
     """
-    a, b, problem = call.a, call.b, call.problem(world_size)
-    key = (problem, a.shape, a.stride(), a.dtype, b.shape, b.stride())
-    return _choices.get(key, _choose, a, b, problem)
+    problem = call.problem(world_size)
+    key = (problem, call.a.dtype, *((x.shape, x.stride()) for x in call.factors))
+    return _choices.get(key, _choose, call, problem)
 
 
 def _choose(
-    a: torch.Tensor, b: torch.Tensor, problem: configs.MatmulReduceScatterProblem
+    call: configs.ScatterKernelCall, problem: configs.MatmulReduceScatterProblem
 ) -> KernelChoice[configs.AnyConfig] | str:
-    if (reason := why_not(a, b)) is not None:
+    a = call.a
+    if (reason := why_not(a, call.b)) is not None:
         return reason
     if problem.split_n and problem.n * a.element_size() % ALIGNMENT:
         return f"scatter_dim: rows of {problem.n} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
@@ -57,6 +58,22 @@ def _choose(
     stored = configs.choose_matmul_reduce_scatter(problem, a.dtype)
     stored_in = configs.tiled_scatter_layout(stored, problem, a.dtype)
     return KernelChoice("tma_store", stored, stored_in, problem.batches * problem.m >= 64)
+
+
+def adds_products(call: configs.ScatterKernelCall, world_size: int) -> bool:
+    """Whether the kernel of choice adds all products of a call itself; else their factors are to be stacked.
+
+    The same on all ranks whose tensors have the same sizes, strides and dtypes.
+    """
+    pairs = list(zip(call.factors[::2], call.factors[1::2], strict=True))
+    if not call.more:
+        return True
+    if call.a.dtype not in gemm.DTYPES or len(pairs) > configs.MOST_PRODUCTS:
+        return False
+    if len({is_transposed(b) for _, b in pairs}) > 1 or any(why_not(a, b) is not None for a, b in pairs):
+        return False
+    choice = choose_scatter_kernel(call, world_size)
+    return isinstance(choice, KernelChoice) and isinstance(choice.config, configs.ScatterPushConfig)
 
 
 def _algorithm(config: configs.FusedConfig) -> str:
@@ -80,9 +97,12 @@ def tuned_scatter(
     op = f"{host.OP} of the last dimension" if call.split_n else host.OP
     kind = f"{op} {batches} x {size} x {m} x {k} @ {k} x {n}, {a.dtype} to {epilogue.out_dtype}"
     kind += f"{' + bias' * epilogue.bias}{' + residual' * epilogue.residual}, {num_sms} SMs"
+    if call.more:
+        kind += f", K of {'+'.join(str(x.shape[-1]) for x in call.factors[::2])}"
     candidates: list[Candidate[configs.AnyConfig]] = [
         Candidate(c, configs.scatter_layout(c, problem), _algorithm(c))
         for _, config in configs.rank_scatter_kernels(problem)
+        if not (call.more and isinstance(config, OneShotConfig))
         for c in _both_ways(config)
     ]
     results: list[torch.Tensor] = []
@@ -94,8 +114,8 @@ def tuned_scatter(
         if isinstance(config, OneShotConfig):
             one_shot = MatmulReduceScatterOneShot(workspace, a, b, config, epilogue, split_n=call.split_n)
             return lambda: one_shot.call((a, b, *terms), results, timeout_ns, stream)
-        kernel = MatmulReduceScatterPush(workspace, a, b, config, epilogue, num_sms=num_sms)
-        operands, out = [x.data_ptr() for x in (a, b, *terms)], (results[0].data_ptr(),)
+        kernel = MatmulReduceScatterPush(workspace, call.factors, config, epilogue, num_sms=num_sms)
+        operands, out = [x.data_ptr() for x in (*call.factors, *terms)], (results[0].data_ptr(),)
         return lambda: kernel.launch(workspace.next_buffer(), operands, out, timeout_ns, stream)
 
     return tuner.tuned(heap, kind, choice, candidates, make)
@@ -116,7 +136,7 @@ def launch_matmul_reduce_scatter(
 ) -> torch.Tensor:
     """The own part of the sum with what the epilogue makes of it, [L, m, N]."""
     a, b, epilogue, terms, num_sms = call.a, call.b, call.epilogue, call.terms, call.num_sms
-    config, key = choice.config, (choice, epilogue)
+    config, key = choice.config, _key(choice, call)
     columns = call.columns(workspace.world_size)
     out = a.new_empty((a.shape[0], a.shape[2], columns), dtype=epilogue.out_dtype)
     kernel = workspace.prepared.get(key)
@@ -126,13 +146,17 @@ def launch_matmul_reduce_scatter(
             if isinstance(config, OneShotConfig):
                 return MatmulReduceScatterOneShot(workspace, a, b, config, epilogue, split_n=call.split_n)
             if isinstance(config, configs.ScatterPushConfig):
-                return MatmulReduceScatterPush(workspace, a, b, config, epilogue, num_sms=num_sms)
+                return MatmulReduceScatterPush(workspace, call.factors, config, epilogue, num_sms=num_sms)
             made = TritonMatmulReduceScatter(workspace, a, b, config, epilogue, num_sms=num_sms)
             with compiling():  # Triton compiles at a launch
                 made.launch(0, a, b, out, *terms, timeout_ns=timeout_ns)
             return made
 
-        same = (host.OP, a.shape, b.shape, a.dtype, epilogue, config, num_sms, call.split_n)
+        # Of all products: whether a rank stacks their factors or not is its own affair.
+        depth = sum(x.shape[-1] for x in call.factors[::2])
+        same = (
+            *(host.OP, a.shape[:-1], depth, b.shape[1], a.dtype, epilogue, config, num_sms, call.split_n),
+        )
         kernel = make_together(workspace, host.OP, key, same, make)
     stream = current_stream_of(a)
     if isinstance(kernel, MatmulReduceScatterOneShot):
@@ -140,7 +164,7 @@ def launch_matmul_reduce_scatter(
         return out
     buffer = workspace.next_buffer()
     if isinstance(kernel, MatmulReduceScatterPush):
-        operands = [x.data_ptr() for x in (a, b, *terms)]
+        operands = [x.data_ptr() for x in (*call.factors, *terms)]
         kernel.launch(buffer, operands, (out.data_ptr(),), timeout_ns, stream)
     else:
         kernel.launch(buffer, a, b, out, *terms, timeout_ns=timeout_ns)
@@ -150,9 +174,14 @@ def launch_matmul_reduce_scatter(
 def scatter_launcher(
     choice: KernelChoice[configs.AnyConfig],
     workspace: Workspace[Any],
-    epilogue: configs.Epilogue,
+    call: configs.ScatterKernelCall,
 ) -> MatmulReduceScatterPush | MatmulReduceScatterOneShot | None:
     """What ``launch_matmul_reduce_scatter`` launched, for further such calls; None for the Triton kernel, or once it is
     dropped."""
     triton = isinstance(choice.config, configs.MatmulReduceScatterConfig)
-    return None if triton else workspace.prepared.get((choice, epilogue))
+    return None if triton else workspace.prepared.get(_key(choice, call))
+
+
+def _key(choice: KernelChoice[configs.AnyConfig], call: configs.ScatterKernelCall) -> tuple[Any, ...]:
+    """What a kernel is kept under: a choice, of a product of the same size, says nothing of its parts."""
+    return (choice, call.epilogue, *((x.shape[-1], x.stride()) for x in call.more))

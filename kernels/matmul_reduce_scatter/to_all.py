@@ -71,7 +71,7 @@ def launch_sum_to_all(
 
         def make() -> MatmulReduceScatterPush:
             rows = a.unsqueeze(0).unsqueeze(0)
-            return MatmulReduceScatterPush(workspace, rows, b, choice.config, epilogue, num_sms=num_sms)
+            return MatmulReduceScatterPush(workspace, (rows, b), choice.config, epilogue, num_sms=num_sms)
 
         same = (op, a.shape, b.shape, a.dtype, epilogue, choice.config, num_sms)
         kernel = make_together(workspace, op, key, same, make)

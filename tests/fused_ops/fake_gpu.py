@@ -132,8 +132,8 @@ class Prepared(CachedDict[Any, Any]):
         self.made: dict[Any, Any] = {}
 
     def get(self, key: Any, default: Any = None) -> Any:
-        scatters = isinstance(key, tuple) and isinstance(key[0], KernelChoice)
-        choice = key[0] if scatters else key
+        choice, *what = key if isinstance(key, tuple) else (key,)
+        scatters = what not in ([], [False], [True])  # else whether A is returned
         if not isinstance(choice, KernelChoice):
             return super().get(key, default)
         if self.kernel is not None:

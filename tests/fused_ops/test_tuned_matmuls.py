@@ -43,9 +43,11 @@ class Kernel:
     launched: ClassVar[list[Any]] = []
 
     def __init__(
-        self, workspace: Workspace[Layout], a: torch.Tensor, b: Any, config: Any, *given: Any, num_sms: int
+        self, workspace: Workspace[Layout], *given: Any, num_sms: int, return_A: bool = False
     ) -> None:
-        self.workspace, self.config = workspace, config
+        self.workspace = workspace
+        kinds = gather.configs.GatherPushConfig | scatter.configs.ScatterPushConfig
+        (self.config,) = (x for x in given if isinstance(x, kinds))
 
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int

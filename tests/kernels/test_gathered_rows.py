@@ -1,12 +1,9 @@
-"""all_gather(A) @ B on CUDA, as far as it needs no GPU: shards that lie well or not, and copies of gathered rows."""
+"""all_gather(A) @ B on CUDA, as far as it needs no GPU: shards that lie well or not, and where A is returned."""
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
-from cuda.bindings import driver
 from weft.kernels.all_gather_matmul import configs, cuda_kernel, on_cuda
 
 M, K, WORLD_SIZE = 7, 24, 4
@@ -60,44 +57,14 @@ def test_what_no_kernel_takes_of_the_last_dimension() -> None:
         assert "16" in str(choose(numbers(m, 4), numbers(WORLD_SIZE * 4, 16)))
 
 
-@pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The driver's copies, done at once; the streams that they were asked for."""
-    streams: list[int] = []
-
-    def copy(to: int, start: int, size: int, stream: int) -> tuple[driver.CUresult]:
-        streams.append(stream)
-        ctypes.memmove(int(to), int(start), size)
-        return (driver.CUresult.CUDA_SUCCESS,)
-
-    def copy_2d(rows: driver.CUDA_MEMCPY2D, stream: int) -> tuple[driver.CUresult]:
-        device = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
-        assert rows.srcMemoryType == rows.dstMemoryType == device
-        assert rows.WidthInBytes <= min(rows.srcPitch, rows.dstPitch), "the driver refuses it"
-        for row in range(rows.Height):
-            start = int(rows.srcDevice) + row * rows.srcPitch
-            copy(int(rows.dstDevice) + row * rows.dstPitch, start, rows.WidthInBytes, stream)
-        return (driver.CUresult.CUDA_SUCCESS,)
-
-    monkeypatch.setattr(driver, "cuMemcpyDtoDAsync", copy)
-    monkeypatch.setattr(driver, "cuMemcpy2DAsync", copy_2d)
-    return streams
-
-
-@pytest.mark.parametrize("columns", [K, 64], ids=["contiguous", "columns"])
-@pytest.mark.parametrize("rank", range(WORLD_SIZE))
-def test_copies_of_the_gathered_rows(rank: int, columns: int, copies: list[int]) -> None:
-    a, buffer = numbers(M, columns)[:, :K], numbers(WORLD_SIZE, M, K)
-    want = buffer.clone()
-    want[rank] = a
-    buffer[rank] = float("nan")  # the own shard is not there
-    for kind, shape in (
-        (cuda_kernel._Stacked, (WORLD_SIZE, M, K)),
-        (cuda_kernel._SideBySide, (M, WORLD_SIZE, K)),
-    ):
-        out = torch.full((WORLD_SIZE * M * K + 1,), 7.0).bfloat16()
-        kind(a, WORLD_SIZE, rank).copy(out.data_ptr(), buffer.data_ptr(), a.data_ptr(), 5)
-        got = out[:-1].view(shape)
-        assert torch.equal(got if kind is cuda_kernel._Stacked else got.movedim(1, 0), want)
-        assert out[-1] == 7, "past the end"
-    assert set(copies) == {5}
+@pytest.mark.parametrize("split_k", [False, True], ids=["stacked", "side by side"])
+def test_where_gathered_rows_are_stored(split_k: bool) -> None:
+    """The boxes of all ranks' shards cover what is returned, each number once."""
+    boxes = cuda_kernel.boxes_returned(numbers(M, 64)[:, :K], WORLD_SIZE, split_k=split_k)
+    assert boxes.shape == (1, WORLD_SIZE, M, K) and boxes.dtype == torch.bfloat16
+    assert boxes.box == (1, 1, 64, 64)  # as hopper.cuh swizzles it
+    shards = torch.randn(WORLD_SIZE, M, K)
+    whole = torch.full((WORLD_SIZE * M * K,), float("nan"))
+    whole.as_strided(boxes.shape, boxes.strides).copy_(shards[None])
+    want = torch.cat([*shards], 1) if split_k else shards
+    assert torch.equal(whole.view(want.shape), want)

@@ -30,16 +30,15 @@ ORDERS = {
 ROUNDED = Epilogue(torch.bfloat16)
 
 
-def gather(tile: Tile, order: str, split_k: bool = False) -> Program:
+def gather(tile: Tile, order: str, split_k: bool = False, *, return_A: bool = False) -> Program:
     config = replace(
         gather_configs.choose_gather_push(
             gather_configs.AllGatherMatmulProblem(1024, (1024,), 1024, 4, 132, split_k)
         ),
         tile=tile,
     )
-    return gemm.gemm_program(
-        all_gather_matmul.SOURCE, all_gather_matmul.gather_defines([ORDERS[order]], config)
-    )
+    defines = all_gather_matmul.gather_defines([ORDERS[order]], config, return_A=return_A)
+    return gemm.gemm_program(all_gather_matmul.SOURCE, defines)
 
 
 def scatter(
@@ -68,6 +67,12 @@ PROGRAMS: dict[str, Program] = {
     **{
         f"all_gather_matmul-split-{order}": gather(tile, order, split_k=True)
         for order, tile in zip(ORDERS, (LARGEST, *OTHERS[::-2]), strict=False)
+    },
+    **{
+        f"all_gather_matmul-returned-{tile.block_m}x{tile.block_n}": gather(
+            tile, list(ORDERS)[i % 3], split_k=i == 1, return_A=True
+        )
+        for i, tile in enumerate((*TILES, WIDEST))
     },
     **{
         f"matmul_reduce_scatter-{order}-{size}": scatter(LARGEST, order, size)

@@ -19,13 +19,12 @@ from weft.kernels.matmul_reduce_scatter import cuda_kernel as scatter
 from weft.symm_mem.layout import Layout
 
 WORLD_SIZE, M, K, N = 3, 64, 64, 64
-SHARD = M * K * 2
 A, OUT, HALF, STREAM = 0x1000, 0x900000, 0x100000, 7
 
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What reaches the driver, in order: (name of the program, arguments), ("copy", to, from, bytes), "leave"."""
+    """What reaches the driver, in order: (name of the program, arguments, stream)."""
     done: list[tuple[Any, ...]] = []
 
     def launches(
@@ -39,12 +38,6 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(gemm, "gemm_program", lambda *_: None)
     monkeypatch.setattr(gemm, "launches", launches)
     monkeypatch.setattr(tensor_map.Boxes, "encode", encode)
-    monkeypatch.setattr(
-        gather, "end_epoch_launcher", lambda workspace, buffer: lambda s: done.append(("leave", buffer, s))
-    )
-    monkeypatch.setattr(gather, "check_driver", lambda result: None)
-    copies = SimpleNamespace(cuMemcpyDtoDAsync=lambda *args: done.append(("copy", *args)))
-    monkeypatch.setattr(gather, "driver", copies)
     return done
 
 
@@ -76,46 +69,49 @@ def test_all_gather_matmul(done: list[tuple[Any, ...]], count: int, return_A: bo
     config = gather_configs.choose_gather_push(
         gather_configs.AllGatherMatmulProblem(M, (N,) * count, K, WORLD_SIZE, 132)
     )
-    kernels = gather.AllGatherMatmulPushes(workspace(rank), bfloat16(M, K), bs, config, num_sms=132)
+    kernels = gather.AllGatherMatmulPushes(
+        *(workspace(rank), bfloat16(M, K), bs, config), num_sms=132, return_A=return_A
+    )
     for turn in (1, 2):  # other addresses at every launch
         done.clear()
         at = [turn << 20 | i << 12 for i in range(1, count + 1)]
         to = [address << 4 for address in at]
         results = [*to, OUT] if return_A else to
         kernels.launch(1, [A * turn, *at], results, 5 * turn, STREAM)
-        launched = [params for name, params, stream in done[: -(-count // gather.MOST_BS)]]
+        assert {(name, stream) for name, _, stream in done} == {("all_gather_matmul", STREAM)}
+        launched = [params for _, params, _ in done]
+        assert len(launched) == -(-count // gather.MOST_BS)
         assert [p.own[0] for p in launched] == [p.a for p in launched] == [A * turn] * len(launched)
         assert [p.b[i][0] for p in launched for i in range(p.bs)] == at
         assert [p.c[i] for p in launched for i in range(p.bs)] == to
         assert {p.watch.timeout_ns for p in launched} == {5 * turn}
-        assert [p.final for p in launched] == [0] * (len(launched) - 1) + [not return_A]
-        behind = done[len(launched) :]
-        if not return_A:
-            assert not behind
-            continue
-        assert behind.pop() == ("leave", 1, STREAM)
-        got = {}
-        for _, dst, src, nbytes, stream in behind:
-            assert stream == STREAM and nbytes % SHARD == 0
-            got |= {dst + i: src + i for i in range(0, nbytes, SHARD)}
-        from_half = {OUT + p * SHARD: HALF + p * SHARD for p in range(WORLD_SIZE)}
-        assert got == from_half | {OUT + rank * SHARD: A * turn}
+        assert [p.push for p in launched] == [not config.comm_sms] + [0] * (len(launched) - 1)
+        assert [p.final for p in launched] == [0] * (len(launched) - 1) + [1]
+        # One of them writes what is returned.
+        assert [p.returned[0] for p in launched] == [OUT if return_A else 0] + [0] * (len(launched) - 1)
 
 
-def test_matmul_reduce_scatter(done: list[tuple[Any, ...]]) -> None:
-    problem = scatter_configs.MatmulReduceScatterProblem(M, N, K, WORLD_SIZE, 132)
+@pytest.mark.parametrize("more", [(), (8, 200)], ids=["one product", "three"])
+def test_matmul_reduce_scatter(done: list[tuple[Any, ...]], more: tuple[int, ...]) -> None:
+    ks = (K, *more)
+    problem = scatter_configs.MatmulReduceScatterProblem(M, N, sum(ks), WORLD_SIZE, 132)
     config = scatter_configs.choose_scatter_push(problem)
-    a, b = bfloat16(1, WORLD_SIZE, M, K), bfloat16(K, N)
+    factors = [x for k in ks for x in (bfloat16(1, WORLD_SIZE, M, k), bfloat16(k, N))]
     for bias, residual in product((False, True), repeat=2):
-        epilogue = scatter_configs.Epilogue(a.dtype, bias=bias, residual=residual)
+        epilogue = scatter_configs.Epilogue(torch.bfloat16, bias=bias, residual=residual)
         layout = scatter_configs.scatter_push_layout(config, replace(problem, num_sms=8))
-        kernel = scatter.MatmulReduceScatterPush(workspace(0, layout), a, b, config, epilogue, num_sms=8)
+        kernel = scatter.MatmulReduceScatterPush(workspace(0, layout), factors, config, epilogue, num_sms=8)
         for turn in (1, 2):
-            terms = [A * turn + 128] * bias + [A * turn + 256] * residual
-            kernel.launch(1, [A * turn, A * turn + 64, *terms], [OUT * turn], turn, STREAM)
+            at = [A * turn + 64 * i for i in range(len(factors))]
+            terms = [A * turn + 1024] * bias + [A * turn + 2048] * residual
+            kernel.launch(1, [*at, *terms], [OUT * turn], turn, STREAM)
             name, params, stream = done.pop()
             assert (name, stream) == ("matmul_reduce_scatter", STREAM)
-            assert (params.a[0], params.b[0], params.out) == (A * turn, A * turn + 64, OUT * turn)
-            assert params.bias == (A * turn + 128 if bias else 0)
-            assert params.residual == (A * turn + 256 if residual else 0)
+            assert (params.products, params.depth) == (len(ks), sum(-(-k // 64) for k in ks))
+            assert list(params.depths)[: len(ks)] == [-(-k // 64) for k in ks]
+            assert [params.a[i][0] for i in range(len(ks))] == at[::2]
+            assert [params.b[i][0] for i in range(len(ks))] == at[1::2]
+            assert params.out == OUT * turn
+            assert params.bias == (A * turn + 1024 if bias else 0)
+            assert params.residual == (A * turn + 2048 if residual else 0)
             assert params.watch.timeout_ns == turn

@@ -36,7 +36,7 @@ class Launch(ctypes.Structure):
         ("blocks", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("broken", ctypes.c_uint32),
-        ("params", ctypes.c_char * 1072),
+        ("params", ctypes.c_char * 1216),
     )
 
 

@@ -50,6 +50,7 @@ class Gather:
     blocks: int = 4
     rows: bool = False  # N is contiguous in B, not K
     apart: int = 0  # what lies between two rows of a shard, in elements
+    return_A: bool = False
 
     def shard(self) -> torch.Tensor:
         return numbers(self.m, self.k + self.apart)[:, self.apart :]
@@ -59,14 +60,17 @@ class Gather:
         return [numbers(k, n) if self.rows else numbers(n, k).t() for n in self.ns]
 
     def compiled(self, instead: tuple[str, str] | None = None) -> Future[Library]:
-        return build(gather.SOURCE, gather._Params, gather.gather_defines(self.bs(), self.config), instead)
+        defines = gather.gather_defines(self.bs(), self.config, return_A=self.return_A)
+        return build(gather.SOURCE, gather._Params, defines, instead)
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Matmuls:
         layout = gather_configs.gather_push_layout(self.m, self.k, self.size, self.config)
         self.ranks = Matmuls(monkeypatch, library, layout, pace)
         a, bs = self.shard(), self.bs()
         self.kernels = [
-            gather.AllGatherMatmulPush(place, a, bs, self.config, num_sms=self.blocks)
+            gather.AllGatherMatmulPush(
+                *(place, a, bs, self.config), num_sms=self.blocks, return_A=self.return_A
+            )
             for place in self.ranks.places
         ]
         self.kept: list[object] = []
@@ -82,7 +86,9 @@ class Gather:
             for chunk in range(chunks):
                 bs = self.bs()
                 pairs = [result((whole @ b.double()).bfloat16()) for b in bs]
-                step = gather.EpochStep(chunk == 0, chunk == chunks - 1, slice(1, None), slice(None))
+                step = gather.EpochStep(chunk == 0, chunk == chunks - 1, slice(1, None), slice(len(bs)))
+                if self.return_A:
+                    pairs.append(result(whole.bfloat16()))
                 given, to = [x.data_ptr() for x in (shards[rank], *bs)], [c.data_ptr() for c, _ in pairs]
                 kernel.launch(buffer, given, to, step, polls, rank)
                 self.kept += [bs, shards]
@@ -107,22 +113,26 @@ class Scatter:
     rows: bool = False  # N is contiguous in B, not K
     nans: bool = False  # in the first row of each part of A
     scales: tuple[float, ...] = ()  # of the ranks' A
+    more: tuple[int, ...] = ()  # K of further products that are added
 
     def __post_init__(self) -> None:
         self.config = scatter_configs.ScatterPushConfig(
             self.tile, self.raster_group, self.staged, self.split_n
         )
 
-    def operand(self) -> torch.Tensor:
+    def operand(self, k: int = 0) -> torch.Tensor:
         parts = 1 if self.epilogue.to_all or self.split_n else self.size
-        a = numbers(self.batches, parts, self.m, self.k)
+        a = numbers(self.batches, parts, self.m, k or self.k)
         if self.nans:
             a.view(torch.int16)[:, :, 0] = -1  # all bits set
         return a
 
-    def columns(self, of_all: bool = True) -> torch.Tensor:
-        n = self.size * self.n if of_all and self.split_n else self.n
-        return numbers(self.k, n) if self.rows else numbers(n, self.k).t()
+    def columns(self, of_all: bool = True, k: int = 0) -> torch.Tensor:
+        n, k = self.size * self.n if of_all and self.split_n else self.n, k or self.k
+        return numbers(k, n) if self.rows else numbers(n, k).t()
+
+    def factors(self) -> list[torch.Tensor]:
+        return [x for k in (self.k, *self.more) for x in (self.operand(k), self.columns(k=k))]
 
     def compiled(self, instead: tuple[str, str] | None = None) -> Future[Library]:
         b = self.columns(of_all=False)
@@ -131,14 +141,14 @@ class Scatter:
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Matmuls:
         problem = scatter_configs.MatmulReduceScatterProblem(
-            *(self.m, self.n, self.k, self.size, self.blocks, self.batches, self.split_n),
+            *(self.m, self.n, self.k + sum(self.more), self.size, self.blocks, self.batches, self.split_n),
             to_all=self.epilogue.to_all,
         )
         layout = scatter_configs.scatter_push_layout(self.config, problem)
         self.ranks = Matmuls(monkeypatch, library, layout, pace)
-        a, b = self.operand(), self.columns()
+        factors = self.factors()
         self.kernels = [
-            scatter.MatmulReduceScatterPush(place, a, b, self.config, self.epilogue, num_sms=self.blocks)
+            scatter.MatmulReduceScatterPush(place, factors, self.config, self.epilogue, num_sms=self.blocks)
             for place in self.ranks.places
         ]
         self.kept: list[object] = []
@@ -146,24 +156,25 @@ class Scatter:
         return self.ranks
 
     def launch(self, buffer: int, polls: int) -> None:
-        a = [self.operand() for _ in self.kernels]
+        factors = [self.factors() for _ in self.kernels]
         if self.scales:  # else NaNs keep their bits
-            a = [x * scale for x, scale in zip(a, self.scales, strict=True)]
-        b = [self.columns() for _ in self.kernels]
-        total = sum(x.float() @ y.float() for x, y in zip(a, b, strict=True))
+            for scale, each in zip(self.scales, factors, strict=True):
+                each[0] = each[0] * scale
+        pairs = [pair for each in factors for pair in zip(each[::2], each[1::2], strict=True)]
+        total = sum(x.float() @ y.float() for x, y in pairs)
         if self.split_n:
             total = torch.cat(total.chunk(self.size, -1), 1)
         epilogue, shape = self.epilogue, (self.batches, self.m, self.n)
         scale = torch.tensor(1.0) / self.size if epilogue.average else torch.tensor(1.0)
         for rank, kernel in enumerate(self.kernels):
             terms = [numbers(self.n)] * epilogue.bias + [numbers(*shape)] * epilogue.residual
-            operands = [x.data_ptr() for x in (a[rank], b[rank], *terms)]
+            operands = [x.data_ptr() for x in (*factors[rank], *terms)]
             want = sum(terms, start=total[:, 0 if epilogue.to_all else rank] * scale)
             out, want = result(want.to(epilogue.out_dtype))
             kernel.launch(buffer, operands, [out.data_ptr()], polls, rank)
             self.wanted.append((out, want))
             self.kept += terms
-        self.kept += [a, b]
+        self.kept += factors
 
 
 def push(
@@ -203,6 +214,13 @@ GATHERS = {
     "half-a-group": Gather(2, 130, (200,), 72, push(TWO_AND_A_HALF, 0, 1), rows=True),
     "two-instructions": Gather(2, 130, (328, 72), 72, push(WIDEST, 0, 1), blocks=2),
     "two-instructions-rows": Gather(2, 130, (320,), 72, push(WIDEST, 0, 1), blocks=2, rows=True),
+    "returned": Gather(3, 147, (72, 40), 200, push(SMALL, 2, 1, missed=1), apart=8, return_A=True),
+    "returned-odd-rows": Gather(2, 205, (64,), 136, push(BROAD, 0, 1), rows=True, return_A=True),
+    "returned-wide": Gather(4, 130, (40, 8), 72, push(WIDE, 0, 1, lead=1), blocks=2, return_A=True),
+    "returned-split": Gather(3, 147, (72, 40), 200, push(SMALL, 0, 1, split_k=True), return_A=True),
+    "returned-split-odd-rows": Gather(
+        2, 205, (64,), 72, push(BROAD, 2, 1, 64, split_k=True), rows=True, return_A=True
+    ),
     "split": Gather(2, 147, (72, 40), 200, push(SMALL, 0, 1, split_k=True)),
     "split-comm_sms": Gather(3, 200, (40,), 72, push(WIDE, 2, 1, 64, split_k=True, missed=1), apart=8),
     "split-rows": Gather(4, 65, (64, 128), 72, push(BROAD, 0, 1, split_k=True), rows=True),
@@ -225,6 +243,15 @@ SCATTERS = {
         epilogue=Epilogue(torch.bfloat16, average=True, to_all=True),
     ),
     "to-all-few-rows": Scatter(4, 5, 72, 72, staged=True, epilogue=replace(ROUNDED, to_all=True)),
+    "sum": Scatter(2, 147, 72, 200, raster_group=2, more=(8, 72)),
+    "sum-rows": Scatter(
+        *(3, 67, 64, 40, BROAD),
+        staged=True,
+        rows=True,
+        more=(136, 64, 72),
+        epilogue=Epilogue(torch.float32, residual=True),
+    ),
+    "sum-columns": Scatter(3, 65, 72, 136, split_n=True, more=(72,)),
     "columns": Scatter(2, 147, 72, 200, staged=True, raster_group=2, split_n=True),
     "columns-odd-rows": Scatter(
         *(3, 300, 72, 136, BROAD),

@@ -48,6 +48,7 @@ struct State {
         std::function<void()> run;
     };
     std::vector<Copy> copies;  // that are under way
+    std::unordered_map<unsigned, int> unread;  // of each fiber's stores of boxes, those that have not read theirs
 };
 
 static std::vector<State> states;
@@ -131,6 +132,7 @@ static void launch_begins(Rank& rank) {
     s.blocks.assign(launch.blocks, Barrier());
     s.clusters.assign(launch.blocks / CLUSTER_BLOCKS, Barrier());
     s.counts.clear();
+    s.unread.clear();
     s.threads.assign(launch.blocks, launch.threads);
 }
 
@@ -309,9 +311,10 @@ struct alignas(64) TensorMap {
     u64 address, extents[4], strides[4], box[4], unused[3];
 };
 
-static void copy_box(const TensorMap& map, void* place, u64* barrier, const int (&first)[4]) {
-    u16* to = static_cast<u16*>(place);
-    const u16* from = reinterpret_cast<const u16*>(map.address);
+// `each` gets the elements of a box in the order in which they lie in shared memory: inside of the tensor, or null.
+template <typename Each>
+static void each_of_box(const TensorMap& map, const int (&first)[4], const Each& each) {
+    u16* tensor = reinterpret_cast<u16*>(map.address);
     u64 i[4];
     for (i[3] = first[3]; i[3] < first[3] + map.box[3]; ++i[3])
         for (i[2] = first[2]; i[2] < first[2] + map.box[2]; ++i[2])
@@ -323,8 +326,12 @@ static void copy_box(const TensorMap& map, void* place, u64* barrier, const int 
                         inside = inside && i[d] < map.extents[d];
                         at += i[d] * map.strides[d];
                     }
-                    *to++ = inside ? from[at] : 0;
+                    each(inside ? tensor + at : nullptr);
                 }
+}
+static void copy_box(const TensorMap& map, void* place, u64* barrier, const int (&first)[4]) {
+    u16* to = static_cast<u16*>(place);
+    each_of_box(map, first, [&](const u16* from) { *to++ = from ? *from : 0; });
     phases(barrier).bytes -= map.box[0] * map.box[1] * map.box[2] * map.box[3] * sizeof(u16);
     phases(barrier).settle();
 }
@@ -340,6 +347,25 @@ static void tma_load_cluster(const TensorMap& map, void* to, u64* barrier, int x
         state().copies.push_back({target, [=] { copy_box(map, there, arrives, {x, y, z, w}); }});
         go_on_later();
     }
+}
+
+static void tma_store(const TensorMap& map, const void* from, int x, int y, int z, int w) {
+    const unsigned number = running->number;
+    ++state().unread[number];
+    auto run = [=, rank = &state()] {
+        const u16* next = static_cast<const u16*>(from);
+        each_of_box(map, {x, y, z, w}, [&](u16* to) {
+            if (to) *to = *next;
+            ++next;
+        });
+        --rank->unread[number];
+    };
+    state().copies.push_back({running->block, run});
+    go_on_later();
+}
+static void tma_stores_have_read() {
+    int& unread = state().unread[running->number];
+    go_on_when([&] { return unread == 0; });
 }
 
 static void warpgroup_arrive() { together(); }

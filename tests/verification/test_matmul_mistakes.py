@@ -32,6 +32,9 @@ MISTAKES = {
         "if (p.final && threadIdx.x % 32 == 0) weft::leave(p.watch, p.buffer, epoch);\n            load(p, s, order);",
     ),
     "gather-split-other-part": ("i * weft::BK, src);", "i * weft::BK, src % 1);"),
+    "returned-not-read": ("if (weft::elected()) weft::tma_stores_have_read();\n        __syncwarp();", ""),
+    "returned-by-one-warpgroup": ("warp % 4 == 0 && warpgroup <", "warp == 0 && warpgroup <"),
+    "returned-other-column": ("mine(t.b == 0 && t.column == 0", "mine(t.b == 0 && t.column == 1"),
     "two-instructions-same-columns": ("b + (B_BYTES_OF_FIRST >> 4)", "b"),
     "two-instructions-rows-as-columns": ("FIRST / 64 * 4096", "FIRST * 128"),
     "half-a-group-one-box": ("column + 64 * i,", "column,"),
@@ -45,6 +48,8 @@ MISTAKES = {
     "order-of-sums": ("if (i == RANK) {", "if (i == WORLD_SIZE - 1) {"),
     "scatter-not-drained": ("    weft::drain(s, state);\n", ""),
     "scatter-left-before-taking": ("over = weft::read_count(s.counts + TAKEN) != 0 &&", "over = true ||"),
+    "sum-other-factor": ("p.b[of], column", "p.b[0], column"),
+    "sum-other-rows": ("p.a[of], rows", "p.a[0], rows"),
     "columns-of-another-rank": ("(SPLIT_N ? t.dst * p.n : 0)", "(SPLIT_N ? p.watch.rank * p.n : 0)"),
     "columns-rows-of-another-rank": ("SPLIT_N ? 0 : t.dst", "t.dst"),
     "scatter-buffer-not-free": ("buffer.done + lane, epoch - 1", "buffer.done + lane, epoch - 2"),
@@ -72,12 +77,16 @@ def may_show(mistake: str) -> Op:
         return GATHERS["two-instructions-rows" if "rows" in mistake else "two-instructions"]
     if mistake.startswith("half-a-group"):
         return GATHERS["half-a-group"]
+    if mistake.startswith("returned"):
+        return GATHERS["returned-odd-rows"]
     if mistake.startswith("to-all"):
         return SCATTERS["to-all-3"]
     if mistake.startswith("nans"):
         return SCATTERS["nans"]
     if mistake.startswith("order"):
         return SCATTERS["order-of-ranks"]
+    if mistake.startswith("sum"):
+        return SCATTERS["sum"]
     if mistake.startswith("columns"):
         return SCATTERS["columns"]
     if mistake.startswith("staged"):

@@ -42,6 +42,9 @@ from .matmuls import Product, Use, matrix, one_matrix, product, use
 from .peak_memory import together
 from .sum_of_matmuls import has_product
 
+#: What an all-gather has in its ``meta`` if the backward repeats it (``regather.py``).
+REGATHERED = "weft_regathered"
+
 
 @dataclass(frozen=True)
 class _Layout:
@@ -129,7 +132,9 @@ class AllGatherMatmulPattern:
     @property
     def detail(self) -> str:
         count = len(self.uses)
-        return f"{count} product{'s' if count > 1 else ''}{', A returned' if self.kept else ''}"
+        again = self.layout.contracted and REGATHERED in self.collective.node.meta
+        more = f"{', gathered again' if again else ''}{', A returned' if self.kept else ''}"
+        return f"{count} product{'s' if count > 1 else ''}{more}"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -284,6 +289,21 @@ def _candidate(tensor: Gathered, taken: Product, view: View) -> tuple[Use, _Layo
     if dtype.itemsize > x.dtype.itemsize:
         raise LeftAlone(f"cast to {dtype} before it is gathered, twice as many bytes would be sent")
     return used, _Layout.of(used, view.changes, tensor.collectives[0].world)
+
+
+def contracting(tensor: Gathered, products: list[fx.Node]) -> list[Use]:
+    """How these products use a gathered tensor, if one op can compute all of them by contracting the ranks.
+
+    Raises:
+        LeftAlone: it cannot.
+    """
+    found = {used.product.node: (used, layout) for used, layout in _candidates(tensor)[0]}
+    if not all(node in found for node in products):
+        raise LeftAlone("not all of them are products that the op computes")
+    _, first = found[products[0]]
+    if not all(found[node][1].contracted and found[node][1].same(first) for node in products):
+        raise LeftAlone("not all of them contract the ranks in one way")
+    return [found[node][0] for node in products]
 
 
 def _fused_behind(tensor: Gathered) -> list[str]:

@@ -81,6 +81,16 @@ class Gathered:
             node = node.next
         return node
 
+    def made_of(self, node: fx.Node) -> set[fx.Node]:
+        """A view and all that it is made of, down to the gathered tensor; nothing for another node."""
+        found: set[fx.Node] = set()
+        view = self.views.get(node)
+        while view is not None:
+            found.add(view.node)
+            found.update(view.step.between if view.step is not None else ())
+            view = self.views[view.step.source] if view.step is not None else None
+        return found
+
     def _gathers(self) -> set[fx.Node]:
         return {c.node for c in self.collectives}
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....kernels.matmul_reduce_scatter.configs import MOST_PRODUCTS
 from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import Collective, LeftAlone, Size, check_no_write, known, some, val
@@ -109,6 +110,11 @@ class MatmulReduceScatterPattern:
         terms = Terms.after(c, part) if plain_sum else Terms(c.node)
         return cls(c, total, dim, part, terms, stays_behind(terms.path[-1] if terms.path else c.wait))
 
+    @property
+    def _adds_products(self) -> bool:
+        """Whether the op is given each product's factors: its kernel of 16 bits needs no copy of them side by side."""
+        return self.dtype.itemsize == 2 and len(self.sum.products) <= MOST_PRODUCTS
+
     def replace(self) -> None:
         """
         Raises:
@@ -116,13 +122,16 @@ class MatmulReduceScatterPattern:
         """
         c, at = self.collective, self.terms.at
         with rewrite.undone_if_left():
-            A, B = self.sum.operands(at)
-            near = [A, *(p.left for p in self.sum.products)]
+            pairs = self.sum.pairs(at) if self._adds_products else [self.sum.operands(at)]
+            near = [*(A for A, _ in pairs), *(p.left for p in self.sum.products)]
             if len(self.part) > 2:
                 lead = [numel(self.part[0]), c.world * numel(self.part[1])]
-                A = rewrite.reshape(A, [*lead, val(A).shape[-1]], at, near)
+                pairs = [(rewrite.reshape(A, [*lead, val(A).shape[-1]], at, near), B) for A, B in pairs]
+            (A, B), *others = pairs
             want = val(c.wait).dtype
             named: dict[str, Any] = {"out_dtype": want} if want != self.sum.dtype else {}
+            if others:
+                named["more"] = [factor for pair in others for factor in pair]
             named |= self.terms.arguments(self.part, [A, B])
             out = rewrite.fused(at, self.op, c, A, B, c.reduce_op, self.dim, **named)
             out = self.sum.finished(out, c, at)

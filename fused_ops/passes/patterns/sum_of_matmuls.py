@@ -131,9 +131,9 @@ class SumOfMatmuls:
         for product_, factor in zip(self.products, self.factors, strict=True):
             check_factor(factor, self.dtype, what(product_.node))
 
-    def operands(self, at: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """``A`` [m, k] and ``B`` [k, n], before the given node; of ``self.factor`` times their product."""
-        As, Bs = [], []
+    def pairs(self, at: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+        """``A`` [m, k] and ``B`` [k, n] of each product, before the given node; of ``self.factor`` times their sum."""
+        found = []
         for product_, factor in zip(self.products, self.factors, strict=True):
             left, right = product_.left, matrix(product_.right, at)
             if self.factor == 1 and factor != 1:
@@ -142,8 +142,12 @@ class SumOfMatmuls:
                     left = scaled(left, factor, at)
                 else:
                     right = scaled(right, factor, at)
-            As.append(rewrite.reshape(left, [self.m, val(left).shape[-1]], at, [left]))
-            Bs.append(right)
+            found.append((rewrite.reshape(left, [self.m, val(left).shape[-1]], at, [left]), right))
+        return found
+
+    def operands(self, at: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Those of one product of what stands side by side."""
+        As, Bs = zip(*self.pairs(at), strict=True)
         if len(As) == 1:
             return As[0], Bs[0]
         return call(at, aten.cat.default, As, 1), call(at, aten.cat.default, Bs, 0)

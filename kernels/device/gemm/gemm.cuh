@@ -172,11 +172,20 @@ __device__ __forceinline__ void product(float (&sums)[N / 2], u64 a, u64 b, int 
     }
 }
 
+// What the main loop does besides with its rows of A of a stage, by all threads of the warpgroup: nothing.
+struct NothingBeside {
+    __device__ __forceinline__ void begin(int, const u8*) const {}
+    __device__ __forceinline__ void end() const {}
+};
+
 // The main loop of a tile, by a compute warpgroup. It waits for its wgmma of a stage before it takes the next: the
 // other warpgroup's keep the tensor cores busy meanwhile, and the stage is released a stage's time earlier, on which
-// the loads depend: one takes as long as two stages of wgmma.
+// the loads depend: one takes as long as two stages of wgmma. `beside` gets the number of the stage and the warpgroup's
+// rows of A, 64 of 128 bytes, and has done with them at its end.
+template <typename Beside = NothingBeside>
 __device__ __forceinline__ void multiply(
-    const Shared& s, PipelineState<STAGES>& state, int warpgroup, int depth, float (&sums)[SUMS]) {
+    const Shared& s, PipelineState<STAGES>& state, int warpgroup, int depth, float (&sums)[SUMS],
+    const Beside& beside = {}) {
     const int m = warpgroup % WARPGROUPS_M, n = warpgroup / WARPGROUPS_M;
     const bool first_lane = threadIdx.x % 32 == 0;
     constexpr u32 LEADING = B_ROWS ? 4096 : 0;
@@ -186,6 +195,7 @@ __device__ __forceinline__ void multiply(
         const u64 a = smem_descriptor(stage + m * 64 * 128, 0, 1024);
         const u64 b = smem_descriptor(stage + A_BYTES + n * B_COLUMNS, LEADING, 1024);
         wait(s.full + state.at, state.parity);
+        beside.begin(i, stage + m * 64 * 128);
         warpgroup_arrive();
 #pragma unroll
         for (int k = 0; k < BK / 16; ++k) {
@@ -194,6 +204,7 @@ __device__ __forceinline__ void multiply(
         }
         warpgroup_commit_batch();
         warpgroup_wait<0>();
+        beside.end();
         if (first_lane) release(s.empty + state.at);
         state.next();
     }

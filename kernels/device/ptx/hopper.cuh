@@ -96,6 +96,19 @@ __device__ __forceinline__ void tma_load(
         : "memory");
 }
 
+// A box of shared memory, where a bulk copy has written it, to the tensor; what lies outside of that is left out. By
+// one thread, for which `tma_stores_have_read` then waits. What is written is there when the grid is over.
+__device__ __forceinline__ void tma_store(const TensorMap& map, const void* from, int x, int y, int z, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+        "r"(shared_address(from)), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until the stores of this thread have read their boxes, which may then be written again.
+__device__ __forceinline__ void tma_stores_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
 // All threads of a compute warpgroup have arrived, and see what the others wrote before.
 __device__ __forceinline__ void sync_warpgroup(int warpgroup) {
     asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");

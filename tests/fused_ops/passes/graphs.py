@@ -208,7 +208,9 @@ class Ranks:
             return [self.all_gather_matmul(first, *a[0][1:3], **a[1]) for a in args]
         if target is torch.ops.weft.fused_matmul_reduce_scatter.default:
             _, _, op, dim, _ = args[0][0]
-            whole = self.reduced([a[0][0] @ a[0][1] for a in args], op)
+            factors = [(*a[0][:2], *a[1].get("more", ())) for a in args]
+            sums = [sum(A @ B for A, B in zip(f[::2], f[1::2], strict=True)) for f in factors]
+            whole = self.reduced(sums, op)
             parts = [p.contiguous() for p in whole.chunk(self.world, dim)]
             for name in ("bias", "residual"):
                 parts = [

@@ -121,6 +121,34 @@ def test_gradients_cast_one_by_one_are_one_sum() -> None:
     check_same(backward, 2)
 
 
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize(
+    ("count", "dtype", "copied"),
+    [
+        *((n, torch.bfloat16, False) for n in (2, 3, 4)),
+        (2, torch.float16, False),
+        *((n, torch.bfloat16, True) for n in (5, 7)),
+        (2, torch.float32, True),
+    ],
+)
+def test_factors_of_a_sum_are_copied_only_where_they_must_be(
+    count: int, dtype: torch.dtype, copied: bool
+) -> None:
+    def summed(*tensors: Tensor) -> Tensor:
+        return scatter(sum(x @ w for x, w in zip(tensors[:count], tensors[count:], strict=True)), 1)
+
+    xs = [torch.randn(2, 12, 4 + i, dtype=dtype) for i in range(count)]
+    ws = [torch.randn(4 + i, 6, dtype=dtype) for i in range(count)]
+    (seen,) = captured(summed, *xs, *ws)
+    assert seen.fused == [RS], seen.reasons
+    assert seen.count("aten::cat") == 2 * copied
+    (op,) = seen.after.find_nodes(
+        op="call_function", target=torch.ops.weft.fused_matmul_reduce_scatter.default
+    )
+    assert len(op.kwargs.get("more", ())) == (0 if copied else 2 * (count - 1))
+    check_same(seen, 2)
+
+
 def rs(x: Tensor, op: str = "sum") -> Tensor:
     return c10d.wait_tensor(c10d.reduce_scatter_tensor(x, op, 2, "0"))
 

@@ -18,9 +18,12 @@ from weft.fused_ops.passes import FusionPass, pass_sequence
 
 
 def test_the_text_of_a_pass_is_its_settings() -> None:
-    assert repr(FusionPass()) == "FusionPass(groups=None, strict=False, fuse='auto', agree=True)"
-    given = FusionPass(groups=["b", "a"], strict=True, fuse="always", agree="capture")
-    assert repr(given) == "FusionPass(groups=['a', 'b'], strict=True, fuse='always', agree='capture')"
+    assert (
+        repr(FusionPass()) == "FusionPass(groups=None, strict=False, fuse='auto', agree=True, regather=False)"
+    )
+    given = FusionPass(groups=["b", "a"], strict=True, fuse="always", agree="capture", regather=True)
+    named = "groups=['a', 'b'], strict=True, fuse='always', agree='capture', regather=True"
+    assert repr(given) == f"FusionPass({named})"
 
 
 def test_a_copy_is_the_pass_itself() -> None:
@@ -50,7 +53,7 @@ def test_a_compiled_model_is_saved_with_its_pass(tmp_path: Path) -> None:
 
 def test_json_has_the_settings() -> None:
     written = json.loads(json.dumps(FusionPass(groups=["tp"]).options))
-    settings = {"groups": ["tp"], "strict": False, "fuse": "auto", "agree": True}
+    settings = {"groups": ["tp"], "strict": False, "fuse": "auto", "agree": True, "regather": False}
     assert written == {"post_grad_custom_post_pass": settings}
 
 

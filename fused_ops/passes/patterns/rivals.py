@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from ..dispatch.profitability import FusionCandidate, expected_gain
-from .graph.collectives import LeftAlone, Size, aten, c10d, calls, is_val, kind_of, val
-from .graph.split_cat import SPLITS
-from .graph.views import view_step
-from .patterns import registry
-from .patterns.all_gather_matmul import AllGatherMatmulPattern
-from .patterns.matmuls import product
+from ...dispatch.profitability import FusionCandidate, expected_gain
+from ..graph.collectives import LeftAlone, Size, aten, c10d, calls, is_val, kind_of, val
+from ..graph.split_cat import SPLITS
+from ..graph.views import view_step
+from . import registry
+from .all_gather_matmul import AllGatherMatmulPattern
+from .matmuls import product
 
 _FAR = 64  # steps from a reduction to its products, and from these to what is gathered
 
