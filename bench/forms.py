@@ -174,13 +174,6 @@ def embedded_norm(x: Tensor, w: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(ar(torch.where(x > 0, x, 0) + w), (8,), weight, 1e-6)
 
 
-def late(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Reduced beside a sine."""
-    pending = c10d.all_reduce(x.abs(), "sum", group().group_name)
-    z = y.sin()
-    return c10d.wait_tensor(pending), z
-
-
 def of_experts(x: Tensor, w: Tensor) -> Tensor:
     return ar(torch.zeros(9, 5).index_add(0, torch.arange(12) % 9, x @ w))
 
@@ -316,7 +309,6 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
             Form("an embedding's rows, normed", embedded_norm, (x2, x2, (8,))),
             Form("a mixture of experts", of_experts, ((12, 8), w)),
             Form("a sum of no product", lambda x, w: ar((x @ w).sum(0)), ((12, 8), w)),
-            Form("waited for later", late, (x2, x2)),
         ],
     )
     up, down = (12, 8), (8, 12)
