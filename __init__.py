@@ -25,8 +25,10 @@ if TYPE_CHECKING:
         fused_matmul_reduce_scatter,
         last_plan,
         local_state_dict,
+        one_shot_all_gather,
         one_shot_all_reduce,
         one_shot_all_reduce_,
+        one_shot_reduce_scatter,
         sharded_state_dict,
     )
 else:
@@ -57,8 +59,10 @@ __all__ = [
     "fused_ops",
     "last_plan",
     "local_state_dict",
+    "one_shot_all_gather",
     "one_shot_all_reduce",
     "one_shot_all_reduce_",
+    "one_shot_reduce_scatter",
     "sharded_state_dict",
     "symm_mem",
 ]

@@ -1,5 +1,6 @@
 """Fused tensor-parallel ops: as functions, in ``torch.ops.weft``, and found in compiled graphs by a pass."""
 
+from .collectives import one_shot_all_gather, one_shot_reduce_scatter
 from .dispatch.plan import Plan, last_plan
 from .functional import (
     fused_all_gather_matmul,
@@ -28,7 +29,9 @@ __all__ = [
     "fused_matmul_reduce_scatter",
     "last_plan",
     "local_state_dict",
+    "one_shot_all_gather",
     "one_shot_all_reduce",
     "one_shot_all_reduce_",
+    "one_shot_reduce_scatter",
     "sharded_state_dict",
 ]

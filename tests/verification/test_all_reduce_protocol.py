@@ -131,15 +131,15 @@ def test_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reduce_op: st
 
 
 MISTAKES = {
-    "buffer": ("use.begin(++epoch)", "use.begin(epoch += 2)"),
-    "beginning-unsaid": ("say(use - 1);\n        for", "for"),
-    "not-heard": ("hear(use - 1);\n            barrier_arrive", "barrier_arrive"),
+    "buffer": ("epoch.begin(++number)", "epoch.begin(number += 2)"),
+    "beginning-unsaid": ("say(epoch - 1);\n        for", "for"),
+    "not-heard": ("hear(epoch - 1);\n            barrier_arrive", "barrier_arrive"),
     "said-early": (
-        "barrier_sync(EMPTY, blockDim.x);\n            say(use);",
-        "say(use);\n            barrier_sync(EMPTY, blockDim.x);",
+        "barrier_sync(EMPTY, blockDim.x);\n            say(epoch);",
+        "say(epoch);\n            barrier_sync(EMPTY, blockDim.x);",
     ),
     "no-fence": ("__threadfence_system();\n        if (is_broken", "if (is_broken"),
-    "end-not-heard": ("hear(use - 1);\n    }", "}"),
+    "end-not-heard": ("hear(epoch - 1);\n    }", "}"),
 }
 
 
