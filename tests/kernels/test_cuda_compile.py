@@ -80,7 +80,10 @@ PROGRAMS: dict[str, Program] = {
     **{f"few_rows-{'-'.join(map(str, case))}": few_rows_program(*case) for case in FEW_ROWS},
     "all_reduce-early": cuda_kernel.all_reduce_program(4, 3, torch.bfloat16, "sum", dependent=True),
     "norm-early": norm_kernel.all_reduce_rms_norm_program(4, 1, torch.bfloat16, 2, 1, dependent=True),
-    **{f"alone_gather-{size}-bytes": all_gather_kernel.all_gather_program(size, size - 1) for size in ONE_SHOT},
+    **{
+        f"alone_gather-{size}-bytes": all_gather_kernel.all_gather_program(size, size - 1)
+        for size in ONE_SHOT
+    },
     "alone_gather-4-early": all_gather_kernel.all_gather_program(4, 3, dependent=True),
     **{
         f"alone_scatter-{size}-{dtype}-{reduce_op}": reduce_scatter_kernel.reduce_scatter_program(

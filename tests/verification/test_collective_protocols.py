@@ -176,7 +176,9 @@ def test_reduce_scatters_of_changing_size(
         for rank, (out, x) in enumerate(outs):
             expected = want[:, rank]
             assert same(out.view_as(expected), expected), (call, rank, want.shape)
-            assert is_guarded(x) and (out.data_ptr() in range(x.data_ptr(), x.data_ptr() + x.nbytes) or is_guarded(out))
+            assert is_guarded(x) and (
+                out.data_ptr() in range(x.data_ptr(), x.data_ptr() + x.nbytes) or is_guarded(out)
+            )
     assert ranks.slots_are_empty()
 
 
@@ -205,7 +207,9 @@ def test_many_epochs_in_a_launch(tmp_path: Path, mistake: str | None) -> None:
         torch.manual_seed(seed)
         choice, ranks, calls = random.Random(seed), Ranks(library, ExchangeLayout(2, 128)), []
         for _ in range(5):
-            config = RoundsConfig(choice.choice([32, 64, 90]), choice.choice([1, 2]), choice.choice([32, 64]), True)
+            config = RoundsConfig(
+                choice.choice([32, 64, 90]), choice.choice([1, 2]), choice.choice([32, 64]), True
+            )
             n = 16 * choice.choice([config.epoch, choice.randrange(1, 4 * config.epoch)])
             xs = [any_bits(n, torch.uint8) for _ in range(2)]
             outs = [torch.zeros(2 * n, dtype=torch.uint8) for _ in xs]
@@ -291,7 +295,9 @@ def test_the_layout_takes_what_it_was_made_for(choose: object, num_sms: int) -> 
             assert launch.blocks <= num_sms and (launch.blocks - 1) * 32 < count
             assert launch.room + (launch.room // 4 if config.exact else 0) <= layout.slots
             assert (launch.kernel == "one_shot") == (launch.epochs == 1)
-            assert (launch.epochs == 1) == (count <= epoch_of(world_size)), "an epoch takes what it is made for"
+            assert (launch.epochs == 1) == (count <= epoch_of(world_size)), (
+                "an epoch takes what it is made for"
+            )
             # A workspace that others have made larger is used alike.
             larger = ExchangeLayout(world_size, 4 * layout.slots, BLOCKS)
             assert rounds_launch(count, larger, config) == launch
