@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...kernels.all_gather import host
 from ...kernels.all_gather.configs import choose_all_gather
-from ...kernels.all_gather.reference import reference_all_gather
+from ...kernels.all_gather.reference import as_bytes, reference_all_gather
 from ...symm_mem.heap.heap import Heap
 from ..dispatch import fast_path
 from ..dispatch.plan import Plan, heap_or_reason, num_sms, ran
@@ -58,7 +57,7 @@ def _on_cpu(where: Heap, call: AllGatherCall, op: str) -> Tensor:
     x, shape = call.x, call.whole_shape(where.world_size)
     workspace = matmul_workspace(where, host.host_all_gather_layout(x.nbytes, where.world_size))
     ran(Plan("host", workspace_bytes=workspace.layout.bytes))
-    stacked = host.host_all_gather(workspace, x.contiguous().view(-1).view(torch.uint8), op)
+    stacked = host.host_all_gather(workspace, as_bytes(x.contiguous()), op)
     parts = stacked.view(-1).view(x.dtype).view(where.world_size, *x.shape)
     return parts.movedim(0, call.gather_dim).reshape(-1).view(shape)
 
