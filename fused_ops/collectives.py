@@ -25,9 +25,9 @@ def one_shot_all_gather(x: Tensor, gather_dim: int, group: Group, *, out: Tensor
     >>> y[0, ::3].tolist() == list(range(dist.get_world_size()))
     True
 
-    On CUDA one kernel: every rank pushes its x to every rank, by the LL protocol (data as flag), which needs no barrier,
-    and stores what arrives where it belongs, whichever dimension is gathered; larger inputs go by rounds, in one
-    launch. Every bit arrives as it was.
+    On CUDA one kernel: every rank pushes its x to every rank, by the LL protocol (data as flag), which needs no
+    barrier, and stores what arrives where it belongs, whichever dimension is gathered; larger inputs go by rounds, in
+    one launch. Every bit arrives as it was.
 
     Differentiable: the gradient is reduce-scattered. Works under torch.compile and in a CUDA graph. Every rank must
     call it with the same shapes.

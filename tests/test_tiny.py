@@ -90,7 +90,11 @@ def all_reduce(reduce_op: str, *, in_place: bool = False) -> Op:
 
 def all_gather(dim: int, *, into: bool = False) -> Op:
     def call(x: Tensor) -> Outputs:
-        out = x.new_empty([n * (WORLD_SIZE if i == dim else 1) for i, n in enumerate(x.shape)]) if into else None
+        out = (
+            x.new_empty([n * (WORLD_SIZE if i == dim else 1) for i, n in enumerate(x.shape)])
+            if into
+            else None
+        )
         return (fused_ops.one_shot_all_gather(x, dim, world(), out=out),)
 
     def reference(rank: int, xs: Sequence[Tensor]) -> Outputs:

@@ -9,8 +9,8 @@
 #include "collective/exact.cuh"
 #include "collective/slices.cuh"
 
-#if !defined(WORKERS) || !defined(AT_ONCE)
-#error "WORKERS, AT_ONCE: threads of a block of rounds that send, and vectors of a peer that each takes at once"
+#if !defined(WORKERS) || !defined(AT_ONCE) || !defined(SENT_AT_ONCE)
+#error "WORKERS, AT_ONCE, SENT_AT_ONCE: threads of a block of rounds that send, vectors that each takes and loads at once"
 #endif
 
 namespace {
@@ -27,12 +27,18 @@ struct Params {
     u32 room;  // slots of a sender that data takes in one epoch
 };
 
-template <bool WHOLE>
+template <bool WHOLE, int SENT>
 struct Steps {
     const Params& p;
-    uint4 next;  // of x, loaded ahead
+    uint4 next[SENT];  // of x, loaded ahead
 
-    __device__ __forceinline__ void load(u32 at) { next = weft::SliceVector<WHOLE>(p.x, at).load(0); }
+    __device__ __forceinline__ void load(const ThreadShare& s, u32 end, u32 threads) {
+#pragma unroll
+        for (u32 k = 0; k < SENT; ++k) {
+            const u32 at = s.at + k * gridDim.x * threads;
+            if (at < end) next[k] = weft::SliceVector<WHOLE>(p.x, at).load(0);
+        }
+    }
 
     __device__ __forceinline__ void store(int src, u32 at, const uint4& v) const {
         weft::SliceVector<WHOLE>(p.out, at).store(src, v);
@@ -41,10 +47,15 @@ struct Steps {
     __device__ __forceinline__ void send(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) {
         const weft::ExactEpoch exact{epoch, p.room};
         while (s.at < end) {
-            exact.send_to_all(s.index, next);
-            store(RANK, s.at, next);
-            s.skip(threads);
-            if (s.at < end) load(s.at);
+#pragma unroll
+            for (u32 k = 0; k < SENT; ++k) {
+                const u32 at = s.at + k * gridDim.x * threads;
+                if (at >= end) break;
+                exact.send_to_all(s.index + k * threads, next[k]);
+                store(RANK, at, next[k]);
+            }
+            s.skip(threads, SENT);
+            load(s, end, threads);
         }
     }
 
@@ -81,14 +92,14 @@ struct Steps {
 template <bool WHOLE>
 __device__ __forceinline__ void gather(const Params& p) {
     weft::begin();
-    Steps<WHOLE> steps{p};
+    Steps<WHOLE, 1> steps{p};
     weft::in_one_epoch(p.slots, p.vectors, steps);
 }
 
 template <bool WHOLE>
 __device__ __forceinline__ void gather_in_rounds(const Params& p) {
     weft::begin();
-    Steps<WHOLE> steps{p};
+    Steps<WHOLE, SENT_AT_ONCE> steps{p};
     weft::in_rounds<AT_ONCE>(p.slots, p.vectors, p.room, steps);
 }
 

@@ -203,7 +203,9 @@ template <bool WHOLE>
 struct Steps : TwoShot<WHOLE> {
     using TwoShot<WHOLE>::TwoShot;
 
-    __device__ __forceinline__ void load(u32 at) { this->load_all(at); }
+    __device__ __forceinline__ void load(const ThreadShare& s, u32 end, u32) {
+        if (s.at < end) this->load_all(s.at);
+    }
 
     __device__ __forceinline__ void send(const Epoch& epoch, const ThreadShare& s, u32 end, u32) {
         TwoShot<WHOLE>::send(epoch, s, end);

@@ -35,9 +35,7 @@ def host_reduce_scatter(
     return out
 
 
-def _chunk(
-    workspace: Workspace, parts: torch.Tensor, out: torch.Tensor, reduce_op: str, op: str
-) -> None:
+def _chunk(workspace: Workspace, parts: torch.Tensor, out: torch.Tensor, reduce_op: str, op: str) -> None:
     size, rank = workspace.world_size, workspace.rank
     shape = size, len(out)
     with HostEpoch(workspace, op) as epoch:

@@ -89,7 +89,8 @@ def any_layout(rank: int, world_size: int) -> None:
             assert torch.equal(one_shot_all_gather(x, dim, world()), wanted(x, dim)), x.stride()
     on_heap = symm_mem.empty(13)
     on_heap.fill_(rank)
-    assert (one_shot_all_gather(on_heap, 0, world()).view(world_size, 13).T == torch.arange(world_size)).all()
+    from_heap = one_shot_all_gather(on_heap, 0, world()).view(world_size, 13)
+    assert from_heap.mT.eq(torch.arange(world_size)).all()
     # What is read must not be overwritten by what arrives.
     memory = torch.randn(5 * world_size)
     for start in (0, 3, 5 * (world_size - 1)):
@@ -163,9 +164,7 @@ def compiled(rank: int, world_size: int) -> None:
     group = world()
     for dynamic in (False, True):
         torch._dynamo.reset()
-        g = torch.compile(
-            lambda x: one_shot_all_gather(x * 2, 1, group) + 1, dynamic=dynamic, fullgraph=True
-        )
+        g = torch.compile(lambda x: one_shot_all_gather(x * 2, 1, group) + 1, dynamic=dynamic, fullgraph=True)
         for n in (4, 7, 12):
             x = torch.randn(n, 3)
             check("compiled", g(x), torch.cat(gather(x), 1) * 2 + 1, 1e-6)
@@ -191,7 +190,11 @@ def test_under_torch_compile(device: str) -> None:
 
 
 def opcheck(rank: int, world_size: int) -> None:
-    op, into, name = torch.ops.weft.one_shot_all_gather, torch.ops.weft.one_shot_all_gather_out, world().group_name
+    op, into, name = (
+        torch.ops.weft.one_shot_all_gather,
+        torch.ops.weft.one_shot_all_gather_out,
+        world().group_name,
+    )
     for grad in (False, True):
         x = torch.randn(5, 6, requires_grad=grad)
         torch.library.opcheck(op, (x, 0, name))

@@ -114,9 +114,7 @@ def reduces(rank: int, world_size: int) -> None:
     compare(
         "reduce_scatter",
         lambda x: [one_shot_reduce_scatter(x, "avg", 1, world())],
-        lambda given: [
-            [part] for part in (sum(x for (x,) in given) / world_size).chunk(world_size, 1)
-        ],
+        lambda given: [[part] for part in (sum(x for (x,) in given) / world_size).chunk(world_size, 1)],
         [(4, 3 * world_size)],
     )
     compare(

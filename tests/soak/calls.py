@@ -66,7 +66,8 @@ class Call:
     Attributes:
         lead: sizes of the shard (all-gather), of the own part (reduce-scatter) or of all rows (matmul_all_reduce),
             without the last one.
-        k, n: of the product [k, n]; for all_reduce ``n`` is the number of elements, for what stands alone the last size.
+        k, n: of the product [k, n]; for all_reduce ``n`` is the number of elements, for what stands alone the last
+            size.
         dim: gathered or scattered; may be the last one.
         starts: where in the pool the operands lie, from 0 to 1.
         grain: operands begin at a multiple of so many elements.

@@ -18,7 +18,7 @@ from weft.kernels.all_gather import cuda_kernel as all_gather_kernel
 from weft.kernels.all_gather.configs import choose_all_gather
 from weft.kernels.device.collective.launch import CollectiveLauncher, CollectiveParams, SlicesProblem
 from weft.kernels.device.collective.rounds import RoundsConfig, epoch_of, rounds_launch, rounds_layout
-from weft.kernels.device.comm.ll_exchange import BLOCKS, VECTOR, ExchangeLayout
+from weft.kernels.device.comm.ll_exchange import BLOCKS, VECTOR, ExchangeLayout, at_once
 from weft.kernels.reduce_scatter import cuda_kernel as reduce_scatter_kernel
 from weft.kernels.reduce_scatter.configs import choose_reduce_scatter
 from weft.symm_mem.failure.fault import Fault
@@ -42,6 +42,8 @@ def compiled(
     else:
         source = reduce_scatter_kernel.SOURCE
         defines = reduce_scatter_kernel.reduce_scatter_defines(world_size, dtype, reduce_op)
+    if world_size % 2 == 0:
+        defines["SENT_AT_ONCE"] = at_once(world_size)
     return build(folder, source, KERNELS, CollectiveParams, defines, instead=instead)
 
 

@@ -1,1 +1,1 @@
-"""Stand-alone collectives: a rank's part of a tensor in any dimension, several epochs in one launch, and their launcher."""
+"""Stand-alone collectives: parts of a tensor in any dimension, and several epochs in one launch."""

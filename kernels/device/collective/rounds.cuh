@@ -2,7 +2,7 @@
 // to one, the next one is in flight. docs/protocol.md#credits has the proof.
 //
 // `steps` has, each for the vectors of a thread from a share on that come before `end`, `threads` of a block apart:
-//   load(at)                               of the next to be sent, ahead
+//   load(share, end, threads)              what is sent first, ahead
 //   send(epoch, share, end, threads)       to the peers
 //   answer<COUNT>(epoch, share, end, threads)    what has to be received and sent again before the next epoch is sent
 //   receive<COUNT>(epoch, share, end, threads)   all else; then the slots are reset
@@ -16,7 +16,7 @@ namespace weft {
 template <typename Steps>
 __device__ __forceinline__ void in_one_epoch(const ExchangeSlots& slots, u32 vectors, Steps& steps) {
     const ThreadShare first;
-    if (first.at < vectors) steps.load(first.at);  // under way while the epoch's number comes
+    steps.load(first, vectors, blockDim.x);  // under way while the epoch's number comes
     const Epoch epoch(slots);
     steps.send(epoch, first, vectors, blockDim.x);
     steps.template receive<1>(epoch, first, vectors, blockDim.x);
@@ -37,7 +37,7 @@ __device__ __forceinline__ void in_rounds(const ExchangeSlots& slots, u32 vector
     } else {
         ThreadShare now;
         u32 number = epoch.number, end = min(round, vectors);
-        if (now.at < end) steps.load(now.at);
+        steps.load(now, end, workers);
         steps.send(epoch, now, end, workers);
         for (;;) {
             steps.template answer<COUNT>(epoch, now, end, workers);
@@ -47,7 +47,7 @@ __device__ __forceinline__ void in_rounds(const ExchangeSlots& slots, u32 vector
             if (more) {
                 epoch.lost |= !credit_warp.may_send();
                 epoch.begin(number + 1);
-                if (ahead.at < its_end) steps.load(ahead.at);
+                steps.load(ahead, its_end, workers);
                 steps.send(epoch, ahead, its_end, workers);
                 epoch.begin(number);
             }

@@ -1,5 +1,4 @@
-"""How many vectors an exchange moves in an epoch, and in how many epochs of a launch: the host's side of rounds.cuh. Pure
-functions, no GPU."""
+"""In how many epochs of a launch an exchange moves its vectors: the host's side of rounds.cuh. Pure functions, no GPU."""
 
 from __future__ import annotations
 
@@ -46,6 +45,11 @@ def epoch_of(world_size: int) -> int:
     """What ``RoundsConfig.epoch`` is best: each thread has as many vectors of a peer as it receives at once. More take
     more of L2 than they gain (bench/results/h200-x2-all-reduce-large.txt)."""
     return BLOCKS * workers(world_size) * at_once(world_size)
+
+
+def sent_at_once(world_size: int) -> int:
+    """Vectors to each peer that a thread loads at once where it sends by rounds."""
+    return 1
 
 
 def rounds_layout(count: int, world_size: int, config: RoundsConfig) -> ExchangeLayout:
