@@ -1,4 +1,4 @@
-"""In how many epochs of a launch an exchange moves its vectors: the host's side of rounds.cuh. Pure functions, no GPU."""
+"""In how many epochs of a launch vectors are moved: the host's side of rounds.cuh. Pure functions, no GPU."""
 
 from __future__ import annotations
 
