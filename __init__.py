@@ -13,16 +13,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import fused_ops, symm_mem
     from .fused_ops import (
+        CallsTaken,
         ColumnParallelLinear,
         FusionError,
         FusionPass,
         Plan,
         Report,
         RowParallelLinear,
+        compile,  # noqa: A004
         fused_all_gather_matmul,
         fused_all_reduce_rms_norm,
         fused_matmul_all_reduce,
         fused_matmul_reduce_scatter,
+        fusion_report,
+        install,
+        installed,
+        installed_calls,
         last_plan,
         local_state_dict,
         one_shot_all_gather,
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
         one_shot_all_reduce_,
         one_shot_reduce_scatter,
         sharded_state_dict,
+        uninstall,
     )
 else:
     # Type checkers must not see it: to them any name would be there.
@@ -45,6 +52,7 @@ else:
 
 __version__ = "0.1.0"
 __all__ = [
+    "CallsTaken",
     "ColumnParallelLinear",
     "FusionError",
     "FusionPass",
@@ -52,11 +60,16 @@ __all__ = [
     "Report",
     "RowParallelLinear",
     "__version__",
+    "compile",
     "fused_all_gather_matmul",
     "fused_all_reduce_rms_norm",
     "fused_matmul_all_reduce",
     "fused_matmul_reduce_scatter",
     "fused_ops",
+    "fusion_report",
+    "install",
+    "installed",
+    "installed_calls",
     "last_plan",
     "local_state_dict",
     "one_shot_all_gather",
@@ -65,8 +78,26 @@ __all__ = [
     "one_shot_reduce_scatter",
     "sharded_state_dict",
     "symm_mem",
+    "uninstall",
 ]
 _SUBMODULES = ("fused_ops", "symm_mem")
+
+
+def _at_import_of_torch() -> None:
+    """What torch calls when it is imported (entry points ``torch.backends``): installs weft if WEFT_INSTALL is 1."""
+    import os
+
+    if os.environ.get("WEFT_INSTALL") != "1":
+        return
+    try:
+        importlib.import_module("weft.fused_ops")  # which installs
+    except Exception as e:
+        import warnings
+
+        # torch would refuse to be imported.
+        warnings.warn(
+            f"WEFT_INSTALL=1: weft cannot be imported, torch's ops stay torch's: {e!r}", stacklevel=2
+        )
 
 
 def __dir__() -> list[str]:

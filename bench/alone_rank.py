@@ -78,7 +78,7 @@ class Trial:
 class RankProblem(ABC, Generic[C]):
     """A row of the benchmark between ``world`` ranks."""
 
-    free: ClassVar[int]  # multiprocessors that the op does not get
+    free: ClassVar[int]  # SMs that the op does not get
 
     def __init__(self, row: Row, world: int, device: torch.device) -> None:
         self.row, self.world, self.device = row, world, device

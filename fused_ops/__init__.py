@@ -2,6 +2,8 @@
 
 from .collectives import one_shot_all_gather, one_shot_reduce_scatter
 from .dispatch.plan import Plan, last_plan
+from .drop_in.calls_taken import CallsTaken
+from .drop_in.installation import install, install_if_asked, installed, installed_calls, uninstall
 from .functional import (
     fused_all_gather_matmul,
     fused_all_reduce_rms_norm,
@@ -15,18 +17,25 @@ from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .library import flops as flops  # torch's counter knows them
 from .library import registration as registration  # torch.ops.weft is implemented
 from .passes import FusionError, FusionPass, Report
+from .passes.backend import compile, fusion_report  # noqa: A004
 
 __all__ = [
+    "CallsTaken",
     "ColumnParallelLinear",
     "FusionError",
     "FusionPass",
     "Plan",
     "Report",
     "RowParallelLinear",
+    "compile",
     "fused_all_gather_matmul",
     "fused_all_reduce_rms_norm",
     "fused_matmul_all_reduce",
     "fused_matmul_reduce_scatter",
+    "fusion_report",
+    "install",
+    "installed",
+    "installed_calls",
     "last_plan",
     "local_state_dict",
     "one_shot_all_gather",
@@ -34,4 +43,7 @@ __all__ = [
     "one_shot_all_reduce_",
     "one_shot_reduce_scatter",
     "sharded_state_dict",
+    "uninstall",
 ]
+
+install_if_asked()

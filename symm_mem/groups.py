@@ -96,6 +96,14 @@ def _of_member(mesh: DeviceMesh, dim: int | str | None = None) -> ProcessGroup:
         raise ValueError("group: the mesh's process group was destroyed or never made, must be there") from e
 
 
+def group_of_name(name: str) -> ProcessGroup | None:
+    """The group that torch knows by this name now; None if there is none."""
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]
+    except Exception:  # torch's own error, of several types
+        return None
+
+
 def group_name(group: Group = None) -> str:
     """The name under which torch knows the group; a name is passed through unresolved.
 

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import os
+import weakref
 from numbers import Real
+from typing import NamedTuple
+
+from torch.distributed import ProcessGroup
 
 from .call_cache import CachedDict
-from .groups import Group, group_name
+from .groups import Group, group_name, group_of_name
 
 _LONGEST = 1e9  # seconds; kernels count nanoseconds in 64 bits
 _PREPARING = 1800.0
 
-_per_group: CachedDict[str, float] = CachedDict()
+
+class _Chosen(NamedTuple):
+    """What ``set_timeout`` said for a group's name, and of which group; None: there was none by this name yet."""
+
+    seconds: float
+    group: weakref.ref[ProcessGroup] | None
+
+
+_per_group: CachedDict[str, _Chosen] = CachedDict()
 
 
 def default_timeout() -> float:
@@ -43,14 +55,30 @@ def get_timeout(group: Group = None) -> float:
         ValueError: WEFT_TIMEOUT is no number of seconds above 0 and up to 1e9, or there is no such group.
         TypeError: ``group`` is no group.
     """
-    if _per_group and (found := _per_group.get(group_name(group))) is not None:
+    if _per_group and (found := chosen_timeout(group_name(group))) is not None:
         return found
     return default_timeout()
 
 
+def timeout_in_ns(group: Group = None) -> int:
+    """``get_timeout`` in nanoseconds, as kernels count."""
+    return int(get_timeout(group) * 1e9)
+
+
 def chosen_timeout(group: str) -> float | None:
-    """What ``set_timeout`` said for the group of this name; None if it said nothing."""
-    return _per_group.get(group)
+    """What ``set_timeout`` said for the group of this name; None if it said nothing, or of one that is destroyed."""
+    chosen = _per_group.get(group)
+    if chosen is None:
+        return None
+    now = group_of_name(group)
+    if chosen.group is None:
+        if now is not None:  # it was said before the group was made
+            _per_group[group] = chosen._replace(group=weakref.ref(now))
+    elif chosen.group() is not now or now is None:
+        if _per_group.get(group) is chosen:
+            _per_group.pop(group, None)
+        return None
+    return chosen.seconds
 
 
 def preparing_timeout(group: Group = None) -> float:
@@ -66,7 +94,8 @@ def set_timeout(seconds: float, group: Group = None) -> None:
     >>> symm_mem.get_timeout()
     60.0
 
-    It is kept by the group's name. A name is not looked up: the group may be made later, or another one have it then.
+    It holds until the group is destroyed: another group that is later given its name has the default again. The name
+    may be that of a group yet to be made.
     Ranks wait for one that is still compiling for half an hour, or for the deadline if that is longer.
 
     Args:
@@ -81,4 +110,6 @@ def set_timeout(seconds: float, group: Group = None) -> None:
         raise TypeError(f"seconds: is {seconds!r}, must be a number")
     if not 0 < seconds <= _LONGEST:
         raise ValueError(f"seconds: is {seconds!r}, must be above 0 and at most {_LONGEST:g}")
-    _per_group[group_name(group)] = float(seconds)
+    name = group_name(group)
+    now = group_of_name(name)
+    _per_group[name] = _Chosen(float(seconds), None if now is None else weakref.ref(now))

@@ -30,7 +30,7 @@ def taking(algorithm: str) -> Iterator[None]:
     """Inside the body both products take ``algorithm``, "one_shot" where it can be, whatever their models say of it:
     never where the gathered A is wanted, too.
 
-    Every rank must do so. Kernels that were made before are kept, and so is what the short way remembers: of each
+    Every rank must do so. Kernels that were made before are kept, and so is what the fast path remembers: of each
     algorithm by itself. So calls of both may follow each other.
     """
     assert algorithm in ALGORITHMS

@@ -90,7 +90,7 @@ def meet() -> None:
 
 
 def spoil(workspace: Workspace[Layout], buffer: int) -> None:
-    """0xFF into an own buffer: what it has held must not matter. Where data announces itself, it must hold nothing."""
+    """0xFF into an own buffer: what it has held must not matter. Where data is its own flag, it must hold nothing."""
     held = workspace.buffer(workspace.rank, buffer, (workspace.layout.buffer_bytes,), torch.uint8)
     if workspace.layout.ll_protocol:
         assert not held.any(), "a call has left something in a buffer"

@@ -23,6 +23,7 @@ TOPS = ("symm_mem", "kernels", "fused_ops")
 FOLDERS = (*TOPS, "bench", "examples", "tests", "docs", ".ci")
 FILES = (
     "__init__.py",
+    "__main__.py",
     "py.typed",
     "pyproject.toml",
     "MANIFEST.in",
@@ -41,7 +42,7 @@ def sources() -> set[Path]:
     """Every file of the package, from the root, that a user needs."""
     kinds = (".py", ".cu", ".cuh")
     inside = {f.relative_to(ROOT) for top in TOPS for f in (ROOT / top).rglob("*") if f.suffix in kinds}
-    return inside | {Path("__init__.py"), Path("py.typed")}
+    return inside | {Path("__init__.py"), Path("__main__.py"), Path("py.typed")}
 
 
 def test_package_list_is_the_tree() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd import profiler
 from torch.distributed import ProcessGroup
 from torch.utils._device import DeviceContext
 
@@ -13,9 +14,9 @@ _function_mode = torch._C._get_function_stack_at
 
 
 def known_name(group: Group) -> str | None:
-    """The group's name, if a call may go round ``torch.ops``; None where Dynamo or a function mode wants to see it,
-    and for what is no group."""
-    if _is_compiling():
+    """The group's name, if a call may go round ``torch.ops``; None where Dynamo, a function mode or a profiler wants to
+    see it, and for what is no group."""
+    if _is_compiling() or profiler._is_profiler_enabled:
         return None
     modes = _function_modes()
     # That of torch.set_default_device, which lies below all others, has nothing to do with these ops.

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from ...kernels.device.jit.empty import Empty, empty_on
 from ...symm_mem import call_cache, is_checked
+from ...symm_mem.backends import cuda_state
 from ...symm_mem.failure.call_log import Grids
 from ...symm_mem.heap.registry import GroupRef, has_name, known_heap
 from ...symm_mem.timeouts import chosen_timeout, default_timeout
@@ -46,7 +47,7 @@ from ...symm_mem.workspace import Workspace
 from . import plan
 from .stream_order import StreamStep, is_external, steps_on, stream_on
 from .tensor_guards import TYPES, TensorGuard, guards_of, has_tangents, likely_call, note_likely
-from .workspaces import PRODUCTS
+from .workspaces import AROUND_MATMULS
 
 _ALIGNMENT = 16  # bytes, of what kernels take
 
@@ -185,7 +186,11 @@ def fast_path_key(op: str, arguments: Hashable, tensors: Sequence[Any]) -> tuple
 
 
 def run_fast(
-    op: str, arguments: Hashable, tensors: Sequence[Any], group_name: str, kinds: tuple[str, ...] = PRODUCTS
+    op: str,
+    arguments: Hashable,
+    tensors: Sequence[Any],
+    group_name: str,
+    kinds: tuple[str, ...] = AROUND_MATMULS,
 ) -> list[Tensor] | None:
     """The results, if such a call was made before; else None, and nothing happened.
 
@@ -202,7 +207,7 @@ def run_fast(
         if looked_at is None:
             return None
         alike, operands = looked_at
-        stream = stream_on(tensors[0].get_device())
+        stream = stream_on(cuda_state.state.index_of(tensors[0]))
         if stream is None:
             return None
         found = kept.get((alike, group_name, stream))
@@ -252,14 +257,14 @@ def _find(
     alike: Hashable, group_name: str, tensors: Sequence[Tensor], stream: int, kinds: tuple[str, ...]
 ) -> _Found | None:
     """What is stored for such calls, where they are made now."""
-    device = tensors[0].get_device()
+    device = cuda_state.state.index_of(tensors[0])
     for kind in kinds:
         here = stream_workspace(kind, group_name, device, stream)
         ready = None if here is None else here.workspace.prepared.get(alike)
         if here is not None and ready is not None and (ready.profitable or plan._forced == "fused"):
             deadline = timeout(group_name, ready.timeout_ns)
             before, behind = steps_on(device, stream)
-            where = kind in PRODUCTS, guards_of(tensors), device, stream
+            where = kind in AROUND_MATMULS, guards_of(tensors), device, stream
             return _Found(here.group, here.workspace, ready, deadline, *where, before, behind)
     return None
 

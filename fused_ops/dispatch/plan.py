@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...symm_mem import HeapUnavailable, forks
+from ...symm_mem.backends import cuda_state
 from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.failure.fault import refuse_if_broken
 from ...symm_mem.heap.heap import Heap
@@ -67,10 +68,16 @@ class _ThisThread(threading.local):
     plan = Plan("none")
 
 
+_unfused_calls = 0
 this_thread = _ThisThread()  #: ``plan``: that of its last call
 _forced: str | None = None  # of the body entered last
 _forcing: list[list[str]] = []  # of all bodies that threads are in
 _forcing_lock = threading.Lock()
+
+
+def unfused_calls() -> int:
+    """Calls of this process that went over the groups' backends. It grows with each; threads may count two as one."""
+    return _unfused_calls
 
 
 def last_plan() -> Plan:
@@ -92,7 +99,10 @@ def last_plan() -> Plan:
 
 def ran(plan: Plan) -> None:
     """Note the plan that a call is about to run. Of a call that is compared all ranks must have the same one."""
+    global _unfused_calls
     this_thread.plan = plan
+    if plan.algorithm == "unfused":
+        _unfused_calls += 1
     if plan_is_compared():
         compare_plan(str(replace(plan, reason="")), plan.reason)
 
@@ -139,15 +149,26 @@ def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap
         return "there is nothing to send"
     if _forced == "unfused":
         return "the caller asked for it"
-    if x.device.type == "cuda" and not _is_hopper(x.device):
-        return _logged(op, group, "the kernels are for GPUs of compute capability 9.0")
     try:
-        found = get_heap(group, x.device)
+        found = heap_or_why(x.device, group)
     except HeapUnavailable as e:
-        return _logged(op, group, str(e))
+        found = str(e)
+    if isinstance(found, str):
+        return _logged(op, group, found)
     refuse_if_broken(found)
     compare_first_call(found, call)
     return found
+
+
+def heap_or_why(device: torch.device, group: ProcessGroup) -> Heap | str:
+    """The group's heap, or why its kernels cannot run on ``device``.
+
+    Raises:
+        HeapUnavailable: the ranks cannot address each other's memory.
+    """
+    if device.type == "cuda" and not _is_hopper(device):
+        return "the kernels are for GPUs of compute capability 9.0"
+    return get_heap(group, device)
 
 
 def _logged(op: str, group: ProcessGroup, reason: str) -> str:
@@ -175,16 +196,15 @@ def why_tf32(dtype: torch.dtype) -> str | None:
     return None
 
 
-def should_fuse(worth: bool) -> bool:
-    """Whether to fuse, given whether that is predicted to be profitable (``worth``)."""
-    return worth or _forced == "fused"
+def should_fuse(profitable: bool) -> bool:
+    """Whether to fuse, given whether that is predicted to be profitable."""
+    return profitable or _forced == "fused"
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Makes a CUDA device the current one, if it is not."""
-    if torch._C._cuda_getDevice() == device.index:
-        return nullcontext()
-    return torch.cuda.device(device)
+    cuda = cuda_state.state
+    return nullcontext() if cuda.current_device() == device.index else cuda.make_current(device)
 
 
 @cache
@@ -199,7 +219,7 @@ def num_sms(device: torch.device) -> int:
     Raises:
         ValueError: WEFT_RESERVED_SMS is not a number from 0 to what the GPU has, less the two of a cluster.
     """
-    there = torch.cuda.get_device_properties(device).multi_processor_count
+    there = cuda_state.state.num_sms(device)
     text = os.environ.get("WEFT_RESERVED_SMS", "0")
     if not text.isdigit() or int(text) > there - 2:
         raise ValueError(f"WEFT_RESERVED_SMS: is {text!r}, must be a number from 0 to {there - 2}")

@@ -87,6 +87,8 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
     rows = m if last_dim else m // world_size
     depth = k // world_size if last_dim and gathers else k
     columns = n // world_size if last_dim and not gathers else n
+    if 0 in (rows, depth, columns):
+        return f"of a rank's [{rows}, {depth}] and [{depth}, {columns}] one is empty"
     for row in (depth, columns):
         if row * dtype.itemsize % _ROW:
             return f"rows of {row} x {dtype} are no multiple of {_ROW} bytes"

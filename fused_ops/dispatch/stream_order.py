@@ -26,12 +26,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import TypeAlias
 
 import torch
 
 from ...symm_mem import forks
+from ...symm_mem.backends import cuda_state
 from ...symm_mem.call_cache import invalidate_calls
 from .plan import num_sms, on
 
@@ -51,9 +51,9 @@ def stream_and_graph(device: torch.device) -> tuple[int, int]:
     Raises:
         RuntimeError: that capture has failed. Nothing can be launched there, and nothing is begun that peers wait for.
     """
-    # As torch.cuda says it, without the objects that it makes: this is asked at every call.
-    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
-    if not torch._C._cuda_isCurrentStreamCapturing():
+    cuda = cuda_state.state
+    stream: int = cuda.current_stream(device.index)
+    if not cuda.is_capturing():
         return stream, 0
     graph = _graph_of(stream)
     if graph == _FAILED:
@@ -68,21 +68,16 @@ def stream_on(device: int) -> int | None:
 
     In a forked child, too: the slow path refuses it, where a question to CUDA would end in the driver's words.
     """
-    if (
-        device < 0
-        or forks.inherited
-        or torch._C._cuda_getDevice() != device
-        or torch._C._cuda_isCurrentStreamCapturing()
-    ):
+    cuda = cuda_state.state
+    if device < 0 or forks.inherited or cuda.current_device() != device or cuda.is_capturing():
         return None
-    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    stream: int = cuda.current_stream(device)
     return stream
 
 
 def is_external(stream: int, device: int) -> bool:
     """Whether the current stream of a CUDA device, ``stream``, is not one of torch's own."""
-    # torch numbers its own streams; the number of another one is its address.
-    return stream != 0 and bool(torch._C._cuda_getCurrentStream(device)[0] == stream)
+    return stream != 0 and cuda_state.state.stream_number(device) == stream
 
 
 def stream_key(stream: int, device: int) -> int | tuple[int, int]:
@@ -93,22 +88,12 @@ def stream_key(stream: int, device: int) -> int | tuple[int, int]:
     """
     if not is_external(stream, device):
         return stream
-    from cuda.bindings import driver
-
-    from ...symm_mem.backends.vmm import check_driver
-
-    return stream, int(check_driver(driver.cuStreamGetId(stream)))
+    return stream, cuda_state.state.stream_id(stream)
 
 
 def _graph_of(stream: int) -> int:
-    from cuda.bindings import driver
-
-    from ...symm_mem.backends.vmm import check_driver
-
-    status, graph = check_driver(driver.cuStreamGetCaptureInfo(stream))[:2]
-    if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
-        return int(graph)
-    return 0 if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE else _FAILED
+    status, graph = cuda_state.state.capture_of(stream)
+    return graph if status == "ACTIVE" else 0 if status == "NONE" else _FAILED
 
 
 class _Line:
@@ -153,19 +138,18 @@ class _Line:
 
     def _put_behind(self, stream: int) -> None:
         if self._event is None:
-            self._event = torch.cuda.Event()
-        self._event.record(_streams(stream, torch.cuda.current_device()))
+            self._event = cuda_state.state.event()
+        self._event.record(_as_object(stream))
         self._last = stream
 
     def _put_in_front(self, stream: int) -> None:
         assert self._event is not None
-        self._event.wait(_streams(stream, torch.cuda.current_device()))
+        self._event.wait(_as_object(stream))
 
 
-@lru_cache(maxsize=256)
-def _streams(stream: int, device: int) -> torch.cuda.Stream:
-    # The default stream's address is 0: for that ExternalStream takes another one, out of its pool.
-    return torch.cuda.ExternalStream(stream, device=device) if stream else torch.cuda.default_stream(device)
+def _as_object(stream: int) -> torch.cuda.Stream:
+    cuda = cuda_state.state
+    return cuda.stream(stream, cuda.current_device())
 
 
 class _Mine(threading.local):
@@ -251,21 +235,19 @@ class StreamOrder:
             line.streams.add(stream)
 
 
-_orders: dict[int, StreamOrder] = {}
-
-
-def _turns_of(index: int) -> StreamOrder:
-    if index not in _orders:
+def order_of(index: int) -> StreamOrder:
+    """Of a CUDA device's calls."""
+    orders: dict[int, StreamOrder] = cuda_state.state.orders
+    if index not in orders:
         device = torch.device("cuda", index)
-        there = torch.cuda.get_device_properties(device).multi_processor_count
-        room = max(1, (there - _SPARE) // num_sms(device))
-        _orders.setdefault(index, StreamOrder(room))  # threads may come here at once: all take one
-    return _orders[index]
+        room = max(1, (cuda_state.state.num_sms(device) - _SPARE) // num_sms(device))
+        orders.setdefault(index, StreamOrder(room))  # threads may come here at once: all take one
+    return orders[index]
 
 
 def steps_on(index: int, stream: int) -> tuple[StreamStep, StreamStep]:
     """In front of and behind the launches of calls on the current stream of a CUDA device."""
-    return _turns_of(index).steps(stream, external=is_external(stream, index))
+    return order_of(index).steps(stream, external=is_external(stream, index))
 
 
 @contextmanager
@@ -278,7 +260,7 @@ def in_stream_order(device: torch.device) -> Iterator[None]:
     with on(device):
         stream, graph = stream_and_graph(device)
         if graph:
-            with _turns_of(device.index).captured(stream, graph):
+            with order_of(device.index).captured(stream, graph):
                 yield
             return
         before, behind = steps_on(device.index, stream)

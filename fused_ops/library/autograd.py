@@ -194,9 +194,10 @@ class ReduceScatterFunction(torch.autograd.Function):
 class AllReduceRmsNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: AllReduceRmsNormCall, x: Tensor, residual: Tensor, weight: Tensor
+        ctx: Any, call: AllReduceRmsNormCall, x: Tensor, residual: Tensor | None, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.eps, ctx.group_name, ctx.group_size = call.eps, call.group_name, call.group_size
+        ctx.offset, ctx.weight_dtype = call.weight_offset, weight.dtype
         normed, sums = implementations.ALL_REDUCE_RMS_NORM.run_below_autograd(call)
         ctx.save_for_backward(sums, weight if any(ctx.needs_input_grad[1:3]) else None)
         return normed, sums
@@ -209,14 +210,14 @@ class AllReduceRmsNormFunction(torch.autograd.Function):
         unit, grad = wide * scale, grad_normed.float()
         grad_x = total = grad_weight = None
         if weight is not None:
-            through = grad * weight
+            through = grad * (weight if ctx.offset == 0 else weight.float() + ctx.offset)
             inner = scale * (through - unit * (through * unit).mean(-1, keepdim=True))
             total = (inner + grad_sums).to(sums.dtype)
             if ctx.needs_input_grad[1]:
                 grad_x = _ops.one_shot_all_reduce(total, "sum", ctx.group_name, group_size=ctx.group_size)
         if ctx.needs_input_grad[3]:
-            grad_weight = (grad * unit).sum_to_size(sums.shape[-1:]).to(sums.dtype)
-        return None, grad_x, total, grad_weight
+            grad_weight = (grad * unit).sum_to_size(sums.shape[-1:]).to(ctx.weight_dtype)
+        return None, grad_x, total if ctx.needs_input_grad[2] else None, grad_weight
 
 
 class MatmulAllReduceFunction(torch.autograd.Function):

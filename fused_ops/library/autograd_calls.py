@@ -137,7 +137,7 @@ def differentiable_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> tuple[Tens
     if not _wants_grad(all_reduce_rms_norm.host.OP, call.tensors):
         result: tuple[Tensor, Tensor] = implementations.ALL_REDUCE_RMS_NORM.run_slow(call)
         return result
-    return AllReduceRmsNormFunction.apply(call, *call.tensors)
+    return AllReduceRmsNormFunction.apply(call, call.x, call.residual, call.weight)
 
 
 def differentiable_matmul_all_reduce(call: MatmulAllReduceCall) -> Tensor:

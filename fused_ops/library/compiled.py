@@ -36,7 +36,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
-#: The ops that communicate.
+#: The ops that communicate: weft's, and those of others that it implements.
 COMMUNICATING: list[OpOverload] = []
 #: What a wait has in its ``meta`` if it only keeps an op of weft.
 KEEPS = "weft_keeps"
@@ -52,7 +52,7 @@ _REORDERING = {
 
 
 def declare_communicating(op: OpOverload) -> None:
-    """Tells torch.compile so. Once for each op, when it is defined."""
+    """Tells torch.compile so. Once for each op, when it is defined, or when it is implemented by weft."""
     COMMUNICATING.append(op)
     op.py_impl(FunctionalTensorMode)(_functionalized(op))
     if not op._schema.is_mutable:
@@ -60,12 +60,23 @@ def declare_communicating(op: OpOverload) -> None:
         compile_utils.rand_ops.append(op.overloadpacket)
 
 
+def withdraw_communicating(op: OpOverload) -> None:
+    """Takes back ``declare_communicating``."""
+    COMMUNICATING.remove(op)
+    del op.python_key_table[FunctionalTensorMode]
+    op._dispatch_cache.clear()
+    if not op._schema.is_mutable:
+        compile_utils.rand_ops.remove(op.overloadpacket)
+    _tell_inductor()
+
+
 def known_to_inductor(fake: Callable[..., Any]) -> Callable[..., Any]:
     """A fake implementation that also tells Inductor of the ops, once that is there. Importing it takes seconds."""
 
     @wraps(fake)
     def call(*args: Any, **named: Any) -> Any:
-        _tell_inductor()
+        if (inductor := _tell_inductor()) is not None:
+            inductor.refuse_in_lite_mode()
         return fake(*args, **named)
 
     return call
@@ -75,6 +86,9 @@ def why_unordered() -> str | None:
     """The setting by which Inductor need not keep the order of the program; None if there is none."""
     if config.aten_distributed_optimizations.enable_overlap_scheduling:
         return "torch._inductor.config.aten_distributed_optimizations.enable_overlap_scheduling is True"
+    if config.fallback_by_default and config.reorder_for_peak_memory:
+        # In lite mode ops are called as they are, so Inductor does not know them for collectives.
+        return "torch._inductor.config.fallback_by_default and reorder_for_peak_memory are True"
     if config.deterministic or not config.reorder_for_compute_comm_overlap:
         return None
     comms = importlib.import_module("torch._inductor.config_comms")
@@ -128,9 +142,13 @@ def _back_to(op: OpOverload, graph: fx.Graph) -> Iterator[fx.Node]:
             return
 
 
-def _tell_inductor() -> None:
+def _tell_inductor() -> Any:
+    """``inductor.py``, if Inductor is there."""
     if "torch._inductor.lowering" in sys.modules:
-        importlib.import_module(".inductor", __package__)
+        inductor = importlib.import_module(".inductor", __package__)
+        inductor.keep_in_order()
+        return inductor
+    return None
 
 
 def _version() -> str:

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from ...kernels.all_reduce.host import IN_PLACE
 from ...symm_mem.failure.call_log import poison_on_error
-from ..dispatch.call_check import begin_call
+from ..dispatch.call_check import begin_call, take_begun
 from ..dispatch.fast_path import needs_no_dispatch
 from ..ops import all_gather as _gather
 from ..ops import all_gather_matmul as _ag
@@ -86,6 +86,22 @@ def _fresh(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _begins_call(run: Callable[..., Any]) -> Callable[..., Any]:
+    """If an exception ends it in the midst of what peers wait for, the group is broken. What it has begun goes with
+    it: the thread's next call may come late, and operands are large."""
+    guarded = poison_on_error(run)
+
+    @wraps(run)
+    def call(*args: Any) -> Any:
+        try:
+            return guarded(*args)
+        except BaseException:
+            take_begun()
+            raise
+
+    return call
+
+
 def _begin(op: str, call: OpArguments, group: ProcessGroup) -> None:
     arguments = {
         name: getattr(call, name) for name in call._fields if name not in ("group_name", "group_size")
@@ -99,7 +115,7 @@ def _fast_all_gather_matmul(call: AllGatherMatmulCall) -> _ag.Result | None:
 
 
 @_fresh
-@poison_on_error
+@_begins_call
 def _slow_all_gather_matmul(call: AllGatherMatmulCall) -> _ag.Result:
     call, group = validation.validate_all_gather_matmul(call)
     _begin(_ag.host.OP, call, group)
@@ -114,7 +130,7 @@ def _fast_matmul_reduce_scatter(call: MatmulReduceScatterCall) -> Tensor | None:
 
 
 @_fresh
-@poison_on_error
+@_begins_call
 def _slow_matmul_reduce_scatter(call: MatmulReduceScatterCall) -> Tensor:
     call, group = validation.validate_matmul_reduce_scatter(call)
     _begin(_rs.host.OP, call, group)
@@ -130,7 +146,7 @@ def _fast_all_reduce_on_device(call: AllReduceCall) -> Tensor | None:
 
 
 @_fresh
-@poison_on_error
+@_begins_call
 def _slow_all_reduce(call: AllReduceCall) -> Tensor:
     group = validation.validate_all_reduce(call)
     _begin(_ar.host.OP, call, group)
@@ -145,7 +161,7 @@ def _fast_all_reduce_in_place_on_device(call: AllReduceCall) -> Tensor | None:
     return _ar.fast_all_reduce(call.x, call.reduce_op, call.group_name, call.x, IN_PLACE)
 
 
-@poison_on_error
+@_begins_call
 def _slow_all_reduce_in_place(call: AllReduceCall) -> None:
     group, x = validation.validate_all_reduce_in_place(call), call.x
     _begin(IN_PLACE, call, group)
@@ -206,16 +222,17 @@ def _slow_reduce_scatter_out(call: ReduceScatterOutCall) -> None:
 
 
 def _fast_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor] | None:
-    x, residual, weight, eps, group_name, _ = call
-    return _arn.fast_all_reduce_rms_norm(x, residual, weight, eps, group_name)
+    x, residual, weight, eps, group_name, offset, round_sum, _ = call
+    norm = _arn.named_norm(eps, offset, round_sum)
+    return _arn.fast_all_reduce_rms_norm(x, residual, weight, norm, group_name)
 
 
 @_fresh
-@poison_on_error
+@_begins_call
 def _slow_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor]:
     group = validation.validate_all_reduce_rms_norm(call)
     _begin(_arn.host.OP, call, group)
-    return _arn.run_all_reduce_rms_norm(call.x, call.residual, call.weight, call.eps, group)
+    return _arn.run_all_reduce_rms_norm(call.x, call.residual, call.weight, call.kind, group)
 
 
 def _fast_matmul_all_reduce(call: MatmulAllReduceCall) -> Tensor | None:
@@ -223,7 +240,7 @@ def _fast_matmul_all_reduce(call: MatmulAllReduceCall) -> Tensor | None:
 
 
 @_fresh
-@poison_on_error
+@_begins_call
 def _slow_matmul_all_reduce(call: MatmulAllReduceCall) -> Tensor:
     group = validation.validate_matmul_all_reduce(call)
     _begin(_mar.host.OP, call, group)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor import ir
+from torch._inductor import config, ir
 from torch._inductor.lowering import add_needs_realized_inputs, lowerings, register_lowering
-from torch._inductor.virtualized import V
+from torch._inductor.virtualized import NullHandler, V
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
@@ -32,12 +32,22 @@ def _lower(op: OpOverload) -> None:
 
     @register_lowering(op, type_promotion_kind=None)
     def lower(*args: Any, **kwargs: Any) -> Any:
-        if (why := why_unordered()) is not None:
-            raise RuntimeError(f"{op}: {why}, with which ranks may communicate in different orders")
+        _refuse_unordered(str(op))
         # One tensor is made like torch's own collectives make it: Inductor takes it for the result of one where a graph
         # waits for it, and where it reduces it in place.
         created = (_Collective.create_out_of_place if one else _Collective.create)(op, *args, **kwargs)
         return tree_map(lambda x: ir.TensorBox.create(x) if isinstance(x, ir.IRNode) else x, created)
+
+
+def _refuse_unordered(op: str) -> None:
+    if (why := why_unordered()) is not None:
+        raise RuntimeError(f"{op}: {why}, with which ranks may communicate in different orders")
+
+
+def refuse_in_lite_mode() -> None:
+    """To be called with each fake result: in lite mode Inductor calls the ops as they are, past ``_lower``."""
+    if config.fallback_by_default and not isinstance(V.graph, NullHandler):
+        _refuse_unordered("an op of weft")
 
 
 def _lower_wait() -> None:
@@ -50,6 +60,22 @@ def _lower_wait() -> None:
         return tensor if isinstance(node, fx.Node) and KEEPS in node.meta else as_before(tensor)
 
 
-for _op in COMMUNICATING:
-    _lower(_op)
+def keep_in_order() -> None:
+    """Has Inductor know all ops of COMMUNICATING, and those no more that are not in it any longer."""
+    if _known.keys() == set(COMMUNICATING):
+        return
+    for op in COMMUNICATING:
+        if op not in _known:
+            _known[op] = lowerings.get(op)
+            _lower(op)
+    for op in _known.keys() - set(COMMUNICATING):
+        before = _known.pop(op)
+        if before is None:
+            del lowerings[op]
+        else:
+            lowerings[op] = before
+
+
+_known: dict[OpOverload, Any] = {}  # and how each was lowered before
+keep_in_order()
 _lower_wait()

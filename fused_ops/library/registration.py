@@ -14,24 +14,10 @@ from .implementations import Implementation
 from .unsupported import refuse_unsupported
 
 
-def _on_records(op: Implementation, run: Callable[[Any], Any]) -> Callable[..., Any]:
-    """``run`` as torch calls it."""
-    record, group_size = op.record, group_checks.group_size
-
-    @wraps(run)
-    def implement(*args: Any, **named: Any) -> Any:
-        call = record(*args, **named)
-        if call.group_size is not None:
-            group_size(call.group_size, call.group_name)
-        return run(call)
-
-    return implement
-
-
-def _behind_fast_path(
-    op: Implementation, fast: Callable[[Any], Any], run: Callable[[Any], Any]
+def _on_records(
+    op: Implementation, run: Callable[[Any], Any], fast: Callable[[Any], Any] | None = None
 ) -> Callable[..., Any]:
-    """The same, of a call that took no fast path."""
+    """``run`` as torch calls it. With ``fast``: of a call that took no fast path."""
     record, group_size = op.record, group_checks.group_size
     returns_nothing = not op.op._schema.returns
 
@@ -40,7 +26,7 @@ def _behind_fast_path(
         call = record(*args, **named)
         if call.group_size is not None:
             group_size(call.group_size, call.group_name)
-        done = fast(call)
+        done = None if fast is None else fast(call)
         if done is None:
             return run(call)
         return None if returns_nothing else done
@@ -116,8 +102,8 @@ for _op, _fake, _autograd in (
     torch.library.register_fake(f"weft::{_name}", _known_fake, lib=schema.lib)
     compiled.declare_communicating(_overload)
     for _key in ("CPU", "CUDA"):
-        schema.lib.impl(_name, _behind_fast_path(_op, _op.fast_on_device or _op.fast, _op.slow), _key)
-    schema.lib.impl(_name, _behind_fast_path(_op, _op.fast, _autograd), "Autograd")
+        schema.lib.impl(_name, _on_records(_op, _op.slow, _op.fast_on_device or _op.fast), _key)
+    schema.lib.impl(_name, _on_records(_op, _autograd, _op.fast), "Autograd")
     refuse_unsupported(schema.lib, _name)
     for _key in ("AutocastCPU", "AutocastCUDA"):
         schema.lib.impl(_name, _below_autocast(_overload), _key)

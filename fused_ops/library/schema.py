@@ -25,8 +25,8 @@ lib.define(
     tags=_TAGS,
 )
 lib.define(
-    "fused_all_reduce_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, str group_name, *,"
-    " int? group_size=None) -> (Tensor, Tensor)",
+    "fused_all_reduce_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, str group_name, *,"
+    " float weight_offset=0.0, bool round_sum=True, int? group_size=None) -> (Tensor, Tensor)",
     tags=_TAGS,
 )
 lib.define(

@@ -147,8 +147,18 @@ def _dim(name: str, dim: int, tensor_name: str, ndim: int) -> int:
 
 
 def _like(name: str, tensor: torch.Tensor, like: torch.Tensor, like_name: str) -> None:
+    _dtype_like(name, tensor, like, like_name)
+    _device_like(name, tensor, like, like_name)
+
+
+def _dtype_like(
+    name: str, tensor: torch.Tensor, like: torch.Tensor, like_name: str, or_else: str = ""
+) -> None:
     if tensor.dtype != like.dtype:
-        raise TypeError(f"{name}: is {tensor.dtype}, must be {like.dtype} like {like_name}")
+        raise TypeError(f"{name}: is {tensor.dtype}, must be {like.dtype} like {like_name}{or_else}")
+
+
+def _device_like(name: str, tensor: torch.Tensor, like: torch.Tensor, like_name: str) -> None:
     if tensor.device != like.device:
         raise ValueError(f"{name}: lies on {tensor.device}, must lie on {like.device} like {like_name}")
 
@@ -333,13 +343,21 @@ def validate_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> ProcessGroup:
         raise ValueError("x: has no dimension, must have 1 or more")
     _dtype("x", x)
     for name, tensor, shape in (("residual", call.residual, x.shape), ("weight", call.weight, x.shape[-1:])):
+        if tensor is None:
+            continue
         if tensor.shape != shape:
             raise ValueError(
                 f"{name}: has shape {tuple(tensor.shape)}, must have {tuple(shape)} to go with x"
             )
-        _like(name, tensor, x, "x")
+        if name == "residual" or tensor.dtype != torch.float32:
+            _dtype_like(
+                name, tensor, x, "x", " or torch.float32" * (name == "weight" and x.dtype.itemsize == 2)
+            )
+        _device_like(name, tensor, x, "x")
     if not call.eps >= 0:
         raise ValueError(f"eps: is {call.eps!r}, must be 0 or more")
+    if not abs(call.weight_offset) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"weight_offset: is {call.weight_offset!r}, must be finite in float32")
     return group
 
 

@@ -20,10 +20,12 @@ from ...kernels.all_reduce import host
 from ...kernels.all_reduce.configs import AllReduceConfig, choose_all_reduce
 from ...kernels.all_reduce.reference import reference_all_reduce
 from ...kernels.device.jit.empty import Empty, empty_on
-from ...symm_mem import call_cache, get_timeout
+from ...symm_mem import call_cache
+from ...symm_mem.backends import cuda_state
 from ...symm_mem.failure.call_log import Grids
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import GroupRef, has_name
+from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from ..dispatch import plan
 from ..dispatch.fast_path import default_ns, may_take_fast_path, stream_workspace, timeout
@@ -95,10 +97,11 @@ def fast_all_reduce(
                 return None
         except RuntimeError:  # sparse, nested, of torch.func: without strides, or without memory
             return None
-        stream = stream_on(x.get_device())
+        device = cuda_state.state.index_of(x)
+        stream = stream_on(device)
         if stream is None:
             return None
-        key = (host.OP, x.shape, x.dtype, reduce_op, x.get_device(), stream, group_name)
+        key = (host.OP, x.shape, x.dtype, reduce_op, device, stream, group_name)
         found = kept.get(key)
         if found is None:
             found = _find(x, reduce_op, group_name, stream)
@@ -137,7 +140,11 @@ def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | N
     if made is None:
         return None
     group, found = made
-    deadline, device, sizes = timeout(group_name, found.timeout_ns), x.get_device(), tuple(x.shape)
+    deadline, sizes, device = (
+        timeout(group_name, found.timeout_ns),
+        tuple(x.shape),
+        cuda_state.state.index_of(x),
+    )
     strides = torch.empty(sizes, device="meta").stride()
     before, behind = steps_on(device, stream)
     return _Found(
@@ -157,13 +164,13 @@ def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | N
 def made_before(x: Tensor, reduce_op: str, group_name: str) -> _Prepared | None:
     """What such calls, also of other shapes, are made with on the current stream; None where they take the slow
     path."""
-    stream = stream_on(x.get_device())
+    stream = stream_on(cuda_state.state.index_of(x))
     made = None if stream is None else _made_on(x, reduce_op, group_name, stream)
     return None if made is None else made[1]
 
 
 def _made_on(x: Tensor, reduce_op: str, group_name: str, stream: int) -> tuple[GroupRef, _Prepared] | None:
-    here = stream_workspace(ALL_REDUCE, group_name, x.get_device(), stream)
+    here = stream_workspace(ALL_REDUCE, group_name, cuda_state.state.index_of(x), stream)
     found = None if here is None else here.workspace.prepared.get((x.numel(), x.dtype, reduce_op))
     return None if here is None or found is None else (here.group, found)
 
@@ -204,19 +211,26 @@ def run_all_reduce(
         ran(Plan("host", workspace_bytes=workspace.layout.bytes))
         host.host_all_reduce(workspace, source.view(-1), out.view(-1), reduce_op, op)
         return out
+    _on_cuda(found, (source, out), reduce_op, config, op)
+    return out
+
+
+def _on_cuda(
+    where: Heap, tensors: tuple[Tensor, Tensor], reduce_op: str, config: AllReduceConfig | None, op: str
+) -> None:
+    """Reduces the first of ``tensors`` into the second one, which it may be; both are contiguous."""
+    x, out = tensors
     with in_stream_order(x.device):
-        config = config or choose_all_reduce(source.nbytes, found.world_size, num_sms(x.device))
+        config = config or choose_all_reduce(x.nbytes, where.world_size, num_sms(x.device))
         # The ranks compile together: what a wait counts is not what a peer still compiles. Under one name: one may call
         # in place and another one not.
         key = (host.OP, config.form, x.dtype, reduce_op)
-        found.prepare(host.OP, key, lambda: _prepare(found, source, reduce_op, config))
-        prepared = _prepare(found, source, reduce_op, config)
+        where.prepare(host.OP, key, lambda: _prepare(where, x, reduce_op, config))
+        prepared = _prepare(where, x, reduce_op, config)
         ran(prepared.plan)  # ranks may differ here: then nothing is launched, and nothing may be noted
         prepared.workspace.raise_if_broken(op, grids=prepared.kernel.grids)
-        timeout_ns = int(get_timeout(found.group_name) * 1e9)
-        stream = torch.cuda.current_stream().cuda_stream
-        prepared.kernel.launch(source.data_ptr(), out.data_ptr(), timeout_ns, stream)
-    return out
+        timeout_ns = timeout_in_ns(where.group_name)
+        prepared.kernel.launch(x.data_ptr(), out.data_ptr(), timeout_ns, cuda_state.current_stream_of(x))
 
 
 def _prepare(where: Heap, x: Tensor, reduce_op: str, config: AllReduceConfig) -> _Prepared:

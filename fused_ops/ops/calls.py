@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ...kernels.all_reduce_rms_norm.reference import NormKind
+
 
 class OpArguments(Protocol):
     """What the records have in common. They are tuples, which are made in a fourth of a frozen dataclass's time."""
@@ -145,15 +147,22 @@ class ReduceScatterOutCall(NamedTuple):
 
 class AllReduceRmsNormCall(NamedTuple):
     x: Tensor
-    residual: Tensor
+    residual: Tensor | None
     weight: Tensor
     eps: float
     group_name: str
+    weight_offset: float = 0.0
+    round_sum: bool = True
     group_size: int | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.x, self.residual, self.weight]
+        return [t for t in (self.x, self.residual, self.weight) if t is not None]
+
+    @property
+    def kind(self) -> NormKind:
+        wide = self.weight.dtype != self.x.dtype
+        return NormKind(self.eps, self.weight_offset, self.round_sum, self.residual is not None, wide)
 
 
 class MatmulAllReduceCall(NamedTuple):

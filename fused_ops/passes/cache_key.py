@@ -13,8 +13,8 @@ import weft
 from .settings import PassSettings
 
 _ROOT = Path(__file__).parents[2]
-# How weft waits, not what it puts into a graph.
-_NOT_IN_THE_GRAPH = {"WEFT_TIMEOUT"}
+# How weft waits and what it writes, not what it puts into a graph.
+_NOT_IN_THE_GRAPH = {"WEFT_TIMEOUT", "WEFT_REPORT"}
 
 
 def pass_key(settings: PassSettings) -> str:

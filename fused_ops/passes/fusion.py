@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,16 +28,18 @@ from .agreement.guard import is_fallback_graph
 from .agreement.outcomes import RunOutcomes
 from .agreement.signature import Order
 from .cache_key import pass_key
-from .canonicalize import by_position, canonicalize, make_functional, wait_for_each, wait_once
+from .canonicalize import by_position, canonicalize, make_functional, name_groups, wait_for_each, wait_once
 from .decompositions import write_out
 from .graph.collectives import Collective, LeftAlone, collectives, custom_ops, group_of, kind_of, val
 from .graph.subgraphs import WHY, Called
 from .log import log_line
 from .origin import module_of, source_of
-from .pass_sequence import in_sequence
+from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns import registry
 from .report import Entry, PassRuns, Report
-from .settings import CAPTURE, PassSettings
+from .report_file import put_into_file, write_reports
+from .rivals import yielding
+from .settings import CAPTURE, EACH, PassSettings
 
 
 class FusionError(RuntimeError):
@@ -96,17 +100,19 @@ class FusionPass(PassSettings, CustomGraphPass):
             None for all.
         strict: raise FusionError when a collective is left alone. Out of torch.compile it comes as the
             ``inner_exception`` of an InductorError.
-        fuse: "auto" fuses where it pays, "always" wherever it is right: an all-reduce then into the product that it
-            reduces, if that can be.
+        fuse: "auto" fuses where it is profitable, "always" wherever it is right: an all-reduce then into the matmul
+            whose result it reduces, if that can be.
         agree: whether graphs ask. False is for programs of which you know that all ranks run the same graphs in the
             same order: where they do not, a fused op waits for a rank that does not come, until its deadline.
+            With True a rank need not wait for the others at each graph, once they have agreed often enough. "each" is
+            for programs whose ranks differ now and then: they wait at each graph.
             "capture" is for those of which you know that for what is captured in CUDA graphs: a captured graph keeps
             the answer that it got at its capture. With True it is captured unfused, as its replays cannot ask;
             Inductor's own CUDA graphs (``triton.cudagraphs``) ask before each run, if it makes partitions.
 
     Raises:
         TypeError: ``groups`` is one name or no list, ``strict`` or ``agree`` is no bool (or string).
-        ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "capture".
+        ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "each" and "capture".
     """
 
     def __init__(
@@ -124,11 +130,16 @@ class FusionPass(PassSettings, CustomGraphPass):
         self._custom_ops: dict[str, None] = {}
         self._called = Called()
         self._outcomes = RunOutcomes()
+        put_into_file(self.report)
 
     @property
     def options(self) -> dict[str, Any]:
-        """For ``torch.compile(model, options=fusion.options)``."""
-        return {"post_grad_custom_post_pass": self}
+        """For ``torch.compile(model, options=fusion.options)``.
+
+        Warns if torch._inductor.config.post_grad_custom_post_pass is set to other passes, which do not run then.
+        """
+        self._warn_of_dropped(())
+        return {SLOT: self}
 
     def options_with(self, *others: Callable[[fx.Graph], None]) -> dict[str, Any]:
         """``options`` for a model that has graph passes of its own, too: Inductor has one place for all of them.
@@ -148,7 +159,19 @@ class FusionPass(PassSettings, CustomGraphPass):
         Raises:
             TypeError: one of them cannot be called.
         """
-        return {"post_grad_custom_post_pass": in_sequence([*others, self])}
+        self._warn_of_dropped(others)
+        return {SLOT: in_sequence([*others, self])}
+
+    def _warn_of_dropped(self, others: Sequence[Any]) -> None:
+        there = passes_of(getattr(inductor_config, SLOT))
+        dropped = [each for each in there if each is not self and each not in others]
+        if dropped:
+            warnings.warn(
+                f"{names_of(dropped)} will not run in models that are compiled with these options: they replace what "
+                f"torch._inductor.config.{SLOT} is set to. options_with({names_of(dropped)}) runs all of them, as do "
+                'weft.compile and backend="weft"',
+                stacklevel=3,
+            )
 
     def report(self) -> Report:
         """What became of every collective of the graphs seen since the pass was made or cleared.
@@ -160,7 +183,8 @@ class FusionPass(PassSettings, CustomGraphPass):
         Disagreements and questions are those of the process in that time: a graph that comes from a cache belongs to
         no pass.
         """
-        runs = PassRuns(self._graphs, self._keys, tuple(self._custom_ops))
+        others = [each for each in passes_of(getattr(inductor_config, SLOT)) if each is not self]
+        runs = PassRuns(self._graphs, self._keys, tuple(self._custom_ops), names_of(others))
         return Report(self._entries, self._outcomes.disagreements(), self._outcomes.questions(), runs)
 
     def clear(self) -> None:
@@ -184,6 +208,7 @@ class FusionPass(PassSettings, CustomGraphPass):
             return
         by_position(graph)
         make_functional(graph)
+        name_groups(graph)
         wait_for_each(graph)
         wait_once(graph)
         nodes = list(collectives(graph))
@@ -196,27 +221,31 @@ class FusionPass(PassSettings, CustomGraphPass):
         written = write_out(graph)
         original = FallbackGraph(graph, nodes) if self.agree else None
         why_not = None if original is None else why_not_generated() or original.why_not_kept()
-        if self.agree is True:
+        if self.agree in (True, EACH):
             why_not = why_captured_without_vote() or why_not
         left = canonicalize(graph, self._find, lambda match: self._why_not(match, _problem(match), why_not))
         nodes = list(collectives(graph))
         fields = {n: self._fields(n) for n in nodes}
         entries = {n: Entry(**fields[n], reason=reason) for n, reason in left.items()}
-        # Reductions first: a product between two collectives is fused with the one behind it. The one before it may
-        # gather a weight, which can be there early.
-        orders = []
-        for node in sorted(nodes, key=lambda n: "gather" in kind_of(n)):
+        # Reductions first, but for those that leave their product to the gather in front of it.
+        orders, late = [], yielding([n for n in nodes if n not in entries], self._find)
+        for node in sorted(nodes, key=lambda n: 2 if n in late else "gather" in kind_of(n)):
             if node not in entries and (order := self._fuse(node, fields, entries, why_not)) is not None:
                 orders.append(order)
+        for node, (gathers, why) in late.items():
+            if entries[node].fused_into is None and all(entries[g].fused_into for g in gathers):
+                entries[node] = replace(entries[node], reason=why)
         for each in written:
             each.put_back()
         report = Report(entries[n] for n in nodes)
         if original is not None:
-            original.ask_first(graph, report.entries, orders, captured=self.agree == CAPTURE)
+            captured, ahead = self.agree == CAPTURE, self.agree != EACH
+            original.ask_first(graph, report.entries, orders, captured=captured, ahead=ahead)
             self._called.remember(graph, original.graph, self._graphs - 1)
         graph.lint()
         self._entries += report.entries
         log_line(self._graphs - 1, report)
+        write_reports()
         if self.strict and report.left:
             raise FusionError(report)
 
@@ -325,7 +354,7 @@ def _word(op: Any) -> str:
     """
     name = str(op._schema.name)
     if name not in _WORDS:
-        raise KeyError(f"{name} is not in _WORDS, so nobody knows whether it pays")
+        raise KeyError(f"{name} is not in _WORDS, so nobody knows whether it is profitable")
     return _WORDS[name]
 
 

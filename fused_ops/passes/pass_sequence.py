@@ -9,6 +9,8 @@ from torch import fx
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+#: The option of Inductor that is that place.
+SLOT = "post_grad_custom_post_pass"
 # From torch 2.13.
 _TAKES_A_LIST = hasattr(custom_graph_pass, "get_custom_graph_passes")
 
@@ -45,3 +47,17 @@ def in_sequence(passes: Sequence[Callable[[fx.Graph], None]]) -> Any:
     if len(passes) == 1:
         return passes[0]
     return [*passes] if _TAKES_A_LIST else PassSequence(passes)
+
+
+def passes_of(value: Any) -> list[Any]:
+    """The passes that ``post_grad_custom_post_pass`` is set to."""
+    if value is None:
+        return []
+    if isinstance(value, PassSequence):
+        return [*value.passes]
+    return [*value] if isinstance(value, list | tuple) else [value]
+
+
+def names_of(passes: Sequence[Any]) -> str:
+    """For messages."""
+    return ", ".join(getattr(each, "__qualname__", type(each).__qualname__) for each in passes)

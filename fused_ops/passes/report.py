@@ -40,11 +40,13 @@ class VoteCounts:
         count: runs of graphs that asked.
         fused: those that then ran fused.
         seconds: of the host, with the wait for ranks that came later.
+        ahead: those that then ran fused without a wait, before all ranks had come.
     """
 
     count: int = 0
     fused: int = 0
     seconds: float = 0.0
+    ahead: int = 0
 
 
 NONE_ASKED = VoteCounts()
@@ -58,11 +60,13 @@ class PassRuns:
         graphs: graphs that it ran on.
         keys: how often it was asked for its key, as Inductor does before it looks into its cache.
         custom_ops: operators, neither torch's nor weft's, of the graphs without functional collectives.
+        others: passes that torch._inductor.config has in its place, by name.
     """
 
     graphs: int = 0
     keys: int = 0
     custom_ops: tuple[str, ...] = ()
+    others: str = ""
 
     def why_no_entries(self) -> str:
         if self.graphs:
@@ -75,9 +79,10 @@ class PassRuns:
                 "Inductor asked for the pass's key but did not run it: the graphs came from its cache, as this pass "
                 "makes them; TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 has all graphs made anew"
             )
+        instead = f"; torch._inductor.config has {self.others} in its place" if self.others else ""
         return (
             "the pass has not run: no graph was compiled with its options by Inductor (nothing was called yet, another "
-            "backend or another pass in its place, or inside of another torch.compile, whose options count)"
+            f"backend or another pass in its place, or inside of another torch.compile, whose options count){instead}"
         )
 
 
@@ -98,7 +103,7 @@ class Entry:
         reason: the first condition that failed; "" when fused.
         detail: of a fused one: how many products were fused, and what else.
         source: the line of the model that it comes from; "" where torch kept none.
-        form: what was found around the collective, in words; also of one that was found but does not pay.
+        form: what was found around the collective, in words; also of one that was found but is not profitable.
         m, n, k: the product that this rank computes, [m, k] @ [k, n], with k = 0 what is reduced without its product;
         None when left alone, or not known before the run.
         gain: microseconds that fusing should save by ``profitability.expected_gain``; None like m, n, k.

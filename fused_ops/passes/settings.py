@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from ...symm_mem import Group, group_name
 
 FUSE = ("auto", "always")
-CAPTURE = "capture"
+CAPTURE, EACH = "capture", "each"
 _Self = TypeVar("_Self", bound="PassSettings")
 
 
@@ -30,9 +30,9 @@ class PassSettings(dict[str, Any]):
         if not isinstance(strict, bool):
             raise TypeError(f"strict: is {strict!r}, must be True or False")
         if not isinstance(agree, bool | str):
-            raise TypeError(f"agree: is {agree!r}, must be True, False or {CAPTURE!r}")
-        if isinstance(agree, str) and agree != CAPTURE:
-            raise ValueError(f"agree: is {agree!r}, must be True, False or {CAPTURE!r}")
+            raise TypeError(f"agree: is {agree!r}, must be True, False, {EACH!r} or {CAPTURE!r}")
+        if isinstance(agree, str) and agree not in (EACH, CAPTURE):
+            raise ValueError(f"agree: is {agree!r}, must be True, False, {EACH!r} or {CAPTURE!r}")
         if fuse not in FUSE:
             raise ValueError(f"fuse: is {fuse!r}, must be 'auto' or 'always'")
         names = None if groups is None else sorted({group_name(g) for g in groups})

@@ -48,7 +48,7 @@ class GatherKernelCall:
     """What a kernel is called with.
 
     Attributes:
-        a: the own shard, [m, K], contiguous, or as ``shard_rows`` gives it.
+        a: the own shard, [m, K], contiguous, or as ``takes_rows`` allows.
         bs: each [K, N_i]; with ``split_k`` [W * K, N_i]. All tensors begin at multiples of 16 bytes.
         num_sms: SMs that it may use.
         split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.
@@ -135,7 +135,7 @@ def estimate_one_shot_gather_us(problem: AllGatherMatmulProblem) -> float:
     kernel that does both hides best, it was measured to lose 2 to 4 % of them more than the sum says (8b.upgate up to
     M = 2048, bench/results/h200-x2-choices.txt); longer ones are taken to lose no larger share."""
     sent, size = problem.moved, problem.world_size
-    products = gemm_tiles.products_us(size * problem.m, problem.ns, problem.k, problem.spec)
+    products = gemm_tiles.matmuls_us(size * problem.m, problem.ns, problem.k, problem.spec)
     not_hidden = max(0.0, products - _HIDES * one_shot.sending_us(sent, size))
     return one_shot.exchange_us(sent, size) + products + min(not_hidden, _MOST_NOT_HIDDEN * products)
 
@@ -171,6 +171,8 @@ def gather_layout(m: int, k: int, world_size: int, config: FusedConfig) -> Layou
 def gather_is_profitable(problem: AllGatherMatmulProblem) -> bool:
     """Whether the better of both kernels is predicted to beat an all-gather in front of the matmuls."""
     m, n, k, size = problem.m, sum(problem.ns), problem.k, problem.world_size
+    if 0 in (m, n, k):
+        return False  # no kernel takes an empty matrix
     fused, _ = rank_gather_kernels(problem)[0]
     if not problem.split_k:
         return fused < gemm_tiles.unfused_us(size * m, n, k, problem.moved, problem.spec)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
 from ..device.gemm import gemm
@@ -30,12 +31,6 @@ _choices: KernelChoices[configs.AnyConfig] = KernelChoices()
 def takes_rows(flat: torch.Tensor) -> bool:
     """Whether a shard [m, K] need not be copied: its rows are such as kernel.cu takes them, or it is contiguous."""
     return flat.is_contiguous() or (flat.dtype in gemm.DTYPES and cuda_kernel.can_take(flat))
-
-
-def shard_rows(shard: torch.Tensor) -> torch.Tensor:
-    """A shard [..., K] as [m, K] for ``choose_gather_kernel``. Copied only where the kernels cannot take its rows."""
-    flat = shard.flatten(0, -2)
-    return flat if takes_rows(flat) else flat.contiguous()
 
 
 def choose_gather_kernel(
@@ -107,7 +102,7 @@ def tuned_gather(
 
     def make(workspace: Workspace[Any], config: configs.FusedConfig, timeout_ns: int) -> Callable[[], None]:
         results.extend(a.new_empty((*_stack(split_k, size), m, n)) for n in ns[len(results) :])
-        stream = torch._C._cuda_getCurrentRawStream(a.get_device())
+        stream = current_stream_of(a)
         if isinstance(config, OneShotConfig):
             one_shot = AllGatherMatmulOneShot(workspace, a, config)
             return lambda: one_shot.call((a, *bs), results, timeout_ns, stream)
@@ -152,7 +147,7 @@ def launch_all_gather_matmul(
     products = [a.new_empty((*stack, m, b.shape[1])) for b in bs]
     gathered = a.new_empty((*stack, m, bs[0].shape[0])) if return_A else None
     results = products if gathered is None else [*products, gathered]
-    stream = torch._C._cuda_getCurrentRawStream(a.get_device())
+    stream = current_stream_of(a)
     if isinstance(config, OneShotConfig):
         kernels.call((a, *bs), results, timeout_ns, stream)
     else:

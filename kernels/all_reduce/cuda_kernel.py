@@ -75,7 +75,7 @@ class AllReduceLauncher:
         config: the same on every rank; if None, that of ``choose_all_reduce``.
 
     Attributes:
-        grids: the blocks of a launch, once for each use that it makes of their slots.
+        grids: the blocks of a launch, once for each epoch of their slots.
 
     Raises:
         TypeError, ValueError: naming the argument, what it was and what it must be.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
 from ..device.gemm import gemm
@@ -89,7 +90,7 @@ def tuned_scatter(
     def make(workspace: Workspace[Any], config: configs.FusedConfig, timeout_ns: int) -> Callable[[], None]:
         if not results:
             results.append(a.new_empty((batches, m, n), dtype=epilogue.out_dtype))
-        stream = torch._C._cuda_getCurrentRawStream(a.get_device())
+        stream = current_stream_of(a)
         if isinstance(config, OneShotConfig):
             one_shot = MatmulReduceScatterOneShot(workspace, a, b, config, epilogue, split_n=call.split_n)
             return lambda: one_shot.call((a, b, *terms), results, timeout_ns, stream)
@@ -133,7 +134,7 @@ def launch_matmul_reduce_scatter(
 
         same = (host.OP, a.shape, b.shape, a.dtype, epilogue, config, num_sms, call.split_n)
         kernel = make_together(workspace, host.OP, key, same, make)
-    stream = torch._C._cuda_getCurrentRawStream(a.get_device())
+    stream = current_stream_of(a)
     if isinstance(kernel, MatmulReduceScatterOneShot):
         kernel.call((a, b, *terms), (out,), timeout_ns, stream)
         return out

@@ -11,7 +11,9 @@ namespace weft {
 // own[8] = the sum of all ranks' in rank order, of which `own` is one, and `parts` are the others, an encoded vector of
 // each.
 __device__ __forceinline__ void add_up(const uint4* parts, float scale, float* own) {
-    float total[8] = {};
+    float total[8];
+#pragma unroll
+    for (int e = 0; e < 8; ++e) total[e] = -0.f;  // x + -0 is x, of -0 too
 #pragma unroll
     for (int i = 0; i < WORLD_SIZE; ++i) {
         if (i == RANK) {  // in front of slot RANK

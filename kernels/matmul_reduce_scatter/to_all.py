@@ -11,6 +11,7 @@ from operator import itemgetter
 
 import torch
 
+from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import Workspace
 from ..device.gemm import gemm, gemm_tiles
@@ -20,7 +21,7 @@ from .configs import (
     MatmulReduceScatterProblem,
     ScatterKernelCall,
     ScatterPushConfig,
-    product_beside_us,
+    matmul_beside_us,
     push_config,
     scatter_push_layout,
 )
@@ -74,7 +75,7 @@ def launch_sum_to_all(
 
         same = (op, a.shape, b.shape, a.dtype, epilogue, choice.config, num_sms)
         kernel = make_together(workspace, op, key, same, make)
-    stream = torch._C._cuda_getCurrentRawStream(a.get_device())
+    stream = current_stream_of(a)
     operands, results = (a.data_ptr(), b.data_ptr()), (out.data_ptr(),)
     kernel.launch(workspace.next_buffer(), operands, results, timeout_ns, stream)
     return out, kernel
@@ -123,7 +124,7 @@ def estimate_sum_to_all_us(config: ScatterPushConfig, problem: MatmulReduceScatt
     tile, n, k, num_sms = config.tile, problem.n, problem.k, problem.num_sms
     costs = _OF_TWO if problem.world_size == 2 else _OF_MORE
     rows = problem.world_size * -(-problem.rows_per_rank // tile.block_m)
-    product = product_beside_us(tile, rows, n, k, num_sms, feels=costs.feels)
+    product = matmul_beside_us(tile, rows, n, k, num_sms, feels=costs.feels)
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
     sending = problem.moved / costs.rate
     waiting = costs.each * gemm_tiles.waves(tile, rows, [n], num_sms)
@@ -136,6 +137,4 @@ def behind_us(problem: MatmulReduceScatterProblem) -> float:
     """Microseconds of cuBLAS's product and an all-reduce behind it."""
     m, n, world_size = problem.m, problem.n, problem.world_size
     moved = 2 * (world_size - 1) / world_size * m * n * 2
-    return (
-        gemm_tiles.product_us(m, n, problem.k, problem.spec) + _ALL_REDUCE_LAUNCH + moved / _ALL_REDUCE_LINK
-    )
+    return gemm_tiles.matmul_us(m, n, problem.k, problem.spec) + _ALL_REDUCE_LAUNCH + moved / _ALL_REDUCE_LINK

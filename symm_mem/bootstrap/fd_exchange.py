@@ -1,8 +1,9 @@
 """Ranks hand each other file descriptors.
 
 They travel over Unix sockets (SCM_RIGHTS): to processes of the same user alone, and only to those that know the
-group's secret, which stands in the store. The sockets' names are random and abstract, and each lives for one exchange,
-so nothing is left on the file system however a process ends. What is received is compared, never interpreted.
+group's secret, which stands in the store. The sockets' names are random and abstract, so nothing is left on the file
+system however a process ends. Each lives for one exchange, that of an ``Offer`` until it is closed. What is received is
+compared, never interpreted.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 
+from .. import forks
 from ..errors import WeftError, describe
 from ..timeouts import get_timeout
 from .rendezvous import Rendezvous
 
 _SLICE = 0.1  # seconds: how often a giver looks whether it is still wanted
 _STRANGER = 2.0  # seconds that whoever connects may take to show the secret
+_WAITING = 128  # connections that an offer has wait
 
 
 def exchange(rendezvous: Rendezvous, fd: int, secret: str) -> list[int]:
@@ -36,12 +41,10 @@ def exchange(rendezvous: Rendezvous, fd: int, secret: str) -> list[int]:
     if rendezvous.world_size == 1:
         return [fd]
     server: socket.socket | None = None
-    name, problem = f"weft-{secrets.token_hex(16)}", None
+    name, problem = _new_name(), None
     try:
         try:
-            server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            server.bind(f"\0{name}".encode())
-            server.listen(2 * rendezvous.world_size)
+            server = _listening(name, 2 * rendezvous.world_size)
         except OSError as e:
             problem = describe(e)
         posts = rendezvous.gather("hand out memory", [name, problem])
@@ -104,34 +107,122 @@ def _give(server: socket.socket, fd: int, secret: str, stop: threading.Event, re
             refused.append(describe(e))
             server.close()  # waiting connections fail at once
             return
-        with connection:
-            try:
-                if _same_user(connection) and hmac.compare_digest(
-                    _read_exactly(connection, len(secret), stop), secret.encode()
-                ):
-                    socket.send_fds(connection, [b"."], [fd])
-            except OSError:
-                continue
+        with connection, suppress(OSError):
+            if _knows(connection, secret, stop):
+                socket.send_fds(connection, [b"."], [fd])
+
+
+def _knows(connection: socket.socket, secret: str, stop: threading.Event) -> bool:
+    return _same_user(connection) and hmac.compare_digest(
+        _read_exactly(connection, len(secret), stop), secret.encode()
+    )
 
 
 def _take(rank: int, name: str, secret: str, deadline: float) -> int:
+    try:
+        return take(f"rank {rank}", name, secret, max(0.001, deadline - time.monotonic()))
+    except TimeoutError:
+        raise WeftError(f"rank {rank} did not hand over its descriptor in time") from None
+
+
+def take(who: str, name: str, secret: str, seconds: float) -> int:
+    """The descriptor that ``who`` gives at the socket ``name``.
+
+    Raises:
+        TimeoutError: it was not given in so many seconds.
+        WeftError: it was refused, or nobody is there.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        connection.settimeout(seconds)
         try:
             connection.connect(f"\0{name}".encode())
             if not _same_user(connection):
-                raise WeftError(f"rank {rank} runs as another user")
+                raise WeftError(f"{who} runs as another user")
             connection.sendall(secret.encode())
-            _, fds, flags, _ = socket.recv_fds(connection, 1, 1)
-        except TimeoutError:
-            raise WeftError(f"rank {rank} did not hand over its descriptor in time") from None
+            _, fds, flags, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
         except ConnectionError as e:
-            raise WeftError(f"rank {rank} did not hand over its descriptor: {e.strerror}") from None
+            raise WeftError(f"{who} did not hand over its descriptor: {e.strerror}") from None
     if not fds and flags & socket.MSG_CTRUNC:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if not fds:
-        raise WeftError(f"rank {rank} refused its descriptor")
+        raise WeftError(f"{who} refused its descriptor")
     return fds[0]
+
+
+class Offer:
+    """A file that is given to each who asks for it, until the offer is closed or nobody keeps it any more.
+
+    Each gets an open file description of its own, as ``flock`` needs it, that ends with the process that has it.
+
+    Attributes:
+        name: the socket's, for ``take``.
+    """
+
+    def __init__(self, fd: int, secret: str) -> None:
+        self.name = _new_name()
+        # None of the descriptions that are given is that of `fd`, whose locks a forked child must not keep.
+        source = FileIO(f"/proc/self/fd/{fd}")
+        server, stop = _listening(self.name, _WAITING), threading.Event()
+        thread = threading.Thread(
+            target=_offer, args=(server, source.fileno(), secret, stop), name="weft-offer", daemon=True
+        )
+        self._end = weakref.finalize(self, _end_offer, forks.pid, server, source, stop, thread)
+        self._end.atexit = False
+        thread.start()
+
+    def close(self) -> None:
+        """Also in a forked child, of whose parent's offer it closes what it has."""
+        self._end()
+
+
+def _offer(server: socket.socket, fd: int, secret: str, stop: threading.Event) -> None:
+    while not stop.is_set():
+        try:
+            connection, _ = server.accept()
+        except OSError as e:
+            if stop.wait(_SLICE) or e.errno not in (
+                errno.EMFILE,
+                errno.ENFILE,
+                errno.ENOMEM,
+                errno.ECONNABORTED,
+            ):
+                return
+            continue
+        with connection, suppress(OSError):
+            if _knows(connection, secret, stop):
+                own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    socket.send_fds(connection, [b"."], [own])
+                finally:
+                    os.close(own)
+
+
+def _end_offer(
+    owner: int, server: socket.socket, source: FileIO, stop: threading.Event, thread: threading.Thread
+) -> None:
+    stop.set()
+    if owner == forks.pid:  # a child has no such thread, and the socket is its parent's, too
+        with suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
+        if thread is not threading.current_thread() and thread.ident is not None:
+            thread.join()
+    server.close()
+    source.close()
+
+
+def _new_name() -> str:
+    return f"weft-{secrets.token_hex(16)}"
+
+
+def _listening(name: str, waiting: int) -> socket.socket:
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        server.bind(f"\0{name}".encode())
+        server.listen(waiting)
+    except BaseException:
+        server.close()
+        raise
+    return server
 
 
 def close_fds(fds: list[int], keep: int = -1) -> None:

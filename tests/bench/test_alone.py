@@ -54,7 +54,7 @@ def test_chunks_are_announced_in_the_order_in_which_ranks_send(
     compiler = shutil.which("g++") or shutil.which("c++")
     assert compiler, "a C++ compiler is needed"
     defines = {
-        "GATHER": f'"{SOURCE.parent / "order.cuh"}"',
+        "GATHER": f'"{SOURCE.parent / "tile_order.cuh"}"',
         "BM": block_m,
         "BN": 128,
         "SPLIT_K": 0,

@@ -184,13 +184,13 @@ def boards(rank: int, world_size: int) -> None:
                 with pytest.raises(ForkedProcess, match=r"^agree on a graph: "):
                     ask()
             try:
-                os.fstat(made._fd)
+                os.fstat(made._file.fd)
             except OSError:
                 return True
             return False
 
         assert in_child(work)
-        os.fstat(made._fd)
+        os.fstat(made._file.fd)
 
 
 def test_the_boards_of_graphs() -> None:

@@ -26,7 +26,7 @@ def forks(rank: int, world_size: int, checked: bool) -> None:
 
         def right() -> None:
             for name, case in cases.items():
-                for _ in range(3):  # the long way, then the short one
+                for _ in range(3):  # the slow path, then the fast one
                     assert torch.equal(case.call(), case.want()), name
                     assert last_plan().algorithm != "unfused", last_plan()
             peers.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
 import subprocess
@@ -50,6 +51,28 @@ def test_a_process_outside_the_group_gets_no_memory_and_holds_nobody_up(user: li
     asked, given = run_ranks(grow_beside_a_stranger, 2, user, fresh=True)[0]
     assert asked > 0, "the stranger found no socket to ask"
     assert given == 0
+
+
+def test_an_offer_is_for_those_who_know_the_secret_and_ends() -> None:
+    fd = os.memfd_create("offered")
+    offer = fd_exchange.Offer(fd, "secret")
+    with pytest.raises(symm_mem.WeftError, match=r"^rank 0 refused its descriptor"):
+        fd_exchange.take("rank 0", offer.name, "Secret", 10.0)
+    taken = fd_exchange.take("rank 0", offer.name, "secret", 10.0)
+    assert os.path.samestat(os.fstat(fd), os.fstat(taken))
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(BlockingIOError):  # a description of its own
+        fcntl.flock(taken, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    before = len(os.listdir("/proc/self/fd"))
+    offer.close()
+    offer.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 2
+    with pytest.raises(
+        symm_mem.WeftError, match=r"^rank 0 did not hand over its descriptor: Connection refused"
+    ):
+        fd_exchange.take("rank 0", offer.name, "secret", 10.0)
+    for each in (fd, taken):
+        os.close(each)
 
 
 class Trap:

@@ -1,4 +1,5 @@
-"""Nothing of weft keeps a destroyed group, or its store: rank 0's daemon would go on listening at its port."""
+"""Nothing of weft keeps a destroyed group, or its store: rank 0's daemon would go on listening at its port. Nor the
+operands of a call that has failed."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ import time
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -23,6 +26,7 @@ from weft.fused_ops import (
     fused_matmul_reduce_scatter,
     one_shot_all_reduce,
 )
+from weft.fused_ops.ops import matmul_all_reduce
 
 SIZE = 2
 _kept: list[Any] = []  # what a program keeps beyond its groups' end
@@ -117,3 +121,21 @@ def test_a_group_is_made_anew_at_the_same_port() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     run_ranks(again_and_again, SIZE, port, USES, fresh=True, timeout=100)
+
+
+def failing(rank: int, world_size: int) -> None:
+    """A call that fails before it has come to its heap keeps no operand."""
+    x, w = torch.randn(4, 8), torch.randn(8, 4)
+    operands = [weakref.ref(t) for t in (x, w)]
+    with (
+        mock.patch.object(matmul_all_reduce, "heap_or_reason", side_effect=MemoryError),
+        pytest.raises(MemoryError),
+    ):
+        fused_matmul_all_reduce(x, w, "sum", dist.group.WORLD)
+    del x, w
+    gc.collect()
+    assert [ref() for ref in operands] == [None, None]
+
+
+def test_a_call_that_fails_keeps_no_operand() -> None:
+    run_ranks(failing, 2)

@@ -1,14 +1,14 @@
-"""The short way of a product that more than one launch makes: it gets tensors, and says itself when it begins."""
+"""The fast path of a matmul that more than one launch makes: it gets tensors, and says itself when it begins."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_fast_path_of_matmuls as short
+import test_fast_path_of_matmuls as matmuls
 import torch
+from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, ScatterOneShot, Stage
 from test_matmuls_seen import FunctionMode, Seen
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_reduce_scatter
@@ -17,32 +17,36 @@ from weft.fused_ops.ops.calls import MatmulReduceScatterCall
 from weft.symm_mem.failure.call_log import CallLog
 from weft.symm_mem.workspace import Workspace
 
-stage, op = short.stage, short.op
+stage, op = matmuls.stage, matmuls.op
 
 
-@dataclass
-class Caller:
+class Caller(ScatterOneShot):
     """What is left behind where there is more to do than to launch a kernel."""
 
-    called: list[tuple[Any, ...]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.called: list[tuple[Any, ...]] = []
+
+    def launch(self, *args: Any, **named: Any) -> None:
+        """On the slow path, where an op launches what was chosen."""
 
     def call(self, tensors: Any, results: Any, *more: int) -> None:
         self.called.append((list(tensors), list(results), *more))
 
 
 def test_a_caller_gets_tensors_and_says_when_it_begins(
-    stage: SimpleNamespace, op: short.Op, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, op: matmuls.Op, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caller = stage.launcher = Caller()
+    caller = stage.workspace.prepared.kernel = Caller()
     op.first(*op.given)
+    caller.called.clear()
     for what in ("next_buffer", "raise_if_broken"):
         monkeypatch.setattr(stage.workspace, what, lambda *_, **__: pytest.fail("that is the caller's"))
     for way in (op.call, op.through_torch):
-        got = short.flat(way(*op.given))
+        got = matmuls.flat(way(*op.given))
         tensors, results, *more = caller.called.pop()
         for taken, given in ((tensors, op.given), (results, got)):
             assert [x.data_ptr() for x in taken] == [x.data_ptr() for x in given]
-        assert more == [300_000_000_000, 7]
+        assert more == [DEADLINE, STREAM]
     # Whether it was half-way only the caller knows.
     monkeypatch.setattr(caller, "call", lambda *_: 1 / 0)
     for _ in range(2):
@@ -51,24 +55,23 @@ def test_a_caller_gets_tensors_and_says_when_it_begins(
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
-def test_it_is_found_in_the_workspace_of_exchanges(
-    stage: SimpleNamespace, op: short.Op, beside: bool
-) -> None:
-    caller = stage.launcher = Caller()
+def test_it_is_found_in_the_workspace_of_exchanges(stage: Stage, op: matmuls.Op, beside: bool) -> None:
+    caller = stage.workspace.prepared.kernel = Caller()
     op.first(*op.given)
+    caller.called.clear()
     stage.workspaces.clear()
-    stage.workspaces["one_shot", 7, 0] = stage.workspace
+    stage.workspaces["one_shot", STREAM, 0] = stage.workspace
     if beside:
-        stage.workspaces["matmul", 7, 0] = short.Workspace()
+        stage.workspaces["matmul", STREAM, 0] = matmuls.Workspace()
     for _ in range(2):
         op.call(*op.given)
     assert len(caller.called) == 2
-    stage.workspaces["one_shot", 7, 0] = short.Workspace()  # grown
-    with pytest.raises(ValueError, match=short.LONG):
+    stage.workspaces["one_shot", STREAM, 0] = matmuls.Workspace()  # grown
+    with pytest.raises(SLOW, match=TAKEN):
         op.call(*op.given)
 
 
-def test_errors_name_the_line_of_the_call(stage: SimpleNamespace, op: short.Op) -> None:
+def test_errors_name_the_line_of_the_call(stage: Stage, op: matmuls.Op) -> None:
     calls = CallLog(2, lambda: 1.0, replayed=False)
     fault = SimpleNamespace(error=None, written=SimpleNamespace(value=0))
     workspace: Any = SimpleNamespace(fault=fault, _calls=calls, _is_double_buffered=False)
@@ -77,35 +80,37 @@ def test_errors_name_the_line_of_the_call(stage: SimpleNamespace, op: short.Op) 
         def call(self, tensors: Any, results: Any, *more: int) -> None:
             Workspace.raise_if_broken(workspace, "an op", inside=3)  # as one_shot_kernel.py
 
-    stage.launcher = Begins()
+    stage.workspace.prepared.kernel = Begins()
     op.first(*op.given)
     for way in (op.call, op.through_torch):
         calls.begins("", None)
         way(*op.given)
         assert calls.op == "an op" and calls.site is not None
-        assert calls.site.startswith(f"{short.__file__}:"), "where the op is called, neither above nor below"
+        assert calls.site.startswith(f"{matmuls.__file__}:"), (
+            "where the op is called, neither above nor below"
+        )
 
 
-def test_a_scattered_last_dimension_is_another_call(stage: SimpleNamespace) -> None:
+def test_a_scattered_last_dimension_is_another_call(stage: Stage) -> None:
     """Of operands that another dimension of could be scattered as well."""
-    A, B = torch.randn(6, 4, 8), torch.randn(8, 16)
+    A, B = matmuls.numbers(6, 4, 8), matmuls.numbers(8, 16)
     for dim, shape in ((2, [6, 4, 8]), (0, [3, 4, 16])):
         for way in (dim, dim - 3):
-            with pytest.raises(ValueError, match=short.LONG):
-                fused_matmul_reduce_scatter(A, B, "sum", way, short.NAME)
-        matmul_reduce_scatter._on_cuda(
-            stage.where, MatmulReduceScatterCall(A, B, "sum", dim, short.NAME, A.dtype)
-        )
+            with pytest.raises(SLOW, match=TAKEN):
+                fused_matmul_reduce_scatter(A, B, "sum", way, NAME)
+        matmul_reduce_scatter._on_cuda(stage.where, MatmulReduceScatterCall(A, B, "sum", dim, NAME, A.dtype))
+        stage.launched.clear()
         for way in (dim, dim - 3):
-            got = fused_matmul_reduce_scatter(A, B, "sum", way, short.NAME)
+            got = fused_matmul_reduce_scatter(A, B, "sum", way, NAME)
             assert list(got.shape) == shape and got.is_contiguous()
-            _, operands, results, *_ = stage.launcher.launched.pop()
+            _, operands, results, *_ = stage.launched.pop()
             assert (operands, results) == ([A.data_ptr(), B.data_ptr()], [got.data_ptr()])
 
 
-def test_a_default_device_is_none_of_its_business(stage: SimpleNamespace, op: short.Op) -> None:
-    caller = stage.launcher = Caller()
+def test_a_default_device_is_none_of_its_business(stage: Stage, op: matmuls.Op) -> None:
+    caller = stage.workspace.prepared.kernel = Caller()
     op.first(*op.given)
+    caller.called.clear()
     with torch.device("cpu"):
         op.call(*op.given)
         assert caller.called
@@ -115,12 +120,13 @@ def test_a_default_device_is_none_of_its_business(stage: SimpleNamespace, op: sh
 
 @pytest.mark.parametrize("error", [RuntimeError("the driver refuses"), KeyboardInterrupt()])
 def test_a_launch_that_fails_breaks_the_workspace(
-    stage: SimpleNamespace, op: short.Op, error: BaseException, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, op: matmuls.Op, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(stage.launcher, "launch", refused)
+    for kernel in stage.workspace.prepared.made.values():
+        monkeypatch.setattr(kernel, "launch", refused)
     with pytest.raises(type(error)):
         op.call(*op.given)
     with pytest.raises(symm_mem.WeftError, match="a call was ended by"):

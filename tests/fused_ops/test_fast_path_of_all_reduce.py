@@ -1,85 +1,55 @@
-"""The short way of an all-reduce that was made before, without a GPU: when it is taken, and what it then launches."""
+"""The fast path of an all-reduce that was made before, without a GPU: when it is taken, and what it then launches."""
 
 from __future__ import annotations
 
-import weakref
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import fake_gpu
 import pytest
 import torch
+import torch.distributed as dist
+from fake_gpu import NAME, SLOW, STREAM, Stage, Workspace
 from weft import symm_mem
 from weft.fused_ops import one_shot_all_reduce, one_shot_all_reduce_
-from weft.fused_ops.dispatch import plan, stream_order
+from weft.fused_ops.dispatch import plan
 from weft.fused_ops.ops import all_reduce
-from weft.symm_mem import call_cache, timeouts
+from weft.symm_mem import call_cache
 from weft.symm_mem.call_cache import CachedDict
-from weft.symm_mem.heap import registry
+from weft.symm_mem.heap.registry import register_heap
 
-NAME = "a group"
+gpu_stage = fake_gpu.stage
+DEFAULT = 123  # nanoseconds, of a call that was made before
 
 
-@dataclass
 class Kernel:
-    launched: list[tuple[int, int, int, int]] = field(default_factory=list)
     grids: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[int, int, int, int]] = []
 
     def launch(self, x: int, out: int, timeout_ns: int, stream: int) -> None:
         self.launched.append((x, out, timeout_ns, stream))
 
 
-class Workspace:
-    def abandon(self, cause: BaseException) -> None:
-        self.error = symm_mem.WeftError(f"a call was ended by {cause!r}")
+class AllReduces(Stage):
+    """x was reduced before, on the slow path."""
 
-    def __init__(self) -> None:
-        self.prepared: CachedDict[Any, Any] = CachedDict()
-        self.error: Exception | None = None
-        self.noted: list[str] = []
-
-    def keep(self, key: Any, made: Any) -> None:
-        self.prepared[key] = made
-
-    def raise_if_broken(self, op: str, inside: int = 0, grids: tuple[int, ...] = ()) -> None:
-        if self.error is not None:
-            raise self.error
-        self.noted.append(op)
-
-
-class Group:
-    """One that can be referred to weakly."""
+    x: torch.Tensor
+    kernel: Kernel
 
 
 @pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A GPU, a group and a workspace that are none; x says that it lies on GPU 0."""
-    group, kernel, workspace = Group(), Kernel(), Workspace()
-    x = torch.randn(5, 3)
-    stage = SimpleNamespace(group=group, owner=group, stream=7, capturing=False, device=0)
-    workspace.prepared[15, x.dtype, "sum"] = all_reduce._Prepared(workspace, kernel, plan.Plan("push"), 123)
-    where = SimpleNamespace(workspaces=CachedDict({("all_reduce", 7, 0): workspace}))
-    monkeypatch.setattr(timeouts, "_per_group", CachedDict())
-    monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (weakref.ref(group), where))
-
-    def resolve(name: str) -> object:
-        if stage.group is None:
-            raise RuntimeError("destroyed")
-        return stage.group
-
-    monkeypatch.setattr(registry, "_resolve_process_group", resolve)
-    monkeypatch.setattr(stream_order, "_turns_of", lambda index: stream_order.StreamOrder(9))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda device: (3, 0, 1), raising=False)
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stage.stream, raising=False)
-    stage.x, stage.kernel, stage.workspace, stage.workspaces = x, kernel, workspace, where.workspaces
+def stage(gpu_stage: AllReduces) -> AllReduces:
+    stage, x, kernel = gpu_stage, torch.randn(5, 3), Kernel()
+    stage.x, stage.kernel = x, kernel
+    made = all_reduce._Prepared(stage.workspace, kernel, plan.Plan("push"), DEFAULT)  # type: ignore[arg-type]
+    stage.workspace.prepared[15, x.dtype, "sum"] = made
     return stage
 
 
-def test_it_is_taken(stage: SimpleNamespace) -> None:
+def test_it_is_taken(stage: AllReduces) -> None:
     x = stage.x
     out = all_reduce.fast_all_reduce(x, "sum", NAME)
     assert out is not None and out.shape == x.shape and out.data_ptr() != x.data_ptr()
@@ -89,9 +59,9 @@ def test_it_is_taken(stage: SimpleNamespace) -> None:
     symm_mem.set_timeout(0.5, NAME)
     all_reduce.fast_all_reduce(x, "sum", NAME, x)
     assert stage.kernel.launched == [
-        (x.data_ptr(), out.data_ptr(), 123, 7),
-        (x.data_ptr(), x.data_ptr(), 123, 7),
-        (x.data_ptr(), x.data_ptr(), 500_000_000, 7),
+        (x.data_ptr(), out.data_ptr(), DEFAULT, STREAM),
+        (x.data_ptr(), x.data_ptr(), DEFAULT, STREAM),
+        (x.data_ptr(), x.data_ptr(), 500_000_000, STREAM),
     ]
     assert plan.last_plan().algorithm == "push"
 
@@ -113,34 +83,33 @@ WHY += ["forced", "strides", "op", "size", "dtype"]
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("why", WHY)
-def test_it_is_not_taken(
-    stage: SimpleNamespace, why: str, before: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_not_taken(stage: AllReduces, why: str, before: bool) -> None:
     """Neither by what a workspace has prepared, nor by what a call ``before`` has found."""
-    x, reduce_op = stage.x, "sum"
+    x, reduce_op, group = stage.x, "sum", stage.group  # which a program may keep
     if before:
         assert all_reduce.fast_all_reduce(x, reduce_op, NAME) is not None
         assert all_reduce.fast_all_reduce(x, reduce_op, NAME, x) is x
         stage.kernel.launched.clear()
     if why == "capturing":
-        stage.capturing = True
+        stage.gpu.graphs[STREAM] = ("ACTIVE", 77)
     elif why == "device":
-        stage.device = 1
+        stage.gpu.device = 1
     elif why == "group":
-        stage.group = object()  # another one with the name of one that was destroyed
+        dist.destroy_process_group()
+        stage.begin_group()  # another one with its name
     elif why == "stream":
-        stage.stream = 8
+        stage.gpu.now = 8
     elif why == "destroyed":
-        stage.group = None
+        dist.destroy_process_group()
     elif why == "grown":
-        stage.workspaces["all_reduce", 7, 0] = Workspace()
+        stage.workspaces["all_reduce", STREAM, 0] = Workspace()
     elif why == "reset":
         stage.workspace.prepared.clear()
     elif why == "gone":
-        del stage.workspaces["all_reduce", 7, 0]
+        del stage.workspaces["all_reduce", STREAM, 0]
     elif why == "another heap":
-        where = SimpleNamespace(workspaces=CachedDict())
-        monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (weakref.ref(stage.group), where))
+        another: Any = SimpleNamespace(workspaces=CachedDict())
+        register_heap(stage.group, "cuda", 0, another)
     elif why == "checked":
         symm_mem.set_checked(True)
     elif why == "strides":
@@ -161,28 +130,22 @@ def test_it_is_not_taken(
         finally:
             symm_mem.set_checked(False)
     assert not stage.kernel.launched
-    if why in (
-        "capturing",
-        "device",
-        "group",
-        "destroyed",
-        "stream",
-    ):  # asked anew: what was found still holds
-        stage.capturing, stage.device, stage.stream, stage.group = False, 0, 7, stage.owner
-    if why in ("capturing", "device", "group", "destroyed", "stream", "checked", "forced"):
+    assert group is not None
+    # Asked anew: what was found still holds.
+    stage.gpu.device, stage.gpu.now = 0, STREAM
+    stage.gpu.graphs.clear()
+    if why in ("capturing", "device", "stream", "checked", "forced"):
         assert all_reduce.fast_all_reduce(x, reduce_op, NAME) is not None
 
 
-def test_a_broken_workspace_is_not_used(stage: SimpleNamespace) -> None:
+def test_a_broken_workspace_is_not_used(stage: AllReduces) -> None:
     stage.workspace.error = symm_mem.WeftError("a wait has expired")
     with pytest.raises(symm_mem.WeftError, match="expired"):
         all_reduce.fast_all_reduce(stage.x, "sum", NAME)
     assert not stage.kernel.launched
 
 
-def test_a_launch_that_fails_breaks_the_workspace(
-    stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_that_fails_breaks_the_workspace(stage: AllReduces, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: int) -> None:
         raise RuntimeError("the driver refuses")
 
@@ -193,15 +156,13 @@ def test_a_launch_that_fails_breaks_the_workspace(
         all_reduce.fast_all_reduce(stage.x, "sum", NAME)
 
 
-def test_a_call_that_cannot_take_its_turn_is_not_noted(
-    stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_cannot_be_ordered_is_not_noted(stage: AllReduces) -> None:
     """Errors name calls by how often kernels were launched: one that was noted and not launched would shift them."""
 
     def refused(stream: int) -> None:
         raise RuntimeError("the driver refuses")
 
-    monkeypatch.setattr(all_reduce, "steps_on", lambda *_: (refused, None))
+    stage.gpu.orders[0] = SimpleNamespace(steps=lambda stream, external: (refused, None))
     with pytest.raises(RuntimeError, match="refuses"):
         all_reduce.fast_all_reduce(stage.x, "sum", NAME)
     assert not stage.workspace.noted and not stage.kernel.launched and stage.workspace.error is None
@@ -209,32 +170,23 @@ def test_a_call_that_cannot_take_its_turn_is_not_noted(
 
 @pytest.mark.parametrize("agree", [True, False])
 def test_a_call_that_ranks_would_run_differently_is_not_noted(
-    stage: SimpleNamespace, agree: bool, monkeypatch: pytest.MonkeyPatch
+    stage: AllReduces, agree: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Under what name the ranks prepare the call: one may make it in place and another one not.
-    under: list[str] = []
-    heap: Any = SimpleNamespace(world_size=2, group_name=NAME, prepare=lambda name, *_: under.append(name))
-    prepared = stage.workspace.prepared[15, torch.float32, "sum"]
-
     def differ(_: plan.Plan) -> None:
         if not agree:
             raise symm_mem.RankMismatch("a plan", NAME, 1, "unfused", "push")
 
-    monkeypatch.setattr(all_reduce, "heap_or_reason", lambda *_, **__: heap)
-    monkeypatch.setattr(all_reduce, "in_stream_order", lambda device: nullcontext())
-    monkeypatch.setattr(all_reduce, "num_sms", lambda device: 132)
-    monkeypatch.setattr(all_reduce, "_prepare", lambda *_: prepared)
     monkeypatch.setattr(all_reduce, "ran", differ)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
-    x: Any = torch.empty(5, 3, device="meta")
-    for out, op in ((None, "one_shot_all_reduce"), (x, "one_shot_all_reduce_")):
+    x = stage.x
+    for out, op in ((torch.empty_like(x), "one_shot_all_reduce"), (x, "one_shot_all_reduce_")):
         with nullcontext() if agree else pytest.raises(symm_mem.RankMismatch):
-            all_reduce.run_all_reduce(x, "sum", stage.group, out, op=op)
+            all_reduce._on_cuda(stage.where, (x, out), "sum", None, op)
     assert len(stage.workspace.noted) == len(stage.kernel.launched) == (2 if agree else 0)
-    assert under == ["one_shot_all_reduce"] * 2
+    # The ranks prepare it under one name: one may make it in place and another one not.
+    assert stage.together == ["one_shot_all_reduce"] * 2
 
 
-def test_the_function_takes_it_without_the_dispatcher(stage: SimpleNamespace) -> None:
+def test_the_function_takes_it_without_the_dispatcher(stage: AllReduces) -> None:
     x = stage.x
     out = one_shot_all_reduce(x, "sum", NAME)
     assert one_shot_all_reduce_(x, "sum", NAME) is x
@@ -262,18 +214,18 @@ def test_the_function_takes_it_without_the_dispatcher(stage: SimpleNamespace) ->
 )
 @pytest.mark.parametrize("before", [False, True])
 def test_the_function_leaves_other_tensors_to_the_dispatcher(
-    stage: SimpleNamespace, other: Any, before: bool
+    stage: AllReduces, other: Any, before: bool
 ) -> None:
     if before:
         one_shot_all_reduce(stage.x, "sum", NAME)
         stage.kernel.launched.clear()
-    with pytest.raises((ValueError, RuntimeError)):  # the group is none
+    with pytest.raises((*SLOW, RuntimeError)):
         one_shot_all_reduce(other(stage.x), "sum", NAME)
     assert not stage.kernel.launched
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_what_is_lazily_negated_is_negated_first(stage: SimpleNamespace, before: bool) -> None:
+def test_what_is_lazily_negated_is_negated_first(stage: AllReduces, before: bool) -> None:
     if before:
         one_shot_all_reduce(stage.x, "sum", NAME)
     one_shot_all_reduce(torch._neg_view(stage.x), "sum", NAME)
@@ -292,13 +244,13 @@ def test_nccl_is_taken_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_changes_while_a_call_looks_is_not_kept(
-    stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    stage: AllReduces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread grows the workspace after this one has looked it up: the next call sees the new one."""
     looked_up, other = all_reduce.timeout, Workspace()
 
     def meanwhile(*args: Any) -> int:
-        stage.workspaces["all_reduce", 7, 0] = other
+        stage.workspaces["all_reduce", STREAM, 0] = other
         return looked_up(*args)
 
     monkeypatch.setattr(all_reduce, "timeout", meanwhile)
@@ -307,14 +259,14 @@ def test_what_changes_while_a_call_looks_is_not_kept(
 
 
 @pytest.mark.parametrize("seconds", [0.5, 2])
-def test_the_deadline_is_what_was_said_last(stage: SimpleNamespace, seconds: float) -> None:
+def test_the_deadline_is_what_was_said_last(stage: AllReduces, seconds: float) -> None:
     for said in (7, seconds):
         symm_mem.set_timeout(said, NAME)
         all_reduce.fast_all_reduce(stage.x, "sum", NAME)
         assert stage.kernel.launched.pop()[2] == int(said * 1e9)
 
 
-def test_findings_are_few(stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_calls_are_few(stage: AllReduces, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_cache, "_MOST", 3)
     for rows in range(1, 16):
         x = torch.randn(15).view(-1, 3)[:, :1].new_ones(rows, 15 // rows if 15 % rows == 0 else 1)

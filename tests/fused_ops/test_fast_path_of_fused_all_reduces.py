@@ -1,26 +1,30 @@
-"""The short ways of fused_matmul_all_reduce and fused_all_reduce_rms_norm, without a GPU: when they are taken."""
+"""The fast paths of fused_matmul_all_reduce and fused_all_reduce_rms_norm, without a GPU: when they are taken."""
 
 from __future__ import annotations
 
-import weakref
 from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import fake_gpu
 import pytest
 import torch
-from test_fast_path_of_matmuls import LONG, NAME, OTHERS, Group, Workspace
+import torch.distributed as dist
+from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, Stage, Workspace, assert_slow
+from test_fast_path_of_matmuls import OTHERS
 from weft import symm_mem
 from weft.fused_ops import fused_all_reduce_rms_norm, fused_matmul_all_reduce
-from weft.fused_ops.dispatch import fast_path, plan, stream_order
+from weft.fused_ops.dispatch import fast_path, plan
+from weft.fused_ops.dispatch.workspaces import AROUND_MATMULS
 from weft.fused_ops.ops import all_reduce, all_reduce_rms_norm, matmul_all_reduce
-from weft.symm_mem import call_cache, timeouts
+from weft.symm_mem import call_cache
 from weft.symm_mem.call_cache import CachedDict
 from weft.symm_mem.failure.call_log import CallLog
-from weft.symm_mem.heap import registry
+from weft.symm_mem.heap.registry import register_heap
 from weft.symm_mem.workspace import Workspace as HeapWorkspace
 
+gpu_stage = fake_gpu.stage
 EPS = 1e-5
 
 
@@ -36,77 +40,57 @@ class Kernel:
         self.launched.append(args)
 
 
-class Noting(Workspace):
-    """A workspace that keeps whose calls it takes."""
+class Fused(Stage):
+    """A call of each op was made before."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.noted: list[str] = []
-
-    def raise_if_broken(self, op: str, inside: int = 0, grids: tuple[int, ...] = ()) -> None:
-        super().raise_if_broken(op, inside, grids)
-        self.noted.append(op)
+    kernel: Any
+    product: tuple[torch.Tensor, torch.Tensor]
+    norm: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A GPU, a group and a workspace that are none, and a call of each op that was made before."""
-    group, kernel, workspace = Group(), Kernel(), Noting()
-    stage = SimpleNamespace(group=group, owner=group, kernel=kernel, workspace=workspace)
-    stage.capturing, stage.device, stage.stream = False, 0, 7
-    stage.where = SimpleNamespace(workspaces=CachedDict({("all_reduce", 7, 0): workspace}))
-
-    def resolve(name: str) -> object:
-        if stage.group is None:
-            raise RuntimeError("destroyed")
-        return stage.group
-
-    monkeypatch.setitem(registry._heaps, (NAME, "cuda", 0), (weakref.ref(group), stage.where))
-    monkeypatch.setattr(timeouts, "_per_group", CachedDict())
-    monkeypatch.setattr(registry, "_resolve_process_group", resolve)
-    monkeypatch.setattr(stream_order, "_turns_of", lambda index: stream_order.StreamOrder(9))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda device: (3, 0, 1), raising=False)
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stage.device, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stage.capturing, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stage.stream, raising=False)
+def stage(gpu_stage: Fused) -> Fused:
+    stage, workspace = gpu_stage, gpu_stage.workspace
+    for kind in AROUND_MATMULS:
+        del stage.workspaces[kind, STREAM, 0]
+    kernel = stage.kernel = Kernel()
     dtype = torch.float32
-    workspace.prepared[6 * 5, dtype, "sum"] = all_reduce._Prepared(workspace, kernel, plan.Plan("push"), 123)
+    made: Any = all_reduce._Prepared(workspace, kernel, plan.Plan("push"), 123)  # type: ignore[arg-type]
+    workspace.prepared[6 * 5, dtype, "sum"] = made
     A, B = torch.randn(3, 2, 4), torch.randn(4, 5)
     x, residual, weight = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8)
     stage.product, stage.norm = (A, B), (x, residual, weight)
     results = [torch.empty_like(x), torch.empty_like(x)]
-    made = fast_path.LaunchedCall(all_reduce_rms_norm.host.OP, EPS, stage.norm, stage.norm, results)
-    fast_path.remember_call(made, workspace, kernel, plan.Plan("push"), profitable=True)
+    call = fast_path.LaunchedCall(all_reduce_rms_norm.host.OP, EPS, stage.norm, stage.norm, results)
+    fast_path.remember_call(call, workspace, kernel, plan.Plan("push"), profitable=True)  # type: ignore[arg-type]
     for a in (A, A.flatten(0, 1)):
-        matmul_all_reduce._remember(a, B, "sum", group, a @ B)
+        matmul_all_reduce._remember(a, B, "sum", stage.group, a @ B)
     return stage
 
 
-def test_the_product_is_summed_where_it_lies(stage: SimpleNamespace) -> None:
+def test_the_matmul_is_summed_where_it_lies(stage: Fused) -> None:
     A, B = stage.product
     for a in (A, A.flatten(0, 1), torch.randn_like(A)):
         for call in (fused_matmul_all_reduce, torch.ops.weft.fused_matmul_all_reduce):
             out = call(a, B, "sum", NAME)
             assert torch.equal(out, a @ B) and out.is_contiguous()
             (launched,) = stage.kernel.launched
-            assert launched == (out.data_ptr(), out.data_ptr(), 300_000_000_000, 7)
+            assert launched == (out.data_ptr(), out.data_ptr(), DEADLINE, STREAM)
             assert plan.last_plan().algorithm == "two_kernels"
             stage.kernel.launched.clear()
     assert stage.workspace.noted == 6 * ["fused_matmul_all_reduce"], "an error names the op that was called"
 
 
-def test_errors_name_the_product_where_the_all_reduce_goes_the_long_way(
-    stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+def test_errors_name_the_matmul_where_the_all_reduce_takes_the_slow_path(
+    stage: Fused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named = []
-    monkeypatch.setattr(all_reduce, "fast_all_reduce", lambda *_: None)
     monkeypatch.setattr(all_reduce, "run_all_reduce", lambda *args, op, **_: named.append(op))
     all_reduce.in_place(stage.norm[0], "sum", stage.group, "fused_matmul_all_reduce")
     assert named == ["fused_matmul_all_reduce"]
 
 
-def test_errors_name_the_line_of_the_product(stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_the_line_of_the_matmul(stage: Fused, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = CallLog(2, lambda: 1.0, replayed=False)
     fault = SimpleNamespace(error=None, written=SimpleNamespace(value=0))
     real: Any = SimpleNamespace(fault=fault, _calls=calls, _is_double_buffered=False)
@@ -119,8 +103,8 @@ def test_errors_name_the_line_of_the_product(stage: SimpleNamespace, monkeypatch
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the driver refuses"), KeyboardInterrupt()])
-def test_a_launch_behind_the_product_that_fails_breaks_the_workspace(
-    stage: SimpleNamespace, error: BaseException, monkeypatch: pytest.MonkeyPatch
+def test_a_launch_behind_the_matmul_that_fails_breaks_the_workspace(
+    stage: Fused, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: Any) -> None:
         raise error
@@ -132,26 +116,26 @@ def test_a_launch_behind_the_product_that_fails_breaks_the_workspace(
         fused_matmul_all_reduce(*stage.product, "sum", NAME)
 
 
-def test_a_product_that_must_run_in_one_kernel_is_no_product_and_sum(stage: SimpleNamespace) -> None:
+def test_a_matmul_that_must_run_in_one_kernel_is_no_matmul_and_sum(stage: Fused) -> None:
     assert fused_matmul_all_reduce(*stage.product, "sum", NAME) is not None
     with plan.forced("fused"):
         assert matmul_all_reduce.fast_matmul_all_reduce(*stage.product, "sum", NAME) is None
     assert matmul_all_reduce.fast_matmul_all_reduce(*stage.product, "sum", NAME) is not None
 
 
-def test_the_norm_is_launched_as_on_the_long_way(stage: SimpleNamespace) -> None:
+def test_the_norm_is_launched_as_on_the_slow_path(stage: Fused) -> None:
     given = [t.clone() for t in stage.norm]
     for call in (fused_all_reduce_rms_norm, torch.ops.weft.fused_all_reduce_rms_norm):
         normed, sums = call(*given, EPS, NAME)
         assert normed.shape == sums.shape == given[0].shape and normed.data_ptr() != sums.data_ptr()
         operands, results = [[t.data_ptr() for t in ts] for ts in (given, (normed, sums))]
-        assert stage.kernel.launched.pop() == (0, operands, results, 300_000_000_000, 7)
+        assert stage.kernel.launched.pop() == (0, operands, results, DEADLINE, STREAM)
     symm_mem.set_timeout(0.5, NAME)
     fused_all_reduce_rms_norm(*given, EPS, NAME)
     assert stage.kernel.launched.pop()[-2] == 500_000_000
 
 
-def calls(stage: SimpleNamespace) -> list[Any]:
+def calls(stage: Fused) -> list[Any]:
     return [
         lambda: fused_matmul_all_reduce(*stage.product, "sum", NAME),
         lambda: fused_all_reduce_rms_norm(*stage.norm, EPS, NAME),
@@ -172,45 +156,46 @@ WHY = [
 
 
 @pytest.mark.parametrize("why", [*WHY, "unfused", "checked"])
-def test_they_are_not_taken_when_the_world_has_changed(stage: SimpleNamespace, why: str) -> None:
+def test_they_are_not_taken_when_the_world_has_changed(stage: Fused, why: str) -> None:
     for call in calls(stage):
         call()
     stage.kernel.launched.clear()
+    group = stage.group  # which a program may keep
     with ExitStack() as stack:
         if why == "capturing":
-            stage.capturing = True
+            stage.gpu.graphs[STREAM] = ("ACTIVE", 77)
         elif why == "device":
-            stage.device = 1
+            stage.gpu.device = 1
         elif why == "another group":
-            stage.group = SimpleNamespace(group_name=NAME)
+            dist.destroy_process_group()
+            stage.begin_group()
         elif why == "destroyed":
-            stage.group = None
+            dist.destroy_process_group()
         elif why == "stream":
-            stage.stream = 8
+            stage.gpu.now = 8
         elif why == "grown":
-            stage.where.workspaces["all_reduce", 7, 0] = Workspace()
+            stage.workspaces["all_reduce", STREAM, 0] = Workspace()
         elif why == "reset":
             stage.workspace.prepared.clear()
         elif why == "gone":
-            stage.where.workspaces.clear()
+            stage.workspaces.clear()
         elif why == "another heap":
-            another = SimpleNamespace(workspaces=CachedDict())
-            registry._heaps[NAME, "cuda", 0] = weakref.ref(stage.group), another
+            another: Any = SimpleNamespace(workspaces=CachedDict())
+            register_heap(stage.group, "cuda", 0, another)
         elif why == "unfused":
             stack.enter_context(plan.forced("unfused"))
         else:
             symm_mem.set_checked(True)
             stack.callback(symm_mem.set_checked, False)
         for call in calls(stage):
-            with pytest.raises(ValueError, match=LONG):
-                call()
-    assert not stage.kernel.launched
+            assert_slow(call)
+    assert not stage.kernel.launched and group is not None
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("other", [kind for kind in OTHERS if kind != "nested"])
 @pytest.mark.parametrize("position", [0, 1])
-def test_other_tensors_go_the_long_way(stage: SimpleNamespace, other: str, position: int) -> None:
+def test_other_tensors_take_the_slow_path(stage: Fused, other: str, position: int) -> None:
     product, norm = list(stage.product), list(stage.norm)
     for given in (product, norm):
         given[position] = OTHERS[other](given[position])
@@ -219,10 +204,10 @@ def test_other_tensors_go_the_long_way(stage: SimpleNamespace, other: str, posit
     assert not stage.kernel.launched
 
 
-def test_other_arguments_go_the_long_way(stage: SimpleNamespace) -> None:
-    with pytest.raises(ValueError, match=LONG):
+def test_other_arguments_take_the_slow_path(stage: Fused) -> None:
+    with pytest.raises(SLOW, match=TAKEN):
         fused_matmul_all_reduce(*stage.product, "avg", NAME)
-    with pytest.raises(ValueError, match=LONG):
+    with pytest.raises(SLOW, match=TAKEN):
         fused_all_reduce_rms_norm(*stage.norm, 1e-6, NAME)
     with pytest.raises(TypeError, match="eps: is"):
         fused_all_reduce_rms_norm(*stage.norm, True, NAME)
@@ -231,7 +216,7 @@ def test_other_arguments_go_the_long_way(stage: SimpleNamespace) -> None:
     assert not stage.kernel.launched
 
 
-def test_true_is_no_eps_where_one_was(stage: SimpleNamespace) -> None:
+def test_true_is_no_eps_where_one_was(stage: Fused) -> None:
     results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
     made = fast_path.LaunchedCall(all_reduce_rms_norm.host.OP, 1.0, stage.norm, stage.norm, results)
     fast_path.remember_call(made, stage.workspace, stage.kernel, plan.Plan("push"), profitable=True)
@@ -241,8 +226,8 @@ def test_true_is_no_eps_where_one_was(stage: SimpleNamespace) -> None:
         fused_all_reduce_rms_norm(*stage.norm, True, NAME)
 
 
-def test_what_is_remembered_already_makes_no_end_of_what_was_found(stage: SimpleNamespace) -> None:
-    """A rank's own long way, for a call that others make for the first time, say."""
+def test_what_is_remembered_already_makes_no_end_of_what_was_found(stage: Fused) -> None:
+    """A rank's own slow path, for a call that others make for the first time, say."""
     fused_all_reduce_rms_norm(*stage.norm, EPS, NAME)
     results = [torch.empty_like(stage.norm[0]) for _ in range(2)]
     for ran, is_kept in ((plan.Plan("push"), True), (plan.Plan("one_shot"), False)):
@@ -252,7 +237,7 @@ def test_what_is_remembered_already_makes_no_end_of_what_was_found(stage: Simple
         assert (call_cache.cached_calls is kept) == is_kept
 
 
-def test_nothing_is_found_in_the_checked_mode(stage: SimpleNamespace) -> None:
+def test_nothing_is_found_in_the_checked_mode(stage: Fused) -> None:
     out = fused_matmul_all_reduce(*stage.product, "sum", NAME)
     key = out.numel(), out.dtype, "sum"
     stage.workspace.prepared = CachedDict({key: stage.workspace.prepared[key]})
@@ -265,7 +250,7 @@ def test_nothing_is_found_in_the_checked_mode(stage: SimpleNamespace) -> None:
             symm_mem.set_checked(False)
 
 
-def test_a_broken_group_is_not_used(stage: SimpleNamespace) -> None:
+def test_a_broken_group_is_not_used(stage: Fused) -> None:
     stage.workspace.error = symm_mem.WeftError("a wait has expired")
     for call in calls(stage):
         with pytest.raises(symm_mem.WeftError, match="expired"):
@@ -273,15 +258,13 @@ def test_a_broken_group_is_not_used(stage: SimpleNamespace) -> None:
     assert not stage.kernel.launched
 
 
-def test_a_norm_that_cannot_take_its_turn_is_not_noted(
-    stage: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_norm_that_cannot_be_ordered_is_not_noted(stage: Fused, monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors name calls by how often kernels were launched."""
 
     def refused(stream: int) -> None:
         raise RuntimeError("the driver refuses")
 
-    monkeypatch.setattr(fast_path, "steps_on", lambda *_: (refused, None))
+    stage.gpu.orders[0] = SimpleNamespace(steps=lambda stream, external: (refused, None))
     monkeypatch.setattr(stage.workspace, "raise_if_broken", lambda *_: pytest.fail("it is noted"))
     with pytest.raises(RuntimeError, match="refuses"):
         fused_all_reduce_rms_norm(*stage.norm, EPS, NAME)

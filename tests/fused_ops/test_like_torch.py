@@ -188,7 +188,7 @@ def test_an_average_of_large_numbers(device: str) -> None:
 
 def in_place(rank: int, world_size: int) -> None:
     group = world()
-    for _ in range(3):  # on CUDA by the short way, too
+    for _ in range(3):  # on CUDA by the fast path, too
         w, t = torch.full((3,), 2.0, requires_grad=True), torch.full((3,), 3.0)
         y = (w * t).sum()
         one_shot_all_reduce_(t, "sum", group)

@@ -6,24 +6,25 @@ Operands are small whole numbers and sums stay below 256: every rounding on the 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from unittest import mock
 
+import algorithms
 import pytest
 import torch
-from algorithms import ALGORITHMS, taking
+from algorithms import ALGORITHMS
 from opcommon import gathered, matrix, poison, same_on_all, whole, world
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, last_plan
 from weft.fused_ops.dispatch.plan import forced
 from weft.kernels.all_gather_matmul import configs as gather_configs
-from weft.kernels.all_gather_matmul import on_cuda as gather_on_cuda
 from weft.kernels.all_gather_matmul.configs import AllGatherMatmulProblem, GatherPushConfig
 from weft.kernels.device.gemm import gemm_tiles
 from weft.kernels.device.gemm.gemm_tiles import TILES, WIDEST, Tile
 from weft.kernels.device.gemm.one_shot import MOST_BYTES
-from weft.kernels.device.tuning.choice import KernelChoices
-from weft.kernels.matmul_reduce_scatter import on_cuda as scatter_on_cuda
 
 pytestmark = pytest.mark.gpu
 
@@ -40,33 +41,43 @@ SHAPES = [  # m, K, N of each B
 ]
 
 
-def both_ops(
-    m: int,
-    k: int,
-    ns: list[int],
-    dtype: torch.dtype,
-    transposed: bool,
-    what: str,
-    return_A: bool,
-    algorithm: str = "push",
-) -> None:
-    rank, size = world().rank(), world().size()
-    shard, Bs = whole(m, k, dtype=dtype), [matrix(k, n, dtype, transposed) for n in ns]
+@dataclass(frozen=True)
+class Problem:
+    """A shard [m, k], and Bs [k, n] with the columns ``ns``; ``what`` is said where a result is wrong."""
+
+    m: int
+    k: int
+    ns: list[int]
+    dtype: torch.dtype
+    transposed: bool
+    what: str
+
+    def operands(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        shard = whole(self.m, self.k, dtype=self.dtype)
+        return shard, [matrix(self.k, n, self.dtype, self.transposed) for n in self.ns]
+
+
+def gathers(problem: Problem, return_A: bool, algorithm: str = "push") -> None:
+    (shard, Bs), what = problem.operands(), problem.what
     A, outs = fused_all_gather_matmul(shard, Bs, 0, world(), return_A=return_A)
     assert last_plan().algorithm == ("push" if return_A else algorithm), last_plan()
     want = gathered(shard).flatten(0, 1)
     assert (A is not None) is return_A
     assert A is None or torch.equal(A, want), f"gathered A, {what}"
     for out, B in zip(outs, Bs, strict=True):
-        assert torch.equal(out, (want.float() @ B.float()).to(dtype)), f"all-gather + matmul, {what}"
-    wide, B = whole(size * m, k, dtype=dtype), Bs[0]
+        assert torch.equal(out, (want.float() @ B.float()).to(problem.dtype)), f"all-gather + matmul, {what}"
+
+
+def scatters(problem: Problem, algorithm: str = "push") -> None:
+    rank, size, m, dtype, what = world().rank(), world().size(), problem.m, problem.dtype, problem.what
+    wide, B = whole(size * m, problem.k, dtype=dtype), problem.operands()[1][0]
     got = fused_matmul_reduce_scatter(wide, B, "sum", 0, world())
     assert last_plan().algorithm == algorithm, last_plan()
     parts = [
         a.chunk(size)[rank].float() @ b.float() for a, b in zip(gathered(wide), gathered(B), strict=True)
     ]
     assert torch.equal(got, sum(parts).to(dtype)), f"matmul + reduce-scatter, {what}"
-    # A buffer or a quarter of a large sum is no 16-bit number.
+    # A half or a quarter of a large sum is no 16-bit number.
     got = fused_matmul_reduce_scatter(wide, B, "avg", 0, world(), out_dtype=torch.float32)
     assert last_plan().algorithm == algorithm, last_plan()
     assert torch.equal(got, sum(parts) * (1 / size)), f"matmul + reduce-scatter in float32, {what}"
@@ -80,43 +91,56 @@ def both_ops(
 
 
 # By every block, or by some, which miss a tile meanwhile; steps of a short first wave; rows of a chunk; columns of a
-# unit.
+# k-chunk.
 SENT = ((0, 2, 64, 1024), (0, 0, 32, 512), (8, 0, 16, 256), (8, 1, 32, 512))
 
 
-def every_tile(rank: int, world_size: int) -> None:
+@contextmanager
+def chosen_anew() -> Iterator[None]:
+    """What was chosen for these shapes before is forgotten, the kernels with it; in the body they push."""
+    gather_configs.rank_gather_pushes.cache_clear()
+    symm_mem.reset()
+    with mock.patch.dict(algorithms._choices, clear=True), algorithms.taking("push"), forced("fused"):
+        yield
+
+
+def problems(rank: int, how: object) -> Iterator[Problem]:
+    for m, k, ns in SHAPES:
+        for dtype, transposed in ((torch.bfloat16, False), (torch.float16, True)):
+            poison(rank)
+            yield Problem(m, k, ns, dtype, transposed, f"{how}, {m, k, ns} {dtype}")
+
+
+def every_gather(rank: int, world_size: int) -> None:
     for tile in (*TILES, WIDEST):
         for sent in SENT:
 
             def only(
                 problem: AllGatherMatmulProblem, tile: Tile = tile, sent: tuple[int, int, int, int] = sent
             ) -> list[GatherPushConfig]:
-                comm_sms, lead, chunk_rows, units = sent
+                comm_sms, lead, chunk_rows, k_chunk_columns = sent
                 how = (tile, comm_sms, min(2, -(-problem.m // tile.block_m)), chunk_rows)
-                return [GatherPushConfig(*how, k_chunk_columns=units, missed=comm_sms // 8, lead=lead)]
+                return [
+                    GatherPushConfig(*how, k_chunk_columns=k_chunk_columns, missed=comm_sms // 8, lead=lead)
+                ]
 
-            # What was chosen for these shapes before is forgotten, the kernels with it.
-            gather_configs.rank_gather_pushes.cache_clear()
-            symm_mem.reset()
-            with (
-                taking("push"),
-                mock.patch.object(gather_on_cuda, "_choices", KernelChoices()),
-                mock.patch.object(scatter_on_cuda, "_choices", KernelChoices()),
-                mock.patch.object(gather_configs, "push_candidates", only),
-                mock.patch.object(gemm_tiles, "TILES", TILES if tile == WIDEST else (tile,)),
-                forced("fused"),
-            ):
-                for i, (m, k, ns) in enumerate(SHAPES):
-                    for dtype, transposed in ((torch.bfloat16, False), (torch.float16, True)):
-                        poison(rank)
-                        what = f"{tile}, {sent}, {m, k, ns} {dtype}"
-                        both_ops(m, k, ns, dtype, transposed, what, return_A=i % 2 == 0)
+            with chosen_anew(), mock.patch.object(gather_configs, "push_candidates", only):
+                for i, problem in enumerate(problems(rank, (tile, sent))):
+                    gathers(problem, return_A=i % 4 < 2)
+
+
+def every_scatter(rank: int, world_size: int) -> None:
+    for tile in TILES:
+        with chosen_anew(), mock.patch.object(gemm_tiles, "TILES", (tile,)):
+            for problem in problems(rank, tile):
+                scatters(problem)
 
 
 @pytest.mark.timeout(960)  # 4 ranks by turns on one GPU had not come to the end in 240 s
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_every_tile(world_size: int) -> None:
-    run_ranks(every_tile, world_size, device="cuda", fresh=True, timeout=900)
+@pytest.mark.parametrize("every", [every_gather, every_scatter])
+def test_every_tile(every: Callable[[int, int], None], world_size: int) -> None:
+    run_ranks(every, world_size, device="cuda", fresh=True, timeout=900)
 
 
 def mixed(rank: int, world_size: int, calls: int) -> None:
@@ -128,9 +152,11 @@ def mixed(rank: int, world_size: int, calls: int) -> None:
             m, k, ns = order.choice(SHAPES)
             dtype, transposed = order.choice((torch.bfloat16, torch.float16)), order.random() < 0.5
             algorithm, return_A = order.choice(ALGORITHMS), order.random() < 0.5
-            with taking(algorithm):
-                what = f"call {call}: {algorithm} {m, k, ns} {dtype}"
-                both_ops(m, k, ns, dtype, transposed, what, return_A, algorithm)
+            what = f"call {call}: {algorithm} {m, k, ns} {dtype}"
+            problem = Problem(m, k, ns, dtype, transposed, what)
+            with algorithms.taking(algorithm):
+                gathers(problem, return_A, algorithm)
+                scatters(problem, algorithm)
 
 
 @pytest.mark.gpu(own=True)  # by turns on one GPU it takes minutes
@@ -172,9 +198,9 @@ def in_place(rank: int, world_size: int, algorithm: str) -> None:
     ]:
         products = [a.float() @ b.float() for a, b in zip(gathered(A), gathered(B), strict=True)]
         want = sum(p.chunk(world_size, dim)[rank] for p in products).to(dtype)
-        for call in range(3):  # the long way, and the short one
+        for call in range(3):  # the slow path, and the fast one
             before = torch.cuda.memory_stats()["allocation.all.allocated"]
-            with forced("fused"), taking(algorithm):
+            with forced("fused"), algorithms.taking(algorithm):
                 got = fused_matmul_reduce_scatter(A, B, "sum", dim, world())
             made = torch.cuda.memory_stats()["allocation.all.allocated"] - before
             taken.add(last_plan().algorithm)
@@ -201,7 +227,7 @@ def equal_bs(rank: int, world_size: int) -> None:
         B = same_on_all(k, n).bfloat16()
         shard = torch.randn(m, k, dtype=torch.bfloat16)
         for algorithm in ALGORITHMS:
-            with taking(algorithm), forced("fused"):
+            with algorithms.taking(algorithm), forced("fused"):
                 _, (out,) = fused_all_gather_matmul(shard, [B], 0, world(), return_A=False)
             fits = 2 * world_size * m * k <= MOST_BYTES
             assert last_plan().algorithm == (algorithm if fits else "push")

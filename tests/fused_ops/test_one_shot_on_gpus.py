@@ -119,7 +119,7 @@ def fails(rank: int, world_size: int, op: str) -> None:
     torch.cuda.synchronize()
     refused = mock.patch.object(torch, "mm", side_effect=torch.OutOfMemoryError("no memory"))
     with forced("fused"), taking("one_shot"):
-        for called in range(2):  # the short way, and below torch's dispatcher
+        for called in range(2):  # the fast path, and below torch's dispatcher
             call = (fused_all_gather_matmul, torch.ops.weft.fused_all_gather_matmul)[called]
             if op == "gather":
                 given = problem.shard, problem.Bs, 0, world() if not called else world().group_name
@@ -135,7 +135,7 @@ def fails(rank: int, world_size: int, op: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["gather", "scatter"])
-def test_a_product_that_fails(op: str) -> None:
+def test_a_matmul_that_fails(op: str) -> None:
     run_ranks(fails, 2, op, device="cuda")
 
 

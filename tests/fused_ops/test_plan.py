@@ -22,7 +22,7 @@ def test_aligned_copies_only_what_lies_badly() -> None:
 
 
 @pytest.mark.parametrize(("text", "left"), [(None, 132), ("0", 132), ("32", 100)])
-def test_reserved_multiprocessors(monkeypatch: pytest.MonkeyPatch, text: str | None, left: int) -> None:
+def test_reserved_sms(monkeypatch: pytest.MonkeyPatch, text: str | None, left: int) -> None:
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
     )

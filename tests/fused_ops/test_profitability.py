@@ -1,4 +1,4 @@
-"""Whether fusing pays: where the op itself would run unfused, the answer is no; between CPU ranks it is yes."""
+"""Whether fusing is profitable: not where the op itself would run unfused; always between CPU ranks."""
 
 from __future__ import annotations
 
@@ -106,11 +106,32 @@ def test_what_the_kernels_do_not_take() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_empty_matrices_are_not_fused(op: str, dtype: torch.dtype, last: bool) -> None:
+    """Three rows, say, of which four ranks have none each."""
+    for m, n, k in ((0, 4096, 4096), (3, 4096, 4096), (4096, 0, 4096), (4096, 4096, 0)):
+        if m != 3 or not last:
+            candidate = FusionCandidate(op, m, n, k, 4, dtype, "cuda", last_dim=last)
+            assert why_not_profitable(candidate) is not None
+
+
+@pytest.mark.parametrize("aside", [False, True])
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 64, 64), (64, 0, 64), (64, 64, 0)])
+def test_no_kernel_is_profitable_for_empty_matrices(m: int, n: int, k: int, aside: bool) -> None:
+    assert not gather.gather_is_profitable(gather.AllGatherMatmulProblem(m, (n,), k, 4, 132, aside))
+    assert not scatter.scatter_is_profitable(
+        scatter.MatmulReduceScatterProblem(m, n, k, 4, 132, split_n=aside)
+    )
+
+
+@pytest.mark.usefixtures("hopper")
 def test_large_all_reduces_are_left_to_the_backend() -> None:
     assert why_not_profitable(FusionCandidate("all_reduce", 8192, 4096, 0, 4, BF16, "cuda")) is None
     assert "64 MiB" in str(why_not_profitable(FusionCandidate("all_reduce", 8193, 4096, 0, 4, BF16, "cuda")))
     assert why_not_profitable(FusionCandidate("all_reduce", 8193, 4096, 0, 2, BF16, "cuda")) is None
-    # In one kernel with its product it may pay, of 16 bits.
+    # In one kernel with its matmul it may be profitable, of 16 bits.
     assert (
         why_not_profitable(FusionCandidate("matmul_all_reduce", 16384, 4096, 4096, 4, BF16, "cuda")) is None
     )

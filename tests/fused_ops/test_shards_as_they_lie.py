@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import fake_gpu
 import pytest
 import torch
 from algorithms import ALGORITHMS, taking
+from fake_gpu import NAME, WORLD_SIZE, Stage
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops import all_gather_matmul
 from weft.fused_ops.ops.calls import AllGatherMatmulCall
 from weft.kernels.all_gather_matmul import on_cuda
+from weft.symm_mem.call_cache import CachedDict
 
-WORLD_SIZE = 2
+stage = fake_gpu.stage
 
 
 class Kernels:
@@ -44,26 +46,13 @@ class OneShot(Kernels):
 
 
 @pytest.fixture
-def where(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A heap and a GPU that are none."""
-    heap, prepared = SimpleNamespace(prepare=lambda op, same, step: step()), dict[Any, Any]()
-    workspace = SimpleNamespace(
-        world_size=WORLD_SIZE,
-        prepared=prepared,
-        keep=prepared.__setitem__,
-        heap=heap,
-        layout=SimpleNamespace(bytes=0),
-        next_buffer=lambda: 0,
-    )
-    workspace.raise_if_broken = lambda op: None
-    monkeypatch.setattr(all_gather_matmul, "num_sms", lambda device: 132)
-    monkeypatch.setattr(all_gather_matmul, "in_stream_order", lambda device: nullcontext())
-    monkeypatch.setattr(all_gather_matmul, "product_workspace", lambda *_: workspace)
-    monkeypatch.setattr(all_gather_matmul, "get_timeout", lambda name: 1.0)
+def where(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A heap whose workspace is empty."""
+    prepared = stage.workspace.prepared = CachedDict()  # type: ignore[assignment]
+    stage.workspace.heap = SimpleNamespace(prepare=lambda op, same, step: step())
     monkeypatch.setattr(on_cuda.cuda_kernel, "AllGatherMatmulPushes", Kernels)
     monkeypatch.setattr(on_cuda, "AllGatherMatmulOneShot", OneShot)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    return SimpleNamespace(world_size=WORLD_SIZE, group_name="a group", workspace=workspace)
+    return SimpleNamespace(**vars(stage.where), prepared=prepared)
 
 
 def numbers(*shape: int) -> torch.Tensor:
@@ -71,12 +60,12 @@ def numbers(*shape: int) -> torch.Tensor:
 
 
 def kernels(where: SimpleNamespace) -> Kernels:
-    (made,) = (x for x in where.workspace.prepared.values() if isinstance(x, Kernels))
+    (made,) = (x for x in where.prepared.values() if isinstance(x, Kernels))
     return made
 
 
 def remembered(where: SimpleNamespace) -> int:
-    return sum(isinstance(key, tuple) for key in where.workspace.prepared)
+    return sum(isinstance(key, tuple) for key in where.prepared)
 
 
 CASES = {  # the shard, the dimension, the rows' stride as the kernels see it; 0 where they are given a copy
@@ -101,7 +90,7 @@ def test_rows_at_one_distance_are_not_copied(
     last = dim == shard.dim() - 1
     bs = [numbers(WORLD_SIZE * 24 if last else 24, n) for n in (16, 40)]
     with forced("fused"), taking(algorithm):
-        done = all_gather_matmul._on_cuda(where, AllGatherMatmulCall(shard, bs, dim, "a group", return_A))
+        done = all_gather_matmul._on_cuda(where, AllGatherMatmulCall(shard, bs, dim, NAME, return_A))
     assert not isinstance(done, str)
     A, outs = done
     assert isinstance(kernels(where), OneShot) is (algorithm == "one_shot" and not last and not return_A)
@@ -109,7 +98,7 @@ def test_rows_at_one_distance_are_not_copied(
     assert kernels(where).sizes == [last, (shard.numel() // 24, 24), (stride or 24, 1)]
     assert Kernels.operands[1:] == [b.data_ptr() for b in bs]
     assert (Kernels.operands[0] == rows.data_ptr()) is bool(stride)
-    assert remembered(where) == bool(stride), "what is copied takes the long way again"
+    assert remembered(where) == bool(stride), "what is copied takes the slow path again"
     for out, columns in zip(
         [*outs, A] if A is not None else outs, (16, 40, 48 if last else 24), strict=False
     ):
@@ -124,5 +113,5 @@ def test_rows_at_one_distance_are_not_copied(
 def test_float32_of_the_last_dimension_is_left(where: SimpleNamespace) -> None:
     shard, b = torch.randn(6, 24), torch.randn(48, 16)
     with forced("fused"):
-        said = all_gather_matmul._on_cuda(where, AllGatherMatmulCall(shard, [b], 1, "a group", False))
+        said = all_gather_matmul._on_cuda(where, AllGatherMatmulCall(shard, [b], 1, NAME, False))
     assert said == "the last dimension is gathered, for which no kernel takes torch.float32 operands"

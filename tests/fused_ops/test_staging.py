@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import fake_gpu
 import pytest
 import torch
+from fake_gpu import NAME, Stage
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft.fused_ops.dispatch import plan
 from weft.fused_ops.dispatch.staging import Staging, rows_of
 from weft.fused_ops.ops import all_gather_matmul, all_reduce, matmul_all_reduce, matmul_reduce_scatter
 from weft.fused_ops.ops.calls import AllGatherMatmulCall, MatmulReduceScatterCall
-from weft.kernels.device.tuning.choice import KernelChoice
-from weft.symm_mem.layout import Layout
 
+stage = fake_gpu.stage
 SIZE = 2
 WHERE: Any = SimpleNamespace(world_size=SIZE, group_name="a group", workspaces={})
 
@@ -46,55 +48,40 @@ def no_copies() -> Iterator[None]:
 
 
 SHARD = torch.randn(4, 6, 8).transpose(0, 1)  # its rows lie at no one distance
-CALLS: dict[str, Callable[[], object]] = {
-    "all_gather_matmul": lambda: all_gather_matmul._on_cuda(
-        WHERE, AllGatherMatmulCall(SHARD, [misaligned(8, 16), misaligned(8, 4)], 0, "a group", False)
+CALLS: dict[str, Callable[[int], object]] = {
+    "all_gather_matmul": lambda n: all_gather_matmul._on_cuda(
+        WHERE, AllGatherMatmulCall(SHARD, [misaligned(8, n), misaligned(8, 4)], 0, "a group", False)
     ),
-    "matmul_reduce_scatter": lambda: matmul_reduce_scatter._on_cuda(
-        WHERE, MatmulReduceScatterCall(SHARD, misaligned(8, 16), "sum", 0, "a group", torch.float32)
+    "matmul_reduce_scatter": lambda n: matmul_reduce_scatter._on_cuda(
+        WHERE, MatmulReduceScatterCall(SHARD, misaligned(8, n), "sum", 0, "a group", torch.float32)
     ),
-    "matmul_all_reduce": lambda: matmul_all_reduce._in_one_kernel(
-        WHERE, misaligned(4, 8), misaligned(8, 16), "sum"
+    "matmul_all_reduce": lambda n: matmul_all_reduce._in_one_kernel(
+        WHERE, misaligned(4, 8), misaligned(8, n), "sum"
     ),
 }
 
 
-@pytest.fixture(params=["no kernel", "not profitable"])
-def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = Layout(SIZE, 0, 8)
-    choice = "no kernel" if request.param == "no kernel" else KernelChoice("push", None, layout, False)
-    for name in (
-        "all_gather_matmul.on_cuda.choose_gather_kernel",
-        "matmul_reduce_scatter.on_cuda.choose_scatter_kernel",
-        "matmul_reduce_scatter.to_all.choose_sum_to_all",
-    ):
-        monkeypatch.setattr(f"weft.kernels.{name}", lambda *_: choice)
-    for module in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce):
-        monkeypatch.setattr(module, "num_sms", lambda device: 132)
-
-
-@pytest.mark.usefixtures("chosen")
+@pytest.mark.usefixtures("stage")
+@pytest.mark.parametrize("n", [6, 16], ids=["no kernel", "not profitable"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_runs_unfused_copies_nothing(name: str) -> None:
+def test_a_call_that_runs_unfused_copies_nothing(name: str, n: int) -> None:
     with no_copies():
-        assert CALLS[name]() is None or isinstance(CALLS[name](), str)
+        reason = CALLS[name](n)
+    if name != "matmul_all_reduce":
+        assert ("multiple of 16 bytes" if n == 6 else "too little") in str(reason)
+    else:
+        assert reason is None
 
 
-def test_a_product_with_a_sum_behind_it_copies_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matmul_with_a_sum_behind_it_copies_no_weight(stage: Stage) -> None:
     """cuBLAS takes it as it lies."""
-    monkeypatch.setattr(matmul_all_reduce, "heap_or_reason", lambda *_, **__: WHERE)
-    monkeypatch.setattr(matmul_all_reduce, "on", lambda device: nullcontext())
-    monkeypatch.setattr(matmul_all_reduce, "num_sms", lambda device: 132)
-    monkeypatch.setattr("weft.kernels.matmul_reduce_scatter.to_all.choose_sum_to_all", lambda *_: "no")
-    monkeypatch.setattr("weft.kernels.matmul_all_reduce.configs.choose_matmul_all_reduce", lambda *_: None)
-    monkeypatch.setattr(all_reduce, "in_place", lambda out, *_: out)
-    monkeypatch.setattr(matmul_all_reduce, "_remember", lambda *_: None)
     A, B = misaligned(4, 8), misaligned(8, 16)
-    monkeypatch.setattr(torch.Tensor, "device", SimpleNamespace(type="cuda", index=0))
+    kernel: Any = SimpleNamespace(launch=lambda *_: None, grids=())
+    made = all_reduce._Prepared(stage.workspace, kernel, plan.Plan("push"), 1)  # type: ignore[arg-type]
+    stage.workspace.prepared[64, A.dtype, "sum"] = made
     with no_copies():
-        out = matmul_all_reduce.run_matmul_all_reduce(A, B, "sum", None)  # type: ignore[arg-type]
-    monkeypatch.undo()
-    assert torch.equal(out, A @ B)
+        out = matmul_all_reduce._on_cuda(stage.where, A, B, "sum", stage.group)
+    assert plan.last_plan().algorithm == "two_kernels" and torch.equal(out, A @ B)
 
 
 def test_what_lies_well_is_taken_as_it_is() -> None:
@@ -128,26 +115,18 @@ def test_what_does_not_is_copied_once_and_said(x: Tensor, why: str) -> None:
     assert staging.reason == (f"each call copies operands: {why}" if why else "")
 
 
-def test_why_is_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans: list[plan.Plan] = []
-    monkeypatch.setattr(all_gather_matmul, "ran", plans.append)
-    on_cuda = "weft.kernels.all_gather_matmul.on_cuda"
-    monkeypatch.setattr(all_gather_matmul, "num_sms", lambda device: 132)
-    monkeypatch.setattr(all_gather_matmul, "in_stream_order", lambda device: nullcontext())
-    workspace = SimpleNamespace(layout=SimpleNamespace(bytes=7), raise_if_broken=lambda op: None, prepared={})
-    monkeypatch.setattr(all_gather_matmul, "product_workspace", lambda *_: workspace)
-    choice = KernelChoice("push", None, Layout(SIZE, 0, 8), profitable=True)
-    monkeypatch.setattr(f"{on_cuda}.choose_gather_kernel", lambda *_: choice)
-    monkeypatch.setattr(f"{on_cuda}.tuned_gather", lambda *_, **__: (choice, "tuned"))
-    seen: list[Tensor] = []
+def test_why_is_in_the_plan(stage: Stage) -> None:
+    A, B, seen = torch.randn(4, 8).bfloat16(), misaligned(8, 16).bfloat16(), []
+    B = torch.empty(129, dtype=B.dtype)[1:].view(8, 16).copy_(B)
 
-    def launch(*args: Any, **_: Any) -> tuple[None, list[Tensor]]:
-        seen.extend(next(getattr(x, "bs", x) for x in args if isinstance(x, list) or hasattr(x, "bs")))
-        return None, [torch.empty(SIZE, 4, 16)]
+    class Kernel:
+        def launch(self, buffer: int, operands: list[int], *_: Any) -> None:
+            seen.append(ctypes.string_at(operands[1], B.nbytes))
 
-    monkeypatch.setattr(f"{on_cuda}.launch_all_gather_matmul", launch)
-    B = misaligned(8, 16)
-    all_gather_matmul._on_cuda(WHERE, AllGatherMatmulCall(torch.randn(4, 8), [B], 0, "a group", False))
-    why = "each call copies operands: Bs[0] begins 4 bytes behind a multiple of 16"
-    assert plans == [plan.Plan("push", why, 7, "tuned")]
-    assert torch.equal(seen[0], B), "it is filled at the launch"
+    stage.workspace.prepared.kernel = Kernel()
+    all_gather_matmul._on_cuda(stage.where, AllGatherMatmulCall(A, [B], 0, NAME, True))
+    why = "each call copies operands: Bs[0] begins 2 bytes behind a multiple of 16"
+    assert plan.last_plan() == plan.Plan("push", why, 0, "from the model")
+    assert torch.equal(torch.frombuffer(bytearray(seen[0]), dtype=B.dtype).view(8, 16), B), (
+        "filled at the launch"
+    )

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
-from weft.fused_ops.dispatch import stream_order
 from weft.fused_ops.dispatch.plan import forced
+from weft.symm_mem.backends import cuda_state
 
 pytestmark = pytest.mark.gpu
 
@@ -125,4 +125,4 @@ def test_a_call_waits_for_the_last_call_and_not_for_what_lies_behind_it(default:
 @pytest.mark.gpu(1)
 def test_streams_are_found_by_their_addresses() -> None:
     for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
-        assert stream_order._streams(stream.cuda_stream, 0).cuda_stream == stream.cuda_stream
+        assert cuda_state.state.stream(stream.cuda_stream, 0).cuda_stream == stream.cuda_stream

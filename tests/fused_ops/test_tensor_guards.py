@@ -93,7 +93,7 @@ def test_nothing_is_likely_in_traces_and_transforms(pre_dispatch: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode])
-def test_in_inference_mode_its_own_findings_are(mode: Callable[[], AbstractContextManager[Any]]) -> None:
+def test_in_inference_mode_its_own_cached_calls_are(mode: Callable[[], AbstractContextManager[Any]]) -> None:
     kept: dict[Hashable, Any] = {}
     with mode():
         x = torch.randn(3, 4)
@@ -111,7 +111,7 @@ def test_what_may_want_a_gradient_or_is_found_in_a_rare_state_is_never_tried() -
     assert not kept
 
 
-def test_another_stream_has_findings_of_its_own(stream: list[int]) -> None:
+def test_another_stream_has_cached_calls_of_its_own(stream: list[int]) -> None:
     x = torch.randn(3, 4)
     kept: dict[Hashable, Any] = {}
     found = {number: Found(guards_of([x]), stream=number) for number in (7, 8)}
@@ -122,7 +122,7 @@ def test_another_stream_has_findings_of_its_own(stream: list[int]) -> None:
         assert likely_call(kept, KIND, [x]) is found.get(number)
 
 
-def test_the_last_few_findings_are_tried() -> None:
+def test_the_last_few_cached_calls_are_tried() -> None:
     kept: dict[Hashable, Any] = {}
     sizes = range(1, 7)
     for size in [*sizes, 3]:

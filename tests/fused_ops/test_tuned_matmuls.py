@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -13,9 +13,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from fake_gpu import Gpu
 from ranks import run_ranks
 from weft.fused_ops import last_plan
-from weft.fused_ops.dispatch import workspaces
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops import all_gather_matmul, matmul_reduce_scatter
 from weft.fused_ops.ops.calls import AllGatherMatmulCall, MatmulReduceScatterCall
@@ -28,6 +28,7 @@ from weft.kernels.device.tuning.choice import KernelChoices
 from weft.kernels.device.tuning.tuned_file import TunedFile
 from weft.kernels.matmul_reduce_scatter import on_cuda as scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
+from weft.symm_mem.backends import cuda_state
 from weft.symm_mem.heap.heap import Heap
 from weft.symm_mem.heap.registry import get_heap
 from weft.symm_mem.layout import Layout
@@ -59,7 +60,7 @@ class Kernel:
 
 
 class OneShot:
-    """The same in one shot, in a workspace for vectors that announce themselves."""
+    """The same in one shot, in a workspace of the LL protocol."""
 
     def __init__(
         self, workspace: Workspace[ExchangeLayout], a: torch.Tensor, *given: Any, split_n: bool = False
@@ -116,10 +117,6 @@ def stage(folder: str, on: bool, fastest: Any) -> Iterator[Heap]:
             (tuner, "is_tuning", lambda: on),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
-        for module in (all_gather_matmul, matmul_reduce_scatter, workspaces):
-            stack.enter_context(mock.patch.object(module, "num_sms", return_value=132))
-        for module in (all_gather_matmul, matmul_reduce_scatter):
-            stack.enter_context(mock.patch.object(module, "in_stream_order", return_value=nullcontext()))
         if fastest == "one_shot":  # the model thinks a little less of it than of the best that pushes
             for configs, ranked, estimate in (
                 (gather.configs, gather.configs.rank_gather_pushes, "estimate_one_shot_gather_us"),
@@ -130,8 +127,7 @@ def stage(folder: str, on: bool, fastest: Any) -> Iterator[Heap]:
                     return float(ranked(problem)[0][0]) + 1e-3
 
                 stack.enter_context(mock.patch.object(configs, estimate, slower))
-        raw = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=7)
-        stack.enter_context(raw)
+        stack.enter_context(mock.patch.object(cuda_state, "state", Gpu()))
         yield where
 
 
@@ -208,7 +204,7 @@ def tuned(rank: int, world_size: int, folder: str, fastest: Any) -> None:
 
 
 @pytest.mark.parametrize("fastest", FASTEST)
-def test_both_products_take_what_was_measured(tmp_path: Path, fastest: Any) -> None:
+def test_both_matmuls_take_what_was_measured(tmp_path: Path, fastest: Any) -> None:
     run_ranks(tuned, 2, str(tmp_path / "cache"), fastest, fresh=True)
 
 

@@ -37,6 +37,12 @@ NORM = [
     for size, cluster in [(2, 1), *((4, cluster) for cluster in CLUSTERS), (8, 8)]
 ]
 NORM += [(4, "float32", 8, 1)]
+NORM_SWITCHES = {
+    "unrounded": norm_kernel.NormSwitches(round_sum=False),
+    "gemma": norm_kernel.NormSwitches(wide_weight=True, offset=True),
+    "all": norm_kernel.NormSwitches(round_sum=False, wide_weight=True, offset=True),
+    "alone": norm_kernel.NormSwitches(residual=False, wide_weight=True),
+}
 ONE_SHOT = (2, 3, 4, 5, 8, 9)
 FEW_ROWS = [
     (size, dtype, reduce_op, n, b_rows)
@@ -73,13 +79,20 @@ PROGRAMS: dict[str, Program] = {
     },
     **{
         f"norm-{size}-{dtype}-{cluster}-{held}": norm_kernel.all_reduce_rms_norm_program(
-            size, 1, TORCH[dtype], cluster, held
+            size, 1, TORCH[dtype], (cluster, held)
         )
         for size, dtype, cluster, held in NORM
     },
+    **{
+        f"norm-{size}-{name}-{cluster}": norm_kernel.all_reduce_rms_norm_program(
+            size, 1, torch.bfloat16, (cluster, most_per_thread(size)), switches
+        )
+        for name, switches in NORM_SWITCHES.items()
+        for size, cluster in [(2, 1), (4, 8), (8, 8)]
+    },
     **{f"few_rows-{'-'.join(map(str, case))}": few_rows_program(*case) for case in FEW_ROWS},
     "all_reduce-early": cuda_kernel.all_reduce_program(4, 3, torch.bfloat16, "sum", dependent=True),
-    "norm-early": norm_kernel.all_reduce_rms_norm_program(4, 1, torch.bfloat16, 2, 1, dependent=True),
+    "norm-early": norm_kernel.all_reduce_rms_norm_program(4, 1, torch.bfloat16, (2, 1), dependent=True),
     **{
         f"alone_gather-{size}-bytes": all_gather_kernel.all_gather_program(size, size - 1)
         for size in ONE_SHOT
@@ -126,7 +139,7 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     "gather": ({"all_gather_one_shot"}, gather._Params),
     "scatter": ({"reduce_scatter_one_shot"}, scatter._Params),
 }
-ONCE = ("norm", "few_rows", "gather", "scatter")  # blocks of theirs have a multiprocessor each
+ONCE = ("norm", "few_rows", "gather", "scatter")  # blocks of theirs have an SM each
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -150,7 +163,7 @@ def test_registers_spills_and_the_size_of_the_argument(
         record_property(f"{name}.{kernel}.registers", numbers["REG"])
         print(f"{name} {kernel}: {numbers['REG']} registers")
         assert numbers["STACK"] == numbers["LOCAL"] == 0, f"{kernel} spills or indexes an array: {numbers}"
-        # A block of 512 threads fits once on a multiprocessor with 128, twice with 64.
+        # A block of 512 threads fits once on an SM with 128, twice with 64.
         once = name.startswith(ONCE) or "-8-" in name or "rounds" in kernel
         assert numbers["REG"] <= (128 if once else 64)
         assert numbers["CONSTANT[0]"] == ARGUMENTS + ctypes.sizeof(params), kernel

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from weft.kernels.all_gather_matmul import on_cuda as gather_on_cuda
+from weft.kernels.all_gather_matmul.on_cuda import takes_rows
 from weft.kernels.all_gather_matmul.one_shot_kernel import AllGatherMatmulOneShot
 from weft.kernels.device.comm.ll_exchange import ExchangeLayout
 from weft.kernels.device.gemm import one_shot
@@ -71,9 +71,10 @@ def put(address: int, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("lead", [(M,), (M, 2)], ids=["matrix", "more dimensions"])
-def test_products_of_what_was_gathered(driver: Driver, lead: tuple[int, ...]) -> None:
+def test_matmuls_of_what_was_gathered(driver: Driver, lead: tuple[int, ...]) -> None:
     shards = [numbers(*lead, K + 8)[..., 8:] for _ in range(WORLD_SIZE)]
-    rows = gather_on_cuda.shard_rows(shards[1])
+    rows = shards[1].flatten(0, -2)
+    assert takes_rows(rows)
     bs = [numbers(K, N), numbers(8, K).t()]
     vectors = rows.numel() // 8
     kernel = AllGatherMatmulOneShot(driver.workspace(), rows, OneShotConfig(vectors))
@@ -115,7 +116,7 @@ def test_partial_results_are_what_is_scattered(driver: Driver, name: str) -> Non
     kernel = MatmulReduceScatterOneShot(driver.workspace(), parts, b, config, epilogue)
     got = torch.empty(WORLD_SIZE, m, N, dtype=BF16)
     driver.launch = lambda p: put(got.data_ptr(), torch.frombuffer(read(p.c, got.nbytes), dtype=BF16))
-    for given in (parts, A):  # the long way, and the short one
+    for given in (parts, A):  # the slow path, and the fast one
         got.fill_(float("nan"))
         out = torch.empty(m, N, dtype=BF16)
         kernel.call((given, b, *terms), (out,), 5, STREAM)

@@ -202,7 +202,7 @@ def test_a_missing_peer_is_recorded_and_the_kernel_ends() -> None:
     assert 0.5 <= seconds < 10, "later waits must give up at once"
 
 
-def check_farewell(rank: int, world_size: int) -> list[int] | None:
+def check_abort_notice(rank: int, world_size: int) -> list[int] | None:
     """Copies of rank 0's next epoch come while rank 1 is still at this one: no acquire kernel has ended."""
     site = Site(40, 32, 32, torch.float32, False, 64)
     a, b = site.shard(40, 32), site.operand(32, 32, False)
@@ -222,7 +222,7 @@ def check_farewell(rank: int, world_size: int) -> list[int] | None:
 
 
 def test_who_reads_what_a_peer_has_overwritten_is_told() -> None:
-    unharmed, told = run_ranks(check_farewell, 2, env=ENV, timeout=120)
+    unharmed, told = run_ranks(check_abort_notice, 2, env=ENV, timeout=120)
     assert not any(unharmed)
     written, _, peer, _, use, said, kind, _ = told
     assert (written, peer, use, said, kind) == (1, 0, 1, 2, sync.ABORTED.value)

@@ -100,7 +100,7 @@ def test_descriptors_of_single_rows() -> None:
 
 
 def test_the_launcher_that_takes_encoded_descriptors_is_found() -> None:
-    """If Triton changes it, launches go the long way and are right: but this library should learn of it."""
+    """If Triton changes it, launches take the slow path and are right: but this library should learn of it."""
     from triton.backends.nvidia.driver import wrap_handle_tensordesc
 
     def launcher(*arguments: Any) -> None: ...

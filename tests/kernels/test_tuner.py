@@ -125,7 +125,7 @@ def captured(rank: int, world_size: int, folder: str) -> None:
                 assert kernels.tune("captured") == ("a", "from the model")
         assert not kernels.made
         assert kernels.tune("captured") == ("b", "tuned")
-        # The eager rank may take the short way from here on: it would not come to measure.
+        # The eager rank may take the fast path from here on: it would not come to measure.
         kernels = Kernels(rank)
         with mock.patch.object(tuner, "_is_capturing", return_value=rank == 1):
             assert kernels.tune("one captures") == ("a", "from the model: some ranks capture a graph")

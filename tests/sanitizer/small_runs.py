@@ -179,6 +179,20 @@ def all_reduce_rms_norm(rank: int, size: int, seed: int) -> None:
         same("all-reduce + norm: residual", sums, want)
         scaled = want * torch.rsqrt(want.square().mean(-1, keepdim=True) + 1e-5)
         torch.testing.assert_close(normed.cpu().float(), scaled, rtol=2e-2, atol=1e-3)
+        # The other switches of the kernel, at once; the weight is one again.
+        for given in (put(residual), None):
+            normed, sums = fused_all_reduce_rms_norm(
+                put(xs[rank]),
+                given,
+                put(torch.full((hidden,), 0.5)),
+                1e-5,
+                dist.group.WORLD,
+                weight_offset=0.5,
+                round_sum=False,
+            )
+            want = sum(x.float() for x in xs) + (residual.float() if given is not None else 0)
+            scaled = want * torch.rsqrt(want.square().mean(-1, keepdim=True) + 1e-5)
+            torch.testing.assert_close(normed.cpu().float(), scaled, rtol=2e-2, atol=1e-3)
 
 
 def matmul_all_reduce(rank: int, size: int, seed: int) -> None:

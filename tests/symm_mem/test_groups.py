@@ -14,6 +14,7 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from weft import symm_mem
 from weft.fused_ops import one_shot_all_reduce
+from weft.symm_mem import timeouts
 from weft.symm_mem.heap.registry import get_heap
 
 
@@ -49,6 +50,27 @@ def members(rank: int, world_size: int) -> None:
 
 def test_a_rank_that_is_no_member_is_told_so() -> None:
     run_ranks(members, 2)
+
+
+def deadlines(rank: int, world_size: int) -> None:
+    """A destroyed group's deadline is not that of the next one with its name, though the program keeps the group."""
+    symm_mem.set_timeout(7)
+    symm_mem.set_timeout(8, "to come")
+    assert symm_mem.get_timeout("to come") == 8, "of a group yet to be made"
+    kept, default = [], timeouts.default_timeout()
+    for seconds in (8, default):
+        group = dist.new_group([0, 1], group_desc="to come")
+        kept.append(group)
+        dist.distributed_c10d._register_process_group("to come", group)
+        assert symm_mem.get_timeout("to come") == seconds
+        dist.destroy_process_group(group)
+        dist.distributed_c10d._unregister_process_group("to come")
+    for seconds, name in ((7, None), (default, "to come")):
+        assert symm_mem.get_timeout(name) == seconds
+
+
+def test_a_deadline_goes_with_its_group() -> None:
+    run_ranks(deadlines, 2, fresh=True)
 
 
 def destroyed(rank: int, world_size: int) -> None:

@@ -38,7 +38,7 @@ WAIT_DATA, ABORTED = 1, 3  # kinds of a record
 class Gpu:
     """One rank: a workspace, and streams of work that is not done yet.
 
-    ``told``, ``results``: by call, whether it had been told of an expired wait when the use ended, and what came out.
+    ``told``, ``results``: by call, whether it had been told of an expired wait when the epoch ended, and what came out.
     """
 
     def __init__(self, library: Library, layout: Layout, memory: torch.Tensor, rank: int) -> None:
@@ -197,7 +197,7 @@ def work_off(gpus: list[Gpu], choice: random.Random, deadline: float) -> None:
                 continue
             for stream in gpu.streams.values():
                 if stream and gpu.ready(stream[0]):
-                    # Data has come and its flag has not: the moment at which a flag of an earlier use misleads.
+                    # Data has come and its flag has not: the moment at which a flag of an earlier epoch misleads.
                     flag = stream[0][0] == "copy" and stream[0][3] == 4
                     heads += [(gpu, stream)] * (1 if flag and gpu.rank == IMPATIENT else 8)
                 elif stream and stream[0][0] != "wait":
@@ -258,9 +258,9 @@ def test_all_are_right_where_nobody_is_late(tmp_path: Path, driver: Driver) -> N
 
 
 MISTAKES = {
-    "no farewell": ("post_flag(fault + ABORT_NOTICE + watch.rank, 1 + blamed);", ""),
-    "nobody listens": ("weft::check_abort_notice(p.watch, peer, p.done, use);", ""),
-    "gates of a broken group open": ("bool free = !serves || blamed == 0;", "bool free = true;"),
+    "no abort notice": ("post_flag(fault + ABORT_NOTICE + watch.rank, 1 + blamed);", ""),
+    "nobody listens": ("weft::check_abort_notice(p.watch, peer, p.done, epoch);", ""),
+    "acquire kernels of a broken group pass": ("bool free = !serves || blamed == 0;", "bool free = true;"),
 }
 
 
@@ -273,7 +273,7 @@ def test_a_late_rank_is_right_or_told(
     library = compiled(tmp_path, MISTAKES.get(mistake or ""))
     outcomes: list[bool] = []
     untold: list[str] = []
-    farewells = 0
+    abort_notices = 0
     for seed in range(30):
         choice = random.Random(seed)
         gpus, expected = enqueued(driver, library, choice)
@@ -283,8 +283,8 @@ def test_a_late_rank_is_right_or_told(
                 outcomes.append(torch.equal(got, want))
                 if not (outcomes[-1] or told):
                     untold.append(f"seed {seed}: call {i} of rank {gpu.rank} is wrong")
-            farewells += int(gpu.record[6]) == ABORTED
+            abort_notices += int(gpu.record[6]) == ABORTED
     assert bool(untold) == (mistake is not None), untold
     assert not all(outcomes) and any(outcomes)
     if mistake is None:
-        assert farewells, "no rank was told by a farewell"
+        assert abort_notices, "no rank was told by an abort notice"

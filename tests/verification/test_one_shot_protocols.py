@@ -210,7 +210,7 @@ def test_a_rank_that_has_given_up_sends_nothing(
         changed = [not torch.equal(x, y) for x, y in zip(others, before, strict=True)]
         assert changed == [not i] * 2, "the first one waits in vain for what its peers should have sent"
         assert ranks.records[0, 0] == 1 and ranks.faults[0, Fault.BROKEN] > 0
-    assert own.view(torch.int32)[:2].tolist() == [2, 2], "it leaves its uses all the same"
+    assert own.view(torch.int32)[:2].tolist() == [2, 2], "it leaves its epochs all the same"
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -233,7 +233,7 @@ def test_a_late_rank_is_right_or_told(tmp_path: Path, monkeypatch: pytest.Monkey
 
 # What must stand in the kernels' text or in ll_exchange.cuh, and what a mistake would look like there.
 MISTAKES = {
-    "one-half-alone": ("(2 * blockIdx.x + (epoch & 1))", "(2 * blockIdx.x)"),
+    "one-buffer-alone": ("(2 * blockIdx.x + (epoch & 1))", "(2 * blockIdx.x)"),
     "slots-not-emptied": (
         "store_vector(place(src, slot), make_uint4(0, 0, 0, 0));",
         "",
@@ -241,7 +241,10 @@ MISTAKES = {
     "the-empty-word-sent": ("max(~v.x, 1u)", "~v.x"),
     "wrong-part-sent": ("p.c + static_cast<u64>(part) * p.vectors", "p.c"),
     "own-shard-not-stored": ("store(RANK, s.at, v);", ""),
-    "slots-of-another-pass": ("weft::store_all(use, s.index,", "weft::store_all(use, s.index % blockDim.x,"),
+    "slots-of-another-pass": (
+        "weft::store_all(epoch, s.index,",
+        "weft::store_all(epoch, s.index % blockDim.x,",
+    ),
 }
 
 

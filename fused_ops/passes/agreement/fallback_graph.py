@@ -27,9 +27,10 @@ is asked before each run. Without partitions nothing is fused, and a graph that 
 unfused: the report says so in both cases. Who knows that all ranks capture and replay alike says ``agree="capture"``:
 then what is captured is what the ranks agreed on at the capture.
 
-Where the generated code cannot ask (the C++ wrapper, the FX wrapper), nothing is fused, nor where Inductor runs each op
-as it is (lite mode): then the question is an op like others, which cannot leave. That op posts that this rank runs
-unfused; in a graph that was fused after all, by a backend that interprets what the pass has left, it raises.
+Where the generated code cannot ask (the C++ wrapper, the FX wrapper, lite mode, which runs each op as it is), nothing
+is fused: then the question is an op like others, which cannot leave. That op posts that this rank runs unfused, so that
+no other waits for it; in a graph that was fused after all, by a backend that interprets what the pass has left, it
+raises.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -45,20 +46,41 @@ import torch.distributed as dist
 from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor import inductor_prims
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.graph import PythonCode
 
-from ....symm_mem import resolve_group
+from ....symm_mem import WeftError, resolve_group
 from ..graph.collectives import argument, calls, collectives, group_of, kind_of, point_to_point, what
 from ..report import Entry
-from .eager_op import ask_eagerly
-from .guard import SIZES, GroupQuestion, pack
+from .guard import SIZES, GraphGuard, GroupQuestion, pack
 from .signature import Order, Signature
 from .vote import begun
 
+
+def _ask_eagerly(packed: str, fused: bool) -> None:
+    """The op ``weft::agree`` where it is run and not generated: this rank's graph runs as it is, whatever others do.
+
+    Raises:
+        WeftError: it must not, because something in it was fused.
+    """
+    if fused:
+        raise WeftError(
+            "weft::agree: a graph in which collectives were fused is run without Inductor's generated code, so the "
+            "ranks are not asked whether they run the same graph; have Inductor generate the code, or compile with "
+            "FusionPass(agree=False) where all ranks run the same graphs in the same order"
+        )
+    _guard_of(packed).runs_unfused()
+
+
+@lru_cache(maxsize=256)
+def _guard_of(packed: str) -> GraphGuard:
+    return GraphGuard(packed)
+
+
 _lib = torch.library.Library("weft", "FRAGMENT")
 _lib.define("agree(str packed, bool fused) -> ()")
-_lib.impl("agree", ask_eagerly, "CompositeExplicitAutograd")
+_lib.impl("agree", _ask_eagerly, "CompositeExplicitAutograd")
 torch.library.register_fake("weft::agree", lambda packed, fused: None, lib=_lib)
 _agree = torch.ops.weft.agree.default
 fx.node.has_side_effect(_agree)
@@ -84,11 +106,17 @@ def why_not_asked(group: str) -> str | None:
         return "the C++ wrapper cannot ask the other ranks whether they run the same graph"
     if inductor_config.fx_wrapper:
         return "the FX wrapper cannot ask the other ranks whether they run the same graph"
-    try:
-        begun(pg)
-    except RuntimeError:
+    if not _counts(pg):
         return f"its backend {dist.get_backend(pg)!r} does not count collectives, so ranks cannot agree"
     return None
+
+
+def _counts(group: dist.ProcessGroup) -> bool:
+    try:
+        begun(group)
+    except RuntimeError:
+        return False
+    return True
 
 
 def why_captured_without_vote() -> str | None:
@@ -179,7 +207,13 @@ class FallbackGraph:
         return None
 
     def ask_first(
-        self, graph: fx.Graph, entries: Iterable[Entry], orders: Iterable[Order], *, captured: bool
+        self,
+        graph: fx.Graph,
+        entries: Iterable[Entry],
+        orders: Iterable[Order],
+        *,
+        captured: bool,
+        ahead: bool = False,
     ) -> None:
         """Puts the question in front of ``graph``, which is this one after the pass.
 
@@ -187,7 +221,7 @@ class FallbackGraph:
 
         Args:
             orders: as ``Signature`` has them.
-            captured: as ``pack`` has it.
+            captured: as ``pack`` has it, and ``ahead``.
         """
         entries = tuple(entries)
         order = [g for g in self._counts if has_ranks(g)]
@@ -205,7 +239,7 @@ class FallbackGraph:
         code = self._code() if kept else None
         with unset_fake_temporarily():  # the constants are real
             constants = self._constants() if kept else {}
-            packed = pack(asked, signature, code, constants, captured=captured)
+            packed = pack(asked, signature, code, constants, captured=captured, ahead=ahead)
         first = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(first):
             question = graph.call_function(_agree, (packed, kept))
@@ -249,12 +283,13 @@ def _copy(graph: fx.Graph, without: Collection[fx.Node] = ()) -> fx.Graph:
 
 
 def has_ranks(group: str) -> bool:
-    """Whether there are other ranks that can be asked: a fake group has none."""
+    """Whether there are other ranks that can be asked, or told that this one is not to be asked: a fake group has none,
+    and what AOTInductor makes may run without Python."""
     try:
         pg = resolve_group(group)
     except ValueError:
         return False
-    return dist.get_backend(pg) != "fake" and pg.size() > 1 and why_not_asked(group) is None
+    return dist.get_backend(pg) != "fake" and pg.size() > 1 and _counts(pg) and not V.aot_compilation
 
 
 def _begins(node: fx.Node, group: str) -> int:

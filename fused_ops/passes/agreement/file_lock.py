@@ -1,9 +1,10 @@
-"""A lock that processes have on a file they all have open. The kernel gives it back once no process has the holder's
-file open."""
+"""Locks that processes have on a file they all have open. The kernel gives them back once no process has the holder's
+file description open: so they also tell that a process is gone, in whatever PID namespace it was."""
 
 from __future__ import annotations
 
 import fcntl
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,3 +42,29 @@ def pauses() -> Iterator[float | None]:
             yield pause
             pause = min(2 * pause, 1e-3)
         yield None
+
+
+def show_presence(fd: int, rank: int) -> bool:
+    """Have the others see that ``rank`` is there, for as long as its file description is; whether that can be done.
+
+    Its byte of the file is locked, which lies behind the end if need be.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _byte(fcntl.F_WRLCK, rank))
+    except OSError:
+        return False
+    return True
+
+
+def is_present(fd: int, rank: int) -> bool:
+    """Whether another rank, which has shown its presence, is still there."""
+    try:
+        found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _byte(fcntl.F_WRLCK, rank))
+    except OSError:
+        return True
+    return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
+
+
+def _byte(kind: int, offset: int) -> bytes:
+    """``struct flock`` of one byte."""
+    return struct.pack("hhqqi0q", kind, 0, offset, 1, 0)

@@ -35,10 +35,6 @@ class _Agree(ir.ExternKernel):
         return True
 
     def codegen(self, wrapper: Any) -> None:
-        if V.graph.cpp_wrapper or V.graph.fx_wrapper:
-            # Who set it behind the pass's back gets an error, not a graph that runs fused unasked.
-            assert not self.fused, "weft::agree: only generated Python code can ask the other ranks"
-            return
         if getattr(wrapper, "partition_signatures", None) is not None:
             wrapper = wrapper.get_root_graph()
             wrapper = getattr(wrapper, "wrapper_code", wrapper)
@@ -66,6 +62,13 @@ class _Agree(ir.ExternKernel):
                 wrapper.prefix.writeline(f"return weft_guard.fallback({given})")
 
 
+class _Told(ir.FallbackKernel):
+    """The op itself, where the generated code is not Python."""
+
+    def codegen_unbacked_symbol_defs(self, wrapper: Any) -> None:
+        """It returns nothing, and the FX wrapper would look for a result."""
+
+
 def _stride(wrapper: Any, out: Any) -> str:
     try:
         return str(wrapper.codegen_python_shape_tuple(out.get_stride()))
@@ -75,6 +78,11 @@ def _stride(wrapper: Any, out: Any) -> str:
 
 @register_lowering(_AGREE, type_promotion_kind=None)
 def _lower_agree(packed: str, fused: bool) -> None:
+    if V.graph.cpp_wrapper or V.graph.fx_wrapper:
+        # Who set it behind the pass's back gets an error, not a graph that runs fused unasked.
+        assert not fused, "weft::agree: only generated Python code can ask the other ranks"
+        _Told.create(_AGREE, packed, fused)  # the op, which tells them that this one runs unfused
+        return
     sizes = V.graph.current_node.meta[SIZES]
     node = _Agree(packed, fused, [size.node.expr for size in sizes])
     node.name = V.graph.register_buffer(node)

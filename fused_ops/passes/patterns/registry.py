@@ -17,7 +17,7 @@ def match(c: Collective, groups: frozenset[str] | None = None, *, always: bool =
 
     Args:
         groups: the other collectives that it takes along are of these groups only. None for all.
-        always: where several ops could take it, the one that takes most, whether that pays or not.
+        always: where several ops could take it, the one that takes most, whether that is profitable or not.
 
     Raises:
         LeftAlone: it is none that can be fused exactly.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ....symm_mem import switches
+from ....symm_mem.backends import cuda_state
 from ....symm_mem.failure.call_log import running
 from ....symm_mem.heap.heap import Heap
 from .benchmark import Candidate, Make, TuningBenchmark
@@ -119,4 +120,4 @@ class Tuner:
 
 
 def _is_capturing(heap: Heap) -> bool:
-    return heap.device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing()
+    return heap.device.type == "cuda" and cuda_state.state.is_capturing()

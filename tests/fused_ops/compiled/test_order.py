@@ -128,6 +128,16 @@ def test_scheduling_by_estimates_is_refused_by_name() -> None:
     assert why_unordered() is None
 
 
+def test_lite_mode_keeps_the_order_or_is_refused_by_name(group: str) -> None:
+    """There Inductor calls the ops as they are. It would order them by the memory that they need."""
+    with inductor_config.patch(fallback_by_default=True):
+        setting = "fallback_by_default and reorder_for_peak_memory are True"
+        assert f"weft: torch._inductor.config.{setting}" in refused(group)
+        with inductor_config.patch(reorder_for_peak_memory=False):
+            for seed in (0, 4):
+                check(with_work(drawn(seed, group), seed), False)
+
+
 def test_orders_of_ranks_that_work_otherwise(group: str) -> None:
     program = drawn(2, group)
     orders: list[tuple[Calls, Calls]] = [

@@ -344,6 +344,9 @@ def test_code_that_is_not_python(name: str, words: str, alone: str) -> None:
 def test_lite_mode() -> None:
     """The question stays, as an op that tells the other ranks."""
     with inductor_config.patch(fallback_by_default=True):
+        why = "torch._inductor.config.fallback_by_default and reorder_for_peak_memory are True, with which ranks"
+        check_left(traced(program, X, W), why, alone=why)
+    with inductor_config.patch(fallback_by_default=True, reorder_for_peak_memory=False):
         check_left(
             traced(program, X, W), "with fallback_by_default (lite mode) Inductor runs each op as it is"
         )

@@ -134,14 +134,14 @@ def test_always_fuses_whatever_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def with_norm(x: Tensor, w: Tensor) -> Tensor:
         weight = w[0]
-        return hf_norm(x[:, :5] + ar(torch.addmm(weight, x, w)), weight)
+        return hf_norm(x[:, :5] + ar((x @ w).sin()), weight)
 
     assert only(product, X, W).reasons == "too large"
     for fn, op in (
         (product, MM_AR),
         (lambda x, w: ar(x @ w) + ar((x + 1) @ w), MM_AR),
-        (lambda x, w: ar(F.pad(x @ w, (0, 1)) + (x @ w)[:, :1]), None),
-        (lambda x, w: ar(torch.addmm(w[0], x, w)), "one_shot_all_reduce"),
+        (lambda x, w: ar(F.pad(x @ w, (0, 1)) + (x @ w)[:, :1]), "one_shot_all_reduce"),
+        (lambda x, w: ar(torch.addmm(w[0], x, w)), MM_AR),
         (with_norm, AR_NORM),
     ):
         seen = always(fn, X, W)
@@ -156,7 +156,7 @@ def test_the_report_tells_what_is_reduced() -> None:
 
 
 @pytest.mark.parametrize("name", ["swiglu", "attention"])
-def test_where_no_op_pays_those_that_feed_one_sum_are_still_one(
+def test_where_no_op_is_profitable_those_that_feed_one_sum_are_still_one(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(form, "why_not_profitable", lambda *args, **kwargs: "too large")
@@ -204,11 +204,10 @@ def test_other_reductions(op: str) -> None:
     assert str(seen.after) == str(seen.before)
 
 
-LEFT: dict[str, Callable[..., Tensor]] = {
-    "a loss": lambda x, w: ar((x @ w).sum()),
+OTHERS: dict[str, Callable[..., Tensor]] = {
     "an amax": lambda x, w: ar((x @ w).amax(-1)),
     "an embedding": lambda x, w: ar(torch.where(x > 0, x, torch.zeros_like(x))),
-    "an expert's tokens": lambda x, w: ar(torch.zeros(9, 5).index_add(0, torch.arange(6), x @ w)),
+    "an expert's tokens": lambda x, w: ar((0 * x[:, :5]).index_add(0, torch.arange(6), x @ w)),
     "what was put at an index": lambda x, w: ar(
         torch.ops.aten.index_put.default(x, [torch.arange(3)], x[:3] @ w @ w.t())
     ),
@@ -216,12 +215,41 @@ LEFT: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", LEFT)
-def test_what_is_no_product_is_left_alone(name: str) -> None:
-    seen = only(LEFT[name], X, W)
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_product_is_reduced_in_one_shot(name: str) -> None:
+    seen = only(OTHERS[name], X, W)
+    assert seen.fused == [AR], seen.reasons
+    assert seen.entries[0].form == "all_reduce"
+    check_same(seen, 2)
+
+
+def a_loss(x: Tensor, w: Tensor) -> Tensor:
+    return ar((x @ w).sum())
+
+
+def waited_for_later(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The backend reduces beside the sine."""
+    pending = c10d.all_reduce(x.abs(), "sum", "0")
+    y = x.sin()
+    return y, c10d.wait_tensor(pending)
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [(a_loss, "its input is a number"), (waited_for_later, "waited for behind sin (sin.default)")],
+    ids=["a loss", "waited for later"],
+)
+def test_what_is_no_product_and_is_left_alone(fn: Callable[..., Any], reason: str) -> None:
+    seen = only(fn, X, W)
     assert seen.fused == [None]
-    assert "not a matrix product" in seen.reasons
+    assert reason in seen.reasons
     assert str(seen.after) == str(seen.before)
+
+
+def test_too_many_bytes_that_are_no_product_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form, "why_not_profitable", lambda *args, **kwargs: "too large")
+    seen = only(lambda x, w: ar(x.sin()), X, W)
+    assert (seen.fused, seen.reasons) == ([None], "too large")
 
 
 def twice(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
@@ -301,11 +329,31 @@ def test_a_product_that_is_used_elsewhere_is_only_reduced() -> None:
 
 
 @pytest.mark.usefixtures("of_any_size")
-@pytest.mark.parametrize("bias", [(5,), (6, 5)], ids=["vector", "matrix"])
-def test_a_bias_is_only_reduced(bias: tuple[int, ...]) -> None:
-    seen = only(lambda x, w, b: ar(torch.addmm(b, x, w)), X, W, torch.randn(bias))
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("scale", [1, 2])
+def test_a_vector_that_each_rank_adds_is_reduced_by_itself(op: str, scale: int) -> None:
+    seen = only(lambda x, w, b: ar(scale * torch.addmm(b, x, w), op), X, W, torch.randn(5))
+    assert seen.fused == ["weft::" + MM_AR]
+    assert "1 added vector" in seen.entries[0].detail
+    assert seen.count(AR) == 1
+    check_same(seen, 2)
+
+
+@pytest.mark.usefixtures("of_any_size")
+def test_a_matrix_that_is_added_is_only_reduced() -> None:
+    seen = only(lambda x, w, b: ar(torch.addmm(b, x, w)), X, W, torch.randn(6, 5))
     assert seen.fused == [AR]
     check_same(seen, 2)
+
+
+def test_the_report_tells_what_stays_behind() -> None:
+    bias = torch.randn(5)
+    for fn, what in (
+        (lambda x, w, b: ar(x @ w) + b, "add (add.Tensor) stays behind it"),
+        (lambda x, w, b: 0.5 * ar(x @ w)[None], "mul (mul.Tensor) stays behind it"),
+        (lambda x, w, b: ar(x @ w).sin(), ""),
+    ):
+        assert only(fn, X, W, bias).entries[0].detail == what
 
 
 def hf_norm(x: Tensor, weight: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from weft import symm_mem
 from weft.fused_ops.passes.agreement import board as boards
+from weft.fused_ops.passes.agreement import board_file
 from weft.fused_ops.passes.agreement.board import VoteBoard
 from weft.fused_ops.passes.agreement.vote import (
     ANOTHER_GRAPH,
@@ -28,6 +29,7 @@ from weft.fused_ops.passes.agreement.vote import (
     Answer,
     Vote,
 )
+from weft.symm_mem.backends.host import host_identity
 from weft.symm_mem.bootstrap import store as store_module
 
 
@@ -348,7 +350,8 @@ def test_a_groups_board_goes_with_the_group(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_rank_that_cannot_see_the_board_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     where = make(3)
     assert where[2].attached()
-    monkeypatch.setattr(boards, "_host", lambda: "another host")
+    there = {**host_identity(), "boot": "another", "host": "there"}
+    monkeypatch.setattr(board_file, "_host", lambda: there)
     begin = time.monotonic()
     answers = ask_all(where, [post(4)] * 3, timeout=20.0)
     assert answers[1] == Answer(False, NO_BOARD, 0)

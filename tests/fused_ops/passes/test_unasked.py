@@ -41,7 +41,7 @@ def differing(rank: int, size: int, options: list[dict[str, Any]], break_one: bo
         return fusion.report(), time.monotonic() - begin
 
 
-LITE = {"fallback_by_default": True}
+LITE = {"fallback_by_default": True, "reorder_for_peak_memory": False}
 
 
 def test_lite_mode_fuses_nothing_and_tells_the_other_ranks() -> None:
@@ -84,3 +84,33 @@ def interpreted(rank: int, size: int) -> str:
 def test_a_fused_graph_that_is_interpreted_is_refused_by_name() -> None:
     for text in run_ranks(interpreted, 2):
         assert text.startswith("weft::agree: a graph in which collectives were fused is run without")
+
+
+WRAPPERS = [{"cpp_wrapper": True}, {"fx_wrapper": True}]
+
+
+def reduced(rank: int, size: int, options: list[dict[str, Any]]) -> Report:
+    """Without what Inductor would write a loop for: the FX wrapper takes Triton's kernels only."""
+    from torch.distributed._functional_collectives import all_reduce
+    from weft.fused_ops.passes import FusionPass
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return all_reduce(x @ w, "sum", world())
+
+    x, w = torch.randn(3, 8), torch.randn(8, 5)
+    with compiler(), torch.no_grad():
+        fusion = FusionPass(fuse="always")
+        mine = torch.compile(fn, options={**fusion.options, **options[rank]})
+        for _ in range(3):
+            torch.testing.assert_close(mine(x, w), fn(x, w), rtol=1e-4, atol=1e-4)
+        return fusion.report()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS, ids=["cpp", "fx"])
+def test_code_that_is_not_python_on_one_rank_tells_the_others(wrapper: dict[str, Any]) -> None:
+    other, fused = run_ranks(reduced, 2, [wrapper, {}])
+    assert (other.fused, fused.fused) == (0, 1)
+    assert (other.questions.count, fused.questions.count, fused.questions.fused) == (3, 3, 0)
+    assert all(d.peer == 0 for d in fused.disagreements), fused
+    assert fused.disagreements
+    assert fused.questions.seconds < 25  # rank 0 is not waited for

@@ -1,0 +1,1 @@
+"""``python -m weft``: what is here, and what weft does with it."""

@@ -1,0 +1,128 @@
+"""The GPUs of this process as the driver knows them, without a context on any; and what copies between them take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+HOPPER = (9, 0)
+COPIED = 64 << 20  # bytes
+_COPIES = 4  # of which the first does not count
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the driver says of one.
+
+    Attributes:
+        shares: whether its memory can be shared as file descriptors, as the heap is.
+        reaches: the GPUs that it has peer-to-peer access to, of those that this process sees.
+    """
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+    sms: int
+    memory: int
+    shares: bool
+    reaches: tuple[int, ...]
+
+    def __str__(self) -> str:
+        major, minor = self.capability
+        return (
+            f"{self.index}: {self.name}, {major}.{minor}, {self.sms} SMs, {self.memory / (1 << 30):.0f} GiB"
+        )
+
+
+def visible_gpus() -> list[Gpu] | str:
+    """All that this process sees; or why the driver cannot be asked."""
+    try:
+        from cuda.bindings import driver
+
+        from ...symm_mem.backends.vmm import check_driver
+
+        check_driver(driver.cuInit(0))
+        there = [check_driver(driver.cuDeviceGet(i)) for i in range(check_driver(driver.cuDeviceGetCount()))]
+    except Exception as e:  # no package, no library, no driver, no device: the words differ
+        return _first_line(e)
+    return [_gpu(index, there) for index in range(len(there))]
+
+
+def _gpu(index: int, there: list[Any]) -> Gpu:
+    from cuda.bindings import driver
+
+    from ...symm_mem.backends.vmm import check_driver
+
+    mine = there[index]
+
+    def says(which: str) -> int:
+        attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{which}")
+        return int(check_driver(driver.cuDeviceGetAttribute(attribute, mine)))
+
+    reached = [
+        i
+        for i, other in enumerate(there)
+        if i != index and check_driver(driver.cuDeviceCanAccessPeer(mine, other))
+    ]
+    return Gpu(
+        index,
+        check_driver(driver.cuDeviceGetName(128, mine)).split(b"\0")[0].decode(),
+        (says("COMPUTE_CAPABILITY_MAJOR"), says("COMPUTE_CAPABILITY_MINOR")),
+        says("MULTIPROCESSOR_COUNT"),
+        check_driver(driver.cuDeviceTotalMem(mine)),
+        bool(says("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")),
+        tuple(reached),
+    )
+
+
+def driver_version() -> str | None:
+    """The CUDA version that the driver supports."""
+    try:
+        from cuda.bindings import driver
+
+        from ...symm_mem.backends.vmm import check_driver
+
+        version = int(check_driver(driver.cuDriverGetVersion()))
+    except Exception:
+        return None
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def why_not_on(gpus: list[Gpu]) -> str | None:
+    """Why ranks on all of these cannot run weft's kernels; None if they can."""
+    for gpu in gpus:
+        if gpu.capability != HOPPER:
+            return (
+                f"GPU {gpu.index} has compute capability {gpu.capability[0]}.{gpu.capability[1]}, must be 9.0"
+            )
+        if not gpu.shares:
+            return f"GPU {gpu.index} cannot share memory as file descriptors"
+        if missing := [other.index for other in gpus if other != gpu and other.index not in gpu.reaches]:
+            return f"GPU {gpu.index} has no peer-to-peer access to GPU {missing[0]}"
+        if gpu.sms != gpus[0].sms:
+            return f"GPU {gpu.index} has {gpu.sms} SMs, GPU {gpus[0].index} has {gpus[0].sms}"
+    return None
+
+
+def copy_speed(source: int, target: int) -> float | str:
+    """GB/s of copies from one GPU's memory to another's; or why there is no figure. It makes a context on both."""
+    try:
+        x = torch.empty(COPIED, dtype=torch.uint8, device=f"cuda:{source}")
+        y = torch.empty(COPIED, dtype=torch.uint8, device=f"cuda:{target}")
+        with torch.cuda.device(source):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            y.copy_(x)
+            begin.record()
+            for _ in range(_COPIES - 1):
+                y.copy_(x)
+            end.record()
+            end.synchronize()
+            return (_COPIES - 1) * COPIED / begin.elapsed_time(end) / 1e6
+    except RuntimeError as e:  # another process may have all of the memory
+        return _first_line(e)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

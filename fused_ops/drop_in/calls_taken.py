@@ -1,0 +1,50 @@
+"""How many calls of torch's ops weft has taken, and why it left the others to torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CallsTaken:
+    """Calls of one of torch's ops in this process.
+
+    >>> from weft.fused_ops import CallsTaken
+    >>> print(CallsTaken("fused_all_gather_matmul", "torch", "A_shard: is torch.float64, ...", 3))
+    fused_all_gather_matmul: 3 calls by torch (A_shard: is torch.float64, ...)
+
+    Attributes:
+        op: its name in ``torch.ops.symm_mem``.
+        by: "weft", or "torch" for the implementation that was there before.
+        why: of torch's, why weft did not take them; of weft's, why they ran unfused, "" if they did not.
+        count: how many.
+    """
+
+    op: str
+    by: str
+    why: str
+    count: int
+
+    def __str__(self) -> str:
+        more = f" ({'unfused: ' if self.by == 'weft' else ''}{self.why})" if self.why else ""
+        return f"{self.op}: {self.count} call{'s' * (self.count != 1)} by {self.by}{more}"
+
+
+class CallCounts:
+    """Counts them. Threads may lose a count to each other: it is not worth a lock in each call."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str, str]] = Counter()
+
+    def add(self, op: str, by: str, why: str = "") -> None:
+        self._counts[op, by, why] += 1
+
+    def clear(self) -> None:
+        self._counts.clear()
+
+    def taken(self) -> tuple[CallsTaken, ...]:
+        return tuple(CallsTaken(*key, count) for key, count in self._counts.items())
+
+
+counts = CallCounts()  #: of this process

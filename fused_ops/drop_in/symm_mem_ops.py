@@ -1,0 +1,163 @@
+"""The fused ops of ``torch.ops.symm_mem`` on weft: which calls weft takes, and where all others go.
+
+A call goes to the implementation that was there before (torch's own), as it is, if
+
+- torch refuses it: the error is torch's;
+- weft refuses it (dtypes, devices, shapes): its reason is counted;
+- it is on CUDA and the ranks cannot address each other's memory, the GPU is no Hopper, or TF32 is allowed: weft has no
+  kernel for it;
+- it is inside of torch's ``_test_mode``.
+
+All of these are the same on all ranks. On CPU torch has no implementation: there its functional one, for "meta" and the
+test mode, takes what weft does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed._symmetric_memory as torch_symm
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...symm_mem import HeapUnavailable, forks, resolve_group
+from ...symm_mem.call_site import calling
+from ..dispatch.plan import heap_or_why, last_plan, why_tf32
+from ..library import implementations, validation
+from ..library.implementations import Implementation
+from ..ops.all_gather_matmul import Result, fast_all_gather_matmul
+from ..ops.calls import AllGatherMatmulCall, MatmulReduceScatterCall
+from ..ops.matmul_reduce_scatter import fast_matmul_reduce_scatter
+from .calls_taken import counts
+
+GATHER, SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
+OPS = {name: getattr(torch.ops.symm_mem, name).default for name in (GATHER, SCATTER)}
+DEVICES = ("CUDA", "CPU")
+
+
+class TorchImplementation(NamedTuple):
+    """Of one of the ops, what torch registers.
+
+    Its Python functions, not its kernels (``torch.library.get_kernel``): in a TorchDispatchMode a kernel written in
+    Python leads to the one that was registered last.
+
+    Attributes:
+        on_cuda: that of CUDA.
+        functional: that of "meta" and of the test mode, by functional collectives, which run on any device.
+    """
+
+    on_cuda: Callable[..., Any]
+    functional: Callable[..., Any]
+
+    def call(self, device: torch.device, refused: bool, *args: Any, **named: Any) -> Any:
+        # Of what that of CUDA refuses it looks at no memory, so it says the same of tensors on CPU.
+        run = self.functional if device.type == "cpu" and not refused else self.on_cuda
+        return run(*args, **named)
+
+
+class Switch:
+    """Whether the kernels are installed. Behind ``uninstall`` one may still be called: in a TorchDispatchMode torch
+    keeps the kernel that was registered last."""
+
+    on = False
+
+
+def torch_implementation(name: str) -> TorchImplementation:
+    """
+    Raises:
+        RuntimeError: the installed torch has none.
+    """
+    found = [getattr(torch_symm, f"_{name}{kind}", None) for kind in ("", "_fallback")]
+    if None in found:
+        raise RuntimeError(f"torch {torch.__version__} has no _{name} in torch.distributed._symmetric_memory")
+    return TorchImplementation(*found)  # type: ignore[arg-type]
+
+
+def kernel_of(name: str, before: TorchImplementation) -> Callable[..., Any]:
+    """What the op then runs on CPU and CUDA."""
+    return _all_gather_matmul(before) if name == GATHER else _matmul_reduce_scatter(before)
+
+
+def _all_gather_matmul(before: TorchImplementation) -> Callable[..., Result]:
+    add, op = counts.add, implementations.ALL_GATHER_MATMUL
+
+    def all_gather_matmul(
+        A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, return_A: bool = True
+    ) -> Result:
+        if gather_dim >= 0 and Switch.on and not torch_symm._is_test_mode:
+            done = fast_all_gather_matmul(A, Bs, gather_dim, group_name, return_A)
+            if done is not None:
+                add(GATHER, "weft")
+                return done
+        refused = A.dim() < 2 or not 0 <= gather_dim < A.dim() or any(B.dim() != 2 for B in Bs)
+        call = AllGatherMatmulCall(A, Bs, gather_dim, group_name, return_A)
+        if (why := _why_not(op, call, refused, validation.validate_all_gather_matmul)) is None:
+            return _taken(GATHER, op, call)
+        add(GATHER, "torch", why)
+        return before.call(A.device, refused, A, Bs, gather_dim, group_name, return_A=return_A)  # type: ignore[no-any-return]
+
+    return all_gather_matmul
+
+
+def _matmul_reduce_scatter(before: TorchImplementation) -> Callable[..., Tensor]:
+    add, op = counts.add, implementations.MATMUL_REDUCE_SCATTER
+
+    def matmul_reduce_scatter(
+        A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
+    ) -> Tensor:
+        if scatter_dim >= 0 and Switch.on and not torch_symm._is_test_mode:
+            done = fast_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+            if done is not None:
+                add(SCATTER, "weft")
+                return done
+        known = reduce_op in validation.REDUCE_OPS
+        refused = A.dim() < 2 or not 0 <= scatter_dim < A.dim() or B.dim() != 2 or not known
+        call = MatmulReduceScatterCall(A, B, reduce_op, scatter_dim, group_name)
+        if (why := _why_not(op, call, refused, validation.validate_matmul_reduce_scatter)) is None:
+            return _taken(SCATTER, op, call)
+        add(SCATTER, "torch", why)
+        return before.call(A.device, refused, A, B, reduce_op, scatter_dim, group_name)  # type: ignore[no-any-return]
+
+    return matmul_reduce_scatter
+
+
+def _taken(name: str, op: Implementation, call: Any) -> Any:
+    result = op.slow(call)
+    plan = last_plan()
+    counts.add(name, "weft", plan.reason if plan.algorithm == "unfused" else "")
+    return result
+
+
+def _why_not(
+    op: Implementation, call: Any, refused: bool, validate: Callable[[Any], tuple[Any, ProcessGroup]]
+) -> str | None:
+    """Why weft leaves a call to torch; None if it takes it.
+
+    Raises:
+        WeftError: the group is broken on this rank, a rank does not come, or this is a forked process.
+    """
+    if not Switch.on:
+        return "weft is not installed"
+    if torch_symm._is_test_mode:
+        return "torch's test mode"
+    if refused:
+        return "torch refuses it"
+    try:
+        validate(call)
+    except (TypeError, ValueError) as e:
+        return str(e)
+    first: Tensor = call[0]
+    if not first.is_cuda:
+        return None
+    group = resolve_group(call.group_name)
+    if (reason := why_tf32(first.dtype)) is not None or group.size() == 1:
+        return reason
+    calling.op = op.op._schema.name.removeprefix("weft::")  # for errors of the group's first call
+    forks.refuse_child(group, calling.op)
+    try:
+        found = heap_or_why(first.device, group)
+    except HeapUnavailable as e:
+        return str(e)
+    return found if isinstance(found, str) else None

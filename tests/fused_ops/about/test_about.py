@@ -1,0 +1,109 @@
+"""``python -m weft``: on this machine, on machines that are made up, and as a door to the bench."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import weft
+from weft.fused_ops.about import command, text
+from weft.fused_ops.about.gpus import Gpu, why_not_on
+
+H100 = Gpu(0, "NVIDIA H100 80GB HBM3", (9, 0), 132, 80 << 30, True, (1, 2))
+THREE = [replace(H100, index=i, reaches=tuple({0, 1, 2} - {i})) for i in range(3)]
+
+
+def lines(found: list[Gpu] | str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(text, "visible_gpus", lambda: found)
+    return [line.strip() for line in text.about_text(measured=False).splitlines()]
+
+
+def test_here() -> None:
+    """Without a GPU, and without anything of CUDA where there is one."""
+    program = "import torch, weft.fused_ops.about.text as t; print(t.about_text(measured=False))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}; assert not torch.cuda.is_initialized()"],
+        env={**os.environ, "WEFT_TIMEOUT": "77"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
+    assert f"weft {weft.__version__}" in said and f"torch {torch.__version__}" in said
+    assert "a heap in shared memory: possible" in said
+    assert "a wait for a peer ends after 77 s" in said and "WEFT_TIMEOUT=77" in said
+    titles = [line for line in said.splitlines() if line and not line.startswith(" ")]
+    assert titles == ["Versions", "GPUs", "CPU ranks", "Groups", "Ops", "Plugged in", "Environment"]
+
+
+def test_the_module_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "weft", "--help"], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "python -m weft bench" in done.stdout
+
+
+def test_gpus_that_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = lines(THREE, monkeypatch)
+    assert "0: NVIDIA H100 80GB HBM3, 9.0, 132 SMs, 80 GiB" in said
+    assert "2: peer-to-peer access to all others" in said
+    assert "a heap across all of them: possible" in said
+    assert "on GPUs: float32, bfloat16 and float16 on weft's kernels where that pays" in said
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "why"),
+    [
+        (2, {"capability": (8, 0)}, "GPU 2 has compute capability 8.0, must be 9.0"),
+        (1, {"shares": False}, "GPU 1 cannot share memory as file descriptors"),
+        (1, {"reaches": (2,)}, "GPU 1 has no peer-to-peer access to GPU 0"),
+        (2, {"sms": 114}, "GPU 2 has 114 SMs, GPU 0 has 132"),
+    ],
+)
+def test_gpus_that_do_not(
+    monkeypatch: pytest.MonkeyPatch, index: int, change: dict[str, object], why: str
+) -> None:
+    gpus = [*THREE]
+    gpus[index] = replace(gpus[index], **change)  # type: ignore[arg-type]
+    assert why_not_on(gpus) == why
+    said = lines(gpus, monkeypatch)
+    assert f"a heap across all of them: not possible: {why}" in said
+    assert f"on GPUs: unfused over NCCL: {why}" in said
+
+
+def test_one_gpu_and_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert any("WEFT_SHARE_GPUS=1" in line for line in lines(THREE[:1], monkeypatch))
+    assert "none: no driver" in lines("no driver", monkeypatch)
+
+
+def test_the_door_to_the_bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr(command.subprocess, "call", lambda given: called.append(given) or 7)
+    assert command.command_line(["bench", "--ranks", "2"]) == 7
+    ((python, script, *rest),) = called
+    assert python == sys.executable and rest == ["--ranks", "2"]
+    assert Path(script) == Path(__file__).resolve().parents[3] / "bench" / "run.py"
+
+
+def test_no_bench_without_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(weft, "__file__", str(tmp_path / "__init__.py"))
+    assert command.command_line(["bench"]) == 2
+    assert "bench/run.py is not beside this weft" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_copies_are_timed() -> None:
+    from weft.fused_ops.about.gpus import copy_speed
+
+    speed = copy_speed(0, 1)
+    assert isinstance(speed, float) and speed > 1

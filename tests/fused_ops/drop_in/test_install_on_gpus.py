@@ -1,0 +1,91 @@
+"""``weft.install()`` on CUDA: beside torch's own ops, in eager mode and in a CUDA graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed._symmetric_memory as torch_symm
+import weft
+from opcommon import BOUND, check, gather, world
+from ranks import run_ranks
+
+pytestmark = pytest.mark.gpu
+# torch's ops would take it for small inputs.
+ENV = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+ops = torch.ops.symm_mem
+
+
+def counted() -> dict[tuple[str, str], int]:
+    return {(t.op, t.by): t.count for t in weft.installed_calls(clear=True)}
+
+
+def beside_torch(rank: int, size: int, dtype: torch.dtype, rows: int) -> None:
+    group = world().group_name
+    torch_symm.enable_symm_mem_for_group(group)
+    for shape, dim in (((rows, 512), 0), ((2, rows, 512), 0), ((2, rows, 512), 1)):
+        x, w = torch.randn(shape).to(dtype), torch.randn(512, 256).to(dtype)
+        results = []
+        for on_weft in (False, True):
+            (weft.install if on_weft else weft.uninstall)()
+            A, (y,) = ops.fused_all_gather_matmul(x, [w], dim, group)
+            results.append((A, y, ops.fused_matmul_reduce_scatter(y, w.t(), "avg", dim, group)))
+        want = torch.cat(gather(x), dim)
+        for theirs, ours in zip(*results, strict=True):
+            assert theirs.stride() == ours.stride() and theirs.dtype == ours.dtype
+        check("A", results[1][0], want, 0)
+        check("y", results[1][1], want @ w.double(), BOUND[dtype])
+        parts = [p.chunk(size, dim)[rank] / size for p in gather(results[1][1].double() @ w.double().t())]
+        check("z", results[1][2], torch.stack(parts).sum(0), BOUND[dtype], parts)
+    taken = counted()
+    assert all(by == "weft" for _, by in taken), taken
+    weft.uninstall()
+
+
+@pytest.mark.parametrize("rows", [32, 2048])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_like_torchs_own(dtype: torch.dtype, rows: int) -> None:
+    run_ranks(beside_torch, 2, dtype, rows, device="cuda", env=ENV)
+
+
+def left_to_torch_on_cuda(rank: int, size: int) -> None:
+    """float64, and what torch refuses: in the same call by torch's own kernels."""
+    group = world().group_name
+    torch_symm.enable_symm_mem_for_group(group)
+    weft.install()
+    x, w = torch.randn(64, 32, dtype=torch.float64), torch.randn(32, 16, dtype=torch.float64)
+    A, (y,) = ops.fused_all_gather_matmul(x, [w], 0, group)
+    check("y", y, torch.cat(gather(x)) @ w, 1e-13)
+    check("A", A, torch.cat(gather(x)), 0)
+    z = ops.fused_matmul_reduce_scatter(x, w, "sum", 0, group)
+    check("z", z, torch.stack(gather(x @ w)).sum(0).chunk(size)[rank], 1e-13)
+    with pytest.raises(ValueError, match="Invalid gather_dim"):
+        ops.fused_all_gather_matmul(x, [w], -1, group)
+    assert all(by == "torch" for _, by in counted())
+    weft.uninstall()
+
+
+def test_left_to_torch() -> None:
+    run_ranks(left_to_torch_on_cuda, 2, device="cuda", env=ENV)
+
+
+def captured(rank: int, size: int) -> None:
+    weft.install()
+    group = world().group_name
+    x, w = torch.zeros(512, 1024, dtype=torch.bfloat16), torch.randn(1024, 512).bfloat16()
+
+    def call() -> torch.Tensor:
+        return ops.fused_all_gather_matmul(x, [w], 0, group, return_A=False)[1][0]  # type: ignore[no-any-return]
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call()
+    for _ in range(3):
+        x.copy_(torch.randn(512, 1024))
+        graph.replay()
+        check("y", y, torch.cat(gather(x)) @ w.double(), BOUND[torch.bfloat16])
+    weft.uninstall()
+
+
+def test_in_a_cuda_graph() -> None:
+    run_ranks(captured, 2, device="cuda", env=ENV)

@@ -1,0 +1,51 @@
+"""A call of torch's op like one before, with weft installed, without a GPU: it goes the fast path, and is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import test_products_again as again
+import torch
+import torch.distributed._symmetric_memory as torch_symm
+import weft
+from test_products_again import NAME, Op
+
+stage, op = again.stage, again.op
+
+
+@pytest.fixture
+def by_name(op: Op) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """torch's op that takes such a call, and its arguments."""
+    A, *rest = op.given
+    if len(op.given) == 4:
+        pytest.skip("torch's op takes neither bias nor residual")
+    gathers = len(op.given) == 3
+    name = "fused_all_gather_matmul" if gathers else "fused_matmul_reduce_scatter"
+    weft.install()
+    weft.installed_calls(clear=True)
+    yield name, (A, rest, 0, NAME) if gathers else (A, rest[0], "sum", 0, NAME)
+    weft.uninstall()
+
+
+def test_it_is_launched_at_once(stage: SimpleNamespace, by_name: tuple[str, tuple[Any, ...]]) -> None:
+    name, arguments = by_name
+    for way in (getattr(torch.ops.symm_mem, name), getattr(torch.ops.symm_mem, name).default):
+        way(*arguments)
+    assert len(stage.launcher.launched) == 2
+    assert [str(taken) for taken in weft.installed_calls()] == [f"{name}: 2 calls by weft"]
+
+
+def test_what_is_torchs_is_not(stage: SimpleNamespace, by_name: tuple[str, tuple[Any, ...]]) -> None:
+    """A dimension from behind, which torch refuses, and torch's test mode."""
+    name, arguments = by_name
+    op = getattr(torch.ops.symm_mem, name)
+    behind = [-2 if type(argument) is int else argument for argument in arguments]
+    with pytest.raises((ValueError, RuntimeError)):
+        op(*behind)
+    with pytest.raises(RuntimeError), torch_symm._test_mode():  # whose collectives know no such group
+        op(*arguments)
+    assert not stage.launcher.launched
+    assert {taken.by for taken in weft.installed_calls()} == {"torch"}

@@ -1,0 +1,134 @@
+"""House rules of tests that a search can hold: a function of theirs patches no more than one of weft's internals."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+# What patches more, and how much. It may become less: a seam that is real beats a patch, as fake_gpu.py has one.
+PATCH_MORE = {
+    "algorithms.py::taking": 4,
+    "faults/test_resources.py::no_page": 2,
+    "fused_ops/passes/test_agree.py::group": 2,
+    "fused_ops/passes/test_cost.py::ranks_to_ask": 2,
+    "fused_ops/passes/test_lowered.py::two": 2,
+    "fused_ops/test_shards_as_they_lie.py::where": 2,
+    "fused_ops/test_tuned_matmuls.py::stage": 3,
+    "fused_ops/test_workspaces.py::made": 2,
+    "kernels/test_device_specs.py::test_what_a_device_does_not_say_is_taken_for_an_h200s": 3,
+    "kernels/test_launches.py::done": 6,
+    "kernels/test_triton_configs.py::test_repeated_launches_pass_what_triton_would_pass": 2,
+    "kernels/test_triton_configs.py::test_another_triton_is_asked_for_every_launch": 2,
+    "kernels/test_tuner.py::captured": 2,
+    "symm_mem/test_vmm.py::capturing": 2,
+    "verification/matmuls.py::__init__": 2,
+    "verification/test_all_reduce_rms_norm_protocol.py::calls_of_changing_size": 3,
+    "verification/test_all_reduce_rms_norm_protocol.py::test_the_forms_give_the_same_bits": 3,
+    "verification/test_late_copies.py::driver": 5,
+    "verification/test_late_ranks.py::test_a_chain_of_norms": 2,
+}
+
+
+def weft_names(module: ast.Module) -> set[str]:
+    """What a module calls weft, or has imported of it."""
+    names = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            names |= {
+                (a.asname or a.name).split(".")[0] for a in node.names if a.name.split(".")[0] == "weft"
+            }
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "weft":
+            names |= {a.asname or a.name for a in node.names}
+    return names
+
+
+def patched(function: ast.AST) -> Iterator[ast.expr]:
+    """The targets of monkeypatch.setattr, .setitem and .delattr, mock.patch and mock.patch.object in it."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and node.args:
+            called = ast.unparse(node.func)
+            by_pytest = "monkeypatch" in called and called.endswith((".setattr", ".setitem", ".delattr"))
+            if by_pytest or called in ("mock.patch", "mock.patch.object", "patch", "patch.object"):
+                yield node.args[0]
+
+
+def is_of_weft(target: ast.expr, names: set[str]) -> bool:
+    if isinstance(target, ast.Constant):
+        return str(target.value).split(".")[0] == "weft"
+    if isinstance(target, ast.JoinedStr):
+        return is_of_weft(target.values[0], names) if target.values else False
+    while isinstance(target, ast.Attribute | ast.Subscript | ast.Call):
+        target = target.func if isinstance(target, ast.Call) else target.value
+    return isinstance(target, ast.Name) and target.id in names
+
+
+def patches(source: str) -> dict[str, int]:
+    """How many of weft's internals each function, those inside of it included, patches: each place counts once."""
+    module = ast.parse(source)
+    names, found = weft_names(module), {}
+    functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
+    for of in (node for node in module.body if isinstance(node, ast.ClassDef)):
+        functions += [node for node in of.body if isinstance(node, ast.FunctionDef)]
+    for function in functions:
+        # A loop over several of weft's modules names each in its turn.
+        loops = [node for node in ast.walk(function) if isinstance(node, ast.For)]
+        turns = {
+            name.id
+            for loop in loops
+            if any(isinstance(n, ast.Name) and n.id in names for n in ast.walk(loop.iter))
+            for name in ast.walk(loop.target)
+            if isinstance(name, ast.Name)
+        }
+        count = sum(is_of_weft(target, names | turns) for target in patched(function))
+        if count:
+            found[function.name] = count
+    return found
+
+
+def test_tests_patch_one_internal() -> None:
+    found = {
+        f"{file.relative_to(TESTS).as_posix()}::{name}": count
+        for file in sorted(TESTS.rglob("*.py"))
+        for name, count in patches(file.read_text()).items()
+        if count > 1
+    }
+    more = {name: count for name, count in found.items() if count > PATCH_MORE.get(name, 1)}
+    assert not more, f"more than one of weft's internals: {more}"
+    mended = {name: found.get(name, 0) for name in PATCH_MORE if found.get(name, 0) < PATCH_MORE[name]}
+    assert not mended, f"strike out, or lessen: {mended}"
+
+
+def test_the_rule_can_fail() -> None:
+    seen = patches(
+        """
+from unittest import mock
+import torch
+from weft.fused_ops import dispatch
+from weft.symm_mem.heap import registry as heaps
+import weft.kernels
+
+def stage(monkeypatch):
+    monkeypatch.setattr(dispatch.plan, "on", 1)
+    monkeypatch.setattr("weft.kernels.x", 1)
+    monkeypatch.setitem(heaps._heaps, 1, 2)
+    monkeypatch.setenv("WEFT_CHECK", "1")
+    monkeypatch.setattr(torch.cuda, "Event", 1)
+    def inside():
+        with mock.patch.object(dispatch, "y", 1), mock.patch("weft.z"):
+            pass
+    for module in (dispatch, heaps):
+        monkeypatch.setattr(module, "num_sms", 132)
+
+def none(monkeypatch, stage):
+    monkeypatch.setattr(stage.kernel, "launch", 1)
+    mock.patch.dict(dispatch.known, clear=True)
+
+class Gpu:
+    def __init__(self, monkeypatch):
+        self.monkeypatch.setattr(heaps, "x", 1)
+"""
+    )
+    assert seen == {"stage": 6, "__init__": 1}
