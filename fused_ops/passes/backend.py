@@ -23,7 +23,7 @@ from .settings import CAPTURE, PassSettings
 PREFIX = "weft."
 _FROM_ENVIRONMENT = {"fuse": "WEFT_FUSE", "agree": "WEFT_AGREE", "strict": "WEFT_STRICT"}
 _FLAGS: dict[str, bool] = {"0": False, "1": True}
-_SETTINGS = ("groups", "strict", "fuse", "agree")
+_SETTINGS = ("groups", "strict", "fuse", "agree", "collectives")
 _OF_TORCH_COMPILE = ("fullgraph", "dynamic", "disable", "name", "recompile_limit", "isolate_recompiles")
 
 _made: dict[Any, FusionPass] = {}
@@ -56,8 +56,8 @@ def compile(  # noqa: A001
         mode: one of torch.compile's: its options are taken, and those of ``options`` over them.
         options: Inductor's, by name.
         fusion: the pass, to read its report. None takes that of the settings, whose report is in ``fusion_report()``.
-        settings: of ``FusionPass`` (groups, strict, fuse, agree; those not given by WEFT_STRICT, WEFT_FUSE and
-            WEFT_AGREE), or of ``torch.compile`` (fullgraph, dynamic, disable, name, recompile_limit,
+        settings: of ``FusionPass`` (groups, strict, fuse, agree, collectives; those not given by WEFT_STRICT,
+            WEFT_FUSE and WEFT_AGREE), or of ``torch.compile`` (fullgraph, dynamic, disable, name, recompile_limit,
             isolate_recompiles; as far as the installed torch has them).
 
     Returns:
@@ -170,7 +170,7 @@ def _environment() -> dict[str, Any]:
 def _pass_of(settings: Mapping[str, Any]) -> FusionPass:
     """One pass for equal settings: torch.compile compares options, and would compile once more for another."""
     checked = PassSettings(**{"groups": None, "strict": False, **settings})
-    key = (checked.groups, checked.strict, checked.fuse, checked.agree)
+    key = (checked.groups, checked.strict, checked.fuse, checked.agree, checked.collectives)
     if key not in _made:
         _made[key] = FusionPass(**checked)
     return _made[key]

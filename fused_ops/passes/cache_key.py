@@ -21,7 +21,7 @@ def pass_key(settings: PassSettings) -> str:
     names = "all" if settings.groups is None else sorted(settings.groups)
     return (
         f"weft {weft.__version__} {_sources()} groups={names} "
-        f"strict={settings.strict} fuse={settings.fuse} agree={settings.agree} "
+        f"strict={settings.strict} fuse={settings.fuse} agree={settings.agree} collectives={settings.collectives} "
         f"sizes={_group_sizes()} environment={_environment()}"
     )
 

@@ -155,6 +155,14 @@ class Collective:
         """Whether nothing else uses what is pending, but for its sizes."""
         return all(u is self.wait or calls(u, aten.sym_size.int) for u in self.node.users)
 
+    @property
+    def beside(self) -> fx.Node | None:
+        """What is computed behind it and in front of who waits for it."""
+        node = self.node.next
+        while node is not self.wait and (node.op != "call_function" or calls(node, aten.sym_size.int)):
+            node = node.next
+        return None if node is self.wait else node
+
     @classmethod
     def from_node(cls, node: fx.Node, groups: frozenset[str] | None) -> Collective:
         """

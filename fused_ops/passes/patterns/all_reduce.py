@@ -128,7 +128,7 @@ class AllReducePattern:
         if has_product(c.x):
             result = cls(*_feeding_one_sum(c, groups))
         else:
-            if (between := _between(c)) is not None:
+            if (between := c.beside) is not None:
                 raise LeftAlone(
                     f"{why_no_product(c.x)}; and it is waited for behind {what(between)}, which the group's own "
                     "backend runs beside it"
@@ -246,14 +246,6 @@ class AllReducePattern:
         else:
             out = rewrite.fused(at, self.op, last, x, last.reduce_op)
         return rewrite.make_contiguous(out, at)
-
-
-def _between(c: Collective) -> fx.Node | None:
-    """What is computed after the collective and before somebody waits for it."""
-    node = c.node.next
-    while node is not c.wait and (node.op != "call_function" or calls(node, aten.sym_size.int)):
-        node = node.next
-    return None if node is c.wait else node
 
 
 def _feeding_one_sum(
