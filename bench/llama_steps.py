@@ -152,7 +152,10 @@ def make_step(case: Case, contender: str, device: torch.device) -> Step:
         torch_symm.enable_symm_mem_for_group(mesh.get_group().group_name)
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
     sizes = replace(sizes, batch=case.batch, seq=min(case.seq, sizes.seq))
-    settings: dict[str, Any] = {"agree": "agree=False" not in contender, "regather": "regather=True" in contender}
+    settings: dict[str, Any] = {
+        "agree": "agree=False" not in contender,
+        "regather": "regather=True" in contender,
+    }
     fusion = FusionPass(**settings) if contender.startswith("weft") else None
     options = options_of(contender, case.graphs) | ({} if fusion is None else fusion.options)
     torch.manual_seed(SEED)

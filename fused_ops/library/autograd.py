@@ -13,13 +13,15 @@ from torch._C import DispatchKey, DispatchKeySet
 
 from ...symm_mem import resolve_group
 from ..ops.calls import (
+    AllGatherCall,
     AllGatherMatmulCall,
     AllReduceCall,
     AllReduceRmsNormCall,
     MatmulAllReduceCall,
     MatmulReduceScatterCall,
+    ReduceScatterCall,
 )
-from . import implementations
+from . import implementations, validation
 
 _ops, _collectives = torch.ops.weft, torch.ops._c10d_functional
 
@@ -163,6 +165,37 @@ class AllReduceFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         total = _ops.one_shot_all_reduce(grad, ctx.reduce_op, ctx.group_name, group_size=ctx.group_size)
         return None, total
+
+
+class AllGatherFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: AllGatherCall, x: Tensor) -> Tensor:
+        ctx.gather_dim, ctx.group_name, ctx.group_size = call.gather_dim, call.group_name, call.group_size
+        done: Tensor = implementations.ALL_GATHER.run_below_autograd(call)
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if grad.dtype not in validation.DTYPES:
+            return None, _reduce_scatter(grad, ctx.gather_dim, ctx.group_name)
+        args = (grad, "sum", ctx.gather_dim, ctx.group_name)
+        return None, _ops.one_shot_reduce_scatter(*args, group_size=ctx.group_size)
+
+
+class ReduceScatterFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: ReduceScatterCall, x: Tensor) -> Tensor:
+        ctx.reduce_op, ctx.scatter_dim = call.reduce_op, call.scatter_dim
+        ctx.group_name, ctx.group_size = call.group_name, call.group_size
+        done: Tensor = implementations.REDUCE_SCATTER.run_below_autograd(call)
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.reduce_op == "avg":
+            grad = grad / resolve_group(ctx.group_name).size()
+        args = (grad, ctx.scatter_dim, ctx.group_name)
+        return None, _ops.one_shot_all_gather(*args, group_size=ctx.group_size)
 
 
 class AllReduceRmsNormFunction(torch.autograd.Function):

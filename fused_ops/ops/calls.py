@@ -92,6 +92,74 @@ class AllReduceCall(NamedTuple):
         return [self.x]
 
 
+class AllGatherCall(NamedTuple):
+    x: Tensor
+    gather_dim: int
+    group_name: str
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.x]
+
+    def whole_shape(self, world_size: int) -> list[int]:
+        """That of the result; ``gather_dim`` is not negative."""
+        shape = list(self.x.shape)
+        shape[self.gather_dim] = shape[self.gather_dim] * world_size
+        return shape
+
+
+class AllGatherOutCall(NamedTuple):
+    out: Tensor
+    x: Tensor
+    gather_dim: int
+    group_name: str
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.out, self.x]
+
+    @property
+    def without_out(self) -> AllGatherCall:
+        return AllGatherCall(*self[1:])
+
+
+class ReduceScatterCall(NamedTuple):
+    x: Tensor
+    reduce_op: str
+    scatter_dim: int
+    group_name: str
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.x]
+
+    def part_shape(self, world_size: int) -> list[int]:
+        """That of the result; ``scatter_dim`` is not negative."""
+        shape = list(self.x.shape)
+        shape[self.scatter_dim] = shape[self.scatter_dim] // world_size
+        return shape
+
+
+class ReduceScatterOutCall(NamedTuple):
+    out: Tensor
+    x: Tensor
+    reduce_op: str
+    scatter_dim: int
+    group_name: str
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.out, self.x]
+
+    @property
+    def without_out(self) -> ReduceScatterCall:
+        return ReduceScatterCall(*self[1:])
+
+
 class AllReduceRmsNormCall(NamedTuple):
     x: Tensor
     residual: Tensor | None

@@ -15,7 +15,6 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...symm_mem import Group
-from ..dispatch import profitability
 from ..library.compiled import why_unordered
 from .agreement.fallback_graph import (
     FallbackGraph,
@@ -36,6 +35,7 @@ from .log import log_line
 from .origin import module_of, source_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns import registry
+from .patterns.candidate import gain_of, problem_of, why_not_profitable_of
 from .patterns.rivals import yielding
 from .regather import joint_options
 from .report import Entry, PassRuns, Report
@@ -111,8 +111,13 @@ class FusionPass(PassSettings, CustomGraphPass):
         regather: where a gathered activation would be kept for the gradient of a weight alone, keep the shard and
             gather again in the backward, inside of the product. It needs less memory, and more time.
 
+        collectives: whether all-gathers and reduce-scatters that are fused with no matmul become
+            ``one_shot_all_gather`` and ``one_shot_reduce_scatter`` where that is profitable. One behind which something
+            is computed before it is waited for is left alone: its group's own backend runs it beside that.
+
     Raises:
-        TypeError: ``groups`` is one name or no list, ``strict``, ``agree`` or ``regather`` is no bool (or string).
+        TypeError: ``groups`` is one name or no list, ``strict``, ``agree``, ``regather`` or ``collectives`` is no bool
+            (or string).
         ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "each" and "capture".
     """
 
@@ -124,8 +129,9 @@ class FusionPass(PassSettings, CustomGraphPass):
         fuse: str = "auto",
         agree: bool | str = True,
         regather: bool = False,
+        collectives: bool = False,
     ) -> None:
-        super().__init__(groups, strict, fuse, agree, regather)
+        super().__init__(groups, strict, fuse, agree, regather, collectives)
         self._entries: list[Entry] = []
         self._graphs = 0
         self._keys = 0
@@ -225,12 +231,12 @@ class FusionPass(PassSettings, CustomGraphPass):
         why_not = None if original is None else why_not_generated() or original.why_not_kept()
         if self.agree in (True, EACH):
             why_not = why_captured_without_vote() or why_not
-        left = canonicalize(graph, self._find, lambda match: self._why_not(match, _problem(match), why_not))
+        left = canonicalize(graph, self._find, lambda match: self._why_not(match, why_not))
         nodes = list(collectives(graph))
         fields = {n: self._fields(n) for n in nodes}
         entries = {n: Entry(**fields[n], reason=reason) for n, reason in left.items()}
         # Reductions first, but for those that leave their product to the gather in front of it.
-        orders, late = [], yielding([n for n in nodes if n not in entries], self._find)
+        orders, late = [], yielding([n for n in nodes if n not in entries], self._find_product)
         for node in sorted(nodes, key=lambda n: 2 if n in late else "gather" in kind_of(n)):
             if node not in entries and (order := self._fuse(node, fields, entries, why_not)) is not None:
                 orders.append(order)
@@ -273,6 +279,11 @@ class FusionPass(PassSettings, CustomGraphPass):
 
     def _find(self, node: fx.Node) -> registry.Form:
         collective = Collective.from_node(node, self.groups)
+        find = registry.match_alone_too if self.collectives else registry.match
+        return find(collective, self.groups, always=self.fuse == "always")
+
+    def _find_product(self, node: fx.Node) -> registry.Form:
+        collective = Collective.from_node(node, self.groups)
         return registry.match(collective, self.groups, always=self.fuse == "always")
 
     def _fuse(
@@ -291,8 +302,8 @@ class FusionPass(PassSettings, CustomGraphPass):
         try:
             match = self._find(node)
             found = {"form": match.form}
-            problem = _problem(match)
-            reason = self._why_not(match, problem, why_not_kept)
+            problem = problem_of(match)
+            reason = self._why_not(match, why_not_kept)
             if reason is not None:
                 raise LeftAlone(reason)
             order = match.order
@@ -305,75 +316,24 @@ class FusionPass(PassSettings, CustomGraphPass):
         into: dict[str, Any] = {"dim": match.dim, "fused_into": str(match.op._schema.name), **found}
         gain: dict[str, Any] = {}
         if problem is not None:
-            gain = dict(zip("mnk", problem, strict=True))
-            candidate = profitability.FusionCandidate(_word(match.op), *problem, *_where(match))
-            gain["gain"] = profitability.expected_gain(candidate)
+            gain = dict(zip("mnk", problem, strict=True)) | {"gain": gain_of(match, problem)}
         entries[node] = Entry(**fields[node], **into, **gain, detail=match.detail)
         for other in match.others:
             entries[other] = Entry(**fields[other], **into, detail=f"merged with {fields[node]['node']}")
         return order
 
-    def _why_not(
-        self, match: registry.Form, problem: tuple[int, int, int] | None, why_not_kept: str | None
-    ) -> str | None:
+    def _why_not(self, match: registry.Form, why_not_kept: str | None) -> str | None:
         """Why what could be fused should not be."""
         if (unordered := why_unordered()) is not None:
             return f"{unordered}, with which ranks may communicate in different orders"
-        weighed = self.fuse == "auto" and not getattr(match, "decided", False)
-        if weighed and (apart := getattr(match, "apart", None)) is not None:
-            return str(apart)
-        if weighed and problem is not None:
-            last_dim, return_A = match.last_dim, bool(getattr(match, "kept", ()))
-            candidate = profitability.FusionCandidate(
-                _word(match.op), *problem, *_where(match), last_dim=last_dim, return_A=return_A
-            )
-            if (reason := profitability.why_not_profitable(candidate)) is not None:
-                return reason
+        if self.fuse == "auto" and (reason := why_not_profitable_of(match)) is not None:
+            return reason
         group = match.collective.group
         why_not = why_not_asked(group) if self.agree else None
         why_not = why_not or _why_not_called_from_cpp(match.op)
         if why_not is not None or not self.agree or not has_ranks(group):
             return why_not
         return why_not_kept or _why_not_compared(match)
-
-
-_WORDS = {
-    "weft::fused_all_gather_matmul": "all_gather_matmul",
-    "weft::fused_matmul_reduce_scatter": "matmul_reduce_scatter",
-    "weft::fused_matmul_all_reduce": "matmul_all_reduce",
-    # What reduces without a product.
-    "weft::one_shot_all_reduce": "all_reduce",
-    "weft::fused_all_reduce_rms_norm": "all_reduce",
-    "_c10d_functional::all_reduce": "all_reduce",
-}
-
-
-def _word(op: Any) -> str:
-    """The word by which ``profitability`` knows an op.
-
-    Raises:
-        KeyError: ``_WORDS`` has none.
-    """
-    name = str(op._schema.name)
-    if name not in _WORDS:
-        raise KeyError(f"{name} is not in _WORDS, so nobody knows whether it is profitable")
-    return _WORDS[name]
-
-
-def _where(match: registry.Form) -> tuple[int, torch.dtype, str]:
-    return match.collective.world, match.dtype, val(match.collective.x).device.type
-
-
-def _problem(match: registry.Form) -> tuple[int, int, int] | None:
-    """The sizes of the product, symbolic ones as they are now; None if one is not known before the run."""
-    sizes = []
-    for size in (match.m, match.n, match.k):
-        if isinstance(size, torch.SymInt) and not size.node.has_hint():
-            return None
-        hint = size.node.hint if isinstance(size, torch.SymInt) else size
-        sizes.append(0 if hint is None else int(hint))
-    m, n, k = sizes
-    return m, n, k
 
 
 def _why_not_compared(match: registry.Form) -> str | None:

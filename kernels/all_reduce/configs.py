@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..device.comm import ll_exchange
-from ..device.comm.ll_exchange import BLOCKS, THREADS, VECTOR, WARP, ExchangeLayout, up
+from ..device.comm.ll_exchange import BLOCKS, THREADS, VECTOR, WARP, ExchangeLayout, at_once, up, workers
 
 FORMS = ("one_shot", "two_shot")
 MAX_BYTES = 16 << 20  #: of the input in one epoch of the slots; two_shot takes more in several epochs
@@ -84,16 +84,6 @@ def vectors(layout: ExchangeLayout, config: AllReduceConfig) -> int:
 def all_reduce_grid(count: int, layout: ExchangeLayout, config: AllReduceConfig) -> tuple[int, int]:
     """Blocks and threads for that many. No block goes without a vector."""
     return ll_exchange.exchange_grid(count, layout.slots // _epochs(config), config.blocks, config.threads)
-
-
-def workers(world_size: int) -> int:
-    """Threads of a block of two_shot_rounds that send, at most."""
-    return THREADS if world_size <= 4 else THREADS // 2
-
-
-def at_once(world_size: int) -> int:
-    """Vectors of each part that such a thread takes at once: what its registers hold."""
-    return 8 // world_size if world_size <= 4 else 1
 
 
 @dataclass(frozen=True)

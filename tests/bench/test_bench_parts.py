@@ -29,6 +29,8 @@ def test_the_whole_table() -> None:
     assert {op: len(found) for op, found in of.items()} == {
         "all_gather_matmul": 6 * 6 * 2,
         "matmul_reduce_scatter": 5 * 6 * 2,
+        "all_gather": (26 + 3) * 2,
+        "reduce_scatter": (26 + 3) * 2,
         "all_reduce": 26 * 2,
         "all_reduce_rms_norm": 3 * 7 * 2,
         "matmul_all_reduce": 5 * 6 * 2,

@@ -29,12 +29,9 @@ from ..graph.collectives import (
     c10d,
     calls,
     check_no_write,
-    communicates,
     first_write,
     hint,
     is_val,
-    known,
-    memory,
     val,
     what,
 )
@@ -132,7 +129,7 @@ class AllReducePattern:
         if has_product(c.x):
             result = cls(*_feeding_one_sum(c, groups))
         else:
-            if (between := _between(c)) is not None:
+            if (between := c.beside) is not None:
                 raise LeftAlone(
                     f"{why_no_product(c.x)}; and it is waited for behind {what(between)}, which the group's own "
                     "backend runs beside it"
@@ -268,19 +265,6 @@ def why_not_joined(total: SumOfMatmuls, candidate: FusionCandidate) -> str | Non
     if copied <= gain:
         return None
     return f"to copy its {len(weights)} weights side by side takes {copied:.3g} us, and fusing saves {gain:.3g} us"
-
-
-def _between(c: Collective) -> fx.Node | None:
-    """What takes its time behind the collective before somebody waits for it: it makes as many elements, or sends."""
-    node = c.node.next
-    while node is not c.wait:
-        if communicates(node):
-            return node
-        made = is_val(node) and not any(is_val(a) and memory(a) == memory(node) for a in node.all_input_nodes)
-        if made and not known(val(node).numel() < val(c.x).numel()):
-            return node
-        node = node.next
-    return None
 
 
 def _feeding_one_sum(

@@ -204,6 +204,11 @@ class Ranks:
         if isinstance(target, torch._ops.OpOverload) and target._opname == "fused_all_reduce_rms_norm":
             total = self.reduced(first, "sum")
             return [self.rms_norm(total, a[0], **a[1]) for a in args]
+        if target is torch.ops.weft.one_shot_all_gather.default:
+            return [torch.cat(first, args[0][0][1]) for _ in first]
+        if target is torch.ops.weft.one_shot_reduce_scatter.default:
+            _, op, dim, _ = args[0][0]
+            return [p.contiguous() for p in self.reduced(first, op).chunk(self.world, dim)]
         if target is torch.ops.weft.fused_all_gather_matmul.default:
             return [self.all_gather_matmul(first, *a[0][1:3], **a[1]) for a in args]
         if target is torch.ops.weft.fused_matmul_reduce_scatter.default:
