@@ -308,6 +308,11 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
             Form("an embedding's rows", lambda x, w: ar(torch.where(x > 0, x, 0) + w), (x2, x2)),
             Form("an embedding's rows, normed", embedded_norm, (x2, x2, (8,))),
             Form("a mixture of experts", of_experts, ((12, 8), w)),
+            Form(
+                "joined products",
+                lambda a, b, c, d: ar(torch.cat((a @ b, c @ d))),
+                ((12, 8), w, (6, 4), (4, 5)),
+            ),
             Form("a sum of no product", lambda x, w: ar((x @ w).sum(0)), ((12, 8), w)),
         ],
     )

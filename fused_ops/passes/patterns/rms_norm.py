@@ -141,7 +141,10 @@ class RmsNorm:
         normed, sums = (call(at, operator.getitem, both, i) for i in (0, 1))
         new = {self.norm.normed: rewrite.make_contiguous(normed, at)}
         stored = rewrite.make_contiguous(sums, at)
-        return new | dict.fromkeys(self.sum.rounded, stored)
+        for node in self.sum.rounded:
+            # What is other memory in the graph stays other memory.
+            new[node] = stored if len(new) == 1 else call(at, aten.clone.default, stored)
+        return new
 
 
 def _sum_behind(c: Collective) -> _Sum:

@@ -266,6 +266,21 @@ def only(fn: Fn, dtype: torch.dtype = torch.bfloat16) -> Seen:
     return seen
 
 
+def test_a_sum_that_is_rounded_twice_is_in_two_places() -> None:
+    def fn(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        normed, sums = vllm_promoting(y := ar(x @ w), residual, weight)
+        wide = y.float() + residual
+        return normed, sums, wide.to(x.dtype)
+
+    def twice(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        wide = ar(x @ w).float() + residual
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+        return normed.to(x.dtype), wide.to(x.dtype), wide.to(x.dtype)
+
+    assert only(twice).fused == [NORM]
+    assert only(fn).fused == [AR]
+
+
 def test_an_average_is_only_reduced() -> None:
     seen = only(lambda x, w, residual, weight: gemma(ar(x @ w, "avg"), residual, weight))
     assert (seen.fused, seen.entries[0].detail) == (

@@ -24,6 +24,7 @@ OTHERS: dict[str, Callable[..., Tensor]] = {
     "what was put at an index": lambda x, w: ar(
         torch.ops.aten.index_put.default(x, [torch.arange(3)], x[:3] @ w @ w.t())
     ),
+    "joined products": lambda x, w: ar(torch.cat((x @ w, x.sin() @ w))),
     "rows of a product": lambda x, w: ar((x @ w)[:3]),
 }
 

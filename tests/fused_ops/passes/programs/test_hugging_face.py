@@ -1,4 +1,4 @@
-"""Hugging Face's Llama under its own tensor-parallel plan: saved, loaded by every rank, and run."""
+"""Hugging Face's Llama and Gemma under their own tensor-parallel plan: saved, loaded by every rank, and run."""
 
 from __future__ import annotations
 
@@ -17,39 +17,45 @@ WORLD, LAYERS, VOCABULARY = 2, 2, 96
 ENV = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the model is saved."""
-    saved = {k: os.environ.get(k) for k in ENV}
-    os.environ.update(ENV)
-    from transformers import LlamaConfig, LlamaForCausalLM
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    path = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(config).save_pretrained(path)
-    for k, v in saved.items():
+
+def saved(path: Path, kind: str, **more: Any) -> Path:
+    """Where a model of this kind is saved."""
+    before = {k: os.environ.get(k) for k in ENV}
+    os.environ.update(ENV)
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **more)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(path)
+    for k, v in before.items():
         os.environ.pop(k) if v is None else os.environ.__setitem__(k, v)
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("llama"), "Llama")
 
 
 def load(folder: Path, world: int) -> tuple[Any, Any]:
     """The model as the plan shards it, and the unsharded one in float64."""
     # Read when transformers is imported. The ranks stay for other tests, to which it means nothing.
     os.environ.update(ENV)
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     plan = DistributedConfig(tp_plan="auto", tp_size=world)
-    model = LlamaForCausalLM.from_pretrained(folder, distributed_config=plan)
-    return model, LlamaForCausalLM.from_pretrained(folder).double()
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan)
+    return model, AutoModelForCausalLM.from_pretrained(folder).double()
 
 
 def tokens() -> torch.Tensor:
@@ -127,3 +133,16 @@ def test_training(folder: Path, codegen: bool) -> None:
 def test_generation_with_a_static_cache(folder: Path, codegen: bool) -> None:
     # Two graphs: of the prompt, and of one token more.
     check(outcomes(generate, WORLD, folder, codegen), 2 * FORWARD, 2 * NOT)
+
+
+@CODEGEN
+def test_inference_of_gemma(tmp_path: Path, codegen: bool) -> None:
+    """Its norms add 1 to their weights, and the reduced embedding is scaled in front of the first of them."""
+    found = outcomes(infer, WORLD, saved(tmp_path, "Gemma", head_dim=8), codegen)
+    check(found, FORWARD, NOT)
+    assert "residual added, rms_norm, 1 added to the weight" in found[0].text
+    assert (
+        found[0].text.count("one_shot_all_reduce")
+        == found[0].text.count("mul (mul.Tensor) stays behind it")
+        == 1
+    )
