@@ -34,7 +34,7 @@ MISTAKES = {
     "gather-split-other-part": ("i * weft::BK, src);", "i * weft::BK, src % 1);"),
     "returned-not-read": ("if (weft::elected()) weft::tma_stores_have_read();\n        __syncwarp();", ""),
     "returned-by-one-warpgroup": ("warp % 4 == 0 && warpgroup <", "warp == 0 && warpgroup <"),
-    "returned-other-column": ("mine(t.b == 0 && t.column == 0", "mine(t.b == 0 && t.column == 1"),
+    "returned-other-stage": ("next(t.column) {}", "next(t.column + 1) {}"),
     "two-instructions-same-columns": ("b + (B_BYTES_OF_FIRST >> 4)", "b"),
     "two-instructions-rows-as-columns": ("FIRST / 64 * 4096", "FIRST * 128"),
     "half-a-group-one-box": ("column + 64 * i,", "column,"),
