@@ -14,8 +14,8 @@ from weft.fused_ops.dispatch.profitability import (
     why_not_profitable,
 )
 from weft.fused_ops.library.compiled import COMMUNICATING
-from weft.fused_ops.passes import fusion
 from weft.fused_ops.passes.graph.collectives import c10d
+from weft.fused_ops.passes.patterns.candidate import word_of
 from weft.kernels.all_gather_matmul import configs as gather
 from weft.kernels.matmul_reduce_scatter import configs as scatter
 
@@ -156,10 +156,23 @@ def test_an_unknown_op() -> None:
 def test_every_op_that_the_pass_puts_in_has_a_word() -> None:
     for op in COMMUNICATING:
         if not op._schema.is_mutable:  # the pass puts in none that writes in place
-            assert fusion._word(op) in OPS
-    assert fusion._word(c10d.all_reduce.default) == "all_reduce"
+            assert word_of(op) in OPS
+    assert word_of(c10d.all_reduce.default) == "all_reduce"
     with pytest.raises(KeyError, match="aten::mm is not in _WORDS"):
-        fusion._word(torch.ops.aten.mm.default)
+        word_of(torch.ops.aten.mm.default)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_collectives_alone_up_to_what_was_measured() -> None:
+    for op in ("all_gather", "reduce_scatter"):
+        for world in (2, 4, 8):
+            whole = FusionCandidate(op, 1, 32 << 20, 0, world, BF16, "cuda")
+            assert why_not_profitable(whole) is None
+            larger = FusionCandidate(op, 2, 32 << 20, 0, world, BF16, "cuda", last_dim=True)
+            assert why_not_profitable(larger) == (
+                "128 MiB are sent: beyond 64 MiB that is left to the backend"
+            )
+            assert expected_gain(whole) == 0
 
 
 @given(SIZES, SIZES, SIZES, st.integers(2, 8))
