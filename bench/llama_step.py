@@ -72,7 +72,7 @@ def peak(step: Callable[[], Any], device: torch.device) -> float:
     return float(most) / 2**20
 
 
-def measure(sizes: Sizes, iterations: int, device: torch.device) -> bool:
+def compare_steps(sizes: Sizes, iterations: int, device: torch.device) -> bool:
     """Prints the tables of one length; whether the losses are alike."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     task = Task(sizes, 1, mesh, device)
@@ -125,7 +125,7 @@ def main() -> int:
     for seq in map(int, given.seqs.split(",")) if on_gpus else (128,):
         sizes = dataclasses.replace(LLAMA_8B if on_gpus else SMALL, layers=given.layers, seq=seq)
         torch._dynamo.reset()
-        alike = measure(dataclasses.replace(sizes, batch=1), given.iterations, device) and alike
+        alike = compare_steps(dataclasses.replace(sizes, batch=1), given.iterations, device) and alike
     dist.destroy_process_group()
     return int(not alike)
 
