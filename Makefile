@@ -24,11 +24,11 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet --constraint con
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test tiny programs bench forms model soak fuzz fuzz-pass sanitize lint format format-check typecheck docs clean
+.PHONY: help setup demo test tiny programs frameworks bench forms model soak fuzz fuzz-pass sanitize lint format format-check typecheck docs clean
 
 help:
 	@echo "make demo | tiny | test | bench | lint | format | format-check | typecheck | docs | clean"
-	@echo "long: make programs | forms | model | soak | fuzz | fuzz-pass | sanitize"
+	@echo "long: make programs | frameworks | forms | model | soak | fuzz | fuzz-pass | sanitize"
 
 setup: $(STAMP)
 
@@ -69,6 +69,10 @@ tiny: $(STAMP)
 programs: $(STAMP)
 	$(PY) -m pytest -m "slow or not slow" tests/fused_ops/passes/programs tests/fused_ops/passes/test_cost.py \
 		tests/fused_ops/passes/test_ranks_that_differ.py $(PYTEST_ARGS)
+
+# Those of the frameworks that are installed: minutes.
+frameworks: $(STAMP)
+	$(PY) -m pytest -m "slow or not slow" tests/frameworks $(PYTEST_ARGS)
 
 # 2,000 random programs, each with and without the pass.
 fuzz-pass: $(STAMP)

@@ -5,7 +5,7 @@ torchrun --nproc-per-node 4 bench/alone.py --ops matmul_reduce_scatter --layers 
 
 The ranks share one GPU, and rank 0 alone launches, with peers that do as it does: of all-gather + matmul a second
 kernel sets their flags (alone_gather.py, announce.cu), of matmul + reduce-scatter what rank 0 sends comes to lie where
-theirs would (alone_scatter.py). It goes to the same GPU's memory, at the pace that it keeps on links. So what tiles,
+theirs would (alone_scatter.py). It goes to the same GPU's memory, at the rate that it keeps on links. So what tiles,
 waves of them, their order and the way of a chunk cost shows. What does not: fences that wait for links, links that
 several ranks share, and ranks that begin late.
 

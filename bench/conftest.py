@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--ops", type=_words, default=registry.OPS, help="/".join(registry.OPS))
     group.addoption("--layers", type=_words, default=(), help="parts of layers' names, as in llama8b,qkv")
     group.addoption("--m-sizes", type=_numbers, default=(), help="rows of the whole left matrix")
-    group.addoption("--kib-sizes", type=_numbers, default=(), help="all_reduce: sizes in KiB")
+    group.addoption("--kib-sizes", type=_numbers, default=(), help="of a collective alone: the tensor's KiB")
     group.addoption("--modes", type=_words, default=(), help="/".join(registry.MODES))
     group.addoption(
         "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"

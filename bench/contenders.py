@@ -4,7 +4,7 @@ weft       the public ops
 unfused    NCCL and cuBLAS; between CPU ranks gloo and torch.mm
 torch...   torch.ops.symm_mem as it is, and with its other algorithms where they apply (CUDA only)
 product    the same matrix product without communication: a term of the limit
-producer   all_reduce and the norm: the kernel that writes the input before every call; its time is subtracted
+producer   collectives alone and the norm: the kernel that writes the input before every call; its time is subtracted
 
 All contenders of a row get the same random inputs: of products several sets, so that no cache holds them all; of an
 all-reduce and the norm one, which the producer has just written, as in a model, so that a cache may hold it.
@@ -22,6 +22,7 @@ from accuracy import of_products, of_sums
 from parts import Bench, after_producer, divisible, has_torch_symm, random_tensor, sets_of, summed
 from reductions import all_reduce_rms_norm_contenders, matmul_all_reduce_contenders
 from registry import LAST_DIMENSION, SPLITS, Row
+from stand_alone import all_gather_contenders, reduce_scatter_contenders
 from timer import Call
 from torch import Tensor
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, one_shot_all_reduce
@@ -176,6 +177,8 @@ def all_reduce_contenders(row: Row, group: str, device: torch.device) -> Bench:
 TABLE: dict[str, Callable[[Row, str, torch.device], Bench]] = {
     "all_gather_matmul": all_gather_matmul_contenders,
     "matmul_reduce_scatter": matmul_reduce_scatter_contenders,
+    "all_gather": all_gather_contenders,
+    "reduce_scatter": reduce_scatter_contenders,
     "all_reduce": all_reduce_contenders,
     "all_reduce_rms_norm": all_reduce_rms_norm_contenders,
     "matmul_all_reduce": matmul_all_reduce_contenders,

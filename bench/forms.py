@@ -147,6 +147,33 @@ def normed(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tens
     return F.rms_norm(y, y.shape[-1:], weight, 1e-6), y
 
 
+def vllm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    wide = x.float() + residual.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return normed.to(x.dtype) * weight, wide.to(x.dtype)
+
+
+def gemma(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    y = residual + x
+    wide = y.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (normed * (1.0 + weight.float())).to(y.dtype), y
+
+
+def normed_by(norm: Callable[..., Any]) -> Callable[..., Any]:
+    """Behind a product of 16 bits."""
+
+    def run(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        x, w, residual, weight = (t.bfloat16() for t in (x, w, residual, weight))
+        return norm(ar(x @ w), residual, weight)
+
+    return run
+
+
+def embedded_norm(x: Tensor, w: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(ar(torch.where(x > 0, x, 0) + w), (8,), weight, 1e-6)
+
+
 def of_experts(x: Tensor, w: Tensor) -> Tensor:
     return ar(torch.zeros(9, 5).index_add(0, torch.arange(12) % 9, x @ w))
 
@@ -154,6 +181,10 @@ def of_experts(x: Tensor, w: Tensor) -> Tensor:
 def also_given(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     y = x @ w
     return rs(y), y
+
+
+def lora(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return rs(x @ w + 0.25 * (x @ a @ b))
 
 
 def three_sums(x: Tensor, *weights: Tensor) -> Tensor:
@@ -196,6 +227,10 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
             Form("weight gathered (FSDP)", lambda x, w: F.linear(x, ag(w)), ((7, 8), l3)),
             Form("transposed, a weight's gradient", lambda x, g: g.t() @ ag(x), (x2, (12, 5))),
             Form("coalesced", coalesced, (x2, x2, w)),
+            Form("a factor behind the gather", lambda x, w: (ag(x) * 1.5) @ w, (x2, w)),
+            Form(
+                "scaled bias and product", lambda x, w, b: b.addmm(ag(x), w, beta=2, alpha=3), (x2, w, (5,))
+            ),
         ],
     )
     yield (
@@ -230,6 +265,10 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
             Form("average", lambda x, w: rs(x @ w, 0, "avg"), ((12, 8), w)),
             Form("residual behind it", lambda x, w, r: r + rs(x @ w), ((12, 8), w, (6, 5))),
             Form("bias behind it", lambda x, w, b: rs(F.linear(x, w), 1) + b, ((2, 12, 8), l3, (5,))),
+            Form("doubled, before it is scattered", lambda x, w: rs(2 * (x @ w)), ((12, 8), w)),
+            Form("halved, before it is scattered", lambda x, w: rs((x @ w) / 2), ((12, 8), w)),
+            Form("difference of two", lambda x, y, w, v: rs(x @ w - y @ v), ((12, 8), (12, 4), w, (4, 5))),
+            Form("LoRA, alpha another than the rank", lora, ((12, 8), w, (8, 2), (2, 5))),
             Form(
                 "reshaped otherwise",
                 lambda x, w: scattered(rows_form(x, w).reshape(4, 6, 5)),
@@ -246,8 +285,30 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
             Form("sum of two products", lambda x, y, w, v: ar(x @ w + y @ v), ((12, 8), (12, 4), w, (4, 5))),
             Form("bmm of batch 1", lambda x, w: ar(torch.bmm(x[None], w[None])), ((12, 8), w)),
             Form("average", lambda x, w: ar(x @ w, "avg"), ((12, 8), w)),
+            Form("negated", lambda x, w: ar(-(x @ w)), ((12, 8), w)),
+            Form(
+                "LoRA, alpha another than the rank",
+                lambda x, w, a, b: ar(x @ w + 0.25 * (x @ a @ b)),
+                ((12, 8), w, (8, 2), (2, 5)),
+            ),
             Form("residual and norm behind it", normed, ((12, 8), w, (12, 5), (5,))),
+            Form("vLLM's norm, of the unrounded sum", normed_by(vllm), ((12, 8), w, (12, 5), (5,))),
+            Form("Gemma's norm", normed_by(gemma), ((12, 8), w, (12, 5), (5,))),
+            Form(
+                "norm without a residual",
+                lambda x, w, v: F.rms_norm(ar(x @ w), (5,), v, 1e-6),
+                ((12, 8), w, (5,)),
+            ),
             Form("three that feed one sum", three_sums, ((2, 12, 8), l3, l3, l3)),
+        ],
+    )
+    yield (
+        "all-reduce of no product",
+        [
+            Form("an embedding's rows", lambda x, w: ar(torch.where(x > 0, x, 0) + w), (x2, x2)),
+            Form("an embedding's rows, normed", embedded_norm, (x2, x2, (8,))),
+            Form("a mixture of experts", of_experts, ((12, 8), w)),
+            Form("a sum of no product", lambda x, w: ar((x @ w).sum(0)), ((12, 8), w)),
         ],
     )
     up, down = (12, 8), (8, 12)
@@ -283,6 +344,8 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
                 ((2, 12, 8), l3),
             ),
             Form("a product that is also used", also_given, ((12, 8), w)),
+            Form("multiplied by a tensor", lambda x, w, s: rs(s * (x @ w)), ((12, 8), w, ())),
+            Form("multiplied by 0", lambda x, w: rs(0 * (x @ w)), ((12, 8), w)),
             Form("reduced by max", lambda x, w: rs(x @ w, 0, "max"), ((12, 8), w)),
             Form("all-reduced by max", lambda x, w: ar(x @ w, "max"), ((12, 8), w)),
             Form(
@@ -292,8 +355,5 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
             ),
             Form("a bias computed from the gathered tensor", biased_after, (x2, w)),
             Form("gathered after the product", lambda x, w: ag(x @ w, 1), (x2, w)),
-            Form("an embedding's rows", lambda x, w: ar(torch.where(x > 0, x, 0) + w), (x2, x2)),
-            Form("a mixture of experts", of_experts, ((12, 8), w)),
-            Form("a sum of no product", lambda x, w: ar((x @ w).sum(0)), ((12, 8), w)),
         ],
     )

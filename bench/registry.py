@@ -9,6 +9,8 @@ import torch
 OPS = (
     "all_gather_matmul",
     "matmul_reduce_scatter",
+    "all_gather",
+    "reduce_scatter",
     "all_reduce",
     "all_reduce_rms_norm",
     "matmul_all_reduce",
@@ -56,13 +58,16 @@ KIB_SIZES = {
     "cuda": tuple(sorted({*(2**i for i in range(1, 17)), *(3 * 2**i for i in range(2, 12))})),
     "cpu": (2, 32, 256, 1024),
 }
+# Sizes are those of the whole tensor; some are measured again with the last dimension of so many rows cut.
+ALONE = ("all_gather", "reduce_scatter")
+LAST_KIB_SIZES, LAST_ROWS = (256, 4096, 65536), 64
 DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 CPU_SCALE = 16  # a layer's K and N are divided by this on the CPU
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. ``K`` is None without a product; all_reduce has [M, N] = [1, elements]."""
+    """One line of the table. ``K`` is None without a product; collectives alone have [M, N] = [1, elements]."""
 
     op: str
     name: str
@@ -96,7 +101,7 @@ def select_rows(
     Args:
         layers: parts of layers' names ("llama8b" or "qkv").
         m_sizes: rows of the whole left matrix.
-        kib_sizes: sizes of an all-reduced tensor, in KiB.
+        kib_sizes: sizes of the whole tensor of a collective alone, in KiB.
 
     Raises:
         ValueError: an op, layer or mode is unknown, or the device has no such mode.
@@ -113,22 +118,26 @@ def select_rows(
     found: list[Row] = []
     shapes: list[tuple[str, int, int | None, int]]
     for op in (op for op in OPS if op in ops):
-        if op == "all_reduce":
-            shapes = [
-                ("all_reduce", 1, None, kib * 1024 // dtype.itemsize)
-                for kib in kib_sizes or KIB_SIZES[device]
-            ]
+        if op == "all_reduce" or op in ALONE:
+            sizes = kib_sizes or KIB_SIZES[device]
+            shapes = [(op, 1, None, kib * 1024 // dtype.itemsize) for kib in sizes]
+            if op in ALONE:
+                shapes += [
+                    (f"{op}.last", LAST_ROWS, None, kib * 1024 // dtype.itemsize // LAST_ROWS)
+                    for kib in sizes
+                    if kib in LAST_KIB_SIZES
+                ]
         elif op == "all_reduce_rms_norm":
             shapes = [
                 (op, m, None, hidden) for hidden in HIDDEN_SIZES[device] for m in m_sizes or TOKENS[device]
             ]
         else:
-            sizes = M_SIZES_ALL_REDUCE if op == "matmul_all_reduce" else M_SIZES
+            rows = M_SIZES_ALL_REDUCE if op == "matmul_all_reduce" else M_SIZES
             shapes = [
                 (name, m, k // scale, n // scale)
                 for name, (k, n) in LAYERS[op].items()
                 if _selected(name, layers)
-                for m in m_sizes or sizes[device]
+                for m in m_sizes or rows[device]
             ]
         found += [Row(op, *shape, dtype, mode) for shape in shapes for mode in modes or known]
     return found

@@ -55,16 +55,21 @@ def result_table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def keep_under_its_date(path: Path) -> None:
+    """A results file of this name gets its date behind the name."""
+    if path.exists():
+        # No parser: what was measured just now is not to be lost over a file that was cut off.
+        date = re.search(r'"date": "([\d-]+)[ T](\d+):(\d+)', path.read_text())
+        path.rename(path.with_stem("-".join((path.stem, *(date.groups() if date else ("undated",))))))
+
+
 def write(rows: list[dict[str, Any]], meta: dict[str, Any], folder: Path) -> list[Path]:
     """One file for each op that was measured; what stood there is kept, with its date behind its name."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for op in sorted({row["op"] for row in rows}):
         path = folder / f"{meta['device']}-x{meta['world']}-{op}.json"
-        if path.exists():
-            # No parser: what was measured just now is not to be lost over a file that was cut off.
-            date = re.search(r'"date": "([\d-]+) (\d+):(\d+)', path.read_text())
-            path.rename(path.with_stem("-".join((path.stem, *(date.groups() if date else ("undated",))))))
+        keep_under_its_date(path)
         lines = ",\n".join("    " + json.dumps(row) for row in rows if row["op"] == op)
         path.write_text(f'{{\n  "meta": {json.dumps(meta)},\n  "rows": [\n{lines}\n  ]\n}}\n')
         written.append(path)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from llama import LLAMA_8B, SMALL, Sizes
+from llama_model import LLAMA_8B, SMALL, Sizes
 from task import Task
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from llama import Llama, Sizes, rotary_tables, shard
+from llama_model import Llama, Sizes, rotary_tables, shard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor

@@ -1,5 +1,6 @@
 """Fused tensor-parallel ops: as functions, in ``torch.ops.weft``, and found in compiled graphs by a pass."""
 
+from .collectives import one_shot_all_gather, one_shot_reduce_scatter
 from .dispatch.plan import Plan, last_plan
 from .drop_in.calls_taken import CallsTaken
 from .drop_in.installation import install, install_if_asked, installed, installed_calls, uninstall
@@ -37,8 +38,10 @@ __all__ = [
     "installed_calls",
     "last_plan",
     "local_state_dict",
+    "one_shot_all_gather",
     "one_shot_all_reduce",
     "one_shot_all_reduce_",
+    "one_shot_reduce_scatter",
     "sharded_state_dict",
     "uninstall",
 ]

@@ -8,52 +8,16 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.utils._device import DeviceContext
 
 from ..kernels.all_reduce.host import IN_PLACE
-from ..symm_mem import Group, group_name, resolve_group
+from ..symm_mem import Group, group_name
+from .dispatch.callers import known_name, of_graph
 from .library import schema, validation
 from .ops import all_gather_matmul, all_reduce, all_reduce_rms_norm, matmul_all_reduce, matmul_reduce_scatter
 
 ReduceOp: TypeAlias = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 _LISTS = (list, tuple)
-_is_compiling, _function_modes = torch.compiler.is_compiling, torch._C._len_torch_function_stack
-_function_mode = torch._C._get_function_stack_at
-
-
-def _known_name(group: Group) -> str | None:
-    """The group's name, if a call may go round ``torch.ops``; None where Dynamo or a function mode wants to see it,
-    and for what is no group."""
-    if _is_compiling():
-        return None
-    modes = _function_modes()
-    # That of torch.set_default_device, which lies below all others, has nothing to do with these ops.
-    if modes > 1 or (modes == 1 and not isinstance(_function_mode(0), DeviceContext)):
-        return None
-    if type(group) is str:
-        return group
-    if isinstance(group, ProcessGroup):
-        return group.group_name
-    try:
-        return group_name(group)
-    except (TypeError, ValueError):  # in its turn, after the arguments in front of it
-        return None
-
-
-@torch.compiler.assume_constant_result
-def _size_of(name: str) -> int | None:
-    try:
-        return resolve_group(name).size()
-    except ValueError:  # the op refuses it
-        return None
-
-
-def _of_graph(name: str) -> dict[str, int | None]:
-    """What only a graph says: how many ranks it is made for, as the parts that it is given are, and a mean. It is part
-    of what Inductor's caches on disk know a graph by: they gave a run that of another number of ranks."""
-    return {"group_size": _size_of(name)} if _is_compiling() else {}
 
 
 def fused_all_gather_matmul(
@@ -96,7 +60,7 @@ def fused_all_gather_matmul(
         PeerTimeout: a rank did not come.
     """
     # What was called before has been checked before. True is not 1 there.
-    name = _known_name(group)
+    name = known_name(group)
     if name is not None and type(Bs) in _LISTS and type(gather_dim) is int and type(return_A) is bool:
         done = all_gather_matmul.fast_all_gather_matmul(A_shard, Bs, gather_dim, name, return_A)
         if done is not None:
@@ -106,7 +70,7 @@ def fused_all_gather_matmul(
     validation.dimension("gather_dim", gather_dim, "A_shard", A_shard.dim())
     validation.flags(return_A=return_A)
     name = group_name(group)
-    return schema.all_gather_matmul(A_shard, matrices, gather_dim, name, return_A=return_A, **_of_graph(name))
+    return schema.all_gather_matmul(A_shard, matrices, gather_dim, name, return_A=return_A, **of_graph(name))
 
 
 def fused_matmul_reduce_scatter(
@@ -163,7 +127,7 @@ def fused_matmul_reduce_scatter(
             (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
-    name = _known_name(group)
+    name = known_name(group)
     if name is not None and out_dtype is None and type(reduce_op) is str and type(scatter_dim) is int:
         done = matmul_reduce_scatter.fast_matmul_reduce_scatter(
             A, B, reduce_op, scatter_dim, name, (bias, residual)
@@ -181,7 +145,7 @@ def fused_matmul_reduce_scatter(
         if value is not None:
             validation.tensor(term, value)
     name = group_name(group)
-    named = {"out_dtype": out_dtype, "bias": bias, "residual": residual, **_of_graph(name)}
+    named = {"out_dtype": out_dtype, "bias": bias, "residual": residual, **of_graph(name)}
     return schema.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, name, **named)
 
 
@@ -217,7 +181,7 @@ def one_shot_all_reduce(x: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor:
             (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
-    name = _known_name(group)
+    name = known_name(group)
     if name is not None and type(reduce_op) is str:
         out = all_reduce.fast_all_reduce(x, reduce_op, name, anything=True)
         if out is not None:
@@ -225,7 +189,7 @@ def one_shot_all_reduce(x: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor:
     validation.tensor("x", x)
     reduce_op = validation.reduction(reduce_op, validation.ALL_REDUCE_OPS)
     name = group_name(group)
-    return schema.all_reduce(x, reduce_op, name, **_of_graph(name))
+    return schema.all_reduce(x, reduce_op, name, **of_graph(name))
 
 
 def one_shot_all_reduce_(x: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor:
@@ -251,7 +215,7 @@ def one_shot_all_reduce_(x: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor
         ValueError, TypeError, RankMismatch, PeerTimeout: as ``one_shot_all_reduce``. What ``x`` holds after an error
             between ranks is worth nothing: a part of it may be overwritten already.
     """
-    name = _known_name(group)
+    name = known_name(group)
     if name is not None and type(reduce_op) is str:
         out = all_reduce.fast_all_reduce(x, reduce_op, name, x, IN_PLACE, anything=True)
         if out is not None:
@@ -259,12 +223,19 @@ def one_shot_all_reduce_(x: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor
     validation.tensor("x", x)
     reduce_op = validation.reduction(reduce_op, validation.ALL_REDUCE_OPS)
     name = group_name(group)
-    schema.all_reduce_(x, reduce_op, name, **_of_graph(name))
+    schema.all_reduce_(x, reduce_op, name, **of_graph(name))
     return x
 
 
 def fused_all_reduce_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: Group
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    group: Group,
+    *,
+    weight_offset: float = 0.0,
+    round_sum: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """``sums = residual + all_reduce(x)`` and ``normed = sums / sqrt(mean(sums ** 2) + eps) * weight``, row by row.
 
@@ -281,18 +252,22 @@ def fused_all_reduce_rms_norm(
     ``sums`` is bit for bit ``one_shot_all_reduce(x, "sum", group) + residual``, on each rank of its own residual. So
     ranks whose residuals and weights are equal get the same bits.
 
-    Differentiable. Works under torch.compile and in a CUDA graph. Every rank must call it with the same shapes. The
-    norm is `RMSNorm <https://arxiv.org/abs/1910.07467>`_ (Zhang and Sennrich, 2019).
+    Differentiable; gradients are taken at the rounded sum. Works under torch.compile and in a CUDA graph. Every rank
+    must call it with the same shapes. The norm is `RMSNorm <https://arxiv.org/abs/1910.07467>`_ (Zhang and Sennrich,
+    2019).
 
     Args:
         x: [..., hidden], any strides; float32, bfloat16 or float16.
-        residual: like x; the ranks' may differ.
-        weight: [hidden], of the same dtype; the ranks' may differ.
+        residual: like x; the ranks' may differ. None adds nothing.
+        weight: [hidden], of the dtype of x or float32; the ranks' may differ.
         eps: 0 or more.
         group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
+        weight_offset: is added to the weight, in float32: 1 for Gemma's norms.
+        round_sum: whether the norm is that of ``sums``, which are rounded to the dtype of x. If not, it is that of the
+            all-reduced x, rounded, and the residual, added in float32, as in vLLM's models.
 
     Returns:
-        (normed, sums), contiguous; sums is the next residual.
+        (normed, sums), contiguous, of the dtype of x; sums is the next residual.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
@@ -300,16 +275,21 @@ def fused_all_reduce_rms_norm(
             (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
-    name = _known_name(group)
-    if name is not None and type(eps) is float:
-        done = all_reduce_rms_norm.fast_all_reduce_rms_norm(x, residual, weight, eps, name)
+    name = known_name(group)
+    if name is not None and type(eps) is float and type(weight_offset) is float and type(round_sum) is bool:
+        norm = all_reduce_rms_norm.named_norm(eps, weight_offset, round_sum)
+        done = all_reduce_rms_norm.fast_all_reduce_rms_norm(x, residual, weight, norm, name)
         if done is not None:
             return done
     for argument, value in (("x", x), ("residual", residual), ("weight", weight)):
-        validation.tensor(argument, value)
+        if argument != "residual" or value is not None:
+            validation.tensor(argument, value)
     validation.number("eps", eps)
+    validation.number("weight_offset", weight_offset)
+    validation.flags(round_sum=round_sum)
     name = group_name(group)
-    return schema.all_reduce_rms_norm(x, residual, weight, eps, name, **_of_graph(name))
+    named = {"weight_offset": weight_offset, "round_sum": round_sum, **of_graph(name)}
+    return schema.all_reduce_rms_norm(x, residual, weight, eps, name, **named)
 
 
 def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: ReduceOp, group: Group) -> Tensor:
@@ -345,7 +325,7 @@ def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: ReduceOp, group: Gr
             (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
-    name = _known_name(group)
+    name = known_name(group)
     if name is not None and type(reduce_op) is str:
         done = matmul_all_reduce.fast_matmul_all_reduce(A, B, reduce_op, name)
         if done is not None:
@@ -354,4 +334,4 @@ def fused_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: ReduceOp, group: Gr
     validation.tensor("B", B)
     reduce_op = validation.reduction(reduce_op)
     name = group_name(group)
-    return schema.matmul_all_reduce(A, B, reduce_op, name, **_of_graph(name))
+    return schema.matmul_all_reduce(A, B, reduce_op, name, **of_graph(name))

@@ -10,6 +10,7 @@ from .errors import CallAbandoned, ForkedProcess, HeapUnavailable, PeerTimeout, 
 from .failure.call_check import is_checked, set_checked
 from .groups import Group, group_name, resolve_group
 from .heap.registry import check, reset, unavailable
+from .heap.stats import HeapStats, stats
 from .tensors import Peers, empty, rendezvous
 from .timeouts import get_timeout, set_timeout
 
@@ -17,6 +18,7 @@ __all__ = [
     "CallAbandoned",
     "ForkedProcess",
     "Group",
+    "HeapStats",
     "HeapUnavailable",
     "PeerTimeout",
     "Peers",
@@ -32,5 +34,6 @@ __all__ = [
     "resolve_group",
     "set_checked",
     "set_timeout",
+    "stats",
     "unavailable",
 ]

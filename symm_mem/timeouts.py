@@ -60,6 +60,11 @@ def get_timeout(group: Group = None) -> float:
     return default_timeout()
 
 
+def timeout_in_ns(group: Group = None) -> int:
+    """``get_timeout`` in nanoseconds, as kernels count."""
+    return int(get_timeout(group) * 1e9)
+
+
 def chosen_timeout(group: str) -> float | None:
     """What ``set_timeout`` said for the group of this name; None if it said nothing, or of one that is destroyed."""
     chosen = _per_group.get(group)

@@ -90,7 +90,7 @@ class Workspace(Generic[L]):
         self.lock = threading.RLock()
         self.prepared: CachedDict[Any, Any] = CachedDict()
         self.copy_streams: dict[Any, Any] = {}
-        self._turn = 0
+        self._last_buffer = 0
         self._is_double_buffered = isinstance(layout, Layout)
         self._calls = CallLog(NUM_BUFFERS, lambda: get_timeout(heap.group_name), graph is not None)
         self.fault.knows(self.address, layout, self._calls)
@@ -141,7 +141,7 @@ class Workspace(Generic[L]):
 
     def reset_state(self) -> None:
         """Back to the initial state: the heap is being reset, and the words are zero on every rank."""
-        self._turn = 0
+        self._last_buffer = 0
         self._calls.reset_state()
         if self.graph is None:  # a captured graph runs what was made for it
             self.prepared.clear()
@@ -164,11 +164,11 @@ class Workspace(Generic[L]):
 
     def next_buffer(self) -> int:
         """The buffer that the next call uses; they alternate."""
-        self._turn ^= 1
-        self._calls.takes(self._turn)
+        self._last_buffer ^= 1
+        self._calls.takes(self._last_buffer)
         if running.inside:  # from here on that call must come to its end, or the group is broken
             running.workspace = self
-        return self._turn
+        return self._last_buffer
 
     def words_of(self, rank: int) -> torch.Tensor:
         """Rank's control words and flags as an int32 tensor, with the LL protocol the buffers, too."""

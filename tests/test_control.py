@@ -8,7 +8,7 @@ import torch
 from control import own_products
 
 
-def test_right_products_are_right() -> None:
+def test_right_matmuls_are_right() -> None:
     assert (
         own_products(torch.device("cpu"), 2, rows=128)
         == "of 2 products of torch's own on the CPU 0 are wrong"

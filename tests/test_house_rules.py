@@ -23,6 +23,7 @@ MAX_PARAMETERS = 6  # self and cls not counted
 
 # Public signatures as torch has them. No other function takes more.
 LIKE_TORCH = {
+    "fused_ops/functional.py::fused_all_reduce_rms_norm",
     "fused_ops/functional.py::fused_matmul_reduce_scatter",
     "fused_ops/layers/linear.py::ColumnParallelLinear.__init__",
     "fused_ops/layers/linear.py::RowParallelLinear.__init__",

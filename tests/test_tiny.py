@@ -88,6 +88,32 @@ def all_reduce(reduce_op: str, *, in_place: bool = False) -> Op:
     return Op(((7, 3, 5),), call, reference, not in_place and reduce_op in ("sum", "avg"))
 
 
+def all_gather(dim: int, *, into: bool = False) -> Op:
+    def call(x: Tensor) -> Outputs:
+        out = (
+            x.new_empty([n * (WORLD_SIZE if i == dim else 1) for i, n in enumerate(x.shape)])
+            if into
+            else None
+        )
+        return (fused_ops.one_shot_all_gather(x, dim, world(), out=out),)
+
+    def reference(rank: int, xs: Sequence[Tensor]) -> Outputs:
+        return (torch.cat(list(xs), dim),)
+
+    return Op(((7, 3, 5),), call, reference, not into)
+
+
+def reduce_scatter(dim: int, *, into: bool = False) -> Op:
+    def call(x: Tensor) -> Outputs:
+        out = torch.empty_like(x.chunk(WORLD_SIZE, dim)[0]) if into else None
+        return (fused_ops.one_shot_reduce_scatter(x, "sum", dim, world(), out=out),)
+
+    def reference(rank: int, xs: Sequence[Tensor]) -> Outputs:
+        return (torch.stack(list(xs)).sum(0).chunk(WORLD_SIZE, dim)[rank],)
+
+    return Op(((6, 3, 10),), call, reference, not into)
+
+
 def all_reduce_rms_norm() -> Op:
     def call(x: Tensor, residual: Tensor, weight: Tensor) -> Outputs:
         return fused_ops.fused_all_reduce_rms_norm(x, residual, weight, EPS, world())
@@ -116,6 +142,12 @@ OPS = {
     "matmul_reduce_scatter-last_dim": matmul_reduce_scatter(1),
     **{f"all_reduce-{reduce_op}": all_reduce(reduce_op) for reduce_op in ("sum", "avg", "max", "min")},
     "all_reduce_": all_reduce("sum", in_place=True),
+    "all_gather": all_gather(0),
+    "all_gather-last_dim": all_gather(2),
+    "all_gather_out": all_gather(1, into=True),
+    "reduce_scatter": reduce_scatter(0),
+    "reduce_scatter-last_dim": reduce_scatter(2),
+    "reduce_scatter_out": reduce_scatter(0, into=True),
     "all_reduce_rms_norm": all_reduce_rms_norm(),
     "matmul_all_reduce": matmul_all_reduce(),
 }

@@ -47,7 +47,7 @@ from ...symm_mem.workspace import Workspace
 from . import plan
 from .stream_order import StreamStep, is_external, steps_on, stream_on
 from .tensor_guards import TYPES, TensorGuard, guards_of, has_tangents, likely_call, note_likely
-from .workspaces import PRODUCTS
+from .workspaces import AROUND_MATMULS
 
 _ALIGNMENT = 16  # bytes, of what kernels take
 
@@ -186,7 +186,11 @@ def fast_path_key(op: str, arguments: Hashable, tensors: Sequence[Any]) -> tuple
 
 
 def run_fast(
-    op: str, arguments: Hashable, tensors: Sequence[Any], group_name: str, kinds: tuple[str, ...] = PRODUCTS
+    op: str,
+    arguments: Hashable,
+    tensors: Sequence[Any],
+    group_name: str,
+    kinds: tuple[str, ...] = AROUND_MATMULS,
 ) -> list[Tensor] | None:
     """The results, if such a call was made before; else None, and nothing happened.
 
@@ -260,7 +264,7 @@ def _find(
         if here is not None and ready is not None and (ready.profitable or plan._forced == "fused"):
             deadline = timeout(group_name, ready.timeout_ns)
             before, behind = steps_on(device, stream)
-            where = kind in PRODUCTS, guards_of(tensors), device, stream
+            where = kind in AROUND_MATMULS, guards_of(tensors), device, stream
             return _Found(here.group, here.workspace, ready, deadline, *where, before, behind)
     return None
 

@@ -68,10 +68,16 @@ class _ThisThread(threading.local):
     plan = Plan("none")
 
 
+_unfused_calls = 0
 this_thread = _ThisThread()  #: ``plan``: that of its last call
 _forced: str | None = None  # of the body entered last
 _forcing: list[list[str]] = []  # of all bodies that threads are in
 _forcing_lock = threading.Lock()
+
+
+def unfused_calls() -> int:
+    """Calls of this process that went over the groups' backends. It grows with each; threads may count two as one."""
+    return _unfused_calls
 
 
 def last_plan() -> Plan:
@@ -93,7 +99,10 @@ def last_plan() -> Plan:
 
 def ran(plan: Plan) -> None:
     """Note the plan that a call is about to run. Of a call that is compared all ranks must have the same one."""
+    global _unfused_calls
     this_thread.plan = plan
+    if plan.algorithm == "unfused":
+        _unfused_calls += 1
     if plan_is_compared():
         compare_plan(str(replace(plan, reason="")), plan.reason)
 
@@ -187,9 +196,9 @@ def why_tf32(dtype: torch.dtype) -> str | None:
     return None
 
 
-def should_fuse(worth: bool) -> bool:
-    """Whether to fuse, given whether that is predicted to be profitable (``worth``)."""
-    return worth or _forced == "fused"
+def should_fuse(profitable: bool) -> bool:
+    """Whether to fuse, given whether that is predicted to be profitable."""
+    return profitable or _forced == "fused"
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

@@ -19,11 +19,20 @@ from ...kernels.matmul_reduce_scatter import configs as scatter
 from ...kernels.matmul_reduce_scatter import to_all
 from .plan import why_tf32
 
-OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_reduce")
+OPS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+)
+_ALONE = ("all_gather", "reduce_scatter")
 _ROW = 16  # bytes; the kernels' descriptors need rows of a multiple
 _LEAST_ROWS = 64  # of a rank's result of a float32 matmul_reduce_scatter, for its tiles
 _NUM_SMS = 132  # of Hopper; that some are reserved on a machine does not change what is profitable
 _MOST_REDUCED = 64 << 20  # bytes; larger all-reduces on three ranks and more were not measured
+_MOST_ALONE = 64 << 20  # bytes of the whole tensor of a collective alone; larger ones were not measured
 # bytes and multiply-adds per microsecond; between CPU ranks of the order of one core each.
 _RATES = {"cuda": (LINK, MULTIPLY_ADDS), "cpu": (5e3, 30e3)}
 
@@ -35,7 +44,8 @@ class FusionCandidate:
     Attributes:
         op: one of ``OPS``.
         m, n, k: the product that a rank computes, [m, k] @ [k, n]: of all_gather_matmul the gathered A and the
-            columns of all Bs, of the others the own partial product. all_reduce alone reduces [m, n]; its k is 0.
+            columns of all Bs, of the others the own partial product. Collectives alone are of [m, n], the whole
+            tensor; their k is 0.
         last_dim: whether the last dimension is gathered or scattered.
         return_A: whether what all_gather_matmul gathers is wanted, too.
     """
@@ -66,6 +76,9 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
     if not _is_hopper():
         return "the kernels are for GPUs of compute capability 9.0"
     buffers = dtype.itemsize == 2
+    if op in _ALONE:
+        size = m * n * dtype.itemsize
+        return None if size <= _MOST_ALONE else _too_large("sent", size, _MOST_ALONE)
     if op in ("all_reduce", "matmul_all_reduce"):
         size = m * n * dtype.itemsize
         if size <= _MOST_REDUCED or world_size == 2:
@@ -76,7 +89,7 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
             )
             if to_all.choose_sum_to_all_push(of_sum)[1]:
                 return None
-        return f"{size >> 20} MiB are reduced: beyond {_MOST_REDUCED >> 20} MiB that is left to the backend"
+        return _too_large("reduced", size, _MOST_REDUCED)
     if (reason := why_tf32(dtype)) is not None:
         return reason
     if last_dim and not buffers:
@@ -111,11 +124,15 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
     return None if profitable else f"too little is multiplied and scattered ({m} x {k} @ {k} x {n})"
 
 
+def _too_large(verb: str, size: int, most: int) -> str:
+    return f"{size >> 20} MiB are {verb}: beyond {most >> 20} MiB that is left to the backend"
+
+
 def expected_gain(candidate: FusionCandidate) -> float:
     """Microseconds that fusing should save: the shorter of sending and multiplying, which is hidden behind the other.
 
     Sending takes bytes / link, multiplying m * n * k / rate; the link and the rate are constants of the device type.
-    Launches and how well either runs are left out. An all_reduce alone hides nothing: 0.
+    Launches and how well either runs are left out. A collective alone hides nothing: 0.
     """
     m, n, k, world_size = candidate.m, candidate.n, candidate.k, candidate.world_size
     link, rate = _RATES.get(candidate.device_type, _RATES["cpu"])

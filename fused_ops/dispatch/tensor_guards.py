@@ -86,13 +86,13 @@ class Likely(Protocol):
 def likely_call(kept: dict[Hashable, Any], kind: Hashable, tensors: Sequence[Any]) -> Any:
     """One of the last cached calls of a ``kind``, all with as many tensors, if its guard passes and the stream is the
     same; else None. ``kept``: ``cached_calls`` of call_cache.py."""
-    findings = kept.get(kind)
-    if findings is None:
+    cached = kept.get(kind)
+    if cached is None:
         return None
     for t in tensors:
         if type(t) not in TYPES or t.is_nested:  # guards end the process for tensors without sizes
             return None
-    for found in findings:
+    for found in cached:
         if found.alike(*tensors) and stream_on(found.device) == found.stream:
             # Guards overlook modes that trace, and Python's dispatcher.
             if _dispatch_modes() or _key_is_on(_PYTHON_DISPATCHER) or has_tangents():

@@ -27,7 +27,7 @@ MATMUL = "matmul"  #: the kind of workspace of kernels that set flags behind the
 LL_PROTOCOL = "ll_protocol"  #: of kernels whose data is its own flag
 ONE_SHOT = "one_shot"  #: of one-shot exchanges beside matmuls, of both ops
 ALL_REDUCE = "all_reduce"  #: of all-reduces, and of norms behind them
-PRODUCTS = (MATMUL, LL_PROTOCOL, ONE_SHOT)  #: where calls around matmuls may take the fast path
+AROUND_MATMULS = (MATMUL, LL_PROTOCOL, ONE_SHOT)  #: where calls around matmuls may take the fast path
 _GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace
 
 
@@ -106,7 +106,7 @@ def push_workspace(heap: Heap, kind: str, wanted: ExchangeLayout) -> Workspace[E
     return _fetch(heap, kind, lambda layout: layout.holds(wanted), grown)
 
 
-def product_workspace(heap: Heap, choice: KernelChoice[Any]) -> Workspace[Any]:
+def workspace_of_choice(heap: Heap, choice: KernelChoice[Any]) -> Workspace[Any]:
     """The workspace of one of the ops around a matmul for calls of a choice.
 
     Raises:

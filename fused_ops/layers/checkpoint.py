@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ...symm_mem import resolve_group
-from ..library import validation
+from ..library import group_checks
 from .parallel_linear import ParallelLinear
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -55,7 +55,9 @@ def sharded_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None
         raise TypeError(f"state: is of type {type(state).__name__}, must be a mapping")
     layers = {path: m for path, m in module.named_modules() if isinstance(m, ParallelLinear)}
     for path, layer in layers.items():
-        if (problem := validation.why_of_another_rank(layer.group, layer.rank, layer.world_size)) is not None:
+        if (
+            problem := group_checks.why_of_another_rank(layer.group, layer.rank, layer.world_size)
+        ) is not None:
             raise ValueError(f"module: {path!r}, {problem}" if path else problem)
     owners = {
         id(parameter): (layer, cut)

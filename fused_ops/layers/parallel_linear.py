@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from typing_extensions import Self
 
 from ...symm_mem import Group, group_name, resolve_group
-from ..library import validation
+from ..library import group_checks, validation
 
 
 def _is_autocast(x: Tensor) -> bool:
@@ -103,7 +103,7 @@ class ParallelLinear(nn.Module):
         Raises:
             ValueError: the layer was made by another rank or for another number of ranks.
         """
-        validation.own_rank(self.group, self.rank, self.world_size)
+        group_checks.own_rank(self.group, self.rank, self.world_size)
         place = {"device": self.weight.device, "dtype": self.weight.dtype}
         linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, **place)
         if self.bias_dim is None and self.bias is not None:
@@ -186,7 +186,7 @@ class ParallelLinear(nn.Module):
 
         Of what is cut the answer is the same on all ranks, also on those whose part it happens to be.
         """
-        if (problem := validation.why_of_another_rank(self.group, self.rank, self.world_size)) is not None:
+        if (problem := group_checks.why_of_another_rank(self.group, self.rank, self.world_size)) is not None:
             return problem
         whole = list(self.get_parameter(name).shape)
         cut = self.shard_dim if name == "weight" else self.bias_dim
@@ -212,7 +212,7 @@ class ParallelLinear(nn.Module):
         )
 
     def _check(self, x: Tensor, weight: Tensor, columns: int) -> None:
-        validation.own_rank(self.group, self.rank, self.world_size)
+        group_checks.own_rank(self.group, self.rank, self.world_size)
         validation.tensor("x", x, 1)
         if x.shape[-1] != columns:
             raise ValueError(f"x: has {x.shape[-1]} columns, must have {columns}")

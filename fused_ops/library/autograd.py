@@ -13,13 +13,15 @@ from torch._C import DispatchKey, DispatchKeySet
 
 from ...symm_mem import resolve_group
 from ..ops.calls import (
+    AllGatherCall,
     AllGatherMatmulCall,
     AllReduceCall,
     AllReduceRmsNormCall,
     MatmulAllReduceCall,
     MatmulReduceScatterCall,
+    ReduceScatterCall,
 )
-from . import implementations
+from . import implementations, validation
 
 _ops, _collectives = torch.ops.weft, torch.ops._c10d_functional
 
@@ -165,12 +167,44 @@ class AllReduceFunction(torch.autograd.Function):
         return None, total
 
 
+class AllGatherFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: AllGatherCall, x: Tensor) -> Tensor:
+        ctx.gather_dim, ctx.group_name, ctx.group_size = call.gather_dim, call.group_name, call.group_size
+        done: Tensor = implementations.ALL_GATHER.run_below_autograd(call)
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if grad.dtype not in validation.DTYPES:
+            return None, _reduce_scatter(grad, ctx.gather_dim, ctx.group_name)
+        args = (grad, "sum", ctx.gather_dim, ctx.group_name)
+        return None, _ops.one_shot_reduce_scatter(*args, group_size=ctx.group_size)
+
+
+class ReduceScatterFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: ReduceScatterCall, x: Tensor) -> Tensor:
+        ctx.reduce_op, ctx.scatter_dim = call.reduce_op, call.scatter_dim
+        ctx.group_name, ctx.group_size = call.group_name, call.group_size
+        done: Tensor = implementations.REDUCE_SCATTER.run_below_autograd(call)
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.reduce_op == "avg":
+            grad = grad / resolve_group(ctx.group_name).size()
+        args = (grad, ctx.scatter_dim, ctx.group_name)
+        return None, _ops.one_shot_all_gather(*args, group_size=ctx.group_size)
+
+
 class AllReduceRmsNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: AllReduceRmsNormCall, x: Tensor, residual: Tensor, weight: Tensor
+        ctx: Any, call: AllReduceRmsNormCall, x: Tensor, residual: Tensor | None, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.eps, ctx.group_name, ctx.group_size = call.eps, call.group_name, call.group_size
+        ctx.offset, ctx.weight_dtype = call.weight_offset, weight.dtype
         normed, sums = implementations.ALL_REDUCE_RMS_NORM.run_below_autograd(call)
         ctx.save_for_backward(sums, weight if any(ctx.needs_input_grad[1:3]) else None)
         return normed, sums
@@ -183,14 +217,14 @@ class AllReduceRmsNormFunction(torch.autograd.Function):
         unit, grad = wide * scale, grad_normed.float()
         grad_x = total = grad_weight = None
         if weight is not None:
-            through = grad * weight
+            through = grad * (weight if ctx.offset == 0 else weight.float() + ctx.offset)
             inner = scale * (through - unit * (through * unit).mean(-1, keepdim=True))
             total = (inner + grad_sums).to(sums.dtype)
             if ctx.needs_input_grad[1]:
                 grad_x = _ops.one_shot_all_reduce(total, "sum", ctx.group_name, group_size=ctx.group_size)
         if ctx.needs_input_grad[3]:
-            grad_weight = (grad * unit).sum_to_size(sums.shape[-1:]).to(sums.dtype)
-        return None, grad_x, total, grad_weight
+            grad_weight = (grad * unit).sum_to_size(sums.shape[-1:]).to(ctx.weight_dtype)
+        return None, grad_x, total if ctx.needs_input_grad[2] else None, grad_weight
 
 
 class MatmulAllReduceFunction(torch.autograd.Function):

@@ -13,21 +13,35 @@ from torch.autograd import forward_ad
 
 from ...kernels.all_reduce.host import IN_PLACE
 from ..dispatch.tensor_guards import has_tangents
-from ..ops import all_gather_matmul, all_reduce, all_reduce_rms_norm, matmul_all_reduce, matmul_reduce_scatter
+from ..ops import (
+    all_gather,
+    all_gather_matmul,
+    all_reduce,
+    all_reduce_rms_norm,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    reduce_scatter,
+)
 from ..ops.calls import (
+    AllGatherCall,
     AllGatherMatmulCall,
+    AllGatherOutCall,
     AllReduceCall,
     AllReduceRmsNormCall,
     MatmulAllReduceCall,
     MatmulReduceScatterCall,
+    ReduceScatterCall,
+    ReduceScatterOutCall,
 )
 from . import implementations
 from .autograd import (
+    AllGatherFunction,
     AllGatherMatmulFunction,
     AllReduceFunction,
     AllReduceRmsNormFunction,
     MatmulAllReduceFunction,
     MatmulReduceScatterFunction,
+    ReduceScatterFunction,
 )
 from .unsupported import refuse_derivative_in_transform
 
@@ -39,6 +53,21 @@ def _wants_grad(op: str, tensors: Sequence[Tensor]) -> bool:
     if wants:
         refuse_derivative_in_transform(op)
     return wants
+
+
+def _refuse_without_gradient(reduce_op: str) -> None:
+    if reduce_op in ("max", "min"):
+        raise ValueError(
+            f"reduce_op: is {reduce_op!r}, must be 'sum' or 'avg' for an x that requires a gradient"
+        )
+
+
+def _refuse_gradient_into(op: str, out: Tensor, x: Tensor) -> None:
+    for name, tensor in (("out", out), ("x", x)):
+        if _wants_grad(op, [tensor]):
+            raise ValueError(
+                f"{name}: requires a gradient, must not where the result is written to a given tensor"
+            )
 
 
 def differentiable_all_gather_matmul(call: AllGatherMatmulCall) -> all_gather_matmul.Result:
@@ -60,10 +89,7 @@ def differentiable_all_reduce(call: AllReduceCall) -> Tensor:
     if not _wants_grad(all_reduce.host.OP, call.tensors):
         result: Tensor = implementations.ALL_REDUCE.run_slow(call)
         return result
-    if call.reduce_op in ("max", "min"):
-        raise ValueError(
-            f"reduce_op: is {call.reduce_op!r}, must be 'sum' or 'avg' for an x that requires a gradient"
-        )
+    _refuse_without_gradient(call.reduce_op)
     return AllReduceFunction.apply(call, call.x)
 
 
@@ -76,11 +102,42 @@ def refuse_gradient_or_all_reduce_in_place(call: AllReduceCall) -> None:
     implementations.ALL_REDUCE_IN_PLACE.run_slow(call)
 
 
+def differentiable_all_gather(call: AllGatherCall) -> Tensor:
+    if not _wants_grad(all_gather.host.OP, call.tensors):
+        result: Tensor = implementations.ALL_GATHER.run_slow(call)
+        return result
+    return AllGatherFunction.apply(call, call.x)
+
+
+def refuse_gradient_or_all_gather_out(call: AllGatherOutCall) -> None:
+    _refuse_gradient_into(all_gather.host.INTO, call.out, call.x)
+    if call.out.is_neg() or call.x.is_neg():  # as in place
+        call.out.copy_(implementations.ALL_GATHER.dispatch(call.without_out))
+        return
+    implementations.ALL_GATHER_OUT.run_slow(call)
+
+
+def differentiable_reduce_scatter(call: ReduceScatterCall) -> Tensor:
+    if not _wants_grad(reduce_scatter.host.OP, call.tensors):
+        result: Tensor = implementations.REDUCE_SCATTER.run_slow(call)
+        return result
+    _refuse_without_gradient(call.reduce_op)
+    return ReduceScatterFunction.apply(call, call.x)
+
+
+def refuse_gradient_or_reduce_scatter_out(call: ReduceScatterOutCall) -> None:
+    _refuse_gradient_into(reduce_scatter.host.INTO, call.out, call.x)
+    if call.out.is_neg() or call.x.is_neg():
+        call.out.copy_(implementations.REDUCE_SCATTER.dispatch(call.without_out))
+        return
+    implementations.REDUCE_SCATTER_OUT.run_slow(call)
+
+
 def differentiable_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor]:
     if not _wants_grad(all_reduce_rms_norm.host.OP, call.tensors):
         result: tuple[Tensor, Tensor] = implementations.ALL_REDUCE_RMS_NORM.run_slow(call)
         return result
-    return AllReduceRmsNormFunction.apply(call, *call.tensors)
+    return AllReduceRmsNormFunction.apply(call, call.x, call.residual, call.weight)
 
 
 def differentiable_matmul_all_reduce(call: MatmulAllReduceCall) -> Tensor:

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from ..ops.calls import (
+    AllGatherCall,
     AllGatherMatmulCall,
+    AllGatherOutCall,
     AllReduceCall,
     AllReduceRmsNormCall,
     MatmulAllReduceCall,
     MatmulReduceScatterCall,
+    ReduceScatterCall,
+    ReduceScatterOutCall,
 )
 from . import validation
 
@@ -46,6 +50,24 @@ def fake_all_reduce(call: AllReduceCall) -> Tensor:
 
 def fake_all_reduce_in_place(call: AllReduceCall) -> None:
     validation.validate_all_reduce_in_place(call)
+
+
+def fake_all_gather(call: AllGatherCall) -> Tensor:
+    call, group = validation.validate_all_gather(call)
+    return call.x.new_empty(call.whole_shape(group.size()))
+
+
+def fake_all_gather_out(call: AllGatherOutCall) -> None:
+    validation.validate_all_gather_out(call)
+
+
+def fake_reduce_scatter(call: ReduceScatterCall) -> Tensor:
+    call, group = validation.validate_reduce_scatter(call)
+    return call.x.new_empty(call.part_shape(group.size()))
+
+
+def fake_reduce_scatter_out(call: ReduceScatterOutCall) -> None:
+    validation.validate_reduce_scatter_out(call)
 
 
 def fake_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor]:

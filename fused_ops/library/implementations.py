@@ -17,18 +17,24 @@ from ...kernels.all_reduce.host import IN_PLACE
 from ...symm_mem.failure.call_log import poison_on_error
 from ..dispatch.call_check import begin_call, take_begun
 from ..dispatch.fast_path import needs_no_dispatch
+from ..ops import all_gather as _gather
 from ..ops import all_gather_matmul as _ag
 from ..ops import all_reduce as _ar
 from ..ops import all_reduce_rms_norm as _arn
 from ..ops import matmul_all_reduce as _mar
 from ..ops import matmul_reduce_scatter as _rs
+from ..ops import reduce_scatter as _scatter
 from ..ops.calls import (
+    AllGatherCall,
     AllGatherMatmulCall,
+    AllGatherOutCall,
     AllReduceCall,
     AllReduceRmsNormCall,
     MatmulAllReduceCall,
     MatmulReduceScatterCall,
     OpArguments,
+    ReduceScatterCall,
+    ReduceScatterOutCall,
 )
 from . import schema, validation
 
@@ -168,9 +174,59 @@ def _slow_all_reduce_in_place(call: AllReduceCall) -> None:
     increment_version(x)  # as on the fast path
 
 
+def _fast_all_gather(call: AllGatherCall) -> Tensor | None:
+    return _gather.fast_all_gather(call.x, call.gather_dim, call.group_name)
+
+
+@_fresh
+@poison_on_error
+def _slow_all_gather(call: AllGatherCall) -> Tensor:
+    call, group = validation.validate_all_gather(call)
+    _begin(_gather.host.OP, call, group)
+    return _gather.run_all_gather(call, group)
+
+
+def _fast_all_gather_out(call: AllGatherOutCall) -> Tensor | None:
+    return _gather.fast_all_gather_out(call.out, call.x, call.gather_dim, call.group_name)
+
+
+@poison_on_error
+def _slow_all_gather_out(call: AllGatherOutCall) -> None:
+    found, group = validation.validate_all_gather_out(call)
+    _begin(_gather.host.INTO, found, group)
+    _gather.run_all_gather(found, group, call.out)
+    increment_version(call.out)  # as on the fast path
+
+
+def _fast_reduce_scatter(call: ReduceScatterCall) -> Tensor | None:
+    return _scatter.fast_reduce_scatter(call.x, call.reduce_op, call.scatter_dim, call.group_name)
+
+
+@_fresh
+@poison_on_error
+def _slow_reduce_scatter(call: ReduceScatterCall) -> Tensor:
+    call, group = validation.validate_reduce_scatter(call)
+    _begin(_scatter.host.OP, call, group)
+    return _scatter.run_reduce_scatter(call, group)
+
+
+def _fast_reduce_scatter_out(call: ReduceScatterOutCall) -> Tensor | None:
+    out, x, reduce_op, dim, group_name, _ = call
+    return _scatter.fast_reduce_scatter_out(out, x, reduce_op, dim, group_name)
+
+
+@poison_on_error
+def _slow_reduce_scatter_out(call: ReduceScatterOutCall) -> None:
+    found, group = validation.validate_reduce_scatter_out(call)
+    _begin(_scatter.host.INTO, found, group)
+    _scatter.run_reduce_scatter(found, group, call.out)
+    increment_version(call.out)  # as on the fast path
+
+
 def _fast_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor] | None:
-    x, residual, weight, eps, group_name, _ = call
-    return _arn.fast_all_reduce_rms_norm(x, residual, weight, eps, group_name)
+    x, residual, weight, eps, group_name, offset, round_sum, _ = call
+    norm = _arn.named_norm(eps, offset, round_sum)
+    return _arn.fast_all_reduce_rms_norm(x, residual, weight, norm, group_name)
 
 
 @_fresh
@@ -178,7 +234,7 @@ def _fast_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> tuple[Tensor, Tenso
 def _slow_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor]:
     group = validation.validate_all_reduce_rms_norm(call)
     _begin(_arn.host.OP, call, group)
-    return _arn.run_all_reduce_rms_norm(call.x, call.residual, call.weight, call.eps, group)
+    return _arn.run_all_reduce_rms_norm(call.x, call.residual, call.weight, call.kind, group)
 
 
 def _fast_matmul_all_reduce(call: MatmulAllReduceCall) -> Tensor | None:
@@ -211,6 +267,16 @@ ALL_REDUCE_IN_PLACE = Implementation(
     _fast_all_reduce_in_place,
     _slow_all_reduce_in_place,
     _fast_all_reduce_in_place_on_device,
+)
+ALL_GATHER = Implementation(schema.all_gather, AllGatherCall, _fast_all_gather, _slow_all_gather)
+ALL_GATHER_OUT = Implementation(
+    schema.all_gather_out, AllGatherOutCall, _fast_all_gather_out, _slow_all_gather_out
+)
+REDUCE_SCATTER = Implementation(
+    schema.reduce_scatter, ReduceScatterCall, _fast_reduce_scatter, _slow_reduce_scatter
+)
+REDUCE_SCATTER_OUT = Implementation(
+    schema.reduce_scatter_out, ReduceScatterOutCall, _fast_reduce_scatter_out, _slow_reduce_scatter_out
 )
 ALL_REDUCE_RMS_NORM = Implementation(
     schema.all_reduce_rms_norm, AllReduceRmsNormCall, _fast_all_reduce_rms_norm, _slow_all_reduce_rms_norm

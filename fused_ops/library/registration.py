@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import autograd_calls, compiled, fakes, implementations, schema, validation
+from . import autograd_calls, compiled, fakes, group_checks, implementations, schema
 from .autograd import AUTOCAST
 from .implementations import Implementation
 from .unsupported import refuse_unsupported
@@ -18,7 +18,7 @@ def _on_records(
     op: Implementation, run: Callable[[Any], Any], fast: Callable[[Any], Any] | None = None
 ) -> Callable[..., Any]:
     """``run`` as torch calls it. With ``fast``: of a call that took no fast path."""
-    record, group_size = op.record, validation.group_size
+    record, group_size = op.record, group_checks.group_size
     returns_nothing = not op.op._schema.returns
 
     @wraps(run)
@@ -59,6 +59,26 @@ for _op, _fake, _autograd in (
         implementations.ALL_REDUCE,
         fakes.fake_all_reduce,
         autograd_calls.differentiable_all_reduce,
+    ),
+    (
+        implementations.ALL_GATHER,
+        fakes.fake_all_gather,
+        autograd_calls.differentiable_all_gather,
+    ),
+    (
+        implementations.ALL_GATHER_OUT,
+        fakes.fake_all_gather_out,
+        autograd_calls.refuse_gradient_or_all_gather_out,
+    ),
+    (
+        implementations.REDUCE_SCATTER,
+        fakes.fake_reduce_scatter,
+        autograd_calls.differentiable_reduce_scatter,
+    ),
+    (
+        implementations.REDUCE_SCATTER_OUT,
+        fakes.fake_reduce_scatter_out,
+        autograd_calls.refuse_gradient_or_reduce_scatter_out,
     ),
     (
         implementations.ALL_REDUCE_RMS_NORM,

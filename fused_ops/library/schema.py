@@ -26,8 +26,8 @@ lib.define(
     tags=_TAGS,
 )
 lib.define(
-    "fused_all_reduce_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, str group_name, *,"
-    " int? group_size=None) -> (Tensor, Tensor)",
+    "fused_all_reduce_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, str group_name, *,"
+    " float weight_offset=0.0, bool round_sum=True, int? group_size=None) -> (Tensor, Tensor)",
     tags=_TAGS,
 )
 lib.define(
@@ -39,6 +39,25 @@ lib.define(
     "one_shot_all_reduce_(Tensor(a!) x, str reduce_op, str group_name, *, int? group_size=None) -> ()",
     tags=_TAGS,
 )
+lib.define(
+    "one_shot_all_gather(Tensor x, int gather_dim, str group_name, *, int? group_size=None) -> Tensor",
+    tags=_TAGS,
+)
+lib.define(
+    "one_shot_all_gather_out(Tensor(a!) out, Tensor x, int gather_dim, str group_name, *, int? group_size=None)"
+    " -> ()",
+    tags=_TAGS,
+)
+lib.define(
+    "one_shot_reduce_scatter(Tensor x, str reduce_op, int scatter_dim, str group_name, *, int? group_size=None)"
+    " -> Tensor",
+    tags=_TAGS,
+)
+lib.define(
+    "one_shot_reduce_scatter_out(Tensor(a!) out, Tensor x, str reduce_op, int scatter_dim, str group_name, *,"
+    " int? group_size=None) -> ()",
+    tags=_TAGS,
+)
 
 all_gather_matmul = torch.ops.weft.fused_all_gather_matmul.default
 matmul_reduce_scatter = torch.ops.weft.fused_matmul_reduce_scatter.default
@@ -46,3 +65,7 @@ all_reduce = torch.ops.weft.one_shot_all_reduce.default
 all_reduce_ = torch.ops.weft.one_shot_all_reduce_.default
 all_reduce_rms_norm = torch.ops.weft.fused_all_reduce_rms_norm.default
 matmul_all_reduce = torch.ops.weft.fused_matmul_all_reduce.default
+all_gather = torch.ops.weft.one_shot_all_gather.default
+all_gather_out = torch.ops.weft.one_shot_all_gather_out.default
+reduce_scatter = torch.ops.weft.one_shot_reduce_scatter.default
+reduce_scatter_out = torch.ops.weft.one_shot_reduce_scatter_out.default

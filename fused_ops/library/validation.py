@@ -14,11 +14,15 @@ from torch.distributed.tensor import DTensor
 
 from ...symm_mem import resolve_group
 from ..ops.calls import (
+    AllGatherCall,
     AllGatherMatmulCall,
+    AllGatherOutCall,
     AllReduceCall,
     AllReduceRmsNormCall,
     MatmulAllReduceCall,
     MatmulReduceScatterCall,
+    ReduceScatterCall,
+    ReduceScatterOutCall,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -143,8 +147,18 @@ def _dim(name: str, dim: int, tensor_name: str, ndim: int) -> int:
 
 
 def _like(name: str, tensor: torch.Tensor, like: torch.Tensor, like_name: str) -> None:
+    _dtype_like(name, tensor, like, like_name)
+    _device_like(name, tensor, like, like_name)
+
+
+def _dtype_like(
+    name: str, tensor: torch.Tensor, like: torch.Tensor, like_name: str, or_else: str = ""
+) -> None:
     if tensor.dtype != like.dtype:
-        raise TypeError(f"{name}: is {tensor.dtype}, must be {like.dtype} like {like_name}")
+        raise TypeError(f"{name}: is {tensor.dtype}, must be {like.dtype} like {like_name}{or_else}")
+
+
+def _device_like(name: str, tensor: torch.Tensor, like: torch.Tensor, like_name: str) -> None:
     if tensor.device != like.device:
         raise ValueError(f"{name}: lies on {tensor.device}, must lie on {like.device} like {like_name}")
 
@@ -160,43 +174,6 @@ def _matrix(name: str, B: torch.Tensor, k: int, like: torch.Tensor, like_name: s
             f"{more if shape[1] == k else ''}"
         )
     _like(name, B, like, like_name)
-
-
-def group_size(value: int | None, group_name: str) -> None:
-    """``value`` is the group's number of ranks, if it is given: by a graph that was made for so many."""
-    if value is not None and (size := resolve_group(group_name).size()) != value:
-        raise ValueError(
-            f"group_size: is {value}, must be {size}, the number of ranks of group {group_name!r}: "
-            "a graph is for as many ranks as it was made for"
-        )
-
-
-@torch.compiler.assume_constant_result
-def why_of_another_rank(group_name: str, rank: int, size: int) -> str | None:
-    """Why this is not the rank whose part of a layer was made; None if it is. A graph is traced on one rank for one
-    group, so Dynamo need not look into it."""
-    try:
-        group = resolve_group(group_name)
-    except ValueError as e:
-        return str(e)
-    if group.size() != size:
-        return f"group: the layer was made for {size} ranks, group {group_name!r} has {group.size()}"
-    if group.rank() != rank:
-        return (
-            f"group: the layer was made for rank {rank}, this is rank {group.rank()} of group {group_name!r}"
-        )
-    return None
-
-
-def own_rank(group_name: str, rank: int, size: int) -> None:
-    """This is the rank of the group, which has ``size``, whose part of a layer was made. Modules are pickled whole, and
-    kept over a restart.
-
-    Raises:
-        ValueError: it is another one, or there is no such group.
-    """
-    if (problem := why_of_another_rank(group_name, rank, size)) is not None:
-        raise ValueError(problem)
 
 
 def validate_all_gather_matmul(call: AllGatherMatmulCall) -> tuple[AllGatherMatmulCall, ProcessGroup]:
@@ -292,13 +269,83 @@ def validate_all_reduce_in_place(call: AllReduceCall) -> ProcessGroup:
         ValueError, TypeError: naming the argument, what it was and what it must be.
     """
     group, x = validate_all_reduce(call), call.x
+    _overwritten("x", x)
+    return group
+
+
+def _overwritten(name: str, x: torch.Tensor) -> None:
     # torch's own in-place functions refuse the same, but only when the sum is about to be copied. Strides first: sizes
     # may be known at run time alone.
     if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)) and x.numel():
-        raise ValueError("x: is expanded, must have memory of its own for every element to be overwritten")
+        raise ValueError(
+            f"{name}: is expanded, must have memory of its own for every element to be overwritten"
+        )
     if x.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError("x: is an inference tensor, must be overwritten in inference mode or be a usual one")
-    return group
+        raise ValueError(
+            f"{name}: is an inference tensor, must be overwritten in inference mode or be a usual one"
+        )
+
+
+def _out(out: torch.Tensor, shape: Sequence[int], x: torch.Tensor) -> None:
+    if tuple(out.shape) != tuple(shape):
+        raise ValueError(f"out: has shape {tuple(out.shape)}, must have {tuple(shape)} for the result")
+    _like("out", out, x, "x")
+    _overwritten("out", out)
+
+
+def validate_all_gather(call: AllGatherCall) -> tuple[AllGatherCall, ProcessGroup]:
+    """The call with a dimension that is not negative, and the group.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it was and what it must be.
+    """
+    group, x = resolve_group(call.group_name), call.x
+    if x.dim() < 1:
+        raise ValueError("x: has no dimension, must have 1 or more")
+    if x.is_complex():
+        raise TypeError(f"x: is {x.dtype}, must be of real numbers: torch.view_as_real(x)")
+    return call._replace(gather_dim=_dim("gather_dim", call.gather_dim, "x", x.dim())), group
+
+
+def validate_all_gather_out(call: AllGatherOutCall) -> tuple[AllGatherCall, ProcessGroup]:
+    """The same, for an ``out`` that the result is written to.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it was and what it must be.
+    """
+    found, group = validate_all_gather(call.without_out)
+    _out(call.out, found.whole_shape(group.size()), call.x)
+    return found, group
+
+
+def validate_reduce_scatter(call: ReduceScatterCall) -> tuple[ReduceScatterCall, ProcessGroup]:
+    """The call with a dimension that is not negative, and the group.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it was and what it must be.
+    """
+    group, x = resolve_group(call.group_name), call.x
+    if x.dim() < 1:
+        raise ValueError("x: has no dimension, must have 1 or more")
+    _dtype("x", x)
+    reduction(call.reduce_op, ALL_REDUCE_OPS)
+    dim = _dim("scatter_dim", call.scatter_dim, "x", x.dim())
+    if x.shape[dim] % group.size():
+        raise ValueError(
+            f"scatter_dim: x has size {x.shape[dim]} there, must be a multiple of {group.size()} ranks"
+        )
+    return call._replace(scatter_dim=dim), group
+
+
+def validate_reduce_scatter_out(call: ReduceScatterOutCall) -> tuple[ReduceScatterCall, ProcessGroup]:
+    """The same, for an ``out`` that the result is written to.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it was and what it must be.
+    """
+    found, group = validate_reduce_scatter(call.without_out)
+    _out(call.out, found.part_shape(group.size()), call.x)
+    return found, group
 
 
 def validate_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> ProcessGroup:
@@ -312,13 +359,21 @@ def validate_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> ProcessGroup:
         raise ValueError("x: has no dimension, must have 1 or more")
     _dtype("x", x)
     for name, tensor, shape in (("residual", call.residual, x.shape), ("weight", call.weight, x.shape[-1:])):
+        if tensor is None:
+            continue
         if tensor.shape != shape:
             raise ValueError(
                 f"{name}: has shape {tuple(tensor.shape)}, must have {tuple(shape)} to go with x"
             )
-        _like(name, tensor, x, "x")
+        if name == "residual" or tensor.dtype != torch.float32:
+            _dtype_like(
+                name, tensor, x, "x", " or torch.float32" * (name == "weight" and x.dtype.itemsize == 2)
+            )
+        _device_like(name, tensor, x, "x")
     if not call.eps >= 0:
         raise ValueError(f"eps: is {call.eps!r}, must be 0 or more")
+    if not abs(call.weight_offset) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"weight_offset: is {call.weight_offset!r}, must be finite in float32")
     return group
 
 

@@ -11,13 +11,13 @@ from torch.distributed import ProcessGroup
 
 from ...kernels.all_gather_matmul import host
 from ...kernels.all_gather_matmul.reference import reference_all_gather_matmul
-from ...symm_mem import get_timeout
 from ...symm_mem.heap.heap import Heap
+from ...symm_mem.timeouts import timeout_in_ns
 from ..dispatch import fast_path
 from ..dispatch.plan import Plan, heap_or_reason, num_sms, ran, should_fuse, why_tf32
 from ..dispatch.staging import Staging, rows_of
 from ..dispatch.stream_order import in_stream_order
-from ..dispatch.workspaces import matmul_workspace, product_workspace
+from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
 from .calls import AllGatherMatmulCall
 
 Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
@@ -96,11 +96,11 @@ def _on_cuda(where: Heap, call: AllGatherMatmulCall) -> Result | str:
         choice, chosen = on_cuda.tuned_gather(choice, where, kernel_call)
         if choice.algorithm == "copy_engine":
             kernel_call = replace(kernel_call, a=a.contiguous())
-        workspace = product_workspace(where, choice)
+        workspace = workspace_of_choice(where, choice)
         workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
         plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen)
         ran(plan)
-        timeout_ns = int(get_timeout(where.group_name) * 1e9)
+        timeout_ns = timeout_in_ns(where.group_name)
         gathered, products = on_cuda.launch_all_gather_matmul(choice, workspace, kernel_call, timeout_ns)
     A, outs = _shaped(gathered, products, front, dim, size)
     if (launcher := on_cuda.gather_launcher(choice, workspace, return_A)) is not None:

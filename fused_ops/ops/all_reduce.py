@@ -20,11 +20,12 @@ from ...kernels.all_reduce import host
 from ...kernels.all_reduce.configs import AllReduceConfig, choose_all_reduce
 from ...kernels.all_reduce.reference import reference_all_reduce
 from ...kernels.device.jit.empty import Empty, empty_on
-from ...symm_mem import call_cache, get_timeout
+from ...symm_mem import call_cache
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.failure.call_log import Grids
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import GroupRef, has_name
+from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from ..dispatch import plan
 from ..dispatch.fast_path import default_ns, may_take_fast_path, stream_workspace, timeout
@@ -228,7 +229,7 @@ def _on_cuda(
         prepared = _prepare(where, x, reduce_op, config)
         ran(prepared.plan)  # ranks may differ here: then nothing is launched, and nothing may be noted
         prepared.workspace.raise_if_broken(op, grids=prepared.kernel.grids)
-        timeout_ns = int(get_timeout(where.group_name) * 1e9)
+        timeout_ns = timeout_in_ns(where.group_name)
         prepared.kernel.launch(x.data_ptr(), out.data_ptr(), timeout_ns, cuda_state.current_stream_of(x))
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...kernels.all_reduce_rms_norm import host
-from ...kernels.all_reduce_rms_norm.reference import rms_norm
-from ...symm_mem import get_timeout
+from ...kernels.all_reduce_rms_norm.reference import NormKind, add_residual_and_norm
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
+from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from ..dispatch import fast_path
 from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran
@@ -25,48 +25,65 @@ if TYPE_CHECKING:
 
 
 def fast_all_reduce_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    norm: float | tuple[float, float, bool],
+    group_name: str,
 ) -> tuple[Tensor, Tensor] | None:
-    """As the op, if such a call was made before on CUDA; else None, and nothing happened. Tensors may be anything."""
-    results = fast_path.run_fast(host.OP, eps, (x, residual, weight), group_name, (ALL_REDUCE,))
+    """As the op, if such a call was made before on CUDA; else None, and nothing happened. Tensors may be anything.
+
+    Args:
+        norm: eps, or with it what is not as usual: as ``named_norm`` gives it.
+    """
+    tensors = (x, weight) if residual is None else (x, residual, weight)
+    results = fast_path.run_fast(host.OP, norm, tensors, group_name, (ALL_REDUCE,))
     return None if results is None else (results[0], results[1])
 
 
+def named_norm(eps: float, weight_offset: float, round_sum: bool) -> float | tuple[float, float, bool]:
+    """By what the fast path knows a norm."""
+    return eps if round_sum and weight_offset == 0 else (eps, weight_offset, round_sum)
+
+
 def run_all_reduce_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: ProcessGroup
+    x: Tensor, residual: Tensor | None, weight: Tensor, kind: NormKind, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """As the op; the arguments are checked."""
     found = heap_or_reason(host.OP, x, group, empty=x.numel() == 0)
     reason = found if isinstance(found, str) else _why_not(x, found.world_size)
     if isinstance(found, str) or reason is not None:
-        return _unfused(x, residual, weight, eps, group, reason or "")
+        return _unfused(x, residual, weight, kind, group, reason or "")
     hidden = x.shape[-1]
     rows = x.numel() // hidden
-    x2, residual2 = x.reshape(rows, hidden).contiguous(), residual.reshape(rows, hidden).contiguous()
+    x2 = x.reshape(rows, hidden).contiguous()
+    residual2 = None if residual is None else residual.reshape(rows, hidden).contiguous()
     contiguous = weight.contiguous()
     if x.device.type == "cpu":
         workspace = matmul_workspace(
             found, host.host_norm_layout(rows, hidden * x.element_size(), found.world_size)
         )
         ran(Plan("host", workspace_bytes=workspace.layout.bytes))
-        normed, sums = host.host_all_reduce_rms_norm(workspace, x2, residual2, contiguous, eps)
+        normed, sums = host.host_all_reduce_rms_norm(workspace, x2, residual2, contiguous, kind)
     else:
-        used = aligned(x2), aligned(residual2), aligned(contiguous)
-        place, kernel, plan, (normed, sums) = _on_cuda(found, *used, eps)
+        given = [t for t in (x, residual, weight) if t is not None]
+        used = [aligned(t) for t in (x2, residual2, contiguous) if t is not None]
+        place, kernel, plan, (normed, sums) = _on_cuda(found, used, kind)
         results = [normed.view(x.shape), sums.view(x.shape)]
-        made = fast_path.LaunchedCall(host.OP, eps, (x, residual, weight), used, results)
+        name = named_norm(kind.eps, kind.weight_offset, kind.round_sum)
+        made = fast_path.LaunchedCall(host.OP, name, given, used, results)
         fast_path.remember_call(made, place, kernel, plan, profitable=True, grids=kernel.grids)
     return normed.view(x.shape), sums.view(x.shape)
 
 
 def _unfused(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: ProcessGroup, reason: str
+    x: Tensor, residual: Tensor | None, weight: Tensor, kind: NormKind, group: ProcessGroup, reason: str
 ) -> tuple[Tensor, Tensor]:
     """The all-reduce by itself, which may well be fused with nothing and still be ours."""
     total = all_reduce.run_all_reduce(x, "sum", group, op=host.OP)
     ran(Plan("unfused", reason))
-    sums = torch.add(total, residual).contiguous()
-    return rms_norm(sums, weight, eps), sums
+    normed, sums = add_residual_and_norm(total, residual, weight, kind)
+    return normed.contiguous(), sums.contiguous()
 
 
 def _why_not(x: Tensor, world_size: int) -> str | None:
@@ -78,13 +95,14 @@ def _why_not(x: Tensor, world_size: int) -> str | None:
 
 
 def _on_cuda(
-    where: Heap, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    where: Heap, operands: list[Tensor], kind: NormKind
 ) -> tuple[Workspace[Any], AllReduceRmsNormLauncher, Plan, tuple[Tensor, Tensor]]:
     from ...kernels.all_reduce_rms_norm.configs import all_reduce_rms_norm_layout, choose_all_reduce_rms_norm
     from ...kernels.all_reduce_rms_norm.cuda_kernel import AllReduceRmsNormLauncher
     from ...kernels.device.comm.ll_exchange import VECTOR
     from ...kernels.device.tuning.choice import make_together
 
+    x = operands[0]
     rows, hidden = x.shape
     vectors = hidden * x.element_size() // VECTOR
     config = choose_all_reduce_rms_norm(rows, vectors, where.world_size, num_sms(x.device))
@@ -93,20 +111,20 @@ def _on_cuda(
             where, ALL_REDUCE, all_reduce_rms_norm_layout(rows, vectors, where.world_size, config)
         )
         place.raise_if_broken()
-        key: Any = (host.OP, rows, hidden, x.dtype, eps)
+        key: Any = (host.OP, rows, hidden, x.dtype, kind)
         kernel = place.prepared.get(key)
         plan = Plan("push", workspace_bytes=place.layout.bytes)
         ran(plan)
         if kernel is None:
 
             def make() -> AllReduceRmsNormLauncher:
-                return AllReduceRmsNormLauncher(place, rows, hidden, x.dtype, eps, config)
+                return AllReduceRmsNormLauncher(place, rows, hidden, x.dtype, kind, config)
 
             kernel = make_together(place, host.OP, key, key, make)
         normed, sums = torch.empty_like(x), torch.empty_like(x)
-        timeout_ns = int(get_timeout(where.group_name) * 1e9)
+        timeout_ns = timeout_in_ns(where.group_name)
         place.raise_if_broken(host.OP, grids=kernel.grids)
-        operands = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
+        addresses = [t.data_ptr() for t in operands]
         results = normed.data_ptr(), sums.data_ptr()
-        kernel.launch(0, operands, results, timeout_ns, current_stream_of(x))
+        kernel.launch(0, addresses, results, timeout_ns, current_stream_of(x))
     return place, kernel, plan, (normed, sums)

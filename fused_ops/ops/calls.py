@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ...kernels.all_reduce_rms_norm.reference import NormKind
+
 
 class OpArguments(Protocol):
     """What the records have in common. They are tuples, which are made in a fourth of a frozen dataclass's time."""
@@ -90,17 +92,92 @@ class AllReduceCall(NamedTuple):
         return [self.x]
 
 
-class AllReduceRmsNormCall(NamedTuple):
+class AllGatherCall(NamedTuple):
     x: Tensor
-    residual: Tensor
-    weight: Tensor
-    eps: float
+    gather_dim: int
     group_name: str
     group_size: int | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.x, self.residual, self.weight]
+        return [self.x]
+
+    def whole_shape(self, world_size: int) -> list[int]:
+        """That of the result; ``gather_dim`` is not negative."""
+        shape = list(self.x.shape)
+        shape[self.gather_dim] = shape[self.gather_dim] * world_size
+        return shape
+
+
+class AllGatherOutCall(NamedTuple):
+    out: Tensor
+    x: Tensor
+    gather_dim: int
+    group_name: str
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.out, self.x]
+
+    @property
+    def without_out(self) -> AllGatherCall:
+        return AllGatherCall(*self[1:])
+
+
+class ReduceScatterCall(NamedTuple):
+    x: Tensor
+    reduce_op: str
+    scatter_dim: int
+    group_name: str
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.x]
+
+    def part_shape(self, world_size: int) -> list[int]:
+        """That of the result; ``scatter_dim`` is not negative."""
+        shape = list(self.x.shape)
+        shape[self.scatter_dim] = shape[self.scatter_dim] // world_size
+        return shape
+
+
+class ReduceScatterOutCall(NamedTuple):
+    out: Tensor
+    x: Tensor
+    reduce_op: str
+    scatter_dim: int
+    group_name: str
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.out, self.x]
+
+    @property
+    def without_out(self) -> ReduceScatterCall:
+        return ReduceScatterCall(*self[1:])
+
+
+class AllReduceRmsNormCall(NamedTuple):
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    eps: float
+    group_name: str
+    weight_offset: float = 0.0
+    round_sum: bool = True
+    group_size: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.x, self.residual, self.weight) if t is not None]
+
+    @property
+    def kind(self) -> NormKind:
+        wide = self.weight.dtype != self.x.dtype
+        return NormKind(self.eps, self.weight_offset, self.round_sum, self.residual is not None, wide)
 
 
 class MatmulAllReduceCall(NamedTuple):

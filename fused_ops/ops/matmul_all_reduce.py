@@ -13,22 +13,28 @@ from torch.distributed import ProcessGroup
 from ...kernels.device.tuning.choice import make_together
 from ...kernels.matmul_all_reduce import host
 from ...kernels.matmul_all_reduce.reference import reference_matmul_all_reduce
-from ...symm_mem import get_timeout
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
+from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from ..dispatch import fast_path, plan
 from ..dispatch.plan import Plan, heap_or_reason, num_sms, on, ran, should_fuse
 from ..dispatch.staging import Staging, rows_of
 from ..dispatch.stream_order import in_stream_order
-from ..dispatch.workspaces import ALL_REDUCE, PRODUCTS, matmul_workspace, product_workspace, push_workspace
+from ..dispatch.workspaces import (
+    ALL_REDUCE,
+    AROUND_MATMULS,
+    matmul_workspace,
+    push_workspace,
+    workspace_of_choice,
+)
 from . import all_reduce
 
-_ALL = (*PRODUCTS, ALL_REDUCE)
+_ALL = (*AROUND_MATMULS, ALL_REDUCE)
 
 
 @dataclass(frozen=True)
-class _ProductThenSum:
+class _MatmulThenSum:
     """cuBLAS's product, and an all-reduce of it where it lies: what calls like one before are made of."""
 
     workspace: Workspace[Any]  # the all-reduce's
@@ -57,7 +63,7 @@ def fast_matmul_all_reduce(A: Tensor, B: Tensor, reduce_op: str, group_name: str
 
     Tensors and operation may be anything.
     """
-    kinds = PRODUCTS if plan._forced == "fused" else _ALL
+    kinds = AROUND_MATMULS if plan._forced == "fused" else _ALL
     results = fast_path.run_fast(host.OP, reduce_op, (A, B), group_name, kinds)
     return None if results is None else results[0]
 
@@ -72,7 +78,7 @@ def _remember(A: Tensor, B: Tensor, reduce_op: str, group: ProcessGroup, out: Te
     found = all_reduce.made_before(out, reduce_op, group.group_name)
     if found is not None:
         made = fast_path.LaunchedCall(host.OP, reduce_op, (A, B), (A, B), [out])
-        caller = _ProductThenSum(found.workspace, found.kernel)
+        caller = _MatmulThenSum(found.workspace, found.kernel)
         fast_path.remember_call(made, found.workspace, caller, _in_two(found.plan), profitable=True)
 
 
@@ -137,7 +143,7 @@ def _of_few_rows(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor | 
         ran(fused)
         workspace.raise_if_broken(host.OP, grids=kernel.grids)
         out = a.new_empty(m, n)
-        timeout_ns = int(get_timeout(where.group_name) * 1e9)
+        timeout_ns = timeout_in_ns(where.group_name)
         operands = a.data_ptr(), b.data_ptr()
         kernel.launch(0, operands, (out.data_ptr(),), timeout_ns, current_stream_of(a))
     shaped = out.view(*A.shape[:-1], n)
@@ -160,11 +166,11 @@ def _in_one_kernel(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor 
         return None
     with in_stream_order(A.device):
         staging.copy()
-        workspace = product_workspace(where, choice)
+        workspace = workspace_of_choice(where, choice)
         workspace.raise_if_broken(host.OP)
         fused = Plan(choice.algorithm, staging.reason, workspace.layout.bytes)
         ran(fused)
-        timeout_ns = int(get_timeout(where.group_name) * 1e9)
+        timeout_ns = timeout_in_ns(where.group_name)
         out, launcher = to_all.launch_sum_to_all(choice, workspace, call, timeout_ns, host.OP)
     shaped = out.view(*A.shape[:-1], B.shape[1])
     made = fast_path.LaunchedCall(host.OP, reduce_op, (A, B), (a, b), [shaped])

@@ -11,13 +11,13 @@ from torch.distributed import ProcessGroup
 from ...kernels.matmul_reduce_scatter import host
 from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 from ...kernels.matmul_reduce_scatter.reference import reference_matmul_reduce_scatter
-from ...symm_mem import get_timeout
 from ...symm_mem.heap.heap import Heap
+from ...symm_mem.timeouts import timeout_in_ns
 from ..dispatch import fast_path
 from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran, should_fuse, why_tf32
 from ..dispatch.staging import Staging, rows_of
 from ..dispatch.stream_order import in_stream_order
-from ..dispatch.workspaces import matmul_workspace, product_workspace
+from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
 from .calls import MatmulReduceScatterCall
 
 _WHOLE_TILES = 128  # rows: every tile's height divides it, so that no tile is cut off
@@ -154,11 +154,11 @@ def _on_cuda(where: Heap, call: MatmulReduceScatterCall) -> Tensor | str:
         staging.copy()
         kernel_call = replace(kernel_call, terms=[aligned(term.contiguous()) for term in call.terms])
         choice, chosen = on_cuda.tuned_scatter(choice, where, kernel_call)
-        workspace = product_workspace(where, choice)
+        workspace = workspace_of_choice(where, choice)
         workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
         plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen)
         ran(plan)
-        timeout_ns = int(get_timeout(where.group_name) * 1e9)
+        timeout_ns = timeout_in_ns(where.group_name)
         out = on_cuda.launch_matmul_reduce_scatter(choice, workspace, kernel_call, timeout_ns)
         out = out.view(call.local_shape(size))
     launcher = on_cuda.scatter_launcher(choice, workspace, kernel_call)

@@ -6,6 +6,7 @@ pyproject.toml names ``weft_backend`` to torch (entry points ``torch_dynamo_back
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ _FROM_ENVIRONMENT = {
     "regather": "WEFT_REGATHER",
 }
 _FLAGS: dict[str, bool] = {"0": False, "1": True}
-_SETTINGS = ("groups", "strict", "fuse", "agree", "regather")
+_SETTINGS = ("groups", "strict", "fuse", "agree", "regather", "collectives")
 _OF_TORCH_COMPILE = ("fullgraph", "dynamic", "disable", "name", "recompile_limit", "isolate_recompiles")
 
 _made: dict[Any, FusionPass] = {}
@@ -61,9 +62,9 @@ def compile(  # noqa: A001
         mode: one of torch.compile's: its options are taken, and those of ``options`` over them.
         options: Inductor's, by name.
         fusion: the pass, to read its report. None takes that of the settings, whose report is in ``fusion_report()``.
-        settings: of ``FusionPass`` (groups, strict, fuse, agree, regather; those not given by WEFT_STRICT, WEFT_FUSE,
-            WEFT_AGREE and WEFT_REGATHER), or of ``torch.compile`` (fullgraph, dynamic, disable, name, recompile_limit,
-            isolate_recompiles; as far as the installed torch has them).
+        settings: of ``FusionPass`` (groups, strict, fuse, agree, regather, collectives; those not given by WEFT_STRICT,
+            WEFT_FUSE, WEFT_AGREE and WEFT_REGATHER), or of ``torch.compile`` (fullgraph, dynamic, disable, name,
+            recompile_limit, isolate_recompiles; as far as the installed torch has them).
 
     Returns:
         what torch.compile returns.
@@ -112,6 +113,15 @@ def weft_backend(
 
     chosen, given = _settings_of({}, options or {})
     return compile_fx(graph, list(inputs), config_patches=_with_pass(mode, given, _pass_of(chosen)))
+
+
+def _reset_graphs() -> None:
+    """What torch._dynamo.reset() does for Inductor's own backend: it lets go of captured CUDA graphs."""
+    if (trees := sys.modules.get("torch._inductor.cudagraph_trees")) is not None:
+        trees.reset_cudagraph_trees()
+
+
+weft_backend.reset = _reset_graphs  # type: ignore[attr-defined]
 
 
 def fusion_report() -> Report:
@@ -166,7 +176,7 @@ def _environment() -> dict[str, Any]:
 def _pass_of(settings: Mapping[str, Any]) -> FusionPass:
     """One pass for equal settings: torch.compile compares options, and would compile once more for another."""
     checked = PassSettings(**{"groups": None, "strict": False, **settings})
-    key = (checked.groups, checked.strict, checked.fuse, checked.agree, checked.regather)
+    key = (checked.groups, *(value for name, value in checked.items() if name != "groups"))
     if key not in _made:
         _made[key] = FusionPass(**checked)
     return _made[key]

@@ -8,8 +8,22 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed import ProcessGroup
 
-from .graph.collectives import LeftAlone, alike, aten, c10d, calls, is_contiguous, is_val, val, waits, what
+from ...symm_mem.heap.registry import has_name
+from .graph.collectives import (
+    LeftAlone,
+    alike,
+    aten,
+    c10d,
+    calls,
+    collectives,
+    is_contiguous,
+    is_val,
+    val,
+    waits,
+    what,
+)
 from .graph.rewrite import call
 from .origin import copy_origin
 from .patterns import registry
@@ -61,6 +75,21 @@ def make_functional(graph: fx.Graph) -> None:
         copy_origin(node, new)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
+
+
+def name_groups(graph: fx.Graph) -> None:
+    """A collective whose group is given as an object, as from torch 2.13 on, gets that one's name."""
+    for node in collectives(graph):
+        for i, given in enumerate(node.args):
+            if not isinstance(given, fx.Node) or given.op != "get_attr":
+                continue
+            value = getattr(graph.owning_module, str(given.target), None)
+            value = getattr(value, "real_obj", value)
+            # Another group may have got the name since.
+            if isinstance(value, ProcessGroup) and has_name(value, value.group_name):
+                node.update_arg(i, str(value.group_name))
+                if not given.users:
+                    graph.erase_node(given)
 
 
 def wait_for_each(graph: fx.Graph) -> None:

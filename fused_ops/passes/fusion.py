@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...symm_mem import Group
-from ..dispatch import profitability
 from ..library.compiled import why_unordered
 from .agreement.fallback_graph import (
     FallbackGraph,
@@ -27,7 +27,7 @@ from .agreement.guard import is_fallback_graph
 from .agreement.outcomes import RunOutcomes
 from .agreement.signature import Order
 from .cache_key import pass_key
-from .canonicalize import by_position, canonicalize, make_functional, wait_for_each, wait_once
+from .canonicalize import by_position, canonicalize, make_functional, name_groups, wait_for_each, wait_once
 from .decompositions import write_out
 from .graph.collectives import Collective, LeftAlone, collectives, custom_ops, group_of, kind_of, val
 from .graph.subgraphs import WHY, Called
@@ -35,10 +35,12 @@ from .log import log_line
 from .origin import module_of, source_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns import registry
+from .patterns.candidate import gain_of, problem_of, why_not_profitable_of
+from .patterns.rivals import yielding
 from .regather import joint_options
 from .report import Entry, PassRuns, Report
 from .report_file import put_into_file, write_reports
-from .settings import CAPTURE, PassSettings
+from .settings import CAPTURE, EACH, PassSettings
 
 
 class FusionError(RuntimeError):
@@ -88,9 +90,8 @@ class FusionPass(PassSettings, CustomGraphPass):
     but the pass does not run then, and **the report has no entries**. To see them:
     ``TORCHINDUCTOR_FORCE_DISABLE_CACHES=1``.
 
-    A pass is a dict of its settings, for json alone. Its copies are the pass itself, so that a copy of the options
-    fills the same report; what is pickled are the settings, with groups by name.
-
+    A pass is a dict of its settings, for json alone. Its copies are the pass itself, so that they fill the same
+    report; what is pickled are the settings, with groups by name.
     The logger ``weft.passes`` writes a line for each graph (INFO, by rank 0 of each group; the other ranks at DEBUG;
     ``TORCH_LOGS=weft`` shows the former) and for each new disagreement (WARNING).
 
@@ -99,19 +100,25 @@ class FusionPass(PassSettings, CustomGraphPass):
             None for all.
         strict: raise FusionError when a collective is left alone. Out of torch.compile it comes as the
             ``inner_exception`` of an InductorError.
-        fuse: "auto" fuses where it pays, "always" wherever it is right: an all-reduce then into the product that it
-            reduces, if that can be.
+        fuse: "auto" fuses where it is profitable, "always" wherever it is right: an all-reduce then into the matmul
+            whose result it reduces, if that can be.
         agree: whether graphs ask. False is for programs of which you know that all ranks run the same graphs in the
             same order: where they do not, a fused op waits for a rank that does not come, until its deadline.
-            "capture" is for those of which you know that for what is captured in CUDA graphs: a captured graph keeps
-            the answer that it got at its capture. With True it is captured unfused, as its replays cannot ask;
+            With True ranks that have agreed often enough need not wait for each other at each graph; "each" has them
+            wait. "capture" is for those of which you know that for what is captured in CUDA graphs: a captured graph
+            keeps the answer that it got at its capture. With True it is captured unfused, as its replays cannot ask;
             Inductor's own CUDA graphs (``triton.cudagraphs``) ask before each run, if it makes partitions.
         regather: where a gathered activation would be kept for the gradient of a weight alone, keep the shard and
             gather again in the backward, inside of the product. It needs less memory, and more time.
 
+        collectives: whether all-gathers and reduce-scatters that are fused with no matmul become
+            ``one_shot_all_gather`` and ``one_shot_reduce_scatter`` where that is profitable. One behind which something
+            is computed before it is waited for is left alone: its group's own backend runs it beside that.
+
     Raises:
-        TypeError: ``groups`` is one name or no list, ``strict``, ``agree`` or ``regather`` is no bool (or string).
-        ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "capture".
+        TypeError: ``groups`` is one name or no list, ``strict``, ``agree``, ``regather`` or ``collectives`` is no bool
+            (or string).
+        ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "each" and "capture".
     """
 
     def __init__(
@@ -122,8 +129,9 @@ class FusionPass(PassSettings, CustomGraphPass):
         fuse: str = "auto",
         agree: bool | str = True,
         regather: bool = False,
+        collectives: bool = False,
     ) -> None:
-        super().__init__(groups, strict, fuse, agree, regather)
+        super().__init__(groups, strict, fuse, agree, regather, collectives)
         self._entries: list[Entry] = []
         self._graphs = 0
         self._keys = 0
@@ -208,6 +216,7 @@ class FusionPass(PassSettings, CustomGraphPass):
             return
         by_position(graph)
         make_functional(graph)
+        name_groups(graph)
         wait_for_each(graph)
         wait_once(graph)
         nodes = list(collectives(graph))
@@ -220,23 +229,26 @@ class FusionPass(PassSettings, CustomGraphPass):
         written = write_out(graph)
         original = FallbackGraph(graph, nodes) if self.agree else None
         why_not = None if original is None else why_not_generated() or original.why_not_kept()
-        if self.agree is True:
+        if self.agree in (True, EACH):
             why_not = why_captured_without_vote() or why_not
-        left = canonicalize(graph, self._find, lambda match: self._why_not(match, _problem(match), why_not))
+        left = canonicalize(graph, self._find, lambda match: self._why_not(match, why_not))
         nodes = list(collectives(graph))
         fields = {n: self._fields(n) for n in nodes}
         entries = {n: Entry(**fields[n], reason=reason) for n, reason in left.items()}
-        # Reductions first: a product between two collectives is fused with the one behind it. The one before it may
-        # gather a weight, which can be there early.
-        orders = []
-        for node in sorted(nodes, key=lambda n: "gather" in kind_of(n)):
+        # Reductions first, but for those that leave their product to the gather in front of it.
+        orders, late = [], yielding([n for n in nodes if n not in entries], self._find_product)
+        for node in sorted(nodes, key=lambda n: 2 if n in late else "gather" in kind_of(n)):
             if node not in entries and (order := self._fuse(node, fields, entries, why_not)) is not None:
                 orders.append(order)
+        for node, (gathers, why) in late.items():
+            if entries[node].fused_into is None and all(entries[g].fused_into for g in gathers):
+                entries[node] = replace(entries[node], reason=why)
         for each in written:
             each.put_back()
         report = Report(entries[n] for n in nodes)
         if original is not None:
-            original.ask_first(graph, report.entries, orders, captured=self.agree == CAPTURE)
+            captured, ahead = self.agree == CAPTURE, self.agree != EACH
+            original.ask_first(graph, report.entries, orders, captured=captured, ahead=ahead)
             self._called.remember(graph, original.graph, self._graphs - 1)
         graph.lint()
         self._entries += report.entries
@@ -267,6 +279,11 @@ class FusionPass(PassSettings, CustomGraphPass):
 
     def _find(self, node: fx.Node) -> registry.Form:
         collective = Collective.from_node(node, self.groups)
+        find = registry.match_alone_too if self.collectives else registry.match
+        return find(collective, self.groups, always=self.fuse == "always")
+
+    def _find_product(self, node: fx.Node) -> registry.Form:
+        collective = Collective.from_node(node, self.groups)
         return registry.match(collective, self.groups, always=self.fuse == "always")
 
     def _fuse(
@@ -285,8 +302,8 @@ class FusionPass(PassSettings, CustomGraphPass):
         try:
             match = self._find(node)
             found = {"form": match.form}
-            problem = _problem(match)
-            reason = self._why_not(match, problem, why_not_kept)
+            problem = problem_of(match)
+            reason = self._why_not(match, why_not_kept)
             if reason is not None:
                 raise LeftAlone(reason)
             order = match.order
@@ -299,75 +316,24 @@ class FusionPass(PassSettings, CustomGraphPass):
         into: dict[str, Any] = {"dim": match.dim, "fused_into": str(match.op._schema.name), **found}
         gain: dict[str, Any] = {}
         if problem is not None:
-            gain = dict(zip("mnk", problem, strict=True))
-            candidate = profitability.FusionCandidate(_word(match.op), *problem, *_where(match))
-            gain["gain"] = profitability.expected_gain(candidate)
+            gain = dict(zip("mnk", problem, strict=True)) | {"gain": gain_of(match, problem)}
         entries[node] = Entry(**fields[node], **into, **gain, detail=match.detail)
         for other in match.others:
             entries[other] = Entry(**fields[other], **into, detail=f"merged with {fields[node]['node']}")
         return order
 
-    def _why_not(
-        self, match: registry.Form, problem: tuple[int, int, int] | None, why_not_kept: str | None
-    ) -> str | None:
+    def _why_not(self, match: registry.Form, why_not_kept: str | None) -> str | None:
         """Why what could be fused should not be."""
         if (unordered := why_unordered()) is not None:
             return f"{unordered}, with which ranks may communicate in different orders"
-        weighed = self.fuse == "auto" and not getattr(match, "decided", False)
-        if weighed and (apart := getattr(match, "apart", None)) is not None:
-            return str(apart)
-        if weighed and problem is not None:
-            last_dim, return_A = match.last_dim, bool(getattr(match, "kept", ()))
-            candidate = profitability.FusionCandidate(
-                _word(match.op), *problem, *_where(match), last_dim=last_dim, return_A=return_A
-            )
-            if (reason := profitability.why_not_profitable(candidate)) is not None:
-                return reason
+        if self.fuse == "auto" and (reason := why_not_profitable_of(match)) is not None:
+            return reason
         group = match.collective.group
         why_not = why_not_asked(group) if self.agree else None
         why_not = why_not or _why_not_called_from_cpp(match.op)
         if why_not is not None or not self.agree or not has_ranks(group):
             return why_not
         return why_not_kept or _why_not_compared(match)
-
-
-_WORDS = {
-    "weft::fused_all_gather_matmul": "all_gather_matmul",
-    "weft::fused_matmul_reduce_scatter": "matmul_reduce_scatter",
-    "weft::fused_matmul_all_reduce": "matmul_all_reduce",
-    # What reduces without a product.
-    "weft::one_shot_all_reduce": "all_reduce",
-    "weft::fused_all_reduce_rms_norm": "all_reduce",
-    "_c10d_functional::all_reduce": "all_reduce",
-}
-
-
-def _word(op: Any) -> str:
-    """The word by which ``profitability`` knows an op.
-
-    Raises:
-        KeyError: ``_WORDS`` has none.
-    """
-    name = str(op._schema.name)
-    if name not in _WORDS:
-        raise KeyError(f"{name} is not in _WORDS, so nobody knows whether it pays")
-    return _WORDS[name]
-
-
-def _where(match: registry.Form) -> tuple[int, torch.dtype, str]:
-    return match.collective.world, match.dtype, val(match.collective.x).device.type
-
-
-def _problem(match: registry.Form) -> tuple[int, int, int] | None:
-    """The sizes of the product, symbolic ones as they are now; None if one is not known before the run."""
-    sizes = []
-    for size in (match.m, match.n, match.k):
-        if isinstance(size, torch.SymInt) and not size.node.has_hint():
-            return None
-        hint = size.node.hint if isinstance(size, torch.SymInt) else size
-        sizes.append(0 if hint is None else int(hint))
-    m, n, k = sizes
-    return m, n, k
 
 
 def _why_not_compared(match: registry.Form) -> str | None:

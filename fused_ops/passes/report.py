@@ -40,11 +40,13 @@ class VoteCounts:
         count: runs of graphs that asked.
         fused: those that then ran fused.
         seconds: of the host, with the wait for ranks that came later.
+        ahead: those that then ran fused without a wait, before all ranks had come.
     """
 
     count: int = 0
     fused: int = 0
     seconds: float = 0.0
+    ahead: int = 0
 
 
 NONE_ASKED = VoteCounts()
@@ -101,7 +103,7 @@ class Entry:
         reason: the first condition that failed; "" when fused.
         detail: of a fused one: how many products were fused, and what else.
         source: the line of the model that it comes from; "" where torch kept none.
-        form: what was found around the collective, in words; also of one that was found but does not pay.
+        form: what was found around the collective, in words; also of one that was found but is not profitable.
         m, n, k: the product that this rank computes, [m, k] @ [k, n], with k = 0 what is reduced without its product;
         None when left alone, or not known before the run.
         gain: microseconds that fusing should save by ``profitability.expected_gain``; None like m, n, k.

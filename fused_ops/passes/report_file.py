@@ -17,12 +17,14 @@ _RANK = "{rank}"
 _log = logging.getLogger("weft.passes")
 _reports: list[Callable[[], Report]] = []
 _failed: set[str] = set()
+_rank: int | None = None  # as long as there was a group
 
 
 def put_into_file(report: Callable[[], Report]) -> None:
     """Has a pass's report in the file that WEFT_REPORT names, if it names one: at the process's end at the latest."""
     if not os.environ.get(VARIABLE):
         return
+    _note_rank()
     if not _reports:
         atexit.register(write_reports)
     _reports.append(report)
@@ -33,7 +35,8 @@ def write_reports() -> None:
     path = os.environ.get(VARIABLE)
     if not path or not _reports:
         return
-    rank = _rank()
+    _note_rank()
+    rank = int(os.environ.get("RANK", "0")) if _rank is None else _rank
     if rank and _RANK not in path:
         return
     path = path.replace(_RANK, str(rank))
@@ -50,8 +53,8 @@ def write_reports() -> None:
             _log.warning("%s: cannot write %r: %s", VARIABLE, path, e)
 
 
-def _rank() -> int:
-    """At the end the groups may be destroyed: then what torchrun says."""
+def _note_rank() -> None:
+    """Now: at the end the groups may be destroyed, and only torchrun's processes then know which rank they were."""
+    global _rank
     if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
+        _rank = dist.get_rank()

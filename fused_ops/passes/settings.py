@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from ...symm_mem import Group, group_name
 
 FUSE = ("auto", "always")
-CAPTURE = "capture"
+CAPTURE, EACH = "capture", "each"
 _Self = TypeVar("_Self", bound="PassSettings")
 
 
@@ -27,6 +27,7 @@ class PassSettings(dict[str, Any]):
         fuse: str = "auto",
         agree: bool | str = True,
         regather: bool = False,
+        collectives: bool = False,
     ) -> None:
         if isinstance(groups, str):
             raise TypeError(f"groups: is the string {groups!r}, must be a list of groups")
@@ -34,16 +35,20 @@ class PassSettings(dict[str, Any]):
             raise TypeError(f"groups: is {groups!r}, must be a list of groups")
         if not isinstance(strict, bool):
             raise TypeError(f"strict: is {strict!r}, must be True or False")
+        if not isinstance(collectives, bool):
+            raise TypeError(f"collectives: is {collectives!r}, must be True or False")
         if not isinstance(agree, bool | str):
-            raise TypeError(f"agree: is {agree!r}, must be True, False or {CAPTURE!r}")
-        if isinstance(agree, str) and agree != CAPTURE:
-            raise ValueError(f"agree: is {agree!r}, must be True, False or {CAPTURE!r}")
+            raise TypeError(f"agree: is {agree!r}, must be True, False, {EACH!r} or {CAPTURE!r}")
+        if isinstance(agree, str) and agree not in (EACH, CAPTURE):
+            raise ValueError(f"agree: is {agree!r}, must be True, False, {EACH!r} or {CAPTURE!r}")
         if not isinstance(regather, bool):
             raise TypeError(f"regather: is {regather!r}, must be True or False")
         if fuse not in FUSE:
             raise ValueError(f"fuse: is {fuse!r}, must be 'auto' or 'always'")
         names = None if groups is None else sorted({group_name(g) for g in groups})
-        super().__init__(groups=names, strict=strict, fuse=fuse, agree=agree, regather=regather)
+        super().__init__(
+            groups=names, strict=strict, fuse=fuse, agree=agree, regather=regather, collectives=collectives
+        )
 
     @property
     def groups(self) -> frozenset[str] | None:
@@ -57,6 +62,10 @@ class PassSettings(dict[str, Any]):
     @property
     def fuse(self) -> str:
         return str(self["fuse"])
+
+    @property
+    def collectives(self) -> bool:
+        return bool(self["collectives"])
 
     @property
     def agree(self) -> bool | str:

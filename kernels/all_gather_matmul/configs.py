@@ -135,7 +135,7 @@ def estimate_one_shot_gather_us(problem: AllGatherMatmulProblem) -> float:
     kernel that does both hides best, it was measured to lose 2 to 4 % of them more than the sum says (8b.upgate up to
     M = 2048, bench/results/h200-x2-choices.txt); longer ones are taken to lose no larger share."""
     sent, size = problem.moved, problem.world_size
-    products = gemm_tiles.products_us(size * problem.m, problem.ns, problem.k, problem.spec)
+    products = gemm_tiles.matmuls_us(size * problem.m, problem.ns, problem.k, problem.spec)
     not_hidden = max(0.0, products - _HIDES * one_shot.sending_us(sent, size))
     return one_shot.exchange_us(sent, size) + products + min(not_hidden, _MOST_NOT_HIDDEN * products)
 

@@ -4,8 +4,8 @@
 // [W, m, N]. Up to MOST_BS matrices B share one A. Accumulators are float32. With SPLIT_K shards lie side by side along
 // K: B is [W, K, N], and C [m, N] the sum of A[src] @ B[src] in rank order, so ranks with equal B get equal bits.
 //
-// With RETURN_A also writes the gathered A, [W, m, K], with SPLIT_K [m, W * K]: whoever computes a tile of the first
-// columns stores the rows of A that it has loaded for that.
+// With RETURN_A also writes the gathered A, [W, m, K], with SPLIT_K [m, W * K]: whoever computes a tile stores its share
+// of the rows of A that it has loaded for that.
 //
 // Who writes: pushing warps, chunks of CHUNK_ROWS x CHUNK_COLUMNS of the local rows into slot `rank` of every peer's
 // buffer [W, m, K]; behind a system fence the block's posting warp sets flags(buffer)[rank][chunk] = e there. Every
@@ -218,27 +218,33 @@ __device__ __forceinline__ void count_arrivals(const Params& p, const weft::Shar
     }
 }
 
-// What a compute warpgroup does with the rows of A of its tile: those of the first columns are stored as they lie in
-// shared memory, by one thread, which lets go of a stage when they have been read there.
+// What a compute warpgroup does with the rows of A of its tile: one thread stores them as they lie in shared memory, and
+// lets go of a stage when they have been read there. The tiles of a row, one for each columns of the first B, take turns
+// by stages, so that none of them takes much longer than the others.
 struct Returning {
     const Params& p;
     const Tile& t;
     int warpgroup, depth;
     bool mine;
+    mutable int next;  // stage to store
+    mutable bool storing = false;
 
     __device__ __forceinline__ Returning(const Params& p, const Tile& t, int warp)
         : p(p), t(t), warpgroup(warp / 4), depth((p.k + weft::BK - 1) / weft::BK),
           // With BM = 64 both warpgroups have the same rows.
-          mine(t.b == 0 && t.column == 0 && warp % 4 == 0 && warpgroup < weft::WARPGROUPS_M) {}
+          mine(t.b == 0 && warp % 4 == 0 && warpgroup < weft::WARPGROUPS_M), next(t.column) {}
 
     __device__ __forceinline__ void begin(int i, const u8* rows) const {
-        if (!mine || !weft::elected()) return;
+        storing = mine && i == next;
+        if (!storing) return;
+        next += p.columns[0];
+        if (!weft::elected()) return;
         const int src = SPLIT_K ? i / depth : t.src, k = SPLIT_K ? i % depth : i;
         weft::tma_store(p.returned, rows, k * weft::BK, t.row * BM + warpgroup * 64, src, 0);
     }
 
     __device__ __forceinline__ void end() const {
-        if (!mine) return;
+        if (!storing) return;
         if (weft::elected()) weft::tma_stores_have_read();
         __syncwarp();
     }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..device.comm import ll_exchange
-from ..device.comm.ll_exchange import BLOCKS, THREADS, VECTOR, WARP, ExchangeLayout, up
+from ..device.comm.ll_exchange import BLOCKS, THREADS, VECTOR, WARP, ExchangeLayout, at_once, up, workers
 
 FORMS = ("one_shot", "two_shot")
 MAX_BYTES = 16 << 20  #: of the input in one epoch of the slots; two_shot takes more in several epochs
@@ -86,16 +86,6 @@ def all_reduce_grid(count: int, layout: ExchangeLayout, config: AllReduceConfig)
     return ll_exchange.exchange_grid(count, layout.slots // _epochs(config), config.blocks, config.threads)
 
 
-def workers(world_size: int) -> int:
-    """Threads of a block of two_shot_rounds that send, at most."""
-    return THREADS if world_size <= 4 else THREADS // 2
-
-
-def at_once(world_size: int) -> int:
-    """Vectors of each part that such a thread takes at once: what its registers hold."""
-    return 8 // world_size if world_size <= 4 else 1
-
-
 @dataclass(frozen=True)
 class AllReduceLaunch:
     """The kernel for a number of vectors, of those for whole ones, its grid, and of how many epochs it is."""
@@ -110,7 +100,7 @@ def launch(count: int, layout: ExchangeLayout, config: AllReduceConfig) -> AllRe
     """The launch that moves ``count`` vectors: of the input in one_shot, of each rank's part in two_shot.
 
     Raises:
-        ValueError: they do not fit into one use, which is all that one_shot has; or the layout is for fewer blocks.
+        ValueError: they do not fit into one epoch, which is all that one_shot has; or the layout is for fewer blocks.
     """
     if config.blocks > layout.blocks:
         raise ValueError(f"workspace: is for {layout.blocks} blocks, must be for {config.blocks}")

@@ -42,7 +42,7 @@ _put_addresses = struct.Struct("2Q").pack_into
 
 def all_reduce_defines(world_size: int, dtype: str, reduce_op: str) -> dict[str, str | int]:
     """What kernel.cu must know, besides the rank."""
-    rounds = {"WORKERS": configs.workers(world_size), "AT_ONCE": configs.at_once(world_size)}
+    rounds = {"WORKERS": ll_exchange.workers(world_size), "AT_ONCE": ll_exchange.at_once(world_size)}
     return {"WORLD_SIZE": world_size, "DTYPE": dtype, "REDUCE": reduce_op, **rounds}
 
 
@@ -75,7 +75,7 @@ class AllReduceLauncher:
         config: the same on every rank; if None, that of ``choose_all_reduce``.
 
     Attributes:
-        grids: the blocks of a launch, once for each use that it makes of their slots.
+        grids: the blocks of a launch, once for each epoch of their slots.
 
     Raises:
         TypeError, ValueError: naming the argument, what it was and what it must be.

@@ -14,7 +14,7 @@
 // Order of loads and stores decides the time of a small call: all that a thread loads, the epoch last, is in flight
 // before the first of it is used.
 
-#include "comm/credits.cuh"
+#include "collective/rounds.cuh"
 
 #ifndef REDUCE
 #error "REDUCE: sum, avg, max or min"
@@ -198,47 +198,35 @@ __device__ __forceinline__ void two_shot_of(const Params& p) {
     epoch.leave();
 }
 
-// Several epochs in one launch: while a thread collects the results of one, the next one is in flight. Each thread
-// takes several vectors at once: one after the other, it would wait for memory and not keep the links busy. Small calls
-// are faster with fewer registers and less code.
+// What rounds.cuh asks for.
+template <bool WHOLE>
+struct Steps : TwoShot<WHOLE> {
+    using TwoShot<WHOLE>::TwoShot;
+
+    __device__ __forceinline__ void load(const ThreadShare& s, u32 end, u32) {
+        if (s.at < end) this->load_all(s.at);
+    }
+
+    __device__ __forceinline__ void send(const Epoch& epoch, const ThreadShare& s, u32 end, u32) {
+        TwoShot<WHOLE>::send(epoch, s, end);
+    }
+
+    template <int COUNT>
+    __device__ __forceinline__ void answer(const Epoch& epoch, const ThreadShare& s, u32 end, u32) const {
+        this->template reduce_all<COUNT>(epoch, s, end);
+    }
+
+    template <int COUNT>
+    __device__ __forceinline__ void receive(const Epoch& epoch, const ThreadShare& s, u32 end, u32) const {
+        this->template collect_all<COUNT>(epoch, s, end);
+    }
+};
+
 template <bool WHOLE>
 __device__ __forceinline__ void two_shot_rounds_of(const Params& p) {
     weft::begin();
-    const u32 workers = blockDim.x - 32;
-    TwoShot<WHOLE> steps(p, workers);
-    const weft::CreditWarp credit_warp{p.slots};
-    const u32 round = steps.results / workers * steps.stride;
-    const u32 epochs = (p.vectors + round - 1) / round;
-    Epoch epoch(p.slots);
-
-    if (threadIdx.x >= workers) {
-        if (epochs > 1) credit_warp.serve(epoch.number, epochs);
-    } else {
-        ThreadShare now;
-        u32 number = epoch.number, end = min(round, p.vectors);
-        if (now.at < end) steps.load_all(now.at);
-        steps.send(epoch, now, end);
-        for (;;) {
-            steps.template reduce_all<AT_ONCE>(epoch, now, end);
-            const bool more = end < p.vectors;
-            const ThreadShare ahead(now.at + round, now.index);
-            const u32 its_end = min(end + round, p.vectors);
-            if (more) {
-                epoch.lost |= !credit_warp.may_send();
-                epoch.begin(number + 1);
-                if (ahead.at < its_end) steps.load_all(ahead.at);
-                steps.send(epoch, ahead, its_end);
-                epoch.begin(number);
-            }
-            steps.template collect_all<AT_ONCE>(epoch, now, end);
-            if (!more) break;
-            credit_warp.emptied();
-            epoch.begin(++number);
-            now = ahead;
-            end = its_end;
-        }
-    }
-    epoch.leave();
+    Steps<WHOLE> steps(p, blockDim.x - 32);
+    weft::in_rounds<AT_ONCE>(p.slots, p.vectors, steps.results, steps);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +23,7 @@ from .configs import (
     most_vectors,
     shape,
 )
+from .reference import NormKind
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 SOURCE = Path(__file__).with_name("kernel.cu")
@@ -34,13 +36,32 @@ class _Params(ctypes.Structure):
         ("slots", ExchangeSlots),
         *((name, ctypes.c_uint64) for name in ("x", "residual", "weight", "normed", "sums")),
         *((name, ctypes.c_uint32) for name in ("rows", "vectors")),
-        *((name, ctypes.c_float) for name in ("eps", "elements")),
+        *((name, ctypes.c_float) for name in ("eps", "elements", "offset")),
     )
 
 
 _X = _Params.x.offset
 # From x to sums, at once: a store to a ctypes field costs as much.
 _put_addresses = struct.Struct("5Q").pack_into
+
+
+class NormSwitches(NamedTuple):
+    """Those of kernel.cu."""
+
+    residual: bool = True
+    round_sum: bool = True
+    wide_weight: bool = False
+    offset: bool = False
+
+    @classmethod
+    def of(cls, kind: NormKind, dtype: torch.dtype) -> NormSwitches:
+        # In float32, and where nothing is added, the rounded sum is the sum.
+        rounded = kind.round_sum or not kind.residual or dtype == torch.float32
+        wide = kind.wide_weight and dtype != torch.float32
+        return cls(kind.residual, rounded, wide, kind.weight_offset != 0)
+
+
+USUAL = NormSwitches()
 
 
 def why_no_norm_kernel(hidden: int, dtype: torch.dtype, world_size: int) -> str | None:
@@ -58,20 +79,29 @@ def all_reduce_rms_norm_program(
     world_size: int,
     rank: int,
     dtype: torch.dtype,
-    cluster: int,
-    per_thread: int,
+    share: tuple[int, int],
+    switches: NormSwitches = USUAL,
     *,
     dependent: bool = False,
 ) -> Program:
-    """kernel.cu for one rank, dtype and way to deal a row. ``dependent``: to be launched so (ll_exchange.py)."""
+    """kernel.cu for one rank and dtype.
+
+    Args:
+        share: blocks of a team, and vectors of a row that a thread holds.
+        dependent: to be launched so (ll_exchange.py).
+    """
     return Program(
         SOURCE,
         defines={
             "WORLD_SIZE": world_size,
             "RANK": rank,
             "DTYPE": DTYPES[dtype],
-            "CLUSTER": cluster,
-            "VECTORS": per_thread,
+            "CLUSTER": share[0],
+            "VECTORS": share[1],
+            "RESIDUAL": int(switches.residual),
+            "ROUND_SUM": int(switches.round_sum),
+            "WIDE_WEIGHT": int(switches.wide_weight),
+            "OFFSET": int(switches.offset),
             "DEPENDENT": int(dependent),
         },
     )
@@ -86,6 +116,7 @@ class AllReduceRmsNormLauncher:
     Args:
         place: a workspace with room for ``all_reduce_rms_norm_layout``; the same call site on every rank.
         rows, hidden: x is [rows, hidden], 1 or more each; ``why_no_norm_kernel`` must be None.
+        norm: what is computed.
         config: the same on every rank; if None, that of ``choose_all_reduce_rms_norm``.
 
     Attributes:
@@ -101,7 +132,7 @@ class AllReduceRmsNormLauncher:
         rows: int,
         hidden: int,
         dtype: torch.dtype,
-        eps: float,
+        norm: NormKind,
         config: AllReduceRmsNormConfig | None = None,
     ) -> None:
         size = place.layout.world_size
@@ -120,9 +151,11 @@ class AllReduceRmsNormLauncher:
             count = min(wanted.rows, rows - start)
             now = shape(count, vectors, size, config)
             early = ll_exchange.dependent()
-            kernels = _program(size, place.rank, dtype, config.cluster, now.per_thread, dependent=early)
+            share = config.cluster, now.per_thread
+            kernels = _program(size, place.rank, dtype, share, NormSwitches.of(norm, dtype), dependent=early)
             function = kernels.function(config.form)
-            params = _Params(slots_of(place, 0), rows=count, vectors=vectors, eps=eps, elements=hidden)
+            params = _Params(slots_of(place, 0), rows=count, vectors=vectors, eps=norm.eps, elements=hidden)
+            params.offset = norm.weight_offset
             ready = function.bound(now.blocks, wanted.threads, params, dependent=early)
             self.grids += (now.blocks,)
             self._chunks.append((start * hidden * dtype.itemsize, ready, params))
@@ -136,20 +169,22 @@ class AllReduceRmsNormLauncher:
 
         Args:
             buffer: of no account; there are none.
-            operands: addresses of x, residual and weight; results: of normed and sums. All of contiguous tensors,
-                multiples of 16; sums may be residual or x.
+            operands: addresses of x, residual, if there is one, and weight; results: of normed and sums. All of
+                contiguous tensors, multiples of 16; sums may be residual or x.
             timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
             stream: a CUstream as an integer.
 
         Raises:
             RuntimeError: the kernel cannot be launched.
         """
-        (x, residual, weight), (normed, sums) = operands, results
+        x, *added, weight = operands
+        normed, sums = results
         with self._lock:
             if timeout_ns != self._timeout_ns:
                 for _, _, params in self._chunks:
                     params.slots.watch.timeout_ns = timeout_ns
                 self._timeout_ns = timeout_ns
             for start, ready, params in self._chunks:
-                _put_addresses(params, _X, x + start, residual + start, weight, normed + start, sums + start)
+                residual = added[0] + start if added else 0
+                _put_addresses(params, _X, x + start, residual, weight, normed + start, sums + start)
                 ready(stream)

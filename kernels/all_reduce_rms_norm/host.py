@@ -11,14 +11,14 @@ import torch
 
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import HostEpoch, Workspace
-from .reference import rms_norm
+from .reference import NormKind, add_residual_and_norm
 
 OP = "fused_all_reduce_rms_norm"
 CHUNK_BYTES = 4 << 20  #: bytes of x that are sent in one epoch of a buffer
 
 
 def _rows(rows: int, row_bytes: int, world_size: int) -> tuple[int, int]:
-    """Rows of x in one use of a buffer, and of one owner at most."""
+    """Rows of x in one epoch of a buffer, and of one owner at most."""
     most = max(1, min(rows, CHUNK_BYTES // max(row_bytes, 1)))
     return most, -(-most // world_size)
 
@@ -29,7 +29,11 @@ def host_norm_layout(rows: int, row_bytes: int, world_size: int) -> Layout:
 
 
 def host_all_reduce_rms_norm(
-    workspace: Workspace, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    workspace: Workspace,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    kind: NormKind,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(normed, sums) of x and residual, both [rows, hidden] and contiguous."""
     rows, hidden = x.shape
@@ -39,8 +43,7 @@ def host_all_reduce_rms_norm(
         for start in range(0, rows, step):
             chunk = slice(start, start + step)
             _chunk(workspace, x[chunk], total[chunk])
-    sums = total.add_(residual)
-    return rms_norm(sums, weight, eps), sums
+    return add_residual_and_norm(total, residual, weight, kind)
 
 
 def _chunk(workspace: Workspace, x: torch.Tensor, total: torch.Tensor) -> None:

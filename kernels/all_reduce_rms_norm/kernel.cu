@@ -1,7 +1,9 @@
 // sums = residual + all_reduce(x), normed = sums / rms(sums) * weight, row by row, in one kernel.
 //
 // The all-reduce is taken in float32, in rank order, and rounded; every rank adds its own residual, which may differ,
-// and norms the rounded sum. Two forms that give the same bits:
+// and norms the rounded sum, or with ROUND_SUM 0 the sum in float32. Without RESIDUAL nothing is added. The weight is of
+// the dtype of x, or float32 with WIDE_WEIGHT, and with OFFSET a number is added to it. Two forms that give the same
+// bits:
 //   one_shot  every rank sends its rows to all, and computes every row.
 //   two_shot  row g * WORLD_SIZE + q of group g belongs to rank q, which reduces it and sends the total to all; every
 //             rank adds its residual to every row and norms it. A group's rows past the end are zeros, so every block
@@ -18,6 +20,18 @@
 
 #ifndef CLUSTER
 #error "CLUSTER, VECTORS: blocks of a team; vectors of a row that a thread holds"
+#endif
+#ifndef RESIDUAL
+#define RESIDUAL 1
+#endif
+#ifndef ROUND_SUM
+#define ROUND_SUM 1
+#endif
+#ifndef WIDE_WEIGHT
+#define WIDE_WEIGHT 0
+#endif
+#ifndef OFFSET
+#define OFFSET 0
 #endif
 
 namespace {
@@ -44,6 +58,7 @@ struct Params {
     u32 vectors;  // of a row
     float eps;
     float elements;  // of a row
+    float offset;    // of the weight
 };
 
 // Where this thread's vectors lie: `chunk(v)` among the row's chunks, `at(v)` in the row, `index(v)` in a slot row.
@@ -63,27 +78,92 @@ struct RowShare {
     __device__ __forceinline__ u32 chunks() const { return (vectors + 31) / 32; }
 };
 
-__device__ __forceinline__ float squares(const uint4& v) {
-    const Numbers numbers(v);
-    float sum = 0;
+// A vector of what is normed.
+struct RowSum {
+#if ROUND_SUM
+    uint4 kept;
+    __device__ __forceinline__ Numbers numbers() const { return Numbers(kept); }
+    __device__ __forceinline__ uint4 rounded() const { return kept; }
+    __device__ __forceinline__ void keep(const Numbers& sum) { kept = sum.rounded(); }
+#else
+    float kept[ELEMENTS];
+    __device__ __forceinline__ Numbers numbers() const {
+        Numbers sum(make_uint4(0, 0, 0, 0));
 #pragma unroll
-    for (int i = 0; i < ELEMENTS; ++i) sum += numbers.of[i] * numbers.of[i];
-    return sum;
+        for (int i = 0; i < ELEMENTS; ++i) sum.of[i] = kept[i];
+        return sum;
+    }
+    __device__ __forceinline__ uint4 rounded() const { return numbers().rounded(); }
+    __device__ __forceinline__ void keep(const Numbers& sum) {
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i) kept[i] = sum.of[i];
+    }
+#endif
+};
+
+// The weight of a vector's numbers.
+struct Weight {
+#if WIDE_WEIGHT
+    static constexpr int LOADS = ELEMENTS / 4;
+#else
+    static constexpr int LOADS = 1;
+#endif
+    uint4 loaded[LOADS];
+
+    __device__ __forceinline__ void load(const Params& p, u32 at) {
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) loaded[i] = weft::load_vector(p.weight + at * LOADS + i);
+    }
+
+    __device__ __forceinline__ void of(float (&numbers)[ELEMENTS], float offset) const {
+#if WIDE_WEIGHT
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            numbers[4 * i] = __uint_as_float(loaded[i].x);
+            numbers[4 * i + 1] = __uint_as_float(loaded[i].y);
+            numbers[4 * i + 2] = __uint_as_float(loaded[i].z);
+            numbers[4 * i + 3] = __uint_as_float(loaded[i].w);
+        }
+#else
+        const Numbers packed(loaded[0]);
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i) numbers[i] = packed.of[i];
+#endif
+#if OFFSET
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i) numbers[i] += offset;
+#endif
+    }
+};
+
+__device__ __forceinline__ float squares(const RowSum& sum) {
+    const Numbers numbers = sum.numbers();
+    float total = 0;
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) total += numbers.of[i] * numbers.of[i];
+    return total;
 }
 
-__device__ __forceinline__ uint4 plus(const uint4& reduced, const uint4& residual) {
+__device__ __forceinline__ RowSum plus(const uint4& reduced, const uint4& residual) {
+    RowSum sum;
+#if RESIDUAL
     Numbers total(reduced);
     const Numbers more(residual);
 #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) total.of[i] += more.of[i];
-    return total.rounded();
+    sum.keep(total);
+#else
+    sum.kept = reduced;
+#endif
+    return sum;
 }
 
-__device__ __forceinline__ uint4 scaled(const uint4& sums, float scale, const uint4& weight) {
-    Numbers result(sums);
-    const Numbers w(weight);
+__device__ __forceinline__ uint4 scaled(const RowSum& sum, float scale, const Weight& weight, float offset) {
+    Numbers result = sum.numbers();
+    float w[ELEMENTS];
+    weight.of(w, offset);
 #pragma unroll
-    for (int i = 0; i < ELEMENTS; ++i) result.of[i] = result.of[i] * scale * w.of[i];
+    for (int i = 0; i < ELEMENTS; ++i) result.of[i] = result.of[i] * scale * w[i];
     return result.rounded();
 }
 
@@ -101,6 +181,18 @@ __device__ __forceinline__ uint4* vector(uint4* rows, const Params& p, u32 row, 
 
 __device__ __forceinline__ uint4 row_or_zeros(const uint4* rows, const Params& p, u32 row, u32 at) {
     return row < p.rows ? weft::load_vector(vector(rows, p, row, at)) : make_uint4(0, 0, 0, 0);
+}
+
+__device__ __forceinline__ uint4 residual_of(const Params& p, u32 row, u32 at) {
+#if RESIDUAL
+    return weft::load_vector(vector(p.residual, p, row, at));
+#else
+    return make_uint4(0, 0, 0, 0);
+#endif
+}
+
+__device__ __forceinline__ uint4 residual_or_zeros(const Params& p, u32 row, u32 at) {
+    return row < p.rows ? residual_of(p, row, at) : make_uint4(0, 0, 0, 0);
 }
 
 }  // namespace
@@ -130,22 +222,22 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
         }
     }
 
-    uint4 weight[VECTORS];
+    Weight weight[VECTORS];
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
-        if (s.has(v)) weight[v] = weft::load_vector(p.weight + s.at(v));
+        if (s.has(v)) weight[v].load(p, s.at(v));
     }
     base = 0;
     for (u32 row = first; row < p.rows; row += teams, base += slots) {
-        uint4 sums[VECTORS];
+        RowSum sums[VECTORS];
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             float term[1] = {};
             if (s.has(v)) {
                 const uint4 own = weft::load_vector(vector(p.x, p, row, s.at(v)));
-                const uint4 residual = weft::load_vector(vector(p.residual, p, row, s.at(v)));
+                const uint4 residual = residual_of(p, row, s.at(v));
                 sums[v] = plus(weft::take_reduced<Sum>(epoch, base + s.index(v), own).rounded(), residual);
-                weft::store_vector(vector(p.sums, p, row, s.at(v)), sums[v]);
+                weft::store_vector(vector(p.sums, p, row, s.at(v)), sums[v].rounded());
                 term[0] = squares(sums[v]);
             }
             __syncwarp();
@@ -158,7 +250,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             if (s.has(v)) {
-                weft::store_vector(vector(p.normed, p, row, s.at(v)), scaled(sums[v], scale[0], weight[v]));
+                weft::store_vector(vector(p.normed, p, row, s.at(v)), scaled(sums[v], scale[0], weight[v], p.offset));
             }
         }
     }
@@ -208,21 +300,29 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
         for (int v = 0; v < VECTORS; ++v) {
             if (!s.has(v)) continue;
             const uint4 own = row_or_zeros(p.x, p, row, s.at(v));
-            const uint4 residual = row_or_zeros(p.residual, p, row, s.at(v));
+#if ROUND_SUM
+            const uint4 residual = residual_or_zeros(p, row, s.at(v));
+#endif
             const uint4 total = weft::take_reduced<Sum>(epoch, base + s.index(v), own).rounded();
             epoch.send_to_all(results + base + s.index(v), weft::ll_encode(total));
-            if (row < p.rows) weft::store_vector(vector(p.sums, p, row, s.at(v)), plus(total, residual));
+#if ROUND_SUM
+            if (row < p.rows) weft::store_vector(vector(p.sums, p, row, s.at(v)), plus(total, residual).rounded());
+#else
+            // Until this row's norm takes its place: the sum that is stored is not the one that is normed.
+            if (row < p.rows) weft::store_vector(vector(p.normed, p, row, s.at(v)), total);
+#endif
         }
     }
 
-    uint4 weight[VECTORS];
+    Weight weight[VECTORS];
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
-        if (s.has(v)) weight[v] = weft::load_vector(p.weight + s.at(v));
+        if (s.has(v)) weight[v].load(p, s.at(v));
     }
     base = 0;
     for (u32 group = first; group < groups; group += teams, base += slots) {
-        uint4 sums[VECTORS][WORLD_SIZE];
+        // With ROUND_SUM the sums. Else the totals, as sums in float32 have no room: the residuals are read again.
+        uint4 kept[VECTORS][WORLD_SIZE];
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             float terms[WORLD_SIZE] = {};
@@ -231,29 +331,37 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
                 uint4 residual[WORLD_SIZE];
 #pragma unroll
                 for (int q = 0; q < WORLD_SIZE; ++q) {
-                    const uint4* from = q == RANK ? p.sums : p.residual;
-                    residual[q] = row_or_zeros(from, p, group * WORLD_SIZE + q, s.at(v));
+                    const u32 row = group * WORLD_SIZE + q;
+                    const bool summed = ROUND_SUM && q == RANK;
+                    residual[q] = summed ? row_or_zeros(p.sums, p, row, s.at(v)) : residual_or_zeros(p, row, s.at(v));
                 }
-                epoch.take_all(results + base + s.index(v), sums[v]);
+                if (!ROUND_SUM) kept[v][RANK] = row_or_zeros(p.normed, p, group * WORLD_SIZE + RANK, s.at(v));
+                epoch.take_all(results + base + s.index(v), kept[v]);
 #pragma unroll
                 for (int q = 0; q < WORLD_SIZE; ++q) {
-                    sums[v][q] = q == RANK ? residual[q] : plus(sums[v][q], residual[q]);
-                    terms[q] = squares(sums[v][q]);
+#if ROUND_SUM
+                    kept[v][q] = q == RANK ? residual[q] : plus(kept[v][q], residual[q]).kept;
+                    terms[q] = squares(RowSum{kept[v][q]});
+#else
+                    terms[q] = squares(plus(kept[v][q], residual[q]));
+#endif
                 }
             }
             __syncwarp();
             team.gather();
             team.publish(s.chunk(v), terms);
         }
+#if ROUND_SUM
 #pragma unroll
         for (int q = 0; q < WORLD_SIZE; ++q) {
             const u32 row = group * WORLD_SIZE + q;
             if (q == RANK || row >= p.rows) continue;
 #pragma unroll
             for (int v = 0; v < VECTORS; ++v) {
-                if (s.has(v)) weft::store_vector(vector(p.sums, p, row, s.at(v)), sums[v][q]);
+                if (s.has(v)) weft::store_vector(vector(p.sums, p, row, s.at(v)), kept[v][q]);
             }
         }
+#endif
         team.join();
         float scale[WORLD_SIZE];
         team.totals(s.chunks(), [&](float squares) { return scale_of(p, squares); }, scale);
@@ -264,7 +372,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(512
 #pragma unroll
             for (int v = 0; v < VECTORS; ++v) {
                 if (!s.has(v)) continue;
-                weft::store_vector(vector(p.normed, p, row, s.at(v)), scaled(sums[v][q], scale[q], weight[v]));
+#if ROUND_SUM
+                const RowSum sum{kept[v][q]};
+#else
+                const RowSum sum = plus(kept[v][q], residual_of(p, row, s.at(v)));
+                weft::store_vector(vector(p.sums, p, row, s.at(v)), sum.rounded());
+#endif
+                const uint4 normed = scaled(sum, scale[q], weight[v], p.offset);
+                weft::store_vector(vector(p.normed, p, row, s.at(v)), normed);
             }
         }
     }

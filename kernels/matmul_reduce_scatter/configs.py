@@ -154,7 +154,7 @@ def choose_matmul_reduce_scatter(
 
 
 def scatter_flags_per_rank(m: int, n: int, config: MatmulReduceScatterConfig, batches: int = 1) -> int:
-    """Flags that one rank sets in a peer's workspace in one use: one for each tile."""
+    """Flags that one rank sets in a peer's workspace in one epoch: one for each tile."""
     return count_tiles(config.tile, batches, m, n)
 
 
@@ -196,7 +196,7 @@ def choose_one_shot_scatter(problem: MatmulReduceScatterProblem) -> OneShotConfi
 def estimate_one_shot_scatter_us(problem: MatmulReduceScatterProblem) -> float:
     """Microseconds: nothing is hidden behind anything."""
     exchanged = one_shot.exchange_us(problem.moved, problem.world_size)
-    return exchanged + gemm_tiles.product_us(problem.rows, problem.n, problem.k, problem.spec)
+    return exchanged + gemm_tiles.matmul_us(problem.rows, problem.n, problem.k, problem.spec)
 
 
 def rank_scatter_kernels(problem: MatmulReduceScatterProblem) -> list[tuple[float, FusedConfig]]:
@@ -248,7 +248,7 @@ def estimate_scatter_push_us(config: ScatterPushConfig, problem: MatmulReduceSca
     tile, n, k, world_size = config.tile, problem.n, problem.k, problem.world_size
     rows = world_size * _tile_rows(config, problem)
     feels = 0.1 if world_size == 2 else 0.2
-    product = product_beside_us(tile, rows, n, k, problem.num_sms, feels=feels)
+    product = matmul_beside_us(tile, rows, n, k, problem.num_sms, feels=feels)
     if world_size > 2 and tile.block_m == 64:
         product *= _OF_64_ROWS
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
@@ -258,7 +258,7 @@ def estimate_scatter_push_us(config: ScatterPushConfig, problem: MatmulReduceSca
     return launch + max(took, gemm_tiles.streamed_us(2 * k * n, 1, problem.spec))
 
 
-def product_beside_us(
+def matmul_beside_us(
     tile: gemm_tiles.Tile, rows: int, n: int, k: int, num_sms: int, *, feels: float
 ) -> float:
     """Microseconds of the matmul alone, as long as it takes beside communication, which slows tiles down that

@@ -21,7 +21,7 @@ from .configs import (
     MatmulReduceScatterProblem,
     ScatterKernelCall,
     ScatterPushConfig,
-    product_beside_us,
+    matmul_beside_us,
     push_config,
     scatter_push_layout,
 )
@@ -124,7 +124,7 @@ def estimate_sum_to_all_us(config: ScatterPushConfig, problem: MatmulReduceScatt
     tile, n, k, num_sms = config.tile, problem.n, problem.k, problem.num_sms
     costs = _OF_TWO if problem.world_size == 2 else _OF_MORE
     rows = problem.world_size * -(-problem.rows_per_rank // tile.block_m)
-    product = product_beside_us(tile, rows, n, k, num_sms, feels=costs.feels)
+    product = matmul_beside_us(tile, rows, n, k, num_sms, feels=costs.feels)
     first = -(-k // gemm_tiles.BLOCK_K) * tile.stage_us
     sending = problem.moved / costs.rate
     waiting = costs.each * gemm_tiles.waves(tile, rows, [n], num_sms)
@@ -137,6 +137,4 @@ def behind_us(problem: MatmulReduceScatterProblem) -> float:
     """Microseconds of cuBLAS's product and an all-reduce behind it."""
     m, n, world_size = problem.m, problem.n, problem.world_size
     moved = 2 * (world_size - 1) / world_size * m * n * 2
-    return (
-        gemm_tiles.product_us(m, n, problem.k, problem.spec) + _ALL_REDUCE_LAUNCH + moved / _ALL_REDUCE_LINK
-    )
+    return gemm_tiles.matmul_us(m, n, problem.k, problem.spec) + _ALL_REDUCE_LAUNCH + moved / _ALL_REDUCE_LINK

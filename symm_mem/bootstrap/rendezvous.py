@@ -51,6 +51,7 @@ class Rendezvous:
 
     Attributes:
         processes: of each rank, once known: ``processes.identity()``.
+        session: its name, the same on all ranks and new behind each reset; "" before the first one.
     """
 
     def __init__(self, group: ProcessGroup, topic: str, timeout: Callable[[], float]) -> None:
@@ -61,12 +62,14 @@ class Rendezvous:
         self._store = GroupStore(group)
         self._timeout = timeout
         self._topic = topic
+        self.session = ""
         self._prefix = ""  # before the first session
         self._step = 0
         self._broken: WeftError | None = None
 
     def begin(self, session: str) -> None:
         """Begin at step 0, under keys of this session."""
+        self.session = session
         self._prefix = f"weft/{self.group_name}/{session}/{self._topic}"
         self._step = 0
         self._broken = None

@@ -107,7 +107,7 @@ class Fault:
             layout, calls = self._places[record.workspace]
             buffer_of: Any = getattr(layout, "buffer_of", None)
             block_of: Any = getattr(layout, "block_of", None)
-            # A wait for memory to become free expects the count of the use before.
+            # A wait for memory to become free expects the count of the epoch before.
             epoch = expected + (record.kind == _WAIT_FREE)
             if block_of is not None:
                 name, site = calls.find_push(block_of(word), epoch)

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
@@ -31,17 +31,10 @@ from ..errors import HeapUnavailable, PeerTimeout, WeftError, describe
 from ..timeouts import get_timeout, preparing_timeout
 from .captured import release_gone_graphs
 from .free_list import FreeList
+from .placement import Placement
 from .unmapping import HeapRange, unmap_gone_heaps, unmap_later
 
 ALIGNMENT = 256
-
-
-class Placement(NamedTuple):
-    """Where a block lies. Its first ``zero`` bytes are control words, or empty LL slots."""
-
-    offset: int
-    size: int
-    zero: int
 
 
 @dataclass(eq=False)
@@ -83,6 +76,7 @@ class Heap:
         self.device = self.backend.device
         self.span = self.backend.span
         self.capacity = 0
+        self.peak = 0  #: the most bytes that were in blocks at a time
         #: what the ops above keep for as long as the heap lives
         self.workspaces: CachedDict[Any, Any] = CachedDict()
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()  #: what has state beside words on the heap
@@ -174,12 +168,18 @@ class Heap:
         self._number += 1
         block = Block(self, offset, want, self._number)
         weakref.finalize(block, self._falling.append, block.number)  # first: what is entered can be dropped
-        self._blocks[block.number] = Placement(offset, want, zero)
+        self._blocks[block.number] = Placement(offset, want, zero, tag)
+        self.peak = max(self.peak, sum(placed.size for placed in self._blocks.values()))
         if zero:
             self.backend.zero(self.address(self.rank) + offset, zero)
         # Nobody is given a block that a rank has not entered: a reset would take its memory away.
         self.rendezvous.gather("finish an allocation", None)
         return block
+
+    def held(self) -> list[Placement]:
+        """All blocks but those that this rank has dropped."""
+        dropped = {*self._dropped, *self._falling}
+        return [placed for number, placed in [*self._blocks.items()] if number not in dropped]
 
     def prepare(self, what: str, key: Any, step: Callable[[], Any]) -> None:
         """Run what takes its time, a compilation, before the first call that needs it. Collective, once for each key.

@@ -40,10 +40,7 @@ def get_heap(group: Group = None, device: torch.device | str | None = None) -> H
     pg = resolve_group(group)
     forks.refuse_child(pg, "heap")
     where = _device(device) if device is not None else _default_device(pg)
-    index = where.index
-    if index is None:
-        index = torch.cuda.current_device() if where.type == "cuda" and torch.cuda.is_available() else -1
-    key = (pg.group_name, where.type, index)
+    key = _key(pg, where)
     known = _heaps.get(key)
     if known is None or known[0]() is not pg:  # a name may be used again after destroy_process_group
         _refuse_missing(where)
@@ -52,7 +49,7 @@ def get_heap(group: Group = None, device: torch.device | str | None = None) -> H
             known = _heaps.get(key)
             if known is None or known[0]() is not pg:
                 _refuse_destroyed(pg)
-                known = register_heap(pg, where.type, index, _make(pg, where))
+                known = register_heap(pg, where.type, key[2], _make(pg, where))
     found = known[1]
     if isinstance(found, HeapUnavailable):
         raise HeapUnavailable(str(found))
@@ -69,12 +66,35 @@ def register_heap(
     return known
 
 
+def _key(pg: ProcessGroup, where: torch.device) -> tuple[str, str, int]:
+    index = where.index
+    if index is None:
+        index = torch.cuda.current_device() if where.type == "cuda" and torch.cuda.is_available() else -1
+    return pg.group_name, where.type, index
+
+
+def known_heap_of(group: Group, device: torch.device | str | None) -> Heap | None:
+    """The heap that ``get_heap`` would return at once.
+
+    Raises:
+        ValueError, TypeError: there is no such group or device.
+    """
+    pg = resolve_group(group)
+    known = _heaps.get(_key(pg, _device(device) if device is not None else _default_device(pg)))
+    return known[1] if known is not None and known[0]() is pg and isinstance(known[1], Heap) else None
+
+
 def known_heap(group_name: str, device: int) -> tuple[GroupRef, Heap] | None:
     """The heap on a CUDA device that ``get_heap`` would return at once, for the group that has this name now."""
     known = _heaps.get((group_name, "cuda", device))
     if known is None or isinstance(known[1], HeapUnavailable):
         return None
     return (known[0], known[1]) if has_name(known[0](), group_name) else None
+
+
+def heaps_of(group: ProcessGroup) -> list[Heap]:
+    """Those that this rank has made for the group, on whatever device."""
+    return [found for of, found in list(_heaps.values()) if of() is group and isinstance(found, Heap)]
 
 
 def has_name(group: ProcessGroup | None, name: str) -> bool:
@@ -230,8 +250,8 @@ def reset(group: Group = None) -> None:
     forks.refuse_child(pg, "reset")
     _forget_destroyed()
     _refuse_destroyed(pg)
-    turn = _making.setdefault((pg.group_name, "reset", forks.pid), threading.RLock())
-    with turn:  # threads that reset it take turns
+    lock = _making.setdefault((pg.group_name, "reset", forks.pid), threading.RLock())
+    with lock:  # one thread at a time resets it
         _reset(pg)
 
 

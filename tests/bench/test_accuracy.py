@@ -27,7 +27,7 @@ def ring(terms: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("parts", [1, 8])
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
-def test_honest_products(world: int, parts: int) -> None:
+def test_honest_matmuls(world: int, parts: int) -> None:
     """Partial products are rounded, their sums at each hop; and of each product, too, the parts that K is cut in."""
     K = 4096
     A, B = torch.randn(128, K).to(BF16), (torch.randn(K, 128) / K**0.5).to(BF16)
@@ -63,7 +63,7 @@ def test_honest_sums_and_norms(world: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("wrong", [0.06, float("inf"), float("nan")])
-def test_one_wrong_element_of_a_product(wrong: float) -> None:
+def test_one_wrong_element_of_a_matmul(wrong: float) -> None:
     """0.06 of what elements are typically: less than they lose without 64 of 12288 of their terms."""
     reference = torch.randn(2048, 2048, dtype=torch.float64).clamp_(-2, 2)
     expected = accuracy.of_products(reference, reference.abs(), 1, BF16)

@@ -15,8 +15,8 @@ sys.path += [str(Path(__file__).parents[2] / "bench"), str(Path(__file__).parent
 import alone
 import alone_scatter
 from fibers import PATIENT
-from product_ops import Scatter
-from products import SMALL, WIDE
+from matmul_ops import Scatter
+from matmuls import SMALL, WIDE
 from weft.kernels.device.gemm.gemm_tiles import TILES
 from weft.kernels.device.jit.program import Program
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue, ScatterPushConfig
@@ -33,7 +33,7 @@ from weft.kernels.matmul_reduce_scatter.cuda_kernel import scatter_defines
     ],
     ids=["2", "3", "4"],
 )
-def test_a_rank_alone_sums_its_own_products(op: Scatter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_alone_sums_its_own_matmuls(op: Scatter, monkeypatch: pytest.MonkeyPatch) -> None:
     library = op.compiled((alone_scatter.AT_PEER, alone_scatter.AT_HOME)).result()
     ranks = op.prepare(monkeypatch, library, (1, 2000))
     op.launch(0, PATIENT)

@@ -55,6 +55,8 @@ def test_run_writes_every_op(tmp_path: Path) -> None:
     assert set(written) == {
         "all_gather_matmul",
         "matmul_reduce_scatter",
+        "all_gather",
+        "reduce_scatter",
         "all_reduce",
         "all_reduce_rms_norm",
         "matmul_all_reduce",

@@ -123,12 +123,12 @@ class PassThatSays:
 def verdict(rank: int, world_size: int, compile_: Callable[..., Any], fused_into: str | None) -> bool:
     """Of a demo that compiles nothing."""
     sys.path.insert(0, str(EXAMPLES))
-    import llama
     import llama_block
+    import llama_model
 
     torch.compile = compile_
     llama_block.FusionPass = lambda: PassThatSays(fused_into)  # type: ignore[assignment,misc]
-    sizes = llama.Sizes(
+    sizes = llama_model.Sizes(
         layers=1,
         vocabulary=64,
         dim=64,

@@ -15,8 +15,10 @@ from weft.fused_ops import (
     fused_all_reduce_rms_norm,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
+    one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
+    one_shot_reduce_scatter,
 )
 
 
@@ -87,6 +89,24 @@ def _reduced_in_place(rank: int, size: int, step: int, unit: int, group: Any, mo
     return Case(lambda: call("sum"), lambda: sum(xs), lambda: call("max"))
 
 
+def _gathered_alone(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
+    xs = [numbers(100 * step + r, 3, 7 * unit + more) for r in range(size)]
+    return Case(
+        lambda: one_shot_all_gather(xs[rank], 1, group),
+        lambda: torch.cat(xs, 1),
+        lambda: one_shot_all_gather(xs[rank], 0, group),
+    )
+
+
+def _scattered_alone(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
+    xs = [numbers(100 * step + r, size, (7 * unit + more) * size) for r in range(size)]
+    return Case(
+        lambda: one_shot_reduce_scatter(xs[rank], "sum", 1, group),
+        lambda: sum(xs).chunk(size, 1)[rank],
+        lambda: one_shot_reduce_scatter(xs[rank], "sum", 0, group),
+    )
+
+
 def _reduced_product(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
     # Between CPU ranks the parts of the rows are uneven, and the last ranks may have none.
     m, k, n = (1 if unit == 1 else 2 * unit) + 3 * more, 8 * unit, 6 * unit if unit == 1 else 8 * unit
@@ -119,5 +139,7 @@ OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "fused_matmul_all_reduce": _reduced_product,
     "one_shot_all_reduce": _reduced,
     "one_shot_all_reduce_": _reduced_in_place,
+    "one_shot_all_gather": _gathered_alone,
+    "one_shot_reduce_scatter": _scattered_alone,
     "fused_all_reduce_rms_norm": _normed,
 }

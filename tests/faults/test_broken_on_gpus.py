@@ -123,7 +123,7 @@ def product_then_all_reduce(
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("op", ["gather", "scatter", "reduce", "gather by copy engines"])
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
-def test_what_a_product_has_lost_reaches_no_peer(world_size: int, op: str, captured: bool) -> None:
+def test_what_a_matmul_has_lost_reaches_no_peer(world_size: int, op: str, captured: bool) -> None:
     by_rank = run_ranks(product_then_all_reduce, world_size, op, captured, device="cuda")
     others = {"scatter": "fused_matmul_reduce_scatter", "reduce": "fused_matmul_all_reduce"}
     product = others.get(op, "fused_all_gather_matmul")

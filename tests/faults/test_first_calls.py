@@ -75,7 +75,6 @@ def plans(rank: int, world_size: int) -> None:
     """Another algorithm for the same arguments."""
     first = plan.Plan("unfused", "of its own") if rank == ODD else plan.Plan("host")
     with (
-        mock.patch.object(plan, "Plan", return_value=first),
         mock.patch("weft.fused_ops.ops.all_reduce.Plan", return_value=first),
         pytest.raises(
             symm_mem.RankMismatch, match=r"rank 1 asked for one_shot_all_reduce by Plan\(.*of its own"
@@ -93,16 +92,16 @@ def test_first_plans_that_differ_are_named() -> None:
 def later(rank: int, world_size: int) -> None:
     """Later calls post nothing and wait for nobody. Those of other groups are first calls of their own."""
     gather()()
-    board = get_heap(None, "cpu").call_check
-    count = board._count
+    checks = get_heap(None, "cpu").call_check
+    count = checks._count
     for n in (1, 2, 3):
         gather(m=n)()
-    assert board._count == count
+    assert checks._count == count
     reduce()()
-    assert board._count == count + 2, "arguments and plan"
+    assert checks._count == count + 2, "arguments and plan"
     x = torch.ones(3, 4).t()
     one_shot_all_reduce_(x if rank else x.contiguous(), "sum", None)
-    assert board._count == count + 2, "in place it is another one's first call"
+    assert checks._count == count + 2, "in place it is another one's first call"
     other = dist.new_group(list(range(world_size)))
     with pytest.raises(symm_mem.RankMismatch, match="first call of an op in group"):
         one_shot_all_reduce(torch.ones(5 + rank), "sum", other)
@@ -129,7 +128,7 @@ def missing(rank: int, world_size: int) -> str | None:
         symm_mem.set_timeout(0.4)
         if rank != ODD:
             with pytest.raises(
-                symm_mem.PeerTimeout, match=r"^(make a board for )?fused_all_gather_matmul: .* waited 0.4 s"
+                symm_mem.PeerTimeout, match=r"^(make a checks for )?fused_all_gather_matmul: .* waited 0.4 s"
             ) as error:
                 gather()()
             assert error.value.peer == ODD

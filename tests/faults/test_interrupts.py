@@ -75,7 +75,7 @@ def grows() -> None:
 CASES: dict[str, tuple[Callable[[], None], bool, Any, str]] = {
     "make a heap": (makes_a_heap, False, HostBackend, "reserve"),
     "make the call check": (checked, True, call_check, "_page"),
-    "exchange the boards": (checked, True, call_check, "exchange"),
+    "exchange the call checks": (checked, True, call_check, "exchange"),
     "compare calls": (checked, True, call_check, "spin"),
     "prepare": (prepares, True, StoreQuestions, "__enter__"),
     "grow": (grows, True, Heap, "_enter_chunk"),
@@ -89,7 +89,7 @@ def interrupted(rank: int, world_size: int, name: str) -> None:
     symm_mem.set_timeout(LONG)
     if before:
         makes_a_heap()
-        with mock.patch.object(call_check, "_first_calls", False):  # a board is made later
+        with mock.patch.object(call_check, "_first_calls", False):  # a call check is made later
             reduces()
     dist.barrier()
     begin = time.monotonic()

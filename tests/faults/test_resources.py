@@ -26,7 +26,7 @@ from weft.symm_mem.heap.registry import get_heap
 
 SHORT = 1  # the rank that runs out
 MORE = 40 << 20  # bytes: the heap must grow for so many
-BOARD = "map the call check"  # the last step of making what checked calls are compared on
+CALL_CHECK = "map the call check"  # the last step of making what checked calls are compared on
 
 
 @contextmanager
@@ -220,7 +220,7 @@ def test_an_interrupt_leaves_no_memory_behind(step: str) -> None:
 
 
 def no_page(rank: int, world_size: int) -> None:
-    with mock.patch.object(call_check, "_first_calls", False):  # which make a board
+    with mock.patch.object(call_check, "_first_calls", False):  # which make a call check
         works(rank, world_size)
     symm_mem.empty(1)
     before = state()
@@ -237,7 +237,7 @@ def no_page(rank: int, world_size: int) -> None:
     works(rank, world_size)
 
 
-def test_a_board_that_one_rank_cannot_make_leaves_no_file_open() -> None:
+def test_a_call_check_that_one_rank_cannot_make_leaves_no_file_open() -> None:
     run_ranks(no_page, 2, fresh=True)
 
 
@@ -273,13 +273,13 @@ def test_an_exception_inside_a_call() -> None:
 
 
 def made_on_one_rank(rank: int, world_size: int, last_step: str) -> None:
-    """A rank gives up in the last step of making a workspace or a board, when the other one has it already."""
+    """A rank gives up in the last step of making a workspace or a call check, when the other one has it already."""
     symm_mem.set_timeout(1)
     a, b = torch.full((4, 4), rank + 1.0), torch.ones(4, 4)
     symm_mem.empty(1)  # what is made once for the group is there
     rendezvous = get_heap().rendezvous
     gather = rendezvous.gather
-    symm_mem.set_checked(last_step == BOARD)
+    symm_mem.set_checked(last_step == CALL_CHECK)
 
     def gives_up(what: str, *args: Any, **named: Any) -> object:
         posts = gather(what, *args, **named)
@@ -300,6 +300,6 @@ def made_on_one_rank(rank: int, world_size: int, last_step: str) -> None:
         assert product[:4].eq(4).all() and product[4:].eq(8).all()
 
 
-@pytest.mark.parametrize("last_step", ["finish an allocation", BOARD])
+@pytest.mark.parametrize("last_step", ["finish an allocation", CALL_CHECK])
 def test_what_one_rank_alone_has_made(last_step: str) -> None:
     run_ranks(made_on_one_rank, 2, last_step, fresh=True)

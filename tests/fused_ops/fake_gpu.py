@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft import symm_mem
 from weft.fused_ops.dispatch import plan
-from weft.fused_ops.dispatch.workspaces import ALL_REDUCE, PRODUCTS
+from weft.fused_ops.dispatch.workspaces import ALL_REDUCE, AROUND_MATMULS
 from weft.kernels.device.gemm.one_shot import OneShotConfig
 from weft.kernels.device.tuning.choice import KernelChoice
 from weft.kernels.matmul_reduce_scatter.cuda_kernel import MatmulReduceScatterPush
@@ -181,7 +181,7 @@ class Stage:
             device=torch.device("cuda", 0), prepare=lambda name, *_: self.together.append(name),
         )  # fmt: skip
         self.together: list[str] = []  # the names under which ranks would have made something together
-        for kind in (*PRODUCTS, ALL_REDUCE):
+        for kind in (*AROUND_MATMULS, ALL_REDUCE):
             self.workspaces[kind, STREAM, 0] = self.workspace
         self.begin_group()
         register_heap(self.group, "cuda", 0, self.where)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -141,21 +142,26 @@ def fused(rank: int, world_size: int) -> None:
         hidden = order.choice([64, 1000, 4096, 6144, 8192])
         rows = order.choice([1, 2, 5, 16, 37, 130, 400])
         x, residual = (torch.randn(rows, hidden).bfloat16() for _ in range(2))
-        weight = torch.randn(hidden).bfloat16()
-        normed, sums = fused_all_reduce_rms_norm(x, residual, weight, 1e-6, world())
+        weight = torch.randn(hidden).to(order.choice([torch.bfloat16, torch.bfloat16, torch.float32]))
+        offset, rounded = order.choice([0.0, 0.0, 1.0]), order.choice([True, True, False])
+        added = None if order.random() < 0.2 else residual
+        call = partial(fused_all_reduce_rms_norm, x, added, weight, 1e-6, world())
+        call = partial(call, weight_offset=offset, round_sum=rounded)
+        normed, sums = call()
         assert last_plan().algorithm == "push"
         total = gather(x)[0].float()
         for part in gather(x)[1:]:
             total = total + part.float()
-        assert torch.equal(sums, total.bfloat16() + residual)
-        check("normed", normed, rms_norm(sums.double(), weight.double(), 1e-6), 4e-3)
+        assert torch.equal(sums, total.bfloat16() if added is None else total.bfloat16() + added)
+        wide = sums.double() if rounded or added is None else total.bfloat16().double() + added.double()
+        check("normed", normed, rms_norm(wide, weight.double(), 1e-6, offset), 4e-3)
         if step % 20 == 0:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                again = fused_all_reduce_rms_norm(x, residual, weight, 1e-6, world())
+                again = call()
 
             # A graph reads its inputs where they were captured: they are kept with it.
-            def same(again=again, first=(normed, sums), inputs=(x, residual, weight)) -> None:
+            def same(again=again, first=(normed, sums), inputs=call) -> None:
                 assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
             graphs.append((graph, same))

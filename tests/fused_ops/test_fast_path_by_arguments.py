@@ -1,21 +1,21 @@
-"""The fast path of a product that was called before: what other arguments than tensors make of it."""
+"""The fast path of a matmul that was called before: what other arguments than tensors make of it."""
 
 from __future__ import annotations
 
 import pytest
-import test_fast_path_of_matmuls as short
+import test_fast_path_of_matmuls as matmuls
 import torch
 from fake_gpu import NAME, SLOW, TAKEN, Stage
 from weft.fused_ops import fused_matmul_reduce_scatter
 from weft.fused_ops.ops import matmul_reduce_scatter
 from weft.fused_ops.ops.calls import MatmulReduceScatterCall
 
-stage, op = short.stage, short.op
+stage, op = matmuls.stage, matmuls.op
 
 
 @pytest.mark.parametrize("gradient", [False, True])
 def test_a_result_of_another_dtype_takes_the_slow_path(stage: Stage, gradient: bool) -> None:
-    A, B = short.numbers(6, 4, 8), short.numbers(8, 16)
+    A, B = matmuls.numbers(6, 4, 8), matmuls.numbers(8, 16)
     matmul_reduce_scatter._on_cuda(stage.where, MatmulReduceScatterCall(A, B, "sum", 0, NAME, A.dtype))
     A.requires_grad_(gradient)
     for call in (fused_matmul_reduce_scatter, torch.ops.weft.fused_matmul_reduce_scatter):
@@ -25,7 +25,7 @@ def test_a_result_of_another_dtype_takes_the_slow_path(stage: Stage, gradient: b
     assert len(stage.launched) == 3
 
 
-def test_wrong_arguments_are_refused_as_ever(stage: Stage, op: short.Op) -> None:
+def test_wrong_arguments_are_refused_as_ever(stage: Stage, op: matmuls.Op) -> None:
     dim = "gather_dim" if len(op.given) == 3 else "scatter_dim"
     for value in (False, 0.0, None):
         with pytest.raises(TypeError, match=f"{dim}: is .*must be an integer"):

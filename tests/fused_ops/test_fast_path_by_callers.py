@@ -1,4 +1,4 @@
-"""The fast path of a product that more than one launch makes: it gets tensors, and says itself when it begins."""
+"""The fast path of a matmul that more than one launch makes: it gets tensors, and says itself when it begins."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_fast_path_of_matmuls as short
+import test_fast_path_of_matmuls as matmuls
 import torch
 from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, ScatterOneShot, Stage
 from test_matmuls_seen import FunctionMode, Seen
@@ -17,7 +17,7 @@ from weft.fused_ops.ops.calls import MatmulReduceScatterCall
 from weft.symm_mem.failure.call_log import CallLog
 from weft.symm_mem.workspace import Workspace
 
-stage, op = short.stage, short.op
+stage, op = matmuls.stage, matmuls.op
 
 
 class Caller(ScatterOneShot):
@@ -34,7 +34,7 @@ class Caller(ScatterOneShot):
 
 
 def test_a_caller_gets_tensors_and_says_when_it_begins(
-    stage: Stage, op: short.Op, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, op: matmuls.Op, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caller = stage.workspace.prepared.kernel = Caller()
     op.first(*op.given)
@@ -42,7 +42,7 @@ def test_a_caller_gets_tensors_and_says_when_it_begins(
     for what in ("next_buffer", "raise_if_broken"):
         monkeypatch.setattr(stage.workspace, what, lambda *_, **__: pytest.fail("that is the caller's"))
     for way in (op.call, op.through_torch):
-        got = short.flat(way(*op.given))
+        got = matmuls.flat(way(*op.given))
         tensors, results, *more = caller.called.pop()
         for taken, given in ((tensors, op.given), (results, got)):
             assert [x.data_ptr() for x in taken] == [x.data_ptr() for x in given]
@@ -55,23 +55,23 @@ def test_a_caller_gets_tensors_and_says_when_it_begins(
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
-def test_it_is_found_in_the_workspace_of_exchanges(stage: Stage, op: short.Op, beside: bool) -> None:
+def test_it_is_found_in_the_workspace_of_exchanges(stage: Stage, op: matmuls.Op, beside: bool) -> None:
     caller = stage.workspace.prepared.kernel = Caller()
     op.first(*op.given)
     caller.called.clear()
     stage.workspaces.clear()
     stage.workspaces["one_shot", STREAM, 0] = stage.workspace
     if beside:
-        stage.workspaces["matmul", STREAM, 0] = short.Workspace()
+        stage.workspaces["matmul", STREAM, 0] = matmuls.Workspace()
     for _ in range(2):
         op.call(*op.given)
     assert len(caller.called) == 2
-    stage.workspaces["one_shot", STREAM, 0] = short.Workspace()  # grown
+    stage.workspaces["one_shot", STREAM, 0] = matmuls.Workspace()  # grown
     with pytest.raises(SLOW, match=TAKEN):
         op.call(*op.given)
 
 
-def test_errors_name_the_line_of_the_call(stage: Stage, op: short.Op) -> None:
+def test_errors_name_the_line_of_the_call(stage: Stage, op: matmuls.Op) -> None:
     calls = CallLog(2, lambda: 1.0, replayed=False)
     fault = SimpleNamespace(error=None, written=SimpleNamespace(value=0))
     workspace: Any = SimpleNamespace(fault=fault, _calls=calls, _is_double_buffered=False)
@@ -86,12 +86,14 @@ def test_errors_name_the_line_of_the_call(stage: Stage, op: short.Op) -> None:
         calls.begins("", None)
         way(*op.given)
         assert calls.op == "an op" and calls.site is not None
-        assert calls.site.startswith(f"{short.__file__}:"), "where the op is called, neither above nor below"
+        assert calls.site.startswith(f"{matmuls.__file__}:"), (
+            "where the op is called, neither above nor below"
+        )
 
 
 def test_a_scattered_last_dimension_is_another_call(stage: Stage) -> None:
     """Of operands that another dimension of could be scattered as well."""
-    A, B = short.numbers(6, 4, 8), short.numbers(8, 16)
+    A, B = matmuls.numbers(6, 4, 8), matmuls.numbers(8, 16)
     for dim, shape in ((2, [6, 4, 8]), (0, [3, 4, 16])):
         for way in (dim, dim - 3):
             with pytest.raises(SLOW, match=TAKEN):
@@ -105,7 +107,7 @@ def test_a_scattered_last_dimension_is_another_call(stage: Stage) -> None:
             assert (operands, results) == ([A.data_ptr(), B.data_ptr()], [got.data_ptr()])
 
 
-def test_a_default_device_is_none_of_its_business(stage: Stage, op: short.Op) -> None:
+def test_a_default_device_is_none_of_its_business(stage: Stage, op: matmuls.Op) -> None:
     caller = stage.workspace.prepared.kernel = Caller()
     op.first(*op.given)
     caller.called.clear()
@@ -118,7 +120,7 @@ def test_a_default_device_is_none_of_its_business(stage: Stage, op: short.Op) ->
 
 @pytest.mark.parametrize("error", [RuntimeError("the driver refuses"), KeyboardInterrupt()])
 def test_a_launch_that_fails_breaks_the_workspace(
-    stage: Stage, op: short.Op, error: BaseException, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, op: matmuls.Op, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: Any) -> None:
         raise error

@@ -16,7 +16,7 @@ from test_fast_path_of_matmuls import OTHERS
 from weft import symm_mem
 from weft.fused_ops import fused_all_reduce_rms_norm, fused_matmul_all_reduce
 from weft.fused_ops.dispatch import fast_path, plan
-from weft.fused_ops.dispatch.workspaces import PRODUCTS
+from weft.fused_ops.dispatch.workspaces import AROUND_MATMULS
 from weft.fused_ops.ops import all_reduce, all_reduce_rms_norm, matmul_all_reduce
 from weft.symm_mem import call_cache
 from weft.symm_mem.call_cache import CachedDict
@@ -51,7 +51,7 @@ class Fused(Stage):
 @pytest.fixture
 def stage(gpu_stage: Fused) -> Fused:
     stage, workspace = gpu_stage, gpu_stage.workspace
-    for kind in PRODUCTS:
+    for kind in AROUND_MATMULS:
         del stage.workspaces[kind, STREAM, 0]
     kernel = stage.kernel = Kernel()
     dtype = torch.float32
@@ -68,7 +68,7 @@ def stage(gpu_stage: Fused) -> Fused:
     return stage
 
 
-def test_the_product_is_summed_where_it_lies(stage: Fused) -> None:
+def test_the_matmul_is_summed_where_it_lies(stage: Fused) -> None:
     A, B = stage.product
     for a in (A, A.flatten(0, 1), torch.randn_like(A)):
         for call in (fused_matmul_all_reduce, torch.ops.weft.fused_matmul_all_reduce):
@@ -81,7 +81,7 @@ def test_the_product_is_summed_where_it_lies(stage: Fused) -> None:
     assert stage.workspace.noted == 6 * ["fused_matmul_all_reduce"], "an error names the op that was called"
 
 
-def test_errors_name_the_product_where_the_all_reduce_takes_the_slow_path(
+def test_errors_name_the_matmul_where_the_all_reduce_takes_the_slow_path(
     stage: Fused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named = []
@@ -90,7 +90,7 @@ def test_errors_name_the_product_where_the_all_reduce_takes_the_slow_path(
     assert named == ["fused_matmul_all_reduce"]
 
 
-def test_errors_name_the_line_of_the_product(stage: Fused, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_the_line_of_the_matmul(stage: Fused, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = CallLog(2, lambda: 1.0, replayed=False)
     fault = SimpleNamespace(error=None, written=SimpleNamespace(value=0))
     real: Any = SimpleNamespace(fault=fault, _calls=calls, _is_double_buffered=False)
@@ -103,7 +103,7 @@ def test_errors_name_the_line_of_the_product(stage: Fused, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the driver refuses"), KeyboardInterrupt()])
-def test_a_launch_behind_the_product_that_fails_breaks_the_workspace(
+def test_a_launch_behind_the_matmul_that_fails_breaks_the_workspace(
     stage: Fused, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: Any) -> None:
@@ -116,7 +116,7 @@ def test_a_launch_behind_the_product_that_fails_breaks_the_workspace(
         fused_matmul_all_reduce(*stage.product, "sum", NAME)
 
 
-def test_a_product_that_must_run_in_one_kernel_is_no_product_and_sum(stage: Fused) -> None:
+def test_a_matmul_that_must_run_in_one_kernel_is_no_matmul_and_sum(stage: Fused) -> None:
     assert fused_matmul_all_reduce(*stage.product, "sum", NAME) is not None
     with plan.forced("fused"):
         assert matmul_all_reduce.fast_matmul_all_reduce(*stage.product, "sum", NAME) is None

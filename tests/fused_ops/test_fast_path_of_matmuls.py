@@ -1,4 +1,4 @@
-"""The fast path of a product that was called before, without a GPU: when it is taken, and what it then launches."""
+"""The fast path of a matmul that was called before, without a GPU: when it is taken, and what it then launches."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_other_tensors_take_the_slow_path(stage: Stage, op: Op, other: str, position: int) -> None:
     given, position = list(op.given), position % len(op.given)
     given[position] = OTHERS[other](given[position])
-    short = (
+    fast = (
         all_gather_matmul.fast_all_gather_matmul
         if len(given) == 3
         else matmul_reduce_scatter.fast_matmul_reduce_scatter
@@ -203,7 +203,7 @@ def test_other_tensors_take_the_slow_path(stage: Stage, op: Op, other: str, posi
     arguments = (
         (rest, 0, NAME, True) if len(given) == 3 else (rest[0], "sum", 0, NAME, (*rest[1:], None, None)[:2])
     )
-    assert short(A, *arguments) is None
+    assert fast(A, *arguments) is None
     assert not stage.launched
 
 

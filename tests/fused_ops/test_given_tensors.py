@@ -19,8 +19,10 @@ from weft.fused_ops import (
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
     last_plan,
+    one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
+    one_shot_reduce_scatter,
 )
 from weft.fused_ops.dispatch import plan
 
@@ -34,6 +36,10 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "weight": lambda x: fused_all_reduce_rms_norm(A, A, x, 1e-5, world()),
     "x": lambda x: one_shot_all_reduce(x, "sum", world()),
     "x ": lambda x: one_shot_all_reduce_(x, "sum", world()),
+    "x  ": lambda x: one_shot_all_gather(x, 0, world()),
+    "x   ": lambda x: one_shot_reduce_scatter(x, "sum", 0, world()),
+    "out": lambda x: one_shot_all_gather(A, 0, world(), out=x),
+    "out ": lambda x: one_shot_reduce_scatter(A, "sum", 0, world(), out=x),
 }
 
 

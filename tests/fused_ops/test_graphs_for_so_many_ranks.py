@@ -21,8 +21,10 @@ from weft.fused_ops import (
     fused_all_reduce_rms_norm,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
+    one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
+    one_shot_reduce_scatter,
 )
 
 
@@ -66,6 +68,8 @@ PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "matmul_reduce_scatter": lambda x, W: fused_matmul_reduce_scatter(x, W, "avg", 0, GROUP),
     "all_reduce": lambda x, W: one_shot_all_reduce(x, "avg", GROUP),
     "all_reduce_": lambda x, W: one_shot_all_reduce_(x + 1, "avg", GROUP),
+    "all_gather": lambda x, W: one_shot_all_gather(x, 1, GROUP),
+    "reduce_scatter": lambda x, W: one_shot_reduce_scatter(x, "avg", 0, GROUP),
     "all_reduce_rms_norm": normed,
     "matmul_all_reduce": lambda x, W: fused_matmul_all_reduce(x, W, "avg", GROUP),
 }
@@ -144,6 +148,9 @@ def refused(rank: int, world_size: int) -> None:
             lambda n, A=A, B=B: weft.fused_matmul_all_reduce(A, B, "sum", name, group_size=n),
             lambda n, A=A, B=B: weft.one_shot_all_reduce(B, "avg", name, group_size=n),
             lambda n, A=A, B=B: weft.one_shot_all_reduce_(A, "avg", name, group_size=n) or A,
+            lambda n, A=A, B=B: weft.one_shot_all_gather(B, 1, name, group_size=n),
+            lambda n, A=A, B=B: weft.one_shot_reduce_scatter(B, "avg", 0, name, group_size=n),
+            lambda n, A=A, B=B: weft.one_shot_reduce_scatter_out(A[:2], A, "sum", 0, name, group_size=n) or A,
             lambda n, A=A, B=B: weft.fused_all_reduce_rms_norm(B, B, B[0], 1e-5, name, group_size=n)[0],
         )
         for call in calls:

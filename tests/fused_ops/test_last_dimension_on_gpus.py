@@ -10,6 +10,7 @@ import time
 from typing import Any
 from unittest import mock
 
+import algorithms
 import pytest
 import torch
 from algorithms import ALGORITHMS, taking
@@ -18,10 +19,9 @@ from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, last_plan
 from weft.fused_ops.dispatch.plan import forced
-from weft.kernels.all_gather_matmul import configs, on_cuda
+from weft.kernels.all_gather_matmul import configs
 from weft.kernels.all_gather_matmul.configs import AllGatherMatmulProblem, GatherPushConfig
 from weft.kernels.device.gemm.gemm_tiles import TILES, WIDEST, Tile
-from weft.kernels.device.tuning.choice import KernelChoices
 
 pytestmark = pytest.mark.gpu
 
@@ -73,7 +73,8 @@ def every_tile(rank: int, world_size: int) -> None:
 
             symm_mem.reset()  # forgets the kernels that were made for these shapes before
             with (
-                mock.patch.object(on_cuda, "_choices", KernelChoices()),
+                mock.patch.dict(algorithms._choices, clear=True),
+                algorithms.taking("push"),
                 mock.patch.object(configs, "rank_gather_pushes", only),
                 forced("fused"),
             ):

@@ -18,8 +18,10 @@ from weft.fused_ops import (
     fused_all_reduce_rms_norm,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
+    one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
+    one_shot_reduce_scatter,
 )
 from weft.fused_ops.dispatch import plan
 
@@ -33,6 +35,8 @@ def ops() -> list[Op]:
         (lambda a, b: fused_matmul_reduce_scatter(a, b, "sum", 0, world()), [A, B]),
         (lambda a, b: fused_matmul_all_reduce(a, b, "sum", world()), [A, B]),
         (lambda a: one_shot_all_reduce(a, "sum", world()), [x]),
+        (lambda a: one_shot_all_gather(a, 1, world()), [x]),
+        (lambda a: one_shot_reduce_scatter(a, "sum", 0, world()), [B]),
         (lambda a, r, w: fused_all_reduce_rms_norm(a, r, w, 1e-5, world())[0], [x, x + 1, x[0]]),
     ]
 
@@ -165,6 +169,7 @@ def large_average(rank: int, world_size: int) -> None:
     for forced in (None, "unfused"):
         for op in (
             lambda: one_shot_all_reduce(x, "avg", world()),
+            lambda: one_shot_reduce_scatter(x, "avg", 0, world()),
             lambda: fused_matmul_all_reduce(x, eye, "avg", world()),
             lambda: fused_matmul_reduce_scatter(x, eye, "avg", 0, world()),
         ):

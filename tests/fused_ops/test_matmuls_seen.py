@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import test_fast_path_of_matmuls as short
+import test_fast_path_of_matmuls as matmuls
 import torch
 from fake_gpu import SLOW, TAKEN, Stage
 from test_fast_path_of_matmuls import Op
@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-stage, op = short.stage, short.op
+stage, op = matmuls.stage, matmuls.op
 
 
 class Seen(Exception):
@@ -43,6 +43,17 @@ def test_modes_see_the_call(stage: Stage, op: Op, mode: type) -> None:
     assert not stage.launched
 
 
+def test_a_profiler_sees_the_call(stage: Stage, op: Op) -> None:
+    """By its name, with shapes; without one the call goes round torch.ops."""
+    op.call(*op.given)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        op.call(*op.given)
+    (event,) = [e for e in profile.events() if e.name.startswith("weft::")]
+    given = [list(t.shape) for t in op.given if isinstance(t, torch.Tensor)]
+    assert given[0] in event.input_shapes
+    assert len(stage.launched) == 2
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 def test_traces_hold_the_call(stage: Stage, op: Op) -> None:
     A, *rest = op.given
@@ -53,7 +64,7 @@ def test_traces_hold_the_call(stage: Stage, op: Op) -> None:
     with pytest.raises(SLOW, match=TAKEN):
         make_fx(lambda A: op.call(A, *rest), pre_dispatch=True)(A)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert all(isinstance(x, FakeTensor) for x in short.flat(op.call(*op.given)))
+        assert all(isinstance(x, FakeTensor) for x in matmuls.flat(op.call(*op.given)))
 
     def refuse(graph: torch.fx.GraphModule, _: object) -> Any:
         raise RuntimeError(f"holds {graph.code}")

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-import test_fast_path_of_matmuls as short
+import test_fast_path_of_matmuls as matmuls
 import torch
 from fake_gpu import SLOW, TAKEN, Stage
 from opcommon import DEVICES, check, gather, world
@@ -19,12 +19,14 @@ from weft.fused_ops import (
     fused_all_reduce_rms_norm,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
+    one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
+    one_shot_reduce_scatter,
 )
 from weft.fused_ops.dispatch import plan
 
-stage, op = short.stage, short.op
+stage, op = matmuls.stage, matmuls.op
 
 
 def products(rank: int, world_size: int) -> None:
@@ -41,6 +43,10 @@ def products(rank: int, world_size: int) -> None:
     check("matmul_all_reduce", reduced, sum(parts), 1e-6, parts)
     whole = one_shot_all_reduce(A, "sum", world())
     check("all_reduce", whole, sum(gather(A)), 1e-6)
+    side_by_side = one_shot_all_gather(A, 1, world())
+    check("all_gather", side_by_side, torch.cat(gather(A), 1), 0)
+    part = one_shot_reduce_scatter(A, "sum", 0, world(), out=A.new_empty(3, 5))
+    check("reduce_scatter", part, sum(gather(A)).chunk(world_size)[rank], 1e-6)
     _, sums = fused_all_reduce_rms_norm(A, A, A[0], 1e-5, world())
     check("all_reduce_rms_norm", sums, sum(gather(A)) + A.double(), 1e-6)
     if grad:
@@ -80,6 +86,10 @@ def calls() -> list[tuple[Callable[..., Any], list[torch.Tensor]]]:
         (lambda a: one_shot_all_reduce(a, "sum", world()), [x]),
         (lambda a: one_shot_all_reduce(a, "max", world()), [x]),
         (lambda a: one_shot_all_reduce_(a, "sum", world()), [x]),
+        (lambda a: one_shot_all_gather(a, 1, world()), [x]),
+        (lambda a, b: one_shot_all_gather(a, 0, world(), out=b), [x, x.repeat(world().size(), 1)]),
+        (lambda a: one_shot_reduce_scatter(a, "sum", 0, world()), [A]),
+        (lambda a, b: one_shot_reduce_scatter(a, "min", 0, world(), out=b), [A, A.chunk(world().size())[0]]),
         (lambda a, b, c: fused_all_reduce_rms_norm(a, b, c, 1e-5, world()), [x, x, x[0]]),
         (lambda a, b: fused_matmul_all_reduce(a, b, "avg", world()), [A, B]),
     ]
@@ -133,7 +143,7 @@ def test_a_tangent_is_not_dropped() -> None:
     run_ranks(forward_mode, 2)
 
 
-def test_the_fast_path_drops_no_tangent(stage: Stage, op: short.Op) -> None:
+def test_the_fast_path_drops_no_tangent(stage: Stage, op: matmuls.Op) -> None:
     op.call(*op.given)
     stage.launched.clear()
     with forward_ad.dual_level():

@@ -78,7 +78,7 @@ def large_products(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_large_products(world_size: int, algorithm: str) -> None:
+def test_large_matmuls(world_size: int, algorithm: str) -> None:
     run_ranks(right, world_size, algorithm, device="cuda")
 
 

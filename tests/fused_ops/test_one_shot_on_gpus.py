@@ -135,7 +135,7 @@ def fails(rank: int, world_size: int, op: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["gather", "scatter"])
-def test_a_product_that_fails(op: str) -> None:
+def test_a_matmul_that_fails(op: str) -> None:
     run_ranks(fails, 2, op, device="cuda")
 
 

@@ -1,4 +1,4 @@
-"""Whether fusing pays: where the op itself would run unfused, the answer is no; between CPU ranks it is yes."""
+"""Whether fusing is profitable: not where the op itself would run unfused; always between CPU ranks."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_large_all_reduces_are_left_to_the_backend() -> None:
     assert why_not_profitable(FusionCandidate("all_reduce", 8192, 4096, 0, 4, BF16, "cuda")) is None
     assert "64 MiB" in str(why_not_profitable(FusionCandidate("all_reduce", 8193, 4096, 0, 4, BF16, "cuda")))
     assert why_not_profitable(FusionCandidate("all_reduce", 8193, 4096, 0, 2, BF16, "cuda")) is None
-    # In one kernel with its product it may pay, of 16 bits.
+    # In one kernel with its matmul it may be profitable, of 16 bits.
     assert (
         why_not_profitable(FusionCandidate("matmul_all_reduce", 16384, 4096, 4096, 4, BF16, "cuda")) is None
     )

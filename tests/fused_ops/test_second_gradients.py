@@ -14,7 +14,9 @@ from weft.fused_ops import (
     fused_all_reduce_rms_norm,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
+    one_shot_all_gather,
     one_shot_all_reduce,
+    one_shot_reduce_scatter,
 )
 
 EPS = 0.1
@@ -102,6 +104,18 @@ def reduces(rank: int, world_size: int) -> None:
         lambda x: [one_shot_all_reduce(x, "avg", world())],
         lambda given: [[sum(x for (x,) in given) / world_size]] * world_size,
         [(4, 3)],
+    )
+    compare(
+        "all_gather",
+        lambda x: [one_shot_all_gather(x, 1, world())],
+        lambda given: [[torch.cat([x for (x,) in given], 1)]] * world_size,
+        [(4, 3)],
+    )
+    compare(
+        "reduce_scatter",
+        lambda x: [one_shot_reduce_scatter(x, "avg", 1, world())],
+        lambda given: [[part] for part in (sum(x for (x,) in given) / world_size).chunk(world_size, 1)],
+        [(4, 3 * world_size)],
     )
     compare(
         "matmul_all_reduce",

@@ -36,8 +36,8 @@ def call(gpu: Gpu, stream: int, name: str) -> None:
         gpu.launch(name)
 
 
-def again(gpu: Gpu, stream: int, name: str) -> None:
-    """The fast path, as a finding leads to it: one of all threads."""
+def fast(gpu: Gpu, stream: int, name: str) -> None:
+    """The fast path, as a cached call leads to it: one of all threads."""
     gpu.now, kept = stream, call_cache.cached_calls
     before, behind = kept.get(("steps", stream)) or stream_order.steps_on(0, stream)
     kept["steps", stream] = before, behind
@@ -54,7 +54,7 @@ def in_a_thread(body: Any) -> None:
     thread.join()
 
 
-@pytest.mark.parametrize("way", [call, again])
+@pytest.mark.parametrize("way", [call, fast])
 def test_a_call_waits_for_the_last_one_of_another_stream_and_for_nothing_else(gpu: Gpu, way: Any) -> None:
     way(gpu, 1, "a")
     way(gpu, 1, "b")
@@ -71,7 +71,7 @@ def test_a_call_waits_for_the_last_one_of_another_stream_and_for_nothing_else(gp
     }
 
 
-def test_one_stream_costs_nothing_and_a_second_one_ends_what_was_found(gpu: Gpu) -> None:
+def test_one_stream_costs_nothing_and_a_second_one_drops_all_cached_calls(gpu: Gpu) -> None:
     kept = call_cache.cached_calls
     assert stream_order.steps_on(0, 1) == stream_order.steps_on(0, 1)
     assert stream_order.steps_on(0, 1)[1] is None
@@ -99,12 +99,12 @@ def test_threads_do_not_wait_for_each_other(gpu: Gpu) -> None:
     assert gpu.on == {1: ["a", "e"], 2: ["b", "c", ("wait", "e"), "f"], 3: [("wait", "c"), "d"]}
 
 
-@pytest.mark.parametrize("way", [call, again])
+@pytest.mark.parametrize("way", [call, fast])
 def test_a_thread_waits_for_its_calls_by_what_another_one_has_found(gpu: Gpu, way: Any) -> None:
-    again(gpu, 1, "a")
+    fast(gpu, 1, "a")
 
     def other() -> None:
-        again(gpu, 1, "b")
+        fast(gpu, 1, "b")
         way(gpu, 2, "c")
 
     in_a_thread(other)
@@ -129,7 +129,7 @@ def test_threads_that_come_first_at_once_share_a_gpus_order(gpu: Gpu) -> None:
     assert found[0] is found[1] is stream_order.order_of(0)
 
 
-def test_calls_of_one_graph_take_turns_and_have_nothing_to_do_with_others(gpu: Gpu) -> None:
+def test_calls_of_one_graph_are_ordered_and_have_nothing_to_do_with_others(gpu: Gpu) -> None:
     call(gpu, 1, "eager")
     gpu.graphs = dict.fromkeys((5, 6), ("ACTIVE", 77))
     call(gpu, 5, "a")
@@ -192,7 +192,7 @@ def test_the_default_stream_is_no_new_one(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("way", "graph"), [(call, 0), (again, 0), (call, 77)], ids=["slow path", "fast path", "captured"]
+    ("way", "graph"), [(call, 0), (fast, 0), (call, 77)], ids=["slow path", "fast path", "captured"]
 )
 def test_where_two_calls_find_room_a_third_stream_is_one_too_many(gpu: Gpu, way: Any, graph: int) -> None:
     gpu.orders[0] = stream_order.StreamOrder(2)
@@ -235,7 +235,7 @@ def test_as_many_calls_find_room_as_their_sms_go_into_all(gpu: Gpu, monkeypatch:
         assert stream_order.order_of(0)._room == room
 
 
-@pytest.mark.parametrize("way", [call, again])
+@pytest.mark.parametrize("way", [call, fast])
 def test_a_stream_without_a_call_for_a_while_is_forgotten(
     gpu: Gpu, way: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,7 +259,7 @@ def test_a_stream_without_a_call_for_a_while_is_forgotten(
     assert stream_order.steps_on(0, 1)[1] is not None
 
 
-@pytest.mark.parametrize("way", [call, again])
+@pytest.mark.parametrize("way", [call, fast])
 def test_an_external_stream_is_not_touched_behind_its_call(gpu: Gpu, way: Any) -> None:
     """It may be gone. Its handle may be another stream's then, whose calls wait like those of any other."""
     gpu.external = {9: 1}

@@ -53,7 +53,7 @@ def calls(dtype: torch.dtype) -> list[object]:
 
 @pytest.mark.usefixtures("stage")
 @pytest.mark.parametrize("way", WAYS)
-def test_products_of_float32_are_left_to_cublas(way: str) -> None:
+def test_matmuls_of_float32_are_left_to_cublas(way: str) -> None:
     assert all("multiple of 16 bytes" in str(reason) for reason in calls(torch.float32))
     WAYS[way]()
     for reason in calls(torch.float32):

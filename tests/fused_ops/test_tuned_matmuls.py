@@ -62,7 +62,7 @@ class Kernel:
 
 
 class OneShot:
-    """The same in one shot, in a workspace for vectors that announce themselves."""
+    """The same in one shot, in a workspace of the LL protocol."""
 
     def __init__(
         self, workspace: Workspace[ExchangeLayout], a: torch.Tensor, *given: Any, split_n: bool = False
@@ -206,7 +206,7 @@ def tuned(rank: int, world_size: int, folder: str, fastest: Any) -> None:
 
 
 @pytest.mark.parametrize("fastest", FASTEST)
-def test_both_products_take_what_was_measured(tmp_path: Path, fastest: Any) -> None:
+def test_both_matmuls_take_what_was_measured(tmp_path: Path, fastest: Any) -> None:
     run_ranks(tuned, 2, str(tmp_path / "cache"), fastest, fresh=True)
 
 

@@ -78,6 +78,6 @@ def tuned(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_both_products(world_size: int, tmp_path: Path) -> None:
+def test_both_matmuls(world_size: int, tmp_path: Path) -> None:
     env = {"WEFT_TUNE": "1", "WEFT_CACHE_DIR": str(tmp_path)}
     run_ranks(tuned, world_size, device="cuda", env=env, fresh=True)

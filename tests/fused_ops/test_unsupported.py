@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from weft import symm_mem
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft.fused_ops import (
     fused_all_gather_matmul,
     fused_matmul_all_reduce,
@@ -126,19 +124,21 @@ def test_what_was_meant_is_named() -> None:
 def test_calls_that_run_unfused_are_in_the_log_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_heap(group: Any, device: object) -> Any:
-        raise symm_mem.HeapUnavailable(f"no heap for group {group.group_name!r}: two hosts")
-
-    monkeypatch.setattr(plan, "get_heap", no_heap)
-    monkeypatch.setattr(plan.forks, "refuse_child", lambda *_: None)
     monkeypatch.setattr(plan, "_logged_reasons", set())
-    groups: list[Any] = [SimpleNamespace(group_name=name, size=lambda: 2) for name in ("one", "other")]
-    with caplog.at_level(logging.WARNING, "weft.ops"):
-        for group in (*groups, *groups):
-            for op in ("an_op", "another_op"):
-                reason = plan.heap_or_reason(op, torch.ones(3), group, empty=False)
-                assert reason == f"no heap for group {group.group_name!r}: two hosts"
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        groups = [dist.group.WORLD, dist.new_group([0, 1])]
+        why = {
+            g.group_name: f"no heap for group {g.group_name!r}: its backend 'fake' has no processes"
+            for g in groups
+        }
+        with caplog.at_level(logging.WARNING, "weft.ops"):
+            for group in (*groups, *groups):
+                for op in ("an_op", "another_op"):
+                    reason = plan.heap_or_reason(op, torch.ones(3), group, empty=False)
+                    assert reason == why[group.group_name]
+    finally:
+        dist.destroy_process_group()
     assert [record.getMessage() for record in caplog.records] == [
-        f"an_op and other ops of group {name!r} run unfused: no heap for group {name!r}: two hosts"
-        for name in ("one", "other")
+        f"an_op and other ops of group {name!r} run unfused: {reason}" for name, reason in why.items()
     ]

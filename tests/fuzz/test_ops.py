@@ -27,7 +27,9 @@ NAMES = {
     "fused_matmul_reduce_scatter": "A|B|reduce_op|scatter_dim|group|out_dtype|bias|residual",
     "one_shot_all_reduce": "x|reduce_op|group",
     "one_shot_all_reduce_": "x|reduce_op|group",
-    "fused_all_reduce_rms_norm": "x|residual|weight|eps|group",
+    "one_shot_all_gather": "x|gather_dim|group|out",
+    "one_shot_reduce_scatter": "x|reduce_op|scatter_dim|group|out",
+    "fused_all_reduce_rms_norm": "x|residual|weight|eps|group|weight_offset|round_sum",
     "fused_matmul_all_reduce": "A|B|reduce_op|group",
 }
 
@@ -75,12 +77,42 @@ def all_reduce(draw: st.DrawFn) -> list[Any]:
 
 
 @st.composite
+def all_gather(draw: st.DrawFn) -> list[Any]:
+    shape = draw(st.lists(v.sizes, min_size=1, max_size=4))
+    dim, dtype = draw(st.integers(0, len(shape) - 1)), draw(v.dtypes)
+    x = v.Tensor(tuple(shape), dtype, draw(v.layouts), draw(v.seeds))
+    shape[dim] *= RANKS
+    return [x, dim - draw(st.sampled_from((0, len(shape)))), draw(v.groups), draw(_outs(shape, dtype))]
+
+
+@st.composite
+def reduce_scatter(draw: st.DrawFn) -> list[Any]:
+    shape = draw(st.lists(v.sizes, min_size=1, max_size=4))
+    dim, dtype = draw(st.integers(0, len(shape) - 1)), draw(v.dtypes)
+    out = draw(_outs(shape, dtype))
+    shape[dim] *= RANKS
+    x = v.Tensor(tuple(shape), dtype, draw(v.layouts), draw(v.seeds))
+    dim -= draw(st.sampled_from((0, len(shape))))
+    return [x, draw(st.sampled_from(("sum", "avg"))), dim, draw(v.groups), out]
+
+
+def _outs(shape: list[int], dtype: str) -> st.SearchStrategy[Any]:
+    """None, or a tensor for the result."""
+    sizes = tuple(shape)
+    return st.one_of(st.none(), st.builds(v.Tensor, st.just(sizes), st.just(dtype), v.layouts, v.seeds))
+
+
+@st.composite
 def all_reduce_rms_norm(draw: st.DrawFn) -> list[Any]:
     shape, dtype = tuple(draw(st.lists(v.sizes, min_size=1, max_size=3))), draw(v.dtypes)
+    dtypes = (dtype, dtype, draw(st.sampled_from((dtype, dtype, "float32"))))
     x, residual, weight = (
-        v.Tensor(sizes, dtype, draw(v.layouts), draw(v.seeds)) for sizes in (shape, shape, shape[-1:])
+        v.Tensor(sizes, of, draw(v.layouts), draw(v.seeds))
+        for sizes, of in zip((shape, shape, shape[-1:]), dtypes, strict=True)
     )
-    return [x, residual, weight, draw(st.sampled_from((1e-6, 0.1, 1))), draw(v.groups)]
+    added = residual if draw(st.integers(0, 3)) else None
+    kind = [draw(st.sampled_from((0.0, 0.0, 1.0, -0.5))), draw(st.booleans())]
+    return [x, added, weight, draw(st.sampled_from((1e-6, 0.1, 1))), draw(v.groups), *kind]
 
 
 @st.composite
@@ -100,6 +132,8 @@ def calls(draw: st.DrawFn) -> tuple[str, list[Any]]:
             matmul_reduce_scatter().map(lambda a: ("fused_matmul_reduce_scatter", a)),
             all_reduce().map(lambda a: ("one_shot_all_reduce", a)),
             all_reduce().map(lambda a: ("one_shot_all_reduce_", a)),
+            all_gather().map(lambda a: ("one_shot_all_gather", a)),
+            reduce_scatter().map(lambda a: ("one_shot_reduce_scatter", a)),
             all_reduce_rms_norm().map(lambda a: ("fused_all_reduce_rms_norm", a)),
             matmul_all_reduce().map(lambda a: ("fused_matmul_all_reduce", a)),
         )
@@ -119,9 +153,14 @@ def invoke(op: str, args: list[Any]) -> Any:
     if op == "fused_matmul_reduce_scatter":
         *args, dtype, bias, residual = args
         return fused_ops.fused_matmul_reduce_scatter(*args, out_dtype=dtype, bias=bias, residual=residual)
+    if op == "fused_all_reduce_rms_norm":
+        *args, offset, rounded = args
+        return fused_ops.fused_all_reduce_rms_norm(*args, weight_offset=offset, round_sum=rounded)
     *args, last = args
     if op == "fused_all_gather_matmul":
         return fused_ops.fused_all_gather_matmul(*args, return_A=last)
+    if op in ("one_shot_all_gather", "one_shot_reduce_scatter"):
+        return getattr(fused_ops, op)(*args, out=last)
     return getattr(fused_ops, op)(*args, last)
 
 
@@ -148,9 +187,15 @@ def reference(op: str, every: list[list[Any]], rank: int) -> Any:
     first = [args[0].detach().double() for args in every]
     if op.startswith("one_shot_all_reduce"):
         return sum(first) / (len(every) if every[0][1] == "avg" else 1), first
+    if op == "one_shot_all_gather":
+        return torch.cat(first, every[rank][1]), None
+    if op == "one_shot_reduce_scatter":
+        mine = [x.chunk(len(every), int(every[0][2]))[rank] if x.numel() else x for x in first]
+        return sum(mine) / (len(every) if every[0][1] == "avg" else 1), mine
     if op == "fused_all_reduce_rms_norm":
-        residual = every[rank][1].detach().double()
-        return sum(first) + residual, [*first, residual]
+        residual = every[rank][1]
+        added = [] if residual is None else [residual.detach().double()]
+        return sum(added, start=sum(first)), [*first, *added]
     if op == "fused_all_gather_matmul":
         A = torch.cat(first, every[rank][2])
         return [A if every[rank][4] else None, [A @ B.detach().double() for B in every[rank][1]]], None
@@ -187,12 +232,23 @@ def attempt(rank: int, world_size: int, op: str, args: list[Any]) -> tuple[Any, 
     if kind == "fine" and launched:
         (want, parts), dtype = reference(op, every, rank), every[rank][0].dtype
         if op == "fused_all_reduce_rms_norm":
-            _, _, weight, eps, _ = every[rank]
+            _, residual, weight, eps, _, offset, rounded = every[rank]
             normed, got = got
             wide = got.detach().double()
+            if residual is not None and not rounded:
+                total = every[0][0].detach().float()
+                for args_ in every[1:]:
+                    total = total + args_[0].detach().float()
+                wide = total.to(dtype).double() + residual.detach().double()
             unit = wide / (wide.square().mean(-1, keepdim=True) + float(eps)).sqrt()
             # Of a huge eps nothing is left in the dtype.
-            compare(op, normed, (unit * weight.detach().double()).to(dtype).double(), dtype, None)
+            compare(
+                op,
+                normed,
+                (unit * (weight.detach().double() + float(offset))).to(dtype).double(),
+                dtype,
+                None,
+            )
         compare(op, got, want, dtype, parts)
     assert kind == "fine" or not launched, f"{text}: refused after {plan.last_plan()}"
 

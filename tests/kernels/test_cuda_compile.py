@@ -11,10 +11,12 @@ import pytest
 import test_gemm_compile
 import torch
 from cubins import ARGUMENTS, KERNELS, compile_ahead, disassembled, usage
+from weft.kernels.all_gather import cuda_kernel as all_gather_kernel
 from weft.kernels.all_gather_matmul import one_shot_kernel as gather
 from weft.kernels.all_reduce import cuda_kernel
 from weft.kernels.all_reduce_rms_norm import cuda_kernel as norm_kernel
 from weft.kernels.all_reduce_rms_norm.configs import CLUSTERS, most_per_thread
+from weft.kernels.device.collective.launch import CollectiveParams
 from weft.kernels.device.comm import acquire
 from weft.kernels.device.gemm import one_shot
 from weft.kernels.device.jit.program import Program
@@ -22,6 +24,7 @@ from weft.kernels.matmul_all_reduce import configs as few_rows_configs
 from weft.kernels.matmul_all_reduce import cuda_kernel as few_rows
 from weft.kernels.matmul_reduce_scatter import one_shot_kernel as scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
+from weft.kernels.reduce_scatter import cuda_kernel as reduce_scatter_kernel
 
 DTYPES = ("float32", "bfloat16", "float16")
 TORCH = {name: dtype for dtype, name in cuda_kernel.DTYPES.items()}
@@ -34,6 +37,12 @@ NORM = [
     for size, cluster in [(2, 1), *((4, cluster) for cluster in CLUSTERS), (8, 8)]
 ]
 NORM += [(4, "float32", 8, 1)]
+NORM_SWITCHES = {
+    "unrounded": norm_kernel.NormSwitches(round_sum=False),
+    "gemma": norm_kernel.NormSwitches(wide_weight=True, offset=True),
+    "all": norm_kernel.NormSwitches(round_sum=False, wide_weight=True, offset=True),
+    "alone": norm_kernel.NormSwitches(residual=False, wide_weight=True),
+}
 ONE_SHOT = (2, 3, 4, 5, 8, 9)
 FEW_ROWS = [
     (size, dtype, reduce_op, n, b_rows)
@@ -70,13 +79,38 @@ PROGRAMS: dict[str, Program] = {
     },
     **{
         f"norm-{size}-{dtype}-{cluster}-{held}": norm_kernel.all_reduce_rms_norm_program(
-            size, 1, TORCH[dtype], cluster, held
+            size, 1, TORCH[dtype], (cluster, held)
         )
         for size, dtype, cluster, held in NORM
     },
+    **{
+        f"norm-{size}-{name}-{cluster}": norm_kernel.all_reduce_rms_norm_program(
+            size, 1, torch.bfloat16, (cluster, most_per_thread(size)), switches
+        )
+        for name, switches in NORM_SWITCHES.items()
+        for size, cluster in [(2, 1), (4, 8), (8, 8)]
+    },
     **{f"few_rows-{'-'.join(map(str, case))}": few_rows_program(*case) for case in FEW_ROWS},
     "all_reduce-early": cuda_kernel.all_reduce_program(4, 3, torch.bfloat16, "sum", dependent=True),
-    "norm-early": norm_kernel.all_reduce_rms_norm_program(4, 1, torch.bfloat16, 2, 1, dependent=True),
+    "norm-early": norm_kernel.all_reduce_rms_norm_program(4, 1, torch.bfloat16, (2, 1), dependent=True),
+    **{
+        f"alone_gather-{size}-bytes": all_gather_kernel.all_gather_program(size, size - 1)
+        for size in ONE_SHOT
+    },
+    **{
+        f"alone_gather-{size}-sent_at_once": Program(
+            all_gather_kernel.SOURCE,
+            defines=all_gather_kernel.all_gather_defines(size) | {"RANK": 1, "SENT_AT_ONCE": 8 // size},
+        )
+        for size in (2, 4)
+    },
+    "alone_gather-4-early": all_gather_kernel.all_gather_program(4, 3, dependent=True),
+    **{
+        f"alone_scatter-{size}-{dtype}-{reduce_op}": reduce_scatter_kernel.reduce_scatter_program(
+            size, size - 1, TORCH[dtype], reduce_op
+        )
+        for size, dtype, reduce_op in ALL_REDUCE
+    },
     **{
         f"gather-{size}": one_shot.one_shot_program(
             gather.SOURCE, gather.one_shot_gather_defines(size, size - 1)
@@ -91,12 +125,15 @@ PROGRAMS: dict[str, Program] = {
         for name, (dtype, epilogue) in EPILOGUES.items()
     },
 }
+COLLECTIVE = {f"{form}{kind}" for form in ("one_shot", "rounds") for kind in ("", "_any")}
 KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     "acquire": ({"acquire", "leave"}, acquire._Params),
     "all_reduce": (
         {f"{form}{kind}" for form in ("one_shot", "two_shot", "two_shot_rounds") for kind in ("", "_any")},
         cuda_kernel._Params,
     ),
+    "alone_gather": (COLLECTIVE, CollectiveParams),
+    "alone_scatter": (COLLECTIVE, CollectiveParams),
     "norm": ({"one_shot", "two_shot"}, norm_kernel._Params),
     "few_rows": ({"matmul_all_reduce"}, few_rows._Params),
     "gather": ({"all_gather_one_shot"}, gather._Params),

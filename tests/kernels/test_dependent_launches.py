@@ -27,7 +27,7 @@ PROGRAMS = {
         2, 1, torch.bfloat16, "sum", dependent=dependent
     ),
     "norm": lambda dependent: norm.all_reduce_rms_norm_program(
-        2, 1, torch.bfloat16, 2, 1, dependent=dependent
+        2, 1, torch.bfloat16, (2, 1), dependent=dependent
     ),
     "few_rows": lambda dependent: few_rows.matmul_all_reduce_program(_FEW_ROWS, 1, dependent=dependent),
 }

@@ -78,14 +78,14 @@ def test_few_rows_that_are_all_reduced_leave_reading_a_large_matrix_to_cublas(of
 def test_cublas_reads_a_large_matrix_as_fast_as_it_was_measured_to(
     of: DeviceSpec, n: int, k: int, us: float
 ) -> None:
-    assert gemm_tiles.product_us(1, n, k, of) == pytest.approx(us, rel=0.03)
+    assert gemm_tiles.matmul_us(1, n, k, of) == pytest.approx(us, rel=0.03)
 
 
 @settings(deadline=None)
 @given(SIZES, SIZES, SIZES, RANKS)
 def test_no_op_is_thought_to_be_faster_with_slower_memory(m: int, n: int, k: int, world_size: int) -> None:
     for slow, fast in ((H100, H200), (replace(H200, memory=H200.memory // 2), H200)):
-        assert gemm_tiles.product_us(m, n, k, slow) >= gemm_tiles.product_us(m, n, k, fast)
+        assert gemm_tiles.matmul_us(m, n, k, slow) >= gemm_tiles.matmul_us(m, n, k, fast)
         ranked = [
             gather.rank_gather_kernels(gather.AllGatherMatmulProblem(m, (n,), k, world_size, 132, spec=c))[0][
                 0

@@ -119,7 +119,7 @@ def test_registers_spills_and_the_size_of_the_argument(
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_products_of_a_stage_run_one_behind_the_other(name: str, tmp_path: Path) -> None:
+def test_matmuls_of_a_stage_run_one_behind_the_other(name: str, tmp_path: Path) -> None:
     """Where the compiler loses track of the sums it waits for each product before the next: a fifth of the speed."""
     code = disassembled(PROGRAMS[name], tmp_path)
     waits, products = (len(re.findall(what, code)) for what in (r"WARPGROUP\.DEPBAR", r"HGMMA\."))

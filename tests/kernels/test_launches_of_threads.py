@@ -17,6 +17,7 @@ from weft.kernels.all_reduce_rms_norm.configs import (
     all_reduce_rms_norm_layout,
     choose_all_reduce_rms_norm,
 )
+from weft.kernels.all_reduce_rms_norm.reference import NormKind
 from weft.kernels.device.comm import ll_exchange
 from weft.kernels.matmul_all_reduce import cuda_kernel as matmul_all_reduce
 from weft.kernels.matmul_all_reduce.configs import choose_matmul_all_reduce
@@ -61,7 +62,7 @@ def of_rms_norm(monkeypatch: pytest.MonkeyPatch, launched: Launched) -> Callable
     config = choose_all_reduce_rms_norm(ROWS, vectors, SIZE)
     monkeypatch.setattr(rms_norm, "_program", launches(launched, ("x", "sums")))
     place = workspace(all_reduce_rms_norm_layout(ROWS, vectors, SIZE, config))
-    kernel = rms_norm.AllReduceRmsNormLauncher(place, ROWS, HIDDEN, BF16, 1e-5, config)
+    kernel = rms_norm.AllReduceRmsNormLauncher(place, ROWS, HIDDEN, BF16, NormKind(1e-5), config)
     return lambda own: kernel.launch(0, (own << 20, 16, 16), (16, own << 21), own, own)
 
 

@@ -71,7 +71,7 @@ def put(address: int, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("lead", [(M,), (M, 2)], ids=["matrix", "more dimensions"])
-def test_products_of_what_was_gathered(driver: Driver, lead: tuple[int, ...]) -> None:
+def test_matmuls_of_what_was_gathered(driver: Driver, lead: tuple[int, ...]) -> None:
     shards = [numbers(*lead, K + 8)[..., 8:] for _ in range(WORLD_SIZE)]
     rows = shards[1].flatten(0, -2)
     assert takes_rows(rows)

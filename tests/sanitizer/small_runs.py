@@ -11,8 +11,10 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,11 +27,14 @@ from weft.fused_ops import (
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
     last_plan,
+    one_shot_all_gather,
     one_shot_all_reduce,
+    one_shot_reduce_scatter,
 )
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops.all_reduce import run_all_reduce
 from weft.kernels.all_reduce.configs import AllReduceConfig
+from weft.kernels.device.collective import launch, rounds
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from algorithms import ALGORITHMS, taking
@@ -156,6 +161,29 @@ def all_reduce(rank: int, size: int, seed: int) -> None:
                     same(f"all-reduce {config}", out, sum(part.float() for part in xs))
 
 
+def alone(rank: int, size: int, seed: int) -> None:
+    """Whole vectors and others; in one epoch, and by rounds, which larger ones take; here of few vectors."""
+    few = mock.patch.multiple(
+        launch, rounds_launch=lambda *of: rounds.rounds_launch(*of[:2], replace(of[2], epoch=128, blocks=2))
+    )
+    for place in (nullcontext(), few):
+        with place:
+            for shape in ((size, 5, 3), (2, size * 3, 7), (4, 2, 8 * size), (16 * size, 150, 16)):
+                # Each shape and place is a problem of its own: launchers are kept by what they move.
+                more = shape if isinstance(place, nullcontext) else (*shape[:-1], 2 * shape[-1])
+                for dim in range(3):
+                    for dtype in DTYPES:
+                        xs = [numbers(seed, r, dtype, *more) for r in range(size)]
+                        gathered = one_shot_all_gather(put(xs[rank]), dim, dist.group.WORLD)
+                        fused()
+                        same(f"all-gather {more} {dim}", gathered, torch.cat(xs, dim))
+                        if more[dim] % size == 0:
+                            out = one_shot_reduce_scatter(put(xs[rank]), "sum", dim, dist.group.WORLD)
+                            fused()
+                            want = sum(x.float() for x in xs).chunk(size, dim)[rank]
+                            same(f"reduce-scatter {more} {dim}", out, want)
+
+
 def all_reduce_rms_norm(rank: int, size: int, seed: int) -> None:
     # Rows of a block and of a cluster; few rows in one shot, many in two.
     for rows, hidden in [(3, 72), (5, 4096), (65, 4096)] + [(700, 4096)] * (seed == 0):
@@ -170,6 +198,20 @@ def all_reduce_rms_norm(rank: int, size: int, seed: int) -> None:
         same("all-reduce + norm: residual", sums, want)
         scaled = want * torch.rsqrt(want.square().mean(-1, keepdim=True) + 1e-5)
         torch.testing.assert_close(normed.cpu().float(), scaled, rtol=2e-2, atol=1e-3)
+        # The other switches of the kernel, at once; the weight is one again.
+        for given in (put(residual), None):
+            normed, sums = fused_all_reduce_rms_norm(
+                put(xs[rank]),
+                given,
+                put(torch.full((hidden,), 0.5)),
+                1e-5,
+                dist.group.WORLD,
+                weight_offset=0.5,
+                round_sum=False,
+            )
+            want = sum(x.float() for x in xs) + (residual.float() if given is not None else 0)
+            scaled = want * torch.rsqrt(want.square().mean(-1, keepdim=True) + 1e-5)
+            torch.testing.assert_close(normed.cpu().float(), scaled, rtol=2e-2, atol=1e-3)
 
 
 def matmul_all_reduce(rank: int, size: int, seed: int) -> None:
@@ -205,6 +247,7 @@ def main() -> None:
                 all_gather_matmul,
                 matmul_reduce_scatter,
                 all_reduce,
+                alone,
                 all_reduce_rms_norm,
                 matmul_all_reduce,
             ):

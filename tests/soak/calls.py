@@ -17,12 +17,22 @@ from weft.fused_ops import (
     fused_all_gather_matmul,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
+    one_shot_all_gather,
     one_shot_all_reduce,
+    one_shot_reduce_scatter,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAST_DIMENSION = ("all_gather_matmul", "matmul_reduce_scatter")  # what has a kernel for it
-OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_reduce")
+OPS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+)
+ALONE = ("all_gather", "reduce_scatter")  # of a part [*lead, n]
 POOL = 1 << 22  #: elements
 
 
@@ -56,7 +66,8 @@ class Call:
     Attributes:
         lead: sizes of the shard (all-gather), of the own part (reduce-scatter) or of all rows (matmul_all_reduce),
             without the last one.
-        k, n: of the product [k, n]; for all_reduce ``n`` is the number of elements.
+        k, n: of the product [k, n]; for all_reduce ``n`` is the number of elements, for what stands alone the last
+            size.
         dim: gathered or scattered; may be the last one.
         starts: where in the pool the operands lie, from 0 to 1.
         grain: operands begin at a multiple of so many elements.
@@ -122,7 +133,9 @@ def draw(rng: random.Random, device: str, op: str, big: bool = False) -> Call:
         lead,
         k,
         n,
-        rng.randrange(len(lead) + (not cuda or (op in LAST_DIMENSION and dtype != torch.float32))),
+        rng.randrange(
+            len(lead) + (not cuda or op in ALONE or (op in LAST_DIMENSION and dtype != torch.float32))
+        ),
         rng.random() < 0.3,
         rng.choice((1, 1, 1, 2)),
         rng.random() < 0.3,
@@ -138,6 +151,11 @@ def operands(call: Call, pool: Pool, world_size: int) -> tuple[Tensor, list[Tens
     if call.op == "all_reduce":
         return pool.window(*where, w, call.n, grain=call.grain), []
     lead, k, n = list(call.lead), call.k, call.n
+    if call.op in ALONE:
+        shape = [*lead, n]
+        if call.op == "reduce_scatter":
+            shape[call.dim] *= w
+        return pool.window(*where, w, *shape, grain=call.grain), []
     if call.op == "matmul_reduce_scatter":
         if call.split:
             n *= w
@@ -156,10 +174,23 @@ def operands(call: Call, pool: Pool, world_size: int) -> tuple[Tensor, list[Tens
     return a, bs
 
 
+def _alone_shape(call: Call, world_size: int) -> list[int]:
+    shape = [*call.lead, call.n]
+    if call.op == "all_gather":
+        shape[call.dim] *= world_size
+    return shape
+
+
 def run(call: Call, a: Tensor, bs: list[Tensor], rank: int, group: dist.ProcessGroup) -> list[Tensor]:
     """This rank's results."""
     if call.op == "all_reduce":
         return [one_shot_all_reduce(a[rank], call.reduce_op(a.shape[0]), group)]
+    if call.op in ALONE:
+        # Every other one into a given tensor.
+        into = None if call.return_A else a.new_empty(_alone_shape(call, a.shape[0]))
+        if call.op == "all_gather":
+            return [one_shot_all_gather(a[rank], call.dim, group, out=into)]
+        return [one_shot_reduce_scatter(a[rank], call.reduce_op(a.shape[0]), call.dim, group, out=into)]
     if call.op == "matmul_all_reduce":
         return [fused_matmul_all_reduce(a[rank], bs[0][rank], call.reduce_op(a.shape[0]), group)]
     if call.op == "matmul_reduce_scatter":
@@ -178,6 +209,10 @@ def expected(call: Call, a: Tensor, bs: list[Tensor], rank: int) -> list[Tensor]
     scale = w if call.reduce_op(w) == "avg" else 1
     if call.op == "all_reduce":
         return [(a.float().sum(0) / scale).to(call.dtype)]
+    if call.op == "all_gather":
+        return [torch.cat(list(a), call.dim)]
+    if call.op == "reduce_scatter":
+        return [(a.float().sum(0).chunk(w, call.dim)[rank] / scale).to(call.dtype)]
     scattered = call.op == "matmul_reduce_scatter"
     if scattered or call.op == "matmul_all_reduce":
         products = torch.bmm(a.flatten(1, -2).float(), bs[0].float()).view(*a.shape[:-1], bs[0].shape[-1])

@@ -1,4 +1,4 @@
-"""Findings: whatever changes makes an end of them, and what was looked up before the change is not kept."""
+"""The call cache: whatever changes drops all cached calls, and what was looked up before the change is not kept."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_way_to_change_a_dictionary_is_noted() -> None:
     assert ways | {"__setitem__", "__delitem__", "__ior__"} <= vars(CachedDict).keys()
 
 
-def test_modes_and_deadlines_make_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modes_and_deadlines_drop_all_cached_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "_per_group", CachedDict())
     for change in (lambda: symm_mem.set_timeout(3, "a group"), lambda: symm_mem.set_checked(False)):
         keep(call_cache.cached_calls, "this", "that")
@@ -58,7 +58,7 @@ def test_modes_and_deadlines_make_an_end(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_threads_never_keep_what_has_changed() -> None:
-    """Each finding says what the dictionary held; whoever asks after a change must not find the old one."""
+    """Each cached call says what the dictionary held; whoever asks after a change must not find the old one."""
     noted: CachedDict[str, int] = CachedDict({"n": 0})
     over, wrong = threading.Event(), []
 

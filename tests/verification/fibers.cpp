@@ -42,8 +42,9 @@ static float* warp_lanes() {
 }
 
 struct Zero {
-    uint4* place;
+    void* place;
     bool came = false;
+    size_t bytes = sizeof(uint4);
 };
 using Zeros = std::vector<std::shared_ptr<Zero>>;
 static std::map<int, std::vector<Zeros>> by_thread, by_block;  // on the way, of each rank; behind a barrier
@@ -58,13 +59,13 @@ static Zeros& zeros_of_block() { return zeros_of(by_block, running->block); }
 
 static void arrive(Zeros& zeros) {
     for (const auto& zero : zeros) {
-        if (!zero->came) *zero->place = {0, 0, 0, 0};
+        if (!zero->came) std::memset(zero->place, 0, zero->bytes);
         zero->came = true;
     }
     zeros.clear();
 }
 
-static Zero* own_zero(const uint4* place) {
+static Zero* own_zero(const void* place) {
     for (const auto& zero : own_zeros()) {
         if (zero->place == place && !zero->came) return zero.get();
     }
@@ -145,6 +146,18 @@ static void store_vector(uint4* place, uint4 v) {
     }
 }
 static u32 load_relaxed(const u32* word) { return *word; }
+static u32 load_payload_word(const u32* word) { return own_zero(word) == nullptr ? *word : 0; }
+static void store_payload_word(u32* word, u32 value) {
+    if (value % 2 == 0) go_on_later();
+    *word = value;
+}
+static void reset_payload_word(u32* word) {
+    if (dice() % 2 == 0) {
+        own_zeros().push_back(std::make_shared<Zero>(Zero{word, false, sizeof *word}));
+    } else {
+        *word = 0;
+    }
+}
 
 template <typename T>
 static T load_once(const T* place) {

@@ -1,5 +1,5 @@
 // Runs kernels on the CPU: every thread of every rank is a fiber, and a seeded scheduler decides who goes on wherever
-// one waits. fibers.cpp and products.cpp include it, each with its own stand-ins for what a kernel includes; what both
+// one waits. fibers.cpp and matmuls.cpp include it, each with its own stand-ins for what a kernel includes; what both
 // have in common of sync.cuh and numbers.cuh is here.
 
 #undef _FORTIFY_SOURCE  // its longjmp refuses another stack
@@ -34,7 +34,7 @@ struct Fiber {
     bool begun = false;
     std::unique_ptr<char[]> stack;
     unsigned thread, block, number;
-    std::vector<unsigned> knows;  // products.cpp: how many stores of each fiber of the launch lie before what it does next
+    std::vector<unsigned> knows;  // matmuls.cpp: how many stores of each fiber of the launch lie before what it does next
     bool done = false;
     size_t place_in_rank;
 };

@@ -23,6 +23,9 @@ REAL = (
     "comm/ll_exchange.cuh",
     "comm/credits.cuh",
     "comm/abort_notice.cuh",
+    "collective/slices.cuh",
+    "collective/rounds.cuh",
+    "collective/exact.cuh",
     "math/cluster_reduce.cuh",
     "math/warp.cuh",
 )
@@ -63,7 +66,7 @@ def build(
         beside: more sources, the kernels of each and its Params, with which calls on one workspace take turns.
         instead: a text in a source or in one of REAL, and what shall stand there.
     """
-    for room in ("comm", "math", "ptx"):
+    for room in ("collective", "comm", "math", "ptx"):
         (folder / room).mkdir(parents=True, exist_ok=True)
     sources = [(source, kernels, params), *beside]
     for stand_in in STAND_INS:

@@ -34,7 +34,7 @@ static weft::u64 atomicAdd(weft::u64* place, weft::u64 more) {
 }
 static void atomicMax(weft::u64* place, weft::u64 least) { *place = std::max(*place, least); }
 
-#include PACE
+#include RATE_LIMITER
 
 using weft::u64;
 

@@ -18,7 +18,7 @@ from weft.symm_mem.layout import Layout
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
-SIZE, RANK, HALF, USES = 4, 1, 1, 7  # USES of HALF are over on rank RANK, on which the kernels run
+SIZE, RANK, BUFFER, EPOCHS = 4, 1, 1, 7  # EPOCHS of BUFFER are over on rank RANK, on which the kernels run
 PEERS = [peer for peer in range(SIZE) if peer != RANK]
 LAYOUT = Layout(SIZE, 1, 64)
 WAIT_FREE = 2  # kind of a record
@@ -35,9 +35,9 @@ class Ranks:
         fault = fibers.Fault(self.faults[RANK].data_ptr(), self.record.data_ptr())
         address, span = self.memory[RANK].data_ptr(), 4 * self.memory.stride(0)
         self.place: Any = Place(LAYOUT, address, span, RANK, fault)
-        self.done = self.words[:, LAYOUT.done(HALF) : LAYOUT.done(HALF) + SIZE]
-        self.words[RANK, LAYOUT.EPOCH + HALF] = self.words[RANK, LAYOUT.EPOCH_TICKET + HALF] = USES
-        self.done[RANK] = USES
+        self.done = self.words[:, LAYOUT.done(BUFFER) : LAYOUT.done(BUFFER) + SIZE]
+        self.words[RANK, LAYOUT.EPOCH + BUFFER] = self.words[RANK, LAYOUT.EPOCH_TICKET + BUFFER] = EPOCHS
+        self.done[RANK] = EPOCHS
         monkeypatch.setattr(acquire, "_program", SimpleNamespace(function=self._function))
 
     def _function(self, name: str) -> SimpleNamespace:
@@ -56,12 +56,12 @@ class Ranks:
     def opened(self) -> bool:
         """Whether the acquire kernel counts an epoch; else it only posts an abort notice."""
         before = self.memory.clone()
-        acquire.acquire_buffer(self.place, HALF, 50, 0)
+        acquire.acquire_buffer(self.place, BUFFER, 50, 0)
         before[:, LAYOUT.bytes // 4 :] = self.faults
-        ticket = self.words[RANK, LAYOUT.EPOCH_TICKET + HALF].item()
-        before[RANK, LAYOUT.EPOCH_TICKET + HALF] = ticket
-        assert torch.equal(before, self.memory) and ticket in (USES, USES + 1)
-        return ticket != USES
+        ticket = self.words[RANK, LAYOUT.EPOCH_TICKET + BUFFER].item()
+        before[RANK, LAYOUT.EPOCH_TICKET + BUFFER] = ticket
+        assert torch.equal(before, self.memory) and ticket in (EPOCHS, EPOCHS + 1)
+        return ticket != EPOCHS
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def told(blamed: int) -> list[list[int]]:
 def test_the_gate_opens_when_every_peer_has_left(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, library)
     ranks.done[RANK, RANK] = 0  # nobody waits for itself
-    ranks.done[RANK, 2] = USES + 1  # a peer may be ahead
+    ranks.done[RANK, 2] = EPOCHS + 1  # a peer may be ahead
     assert ranks.opened()
     assert not ranks.faults.any() and not ranks.record.any()
 
@@ -86,12 +86,12 @@ def test_the_gate_stays_shut_for_one_that_has_not(
     library: Library, monkeypatch: pytest.MonkeyPatch, late: int
 ) -> None:
     ranks = Ranks(monkeypatch, library)
-    ranks.done[RANK, late] = USES - 1
+    ranks.done[RANK, late] = EPOCHS - 1
     assert not ranks.opened()
     assert ranks.abort_notices == told(late)
     assert ranks.faults[RANK, Fault.BROKEN] == 1 + late
-    word = LAYOUT.done(HALF) + late
-    assert ranks.record[:7].tolist() == [1, ranks.place.address, late, word, USES, USES - 1, WAIT_FREE]
+    word = LAYOUT.done(BUFFER) + late
+    assert ranks.record[:7].tolist() == [1, ranks.place.address, late, word, EPOCHS, EPOCHS - 1, WAIT_FREE]
 
 
 @pytest.mark.parametrize("blamed", range(SIZE))
@@ -110,13 +110,13 @@ def test_the_end_of_a_use(library: Library, monkeypatch: pytest.MonkeyPatch, gon
     if gone is not None:
         ranks.faults[RANK, Fault.ABORT_NOTICE + gone] = 1 + blamed
     want, faults = ranks.words.clone(), ranks.faults.clone()
-    want[:, LAYOUT.done(HALF) + RANK] = want[RANK, LAYOUT.EPOCH + HALF] = USES + 1
-    acquire.end_epoch(ranks.place, HALF, 0)
+    want[:, LAYOUT.done(BUFFER) + RANK] = want[RANK, LAYOUT.EPOCH + BUFFER] = EPOCHS + 1
+    acquire.end_epoch(ranks.place, BUFFER, 0)
     assert torch.equal(ranks.words, want)
     if gone is None:
         assert torch.equal(ranks.faults, faults) and not ranks.record.any()
         return
     faults[RANK, Fault.BROKEN] = 1 + blamed
     assert torch.equal(ranks.faults, faults)
-    word = LAYOUT.done(HALF) + gone
-    assert ranks.record[:7].tolist() == [1, ranks.place.address, gone, word, USES + 1, 1 + blamed, ABORTED]
+    word = LAYOUT.done(BUFFER) + gone
+    assert ranks.record[:7].tolist() == [1, ranks.place.address, gone, word, EPOCHS + 1, 1 + blamed, ABORTED]

@@ -68,7 +68,7 @@ def reference(xs: list[torch.Tensor], reduce_op: str) -> torch.Tensor:
     [
         (2, "bfloat16", "avg", 512),
         (3, "float32", "sum", 512),
-        # So few slots that a thread of two_shot has one vector in a use, and most calls several uses.
+        # So few slots that a thread of two_shot has one vector in an epoch, and most calls several epochs.
         (3, "bfloat16", "sum", 64),
         (4, "bfloat16", "sum", 512),
         (8, "float32", "sum", 512),
@@ -179,7 +179,7 @@ def test_nothing_is_sent_to_slots_that_are_not_known_to_be_empty(
     layout = ExchangeLayout(2, 64)
     ranks = Ranks(compiled(tmp_path, 2, "float32", "sum"), layout)
     config = AllReduceConfig("two_shot", 1, 32)
-    part = 4 * vectors(layout, config)  # elements, in a use
+    part = 4 * vectors(layout, config)  # elements, in an epoch
     x = torch.cat([torch.full((part,), float(use)) for use in (10, 20, 30)] * 2)
     out = torch.empty_like(x)
     launch(monkeypatch, ranks, 0, x, out, "sum", config, polls=50)

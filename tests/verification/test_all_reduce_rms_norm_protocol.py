@@ -19,7 +19,7 @@ from weft.kernels.all_reduce_rms_norm.configs import (
     choose_all_reduce_rms_norm,
     shape,
 )
-from weft.kernels.all_reduce_rms_norm.reference import rms_norm
+from weft.kernels.all_reduce_rms_norm.reference import NormKind, rms_norm
 from weft.kernels.device.comm.ll_exchange import BLOCKS, ExchangeLayout
 
 EPS = 0.1  # so large that it shows in every dtype
@@ -40,7 +40,39 @@ class Kernels:
 def test_calls_of_changing_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, dtype: str, cluster: int, chunks: int
 ) -> None:
-    calls_of_changing_size(tmp_path, monkeypatch, world_size, dtype, cluster, chunks)
+    calls_of_changing_size(tmp_path, monkeypatch, world_size, dtype, (cluster, chunks))
+
+
+USUAL = NormKind(EPS)
+KINDS = {
+    "unrounded": NormKind(EPS, round_sum=False),
+    "Gemma": NormKind(EPS, weight_offset=1.0),
+    "wide weight": NormKind(EPS, wide_weight=True),
+    "unrounded, wide, offset": NormKind(EPS, weight_offset=0.5, round_sum=False, wide_weight=True),
+    "no residual": NormKind(EPS, residual=False),
+    "no residual, wide, offset": NormKind(EPS, weight_offset=1.0, residual=False, wide_weight=True),
+}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, "bfloat16"), (3, "bfloat16"), (4, "float32")])
+@pytest.mark.parametrize("name", KINDS)
+def test_norms_of_other_kinds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, world_size: int, dtype: str
+) -> None:
+    calls_of_changing_size(tmp_path, monkeypatch, world_size, dtype, (2, 3), KINDS[name])
+
+
+def of_a_kind(
+    kind: NormKind, total: torch.Tensor, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum as it is stored, and what is normed, in float64."""
+    stored = total.to(residual.dtype)
+    if not kind.residual:
+        return stored, stored.double()
+    return stored + residual, (
+        (stored + residual).double() if kind.round_sum else stored.double() + residual.double()
+    )
 
 
 # In cluster_reduce.cuh, and what the calls above must then show.
@@ -60,7 +92,9 @@ def test_a_team_that_does_not_wait_is_seen(
 ) -> None:
     def calls() -> None:
         for i in range(20):
-            calls_of_changing_size(tmp_path / str(i), monkeypatch, 2, "bfloat16", 4, 3, MISTAKES[mistake])
+            calls_of_changing_size(
+                tmp_path / str(i), monkeypatch, 2, "bfloat16", (4, 3), instead=MISTAKES[mistake]
+            )
 
     with pytest.raises(AssertionError, match=r"Config\("):  # of a result, not of a text that is not there
         calls()
@@ -71,10 +105,11 @@ def calls_of_changing_size(
     monkeypatch: pytest.MonkeyPatch,
     world_size: int,
     dtype: str,
-    cluster: int,
-    chunks: int,
+    shares: tuple[int, int],
+    kind: NormKind = USUAL,
     instead: tuple[str, str] | None = None,
 ) -> None:
+    cluster, chunks = shares
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     torch.manual_seed(seed)
@@ -85,6 +120,8 @@ def calls_of_changing_size(
     per_thread = shape(1, vectors, world_size, AllReduceRmsNormConfig("one_shot", cluster)).per_thread
     defines: dict[str, str | int] = {"WORLD_SIZE": world_size, "DTYPE": dtype}
     defines |= {"CLUSTER": cluster, "VECTORS": per_thread}
+    switches = cuda_kernel.NormSwitches.of(kind, TORCH[dtype])
+    defines |= {name.upper(): int(on) for name, on in switches._asdict().items()}
     library = build(folder, cuda_kernel.SOURCE, FORMS, cuda_kernel._Params, defines, instead=instead)
     ranks = Ranks(library, ExchangeLayout(world_size, 64 * 20 * per_thread))
     monkeypatch.setattr(cuda_kernel, "_program", lambda *a, dependent: Kernels(ranks))
@@ -101,7 +138,7 @@ def calls_of_changing_size(
             xs = [torch.randn(rows * hidden).to(TORCH[dtype]) for _ in xs]
         xs = [x.view(rows, hidden).contiguous() for x in xs]
         residuals = [torch.randn(rows, hidden).to(xs[0].dtype) for _ in xs]
-        weight = torch.randn(hidden).to(xs[0].dtype)
+        weight = torch.randn(hidden).to(torch.float32 if kind.wide_weight else xs[0].dtype)
         outs = []
         for rank, residual in enumerate(residuals):
             sevens = torch.full_like(residual, 7.0)
@@ -112,11 +149,12 @@ def calls_of_changing_size(
             ]
             normed, sums, *mine = (room[:rows] for room in rooms)
             kernel = cuda_kernel.AllReduceRmsNormLauncher(
-                ranks.places[rank], rows, hidden, TORCH[dtype], EPS, config
+                ranks.places[rank], rows, hidden, TORCH[dtype], kind, config
             )
             # The sums may take the place of the residual or of x.
             sums = choice.choice((sums, *mine))
-            given, to = [[t.data_ptr() for t in ts] for ts in ((*mine, weight), (normed, sums))]
+            read = mine if kind.residual else mine[:1]
+            given, to = [[t.data_ptr() for t in ts] for ts in ((*read, weight), (normed, sums))]
             kernel.launch(0, given, to, PATIENT, rank)
             outs.append((normed, sums, rooms))
         calls.append((xs, residuals, weight, outs, config))
@@ -128,10 +166,10 @@ def calls_of_changing_size(
             total = total + x.float()
         for residual, (normed, sums, rooms) in zip(residuals, outs, strict=True):
             assert all(bool((room[len(sums) :] == 7).all()) for room in rooms), "written past the end"
-            want = total.to(residual.dtype) + residual
+            want, wide = of_a_kind(kind, total, residual)
             assert same(sums, want), config
-            finite = want.isfinite().all(-1)
-            reference = rms_norm(want[finite].double(), weight.double(), EPS)
+            finite = wide.isfinite().all(-1)
+            reference = rms_norm(wide[finite], weight.double(), EPS, kind.weight_offset)
             if bool(reference.isfinite().all()):
                 check(str(config), normed[finite], reference, BOUND[residual.dtype])
     assert ranks.slots_are_empty()
@@ -162,7 +200,7 @@ def test_the_forms_give_the_same_bits(
             for rank, x in enumerate(xs):
                 config = AllReduceRmsNormConfig(form, cluster, 2 * cluster)
                 kernel = cuda_kernel.AllReduceRmsNormLauncher(
-                    ranks.places[rank], rows, vectors * 4, x.dtype, EPS, config
+                    ranks.places[rank], rows, vectors * 4, x.dtype, NormKind(EPS), config
                 )
                 normed, sums = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
                 given = [t.data_ptr() for t in (x, residual, weight)]

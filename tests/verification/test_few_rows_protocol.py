@@ -91,7 +91,7 @@ class Calls:
     ("size", "groups", "b_rows", "reduce_op"),
     [(2, 1, True, "sum"), (3, 2, False, "avg"), (4, 2, True, "sum"), (9, 1, False, "sum")],
 )
-def test_products_and_all_reduces_in_turn(
+def test_matmuls_and_all_reduces_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, groups: int, b_rows: bool, reduce_op: str
 ) -> None:
     seed = random.randrange(1 << 30)
@@ -136,7 +136,7 @@ def test_mistakes_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
     assert wrong == (mistake is not None)
 
 
-def test_which_products_it_takes() -> None:
+def test_which_matmuls_it_takes() -> None:
     for n, groups, blocks in ((8, 1, 1), (4096, 1, 128), (4104, 2, 65), (8192, 2, 128)):
         config = configs.choose_matmul_all_reduce(16, n, 132)
         assert config is not None and (config.groups, config.blocks) == (groups, blocks)

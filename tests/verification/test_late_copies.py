@@ -38,7 +38,7 @@ WAIT_DATA, ABORTED = 1, 3  # kinds of a record
 class Gpu:
     """One rank: a workspace, and streams of work that is not done yet.
 
-    ``told``, ``results``: by call, whether it had been told of an expired wait when the use ended, and what came out.
+    ``told``, ``results``: by call, whether it had been told of an expired wait when the epoch ended, and what came out.
     """
 
     def __init__(self, library: Library, layout: Layout, memory: torch.Tensor, rank: int) -> None:
@@ -197,7 +197,7 @@ def work_off(gpus: list[Gpu], choice: random.Random, deadline: float) -> None:
                 continue
             for stream in gpu.streams.values():
                 if stream and gpu.ready(stream[0]):
-                    # Data has come and its flag has not: the moment at which a flag of an earlier use misleads.
+                    # Data has come and its flag has not: the moment at which a flag of an earlier epoch misleads.
                     flag = stream[0][0] == "copy" and stream[0][3] == 4
                     heads += [(gpu, stream)] * (1 if flag and gpu.rank == IMPATIENT else 8)
                 elif stream and stream[0][0] != "wait":
@@ -260,7 +260,7 @@ def test_all_are_right_where_nobody_is_late(tmp_path: Path, driver: Driver) -> N
 MISTAKES = {
     "no abort notice": ("post_flag(fault + ABORT_NOTICE + watch.rank, 1 + blamed);", ""),
     "nobody listens": ("weft::check_abort_notice(p.watch, peer, p.done, epoch);", ""),
-    "gates of a broken group open": ("bool free = !serves || blamed == 0;", "bool free = true;"),
+    "acquire kernels of a broken group pass": ("bool free = !serves || blamed == 0;", "bool free = true;"),
 }
 
 

@@ -18,6 +18,7 @@ from fibers import PATIENT, Library, Ranks, build
 from test_all_reduce_protocol import FORMS, compiled, launch, reference
 from weft.kernels.all_reduce.configs import AllReduceConfig
 from weft.kernels.all_reduce_rms_norm import configs, cuda_kernel
+from weft.kernels.all_reduce_rms_norm.reference import NormKind
 from weft.kernels.device.comm.ll_exchange import ExchangeLayout
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -138,7 +139,7 @@ def test_a_chain_of_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form:
                 rows,
                 hidden,
                 torch.float32,
-                1e-5,
+                NormKind(1e-5),
                 configs.AllReduceRmsNormConfig(form, 1, 2),
             )
             for x, sums in pairwise(chain):

@@ -1,4 +1,4 @@
-"""The clock by which a rank's warps keep the pace of the links, compiled for the CPU."""
+"""The rate limiter by which a rank's warps keep to what the links take, compiled for the CPU."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import pytest
 from fibers import DEVICE
 
 HERE = Path(__file__).parent
-PACE = DEVICE / "comm" / "rate_limiter.cuh"
+SOURCE = DEVICE / "comm" / "rate_limiter.cuh"
 
 
 def said(folder: Path, old: str = "", new: str = "") -> str:
     """What rate_limiter.cpp says of rate_limiter.cuh, in which ``new`` stands for ``old``."""
-    text = PACE.read_text().replace('#include "comm/double_buffer.cuh"\n', "")
+    text = SOURCE.read_text().replace('#include "comm/double_buffer.cuh"\n', "")
     assert old in text
     (folder / "rate_limiter.cuh").write_text(text.replace(old, new) if old else text)
     compiler = shutil.which("g++") or shutil.which("c++")
     assert compiler, "a C++ compiler is needed"
-    options = ["-std=c++17", "-O1", "-w", f'-DPACE="{folder / "rate_limiter.cuh"}"']
+    options = ["-std=c++17", "-O1", "-w", f'-DRATE_LIMITER="{folder / "rate_limiter.cuh"}"']
     subprocess.run([compiler, *options, HERE / "rate_limiter.cpp", "-o", folder / "rate_limiter"], check=True)
     return subprocess.run(
         [folder / "rate_limiter"], check=True, capture_output=True, text=True, timeout=60

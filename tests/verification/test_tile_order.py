@@ -55,7 +55,7 @@ def run(program: Path) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("block_m", "world_size"), [(128, 2), (128, 4), (64, 3), (64, 8)])
-def test_orders_of_random_products(block_m: int, world_size: int, tmp_path: Path) -> None:
+def test_orders_of_random_matmuls(block_m: int, world_size: int, tmp_path: Path) -> None:
     assert run(program(tmp_path, SCATTER, block_m, world_size)) == (0, "")
 
 

@@ -3,8 +3,8 @@
 One page of memory that rank 0 makes and the others find through the group's store when it is there (``board_file``):
 nobody waits for its making. Every change is made under a lock of the file, so it is seen whole or not at all. A rank's
 place in the program is told by two counts that are the same on all ranks wherever these are at the same point, because
-neither needs weft on the other side: how many collectives its backend has begun in the group, and how many graphs the
-group has run fused. A rank posts a ``Vote`` and learns one of two answers:
+neither needs weft on the other side: how many collectives its backend has begun in the group, and how many graphs it
+has run fused there. A rank posts a ``Vote`` and learns one of two answers:
 
 ======  ====================================================================================================
 FUSED   every rank of the group stands at the same place before a graph with the same signature, and is willing
@@ -15,38 +15,62 @@ PLAIN   else: another rank posted another graph for these collectives, is past t
 FUSED is written for all ranks at once by the last one to post, and only over posts that no rank has withdrawn; PLAIN
 for a rank by itself or by whoever sees the conflict. So ranks at one place never get different answers, however late
 one is.
+
+Where ranks have agreed for long, a rank does not wait in front of the graph that it has foreseen (``foresight``): it
+gets FUSED alone, and promises that for the others. Who comes there with something else hears that it has left, and so
+do the others: an error, as nobody can take back what runs (``vote_rows``). Before anybody has run it, they vote.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from typing import Any, TypeVar
+from dataclasses import replace
 
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import ProcessGroup
 
 from ....symm_mem import WeftError, forks, get_timeout
-from ....symm_mem.bootstrap.processes import has_ended, identity
-from ....symm_mem.bootstrap.store import GroupStore, StoreQuestions, peek
+from ....symm_mem.bootstrap.processes import has_ended
 from ....symm_mem.heap.registry import has_name
+from ...dispatch.plan import unfused_calls
 from .board_file import BoardFile
+from .board_store import WHAT, BoardStore
 from .file_lock import locked, pauses
-from .vote import ABSENT, CANNOT_FUSE, ENDED, FUSED, LATE, LOCKED, NO_BOARD, PLAIN, UNDECIDED, Answer, Vote
+from .foresight import Foresight
+from .vote import (
+    ABSENT,
+    AHEAD,
+    CANNOT_FUSE,
+    ENDED,
+    FUSED,
+    LATE,
+    LEFT,
+    LOCKED,
+    NO_BOARD,
+    PLAIN,
+    UNDECIDED,
+    Answer,
+    Vote,
+)
 from .vote_rows import (
     _ANSWER,
     _BEGUN,
-    _FUSED_RUNS,
+    _CAME,
+    _EXPECTED,
     _HISTORY,
     _KEPT,
+    _LEAVER,
+    _LEAVES,
+    _MOST,
     _PEER,
     _POSTS,
     _ROW,
+    _RUN,
+    _SESSION,
     _SIGNATURE,
     _TURNS,
     _WHY,
@@ -55,27 +79,21 @@ from .vote_rows import (
 
 __all__ = ["_KEPT", "VoteBoard", "vote_board"]
 ABSENCE = 1.0  # seconds that a rank is waited for which has not voted since it was waited for in vain
-_WHAT = "agree on a graph"  # in errors
-
-T = TypeVar("T")
 
 
-class VoteBoard(VoteRows):
+class VoteBoard(BoardStore, VoteRows):
     """One rank's view of its group's board. Calls of several threads take turns."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._owner = forks.Owner(group)
-        self.rank, self.size = group.rank(), group.size()
+        super().__init__(group)
         self.connected = False  # the group's backend can be captured
-        self._name = group.group_name
-        self._store = GroupStore(group)
-        self._prefix = self._new_prefix(_tokens.setdefault(group, secrets.token_hex(8)))
         self._file = BoardFile(self.rank, self.size)
-        self._blind: tuple[int, str] | None = None  # a rank that will never see the board, and why
-        self._processes: dict[int, dict[str, Any] | None] = {}  # the other ranks', once they are known
         # Ranks that were waited for in vain, and how often they had voted by then.
         self._absent: dict[int, int] = {}
         self._shut = False  # the lock was waited for in vain, and has not been had since
+        self._foresight = Foresight()
+        self._begun = 0  # before the last graph that ran fused
+        self._leaves = 0  # of which this rank has heard
         self._thread_lock = threading.Lock()
         forks.tell(self)
 
@@ -90,46 +108,19 @@ class VoteBoard(VoteRows):
     @property
     def turns(self) -> int:
         """As in ``Vote``."""
-        return 0 if self._words is None else self._words[_FUSED_RUNS]
-
-    def _new_prefix(self, token: str) -> str:
-        """A store may outlive a group of this name: each rank counts those that had a board, so that keys are new.
-
-        ``token``: the group's, which is counted once, however often an exception has ended the making of its board.
-        """
-        prefix = f"weft/{self._name}/agree"
-        key = f"{prefix}/made/{self.rank}"
-
-        def count(store: Store) -> str:
-            number, _, last = peek(store, key).partition(" ")
-            if last != token:
-                number = str(int(number or 0) + 1)
-                store.set(key, f"{number} {token}")
-            store.set(f"{prefix}/{number}/process/{self.rank}", json.dumps(_process()))
-            return number
-
-        return f"{prefix}/{self._asked(count)}"
+        return 0 if self._words is None else self._words[self._row(self.rank) + _RUN]
 
     def _make(self) -> None:
         """On rank 0; once more where an exception has ended it: others may have found the board."""
-        where = self._file.make()
-        self._asked(lambda s: s.set(f"{self._prefix}/where", json.dumps(where)))
+        self._set("where", json.dumps(self._file.make()))
         self._file.show()
         # Behind that: whoever leaves a note looks for the board once more, and posts if it is there by then.
         for peer in range(1, self.size):
-            key = self._note(peer)
-            if not (note := self._asked(lambda s, key=key: peek(s, key))):  # type: ignore[misc]
+            if (note := self._note(peer)) is None:
                 continue
             with suppress(WeftError), self._lock(lambda: get_timeout(self._name)) as words:
                 if not words[self._row(peer) + _POSTS]:
-                    self._post(words, peer, Vote(**json.loads(note)))
-
-    def _note(self, rank: int) -> str:
-        """Where a rank that waits for nobody leaves its post while there is no board, or it would be waited for."""
-        return f"{self._prefix}/note/{rank}"
-
-    def _leave_note(self, post: Vote) -> None:
-        self._asked(lambda s: s.set(self._note(self.rank), json.dumps(asdict(post))))
+                    self._post(words, peer, note)
 
     def attached(self) -> bool:
         """Whether the board is there and this rank can see it. If not: rank 0 makes it, the others look for it."""
@@ -141,54 +132,24 @@ class VoteBoard(VoteRows):
         return self._words is not None
 
     def _find(self) -> None:
-        if self._blind is not None and self._blind[0] == self.rank:
-            return
-        if not (found := self._asked(lambda s: peek(s, f"{self._prefix}/where"))):
+        if self._is_blind or not (found := self._peek("where")):
             return
         if (why := self._file.find(json.loads(found))) is not None:
-            self._asked(lambda s: s.set(f"{self._prefix}/blind", json.dumps([self.rank, why])))
-            self._blind = self.rank, why
-
-    @property
-    def blind(self) -> tuple[int, str] | None:
-        """A rank that cannot open the board, as far as this one knows, and why."""
-        return self._blind
-
-    def _all_see(self) -> bool:
-        """Whether no rank is known that cannot see the board: one of another host, say."""
-        if self._blind is None and (found := self._asked(lambda s: peek(s, f"{self._prefix}/blind"))):
-            rank, why = json.loads(found)
-            self._blind = rank, why
-        return self._blind is None
+            self._tell_blind(why)
 
     def _ended(self) -> int | None:
         """A rank whose process has ended: it does not vote any more."""
-        unknown = [r for r in range(self.size) if r != self.rank and r not in self._processes]
-        if unknown:
-            keys = {rank: f"{self._prefix}/process/{rank}" for rank in unknown}
-            found = self._asked(lambda s: {rank: peek(s, key) for rank, key in keys.items()})
-            self._processes.update((rank, json.loads(text)) for rank, text in found.items() if text)
+        self._look_up_processes()
         return next((r for r in range(self.size) if r != self.rank and self._has_ended(r)), None)
 
     def _has_ended(self, rank: int) -> bool:
         return has_ended(self._processes.get(rank)) or self._file.has_ended(rank)
 
-    def _asked(self, question: Callable[[Store], T]) -> T:
-        self._owner.refuse_child(_WHAT)
-        with StoreQuestions(self._store.get(_WHAT), _WHAT, self._name, self.rank) as store:
-            store.limit(get_timeout(self._name))
-            return store.ask(question)
-
-    def tell(self, signature: int, text: str) -> None:
-        """Let the others know what stands behind a signature of this rank."""
-        self._asked(lambda s: s.set(f"{self._prefix}/graph/{signature}", text))
-
     def told(self, rank: int) -> str | None:
         """What stands behind the signature that ``rank`` posted last."""
         if self._words is None:
             return None
-        key = f"{self._prefix}/graph/{self._words[self._row(rank) + _SIGNATURE]}"
-        return self._asked(lambda s: peek(s, key)) or None
+        return self.said(self._words[self._row(rank) + _SIGNATURE])
 
     def _votes(self, rank: int) -> int:
         return 0 if self._words is None else self._words[self._row(rank) + _POSTS]
@@ -227,14 +188,13 @@ class VoteBoard(VoteRows):
 
         noted = post.can_fuse
         while not self.attached():
-            blind = self._blind is not None and self._blind[0] == self.rank
-            if not noted and not blind:
+            if not noted and not self._is_blind:
                 self._leave_note(post)
                 noted = True
                 continue
             if post.can_fuse and (ended := self._ended()) is not None:
                 return Answer(False, ENDED, ended)
-            if over() or blind:
+            if over() or self._is_blind:
                 return Answer(False, NO_BOARD, 0) if post.can_fuse else Answer(False, CANNOT_FUSE, self.rank)
             time.sleep(0.01)
         with self._thread_lock:
@@ -246,10 +206,31 @@ class VoteBoard(VoteRows):
                 raise
 
     def _ask(self, post: Vote, over: Callable[[], bool], timeout: Callable[[], float]) -> Answer:
+        step = (post.signature, post.count, post.begun - self._begun)
+        pause, unfused = self._foresight.came(), unfused_calls()
+        foreseen = post.can_fuse and post.ahead and self._foresight.expects(step, unfused)
+        answer = self._answer_to(post, foreseen, over, timeout)
+        if answer.why == LEFT:
+            self._leaves = self._words[_LEAVES]  # type: ignore[index]
+        if answer.fused:
+            self._begun = post.begun
+            self._foresight.ran(step, unfused, pause, ahead=answer.why == AHEAD)
+        return answer
+
+    def _answer_to(
+        self, post: Vote, foreseen: bool, over: Callable[[], bool], timeout: Callable[[], float]
+    ) -> Answer:
         try:
             with self._lock(timeout) as words:
-                self._post(words, self.rank, post)
-        except WeftError:  # no rank has seen this post, so none counts on it
+                if words[_LEAVES] != self._leaves:
+                    return Answer(False, LEFT, words[_LEAVER])
+                if post.turns < self.turns:  # another thread has run a graph meanwhile
+                    post = replace(post, turns=self.turns)
+                self._post(words, self.rank, post, foreseen)
+        except WeftError:
+            if self._words is not None and self._words[_MOST] > post.turns:
+                raise  # others count on this rank
+            # No rank has seen this post.
             return Answer(False, LOCKED if post.can_fuse else CANNOT_FUSE, self.rank)
         waits = pauses()
         while (answer := self._answer()) is None:
@@ -266,6 +247,19 @@ class VoteBoard(VoteRows):
             else:
                 time.sleep(pause or 0.0)
         return answer
+
+    def left(self) -> tuple[int, str | None, str | None]:
+        """The rank that has left, what it came with, and what others ran there."""
+        assert self._words is not None
+        came, expected = (self.said(self._words[at]) for at in (_CAME, _EXPECTED))
+        return self._words[_LEAVER], came, expected
+
+    def notes_session(self, session: int) -> bool:
+        """Which session the group's heap has when a rank leaves; whether it is the one that the rank found."""
+        assert self._words is not None
+        if self._words[_LEAVER] == self.rank:
+            self._words[_SESSION] = session
+        return self._words[_SESSION] in (0, session)
 
     def _take_back(self, words: memoryview, why: int, peer: int) -> None:
         """This rank's post, unless there is an answer to it."""
@@ -291,14 +285,14 @@ class VoteBoard(VoteRows):
         Raises:
             WeftError: another rank's process has held it all the time, or a child that C code has forked from it.
         """
-        self._owner.refuse_child(_WHAT)
+        self._owner.refuse_child(WHAT)
         assert self._words is not None
         limit = (lambda: 0.0) if self._shut else timeout  # whoever has waited in vain does not wait again
         with locked(self._file.fd, limit) as waited:
             self._shut = waited is not None
             if self._shut:
                 raise WeftError(
-                    f"{_WHAT}: rank {self.rank} of group {self._name!r} waited {waited:g} s for the lock of the ranks' "
+                    f"{WHAT}: rank {self.rank} of group {self._name!r} waited {waited:g} s for the lock of the ranks' "
                     "board, which rank 0 keeps: it is held, expected free"
                 )
             yield self._words
@@ -312,15 +306,7 @@ class VoteBoard(VoteRows):
         return Answer(answer == FUSED, self._words[row + _WHY], self._words[row + _PEER])
 
 
-def _process() -> dict[str, Any] | None:
-    try:
-        return identity()
-    except OSError:  # nothing can be seen from here
-        return None
-
-
 _boards: weakref.WeakKeyDictionary[ProcessGroup, VoteBoard] = weakref.WeakKeyDictionary()
-_tokens: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
 _making: dict[int, threading.Lock] = {}  # by process: in a forked child the threads are gone that held one
 
 
@@ -330,7 +316,7 @@ def vote_board(group: ProcessGroup) -> VoteBoard:
     Raises:
         ForkedProcess: this process was forked from the one that joined the group.
     """
-    forks.refuse_child(group, _WHAT)
+    forks.refuse_child(group, WHAT)
     known = _boards.get(group)
     if known is None:
         with _making.setdefault(forks.pid, threading.Lock()):

@@ -17,6 +17,11 @@ same graph, each runs its own as it was before the pass (``choice``). Nothing ne
 has to keep to the plain collectives' order or layout, and what a rank runs in eager mode, over the backend, is what
 it meets.
 
+A host that waits at each graph cannot stay ahead of its GPU. So, where ranks have agreed for long, one that comes to
+the graph that it foresees runs it at once, and leaves it on the board for the others to compare with (``vote_rows``).
+That is a promise for them, which none of them can keep for sure: no rank knows what its own program does next. Who
+breaks it after another rank has begun gets an error with its name, on all ranks. ``agree="each"`` does without.
+
 A wait for a rank that does not come ends after half a minute, once for a graph; its collectives are then plain. Other
 graphs wait a second for that rank, until it votes again: it may have gone on in eager mode.
 
@@ -38,7 +43,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -50,17 +55,37 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.graph import PythonCode
 
-from ....symm_mem import resolve_group
+from ....symm_mem import WeftError, resolve_group
 from ..graph.collectives import argument, calls, collectives, group_of, kind_of, point_to_point, what
 from ..report import Entry
-from .eager_op import ask_eagerly
-from .guard import SIZES, GroupQuestion, pack
+from .guard import SIZES, GraphGuard, GroupQuestion, pack
 from .signature import Order, Signature
 from .vote import begun
 
+
+def _ask_eagerly(packed: str, fused: bool) -> None:
+    """The op ``weft::agree`` where it is run and not generated: this rank's graph runs as it is, whatever others do.
+
+    Raises:
+        WeftError: it must not, because something in it was fused.
+    """
+    if fused:
+        raise WeftError(
+            "weft::agree: a graph in which collectives were fused is run without Inductor's generated code, so the "
+            "ranks are not asked whether they run the same graph; have Inductor generate the code, or compile with "
+            "FusionPass(agree=False) where all ranks run the same graphs in the same order"
+        )
+    _guard_of(packed).runs_unfused()
+
+
+@lru_cache(maxsize=256)
+def _guard_of(packed: str) -> GraphGuard:
+    return GraphGuard(packed)
+
+
 _lib = torch.library.Library("weft", "FRAGMENT")
 _lib.define("agree(str packed, bool fused) -> ()")
-_lib.impl("agree", ask_eagerly, "CompositeExplicitAutograd")
+_lib.impl("agree", _ask_eagerly, "CompositeExplicitAutograd")
 torch.library.register_fake("weft::agree", lambda packed, fused: None, lib=_lib)
 _agree = torch.ops.weft.agree.default
 fx.node.has_side_effect(_agree)
@@ -187,7 +212,13 @@ class FallbackGraph:
         return None
 
     def ask_first(
-        self, graph: fx.Graph, entries: Iterable[Entry], orders: Iterable[Order], *, captured: bool
+        self,
+        graph: fx.Graph,
+        entries: Iterable[Entry],
+        orders: Iterable[Order],
+        *,
+        captured: bool,
+        ahead: bool = False,
     ) -> None:
         """Puts the question in front of ``graph``, which is this one after the pass.
 
@@ -195,7 +226,7 @@ class FallbackGraph:
 
         Args:
             orders: as ``Signature`` has them.
-            captured: as ``pack`` has it.
+            captured: as ``pack`` has it, and ``ahead``.
         """
         entries = tuple(entries)
         order = [g for g in self._counts if has_ranks(g)]
@@ -213,7 +244,7 @@ class FallbackGraph:
         code = self._code() if kept else None
         with unset_fake_temporarily():  # the constants are real
             constants = self._constants() if kept else {}
-            packed = pack(asked, signature, code, constants, captured=captured)
+            packed = pack(asked, signature, code, constants, captured=captured, ahead=ahead)
         first = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(first):
             question = graph.call_function(_agree, (packed, kept))

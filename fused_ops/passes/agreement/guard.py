@@ -37,20 +37,9 @@ from torch.distributed import ProcessGroup
 from ....symm_mem import get_timeout, resolve_group
 from . import outcomes
 from .board import vote_board
+from .reasons import broken_by_leaving, reason_of
 from .signature import Signature, digest
-from .vote import (
-    ABSENT,
-    ANOTHER_GRAPH,
-    CANNOT_FUSE,
-    ENDED,
-    LATE,
-    LOCKED,
-    NO_BOARD,
-    PASSED_BY,
-    Answer,
-    Vote,
-    begun,
-)
+from .vote import ABSENT, AHEAD, LATE, LEFT, NO_BOARD, Answer, Vote, begun
 
 _log = logging.getLogger("weft.passes")
 #: Seconds until a rank that does not come is taken to run something else; less if the group's deadline is less.
@@ -86,6 +75,7 @@ def pack(
     constants: dict[str, Any],
     *,
     captured: bool = False,
+    ahead: bool = False,
 ) -> str:
     """The argument of ``GraphGuard``.
 
@@ -95,6 +85,7 @@ def pack(
         code: ``def forward(self, args)``, the graph as it was; it empties ``args``. None if nothing was fused.
         constants: the graph's attributes that the code reads.
         captured: whether the graph may run fused while a CUDA graph is captured, whose replays will not ask.
+        ahead: whether it may run fused before all ranks have come to it, once they have often agreed.
     """
     buffer = io.BytesIO()
     torch.save(constants, buffer)
@@ -106,6 +97,7 @@ def pack(
         "code": code,
         "constants": base64.b64encode(buffer.getvalue()).decode() if constants else None,
         "captured": captured,
+        "ahead": ahead,
     }
     return base64.b64encode(zlib.compress(json.dumps(data).encode(), 6)).decode()
 
@@ -127,6 +119,8 @@ class GraphGuard:
         # Each group's answer depends on the others': they go round until every rank that shares any of them has the
         # same.
         self._rounds = [*fused, *fused[-2::-1]]
+        # Not where the answer of one group's ranks depends on another's.
+        self._ahead: bool = data["ahead"] and len(self._rounds) < 2
         self._fallback_runs = 0
         self._known: dict[str, weakref.ref[ProcessGroup]] = {}
         self._told: set[tuple[str, int]] = set()
@@ -148,12 +142,14 @@ class GraphGuard:
 
         Raises:
             ValueError: a group in which something was fused has another number of ranks than the graph was made for.
+        WeftError: this rank or another one has not come to the graph that others have run ahead of it; all ranks of
+            the group raise it.
         """
         self._look_up_groups()
         begin = time.perf_counter()
-        answer = self._agreed(self.signature(sizes))
-        outcomes.count_vote(answer, time.perf_counter() - begin)
-        return answer
+        agreed, ahead = self._agreed(self.signature(sizes))
+        outcomes.count_vote(agreed, time.perf_counter() - begin, ahead=ahead)
+        return agreed
 
     def runs_unfused(self) -> None:
         """Tells the other ranks that this one runs the graph as it is, with sizes that nobody compares then."""
@@ -188,7 +184,9 @@ class GraphGuard:
                 self._late.pop(asked.name, None)
                 self._why_not_fuse = None
 
-    def _agreed(self, signature: int) -> bool:
+    def _agreed(self, signature: int) -> tuple[bool, bool]:
+        """Whether the graph may run fused, and whether this rank did not wait for that."""
+        ahead = False
         for asked in self._groups:
             if not asked.fused:
                 self._ask(asked, signature, can_fuse=False)
@@ -204,12 +202,13 @@ class GraphGuard:
             if can_fuse and not answer.fused:
                 self._explain(asked.name, answer)
             can_fuse = can_fuse and answer.fused
+            ahead = answer.why == AHEAD
         agreed = can_fuse and bool(self._rounds)
         if agreed and not _capturing():
             for asked in self._groups:
                 if asked.fused:
                     _connect(resolve_group(asked.name))
-        return agreed
+        return agreed, ahead
 
     def _ask(self, asked: GroupQuestion, signature: int, can_fuse: bool) -> Answer:
         group = resolve_group(asked.name)
@@ -217,8 +216,13 @@ class GraphGuard:
         if (asked.name, signature) not in self._told and len(self._told) < _TOLD:
             where.tell(signature, json.dumps(self._what))
             self._told.add((asked.name, signature))
-        post = Vote(where.turns, begun(group), asked.count, signature, can_fuse)
-        answer = where.ask(post, lambda: _vote_deadline(asked.name))
+        while True:
+            post = Vote(where.turns, begun(group), asked.count, signature, can_fuse, self._ahead)
+            answer = where.ask(post, lambda: _vote_deadline(asked.name))
+            if answer.why != LEFT:
+                break
+            if (error := broken_by_leaving(where, group)) is not None:
+                raise error
         if can_fuse and answer.why in (LATE, ABSENT, NO_BOARD):
             self._late[asked.name] = (answer.peer, post)
         return answer
@@ -241,30 +245,8 @@ class GraphGuard:
 
     def _explain(self, name: str, answer: Answer) -> None:
         where = vote_board(resolve_group(name))
-        peer = answer.peer
-        if answer.why == CANNOT_FUSE and peer == where.rank:
-            reason = self._why_not_fuse or "another group's ranks differ"
-        elif answer.why == LATE:
-            reason = f"rank {peer} did not come within {_vote_deadline(name):g} s"
-        elif answer.why == ENDED:
-            reason = f"the process of rank {peer} has ended"
-        elif answer.why == ABSENT:
-            reason = f"rank {peer} runs without graphs of this pass since it was waited for in vain"
-        elif answer.why == NO_BOARD and where.blind is not None:
-            reason = f"rank {where.blind[0]} cannot open rank 0's board: {where.blind[1]}"
-        elif answer.why == NO_BOARD:
-            reason = f"rank {peer} has not run a graph of this pass, or is not to be seen from here"
-        elif answer.why == PASSED_BY:
-            reason = f"rank {peer} does this graph's collectives outside of a graph of this pass"
-        elif answer.why == ANOTHER_GRAPH and peer != where.rank:
-            reason = f"rank {peer} runs another graph: {_difference(self._what, where.told(peer), peer)}"
-        elif answer.why == LOCKED:
-            reason = "another process holds the lock of the ranks' board"
-        elif answer.why == CANNOT_FUSE:
-            reason = f"rank {peer} runs this graph unfused"
-        else:
-            reason = "ranks run different graphs"
-        outcomes.note(self.name, name, peer, reason)
+        reason = reason_of(answer, where, self._what, self._why_not_fuse, _vote_deadline(name))
+        outcomes.note(self.name, name, answer.peer, reason)
 
     def fallback(
         self,
@@ -376,16 +358,3 @@ def _restrided(value: Any, stride: tuple[int, ...] | None) -> Any:
         return value
     out = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
     return out.copy_(value)
-
-
-def _difference(own: list[str], told: str | None, peer: int) -> str:
-    """The first collective in which two graphs differ."""
-    if told is None:
-        return "which one is not known"
-    other = json.loads(told)
-    for i, (a, b) in enumerate(zip(own, other, strict=False)):
-        if a != b:
-            return f"collective {i} is {b} there, {a} here"
-    if len(own) != len(other):
-        return f"it has {len(other)} collectives, this one {len(own)}"
-    return "with the same collectives, whose ops get other shapes or addends, or elements in another order"

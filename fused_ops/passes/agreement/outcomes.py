@@ -36,9 +36,9 @@ class RunOutcomes:
         with _lock:
             self._seen, self._votes = {}, VoteCounts()
 
-    def _count(self, fused: bool, seconds: float) -> None:
+    def _count(self, fused: bool, seconds: float, ahead: bool) -> None:
         v = self._votes
-        self._votes = VoteCounts(v.count + 1, v.fused + fused, v.seconds + seconds)
+        self._votes = VoteCounts(v.count + 1, v.fused + fused, v.seconds + seconds, v.ahead + ahead)
 
     def _note(self, key: tuple[str, str, int, str]) -> bool:
         """Whether it is new."""
@@ -61,10 +61,10 @@ def reset_outcomes() -> None:
         each.reset()
 
 
-def count_vote(fused: bool, seconds: float) -> None:
+def count_vote(fused: bool, seconds: float, *, ahead: bool = False) -> None:
     with _lock:
         for each in _all:
-            each._count(fused, seconds)
+            each._count(fused, seconds, ahead)
 
 
 def note(graph: str, group: str, peer: int, reason: str) -> None:

@@ -10,6 +10,8 @@ from torch.distributed import ProcessGroup
 UNDECIDED, FUSED, PLAIN = range(3)
 #: Why PLAIN; ``peer`` is the rank that it is about.
 NOTHING, CANNOT_FUSE, ANOTHER_GRAPH, PASSED_BY, LATE, NO_BOARD, LOCKED, ABSENT, ENDED = range(9)
+#: Why FUSED: ahead of other ranks. Why there is no answer any more: ``peer`` has left what others had run ahead of it.
+AHEAD, LEFT = 9, 10
 
 
 @dataclass(frozen=True)
@@ -17,11 +19,12 @@ class Vote:
     """A graph that a rank is about to run.
 
     Attributes:
-        turns: graphs that the group has run fused.
+        turns: graphs that this rank has run fused in the group.
         begun: collectives that the rank's backend has begun in the group.
         count: collectives of the group in the graph as it was written.
         signature: 64 bits; equal for graphs that communicate alike when fused.
-        willing: whether the rank could run it fused.
+        can_fuse: whether the rank could run it fused.
+        ahead: whether ranks may run such graphs fused before all have come.
     """
 
     turns: int
@@ -29,6 +32,12 @@ class Vote:
     count: int
     signature: int
     can_fuse: bool
+    ahead: bool = False
+
+    @property
+    def graph(self) -> tuple[int, int, int]:
+        """Place and graph, which are the same on all ranks that run one graph."""
+        return self.begun, self.count, self.signature
 
     @property
     def digest(self) -> int:

@@ -155,6 +155,21 @@ class Collective:
         """Whether nothing else uses what is pending, but for its sizes."""
         return all(u is self.wait or calls(u, aten.sym_size.int) for u in self.node.users)
 
+    @property
+    def beside(self) -> fx.Node | None:
+        """What takes its time behind it before somebody waits for it: it makes as many elements, or sends."""
+        node = self.node.next
+        while node is not self.wait:
+            if communicates(node):
+                return node
+            made = is_val(node) and not any(
+                is_val(a) and memory(a) == memory(node) for a in node.all_input_nodes
+            )
+            if made and not known(val(node).numel() < val(self.x).numel()):
+                return node
+            node = node.next
+        return None
+
     @classmethod
     def from_node(cls, node: fx.Node, groups: frozenset[str] | None) -> Collective:
         """

@@ -1,4 +1,4 @@
-"""Nodes that hold the elements of another one, in any order or dtype, and what is said of their dimensions."""
+"""Nodes that hold the elements of another one, in any order or dtype, or a multiple of each, and their dimensions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import fx
 
 from .collectives import FLAT, LeftAlone, argument, aten, calls, is_val, same_shape, val
 from .index_map import Dims, moved_dims, permuted, reshaped
+from .scaling import Change, scaling
 from .split_cat import SLICES, SPLITS, Parts
 
 CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
@@ -31,7 +32,7 @@ _NEUTRAL = {
 
 @dataclass(frozen=True)
 class ViewStep:
-    """``node`` has the elements of ``source``, cast to ``dtype`` if that is not None.
+    """``node`` has the elements of ``source``, cast or multiplied by ``change`` if that is not None.
 
     ``forward`` gives the dimensions of the node from those of the source, ``backward`` the other way. ``between`` are
     the parts of the source that the node joins.
@@ -42,7 +43,7 @@ class ViewStep:
     forward: Callable[[Dims], Dims]
     backward: Callable[[Dims], Dims]
     between: tuple[fx.Node, ...] = ()
-    dtype: torch.dtype | None = None
+    change: Change | None = None
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -50,7 +51,7 @@ class ViewStep:
 
 
 def view_step(node: fx.Node) -> ViewStep | None:
-    """The step to this node from what it is made of; None if it holds other elements than that.
+    """The step to this node from what it is made of; None if it holds other elements than that, or than multiples.
 
     Raises:
         LeftAlone: it joins parts, but not all of one tensor in order.
@@ -75,6 +76,8 @@ def view_step(node: fx.Node) -> ViewStep | None:
         return ViewStep(node, parts.source, forward, backward, parts.nodes)
     if (same := unchanged(node)) is not None:
         return ViewStep(node, same, lambda dims: dims, lambda dims: dims)
+    if (multiple := scaling(node)) is not None:
+        return ViewStep(node, multiple[0], lambda dims: dims, lambda dims: dims, change=multiple[1])
     source = node.args[0]
     if not is_val(source):
         return None
@@ -92,7 +95,7 @@ def view_step(node: fx.Node) -> ViewStep | None:
             source,
             lambda dims: dims,
             lambda dims: dims,
-            dtype=None if dtype == val(source).dtype else dtype,
+            change=None if dtype == val(source).dtype else dtype,
         )
     return None
 
@@ -133,11 +136,11 @@ def _permutation(node: fx.Node, ndim: int) -> list[int]:
 
 @dataclass(frozen=True)
 class View:
-    """A node with all elements of the gathered tensor: where they lie, and which dtypes they were cast to."""
+    """A node with all elements of the gathered tensor: where they lie, and what they were cast to or multiplied by."""
 
     node: fx.Node
     dims: Dims
-    casts: tuple[torch.dtype, ...]
+    changes: tuple[Change, ...]
     step: ViewStep | None  # None for the gathered tensor itself
 
 
@@ -155,8 +158,8 @@ def views(root: fx.Node, dims: Dims) -> tuple[dict[fx.Node, View], list[str]]:
                 taken = view_step(node)
                 if taken is None or taken.source is not view.node:
                     continue
-                casts = view.casts if taken.dtype is None else (*view.casts, taken.dtype)
-                found[node] = View(node, taken.forward(view.dims), casts, taken)
+                changes = view.changes if taken.change is None else (*view.changes, taken.change)
+                found[node] = View(node, taken.forward(view.dims), changes, taken)
             except LeftAlone as e:
                 reasons[node] = str(e)
                 continue

@@ -1,9 +1,10 @@
 """all_gather, then matrix products of the gathered tensor.
 
-Whatever reshapes, permutes, casts, or cuts it into parts and joins them stands between, a product of the gathered
-tensor has either the rows of all shards, or it contracts the ranks, the columns of the shards standing side by side.
-Both are ``fused_all_gather_matmul`` of the shard, reshaped, permuted and cast as the gathered tensor was. Where that is
-the right operand, the op computes the transposed product: ``x @ gathered == (gathered^T @ x^T)^T``.
+Whatever reshapes, permutes, casts, multiplies by a number, or cuts it into parts and joins them stands between, a
+product of the gathered tensor has either the rows of all shards, or it contracts the ranks, the columns of the shards
+standing side by side. Both are ``fused_all_gather_matmul`` of the shard, reshaped, permuted, cast and multiplied as the
+gathered tensor was. Where that is the right operand, the op computes the transposed product:
+``x @ gathered == (gathered^T @ x^T)^T``.
 
 What else uses the gathered tensor, such as the backward pass or the gradient of a weight, gets it from the fused op.
 """
@@ -34,10 +35,12 @@ from ..graph.collectives import (
 )
 from ..graph.index_map import RANK, Digit, Dims, around_rank, numel, plain, same_size
 from ..graph.rewrite import call
+from ..graph.scaling import Change, Scaling, changed, is_factor, scaled
 from ..graph.views import View
 from .gathered_tensor import Gathered
 from .matmuls import Product, Use, matrix, one_matrix, product, use
 from .peak_memory import together
+from .sum_of_matmuls import has_product
 
 #: What an all-gather has in its ``meta`` if the backward repeats it (``regather.py``).
 REGATHERED = "weft_regathered"
@@ -45,14 +48,14 @@ REGATHERED = "weft_regathered"
 
 @dataclass(frozen=True)
 class _Layout:
-    """The shard that the op gets, with which dimensions, joined along ``dim``, and which dtypes it is cast to."""
+    """The shard that the op gets, with which dimensions, joined along ``dim``, and how it is cast and multiplied."""
 
     shard: Dims
     dim: int
-    casts: tuple[torch.dtype, ...]
+    changes: tuple[Change, ...]
 
     @classmethod
-    def of(cls, use: Use, casts: tuple[torch.dtype, ...], world: int) -> _Layout:
+    def of(cls, use: Use, changes: tuple[Change, ...], world: int) -> _Layout:
         """
         Raises:
             LeftAlone: the op has none for that.
@@ -60,12 +63,12 @@ class _Layout:
         if (around := around_rank(use.rows, world)) is not None:
             before, after = around
             return cls(
-                (before, after, use.columns) if before else (after, use.columns), 1 if before else 0, casts
+                (before, after, use.columns) if before else (after, use.columns), 1 if before else 0, changes
             )
         before, after = around_rank(use.columns, world) or ((), ())
         if before:
             raise LeftAlone("it contracts the ranks, but not outermost")
-        return cls((use.rows, after), 1, casts)
+        return cls((use.rows, after), 1, changes)
 
     @property
     def contracted(self) -> bool:
@@ -73,7 +76,7 @@ class _Layout:
 
     def same(self, other: _Layout) -> bool:
         return (
-            (self.dim, len(self.shard), self.casts) == (other.dim, len(other.shard), other.casts)
+            (self.dim, len(self.shard), self.changes) == (other.dim, len(other.shard), other.changes)
         ) and all(same_size(a, b) for a, b in zip(self.shard, other.shard, strict=True))
 
     def joined(self, world: int) -> Dims:
@@ -118,7 +121,11 @@ class AllGatherMatmulPattern:
     def form(self) -> str:
         count = len(self.uses)
         how = "all_gather of what is contracted" if self.layout.contracted else "all_gather"
-        cast = " → cast" if self.layout.casts else ""
+        cast = "".join(
+            f" → {word}"
+            for word, kind in (("cast", torch.dtype), ("factor", Scaling))
+            if any(isinstance(change, kind) for change in self.layout.changes)
+        )
         right = " as right operand" if all(u.transposed for u in self.uses) else ""
         return f"{how}{cast} → {f'{count} products' if count > 1 else 'product'}{right}"
 
@@ -131,7 +138,8 @@ class AllGatherMatmulPattern:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.layout.casts[-1] if self.layout.casts else val(self.collective.x).dtype
+        dtypes = [change for change in self.layout.changes if isinstance(change, torch.dtype)]
+        return dtypes[-1] if dtypes else val(self.collective.x).dtype
 
     @property
     def m(self) -> Size:
@@ -199,7 +207,7 @@ class AllGatherMatmulPattern:
         count = together(at, [u.product.node for u in chosen])
         chosen, hoisted = chosen[:count], set[fx.Node]().union(*needed[:count])
         kept = tensor.kept(
-            {u.product.node: u.product.addend for u in chosen}, layout.casts, layout.joined(c.world)
+            {u.product.node: u.product.addend for u in chosen}, layout.changes, layout.joined(c.world)
         )
         return cls(c, tensor, layout, chosen, at, hoisted, kept)
 
@@ -211,7 +219,7 @@ class AllGatherMatmulPattern:
         c, layout, at = self.collective, self.layout, self.at
         with rewrite.undone_if_left():
             rewrite.hoist(self.hoisted, at)
-            shard = rewrite.cast(c.x, layout.casts, at)
+            shard = changed(c.x, layout.changes, at)
             shape = [numel(digits) for digits in layout.shard]
             shard = rewrite.rearrange(shard, plain(val(c.x).shape), layout.shard, shape, at)
             Bs = [_other(u, at) for u in self.uses]
@@ -272,15 +280,15 @@ def _candidate(tensor: Gathered, taken: Product, view: View) -> tuple[Use, _Layo
     x, dtype = val(tensor.collectives[0].x), val(view.node).dtype
     if taken.left in tensor.views and taken.right in tensor.views:
         raise LeftAlone("the other operand depends on the gathered tensor, too")
-    if taken.scaled:
-        raise LeftAlone("it scales its operands")
+    if not (is_factor(taken.alpha) and is_factor(taken.beta)):
+        raise LeftAlone(f"it scales by {taken.alpha} and {taken.beta}")
     if not one_matrix(used.other):
         raise LeftAlone("it is a batch of products with different matrices")
     if dtype not in validation.DTYPES or val(taken.node).dtype != dtype or not is_contiguous(val(taken.node)):
         raise LeftAlone("it has another dtype or layout")
     if dtype.itemsize > x.dtype.itemsize:
         raise LeftAlone(f"cast to {dtype} before it is gathered, twice as many bytes would be sent")
-    return used, _Layout.of(used, view.casts, tensor.collectives[0].world)
+    return used, _Layout.of(used, view.changes, tensor.collectives[0].world)
 
 
 def contracting(tensor: Gathered, products: list[fx.Node]) -> list[Use]:
@@ -316,7 +324,10 @@ def _fused_behind(tensor: Gathered) -> list[str]:
 
 
 def _why_none(tensor: Gathered) -> str:
-    users = tensor.outside()
+    users, x = tensor.outside(), tensor.collectives[0].x
+    if has_product(x):
+        taken = f"only {some(users)} takes it" if users else "nothing takes it"
+        return f"it gathers a matrix product, with which no op gathers, and {taken}, no other product"
     if users and all(u.op == "output" for u in users):
         return (
             "the graph ends behind the collective: no matrix product takes the gathered tensor, but the graph's "
@@ -340,6 +351,8 @@ def _product(out: fx.Node, u: Use, near: list[fx.Node]) -> fx.Node:
         order = [*range(len(batch)), len(batch) + 1, len(batch)]
         out = rewrite.permute(out, order, node)
     out = rewrite.make_contiguous(rewrite.reshape(out, shape, node, near), node)
+    out = scaled(out, u.product.alpha, node)
     if u.product.addend is not None:
-        out = call(node, aten.add.Tensor, out, u.product.addend)
+        named = {} if u.product.beta == 1 else {"alpha": u.product.beta}
+        out = call(node, aten.add.Tensor, out, u.product.addend, **named)
     return out

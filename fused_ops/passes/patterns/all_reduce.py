@@ -1,9 +1,10 @@
-"""Matrix products, summed, then all_reduce: what row-parallel layers without sequence parallelism do.
+"""all_reduce, mostly of matrix products: what row-parallel layers without sequence parallelism do.
 
 Several all-reduces whose results are added are one all-reduce of the sum, as in the backward pass of projections that
 share an input; not in float16, in which such a sum may be too large. That becomes, by size, ``one_shot_all_reduce``,
 ``fused_matmul_all_reduce`` of a product, or, with the residual and the norm that follow,
-``fused_all_reduce_rms_norm``. What reduces something else than products, such as a loss or an embedding, is left alone.
+``fused_all_reduce_rms_norm``. So is what reduces something else than products, such as an embedding or the outputs of
+experts, unless something runs while it is on its way.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...dispatch.profitability import FusionCandidate, why_not_profitable
+from ...dispatch.profitability import FusionCandidate, expected_gain, why_not_profitable
 from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import (
@@ -37,10 +38,12 @@ from ..graph.collectives import (
 from ..graph.index_map import Dims, plain
 from ..graph.rewrite import call
 from ..graph.views import unchanged
+from .epilogue import stays_behind
 from .peak_memory import why_apart
 from .rms_norm import RmsNorm
 from .sum_of_matmuls import SumOfMatmuls, has_product, sum_of, why_no_product
 
+_MEMORY = 3e6  #: bytes that a GPU reads or writes in a microsecond
 _MATMUL_FROM = 1 << 20  #: bytes: what takes longer to send than to start is worth hiding behind the product
 
 
@@ -54,9 +57,10 @@ class AllReducePattern:
     op: Any = schema.all_reduce
     sum: SumOfMatmuls | None = None  # of products, where the op computes them
     norm: RmsNorm | None = None
+    of_products: bool = True
+    stays: str = ""  # what becomes of a norm that is not fused, or another step behind
     dim = None
     last_dim = False
-    adds: tuple[str, ...] = ()
     decided = True  # whether it pays: the choice of the op is that
 
     @property
@@ -68,6 +72,10 @@ class AllReducePattern:
         return tuple(c.node for c in self.collectives[1:])
 
     @property
+    def adds(self) -> tuple[str, ...]:
+        return () if self.sum is None else ("one_shot_all_reduce",) * len(self.sum.vectors)
+
+    @property
     def order(self) -> tuple[Dims, tuple[Size, ...]]:
         shape = tuple(val(self.collective.x).shape)
         return plain(shape) if self.sum is None else (self.sum.rows, self.sum.columns), shape
@@ -76,15 +84,17 @@ class AllReducePattern:
     def form(self) -> str:
         count = len(self.collectives)
         what_ = self.sum.form if self.sum is not None else "product"
-        text = f"{what_} → all_reduce" if count == 1 else f"{count} all_reduces of products → add"
-        return text + (" → add → rms_norm" if self.norm is not None else "")
+        of_one = f"{what_} → all_reduce" if self.of_products else "all_reduce"
+        text = of_one if count == 1 else f"{count} all_reduces of products → add"
+        return text + (self.norm.form if self.norm is not None else "")
 
     @property
     def detail(self) -> str:
         count = len(self.collectives)
         text = "" if self.sum is None else self.sum.detail
         merged = f"{count} all-reduces as one" if count > 1 else ""
-        return ", ".join(t for t in (text, merged) if t)
+        norm = self.norm.detail if self.norm is not None else self.stays
+        return ", ".join(t for t in (text, merged, norm) if t)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -111,14 +121,20 @@ class AllReducePattern:
             always: into the product where that is right, else in one shot, whether it pays or not.
 
         Raises:
-            LeftAlone: it reduces no product, or no op of weft is faster.
+            LeftAlone: no op of weft is faster, or the result is waited for later.
         """
         x = val(c.x)
-        if not has_product(c.x):
-            raise LeftAlone(why_no_product(c.x))
         if x.dim() == 0:
             raise LeftAlone("its input is a number")
-        result = cls(*_feeding_one_sum(c, groups))
+        if has_product(c.x):
+            result = cls(*_feeding_one_sum(c, groups))
+        else:
+            if (between := c.beside) is not None:
+                raise LeftAlone(
+                    f"{why_no_product(c.x)}; and it is waited for behind {what(between)}, which the group's own "
+                    "backend runs beside it"
+                )
+            result = cls([c], [], [], of_products=False)
         try:
             result._choose(always)
         except LeftAlone:
@@ -126,13 +142,16 @@ class AllReducePattern:
                 raise
             # Neither op pays, but one all-reduce instead of several does.
             result.op = c10d.all_reduce.default
+        if result.norm is None and not result.stays:
+            result.stays = stays_behind(result.added[-1] if result.added else c.wait)
         return result
 
     def _choose(self, always: bool) -> None:
         c = self.collective
         size = hint(val(c.x).numel()) * val(c.x).dtype.itemsize
         reasons = []
-        if always or size >= _MATMUL_FROM:
+        norm = self._norm()
+        if self.of_products and (always or size >= _MATMUL_FROM):
             try:
                 self.sum = self._products()
                 if not always:
@@ -140,6 +159,8 @@ class AllReducePattern:
                     if (apart := why_apart(self.sum.products)) is not None:
                         raise LeftAlone(apart)
                 self.op = schema.matmul_all_reduce
+                if norm is not None:
+                    self.stays = "the norm behind it stays: the all-reduce is fused with its product instead"
                 return
             except LeftAlone as e:
                 self.sum = None
@@ -149,15 +170,30 @@ class AllReducePattern:
                 self._check_profitable("all_reduce")
         except LeftAlone as e:
             raise LeftAlone("; ".join([*reasons, str(e)])) from e
-        if len(self.collectives) == 1 and c.reduce_op == "sum" and (norm := RmsNorm.after(c)) is not None:
+        if norm is not None:
             self.norm, self.op = norm, schema.all_reduce_rms_norm
+
+    def _norm(self) -> RmsNorm | None:
+        """The norm that follows, if the op computes it; else it is noted why not."""
+        try:
+            norm = RmsNorm.after(self.collective)
+        except LeftAlone as e:
+            self.stays = f"the norm behind it stays: {e}"
+            return None
+        if norm is not None and len(self.collectives) > 1:
+            self.stays = "the norm behind it stays: it is of several all-reduces"
+            return None
+        return norm
 
     def _check_profitable(self, op: str) -> None:
         x = val(self.collective.x)
         m, n, k = (hint(size) for size in (self.m, self.n, self.k))
         world = self.collective.world
         candidate = FusionCandidate(op, m, n, k, world, x.dtype, x.device.type)
-        if (reason := why_not_profitable(candidate)) is not None:
+        reason = why_not_profitable(candidate)
+        if reason is None and self.sum is not None:
+            reason = why_not_joined(self.sum, candidate)
+        if reason is not None:
             raise LeftAlone(reason)
 
     def _products(self) -> SumOfMatmuls:
@@ -166,8 +202,6 @@ class AllReducePattern:
         total = sums[0]
         for other in sums[1:]:
             total.join(other)
-        if total.vectors:
-            raise LeftAlone(f"{what(total.vectors[0])} is added to the product")
         if total.dtype != val(self.collective.x).dtype:
             raise LeftAlone(f"the product is cast before it is reduced, and the op returns {total.dtype}")
         check_no_write(total.first(), self.collectives[-1].node)
@@ -204,7 +238,7 @@ class AllReducePattern:
         last = self.collectives[-1]
         if self.sum is not None:
             A, B = self.sum.operands(at)
-            out = rewrite.fused(at, self.op, last, A, B, last.reduce_op)
+            out = self.sum.finished(rewrite.fused(at, self.op, last, A, B, last.reduce_op), last, at)
             out = rewrite.rearrange(out, (self.sum.rows, self.sum.columns), plain(shape), shape, at, [A])
             return rewrite.make_contiguous(out, at)
         x, *others = (c.x for c in self.collectives)
@@ -216,6 +250,21 @@ class AllReducePattern:
         else:
             out = rewrite.fused(at, self.op, last, x, last.reduce_op)
         return rewrite.make_contiguous(out, at)
+
+
+def why_not_joined(total: SumOfMatmuls, candidate: FusionCandidate) -> str | None:
+    """Why the weights of several products should not be copied to stand side by side; None if they should.
+
+    Few rows are reduced in less time than that takes: of LoRA's two products, say.
+    """
+    if candidate.device_type != "cuda" or len(total.products) == 1:
+        return None
+    weights = [val(p.right) for p in total.products]
+    copied = sum(2 * hint(w.numel()) * w.dtype.itemsize for w in weights) / _MEMORY
+    gain = expected_gain(candidate)
+    if copied <= gain:
+        return None
+    return f"to copy its {len(weights)} weights side by side takes {copied:.3g} us, and fusing saves {gain:.3g} us"
 
 
 def _feeding_one_sum(

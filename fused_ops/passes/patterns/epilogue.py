@@ -27,11 +27,13 @@ from ..graph.collectives import (
     communicates,
     first_write,
     is_contiguous,
+    is_flat,
     is_val,
     known,
     only_user,
     same_shape,
     val,
+    what,
 )
 from ..graph.index_map import Dims, flat_dims, numel, plain, reshaped, same_size
 from ..graph.views import unchanged
@@ -127,6 +129,20 @@ class Terms:
                 node.replace_all_uses_with(same)
         for add, node in reversed(self.added.items()):
             add.replace_all_uses_with(node)
+
+
+def stays_behind(node: fx.Node) -> str:
+    """What follows a collective's result and is no part of the op; "" where it is not arithmetic with a term."""
+    while is_flat(user := only_user(node)):
+        node = user
+    return f"{what(user)} stays behind it" if calls(user, *_ARITHMETIC) else ""
+
+
+_ARITHMETIC = (
+    *(getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")),
+    *(getattr(aten, name).Scalar for name in ("add", "sub", "mul", "div")),
+    aten.neg.default,
+)
 
 
 def _is_row(term: fx.Node, node: fx.Node, c: Collective, part: Dims) -> bool:

@@ -27,6 +27,7 @@ from ..graph.collectives import (
 )
 from ..graph.index_map import Dims, flat_dims, gathered_dims, same_size
 from ..graph.rewrite import call, erase_unused
+from ..graph.scaling import Change
 from ..graph.views import View, views
 
 # Nodes that are computed before a gather instead of behind it, for one operand: a weight that is cast and transposed.
@@ -35,7 +36,7 @@ _MOST_MOVED = 64
 
 @dataclass
 class Gathered:
-    """``collectives`` gather the same; ``views`` hold what they gathered, whatever its order and dtype."""
+    """``collectives`` gather the same; ``views`` hold what they gathered, whatever its order, dtype and factor."""
 
     collectives: list[Collective]
     views: dict[fx.Node, View]
@@ -117,13 +118,13 @@ class Gathered:
         return needed
 
     def kept(
-        self, products: Mapping[fx.Node, fx.Node | None], casts: tuple[torch.dtype, ...], joined: Dims
+        self, products: Mapping[fx.Node, fx.Node | None], changes: tuple[Change, ...], joined: Dims
     ) -> dict[fx.Node, View]:
         """The views from which everything is made that others than the ``products`` use.
 
         Args:
             products: that use the gathered tensor as an operand, and what they add.
-            casts, joined: of the gathered tensor that the op returns.
+            changes, joined: of the gathered tensor that the op returns.
 
         Raises:
             LeftAlone: one cannot be made from what the op returns.
@@ -140,20 +141,21 @@ class Gathered:
                     used.setdefault(self.cut.get(node, node), user)
         result = {}
         for node, user in used.items():
-            view = self._ancestor(node, casts, joined)
+            view = self._ancestor(node, changes, joined)
             if view is None:
                 write = first_write(self.collectives[0].node, max(node, self.collectives[0].wait))
-                when = "before it is cast" if write is None else f"after {what(write)} wrote to memory"
+                before = "before it is cast or multiplied"
+                when = before if write is None else f"after {what(write)} wrote to memory"
                 raise LeftAlone(f"{what(user)} uses the gathered tensor {when}")
             result[view.node] = view
         return result
 
-    def _ancestor(self, node: fx.Node, casts: tuple[torch.dtype, ...], joined: Dims) -> View | None:
+    def _ancestor(self, node: fx.Node, changes: tuple[Change, ...], joined: Dims) -> View | None:
         """The view that is the easiest to make of those that a view is made of, itself included."""
         best: tuple[bool, View] | None = None
         view: View | None = self.views[node]
         while view is not None:
-            if view.casts == casts and is_contiguous(val(view.node)) and self._unwritten(view):
+            if view.changes == changes and is_contiguous(val(view.node)) and self._unwritten(view):
                 # In the order in which the op gives it, and there of several the first made, from which the others
                 # follow. In another order each is a copy: what others hold in other memory would be one more.
                 in_order = same_size(flat_dims(view.dims), flat_dims(joined))

@@ -1,9 +1,9 @@
 """Matrix products, summed, then reduce_scatter.
 
-Whatever reshapes, permutes, casts, or cuts it into parts and joins them stands between, each rank gets either rows
-of the product or columns that stand side by side: both are ``fused_matmul_reduce_scatter``, whose result is then
-reshaped, permuted and cast. A sum of products is one product. A vector added to each row is summed by an all-reduce of
-its own: it is the same for all rows.
+Whatever reshapes, permutes, casts, multiplies by a number, or cuts it into parts and joins them stands between, each
+rank gets either rows of the product or columns that stand side by side: both are ``fused_matmul_reduce_scatter``, whose
+result is then multiplied, reshaped, permuted and cast. A sum of products is one product. A vector added to each row is
+summed by an all-reduce of its own: it is the same for all rows.
 
 Products cast up to float32 before they are reduced travel as they are, which is half the bytes, and are summed to a
 float32 result.
@@ -20,10 +20,9 @@ from torch import fx
 from ....kernels.matmul_reduce_scatter.configs import MOST_PRODUCTS
 from ...library import schema
 from ..graph import rewrite
-from ..graph.collectives import Collective, LeftAlone, Size, aten, check_no_write, known, some, val
+from ..graph.collectives import Collective, LeftAlone, Size, check_no_write, known, some, val
 from ..graph.index_map import Dims, around_rank, gathered_dims, numel, plain
-from ..graph.rewrite import call
-from .epilogue import Terms
+from .epilogue import Terms, stays_behind
 from .peak_memory import why_apart
 from .sum_of_matmuls import SumOfMatmuls, sum_of
 
@@ -37,6 +36,7 @@ class MatmulReduceScatterPattern:
     dim: int  # of A @ B, where the op scatters it
     part: Dims
     terms: Terms
+    stays: str  # what follows and is no part of the op
 
     op = schema.matmul_reduce_scatter
     others = ()
@@ -57,7 +57,7 @@ class MatmulReduceScatterPattern:
 
     @property
     def detail(self) -> str:
-        return ", ".join(t for t in (self.sum.detail, self.terms.detail) if t)
+        return ", ".join(t for t in (self.sum.detail, self.terms.detail, self.stays) if t)
 
     @property
     def adds(self) -> tuple[str, ...]:
@@ -106,8 +106,9 @@ class MatmulReduceScatterPattern:
                 raise LeftAlone(f"{some(total.vectors)} is added, and each rank gets other columns of it")
             part, dim = (total.rows, after), 1
         check_no_write(total.first(), c.node)
-        plain_sum = not total.vectors and total.dtype == val(c.wait).dtype
-        return cls(c, total, dim, part, Terms.after(c, part) if plain_sum else Terms(c.node))
+        plain_sum = not total.vectors and total.factor == 1 and total.dtype == val(c.wait).dtype
+        terms = Terms.after(c, part) if plain_sum else Terms(c.node)
+        return cls(c, total, dim, part, terms, stays_behind(terms.path[-1] if terms.path else c.wait))
 
     @property
     def _adds_products(self) -> bool:
@@ -121,7 +122,7 @@ class MatmulReduceScatterPattern:
         """
         c, at = self.collective, self.terms.at
         with rewrite.undone_if_left():
-            pairs = self.sum.factors(at) if self._adds_products else [self.sum.operands(at)]
+            pairs = self.sum.pairs(at) if self._adds_products else [self.sum.operands(at)]
             near = [*(A for A, _ in pairs), *(p.left for p in self.sum.products)]
             if len(self.part) > 2:
                 lead = [numel(self.part[0]), c.world * numel(self.part[1])]
@@ -133,10 +134,7 @@ class MatmulReduceScatterPattern:
                 named["more"] = [factor for pair in others for factor in pair]
             named |= self.terms.arguments(self.part, [A, B])
             out = rewrite.fused(at, self.op, c, A, B, c.reduce_op, self.dim, **named)
-            for vector in self.sum.vectors:
-                bias = rewrite.cast(rewrite.reshape(vector, [val(vector).shape[-1]], at), [want], at)
-                total = rewrite.fused(at, schema.all_reduce, c, bias, c.reduce_op)
-                out = call(at, aten.add.Tensor, out, total)
+            out = self.sum.finished(out, c, at)
             out = rewrite.rearrange(out, self.part, plain(val(c.wait).shape), val(c.wait).shape, at, near)
             out = rewrite.make_contiguous(out, at)
         self.terms.replace()

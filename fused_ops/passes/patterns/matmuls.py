@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -25,7 +26,8 @@ PRODUCTS = {
 
 @dataclass(frozen=True)
 class Product:
-    """``left @ right`` [+ ``addend``]: matrices, or a batch of them with one matrix repeated on the other side."""
+    """``alpha * left @ right`` [+ ``beta * addend``]: matrices, or a batch of them with one matrix repeated on the
+    other side."""
 
     node: fx.Node
     left: fx.Node
@@ -33,8 +35,12 @@ class Product:
     addend: fx.Node | None
 
     @property
-    def scaled(self) -> bool:
-        return any(argument(self.node, 9, name, 1) != 1 for name in ("alpha", "beta"))
+    def alpha(self) -> Any:
+        return argument(self.node, 9, "alpha", 1)
+
+    @property
+    def beta(self) -> Any:
+        return argument(self.node, 9, "beta", 1)
 
 
 def product(node: fx.Node) -> Product | None:

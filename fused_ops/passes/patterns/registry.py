@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from ..graph.collectives import Collective, c10d
+from ..graph.collectives import Collective, LeftAlone, c10d
 from .all_gather_matmul import AllGatherMatmulPattern
 from .all_reduce import AllReducePattern
+from .alone import AlonePattern
+from .candidate import why_not_profitable_of
 from .matmul_reduce_scatter import MatmulReduceScatterPattern
 
-Form: TypeAlias = AllGatherMatmulPattern | MatmulReduceScatterPattern | AllReducePattern
+Form: TypeAlias = AllGatherMatmulPattern | MatmulReduceScatterPattern | AllReducePattern | AlonePattern
 
 
 def match(c: Collective, groups: frozenset[str] | None = None, *, always: bool = False) -> Form:
@@ -17,7 +19,7 @@ def match(c: Collective, groups: frozenset[str] | None = None, *, always: bool =
 
     Args:
         groups: the other collectives that it takes along are of these groups only. None for all.
-        always: where several ops could take it, the one that takes most, whether that pays or not.
+        always: where several ops could take it, the one that takes most, whether that is profitable or not.
 
     Raises:
         LeftAlone: it is none that can be fused exactly.
@@ -27,3 +29,26 @@ def match(c: Collective, groups: frozenset[str] | None = None, *, always: bool =
     if c.node.target is c10d.reduce_scatter_tensor.default:
         return MatmulReduceScatterPattern.from_collective(c)
     return AllReducePattern.from_collective(c, groups, always=always)
+
+
+def match_alone_too(c: Collective, groups: frozenset[str] | None = None, *, always: bool = False) -> Form:
+    """The same; where it can be fused with no product, or that is not profitable, the collective alone.
+
+    Raises:
+        LeftAlone: it is none that can be fused exactly, nor alone.
+    """
+    try:
+        form = match(c, groups, always=always)
+        if always or why_not_profitable_of(form) is None:
+            return form
+        why = None
+    except LeftAlone as e:
+        if c.node.target is c10d.all_reduce.default:
+            raise
+        form, why = None, e
+    try:
+        return AlonePattern.from_collective(c)
+    except LeftAlone as e:
+        if form is not None:
+            return form
+        raise LeftAlone(f"{why}; {e}") from e

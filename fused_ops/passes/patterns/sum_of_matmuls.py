@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
 
-from ...library import validation
+from ...library import schema, validation
 from ..graph import rewrite
 from ..graph.collectives import (
     COMPILE_BOTH,
+    Collective,
     LeftAlone,
     Size,
     argument,
     aten,
     calls,
+    hint,
     is_val,
     known,
     same_shape,
@@ -26,6 +29,7 @@ from ..graph.collectives import (
 )
 from ..graph.index_map import Digits, Dims, numel, same_size
 from ..graph.rewrite import call
+from ..graph.scaling import Scaling, check_factor, is_factor, scaled
 from ..graph.views import view_step
 from .matmuls import Product, matrix, one_matrix, product
 
@@ -34,15 +38,19 @@ from .matmuls import Product, matrix, one_matrix, product
 class SumOfMatmuls:
     """A node that is a sum of products: one product of what stands side by side, ``[A1 A2] @ [B1; B2]``.
 
-    ``vectors`` are added to each of its rows. ``rows`` and ``columns`` of the product are digits of the node's
-    dimensions. ``dtype`` is that of the products; ``nodes`` are all that compute the sum.
+    ``vectors`` are added to each of its rows. Each of both has a factor, in the same order. ``rows`` and ``columns`` of
+    the product are digits of the node's dimensions. ``dtype`` is that of the products; ``nodes`` are all that compute
+    the sum.
     """
 
     products: list[Product] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
     vectors: list[fx.Node] = field(default_factory=list)
+    factors_of_vectors: list[float] = field(default_factory=list)
     nodes: list[fx.Node] = field(default_factory=list)
     rows: Digits = ()
     columns: Digits = ()
+    total_dtype: torch.dtype = torch.float32  # to which the ranks' sum is rounded
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,16 +69,31 @@ class SumOfMatmuls:
         return sum(val(p.left).shape[-1] for p in self.products)
 
     @property
+    def factor(self) -> float:
+        """By which what the op gives is multiplied: the one that all have. Factors that differ go into the operands."""
+        first, *others = (*self.factors, *self.factors_of_vectors)
+        return first if all(other == first for other in others) else 1.0
+
+    @property
     def detail(self) -> str:
         count, vectors = len(self.products), len(self.vectors)
         text = f"{count} product{'s, summed as one' if count > 1 else ''}"
+        if self.factor != 1:
+            text += f", multiplied by {self.factor:g}"
+        elif self._is_scaled:
+            text += f", multiplied by {', '.join(f'{f:g}' for f in sorted({*self.factors}, reverse=True))}"
         return text + (f", {vectors} added vector{'s' if vectors > 1 else ''}" if vectors else "")
 
     @property
     def form(self) -> str:
         count = len(self.products)
-        text = f"sum of {count} products" if count > 1 else "product"
+        kind = "scaled product" if self._is_scaled else "product"
+        text = f"sum of {count} {kind}s" if count > 1 else kind
         return text + (" + bias" if self.vectors else "")
+
+    @property
+    def _is_scaled(self) -> bool:
+        return any(factor != 1 for factor in self.factors)
 
     def first(self) -> fx.Node:
         """The first of the products in the graph."""
@@ -86,20 +109,57 @@ class SumOfMatmuls:
         if not alike or self.dtype != other.dtype:
             raise LeftAlone("the products that are summed have different shapes or dtypes")
         self.products += other.products
+        self.factors += other.factors
         self.vectors += other.vectors
+        self.factors_of_vectors += other.factors_of_vectors
         self.nodes += other.nodes
+        self.check_factors()
 
-    def factors(self, at: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-        """``A`` [m, k] and ``B`` [k, n] of each product, before the given node."""
-        As = [rewrite.reshape(p.left, [self.m, val(p.left).shape[-1]], at, [p.left]) for p in self.products]
-        return list(zip(As, [matrix(p.right, at) for p in self.products], strict=True))
+    def check_factors(self) -> None:
+        """
+        Raises:
+            LeftAlone: what the op sends, or an operand, may be out of its dtype's range.
+        """
+        if self.factor != 1:
+            # The ranks' sum without its factor may be too large where that with it is not.
+            if self.total_dtype == torch.float16 and abs(self.factor) < 1:
+                raise LeftAlone(
+                    f"{what(self.products[0].node)} is multiplied by {self.factor:g} before it is reduced: without "
+                    "that the sum may be too large for torch.float16"
+                )
+            return
+        for product_, factor in zip(self.products, self.factors, strict=True):
+            check_factor(factor, self.dtype, what(product_.node))
+
+    def pairs(self, at: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+        """``A`` [m, k] and ``B`` [k, n] of each product, before the given node; of ``self.factor`` times their sum."""
+        found = []
+        for product_, factor in zip(self.products, self.factors, strict=True):
+            left, right = product_.left, matrix(product_.right, at)
+            if self.factor == 1 and factor != 1:
+                # Whichever has fewer elements.
+                if _known_less(self.m, val(right).shape[-1]):
+                    left = scaled(left, factor, at)
+                else:
+                    right = scaled(right, factor, at)
+            found.append((rewrite.reshape(left, [self.m, val(left).shape[-1]], at, [left]), right))
+        return found
 
     def operands(self, at: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Those of one product of what stands side by side."""
-        As, Bs = zip(*self.factors(at), strict=True)
+        As, Bs = zip(*self.pairs(at), strict=True)
         if len(As) == 1:
             return As[0], Bs[0]
         return call(at, aten.cat.default, As, 1), call(at, aten.cat.default, Bs, 0)
+
+    def finished(self, out: fx.Node, c: Collective, at: fx.Node) -> fx.Node:
+        """What the op gives of the products, with the vectors, which are reduced by themselves, and the factor."""
+        for vector, factor in zip(self.vectors, self.factors_of_vectors, strict=True):
+            row = rewrite.reshape(vector, [val(vector).shape[-1]], at)
+            row = rewrite.cast(row, [val(out).dtype], at)
+            total = rewrite.fused(at, schema.all_reduce, c, row, c.reduce_op)
+            out = call(at, aten.add.Tensor, out, scaled(total, factor / self.factor, at))
+        return scaled(out, self.factor, at)
 
 
 def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> SumOfMatmuls:
@@ -108,22 +168,20 @@ def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> SumOfMatmuls:
     Raises:
         LeftAlone: it is no sum of products, or others use a part of it.
     """
-    total = SumOfMatmuls()
+    total = SumOfMatmuls(total_dtype=val(node).dtype)
     terms: list[tuple[Digits, Digits]] = []
     rows_of_vectors: list[Digits] = []
     wanted = val(node).dtype
-    pending: list[tuple[fx.Node, Dims, tuple[fx.Node, ...]]] = [(node, dims, (user,))]
+    pending: list[tuple[fx.Node, Dims, tuple[fx.Node, ...], float]] = [(node, dims, (user,), 1.0)]
     adder: dict[fx.Node, fx.Node] = {}  # what adds a node, as it is or in another order
     dtypes: dict[torch.dtype, fx.Node] = {}
     while pending:
-        node, dims, users = pending.pop()
+        node, dims, users, factor = pending.pop()
         _check_users(node, users)
         total.nodes.append(node)
         dtypes.setdefault(val(node).dtype, node)
         if (taken := product(node)) is not None:
             _check_dtype(val(node).dtype, wanted)
-            if taken.scaled:
-                raise LeftAlone(f"{what(node)} scales what it adds")
             if val(taken.left).dtype != val(node).dtype:
                 raise LeftAlone(
                     f"{what(node)} has another dtype than its operands, to which the op would round"
@@ -133,30 +191,32 @@ def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> SumOfMatmuls:
             *lead, rows, columns = dims
             terms.append((tuple(d for digits in (*lead, rows) for d in digits), columns))
             total.products.append(taken)
-            addends: tuple[object, ...] = () if taken.addend is None else (taken.addend,)
+            total.factors.append(_times(factor, taken.alpha, node))
+            addends = [] if taken.addend is None else [(taken.addend, taken.beta)]
         elif (taken_step := view_step(node)) is not None:
             for part in taken_step.between:
                 _check_users(part, taken_step.nodes)
             total.nodes += taken_step.between
-            pending.append((taken_step.source, taken_step.backward(dims), taken_step.nodes))
+            if isinstance(taken_step.change, Scaling):
+                factor = _times(factor, taken_step.change.factor, node)
+            pending.append((taken_step.source, taken_step.backward(dims), taken_step.nodes, factor))
             if node in adder:
                 adder[taken_step.source] = adder[node]
             continue
-        elif calls(node, aten.add.Tensor):
-            if argument(node, 9, "alpha", 1) != 1:
-                raise LeftAlone(f"{what(node)} scales what it adds")
-            addends = node.args[:2]
+        elif calls(node, *_SUMS):
+            addends = _added(node)
         else:
             if node not in adder:
                 raise LeftAlone(why_no_product(node))
             raise LeftAlone(f"{what(adder[node])} adds {what(node)}, not a matrix product")
-        for term in addends:
+        for term, number in addends:
             if _is_vector(term, node):
-                total.vectors.append(term)  # type: ignore[arg-type]
+                total.vectors.append(term)
+                total.factors_of_vectors.append(_times(factor, number, node))
                 rows_of_vectors.append(dims[-1])
             else:
-                pending.append((term, dims, (node,)))  # type: ignore[arg-type]
-                adder[term] = node  # type: ignore[index]
+                pending.append((term, dims, (node,), _times(factor, number, node)))
+                adder[term] = node
     if not terms:
         raise LeftAlone(f"{some(total.vectors)}, which it sums, are no matrix products")
     (total.rows, total.columns), *others = terms
@@ -177,7 +237,36 @@ def sum_of(node: fx.Node, dims: Dims, user: fx.Node) -> SumOfMatmuls:
     for vector, columns in zip(total.vectors, rows_of_vectors, strict=True):
         if not same_size(columns, total.columns) or val(vector).dtype != total.dtype:
             raise LeftAlone(f"{what(vector)} is not added to the rows of the product")
+    total.check_factors()
     return total
+
+
+_SUMS = (aten.add.Tensor, aten.sub.Tensor)
+
+
+def _added(node: fx.Node) -> list[tuple[Any, Any]]:
+    """What a sum or a difference adds, and the factor of each."""
+    a, b = node.args[:2]
+    alpha = argument(node, 9, "alpha", 1)
+    return [(a, 1), (b, -alpha if calls(node, aten.sub.Tensor) and is_factor(alpha) else alpha)]
+
+
+def _times(factor: float, number: object, node: fx.Node) -> float:
+    """
+    Raises:
+        LeftAlone: the node multiplies by what is no factor.
+    """
+    if not isinstance(number, int | float) or not is_factor(number) or not is_factor(factor * number):
+        raise LeftAlone(f"{what(node)} multiplies what it adds by {number}")
+    return factor * number
+
+
+def _known_less(a: Size, b: Size) -> bool:
+    """Whether a size is smaller in the example that the graph was made with."""
+    try:
+        return hint(a) < hint(b)
+    except LeftAlone:
+        return known(a < b)
 
 
 def why_no_product(node: fx.Node) -> str:
@@ -195,7 +284,7 @@ def why_no_product(node: fx.Node) -> str:
 
 
 def has_product(node: fx.Node) -> bool:
-    """Whether a sum, through casts and whatever only orders elements, has a matrix product among what it sums."""
+    """Whether a sum has a matrix product among what it sums, through casts, factors and whatever orders elements."""
     pending, seen = [node], {node}
     while pending:
         node = pending.pop()
@@ -205,7 +294,7 @@ def has_product(node: fx.Node) -> bool:
             taken = view_step(node)
         except LeftAlone:
             continue
-        sources = node.args[:2] if calls(node, aten.add.Tensor) else () if taken is None else (taken.source,)
+        sources = node.args[:2] if calls(node, *_SUMS) else () if taken is None else (taken.source,)
         for source in sources:
             if is_val(source) and source not in seen:
                 seen.add(source)

@@ -165,9 +165,12 @@ struct ThreadShare {
 
     __device__ __forceinline__ ThreadShare(u32 at, u32 index) : at(at), index(index) {}
 
-    __device__ __forceinline__ void next() {
-        at += gridDim.x * blockDim.x;
-        index += blockDim.x;
+    __device__ __forceinline__ void next() { skip(blockDim.x); }
+
+    // To the `count`-th next one, where so many threads of a block have vectors.
+    __device__ __forceinline__ void skip(u32 threads, u32 count = 1) {
+        at += count * gridDim.x * threads;
+        index += count * threads;
     }
 };
 

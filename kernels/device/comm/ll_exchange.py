@@ -142,3 +142,13 @@ def exchange_grid(count: int, slots: int, blocks: int = BLOCKS, threads: int = T
 def up(n: int, to: int) -> int:
     """``n``, or the next multiple of ``to`` above it."""
     return -(-n // to) * to
+
+
+def workers(world_size: int) -> int:
+    """Threads of a block that send, at most, where the others mind the slots between the epochs of a launch."""
+    return THREADS if world_size <= 4 else THREADS // 2
+
+
+def at_once(world_size: int) -> int:
+    """Vectors of each peer that such a thread takes at once: what its registers hold."""
+    return 8 // world_size if world_size <= 4 else 1

@@ -115,15 +115,15 @@ def waves(tile: Tile, rows: int, ns: Sequence[int], num_sms: int) -> int:
     return -(-steps // max(1, num_sms // 2))
 
 
-def product_us(m: int, n: int, k: int, spec: DeviceSpec = H200) -> float:
+def matmul_us(m: int, n: int, k: int, spec: DeviceSpec = H200) -> float:
     """Microseconds of cuBLAS's matmul [m, K] @ [K, N] in 16 bits.
 
     A plain model of what was measured on H200s and H100s.
     """
-    return products_us(m, [n], k, spec)
+    return matmuls_us(m, [n], k, spec)
 
 
-def products_us(m: int, ns: Sequence[int], k: int, spec: DeviceSpec = H200) -> float:
+def matmuls_us(m: int, ns: Sequence[int], k: int, spec: DeviceSpec = H200) -> float:
     """The same of a matmul with each of several B, one behind the other."""
     rate = _READ * spec.memory
     busy = sum(max(2 * m * n * k / 720e6, 2 * k * n / rate, k * _LEAST_A_ROW) for n in ns)
@@ -146,4 +146,4 @@ def unfused_us(m: int, n: int, k: int, moved: int, spec: DeviceSpec = H200) -> f
     Args:
         moved: bytes that a rank receives.
     """
-    return 1.05 * product_us(m, n, k, spec) + 22 + moved / 330e3
+    return 1.05 * matmul_us(m, n, k, spec) + 22 + moved / 330e3

@@ -86,6 +86,21 @@ __device__ __forceinline__ void reload_payload(bool wanted, const uint4* slot, u
         : "memory");
 }
 
+// The same of single words, whose 0 says that nothing has come: exact.cuh. The reset is by the thread that has read it.
+__device__ __forceinline__ u32 load_payload_word(const u32* word) {
+    u32 value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_payload_word(u32* word, u32 value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void reset_payload_word(u32* word) {
+    asm volatile("st.global.u32 [%0], 0;" ::"l"(word) : "memory");
+}
+
 // Memory that no other GPU writes to at the same time. They stay in the order in which they are written here:
 // a load is under way before what stands behind it.
 __device__ __forceinline__ uint4 load_vector(const uint4* place) {

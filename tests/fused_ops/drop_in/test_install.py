@@ -222,6 +222,10 @@ def micro_pipelined(rank: int, size: int) -> int:
         weft.installed_calls(clear=True)
         check("y", run(x, up, down), *_want(exact(rank, size, x, up, down)))
         assert taken(AG) == taken(RS) == {("weft", ""): 1}
+        from weft.fused_ops.library.inductor import _known as in_order
+
+        assert {all_gather_matmul.default, matmul_reduce_scatter.default} <= in_order.keys()
+    assert all_gather_matmul.default not in in_order  # torch's are lowered as before
     torch._dynamo.reset()
     return by_torch
 

@@ -203,7 +203,12 @@ class Ranks:
             return [whole.clone() for _ in args]
         if isinstance(target, torch._ops.OpOverload) and target._opname == "fused_all_reduce_rms_norm":
             total = self.reduced(first, "sum")
-            return [self.rms_norm(total + a[0][1], *a[0][2:4]) for a in args]
+            return [self.rms_norm(total, a[0], **a[1]) for a in args]
+        if target is torch.ops.weft.one_shot_all_gather.default:
+            return [torch.cat(first, args[0][0][1]) for _ in first]
+        if target is torch.ops.weft.one_shot_reduce_scatter.default:
+            _, op, dim, _ = args[0][0]
+            return [p.contiguous() for p in self.reduced(first, op).chunk(self.world, dim)]
         if target is torch.ops.weft.fused_all_gather_matmul.default:
             return [self.all_gather_matmul(first, *a[0][1:3], **a[1]) for a in args]
         if target is torch.ops.weft.fused_matmul_reduce_scatter.default:
@@ -223,8 +228,12 @@ class Ranks:
         total = torch.stack(values).sum(0)
         return total / self.world if op == "avg" else total
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight, x
+    def rms_norm(
+        self, total: Tensor, given: Any, weight_offset: float = 0.0, round_sum: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        _, residual, weight, eps, _ = given
+        x = total.clone() if residual is None else total + residual
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (weight + weight_offset), x
 
     def all_gather_matmul(
         self, shards: list[Tensor], Bs: list[Tensor], dim: int, return_A: bool = True

@@ -144,22 +144,36 @@ class Machine:
     def add(self, i: int, j: int, alpha: int = 1) -> Tensor:
         return torch.add(self.values[i], self.values[j], alpha=alpha)
 
+    def sub(self, i: int, j: int, alpha: int = 1) -> Tensor:
+        return torch.sub(self.values[i], self.values[j], alpha=alpha)
+
     def number(self, i: int, spelling: str, number: float) -> Tensor:
         x = self.values[i]
         if spelling == "left":
             return aten.add.Tensor(number, x)
         if spelling == "factor":
             return aten.mul.Tensor(x, number + 1)
+        if spelling == "divisor":
+            return aten.div.Tensor(x, number)
         return {"add": aten.add, "sub": aten.sub}[spelling].Tensor(x, number)
 
     def unary(self, i: int, name: str) -> Tensor:
         return getattr(torch, name)(self.values[i])
 
-    def rms_norm(self, i: int, weight: int) -> Tensor:
-        """In float32, as Hugging Face's Llama has it."""
-        x = self.values[i].to(torch.float32)
+    def rms_norm(self, i: int, weight: int, kind: str = "") -> Tensor:
+        """In float32, as Hugging Face's Llama has it, or as its Gemma."""
+        x, factor = self.values[i].to(torch.float32), self.values[weight]
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
-        return self.values[weight] * x.to(self.values[i].dtype)
+        if kind == "Gemma":
+            return (x * (1.0 + factor.float())).to(self.values[i].dtype)
+        return (factor * x.to(self.values[i].dtype)).to(self.values[i].dtype)
+
+    def rms_norm_of_sum(self, i: int, residual: int, weight: int) -> list[Tensor]:
+        """Of the sum in float32, as vLLM has it, and the sum."""
+        x = self.values[i]
+        wide = x.to(torch.float32) + self.values[residual]
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return [(normed.to(x.dtype) * self.values[weight]).to(x.dtype), wide.to(x.dtype)]
 
     def write(self, i: int) -> Tensor:
         """A mutation. The value stands in the list a second time."""

@@ -66,6 +66,7 @@ class Writer:
             "write_part",
             "wait",
             "number",
+            "factor",
             "other",
         )
         if kind in ("clone", "wait"):
@@ -76,6 +77,8 @@ class Writer:
             return self.do("unary", i, self.draw("neg", "relu", "abs"))
         if kind == "number":
             return self.do("number", i, self.draw("add", "left", "sub", "factor"), self.draw(0, 0, 0.0, 1))
+        if kind == "factor":
+            return self.scaled(i)
         if kind in ("write", "write_part") and shape and 0 not in shape:
             # Of this value, or of any other: an input, a view of this one, what is gathered just now.
             target = self.draw(i, self.size(0, len(self.machine.values) - 1))
@@ -94,6 +97,13 @@ class Writer:
         if kind == "squeeze" and 1 in shape:
             return self.do("squeeze", i)
         return i
+
+    def scaled(self, i: int) -> int:
+        """By a number that is a factor, or rarely by none."""
+        if self.size(0, 2) == 0:
+            return self.do("unary", i, "neg")
+        number = self.draw(1, 2, 3, -1, 0.5, -2.0)
+        return self.do("number", i, *self.draw(("factor", number - 1), ("divisor", 2), ("factor", -1)))
 
     def cut_and_cat(self, i: int, dim: int, to: int) -> int:
         """The spelling of a gather or scatter along another dimension; right, most of the time."""
@@ -201,7 +211,8 @@ class Writer:
                 y = self.do("addmm", y, a, B, *self.draw((1, 1), (1, 1), (1, 1), (1, 1), (1, 2)))
             else:
                 y2 = self.do("mm", a, B)
-                y = y2 if y < 0 else self.do("add", y, y2, self.draw(1, 1, 1, 1, 2))
+                y2 = self.scaled(y2) if self.size(0, 4) == 4 else y2
+                y = y2 if y < 0 else self.do(self.draw("add", "add", "sub"), y, y2, self.draw(1, 1, 1, 1, 2))
             if self.size(0, 7) == 7:
                 bias = self.draw((columns,), (rows, columns), (rows, 1))
                 y = self.do("add", y, self.new(*bias, dtype=self.dtype_of(y)))
@@ -313,15 +324,26 @@ class Writer:
                     if self.size(0, 2) == 2:
                         self.do("write", self.draw(residual, residual, y))
                 y = self.noise(self.do("add", y, other, self.draw(1, 1, 1, 2)))
-        if self.size(0, 3) == 3 and self.shape(y):
-            shape, dtype = self.shape(y), self.dtype_of(y)
-            x = self.do("add", y, self.new(*shape, dtype=dtype))
-            weight = self.new(shape[-1], dtype=dtype)
-            return [x, self.do("rms_norm", x, weight)]
-        return [y]
+        return self.normed(y) if self.size(0, 2) == 2 and self.shape(y) else [y]
+
+    def normed(self, y: int) -> list[int]:
+        """A norm in one of its spellings, of a sum with a residual or without."""
+        shape, dtype = self.shape(y), self.dtype_of(y)
+        weight = self.new(shape[-1], dtype=self.draw(dtype, dtype, torch.float32))
+        if self.size(0, 2) == 2:
+            residual = self.new(*shape, dtype=self.draw(dtype, dtype, dtype, torch.float32))
+            first = self.do("rms_norm_of_sum", self.noise(y), residual, weight)
+            return [first, first + 1]
+        if self.size(0, 2):
+            y = self.do("add", y, self.new(*shape, dtype=dtype), self.draw(1, 1, 1, 2))
+            y = self.noise(y)
+        return [y, self.do("rms_norm", y, weight, self.draw("", "", "Gemma"))]
 
     def all_reduced(self, lead: list[int], columns: int, group: int, source: int | None) -> int:
-        y = self.sum_of_products(lead, columns, source)
+        if self.size(0, 5) == 5:  # of what is no product
+            y = self.do("unary", self.new(*lead, columns), "relu")
+        else:
+            y = self.sum_of_products(lead, columns, source)
         if self.product_of(list(self.shape(y))) == self.product_of([*lead, self.shape(y)[-1]]):
             y = self.noise(self.do("reshape", y, [*lead, self.shape(y)[-1]]))
         op = self.draw("sum", "sum", "sum", "sum", "avg", "max", "product")

@@ -134,14 +134,14 @@ def test_always_fuses_whatever_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def with_norm(x: Tensor, w: Tensor) -> Tensor:
         weight = w[0]
-        return hf_norm(x[:, :5] + ar(torch.addmm(weight, x, w)), weight)
+        return hf_norm(x[:, :5] + ar((x @ w).sin()), weight)
 
     assert only(product, X, W).reasons == "too large"
     for fn, op in (
         (product, MM_AR),
         (lambda x, w: ar(x @ w) + ar((x + 1) @ w), MM_AR),
-        (lambda x, w: ar(F.pad(x @ w, (0, 1)) + (x @ w)[:, :1]), None),
-        (lambda x, w: ar(torch.addmm(w[0], x, w)), "one_shot_all_reduce"),
+        (lambda x, w: ar(F.pad(x @ w, (0, 1)) + (x @ w)[:, :1]), "one_shot_all_reduce"),
+        (lambda x, w: ar(torch.addmm(w[0], x, w)), MM_AR),
         (with_norm, AR_NORM),
     ):
         seen = always(fn, X, W)
@@ -156,7 +156,7 @@ def test_the_report_tells_what_is_reduced() -> None:
 
 
 @pytest.mark.parametrize("name", ["swiglu", "attention"])
-def test_where_no_op_pays_those_that_feed_one_sum_are_still_one(
+def test_where_no_op_is_profitable_those_that_feed_one_sum_are_still_one(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(form, "why_not_profitable", lambda *args, **kwargs: "too large")
@@ -201,26 +201,6 @@ def test_other_reductions(op: str) -> None:
     seen = only(lambda x, w: ar(x @ w, op), X, W)
     assert seen.fused == [None]
     assert f"reduces by '{op}'" in seen.reasons
-    assert str(seen.after) == str(seen.before)
-
-
-LEFT: dict[str, Callable[..., Tensor]] = {
-    "a loss": lambda x, w: ar((x @ w).sum()),
-    "an amax": lambda x, w: ar((x @ w).amax(-1)),
-    "an embedding": lambda x, w: ar(torch.where(x > 0, x, torch.zeros_like(x))),
-    "an expert's tokens": lambda x, w: ar(torch.zeros(9, 5).index_add(0, torch.arange(6), x @ w)),
-    "what was put at an index": lambda x, w: ar(
-        torch.ops.aten.index_put.default(x, [torch.arange(3)], x[:3] @ w @ w.t())
-    ),
-    "rows of a product": lambda x, w: ar((x @ w)[:3]),
-}
-
-
-@pytest.mark.parametrize("name", LEFT)
-def test_what_is_no_product_is_left_alone(name: str) -> None:
-    seen = only(LEFT[name], X, W)
-    assert seen.fused == [None]
-    assert "not a matrix product" in seen.reasons
     assert str(seen.after) == str(seen.before)
 
 
@@ -296,14 +276,6 @@ def test_a_product_that_is_used_elsewhere_is_only_reduced() -> None:
 
     assert only(lambda x, w: ar(x @ w), X, W).fused[0] != AR
     seen = only(fn, X, W)
-    assert seen.fused == [AR]
-    check_same(seen, 2)
-
-
-@pytest.mark.usefixtures("of_any_size")
-@pytest.mark.parametrize("bias", [(5,), (6, 5)], ids=["vector", "matrix"])
-def test_a_bias_is_only_reduced(bias: tuple[int, ...]) -> None:
-    seen = only(lambda x, w, b: ar(torch.addmm(b, x, w)), X, W, torch.randn(bias))
     assert seen.fused == [AR]
     check_same(seen, 2)
 

@@ -211,6 +211,7 @@ dist.init_process_group("fake", rank=int(sys.argv[1]), world_size=2, store=FakeS
 def model(x, w):
     return funcol.all_gather_tensor(x, 0, dist.group.WORLD) @ w
 torch.compile(model, backend="weft", fullgraph=True)(torch.randn(4, 8), torch.randn(8, 6))
+dist.destroy_process_group()
 assert "weft" in torch._dynamo.list_backends()
 """
 

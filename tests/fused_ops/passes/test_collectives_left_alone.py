@@ -12,11 +12,11 @@ from weft.fused_ops.passes import FusionPass
 __all__ = ["two_ranks"]
 
 
-def test_all_reduce_of_something_else() -> None:
+def test_another_all_reduce_of_something_else() -> None:
     def fn(x: Tensor) -> Tensor:
-        return c10d.wait_tensor(c10d.all_reduce(x.sin(), "sum", GROUP[0]))
+        return c10d.wait_tensor(c10d.all_reduce(x.sin(), "product", GROUP[0]))
 
-    check_left(fn, "not a matrix product", X2)
+    check_left(fn, "it reduces by 'product'", X2)
 
 
 def test_coalesced() -> None:

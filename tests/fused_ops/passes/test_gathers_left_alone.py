@@ -79,8 +79,8 @@ def test_a_cast_between() -> None:
     check_left(lambda x, w: ag(x).double() @ w.double(), "another dtype or layout", X2, W8)
 
 
-def test_scaled_between() -> None:
-    check_left(lambda x, w: (ag(x) * 2) @ w, "no matrix product takes", X2, W8)
+def test_scaled_between_by_a_tensor() -> None:
+    check_left(lambda x, w, s: (ag(x) * s) @ w, "no matrix product takes", X2, W8, torch.tensor(2.0))
 
 
 def test_the_addend() -> None:
@@ -102,8 +102,8 @@ def test_more_rows_than_the_shards_make() -> None:
     check_left(lambda x, w: ag(x).reshape(3, 32) @ w, "3 x 32 cuts through", X2, torch.randn(32, 5))
 
 
-def test_a_scaled_addmm() -> None:
-    check_left(lambda x, w, b: torch.addmm(b, ag(x), w, alpha=2), "scales", X2, W8, torch.randn(5))
+def test_an_addmm_scaled_by_zero() -> None:
+    check_left(lambda x, w, b: torch.addmm(b, ag(x), w, alpha=0), "scales", X2, W8, torch.randn(5))
 
 
 def test_batched_products() -> None:

@@ -56,7 +56,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], list[str
 
 
 def case(into: list[str | None], *shapes: tuple[int, ...]) -> Callable[[Any], Any]:
-    """A program, the shapes of its inputs, and into what its collectives are fused where everything pays."""
+    """A program, the shapes of its inputs, and into what its collectives are fused where everything is profitable."""
 
     def enter(fn: Callable[..., Any]) -> Callable[..., Any]:
         CASES[fn.__name__] = (fn, shapes, into)
@@ -200,8 +200,8 @@ def subtracted(x: Tensor, w: Tensor) -> Tensor:
 
 
 @case([None], X, W)
-def a_difference_scattered(x: Tensor, w: Tensor) -> Tensor:
-    return rs(x @ w - x.sin() @ w)
+def a_quotient_scattered(x: Tensor, w: Tensor) -> Tensor:
+    return rs(x @ w / (x.sin() @ w))
 
 
 @case([None], X, W, V)
@@ -349,7 +349,7 @@ def test_what_a_cast_on_the_way_cuts_off_stays_off(
 
 
 def test_an_earlier_one_that_was_left_is_not_merged_across_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found from the later all-reduce, after the earlier one has been left alone because neither pays by itself."""
+    """Found from the later all-reduce; the earlier one was left alone, as neither is profitable by itself."""
     monkeypatch.setattr(all_reduce, "why_not_profitable", lambda *args, **kwargs: "does not pay")
 
     def fn(write: bool) -> Callable[..., Any]:

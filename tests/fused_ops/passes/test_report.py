@@ -205,9 +205,9 @@ def test_groups_must_be_a_list() -> None:
 def test_switches_are_true_or_false() -> None:
     with pytest.raises(TypeError, match="strict: is 'no', must be True or False"):
         FusionPass(strict="no")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="agree: is 'no', must be True, False or 'capture'"):
+    with pytest.raises(ValueError, match="agree: is 'no', must be True, False, 'each' or 'capture'"):
         FusionPass(agree="no")
-    with pytest.raises(TypeError, match="agree: is 1, must be True, False or 'capture'"):
+    with pytest.raises(TypeError, match="agree: is 1, must be True, False, 'each' or 'capture'"):
         FusionPass(agree=1)  # type: ignore[arg-type]
 
 
@@ -216,7 +216,7 @@ def test_fuse_must_be_known() -> None:
         FusionPass(fuse="sometimes")
 
 
-def test_what_does_not_pay_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_profitable_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def why_not_profitable(candidate: FusionCandidate) -> str:

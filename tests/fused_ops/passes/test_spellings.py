@@ -89,7 +89,7 @@ def test_coalesced_and_waited_for_at_once_where_not_all_can_be_fused(
     assert str(seen.after).count("wait_tensor.default") == 2, "nothing is left pending"
 
 
-def test_a_coalesced_one_that_does_not_pay_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coalesced_one_that_is_not_profitable_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "weft.fused_ops.dispatch.profitability.why_not_profitable", lambda *args, **kwargs: "it is too small"
     )

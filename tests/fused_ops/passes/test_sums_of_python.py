@@ -137,12 +137,12 @@ def test_summed_with_a_residual_and_normed() -> None:
 # Twins that differ in one condition, and why they are left alone.
 LEFT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "another number": (lambda y: y + 1e-30, "adds 1e-30"),
-    "twice": (lambda y: y * 2, "is mul"),
-    "negated": (lambda y: 0 - y, "is sub"),
+    "by a tensor of one element": (lambda y: y * y[0, 0].sin(), "is mul"),
+    "taken from 0": (lambda y: 0 - y, "adds 0"),
     "inverted": (lambda y: 1 / y, "is reciprocal"),
     "rounded": (lambda y: torch.div(y, 1, rounding_mode="floor"), "is div"),
-    "scaled": (lambda y: torch.add(y, 0, alpha=2), "scales what it adds"),
-    "nothing times infinity": (lambda y: torch.add(y, 0, alpha=float("inf")), "scales what it adds"),
+    "scaled": (lambda y: torch.add(y, 0, alpha=2), "adds 0"),
+    "nothing times infinity": (lambda y: torch.add(y, 0, alpha=float("inf")), "adds 0"),
 }
 
 

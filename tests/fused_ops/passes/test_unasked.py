@@ -13,6 +13,7 @@ from test_ranks_that_differ import compiler, gather, world
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from weft.fused_ops.passes import Report
+from weft.fused_ops.passes.agreement import guard
 from weft.symm_mem import WeftError
 
 
@@ -100,6 +101,7 @@ def reduced(rank: int, size: int, options: list[dict[str, Any]]) -> Report:
     x, w = torch.randn(3, 8), torch.randn(8, 5)
     with compiler(), torch.no_grad():
         fusion = FusionPass(fuse="always")
+        guard.VOTE_DEADLINE = 150.0  # C++ takes long to compile
         mine = torch.compile(fn, options={**fusion.options, **options[rank]})
         for _ in range(3):
             torch.testing.assert_close(mine(x, w), fn(x, w), rtol=1e-4, atol=1e-4)
@@ -111,6 +113,4 @@ def test_code_that_is_not_python_on_one_rank_tells_the_others(wrapper: dict[str,
     other, fused = run_ranks(reduced, 2, [wrapper, {}])
     assert (other.fused, fused.fused) == (0, 1)
     assert (other.questions.count, fused.questions.count, fused.questions.fused) == (3, 3, 0)
-    assert all(d.peer == 0 for d in fused.disagreements), fused
-    assert fused.disagreements
-    assert fused.questions.seconds < 25  # rank 0 is not waited for
+    assert {(d.peer, d.runs) for d in fused.disagreements} == {(0, 3)}  # it was waited for in none

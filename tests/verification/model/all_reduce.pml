@@ -1,7 +1,7 @@
-/* The all-reduce of kernels/all_reduce/kernel.cu: data that announces itself, two halves, a count of uses for each block.
+/* The all-reduce of kernels/all_reduce/kernel.cu: data that is its own flag, two buffers, a count of epochs for each block.
 
    Every rank launches the same CALLS kernels, one after the other; how many blocks each has, and whether it is one_shot
-   or two_shot, is chosen at the start in all ways. A block sends its words to every peer's slots in the half of its own
+   or two_shot, is chosen at the start in all ways. A block sends its words to every peer's slots in the buffer of its own
    use count, waits until no word of its slots is empty, reads and empties them, and counts its use. two_shot does so
    twice, with other slots. Blocks start in the order of their number, RESIDENT of them at once on a rank.
 
@@ -13,7 +13,7 @@
 
    W ranks, BLOCKS in a grid at most, WORDS of a vector. FORMS 1: one_shot; FORMS 2: LEAST 1 both, LEAST 2 two_shot.
    What must fail:
-   BREAK_HALVES  one half for all uses                    BREAK_WORDS   only the first word is looked at
+   BREAK_BUFFERS  one buffer for all uses                    BREAK_WORDS   only the first word is looked at
    BREAK_EMPTY   slots are not emptied                    BREAK_ZEROS   zeros may come after the kernel's end
    BREAK_VECTOR  a block may be launched without a vector
    BREAK_ORDER   blocks start in any order: with fewer RESIDENT than BLOCKS, ranks may wait for each other */
@@ -23,7 +23,7 @@
 #endif
 
 #define SLOTS (W * BLOCKS * 2 * FORMS * W)
-#define AT(owner, block, half, trip, writer) (((((owner) * BLOCKS + (block)) * 2 + (half)) * FORMS + (trip)) * W + (writer))
+#define AT(owner, block, buffer, trip, writer) (((((owner) * BLOCKS + (block)) * 2 + (buffer)) * FORMS + (trip)) * W + (writer))
 #define WRITER(i) ((i) % W)
 #define OWNER(i) ((i) / (W * FORMS * 2 * BLOCKS))
 
@@ -61,7 +61,7 @@ inline send_all(trip) {
     for (peer : 0 .. (W - 1)) {
         if
         :: peer != me ->
-            for (c : 0 .. (WORDS - 1)) { sent[AT(peer, b, half, trip, me) * WORDS + c] = WORD(trip) }
+            for (c : 0 .. (WORDS - 1)) { sent[AT(peer, b, buffer, trip, me) * WORDS + c] = WORD(trip) }
         :: else
         fi
     }
@@ -69,10 +69,10 @@ inline send_all(trip) {
 }
 
 #ifdef BREAK_WORDS
-#define FULL(src, trip) (src == me || slot[AT(me, b, half, trip, src) * WORDS])
+#define FULL(src, trip) (src == me || slot[AT(me, b, buffer, trip, src) * WORDS])
 #else
-#define FULL(src, trip) (src == me || (slot[AT(me, b, half, trip, src) * WORDS] \
-    && slot[AT(me, b, half, trip, src) * WORDS + WORDS - 1]))
+#define FULL(src, trip) (src == me || (slot[AT(me, b, buffer, trip, src) * WORDS] \
+    && slot[AT(me, b, buffer, trip, src) * WORDS + WORDS - 1]))
 #endif
 
 inline receive_all(trip) {
@@ -81,11 +81,11 @@ inline receive_all(trip) {
         if
         :: peer != me ->
             for (c : 0 .. (WORDS - 1)) {
-                assert(slot[AT(me, b, half, trip, peer) * WORDS + c] == WORD(trip))
+                assert(slot[AT(me, b, buffer, trip, peer) * WORDS + c] == WORD(trip))
             }
 #ifndef BREAK_EMPTY
-            assert(!zeroing[AT(me, b, half, trip, peer)]);
-            zeroing[AT(me, b, half, trip, peer)] = true;
+            assert(!zeroing[AT(me, b, buffer, trip, peer)]);
+            zeroing[AT(me, b, buffer, trip, peer)] = true;
             zeros[me]++
 #endif
         :: else
@@ -106,7 +106,7 @@ inline receive_all(trip) {
 #endif
 
 proctype Block(byte me; byte b) {
-    byte k, half, peer, c, uses;
+    byte k, buffer, peer, c, uses;
     started;
     do
     :: k == CALLS -> break
@@ -116,10 +116,10 @@ proctype Block(byte me; byte b) {
             (running[me] == k && MY_TURN && begun[me] - ended[me] < RESIDENT);
             begun[me]++;
             uses++;
-#ifdef BREAK_HALVES
-            half = 0;
+#ifdef BREAK_BUFFERS
+            buffer = 0;
 #else
-            half = uses & 1;
+            buffer = uses & 1;
 #endif
             if
             :: HAS_VECTOR -> send_all(0)
@@ -141,7 +141,7 @@ proctype Block(byte me; byte b) {
             fi
         :: else
         fi;
-        atomic { half = 0; ended[me]++; k++ }
+        atomic { buffer = 0; ended[me]++; k++ }
     od
 }
 

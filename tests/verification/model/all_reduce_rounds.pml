@@ -24,10 +24,10 @@
 
 #define TRIPS 2
 #define SLOTS (W * 2 * TRIPS * WORKERS * W)
-#define AT(owner, half, trip, worker, writer) (((((owner) * 2 + (half)) * TRIPS + (trip)) * WORKERS + (worker)) * W + (writer))
+#define AT(owner, buffer, trip, worker, writer) (((((owner) * 2 + (buffer)) * TRIPS + (trip)) * WORKERS + (worker)) * W + (writer))
 #define WRITER(i) ((i) % W)
 #define OWNER(i) ((i) / (W * WORKERS * TRIPS * 2))
-#define HALF(i) ((i) / (W * WORKERS * TRIPS) % 2)
+#define BUFFER(i) ((i) / (W * WORKERS * TRIPS) % 2)
 #define WORD(use, trip) ((use) * TRIPS + (trip) + 1)
 
 byte uses[CALLS];
@@ -35,7 +35,7 @@ byte uses[CALLS];
 byte slot[SLOTS];
 byte sent[SLOTS];            /* words under way; 0 is none */
 bool zeroing[SLOTS];         /* zeros that are not yet in memory */
-byte zeros[W * 2];           /* how many, by rank and half */
+byte zeros[W * 2];           /* how many, by rank and buffer */
 byte said[W * W];            /* by listener and speaker: the last use that is empty, as it was said */
 byte heard[W * W];           /* and as it has arrived */
 
@@ -51,7 +51,7 @@ proctype Wire(byte i) {
 end:
     do
     :: atomic { sent[i] -> slot[i] = sent[i]; sent[i] = 0 }
-    :: atomic { zeroing[i] -> zeroing[i] = false; slot[i] = 0; zeros[OWNER(i) * 2 + HALF(i)]-- }
+    :: atomic { zeroing[i] -> zeroing[i] = false; slot[i] = 0; zeros[OWNER(i) * 2 + BUFFER(i)]-- }
     od
 }
 

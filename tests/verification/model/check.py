@@ -57,9 +57,9 @@ class Finding:
 _W2 = "W=2 CALLS=4 CHUNKS=1 GROWTHS=0"
 _GROWN = "W=2 CALLS=4 CHUNKS=1 GROWTHS=2"
 # Memory used again by three ranks: of the stores on their way only those of 'done', which alone can be late for it, one
-# half, and growth before calls 1 and 2, so that calls 2, 3 and 4 use the memory of call 0.
-_AGAIN = "W=3 CALLS=5 CHUNKS=1 GROWTHS=2 HALVES=1 ALWAYS_GROW=1 PROMPT=1"
-_ANNOUNCED = "W=2 CALLS=4 CHUNKS=2 GROWTHS=0 ANNOUNCED=1"
+# buffer, and growth before calls 1 and 2, so that calls 2, 3 and 4 use the memory of call 0.
+_AGAIN = "W=3 CALLS=5 CHUNKS=1 GROWTHS=2 BUFFERS=1 ALWAYS_GROW=1 PROMPT=1"
+_LL_PROTOCOL = "W=2 CALLS=4 CHUNKS=2 GROWTHS=0 LL_PROTOCOL=1"
 _REDUCED = "W=2 CALLS=3 BLOCKS=2 WORDS=1 FORMS=1 LEAST=1 RESIDENT=1"
 _ROUNDS = "W=2 WORKERS=1 CALLS=2 LEAST=1 MOST=2 PROMPT=0"
 _TWO_WORKERS = "W=2 WORKERS=2 CALLS=1 LEAST=3 MOST=3 PROMPT=1"
@@ -70,11 +70,11 @@ SMALL = [
     Case("workspace", _W2, WRONG, "REUSE"),
     Case("workspace", _W2, WRONG, "FLAG"),
     Case("workspace", _W2, STUCK, "LOST_DONE"),
-    Case("workspace", _ANNOUNCED),
-    Case("workspace", _ANNOUNCED, WRONG, "KEPT"),
-    Case("workspace", _ANNOUNCED, STUCK, "EMPTIED"),
+    Case("workspace", _LL_PROTOCOL),
+    Case("workspace", _LL_PROTOCOL, WRONG, "KEPT"),
+    Case("workspace", _LL_PROTOCOL, STUCK, "EMPTIED"),
     Case("all_reduce", _REDUCED),
-    Case("all_reduce", _REDUCED, WRONG, "HALVES"),
+    Case("all_reduce", _REDUCED, WRONG, "BUFFERS"),
     Case("all_reduce", _REDUCED, STUCK, "ORDER"),
     Case("all_reduce_rounds", _ROUNDS),
     Case("all_reduce_rounds", _ROUNDS, STUCK, "FENCE"),
@@ -85,10 +85,10 @@ LARGE = [
     Case("workspace", "W=3 CALLS=3 CHUNKS=1 GROWTHS=0"),
     Case("workspace", "W=3 CALLS=2 CHUNKS=1 GROWTHS=1"),
     Case("workspace", _AGAIN),
-    Case("workspace", "W=2 CALLS=6 CHUNKS=2 GROWTHS=0 ANNOUNCED=1"),
-    Case("workspace", "W=2 CALLS=5 CHUNKS=1 GROWTHS=2 ANNOUNCED=1"),
-    Case("workspace", "W=3 CALLS=3 CHUNKS=1 GROWTHS=0 ANNOUNCED=1"),
-    Case("workspace", _ANNOUNCED, WRONG, "REUSE"),
+    Case("workspace", "W=2 CALLS=6 CHUNKS=2 GROWTHS=0 LL_PROTOCOL=1"),
+    Case("workspace", "W=2 CALLS=5 CHUNKS=1 GROWTHS=2 LL_PROTOCOL=1"),
+    Case("workspace", "W=3 CALLS=3 CHUNKS=1 GROWTHS=0 LL_PROTOCOL=1"),
+    Case("workspace", _LL_PROTOCOL, WRONG, "REUSE"),
     Case("workspace", _W2, WRONG, "REUSE_LATE"),
     Case("workspace", _W2, WRONG, "DONE"),
     Case("workspace", "W=3 CALLS=3 CHUNKS=1 GROWTHS=0", WRONG, "REUSE"),

@@ -1,25 +1,25 @@
-/* The protocol of symm_mem/workspace.py: halves, epochs, `done`, and growth with deferred release.
+/* The protocol of symm_mem/workspace.py: buffers, epochs, `done`, and growth with deferred release.
 
-   Every rank makes the same CALLS calls. Which half each takes, and before which of them the workspace grows, is
+   Every rank makes the same CALLS calls. Which buffer each takes, and before which of them the workspace grows, is
    chosen at the start in all ways. In each call a pusher (copy thread, copy engine, a kernel's stores) sends to every
-   peer while the rank itself waits for what comes, reads it, and leaves the half; it may leave before its own pushes
+   peer while the rank itself waits for what comes, reads it, and leaves the buffer; it may leave before its own pushes
    are over. The next call begins after both.
 
    A store into another rank's memory is under way for any time, and stores overtake each other, but for what release
    and acquire forbid: a flag does not arrive before its data. `Wire` delivers them.
 
-   With ANNOUNCED there are no flags: data that is 0 has not come, each chunk for itself, and a rank puts the zeros back
+   With LL_PROTOCOL there are no flags: data that is 0 has not come, each chunk for itself, and a rank puts the zeros back
    before it leaves.
 
    Data is the number of the call that sent it. Reading anything else is an overwrite of unread data, or a flag ahead
    of its data. A rank that waits for ever is an invalid end state.
 
    W ranks, CALLS, CHUNKS of a shard, GROWTHS of the workspace at most. Three ranks with memory used again are too much for
-   all of it: HALVES=1 is one half for all calls, ALWAYS_GROW grows before the first calls that may, and with PROMPT data
+   all of it: BUFFERS=1 is one buffer for all calls, ALWAYS_GROW grows before the first calls that may, and with PROMPT data
    and flags of a rank reach all peers at once, while `done` travels for any time. Data and flags of an old use of the memory have arrived
    everywhere before a growth is over, as all have come to it; `done` may not, of which only that of memory used more than
    once is ever looked at: that of block 1 comes at once, too. What must fail is named BREAK_...:
-   BREAK_REUSE      nobody waits until a half is free        BREAK_REUSE_LATE  one use too few is waited for
+   BREAK_REUSE      nobody waits until a buffer is free        BREAK_REUSE_LATE  one use too few is waited for
    BREAK_FLAG       a flag overtakes its data                BREAK_DONE        `done` is said before the data is read
    BREAK_LOST_DONE  `done` is not told to one peer           BREAK_QUIESCE     memory is given up with stores under way
    BREAK_AGREE      memory is used again though a rank has not dropped it
@@ -30,20 +30,20 @@
 #error "W: must be 2 or 3"
 #endif
 
-#ifndef HALVES
-#define HALVES 2
+#ifndef BUFFERS
+#define BUFFERS 2
 #endif
 
 #define BLOCKS (GROWTHS + 1)
-#define PLACES (W * BLOCKS * HALVES * W)
-#define AT(owner, block, half, writer) ((((owner) * BLOCKS + (block)) * HALVES + (half)) * W + (writer))
+#define PLACES (W * BLOCKS * BUFFERS * W)
+#define AT(owner, block, buffer, writer) ((((owner) * BLOCKS + (block)) * BUFFERS + (buffer)) * W + (writer))
 #define WRITER(i) ((i) % W)
-#define OWNER(i) ((i) / (W * HALVES * BLOCKS))
+#define OWNER(i) ((i) / (W * BUFFERS * BLOCKS))
 
-byte half_of[CALLS];
+byte buffer_of[CALLS];
 bool grow_at[CALLS];
 
-byte epoch[W * BLOCKS * HALVES];  /* own words of each rank */
+byte epoch[W * BLOCKS * BUFFERS];  /* own words of each rank */
 byte done_at[PLACES];           /* at the owner, written by the writer */
 byte flag[PLACES * CHUNKS];
 byte data[PLACES * CHUNKS];
@@ -99,7 +99,7 @@ inline send(there, value) {
     there = value
 }
 
-#ifdef ANNOUNCED
+#ifdef LL_PROTOCOL
 #define send_flag(there) skip
 #define set_flag(there) skip
 #else
@@ -110,9 +110,9 @@ inline send(there, value) {
 #if defined(BREAK_REUSE)
 #define FREE(peer) true
 #elif defined(BREAK_REUSE_LATE)
-#define FREE(peer) (done_at[AT(me, block_of[me], half_of[k], peer)] + 2 >= use_of[me])
+#define FREE(peer) (done_at[AT(me, block_of[me], buffer_of[k], peer)] + 2 >= use_of[me])
 #else
-#define FREE(peer) (done_at[AT(me, block_of[me], half_of[k], peer)] + 1 >= use_of[me])
+#define FREE(peer) (done_at[AT(me, block_of[me], buffer_of[k], peer)] + 1 >= use_of[me])
 #endif
 #define PEER ((me + W - step) % W)
 
@@ -127,7 +127,7 @@ proctype Pusher(byte me) {
             (pushing[me] > k && FREE((me + 1) % W) && FREE((me + W - 1) % W));
             do
             :: step < W ->
-                place = AT(PEER, block_of[me], half_of[k], me) * CHUNKS;
+                place = AT(PEER, block_of[me], buffer_of[k], me) * CHUNKS;
                 for (c : 0 .. (CHUNKS - 1)) { data[place + c] = k + 1; set_flag(flag[place + c]) }
                 step++
             :: else -> break
@@ -135,7 +135,7 @@ proctype Pusher(byte me) {
             c = 0; place = 0; step = 1; k++; pushed[me]++
 #else
             (pushing[me] > k && FREE(PEER));
-            place = AT(PEER, block_of[me], half_of[k], me);
+            place = AT(PEER, block_of[me], buffer_of[k], me);
             do
             :: c < CHUNKS ->
                 send(data_sent[place * CHUNKS + c], k + 1);
@@ -164,7 +164,7 @@ inline check_all() {
 }
 
 inline empty_all() {
-#if defined(ANNOUNCED) && !defined(BREAK_KEPT)
+#if defined(LL_PROTOCOL) && !defined(BREAK_KEPT)
     for (src : 0 .. (W - 1)) {
         for (c : 0 .. (CHUNKS - 1)) { data[AT(me, b, h, src) * CHUNKS + c] = 0 }
     }
@@ -175,7 +175,7 @@ inline empty_all() {
 }
 
 inline leave() {
-    epoch[(me * BLOCKS + b) * HALVES + h] = use_of[me];
+    epoch[(me * BLOCKS + b) * BUFFERS + h] = use_of[me];
     done_at[AT(me, b, h, me)] = use_of[me];
     peer = 0;
     do
@@ -195,7 +195,7 @@ inline leave() {
     peer = 0
 }
 
-#ifdef ANNOUNCED
+#ifdef LL_PROTOCOL
 #define CAME(src) (src == me || (data[AT(me, b, h, src) * CHUNKS] && data[AT(me, b, h, src) * CHUNKS + CHUNKS - 1]))
 #else
 #define CAME(src) (src == me || (flag[AT(me, b, h, src) * CHUNKS] >= use_of[me] \
@@ -248,13 +248,13 @@ proctype Rank(byte me) {
                 :: else -> chosen++
                 od;
                 free = free & ~(1 << chosen);
-                for (h : 0 .. (HALVES - 1)) {
-                    epoch[(me * BLOCKS + chosen) * HALVES + h] = 0;
+                for (h : 0 .. (BUFFERS - 1)) {
+                    epoch[(me * BLOCKS + chosen) * BUFFERS + h] = 0;
                     for (src : 0 .. (W - 1)) {
                         done_at[AT(me, chosen, h, src)] = 0;
                         for (c : 0 .. (CHUNKS - 1)) {
                             flag[AT(me, chosen, h, src) * CHUNKS + c] = 0;
-#ifdef ANNOUNCED
+#ifdef LL_PROTOCOL
                             data[AT(me, chosen, h, src) * CHUNKS + c] = 0
 #endif
                         }
@@ -271,8 +271,8 @@ proctype Rank(byte me) {
         fi;
 #endif
         atomic {
-            h = half_of[k];
-            use_of[me] = epoch[(me * BLOCKS + b) * HALVES + h] + 1;
+            h = buffer_of[k];
+            use_of[me] = epoch[(me * BLOCKS + b) * BUFFERS + h] + 1;
             block_of[me] = b;
             pushing[me]++
         }
@@ -296,8 +296,8 @@ init {
     atomic {
         for (i : 0 .. (CALLS - 1)) {
             if
-            :: half_of[i] = 0
-            :: i > 0 && HALVES > 1 -> half_of[i] = 1  /* the halves are alike */
+            :: buffer_of[i] = 0
+            :: i > 0 && BUFFERS > 1 -> buffer_of[i] = 1  /* the buffers are alike */
             fi;
             if
 #ifdef ALWAYS_GROW

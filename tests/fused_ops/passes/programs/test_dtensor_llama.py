@@ -54,7 +54,7 @@ def step(model: Any, tokens: Tensor, labels: Tensor, cos: Tensor, sin: Tensor) -
 
 def train(rank: int, world: int, case: Case, codegen: bool) -> Outcome:
     sys.path.insert(0, EXAMPLES)
-    from llama import Llama, Sizes, rotary_tables, shard
+    from llama_model import Llama, Sizes, rotary_tables, shard
 
     torch.manual_seed(os.getppid())
     sizes = Sizes(
@@ -103,12 +103,14 @@ def expected(case: Case) -> tuple[int, list[str]]:
     fused = (8 if case.sequence else 2 + 5) * layers
     if case.checkpoint:
         fused += 2 * layers  # gathered again
-    # What the embedding's rows are reduced with, and their gradients gathered.
-    left = ["reduce_scatter_tensor", "all_gather_into_tensor"] if case.sequence else ["all_reduce"]
+    # What the embedding's rows are scattered with, and their gradients gathered; all-reduced they are fused.
+    left = ["reduce_scatter_tensor", "all_gather_into_tensor"] if case.sequence else []
+    fused += 0 if case.sequence else 1
     if not case.blocks:
         fused += 2 if case.sequence else 1  # of the head
         # Maximum, sum and the label's logit of each row; or the logits, gathered along the vocabulary.
-        left += ["all_reduce"] * 3 if case.loss else ["all_gather_into_tensor"]
+        left += ["all_reduce"] if case.loss else ["all_gather_into_tensor"]
+        fused += 2 if case.loss else 0
     return fused, left
 
 

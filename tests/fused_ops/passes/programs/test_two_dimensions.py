@@ -27,7 +27,7 @@ def mesh_of_both() -> DeviceMesh:
 def fsdp(rank: int, world: int, codegen: bool) -> Outcome:
     """Each block is sharded by parallelize_module, compiled, and sharded by FSDP2, as torchtitan does it."""
     sys.path.insert(0, EXAMPLES)
-    from llama import Llama, Sizes, rotary_tables, shard
+    from llama_model import Llama, Sizes, rotary_tables, shard
 
     torch.manual_seed(os.getppid())
     sizes = Sizes(

@@ -1,4 +1,4 @@
-// Runs a kernel around gemm.cuh on the CPU (fibers.h): products.py compiles it as it is, with this file's stand-ins in
+// Runs a kernel around gemm.cuh on the CPU (fibers.h): matmuls.py compiles it as it is, with this file's stand-ins in
 // place of hopper.cuh, sync.cuh and numbers.cuh. Tensor copies and products of warpgroups are done by plain arithmetic.
 //
 // What a thread stores at a peer becomes visible late, in any order, unless a fence of system scope orders it: that of
@@ -306,7 +306,7 @@ static void warpgroup_reg_dealloc() {}
 template <int N>
 static void warpgroup_reg_alloc() {}
 
-// As products.py encodes it, the innermost dimension first; strides in elements.
+// As matmuls.py encodes it, the innermost dimension first; strides in elements.
 struct alignas(64) TensorMap {
     u64 address, extents[4], strides[4], box[4], unused[3];
 };

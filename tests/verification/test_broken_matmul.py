@@ -1,6 +1,6 @@
 """What an expired wait leaves of a product is not sent by the all-reduce behind it, which has a workspace of its own.
 
-Both kernels on the CPU, threads as fibers: first the product alone (products.cpp), then the all-reduce (fibers.cpp).
+Both kernels on the CPU, threads as fibers: first the product alone (matmuls.cpp), then the all-reduce (fibers.cpp).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from fibers import Ranks
-from product_ops import GATHERS, SCATTERS, Op
-from products import Products
+from matmul_ops import GATHERS, SCATTERS, Op
+from matmuls import Matmuls
 from test_all_reduce_protocol import FORMS, compiled, launch, reference
 from weft.kernels.all_reduce.configs import AllReduceConfig
 from weft.kernels.device.comm.ll_exchange import ExchangeLayout
@@ -25,7 +25,7 @@ SIZE = 3
 MISSING = 1
 
 
-def theirs_has_come(products: Products, words: torch.Tensor, peer: int) -> None:
+def theirs_has_come(products: Matmuls, words: torch.Tensor, peer: int) -> None:
     """What rank 0 waits for of ``peer``, in its first buffer: flags, or data that is not empty."""
     layout = products.layout
     if layout.ll_protocol:

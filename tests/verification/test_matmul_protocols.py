@@ -1,4 +1,4 @@
-"""The products that send by themselves, on the CPU: what is read is the right row or part (product_ops.py)."""
+"""The products that send by themselves, on the CPU: what is read is the right row or part (matmul_ops.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fibers import PATIENT
-from product_ops import GATHERS, LARGE_BUT_ONE, OF_EIGHT, SCATTERS, Op, uses, wrong
+from matmul_ops import GATHERS, LARGE_BUT_ONE, OF_EIGHT, SCATTERS, Op, uses, wrong
 from weft.symm_mem.failure.fault import Fault
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -24,7 +24,7 @@ def compiled_ahead(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("op", [*GATHERS.values(), *SCATTERS.values()], ids=[*GATHERS, *SCATTERS])
-def test_uses_of_both_halves(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epochs_of_both_buffers(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     assert not wrong(op, uses(op, monkeypatch, op.compiled().result(), seed))
@@ -63,7 +63,7 @@ def test_a_rank_that_gives_up_sends_nothing(op: Op, told: bool, monkeypatch: pyt
     ranks = op.prepare(monkeypatch, op.compiled().result(), (1, 2000))
     op.launch(0, polls=1 << 40 if told else 100)  # who has been told waits for nothing
     layout, words = ranks.layout, ranks.memory.view(torch.int32)
-    # As if this were the second use, and the last rank were still in the first one.
+    # As if this were the second epoch, and the last rank were still in the first one.
     words[0, layout.EPOCH] = 1
     words[0, layout.done(0) : layout.done(0) + op.size - 1] = 1
     ranks.faults[0, Fault.BROKEN] = int(told)
@@ -72,7 +72,7 @@ def test_a_rank_that_gives_up_sends_nothing(op: Op, told: bool, monkeypatch: pyt
     before = ranks.memory.clone()
     ranks.run_alone(0)
     after = ranks.memory[1:].view(torch.int32)
-    assert (after[:, layout.done(0)] == 2).all()  # it ends the use all the same
+    assert (after[:, layout.done(0)] == 2).all()  # it ends the epoch all the same
     after[:, layout.done(0)] = 0
     assert torch.equal(ranks.memory[1:], before[1:])
     # A wait for data may expire as soon as the one for the buffer does.

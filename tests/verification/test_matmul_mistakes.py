@@ -1,4 +1,4 @@
-"""Mistakes in the kernels of the products that send by themselves: each of them is seen (product_ops.py)."""
+"""Mistakes in the kernels of the products that send by themselves: each of them is seen (matmul_ops.py)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 from fibers import PATIENT
-from product_ops import GATHERS, PACES, SCATTERS, Gather, Op, Scatter, push, uses, wrong
-from products import SMALL, WIDE
+from matmul_ops import GATHERS, PACES, SCATTERS, Gather, Op, Scatter, push, uses, wrong
+from matmuls import SMALL, WIDE
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -21,7 +21,7 @@ MISTAKES = {
     "gather-posted-ahead": ("posted < there;", "posted <= there && index < order.chunks;"),
     "gather-flags-not-awaited": ("weft::fence_proxy_async();\n                __syncwarp();", ""),
     "gather-count-not-awaited": ("weft::wait_count(s.counts + ARRIVED, ++needed)", "++needed"),
-    "gather-half-not-free": ("buffer.done + lane, epoch - 1", "buffer.done + lane, epoch - 2"),
+    "gather-buffer-not-free": ("buffer.done + lane, epoch - 1", "buffer.done + lane, epoch - 2"),
     "gather-not-drained": ("    weft::drain(s, state);\n", ""),
     "gather-not-drained-quite": (
         "for (int i = 0; i < STAGES; ++i) {\n        wait(s.empty",
@@ -34,7 +34,7 @@ MISTAKES = {
     "gather-split-other-part": ("i * weft::BK, src);", "i * weft::BK, src % 1);"),
     "returned-not-read": ("if (weft::elected()) weft::tma_stores_have_read();\n        __syncwarp();", ""),
     "returned-by-one-warpgroup": ("warp % 4 == 0 && warpgroup <", "warp == 0 && warpgroup <"),
-    "returned-other-column": ("mine(t.b == 0 && t.column == 0", "mine(t.b == 0 && t.column == 1"),
+    "returned-other-stage": ("next(t.column) {}", "next(t.column + 1) {}"),
     "two-instructions-same-columns": ("b + (B_BYTES_OF_FIRST >> 4)", "b"),
     "two-instructions-rows-as-columns": ("FIRST / 64 * 4096", "FIRST * 128"),
     "half-a-group-one-box": ("column + 64 * i,", "column,"),
@@ -52,8 +52,8 @@ MISTAKES = {
     "sum-other-rows": ("p.a[of], rows", "p.a[0], rows"),
     "columns-of-another-rank": ("(SPLIT_N ? t.dst * p.n : 0)", "(SPLIT_N ? p.watch.rank * p.n : 0)"),
     "columns-rows-of-another-rank": ("SPLIT_N ? 0 : t.dst", "t.dst"),
-    "scatter-half-not-free": ("buffer.done + lane, epoch - 1", "buffer.done + lane, epoch - 2"),
-    "staged-half-not-free": ("buffer.done + lane, epoch - 1", "buffer.done + lane, epoch - 2"),
+    "scatter-buffer-not-free": ("buffer.done + lane, epoch - 1", "buffer.done + lane, epoch - 2"),
+    "staged-buffer-not-free": ("buffer.done + lane, epoch - 1", "buffer.done + lane, epoch - 2"),
     "staged-place-not-read": ("weft::wait_count(s.counts + SENT + warpgroup, sent);", ""),
     "staged-sent-ahead": (
         "if (weft::wait_count(s.counts + STAGED + warpgroup, weft::read_count(sent) + 1) == weft::NOTHING)",

@@ -1,4 +1,4 @@
-"""The kernels around gemm.cuh and their launchers on the CPU: products.cpp's Python side."""
+"""The kernels around gemm.cuh and their launchers on the CPU: matmuls.cpp's Python side."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _build(
                 f"-I{folder / 'device'}",
             ),
             *(f"-D{key}={value}" for key, value in options.items()),
-            *(Path(__file__).with_name("products.cpp"), "-o", library),
+            *(Path(__file__).with_name("matmuls.cpp"), "-o", library),
         ],
         check=True,
     )
@@ -113,7 +113,7 @@ def _build(
 
 
 def encoded(boxes: Boxes, address: int) -> ctypes.Array[ctypes.c_uint64]:
-    """A tensor map as products.cpp reads it."""
+    """A tensor map as matmuls.cpp reads it."""
     fill = 4 - len(boxes.shape)
     dimensions = (
         [*reversed(boxes.shape)] + [1] * fill,
@@ -123,7 +123,7 @@ def encoded(boxes: Boxes, address: int) -> ctypes.Array[ctypes.c_uint64]:
     return TensorMap(address, *(number for numbers in dimensions for number in numbers))
 
 
-class Products(Ranks):
+class Matmuls(Ranks):
     """Ranks with poisoned buffers, or empty ones where data is its own flag, on which the launchers' kernels run.
 
     Args:
@@ -162,7 +162,7 @@ class Products(Ranks):
 class Loaded:
     """A stand-in for a program."""
 
-    def __init__(self, ranks: Products) -> None:
+    def __init__(self, ranks: Matmuls) -> None:
         self.ranks = ranks
 
     def function(self, name: str, shared: int) -> Function:

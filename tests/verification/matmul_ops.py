@@ -1,7 +1,7 @@
 """Calls of the products that send by themselves, on the CPU, threads as fibers, for the tests of their protocols.
 
 The kernels and their launchers run as they are but for tensor copies, products of warpgroups and assembly; stores to
-peers become visible late and in any order (products.cpp). Operands are small whole numbers: all sums are exact.
+peers become visible late and in any order (matmuls.cpp). Operands are small whole numbers: all sums are exact.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from fibers import PATIENT, Library
-from products import BROAD, SMALL, TWO_AND_A_HALF, WIDE, WIDEST, Products, build
+from matmuls import BROAD, SMALL, TWO_AND_A_HALF, WIDE, WIDEST, Matmuls, build
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul import cuda_kernel as gather
 from weft.kernels.device.gemm.gemm_tiles import Tile
@@ -63,9 +63,9 @@ class Gather:
         defines = gather.gather_defines(self.bs(), self.config, return_A=self.return_A)
         return build(gather.SOURCE, gather._Params, defines, instead)
 
-    def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
+    def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Matmuls:
         layout = gather_configs.gather_push_layout(self.m, self.k, self.size, self.config)
-        self.ranks = Products(monkeypatch, library, layout, pace)
+        self.ranks = Matmuls(monkeypatch, library, layout, pace)
         a, bs = self.shard(), self.bs()
         self.kernels = [
             gather.AllGatherMatmulPush(
@@ -78,7 +78,7 @@ class Gather:
         return self.ranks
 
     def launch(self, buffer: int, polls: int, chunks: int = 1) -> None:
-        """A use on every rank, in so many launches, of which the first one sends and the last one ends the use."""
+        """An epoch on every rank, in so many launches, of which the first one sends and the last one ends it."""
         shards = [self.shard() for _ in self.kernels]
         split_k = self.config.split_k
         whole = torch.cat(shards, 1).double() if split_k else torch.stack(shards).double()
@@ -139,13 +139,13 @@ class Scatter:
         defines = scatter.scatter_defines(b, self.config, self.size, 0, self.epilogue)
         return build(scatter.SOURCE, scatter._Params, defines, instead)
 
-    def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Products:
+    def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Matmuls:
         problem = scatter_configs.MatmulReduceScatterProblem(
             *(self.m, self.n, self.k + sum(self.more), self.size, self.blocks, self.batches, self.split_n),
             to_all=self.epilogue.to_all,
         )
         layout = scatter_configs.scatter_push_layout(self.config, problem)
-        self.ranks = Products(monkeypatch, library, layout, pace)
+        self.ranks = Matmuls(monkeypatch, library, layout, pace)
         factors = self.factors()
         self.kernels = [
             scatter.MatmulReduceScatterPush(place, factors, self.config, self.epilogue, num_sms=self.blocks)
@@ -272,7 +272,7 @@ OF_EIGHT: dict[str, Op] = {
     "parts": Scatter(8, 67, 72, 72, blocks=2, staged=True),
     "to-all": Scatter(8, 463, 72, 72, blocks=2, staged=True, epilogue=replace(ROUNDED, to_all=True)),
 }
-#: How long stores take, and how far ranks drift apart (products.cpp).
+#: How long stores take, and how far ranks drift apart (matmuls.cpp).
 PACES = [(store, rank) for store in (1, 10, 100) for rank in (2000, 200_000)]
 
 
@@ -284,7 +284,7 @@ def uses(
     count: int = 6,
     polls: int = PATIENT,
     paces: Sequence[tuple[int, int]] = PACES,
-) -> Products:
+) -> Matmuls:
     """Random buffers: the same one twice in a row, too."""
     choice = random.Random(seed)
     torch.manual_seed(seed)
@@ -299,7 +299,7 @@ def uses(
     return ranks
 
 
-def wrong(op: Op, ranks: Products) -> str:
+def wrong(op: Op, ranks: Matmuls) -> str:
     """What is wrong behind `uses`; empty if nothing is."""
     if ranks.records.any():
         return f"a wait has expired: {ranks.records.tolist()}"
@@ -311,7 +311,7 @@ def wrong(op: Op, ranks: Products) -> str:
         if (words[:, counts] != words[0, counts[0]]).any():
             return f"ranks count other uses of buffer {buffer}"
         if words[:, layout.LEFT + buffer].any():
-            return f"blocks have left a use of buffer {buffer} that is over"
+            return f"blocks have left an epoch of buffer {buffer} that is over"
     if ranks.strays:
         return f"{ranks.strays} times a block reached for one that had ended"
     bad = [i for i, pair in enumerate(op.wanted) if not torch.allclose(*pair, rtol=0, atol=0, equal_nan=True)]

@@ -1,0 +1,128 @@
+"""The collectives without a product as functions; functional.py has the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..symm_mem import Group, group_name
+from .dispatch.callers import known_name, of_graph
+from .functional import ReduceOp
+from .library import schema, validation
+from .ops import all_gather, reduce_scatter
+
+
+def one_shot_all_gather(x: Tensor, gather_dim: int, group: Group, *, out: Tensor | None = None) -> Tensor:
+    """``all_gather(x, gather_dim)``: all ranks' x, one behind the other along a dimension.
+
+    >>> import torch, torch.distributed as dist
+    >>> from weft.fused_ops import one_shot_all_gather
+    >>> x = torch.full((2, 3), float(dist.get_rank()))
+    >>> y = one_shot_all_gather(x, -1, None)
+    >>> y.shape == (2, 3 * dist.get_world_size())
+    True
+    >>> y[0, ::3].tolist() == list(range(dist.get_world_size()))
+    True
+
+    On CUDA one kernel: every rank pushes its x to every rank, by the LL protocol (data as flag), which needs no
+    barrier, and stores what arrives where it belongs, whichever dimension is gathered; larger inputs go by rounds, in
+    one launch. Every bit arrives as it was.
+
+    Differentiable: the gradient is reduce-scattered. Works under torch.compile and in a CUDA graph. Every rank must
+    call it with the same shapes.
+
+    Args:
+        x: 1 or more dimensions, any strides and alignment; any dtype of real numbers. It need not lie on the heap.
+        gather_dim: may be negative.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
+        out: what the result is written to, of its shape and x's dtype; any strides. Neither it nor x may require a
+            gradient. x may be this rank's part of it.
+
+    Returns:
+        ``out``, or a new contiguous tensor.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it.
+        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
+            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
+        PeerTimeout: a rank did not come.
+    """
+    name = known_name(group)
+    if name is not None and type(gather_dim) is int:
+        done = (
+            all_gather.fast_all_gather(x, gather_dim, name)
+            if out is None
+            else all_gather.fast_all_gather_out(out, x, gather_dim, name)
+        )
+        if done is not None:
+            return done
+    validation.tensor("x", x, 1)
+    validation.dimension("gather_dim", gather_dim, "x", x.dim())
+    name = group_name(group)
+    if out is None:
+        return schema.all_gather(x, gather_dim, name, **of_graph(name))
+    validation.tensor("out", out)
+    schema.all_gather_out(out, x, gather_dim, name, **of_graph(name))
+    return out
+
+
+def one_shot_reduce_scatter(
+    x: Tensor, reduce_op: ReduceOp, scatter_dim: int, group: Group, *, out: Tensor | None = None
+) -> Tensor:
+    """``reduce_scatter(x, reduce_op, scatter_dim)``: this rank's part of what all ranks' x make together.
+
+    >>> import torch, torch.distributed as dist
+    >>> from weft.fused_ops import one_shot_reduce_scatter
+    >>> rank, W = dist.get_rank(), dist.get_world_size()
+    >>> x = torch.randn(3, 2 * W)
+    >>> y = one_shot_reduce_scatter(x, "sum", 1, None)
+    >>> total = x.clone()
+    >>> dist.all_reduce(total)
+    >>> torch.testing.assert_close(y, total.chunk(W, 1)[rank])
+
+    On CUDA one kernel: every rank pushes each rank its part, by the LL protocol (data as flag), which needs no barrier;
+    larger inputs go by rounds, in one launch. Reduced in float32, in rank order, rounded once: the same bits in every
+    run, and those of ``one_shot_all_reduce``.
+
+    Differentiable for "sum" and "avg": the gradient is all-gathered. Works under torch.compile and in a CUDA graph.
+    Every rank must call it with the same shapes.
+
+    Args:
+        x: 1 or more dimensions, any strides and alignment; float32, bfloat16 or float16. It need not lie on the heap.
+        reduce_op: "sum", "avg" for the sum divided by the number of ranks, "max" or "min" (NaN if one of them is; what
+            the group's backend makes of NaN where it runs unfused); also as a torch.distributed.ReduceOp.
+        scatter_dim: the dimension that is cut into one part a rank; may be negative. Its size must be a multiple of the
+            number of ranks.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
+        out: what the result is written to, of its shape and x's dtype; any strides. Neither it nor x may require a
+            gradient. It may be this rank's part of x.
+
+    Returns:
+        ``out``, or a new contiguous tensor.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it.
+        RankMismatch: the ranks call differently. Seen at the first call of the op in a group, in the checked mode
+            (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
+        PeerTimeout: a rank did not come.
+    """
+    name = known_name(group)
+    if name is not None and type(reduce_op) is str and type(scatter_dim) is int:
+        args: Any = (x, reduce_op, scatter_dim, name)
+        done = (
+            reduce_scatter.fast_reduce_scatter(*args)
+            if out is None
+            else reduce_scatter.fast_reduce_scatter_out(out, *args)
+        )
+        if done is not None:
+            return done
+    validation.tensor("x", x, 1)
+    reduce_op = validation.reduction(reduce_op, validation.ALL_REDUCE_OPS)
+    validation.dimension("scatter_dim", scatter_dim, "x", x.dim())
+    name = group_name(group)
+    if out is None:
+        return schema.reduce_scatter(x, reduce_op, scatter_dim, name, **of_graph(name))
+    validation.tensor("out", out)
+    schema.reduce_scatter_out(out, x, reduce_op, scatter_dim, name, **of_graph(name))
+    return out

@@ -1,0 +1,106 @@
+"""Which graph comes next, as far as the sequence of a group's fused runs so far repeats itself.
+
+A rank keeps this for itself. Ranks need not foresee the same: what one of them runs ahead of the others stands on the
+board, and the others compare it with theirs.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple, TypeAlias
+
+# Signature, collectives in the graph, and those that the backend has begun since the fused run before.
+Step: TypeAlias = tuple[int, int, int]
+
+_KEPT = 2048
+_COMPARED = 64
+_TRIED = 64  # earlier places that are compared
+
+
+class AheadLimits(NamedTuple):
+    """When ranks run ahead of each other, and how far.
+
+    Attributes:
+        trusted: turns in which they must have met and agreed. Each time that they differ it takes twice as many.
+        farthest: turns that a rank may be ahead of another one.
+        likely: runs that must have been foreseen, or would have been.
+        meeting: runs from one meeting to the next, at least.
+    """
+
+    trusted: int = 32
+    farthest: int = 64
+    likely: int = 8
+    meeting: int = 16
+
+
+LIMITS = AheadLimits()
+
+
+class Foresight:
+    """The fused runs of one group."""
+
+    def __init__(self) -> None:
+        self._steps: list[Step] = []
+        self._pauses: list[float] = []  # of the host in front of each, smoothed over the repetitions
+        self._unfused: list[int] = []  # calls that had run unfused by then
+        self._period = self._held = 0
+        self._met = 0  # runs since all ranks were there at once
+        self._last = 0.0
+
+    def expects(self, step: Step, unfused: int) -> bool:
+        """Whether this is what follows, over the heap alone, and no place where the ranks should meet.
+
+        They meet where the host pauses longest, as between two steps of a training: what a rank does there alone does
+        not keep the others waiting inside of an op.
+
+        Args:
+            unfused: calls of ops that have run unfused in this process. What goes over the backend meets whatever
+                another rank has there.
+        """
+        at = len(self._steps) - self._period
+        if self._held < LIMITS.likely or self._steps[at] != step:
+            return False
+        behind = self._unfused[at + 1] if self._period > 1 else unfused
+        return behind == self._unfused[at] and not self._meets(at)
+
+    def _meets(self, at: int) -> bool:
+        return self._met + 1 >= LIMITS.meeting and self._pauses[at] >= max(self._pauses[-self._period :])
+
+    def came(self) -> float:
+        """Seconds since the last run; to be asked before this rank waits for others."""
+        return time.monotonic() - self._last if self._last else 0.0
+
+    def ran(self, step: Step, unfused: int, pause: float, *, ahead: bool) -> None:
+        """A fused run, ``ahead`` of other ranks or together with them."""
+        self._met = self._met + 1 if ahead else 0
+        at = len(self._steps) - self._period
+        held = self._period > 0 and self._steps[at] == step
+        if held:
+            pause = (pause + self._pauses[at]) / 2
+        self._steps.append(step)
+        self._pauses.append(pause)
+        self._unfused.append(unfused)
+        if held:
+            self._held = min(self._held + 1, _KEPT)
+        else:
+            self._find()
+        if len(self._steps) >= 2 * _KEPT:
+            for past in (self._steps, self._pauses, self._unfused):
+                del past[:_KEPT]
+        self._last = time.monotonic()
+
+    def _find(self) -> None:
+        """The earlier place whose past is longest the same as now."""
+        steps, now = self._steps, len(self._steps) - 1
+        self._period = self._held = tried = 0
+        for at in range(now - 1, max(-1, now - _KEPT), -1):
+            if steps[at] != steps[now]:
+                continue
+            length = 1
+            while length < _COMPARED and length <= at and steps[at - length] == steps[now - length]:
+                length += 1
+            if length > self._held:
+                self._period, self._held = now - at, length
+            tried += 1
+            if tried == _TRIED or length == _COMPARED:
+                return

@@ -1,0 +1,74 @@
+"""In words: why a graph runs unfused, and what went wrong where a rank left what others ran ahead of it."""
+
+from __future__ import annotations
+
+import json
+
+from torch.distributed import ProcessGroup
+
+from ....symm_mem import WeftError
+from ....symm_mem.heap.registry import heaps_of
+from .board import VoteBoard
+from .signature import digest
+from .vote import ABSENT, ANOTHER_GRAPH, CANNOT_FUSE, ENDED, LATE, LOCKED, NO_BOARD, PASSED_BY, Answer
+
+
+def reason_of(answer: Answer, where: VoteBoard, what: list[str], own: str | None, deadline: float) -> str:
+    """Why this rank was answered that it cannot run its graph fused.
+
+    Args:
+        what: became of the graph's collectives.
+        own: why this rank itself could not.
+        deadline: that of the vote, in seconds.
+    """
+    peer = answer.peer
+    if answer.why == CANNOT_FUSE and peer == where.rank:
+        return own or "another group's ranks differ"
+    if answer.why == NO_BOARD and where.blind is not None:
+        return f"rank {where.blind[0]} cannot open rank 0's board: {where.blind[1]}"
+    if answer.why == ANOTHER_GRAPH and peer != where.rank:
+        return f"rank {peer} runs another graph: {graph_difference(what, where.told(peer), peer)}"
+    return {
+        LATE: f"rank {peer} did not come within {deadline:g} s",
+        ENDED: f"the process of rank {peer} has ended",
+        ABSENT: f"rank {peer} runs without graphs of this pass since it was waited for in vain",
+        NO_BOARD: f"rank {peer} has not run a graph of this pass, or is not to be seen from here",
+        PASSED_BY: f"rank {peer} does this graph's collectives outside of a graph of this pass",
+        LOCKED: "another process holds the lock of the ranks' board",
+        CANNOT_FUSE: f"rank {peer} runs this graph unfused",
+    }.get(answer.why, "ranks run different graphs")
+
+
+def graph_difference(own: list[str], told: str | None, peer: int) -> str:
+    """The first collective in which two graphs differ."""
+    if told is None:
+        return "which one is not known"
+    other = json.loads(told)
+    for i, (a, b) in enumerate(zip(own, other, strict=False)):
+        if a != b:
+            return f"collective {i} is {b} there, {a} here"
+    if len(own) != len(other):
+        return f"it has {len(other)} collectives, this one {len(own)}"
+    return "with the same collectives, whose ops get other shapes or addends, or elements in another order"
+
+
+def broken_by_leaving(where: VoteBoard, group: ProcessGroup) -> WeftError | None:
+    """A rank has left: breaks the group on this one, for others wait inside of ops. None if it was reset since."""
+    heaps = heaps_of(group)
+    if not where.notes_session(digest(heaps[0].rendezvous.session) if heaps else 0):
+        return None
+    rank, came, expected = where.left()
+    if came is None or expected is None or came == expected:
+        how = "it did the same collectives elsewhere, outside of a graph of this pass, say"
+    else:
+        how = graph_difference(json.loads(expected), came, rank)
+    error = WeftError(
+        f"agree on a graph in group {group.group_name!r}: rank {rank} came to another graph than all ranks had run "
+        f"there each time before, which others have begun to run fused: {how}; symm_mem.reset() by all ranks makes the "
+        "group usable again, and with FusionPass(agree='each') the ranks wait for each other at each graph"
+    )
+    error.culprit = rank  # type: ignore[attr-defined]
+    for heap in heaps:
+        if heap.fault is not None:
+            heap.fault.breaks(error)
+    return error

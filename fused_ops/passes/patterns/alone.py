@@ -1,0 +1,157 @@
+"""An all-gather or a reduce-scatter that no product is beside: ``one_shot_all_gather``, ``one_shot_reduce_scatter``.
+
+torch gathers along dimension 0 only, then cuts and joins for another one; it joins what it has cut before it scatters.
+The ops do that as they store and load, so both go.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...library import schema
+from ..graph import rewrite
+from ..graph.collectives import Collective, LeftAlone, Size, aten, c10d, calls, is_contiguous, val, what
+from ..graph.index_map import RANK, Digit, Dims, gathered_dims, plain, same_size
+from ..graph.views import View, ViewStep, view_step, views
+
+
+@dataclass
+class AlonePattern:
+    """The op along dimension ``dim`` from ``x`` to ``result``; ``steps`` lie between these and the collective."""
+
+    collective: Collective
+    op: Any
+    dim: int
+    x: fx.Node
+    result: fx.Node
+    steps: tuple[ViewStep, ...] = ()
+
+    others = ()
+    adds = ()
+    detail = ""
+
+    @property
+    def last_dim(self) -> bool:
+        return self.dim == val(self.x).dim() - 1
+
+    @property
+    def _whole(self) -> torch.Size:
+        return val(self.result).shape if self.op is schema.all_gather else val(self.x).shape
+
+    @property
+    def order(self) -> tuple[Dims, tuple[Size, ...]]:
+        shape = tuple(val(self.x).shape)
+        return plain(shape), shape
+
+    @property
+    def form(self) -> str:
+        name = "all_gather" if self.op is schema.all_gather else "reduce_scatter"
+        return f"{name} alone" + f" of dimension {self.dim}" * bool(self.dim)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return val(self.x).dtype
+
+    @property
+    def m(self) -> Size:
+        return math.prod(self._whole[:-1])
+
+    @property
+    def n(self) -> Size:
+        return self._whole[-1]
+
+    @property
+    def k(self) -> Size:
+        return 0
+
+    @classmethod
+    def from_collective(cls, c: Collective) -> AlonePattern:
+        """
+        Raises:
+            LeftAlone: it is a number, or waited for later: then the group's own backend runs it beside the rest.
+        """
+        if val(c.x).dim() == 0:
+            raise LeftAlone("its input is a number")
+        if (between := c.beside) is not None:
+            raise LeftAlone(
+                f"it is waited for behind {what(between)}, which the group's own backend runs beside it"
+            )
+        gathers = c.node.target is c10d.all_gather_into_tensor.default
+        return (_gathered if gathers else _scattered)(c)
+
+    def replace(self) -> None:
+        """
+        Raises:
+            LeftAlone: the op cannot be called with a size that depends on data. The graph is as it was.
+        """
+        c, at = self.collective, self.collective.node
+        reduce_op = [c.reduce_op] if c.reduce_op else []
+        with rewrite.undone_if_left():
+            out = rewrite.fused(at, self.op, c, self.x, *reduce_op, self.dim)
+        for user in list(c.node.users):
+            # The sizes of what is pending are those of the result along dimension 0, which nobody has here otherwise.
+            if user is not c.wait and not self.steps:
+                user.replace_input_with(c.node, out)
+        self.result.replace_all_uses_with(out)
+        nodes = [n for step in self.steps for n in step.nodes]
+        rewrite.erase_unused([*nodes, c.wait, c.node])
+
+
+def _along(shape: torch.Size, dim: int, world: int) -> Dims:
+    """The dimensions of shards of this shape joined along one."""
+    return tuple(((Digit(RANK, world), *d) if i == dim else d) for i, d in enumerate(plain(shape)))
+
+
+def _same(a: Dims, b: Dims) -> bool:
+    return len(a) == len(b) and all(same_size(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _gathered(c: Collective) -> AlonePattern:
+    shape = val(c.x).shape
+    if c.only_waited_for:
+        found, _ = views(c.wait, gathered_dims(shape, c.world))
+        for node, view in found.items():
+            steps = _steps_to(view, found)
+            if not steps or view.changes or not is_contiguous(val(node)):
+                continue
+            if not _nothing_else_uses(c.wait, steps):
+                continue
+            for dim in range(1, len(shape)):
+                if _same(view.dims, _along(shape, dim, c.world)):
+                    return AlonePattern(c, schema.all_gather, dim, c.x, node, tuple(steps))
+    return AlonePattern(c, schema.all_gather, 0, c.x, c.wait)
+
+
+def _scattered(c: Collective) -> AlonePattern:
+    part = val(c.wait).shape
+    try:
+        step = view_step(c.x) if calls(c.x, aten.cat.default) else None
+    except LeftAlone:
+        step = None
+    if step is not None and c.only_waited_for:
+        dims = step.backward(gathered_dims(part, c.world))
+        for dim in range(1, len(part)):
+            if _same(dims, _along(part, dim, c.world)):
+                return AlonePattern(c, schema.reduce_scatter, dim, step.source, c.wait, (step,))
+    return AlonePattern(c, schema.reduce_scatter, 0, c.x, c.wait)
+
+
+def _steps_to(view: View, found: dict[fx.Node, View]) -> list[ViewStep]:
+    """From the gathered tensor to one of its views, the last one first."""
+    steps: list[ViewStep] = []
+    while view.step is not None:
+        steps.append(view.step)
+        view = found[view.step.source]
+    return steps
+
+
+def _nothing_else_uses(wait: fx.Node, steps: list[ViewStep]) -> bool:
+    """Whether what lies between a gather and the last step is used on the way there only."""
+    nodes = {n for step in steps for n in step.nodes}
+    last = steps[0].node
+    return all(user in nodes for node in (wait, *(nodes - {last})) for user in node.users)

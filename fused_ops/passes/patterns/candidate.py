@@ -1,0 +1,94 @@
+"""A form as ``profitability`` is asked about it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from ...dispatch import profitability
+from ..graph.collectives import Collective, Size, val
+
+_WORDS = {
+    "weft::fused_all_gather_matmul": "all_gather_matmul",
+    "weft::fused_matmul_reduce_scatter": "matmul_reduce_scatter",
+    "weft::fused_matmul_all_reduce": "matmul_all_reduce",
+    # What reduces without a product.
+    "weft::one_shot_all_reduce": "all_reduce",
+    "weft::fused_all_reduce_rms_norm": "all_reduce",
+    "_c10d_functional::all_reduce": "all_reduce",
+    "weft::one_shot_all_gather": "all_gather",
+    "weft::one_shot_reduce_scatter": "reduce_scatter",
+}
+
+
+class AnyForm(Protocol):
+    """What the forms have in common here."""
+
+    @property
+    def collective(self) -> Collective: ...
+    @property
+    def op(self) -> Any: ...
+    @property
+    def last_dim(self) -> bool: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def m(self) -> Size: ...
+    @property
+    def n(self) -> Size: ...
+    @property
+    def k(self) -> Size: ...
+
+
+def word_of(op: Any) -> str:
+    """The word by which ``profitability`` knows an op.
+
+    Raises:
+        KeyError: ``_WORDS`` has none.
+    """
+    name = str(op._schema.name)
+    if name not in _WORDS:
+        raise KeyError(f"{name} is not in _WORDS, so nobody knows whether it is profitable")
+    return _WORDS[name]
+
+
+def problem_of(match: AnyForm) -> tuple[int, int, int] | None:
+    """The sizes of the product, symbolic ones as they are now; None if one is not known before the run."""
+    sizes = []
+    for size in (match.m, match.n, match.k):
+        if isinstance(size, torch.SymInt) and not size.node.has_hint():
+            return None
+        hint = size.node.hint if isinstance(size, torch.SymInt) else size
+        sizes.append(0 if hint is None else int(hint))
+    m, n, k = sizes
+    return m, n, k
+
+
+def gain_of(match: AnyForm, problem: tuple[int, int, int]) -> float:
+    """Microseconds that it should save."""
+    return profitability.expected_gain(
+        profitability.FusionCandidate(word_of(match.op), *problem, *_where(match))
+    )
+
+
+def why_not_profitable_of(match: AnyForm) -> str | None:
+    """Why it should not be fused, if that is to be weighed; None if it should."""
+    if getattr(match, "decided", False):
+        return None
+    if (apart := getattr(match, "apart", None)) is not None:
+        return str(apart)
+    if (problem := problem_of(match)) is None:
+        return None
+    candidate = profitability.FusionCandidate(
+        word_of(match.op),
+        *problem,
+        *_where(match),
+        last_dim=match.last_dim,
+        return_A=bool(getattr(match, "kept", ())),
+    )
+    return profitability.why_not_profitable(candidate)
+
+
+def _where(match: AnyForm) -> tuple[int, torch.dtype, str]:
+    return match.collective.world, match.dtype, val(match.collective.x).device.type

@@ -1,0 +1,120 @@
+// out = all ranks' x side by side, in any dimension: out [rows, W, row] and x [rows, row] in bytes. Any dtype, bit by bit.
+//
+// Every rank sends its vectors to all, and stores what arrives and its own into `out`, where it belongs. For vectors of
+// 16 bytes that are whole, and for anything (`_any`). Large inputs go by rounds, several epochs in one launch.
+//
+// Who writes and who waits: LL exchange (ll_exchange.cuh, credits.cuh), with corrections (exact.cuh). x may be the part
+// of `out` that becomes x. Graph-safe. docs/protocol.md#ll-exchange, #exact-data, #credits
+
+#include "collective/exact.cuh"
+#include "collective/slices.cuh"
+
+#if !defined(WORKERS) || !defined(AT_ONCE) || !defined(SENT_AT_ONCE)
+#error "WORKERS, AT_ONCE, SENT_AT_ONCE: threads of a block of rounds that send, vectors that each takes and loads at once"
+#endif
+
+namespace {
+
+using weft::Epoch;
+using weft::ThreadShare;
+using weft::u32;
+
+struct Params {
+    weft::ExchangeSlots slots;
+    weft::Slices x;  // one part
+    weft::Slices out;
+    u32 vectors;  // of x
+    u32 room;  // slots of a sender that data takes in one epoch
+};
+
+template <bool WHOLE, int SENT>
+struct Steps {
+    const Params& p;
+    uint4 next[SENT];  // of x, loaded ahead
+
+    __device__ __forceinline__ void load(const ThreadShare& s, u32 end, u32 threads) {
+#pragma unroll
+        for (u32 k = 0; k < SENT; ++k) {
+            const u32 at = s.at + k * gridDim.x * threads;
+            if (at < end) next[k] = weft::SliceVector<WHOLE>(p.x, at).load(0);
+        }
+    }
+
+    __device__ __forceinline__ void store(int src, u32 at, const uint4& v) const {
+        weft::SliceVector<WHOLE>(p.out, at).store(src, v);
+    }
+
+    __device__ __forceinline__ void send(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) {
+        const weft::ExactEpoch exact{epoch, p.room};
+        while (s.at < end) {
+#pragma unroll
+            for (u32 k = 0; k < SENT; ++k) {
+                const u32 at = s.at + k * gridDim.x * threads;
+                if (at >= end) break;
+                exact.send_to_all(s.index + k * threads, next[k]);
+                store(RANK, at, next[k]);
+            }
+            s.skip(threads, SENT);
+            load(s, end, threads);
+        }
+    }
+
+    template <int COUNT>
+    __device__ __forceinline__ void answer(const Epoch&, const ThreadShare&, u32, u32) const {}
+
+    template <int COUNT>
+    __device__ __forceinline__ void receive(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) const {
+        const weft::ExactEpoch exact{epoch, p.room};
+        if constexpr (COUNT == 1) {
+            for (; s.at < end; s.skip(threads)) {
+                weft::store_all(epoch, s.index, [&](int src, const uint4& v) {
+                    store(src, s.at, exact.corrected(src, s.index, v));
+                });
+            }
+        } else {
+            const u32 stride = gridDim.x * threads;
+            for (; s.at + (COUNT - 1) * stride < end; s.skip(threads, COUNT)) {
+                uint4 in[COUNT * WORLD_SIZE];
+                epoch.take_all<COUNT>(s.index, in, threads);
+#pragma unroll
+                for (int i = 0; i < COUNT * WORLD_SIZE; ++i) {
+                    const int src = i % WORLD_SIZE;
+                    const u32 k = i / WORLD_SIZE;
+                    if (src == RANK) continue;
+                    store(src, s.at + k * stride, exact.corrected(src, s.index + k * threads, in[i]));
+                }
+            }
+            receive<1>(epoch, s, end, threads);
+        }
+    }
+};
+
+template <bool WHOLE>
+__device__ __forceinline__ void gather(const Params& p) {
+    weft::begin();
+    Steps<WHOLE, 1> steps{p};
+    weft::in_one_epoch(p.slots, p.vectors, steps);
+}
+
+template <bool WHOLE>
+__device__ __forceinline__ void gather_in_rounds(const Params& p) {
+    weft::begin();
+    Steps<WHOLE, SENT_AT_ONCE> steps{p};
+    weft::in_rounds<AT_ONCE>(p.slots, p.vectors, p.room, steps);
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(512, 1) one_shot(const __grid_constant__ Params p) { gather<true>(p); }
+
+extern "C" __global__ void __launch_bounds__(512, 1) one_shot_any(const __grid_constant__ Params p) {
+    gather<false>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) rounds(const __grid_constant__ Params p) {
+    gather_in_rounds<true>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) rounds_any(const __grid_constant__ Params p) {
+    gather_in_rounds<false>(p);
+}

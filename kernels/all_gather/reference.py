@@ -1,0 +1,29 @@
+"""What the op computes, in plain torch and collectives: the unfused path."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+# The newer name of all_gather_into_tensor, which warns from torch 2.13 on.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous x as one row of bytes: a view."""
+    # Of a dimension of size 1 the stride may be any, with which no other dtype can be viewed.
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+def reference_all_gather(x: torch.Tensor, gather_dim: int, group: ProcessGroup) -> torch.Tensor:
+    """All ranks' x, one behind the other along ``gather_dim``, which is not negative; contiguous."""
+    world_size = group.size()
+    shape = list(x.shape)
+    shape[gather_dim] *= world_size
+    source = x.contiguous()
+    stacked = source.new_empty(world_size, *source.shape)
+    if stacked.numel():
+        # As bytes: backends do not know every dtype.
+        _all_gather(as_bytes(stacked), as_bytes(source), group=group)
+    return stacked.movedim(0, gather_dim).reshape(-1).view(shape)

@@ -1,0 +1,156 @@
+"""Launches stand-alone collectives on contiguous CUDA tensors: the host's side of slices.cuh."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..comm import ll_exchange
+from ..comm.ll_exchange import VECTOR, ExchangeSlots, ExchangeWorkspace, at_once, slots_of, workers
+from ..jit.program import Function
+from .rounds import RoundsConfig, rounds_launch, sent_at_once
+
+MOST_BYTES = 1 << 30  #: of a part: kernels count them in 32 bits, rounded up to a pass of all blocks
+_UNITS = (VECTOR, 4, 2, 1)
+
+
+class Slices(ctypes.Structure):
+    """The twin of ``weft::Slices`` in slices.cuh."""
+
+    _fields_ = (
+        ("first", ctypes.c_uint64),
+        ("row", ctypes.c_uint32),
+        ("bytes", ctypes.c_uint32),
+        ("parts", ctypes.c_uint32),
+        ("unit", ctypes.c_uint32),
+    )
+
+
+class CollectiveParams(ctypes.Structure):
+    """The twin of ``Params`` in the kernels' files."""
+
+    _fields_ = (
+        ("slots", ExchangeSlots),
+        ("x", Slices),
+        ("out", Slices),
+        ("vectors", ctypes.c_uint32),
+        ("room", ctypes.c_uint32),
+    )
+
+
+@dataclass(frozen=True)
+class SlicesProblem:
+    """What is moved: a tensor [rows, W, row] in bytes and a part of it [rows, row].
+
+    ``gathers``: parts become the tensor; else they are made of it.
+    """
+
+    rows: int
+    row: int
+    gathers: bool
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.row < 1 or self.rows * self.row > MOST_BYTES:
+            raise ValueError(
+                f"a part of {self.rows} rows of {self.row} bytes: must have from 1 to {MOST_BYTES} bytes"
+            )
+
+    @property
+    def bytes(self) -> int:
+        """Of a part."""
+        return self.rows * self.row
+
+    @property
+    def vectors(self) -> int:
+        """Of a part."""
+        return -(-self.bytes // VECTOR)
+
+    def slices(self, world_size: int) -> tuple[Slices, Slices]:
+        """Of x and out."""
+        # What is alone is one row: it has no rows of others in between.
+        part, whole = (
+            Slices(0, self.bytes, self.bytes, 1),
+            Slices(0, self.row, self.bytes, world_size),
+        )
+        return (part, whole) if self.gathers else (whole, part)
+
+
+def rounds_defines(world_size: int) -> dict[str, str | int]:
+    """What rounds.cuh must know."""
+    size = {"WORLD_SIZE": world_size, "WORKERS": workers(world_size)}
+    return {**size, "AT_ONCE": at_once(world_size), "SENT_AT_ONCE": sent_at_once(world_size)}
+
+
+class CollectiveLauncher:
+    """One of these ops on one workspace and one problem: prepared once, launched often.
+
+    Args:
+        place: a workspace with room for ``rounds_layout``; the same call site on every rank.
+        function: returns the kernel of a name, on the device of the tensors.
+        config: the same on every rank.
+
+    Attributes:
+        grids: the blocks of a launch, once for each use that it makes of their slots.
+    """
+
+    def __init__(
+        self,
+        place: ExchangeWorkspace,
+        problem: SlicesProblem,
+        function: Callable[[str], Function],
+        config: RoundsConfig,
+    ) -> None:
+        layout = place.layout
+        launch = rounds_launch(problem.vectors, layout, config)
+        self.grids = (launch.blocks,) * launch.epochs
+        self._timeout_ns = 0
+        self._lock = threading.Lock()  # a launch takes what stands in its struct
+        self._any_unit = max(unit for unit in _UNITS[1:] if problem.row % unit == 0)
+        # Whole vectors at aligned addresses are a kernel of their own.
+        self._launches: list[Callable[[int], None]] = []
+        self._params: list[CollectiveParams] = []
+        self._has_whole = problem.row % VECTOR == 0
+        for name in (f"{launch.kernel}_any", *([launch.kernel] if self._has_whole else ())):
+            params = CollectiveParams(slots_of(place, 0), *problem.slices(layout.world_size))
+            params.vectors, params.room = problem.vectors, launch.room
+            ready = function(name).bound(
+                launch.blocks, launch.threads, params, dependent=ll_exchange.dependent()
+            )
+            self._launches.append(ready)
+            self._params.append(params)
+
+    def launch(
+        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
+    ) -> None:
+        """The whole collective.
+
+        Every rank makes the same calls on a workspace, in one order and on one stream at a time. Safe to capture in a
+        CUDA graph. The current device must be that of the tensors.
+
+        Args:
+            buffer: not used; epochs alternate by themselves.
+            operands, results: the address of x, and that of out: contiguous tensors, aligned like their elements. The
+                part of the other that lies where the one will be may be the other itself; they must not overlap else.
+            timeout_ns: nanoseconds until a wait for a peer expires, see the workspace's record.
+            stream: a CUstream as an integer.
+
+        Raises:
+            RuntimeError: the kernel cannot be launched.
+        """
+        (x,), (out,) = operands, results
+        with self._lock:
+            if timeout_ns != self._timeout_ns:
+                for params in self._params:
+                    params.slots.watch.timeout_ns = timeout_ns
+                self._timeout_ns = timeout_ns
+            whole = self._has_whole and (x | out) % VECTOR == 0
+            params = self._params[whole]
+            params.x.first, params.out.first = x, out
+            if not whole:
+                unit = self._any_unit
+                while (x | out) % unit:
+                    unit //= 2
+                params.x.unit = params.out.unit = unit
+            self._launches[whole](stream)

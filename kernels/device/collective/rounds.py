@@ -1,0 +1,94 @@
+"""In how many epochs of a launch vectors are moved: the host's side of rounds.cuh. Pure functions, no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..comm.ll_exchange import (
+    BLOCKS,
+    THREADS,
+    WARP,
+    ExchangeLayout,
+    at_once,
+    exchange_grid,
+    slots_for,
+    up,
+    workers,
+)
+
+
+@dataclass(frozen=True)
+class RoundsConfig:
+    """How a stand-alone collective is run. The same on every rank.
+
+    Attributes:
+        epoch: vectors that a rank sends to each peer in one epoch, at most; what is larger goes by rounds.
+        blocks, threads: what the grid of a kernel may have at most.
+        exact: data arrives bit by bit, for which it takes a fourth more slots (exact.cuh).
+    """
+
+    epoch: int
+    blocks: int = BLOCKS
+    threads: int = THREADS
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if self.epoch < 1:
+            raise ValueError(f"epoch: is {self.epoch}, must be 1 or more")
+        if not 1 <= self.blocks <= BLOCKS:
+            raise ValueError(f"blocks: is {self.blocks}, must be from 1 to {BLOCKS}")
+        if self.threads % WARP or not WARP <= self.threads <= THREADS:
+            raise ValueError(f"threads: is {self.threads}, must be a multiple of {WARP} up to {THREADS}")
+
+
+def epoch_of(world_size: int) -> int:
+    """What ``RoundsConfig.epoch`` is best: each thread has as many vectors of a peer as it receives at once. More take
+    more of L2 than they gain (bench/results/h200-x2-all-reduce-large.txt)."""
+    return BLOCKS * workers(world_size) * at_once(world_size)
+
+
+def sent_at_once(world_size: int) -> int:
+    """Vectors to each peer that a thread loads at once where it sends by rounds."""
+    return 1
+
+
+def rounds_layout(count: int, world_size: int, config: RoundsConfig) -> ExchangeLayout:
+    """A workspace with room for ``count`` vectors to each peer, in one epoch or more."""
+    room = _wanted_room(count, config)
+    return ExchangeLayout(
+        world_size, up(room + -(-room // 4) if config.exact else room, 2 * WARP), config.blocks
+    )
+
+
+def _wanted_room(count: int, config: RoundsConfig) -> int:
+    return slots_for(min(count, config.epoch), config.blocks, config.threads)
+
+
+@dataclass(frozen=True)
+class RoundsLaunch:
+    """The kernel, of those for whole vectors, its grid, and of how many epochs it is; ``room``: slots of a sender that
+    data takes in one of them."""
+
+    kernel: str
+    blocks: int
+    threads: int
+    room: int
+    epochs: int = 1
+
+
+def rounds_launch(count: int, layout: ExchangeLayout, config: RoundsConfig) -> RoundsLaunch:
+    """The launch that moves ``count`` vectors to each peer.
+
+    Raises:
+        ValueError: the layout is for fewer blocks.
+    """
+    if config.blocks > layout.blocks:
+        raise ValueError(f"workspace: is for {layout.blocks} blocks, must be for {config.blocks}")
+    room = layout.slots * 4 // 5 // WARP * WARP if config.exact else layout.slots
+    room = min(room, _wanted_room(count, config))
+    blocks, threads = exchange_grid(count, room, config.blocks, config.threads)
+    if count <= blocks * (room // threads) * threads:
+        return RoundsLaunch("one_shot", blocks, threads, room)
+    threads = min(threads, workers(layout.world_size))
+    an_epoch = blocks * (room // threads) * threads
+    return RoundsLaunch("rounds", blocks, threads + WARP, room, -(-count // an_epoch))

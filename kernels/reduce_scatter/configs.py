@@ -1,0 +1,18 @@
+"""The grid and the epochs of a reduce-scatter, and its workspace. Pure functions, no GPU."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ..device.collective.rounds import RoundsConfig, epoch_of
+from ..device.comm.ll_exchange import BLOCKS
+
+
+@lru_cache(maxsize=4096)
+def choose_reduce_scatter(world_size: int, num_sms: int = BLOCKS) -> RoundsConfig:
+    """The configuration on ``world_size`` ranks; the same on every rank.
+
+    ``num_sms``: blocks at most. They keep their SMs while they wait for a peer, which may wait for what another stream
+    of this rank has to compute first.
+    """
+    return RoundsConfig(epoch_of(world_size), min(BLOCKS, num_sms))

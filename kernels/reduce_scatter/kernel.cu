@@ -1,0 +1,131 @@
+// out = this rank's part of the reduction of all ranks' x (sum, avg, max or min), cut in any dimension: x [rows, W, row]
+// and out [rows, row] in bytes.
+//
+// Every rank sends part q of its x to rank q, which reduces all of them and its own in float32 in rank order, and
+// rounds once. For vectors of 16 bytes that are whole, and for anything (`_any`). Large inputs go by rounds, several
+// epochs in one launch.
+//
+// Who writes and who waits: LL exchange (ll_exchange.cuh, credits.cuh). `out` may be this rank's part of x.
+// Graph-safe. docs/protocol.md#ll-exchange, #credits
+
+#include "collective/rounds.cuh"
+#include "collective/slices.cuh"
+
+#ifndef REDUCE
+#error "REDUCE: sum, avg, max or min"
+#endif
+#if !defined(WORKERS) || !defined(AT_ONCE) || !defined(SENT_AT_ONCE)
+#error "WORKERS, AT_ONCE, SENT_AT_ONCE: threads of a block of rounds that send, vectors that each takes and loads at once"
+#endif
+
+namespace {
+
+using weft::Epoch;
+using weft::ThreadShare;
+using weft::u32;
+using Reduce = weft::reduce::REDUCE;
+
+struct Params {
+    weft::ExchangeSlots slots;
+    weft::Slices x;
+    weft::Slices out;  // one part
+    u32 vectors;  // of a part
+    u32 room;  // slots of a sender in one epoch
+};
+
+template <bool WHOLE, int SENT>
+struct Steps {
+    const Params& p;
+    weft::Parts parts[SENT];  // loaded ahead
+
+    __device__ __forceinline__ explicit Steps(const Params& params) : p(params) {}
+
+    __device__ __forceinline__ uint4 load_part(int part, u32 at) const {
+        return weft::SliceVector<WHOLE>(p.x, at).load(part);
+    }
+
+    __device__ __forceinline__ void load(const ThreadShare& s, u32 end, u32 threads) {
+#pragma unroll
+        for (u32 k = 0; k < SENT; ++k) {
+            const u32 at = s.at + k * gridDim.x * threads;
+            if (at < end) parts[k].load_all([&](int part, u32 i) { return load_part(part, i); }, at);
+        }
+    }
+
+    __device__ __forceinline__ void send(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) {
+        while (s.at < end) {
+#pragma unroll
+            for (u32 k = 0; k < SENT; ++k) {
+                ThreadShare at = s;
+                at.skip(threads, k);
+                if (at.at >= end) break;
+                parts[k].send_all([&](int part, u32 i) { return load_part(part, i); }, epoch, at);
+            }
+            s.skip(threads, SENT);
+            load(s, end, threads);
+        }
+    }
+
+    __device__ __forceinline__ void store(u32 at, const weft::Numbers& total) const {
+        weft::SliceVector<WHOLE>(p.out, at).store(0, total.rounded());
+    }
+
+    template <int COUNT>
+    __device__ __forceinline__ void answer(const Epoch&, const ThreadShare&, u32, u32) const {}
+
+    template <int COUNT>
+    __device__ __forceinline__ void receive(const Epoch& epoch, ThreadShare s, u32 end, u32 threads) const {
+        if constexpr (COUNT == 1) {
+            if (s.at >= end) return;
+            uint4 own = load_part(RANK, s.at);
+            while (s.at < end) {
+                store(s.at, weft::take_reduced<Reduce>(epoch, s.index, own));
+                s.skip(threads);
+                if (s.at < end) own = load_part(RANK, s.at);
+            }
+        } else {
+            const u32 stride = gridDim.x * threads;
+            for (; s.at + (COUNT - 1) * stride < end; s.skip(threads, COUNT)) {
+                uint4 in[COUNT * WORLD_SIZE];
+#pragma unroll
+                for (u32 k = 0; k < COUNT; ++k) in[k * WORLD_SIZE + RANK] = load_part(RANK, s.at + k * stride);
+                epoch.take_all<COUNT>(s.index, in, threads);
+#pragma unroll
+                for (u32 k = 0; k < COUNT; ++k) {
+                    store(s.at + k * stride, weft::reduced<Reduce>([&](int src) { return in[k * WORLD_SIZE + src]; }));
+                }
+            }
+            receive<1>(epoch, s, end, threads);
+        }
+    }
+};
+
+template <bool WHOLE>
+__device__ __forceinline__ void scatter(const Params& p) {
+    weft::begin();
+    Steps<WHOLE, 1> steps(p);
+    weft::in_one_epoch(p.slots, p.vectors, steps);
+}
+
+template <bool WHOLE>
+__device__ __forceinline__ void scatter_in_rounds(const Params& p) {
+    weft::begin();
+    Steps<WHOLE, SENT_AT_ONCE> steps(p);
+    weft::in_rounds<AT_ONCE>(p.slots, p.vectors, p.room, steps);
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(512, 1) one_shot(const __grid_constant__ Params p) { scatter<true>(p); }
+
+extern "C" __global__ void __launch_bounds__(512, 1) one_shot_any(const __grid_constant__ Params p) {
+    scatter<false>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) rounds(const __grid_constant__ Params p) {
+    scatter_in_rounds<true>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) rounds_any(const __grid_constant__ Params p) {
+    scatter_in_rounds<false>(p);
+}

@@ -1,0 +1,106 @@
+"""bench/llama.py: what its rows and its page say; a small run of it on two CPU ranks is marked slow."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parent.parent.parent / "bench"
+sys.path.insert(0, str(BENCH))
+
+import llama_page  # noqa: E402
+import llama_profile  # noqa: E402
+import llama_rows  # noqa: E402
+from llama_steps import Case  # noqa: E402
+
+COLUMNS = (
+    "mode compile seq batch graphs contender ms forward_ms backward_ms tokens_per_s mfu exposed_comm_ms "
+)
+COLUMNS += "peak_bytes votes"
+
+
+def row(contender: str, ms: float) -> dict[str, Any]:
+    found: dict[str, Any] = dict.fromkeys(COLUMNS.split())
+    return found | {
+        "mode": "train",
+        "compile": "whole",
+        "seq": 8,
+        "batch": 1,
+        "contender": contender,
+        "ms": ms,
+        "tokens_per_s": 1000,
+    }
+
+
+def test_communication_that_is_covered_is_not_exposed() -> None:
+    kernels = [("matmul", 0.0, 4000.0), ("communication", 1000.0, 6000.0), ("other", 3000.0, 5000.0)]
+    assert llama_profile.busy(kernels) == pytest.approx(5.0)
+    assert llama_profile.busy([*kernels, ("fused", 7000.0, 7500.0)]) == pytest.approx(5.5)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "lane"),
+    [
+        ("ncclDevKernel_AllGather_RING_LL", "communication"),
+        ("one_shot_whole", "communication"),
+        ("all_gather_matmul", "fused"),
+        ("nvjet_tst_128x256_64x4", "matmul"),
+        ("triton_poi_fused_add_0", "other"),
+    ],
+)
+def test_kernels_have_their_lanes(kernel: str, lane: str) -> None:
+    assert llama_profile.lane_of(kernel) == lane
+
+
+def test_a_step_of_training_is_three_forwards() -> None:
+    assert llama_rows.flops(Case("train", "whole", 64, 1)) == 3 * llama_rows.flops(
+        Case("prefill", "whole", 64, 1)
+    )
+    weights = 8 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256
+    one = llama_rows.flops(Case("decode", "whole", 0, 1))
+    assert one == 2 * weights
+
+
+def test_the_table_compares_with_plain() -> None:
+    plain, ours = llama_rows.table([row("plain", 4.0), row("weft", 2.0)])
+    assert "1.000 x" in plain and "2.000 x" in ours
+
+
+def test_the_page_has_every_row_and_lane() -> None:
+    content = {
+        "meta": {"device": "cpu", "command": "python bench/llama.py <x>"},
+        "rows": [row("plain", 4.0), row("weft", 2.0)],
+        "losses": {"plain": [3.0, 2.0], "weft": [3.0, 2.0]},
+    }
+    html = llama_page.page(content, {"step <1>": [("matmul", 0.0, 1.0), ("communication", 0.5, 2.0)]})
+    widths = [float(w) for w in re.findall(r'width="([\d.]+)" height="13"', html)]
+    assert widths == [420.0, 210.0]
+    assert html.count("<polyline") == 2 and html.count('height="16"') == 2
+    assert "&lt;x&gt;" in html and "<x>" not in html
+
+
+@pytest.mark.slow
+def test_a_small_run(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    command = [sys.executable, str(BENCH / "llama.py"), "--device", "cpu", "--ranks", "2", "--steps", "2"]
+    command += ["--modes", "train", "decode", "--seqs", "128", "--batches", "2", "--context", "64"]
+    command += ["--contenders", "plain", "weft", "--losses", "2", "--output", str(out)]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(out.read_text())
+    assert [(r["mode"], r["compile"], r["contender"]) for r in content["rows"]] == [
+        (mode, how, name)
+        for mode, how in [("train", "whole"), ("train", "blocks"), ("decode", "whole")]
+        for name in ("plain", "weft")
+    ]
+    assert all(set(r) == set(COLUMNS.split()) for r in content["rows"])
+    plain, ours = content["losses"]["plain"], content["losses"]["weft"]
+    assert ours == pytest.approx(plain, rel=1e-4) and out.with_suffix(".html").is_file()

@@ -1,0 +1,140 @@
+"""transformers under tp_plan="auto": generation by a CompileConfig that names weft, and its Trainer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import weft
+from metadata import use_metadata, write_metadata
+from opcommon import check
+from ranks import run_ranks
+from torch._inductor import config as inductor_config
+from weft.fused_ops import FusionPass
+
+pytest.importorskip("transformers")
+
+VOCABULARY = 96
+ENV = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+# Of one layer: what the row-wise layers reduce; in the backward, each column-wise layer's input and the head's.
+FORWARD, BACKWARD = 2, 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a model of random weights is saved, and the metadata of an installed weft."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    path = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(config).save_pretrained(path)
+    write_metadata(path)
+    return path
+
+
+def loaded(folder: Path, size: int) -> tuple[Any, Any]:
+    """(the model as its plan shards it, the whole one)."""
+    os.environ.update(ENV)
+    os.chdir(folder)
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    plan = DistributedConfig(tp_plan="auto", tp_size=size)
+    model = LlamaForCausalLM.from_pretrained(folder, distributed_config=plan)
+    return model, LlamaForCausalLM.from_pretrained(folder)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(os.getppid()))
+
+
+def generates(rank: int, size: int, folder: Path) -> int:
+    model, whole = loaded(folder, size)
+    use_metadata(folder)
+    from transformers.generation import CompileConfig
+
+    options: dict[str, Any] = {
+        "max_new_tokens": 3,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    config = CompileConfig(backend="weft", fullgraph=False, dynamic=False, mode=None)
+    config._compile_all_devices = True  # transformers compiles on GPUs alone by itself
+    with torch.no_grad(), inductor_config.patch(force_disable_caches=True):
+        got = model.generate(tokens(), cache_implementation="static", compile_config=config, **options)
+        want = whole.double().generate(tokens(), **options)
+    for i, (a, b) in enumerate(zip(got.logits, want.logits, strict=True)):
+        check(f"logits {i}", a, b, 1e-5)
+    assert torch.equal(got.sequences, want.sequences)
+    return weft.fusion_report().fused
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_generation_by_a_compile_config(folder: Path) -> None:
+    """The prompt runs in eager mode, each token behind it in the compiled graph."""
+    assert run_ranks(generates, 2, folder, fresh=True, timeout=800) == [FORWARD, FORWARD]
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": tokens()[i % 2], "labels": tokens()[i % 2]}
+
+
+def losses(model: Any, **arguments: Any) -> list[float]:
+    from transformers import Trainer, TrainingArguments
+
+    given = {"max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1, "learning_rate": 0.01}
+    given |= {
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "output_dir": "out",
+    }
+    trainer = Trainer(model=model, args=TrainingArguments(**given, **arguments), train_dataset=Rows())
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def trainer_trains(rank: int, size: int, folder: Path, by_config: bool) -> int:
+    model, whole = loaded(folder, size)
+    use_metadata(folder)
+    # accelerate, which the Trainer asks, refuses tensor parallelism between CPU ranks: it is not told of it.
+    model._tp_size = None
+    fusion = FusionPass()
+    with inductor_config.patch(force_disable_caches=True):
+        if by_config:
+            with inductor_config.patch(post_grad_custom_post_pass=fusion):
+                got = losses(model, torch_compile=True)
+        else:
+            model.compile(backend="weft")
+            got = losses(model)
+    want = losses(whole)
+    assert want[0] > want[1]
+    assert got == pytest.approx(want, rel=1e-4)  # two updates in float32
+    return (fusion.report() if by_config else weft.fusion_report()).fused
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("by_config", [False, True], ids=["model.compile", "Inductor's configuration"])
+def test_the_trainer(folder: Path, by_config: bool) -> None:
+    fused = FORWARD + BACKWARD
+    assert run_ranks(trainer_trains, 2, folder, by_config, fresh=True, timeout=800) == [fused, fused]

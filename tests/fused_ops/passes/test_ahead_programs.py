@@ -1,0 +1,124 @@
+"""Random programs of ranks that run ahead: what runs fused on one rank runs fused on all, or a rank is named on all."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+
+import pytest
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_board import Group, at_once, stores
+from weft.fused_ops.passes.agreement import foresight
+from weft.fused_ops.passes.agreement.board import VoteBoard
+from weft.fused_ops.passes.agreement.vote import AHEAD, LEFT, Vote
+
+__all__ = ["stores"]  # the fixture
+
+Part = tuple[int, str]  # as in test_board_programs.py
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        foresight, "LIMITS", foresight.AheadLimits(trusted=3, farthest=6, likely=1, meeting=7)
+    )
+
+
+class Named(Exception):
+    """A rank has left."""
+
+
+@dataclass
+class Stream:
+    """What a rank has queued, as on a GPU: it runs behind the host, and an op waits for those of the other ranks.
+
+    Without a host that waits for it: whatever meets something else than on another rank is found in the end."""
+
+    queued: list[tuple[int, bool, int]] = field(default_factory=list)
+
+    def run(self, place: int, fused: bool, length: int) -> None:
+        self.queued.append((place, fused, length))
+
+
+def rank_main(group: Group, stream: Stream, program: list[Part], seed: int) -> tuple[int, int]:
+    """Graphs that ran fused, and those of them that ran ahead."""
+    noise = random.Random(seed)
+    where = VoteBoard(group)  # type: ignore[arg-type]
+    place = begun = fused = ahead = 0
+    for count, how in program:
+        time.sleep(noise.choice([0, 0, 0, 1e-4, 1e-3, 5e-3]))
+        runs_fused = False
+        if how != "eager":
+            asked = Vote(where.turns, begun, count, 100 + count, how == "graph", True)
+            answer = where.ask(asked, lambda: 0.3)
+            if answer.why == LEFT:
+                raise Named
+            runs_fused = answer.fused
+            ahead += answer.why == AHEAD
+        if runs_fused:
+            stream.run(place, True, count)
+            fused += 1
+        else:
+            for i in range(count):
+                begun += 1
+                stream.run(place + i, False, 1)
+        place += count
+    # As the first graph of what comes next would find it.
+    if where.ask(Vote(where.turns, begun, 1, 5, False, True), lambda: 10.0).why == LEFT:
+        raise Named
+    return fused, ahead
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[list[Part]]:
+    """For each rank the same number of collectives: a sequence again and again, which all or one leave at times."""
+    size = draw(st.integers(2, 3))
+    sequence: list[Part] = [(draw(st.integers(1, 3)), "graph") for _ in range(draw(st.integers(1, 4)))]
+    if draw(st.booleans()):
+        sequence.insert(draw(st.integers(0, len(sequence))), (draw(st.integers(1, 3)), "plain graph"))
+    if draw(st.booleans()):
+        sequence.append((1, "eager"))
+    result: list[list[Part]] = [[] for _ in range(size)]
+    for _ in range(draw(st.integers(4, 14))):
+        odd = draw(st.sampled_from(["", "", "", "", "all", "one"]))
+        changed = _changed(draw, sequence)
+        rank = draw(st.integers(0, size - 1))
+        for r in range(size):
+            result[r] += changed if odd == "all" or (odd == "one" and r == rank) else sequence
+    return result
+
+
+def _changed(draw: st.DrawFn, sequence: list[Part]) -> list[Part]:
+    """The same collectives in other graphs, or in none."""
+    parts: list[Part] = []
+    for count, how in sequence:
+        cut = draw(st.integers(1, count))
+        for n in (cut, count - cut):
+            if n:
+                parts.append((n, draw(st.sampled_from([how, how, "graph", "eager", "plain graph"]))))
+    return parts
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(programs(), st.integers(0, 1 << 20))
+def test_fused_never_meets_plain_unless_a_rank_is_named_on_all(parts: list[list[Part]], seed: int) -> None:
+    store, size = dist.HashStore(), len(parts)
+    streams = [Stream() for _ in parts]
+    named: list[int] = []
+    lock = threading.Lock()
+
+    def run(rank: int) -> None:
+        try:
+            rank_main(Group(rank, size, store), streams[rank], parts[rank], seed + rank)  # type: ignore[arg-type]
+        except Named:
+            with lock:
+                named.append(rank)
+
+    at_once(*(lambda r=r: run(r) for r in range(size)))  # type: ignore[misc]
+    if not named:
+        for place in range(max(len(s.queued) for s in streams)):
+            assert len({tuple(s.queued[place : place + 1]) for s in streams}) == 1, streams

@@ -1,0 +1,212 @@
+"""All-gathers and reduce-scatters that no product is beside: as ops of their own, where the pass is asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import (
+    AG,
+    RS,
+    Seen,
+    applied,
+    c10d,
+    captured,
+    check_same,
+    fake_ranks,
+    gather,
+    scatter,
+    traced,
+)
+from opcommon import check
+from opcommon import gather as every_rank
+from ranks import run_ranks
+from torch import Tensor
+from weft.fused_ops import FusionPass
+from weft.fused_ops.passes.patterns import candidate
+
+GATHER, SCATTER = "weft::one_shot_all_gather", "weft::one_shot_reduce_scatter"
+WORLD = 3
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[str]:
+    with fake_ranks(WORLD) as name:
+        yield name
+
+
+def fusion(**settings: Any) -> FusionPass:
+    return FusionPass(agree=False, collectives=True, **settings)
+
+
+def seen_of(fn: Callable[..., Any], *inputs: Tensor, dynamic: bool = False) -> list[Seen]:
+    return captured(fn, *inputs, fusion=fusion(), dynamic=dynamic)
+
+
+X = torch.randn(6, 9, 12)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_gathers_and_scatters_along_each_dimension(dim: int, dynamic: bool) -> None:
+    (seen,) = seen_of(lambda x: gather(x.sin(), dim).cos(), X, dynamic=dynamic)
+    assert seen.fused == [GATHER] and [e.dim for e in seen.entries] == [dim]
+    assert seen.count("aten::cat") == 0, "what torch joins is gathered where it belongs"
+    check_same(seen, WORLD)
+    for reduce_op in ("sum", "avg"):
+        (seen,) = seen_of(lambda x, op=reduce_op: scatter(x.sin(), dim, op).cos(), X, dynamic=dynamic)
+        assert seen.fused == [SCATTER] and [e.dim for e in seen.entries] == [dim]
+        assert seen.count("aten::cat") == 0
+        check_same(seen, WORLD)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_backwards_are_fused_too(dim: int) -> None:
+    x = X.clone().requires_grad_()
+    seen = seen_of(lambda x: F.rms_norm(scatter(gather(x, dim).sin(), dim), (12,)).square().sum(), x)
+    assert [s.fused for s in seen] == [[GATHER, SCATTER], [GATHER, SCATTER]]
+    for each in seen:
+        check_same(each, WORLD)
+
+
+def test_a_product_takes_what_it_can_first() -> None:
+    w, v = torch.randn(12, 5), torch.randn(5, 12)
+    (seen,) = seen_of(lambda x, w, v: scatter(F.silu(gather(x) @ w) @ v), X[:, 0], w, v)
+    assert seen.fused == [AG, RS]
+    # One product between two collectives: one of them is alone.
+    (seen,) = seen_of(lambda x, w: scatter(gather(x) @ w), X[:, 0], w)
+    assert sorted(map(str, seen.fused)) in ([AG, SCATTER], sorted([GATHER, RS]))
+    check_same(seen, WORLD)
+
+
+def test_what_is_not_profitable_with_its_product_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = candidate.profitability.why_not_profitable
+    monkeypatch.setattr(
+        candidate.profitability, "why_not_profitable", lambda c: "too little" if "matmul" in c.op else why(c)
+    )
+    w = torch.randn(12, 5)
+    (seen,) = seen_of(lambda x, w: gather(x) @ w, X[:, 0], w)
+    assert seen.fused == [GATHER]
+    check_same(seen, WORLD)
+    (seen,) = captured(lambda x, w: gather(x) @ w, X[:, 0], w, fusion=fusion(fuse="always"))
+    assert seen.fused == [AG]
+
+
+def test_without_the_setting_they_are_left_alone() -> None:
+    for fn in (lambda x: gather(x.sin(), 1), lambda x: scatter(x.sin(), 1)):
+        (seen,) = captured(fn, X, fusion=FusionPass(agree=False))
+        assert seen.fused == [None]
+
+
+def _ag(x: Tensor) -> Tensor:
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, WORLD, torch.distributed.group.WORLD.group_name))
+
+
+def _stacked_too(x: Tensor) -> tuple[Tensor, Tensor]:
+    stacked = _ag(x.sin())
+    return torch.cat(stacked.chunk(WORLD), 1), stacked
+
+
+def _reversed(x: Tensor) -> Tensor:
+    return torch.cat(_ag(x.sin()).chunk(WORLD)[::-1], 1)
+
+
+def _joined_too(x: Tensor) -> tuple[Tensor, Tensor]:
+    joined = torch.cat(x.sin().chunk(WORLD, 1))
+    name = torch.distributed.group.WORLD.group_name
+    return c10d.wait_tensor(c10d.reduce_scatter_tensor(joined, "sum", WORLD, name)), joined
+
+
+def _part_too(x: Tensor) -> tuple[Tensor, Tensor]:
+    parts = _ag(x.sin()).chunk(WORLD)
+    return torch.cat(parts, 1), parts[1].cos()
+
+
+@pytest.mark.parametrize("fn", [_stacked_too, _reversed, _part_too])
+def test_what_else_is_used_is_gathered_along_dimension_0(fn: Callable[..., Any]) -> None:
+    """The parts, or what they are cut from, or they are joined in another order: torch joins them as before."""
+    seen = applied(traced(fn, X), fusion())
+    assert seen.fused == [GATHER] and [e.dim for e in seen.entries] == [0], seen.reasons
+    assert seen.count("aten::cat") == 1
+    check_same(seen, WORLD)
+
+
+def test_what_is_joined_for_others_too_stays() -> None:
+    seen = applied(traced(_joined_too, X), fusion())
+    assert seen.fused == [SCATTER] and [e.dim for e in seen.entries] == [1]
+    assert seen.count("aten::cat") == 1
+    check_same(seen, WORLD)
+
+
+def test_what_its_backend_runs_beside_something_is_left_alone() -> None:
+    name = torch.distributed.group.WORLD.group_name
+
+    def fn(x: Tensor) -> Tensor:
+        pending = c10d.all_gather_into_tensor(x, WORLD, name)
+        y = x.sin()
+        return c10d.wait_tensor(pending).sum() + y.sum()
+
+    seen = applied(traced(fn, X), fusion())
+    assert seen.fused == [None]
+    assert (
+        "it is waited for behind sin (aten::sin)" in seen.reasons or "waited for behind sin" in seen.reasons
+    )
+
+
+def test_sizes_of_what_is_pending() -> None:
+    name = torch.distributed.group.WORLD.group_name
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        pending = c10d.all_gather_into_tensor(x, WORLD, name)
+        return c10d.wait_tensor(pending), pending
+
+    seen = applied(traced(fn, X), fusion())
+    assert seen.fused == [GATHER]
+    check_same(seen, WORLD)
+
+
+def test_numbers_and_other_dtypes_are_left_alone() -> None:
+    seen = applied(traced(_ag, torch.tensor(1.0)), fusion())
+    assert seen.fused == [None] and "its input is a number" in seen.reasons
+    seen = applied(traced(_ag, torch.arange(6)), fusion())
+    assert seen.fused == [None] and "its input is torch.int64" in seen.reasons
+
+
+def test_the_setting_is_checked_and_part_of_the_key() -> None:
+    with pytest.raises(TypeError, match="collectives: is 1, must be True or False"):
+        FusionPass(collectives=1)  # type: ignore[arg-type]
+    assert FusionPass(collectives=True).uuid() != FusionPass().uuid()
+
+
+def model(x: Tensor) -> Tensor:
+    return scatter(F.rms_norm(gather(x, -1).sin(), (2 * x.shape[-1],)), 0)
+
+
+def compiled(rank: int, world_size: int) -> None:
+    passed = FusionPass(collectives=True)
+    torch._dynamo.reset()
+    x = torch.randn(4, 6, requires_grad=True)
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        y = torch.compile(model, options=passed.options, fullgraph=True)(x)
+        (found,) = torch.autograd.grad(y.sin().sum(), x)
+    report = passed.report()
+    assert [e.fused_into for e in report.entries] == [GATHER, SCATTER, GATHER, SCATTER], report
+    every = [part.requires_grad_() for part in every_rank(x)]
+    parts = (F.rms_norm(torch.cat(every, 1).sin(), (12,)) * world_size).chunk(2)
+    check("y", y.detach(), parts[rank].detach(), 1e-6)
+    # Of all ranks' losses, which each of them takes alike.
+    want = torch.autograd.grad(sum(part.sin().sum() for part in parts), every)
+    check("gradient", found, want[rank], 1e-6)
+
+
+def test_between_cpu_ranks() -> None:
+    torch.distributed.destroy_process_group()
+    try:
+        run_ranks(compiled, 2)
+    finally:
+        torch.distributed.init_process_group(
+            "fake", rank=0, world_size=WORLD, store=torch.distributed.HashStore()
+        )

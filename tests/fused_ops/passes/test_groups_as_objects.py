@@ -1,0 +1,82 @@
+"""Collectives whose group stands in the graph as an object, as torch allows from 2.13 on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from graphs import AG, AR, c10d, fake_ranks
+from torch import Tensor, fx
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
+from torch._inductor.virtualized import V
+from weft.fused_ops import FusionPass
+
+TAKES_OBJECTS = str(c10d.all_reduce.default._schema).startswith(
+    "_c10d_functional::all_reduce(Tensor input, str reduce_op, Any"
+)
+
+
+def passed_through(fn: Callable[..., Any], fusion: FusionPass, *inputs: Tensor) -> fx.Graph:
+    """The graph in its own module, behind the pass."""
+    found: list[fx.Graph] = []
+
+    def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        with V.set_fake_mode(torch._guards.detect_fake_mode(example_inputs)):
+            view_to_reshape(gm)
+            post_grad_passes(gm, bool(kwargs.get("is_inference")))
+        found.append(gm.graph)
+        return gm.forward
+
+    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        return compile_fx(gm, example_inputs, inner_compile=inner_compile)
+
+    torch._dynamo.reset()
+    with (
+        functorch_config.patch(enable_autograd_cache=False),
+        inductor_config.patch(post_grad_custom_post_pass=fusion, fx_graph_cache=False),
+    ):
+        torch.compile(fn, backend=backend, dynamic=False)(*inputs)
+    (graph,) = found
+    return graph
+
+
+@pytest.mark.skipif(not TAKES_OBJECTS, reason="this torch takes names only")
+@pytest.mark.parametrize("as_input", [False, True])
+def test_are_fused_by_their_names(as_input: bool) -> None:
+    with fake_ranks(2) as name:
+        group = dist.group.WORLD
+
+        def fn(x: Tensor, w: Tensor, given: Any = None) -> tuple[Tensor, Tensor]:
+            of = given or group
+            y = c10d.wait_tensor(c10d.all_reduce(x @ w, "sum", of))
+            return y, c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, of)) @ w
+
+        fusion = FusionPass(agree=False)
+        given = (torch.randn(6, 8), torch.randn(8, 5), *([group] * as_input))
+        graph = passed_through(fn, fusion, *given)
+        entries = fusion.report().entries
+        assert [(e.fused_into, e.group) for e in entries] == [(AR, name), (AG, name)], fusion.report()
+        assert not graph.find_nodes(op="get_attr")
+
+
+@pytest.mark.skipif(not TAKES_OBJECTS, reason="this torch takes names only")
+def test_of_other_groups_stay() -> None:
+    with fake_ranks(2):
+        group = dist.new_group([0, 1])
+
+        def fn(x: Tensor, w: Tensor) -> Tensor:
+            return c10d.wait_tensor(c10d.all_reduce(x @ w, "sum", group))
+
+        fusion = FusionPass([dist.group.WORLD], agree=False)
+        passed_through(fn, fusion, torch.randn(6, 8), torch.randn(8, 5))
+        (entry,) = fusion.report().entries
+        assert (entry.group, entry.reason) == (
+            group.group_name,
+            "its group is none of those this pass is for",
+        )

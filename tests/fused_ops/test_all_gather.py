@@ -1,0 +1,268 @@
+"""one_shot_all_gather on real CPU processes, bit by bit."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from opcommon import DEVICES, assert_fused, check, gather, gathered, poison, refuses, world
+from ranks import run_ranks, run_row
+from torch import Tensor
+from weft import symm_mem
+from weft.fused_ops import last_plan, one_shot_all_gather
+from weft.kernels.all_gather import host
+
+SHAPES = [(1,), (7,), (3, 5), (2, 3, 129), (0, 4), (4, 0), (1000, 33), (2, 1, 3, 8)]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int16,
+    torch.bool,
+    torch.float8_e4m3fn,
+]
+
+
+def any_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Of any number, -1 in all widths and NaNs among them."""
+    if dtype == torch.bool:
+        return torch.rand(shape) < 0.5
+    count = torch.Size(shape).numel() * dtype.itemsize
+    content = torch.randint(0, 256, (count,), dtype=torch.uint8)
+    content[torch.rand(count // 16 + 1).repeat_interleave(16)[:count] < 0.2] = 255
+    return content.view(dtype).view(shape)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def wanted(x: Tensor, dim: int) -> Tensor:
+    """By torch, which knows nothing of the dtype."""
+    every = gathered(bits(x))
+    return torch.cat([part.view(x.dtype).view(x.shape) for part in every], dim)
+
+
+def right(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for dim in (*range(len(shape)), -1):
+        poison(rank)
+        x = any_bits(shape, dtype)
+        want = wanted(x, dim) if x.numel() else None
+        y = one_shot_all_gather(x, dim, world())
+        if x.numel() and world_size > 1:
+            assert_fused()
+        sizes = list(shape)
+        sizes[dim] *= world_size
+        assert list(y.shape) == sizes and y.dtype == dtype and y.is_contiguous()
+        assert want is None or torch.equal(bits(y), bits(want)), (shape, dim, dtype)
+        assert not x.numel() or y.data_ptr() != x.data_ptr()
+        out = torch.zeros_like(y)
+        assert one_shot_all_gather(x, dim, world(), out=out) is out
+        assert torch.equal(bits(out), bits(y))
+        # x is the part of the result that becomes x; and a result that does not lie in one piece.
+        out = torch.zeros_like(y)
+        own = out.chunk(world_size, dim)[rank] if out.numel() else x
+        own.copy_(x)
+        assert one_shot_all_gather(own, dim, world(), out=out) is out
+        assert torch.equal(bits(out), bits(y))
+        apart = y.new_zeros((*y.shape[:-1], 2 * y.shape[-1]))[..., ::2]
+        assert one_shot_all_gather(x, dim, world(), out=apart) is apart
+        assert torch.equal(bits(apart), bits(y))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_one_shot_all_gather(world_size: int, device: str, dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        run_row(right, world_size, shape, dtype, device=device)
+
+
+def any_layout(rank: int, world_size: int) -> None:
+    base = torch.randn(9, 11, 6)
+    odd = base.bfloat16().view(-1)[1:]  # begins 2 bytes behind an aligned address
+    for x in (base.transpose(0, 2), base[::2, 1:8:3], base[3, 4], odd, torch.full((1, 3), rank).expand(4, 3)):
+        for dim in range(x.dim()):
+            assert torch.equal(one_shot_all_gather(x, dim, world()), wanted(x, dim)), x.stride()
+    on_heap = symm_mem.empty(13)
+    on_heap.fill_(rank)
+    from_heap = one_shot_all_gather(on_heap, 0, world()).view(world_size, 13)
+    assert from_heap.mT.eq(torch.arange(world_size)).all()
+    # What is read must not be overwritten by what arrives.
+    memory = torch.randn(5 * world_size)
+    for start in (0, 3, 5 * (world_size - 1)):
+        part = memory[start : start + 5]
+        want = wanted(part, 0)
+        assert torch.equal(one_shot_all_gather(part, 0, world(), out=memory), want), start
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_strides_alignment_and_memory(device: str) -> None:
+    run_row(any_layout, 3, device=device)
+
+
+def chunks(rank: int, world_size: int) -> None:
+    host.CHUNK_BYTES = 1000
+    for _ in range(3):
+        x = torch.randn(5, 1234)
+        assert torch.equal(one_shot_all_gather(x, 1, world()), wanted(x, 1))
+
+
+def test_large_inputs_travel_in_chunks() -> None:
+    run_ranks(chunks, 2, fresh=True)
+
+
+def many(rank: int, world_size: int) -> None:
+    sizes = torch.Generator("cpu").manual_seed(0)
+    delays = torch.Generator("cpu").manual_seed(rank)
+    for call in range(300):
+        n = int(torch.randint(1, 3000, (1,), generator=sizes, device="cpu"))
+        if torch.rand((), generator=delays, device="cpu") < 0.05:
+            time.sleep(0.01)
+        out = one_shot_all_gather(torch.full((n,), call + rank), 0, world())
+        assert (out.view(world_size, n) == torch.arange(call, call + world_size)[:, None]).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_calls_with_late_ranks(device: str) -> None:
+    run_row(many, 3, device=device)
+
+
+def gradients(rank: int, world_size: int) -> None:
+    for dtype in (torch.float32, torch.float64):
+        for dim in (0, 1, -1):
+            x = torch.randn(4, 3, 2, dtype=dtype).requires_grad_()
+            weight = torch.randn_like(one_shot_all_gather(x, dim, world()))
+            (one_shot_all_gather(x, dim, world()) * weight).sum().backward()
+            assert x.grad is not None
+            check("x.grad", x.grad, sum(gather(weight)).chunk(world_size, dim)[rank], 1e-6)
+    out = torch.zeros(4 * world_size, 3, 2, dtype=torch.float64)
+    with pytest.raises(ValueError, match="x: requires a gradient, must not where the result is written"):
+        one_shot_all_gather(x, 0, world(), out=out)
+    with pytest.raises(ValueError, match="out: requires a gradient"):
+        one_shot_all_gather(x.detach(), 0, world(), out=out.requires_grad_())
+    with torch.no_grad():
+        assert torch.equal(one_shot_all_gather(x, 0, world(), out=out), one_shot_all_gather(x, 0, world()))
+    # Autograd sees that it was overwritten.
+    for _ in range(3):  # on CUDA by the fast path, too
+        w, t = torch.full((world_size,), 2.0, requires_grad=True), torch.zeros(world_size)
+        y = (w * t).sum()
+        one_shot_all_gather(torch.ones(1), 0, world(), out=t)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients(device: str) -> None:
+    run_row(gradients, 3, device=device)
+
+
+def compiled(rank: int, world_size: int) -> None:
+    group = world()
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        g = torch.compile(lambda x: one_shot_all_gather(x * 2, 1, group) + 1, dynamic=dynamic, fullgraph=True)
+        for n in (4, 7, 12):
+            x = torch.randn(n, 3)
+            check("compiled", g(x), torch.cat(gather(x), 1) * 2 + 1, 1e-6)
+            x.requires_grad_()
+            g(x).square().sum().backward()
+            assert x.grad is not None
+            check("compiled gradient", x.grad, world_size * 4 * (x.double() * 2 + 1), 1e-6)
+
+    def into(x: Tensor, out: Tensor) -> Tensor:
+        one_shot_all_gather(x * 2, 0, group, out=out)
+        made = one_shot_all_gather(x, 0, group, out=torch.empty_like(out))
+        return made + out
+
+    x, out = torch.randn(5, 3), torch.zeros(5 * world_size, 3)
+    want = torch.cat(gather(x))
+    check("compiled out", torch.compile(into, fullgraph=True)(x, out), want * 3, 1e-6)
+    check("what was given", out, want * 2, 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_under_torch_compile(device: str) -> None:
+    run_row(compiled, 2, device=device)
+
+
+def opcheck(rank: int, world_size: int) -> None:
+    op, into, name = (
+        torch.ops.weft.one_shot_all_gather,
+        torch.ops.weft.one_shot_all_gather_out,
+        world().group_name,
+    )
+    for grad in (False, True):
+        x = torch.randn(5, 6, requires_grad=grad)
+        torch.library.opcheck(op, (x, 0, name))
+        torch.library.opcheck(op, (x.t(), -1, name))
+    torch.library.opcheck(op, (torch.arange(6).view(2, 3), 1, name))
+    torch.library.opcheck(into, (torch.zeros(5, 6 * world_size), x.detach(), 1, name))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    run_row(opcheck, 2, device=device)
+
+
+def refused(rank: int, world_size: int) -> None:
+    x, name, out = torch.randn(4, 3), world().group_name, torch.zeros(8, 3)
+    op, into = torch.ops.weft.one_shot_all_gather, torch.ops.weft.one_shot_all_gather_out
+    complex_x = torch.zeros(4, dtype=torch.complex64)
+    before = last_plan()
+    for args, kind, words in [
+        ((x[0, 0], 0, name), ValueError, "x: has no dimension, must have 1 or more"),
+        ((x, 2, name), ValueError, "gather_dim: is 2, must be from -2 to 1 for a 2-D x"),
+        ((complex_x, 0, name), TypeError, "x: is torch.complex64, must be of real numbers"),
+        ((x, 0, "nobody"), ValueError, "group: no process group is named"),
+    ]:
+        refuses(op, args, kind, words)
+    for args, kind, words in [
+        ((out, x, 1, name), ValueError, r"out: has shape \(8, 3\), must have \(4, 6\) for the result"),
+        ((out.double(), x, 0, name), TypeError, "out: is torch.float64, must be torch.float32 like x"),
+        ((out[:1].expand(8, 3), x, 0, name), ValueError, "out: is expanded, must have memory of its own"),
+    ]:
+        mode = torch._subclasses.FakeTensorMode()
+        fake = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
+        for given in (args, fake):
+            with pytest.raises(kind, match=words):
+                into(*given)
+    with torch.inference_mode():
+        made = torch.zeros(8, 3)
+    with pytest.raises(ValueError, match="out: is an inference tensor"):
+        one_shot_all_gather(x, 0, world(), out=made)
+    with pytest.raises(TypeError, match="out: is of type list, must be a tensor"):
+        one_shot_all_gather(x, 0, world(), out=[])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="gather_dim: is of type bool, must be an integer"):
+        one_shot_all_gather(x, True, world())
+    with pytest.raises(TypeError, match="x: is of type list, must be a tensor"):
+        one_shot_all_gather([1], 0, world(), out=out)  # type: ignore[arg-type]
+    assert last_plan() is before, "refused after it was launched"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
+    run_row(refused, 2, device=device)
+
+
+def late(rank: int, world_size: int) -> str | None:
+    x = torch.ones(5)
+    one_shot_all_gather(x, 0, world())
+    one_shot_all_gather(x, 0, world(), out=torch.ones(10))
+    symm_mem.check()
+    symm_mem.set_timeout(0.5)
+    if rank == 1:
+        return None
+    with pytest.raises(symm_mem.PeerTimeout) as error:
+        one_shot_all_gather(x, 0, world(), out=torch.ones(10))
+    with pytest.raises(symm_mem.PeerTimeout):
+        one_shot_all_gather(x, 0, world())
+    return str(error.value)
+
+
+def test_a_missing_rank_is_an_error_with_a_name() -> None:
+    text = run_ranks(late, 2, fresh=True)[0]
+    assert text.startswith("one_shot_all_gather_out: rank 0") and "waited 0.5 s for rank 1" in text

@@ -1,0 +1,254 @@
+"""one_shot_reduce_scatter on real CPU processes, against float64."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from opcommon import BOUND, DEVICES, DTYPES, assert_fused, check, gather, poison, refuses, world
+from ranks import run_ranks, run_row
+from torch import Tensor
+from weft import symm_mem
+from weft.fused_ops import last_plan, one_shot_all_reduce, one_shot_reduce_scatter
+from weft.kernels.reduce_scatter import host
+
+SHAPES = [(1,), (7,), (3, 5), (2, 3, 129), (0, 4), (4, 0), (1000, 33), (2, 1, 3, 8)]
+
+
+def whole(shape: tuple[int, ...], dim: int, world_size: int) -> tuple[int, ...]:
+    sizes = list(shape)
+    sizes[dim] *= world_size
+    return tuple(sizes)
+
+
+def right(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for dim in (*range(len(shape)), -1):
+        for reduce_op in ("sum", "avg", "max", "min"):
+            poison(rank)
+            x = torch.randn(whole(shape, dim, world_size)).to(dtype)
+            parts = [part / (world_size if reduce_op == "avg" else 1) for part in gather(x)]
+            want = torch.stack(parts)
+            want = want.sum(0) if reduce_op in ("sum", "avg") else getattr(want, f"a{reduce_op}")(0)
+            y = one_shot_reduce_scatter(x, reduce_op, dim, world())
+            if x.numel() and world_size > 1:
+                assert_fused()
+            assert y.shape == shape and y.dtype == dtype and y.is_contiguous()
+            if not x.numel():
+                continue
+            own = [part.chunk(world_size, dim)[rank] for part in (want, *parts)]
+            check(f"{shape} {dim} {dtype} {reduce_op}", y, own[0], BOUND[dtype], own[1:])
+            total = one_shot_all_reduce(x, reduce_op, world()).chunk(world_size, dim)[rank]
+            assert torch.equal(y, total), "other bits than those of the all-reduce"
+            out = torch.full_like(y, float("nan"))
+            assert one_shot_reduce_scatter(x, reduce_op, dim, world(), out=out) is out
+            assert torch.equal(out, y)
+            apart = y.new_zeros((*y.shape[:-1], 2 * y.shape[-1]))[..., ::2]
+            assert one_shot_reduce_scatter(x, reduce_op, dim, world(), out=apart) is apart
+            assert torch.equal(apart, y)
+            part = x.chunk(world_size, dim)[rank]  # the result takes its place
+            assert one_shot_reduce_scatter(x, reduce_op, dim, world(), out=part) is part
+            assert torch.equal(part, y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_one_shot_reduce_scatter(world_size: int, device: str, dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        run_row(right, world_size, shape, dtype, device=device)
+
+
+def any_layout(rank: int, world_size: int) -> None:
+    base = torch.randn(9, 12, 6)
+    odd = base.bfloat16().view(-1)[3:]  # begins 6 bytes behind an aligned address
+    for x in (base.transpose(0, 2), base[::3, 1:10:3], base[3, 6:], odd, torch.ones(1, 3).expand(6, 3)):
+        parts = gather(x)
+        for dim in range(x.dim()):
+            own = [part.chunk(world_size, dim)[rank] for part in parts]
+            check(
+                str(x.stride()),
+                one_shot_reduce_scatter(x, "sum", dim, world()),
+                sum(own),
+                BOUND[x.dtype],
+                own,
+            )
+    # What is read must not be overwritten by the result.
+    for start in (0, 3, 4 * (world_size - 1)):
+        memory = torch.randn(4 * world_size)
+        want = sum(gather(memory)).chunk(world_size)[rank]
+        out = memory[start : start + 4]
+        check("overlapping", one_shot_reduce_scatter(memory, "sum", 0, world(), out=out), want, 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_strides_alignment_and_memory(device: str) -> None:
+    run_row(any_layout, 3, device=device)
+
+
+def chunks(rank: int, world_size: int) -> None:
+    host.CHUNK_BYTES = 1000
+    for _ in range(3):
+        x = torch.randn(6, 2468)
+        want = sum(gather(x)).chunk(world_size, 1)[rank]
+        check("chunks", one_shot_reduce_scatter(x, "sum", 1, world()), want, 1e-6)
+
+
+def test_large_inputs_travel_in_chunks() -> None:
+    run_ranks(chunks, 2, fresh=True)
+
+
+def many(rank: int, world_size: int) -> None:
+    sizes = torch.Generator("cpu").manual_seed(0)
+    delays = torch.Generator("cpu").manual_seed(rank)
+    for call in range(300):
+        n = int(torch.randint(1, 3000, (1,), generator=sizes, device="cpu"))
+        if torch.rand((), generator=delays, device="cpu") < 0.05:
+            time.sleep(0.01)
+        x = torch.arange(float(world_size)).repeat_interleave(n) + call + rank
+        out = one_shot_reduce_scatter(x, "sum", 0, world())
+        assert (out == world_size * (call + rank) + sum(range(world_size))).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_calls_with_late_ranks(device: str) -> None:
+    run_row(many, 3, device=device)
+
+
+def gradients(rank: int, world_size: int) -> None:
+    for reduce_op in ("sum", "avg"):
+        for dim in (0, 1, -1):
+            x = torch.randn(whole((2, 3, 2), dim, world_size)).requires_grad_()
+            weight = torch.randn(2, 3, 2)
+            (one_shot_reduce_scatter(x, reduce_op, dim, world()) * weight).sum().backward()
+            assert x.grad is not None
+            scale = world_size if reduce_op == "avg" else 1
+            check("x.grad", x.grad, torch.cat(gather(weight), dim) / scale, 1e-6)
+    with pytest.raises(ValueError, match="reduce_op: is 'max', must be 'sum' or 'avg'"):
+        one_shot_reduce_scatter(x, "max", -1, world())
+    out = torch.zeros(2, 3, 2)
+    with pytest.raises(ValueError, match="x: requires a gradient, must not where the result is written"):
+        one_shot_reduce_scatter(x, "sum", -1, world(), out=out)
+    with pytest.raises(ValueError, match="out: requires a gradient"):
+        one_shot_reduce_scatter(x.detach(), "sum", -1, world(), out=out.requires_grad_())
+    with torch.no_grad():
+        one_shot_reduce_scatter(x, "sum", -1, world(), out=out)
+    for _ in range(3):  # on CUDA by the fast path, too
+        w, t = torch.full((2,), 2.0, requires_grad=True), torch.zeros(2)
+        y = (w * t).sum()
+        one_shot_reduce_scatter(torch.ones(2 * world_size), "sum", 0, world(), out=t)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients(device: str) -> None:
+    run_row(gradients, 3, device=device)
+
+
+def compiled(rank: int, world_size: int) -> None:
+    group = world()
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        g = torch.compile(
+            lambda x: one_shot_reduce_scatter(x * 2, "avg", 1, group) + 1, dynamic=dynamic, fullgraph=True
+        )
+        for n in (4, 7, 12):
+            x = torch.randn(n, 3 * world_size)
+            want = sum(gather(x)).chunk(world_size, 1)[rank] * 2 / world_size + 1
+            check("compiled", g(x), want, 1e-6)
+            x.requires_grad_()
+            (g(x) * (rank + 1)).sum().backward()
+            assert x.grad is not None
+            scale = torch.arange(1.0, world_size + 1).repeat_interleave(3).expand(n, -1)
+            check("compiled gradient", x.grad, scale.double() * 2 / world_size, 1e-6)
+
+    def into(x: Tensor, out: Tensor) -> Tensor:
+        one_shot_reduce_scatter(x * 2, "max", 0, group, out=out)
+        made = one_shot_reduce_scatter(x, "max", 0, group, out=torch.empty_like(out))
+        return made + out
+
+    x, out = torch.randn(2 * world_size, 3), torch.zeros(2, 3)
+    want = torch.stack(gather(x)).amax(0).chunk(world_size)[rank]
+    check("compiled out", torch.compile(into, fullgraph=True)(x, out), want * 3, 1e-6)
+    check("what was given", out, want * 2, 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_under_torch_compile(device: str) -> None:
+    run_row(compiled, 2, device=device)
+
+
+def opcheck(rank: int, world_size: int) -> None:
+    ops, name = torch.ops.weft, world().group_name
+    for grad in (False, True):
+        x = torch.randn(4, 6, requires_grad=grad)
+        torch.library.opcheck(ops.one_shot_reduce_scatter, (x, "sum", 0, name))
+        torch.library.opcheck(ops.one_shot_reduce_scatter, (x.t(), "avg", -1, name))
+    torch.library.opcheck(ops.one_shot_reduce_scatter_out, (torch.zeros(2, 6), x.detach(), "min", 0, name))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    run_row(opcheck, 2, device=device)
+
+
+def refused(rank: int, world_size: int) -> None:
+    x, name, out = torch.randn(4, 3), world().group_name, torch.zeros(2, 3)
+    before = last_plan()
+    for args, kind, words in [
+        ((x[0, 0], "sum", 0, name), ValueError, "x: has no dimension, must have 1 or more"),
+        ((x, "sum", -3, name), ValueError, "scatter_dim: is -3, must be from -2 to 1 for a 2-D x"),
+        ((x, "sum", 1, name), ValueError, "scatter_dim: x has size 3 there, must be a multiple of 2 ranks"),
+        (
+            (x, "product", 0, name),
+            ValueError,
+            "reduce_op: is 'product', must be one of 'sum', 'avg', 'max' or",
+        ),
+        (
+            (x.double(), "sum", 0, name),
+            TypeError,
+            "x: is torch.float64, must be float32, bfloat16 or float16",
+        ),
+        ((x, "sum", 0, "nobody"), ValueError, "group: no process group is named"),
+    ]:
+        refuses(torch.ops.weft.one_shot_reduce_scatter, args, kind, words)
+    mode = torch._subclasses.FakeTensorMode()
+    for given, words in [
+        (out[:1], r"out: has shape \(1, 3\), must have \(2, 3\) for the result"),
+        (out.bfloat16(), "out: is torch.bfloat16, must be torch.float32 like x"),
+        (out[:1].expand(2, 3), "out: is expanded, must have memory of its own"),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=words):
+            one_shot_reduce_scatter(x, "sum", 0, world(), out=given)
+        with pytest.raises((ValueError, TypeError), match=words):
+            one_shot_reduce_scatter(mode.from_tensor(x), "sum", 0, world(), out=mode.from_tensor(given))
+    with pytest.raises(TypeError, match="scatter_dim: is of type float, must be an integer"):
+        one_shot_reduce_scatter(x, "sum", 0.0, world())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="out: is of type int, must be a tensor"):
+        one_shot_reduce_scatter(x, "sum", 0, world(), out=3)  # type: ignore[arg-type]
+    assert last_plan() is before, "refused after it was launched"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_input_is_refused_alike_by_fake_and_real(device: str) -> None:
+    run_row(refused, 2, device=device)
+
+
+def late(rank: int, world_size: int) -> str | None:
+    x = torch.ones(6)
+    one_shot_reduce_scatter(x, "sum", 0, world())
+    symm_mem.check()
+    symm_mem.set_timeout(0.5)
+    if rank == 1:
+        return None
+    with pytest.raises(symm_mem.PeerTimeout) as error:
+        one_shot_reduce_scatter(x, "sum", 0, world())
+    with pytest.raises(symm_mem.PeerTimeout, match="one_shot_reduce_scatter"):
+        symm_mem.check()
+    return str(error.value)
+
+
+def test_a_missing_rank_is_an_error_with_a_name() -> None:
+    text = run_ranks(late, 2, fresh=True)[0]
+    assert text.startswith("one_shot_reduce_scatter: rank 0") and "waited 0.5 s for rank 1" in text
