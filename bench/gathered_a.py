@@ -37,7 +37,7 @@ SUMS = {"of q, k, v": ((4096, 1024, 1024), 4096), "of up, gate": ((14336, 14336)
 SETS = 2
 
 
-def timed(
+def in_turn(
     calls: dict[str, Callable[[int], Sequence[Tensor]]], mode: str, device: torch.device
 ) -> list[float]:
     series = [Series(call, SETS, Schedule(calls=10), mode, device) for call in calls.values()]
@@ -72,7 +72,7 @@ def gathers(m: int, k: int, ns: tuple[int, ...], mode: str, device: torch.device
         return lambda i: fused_all_gather_matmul(shards[i], weights[i], 0, None, return_A=return_A)[1]
 
     calls = {"without A": fused(False), "with A": fused(True), "unfused": unfused, "matmul": product}
-    return timed(calls, mode, device)
+    return in_turn(calls, mode, device)
 
 
 def sums(m: int, ks: tuple[int, ...], n: int, mode: str, device: torch.device) -> list[float]:
@@ -100,7 +100,7 @@ def sums(m: int, ks: tuple[int, ...], n: int, mode: str, device: torch.device) -
         return [op(A, B, "sum", 0, group)]
 
     torch.testing.assert_close(as_they_lie(0)[0], stacked(0)[0], rtol=2e-2, atol=2e-2)
-    return timed({"as they lie": as_they_lie, "stacked": stacked}, mode, device)
+    return in_turn({"as they lie": as_they_lie, "stacked": stacked}, mode, device)
 
 
 def main() -> int:

@@ -125,6 +125,25 @@ def matmul_reduce_scatter(rank: int, size: int, seed: int) -> None:
             if reduce_op == "sum" or size & (size - 1) == 0:  # else the average is not exact
                 same("matmul + reduce-scatter", out, part)
                 same("with bias and residual", more, part + bias.float() + residual.float())
+            if reduce_op == "avg":
+                continue
+            # A second product, of a few columns more.
+            of_all = [(numbers(seed + 4, r, dtype, *shape[:-1], 8), columns) for r in range(size)]
+            pairs = [
+                (
+                    a,
+                    numbers(seed + 5, r, dtype, n, 8).t()
+                    if transposed
+                    else numbers(seed + 5, r, dtype, 8, n),
+                )
+                for r, (a, n) in enumerate(of_all)
+            ]
+            group = dist.distributed_c10d._get_default_group().group_name
+            op = torch.ops.weft.fused_matmul_reduce_scatter
+            both = op(a, b, reduce_op, dim, group, more=[put(x) for x in pairs[rank]])
+            fused()
+            second = sum(a.float() @ b.float() for a, b in pairs).chunk(size, dim)[rank]
+            same("a sum of products", both, part + second)
 
 
 def all_reduce(rank: int, size: int, seed: int) -> None:
