@@ -99,7 +99,7 @@ def test_what_takes_the_slow_path(op: Op) -> None:
         with suppress(ValueError, TypeError, symm_mem.WeftError):  # refused there, or it ends there
             op.call(x, out=out)
         assert not op.launched()
-    for x in (op.x.t().contiguous().t(), op.x.clone().requires_grad_(), op.x.bfloat16()):
+    for x in (op.x.t().contiguous().t(), op.x.bfloat16()):
         assert_slow(lambda x=x: op.call(x))
         assert not op.launched()
     with plan.forced("unfused"):
@@ -107,6 +107,11 @@ def test_what_takes_the_slow_path(op: Op) -> None:
     op.stage.gpu.graphs[STREAM] = ("ACTIVE", 1)
     assert_slow(lambda: op.call(op.x, out=op.out))
     assert not op.launched()
+
+
+def test_gradients_are_recorded_around_it(op: Op) -> None:
+    y = op.call(op.x.clone().requires_grad_())
+    assert y.requires_grad and len(op.launched()) == 1
 
 
 def test_a_launch_that_fails_breaks_the_workspace(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,12 @@ from weft.fused_ops.passes import FusionPass, pass_sequence
 
 def test_the_text_of_a_pass_is_its_settings() -> None:
     assert (
-        repr(FusionPass()) == "FusionPass(groups=None, strict=False, fuse='auto', agree=True, regather=False)"
+        repr(FusionPass())
+        == "FusionPass(groups=None, strict=False, fuse='auto', agree=True, regather=False, collectives=False)"
     )
-    given = FusionPass(groups=["b", "a"], strict=True, fuse="always", agree="capture", regather=True)
-    named = "groups=['a', 'b'], strict=True, fuse='always', agree='capture', regather=True"
+    settings = {"strict": True, "fuse": "always", "agree": "capture", "regather": True, "collectives": True}
+    given = FusionPass(groups=["b", "a"], **settings)
+    named = "groups=['a', 'b'], strict=True, fuse='always', agree='capture', regather=True, collectives=True"
     assert repr(given) == f"FusionPass({named})"
 
 
@@ -54,6 +56,7 @@ def test_a_compiled_model_is_saved_with_its_pass(tmp_path: Path) -> None:
 def test_json_has_the_settings() -> None:
     written = json.loads(json.dumps(FusionPass(groups=["tp"]).options))
     settings = {"groups": ["tp"], "strict": False, "fuse": "auto", "agree": True, "regather": False}
+    settings["collectives"] = False
     assert written == {"post_grad_custom_post_pass": settings}
 
 
