@@ -33,6 +33,10 @@ WARM_UP = 24  # steps, in which ranks come to trust each other
 NAMED = {True: "agree=True", "each": "agree='each'", False: "agree=False"}
 
 
+def world() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()
+
+
 class Block(nn.Module):
     """A rank's part of a Llama block, sharded by hand; with a sequence between the products cut, too."""
 
@@ -47,12 +51,12 @@ class Block(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(dim, eps=1e-5) for _ in range(2))
 
     def _whole(self, x: Tensor) -> Tensor:
-        return funcol.all_gather_tensor_autograd(x, 0, dist.group.WORLD) if self.sequence else x
+        return funcol.all_gather_tensor_autograd(x, 0, world()) if self.sequence else x
 
     def _summed(self, x: Tensor) -> Tensor:
         if self.sequence:
-            return funcol.reduce_scatter_tensor_autograd(x, "sum", 0, dist.group.WORLD)
-        return funcol.all_reduce(x, "sum", dist.group.WORLD)
+            return funcol.reduce_scatter_tensor_autograd(x, "sum", 0, world())
+        return funcol.all_reduce(x, "sum", world())
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self._whole(self.norms[0](x))).chunk(3, -1)
@@ -69,9 +73,7 @@ class Block(nn.Module):
 def trains(args: argparse.Namespace, device: torch.device, options: dict[str, Any]) -> Callable[[], None]:
     blocks = _blocks(args, device, sequence=True)
     compiled = [torch.compile(b, options=options, dynamic=False) for b in blocks]
-    x = torch.randn(
-        args.seq // dist.get_world_size(), args.dim, device=device, dtype=blocks[0].out.weight.dtype
-    )
+    x = torch.randn(args.seq // dist.get_world_size(), args.dim, device=device, dtype=_dtype(device))
 
     def step() -> None:
         blocks.zero_grad(set_to_none=True)
@@ -87,7 +89,7 @@ def decodes(args: argparse.Namespace, device: torch.device, options: dict[str, A
     blocks = _blocks(args, device, sequence=False)
     graphs = {"triton.cudagraphs": True} if device.type == "cuda" else {}
     compiled = torch.compile(nn.Sequential(*blocks), options={**options, **graphs}, dynamic=False)
-    x = torch.randn(args.tokens, args.dim, device=device, dtype=blocks[0].out.weight.dtype)
+    x = torch.randn(args.tokens, args.dim, device=device, dtype=_dtype(device))
 
     def step() -> None:
         torch.compiler.cudagraph_mark_step_begin()
@@ -97,18 +99,21 @@ def decodes(args: argparse.Namespace, device: torch.device, options: dict[str, A
     return step
 
 
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def _blocks(args: argparse.Namespace, device: torch.device, *, sequence: bool) -> nn.ModuleList:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     made = (Block(args.dim, args.hidden, args.heads, sequence) for _ in range(args.blocks))
-    return nn.ModuleList(made).to(device, dtype)
+    return nn.ModuleList(made).to(device, _dtype(device))
 
 
 def measure(args: argparse.Namespace, device: torch.device, kind: str) -> None:
     """Prints a row for each way."""
+    torch._dynamo.reset()
     steps, passes = {}, {}
     for way in WAYS:
         passes[way] = FusionPass(agree=way)
-        torch._dynamo.reset()
         steps[way] = (trains if kind == "train" else decodes)(args, device, passes[way].options)
         for _ in range(WARM_UP):
             steps[way]()
@@ -152,7 +157,9 @@ def run_rank(rank: int, ranks: int, args: argparse.Namespace, store: str | None)
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    place = {} if store is None else {"init_method": f"file://{store}", "rank": rank, "world_size": ranks}
+    place: dict[str, Any] = (
+        {} if store is None else {"init_method": f"file://{store}", "rank": rank, "world_size": ranks}
+    )
     dist.init_process_group("nccl" if on_gpus else "gloo", timeout=timedelta(minutes=5), **place)
     torch.manual_seed(rank)
     for kind in args.kinds:
