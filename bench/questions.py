@@ -33,11 +33,11 @@ WARM_UP = 24  # steps, in which ranks come to trust each other
 NAMED = {True: "agree=True", "each": "agree='each'", False: "agree=False"}
 
 
-def world() -> dist.ProcessGroup:
+def whole_world() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
 
 
-class Block(nn.Module):
+class ShardedBlock(nn.Module):
     """A rank's part of a Llama block, sharded by hand; with a sequence between the products cut, too."""
 
     def __init__(self, dim: int, hidden: int, heads: int, sequence: bool) -> None:
@@ -51,12 +51,12 @@ class Block(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(dim, eps=1e-5) for _ in range(2))
 
     def _whole(self, x: Tensor) -> Tensor:
-        return funcol.all_gather_tensor_autograd(x, 0, world()) if self.sequence else x
+        return funcol.all_gather_tensor_autograd(x, 0, whole_world()) if self.sequence else x
 
     def _summed(self, x: Tensor) -> Tensor:
         if self.sequence:
-            return funcol.reduce_scatter_tensor_autograd(x, "sum", 0, world())
-        return funcol.all_reduce(x, "sum", world())
+            return funcol.reduce_scatter_tensor_autograd(x, "sum", 0, whole_world())
+        return funcol.all_reduce(x, "sum", whole_world())
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self._whole(self.norms[0](x))).chunk(3, -1)
@@ -104,11 +104,11 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 def _blocks(args: argparse.Namespace, device: torch.device, *, sequence: bool) -> nn.ModuleList:
-    made = (Block(args.dim, args.hidden, args.heads, sequence) for _ in range(args.blocks))
+    made = (ShardedBlock(args.dim, args.hidden, args.heads, sequence) for _ in range(args.blocks))
     return nn.ModuleList(made).to(device, _dtype(device))
 
 
-def measure(args: argparse.Namespace, device: torch.device, kind: str) -> None:
+def measure_ways(args: argparse.Namespace, device: torch.device, kind: str) -> None:
     """Prints a row for each way."""
     torch._dynamo.reset()
     steps, passes = {}, {}
@@ -150,7 +150,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def run_rank(rank: int, ranks: int, args: argparse.Namespace, store: str | None) -> None:
+def run_questions_rank(rank: int, ranks: int, args: argparse.Namespace, store: str | None) -> None:
     on_gpus = torch.cuda.device_count() >= ranks
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
     if on_gpus:
@@ -163,7 +163,7 @@ def run_rank(rank: int, ranks: int, args: argparse.Namespace, store: str | None)
     dist.init_process_group("nccl" if on_gpus else "gloo", timeout=timedelta(minutes=5), **place)
     torch.manual_seed(rank)
     for kind in args.kinds:
-        measure(args, device, kind)
+        measure_ways(args, device, kind)
     dist.destroy_process_group()
 
 
@@ -191,10 +191,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=gpu if on_gpus else cpu)
     args = parser.parse_args()
     if "RANK" in os.environ:
-        run_rank(int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), args, None)
+        run_questions_rank(int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), args, None)
         return
     with TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (args.ranks, args, str(Path(folder, "store"))), nprocs=args.ranks)
+        mp.spawn(run_questions_rank, (args.ranks, args, str(Path(folder, "store"))), nprocs=args.ranks)
 
 
 if __name__ == "__main__":
