@@ -11,6 +11,7 @@ COLOURS = {
     "torch": "#e0a458",
     "weft": "#2b6cb0",
     "weft agree=False": "#90b8e0",
+    "weft agree=ahead": "#5a9bd4",
     "weft regather=True": "#4c2b9c",
 }
 LANES = {"matmul": "#4c956c", "fused": "#2b6cb0", "communication": "#c8553d", "other": "#a7adb5"}

@@ -153,7 +153,7 @@ def make_step(case: Case, contender: str, device: torch.device) -> Step:
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
     sizes = replace(sizes, batch=case.batch, seq=min(case.seq, sizes.seq))
     settings: dict[str, Any] = {
-        "agree": "agree=False" not in contender,
+        "agree": "ahead" if "agree=ahead" in contender else "agree=False" not in contender,
         "regather": "regather=True" in contender,
     }
     fusion = FusionPass(**settings) if contender.startswith("weft") else None

@@ -18,7 +18,7 @@ from .fusion import FusionPass
 from .pass_sequence import SLOT, in_sequence, passes_of
 from .regather import JOINT_SLOT, joint_options
 from .report import PassRuns, Report
-from .settings import CAPTURE, PassSettings
+from .settings import CAPTURE, RUN_AHEAD, PassSettings
 
 #: What names a setting of the pass among the options of a compilation.
 PREFIX = "weft."
@@ -166,8 +166,12 @@ def _environment() -> dict[str, Any]:
     for setting, variable in _FROM_ENVIRONMENT.items():
         if not (text := os.environ.get(variable)):
             continue
-        if setting != "fuse" and text not in _FLAGS and (setting, text) != ("agree", CAPTURE):
-            more = f" or {CAPTURE}" if setting == "agree" else ""
+        if (
+            setting != "fuse"
+            and text not in _FLAGS
+            and (setting, text) not in (("agree", CAPTURE), ("agree", RUN_AHEAD))
+        ):
+            more = f", {RUN_AHEAD} or {CAPTURE}" if setting == "agree" else ""
             raise ValueError(f"{variable}: is {text!r}, must be 0 or 1{more}")
         found[setting] = text if setting == "fuse" else _FLAGS.get(text, text)
     return found

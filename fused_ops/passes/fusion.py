@@ -40,7 +40,7 @@ from .patterns.rivals import yielding
 from .regather import joint_options
 from .report import Entry, PassRuns, Report
 from .report_file import put_into_file, write_reports
-from .settings import CAPTURE, EACH, PassSettings
+from .settings import CAPTURE, RUN_AHEAD, PassSettings
 
 
 class FusionError(RuntimeError):
@@ -104,10 +104,11 @@ class FusionPass(PassSettings, CustomGraphPass):
             whose result it reduces, if that can be.
         agree: whether graphs ask. False is for programs of which you know that all ranks run the same graphs in the
             same order: where they do not, a fused op waits for a rank that does not come, until its deadline.
-            With True ranks that have agreed often enough need not wait for each other at each graph; "each" has them
-            wait. "capture" is for those of which you know that for what is captured in CUDA graphs: a captured graph
-            keeps the answer that it got at its capture. With True it is captured unfused, as its replays cannot ask;
-            Inductor's own CUDA graphs (``triton.cudagraphs``) ask before each run, if it makes partitions.
+            With "ahead" ranks that have agreed often enough need not wait for each other at each graph; whoever then
+            comes with another one is named in an error. "capture" is for those of which you know that for what is
+            captured in CUDA graphs: a captured graph keeps the answer that it got at its capture. Else it is captured
+            unfused, as its replays cannot ask; Inductor's own CUDA graphs (``triton.cudagraphs``) ask before each run,
+            if it makes partitions.
         regather: where a gathered activation would be kept for the gradient of a weight alone, keep the shard and
             gather again in the backward, inside of the product. It needs less memory, and more time.
 
@@ -118,7 +119,7 @@ class FusionPass(PassSettings, CustomGraphPass):
     Raises:
         TypeError: ``groups`` is one name or no list, ``strict``, ``agree``, ``regather`` or ``collectives`` is no bool
             (or string).
-        ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "each" and "capture".
+        ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "ahead" and "capture".
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class FusionPass(PassSettings, CustomGraphPass):
         written = write_out(graph)
         original = FallbackGraph(graph, nodes) if self.agree else None
         why_not = None if original is None else why_not_generated() or original.why_not_kept()
-        if self.agree in (True, EACH):
+        if self.agree in (True, RUN_AHEAD):
             why_not = why_captured_without_vote() or why_not
         left = canonicalize(graph, self._find, lambda match: self._why_not(match, why_not))
         nodes = list(collectives(graph))
@@ -247,7 +248,7 @@ class FusionPass(PassSettings, CustomGraphPass):
             each.put_back()
         report = Report(entries[n] for n in nodes)
         if original is not None:
-            captured, ahead = self.agree == CAPTURE, self.agree != EACH
+            captured, ahead = self.agree == CAPTURE, self.agree == RUN_AHEAD
             original.ask_first(graph, report.entries, orders, captured=captured, ahead=ahead)
             self._called.remember(graph, original.graph, self._graphs - 1)
         graph.lint()

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from ...symm_mem import Group, group_name
 
 FUSE = ("auto", "always")
-CAPTURE, EACH = "capture", "each"
+CAPTURE, RUN_AHEAD = "capture", "ahead"
 _Self = TypeVar("_Self", bound="PassSettings")
 
 
@@ -38,9 +38,9 @@ class PassSettings(dict[str, Any]):
         if not isinstance(collectives, bool):
             raise TypeError(f"collectives: is {collectives!r}, must be True or False")
         if not isinstance(agree, bool | str):
-            raise TypeError(f"agree: is {agree!r}, must be True, False, {EACH!r} or {CAPTURE!r}")
-        if isinstance(agree, str) and agree not in (EACH, CAPTURE):
-            raise ValueError(f"agree: is {agree!r}, must be True, False, {EACH!r} or {CAPTURE!r}")
+            raise TypeError(f"agree: is {agree!r}, must be True, False, {RUN_AHEAD!r} or {CAPTURE!r}")
+        if isinstance(agree, str) and agree not in (RUN_AHEAD, CAPTURE):
+            raise ValueError(f"agree: is {agree!r}, must be True, False, {RUN_AHEAD!r} or {CAPTURE!r}")
         if not isinstance(regather, bool):
             raise TypeError(f"regather: is {regather!r}, must be True or False")
         if fuse not in FUSE:

@@ -27,7 +27,7 @@ def reason_of(answer: Answer, where: VoteBoard, what: list[str], own: str | None
     if answer.why == NO_BOARD and where.blind is not None:
         return f"rank {where.blind[0]} cannot open rank 0's board: {where.blind[1]}"
     if answer.why == ANOTHER_GRAPH and peer != where.rank:
-        return f"rank {peer} runs another graph: {graph_difference(what, where.told(peer), peer)}"
+        return f"rank {peer} runs another graph: {differing_collective(what, where.told(peer), peer)}"
     return {
         LATE: f"rank {peer} did not come within {deadline:g} s",
         ENDED: f"the process of rank {peer} has ended",
@@ -39,7 +39,7 @@ def reason_of(answer: Answer, where: VoteBoard, what: list[str], own: str | None
     }.get(answer.why, "ranks run different graphs")
 
 
-def graph_difference(own: list[str], told: str | None, peer: int) -> str:
+def differing_collective(own: list[str], told: str | None, peer: int) -> str:
     """The first collective in which two graphs differ."""
     if told is None:
         return "which one is not known"
@@ -61,11 +61,11 @@ def broken_by_leaving(where: VoteBoard, group: ProcessGroup) -> WeftError | None
     if came is None or expected is None or came == expected:
         how = "it did the same collectives elsewhere, outside of a graph of this pass, say"
     else:
-        how = graph_difference(json.loads(expected), came, rank)
+        how = differing_collective(json.loads(expected), came, rank)
     error = WeftError(
         f"agree on a graph in group {group.group_name!r}: rank {rank} came to another graph than all ranks had run "
         f"there each time before, which others have begun to run fused: {how}; symm_mem.reset() by all ranks makes the "
-        "group usable again, and with FusionPass(agree='each') the ranks wait for each other at each graph"
+        "group usable again, and with FusionPass(agree=True) the ranks wait for each other at each graph"
     )
     error.culprit = rank  # type: ignore[attr-defined]
     for heap in heaps:

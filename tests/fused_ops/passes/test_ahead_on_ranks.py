@@ -78,7 +78,7 @@ def trained(rank: int, size: int, agree: bool | str) -> Report:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_hosts_that_pause_at_random(size: int) -> None:
-    reports = run_ranks(trained, size, True, fresh=True)
+    reports = run_ranks(trained, size, "ahead", fresh=True)
     for report in reports:
         assert not report.disagreements
         questions = report.questions
@@ -88,7 +88,7 @@ def test_hosts_that_pause_at_random(size: int) -> None:
 
 
 def test_ranks_that_wait_at_each_graph() -> None:
-    for report in run_ranks(trained, 2, "each", fresh=True):
+    for report in run_ranks(trained, 2, True, fresh=True):
         assert (report.questions.ahead, report.questions.fused) == (0, 2 * BLOCKS * STEPS)
 
 
@@ -102,7 +102,7 @@ def leaves(rank: int, size: int, how: str) -> tuple[list[str], float]:
     symm_mem.set_timeout(60 if how == "graph" else 3)
     texts, begin = [], 0.0
     with compiler(), trust(), torch.no_grad():
-        fusion = FusionPass(fuse="always")
+        fusion = FusionPass(fuse="always", agree="ahead")
         mine = torch.compile(block, options=fusion.options)
         given = [t.detach() for t in tensors()[0]]
         other = torch.compile(doubled, options=fusion.options) if how == "graph" else block
@@ -133,7 +133,7 @@ def test_a_rank_that_comes_with_another_graph_is_named_on_all_ranks_at_once() ->
     assert text.startswith(
         "agree on a graph in group '0': rank 1 came to another graph than all ranks had run there"
     )
-    assert "FusionPass(agree='each')" in text
+    assert "FusionPass(agree=True)" in text
     (text,) = first
     assert "waited" in text and "for rank 1: " in text and "and it has given up" in text, text
     assert seconds < 30
