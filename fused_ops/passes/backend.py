@@ -171,8 +171,8 @@ def _environment() -> dict[str, Any]:
             and text not in _FLAGS
             and (setting, text) not in (("agree", CAPTURE), ("agree", RUN_AHEAD))
         ):
-            more = f", {RUN_AHEAD} or {CAPTURE}" if setting == "agree" else ""
-            raise ValueError(f"{variable}: is {text!r}, must be 0 or 1{more}")
+            known = f"0, 1, {RUN_AHEAD} or {CAPTURE}" if setting == "agree" else "0 or 1"
+            raise ValueError(f"{variable}: is {text!r}, must be {known}")
         found[setting] = text if setting == "fuse" else _FLAGS.get(text, text)
     return found
 

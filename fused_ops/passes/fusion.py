@@ -111,7 +111,6 @@ class FusionPass(PassSettings, CustomGraphPass):
             if it makes partitions.
         regather: where a gathered activation would be kept for the gradient of a weight alone, keep the shard and
             gather again in the backward, inside of the product. It needs less memory, and more time.
-
         collectives: whether all-gathers and reduce-scatters that are fused with no matmul become
             ``one_shot_all_gather`` and ``one_shot_reduce_scatter`` where that is profitable. One behind which something
             is computed before it is waited for is left alone: its group's own backend runs it beside that.

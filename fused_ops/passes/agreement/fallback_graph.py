@@ -17,10 +17,10 @@ same graph, each runs its own as it was before the pass (``choice``). Nothing ne
 has to keep to the plain collectives' order or layout, and what a rank runs in eager mode, over the backend, is what
 it meets.
 
-A host that waits at each graph cannot stay ahead of its GPU. So, with ``agree="ahead"``, a rank that comes to
-the graph that it foresees runs it at once, where ranks have agreed for long, and leaves it on the board for the others to compare with (``vote_rows``).
-That is a promise for them, which none of them can keep for sure: no rank knows what its own program does next. Who
-breaks it after another rank has begun gets an error with its name, on all ranks.
+A host that waits at each graph cannot stay ahead of its GPU. So, with ``agree="ahead"``, a rank that comes to the graph
+that it foresees runs it at once, where ranks have agreed for long, and leaves it on the board for the others to compare
+with (``vote_rows``). That is a promise for them, which none of them can keep for sure: no rank knows what its own
+program does next. Who breaks it after another rank has begun gets an error with its name, on all ranks.
 
 A wait for a rank that does not come ends after half a minute, once for a graph; its collectives are then plain. Other
 graphs wait a second for that rank, until it votes again: it may have gone on in eager mode.
