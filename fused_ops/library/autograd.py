@@ -126,7 +126,8 @@ class MatmulReduceScatterFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        As, Bs = ctx.saved_tensors[::2], ctx.saved_tensors[1::2]
+        saved = ctx.saved_tensors  # a checkpoint unpacks them once
+        As, Bs = saved[::2], saved[1::2]
         _, needs_bias, needs_residual, *needed = ctx.needs_input_grad
         of_As, of_Bs = needed[::2], needed[1::2]
         # Each rank has added its own: what its part of the result hands back is all that they get here.

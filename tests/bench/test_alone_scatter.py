@@ -37,8 +37,8 @@ def test_a_rank_alone_sums_its_own_matmuls(op: Scatter, monkeypatch: pytest.Monk
     library = op.compiled((alone_scatter.AT_PEER, alone_scatter.AT_HOME)).result()
     ranks = op.prepare(monkeypatch, library, (1, 2000))
     op.launch(0, PATIENT)
-    (lefts, rights), (out, want) = op.kept, op.wanted[0]
-    want[: op.m] = (lefts[0][0].float() @ rights[0].float()).sum(0)
+    (a, b), (out, want) = op.kept[0], op.wanted[0]
+    want[: op.m] = (a[0].float() @ b.float()).sum(0)
     ranks.run_alone(0)
     assert not ranks.records.any() and not ranks.strays
     assert torch.equal(out, want)

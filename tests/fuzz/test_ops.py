@@ -190,7 +190,8 @@ def reference(op: str, every: list[list[Any]], rank: int) -> Any:
     if op == "one_shot_all_gather":
         return torch.cat(first, every[rank][1]), None
     if op == "one_shot_reduce_scatter":
-        mine = [x.chunk(len(every), int(every[0][2]))[rank] if x.numel() else x for x in first]
+        dim = int(every[0][2])
+        mine = [x.chunk(len(every), dim)[rank] if x.shape[dim] else x for x in first]
         return sum(mine) / (len(every) if every[0][1] == "avg" else 1), mine
     if op == "fused_all_reduce_rms_norm":
         residual = every[rank][1]
