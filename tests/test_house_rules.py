@@ -82,7 +82,7 @@ def test_no_multicast() -> None:
 
 
 @pytest.mark.parametrize(
-    "file", files(EVERYTHING, ".py", ".cu", ".cuh"), ids=lambda f: str(f.relative_to(ROOT))
+    "file", files(EVERYTHING, ".py", ".cu", ".cuh", ".cpp", ".h"), ids=lambda f: str(f.relative_to(ROOT))
 )
 def test_no_file_is_too_long(file: Path) -> None:
     lines = file.read_text().count("\n")

@@ -21,14 +21,6 @@ from .gpus import Gpu, copy_speed, driver_version, visible_gpus, why_not_on
 
 _PACKAGES = ("torch", "triton", "cuda-bindings", "numpy", "transformers", "accelerate")
 _VARIABLES = ("WEFT_", "NCCL_", "TORCH_SYMM_MEM_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES", "CUDA_MPS_")
-_OPS = (
-    "fused_all_gather_matmul",
-    "fused_matmul_reduce_scatter",
-    "fused_matmul_all_reduce",
-    "fused_all_reduce_rms_norm",
-    "one_shot_all_reduce",
-    "one_shot_all_reduce_",
-)
 _POINTS = {"torch_dynamo_backends": 'torch.compile(backend="weft")', "torch.backends": "WEFT_INSTALL=1"}
 
 
@@ -120,12 +112,13 @@ def _ops(gpus: list[Gpu] | str) -> Iterator[str]:
     elif (why := why_not_on(gpus)) is not None:
         on_gpus = f"unfused over NCCL: {why}"
     else:
-        on_gpus = "float32, bfloat16 and float16 on weft's kernels where that pays"
+        on_gpus = "float32, bfloat16 and float16 on weft's kernels where that is profitable"
         if tf32_is_allowed():
             on_gpus += "; float32 matmuls on cuBLAS, as TF32 is allowed"
     yield f"on GPUs: {on_gpus}"
     yield "between CPU ranks: float32, bfloat16 and float16, as the GPUs' protocol"
-    yield f"ops: {', '.join(_OPS)}"
+    ops = [name for name in weft.fused_ops.__all__ if name.startswith(("fused_", "one_shot_"))]
+    yield f"ops: {', '.join(ops)}"
 
 
 def _plugged_in() -> Iterator[str]:

@@ -179,7 +179,7 @@ def _fast_all_gather(call: AllGatherCall) -> Tensor | None:
 
 
 @_fresh
-@poison_on_error
+@_begins_call
 def _slow_all_gather(call: AllGatherCall) -> Tensor:
     call, group = validation.validate_all_gather(call)
     _begin(_gather.host.OP, call, group)
@@ -190,7 +190,7 @@ def _fast_all_gather_out(call: AllGatherOutCall) -> Tensor | None:
     return _gather.fast_all_gather_out(call.out, call.x, call.gather_dim, call.group_name)
 
 
-@poison_on_error
+@_begins_call
 def _slow_all_gather_out(call: AllGatherOutCall) -> None:
     found, group = validation.validate_all_gather_out(call)
     _begin(_gather.host.INTO, found, group)
@@ -203,7 +203,7 @@ def _fast_reduce_scatter(call: ReduceScatterCall) -> Tensor | None:
 
 
 @_fresh
-@poison_on_error
+@_begins_call
 def _slow_reduce_scatter(call: ReduceScatterCall) -> Tensor:
     call, group = validation.validate_reduce_scatter(call)
     _begin(_scatter.host.OP, call, group)
@@ -215,7 +215,7 @@ def _fast_reduce_scatter_out(call: ReduceScatterOutCall) -> Tensor | None:
     return _scatter.fast_reduce_scatter_out(out, x, reduce_op, dim, group_name)
 
 
-@poison_on_error
+@_begins_call
 def _slow_reduce_scatter_out(call: ReduceScatterOutCall) -> None:
     found, group = validation.validate_reduce_scatter_out(call)
     _begin(_scatter.host.INTO, found, group)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ...symm_mem import get_timeout
+from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
+from ...symm_mem.timeouts import timeout_in_ns
 from ..dispatch import fast_path
 from ..dispatch.plan import Plan, ran
 from ..dispatch.stream_order import in_stream_order
@@ -145,10 +146,9 @@ def run_alone(
                 source = source.clone()
         else:
             out = x.new_empty(call.shape)
-        timeout_ns = int(get_timeout(where.group_name) * 1e9)
+        timeout_ns = timeout_in_ns(where.group_name)
         place.raise_if_broken(call.op, grids=kernel.grids)
-        stream = torch.cuda.current_stream().cuda_stream
-        kernel.launch(0, (source.data_ptr(),), (out.data_ptr(),), timeout_ns, stream)
+        kernel.launch(0, (source.data_ptr(),), (out.data_ptr(),), timeout_ns, current_stream_of(source))
     if into is None:
         made = fast_path.LaunchedCall(call.op, call.arguments, call.given, [source], [out])
         fast_path.remember_call(made, place, kernel, plan, profitable=True, grids=kernel.grids)

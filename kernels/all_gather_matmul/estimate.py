@@ -172,9 +172,8 @@ def estimate_gather_push_us(config: GatherPushConfig, problem: AllGatherMatmulPr
                 us *= stage_us * at_once
                 now += us + hinders * max(0.0, min(us, end - now))
         else:
-            if (
-                height
-            ):  # k-chunks come evenly, and are multiplied so: the first or the last is waited for the longest
+            # k-chunks come evenly, and are multiplied so: the first or the last is waited for the longest.
+            if height:
                 now = max(now, (sent + height / k_chunks) * row_us + seen)
                 now = max(now, (sent + height) * row_us + seen - before_last_us * at_once)
             now += whole_us * at_once

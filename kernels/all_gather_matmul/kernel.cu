@@ -219,8 +219,8 @@ __device__ __forceinline__ void count_arrivals(const Params& p, const weft::Shar
 }
 
 // What a compute warpgroup does with the rows of A of its tile: one thread stores them as they lie in shared memory, and
-// lets go of a stage when they have been read there. The tiles of a row, one for each columns of the first B, take turns
-// by stages, so that none of them takes much longer than the others.
+// lets go of a stage when they have been read there. The tiles of a row, one for each column of tiles
+// of the first B, take turns by stages, so that none of them takes much longer than the others.
 struct Returning {
     const Params& p;
     const Tile& t;

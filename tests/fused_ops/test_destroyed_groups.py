@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch.distributed.distributed_c10d import _get_process_group_store
 from weft import symm_mem
@@ -24,9 +25,20 @@ from weft.fused_ops import (
     fused_all_reduce_rms_norm,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
+    one_shot_all_gather,
     one_shot_all_reduce,
+    one_shot_all_reduce_,
+    one_shot_reduce_scatter,
 )
-from weft.fused_ops.ops import matmul_all_reduce
+from weft.fused_ops.ops import (
+    all_gather,
+    all_gather_matmul,
+    all_reduce,
+    all_reduce_rms_norm,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    reduce_scatter,
+)
 
 SIZE = 2
 _kept: list[Any] = []  # what a program keeps beyond its groups' end
@@ -123,19 +135,42 @@ def test_a_group_is_made_anew_at_the_same_port() -> None:
     run_ranks(again_and_again, SIZE, port, USES, fresh=True, timeout=100)
 
 
-def failing(rank: int, world_size: int) -> None:
+# Where each op asks for its heap, and a call of two operands. Those of one have the second for `out`, or not at all.
+CALLS: dict[str, tuple[Any, Callable[[Tensor, Tensor], object]]] = {
+    "all_gather_matmul": (all_gather_matmul, lambda x, w: fused_all_gather_matmul(x, [w], 0, None)),
+    "matmul_reduce_scatter": (
+        matmul_reduce_scatter,
+        lambda x, w: fused_matmul_reduce_scatter(x, w, "sum", 0, None),
+    ),
+    "matmul_all_reduce": (matmul_all_reduce, lambda x, w: fused_matmul_all_reduce(x, w, "sum", None)),
+    "all_reduce": (all_reduce, lambda x, w: one_shot_all_reduce(x, "sum", None)),
+    "all_reduce_": (all_reduce, lambda x, w: one_shot_all_reduce_(x, "sum", None)),
+    "all_reduce_rms_norm": (
+        all_reduce_rms_norm,
+        lambda x, w: fused_all_reduce_rms_norm(x, None, w[:, 0].contiguous(), 1e-5, None),
+    ),
+    "all_gather": (all_gather, lambda x, w: one_shot_all_gather(x, 0, None)),
+    "all_gather_out": (all_gather, lambda x, w: one_shot_all_gather(x, 0, None, out=w)),
+    "reduce_scatter": (reduce_scatter, lambda x, w: one_shot_reduce_scatter(x, "sum", 0, None)),
+    "reduce_scatter_out": (reduce_scatter, lambda x, w: one_shot_reduce_scatter(w, "sum", 0, None, out=x)),
+}
+
+
+def failing(rank: int, world_size: int, op: str) -> None:
     """A call that fails before it has come to its heap keeps no operand."""
-    x, w = torch.randn(4, 8), torch.randn(8, 4)
+    module, call = CALLS[op]
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
     operands = [weakref.ref(t) for t in (x, w)]
     with (
-        mock.patch.object(matmul_all_reduce, "heap_or_reason", side_effect=MemoryError),
+        mock.patch.object(module, "heap_or_reason", side_effect=MemoryError),
         pytest.raises(MemoryError),
     ):
-        fused_matmul_all_reduce(x, w, "sum", dist.group.WORLD)
+        call(x, w)
     del x, w
     gc.collect()
     assert [ref() for ref in operands] == [None, None]
 
 
-def test_a_call_that_fails_keeps_no_operand() -> None:
-    run_ranks(failing, 2)
+@pytest.mark.parametrize("op", CALLS)
+def test_a_call_that_fails_keeps_no_operand(op: str) -> None:
+    run_ranks(failing, 2, op)

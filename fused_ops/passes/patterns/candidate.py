@@ -68,7 +68,7 @@ def problem_of(match: AnyForm) -> tuple[int, int, int] | None:
 def gain_of(match: AnyForm, problem: tuple[int, int, int]) -> float:
     """Microseconds that it should save."""
     return profitability.expected_gain(
-        profitability.FusionCandidate(word_of(match.op), *problem, *_where(match))
+        profitability.FusionCandidate(word_of(match.op), *problem, *where_of(match))
     )
 
 
@@ -83,12 +83,13 @@ def why_not_profitable_of(match: AnyForm) -> str | None:
     candidate = profitability.FusionCandidate(
         word_of(match.op),
         *problem,
-        *_where(match),
+        *where_of(match),
         last_dim=match.last_dim,
         return_A=bool(getattr(match, "kept", ())),
     )
     return profitability.why_not_profitable(candidate)
 
 
-def _where(match: AnyForm) -> tuple[int, torch.dtype, str]:
+def where_of(match: AnyForm) -> tuple[int, torch.dtype, str]:
+    """Ranks, dtype and type of device."""
     return match.collective.world, match.dtype, val(match.collective.x).device.type

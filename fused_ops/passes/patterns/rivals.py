@@ -14,11 +14,12 @@ import torch
 from torch import fx
 
 from ...dispatch.profitability import FusionCandidate, expected_gain
-from ..graph.collectives import LeftAlone, Size, aten, c10d, calls, is_val, kind_of, val
+from ..graph.collectives import LeftAlone, Size, aten, c10d, calls, is_val, kind_of
 from ..graph.split_cat import SPLITS
 from ..graph.views import view_step
 from . import registry
 from .all_gather_matmul import AllGatherMatmulPattern
+from .candidate import where_of
 from .matmuls import product
 
 _FAR = 64  # steps from a reduction to its products, and from these to what is gathered
@@ -78,8 +79,7 @@ def _loss(match: AllGatherMatmulPattern, taken: set[fx.Node]) -> float:
 
 def _gain(op: str, match: registry.Form, *sizes: Size) -> float:
     m, n, k = (size if isinstance(size, int) else _hint(size) for size in sizes)
-    where = match.collective.world, match.dtype, val(match.collective.x).device.type
-    return expected_gain(FusionCandidate(op, m, n, k, *where))
+    return expected_gain(FusionCandidate(op, m, n, k, *where_of(match)))
 
 
 def _hint(size: torch.SymInt) -> int:

@@ -92,7 +92,7 @@ class CollectiveLauncher:
         config: the same on every rank.
 
     Attributes:
-        grids: the blocks of a launch, once for each use that it makes of their slots.
+        grids: the blocks of a launch, once for each epoch that it takes.
     """
 
     def __init__(

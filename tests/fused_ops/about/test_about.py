@@ -56,7 +56,7 @@ def test_gpus_that_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "0: NVIDIA H100 80GB HBM3, 9.0, 132 SMs, 80 GiB" in said
     assert "2: peer-to-peer access to all others" in said
     assert "a heap across all of them: possible" in said
-    assert "on GPUs: float32, bfloat16 and float16 on weft's kernels where that pays" in said
+    assert "on GPUs: float32, bfloat16 and float16 on weft's kernels where that is profitable" in said
 
 
 @pytest.mark.parametrize(
