@@ -9,8 +9,10 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from unittest import mock
 
+import ahead
 import algorithms
 import pytest
 import torch
@@ -19,12 +21,13 @@ from opcommon import gathered, matrix, poison, same_on_all, whole, world
 from ranks import run_ranks
 from weft import symm_mem
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, last_plan
-from weft.fused_ops.dispatch.plan import forced
+from weft.fused_ops.dispatch.plan import forced, num_sms
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul.configs import AllGatherMatmulProblem, GatherPushConfig
 from weft.kernels.device.gemm import gemm_tiles
 from weft.kernels.device.gemm.gemm_tiles import TILES, WIDEST, Tile
 from weft.kernels.device.gemm.one_shot import MOST_BYTES
+from weft.kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall, push_config
 
 pytestmark = pytest.mark.gpu
 
@@ -111,25 +114,46 @@ def problems(rank: int, how: object) -> Iterator[Problem]:
             yield Problem(m, k, ns, dtype, transposed, f"{how}, {m, k, ns} {dtype}")
 
 
+def gather_config(tile: Tile, sent: tuple[int, int, int, int], m: int) -> GatherPushConfig:
+    comm_sms, lead, chunk_rows, k_chunk_columns = sent
+    how = (tile, comm_sms, min(2, -(-m // tile.block_m)), chunk_rows)
+    return GatherPushConfig(*how, k_chunk_columns=k_chunk_columns, missed=comm_sms // 8, lead=lead)
+
+
+def epilogues_of(m: int, dtype: torch.dtype) -> list[Epilogue]:
+    """Those of ``scatters``."""
+    added = {"bias": m % 3 != 1, "residual": m % 3 != 2}
+    return [Epilogue(dtype), Epilogue(torch.float32), Epilogue(dtype, **added)]
+
+
 def every_gather(rank: int, world_size: int) -> None:
-    for tile in (*TILES, WIDEST):
-        for sent in SENT:
+    tried = [*product((*TILES, WIDEST), SENT)]
+    operands = [(p.m, p.operands()[1]) for p in problems(rank, "ahead")]
+    ahead.compile_ahead(
+        program
+        for (tile, sent), (i, (m, bs)) in product(tried, enumerate(operands))
+        for program in ahead.gather_programs(bs, gather_config(tile, sent, m), [i % 4 < 2])
+    )
+    for tile, sent in tried:
 
-            def only(
-                problem: AllGatherMatmulProblem, tile: Tile = tile, sent: tuple[int, int, int, int] = sent
-            ) -> list[GatherPushConfig]:
-                comm_sms, lead, chunk_rows, k_chunk_columns = sent
-                how = (tile, comm_sms, min(2, -(-problem.m // tile.block_m)), chunk_rows)
-                return [
-                    GatherPushConfig(*how, k_chunk_columns=k_chunk_columns, missed=comm_sms // 8, lead=lead)
-                ]
+        def only(
+            problem: AllGatherMatmulProblem, tile: Tile = tile, sent: tuple[int, int, int, int] = sent
+        ) -> list[GatherPushConfig]:
+            return [gather_config(tile, sent, problem.m)]
 
-            with chosen_anew(), mock.patch.object(gather_configs, "push_candidates", only):
-                for i, problem in enumerate(problems(rank, (tile, sent))):
-                    gathers(problem, return_A=i % 4 < 2)
+        with chosen_anew(), mock.patch.object(gather_configs, "push_candidates", only):
+            for i, problem in enumerate(problems(rank, (tile, sent))):
+                gathers(problem, return_A=i % 4 < 2)
 
 
 def every_scatter(rank: int, world_size: int) -> None:
+    needed = []
+    for tile, problem in product(TILES, [*problems(rank, "ahead")]):
+        a, b = torch.empty(1, world_size, problem.m, problem.k), problem.operands()[1][0]
+        epilogues = epilogues_of(problem.m, problem.dtype)
+        call = ScatterKernelCall(a, b, num_sms(b.device), epilogues[0])
+        needed += ahead.scatter_programs(b, push_config(tile, call.problem(world_size)), epilogues)
+    ahead.compile_ahead(needed)
     for tile in TILES:
         with chosen_anew(), mock.patch.object(gemm_tiles, "TILES", (tile,)):
             for problem in problems(rank, tile):
@@ -145,6 +169,13 @@ def test_every_tile(every: Callable[[int, int], None], world_size: int) -> None:
 
 def mixed(rank: int, world_size: int, calls: int) -> None:
     order, mine = random.Random(2), random.Random(rank)
+    needed: list[ahead.Source] = []
+    for (m, k, ns), dtype, transposed in product(SHAPES, (torch.bfloat16, torch.float16), (False, True)):
+        shard, bs = Problem(m, k, ns, dtype, transposed, "ahead").operands()
+        needed += ahead.chosen_gather_programs(shard, bs)
+        wide = torch.empty(1, world_size, m, k, dtype=dtype)
+        needed += ahead.chosen_scatter_programs(wide, bs[0], epilogues_of(m, dtype))
+    ahead.compile_ahead(needed)
     with forced("fused"):
         for call in range(calls):
             if mine.random() < 0.1:  # this rank comes late

@@ -1,0 +1,76 @@
+"""CUDA programs that a test on GPUs will launch, compiled on all processors before it, rather than one by one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from opcommon import meet, world
+from weft.fused_ops.dispatch.plan import num_sms
+from weft.kernels.all_gather_matmul import cuda_kernel as gather_kernel
+from weft.kernels.all_gather_matmul.configs import (
+    MOST_BS,
+    GatherKernelCall,
+    GatherPushConfig,
+    choose_gather_push,
+)
+from weft.kernels.device.gemm.gemm import Defines, gemm_program
+from weft.kernels.matmul_reduce_scatter import cuda_kernel as scatter_kernel
+from weft.kernels.matmul_reduce_scatter.configs import (
+    Epilogue,
+    ScatterKernelCall,
+    ScatterPushConfig,
+    choose_scatter_push,
+)
+
+Source: TypeAlias = tuple[Path, Defines]
+
+
+def compile_ahead(programs: Iterable[Source]) -> None:
+    """Every rank compiles its share of the (source, defines), which all name alike; then they are on disk for all."""
+    rank, size = world().rank(), world().size()
+    mine = list(dict.fromkeys(programs))[rank::size]
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // size)) as pool:
+        list(pool.map(lambda program: gemm_program(*program).cubin(), mine))
+    meet()
+
+
+def gather_programs(
+    bs: Sequence[torch.Tensor], config: GatherPushConfig, returned: Sequence[bool]
+) -> Iterator[Source]:
+    """Of an all-gather + matmul with these Bs, and with A returned or not."""
+    for first, return_A in product(range(0, len(bs), MOST_BS), returned):
+        some = bs[first : first + MOST_BS]
+        yield (
+            gather_kernel.SOURCE,
+            gather_kernel.gather_defines(some, config, return_A=return_A and not first),
+        )
+
+
+def chosen_gather_programs(a: torch.Tensor, bs: Sequence[torch.Tensor]) -> Iterator[Source]:
+    """The same, as the model chooses."""
+    for return_A in (False, True):
+        call = GatherKernelCall(a, bs, num_sms(a.device), return_A=return_A)
+        yield from gather_programs(bs, choose_gather_push(call.problem(world().size())), [return_A])
+
+
+def scatter_programs(
+    b: torch.Tensor, config: ScatterPushConfig, epilogues: Sequence[Epilogue]
+) -> Iterator[Source]:
+    """Of a matmul + reduce-scatter with these epilogues, on every rank."""
+    size = world().size()
+    for rank, epilogue in product(range(size), epilogues):
+        yield scatter_kernel.SOURCE, scatter_kernel.scatter_defines(b, config, size, rank, epilogue)
+
+
+def chosen_scatter_programs(
+    a: torch.Tensor, b: torch.Tensor, epilogues: Sequence[Epilogue]
+) -> Iterator[Source]:
+    """The same, as the model chooses, with ``a`` [1, W, m, K]."""
+    call = ScatterKernelCall(a, b, num_sms(a.device), epilogues[0])
+    yield from scatter_programs(b, choose_scatter_push(call.problem(world().size())), epilogues)
