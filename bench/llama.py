@@ -11,6 +11,7 @@ timeline of a block. What a row has, and how exposed communication is measured: 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -59,7 +60,7 @@ def run_report(args: argparse.Namespace) -> None:
     timelines: dict[str, Any] = {}
     for case in cases(args):
         begun = time.perf_counter()
-        found, lanes = measure_case(case, args.contenders, device, args.steps)
+        found, lanes = measure_case(case, args.contenders, device, args.steps, say)
         rows += found
         timelines.update(lanes)
         say("\n".join([*table(found), f"    ({time.perf_counter() - begun:.0f} s)"]))
@@ -110,6 +111,8 @@ def main() -> int:
     else:
         dist.init_process_group("gloo")
     run_report(args)
+    torch.compiler.reset()  # NCCL waits for the graphs that were captured with it
+    gc.collect()
     dist.destroy_process_group()
     return 0
 

@@ -13,6 +13,7 @@ which a fused kernel is slower than the product alone.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,14 +39,16 @@ def flops(case: Case) -> float:
 
 
 def measure_case(
-    case: Case, contenders: Sequence[str], device: torch.device, steps: int
+    case: Case, contenders: Sequence[str], device: torch.device, steps: int, say: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The rows of a case, and the kernels of a step of each contender for the timeline."""
+    """The rows of a case, and the kernels of a step of each contender. ``say`` is told how far it is."""
     made: dict[str, Step] = {}
     for name in contenders:
         torch.compiler.reset()
+        begin = time.perf_counter()
         if (step := _made(case, name, device)) is not None:
             made[name] = step
+            say(f"    {case}, {name}: compiled in {time.perf_counter() - begin:.0f} s")
     begun = {name: step.voted() for name, step in made.items()}
     times: dict[str, list[list[float]]] = {name: [] for name in made}
     for name in list(made) * 3:  # by turns
@@ -96,7 +99,7 @@ def _made(case: Case, name: str, device: torch.device) -> Step | None:
         return None  # its ops need CUDA, and it has none for all-reduces
     inductor_config.fx_graph_cache = False
     step = make_step(case, name, device)
-    for _ in range(5):  # compiles, captures, learns
+    for _ in range(60 if case.mode == "decode" else 5):  # compiles, captures, learns
         step.run()
     return step
 

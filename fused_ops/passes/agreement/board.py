@@ -39,7 +39,7 @@ from ....symm_mem.heap.registry import has_name
 from ...dispatch.plan import unfused_calls
 from .board_file import BoardFile
 from .board_store import WHAT, BoardStore
-from .file_lock import locked, pauses
+from .file_lock import locked, turns_of_wait
 from .foresight import Foresight
 from .vote import (
     ABSENT,
@@ -232,11 +232,11 @@ class VoteBoard(BoardStore, VoteRows):
                 raise  # others count on this rank
             # No rank has seen this post.
             return Answer(False, LOCKED if post.can_fuse else CANNOT_FUSE, self.rank)
-        waits = pauses()
+        waits = turns_of_wait()
         while (answer := self._answer()) is None:
-            pause = next(waits)
-            in_vain = pause is None and not self._all_see()
-            ended = self._ended() if pause is None else None
+            look = next(waits)
+            in_vain = look and not self._all_see()
+            ended = self._ended() if look else None
             if over() or in_vain or ended is not None:
                 with self._lock(timeout) as words:
                     absent = self.absent()
@@ -244,8 +244,6 @@ class VoteBoard(BoardStore, VoteRows):
                     late = late if ended is None else (ENDED, ended)
                     why = late if self._blind is None or not in_vain else (NO_BOARD, self._blind[0])
                     self._take_back(words, *why)
-            else:
-                time.sleep(pause or 0.0)
         return answer
 
     def left(self) -> tuple[int, str | None, str | None]:

@@ -4,16 +4,19 @@ file description open: so they also tell that a process is gone, in whatever PID
 from __future__ import annotations
 
 import fcntl
+import os
 import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+_YIELDING = 2e-3  # seconds
+
 
 @contextmanager
 def locked(fd: int, timeout: Callable[[], float]) -> Iterator[float | None]:
     """The body has the lock if it is given None; else it is given the seconds that were waited in vain."""
-    begin, seconds, waits = time.monotonic(), -1.0, pauses()
+    begin, seconds, waits = time.monotonic(), -1.0, turns_of_wait()
     try:
         while True:
             try:
@@ -26,22 +29,28 @@ def locked(fd: int, timeout: Callable[[], float]) -> Iterator[float | None]:
                 if time.monotonic() - begin > seconds:
                     waited = seconds
                     break
-                time.sleep(next(waits) or 0.0)
+                next(waits)
         yield waited
     finally:  # also where Ctrl-C came just behind it; who does not have it gives nothing back
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def pauses() -> Iterator[float | None]:
-    """Short at first: the others usually come within microseconds. Now and then None: time to look further."""
-    for _ in range(50):
-        yield 0.0
-    pause = 2e-5
+def turns_of_wait() -> Iterator[bool]:
+    """Each turn lets others run for a moment; now and then it yields True: time to look further.
+
+    At first the core is offered: the others usually come within microseconds, and a sleep takes 60 at least, or 300,
+    whatever its argument. Then each sleep is short beside what has been waited.
+    """
+    begin = time.monotonic()
+    while (waited := time.monotonic() - begin) < _YIELDING:
+        os.sched_yield()
+        yield False
     while True:
         for _ in range(20):
-            yield pause
-            pause = min(2 * pause, 1e-3)
-        yield None
+            time.sleep(min(waited / 16, 1e-3))
+            yield False
+            waited = time.monotonic() - begin
+        yield True
 
 
 def show_presence(fd: int, rank: int) -> bool:
