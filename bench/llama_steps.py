@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -174,13 +175,30 @@ def _mark(device: torch.device) -> Any:
     return event
 
 
+class _Arrived(torch.autograd.Function):
+    """Waits for a result of DTensor's: with one that is on its way torch 2.13 gives a compiled block no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
 def _compiled_blocks(model: Llama, options: dict[str, Any]) -> None:
+    model.embedding.register_forward_hook(lambda module, given, x: _Arrived.apply(x))
     for layer in model.layers:
         layer.compile(dynamic=False, options=options)
 
 
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
 def _loss_of(model: nn.Module, tokens: Tensor, labels: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens, cos, sin).flatten(0, 1).float(), labels.flatten())
+    return _cross_entropy(model(tokens, cos, sin), labels)
 
 
 def _training(
@@ -191,11 +209,17 @@ def _training(
     drawn = torch.randint(sizes.vocabulary, (sizes.batch, sizes.seq + 1), device=device)
     dist.broadcast(drawn, 0)
     tokens, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-    forward: Callable[..., Tensor] = _loss_of
+    forward: Callable[..., Tensor]
     if how == "whole":
         forward = torch.compile(_loss_of, dynamic=False, options=options)
     else:
         _compiled_blocks(model, options)
+        # By itself, too, as torchtitan does; torch 2.13 cannot differentiate loss_parallel() in eager mode.
+        loss_of = torch.compile(_cross_entropy, dynamic=False, options=options)
+
+        def forward(model: nn.Module, tokens: Tensor, labels: Tensor, *tables: Tensor) -> Tensor:
+            return loss_of(model(tokens, *tables), labels)
+
     # The optimizer works on what lies here, as every weight's update is local.
     weights = list(model.parameters())
     local = [nn.Parameter(_local(w.detach())) for w in weights]

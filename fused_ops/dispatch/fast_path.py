@@ -9,7 +9,8 @@ sends the call to the slow path. It is either asked anew at each call, or it inv
 - group destroyed, or another one under its name: asked anew. Heap made anew, workspace outgrown or gone in a reset:
   invalidates. So a rank on the fast path and one on the slow path use the same memory.
 - a stream that is not torch's own: the slow path; its handle may be another stream's the next time.
-- another stream, another current device, a graph being captured: asked anew, they have workspaces of their own. The
+- another stream, another current device, a graph being captured, or a compiled one that runs: asked anew, they have
+  workspaces of their own. The
   first call on a second stream, or on one more than there is room for: invalidates. Then calls are ordered
   (stream_order.py).
 - modes, transforms, tracing: the thread's dispatch keys are only those that lead to the kernels directly. Dynamo and
@@ -155,7 +156,7 @@ def stream_workspace(kind: str, group_name: str, device: int, stream: int) -> St
     if where is None or plan._forced == "unfused" or is_checked() or is_external(stream, device):
         return None
     group, heap = where
-    workspace = heap.workspaces.get((kind, stream, 0))
+    workspace = heap.workspaces.get((kind + plan.this_thread.workspaces, stream, 0))
     return None if workspace is None else StreamWorkspace(group, workspace)
 
 
@@ -199,7 +200,8 @@ def run_fast(
         tensors: of one dtype, on one device, or anything: then the answer is None.
         kinds: of workspaces in which it may be remembered.
     """
-    kept, kind = call_cache.cached_calls, (op, arguments, group_name, len(tensors))
+    kept, where = call_cache.cached_calls, plan.this_thread.workspaces
+    kind = (op, arguments, group_name, len(tensors), where)
     found: _Found | None = likely_call(kept, kind, tensors)
     operands = None if found is None else _addresses(tensors)
     if found is None or operands is None:
@@ -210,12 +212,12 @@ def run_fast(
         stream = stream_on(cuda_state.state.index_of(tensors[0]))
         if stream is None:
             return None
-        found = kept.get((alike, group_name, stream))
+        found = kept.get((alike, group_name, stream, where))
         if found is None:
             found = _find(alike, group_name, tensors, stream, kinds)
             if found is None:
                 return None
-            call_cache.keep(kept, (alike, group_name, stream), found)
+            call_cache.keep(kept, (alike, group_name, stream, where), found)
         note_likely(kept, kind, found)
     if not has_name(found.group(), group_name):
         return None

@@ -65,11 +65,38 @@ _logged_reasons: set[tuple[str, str]] = set()
 
 
 class _ThisThread(threading.local):
+    """
+    Attributes:
+        plan: that of its last call.
+        workspaces: whose workspaces its calls use; see ``GraphTurn``.
+    """
+
     plan = Plan("none")
+    workspaces = ""
+
+
+OF_GRAPHS = " of graphs"
+
+
+class GraphTurn:
+    """While it is there, calls of its thread are a compiled graph's, with workspaces of their own.
+
+    Ranks that run ahead of another one count on its coming to the same graph. If it makes other calls instead, these
+    must not meet the graph's: each side waits until its deadline.
+    """
+
+    __slots__ = ("_before",)
+
+    def __init__(self) -> None:
+        self._before = this_thread.workspaces
+        this_thread.workspaces = OF_GRAPHS
+
+    def __del__(self) -> None:
+        this_thread.workspaces = self._before
 
 
 _unfused_calls = 0
-this_thread = _ThisThread()  #: ``plan``: that of its last call
+this_thread = _ThisThread()
 _forced: str | None = None  # of the body entered last
 _forcing: list[list[str]] = []  # of all bodies that threads are in
 _forcing_lock = threading.Lock()

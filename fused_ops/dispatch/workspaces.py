@@ -2,7 +2,8 @@
 
 Calls of one stream follow each other and share; calls that may run at once do not. A workspace grows when a call needs
 more: collectively, so all ranks must make their calls in the same order, as with every collective. The memory of a
-graph's workspaces is used again once that graph is gone on every rank.
+captured graph's workspaces is used again once that graph is gone on every rank. Calls of compiled graphs that vote
+have others than calls that are made directly (``plan.GraphTurn``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ...symm_mem.heap.captured import CapturedGraph
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import OUTGROWN, Workspace
-from .plan import num_sms
+from .plan import num_sms, this_thread
 from .stream_order import stream_and_graph, stream_key
 
 MATMUL = "matmul"  #: the kind of workspace of kernels that set flags behind their data
@@ -32,6 +33,7 @@ _GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace
 
 
 def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[Any], Any]) -> Workspace[Any]:
+    kind += this_thread.workspaces
     key: tuple[str, int | tuple[int, int], int] = (kind, 0, 0)
     if heap.device.type == "cuda":
         stream, graph_id = stream_and_graph(heap.device)

@@ -86,7 +86,8 @@ def fast_all_reduce(
         op: whose call it is, for errors.
         anything: x may be what a kernel must not see yet (``may_take_fast_path``).
     """
-    kept, kind = call_cache.cached_calls, (host.OP, reduce_op, group_name)
+    kept, where = call_cache.cached_calls, plan.this_thread.workspaces
+    kind = (host.OP, reduce_op, group_name, where)
     found: _Found | None = likely_call(kept, kind, (x,))
     address = 0 if found is None else x.data_ptr()
     if found is None or not address:
@@ -101,7 +102,7 @@ def fast_all_reduce(
         stream = stream_on(device)
         if stream is None:
             return None
-        key = (host.OP, x.shape, x.dtype, reduce_op, device, stream, group_name)
+        key = (host.OP, x.shape, x.dtype, reduce_op, device, stream, group_name, where)
         found = kept.get(key)
         if found is None:
             found = _find(x, reduce_op, group_name, stream)

@@ -28,9 +28,9 @@ class AheadLimits(NamedTuple):
     """
 
     trusted: int = 32
-    farthest: int = 64
+    farthest: int = 96
     likely: int = 8
-    meeting: int = 16
+    meeting: int = 64
 
 
 LIMITS = AheadLimits()

@@ -2,7 +2,8 @@
 
 Inductor writes the question in front of everything else in the function that it generates, and with it the way out:
 
-    if not weft_guard.fused():
+    weft_turn = weft_guard.turn()
+    if weft_turn is None:
         return weft_guard.fallback([arg0_1, arg1_1], ...)
 
 ``fallback`` computes what the graph would without the pass: it has the graph as it was, as source text. So the
@@ -35,6 +36,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.distributed import ProcessGroup
 
 from ....symm_mem import get_timeout, resolve_group
+from ...dispatch.plan import GraphTurn
 from . import outcomes
 from .board import vote_board
 from .reasons import broken_by_leaving, reason_of
@@ -150,6 +152,10 @@ class GraphGuard:
         agreed, ahead = self._agreed(self.signature(sizes))
         outcomes.count_vote(agreed, time.perf_counter() - begin, ahead=ahead)
         return agreed
+
+    def turn(self, sizes: tuple[int, ...] = ()) -> GraphTurn | None:
+        """What the graph holds while it runs fused; None where it must not, as ``fused`` says."""
+        return GraphTurn() if self.fused(sizes) else None
 
     def runs_unfused(self) -> None:
         """Tells the other ranks that this one runs the graph as it is, with sizes that nobody compares then."""

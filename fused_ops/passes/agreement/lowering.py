@@ -53,7 +53,9 @@ class _Agree(ir.ExternKernel):
                     f"weft_guard.fused({sizes})"
                 )  # for ranks that would run theirs fused
                 return
-            wrapper.prefix.writeline(f"if not weft_guard.fused({sizes}):")
+            # Local to the generated function: it ends with the graph's run, also by an exception.
+            wrapper.prefix.writeline(f"weft_turn = weft_guard.turn({sizes})")
+            wrapper.prefix.writeline("if weft_turn is None:")
             with wrapper.prefix.indent():
                 wrapper.prefix.writeline(f"weft_inputs = [{', '.join(names)}]")
                 if names:

@@ -146,3 +146,33 @@ def test_a_rank_in_eager_mode_is_waited_for_until_the_deadline_and_named() -> No
     assert 3 <= seconds < 30
     (text,) = left
     assert "rank 1 came to another graph" in text and "the same collectives elsewhere" in text
+
+
+def calls_directly(rank: int, size: int) -> list[str]:
+    """Rank 1 makes the call of the graph that rank 0 has begun, by itself and of other data."""
+    from weft.fused_ops import fused_all_gather_matmul, last_plan
+    from weft.fused_ops.passes import FusionPass
+
+    texts = []
+    with compiler(), trust(), torch.no_grad():
+        mine = torch.compile(block, options=FusionPass(fuse="always", agree="ahead").options)
+        x, a, b = (t.detach() for t in tensors()[0])
+        fused_all_gather_matmul(x, [a.sin()], 0, world(), return_A=False)  # calls of this kind are known
+        for _ in range(3 * SOON):
+            mine(x, a, b)
+        symm_mem.set_timeout(3)
+        try:
+            if rank == 1:
+                time.sleep(0.5)
+                fused_all_gather_matmul(-x, [a.sin()], 0, world(), return_A=False)
+                assert last_plan().algorithm == "host"
+            mine(x, a, b)
+        except symm_mem.WeftError as e:
+            texts.append(str(e))
+    return texts
+
+
+def test_a_rank_that_calls_an_op_directly_does_not_meet_a_graph_of_another_rank() -> None:
+    (first,), (direct,) = run_ranks(calls_directly, 2, fresh=True)
+    assert "fused_all_gather_matmul" in first and "waited 3 s for rank 1: " in first, first
+    assert "fused_all_gather_matmul" in direct and "rank 0" in direct, direct

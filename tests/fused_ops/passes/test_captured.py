@@ -117,7 +117,7 @@ def test_the_question_stands_outside_of_inductors_cuda_graphs() -> None:
         captured, replays = code[code.index("def partition_0(") :].split("class Runner:")
         assert captured.count("torch.ops.weft.") >= 2
         assert "weft_guard" not in captured
-        assert replays.index("if not weft_guard.fused():") < replays.index("self.partitions[0](")
+        assert replays.index("if weft_turn is None:") < replays.index("self.partitions[0](")
         assert (report.fused, report.questions.count, report.questions.fused) == (2, 3, 3)
 
 
