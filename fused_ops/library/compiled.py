@@ -55,9 +55,16 @@ def declare_communicating(op: OpOverload) -> None:
     """Tells torch.compile so. Once for each op, when it is defined, or when it is implemented by weft."""
     COMMUNICATING.append(op)
     op.py_impl(FunctionalTensorMode)(_functionalized(op))
+    # What AOTAutograd does not merge: these draw random numbers, and are as little the same when called twice.
+    compile_utils.rand_ops.extend(_in_graphs(op))
+
+
+def _in_graphs(op: OpOverload) -> list[Any]:
+    """As what AOTAutograd writes it. An op that writes in place is an argument there, which it does not look at: then
+    no such op of anybody is merged."""
     if not op._schema.is_mutable:
-        # What AOTAutograd does not merge: these draw random numbers, and are as little the same when called twice.
-        compile_utils.rand_ops.append(op.overloadpacket)
+        return [op.overloadpacket]
+    return [torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2]
 
 
 def withdraw_communicating(op: OpOverload) -> None:
@@ -65,8 +72,8 @@ def withdraw_communicating(op: OpOverload) -> None:
     COMMUNICATING.remove(op)
     del op.python_key_table[FunctionalTensorMode]
     op._dispatch_cache.clear()
-    if not op._schema.is_mutable:
-        compile_utils.rand_ops.remove(op.overloadpacket)
+    for written in _in_graphs(op):
+        compile_utils.rand_ops.remove(written)
     _tell_inductor()
 
 

@@ -27,9 +27,8 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import suppress
 
 from torch.distributed import ProcessGroup
 
@@ -39,7 +38,7 @@ from ....symm_mem.heap.registry import has_name
 from ...dispatch.plan import unfused_calls
 from .board_file import BoardFile
 from .board_store import WHAT, BoardStore
-from .file_lock import locked, turns_of_wait
+from .file_lock import lock, turns_of_wait, unlock
 from .foresight import Foresight
 from .vote import (
     ABSENT,
@@ -225,7 +224,7 @@ class VoteBoard(BoardStore, VoteRows):
                 if words[_LEAVES] != self._leaves:
                     return Answer(False, LEFT, words[_LEAVER])
                 if post.turns < self.turns:  # another thread has run a graph meanwhile
-                    post = replace(post, turns=self.turns)
+                    post = post._replace(turns=self.turns)
                 self._post(words, self.rank, post, foreseen)
         except WeftError:
             if self._words is not None and self._words[_MOST] > post.turns:
@@ -276,24 +275,27 @@ class VoteBoard(BoardStore, VoteRows):
         past = words[row + _POSTS] and (words[row + _TURNS], words[row + _BEGUN]) > (post.turns, post.begun)
         return False if past else None
 
-    @contextmanager
-    def _lock(self, timeout: Callable[[], float]) -> Iterator[memoryview]:
-        """The words, for this rank alone. The kernel gives the lock back once no process has the holder's file open.
+    def _lock(self, timeout: Callable[[], float]) -> _BoardLock:
+        """A context with the words, for this rank alone. The kernel gives the lock back once no process has the
+        holder's file open.
 
         Raises:
             WeftError: another rank's process has held it all the time, or a child that C code has forked from it.
         """
         self._owner.refuse_child(WHAT)
+        return _BoardLock(self, timeout)
+
+    def _begin(self, timeout: Callable[[], float]) -> memoryview:
         assert self._words is not None
         limit = (lambda: 0.0) if self._shut else timeout  # whoever has waited in vain does not wait again
-        with locked(self._file.fd, limit) as waited:
-            self._shut = waited is not None
-            if self._shut:
-                raise WeftError(
-                    f"{WHAT}: rank {self.rank} of group {self._name!r} waited {waited:g} s for the lock of the ranks' "
-                    "board, which rank 0 keeps: it is held, expected free"
-                )
-            yield self._words
+        waited = lock(self._file.fd, limit)
+        self._shut = waited is not None
+        if self._shut:
+            raise WeftError(
+                f"{WHAT}: rank {self.rank} of group {self._name!r} waited {waited:g} s for the lock of the ranks' "
+                "board, which rank 0 keeps: it is held, expected free"
+            )
+        return self._words
 
     def _answer(self) -> Answer | None:
         assert self._words is not None
@@ -302,6 +304,27 @@ class VoteBoard(BoardStore, VoteRows):
         if answer == UNDECIDED:
             return None
         return Answer(answer == FUSED, self._words[row + _WHY], self._words[row + _PEER])
+
+
+class _BoardLock:
+    """Not a generator: it stands in front of each graph."""
+
+    __slots__ = ("_board", "_timeout")
+
+    def __init__(self, board: VoteBoard, timeout: Callable[[], float]) -> None:
+        self._board, self._timeout = board, timeout
+
+    def __enter__(self) -> memoryview:
+        try:
+            return self._board._begin(self._timeout)
+        except (
+            BaseException
+        ):  # also where Ctrl-C came just behind it; who does not have it gives nothing back
+            unlock(self._board._file.fd)
+            raise
+
+    def __exit__(self, *of_the_body: object) -> None:
+        unlock(self._board._file.fd)
 
 
 _boards: weakref.WeakKeyDictionary[ProcessGroup, VoteBoard] = weakref.WeakKeyDictionary()

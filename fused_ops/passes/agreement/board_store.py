@@ -6,7 +6,6 @@ import json
 import secrets
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup, Store
@@ -67,7 +66,7 @@ class BoardStore:
 
     def _leave_note(self, post: Vote) -> None:
         """Where a rank that waits for nobody leaves its post while there is no board, or it would be waited for."""
-        self._set(f"note/{self.rank}", json.dumps(asdict(post)))
+        self._set(f"note/{self.rank}", json.dumps(post._asdict()))
 
     def _note(self, rank: int) -> Vote | None:
         found = self._peek(f"note/{rank}")

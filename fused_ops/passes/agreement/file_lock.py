@@ -8,31 +8,27 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 _YIELDING = 2e-3  # seconds
 
 
-@contextmanager
-def locked(fd: int, timeout: Callable[[], float]) -> Iterator[float | None]:
-    """The body has the lock if it is given None; else it is given the seconds that were waited in vain."""
-    begin, seconds, waits = time.monotonic(), -1.0, turns_of_wait()
-    try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                waited = None
-                break
-            except BlockingIOError:
-                if seconds < 0:
-                    seconds = timeout()
-                if time.monotonic() - begin > seconds:
-                    waited = seconds
-                    break
-                next(waits)
-        yield waited
-    finally:  # also where Ctrl-C came just behind it; who does not have it gives nothing back
-        fcntl.flock(fd, fcntl.LOCK_UN)
+def lock(fd: int, timeout: Callable[[], float]) -> float | None:
+    """None: the caller has the lock, until ``unlock``; else the seconds that were waited in vain."""
+    begin, seconds, waits = 0.0, 0.0, None
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return None
+        except BlockingIOError:
+            if waits is None:
+                begin, seconds, waits = time.monotonic(), timeout(), turns_of_wait()
+            if time.monotonic() - begin > seconds:
+                return seconds
+            next(waits)
+
+
+def unlock(fd: int) -> None:
+    fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def turns_of_wait() -> Iterator[bool]:

@@ -38,7 +38,7 @@ from torch.distributed import ProcessGroup
 from ....symm_mem import get_timeout, resolve_group
 from ...dispatch.plan import GraphTurn
 from . import outcomes
-from .board import vote_board
+from .board import VoteBoard, vote_board
 from .reasons import broken_by_leaving, reason_of
 from .signature import Signature, digest
 from .vote import ABSENT, AHEAD, LATE, LEFT, NO_BOARD, Answer, Vote, begun
@@ -125,6 +125,7 @@ class GraphGuard:
         self._ahead: bool = data["ahead"] and len(self._rounds) < 2
         self._fallback_runs = 0
         self._known: dict[str, weakref.ref[ProcessGroup]] = {}
+        self._boards: dict[str, weakref.ref[VoteBoard]] = {}  # of the known groups
         self._told: set[tuple[str, int]] = set()
         self._late: dict[str, tuple[int, Vote]] = {}
         self._why_not_fuse: str | None = None
@@ -178,13 +179,14 @@ class GraphGuard:
         """
         for asked in self._groups:
             group = resolve_group(asked.name)
-            if asked.fused and group.size() != asked.size:
-                raise ValueError(
-                    f"graph {self.name}: was made for {asked.size} ranks, group {asked.name!r} has {group.size()}: "
-                    "after torch._dynamo.reset() it is made anew"
-                )
             known = self._known.get(asked.name)
             if known is None or known() is not group:
+                if asked.fused and group.size() != asked.size:
+                    raise ValueError(
+                        f"graph {self.name}: was made for {asked.size} ranks, group {asked.name!r} has "
+                        f"{group.size()}: after torch._dynamo.reset() it is made anew"
+                    )
+                self._boards[asked.name] = weakref.ref(vote_board(group))
                 self._known[asked.name] = weakref.ref(group)
                 self._told = {told for told in self._told if told[0] != asked.name}
                 self._late.pop(asked.name, None)
@@ -213,12 +215,12 @@ class GraphGuard:
         if agreed and not _capturing():
             for asked in self._groups:
                 if asked.fused:
-                    _connect(resolve_group(asked.name))
+                    self._connect(asked.name)
         return agreed, ahead
 
     def _ask(self, asked: GroupQuestion, signature: int, can_fuse: bool) -> Answer:
         group = resolve_group(asked.name)
-        where = vote_board(group)
+        where = self._boards[asked.name]() or vote_board(group)
         if (asked.name, signature) not in self._told and len(self._told) < _TOLD:
             where.tell(signature, json.dumps(self._what))
             self._told.add((asked.name, signature))
@@ -232,6 +234,12 @@ class GraphGuard:
         if can_fuse and answer.why in (LATE, ABSENT, NO_BOARD):
             self._late[asked.name] = (answer.peer, post)
         return answer
+
+    def _connect(self, name: str) -> None:
+        where = self._boards[name]()
+        if where is not None and not where.connected:
+            _make_connections(resolve_group(name))
+            where.connected = True
 
     def _may_wait(self, name: str) -> bool:
         """Whether no rank has been waited for in vain, or only one that was late."""
@@ -339,16 +347,13 @@ def is_fallback_graph() -> bool:
     return getattr(_state, "in_fallback", False)
 
 
-def _connect(group: ProcessGroup) -> None:
-    """Once, by all ranks of a group that are about to run fused: so that what is captured later can run unfused."""
-    where = vote_board(group)
-    if not where.connected:
-        for backend, device in _CONNECT_AT_FIRST.items():
-            if backend in dist.get_backend_config(group):
-                dist.all_reduce(torch.zeros(1, device=device), group=group)
-        if torch.cuda.is_initialized():
-            torch.cuda.current_blas_handle()  # made at cuBLAS's first product, and fused graphs may have none
-        where.connected = True
+def _make_connections(group: ProcessGroup) -> None:
+    """By all ranks of a group that are about to run fused: so that what is captured later can run unfused."""
+    for backend, device in _CONNECT_AT_FIRST.items():
+        if backend in dist.get_backend_config(group):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+    if torch.cuda.is_initialized():
+        torch.cuda.current_blas_handle()  # made at cuBLAS's first product, and fused graphs may have none
 
 
 def _capturing() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from typing import Any
 
 from ..report import Disagreement, VoteCounts
 
@@ -20,8 +21,8 @@ class RunOutcomes:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str, int, str], int] = {}
-        self._votes = VoteCounts()
         with _lock:
+            self._before = tuple(_votes)
             _all.add(self)
 
     def disagreements(self) -> tuple[Disagreement, ...]:
@@ -30,15 +31,12 @@ class RunOutcomes:
             return tuple(Disagreement(*key, runs=runs) for key, runs in self._seen.items())
 
     def questions(self) -> VoteCounts:
-        return self._votes
+        with _lock:
+            return VoteCounts(*(now - before for now, before in zip(_votes, self._before, strict=True)))
 
     def reset(self) -> None:
         with _lock:
-            self._seen, self._votes = {}, VoteCounts()
-
-    def _count(self, fused: bool, seconds: float, ahead: bool) -> None:
-        v = self._votes
-        self._votes = VoteCounts(v.count + 1, v.fused + fused, v.seconds + seconds, v.ahead + ahead)
+            self._seen, self._before = {}, tuple(_votes)
 
     def _note(self, key: tuple[str, str, int, str]) -> bool:
         """Whether it is new."""
@@ -46,6 +44,7 @@ class RunOutcomes:
         return self._seen[key] == 1
 
 
+_votes: list[Any] = [0, 0, 0.0, 0]  # of this process, as in ``VoteCounts``
 _all: weakref.WeakSet[RunOutcomes] = weakref.WeakSet()
 _of_process = RunOutcomes()
 
@@ -63,8 +62,10 @@ def reset_outcomes() -> None:
 
 def count_vote(fused: bool, seconds: float, *, ahead: bool = False) -> None:
     with _lock:
-        for each in _all:
-            each._count(fused, seconds, ahead)
+        _votes[0] += 1
+        _votes[1] += fused
+        _votes[2] += seconds
+        _votes[3] += ahead
 
 
 def note(graph: str, group: str, peer: int, reason: str) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
 
@@ -14,8 +13,7 @@ NOTHING, CANNOT_FUSE, ANOTHER_GRAPH, PASSED_BY, LATE, NO_BOARD, LOCKED, ABSENT, 
 AHEAD, LEFT = 9, 10
 
 
-@dataclass(frozen=True)
-class Vote:
+class Vote(NamedTuple):
     """A graph that a rank is about to run.
 
     Attributes:
@@ -29,7 +27,7 @@ class Vote:
 
     turns: int
     begun: int
-    count: int
+    count: int  # type: ignore[assignment]
     signature: int
     can_fuse: bool
     ahead: bool = False
@@ -41,12 +39,14 @@ class Vote:
 
     @property
     def digest(self) -> int:
-        text = f"{self.turns} {self.begun} {self.count} {self.signature}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") or 1
+        """Of numbers Python makes the same one in every process."""
+        return hash(self[:4]) & _WORD or 1
 
 
-@dataclass(frozen=True)
-class Answer:
+_WORD = (1 << 64) - 1
+
+
+class Answer(NamedTuple):
     fused: bool
     why: int = NOTHING
     peer: int = -1

@@ -51,13 +51,11 @@ class VoteRows:
         """``foreseen``: this rank need not wait for the others if they all allow that."""
         row = self._row(rank)
         words[row + _ANSWER] = UNDECIDED
-        words[row + _TURNS], words[row + _BEGUN], words[row + _COUNT], words[row + _SIGNATURE] = (
-            post.turns,
-            *post.graph,
-        )
+        words[row + _TURNS], words[row + _BEGUN], words[row + _COUNT], words[row + _SIGNATURE] = post[:4]
         words[row + _CAN_FUSE], words[row + _AHEAD] = int(post.can_fuse), int(post.ahead)
-        words[row + _HISTORY + words[row + _POSTS] % _KEPT] = post.digest
-        words[row + _POSTS] += 1
+        posts = words[row + _POSTS]
+        words[row + _HISTORY + posts % _KEPT] = post.digest
+        words[row + _POSTS] = posts + 1
         if not post.can_fuse:
             self._decide(words, rank, PLAIN, CANNOT_FUSE, rank)
         if words[_MOST] > post.turns:
@@ -67,7 +65,7 @@ class VoteRows:
             if peer != rank:
                 self._meet(words, rank, post, peer)
         self._spread(words)
-        mine = (post.turns, *post.graph)
+        mine = post[:4]
         rows = [self._row(r) for r in range(self.size)]
         if all(words[r + _ANSWER] == UNDECIDED and self._post_of(words, r) == mine for r in rows):
             words[_AGREED] += 1
@@ -152,14 +150,14 @@ class VoteRows:
         """Equal posts have the same answer."""
         rows = [self._row(r) for r in range(self.size) if words[self._row(r) + _POSTS]]
         plain = {self._post_of(words, r): r for r in rows if words[r + _ANSWER] == PLAIN}
-        for row in rows:
+        for row in rows if plain else ():
             source = plain.get(self._post_of(words, row))
             if source is not None and words[row + _ANSWER] == UNDECIDED:
                 rank = (row - _HEADER) // _ROW
                 self._decide(words, rank, PLAIN, words[source + _WHY], words[source + _PEER])
 
     def _missing(self, words: memoryview, post: Vote) -> int:
-        mine = (post.turns, *post.graph)
+        mine = post[:4]
         for rank in range(self.size):
             row = self._row(rank)
             # Not here, or left again.

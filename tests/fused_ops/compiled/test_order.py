@@ -75,6 +75,22 @@ def test_equal_calls_are_not_merged(group: str) -> None:
         assert len(forward) == 4
 
 
+def test_equal_calls_in_place_are_not_merged(group: str) -> None:
+    """Of copies, which are merged: so what is written to is one tensor."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        a, b = y.detach().clone(), y.detach().clone()
+        for each in (a, b):
+            torch.ops.weft.one_shot_all_reduce_(each, "sum", group)
+        return y * a.sin() + y * b
+
+    for grad in (False, True):
+        forward, backward = compiled(fn, SHAPES, grad)
+        assert forward + backward == written(fn, SHAPES, grad)
+        assert len(forward) == 2
+
+
 def test_sizes_that_are_not_known(group: str) -> None:
     program = with_work(drawn(1, group), 1)
     wanted = [name for name, _ in written(program, SHAPES, True)]

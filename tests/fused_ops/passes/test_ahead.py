@@ -236,7 +236,7 @@ def sequence(seen: Foresight, steps: str, times: int, pauses: dict[str, float]) 
 
 
 def test_sequences_are_foreseen_and_ranks_meet_at_the_longest_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foresight, "LIMITS", foresight.AheadLimits())
+    monkeypatch.setattr(foresight, "LIMITS", foresight.AheadLimits(meeting=16))
     for steps in ("F" * 8 + "B" * 8, "F" * 40 + "B" * 40, "abcabcd" * 3 + "x"):
         seen = Foresight()
         sequence(seen, steps, 4, {"3": 0.1})
