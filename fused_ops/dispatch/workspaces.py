@@ -27,6 +27,7 @@ MATMUL = "matmul"  #: the kind of workspace of kernels that set flags behind the
 LL_PROTOCOL = "ll_protocol"  #: of kernels whose data is its own flag
 ONE_SHOT = "one_shot"  #: of one-shot exchanges beside matmuls, of both ops
 ALL_REDUCE = "all_reduce"  #: of all-reduces, and of norms behind them
+GROUP = "process_group"  #: of a process group's own calls, whatever stream or thread they come from
 AROUND_MATMULS = (MATMUL, LL_PROTOCOL, ONE_SHOT)  #: where calls around matmuls may take the fast path
 _GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace
 
@@ -35,7 +36,7 @@ def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[
     key: tuple[str, int | tuple[int, int], int] = (kind, 0, 0)
     if heap.device.type == "cuda":
         stream, graph_id = stream_and_graph(heap.device)
-        key = (kind, stream_key(stream, heap.device.index), graph_id)
+        key = (kind, 0 if kind.startswith(GROUP) else stream_key(stream, heap.device.index), graph_id)
     found = heap.workspaces.get(key)
     if found is not None and fits(found.layout):
         return found
@@ -88,6 +89,20 @@ def matmul_workspace(heap: Heap, wanted: Layout, *, copied: bool = False) -> Wor
 
     kind = "copied" if copied else LL_PROTOCOL if wanted.ll_protocol else MATMUL
     return _fetch(heap, kind, lambda layout: layout.holds(wanted), grown)
+
+
+def group_workspace(heap: Heap, wanted: Layout) -> Workspace[Layout]:
+    """The workspace of a process group's calls between CPU ranks. It grows by doubling: few calls wait for other ranks.
+
+    Raises:
+        RankMismatch, PeerTimeout: the ranks do not grow it together.
+    """
+
+    def grown(old: Layout | None) -> Layout:
+        layout = replace(wanted, buffer_bytes=max(_GRAIN, 1 << (wanted.buffer_bytes - 1).bit_length()))
+        return layout if old is None else old.joined(layout)
+
+    return _fetch(heap, GROUP, lambda layout: layout.holds(wanted), grown)
 
 
 def push_workspace(heap: Heap, kind: str, wanted: ExchangeLayout) -> Workspace[ExchangeLayout]:

@@ -1,0 +1,245 @@
+"""The process group ``"weft"``, as torch calls it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from ...symm_mem.timeouts import set_timeout
+from ..drop_in.calls_taken import CallCounts, CallsTaken
+from .calls import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, GroupCall, why_not
+from .host_calls import HostLine, prepare_on_host
+from .options import (
+    all_gather_options,
+    all_gathers,
+    all_reduce_options,
+    all_reduces,
+    reduce_scatter_options,
+    reduce_scatters,
+)
+
+_log = logging.getLogger("weft.process_group")
+#: Methods of torch's process groups of which weft takes nothing, and what a program calls for them.
+_OTHERS = {
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all_single": "all_to_all_single",
+    "alltoall_base": "all_to_all_single",
+    "alltoall": "all_to_all",
+    "recv_anysource": "recv",
+    "send": "send",
+    "recv": "recv",
+    "barrier": "barrier",
+    "monitored_barrier": "monitored_barrier",
+}
+
+
+class WeftProcessGroup(ProcessGroup):
+    """A process group that gives to weft what weft does faster, and all else to gloo and NCCL.
+
+    torch makes them: ``init_process_group("weft")``, ``new_group(backend="weft")``. ``weft.process_group`` finds one.
+
+    Attributes:
+        inner: the same ranks without weft. What weft does not take is called there, and its backends are this group's,
+            too: torch's own code finds them as it does in any other group.
+        taken_on: the types of devices whose calls weft takes.
+    """
+
+    def __init__(self, inner: ProcessGroup, taken_on: tuple[str, ...]) -> None:
+        # The one constructor of torch's that leaves room for overrides. It knows of no store.
+        super().__init__(inner.rank(), inner.size())
+        self.inner = inner
+        self.taken_on = taken_on
+        self._names = {kind.type: inner._get_backend(kind).name() for kind in inner._device_types}
+        self._counts = CallCounts()
+        self._told: set[tuple[str, str]] = set()
+        self._coalescing = False
+        self._begun = 0  # calls that weft has taken
+        self._host = HostLine(inner.group_name)
+
+    def calls(self, *, clear: bool = False) -> tuple[CallsTaken, ...]:
+        """Who took this rank's calls: "weft", "gloo" or "nccl", and why not weft.
+
+        >>> import torch, torch.distributed as dist
+        >>> import weft
+        >>> group = weft.process_group(dist.new_group(backend="weft"))
+        >>> dist.all_reduce(torch.ones(4), group=group)
+        >>> dist.all_reduce(torch.ones(4, dtype=torch.int64), group=group)
+        >>> for taken in group.calls():
+        ...     print(taken)
+        all_reduce: 1 call by weft
+        all_reduce: 1 call by gloo (int64)
+
+        Args:
+            clear: counts from 0 again.
+
+        Returns:
+            one entry for each collective, taker and reason. A captured graph that is replayed counts once.
+        """
+        taken = self._counts.taken()
+        if clear:
+            self._counts.clear()
+        return taken
+
+    # What weft may take. torch's C++ code (functional collectives, DDP) calls these by name, too.
+
+    def allreduce(self, tensors: Any, *args: Any, **named: Any) -> Work:
+        opts = all_reduce_options(args, named)
+        work = self._take(ALL_REDUCE, all_reduces(tensors, opts), opts)
+        if work is not None:
+            return work
+        return self._inside("allreduce", tensors, *args, **named)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
+        work = self._take(ALL_REDUCE, all_reduces(tensors, opts), opts)
+        return self._inside("allreduce_coalesced", tensors, opts) if work is None else work
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:  # noqa: A002
+        opts = all_gather_options(opts)
+        work = self._take(ALL_GATHER, all_gathers([output], [input]), opts)
+        return self._inside("_allgather_base", output, input, opts) if work is None else work
+
+    def allgather_into_tensor_coalesced(
+        self, output_lists: list[Tensor], input_list: list[Tensor], opts: Any = None
+    ) -> Work:
+        opts = all_gather_options(opts)
+        work = self._take(ALL_GATHER, all_gathers(output_lists, input_list), opts)
+        if work is not None:
+            return work
+        return self._inside("allgather_into_tensor_coalesced", output_lists, input_list, opts)
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:  # noqa: A002
+        opts = reduce_scatter_options(opts)
+        work = self._take(REDUCE_SCATTER, reduce_scatters([output], [input], opts), opts)
+        return self._inside("_reduce_scatter_base", output, input, opts) if work is None else work
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
+        opts = reduce_scatter_options(opts)
+        work = self._take(REDUCE_SCATTER, reduce_scatters(outputs, inputs, opts), opts)
+        if work is not None:
+            return work
+        return self._inside("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
+
+    # As torch names them from 2.13 on.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def _take(self, name: str, calls: list[GroupCall] | str, opts: Any) -> Work | None:
+        """The call's work, if weft takes it."""
+        if self._coalescing:
+            return None
+        why: str | None
+        if isinstance(calls, str):
+            why, kind = calls, ""
+        elif not calls or (kind := calls[0].x.device.type) not in self.taken_on:
+            why, kind = "", ""
+        else:
+            why = next((why for call in calls if (why := why_not(self, call)) is not None), None)
+        if why is None:
+            assert isinstance(calls, list)
+            done = self._run(calls, opts.asyncOp)
+            if not isinstance(done, str):
+                self._counts.add(name, "weft")
+                self._begun += 1
+                return done
+            why = done
+        self._note(name, why, kind)
+        return None
+
+    def _run(self, calls: list[GroupCall], asynchronous: bool) -> Work | str:
+        exchanges = []
+        for call in calls:
+            exchange = prepare_on_host(self, call)
+            if isinstance(exchange, str):
+                return exchange
+            exchanges.append(exchange)
+        return self._host.run(exchanges, [call.out for call in calls], asynchronous=asynchronous)
+
+    def _note(self, name: str, why: str, kind: str) -> None:
+        """A call that weft leaves to the group's own backend."""
+        by = self._names.get(kind) or next(iter(self._names.values()))
+        self._counts.add(name, by, why)
+        if why and (name, why) not in self._told:
+            self._told.add((name, why))
+            _log.info("%s of group %r is left to %s: %s", name, self.group_name, by, why)
+
+    def _inside(self, method: str, *args: Any, **named: Any) -> Work:
+        return getattr(self.inner, method)(*args, **named)  # type: ignore[no-any-return]
+
+    # What is the inner group's.
+
+    def get_group_store(self) -> Any:
+        return self.inner.get_group_store()
+
+    def _set_group_name(self, name: Any) -> None:
+        super()._set_group_name(name)
+        self.inner._set_group_name(name)
+
+    def _set_group_desc(self, desc: str) -> None:
+        super()._set_group_desc(desc)
+        self.inner._set_group_desc(desc)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.inner._start_coalescing(device)
+        self._coalescing = True
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        self._coalescing = False
+        return self.inner._end_coalescing(device)
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Collectives that were begun in the group, by whomever."""
+        return int(self.inner._get_sequence_number_for_group()) + self._begun  # type: ignore[attr-defined]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.inner.set_timeout(timeout)
+        set_timeout(timeout.total_seconds(), self.group_name)
+
+    def shutdown(self) -> None:
+        self._host.end()
+        self.inner.shutdown()
+
+    def abort(self) -> None:
+        self._host.end()
+        self.inner.abort()
+
+
+def _left_alone(method: str, collective: str) -> Callable[..., Any]:
+    def call(self: WeftProcessGroup, *args: Any, **named: Any) -> Any:
+        self._note(collective, "", _kind_of(args))
+        return self._inside(method, *args, **named)
+
+    call.__name__ = method
+    return call
+
+
+def _kind_of(args: Any) -> str:
+    """The type of the device of the first tensor."""
+    for given in args:
+        if isinstance(given, Tensor):
+            return given.device.type
+        if isinstance(given, (list, tuple)) and (kind := _kind_of(given)):
+            return kind
+    return ""
+
+
+for _method, _collective in _OTHERS.items():
+    if hasattr(ProcessGroup, _method):
+        setattr(WeftProcessGroup, _method, _left_alone(_method, _collective))
