@@ -89,7 +89,7 @@ _SUBMODULES = ("fused_ops", "symm_mem")
 
 
 def _make_process_group(options: Any, backend_options: Any) -> Any:
-    create = importlib.import_module("weft.fused_ops.process_group.creation").create_process_group
+    create = importlib.import_module("weft.fused_ops.process_groups.creation").create_process_group
     return create(options, backend_options)
 
 

@@ -20,8 +20,8 @@ from .library import flops as flops  # torch's counter knows them
 from .library import registration as registration  # torch.ops.weft is implemented
 from .passes import FusionError, FusionPass, Report
 from .passes.backend import compile, fusion_report  # noqa: A004
-from .process_group.creation import process_group
-from .process_group.group import WeftProcessGroup
+from .process_groups.creation import process_group
+from .process_groups.group import WeftProcessGroup
 
 __all__ = [
     "CallsTaken",

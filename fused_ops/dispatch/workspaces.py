@@ -36,7 +36,7 @@ def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[
     key: tuple[str, int | tuple[int, int], int] = (kind, 0, 0)
     if heap.device.type == "cuda":
         stream, graph_id = stream_and_graph(heap.device)
-        key = (kind, 0 if kind.startswith(GROUP) else stream_key(stream, heap.device.index), graph_id)
+        key = (kind, 0 if kind == GROUP else stream_key(stream, heap.device.index), graph_id)
     found = heap.workspaces.get(key)
     if found is not None and fits(found.layout):
         return found
@@ -106,7 +106,7 @@ def group_workspace(heap: Heap, wanted: Layout) -> Workspace[Layout]:
 
 
 def push_workspace(heap: Heap, kind: str, wanted: ExchangeLayout) -> Workspace[ExchangeLayout]:
-    """The workspace of this stream for LL exchanges, with room for what needs ``wanted``.
+    """The workspace of this stream, or of the process group's calls, for LL exchanges with room for ``wanted``.
 
     Raises:
         RankMismatch, PeerTimeout: the ranks do not grow it together.
@@ -133,10 +133,12 @@ def workspace_of_choice(heap: Heap, choice: KernelChoice[Any]) -> Workspace[Any]
     return matmul_workspace(heap, choice.layout, copied=choice.algorithm == "copy_engine")
 
 
-def all_reduce_workspace(heap: Heap, nbytes: int, config: AllReduceConfig) -> Workspace[ExchangeLayout]:
+def all_reduce_workspace(
+    heap: Heap, nbytes: int, config: AllReduceConfig, kind: str = ALL_REDUCE
+) -> Workspace[ExchangeLayout]:
     """That of all-reduce kernels on CUDA, for inputs of ``nbytes``.
 
     Raises:
         RankMismatch, PeerTimeout: the ranks do not grow it together.
     """
-    return push_workspace(heap, ALL_REDUCE, all_reduce_layout(nbytes, heap.world_size, config))
+    return push_workspace(heap, kind, all_reduce_layout(nbytes, heap.world_size, config))

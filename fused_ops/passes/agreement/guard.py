@@ -35,6 +35,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.distributed import ProcessGroup
 
 from ....symm_mem import get_timeout, resolve_group
+from ....symm_mem.groups import native_backends
 from . import outcomes
 from .board import vote_board
 from .reasons import broken_by_leaving, reason_of
@@ -338,8 +339,9 @@ def _connect(group: ProcessGroup) -> None:
     where = vote_board(group)
     if not where.connected:
         for backend, device in _CONNECT_AT_FIRST.items():
-            if backend in dist.get_backend_config(group):
-                dist.all_reduce(torch.zeros(1, device=device), group=group)
+            if backend in native_backends(group):
+                # Integers are reduced by the backend itself, also in a group of weft's.
+                dist.all_reduce(torch.zeros(1, dtype=torch.int32, device=device), group=group)
         if torch.cuda.is_initialized():
             torch.cuda.current_blas_handle()  # made at cuBLAS's first product, and fused graphs may have none
         where.connected = True

@@ -59,7 +59,7 @@ _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def _all_reduce(workspace: Workspace[Layout], call: GroupCall) -> None:
-    x = flat(call.x)
+    x = flat(call.x)  # in memory's order, as gloo does
     inside = x if x is not None else call.x.detach().contiguous().view(-1)
     host_all_reduce(workspace, inside, inside, call.reduce_op, call.name)
     if x is None:
@@ -78,16 +78,12 @@ def _reduce_scatter(workspace: Workspace[Layout], call: GroupCall) -> None:
 
 
 def _elements(x: Tensor) -> Tensor:
-    there = flat(x)
-    return x.detach().contiguous().view(-1) if there is None else there
+    # In their order, as gloo takes them here, but for an all-reduce.
+    return x.detach().contiguous().view(-1)
 
 
 def _write(out: Tensor, elements: Tensor) -> None:
-    there = flat(out)
-    if there is None:
-        out.detach().copy_(elements.view(out.shape))
-    else:
-        there.copy_(elements)
+    out.detach().copy_(elements.view(out.shape))
 
 
 class HostLine:

@@ -28,7 +28,7 @@ def all_reduce_options(given: tuple[Any, ...], named: dict[str, Any]) -> Any:
     op = names.pop("op", ReduceOp.SUM)
     if names or not isinstance(op, (ReduceOp, ReduceOp.RedOpType)):
         return None
-    opts.reduceOp = op
+    opts.reduceOp = op  # type: ignore[assignment]
     if isinstance(timeout, timedelta):
         opts.timeout = timeout
     return opts
@@ -47,9 +47,7 @@ def all_gathers(outputs: Any, inputs: Any) -> list[GroupCall] | str:
     """Likewise."""
     if not _paired(outputs, inputs):
         return "arguments that do not fit each other"
-    return [
-        GroupCall(ALL_GATHER, out, waited_for(x)) for out, x in zip(outputs, inputs, strict=True)
-    ]
+    return [GroupCall(ALL_GATHER, out, waited_for(x)) for out, x in zip(outputs, inputs, strict=True)]
 
 
 def reduce_scatters(outputs: Any, inputs: Any, opts: Any) -> list[GroupCall] | str:
@@ -59,9 +57,7 @@ def reduce_scatters(outputs: Any, inputs: Any, opts: Any) -> list[GroupCall] | s
         return "a reduction that weft does not have"
     if not _paired(outputs, inputs):
         return "arguments that do not fit each other"
-    return [
-        GroupCall(REDUCE_SCATTER, out, waited_for(x), op) for out, x in zip(outputs, inputs, strict=True)
-    ]
+    return [GroupCall(REDUCE_SCATTER, out, waited_for(x), op) for out, x in zip(outputs, inputs, strict=True)]
 
 
 def all_gather_options(opts: Any) -> Any:

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from ...symm_mem.backends import cuda_state
-
 
 class DoneWork(Work):
     """Of a call that has ended when it returns: between CPU ranks, or on CUDA in the order of the current stream.
@@ -99,7 +97,8 @@ class HostWork(DoneWork):
         with self._lock:
             if self._future is not None:
                 return self._future
-            self._future = future = torch.futures.Future()
+            future: torch.futures.Future[Any] = torch.futures.Future()
+            self._future = future
             ended = self._ended.is_set()
         if ended:
             self._tell(future)
@@ -115,25 +114,27 @@ class HostWork(DoneWork):
 
 
 class StreamWork(DoneWork):
-    """Of a call on CUDA that runs on a stream of the group's. It keeps the tensors until a stream waits for it.
+    """Of a call on CUDA that runs on a stream of the group's.
 
     Args:
-        ended: the event behind the call.
+        read: tensors that must stay until a stream waits for the call, besides those that are written.
+        ended: the event behind it.
+        side: its stream.
     """
 
-    def __init__(self, tensors: list[Tensor], ended: torch.cuda.Event, side: torch.cuda.Stream) -> None:
+    def __init__(
+        self, tensors: list[Tensor], read: list[Tensor], ended: torch.cuda.Event, side: torch.cuda.Stream
+    ) -> None:
         super().__init__(tensors)
+        self._held = [*tensors, *read]
         self._ended = ended
         self._side = side
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """The current stream waits for the call; the host does not."""
-        self._ended.wait(self._current())
+        torch.cuda.current_stream(self._side.device).wait_event(self._ended)
+        self._held = []
         return True
-
-    def _current(self) -> torch.cuda.Stream:
-        cuda, device = cuda_state.state, cuda_state.state.index_of(self.tensors[0])
-        return cuda.stream(cuda.current_stream(device), device)
 
     def is_completed(self) -> bool:
         return self._ended.query()
@@ -142,5 +143,9 @@ class StreamWork(DoneWork):
         return self.is_completed()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        with torch.cuda.stream(self._side):  # what follows its result waits for this stream
+        with torch.cuda.stream(self._side):  # what follows it waits for this stream
             return super().get_future()
+
+    def __del__(self) -> None:
+        for tensor in self._held:  # nobody has waited: their memory is used again when the call has ended
+            tensor.record_stream(self._side)

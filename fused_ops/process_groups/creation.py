@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from datetime import timedelta
 from types import FrameType
 from typing import Any
 
@@ -95,22 +94,9 @@ def create_process_group(options: Any, backend_options: Any) -> WeftProcessGroup
         inner._register_backend(torch.device(kind), _TYPES[name], backend)
     inner._set_default_backend(_TYPES["nccl" if "nccl" in names.values() else "gloo"])
     inner._set_group_name(options.group_id)
-    taken_on = tuple(kind for kind in names if asked.backends[kind] == NAME)
-    return wrapped(inner, taken_on, options.timeout)
-
-
-def wrapped(inner: ProcessGroup, taken_on: tuple[str, ...], timeout: timedelta | None) -> WeftProcessGroup:
-    """A group of the same ranks and backends."""
-    group = WeftProcessGroup(inner, taken_on)
-    if inner.bound_device_id is not None:
-        group.bound_device_id = inner.bound_device_id
-    for kind in inner._device_types:
-        backend = inner._get_backend(kind)
-        group._register_backend(kind, _TYPES[backend.name()], backend)
-    group._set_default_backend(_TYPES[inner.name()])
-    if timeout is not None and "WEFT_TIMEOUT" not in os.environ:
-        set_timeout(timeout.total_seconds(), inner.group_name)
-    return group
+    if "WEFT_TIMEOUT" not in os.environ:
+        set_timeout(options.timeout.total_seconds(), options.group_id)
+    return WeftProcessGroup.around(inner, tuple(kind for kind in names if asked.backends[kind] == NAME))
 
 
 def _inner_names(backends: Mapping[str, str]) -> dict[str, str]:

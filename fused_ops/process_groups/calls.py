@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather_into_tensor",
 #: backend sends them beside the program's kernels, as data parallelism wants its buckets and parameters.
 MOST_BYTES = 16 << 20
 
-_KIND = dist.ReduceOp.RedOpType
+_KIND: Any = dist.ReduceOp.RedOpType
 REDUCE_OPS = {_KIND.SUM: "sum", _KIND.AVG: "avg", _KIND.MAX: "max", _KIND.MIN: "min"}
 _REDUCED = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -40,8 +41,8 @@ class GroupCall:
     reduce_op: str = ""
 
 
-def reduction_of(op: dist.ReduceOp) -> str | None:
-    """What weft's ops call it; None if they have none."""
+def reduction_of(op: Any) -> str | None:
+    """What weft's ops call a torch.distributed.ReduceOp; None if they have none."""
     return REDUCE_OPS.get(op.op)
 
 
@@ -53,7 +54,7 @@ def waited_for(x: Tensor) -> Tensor:
 def why_not(group: ProcessGroup, call: GroupCall) -> str | None:
     """Why weft leaves the call to the group's own backend, by what all ranks share; None if it takes it.
 
-    What is refused there goes there, too: other sizes than the collective's, dtypes that differ, tensors on two devices.
+    What is refused there goes there, too: sizes that are not the collective's, two dtypes, tensors on two devices.
     """
     x, out = call.x, call.out
     whole = x if call.name == REDUCE_SCATTER else out
@@ -97,7 +98,7 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def flat(x: Tensor) -> Tensor | None:
-    """x's elements as they lie in memory, as NCCL and gloo take a dense tensor; None if there are others in between."""
+    """x's elements as they lie in memory, as NCCL takes them; None if there are others in between."""
     x = x.detach()
     if x.is_contiguous():
         return x.view(-1)

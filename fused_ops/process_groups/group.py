@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,11 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _allow_inflight_collective_as_graph_input
 from torch.distributed import ProcessGroup, Work
 
+from ...symm_mem import CallAbandoned
+from ...symm_mem.heap.registry import heaps_of
 from ...symm_mem.timeouts import set_timeout
 from ..drop_in.calls_taken import CallCounts, CallsTaken
+from .batches import Batch, operations_of_batch
 from .calls import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, GroupCall, why_not
+from .cuda_calls import DeviceLines
 from .host_calls import HostLine, prepare_on_host
 from .options import (
     all_gather_options,
@@ -24,8 +30,10 @@ from .options import (
     reduce_scatter_options,
     reduce_scatters,
 )
+from .work import DoneWork
 
 _log = logging.getLogger("weft.process_group")
+_TYPES = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
 #: Methods of torch's process groups of which weft takes nothing, and what a program calls for them.
 _OTHERS = {
     "broadcast": "broadcast",
@@ -39,8 +47,6 @@ _OTHERS = {
     "alltoall_base": "all_to_all_single",
     "alltoall": "all_to_all",
     "recv_anysource": "recv",
-    "send": "send",
-    "recv": "recv",
     "barrier": "barrier",
     "monitored_barrier": "monitored_barrier",
 }
@@ -59,7 +65,7 @@ class WeftProcessGroup(ProcessGroup):
 
     def __init__(self, inner: ProcessGroup, taken_on: tuple[str, ...]) -> None:
         # The one constructor of torch's that leaves room for overrides. It knows of no store.
-        super().__init__(inner.rank(), inner.size())
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg, arg-type]
         self.inner = inner
         self.taken_on = taken_on
         self._names = {kind.type: inner._get_backend(kind).name() for kind in inner._device_types}
@@ -68,6 +74,22 @@ class WeftProcessGroup(ProcessGroup):
         self._coalescing = False
         self._begun = 0  # calls that weft has taken
         self._host = HostLine(inner.group_name)
+        self._device = DeviceLines(inner.group_name, inner.rank())
+        self._batch: Batch | None = None
+
+    @staticmethod
+    def around(inner: ProcessGroup, taken_on: tuple[str, ...]) -> WeftProcessGroup:
+        """A group of the same ranks, backends and name."""
+        group = WeftProcessGroup(inner, taken_on)
+        if inner.bound_device_id is not None:
+            group.bound_device_id = inner.bound_device_id
+        for kind in inner._device_types:
+            backend = inner._get_backend(kind)
+            group._register_backend(kind, _TYPES[backend.name()], backend)
+        group._set_default_backend(_TYPES[inner.name()])
+        ProcessGroup._set_group_name(group, inner.group_name)
+        ProcessGroup._set_group_desc(group, inner.group_desc)
+        return group
 
     def calls(self, *, clear: bool = False) -> tuple[CallsTaken, ...]:
         """Who took this rank's calls: "weft", "gloo" or "nccl", and why not weft.
@@ -95,7 +117,7 @@ class WeftProcessGroup(ProcessGroup):
 
     # What weft may take. torch's C++ code (functional collectives, DDP) calls these by name, too.
 
-    def allreduce(self, tensors: Any, *args: Any, **named: Any) -> Work:
+    def allreduce(self, tensors: Any, *args: Any, **named: Any) -> Work:  # type: ignore[override]
         opts = all_reduce_options(args, named)
         work = self._take(ALL_REDUCE, all_reduces(tensors, opts), opts)
         if work is not None:
@@ -121,19 +143,21 @@ class WeftProcessGroup(ProcessGroup):
             return work
         return self._inside("allgather_into_tensor_coalesced", output_lists, input_list, opts)
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:  # noqa: A002
+    def _reduce_scatter_base(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Work:
         opts = reduce_scatter_options(opts)
-        work = self._take(REDUCE_SCATTER, reduce_scatters([output], [input], opts), opts)
-        return self._inside("_reduce_scatter_base", output, input, opts) if work is None else work
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> Work:
-        opts = reduce_scatter_options(opts)
-        work = self._take(REDUCE_SCATTER, reduce_scatters(outputs, inputs, opts), opts)
+        work = self._take(REDUCE_SCATTER, reduce_scatters([outputTensor], [inputTensor], opts), opts)
         if work is not None:
             return work
-        return self._inside("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
+        return self._inside("_reduce_scatter_base", outputTensor, inputTensor, opts)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputTensors: list[Tensor], inputTensors: list[Tensor], opts: Any = None
+    ) -> Work:
+        opts = reduce_scatter_options(opts)
+        work = self._take(REDUCE_SCATTER, reduce_scatters(outputTensors, inputTensors, opts), opts)
+        if work is not None:
+            return work
+        return self._inside("reduce_scatter_tensor_coalesced", outputTensors, inputTensors, opts)
 
     # As torch names them from 2.13 on.
     all_gather_single = _allgather_base
@@ -163,14 +187,20 @@ class WeftProcessGroup(ProcessGroup):
         self._note(name, why, kind)
         return None
 
-    def _run(self, calls: list[GroupCall], asynchronous: bool) -> Work | str:
-        exchanges = []
-        for call in calls:
-            exchange = prepare_on_host(self, call)
-            if isinstance(exchange, str):
-                return exchange
-            exchanges.append(exchange)
-        return self._host.run(exchanges, [call.out for call in calls], asynchronous=asynchronous)
+    def _run(self, calls: list[GroupCall], asynchronous: bool) -> DoneWork | str:
+        if calls[0].x.is_cuda:
+            done = self._device.run(calls, asynchronous=asynchronous)
+        else:
+            exchanges = []
+            for call in calls:
+                exchange = prepare_on_host(self, call)
+                if isinstance(exchange, str):
+                    return exchange
+                exchanges.append(exchange)
+            done = self._host.run(exchanges, [call.out for call in calls], asynchronous=asynchronous)
+        if asynchronous and _allow_inflight_collective_as_graph_input() and not isinstance(done, str):
+            done.wait()  # a compiled graph would look for torch's own work
+        return done
 
     def _note(self, name: str, why: str, kind: str) -> None:
         """A call that weft leaves to the group's own backend."""
@@ -181,7 +211,31 @@ class WeftProcessGroup(ProcessGroup):
             _log.info("%s of group %r is left to %s: %s", name, self.group_name, by, why)
 
     def _inside(self, method: str, *args: Any, **named: Any) -> Work:
-        return getattr(self.inner, method)(*args, **named)  # type: ignore[no-any-return]
+        device = _device_of(args)
+        if device is None or device.type != "cuda" or self._coalescing:
+            return getattr(self.inner, method)(*args, **named)  # type: ignore[no-any-return]
+        self._device.behind(device)
+        work: Work = getattr(self.inner, method)(*args, **named)
+        self._device.follows(work)
+        return work
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
+        return self._point_to_point("send", tensors, dst, tag)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
+        return self._point_to_point("recv", tensors, src, tag)
+
+    def _point_to_point(self, method: str, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        device = tensors[0].device
+        self._note(method, "", device.type)
+        operations = None if device.type == "cpu" else operations_of_batch(sys._getframe(2))
+        if operations is None or not self.inner._get_backend(device).supports_coalescing:
+            return self._inside(method, tensors, peer, tag)
+        batch = self._batch
+        if batch is None or batch.is_sent or batch.operations is not operations:
+            self._device.behind(device)
+            self._batch = batch = Batch(self.inner, operations, device)
+        return batch.add(lambda: getattr(self.inner, method)(tensors, peer, tag), tensors)
 
     # What is the inner group's.
 
@@ -217,27 +271,40 @@ class WeftProcessGroup(ProcessGroup):
         self.inner.shutdown()
 
     def abort(self) -> None:
+        """No call follows on this rank. CPU ranks that wait for it in weft are told."""
+        why = CallAbandoned("abort", self.group_name, self.rank(), "the process group was aborted", None)
+        for heap in heaps_of(self):
+            if heap.fault is not None:
+                heap.fault.breaks(why)
         self._host.end()
         self.inner.abort()
+
+    def split_group(self, new_ranks: list[int], *args: Any, **named: Any) -> WeftProcessGroup | None:
+        made = self.inner.split_group(new_ranks, *args, **named)
+        return None if made is None else WeftProcessGroup.around(made, self.taken_on)
+
+    def merge_remote_group(self, *args: Any, **named: Any) -> WeftProcessGroup:
+        return WeftProcessGroup.around(self.inner.merge_remote_group(*args, **named), self.taken_on)
 
 
 def _left_alone(method: str, collective: str) -> Callable[..., Any]:
     def call(self: WeftProcessGroup, *args: Any, **named: Any) -> Any:
-        self._note(collective, "", _kind_of(args))
+        device = _device_of(args)
+        self._note(collective, "", device.type if device is not None else "")
         return self._inside(method, *args, **named)
 
     call.__name__ = method
     return call
 
 
-def _kind_of(args: Any) -> str:
-    """The type of the device of the first tensor."""
+def _device_of(args: Any) -> torch.device | None:
+    """Of the first tensor."""
     for given in args:
         if isinstance(given, Tensor):
-            return given.device.type
-        if isinstance(given, (list, tuple)) and (kind := _kind_of(given)):
-            return kind
-    return ""
+            return given.device
+        if isinstance(given, (list, tuple)) and (found := _device_of(given)) is not None:
+            return found
+    return None
 
 
 for _method, _collective in _OTHERS.items():
