@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ...symm_mem.backends import cuda_state
@@ -19,7 +18,7 @@ ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather_into_tensor",
 MOST_BYTES = 16 << 20
 
 _KIND: Any = dist.ReduceOp.RedOpType
-REDUCE_OPS = {_KIND.SUM: "sum", _KIND.AVG: "avg", _KIND.MAX: "max", _KIND.MIN: "min"}
+_REDUCE_OPS = {_KIND.SUM: "sum", _KIND.AVG: "avg", _KIND.MAX: "max", _KIND.MIN: "min"}
 _REDUCED = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter)
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -43,7 +42,7 @@ class GroupCall:
 
 def reduction_of(op: Any) -> str | None:
     """What weft's ops call a torch.distributed.ReduceOp; None if they have none."""
-    return REDUCE_OPS.get(op.op)
+    return _REDUCE_OPS.get(op.op)
 
 
 def waited_for(x: Tensor) -> Tensor:
@@ -51,7 +50,7 @@ def waited_for(x: Tensor) -> Tensor:
     return x.trigger_wait() if type(x) is AsyncCollectiveTensor else x
 
 
-def why_not(group: ProcessGroup, call: GroupCall) -> str | None:
+def why_not(group_size: int, call: GroupCall) -> str | None:
     """Why weft leaves the call to the group's own backend, by what all ranks share; None if it takes it.
 
     What is refused there goes there, too: sizes that are not the collective's, two dtypes, tensors on two devices.
@@ -72,7 +71,7 @@ def why_not(group: ProcessGroup, call: GroupCall) -> str | None:
     if x is not out:
         parts = (x, out) if call.name == ALL_GATHER else (out, x)
         alike = x.dtype == out.dtype and x.device == out.device
-        if not alike or parts[0].numel() * group.size() != parts[1].numel():
+        if not alike or parts[0].numel() * group_size != parts[1].numel():
             return "arguments that do not fit each other"
     if whole.nbytes > MOST_BYTES:
         return f"more than {MOST_BYTES >> 20} MiB"

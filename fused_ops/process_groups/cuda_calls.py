@@ -64,10 +64,16 @@ class _Ready:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A cached call on one stream; ``timeout_ns``: its deadline."""
+    """A cached call on one stream.
+
+    Attributes:
+        written: elements of what is written.
+        timeout_ns: its deadline.
+    """
 
     ready: _Ready
     line: CallLine
+    written: int
     timeout_ns: int
     before: StreamStep
     behind: StreamStep
@@ -107,7 +113,9 @@ class DeviceLines:
     def _launch_all(self, calls: list[GroupCall]) -> str | None:
         self._wait_for_others()
         for i, call in enumerate(calls):
-            if not self._launch_again(call) and (why := self._launch_first(call)) is not None:
+            if self.launch_again(call.name, call.x, call.out, call.reduce_op):
+                continue
+            if (why := self._launch_first(call)) is not None:
                 assert i == 0  # what it depends on is the same for all of them
                 return why
         return None
@@ -137,30 +145,36 @@ class DeviceLines:
             line.begins(graph)
         return line
 
-    def _launch_again(self, call: GroupCall) -> bool:
-        """Whether such a call was made before; then it is launched."""
-        x, out, index = call.x, call.out, index_of(call.x)
+    def launch_again(self, name: str, x: Tensor, out: Tensor, reduce_op: str) -> bool:
+        """Whether such a call was made before on the current stream; then it is launched there. The tensors are torch's
+        own, and anything else than that may be wrong with them."""
+        index = index_of(x)
         stream = stream_on(index)
         if stream is None:
             return False
-        found: _Found | None = call_cache.cached_calls.get(_key(call, self._name, index, stream))
-        if found is None:
+        key = GROUP, name, self._name, x.numel(), x.dtype, reduce_op, index, stream
+        found: _Found | None = call_cache.cached_calls.get(key)
+        if found is None or not x.is_contiguous() or self._others is not None:
             return False
-        if x is not out and overlap(out, x) and not _is_own_part(call, x, out, self._rank):
-            return False
-        ready, line = found.ready, found.line
-        if found.before is not None:
-            found.before(stream)
-        line.alone(stream, 1)
-        ready.workspace.raise_if_broken(call.name, 3, ready.grids)
-        plan.this_thread.plan = ready.plan
-        try:
-            ready.launch(x.data_ptr(), out.data_ptr(), found.timeout_ns, stream)
-        except BaseException as e:
-            ready.workspace.abandon(e)  # the peers may wait for what was not launched
-            raise
-        if found.behind is not None:
-            found.behind(stream)
+        if x is not out:
+            if out.numel() != found.written or out.dtype is not x.dtype or index_of(out) != index:
+                return False
+            if not out.is_contiguous() or (overlap(out, x) and not _is_own_part(name, x, out, self._rank)):
+                return False
+        ready = found.ready
+        with self._lock:
+            if found.before is not None:
+                found.before(stream)
+            found.line.alone(stream, 1)
+            ready.workspace.raise_if_broken(name, 2, ready.grids)
+            plan.this_thread.plan = ready.plan
+            try:
+                ready.launch(x.data_ptr(), out.data_ptr(), found.timeout_ns, stream)
+            except BaseException as e:
+                ready.workspace.abandon(e)  # the peers may wait for what was not launched
+                raise
+            if found.behind is not None:
+                found.behind(stream)
         return True
 
     @poison_on_error
@@ -187,7 +201,7 @@ class DeviceLines:
                 line.wait(stream)
             else:
                 line.alone(stream, 1)
-            if call.x is not call.out and overlap(out, x) and not _is_own_part(call, x, out, heap.rank):
+            if call.x is not call.out and overlap(out, x) and not _is_own_part(call.name, x, out, heap.rank):
                 x = x.clone()
             ready.workspace.raise_if_broken(call.name, grids=ready.grids)
             ready.launch(x.data_ptr(), out.data_ptr(), timeout(self._name, ready.timeout_ns), stream)
@@ -195,19 +209,13 @@ class DeviceLines:
                 line.end(stream, external=True)
         if not graph and not external and not is_checked():
             deadline, steps = timeout(self._name, ready.timeout_ns), steps_on(index, stream)
-            call_cache.keep(
-                kept, _key(call, self._name, index, stream), _Found(ready, line, deadline, *steps)
-            )
+            key = GROUP, call.name, self._name, x.numel(), x.dtype, call.reduce_op, index, stream
+            call_cache.keep(kept, key, _Found(ready, line, out.numel(), deadline, *steps))
         return None
 
 
-def _key(call: GroupCall, group_name: str, index: int, stream: int) -> tuple[Any, ...]:
-    x = call.x
-    return GROUP, call.name, group_name, x.numel(), x.dtype, call.reduce_op, index, stream
-
-
-def _is_own_part(call: GroupCall, x: Tensor, out: Tensor, rank: int) -> bool:
-    whole, part = (out, x) if call.name == ALL_GATHER else (x, out)
+def _is_own_part(name: str, x: Tensor, out: Tensor, rank: int) -> bool:
+    whole, part = (out, x) if name == ALL_GATHER else (x, out)
     return part.data_ptr() == whole.data_ptr() + rank * part.nbytes
 
 

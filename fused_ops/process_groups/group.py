@@ -19,7 +19,7 @@ from ...symm_mem.heap.registry import heaps_of
 from ...symm_mem.timeouts import set_timeout
 from ..drop_in.calls_taken import CallCounts, CallsTaken
 from .batches import Batch, operations_of_batch
-from .calls import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, GroupCall, why_not
+from .calls import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, GroupCall, index_of, reduction_of, why_not
 from .cuda_calls import DeviceLines
 from .host_calls import HostLine, prepare_on_host
 from .options import (
@@ -33,6 +33,7 @@ from .options import (
 from .work import DoneWork
 
 _log = logging.getLogger("weft.process_group")
+_SUM: Any = dist.ReduceOp.SUM
 _TYPES = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
 #: Methods of torch's process groups of which weft takes nothing, and what a program calls for them.
 _OTHERS = {
@@ -68,6 +69,7 @@ class WeftProcessGroup(ProcessGroup):
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg, arg-type]
         self.inner = inner
         self.taken_on = taken_on
+        self._size = inner.size()
         self._names = {kind.type: inner._get_backend(kind).name() for kind in inner._device_types}
         self._counts = CallCounts()
         self._told: set[tuple[str, str]] = set()
@@ -118,6 +120,10 @@ class WeftProcessGroup(ProcessGroup):
     # What weft may take. torch's C++ code (functional collectives, DDP) calls these by name, too.
 
     def allreduce(self, tensors: Any, *args: Any, **named: Any) -> Work:  # type: ignore[override]
+        if len(args) == 1 and type(args[0]) is dist.AllreduceOptions and len(tensors) == 1:
+            done = self._again(ALL_REDUCE, tensors[0], tensors[0], args[0])
+            if done is not None:
+                return done
         opts = all_reduce_options(args, named)
         work = self._take(ALL_REDUCE, all_reduces(tensors, opts), opts)
         if work is not None:
@@ -131,7 +137,9 @@ class WeftProcessGroup(ProcessGroup):
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:  # noqa: A002
         opts = all_gather_options(opts)
-        work = self._take(ALL_GATHER, all_gathers([output], [input]), opts)
+        work: Work | None = self._again(ALL_GATHER, input, output, opts)
+        if work is None:
+            work = self._take(ALL_GATHER, all_gathers([output], [input]), opts)
         return self._inside("_allgather_base", output, input, opts) if work is None else work
 
     def allgather_into_tensor_coalesced(
@@ -145,7 +153,9 @@ class WeftProcessGroup(ProcessGroup):
 
     def _reduce_scatter_base(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Work:
         opts = reduce_scatter_options(opts)
-        work = self._take(REDUCE_SCATTER, reduce_scatters([outputTensor], [inputTensor], opts), opts)
+        work: Work | None = self._again(REDUCE_SCATTER, inputTensor, outputTensor, opts)
+        if work is None:
+            work = self._take(REDUCE_SCATTER, reduce_scatters([outputTensor], [inputTensor], opts), opts)
         if work is not None:
             return work
         return self._inside("_reduce_scatter_base", outputTensor, inputTensor, opts)
@@ -165,6 +175,21 @@ class WeftProcessGroup(ProcessGroup):
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
+    def _again(self, name: str, x: Any, out: Any, opts: Any) -> Work | None:
+        """A call on CUDA like one before, launched with as little ado as there can be; None if it is not one."""
+        if type(x) is not Tensor or type(out) is not Tensor or index_of(x) < 0 or self._coalescing:
+            return None
+        if x.layout is not torch.strided or out.layout is not torch.strided or opts.asyncOp:
+            return None
+        op: str | None = ""
+        if name != ALL_GATHER:
+            op = "sum" if opts.reduceOp == _SUM else reduction_of(opts.reduceOp)
+        if op is None or not self._device.launch_again(name, x, out, op):
+            return None
+        self._counts.add(name, "weft")
+        self._begun += 1
+        return DoneWork([out])
+
     def _take(self, name: str, calls: list[GroupCall] | str, opts: Any) -> Work | None:
         """The call's work, if weft takes it."""
         if self._coalescing:
@@ -175,7 +200,7 @@ class WeftProcessGroup(ProcessGroup):
         elif not calls or (kind := calls[0].x.device.type) not in self.taken_on:
             why, kind = "", ""
         else:
-            why = next((why for call in calls if (why := why_not(self, call)) is not None), None)
+            why = next((why for call in calls if (why := why_not(self._size, call)) is not None), None)
         if why is None:
             assert isinstance(calls, list)
             done = self._run(calls, opts.asyncOp)
