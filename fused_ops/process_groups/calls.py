@@ -50,7 +50,7 @@ def waited_for(x: Tensor) -> Tensor:
     return x.trigger_wait() if type(x) is AsyncCollectiveTensor else x
 
 
-def why_not(group_size: int, call: GroupCall) -> str | None:
+def why_left(group_size: int, call: GroupCall) -> str | None:
     """Why weft leaves the call to the group's own backend, by what all ranks share; None if it takes it.
 
     What is refused there goes there, too: sizes that are not the collective's, two dtypes, tensors on two devices.

@@ -96,7 +96,7 @@ def create_process_group(options: Any, backend_options: Any) -> WeftProcessGroup
     inner._set_group_name(options.group_id)
     if "WEFT_TIMEOUT" not in os.environ:
         set_timeout(options.timeout.total_seconds(), options.group_id)
-    return WeftProcessGroup.around(inner, tuple(kind for kind in names if asked.backends[kind] == NAME))
+    return WeftProcessGroup._around(inner, tuple(kind for kind in names if asked.backends[kind] == NAME))
 
 
 def _inner_names(backends: Mapping[str, str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from ...symm_mem.heap.registry import heaps_of
 from ...symm_mem.timeouts import set_timeout
 from ..drop_in.calls_taken import CallCounts, CallsTaken
 from .batches import Batch, operations_of_batch
-from .calls import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, GroupCall, index_of, reduction_of, why_not
+from .calls import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, GroupCall, index_of, reduction_of, why_left
 from .cuda_calls import DeviceLines
 from .host_calls import HostLine, prepare_on_host
 from .options import (
@@ -56,7 +56,14 @@ _OTHERS = {
 class WeftProcessGroup(ProcessGroup):
     """A process group that gives to weft what weft does faster, and all else to gloo and NCCL.
 
-    torch makes them: ``init_process_group("weft")``, ``new_group(backend="weft")``. ``weft.process_group`` finds one.
+    >>> import torch, torch.distributed as dist
+    >>> group = dist.new_group(backend="weft")  # or init_process_group("weft")
+    >>> x = torch.ones(3)
+    >>> dist.all_reduce(x, group=group)
+    >>> bool((x == dist.get_world_size()).all())
+    True
+
+    torch makes them; ``weft.process_group`` finds one by its name or mesh.
 
     Attributes:
         inner: the same ranks without weft. What weft does not take is called there, and its backends are this group's,
@@ -80,7 +87,7 @@ class WeftProcessGroup(ProcessGroup):
         self._batch: Batch | None = None
 
     @staticmethod
-    def around(inner: ProcessGroup, taken_on: tuple[str, ...]) -> WeftProcessGroup:
+    def _around(inner: ProcessGroup, taken_on: tuple[str, ...]) -> WeftProcessGroup:
         """A group of the same ranks, backends and name."""
         group = WeftProcessGroup(inner, taken_on)
         if inner.bound_device_id is not None:
@@ -200,7 +207,7 @@ class WeftProcessGroup(ProcessGroup):
         elif not calls or (kind := calls[0].x.device.type) not in self.taken_on:
             why, kind = "", ""
         else:
-            why = next((why for call in calls if (why := why_not(self._size, call)) is not None), None)
+            why = next((why for call in calls if (why := why_left(self._size, call)) is not None), None)
         if why is None:
             assert isinstance(calls, list)
             done = self._run(calls, opts.asyncOp)
@@ -296,7 +303,7 @@ class WeftProcessGroup(ProcessGroup):
         self.inner.shutdown()
 
     def abort(self) -> None:
-        """No call follows on this rank. CPU ranks that wait for it in weft are told."""
+        # No call follows on this rank. CPU ranks that wait for it in weft are told.
         why = CallAbandoned("abort", self.group_name, self.rank(), "the process group was aborted", None)
         for heap in heaps_of(self):
             if heap.fault is not None:
@@ -306,10 +313,10 @@ class WeftProcessGroup(ProcessGroup):
 
     def split_group(self, new_ranks: list[int], *args: Any, **named: Any) -> WeftProcessGroup | None:
         made = self.inner.split_group(new_ranks, *args, **named)
-        return None if made is None else WeftProcessGroup.around(made, self.taken_on)
+        return None if made is None else WeftProcessGroup._around(made, self.taken_on)
 
     def merge_remote_group(self, *args: Any, **named: Any) -> WeftProcessGroup:
-        return WeftProcessGroup.around(self.inner.merge_remote_group(*args, **named), self.taken_on)
+        return WeftProcessGroup._around(self.inner.merge_remote_group(*args, **named), self.taken_on)
 
 
 def _left_alone(method: str, collective: str) -> Callable[..., Any]:
