@@ -35,6 +35,16 @@ from .work import DoneWork
 _log = logging.getLogger("weft.process_group")
 _SUM: Any = dist.ReduceOp.SUM
 _TYPES = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
+# From 2.13 on torch has other names for these.
+_GATHER, _GATHERS, _SCATTER, _SCATTERS = (
+    new if hasattr(ProcessGroup, new) else old
+    for new, old in (
+        ("all_gather_single", "_allgather_base"),
+        ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+        ("reduce_scatter_single", "_reduce_scatter_base"),
+        ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+    )
+)
 #: Methods of torch's process groups of which weft takes nothing, and what a program calls for them.
 _OTHERS = {
     "broadcast": "broadcast",
@@ -147,7 +157,7 @@ class WeftProcessGroup(ProcessGroup):
         work: Work | None = self._again(ALL_GATHER, input, output, opts)
         if work is None:
             work = self._take(ALL_GATHER, all_gathers([output], [input]), opts)
-        return self._inside("_allgather_base", output, input, opts) if work is None else work
+        return self._inside(_GATHER, output, input, opts) if work is None else work
 
     def allgather_into_tensor_coalesced(
         self, output_lists: list[Tensor], input_list: list[Tensor], opts: Any = None
@@ -156,7 +166,7 @@ class WeftProcessGroup(ProcessGroup):
         work = self._take(ALL_GATHER, all_gathers(output_lists, input_list), opts)
         if work is not None:
             return work
-        return self._inside("allgather_into_tensor_coalesced", output_lists, input_list, opts)
+        return self._inside(_GATHERS, output_lists, input_list, opts)
 
     def _reduce_scatter_base(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Work:
         opts = reduce_scatter_options(opts)
@@ -165,7 +175,7 @@ class WeftProcessGroup(ProcessGroup):
             work = self._take(REDUCE_SCATTER, reduce_scatters([outputTensor], [inputTensor], opts), opts)
         if work is not None:
             return work
-        return self._inside("_reduce_scatter_base", outputTensor, inputTensor, opts)
+        return self._inside(_SCATTER, outputTensor, inputTensor, opts)
 
     def reduce_scatter_tensor_coalesced(
         self, outputTensors: list[Tensor], inputTensors: list[Tensor], opts: Any = None
@@ -174,9 +184,8 @@ class WeftProcessGroup(ProcessGroup):
         work = self._take(REDUCE_SCATTER, reduce_scatters(outputTensors, inputTensors, opts), opts)
         if work is not None:
             return work
-        return self._inside("reduce_scatter_tensor_coalesced", outputTensors, inputTensors, opts)
+        return self._inside(_SCATTERS, outputTensors, inputTensors, opts)
 
-    # As torch names them from 2.13 on.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
