@@ -91,7 +91,8 @@ class WeftProcessGroup(ProcessGroup):
         self._counts = CallCounts()
         self._told: set[tuple[str, str]] = set()
         self._coalescing = False
-        self._begun = 0  # calls that weft has taken
+        self._begun = 0  # calls that weft has taken, but for those that were
+        self._launched = dict.fromkeys((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER), 0)  # as ones before
         self._host = HostLine(inner.group_name)
         self._device = DeviceLines(inner.group_name, inner.rank())
         self._batch: Batch | None = None
@@ -129,6 +130,11 @@ class WeftProcessGroup(ProcessGroup):
         Returns:
             one entry for each collective, taker and reason. A captured graph that is replayed counts once.
         """
+        for name, count in list(self._launched.items()):
+            self._launched[name] -= count
+            self._begun += count
+            if count:
+                self._counts.add(name, "weft", count=count)
         taken = self._counts.taken()
         if clear:
             self._counts.clear()
@@ -136,11 +142,11 @@ class WeftProcessGroup(ProcessGroup):
 
     # What weft may take. torch's C++ code (functional collectives, DDP) calls these by name, too.
 
-    def allreduce(self, tensors: Any, *args: Any, **named: Any) -> Work:  # type: ignore[override]
+    def allreduce(self, tensors: Any, *args: Any, **named: Any) -> Work | None:  # type: ignore[override]
         if len(args) == 1 and type(args[0]) is dist.AllreduceOptions and len(tensors) == 1:
-            done = self._again(ALL_REDUCE, tensors[0], tensors[0], args[0])
-            if done is not None:
-                return done
+            x = tensors[0]
+            if self._again(ALL_REDUCE, x, x, args[0]):
+                return None  # as NCCL's of a call that is not asynchronous
         opts = all_reduce_options(args, named)
         work = self._take(ALL_REDUCE, all_reduces(tensors, opts), opts)
         if work is not None:
@@ -152,11 +158,16 @@ class WeftProcessGroup(ProcessGroup):
         work = self._take(ALL_REDUCE, all_reduces(tensors, opts), opts)
         return self._inside("allreduce_coalesced", tensors, opts) if work is None else work
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:  # noqa: A002
+    def _allgather_base(  # type: ignore[override]
+        self,
+        output: Tensor,
+        input: Tensor,
+        opts: Any = None,  # noqa: A002
+    ) -> Work | None:
         opts = all_gather_options(opts)
-        work: Work | None = self._again(ALL_GATHER, input, output, opts)
-        if work is None:
-            work = self._take(ALL_GATHER, all_gathers([output], [input]), opts)
+        if self._again(ALL_GATHER, input, output, opts):
+            return None
+        work = self._take(ALL_GATHER, all_gathers([output], [input]), opts)
         return self._inside(_GATHER, output, input, opts) if work is None else work
 
     def allgather_into_tensor_coalesced(
@@ -168,11 +179,13 @@ class WeftProcessGroup(ProcessGroup):
             return work
         return self._inside(_GATHERS, output_lists, input_list, opts)
 
-    def _reduce_scatter_base(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Work:
+    def _reduce_scatter_base(  # type: ignore[override]
+        self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None
+    ) -> Work | None:
         opts = reduce_scatter_options(opts)
-        work: Work | None = self._again(REDUCE_SCATTER, inputTensor, outputTensor, opts)
-        if work is None:
-            work = self._take(REDUCE_SCATTER, reduce_scatters([outputTensor], [inputTensor], opts), opts)
+        if self._again(REDUCE_SCATTER, inputTensor, outputTensor, opts):
+            return None
+        work = self._take(REDUCE_SCATTER, reduce_scatters([outputTensor], [inputTensor], opts), opts)
         if work is not None:
             return work
         return self._inside(_SCATTER, outputTensor, inputTensor, opts)
@@ -186,25 +199,24 @@ class WeftProcessGroup(ProcessGroup):
             return work
         return self._inside(_SCATTERS, outputTensors, inputTensors, opts)
 
-    all_gather_single = _allgather_base
+    all_gather_single = _allgather_base  # type: ignore[assignment]
     all_gather_single_coalesced = allgather_into_tensor_coalesced
-    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    def _again(self, name: str, x: Any, out: Any, opts: Any) -> Work | None:
-        """A call on CUDA like one before, launched with as little ado as there can be; None if it is not one."""
-        if type(x) is not Tensor or type(out) is not Tensor or index_of(x) < 0 or self._coalescing:
-            return None
-        if x.layout is not torch.strided or out.layout is not torch.strided or opts.asyncOp:
-            return None
+    def _again(self, name: str, x: Any, out: Any, opts: Any) -> bool:
+        """Whether it is a call on CUDA like one before, which is then launched with as little ado as there can be."""
+        if type(x) is not Tensor or type(out) is not Tensor or index_of(x) < 0 or opts.asyncOp:
+            return False
+        if self._coalescing or x.layout is not torch.strided or out.layout is not torch.strided:
+            return False
         op: str | None = ""
         if name != ALL_GATHER:
             op = "sum" if opts.reduceOp == _SUM else reduction_of(opts.reduceOp)
         if op is None or not self._device.launch_again(name, x, out, op):
-            return None
-        self._counts.add(name, "weft")
-        self._begun += 1
-        return DoneWork([out])
+            return False
+        self._launched[name] += 1
+        return True
 
     def _take(self, name: str, calls: list[GroupCall] | str, opts: Any) -> Work | None:
         """The call's work, if weft takes it."""
@@ -301,7 +313,8 @@ class WeftProcessGroup(ProcessGroup):
 
     def _get_sequence_number_for_group(self) -> int:
         """Collectives that were begun in the group, by whomever."""
-        return int(self.inner._get_sequence_number_for_group()) + self._begun  # type: ignore[attr-defined]
+        inside = int(self.inner._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        return inside + self._begun + sum(self._launched.values())
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.inner.set_timeout(timeout)
