@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 
 from ...kernels.all_gather.configs import choose_all_gather
 from ...kernels.all_reduce.configs import choose_all_reduce
 from ...kernels.reduce_scatter.configs import choose_reduce_scatter
-from ...symm_mem import call_cache, is_checked, resolve_group
+from ...symm_mem import call_cache, is_checked
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.failure.call_log import Grids, poison_on_error
 from ...symm_mem.heap.heap import Heap
@@ -82,8 +82,9 @@ class _Found:
 class DeviceLines:
     """The calls of one group on this process's GPUs."""
 
-    def __init__(self, group_name: str, rank: int) -> None:
-        self._name, self._rank = group_name, rank
+    def __init__(self, group: ProcessGroup, group_name: str) -> None:
+        self._group, self._rank = weakref.ref(group), group.rank()
+        self._name = group_name
         self._others: weakref.ref[Work] | None = None
         self._lines: dict[int, CallLine] = {}  # of each device, outside of graphs
         self._captured: dict[int, CallLine] = {}
@@ -152,7 +153,8 @@ class DeviceLines:
         stream = stream_on(index)
         if stream is None:
             return False
-        key = GROUP, name, self._name, x.numel(), x.dtype, reduce_op, index, stream
+        # By itself, not by its name: that may be another group's later.
+        key = GROUP, self, name, x.numel(), x.dtype, reduce_op, index, stream
         found: _Found | None = call_cache.cached_calls.get(key)
         if found is None or not x.is_contiguous() or self._others is not None:
             return False
@@ -179,7 +181,8 @@ class DeviceLines:
 
     @poison_on_error
     def _launch_first(self, call: GroupCall) -> str | None:
-        group = resolve_group(self._name)
+        group = self._group()
+        assert group is not None  # it is the caller
         x, out = flat(call.x), flat(call.out)
         assert x is not None and out is not None  # what is not dense NCCL refuses
         begin_call(call.name, group, x.device, dtype=x.dtype, elements=x.numel(), reduce_op=call.reduce_op)
@@ -209,7 +212,7 @@ class DeviceLines:
                 line.end(stream, external=True)
         if not graph and not external and not is_checked():
             deadline, steps = timeout(self._name, ready.timeout_ns), steps_on(index, stream)
-            key = GROUP, call.name, self._name, x.numel(), x.dtype, call.reduce_op, index, stream
+            key = GROUP, self, call.name, x.numel(), x.dtype, call.reduce_op, index, stream
             call_cache.keep(kept, key, _Found(ready, line, out.numel(), deadline, *steps))
         return None
 

@@ -15,7 +15,8 @@ from torch._C._distributed_c10d import _allow_inflight_collective_as_graph_input
 from torch.distributed import ProcessGroup, Work
 
 from ...symm_mem import CallAbandoned
-from ...symm_mem.heap.registry import heaps_of
+from ...symm_mem.call_cache import invalidate_calls
+from ...symm_mem.heap.registry import has_name, heaps_of
 from ...symm_mem.timeouts import set_timeout
 from ..drop_in.calls_taken import CallCounts, CallsTaken
 from .batches import Batch, operations_of_batch
@@ -94,7 +95,7 @@ class WeftProcessGroup(ProcessGroup):
         self._begun = 0  # calls that weft has taken, but for those that were
         self._launched = dict.fromkeys((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER), 0)  # as ones before
         self._host = HostLine(inner.group_name)
-        self._device = DeviceLines(inner.group_name, inner.rank())
+        self._device = DeviceLines(self, inner.group_name)
         self._batch: Batch | None = None
 
     @staticmethod
@@ -161,8 +162,8 @@ class WeftProcessGroup(ProcessGroup):
     def _allgather_base(  # type: ignore[override]
         self,
         output: Tensor,
-        input: Tensor,
-        opts: Any = None,  # noqa: A002
+        input: Tensor,  # noqa: A002
+        opts: Any = None,
     ) -> Work | None:
         opts = all_gather_options(opts)
         if self._again(ALL_GATHER, input, output, opts):
@@ -241,6 +242,8 @@ class WeftProcessGroup(ProcessGroup):
         return None
 
     def _run(self, calls: list[GroupCall], asynchronous: bool) -> DoneWork | str:
+        if not has_name(self, self.group_name):
+            return "torch does not know the group by its name"  # destroyed, or never registered
         if calls[0].x.is_cuda:
             done = self._device.run(calls, asynchronous=asynchronous)
         else:
@@ -321,6 +324,7 @@ class WeftProcessGroup(ProcessGroup):
         set_timeout(timeout.total_seconds(), self.group_name)
 
     def shutdown(self) -> None:
+        invalidate_calls()
         self._host.end()
         self.inner.shutdown()
 

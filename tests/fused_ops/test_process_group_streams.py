@@ -32,7 +32,7 @@ class GroupStage(Stage):
 @pytest.fixture
 def stage(gpu_stage: GroupStage, monkeypatch: pytest.MonkeyPatch) -> GroupStage:
     stage = gpu_stage
-    stage.lines, stage.launches, stage.prepared = DeviceLines(NAME, 0), [], 0
+    stage.lines, stage.launches, stage.prepared = DeviceLines(stage.group, NAME), [], 0
     heap: Any = stage.where
     heap.fault, heap.rank = None, 0
     heap.call_check = SimpleNamespace(compared={ALL_REDUCE, ALL_GATHER})
@@ -140,6 +140,20 @@ def test_a_launch_that_fails_breaks_the_group(stage: GroupStage, monkeypatch: py
         run(stage, all_reduce(x))
     with pytest.raises(symm_mem.WeftError, match="ended by ZeroDivisionError"):
         run(stage, all_reduce(x))
+
+
+def test_another_group_of_the_same_name(stage: GroupStage) -> None:
+    """Also while the program keeps the one that it has destroyed."""
+    x, kept = torch.randn(4), (stage.group, stage.lines)
+    run(stage, all_reduce(x))
+    run(stage, all_reduce(x))
+    dist.destroy_process_group()
+    stage.begin_group()
+    assert kept[0] is not stage.group
+    register_heap(stage.group, "cpu", -1, stage.where)
+    stage.lines, before = DeviceLines(stage.group, NAME), stage.prepared
+    run(stage, all_reduce(x))
+    assert stage.prepared == before + 1
 
 
 def test_coalesced_calls_are_launched_one_by_one(stage: GroupStage) -> None:

@@ -159,9 +159,11 @@ def ends(rank: int, world_size: int) -> None:
     gc.collect()
     half = weft.process_group(dist.new_group(backend="weft")).split_group([0, 1], group_name="half")
     assert isinstance(half, weft.WeftProcessGroup) and half.group_name == "half" and half.size() == 2
-    x = torch.ones(3, dtype=torch.int32)
+    x = torch.ones(3)
     half.allreduce([x]).wait()
     assert x.tolist() == [2] * 3
+    why = "torch does not know the group by its name"  # dist.split_group would tell it
+    assert [str(call) for call in half.calls()] == [f"all_reduce: 1 call by gloo ({why})"]
     aborted = weft.process_group(dist.new_group(backend="weft"))
     total(aborted, rank)
     if rank == 0:
