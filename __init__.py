@@ -8,6 +8,7 @@ not import torch.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         Plan,
         Report,
         RowParallelLinear,
+        WeftProcessGroup,
         compile,  # noqa: A004
         fused_all_gather_matmul,
         fused_all_reduce_rms_norm,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
         one_shot_all_reduce,
         one_shot_all_reduce_,
         one_shot_reduce_scatter,
+        process_group,
         sharded_state_dict,
         uninstall,
     )
@@ -59,6 +62,7 @@ __all__ = [
     "Plan",
     "Report",
     "RowParallelLinear",
+    "WeftProcessGroup",
     "__version__",
     "compile",
     "fused_all_gather_matmul",
@@ -76,6 +80,7 @@ __all__ = [
     "one_shot_all_reduce",
     "one_shot_all_reduce_",
     "one_shot_reduce_scatter",
+    "process_group",
     "sharded_state_dict",
     "symm_mem",
     "uninstall",
@@ -83,10 +88,29 @@ __all__ = [
 _SUBMODULES = ("fused_ops", "symm_mem")
 
 
+def _make_process_group(options: Any, backend_options: Any) -> Any:
+    create = importlib.import_module("weft.fused_ops.process_groups.creation").create_process_group
+    return create(options, backend_options)
+
+
+def _register_backend() -> None:
+    """Tells torch.distributed of the backend "weft", if it is imported: ``import torch`` does so."""
+    distributed = sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed is not None and "WEFT" not in distributed.Backend._plugins:
+        distributed.Backend.register_backend(
+            "weft", _make_process_group, extended_api=True, devices=["cpu", "cuda"]
+        )
+
+
+_register_backend()
+
+
 def _at_import_of_torch() -> None:
-    """What torch calls when it is imported (entry points ``torch.backends``): installs weft if WEFT_INSTALL is 1."""
+    """What torch calls when it is imported (entry points ``torch.backends``): registers the process group, and installs
+    weft if WEFT_INSTALL is 1."""
     import os
 
+    _register_backend()
     if os.environ.get("WEFT_INSTALL") != "1":
         return
     try:

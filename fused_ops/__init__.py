@@ -1,5 +1,7 @@
 """Fused tensor-parallel ops: as functions, in ``torch.ops.weft``, and found in compiled graphs by a pass."""
 
+import weft
+
 from .collectives import one_shot_all_gather, one_shot_reduce_scatter
 from .dispatch.plan import Plan, last_plan
 from .drop_in.calls_taken import CallsTaken
@@ -18,6 +20,8 @@ from .library import flops as flops  # torch's counter knows them
 from .library import registration as registration  # torch.ops.weft is implemented
 from .passes import FusionError, FusionPass, Report
 from .passes.backend import compile, fusion_report  # noqa: A004
+from .process_groups.creation import process_group
+from .process_groups.group import WeftProcessGroup
 
 __all__ = [
     "CallsTaken",
@@ -27,6 +31,7 @@ __all__ = [
     "Plan",
     "Report",
     "RowParallelLinear",
+    "WeftProcessGroup",
     "compile",
     "fused_all_gather_matmul",
     "fused_all_reduce_rms_norm",
@@ -42,8 +47,10 @@ __all__ = [
     "one_shot_all_reduce",
     "one_shot_all_reduce_",
     "one_shot_reduce_scatter",
+    "process_group",
     "sharded_state_dict",
     "uninstall",
 ]
 
+weft._register_backend()
 install_if_asked()

@@ -123,6 +123,18 @@ def group_name(group: Group = None) -> str:
     return group if isinstance(group, str) else resolve_group(group).group_name
 
 
+def native_backends(group: ProcessGroup) -> str:
+    """torch's own backends of a group, as its configuration names them: of the backend "weft" those inside of it.
+
+    Raises:
+        ValueError: the group has been destroyed.
+    """
+    config = dist.get_backend_config(group)
+    if "weft" not in config:
+        return config
+    return ",".join(f"{kind.type}:{group._get_backend(kind).name()}" for kind in group._device_types)
+
+
 def without_processes(group: ProcessGroup) -> str | None:
     """The backend of a group whose ranks are no processes."""
     names = [group.name()]

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -40,6 +41,7 @@ def test_each_example_has_a_test() -> None:
         "README.md": 2,
         "docs/concepts.md": 1,
         "docs/index.md": 1,
+        "docs/operations.md": 1,
         "docs/ops.md": 1,
         "docs/pass.md": 3,
     }
@@ -121,6 +123,23 @@ def writes_to_a_peer(rank: int, size: int, example: str) -> None:
 
 def test_the_heap() -> None:
     run_ranks(writes_to_a_peer, 3, examples("docs/concepts.md")[0])
+
+
+def reduces_by_name(rank: int, size: int, example: str, folder: Path) -> list[str]:
+    said: list[str] = []
+    x = torch.full((3,), float(rank + 1))
+    dist.destroy_process_group()
+    dist.init_process_group = partial(
+        dist.init_process_group, init_method=f"file://{folder}/store", rank=rank, world_size=size
+    )
+    exec(example, {"x": x, "print": lambda *lines, sep: said.extend(map(str, lines))})
+    assert x.tolist() == [3.0] * 3
+    return said
+
+
+def test_the_process_group(tmp_path: Path) -> None:
+    for said in run_ranks(reduces_by_name, 2, examples("docs/operations.md")[0], tmp_path, fresh=True):
+        assert said == ["all_reduce: 1 call by weft"]
 
 
 class Model(torch.nn.Module):

@@ -21,7 +21,10 @@ from .gpus import Gpu, copy_speed, driver_version, visible_gpus, why_not_on
 
 _PACKAGES = ("torch", "triton", "cuda-bindings", "numpy", "transformers", "accelerate")
 _VARIABLES = ("WEFT_", "NCCL_", "TORCH_SYMM_MEM_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES", "CUDA_MPS_")
-_POINTS = {"torch_dynamo_backends": 'torch.compile(backend="weft")', "torch.backends": "WEFT_INSTALL=1"}
+_POINTS = {
+    "torch_dynamo_backends": 'torch.compile(backend="weft")',
+    "torch.backends": 'init_process_group("weft"), WEFT_INSTALL=1',
+}
 
 
 def about_text(*, measured: bool = True) -> str:

@@ -96,8 +96,8 @@ def _graph_of(stream: int) -> int:
     return graph if status == "ACTIVE" else 0 if status == "NONE" else _FAILED
 
 
-class _Line:
-    """A thread's calls, the eager ones or those in one graph."""
+class CallLine:
+    """Calls that run one behind the other: a thread's, the eager ones or those in one graph."""
 
     def __init__(self) -> None:
         self._event: torch.cuda.Event | None = None
@@ -156,7 +156,7 @@ class _Mine(threading.local):
     """A thread's part."""
 
     def __init__(self) -> None:
-        self.eager, self.captured = _Line(), _Line()
+        self.eager, self.captured = CallLine(), CallLine()
 
 
 class StreamOrder:

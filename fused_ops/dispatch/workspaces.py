@@ -28,16 +28,18 @@ MATMUL = "matmul"  #: the kind of workspace of kernels that set flags behind the
 LL_PROTOCOL = "ll_protocol"  #: of kernels whose data is its own flag
 ONE_SHOT = "one_shot"  #: of one-shot exchanges beside matmuls, of both ops
 ALL_REDUCE = "all_reduce"  #: of all-reduces, and of norms behind them
+GROUP = "process_group"  #: of a process group's own calls, whatever stream or thread they come from
 AROUND_MATMULS = (MATMUL, LL_PROTOCOL, ONE_SHOT)  #: where calls around matmuls may take the fast path
 _GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace
 
 
 def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[Any], Any]) -> Workspace[Any]:
-    kind += this_thread.workspaces
+    if kind != GROUP:  # which has one order, whoever calls
+        kind += this_thread.workspaces
     key: tuple[str, int | tuple[int, int], int] = (kind, 0, 0)
     if heap.device.type == "cuda":
         stream, graph_id = stream_and_graph(heap.device)
-        key = (kind, stream_key(stream, heap.device.index), graph_id)
+        key = (kind, 0 if kind == GROUP else stream_key(stream, heap.device.index), graph_id)
     found = heap.workspaces.get(key)
     if found is not None and fits(found.layout):
         return found
@@ -92,8 +94,22 @@ def matmul_workspace(heap: Heap, wanted: Layout, *, copied: bool = False) -> Wor
     return _fetch(heap, kind, lambda layout: layout.holds(wanted), grown)
 
 
+def group_workspace(heap: Heap, wanted: Layout) -> Workspace[Layout]:
+    """The workspace of a process group's calls between CPU ranks. It grows by doubling: few calls wait for other ranks.
+
+    Raises:
+        RankMismatch, PeerTimeout: the ranks do not grow it together.
+    """
+
+    def grown(old: Layout | None) -> Layout:
+        layout = replace(wanted, buffer_bytes=max(_GRAIN, 1 << (wanted.buffer_bytes - 1).bit_length()))
+        return layout if old is None else old.joined(layout)
+
+    return _fetch(heap, GROUP, lambda layout: layout.holds(wanted), grown)
+
+
 def push_workspace(heap: Heap, kind: str, wanted: ExchangeLayout) -> Workspace[ExchangeLayout]:
-    """The workspace of this stream for LL exchanges, with room for what needs ``wanted``.
+    """The workspace of this stream, or of the process group's calls, for LL exchanges with room for ``wanted``.
 
     Raises:
         RankMismatch, PeerTimeout: the ranks do not grow it together.
@@ -120,10 +136,12 @@ def workspace_of_choice(heap: Heap, choice: KernelChoice[Any]) -> Workspace[Any]
     return matmul_workspace(heap, choice.layout, copied=choice.algorithm == "copy_engine")
 
 
-def all_reduce_workspace(heap: Heap, nbytes: int, config: AllReduceConfig) -> Workspace[ExchangeLayout]:
+def all_reduce_workspace(
+    heap: Heap, nbytes: int, config: AllReduceConfig, kind: str = ALL_REDUCE
+) -> Workspace[ExchangeLayout]:
     """That of all-reduce kernels on CUDA, for inputs of ``nbytes``.
 
     Raises:
         RankMismatch, PeerTimeout: the ranks do not grow it together.
     """
-    return push_workspace(heap, ALL_REDUCE, all_reduce_layout(nbytes, heap.world_size, config))
+    return push_workspace(heap, kind, all_reduce_layout(nbytes, heap.world_size, config))

@@ -1,4 +1,4 @@
-"""How many calls of torch's ops weft has taken, and why it left the others to torch."""
+"""How many calls of torch's ops and collectives weft has taken, and why it left the others to torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CallsTaken:
-    """Calls of one of torch's ops in this process.
+    """Calls of one of torch's ops in this process, or of a collective in a process group.
 
     >>> from weft.fused_ops import CallsTaken
     >>> print(CallsTaken("fused_all_gather_matmul", "torch", "A_shard: is torch.float64, ...", 3))
     fused_all_gather_matmul: 3 calls by torch (A_shard: is torch.float64, ...)
 
     Attributes:
-        op: its name in ``torch.ops.symm_mem``.
-        by: "weft", or "torch" for the implementation that was there before.
-        why: of torch's, why weft did not take them; of weft's, why they ran unfused, "" if they did not.
+        op: its name in ``torch.ops.symm_mem``, or ``torch.distributed``.
+        by: "weft", or "torch" for the implementation that was there before; of collectives "gloo" or "nccl".
+        why: of those, why weft did not take them; of weft's, why they ran unfused, "" if they did not.
         count: how many.
     """
 
@@ -37,8 +37,8 @@ class CallCounts:
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str, str]] = Counter()
 
-    def add(self, op: str, by: str, why: str = "") -> None:
-        self._counts[op, by, why] += 1
+    def add(self, op: str, by: str, why: str = "", count: int = 1) -> None:
+        self._counts[op, by, why] += count
 
     def clear(self) -> None:
         self._counts.clear()

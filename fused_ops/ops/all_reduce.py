@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class PreparedAllReduce:
     """What a workspace keeps for one number of elements, dtype and operation."""
 
     workspace: Workspace[Any]
@@ -162,7 +162,7 @@ def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | N
     )
 
 
-def made_before(x: Tensor, reduce_op: str, group_name: str) -> _Prepared | None:
+def made_before(x: Tensor, reduce_op: str, group_name: str) -> PreparedAllReduce | None:
     """What such calls, also of other shapes, are made with on the current stream; None where they take the slow
     path."""
     stream = stream_on(cuda_state.state.index_of(x))
@@ -170,7 +170,9 @@ def made_before(x: Tensor, reduce_op: str, group_name: str) -> _Prepared | None:
     return None if made is None else made[1]
 
 
-def _made_on(x: Tensor, reduce_op: str, group_name: str, stream: int) -> tuple[GroupRef, _Prepared] | None:
+def _made_on(
+    x: Tensor, reduce_op: str, group_name: str, stream: int
+) -> tuple[GroupRef, PreparedAllReduce] | None:
     here = stream_workspace(ALL_REDUCE, group_name, cuda_state.state.index_of(x), stream)
     found = None if here is None else here.workspace.prepared.get((x.numel(), x.dtype, reduce_op))
     return None if here is None or found is None else (here.group, found)
@@ -198,8 +200,8 @@ def run_all_reduce(
         op: whose call it is, for errors.
     """
     found = heap_or_reason(op, x, group, empty=x.numel() == 0)
-    if not isinstance(found, str) and x.is_cuda and x.nbytes >= _nccl_from():
-        found = f"WEFT_NCCL_ALL_REDUCE_FROM is {_nccl_from()} bytes"
+    if not isinstance(found, str) and x.is_cuda and x.nbytes >= nccl_from():
+        found = f"WEFT_NCCL_ALL_REDUCE_FROM is {nccl_from()} bytes"
     if isinstance(found, str):
         ran(Plan("unfused", found))
         result = reference_all_reduce(x, reduce_op, group)
@@ -226,18 +228,21 @@ def _on_cuda(
         # The ranks compile together: what a wait counts is not what a peer still compiles. Under one name: one may call
         # in place and another one not.
         key = (host.OP, config.form, x.dtype, reduce_op)
-        where.prepare(host.OP, key, lambda: _prepare(where, x, reduce_op, config))
-        prepared = _prepare(where, x, reduce_op, config)
+        where.prepare(host.OP, key, lambda: prepare_all_reduce(where, x, reduce_op, config))
+        prepared = prepare_all_reduce(where, x, reduce_op, config)
         ran(prepared.plan)  # ranks may differ here: then nothing is launched, and nothing may be noted
         prepared.workspace.raise_if_broken(op, grids=prepared.kernel.grids)
         timeout_ns = timeout_in_ns(where.group_name)
         prepared.kernel.launch(x.data_ptr(), out.data_ptr(), timeout_ns, cuda_state.current_stream_of(x))
 
 
-def _prepare(where: Heap, x: Tensor, reduce_op: str, config: AllReduceConfig) -> _Prepared:
+def prepare_all_reduce(
+    where: Heap, x: Tensor, reduce_op: str, config: AllReduceConfig, kind: str = ALL_REDUCE
+) -> PreparedAllReduce:
+    """What the workspace of this kind keeps for such calls; made by all ranks together."""
     from ...kernels.all_reduce.cuda_kernel import AllReduceLauncher
 
-    workspace = all_reduce_workspace(where, x.nbytes, config)
+    workspace = all_reduce_workspace(where, x.nbytes, config, kind)
     key: Any = (x.numel(), x.dtype, reduce_op)
     if config != choose_all_reduce(x.nbytes, where.world_size, num_sms(x.device)):
         key = (*key, config)
@@ -245,13 +250,13 @@ def _prepare(where: Heap, x: Tensor, reduce_op: str, config: AllReduceConfig) ->
     if found is None:
         kernel = AllReduceLauncher(workspace, x.numel(), x.dtype, reduce_op, x.device, config)
         plan = Plan("push", workspace_bytes=workspace.layout.bytes)
-        found = _Prepared(workspace, kernel, plan, default_ns())
+        found = PreparedAllReduce(workspace, kernel, plan, default_ns())
         workspace.keep(key, found)
     return found
 
 
 @cache
-def _nccl_from() -> float:
+def nccl_from() -> float:
     """Bytes from which on the group's own collective is asked for.
 
     Raises:

@@ -14,7 +14,9 @@ from torch.autograd.graph import increment_version
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
+from ...symm_mem.workspace import Workspace
 from ..dispatch import fast_path
+from ..dispatch.fast_path import Launcher
 from ..dispatch.plan import Plan, ran
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import ALL_REDUCE, push_workspace
@@ -107,10 +109,23 @@ def overlap(out: Tensor, x: Tensor) -> bool:
     return first < other + x.nbytes and other < first + out.nbytes
 
 
-def run_alone(
-    where: Heap, call: StandAlone, config: RoundsConfig, functions: tuple[Any, Callable[[str], Function]]
-) -> Tensor | str:
-    """The result, contiguous, or why no kernel takes it.
+@dataclass(frozen=True, slots=True)
+class PreparedAlone:
+    """What a workspace keeps for one size of one of these ops."""
+
+    workspace: Workspace[Any]
+    kernel: CollectiveLauncher
+    plan: Plan
+
+
+def prepare_alone(
+    where: Heap,
+    call: StandAlone,
+    config: RoundsConfig,
+    functions: tuple[Any, Callable[[str], Function]],
+    kind: str = ALL_REDUCE,
+) -> PreparedAlone | str:
+    """The kernel of such calls in the workspace of this kind, made by all ranks together; or why there is none.
 
     Args:
         functions: what its program is made for besides the sizes, and the kernel of a name.
@@ -119,26 +134,37 @@ def run_alone(
     from ...kernels.device.collective.rounds import rounds_layout
     from ...kernels.device.tuning.choice import make_together
 
-    x, into = call.x, call.out
     rows, row = call.rows, call.row_bytes
     if rows * row > launch.MOST_BYTES:
         return f"a part has {rows * row} bytes, more than the {launch.MOST_BYTES} that the kernels take"
     problem = launch.SlicesProblem(rows, row, call.gathers)
     of_program, function = functions
+    place = push_workspace(where, kind, rounds_layout(problem.vectors, where.world_size, config))
+    place.raise_if_broken()
+    # Under one name: one rank may give an `out` and another one not.
+    key: Any = (call.name, rows, row, *of_program)
+    kernel = place.prepared.get(key)
+    plan = Plan("push", workspace_bytes=place.layout.bytes)
+    ran(plan)
+    if kernel is None:
+
+        def make() -> CollectiveLauncher:
+            return launch.CollectiveLauncher(place, problem, function, config)
+
+        kernel = make_together(place, call.name, key, key, make)
+    return PreparedAlone(place, kernel, plan)
+
+
+def run_alone(
+    where: Heap, call: StandAlone, config: RoundsConfig, functions: tuple[Any, Callable[[str], Function]]
+) -> Tensor | str:
+    """The result, contiguous, or why no kernel takes it. ``functions``: as ``prepare_alone``."""
+    x, into = call.x, call.out
     with in_stream_order(x.device):
-        place = push_workspace(where, ALL_REDUCE, rounds_layout(problem.vectors, where.world_size, config))
-        place.raise_if_broken()
-        # Under one name: one rank may give an `out` and another one not.
-        key: Any = (call.name, rows, row, *of_program)
-        kernel = place.prepared.get(key)
-        plan = Plan("push", workspace_bytes=place.layout.bytes)
-        ran(plan)
-        if kernel is None:
-
-            def make() -> CollectiveLauncher:
-                return launch.CollectiveLauncher(place, problem, function, config)
-
-            kernel = make_together(place, call.name, key, key, make)
+        ready = prepare_alone(where, call, config, functions)
+        if isinstance(ready, str):
+            return ready
+        place, kernel = ready.workspace, ready.kernel
         source = x.contiguous()
         if into is not None and into.is_contiguous():
             out = into
@@ -149,10 +175,9 @@ def run_alone(
         timeout_ns = timeout_in_ns(where.group_name)
         place.raise_if_broken(call.op, grids=kernel.grids)
         kernel.launch(0, (source.data_ptr(),), (out.data_ptr(),), timeout_ns, current_stream_of(source))
-    if into is None:
-        made = fast_path.LaunchedCall(call.op, call.arguments, call.given, [source], [out])
-        fast_path.remember_call(made, place, kernel, plan, profitable=True, grids=kernel.grids)
-        return out
-    made = fast_path.LaunchedCall(call.op, call.arguments, call.given, [out, source], [])
-    fast_path.remember_call(made, place, _IntoLauncher(kernel), plan, profitable=True, grids=kernel.grids)
+    given, arguments = call.given, call.arguments
+    launcher: Launcher = kernel if into is None else _IntoLauncher(kernel)
+    used, results = ([source], [out]) if into is None else ([out, source], [])
+    made = fast_path.LaunchedCall(call.op, arguments, given, used, results)
+    fast_path.remember_call(made, place, launcher, ready.plan, profitable=True, grids=kernel.grids)
     return out

@@ -7,7 +7,6 @@ import weakref
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
@@ -15,7 +14,7 @@ from .. import forks
 from ..bootstrap.rendezvous import Rendezvous
 from ..call_cache import CachedDict
 from ..errors import HeapUnavailable, WeftError
-from ..groups import WITHOUT_PROCESSES, Group, resolve_group, without_processes
+from ..groups import WITHOUT_PROCESSES, Group, native_backends, resolve_group, without_processes
 from ..timeouts import get_timeout
 from .heap import Heap
 
@@ -287,4 +286,4 @@ def _default_device(pg: ProcessGroup) -> torch.device:
     if (default := torch.get_default_device()).type == "cuda":
         return default
     _refuse_destroyed(pg)
-    return torch.device("cuda" if "nccl" in dist.get_backend_config(pg) else "cpu")
+    return torch.device("cuda" if "nccl" in native_backends(pg) else "cpu")

@@ -44,7 +44,7 @@ class AllReduces(Stage):
 def stage(gpu_stage: AllReduces) -> AllReduces:
     stage, x, kernel = gpu_stage, torch.randn(5, 3), Kernel()
     stage.x, stage.kernel = x, kernel
-    made = all_reduce._Prepared(stage.workspace, kernel, plan.Plan("push"), DEFAULT)  # type: ignore[arg-type]
+    made = all_reduce.PreparedAllReduce(stage.workspace, kernel, plan.Plan("push"), DEFAULT)  # type: ignore[arg-type]
     stage.workspace.prepared[15, x.dtype, "sum"] = made
     return stage
 
@@ -233,7 +233,7 @@ def test_what_is_lazily_negated_is_negated_first(stage: AllReduces, before: bool
 
 
 def test_nccl_is_taken_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = all_reduce._nccl_from.__wrapped__
+    asked = all_reduce.nccl_from.__wrapped__
     monkeypatch.delenv("WEFT_NCCL_ALL_REDUCE_FROM", raising=False)
     assert asked() == float("inf")
     monkeypatch.setenv("WEFT_NCCL_ALL_REDUCE_FROM", "4096")

@@ -56,6 +56,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.graph import PythonCode
 
 from ....symm_mem import WeftError, resolve_group
+from ....symm_mem.groups import native_backends
 from ..graph.collectives import argument, calls, collectives, group_of, kind_of, point_to_point, what
 from ..report import Entry
 from .guard import SIZES, GraphGuard, GroupQuestion, pack
@@ -303,7 +304,7 @@ def _begins(node: fx.Node, group: str) -> int:
     if not sends:
         return 1
     try:
-        return 0 if "nccl" in dist.get_backend(resolve_group(group)) else len(sends)
+        return 0 if "nccl" in native_backends(resolve_group(group)) else len(sends)
     except ValueError:
         return len(sends)
 

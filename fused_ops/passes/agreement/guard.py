@@ -36,6 +36,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.distributed import ProcessGroup
 
 from ....symm_mem import get_timeout, resolve_group
+from ....symm_mem.groups import native_backends
 from ...dispatch.plan import GraphTurn
 from . import outcomes
 from .board import VoteBoard, vote_board
@@ -350,8 +351,9 @@ def is_fallback_graph() -> bool:
 def _make_connections(group: ProcessGroup) -> None:
     """By all ranks of a group that are about to run fused: so that what is captured later can run unfused."""
     for backend, device in _CONNECT_AT_FIRST.items():
-        if backend in dist.get_backend_config(group):
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        if backend in native_backends(group):
+            # Integers are reduced by the backend itself, also in a group of weft's.
+            dist.all_reduce(torch.zeros(1, dtype=torch.int32, device=device), group=group)
     if torch.cuda.is_initialized():
         torch.cuda.current_blas_handle()  # made at cuBLAS's first product, and fused graphs may have none
 

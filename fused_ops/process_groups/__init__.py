@@ -1,0 +1,1 @@
+"""The process group ``"weft"``: gloo and NCCL, with what weft does faster taken from them."""

@@ -1,0 +1,109 @@
+"""A call of a process group that weft may take, as all ranks see it alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from ...symm_mem.backends import cuda_state
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"
+#: Bytes of the whole tensor, up to which weft takes a call. Larger ones fill the links anyway, and the group's own
+#: backend sends them beside the program's kernels, as data parallelism wants its buckets and parameters.
+MOST_BYTES = 16 << 20
+
+_KIND: Any = dist.ReduceOp.RedOpType
+_REDUCE_OPS = {_KIND.SUM: "sum", _KIND.AVG: "avg", _KIND.MAX: "max", _KIND.MIN: "min"}
+_REDUCED = (torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = (Tensor, torch.nn.Parameter)
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+@dataclass(slots=True)
+class GroupCall:
+    """One tensor of a call.
+
+    Attributes:
+        name: of the collective, one of the constants above.
+        out: what is written; of an all-reduce x itself.
+        reduce_op: as weft's ops have it; "" of an all-gather.
+    """
+
+    name: str
+    out: Tensor
+    x: Tensor
+    reduce_op: str = ""
+
+
+def reduction_of(op: Any) -> str | None:
+    """What weft's ops call a torch.distributed.ReduceOp; None if they have none."""
+    return _REDUCE_OPS.get(op.op)
+
+
+def waited_for(x: Tensor) -> Tensor:
+    """The result of a functional collective, once it is there: eager code may pass one on as it is."""
+    return x.trigger_wait() if type(x) is AsyncCollectiveTensor else x
+
+
+def why_left(group_size: int, call: GroupCall) -> str | None:
+    """Why weft leaves the call to the group's own backend, by what all ranks share; None if it takes it.
+
+    What is refused there goes there, too: sizes that are not the collective's, two dtypes, tensors on two devices.
+    """
+    x, out = call.x, call.out
+    whole = x if call.name == REDUCE_SCATTER else out
+    if type(x) not in _PLAIN or type(out) not in _PLAIN:
+        return "a tensor of a type of its own"
+    if x.layout is not torch.strided or out.layout is not torch.strided:
+        return "a sparse tensor"
+    if call.name == ALL_GATHER:
+        if x.is_complex() or x.is_quantized:
+            return str(x.dtype).removeprefix("torch.")
+    elif x.dtype not in _REDUCED:
+        return str(x.dtype).removeprefix("torch.")
+    if not x.numel():
+        return "nothing to send"
+    if x is not out:
+        parts = (x, out) if call.name == ALL_GATHER else (out, x)
+        alike = x.dtype == out.dtype and x.device == out.device
+        if not alike or parts[0].numel() * group_size != parts[1].numel():
+            return "arguments that do not fit each other"
+    if whole.nbytes > MOST_BYTES:
+        return f"more than {MOST_BYTES >> 20} MiB"
+    if x.is_cuda and not (_as_nccl_takes_it(x) and _as_nccl_takes_it(out)):
+        return "a tensor that is not contiguous"  # NCCL refuses it before it sends anything
+    return None
+
+
+def _as_nccl_takes_it(x: Tensor) -> bool:
+    return x.is_contiguous() or x.is_contiguous(memory_format=_FORMATS.get(x.dim(), torch.contiguous_format))
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether its elements lie one behind the other, in whatever order."""
+    if x.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def flat(x: Tensor) -> Tensor | None:
+    """x's elements as they lie in memory, as NCCL takes them; None if there are others in between."""
+    x = x.detach()
+    if x.is_contiguous():
+        return x.view(-1)
+    return x.as_strided((x.numel(),), (1,)) if _is_dense(x) else None
+
+
+def index_of(x: Tensor) -> int:
+    """Of its CUDA device; -1: the CPU."""
+    return cuda_state.state.index_of(x)

@@ -1,0 +1,163 @@
+"""Process groups ``"weft"`` as torch asks for them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
+
+from ...symm_mem import Group, resolve_group
+from ...symm_mem.switches import is_on
+from ...symm_mem.timeouts import set_timeout
+from .group import WeftProcessGroup
+
+NAME = "weft"
+_HELPER = "_new_process_group_helper"
+_TYPES = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
+
+
+def process_group(group: Group = None) -> WeftProcessGroup:
+    """The group, as what weft adds to it: who took its calls, and why (``calls``).
+
+    >>> import torch.distributed as dist
+    >>> import weft
+    >>> group = weft.process_group(dist.new_group(backend="weft"))
+    >>> group.inner.name()  # between CPU ranks
+    'gloo'
+
+    Its heap is that of all of weft's ops: ``symm_mem.empty(..., group=group)`` and ``symm_mem.stats(group)``.
+
+    Args:
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
+
+    Raises:
+        TypeError: it is of another backend, or no group.
+        ValueError: there is no such group.
+    """
+    found = resolve_group(group)
+    if not isinstance(found, WeftProcessGroup):
+        raise TypeError(f"group: its backend is {found.name()!r}, must be 'weft'")
+    return found
+
+
+class _Asked:
+    """What torch was asked for. It hands half of that on to the maker of a backend; the rest stands in its frame.
+
+    Attributes:
+        backends: their names, by type of device.
+        device: that the group is bound to.
+        made: backends of other names, which torch has made already.
+    """
+
+    def __init__(self, frame: FrameType | None) -> None:
+        self.backends = {"cpu": NAME, "cuda": NAME}
+        self.device: torch.device | None = None
+        self.made: dict[str, Any] = {}
+        while frame is not None and frame.f_code.co_name != _HELPER:
+            frame = frame.f_back
+        if frame is None:
+            return
+        config, before = frame.f_locals.get("backend_config"), frame.f_locals.get("pg")
+        self.device = frame.f_locals.get("device_id")
+        if isinstance(config, distributed_c10d.BackendConfig):
+            self.backends = {kind: str(name) for kind, name in config.get_device_backend_map().items()}
+        if isinstance(before, ProcessGroup):
+            self.made = {kind.type: before._get_backend(kind) for kind in before._device_types}
+
+
+def create_process_group(options: Any, backend_options: Any) -> WeftProcessGroup:
+    """What torch calls for each group (``Backend.register_backend("weft", ..., extended_api=True)``).
+
+    Raises:
+        ValueError: the group is to have a backend beside weft that is neither gloo nor NCCL.
+        RuntimeError: there is no device for it.
+    """
+    asked = _Asked(sys._getframe(1))
+    names = _inner_names(asked.backends)
+    store = PrefixStore("weft/", options.store)
+    inner = ProcessGroup(store, options.group_rank, options.group_size)
+    if asked.device is not None:
+        inner.bound_device_id = asked.device
+    for kind, name in names.items():
+        backend = asked.made.get(kind)
+        if backend is None:
+            where = PrefixStore(f"{kind}/", store)
+            made = _nccl(where, options, backend_options) if name == "nccl" else _gloo(where, options)
+            made._set_sequence_number_for_group()
+            backend = _watched(made, where, options)
+        inner._register_backend(torch.device(kind), _TYPES[name], backend)
+    inner._set_default_backend(_TYPES["nccl" if "nccl" in names.values() else "gloo"])
+    inner._set_group_name(options.group_id)
+    if "WEFT_TIMEOUT" not in os.environ:
+        set_timeout(options.timeout.total_seconds(), options.group_id)
+    return WeftProcessGroup._around(inner, tuple(kind for kind in names if asked.backends[kind] == NAME))
+
+
+def _inner_names(backends: Mapping[str, str]) -> dict[str, str]:
+    """The backend of each type of device, without weft."""
+    names = {}
+    for kind, name in backends.items():
+        if name == NAME and kind == "cuda":
+            if is_on("WEFT_SHARE_GPUS"):
+                names[kind] = "gloo"  # NCCL takes no two ranks on one GPU
+            elif torch.cuda.is_available() and dist.is_nccl_available():
+                names[kind] = "nccl"
+        elif name == NAME and kind == "cpu":
+            names[kind] = "gloo"
+        elif name in _TYPES:
+            names[kind] = name
+        else:
+            raise ValueError(f"backend: is {kind}:{name} beside weft, must be gloo or nccl, on cpu or cuda")
+    if not names:
+        raise RuntimeError("backend: is weft for CUDA alone, and this process has no GPU, or torch no NCCL")
+    return names
+
+
+def _gloo(store: Any, options: Any) -> Any:
+    made = distributed_c10d.ProcessGroupGloo(
+        store, options.group_rank, options.group_size, timeout=options.timeout
+    )
+    made.options.global_ranks_in_group = options.global_ranks_in_group
+    made.options.group_name = options.group_id
+    return made
+
+
+def _nccl(store: Any, options: Any, backend_options: Any) -> Any:
+    """As torch makes it: of the same options, and split from the default group's where that is bound to a device."""
+    kind = dist.ProcessGroupNCCL.Options
+    if backend_options is None:
+        backend_options = kind()
+        backend_options.is_high_priority_stream = False
+    elif not isinstance(backend_options, kind):
+        raise TypeError(
+            f"pg_options: is {type(backend_options).__name__}, must be ProcessGroupNCCL.Options for NCCL"
+        )
+    backend_options._timeout = options.timeout
+    if dist.is_initialized() and dist.group.WORLD is not None and dist.group.WORLD.bound_device_id:
+        split_from = distributed_c10d._get_split_source(dist.group.WORLD)
+        if split_from:
+            backend_options.split_from = split_from
+            backend_options.split_color = distributed_c10d._process_group_color(options.global_ranks_in_group)
+    backend_options.global_ranks_in_group = options.global_ranks_in_group
+    backend_options.group_name = options.group_id
+    return dist.ProcessGroupNCCL(store, options.group_rank, options.group_size, backend_options)
+
+
+def _watched(backend: Any, store: Any, options: Any) -> Any:
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL the backend in torch's checks, else the backend."""
+    if dist.get_debug_level() != dist.DebugLevel.DETAIL or not dist.is_gloo_available():
+        return backend
+    return distributed_c10d._create_process_group_wrapper(
+        wrapped_pg=backend,
+        store_prefix=options.group_id,
+        store=store,
+        rank=options.group_rank,
+        world_size=options.group_size,
+        timeout=options.timeout,
+    )

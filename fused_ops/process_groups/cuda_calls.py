@@ -1,0 +1,256 @@
+"""Calls of a process group on CUDA, by weft's kernels.
+
+A call runs on the caller's current stream. One with ``async_op=True`` runs on a stream of the group's own, behind what
+the current stream has to do by then, and beside what it does afterwards: as NCCL's. All use one workspace, from
+whatever stream they come: ranks need not call on the same ones. So they run one behind the other, as NCCL's do.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from ...kernels.all_gather.configs import choose_all_gather
+from ...kernels.all_reduce.configs import choose_all_reduce
+from ...kernels.reduce_scatter.configs import choose_reduce_scatter
+from ...symm_mem import call_cache, is_checked
+from ...symm_mem.backends import cuda_state
+from ...symm_mem.failure.call_log import Grids, poison_on_error
+from ...symm_mem.heap.heap import Heap
+from ...symm_mem.workspace import Workspace
+from ..dispatch import plan
+from ..dispatch.call_check import begin_call
+from ..dispatch.fast_path import default_ns, timeout
+from ..dispatch.plan import Plan, heap_or_reason, num_sms, ran
+from ..dispatch.stream_order import (
+    CallLine,
+    StreamStep,
+    in_stream_order,
+    is_external,
+    steps_on,
+    stream_and_graph,
+    stream_on,
+)
+from ..dispatch.workspaces import GROUP
+from ..ops.all_reduce import nccl_from, prepare_all_reduce
+from ..ops.stand_alone import StandAlone, overlap, prepare_alone
+from .calls import ALL_GATHER, ALL_REDUCE, GroupCall, flat, index_of
+from .work import DoneWork, StreamWork
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A kernel for calls of one kind and size.
+
+    Attributes:
+        launch: takes the addresses of x and of what is written, a deadline and a stream.
+        timeout_ns: where nobody has set another deadline.
+    """
+
+    workspace: Workspace[Any]
+    launch: Callable[[int, int, int, int], None]
+    grids: Grids
+    plan: Plan
+    timeout_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A cached call on one stream.
+
+    Attributes:
+        written: elements of what is written.
+        timeout_ns: its deadline.
+    """
+
+    ready: _Ready
+    line: CallLine
+    written: int
+    timeout_ns: int
+    before: StreamStep
+    behind: StreamStep
+
+
+class DeviceLines:
+    """The calls of one group on this process's GPUs."""
+
+    def __init__(self, group: ProcessGroup, group_name: str) -> None:
+        self._group, self._rank = weakref.ref(group), group.rank()
+        self._name = group_name
+        self._others: weakref.ref[Work] | None = None
+        self._lines: dict[int, CallLine] = {}  # of each device, outside of graphs
+        self._captured: dict[int, CallLine] = {}
+        self._sides: dict[int, torch.cuda.Stream] = {}
+        self._lock = threading.RLock()  # calls of one group are launched by one thread at a time
+
+    def run(self, calls: list[GroupCall], *, asynchronous: bool) -> DoneWork | str:
+        """The work, or why no kernel takes the calls; the same on all ranks."""
+        written = [call.out for call in calls]
+        with self._lock:
+            if not asynchronous:
+                why = self._launch_all(calls)
+                return DoneWork(written) if why is None else why
+            device = calls[0].x.device
+            side = self._sides.get(device.index) or self._sides.setdefault(
+                device.index, torch.cuda.Stream(device)
+            )
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                why = self._launch_all(calls)
+                if why is not None:
+                    return why
+                ended = torch.cuda.Event()
+                ended.record(side)
+            return StreamWork(written, [call.x for call in calls], ended, side)
+
+    def _launch_all(self, calls: list[GroupCall]) -> str | None:
+        self._wait_for_others()
+        for i, call in enumerate(calls):
+            if self.launch_again(call.name, call.x, call.out, call.reduce_op):
+                continue
+            if (why := self._launch_first(call)) is not None:
+                assert i == 0  # what it depends on is the same for all of them
+                return why
+        return None
+
+    def behind(self, device: torch.device) -> None:
+        """What the current stream does from here on comes behind the group's calls."""
+        line = self._lines.get(device.index)
+        if line is not None and not cuda_state.state.is_capturing():
+            line.wait(cuda_state.state.current_stream(device.index))
+
+    def follows(self, work: Work | None) -> None:
+        """What the group's own backend runs. weft's next call comes behind it, if somebody keeps the work so long."""
+        if work is not None and not cuda_state.state.is_capturing():
+            self._others = weakref.ref(work)
+
+    def _wait_for_others(self) -> None:
+        if self._others is not None:
+            work, self._others = self._others(), None
+            if work is not None and not cuda_state.state.is_capturing():
+                work.wait()
+
+    def _line_of(self, index: int, graph: int) -> CallLine:
+        if not graph:
+            return self._lines.setdefault(index, CallLine())
+        line = self._captured.setdefault(index, CallLine())
+        if line.graph != graph:
+            line.begins(graph)
+        return line
+
+    def launch_again(self, name: str, x: Tensor, out: Tensor, reduce_op: str) -> bool:
+        """Whether such a call was made before on the current stream; then it is launched there. The tensors are torch's
+        own, and anything else than that may be wrong with them."""
+        index = index_of(x)
+        stream = stream_on(index)
+        if stream is None:
+            return False
+        # By itself, not by its name: that may be another group's later.
+        key = GROUP, self, name, x.numel(), x.dtype, reduce_op, index, stream
+        found: _Found | None = call_cache.cached_calls.get(key)
+        if found is None or not x.is_contiguous() or self._others is not None:
+            return False
+        if x is not out:
+            if out.numel() != found.written or out.dtype is not x.dtype or index_of(out) != index:
+                return False
+            if not out.is_contiguous() or (overlap(out, x) and not _is_own_part(name, x, out, self._rank)):
+                return False
+        ready = found.ready
+        with self._lock:
+            if found.before is not None:
+                found.before(stream)
+            found.line.alone(stream, 1)
+            ready.workspace.raise_if_broken(name, 2, ready.grids)
+            plan.this_thread.plan = ready.plan
+            try:
+                ready.launch(x.data_ptr(), out.data_ptr(), found.timeout_ns, stream)
+            except BaseException as e:
+                ready.workspace.abandon(e)  # the peers may wait for what was not launched
+                raise
+            if found.behind is not None:
+                found.behind(stream)
+        return True
+
+    @poison_on_error
+    def _launch_first(self, call: GroupCall) -> str | None:
+        group = self._group()
+        assert group is not None  # it is the caller
+        x, out = flat(call.x), flat(call.out)
+        assert x is not None and out is not None  # what is not dense NCCL refuses
+        begin_call(call.name, group, x.device, dtype=x.dtype, elements=x.numel(), reduce_op=call.reduce_op)
+        heap = heap_or_reason(call.name, x, group, empty=False)
+        if not isinstance(heap, str) and call.name == ALL_REDUCE and x.nbytes >= nccl_from():
+            heap = f"WEFT_NCCL_ALL_REDUCE_FROM is {nccl_from()} bytes"
+        if isinstance(heap, str):
+            ran(Plan("unfused", heap))
+            return heap
+        kept, index = call_cache.cached_calls, index_of(x)
+        with in_stream_order(x.device):
+            stream, graph = stream_and_graph(x.device)
+            external = is_external(stream, index)
+            ready = _prepared(heap, call, x, out)
+            if isinstance(ready, str):
+                return ready
+            line = self._line_of(index, graph)
+            if external:
+                line.wait(stream)
+            else:
+                line.alone(stream, 1)
+            if call.x is not call.out and overlap(out, x) and not _is_own_part(call.name, x, out, heap.rank):
+                x = x.clone()
+            ready.workspace.raise_if_broken(call.name, grids=ready.grids)
+            ready.launch(x.data_ptr(), out.data_ptr(), timeout(self._name, ready.timeout_ns), stream)
+            if external:
+                line.end(stream, external=True)
+        if not graph and not external and not is_checked():
+            deadline, steps = timeout(self._name, ready.timeout_ns), steps_on(index, stream)
+            key = GROUP, self, call.name, x.numel(), x.dtype, call.reduce_op, index, stream
+            call_cache.keep(kept, key, _Found(ready, line, out.numel(), deadline, *steps))
+        return None
+
+
+def _is_own_part(name: str, x: Tensor, out: Tensor, rank: int) -> bool:
+    whole, part = (out, x) if name == ALL_GATHER else (x, out)
+    return part.data_ptr() == whole.data_ptr() + rank * part.nbytes
+
+
+def _prepared(heap: Heap, call: GroupCall, x: Tensor, out: Tensor) -> _Ready | str:
+    """The kernel of such calls, made by all ranks together; or why there is none."""
+    size, sms = heap.world_size, num_sms(x.device)
+    if call.name == ALL_REDUCE:
+        config = choose_all_reduce(x.nbytes, size, sms)
+        make = partial(prepare_all_reduce, heap, x, call.reduce_op, config, GROUP)
+        heap.prepare(ALL_REDUCE, (ALL_REDUCE, config.form, x.dtype, call.reduce_op), make)
+        made = make()
+        ran(made.plan)
+        return _Ready(made.workspace, made.kernel.launch, made.kernel.grids, made.plan, made.timeout_ns)
+    gathers = call.name == ALL_GATHER
+    alone = StandAlone(call.name, call.name, 0, [out, x], list(out.shape), 0, gathers)
+    functions: tuple[Any, Any]
+    if gathers:
+        from ...kernels.all_gather.cuda_kernel import all_gather_function
+
+        functions = (), partial(all_gather_function, size, heap.rank, x.device)
+        found = prepare_alone(heap, alone, choose_all_gather(size, sms), functions, GROUP)
+    else:
+        from ...kernels.reduce_scatter.cuda_kernel import reduce_scatter_function
+
+        what = x.dtype, call.reduce_op
+        functions = what, partial(reduce_scatter_function, (size, heap.rank, *what), x.device)
+        found = prepare_alone(heap, alone, choose_reduce_scatter(size, sms), functions, GROUP)
+    if isinstance(found, str):
+        return found
+    kernel = found.kernel
+
+    def launch(from_address: int, to: int, timeout_ns: int, stream: int) -> None:
+        kernel.launch(0, (from_address,), (to,), timeout_ns, stream)
+
+    return _Ready(found.workspace, launch, kernel.grids, found.plan, default_ns())

@@ -1,0 +1,151 @@
+"""Work objects of the calls that weft takes: what ``async_op=True`` returns, and torch's C++ code waits for."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+
+class DoneWork(Work):
+    """Of a call that has ended when it returns: between CPU ranks, or on CUDA in the order of the current stream.
+
+    Args:
+        tensors: what was written.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> BaseException | None:
+        return None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        return self.tensors
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Of the tensors; on CUDA its callbacks run at once, on streams that wait for the call."""
+        first = self.tensors[0]
+        future: torch.futures.Future[Any] = torch.futures.Future(
+            devices=[first.device] if first.is_cuda else None
+        )
+        future.set_result(self.tensors)
+        return future
+
+
+class HostWork(DoneWork):
+    """Of a call between CPU ranks that another thread makes. ``finish`` ends it."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__(tensors)
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[Any] | None = None
+        self._lock = threading.Lock()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        with self._lock:
+            self._error = error
+            self._ended.set()
+            future = self._future
+        if future is not None:
+            self._tell(future)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """
+        Raises:
+            WeftError: the call has failed.
+            RuntimeError: it has not ended within ``timeout``.
+        """
+        seconds = timeout.total_seconds() if timeout else None
+        if not self._ended.wait(seconds):
+            raise RuntimeError(f"the call has not ended within {seconds:g} s")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        return self._ended.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future: torch.futures.Future[Any] = torch.futures.Future()
+            self._future = future
+            ended = self._ended.is_set()
+        if ended:
+            self._tell(future)
+        return future
+
+    def _tell(self, future: torch.futures.Future[Any]) -> None:
+        if self._error is None:
+            future.set_result(self.tensors)
+        elif isinstance(self._error, Exception):
+            future.set_exception(self._error)
+        else:  # Ctrl-C
+            future.set_exception(RuntimeError(repr(self._error)))
+
+
+class StreamWork(DoneWork):
+    """Of a call on CUDA that runs on a stream of the group's.
+
+    Args:
+        read: tensors that must stay until a stream waits for the call, besides those that are written.
+        ended: the event behind it.
+        side: its stream.
+    """
+
+    def __init__(
+        self, tensors: list[Tensor], read: list[Tensor], ended: torch.cuda.Event, side: torch.cuda.Stream
+    ) -> None:
+        super().__init__(tensors)
+        self._held = [*tensors, *read]
+        self._ended = ended
+        self._side = side
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """The current stream waits for the call; the host does not."""
+        torch.cuda.current_stream(self._side.device).wait_event(self._ended)
+        self._held = []
+        return True
+
+    def is_completed(self) -> bool:
+        return self._ended.query()
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        with torch.cuda.stream(self._side):  # what follows it waits for this stream
+            return super().get_future()
+
+    def __del__(self) -> None:
+        for tensor in self._held:  # nobody has waited: their memory is used again when the call has ended
+            tensor.record_stream(self._side)

@@ -1,0 +1,253 @@
+"""Collectives of the process group "weft" between CPU ranks, against float64 references of the test's own."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import weft
+from opcommon import BOUND, DTYPES, gather
+from opcommon import check as close
+from ranks import run_ranks, run_row
+from weft import symm_mem
+from weft.fused_ops.process_groups import calls as group_calls
+
+OPS = {"SUM": torch.sum, "AVG": torch.mean, "MAX": torch.amax, "MIN": torch.amin}
+LAYOUTS = ("contiguous", "strided", "transposed", "unaligned", "of a gradient")
+
+
+def weft_group() -> weft.WeftProcessGroup:
+    return weft.process_group(dist.new_group(backend="weft"))
+
+
+def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same numbers, otherwise in memory."""
+    if layout == "strided":
+        return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
+    if layout == "unaligned":
+        return torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(x.shape)
+    if layout == "transposed":
+        return x.t().contiguous().t()
+    return x.clone().requires_grad_() if layout == "of a gradient" else x.clone()
+
+
+def reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
+    return OPS[op](torch.stack(parts), dim=0)
+
+
+def taken(group: weft.WeftProcessGroup) -> dict[tuple[str, str], int]:
+    return {(call.op, call.by): call.count for call in group.calls(clear=True)}
+
+
+def reduces(rank: int, world_size: int, op: str, dtype: torch.dtype, layout: str) -> None:
+    group, kind = weft_group(), getattr(dist.ReduceOp, op)
+    for asynchronous in (False, True):
+        x = torch.randn(13, 7).to(dtype)
+        want, y = reduced(gather(x), op), laid_out(x, layout)
+        version = y._version
+        work = dist.all_reduce(y, kind, group, async_op=asynchronous)
+        if work is not None:
+            assert work.wait() and work.is_completed() and work.is_success()
+            assert work.result()[0].data_ptr() == y.data_ptr()
+        assert y._version == version  # as with gloo
+        close("all_reduce", y, want, BOUND[dtype], gather(x))
+        x = torch.randn(world_size * 3, 5).to(dtype)
+        parts, part = gather(x), laid_out(torch.full((3, 5), torch.nan, dtype=dtype), layout)
+        want = reduced(parts, op).chunk(world_size)[rank]
+        work = dist.reduce_scatter_tensor(part, laid_out(x, layout), kind, group, async_op=asynchronous)
+        if work is not None:
+            work.wait()
+        close("reduce_scatter", part, want, BOUND[dtype], [p.chunk(world_size)[rank] for p in parts])
+        whole = laid_out(torch.full((world_size * 3, 5), torch.nan, dtype=dtype), layout)
+        x = torch.randn(3, 5).to(dtype)
+        work = dist.all_gather_into_tensor(whole, laid_out(x, layout), group, async_op=asynchronous)
+        if work is not None:
+            work.wait()
+        assert torch.equal(whole.double(), torch.cat(gather(x)))
+    assert set(taken(group)) == {
+        (name, "weft") for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_reductions(world_size: int, op: str, dtype: torch.dtype, layout: str) -> None:
+    if world_size == 3 and layout != "contiguous":
+        pytest.skip("once is enough")
+    if layout == "transposed" and op != "SUM":
+        pytest.skip("once is enough")
+    run_row(reduces, world_size, op, dtype, layout)
+
+
+def gathers_any_dtype(rank: int, world_size: int) -> None:
+    group = weft_group()
+    for dtype in (torch.int64, torch.uint8, torch.bool, torch.float64, torch.bfloat16, torch.float8_e4m3fn):
+        x = torch.randint(0, 2, (5,)).to(dtype)
+        whole = torch.empty(world_size * 5, dtype=dtype)
+        dist.all_gather_into_tensor(whole, x, group)
+        assert torch.equal(whole.double(), torch.cat(gather(x)))
+    inside = torch.empty(world_size, 4)
+    inside[rank] = rank  # its own part of the result, as FSDP has it
+    dist.all_gather_into_tensor(inside.view(-1), inside[rank], group)
+    assert torch.equal(inside[:, 0], torch.arange(float(world_size)))
+    assert set(taken(group)) == {("all_gather_into_tensor", "weft")}
+
+
+def test_all_gathers_of_any_dtype() -> None:
+    run_ranks(gathers_any_dtype, 2)
+
+
+def leaves(rank: int, world_size: int) -> None:
+    """What weft has no kernel for is gloo's, with its results and errors."""
+    group, records = weft_group(), []
+    log = logging.getLogger("weft.process_group")
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    many = group_calls.MOST_BYTES // 4 + 1
+    for _ in range(2):
+        for x, op in (
+            (torch.full((3,), rank + 1), dist.ReduceOp.SUM),
+            (torch.full((3,), rank + 1.0), dist.ReduceOp.PRODUCT),
+            (torch.full((many,), rank + 1.0), dist.ReduceOp.SUM),
+        ):
+            dist.all_reduce(x, op, group)
+            assert x.unique().item() == (2 if op == dist.ReduceOp.PRODUCT else 3)
+        dist.all_reduce(torch.empty(0), group=group)
+    sparse = torch.eye(3).to_sparse()
+    dist.all_reduce(sparse, group=group)
+    assert torch.equal(sparse.to_dense(), 2 * torch.eye(3))
+    log.removeHandler(handler)
+    why = {call.why: call.count for call in group.calls()}
+    assert why == {
+        "int64": 2,
+        "a reduction that weft does not have": 2,
+        f"more than {group_calls.MOST_BYTES >> 20} MiB": 2,
+        "nothing to send": 2,
+        "a sparse tensor": 1,
+    }
+    assert len(records) == len(why) and f"of group '{group.group_name}' is left to gloo: int64" in records[0]
+    for wrong in (torch.empty(5), torch.empty(6, dtype=torch.float64)):
+        with pytest.raises((RuntimeError, ValueError)) as theirs:
+            dist.all_gather_into_tensor(wrong, torch.empty(3))
+        with pytest.raises(type(theirs.value)) as mine:
+            dist.all_gather_into_tensor(wrong, torch.empty(3), group)
+        assert str(mine.value).splitlines()[0] == str(theirs.value).splitlines()[0]
+
+
+def test_what_it_leaves() -> None:
+    run_ranks(leaves, 2)
+
+
+def coalesces(rank: int, world_size: int) -> None:
+    group = weft_group()
+    tensors = [torch.randn(n) for n in (3, 17, 1)]
+    wants = [reduced(gather(t), "SUM") for t in tensors]
+    for asynchronous in (False, True):
+        mine = [t.clone() for t in tensors]
+        with dist._coalescing_manager(group, async_ops=asynchronous) as manager:
+            for t in mine:
+                dist.all_reduce(t, group=group)
+        if asynchronous:
+            manager.wait()
+        for t, want in zip(mine, wants, strict=True):
+            close("coalesced", t, want, 1e-6)
+    parts, wholes = [torch.randn(n) for n in (2, 5)], [torch.empty(n * world_size) for n in (2, 5)]
+    with dist._coalescing_manager(group):
+        for part, whole in zip(parts, wholes, strict=True):
+            dist.all_gather_into_tensor(whole, part, group)
+    for part, whole in zip(parts, wholes, strict=True):
+        assert torch.equal(whole.double(), torch.cat(gather(part)))
+    mixed = [torch.ones(2), torch.ones(2, dtype=torch.float64)]
+    dist.all_reduce_coalesced(mixed[:1], group=group)
+    assert mixed[0].tolist() == [world_size] * 2
+    assert taken(group) == {("all_reduce", "weft"): 3, ("all_gather_into_tensor", "weft"): 1}
+
+
+def test_coalescing() -> None:
+    run_ranks(coalesces, 2)
+
+
+def functionals(rank: int, world_size: int) -> None:
+    group, x = weft_group(), torch.randn(world_size * 2, 3)
+    parts = gather(x)
+    y = functional.all_reduce(x, "avg", group)
+    dist.all_reduce(y, group=group)  # not waited for by the program
+    close("a result that is not waited for", y + 0, world_size * reduced(parts, "AVG"), 1e-6)
+    close("all_gather", functional.all_gather_tensor(x, 1, group) + 0, torch.cat(parts, 1), 0)
+    want = reduced(parts, "SUM").chunk(world_size)[rank]
+    close("reduce_scatter", functional.reduce_scatter_tensor(x, "sum", 0, group) + 0, want, 1e-6)
+    both = functional.all_reduce_coalesced([x, x + 1], "sum", group)
+    close("coalesced", both[1] + 0, reduced(parts, "SUM") + world_size, 1e-6)
+    out = torch.full((world_size * world_size * 2, 3), torch.nan)
+    gather_out = torch.ops._c10d_functional.all_gather_into_tensor_out
+    torch.ops._c10d_functional.wait_tensor(gather_out(x, world_size, group.group_name, out=out))
+    close("out", out, torch.cat(parts), 0)
+    assert {by for _, by in taken(group)} == {"weft"}
+
+
+def test_functional_collectives() -> None:
+    run_ranks(functionals, 2)
+
+
+def one_call_of_each(rank: int, world_size: int) -> None:
+    """All others are gloo's."""
+    group, other, x = weft_group(), 1 - rank, torch.full((2,), float(rank))
+    results: dict[str, Any] = {}
+    dist.broadcast(x, 1, group=group)
+    results["broadcast"] = x.tolist() == [1, 1]
+    x = torch.full((2,), float(rank))
+    dist.reduce(x, 0, group=group)
+    results["reduce"] = rank == 1 or x.tolist() == [1, 1]
+    x, xs = torch.full((2,), float(rank)), [torch.empty(2) for _ in range(world_size)]
+    dist.all_gather(xs, x, group=group)
+    results["all_gather"] = [y[0].item() for y in xs] == [0, 1]
+    dist.gather(x, xs if rank == 0 else None, 0, group=group)
+    dist.scatter(x, xs if rank == 0 else None, 0, group=group)
+    results["scatter"] = x.tolist() == [rank, rank]
+    dist.reduce_scatter(x, [torch.full((2,), float(i)) for i in range(world_size)], group=group)
+    results["reduce_scatter"] = x.tolist() == [2 * rank, 2 * rank]
+    dist.all_to_all_single(x, torch.tensor([rank, rank + 10.0]), group=group)
+    results["all_to_all_single"] = x.tolist() == [10.0 * rank, 1 + 10.0 * rank]
+    received = torch.empty(2)
+    operations = [dist.P2POp(dist.isend, x, other, group), dist.P2POp(dist.irecv, received, other, group)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    results["batch"] = received.tolist() == [10.0 * other, 1 + 10.0 * other]
+    dist.barrier(group=group)
+    assert all(results.values()), results
+    names = "broadcast reduce all_gather gather scatter reduce_scatter all_to_all_single send recv barrier"
+    assert set(taken(group)) == {(name, "gloo") for name in names.split()}
+
+
+def test_the_others_are_gloos() -> None:
+    run_ranks(one_call_of_each, 2)
+
+
+def weft_ops_in_it(rank: int, world_size: int) -> None:
+    """weft's own ops and memory in such a group, beside its collectives."""
+    group = weft_group()
+    x = symm_mem.empty(4, group=group)
+    peers = symm_mem.rendezvous(x)
+    peers.tensors[1 - rank].fill_(rank)
+    peers.barrier()
+    assert x.tolist() == [1 - rank] * 4
+    work = dist.all_reduce(x, group=group, async_op=True)  # on another thread
+    a, b = torch.randn(4, 6), torch.randn(6, 2)
+    _, (y,) = weft.fused_all_gather_matmul(a, [b], 0, group)
+    close("fused", y, torch.cat(gather(a)) @ b.double(), 1e-6)
+    work.wait()
+    assert x.tolist() == [1] * 4
+    assert weft.last_plan().algorithm == "host"
+    assert symm_mem.stats(group).by_purpose
+
+
+def test_weft_ops_in_it() -> None:
+    run_ranks(weft_ops_in_it, 2)

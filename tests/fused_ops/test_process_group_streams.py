@@ -1,0 +1,184 @@
+"""Calls of the process group "weft" on CUDA without a GPU: what is launched, on which stream, behind what."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import fake_gpu
+import pytest
+import torch
+import torch.distributed as dist
+from fake_gpu import NAME, STREAM, Stage
+from weft import symm_mem
+from weft.fused_ops.dispatch import plan
+from weft.fused_ops.process_groups import cuda_calls
+from weft.fused_ops.process_groups.calls import ALL_GATHER, ALL_REDUCE, GroupCall
+from weft.fused_ops.process_groups.cuda_calls import DeviceLines
+from weft.symm_mem.heap.registry import register_heap
+
+gpu_stage = fake_gpu.stage
+OTHER, DEFAULT = 8, 123
+
+
+class GroupStage(Stage):
+    """The kernels of a group's calls, and how often they were made ready."""
+
+    lines: DeviceLines
+    launches: list[tuple[int, int, int, int]]
+    prepared: int
+
+
+@pytest.fixture
+def stage(gpu_stage: GroupStage, monkeypatch: pytest.MonkeyPatch) -> GroupStage:
+    stage = gpu_stage
+    stage.lines, stage.launches, stage.prepared = DeviceLines(stage.group, NAME), [], 0
+    heap: Any = stage.where
+    heap.fault, heap.rank = None, 0
+    heap.call_check = SimpleNamespace(compared={ALL_REDUCE, ALL_GATHER})
+    register_heap(stage.group, "cpu", -1, heap)
+
+    def launch(x: int, out: int, timeout_ns: int, stream: int) -> None:
+        stage.launches.append((x, out, timeout_ns, stream))
+        stage.gpu.launch("kernel")
+
+    def prepared(*_: Any) -> Any:
+        stage.prepared += 1
+        return cuda_calls._Ready(stage.workspace, launch, (), plan.Plan("push"), DEFAULT)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cuda_calls, "_prepared", prepared)
+    return stage
+
+
+def all_reduce(x: torch.Tensor) -> GroupCall:
+    return GroupCall(ALL_REDUCE, x, x, "sum")
+
+
+def run(stage: GroupStage, *calls: GroupCall) -> None:
+    work = stage.lines.run(list(calls), asynchronous=False)
+    assert not isinstance(work, str) and work.wait()
+
+
+def test_a_call_like_one_before_is_launched_at_once(stage: GroupStage) -> None:
+    x, y = torch.randn(5, 3), torch.randn(15)
+    for tensor in (x, y, x):
+        run(stage, all_reduce(tensor))
+    assert stage.prepared == 1
+    assert stage.launches == [(t.data_ptr(), t.data_ptr(), DEFAULT, STREAM) for t in (x, y, x)]
+    assert x._version == 0 and stage.workspace.noted == [ALL_REDUCE] * 3
+    assert plan.last_plan().algorithm == "push"
+    symm_mem.set_timeout(0.5, NAME)
+    run(stage, all_reduce(x))
+    assert stage.launches[-1][2] == 500_000_000
+
+
+@pytest.mark.parametrize("why", ["capturing", "size", "dtype", "op", "checked", "external"])
+def test_what_is_made_ready_anew(stage: GroupStage, why: str) -> None:
+    x = torch.randn(6)
+    run(stage, all_reduce(x))
+    call = all_reduce(x)
+    if why == "capturing":
+        stage.gpu.graphs[STREAM] = ("ACTIVE", 77)
+    elif why == "size":
+        call = all_reduce(x[:4])
+    elif why == "dtype":
+        call = all_reduce(x.half())
+    elif why == "op":
+        call = GroupCall(ALL_REDUCE, x, x, "max")
+    elif why == "external":  # its handle may be another stream's when it is destroyed
+        stage.gpu.now, stage.gpu.external[OTHER] = OTHER, 5
+    elif why == "checked":
+        symm_mem.set_checked(True)
+        stage.where.call_check.compare = lambda *_, **__: None
+    try:
+        run(stage, call)
+        if why in ("capturing", "checked", "external"):
+            run(stage, call)
+    finally:
+        symm_mem.set_checked(False)
+    assert stage.prepared == len(stage.launches) >= 2
+
+
+def test_one_call_runs_behind_the_other_on_whatever_stream(stage: GroupStage) -> None:
+    x = torch.randn(4)
+    run(stage, all_reduce(x))
+    stage.gpu.now = OTHER
+    run(stage, all_reduce(x))
+    run(stage, all_reduce(x))
+    assert ("wait", "kernel") in stage.gpu.on[OTHER]
+    assert stage.gpu.on[OTHER].index(("wait", "kernel")) < stage.gpu.on[OTHER].index("kernel")
+    assert stage.gpu.on[STREAM] == ["kernel"]
+    stage.gpu.now = 9
+    stage.lines.behind(torch.device("cuda", 0))  # what the group's own backend does from here
+    assert ("wait", "kernel") in stage.gpu.on[9]
+
+
+def test_calls_in_a_graph_have_a_line_of_their_own(stage: GroupStage) -> None:
+    x = torch.randn(4)
+    run(stage, all_reduce(x))
+    stage.gpu.now, stage.gpu.graphs[OTHER] = OTHER, ("ACTIVE", 77)
+    run(stage, all_reduce(x))
+    assert stage.gpu.on[OTHER] == ["kernel"], "a wait for what is not captured ends the capture"
+
+
+def test_a_part_of_the_result_may_be_what_is_gathered(stage: GroupStage) -> None:
+    whole = torch.zeros(8)
+    own, others = whole[:4], whole[2:6]
+    for _ in range(2):
+        run(stage, GroupCall(ALL_GATHER, whole, own))
+        run(stage, GroupCall(ALL_GATHER, whole, others))
+    addresses = [x for x, *_ in stage.launches]
+    assert addresses[0] == addresses[2] == own.data_ptr()
+    assert others.data_ptr() not in addresses, "it would be overwritten before it is read"
+
+
+def test_a_launch_that_fails_breaks_the_group(stage: GroupStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4)
+    run(stage, all_reduce(x))
+    stage.launches = SimpleNamespace(append=lambda launch: 1 / 0)  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError):
+        run(stage, all_reduce(x))
+    with pytest.raises(symm_mem.WeftError, match="ended by ZeroDivisionError"):
+        run(stage, all_reduce(x))
+
+
+def test_another_group_of_the_same_name(stage: GroupStage) -> None:
+    """Also while the program keeps the one that it has destroyed."""
+    x, kept = torch.randn(4), (stage.group, stage.lines)
+    run(stage, all_reduce(x))
+    run(stage, all_reduce(x))
+    dist.destroy_process_group()
+    stage.begin_group()
+    assert kept[0] is not stage.group
+    register_heap(stage.group, "cpu", -1, stage.where)
+    stage.lines, before = DeviceLines(stage.group, NAME), stage.prepared
+    run(stage, all_reduce(x))
+    assert stage.prepared == before + 1
+
+
+def test_coalesced_calls_are_launched_one_by_one(stage: GroupStage) -> None:
+    tensors = [torch.randn(n) for n in (3, 5)]
+    run(stage, *map(all_reduce, tensors))
+    assert [x for x, *_ in stage.launches] == [t.data_ptr() for t in tensors]
+
+
+def test_work_of_the_own_backend_is_waited_for(stage: GroupStage) -> None:
+    waited = []
+
+    class Work:
+        def wait(self) -> None:
+            waited.append(len(stage.launches))
+
+    kept: Any = Work()
+    stage.lines.follows(kept)
+    run(stage, all_reduce(torch.randn(4)))
+    run(stage, all_reduce(torch.randn(4)))
+    stage.lines.follows(Work())  # type: ignore[arg-type]
+    run(stage, all_reduce(torch.randn(4)))
+    assert waited == [0]
+
+
+def test_a_group_without_a_heap(stage: GroupStage) -> None:
+    register_heap(stage.group, "cpu", -1, symm_mem.HeapUnavailable("no heap: two hosts"))
+    assert stage.lines.run([all_reduce(torch.randn(4))], asynchronous=False) == "no heap: two hosts"
+    assert not stage.launches and dist.is_initialized()
