@@ -26,6 +26,7 @@ import weft
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+os.environ.setdefault("WEFT_GROUP_ON_CUDA", "1")
 CALLS, ROUNDS, STEPS = 20, 15, 5
 AHEAD = 20_000_000  # cycles that the device sleeps: longer than the host needs for a round
 Run = Callable[[], object]

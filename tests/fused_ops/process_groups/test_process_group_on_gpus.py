@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +17,13 @@ from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from weft.fused_ops.process_groups.calls import MOST_BYTES
+from weft.fused_ops.process_groups.group import ON_CUDA
 
 pytestmark = pytest.mark.gpu
 
 
 def weft_group() -> weft.WeftProcessGroup:
+    os.environ[ON_CUDA] = "1"
     return weft.process_group(dist.new_group(backend="weft"))
 
 
