@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _allow_inflight_collective_as_graph_input
+from torch.autograd import profiler
+from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup, Work
 
 from ...symm_mem import CallAbandoned
@@ -215,6 +218,8 @@ class WeftProcessGroup(ProcessGroup):
             return False
         if self._coalescing or x.layout is not torch.strided or out.layout is not torch.strided:
             return False
+        if profiler._is_profiler_enabled:
+            return False
         op: str | None = ""
         if name != ALL_GATHER:
             op = "sum" if opts.reduceOp == _SUM else reduction_of(opts.reduceOp)
@@ -236,7 +241,8 @@ class WeftProcessGroup(ProcessGroup):
             why = next((why for call in calls if (why := why_left(self._size, call)) is not None), None)
         if why is None:
             assert isinstance(calls, list)
-            done = self._run(calls, opts.asyncOp)
+            with record_function(f"weft:{name}") if profiler._is_profiler_enabled else nullcontext():
+                done = self._run(calls, opts.asyncOp)
             if not isinstance(done, str):
                 self._counts.add(name, "weft")
                 self._begun += 1

@@ -251,3 +251,17 @@ def weft_ops_in_it(rank: int, world_size: int) -> None:
 
 def test_weft_ops_in_it() -> None:
     run_ranks(weft_ops_in_it, 2)
+
+
+def profiled(rank: int, world_size: int) -> None:
+    group, x = weft_group(), torch.ones(3)
+    with torch.profiler.profile() as profile:
+        dist.all_reduce(x, group=group)
+        dist.all_reduce(x, group=group, async_op=True).wait()
+        dist.broadcast(x, 0, group=group)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["weft:all_reduce"] == 2 and counts["gloo:broadcast"] == 1, counts
+
+
+def test_a_profiler_sees_its_calls() -> None:
+    run_ranks(profiled, 2)
