@@ -10,13 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-_MOST_WORKERS = 16
-
 sys.path.insert(0, str(Path(__file__).parent))  # `from ranks import run_ranks` in every folder below
+import once
+from compiler import leave_out_checks, leave_out_measurements
+
+_MOST_WORKERS = 16
 
 # pytest listens to every logger that does not propagate, and torch writes its trace, a tenth of a compilation, for
 # whoever listens.
 logging.getLogger("torch.__trace").propagate = True
+
+leave_out_checks()
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
@@ -32,6 +36,17 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 def pytest_xdist_auto_num_workers() -> int:
     """What ``-n auto`` stands for. Each worker has ranks of its own."""
     return min(len(os.sched_getaffinity(0)) + 1, _MOST_WORKERS)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    own = tmp_path_factory.getbasetemp()
+    once.folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "once"
+
+
+def pytest_collection_finish() -> None:
+    if "torch._dynamo" in sys.modules:  # else no test compiles in this process
+        leave_out_measurements()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

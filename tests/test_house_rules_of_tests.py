@@ -10,25 +10,7 @@ TESTS = Path(__file__).parent
 
 # What patches more, and how much. It may become less: a seam that is real beats a patch, as fake_gpu.py has one.
 PATCH_MORE = {
-    "algorithms.py::taking": 4,
-    "faults/test_resources.py::no_page": 2,
-    "fused_ops/passes/test_agree.py::group": 2,
-    "fused_ops/passes/test_cost.py::ranks_to_ask": 2,
-    "fused_ops/passes/test_lowered.py::two": 2,
-    "fused_ops/test_shards_as_they_lie.py::where": 2,
     "fused_ops/test_tuned_matmuls.py::stage": 3,
-    "fused_ops/test_workspaces.py::made": 2,
-    "kernels/test_device_specs.py::test_what_a_device_does_not_say_is_taken_for_an_h200s": 3,
-    "kernels/test_launches.py::done": 3,
-    "kernels/test_triton_configs.py::test_repeated_launches_pass_what_triton_would_pass": 2,
-    "kernels/test_triton_configs.py::test_another_triton_is_asked_for_every_launch": 2,
-    "kernels/test_tuner.py::captured": 2,
-    "symm_mem/test_vmm.py::capturing": 2,
-    "verification/matmuls.py::__init__": 2,
-    "verification/test_all_reduce_rms_norm_protocol.py::calls_of_changing_size": 3,
-    "verification/test_all_reduce_rms_norm_protocol.py::test_the_forms_give_the_same_bits": 3,
-    "verification/test_late_copies.py::driver": 5,
-    "verification/test_late_ranks.py::test_a_chain_of_norms": 2,
 }
 
 

@@ -120,6 +120,7 @@ class _Ready:
     calls: bool
     plan: plan.Plan
     profitable: bool
+    preferred: str | None  # the kernel that ``forced`` asked for
     results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # sizes, strides
     empty: Empty
     timeout_ns: int  # where nobody has set another one
@@ -263,7 +264,9 @@ def _find(
     for kind in kinds:
         here = stream_workspace(kind, group_name, device, stream)
         ready = None if here is None else here.workspace.prepared.get(alike)
-        if here is not None and ready is not None and (ready.profitable or plan._forced == "fused"):
+        if here is None or ready is None or ready.preferred != plan.preferred_kernel():
+            continue
+        if plan.should_fuse(ready.profitable):
             deadline = timeout(group_name, ready.timeout_ns)
             before, behind = steps_on(device, stream)
             where = kind in AROUND_MATMULS, guards_of(tensors), device, stream
@@ -308,10 +311,12 @@ def remember_call(
         return
     alike = tuple((tuple(r.shape), r.stride(), r.dtype) for r in call.results)
     calls, empty = isinstance(launcher, Caller), empty_on(call.given[0].device)
-    ready = _Ready(launcher, calls, ran, profitable, alike, empty, default_ns(), grids)
+    preferred = plan.preferred_kernel()
+    ready = _Ready(launcher, calls, ran, profitable, preferred, alike, empty, default_ns(), grids)
     key = key_of(call.op, call.arguments, call.given)
     known: _Ready | None = workspace.prepared.get(key)
-    if known is None or (known.launcher, known.plan, known.profitable) != (launcher, ran, profitable):
+    same = (launcher, ran, profitable, preferred)
+    if known is None or (known.launcher, known.plan, known.profitable, known.preferred) != same:
         workspace.keep(key, ready)  # only then: it invalidates cached calls
 
 

@@ -97,7 +97,9 @@ class GraphTurn:
 
 _unfused_calls = 0
 this_thread = _ThisThread()
-_forced: str | None = None  # of the body entered last
+_KERNELS = "push", "one_shot"  # around 16-bit matmuls
+_forced: str | None = None  # "unfused" or "fused", of the body entered last
+_preferred: str | None = None  # likewise, one of _KERNELS
 _forcing: list[list[str]] = []  # of all bodies that threads are in
 _forcing_lock = threading.Lock()
 
@@ -136,13 +138,16 @@ def ran(plan: Plan) -> None:
 
 @contextmanager
 def forced(algorithm: str) -> Iterator[None]:
-    """Inside the body every call that can takes ``algorithm`` ("unfused" or "fused"), profitable or not.
+    """Inside the body every call that can takes ``algorithm``, profitable or not.
+
+    It is "unfused", "fused", or, of the fused ones, that of 16-bit all-gathers in front of matmuls and reduce-scatters
+    behind them: "push" or "one_shot". Calls that cannot take this one take another that is fused.
 
     Calls of all threads do: the backward of a forward in the body runs in another one. Of bodies that threads are in at
     the same time the one entered last counts. Every rank must do so. For tests and measurements.
     """
-    if algorithm not in ("unfused", "fused"):
-        raise ValueError(f"algorithm: is {algorithm!r}, must be 'unfused' or 'fused'")
+    if algorithm not in ("unfused", "fused", *_KERNELS):
+        raise ValueError(f"algorithm: is {algorithm!r}, must be 'unfused', 'fused', 'push' or 'one_shot'")
     entered = [algorithm]
     _force(lambda: _forcing.append(entered))
     try:
@@ -152,10 +157,12 @@ def forced(algorithm: str) -> Iterator[None]:
 
 
 def _force(change: Callable[[], object]) -> None:
-    global _forced
+    global _forced, _preferred
     with _forcing_lock:
         change()
-        _forced = _forcing[-1][0] if _forcing else None
+        last = _forcing[-1][0] if _forcing else None
+        _preferred = last if last in _KERNELS else None
+        _forced = "fused" if _preferred else last
     invalidate_calls()
 
 
@@ -226,6 +233,11 @@ def why_tf32(dtype: torch.dtype) -> str | None:
 def should_fuse(profitable: bool) -> bool:
     """Whether to fuse, given whether that is predicted to be profitable."""
     return profitable or _forced == "fused"
+
+
+def preferred_kernel() -> str | None:
+    """The algorithm of those around 16-bit matmuls that ``forced`` asks for; None if the model chooses."""
+    return _preferred
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

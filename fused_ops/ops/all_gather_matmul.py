@@ -14,7 +14,7 @@ from ...kernels.all_gather_matmul.reference import reference_all_gather_matmul
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from ..dispatch import fast_path
-from ..dispatch.plan import Plan, heap_or_reason, num_sms, ran, should_fuse, why_tf32
+from ..dispatch.plan import Plan, heap_or_reason, num_sms, preferred_kernel, ran, should_fuse, why_tf32
 from ..dispatch.staging import Staging, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
@@ -85,7 +85,7 @@ def _on_cuda(where: Heap, call: AllGatherMatmulCall) -> Result | str:
     a = staging.take("A_shard", front, rows_of, on_cuda.takes_rows)
     bs = [staging.take(f"Bs[{i}]", B) for i, B in enumerate(Bs)]
     used = (a, *bs)
-    kernel_call = GatherKernelCall(a, bs, num_sms(a.device), split_k, return_A)
+    kernel_call = GatherKernelCall(a, bs, num_sms(a.device), split_k, return_A, preferred_kernel())
     choice = on_cuda.choose_gather_kernel(kernel_call, size)
     if isinstance(choice, str):
         return choice

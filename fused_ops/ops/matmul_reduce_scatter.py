@@ -14,7 +14,16 @@ from ...kernels.matmul_reduce_scatter.reference import reference_matmul_reduce_s
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from ..dispatch import fast_path
-from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran, should_fuse, why_tf32
+from ..dispatch.plan import (
+    Plan,
+    aligned,
+    heap_or_reason,
+    num_sms,
+    preferred_kernel,
+    ran,
+    should_fuse,
+    why_tf32,
+)
 from ..dispatch.staging import Staging, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
@@ -142,7 +151,9 @@ def _on_cuda(where: Heap, call: MatmulReduceScatterCall) -> Tensor | str:
     parts, b = taken("A", A, 0), taken("B", B, 1)
     more = [taken(f"more[{i}]", factor, i % 2) for i, factor in enumerate(call.more or ())]
     epilogue = _epilogue(call)
-    kernel_call = ScatterKernelCall(parts, b, num_sms(B.device), epilogue, call.terms, split_n, more)
+    kernel_call = ScatterKernelCall(
+        parts, b, num_sms(B.device), epilogue, call.terms, split_n, more, preferred_kernel()
+    )
     if not on_cuda.adds_products(kernel_call, size):
         return _on_cuda(where, call.stacked)
     choice = on_cuda.choose_scatter_kernel(kernel_call, size)

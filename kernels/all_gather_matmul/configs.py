@@ -53,6 +53,7 @@ class GatherKernelCall:
         num_sms: SMs that it may use.
         split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.
         return_A: what is gathered is wanted, too.
+        preferred: the algorithm to take where it can be, "push" or "one_shot"; None for the fastest.
     """
 
     a: torch.Tensor
@@ -60,6 +61,7 @@ class GatherKernelCall:
     num_sms: int
     split_k: bool = False
     return_A: bool = False
+    preferred: str | None = None
 
     def problem(self, world_size: int) -> AllGatherMatmulProblem:
         (m, k), ns = self.a.shape, tuple(b.shape[1] for b in self.bs)

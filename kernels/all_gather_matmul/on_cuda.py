@@ -16,7 +16,7 @@ from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
 from ..device.gemm import gemm
-from ..device.gemm.one_shot import OneShotConfig
+from ..device.gemm.one_shot import OneShotConfig, algorithm_of, likeliest
 from ..device.jit.launch import ALIGNMENT, is_transposed, why_not
 from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
@@ -42,7 +42,7 @@ def choose_gather_kernel(
     """
     problem = call.problem(world_size)
     strides = ((b.shape, b.stride()) for b in call.bs)
-    key = (problem, call.a.stride(), call.a.dtype, *strides)
+    key = (problem, call.preferred, call.a.stride(), call.a.dtype, *strides)
     return _choices.get(key, _choose, call, problem)
 
 
@@ -58,9 +58,9 @@ def _choose(
     if k * a.element_size() % ALIGNMENT:  # of a part of B, where B as a whole may be fine
         return f"K: rows of {k} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     if a.dtype in gemm.DTYPES and len({is_transposed(b) for b in bs}) == 1:
-        (_, config), *_ = configs.rank_gather_kernels(problem)
+        config = likeliest(configs.rank_gather_kernels(problem), call.preferred)
         layout = configs.gather_layout(m, k, problem.world_size, config)
-        return KernelChoice(_algorithm(config), config, layout, configs.gather_is_profitable(problem))
+        return KernelChoice(algorithm_of(config), config, layout, configs.gather_is_profitable(problem))
     if call.split_k:
         what = "Bs of both orders in memory" if a.dtype in gemm.DTYPES else f"{a.dtype} operands"
         return f"the last dimension is gathered, for which no kernel takes {what}"
@@ -72,10 +72,6 @@ def _choose(
     return KernelChoice("copy_engine", copied, layout, profitable)
 
 
-def _algorithm(config: configs.FusedConfig) -> str:
-    return "one_shot" if isinstance(config, OneShotConfig) else "push"
-
-
 def tuned_gather(
     choice: KernelChoice[configs.AnyConfig],
     heap: Heap,
@@ -85,7 +81,7 @@ def tuned_gather(
     tuned."""
     if isinstance(choice.config, configs.AllGatherMatmulConfig):
         return choice, ""
-    if not tuner.is_tuning():
+    if call.preferred or not tuner.is_tuning():
         return choice, tuner.FROM_MODEL
     a, bs, num_sms, split_k = call.a, call.bs, call.num_sms, call.split_k
     problem = call.problem(heap.world_size)
@@ -95,7 +91,7 @@ def tuned_gather(
     if call.return_A:
         kind += ", A returned"
     candidates: list[Candidate[configs.AnyConfig]] = [
-        Candidate(config, configs.gather_layout(m, k, size, config), _algorithm(config))
+        Candidate(config, configs.gather_layout(m, k, size, config), algorithm_of(config))
         for _, config in configs.varied(configs.rank_gather_kernels(problem))
     ]
     results: list[torch.Tensor] = []
@@ -104,16 +100,24 @@ def tuned_gather(
         if not results:
             results.extend(_results(call, size))
         stream = current_stream_of(a)
+        kernels: Any = fused_gather(workspace, call, config)
         if isinstance(config, OneShotConfig):
-            one_shot = AllGatherMatmulOneShot(workspace, a, config)
-            return lambda: one_shot.call((a, *bs), results, timeout_ns, stream)
-        kernels = cuda_kernel.AllGatherMatmulPushes(
-            workspace, a, bs, config, num_sms=num_sms, return_A=call.return_A
-        )
+            return lambda: kernels.call((a, *bs), results, timeout_ns, stream)
         operands, addresses = [x.data_ptr() for x in (a, *bs)], [x.data_ptr() for x in results]
         return lambda: kernels.launch(workspace.next_buffer(), operands, addresses, timeout_ns, stream)
 
     return tuner.tuned(heap, kind, choice, candidates, make)
+
+
+def fused_gather(
+    workspace: Workspace[Any], call: configs.GatherKernelCall, config: configs.FusedConfig
+) -> cuda_kernel.AllGatherMatmulPushes | AllGatherMatmulOneShot:
+    """What launches calls like this one, of 16 bits."""
+    if isinstance(config, OneShotConfig):
+        return AllGatherMatmulOneShot(workspace, call.a, config)
+    return cuda_kernel.AllGatherMatmulPushes(
+        workspace, call.a, call.bs, config, num_sms=call.num_sms, return_A=call.return_A
+    )
 
 
 def launch_all_gather_matmul(
@@ -135,13 +139,9 @@ def launch_all_gather_matmul(
         def make() -> (
             cuda_kernel.AllGatherMatmulPushes | AllGatherMatmulOneShot | list[TritonAllGatherMatmul]
         ):
-            if isinstance(config, OneShotConfig):
-                return AllGatherMatmulOneShot(workspace, a, config)
-            if isinstance(config, configs.GatherPushConfig):
-                return cuda_kernel.AllGatherMatmulPushes(
-                    workspace, a, bs, config, num_sms=num_sms, return_A=return_A
-                )
-            return pipeline.prepare_gather_kernels(workspace, call, config, timeout_ns)
+            if isinstance(config, configs.AllGatherMatmulConfig):
+                return pipeline.prepare_gather_kernels(workspace, call, config, timeout_ns)
+            return fused_gather(workspace, call, config)
 
         same = (host.OP, a.shape, *(b.shape for b in bs), a.dtype, config, num_sms, return_A)
         kernels = make_together(workspace, host.OP, key, same, make)

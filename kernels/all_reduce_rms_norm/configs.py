@@ -28,11 +28,12 @@ _TWO_SHOT_FROM = {
 @dataclass(frozen=True)
 class AllReduceRmsNormConfig:
     """``form``: the kernel. ``cluster``: blocks that work on a row together, or on a group of world_size rows.
-    ``blocks``: of a launch, at most, or one cluster."""
+    ``blocks``: of a launch, at most, or one cluster. ``threads``: of a block, at most."""
 
     form: str
     cluster: int
     blocks: int = BLOCKS
+    threads: int = THREADS
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
@@ -41,6 +42,8 @@ class AllReduceRmsNormConfig:
             raise ValueError(f"cluster: is {self.cluster}, must be one of {CLUSTERS}")
         if not 1 <= self.blocks <= BLOCKS:
             raise ValueError(f"blocks: is {self.blocks}, must be from 1 to {BLOCKS}")
+        if self.threads % WARP or not WARP <= self.threads <= THREADS:
+            raise ValueError(f"threads: is {self.threads}, must be a multiple of {WARP} up to {THREADS}")
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def shape(rows: int, vectors: int, world_size: int, config: AllReduceRmsNormConf
     """The launches for ``rows`` of ``vectors`` vectors."""
     chunks = -(-vectors // WARP)
     mine = -(-chunks // config.cluster)  # of a block
-    per_thread = -(-mine * WARP // THREADS)
+    per_thread = -(-mine * WARP // config.threads)
     threads = -(-mine // per_thread) * WARP
     step = world_size if config.form == "two_shot" else 1
     most = max(step, MAX_BYTES // (vectors * VECTOR) // step * step)

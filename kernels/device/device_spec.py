@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from cuda.bindings import driver
 
-from ...symm_mem.backends.vmm import check_driver, memory_of
+from ...symm_mem.backends import cuda_state
 
 
 @dataclass(frozen=True)
@@ -29,5 +28,5 @@ def device_spec_of(device: torch.device) -> DeviceSpec:
     it where there is none."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return H200
-    found = memory_of(check_driver(driver.cuDeviceGet(device.index)))
+    found = cuda_state.state.memory(device)
     return DeviceSpec(found["memory"] or H200.memory, found["l2"] or H200.l2)

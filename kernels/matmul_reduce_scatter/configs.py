@@ -110,6 +110,7 @@ class ScatterKernelCall:
         terms: the bias and the residual that the epilogue names; when it is launched contiguous, from multiples of 16
             bytes on.
         split_n: ranks have columns of B of their own, not rows of A.
+        preferred: the algorithm to take where it can be, "push" or "one_shot"; None for the fastest.
     """
 
     a: torch.Tensor
@@ -119,6 +120,7 @@ class ScatterKernelCall:
     terms: Sequence[torch.Tensor] = ()
     split_n: bool = False
     more: Sequence[torch.Tensor] = ()
+    preferred: str | None = None
 
     @property
     def factors(self) -> tuple[torch.Tensor, ...]:

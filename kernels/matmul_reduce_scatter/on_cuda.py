@@ -16,7 +16,7 @@ from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
 from ..device.gemm import gemm
-from ..device.gemm.one_shot import OneShotConfig
+from ..device.gemm.one_shot import OneShotConfig, algorithm_of, likeliest
 from ..device.jit.launch import ALIGNMENT, compiling, is_transposed, why_not
 from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
@@ -37,7 +37,7 @@ def choose_scatter_kernel(
     The same on all ranks whose tensors have the same sizes, strides and dtypes.
     """
     problem = call.problem(world_size)
-    key = (problem, call.a.dtype, *((x.shape, x.stride()) for x in call.factors))
+    key = (problem, call.preferred, call.a.dtype, *((x.shape, x.stride()) for x in call.factors))
     return _choices.get(key, _choose, call, problem)
 
 
@@ -50,9 +50,9 @@ def _choose(
     if problem.split_n and problem.n * a.element_size() % ALIGNMENT:
         return f"scatter_dim: rows of {problem.n} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     if a.dtype in gemm.DTYPES:
-        (_, config), *_ = configs.rank_scatter_kernels(problem)
-        profitable = configs.scatter_is_profitable(problem)
-        return KernelChoice(_algorithm(config), config, configs.scatter_layout(config, problem), profitable)
+        config = likeliest(configs.rank_scatter_kernels(problem), call.preferred)
+        layout = configs.scatter_layout(config, problem)
+        return KernelChoice(algorithm_of(config), config, layout, configs.scatter_is_profitable(problem))
     if problem.split_n:
         return f"the last dimension is scattered, of {a.dtype}"
     stored = configs.choose_matmul_reduce_scatter(problem, a.dtype)
@@ -76,10 +76,6 @@ def adds_products(call: configs.ScatterKernelCall, world_size: int) -> bool:
     return isinstance(choice, KernelChoice) and isinstance(choice.config, configs.ScatterPushConfig)
 
 
-def _algorithm(config: configs.FusedConfig) -> str:
-    return "one_shot" if isinstance(config, OneShotConfig) else "push"
-
-
 def tuned_scatter(
     choice: KernelChoice[configs.AnyConfig],
     heap: Heap,
@@ -89,7 +85,7 @@ def tuned_scatter(
     tuned."""
     if isinstance(choice.config, configs.MatmulReduceScatterConfig):
         return choice, ""
-    if not tuner.is_tuning():
+    if call.preferred or not tuner.is_tuning():
         return choice, tuner.FROM_MODEL
     a, b, epilogue, terms, num_sms = call.a, call.b, call.epilogue, call.terms, call.num_sms
     problem = call.problem(heap.world_size)
@@ -100,7 +96,7 @@ def tuned_scatter(
     if call.more:
         kind += f", K of {'+'.join(str(x.shape[-1]) for x in call.factors[::2])}"
     candidates: list[Candidate[configs.AnyConfig]] = [
-        Candidate(c, configs.scatter_layout(c, problem), _algorithm(c))
+        Candidate(c, configs.scatter_layout(c, problem), algorithm_of(c))
         for _, config in configs.rank_scatter_kernels(problem)
         if not (call.more and isinstance(config, OneShotConfig))
         for c in _both_ways(config)
@@ -111,10 +107,9 @@ def tuned_scatter(
         if not results:
             results.append(a.new_empty((batches, m, n), dtype=epilogue.out_dtype))
         stream = current_stream_of(a)
+        kernel: Any = fused_scatter(workspace, call, config)
         if isinstance(config, OneShotConfig):
-            one_shot = MatmulReduceScatterOneShot(workspace, a, b, config, epilogue, split_n=call.split_n)
-            return lambda: one_shot.call((a, b, *terms), results, timeout_ns, stream)
-        kernel = MatmulReduceScatterPush(workspace, call.factors, config, epilogue, num_sms=num_sms)
+            return lambda: kernel.call((a, b, *terms), results, timeout_ns, stream)
         operands, out = [x.data_ptr() for x in (*call.factors, *terms)], (results[0].data_ptr(),)
         return lambda: kernel.launch(workspace.next_buffer(), operands, out, timeout_ns, stream)
 
@@ -128,6 +123,17 @@ def _both_ways(config: configs.FusedConfig) -> list[configs.FusedConfig]:
     return [config, replace(config, staged=not config.staged)]
 
 
+def fused_scatter(
+    workspace: Workspace[Any], call: configs.ScatterKernelCall, config: configs.FusedConfig
+) -> MatmulReduceScatterPush | MatmulReduceScatterOneShot:
+    """What launches calls like this one, of 16 bits."""
+    if isinstance(config, OneShotConfig):
+        return MatmulReduceScatterOneShot(
+            workspace, call.a, call.b, config, call.epilogue, split_n=call.split_n
+        )
+    return MatmulReduceScatterPush(workspace, call.factors, config, call.epilogue, num_sms=call.num_sms)
+
+
 def launch_matmul_reduce_scatter(
     choice: KernelChoice[configs.AnyConfig],
     workspace: Workspace[Any],
@@ -139,14 +145,12 @@ def launch_matmul_reduce_scatter(
     config, key = choice.config, _key(choice, call)
     columns = call.columns(workspace.world_size)
     out = a.new_empty((a.shape[0], a.shape[2], columns), dtype=epilogue.out_dtype)
-    kernel = workspace.prepared.get(key)
+    kernel: Any = workspace.prepared.get(key)
     if kernel is None:
 
         def make() -> MatmulReduceScatterPush | MatmulReduceScatterOneShot | TritonMatmulReduceScatter:
-            if isinstance(config, OneShotConfig):
-                return MatmulReduceScatterOneShot(workspace, a, b, config, epilogue, split_n=call.split_n)
-            if isinstance(config, configs.ScatterPushConfig):
-                return MatmulReduceScatterPush(workspace, call.factors, config, epilogue, num_sms=num_sms)
+            if not isinstance(config, configs.MatmulReduceScatterConfig):
+                return fused_scatter(workspace, call, config)
             made = TritonMatmulReduceScatter(workspace, a, b, config, epilogue, num_sms=num_sms)
             with compiling():  # Triton compiles at a launch
                 made.launch(0, a, b, out, *terms, timeout_ns=timeout_ns)
@@ -159,11 +163,11 @@ def launch_matmul_reduce_scatter(
         )
         kernel = make_together(workspace, host.OP, key, same, make)
     stream = current_stream_of(a)
-    if isinstance(kernel, MatmulReduceScatterOneShot):
+    if isinstance(config, OneShotConfig):
         kernel.call((a, b, *terms), (out,), timeout_ns, stream)
         return out
     buffer = workspace.next_buffer()
-    if isinstance(kernel, MatmulReduceScatterPush):
+    if isinstance(config, configs.ScatterPushConfig):
         operands = [x.data_ptr() for x in (*call.factors, *terms)]
         kernel.launch(buffer, operands, (out.data_ptr(),), timeout_ns, stream)
     else:

@@ -1,11 +1,12 @@
-"""What CUDA says of a call: its device, its stream, and whether that is being captured.
+"""What CUDA says of a call: its device, its stream, and whether that is being captured; and what it loads and encodes.
 
 All of it is asked of ``state``, by its name in this module: another object in its place runs calls without a GPU.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+import ctypes
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +21,16 @@ def _of_torch(name: str) -> Any:
 def _stream(stream: int, device: int) -> torch.cuda.Stream:
     # The default stream's address is 0: for that ExternalStream takes another one, out of its pool.
     return torch.cuda.ExternalStream(stream, device=device) if stream else torch.cuda.default_stream(device)
+
+
+@cache
+def _driver() -> tuple[Any, Any]:
+    """The driver's functions, and what raises where one fails: imported once there is a GPU, not at each call."""
+    from cuda.bindings import driver
+
+    from .vmm import check_driver
+
+    return driver, check_driver
 
 
 class CudaState:
@@ -48,23 +59,54 @@ class CudaState:
 
     def stream_id(self, stream: int) -> int:
         """The driver's number of a stream, which it gives to no other one."""
-        from cuda.bindings import driver
-
-        from .vmm import check_driver
-
-        return int(check_driver(driver.cuStreamGetId(stream)))
+        driver, check = _driver()
+        return int(check(driver.cuStreamGetId(stream)))
 
     def capture_of(self, stream: int) -> tuple[str, int]:
         """ "NONE", "ACTIVE" or "INVALIDATED", and the graph into which a stream is being captured."""
-        from cuda.bindings import driver
-
-        from .vmm import check_driver
-
-        status, graph = check_driver(driver.cuStreamGetCaptureInfo(stream))[:2]
+        driver, check = _driver()
+        status, graph = check(driver.cuStreamGetCaptureInfo(stream))[:2]
         return status.name.removeprefix("CU_STREAM_CAPTURE_STATUS_"), int(graph)
 
     def num_sms(self, device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).multi_processor_count
+
+    def memory(self, device: torch.device) -> dict[str, int]:
+        """What a device with an index says of its memory, as ``memory_of`` has it."""
+        from .vmm import memory_of
+
+        driver, check = _driver()
+        return memory_of(check(driver.cuDeviceGet(device.index)))
+
+    def function(self, program: Any, name: str, shared: int) -> Any:
+        """The kernel ``name`` of a program, loaded: see ``Program.function``."""
+        return program.load(name, shared)
+
+    def tensor_map(self, *tiled: Any) -> bytes:
+        """The driver's tensor map, 128 bytes; the arguments are those of cuTensorMapEncodeTiled."""
+        driver, check = _driver()
+        made = check(driver.cuTensorMapEncodeTiled(*tiled))
+        return ctypes.string_at(made.getPtr(), 128)
+
+    def own_stream(self, owner: object, device: torch.device) -> int:
+        """A stream of the highest priority that lives as long as ``owner``."""
+        from .vmm import own_stream
+
+        return own_stream(owner, device, first=True)
+
+    def copy(self, to: int, source: int, size: int, stream: int) -> None:
+        """Let a copy engine copy ``size`` bytes, behind what is on the stream."""
+        driver, check = _driver()
+        check(driver.cuMemcpyDtoDAsync(to, source, size, stream))
+
+    def hold_in_graph(self, stream: int, held: int, destructor: int) -> None:
+        """``destructor(held)``, of C, is called once nothing is left of the graph that ``stream`` is captured into."""
+        driver, check = _driver()
+        graph = check(driver.cuStreamGetCaptureInfo(stream))[2]
+        no_sync = driver.CUuserObject_flags.CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
+        made = check(driver.cuUserObjectCreate(held, driver.CUhostFn(destructor), 1, no_sync))
+        move = driver.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE
+        check(driver.cuGraphRetainUserObject(graph, made, 1, move))
 
     def event(self) -> torch.cuda.Event:
         return torch.cuda.Event()

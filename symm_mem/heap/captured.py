@@ -12,6 +12,8 @@ import ctypes
 from functools import cache
 from typing import Any
 
+from ..backends import cuda_state
+
 _SEMAPHORE = 64  # bytes: more than any C library's sem_t
 
 
@@ -26,19 +28,13 @@ class CapturedGraph:
     """
 
     def __init__(self, stream: int) -> None:
-        from cuda.bindings import driver
-
-        from ..backends.vmm import check_driver
-
-        libc, graph = _libc(), check_driver(driver.cuStreamGetCaptureInfo(stream))[2]
+        libc = _libc()
         # Not Python's memory: the driver writes to it whenever it likes, also when the process ends.
         self._gone = ctypes.c_void_p(libc.malloc(_SEMAPHORE))
         libc.sem_init(self._gone, 0, 0)
-        destructor = driver.CUhostFn(ctypes.cast(libc.sem_post, ctypes.c_void_p).value)
-        no_sync = driver.CUuserObject_flags.CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
-        held = check_driver(driver.cuUserObjectCreate(self._gone.value, destructor, 1, no_sync))
-        move = driver.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE
-        check_driver(driver.cuGraphRetainUserObject(graph, held, 1, move))
+        destructor = ctypes.cast(libc.sem_post, ctypes.c_void_p).value
+        assert self._gone.value is not None and destructor is not None
+        cuda_state.state.hold_in_graph(stream, self._gone.value, destructor)
 
     def is_gone(self) -> bool:
         """Whether nothing of it is left, and nothing of it runs. May be asked at any time, costs no driver call."""

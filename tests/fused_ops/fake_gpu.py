@@ -6,6 +6,7 @@ paths. What is not: CUDA's answers, and the heap with its workspaces and kernels
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +23,6 @@ from weft.fused_ops.dispatch import plan
 from weft.fused_ops.dispatch.workspaces import ALL_REDUCE, AROUND_MATMULS
 from weft.kernels.device.gemm.one_shot import OneShotConfig
 from weft.kernels.device.tuning.choice import KernelChoice
-from weft.kernels.matmul_reduce_scatter.cuda_kernel import MatmulReduceScatterPush
-from weft.kernels.matmul_reduce_scatter.one_shot_kernel import MatmulReduceScatterOneShot
 from weft.symm_mem import call_cache
 from weft.symm_mem.backends import cuda_state
 from weft.symm_mem.call_cache import CachedDict
@@ -55,6 +54,7 @@ class Gpu(cuda_state.CudaState):
         self.graphs: dict[int, tuple[str, int]] = {}
         self.external: dict[int, int] = {}  # and their numbers
         self.destroyed: set[int] = set()
+        self.held: dict[tuple[str, int], list[Callable[[], Any]]] = {}  # by graph: what its end calls
 
     def launch(self, what: Any) -> None:
         self.on.setdefault(self.now, []).append(what)
@@ -83,6 +83,10 @@ class Gpu(cuda_state.CudaState):
 
     def capture_of(self, stream: int) -> tuple[str, int]:
         return self.graphs.get(stream, ("NONE", 0))
+
+    def hold_in_graph(self, stream: int, held: int, destructor: int) -> None:
+        call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(destructor)
+        self.held.setdefault(self.capture_of(stream), []).append(lambda: call(held))
 
     def num_sms(self, device: torch.device) -> int:
         return self.sms
@@ -116,12 +120,6 @@ class OneShot:
         self.launched.append((0, [x.data_ptr() for x in tensors], [x.data_ptr() for x in results], *how))
 
 
-class ScatterPush(Kernel, MatmulReduceScatterPush): ...
-
-
-class ScatterOneShot(OneShot, MatmulReduceScatterOneShot): ...
-
-
 class Prepared(CachedDict[Any, Any]):
     """In which each kernel around a matmul that is chosen is made already, ``kernel`` if that is given."""
 
@@ -132,15 +130,13 @@ class Prepared(CachedDict[Any, Any]):
         self.made: dict[Any, Any] = {}
 
     def get(self, key: Any, default: Any = None) -> Any:
-        choice, *what = key if isinstance(key, tuple) else (key,)
-        scatters = what not in ([], [False], [True])  # else whether A is returned
+        choice = key[0] if isinstance(key, tuple) else key
         if not isinstance(choice, KernelChoice):
             return super().get(key, default)
         if self.kernel is not None:
             return self.kernel
-        one_shot = isinstance(choice.config, OneShotConfig)
-        kinds = (ScatterPush, ScatterOneShot) if scatters else (Kernel, OneShot)
-        return self.made.setdefault(key, kinds[one_shot](self.launched))
+        kind = OneShot if isinstance(choice.config, OneShotConfig) else Kernel
+        return self.made.setdefault(key, kind(self.launched))
 
 
 class Workspace:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import test_fast_path_of_matmuls as matmuls
 import torch
-from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, ScatterOneShot, Stage
+from fake_gpu import DEADLINE, NAME, SLOW, STREAM, TAKEN, OneShot, Stage
 from test_matmuls_seen import FunctionMode, Seen
 from weft import symm_mem
 from weft.fused_ops import fused_matmul_reduce_scatter
@@ -20,7 +20,7 @@ from weft.symm_mem.workspace import Workspace
 stage, op = matmuls.stage, matmuls.op
 
 
-class Caller(ScatterOneShot):
+class Caller(OneShot):
     """What is left behind where there is more to do than to launch a kernel."""
 
     def __init__(self) -> None:

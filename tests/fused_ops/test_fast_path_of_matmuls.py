@@ -235,6 +235,21 @@ def test_what_is_not_profitable_is_fused_only_where_it_is_asked_for(stage: Stage
     assert len(stage.launched) == 2
 
 
+@pytest.mark.parametrize("asked", ["push", "one_shot"])
+def test_the_kernel_that_was_asked_for_is_launched_while_it_is_asked_for(stage: Stage, asked: str) -> None:
+    A, B = numbers(64, 128), numbers(128, 64)
+    call = AllGatherMatmulCall(A, [B], 0, NAME, False)
+    for algorithm in ("fused", asked, "fused", asked):
+        with plan.forced(algorithm):
+            with pytest.raises(SLOW, match=TAKEN):  # what another kernel left behind is not taken
+                fused_all_gather_matmul(A, [B], 0, NAME, return_A=False)
+            all_gather_matmul._on_cuda(stage.where, call)
+            chosen, count = plan.last_plan().algorithm, len(stage.launched)
+            assert chosen == asked or algorithm == "fused"
+            fused_all_gather_matmul(A, [B], 0, NAME, return_A=False)
+            assert plan.last_plan().algorithm == chosen and len(stage.launched) == count + 1
+
+
 def test_what_was_copied_is_not_remembered(stage: Stage, op: Op) -> None:
     stage.workspace.prepared.clear()
     A, *rest = op.given

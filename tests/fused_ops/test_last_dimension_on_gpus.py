@@ -10,10 +10,9 @@ import time
 from typing import Any
 from unittest import mock
 
-import algorithms
 import pytest
 import torch
-from algorithms import ALGORITHMS, taking
+from algorithms import ALGORITHMS, choose_anew
 from opcommon import BOUND, check, gather, gathered, matrix, poison, same_on_all, whole, world
 from ranks import run_ranks
 from weft import symm_mem
@@ -71,13 +70,9 @@ def every_tile(rank: int, world_size: int) -> None:
                 group = min(2, -(-problem.m // tile.block_m))
                 return [(1.0, GatherPushConfig(tile, comm_sms, group, split_k=True, missed=comm_sms // 8))]
 
+            choose_anew()
             symm_mem.reset()  # forgets the kernels that were made for these shapes before
-            with (
-                mock.patch.dict(algorithms._choices, clear=True),
-                algorithms.taking("push"),
-                mock.patch.object(configs, "rank_gather_pushes", only),
-                forced("fused"),
-            ):
+            with mock.patch.object(configs, "rank_gather_pushes", only), forced("push"):
                 for i, (m, k, ns) in enumerate(SHAPES):
                     for dtype, transposed in ((torch.bfloat16, False), (torch.float16, True)):
                         poison(rank)
@@ -195,7 +190,7 @@ def as_they_lie(rank: int, world_size: int, algorithm: str) -> None:
                 poison(rank)
                 torch.cuda.synchronize()
                 before = allocations()
-                with forced("fused"), taking(algorithm):
+                with forced(algorithm):
                     A, (out,) = fused_all_gather_matmul(shard, [B], dim, world(), return_A=return_A)
                 made = allocations() - before
                 taken = last_plan().algorithm

@@ -13,10 +13,9 @@ from itertools import product
 from unittest import mock
 
 import ahead
-import algorithms
 import pytest
 import torch
-from algorithms import ALGORITHMS
+from algorithms import ALGORITHMS, choose_anew
 from opcommon import gathered, matrix, poison, same_on_all, whole, world
 from ranks import run_ranks
 from weft import symm_mem
@@ -102,8 +101,9 @@ SENT = ((0, 2, 64, 1024), (0, 0, 32, 512), (8, 0, 16, 256), (8, 1, 32, 512))
 def chosen_anew() -> Iterator[None]:
     """What was chosen for these shapes before is forgotten, the kernels with it; in the body they push."""
     gather_configs.rank_gather_pushes.cache_clear()
+    choose_anew()
     symm_mem.reset()
-    with mock.patch.dict(algorithms._choices, clear=True), algorithms.taking("push"), forced("fused"):
+    with forced("push"):
         yield
 
 
@@ -176,18 +176,17 @@ def mixed(rank: int, world_size: int, calls: int) -> None:
         wide = torch.empty(1, world_size, m, k, dtype=dtype)
         needed += ahead.chosen_scatter_programs(wide, bs[0], epilogues_of(m, dtype))
     ahead.compile_ahead(needed)
-    with forced("fused"):
-        for call in range(calls):
-            if mine.random() < 0.1:  # this rank comes late
-                torch.cuda._sleep(mine.randrange(2_000_000))
-            m, k, ns = order.choice(SHAPES)
-            dtype, transposed = order.choice((torch.bfloat16, torch.float16)), order.random() < 0.5
-            algorithm, return_A = order.choice(ALGORITHMS), order.random() < 0.5
-            what = f"call {call}: {algorithm} {m, k, ns} {dtype}"
-            problem = Problem(m, k, ns, dtype, transposed, what)
-            with algorithms.taking(algorithm):
-                gathers(problem, return_A, algorithm)
-                scatters(problem, algorithm)
+    for call in range(calls):
+        if mine.random() < 0.1:  # this rank comes late
+            torch.cuda._sleep(mine.randrange(2_000_000))
+        m, k, ns = order.choice(SHAPES)
+        dtype, transposed = order.choice((torch.bfloat16, torch.float16)), order.random() < 0.5
+        algorithm, return_A = order.choice(ALGORITHMS), order.random() < 0.5
+        what = f"call {call}: {algorithm} {m, k, ns} {dtype}"
+        problem = Problem(m, k, ns, dtype, transposed, what)
+        with forced(algorithm):
+            gathers(problem, return_A, algorithm)
+            scatters(problem, algorithm)
 
 
 @pytest.mark.gpu(own=True)  # by turns on one GPU it takes minutes
@@ -231,7 +230,7 @@ def in_place(rank: int, world_size: int, algorithm: str) -> None:
         want = sum(p.chunk(world_size, dim)[rank] for p in products).to(dtype)
         for call in range(3):  # the slow path, and the fast one
             before = torch.cuda.memory_stats()["allocation.all.allocated"]
-            with forced("fused"), algorithms.taking(algorithm):
+            with forced(algorithm):
                 got = fused_matmul_reduce_scatter(A, B, "sum", dim, world())
             made = torch.cuda.memory_stats()["allocation.all.allocated"] - before
             taken.add(last_plan().algorithm)
@@ -258,7 +257,7 @@ def equal_bs(rank: int, world_size: int) -> None:
         B = same_on_all(k, n).bfloat16()
         shard = torch.randn(m, k, dtype=torch.bfloat16)
         for algorithm in ALGORITHMS:
-            with algorithms.taking(algorithm), forced("fused"):
+            with forced(algorithm):
                 _, (out,) = fused_all_gather_matmul(shard, [B], 0, world(), return_A=False)
             fits = 2 * world_size * m * k <= MOST_BYTES
             assert last_plan().algorithm == (algorithm if fits else "push")

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from algorithms import ALGORITHMS, taking
+from algorithms import ALGORITHMS
 from opcommon import BOUND, check, gather, world
 from ranks import run_ranks
 from weft import symm_mem
@@ -25,9 +25,9 @@ from weft.symm_mem.heap.registry import get_heap
 pytestmark = pytest.mark.gpu
 
 
-def layer(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def layer(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, algorithm: str = "fused") -> torch.Tensor:
     """All three ops, one after the other."""
-    with forced("fused"):
+    with forced(algorithm):
         _, (h,) = fused_all_gather_matmul(x, [up], 0, world(), return_A=False)
         assert last_plan().algorithm in ALGORITHMS
         y = fused_matmul_reduce_scatter(torch.relu(h), down, "sum", 0, world())
@@ -49,16 +49,11 @@ def weights(k: int = 512, n: int = 1024) -> tuple[torch.Tensor, torch.Tensor]:
 
 def right(rank: int, world_size: int, algorithm: str) -> None:
     """Large enough for many chunks and tiles; NaN in the workspace beforehand comes from the smaller op tests."""
-    with taking(algorithm):
-        large_products(rank, world_size)
-
-
-def large_products(rank: int, world_size: int) -> None:
     for m, k, n, dtype in [(1024, 4096, 1536, torch.bfloat16), (515, 1032, 520, torch.float16)]:
         bound = BOUND[dtype]
         shard, B = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype).t()
         A = torch.cat(gather(shard))
-        with forced("fused"):
+        with forced(algorithm):
             got_A, (out,) = fused_all_gather_matmul(shard, [B], 0, world())
             check("all-gather + matmul", out, A @ B.double(), bound)
             assert torch.equal(got_A.double(), A)
@@ -83,21 +78,16 @@ def test_large_matmuls(world_size: int, algorithm: str) -> None:
 
 
 def replayed(rank: int, world_size: int, algorithm: str) -> None:
-    with taking(algorithm):
-        replays()
-
-
-def replays() -> None:
     up, down = weights()
     graphs = []
     for rows in (256, 130, 512):
         x = torch.randn(rows, 512).bfloat16()
-        layer(x, up, down)
+        layer(x, up, down, algorithm)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = layer(x, up, down)
-            out = layer(x + out[:, :512], up, down)
+            out = layer(x, up, down, algorithm)
+            out = layer(x + out[:, :512], up, down, algorithm)
         graphs.append((graph, x, out))
     order = random.Random(0)
     for _ in range(60):
@@ -107,7 +97,7 @@ def replays() -> None:
         late(0.2)
         graph.replay()
         late(0.2)
-        eager = layer(x + layer(x, up, down)[:, :512], up, down)
+        eager = layer(x + layer(x, up, down, algorithm)[:, :512], up, down, algorithm)
         assert torch.equal(out, eager)
 
 
@@ -186,7 +176,7 @@ def missing(rank: int, world_size: int, op: str, algorithm: str) -> str | None:
     x = torch.randn(256, 512).bfloat16()
 
     def call() -> None:
-        with forced("fused"), taking(algorithm):
+        with forced(algorithm):
             if op == "fused_all_gather_matmul":
                 fused_all_gather_matmul(x, [up], 0, world(), return_A=False)
             elif op == "fused_matmul_reduce_scatter":

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from algorithms import ALGORITHMS, taking
+from algorithms import ALGORITHMS
 from opcommon import BOUND, check, gather, poison, world
 from ranks import run_ranks
 from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, last_plan
@@ -38,7 +38,7 @@ class Problem:
 
     def run(self, algorithm: str) -> list[torch.Tensor]:
         """The gathered A and the products; the sum, and the average in float32 with bias and residual."""
-        with forced("fused"), taking(algorithm):
+        with forced(algorithm):
             A, outs = fused_all_gather_matmul(self.shard, self.Bs, 0, world())
             assert last_plan().algorithm == "push" and A is not None, "it must be bit for bit"
             _, again = fused_all_gather_matmul(self.shard, self.Bs, 0, world(), return_A=False)
@@ -118,7 +118,7 @@ def fails(rank: int, world_size: int, op: str) -> None:
     problem.judge("before", problem.run("one_shot"))
     torch.cuda.synchronize()
     refused = mock.patch.object(torch, "mm", side_effect=torch.OutOfMemoryError("no memory"))
-    with forced("fused"), taking("one_shot"):
+    with forced("one_shot"):
         for called in range(2):  # the fast path, and below torch's dispatcher
             call = (fused_all_gather_matmul, torch.ops.weft.fused_all_gather_matmul)[called]
             if op == "gather":
@@ -143,7 +143,7 @@ def special(rank: int, world_size: int) -> None:
     """Infinities and NaNs come through as what they are, also those whose bits are all set."""
     shard, B = torch.randn(64, 128).bfloat16(), torch.eye(128).bfloat16()
     shard.view(torch.int16)[rank, :4] = torch.tensor([-1, -1, 0x7F80, 0x7FC0], dtype=torch.int16)
-    with forced("fused"), taking("one_shot"):
+    with forced("one_shot"):
         _, (out,) = fused_all_gather_matmul(shard, [B], 0, world(), return_A=False)
         assert last_plan().algorithm == "one_shot"
         A, _ = fused_all_gather_matmul(shard, [B], 0, world())

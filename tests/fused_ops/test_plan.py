@@ -51,6 +51,12 @@ def test_an_algorithm_can_be_asked_for() -> None:
         with plan.forced("unfused"):
             assert not plan.should_fuse(False)
         assert plan.should_fuse(False)
+    with plan.forced("one_shot"):
+        assert plan.should_fuse(False) and plan.preferred_kernel() == "one_shot"
+        with plan.forced("fused"):
+            assert plan.should_fuse(False) and plan.preferred_kernel() is None
+        assert plan.preferred_kernel() == "one_shot"
+    assert plan.preferred_kernel() is None and not plan.should_fuse(False)
     with pytest.raises(ValueError, match="algorithm: is 'fast'"), plan.forced("fast"):
         pass
 

@@ -10,10 +10,9 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import algorithms
 import pytest
 import torch
-from algorithms import ALGORITHMS, taking
+from algorithms import ALGORITHMS, choose_anew
 from opcommon import BOUND, check, gather, gathered, matrix, poison, whole, world
 from ranks import run_ranks
 from weft import symm_mem
@@ -51,7 +50,7 @@ def exact(
     if added:
         terms = {"bias": whole(n, dtype=dtype), "residual": whole(*shape[:-1], n, dtype=dtype)}
     total = gathered(A.float() @ B.float()).sum(0).chunk(size, -1)[rank]
-    with taking(algorithm), forced("fused"):
+    with forced(algorithm):
         out = fused_matmul_reduce_scatter(A, B, "sum", -1, world(), **terms)
         assert last_plan().algorithm == algorithm, last_plan()
     assert out.is_contiguous()
@@ -67,11 +66,9 @@ def every_tile(rank: int, world_size: int) -> None:
             (us, config), *_ = ranked(problem)
             return [(us, replace(config, tile=tile, staged=i % 4 < 2))]
 
+        choose_anew()
         symm_mem.reset()  # the kernels are made anew
-        with (
-            mock.patch.object(configs, "rank_scatter_pushes", only),
-            mock.patch.dict(algorithms._choices, clear=True),
-        ):
+        with mock.patch.object(configs, "rank_scatter_pushes", only):
             for shape, n in SHAPES:
                 poison(rank)
                 exact(shape, n, (torch.bfloat16, torch.float16)[i % 3 == 0], i % 2 == 0, "push")
@@ -101,7 +98,7 @@ def replayed(rank: int, world_size: int, algorithm: str) -> None:
     A = torch.randn(5, 103, 1032).bfloat16()
 
     def call() -> torch.Tensor:
-        with taking(algorithm), forced("fused"):
+        with forced(algorithm):
             out = fused_matmul_reduce_scatter(A, B, "avg", 2, world(), out_dtype=torch.float32)
             assert last_plan().algorithm == algorithm
         return out

@@ -8,12 +8,14 @@ from typing import Any
 import fake_gpu
 import pytest
 import torch
-from algorithms import ALGORITHMS, taking
+from algorithms import ALGORITHMS
 from fake_gpu import NAME, WORLD_SIZE, Stage
 from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops import all_gather_matmul
 from weft.fused_ops.ops.calls import AllGatherMatmulCall
 from weft.kernels.all_gather_matmul import host, on_cuda
+from weft.kernels.all_gather_matmul.configs import GatherKernelCall
+from weft.kernels.device.gemm.one_shot import OneShotConfig
 from weft.symm_mem.call_cache import CachedDict
 
 stage = fake_gpu.stage
@@ -24,10 +26,8 @@ class Kernels:
 
     operands: list[int]
 
-    def __init__(
-        self, workspace: Any, a: torch.Tensor, bs: list[torch.Tensor], config: Any, **given: Any
-    ) -> None:
-        self.sizes = [config.split_k, a.shape, a.stride()]
+    def __init__(self, split_k: bool, a: torch.Tensor) -> None:
+        self.sizes = [split_k, a.shape, a.stride()]
 
     def launch(
         self, buffer: int, operands: list[int], results: list[int], timeout_ns: int, stream: int
@@ -38,11 +38,14 @@ class Kernels:
 class OneShot(Kernels):
     """The same in one shot."""
 
-    def __init__(self, workspace: Any, a: torch.Tensor, config: Any) -> None:
-        self.sizes = [False, a.shape, a.stride()]
-
     def call(self, tensors: Any, results: Any, timeout_ns: int, stream: int) -> None:
         self.launch(0, [x.data_ptr() for x in tensors], results, timeout_ns, stream)
+
+
+def noted(workspace: Any, call: GatherKernelCall, config: Any) -> Kernels:
+    if isinstance(config, OneShotConfig):
+        return OneShot(False, call.a)
+    return Kernels(config.split_k, call.a)
 
 
 @pytest.fixture
@@ -50,8 +53,7 @@ def where(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A heap whose workspace is empty."""
     prepared = stage.workspace.prepared = CachedDict()  # type: ignore[assignment]
     stage.workspace.heap = SimpleNamespace(prepare=lambda op, same, step: step())
-    monkeypatch.setattr(on_cuda.cuda_kernel, "AllGatherMatmulPushes", Kernels)
-    monkeypatch.setattr(on_cuda, "AllGatherMatmulOneShot", OneShot)
+    monkeypatch.setattr(on_cuda, "fused_gather", noted)
     return SimpleNamespace(**vars(stage.where), prepared=prepared)
 
 
@@ -89,7 +91,7 @@ def test_rows_at_one_distance_are_not_copied(
     shard, dim, stride = CASES[name]
     last = dim == shard.dim() - 1
     bs = [numbers(WORLD_SIZE * 24 if last else 24, n) for n in (16, 40)]
-    with forced("fused"), taking(algorithm):
+    with forced(algorithm):
         done = all_gather_matmul._on_cuda(where, AllGatherMatmulCall(shard, bs, dim, NAME, return_A))
     assert not isinstance(done, str)
     A, outs = done

@@ -17,6 +17,7 @@ from weft.fused_ops.dispatch.plan import forced
 from weft.fused_ops.ops import matmul_reduce_scatter
 from weft.fused_ops.ops.calls import MatmulReduceScatterCall
 from weft.kernels.matmul_reduce_scatter import host, on_cuda
+from weft.kernels.matmul_reduce_scatter.configs import ScatterKernelCall, ScatterPushConfig
 from weft.symm_mem.call_cache import CachedDict
 
 _op = torch.ops.weft.fused_matmul_reduce_scatter
@@ -207,8 +208,9 @@ def test_exact_on_gpus(world_size: int) -> None:
 class Kernel:
     """What on_cuda launches, instead of the driver."""
 
-    def __init__(self, workspace: Any, factors: Any, config: Any, epilogue: Any, *, num_sms: int) -> None:
-        self.sizes = [(x.shape, x.stride()) for x in factors]
+    def __init__(self, workspace: Any, call: ScatterKernelCall, config: Any) -> None:
+        assert isinstance(config, ScatterPushConfig)
+        self.sizes = [(x.shape, x.stride()) for x in call.factors]
 
     def launch(self, buffer: int, operands: list[int], results: list[int], *_: int) -> None:
         self.operands = operands
@@ -219,7 +221,7 @@ def where(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A heap whose workspace is empty."""
     prepared = stage.workspace.prepared = CachedDict()  # type: ignore[assignment]
     stage.workspace.heap = SimpleNamespace(prepare=lambda op, same, step: step())
-    monkeypatch.setattr(on_cuda, "MatmulReduceScatterPush", Kernel)
+    monkeypatch.setattr(on_cuda, "fused_scatter", Kernel)
     return SimpleNamespace(**vars(stage.where), prepared=prepared)
 
 

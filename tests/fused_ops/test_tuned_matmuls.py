@@ -42,12 +42,8 @@ class Kernel:
 
     launched: ClassVar[list[Any]] = []
 
-    def __init__(
-        self, workspace: Workspace[Layout], *given: Any, num_sms: int, return_A: bool = False
-    ) -> None:
-        self.workspace = workspace
-        kinds = gather.configs.GatherPushConfig | scatter.configs.ScatterPushConfig
-        (self.config,) = (x for x in given if isinstance(x, kinds))
+    def __init__(self, workspace: Workspace[Layout], config: Any) -> None:
+        self.workspace, self.config = workspace, config
 
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
@@ -64,12 +60,9 @@ class Kernel:
 class OneShot:
     """The same in one shot, in a workspace of the LL protocol."""
 
-    def __init__(
-        self, workspace: Workspace[ExchangeLayout], a: torch.Tensor, *given: Any, split_n: bool = False
-    ) -> None:
-        (self.config,) = (x for x in given if isinstance(x, OneShotConfig))
-        assert workspace.layout.slots >= self.config.layout(2).slots
-        self.workspace = workspace
+    def __init__(self, workspace: Workspace[ExchangeLayout], config: OneShotConfig) -> None:
+        assert workspace.layout.slots >= config.layout(2).slots
+        self.workspace, self.config = workspace, config
 
     def call(self, tensors: Any, results: Any, timeout_ns: int, stream: int) -> None:
         ws = self.workspace
@@ -82,6 +75,10 @@ class OneShot:
             assert time.monotonic() < deadline, "the peer does not come"
         ws.word(ws.rank, own).value = count
         Kernel.launched.append((self.config, [x.data_ptr() for x in tensors], timeout_ns))
+
+
+def made(workspace: Workspace[Any], call: object, config: Any) -> Kernel | OneShot:
+    return OneShot(workspace, config) if isinstance(config, OneShotConfig) else Kernel(workspace, config)
 
 
 def name_of(config: Any) -> Any:
@@ -111,10 +108,8 @@ def stage(folder: str, on: bool, fastest: Any) -> Iterator[Heap]:
         for target, name, value in (
             (gather, "_choices", KernelChoices()),
             (scatter, "_choices", KernelChoices()),
-            (gather.cuda_kernel, "AllGatherMatmulPushes", Kernel),
-            (scatter, "MatmulReduceScatterPush", Kernel),
-            (gather, "AllGatherMatmulOneShot", OneShot),
-            (scatter, "MatmulReduceScatterOneShot", OneShot),
+            (gather, "fused_gather", made),
+            (scatter, "fused_scatter", made),
             (benchmark, "median_us", median_us),
             (tuner, "is_tuning", lambda: on),
         ):

@@ -31,7 +31,6 @@ def made(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Stage:
     stage.workspaces.clear()
     stage.where.fault = None
     monkeypatch.setattr(workspaces, "Workspace", Made)
-    monkeypatch.setattr(workspaces, "CapturedGraph", lambda stream: f"of stream {stream}")
     return stage
 
 
@@ -57,6 +56,12 @@ def test_a_captured_graph_keeps_what_it_has_outgrown(made: Stage, graph: int) ->
     second: Any = workspaces.matmul_workspace(made.where, MANY)
     assert (first.graph is not None) is (second.graph is not None) is bool(graph)
     assert (first in second.prepared.values()) is bool(graph)
+    for workspace in (first, second) if graph else ():
+        assert not workspace.graph.is_gone()
+    for end in made.gpu.held.get(("ACTIVE", graph), []):
+        end()
+    for workspace in (first, second) if graph else ():
+        assert workspace.graph.is_gone()
 
 
 def test_streams_and_graphs_and_kinds_have_their_own(made: Stage) -> None:

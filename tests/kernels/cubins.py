@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import triton
 import weft.kernels.device
+from once import made_once
 from weft.kernels.device.jit.program import Program, compile_cubin
 
 KERNELS = Path(weft.kernels.device.__file__).parent.parent
@@ -26,8 +27,16 @@ _compiled: dict[Program, Future[bytes]] = {}
 def compiled(program: Program) -> Future[bytes]:
     """Its cubin; the same one is compiled once. It takes up to seconds: ask early."""
     if program not in _compiled:
-        _compiled[program] = _compilers.submit(compile_cubin, program.path, program.arch, program.defines)
+        _compiled[program] = _compilers.submit(_compile, program)
     return _compiled[program]
+
+
+def _compile(program: Program) -> bytes:
+    def write(place: Path) -> None:
+        place.write_bytes(compile_cubin(program.path, program.arch, program.defines))
+
+    what = program.path, program.arch, sorted(program.defines.items())  # sources do not change meanwhile
+    return made_once(what, write).read_bytes()
 
 
 def compile_ahead(request: pytest.FixtureRequest, programs: dict[str, Program]) -> None:

@@ -15,6 +15,7 @@ from weft.kernels.device.gemm import gemm_tiles
 from weft.kernels.device.gemm.one_shot import OneShotConfig
 from weft.kernels.matmul_reduce_scatter import configs as scatter
 from weft.kernels.matmul_reduce_scatter import to_all
+from weft.symm_mem.backends import cuda_state
 
 SIZES = st.integers(1, 20_000)
 RANKS = st.integers(2, 8)
@@ -109,12 +110,16 @@ def test_tiles_of_larger_caches_are_as_they_were_fitted(more: int) -> None:
         assert tile.stage_us <= tile.on(H100).stage_us <= 1.21 * tile.stage_us
 
 
+class Cuda(cuda_state.CudaState):
+    """Of a virtual GPU, and an H100."""
+
+    def memory(self, device: torch.device) -> dict[str, int]:
+        return [{"memory": 0, "l2": 1}, {"memory": H100.memory, "l2": H100.l2}][device.index]
+
+
 def test_what_a_device_does_not_say_is_taken_for_an_h200s(monkeypatch: pytest.MonkeyPatch) -> None:
-    says = [{"memory": 0, "l2": 1}, {"memory": H100.memory, "l2": H100.l2}]  # a virtual GPU, and an H100
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(device_spec, "check_driver", lambda found: found)
-    monkeypatch.setattr(device_spec.driver, "cuDeviceGet", lambda index: index)
-    monkeypatch.setattr(device_spec, "memory_of", lambda handle: says[handle])
+    monkeypatch.setattr(cuda_state, "state", Cuda())
     ask = device_spec.device_spec_of.__wrapped__  # its cache is everybody's
     assert ask(torch.device("cuda", 0)) == DeviceSpec(H200.memory, 1)
     assert ask(torch.device("cuda", 1)) == H100

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -13,32 +14,56 @@ import pytest
 import torch
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul import cuda_kernel as gather
-from weft.kernels.device.gemm import gemm, tensor_map
+from weft.kernels.all_gather_matmul.on_cuda import fused_gather
+from weft.kernels.device.gemm.gemm import THREADS
+from weft.kernels.device.jit.program import Function, Program
 from weft.kernels.matmul_reduce_scatter import configs as scatter_configs
-from weft.kernels.matmul_reduce_scatter import cuda_kernel as scatter
+from weft.kernels.matmul_reduce_scatter.on_cuda import fused_scatter
+from weft.symm_mem.backends import cuda_state
 from weft.symm_mem.layout import Layout
 
 WORLD_SIZE, M, K, N = 3, 64, 64, 64
 A, OUT, HALF, STREAM = 0x1000, 0x900000, 0x100000, 7
 
 
+class Noted(Function):
+    """A kernel that notes its launches: (name of the program, arguments, stream)."""
+
+    def __init__(self, name: str, done: list[tuple[Any, ...]]) -> None:
+        self.name, self.done = name, done
+
+    def most_clusters(self, cluster: int, block: int, shared: int) -> int:
+        return 1 << 20
+
+    def bound(
+        self, grid: int, block: int, args: ctypes.Structure, shared: int = 0, *, dependent: bool = False
+    ) -> Callable[[int], None]:
+        assert grid % 2 == 0 < grid and block == THREADS and not dependent
+        return lambda stream: self.done.append((self.name, type(args).from_buffer_copy(args), stream))
+
+
+class Cuda(cuda_state.CudaState):
+    """Its kernels note their launches. A tensor map begins with its address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[tuple[Any, ...]] = []
+
+    def function(self, program: Program, name: str, shared: int) -> Function:
+        assert program.path.parent.name == name
+        return Noted(name, self.done)
+
+    def tensor_map(self, *tiled: Any) -> bytes:
+        _, dimensions, address, _, _, box, *_ = tiled
+        return struct.pack("16Q", address, *map(int, box), *[0] * (15 - dimensions))
+
+
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What reaches the driver, in order: (name of the program, arguments, stream)."""
-    done: list[tuple[Any, ...]] = []
-
-    def launches(
-        program: object, name: str, params: Sequence[ctypes.Structure], *_: int
-    ) -> list[Callable[[int], None]]:
-        return [lambda stream, p=p: done.append((name, type(p).from_buffer_copy(p), stream)) for p in params]
-
-    def encode(boxes: tensor_map.Boxes, address: int) -> Any:
-        return tensor_map.TensorMap(address, *boxes.box)
-
-    monkeypatch.setattr(gemm, "gemm_program", lambda *_: None)
-    monkeypatch.setattr(gemm, "launches", launches)
-    monkeypatch.setattr(tensor_map.Boxes, "encode", encode)
-    return done
+    """What reaches the driver, in order."""
+    cuda = Cuda()
+    monkeypatch.setattr(cuda_state, "state", cuda)
+    return cuda.done
 
 
 class Lock:
@@ -69,9 +94,8 @@ def test_all_gather_matmul(done: list[tuple[Any, ...]], count: int, return_A: bo
     config = gather_configs.choose_gather_push(
         gather_configs.AllGatherMatmulProblem(M, (N,) * count, K, WORLD_SIZE, 132)
     )
-    kernels = gather.AllGatherMatmulPushes(
-        *(workspace(rank), bfloat16(M, K), bs, config), num_sms=132, return_A=return_A
-    )
+    call = gather_configs.GatherKernelCall(bfloat16(M, K), bs, 132, return_A=return_A)
+    kernels: Any = fused_gather(workspace(rank), call, config)
     for turn in (1, 2):  # other addresses at every launch
         done.clear()
         at = [turn << 20 | i << 12 for i in range(1, count + 1)]
@@ -100,7 +124,9 @@ def test_matmul_reduce_scatter(done: list[tuple[Any, ...]], more: tuple[int, ...
     for bias, residual in product((False, True), repeat=2):
         epilogue = scatter_configs.Epilogue(torch.bfloat16, bias=bias, residual=residual)
         layout = scatter_configs.scatter_push_layout(config, replace(problem, num_sms=8))
-        kernel = scatter.MatmulReduceScatterPush(workspace(0, layout), factors, config, epilogue, num_sms=8)
+        a, b, *others = factors
+        call = scatter_configs.ScatterKernelCall(a, b, 8, epilogue, more=others)
+        kernel: Any = fused_scatter(workspace(0, layout), call, config)
         for turn in (1, 2):
             at = [A * turn + 64 * i for i in range(len(factors))]
             terms = [A * turn + 1024] * bias + [A * turn + 2048] * residual

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from weft.kernels.all_gather_matmul.on_cuda import takes_rows
+from weft.kernels.all_gather_matmul.configs import GatherKernelCall
+from weft.kernels.all_gather_matmul.on_cuda import fused_gather, takes_rows
 from weft.kernels.all_gather_matmul.one_shot_kernel import AllGatherMatmulOneShot
 from weft.kernels.device.comm.ll_exchange import ExchangeLayout
 from weft.kernels.device.gemm import one_shot
 from weft.kernels.device.gemm.one_shot import OneShotConfig
-from weft.kernels.matmul_reduce_scatter.configs import Epilogue
+from weft.kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
+from weft.kernels.matmul_reduce_scatter.on_cuda import fused_scatter
 from weft.kernels.matmul_reduce_scatter.one_shot_kernel import MatmulReduceScatterOneShot
 
 WORLD_SIZE, M, K, N, STREAM = 3, 5, 16, 24, 7
@@ -77,7 +79,7 @@ def test_matmuls_of_what_was_gathered(driver: Driver, lead: tuple[int, ...]) -> 
     assert takes_rows(rows)
     bs = [numbers(K, N), numbers(8, K).t()]
     vectors = rows.numel() // 8
-    kernel = AllGatherMatmulOneShot(driver.workspace(), rows, OneShotConfig(vectors))
+    kernel: Any = fused_gather(driver.workspace(), GatherKernelCall(rows, bs, 132), OneShotConfig(vectors))
     assert driver.grids == [(1, 32)]
     whole = torch.stack(shards)
     driver.launch = lambda p: put(p.gathered, whole)
@@ -113,7 +115,7 @@ def test_partial_results_are_what_is_scattered(driver: Driver, name: str) -> Non
     terms = [numbers(N), numbers(m, N)]
     epilogue = Epilogue(BF16, average=True, bias=True, residual=True)
     config = OneShotConfig(m * N // 8)
-    kernel = MatmulReduceScatterOneShot(driver.workspace(), parts, b, config, epilogue)
+    kernel: Any = fused_scatter(driver.workspace(), ScatterKernelCall(parts, b, 132, epilogue), config)
     got = torch.empty(WORLD_SIZE, m, N, dtype=BF16)
     driver.launch = lambda p: put(got.data_ptr(), torch.frombuffer(read(p.c, got.nbytes), dtype=BF16))
     for given in (parts, A):  # the slow path, and the fast one
@@ -134,9 +136,8 @@ def test_columns_are_scattered_as_parts(driver: Driver, b: torch.Tensor) -> None
     A = numbers(M, 2, K)
     rows, columns = A.flatten(0, -2), numbers(2 * M, N)
     config, epilogue = OneShotConfig(2 * M * N // 8), Epilogue(BF16, residual=True)
-    kernel = MatmulReduceScatterOneShot(
-        driver.workspace(), rows[None, None], b, config, epilogue, split_n=True
-    )
+    call = ScatterKernelCall(rows[None, None], b, 132, epilogue, split_n=True)
+    kernel: Any = fused_scatter(driver.workspace(), call, config)
     got = torch.empty(WORLD_SIZE, 2 * M, N, dtype=BF16)
     driver.launch = lambda p: put(got.data_ptr(), torch.frombuffer(read(p.c, got.nbytes), dtype=BF16))
     for given in (rows[None, None], A):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 from hypothesis import given
 from hypothesis import strategies as st
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -114,17 +116,24 @@ def test_the_launcher_that_takes_encoded_descriptors_is_found() -> None:
 class FakeDriver:
     """As much of Triton's driver as a launch touches."""
 
-    class active:
-        @staticmethod
-        def get_current_device() -> int:
-            return 3
+    def get_current_device(self) -> int:
+        return 3
 
-        @staticmethod
-        def get_current_stream(device: int) -> int:
-            return 1000 + device
+    def get_current_stream(self, device: int) -> int:
+        return 1000 + device
+
+
+@pytest.fixture
+def active_driver() -> Iterator[None]:
+    """Triton is told to use it."""
+    before = triton.runtime.driver._active
+    triton.runtime.driver.set_active(FakeDriver())
+    yield
+    triton.runtime.driver.set_active(before)
 
 
 @pytest.mark.skipif(not LAUNCHER_IS_KNOWN, reason="only Triton 3.6's launcher is called directly")
+@pytest.mark.usefixtures("active_driver")
 def test_repeated_launches_pass_what_triton_would_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.backends.nvidia import driver as nvidia
     from weft.kernels.device.jit import launch
@@ -140,7 +149,6 @@ def test_repeated_launches_pass_what_triton_would_pass(monkeypatch: pytest.Monke
         launched.append(arguments)
 
     monkeypatch.setattr(nvidia, "make_tensordesc_arg", encode)
-    monkeypatch.setattr(launch, "driver", FakeDriver)
     signature = dict(
         enumerate(["tensordesc<bf16[8,8]>", "tensordesc<bf16[8,8]>", "*i32", "i32", "constexpr"])
     )
@@ -178,19 +186,18 @@ def test_repeated_launches_pass_what_triton_would_pass(monkeypatch: pytest.Monke
     op(5, (z, y), (word,), (42,))
     assert launched[-1][13][1] == z.data_ptr()
     assert len(encoded) == 5
-    monkeypatch.setattr(launch, "_MOST_ADDRESSES", 3)
-    alive = [torch.empty(8, 8) for _ in range(10)]
+    alive = [torch.empty(8, 8) for _ in range(3 * launch._MOST_ADDRESSES)]
     for t in alive:
         op(5, (t, y), (word,), (42,))
         assert launched[-1][13][1] == t.data_ptr()
-        assert len(op._encoded[0]) <= 3
+        assert len(op._encoded[0]) <= launch._MOST_ADDRESSES
 
 
+@pytest.mark.usefixtures("active_driver")
 def test_another_triton_is_asked_for_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     from weft.kernels.device.jit import launch
 
     monkeypatch.setattr(launch, "LAUNCHER_IS_KNOWN", False)
-    monkeypatch.setattr(launch, "driver", FakeDriver)
     asked: list[tuple[Any, ...]] = []
 
     def looks_alike() -> Any:

@@ -118,17 +118,20 @@ def test_one_choice_for_each_of_the_models(tmp_path: Path) -> None:
 
 
 def captured(rank: int, world_size: int, folder: str) -> None:
-    with in_folder(rank, folder):
+    with (
+        in_folder(rank, folder),
+        mock.patch.object(tuner, "_is_capturing", return_value=True) as is_capturing,
+    ):
         kernels = Kernels(rank)
-        with mock.patch.object(tuner, "_is_capturing", return_value=True):
-            for _ in range(2):
-                assert kernels.tune("captured") == ("a", "from the model")
+        for _ in range(2):
+            assert kernels.tune("captured") == ("a", "from the model")
         assert not kernels.made
+        is_capturing.return_value = False
         assert kernels.tune("captured") == ("b", "tuned")
         # The eager rank may take the fast path from here on: it would not come to measure.
-        kernels = Kernels(rank)
-        with mock.patch.object(tuner, "_is_capturing", return_value=rank == 1):
-            assert kernels.tune("one captures") == ("a", "from the model: some ranks capture a graph")
+        kernels, is_capturing.return_value = Kernels(rank), rank == 1
+        assert kernels.tune("one captures") == ("a", "from the model: some ranks capture a graph")
+        is_capturing.return_value = False
         assert kernels.tune("one captures")[0] == "a" and not kernels.made
 
 

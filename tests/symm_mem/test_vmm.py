@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,16 +146,19 @@ class Capturing:
 
 
 @pytest.fixture
-def capturing(monkeypatch: pytest.MonkeyPatch) -> tuple[vmm.VmmBackend, Capturing]:
+def capturing(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[vmm.VmmBackend, Capturing]]:
     fake = Capturing()
     monkeypatch.setattr(vmm, "driver", fake)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(vmm, "torch_streams", lambda device: (3, 4))
+    streams = cycle((3, 4))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: SimpleNamespace(cuda_stream=next(streams)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fake.cuCtxSynchronize())
     made = object.__new__(vmm.VmmBackend)
     made.device = torch.device("cuda", 0)
-    return made, fake
+    vmm.torch_streams.cache_clear()
+    yield made, fake
+    vmm.torch_streams.cache_clear()
 
 
 def test_nothing_of_a_heap_ends_another_threads_capture(capturing: tuple[vmm.VmmBackend, Capturing]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 import weft.kernels.device
+from once import made_once
 from weft.kernels.device.comm.ll_exchange import ExchangeLayout
 from weft.kernels.device.jit.program import Function
 from weft.symm_mem import workspace
@@ -100,11 +102,14 @@ def build(
         text += ["#undef RANK", *(f"#undef {name}" for name in every)]
     text.append(f"#define RANK_CALLS {', '.join(calls)}")
     (folder / "ranks.inc").write_text("\n".join(text) + "\n")
-    library = folder / "fibers.so"
-    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{folder}"]
-    options = [f"-D{name}={value}" for name, value in defines.items()]
+    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC"]
+    flags += [f"-D{name}={value}" for name, value in defines.items()]
     program = Path(__file__).with_name("fibers.cpp")
-    subprocess.run(["g++", *flags, *options, program, "-o", library], check=True)
+    what = flags, text, sorted((place.name, content) for place, content in texts.items())
+    made = made_once(
+        what, lambda to: subprocess.run(["g++", *flags, f"-I{folder}", program, "-o", to], check=True)
+    )
+    library = shutil.copy(made, folder / "fibers.so")  # with variables of its own
     return Library(tuple(every), ctypes.CDLL(str(library)))
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
+import struct
 import subprocess
 import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fibers import DEVICE, Library, Ranks
+from once import made_once
 from weft.kernels.device.gemm import gemm
 from weft.kernels.device.gemm.gemm_tiles import Tile
-from weft.kernels.device.gemm.tensor_map import Boxes, TensorMap
-from weft.kernels.device.jit.program import Function
+from weft.kernels.device.jit.program import Function, Program
+from weft.symm_mem.backends import cuda_state
 from weft.symm_mem.layout import Layout
 
 STAND_INS = ("ptx/hopper.cuh", "ptx/sync.cuh", "math/numbers.cuh")
@@ -81,46 +85,42 @@ def _build(
         texts = {file: text.replace(*instead) for file, text in texts.items()}
     for file, text in texts.items():
         file.write_text(text)
-    library = folder / "products.so"
     options = {
         **dict(defines),
-        "SOURCE": f'"{kernel}"',
         "KERNEL": name,
         "PARAMS_BYTES": ctypes.sizeof(params),
         "RANK": "current->number",  # one program for all
     }
-    subprocess.run(
-        [
-            *(
-                "g++",
-                "-std=c++17",
-                "-O2",
-                "-march=native",
-                "-ffp-contract=off",
-                "-fno-strict-aliasing",
-                "-w",
-                "-Wno-psabi",
-                "-shared",
-                "-fPIC",
-                f"-I{folder / 'device'}",
-            ),
-            *(f"-D{key}={value}" for key, value in options.items()),
-            *(Path(__file__).with_name("matmuls.cpp"), "-o", library),
-        ],
-        check=True,
-    )
+    flags = ["-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing"]
+    flags += ["-w", "-Wno-psabi", "-shared", "-fPIC", *(f"-D{key}={value}" for key, value in options.items())]
+    here = [f"-I{folder / 'device'}", f'-DSOURCE="{kernel}"', str(Path(__file__).with_name("matmuls.cpp"))]
+    what = flags, sorted((file.relative_to(folder).as_posix(), text) for file, text in texts.items())
+    made = made_once(what, lambda to: subprocess.run(["g++", *flags, *here, "-o", to], check=True))
+    library = shutil.copy(made, folder / "products.so")  # with variables of its own
     return Library((name,), ctypes.CDLL(str(library)))
 
 
-def encoded(boxes: Boxes, address: int) -> ctypes.Array[ctypes.c_uint64]:
-    """A tensor map as matmuls.cpp reads it."""
-    fill = 4 - len(boxes.shape)
-    dimensions = (
-        [*reversed(boxes.shape)] + [1] * fill,
-        [*reversed(boxes.strides)] + [0] * fill,
-        [*reversed(boxes.box)] + [1] * fill,
-    )
-    return TensorMap(address, *(number for numbers in dimensions for number in numbers))
+class Loaded(cuda_state.CudaState):
+    """In place of CUDA: kernels of ranks, and tensor maps as matmuls.cpp reads them."""
+
+    def __init__(self, ranks: Matmuls) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def function(self, program: Program, name: str, shared: int) -> Function:
+        assert shared <= SHARED
+        return self.ranks.function(name)
+
+    def tensor_map(self, *tiled: Any) -> bytes:
+        _, dimensions, address, shape, strides, box, steps, *_ = tiled
+        assert [int(step) for step in steps] == [1] * dimensions
+        fill = 4 - dimensions
+        numbers = (
+            [int(extent) for extent in shape] + [1] * fill,
+            [1, *(int(stride) // 2 for stride in strides)] + [0] * fill,  # in elements, of 16 bits
+            [int(extent) for extent in box] + [1] * fill,
+        )
+        return struct.pack("16Q", address, *(n for each in numbers for n in each), 0, 0, 0)
 
 
 class Matmuls(Ranks):
@@ -136,8 +136,7 @@ class Matmuls(Ranks):
         super().__init__(library, layout)
         self.memory[:, layout.staging if layout.ll_protocol else layout.buffer(0) :] = 0xFF
         self.pace = pace
-        monkeypatch.setattr(gemm, "gemm_program", lambda path, defines: Loaded(self))
-        monkeypatch.setattr(Boxes, "encode", encoded)
+        monkeypatch.setattr(cuda_state, "state", Loaded(self))
 
     def use(self) -> None:
         first, size = ctypes.c_void_p(self.memory.data_ptr()), ctypes.c_uint64(self.memory.numel())
@@ -157,14 +156,3 @@ class Matmuls(Ranks):
         self.use()
         (launch,) = self.places[rank].launches
         self.library.library.run_one(ctypes.byref(launch), rank)
-
-
-class Loaded:
-    """A stand-in for a program."""
-
-    def __init__(self, ranks: Matmuls) -> None:
-        self.ranks = ranks
-
-    def function(self, name: str, shared: int) -> Function:
-        assert shared <= SHARED
-        return self.ranks.function(name)

@@ -115,9 +115,9 @@ def calls_of_changing_size(
     torch.manual_seed(seed)
     choice = random.Random(seed)
     # A team takes several rows, and a thread two vectors of each.
-    monkeypatch.setattr(configs, "THREADS", 32)
     vectors = 32 * (chunks * cluster - 1) - 5 if chunks * cluster > 2 else 40
-    per_thread = shape(1, vectors, world_size, AllReduceRmsNormConfig("one_shot", cluster)).per_thread
+    of_one = AllReduceRmsNormConfig("one_shot", cluster, threads=32)
+    per_thread = shape(1, vectors, world_size, of_one).per_thread
     defines: dict[str, str | int] = {"WORLD_SIZE": world_size, "DTYPE": dtype}
     defines |= {"CLUSTER": cluster, "VECTORS": per_thread}
     switches = cuda_kernel.NormSwitches.of(kind, TORCH[dtype])
@@ -125,13 +125,12 @@ def calls_of_changing_size(
     library = build(folder, cuda_kernel.SOURCE, FORMS, cuda_kernel._Params, defines, instead=instead)
     ranks = Ranks(library, ExchangeLayout(world_size, 64 * 20 * per_thread))
     monkeypatch.setattr(cuda_kernel, "_program", lambda *a, dependent: Kernels(ranks))
-    monkeypatch.setattr(cuda_kernel, "why_no_norm_kernel", lambda *a: None)
     hidden = vectors * 16 // TORCH[dtype].itemsize
     calls = []
     for _ in range(8):
         rows, config = (
             choice.randrange(1, 9),
-            AllReduceRmsNormConfig(choice.choice(FORMS), cluster, 2 * cluster),
+            AllReduceRmsNormConfig(choice.choice(FORMS), cluster, 2 * cluster, threads=32),
         )
         xs = inputs(rows * hidden, TORCH[dtype], world_size)
         if choice.random() < 0.7:
@@ -183,13 +182,12 @@ def test_the_forms_give_the_same_bits(
     """Of one_shot, where a warp makes one sum at a time, and of two_shot, where it makes those of a group of rows."""
     torch.manual_seed(random.randrange(1 << 30))
     rows, vectors = 7, 70
-    monkeypatch.setattr(configs, "THREADS", 32)
-    monkeypatch.setattr(cuda_kernel, "why_no_norm_kernel", lambda *a: None)
     xs = [torch.randn(rows, vectors * 4) for _ in range(world_size)]
     residual, weight = torch.randn(rows, vectors * 4), torch.randn(vectors * 4)
     results = []
     for cluster in (1, 2):
-        per_thread = shape(1, vectors, world_size, AllReduceRmsNormConfig("one_shot", cluster)).per_thread
+        of_one = AllReduceRmsNormConfig("one_shot", cluster, threads=32)
+        per_thread = shape(1, vectors, world_size, of_one).per_thread
         defines: dict[str, str | int] = {"WORLD_SIZE": world_size, "DTYPE": "float32"}
         defines |= {"CLUSTER": cluster, "VECTORS": per_thread}
         library = build(tmp_path / str(cluster), cuda_kernel.SOURCE, FORMS, cuda_kernel._Params, defines)
@@ -198,7 +196,7 @@ def test_the_forms_give_the_same_bits(
             monkeypatch.setattr(cuda_kernel, "_program", lambda *a, dependent, found=ranks: Kernels(found))
             outs = []
             for rank, x in enumerate(xs):
-                config = AllReduceRmsNormConfig(form, cluster, 2 * cluster)
+                config = AllReduceRmsNormConfig(form, cluster, 2 * cluster, threads=32)
                 kernel = cuda_kernel.AllReduceRmsNormLauncher(
                     ranks.places[rank], rows, vectors * 4, x.dtype, NormKind(EPS), config
                 )

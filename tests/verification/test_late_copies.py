@@ -22,6 +22,8 @@ import pytest
 import torch
 from fibers import Launch, Library, build
 from weft.kernels.device.comm import acquire, copy_engine
+from weft.kernels.device.jit.program import Program
+from weft.symm_mem.backends import cuda_state
 from weft.symm_mem.failure.fault import Fault
 from weft.symm_mem.layout import Layout
 
@@ -54,7 +56,7 @@ class Gpu:
         self.faults = memory[rank][layout.bytes :].view(torch.int32)
         self.record = torch.zeros(8, dtype=torch.int64)
         self.fault = fibers.Fault(self.faults.data_ptr(), self.record.data_ptr())
-        self.heap = SimpleNamespace(device=None)
+        self.heap = SimpleNamespace(device=torch.device("cuda", 0))
         self.peers = [(rank + step) % SIZE for step in range(1, SIZE)]
         self.told: list[bool] = []
         self.results: list[torch.Tensor] = []
@@ -112,42 +114,41 @@ class Gpu:
         out[rows] = before[rows] + self.buffers[buffer][peer, rows]
 
 
-class Driver:
-    """A stand-in for driver and torch: what is asked for goes to the streams of ``self.gpu``."""
+class Driver(cuda_state.CudaState):
+    """In place of CUDA: what is asked for goes to the streams of ``self.gpu``."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.gpu: Gpu
         self._made = 0
-        self.cuda = SimpleNamespace(
-            ExternalStream=lambda handle, device: self.stream(handle),
-            Event=self.event,
-            current_stream=lambda: self.stream(CURRENT),
-        )
 
-    def own_stream(self, *_: Any, first: bool) -> int:
+    def own_stream(self, owner: object, device: torch.device) -> int:
         self._made += 1
         return self._made
 
-    def cuMemcpyDtoDAsync(self, to: int, source: int, size: int, stream: int) -> None:
+    def copy(self, to: int, source: int, size: int, stream: int) -> None:
         self.gpu.enqueue(stream, "copy", to, source, size)
 
-    def stream(self, handle: int) -> SimpleNamespace:
+    def current_stream(self, device: int) -> int:  # type: ignore[override]
+        return CURRENT
+
+    def stream(self, handle: int, device: int) -> Any:  # type: ignore[override]
         def wait_event(event: SimpleNamespace) -> None:
             self.gpu.enqueue(handle, "wait", event.number, self.gpu.recorded.get(event.number, 0))
 
-        return SimpleNamespace(cuda_stream=handle, wait_event=wait_event)
+        return SimpleNamespace(number=handle, wait_event=wait_event)
 
-    def event(self) -> SimpleNamespace:
+    def event(self) -> Any:
         self._made += 1
         number = self._made
 
         def record(stream: SimpleNamespace) -> None:
             self.gpu.recorded[number] = self.gpu.recorded.get(number, 0) + 1
-            self.gpu.enqueue(stream.cuda_stream, "record", number)
+            self.gpu.enqueue(stream.number, "record", number)
 
         return SimpleNamespace(number=number, record=record)
 
-    def function(self, name: str) -> SimpleNamespace:
+    def function(self, program: Program, name: str, shared: int) -> SimpleNamespace:
         """A stand-in for a loaded kernel of acquire.cu."""
 
         def launch(blocks: int, threads: int, params: Any, stream: int) -> None:
@@ -161,11 +162,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
-    monkeypatch.setattr(copy_engine, "driver", driver)
-    monkeypatch.setattr(copy_engine, "torch", driver)
-    monkeypatch.setattr(copy_engine, "check_driver", lambda result: result)
-    monkeypatch.setattr(copy_engine, "own_stream", driver.own_stream)
-    monkeypatch.setattr(acquire, "_program", driver)
+    monkeypatch.setattr(cuda_state, "state", driver)
     return driver
 
 

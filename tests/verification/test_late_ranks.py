@@ -111,8 +111,7 @@ def test_what_one_workspace_has_lost_is_not_sent_in_another(
         chains_of_two_workspaces(monkeypatch, library, one_group=False)
 
 
-def norms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
-    monkeypatch.setattr(configs, "THREADS", 32)
+def norms(folder: Path) -> Library:
     defines: dict[str, str | int] = {"WORLD_SIZE": 3, "DTYPE": "float32", "CLUSTER": 1, "VECTORS": 1}
     return build(folder, cuda_kernel.SOURCE, configs.FORMS, cuda_kernel._Params, defines)
 
@@ -120,7 +119,7 @@ def norms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
 @pytest.mark.parametrize("form", configs.FORMS)
 def test_a_chain_of_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     """As above: the new residual of a call is the input of the next one."""
-    library = norms(tmp_path, monkeypatch)
+    library = norms(tmp_path)
     rows, hidden, calls = 5, 128, 4
     zeros, ones = torch.zeros(rows, hidden), torch.ones(hidden)
     outcomes = []
@@ -128,7 +127,6 @@ def test_a_chain_of_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form:
         ranks = Ranks(library, ExchangeLayout(3, 64 * 20))
         functions = type("Kernels", (), {"function": staticmethod(ranks.function)})
         monkeypatch.setattr(cuda_kernel, "_program", lambda *a, dependent, found=functions: found)
-        monkeypatch.setattr(cuda_kernel, "why_no_norm_kernel", lambda *a: None)
         xs = [torch.randint(1, 9, (rows, hidden)).float() for _ in range(3)]
         want = [reference(xs, "sum") * 3**call for call in range(calls)]
         chains = [[x, *(torch.full_like(x, float("nan")) for _ in range(calls))] for x in xs]
@@ -140,7 +138,7 @@ def test_a_chain_of_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form:
                 hidden,
                 torch.float32,
                 NormKind(1e-5),
-                configs.AllReduceRmsNormConfig(form, 1, 2),
+                configs.AllReduceRmsNormConfig(form, 1, 2, threads=32),
             )
             for x, sums in pairwise(chain):
                 given = [t.data_ptr() for t in (x, zeros, ones)]

@@ -47,7 +47,6 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor import inductor_prims
@@ -61,7 +60,7 @@ from ..graph.collectives import argument, calls, collectives, group_of, kind_of,
 from ..report import Entry
 from .guard import SIZES, GraphGuard, GroupQuestion, pack
 from .signature import Order, Signature
-from .vote import begun
+from .vote import backend_of
 
 
 def _ask_eagerly(packed: str, fused: bool) -> None:
@@ -105,24 +104,16 @@ _SIGNATURE = re.compile(r"^def forward\(self.*?\)[^\n()]*:\n", re.DOTALL | re.MU
 
 def why_not_asked(group: str) -> str | None:
     """Why ranks of ``group`` cannot be asked at run time; None if they can, or if there are no other ranks to ask."""
-    pg = resolve_group(group)
-    if dist.get_backend(pg) == "fake":
+    backend = backend_of(resolve_group(group))
+    if backend.is_fake:
         return None
     if inductor_config.cpp_wrapper:
         return "the C++ wrapper cannot ask the other ranks whether they run the same graph"
     if inductor_config.fx_wrapper:
         return "the FX wrapper cannot ask the other ranks whether they run the same graph"
-    if not _counts(pg):
-        return f"its backend {dist.get_backend(pg)!r} does not count collectives, so ranks cannot agree"
+    if not backend.counts:
+        return f"its backend {backend.name!r} does not count collectives, so ranks cannot agree"
     return None
-
-
-def _counts(group: dist.ProcessGroup) -> bool:
-    try:
-        begun(group)
-    except RuntimeError:
-        return False
-    return True
 
 
 def why_captured_without_vote() -> str | None:
@@ -295,7 +286,8 @@ def has_ranks(group: str) -> bool:
         pg = resolve_group(group)
     except ValueError:
         return False
-    return dist.get_backend(pg) != "fake" and pg.size() > 1 and _counts(pg) and not V.aot_compilation
+    backend = backend_of(pg)
+    return not backend.is_fake and pg.size() > 1 and backend.counts and not V.aot_compilation
 
 
 def _begins(node: fx.Node, group: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_backend
 
 UNDECIDED, FUSED, PLAIN = range(3)
 #: Why PLAIN; ``peer`` is the rank that it is about.
@@ -59,3 +59,29 @@ def begun(group: ProcessGroup) -> int:
         RuntimeError: the backend does not count them.
     """
     return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
+
+class GroupBackend(NamedTuple):
+    """The backend of a group.
+
+    Attributes:
+        name: as torch has it.
+        counts: whether it counts collectives, without which ranks cannot agree.
+    """
+
+    name: str
+    counts: bool
+
+    @property
+    def is_fake(self) -> bool:
+        """Whether there are no other ranks to be asked."""
+        return self.name == "fake"
+
+
+def backend_of(group: ProcessGroup) -> GroupBackend:
+    """What a graph's collectives are run by, as far as ranks that may have to agree on it."""
+    try:
+        begun(group)
+    except RuntimeError:
+        return GroupBackend(get_backend(group), counts=False)
+    return GroupBackend(get_backend(group), counts=True)

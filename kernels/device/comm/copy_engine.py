@@ -19,9 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from cuda.bindings import driver
 
-from ....symm_mem.backends.vmm import check_driver, own_stream
+from ....symm_mem.backends import cuda_state
 from ....symm_mem.layout import Layout
 from ....symm_mem.workspace import Workspace
 from .acquire import acquire_buffer
@@ -32,9 +31,11 @@ class CopyEngine:
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
-        self._handle = own_stream(self, workspace.heap.device, first=True)
-        self._stream = torch.cuda.ExternalStream(self._handle, device=workspace.heap.device)
-        self._begin, self._end = torch.cuda.Event(), torch.cuda.Event()
+        state, device = cuda_state.state, workspace.heap.device
+        self._device = device.index
+        self._handle = state.own_stream(self, device)
+        self._stream = state.stream(self._handle, self._device)
+        self._begin, self._end = state.event(), state.event()
 
     @contextmanager
     def pushing(self, buffer: int, shard: torch.Tensor, chunk_rows: int, timeout_ns: int) -> Iterator[None]:
@@ -43,8 +44,10 @@ class CopyEngine:
 
         Behind the body the current stream waits for the copies: the shard may be overwritten then.
         """
-        current = torch.cuda.current_stream()
-        acquire_buffer(self.workspace, buffer, timeout_ns, current.cuda_stream)
+        state = cuda_state.state
+        handle: int = state.current_stream(self._device)
+        current = state.stream(handle, self._device)
+        acquire_buffer(self.workspace, buffer, timeout_ns, handle)
         self._begin.record(current)
         self._stream.wait_event(self._begin)
         self._push(buffer, shard, chunk_rows)
@@ -55,7 +58,7 @@ class CopyEngine:
             current.wait_event(self._end)
 
     def _push(self, buffer: int, shard: torch.Tensor, chunk_rows: int) -> None:
-        w, stream, rows = self.workspace, self._handle, shard.shape[0]
+        w, stream, rows, copy = self.workspace, self._handle, shard.shape[0], cuda_state.state.copy
         row_bytes = shard.shape[1] * shard.element_size()
         source, ticket = shard.data_ptr(), w.address + 4 * (Layout.EPOCH_TICKET + buffer)
         slot = w.address + w.layout.buffer(buffer) + w.rank * rows * row_bytes
@@ -64,5 +67,5 @@ class CopyEngine:
             there = ((w.rank - step) % w.world_size - w.rank) * w.span
             for chunk, row in enumerate(range(0, rows, chunk_rows)):
                 at, size = row * row_bytes, min(chunk_rows, rows - row) * row_bytes
-                check_driver(driver.cuMemcpyDtoDAsync(slot + there + at, source + at, size, stream))
-                check_driver(driver.cuMemcpyDtoDAsync(flag + there + 4 * chunk, ticket, 4, stream))
+                copy(slot + there + at, source + at, size, stream)
+                copy(flag + there + 4 * chunk, ticket, 4, stream)

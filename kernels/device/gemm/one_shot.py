@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import Structure
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from ..comm.ll_exchange import BLOCKS, THREADS, VECTOR, WARP, ExchangeLayout, exchange_grid, slots_for, up
 from ..jit.program import Program
 from .gemm import Defines
+
+C = TypeVar("C")
 
 MOST_BYTES = 32 << 20  #: gathered or scattered in all; beyond, the kernels that overlap are faster
 
@@ -38,6 +41,16 @@ class OneShotConfig:
 def config(part: int, num_sms: int) -> OneShotConfig:
     """For parts of so many bytes, in ``num_sms`` blocks at most: they keep their SMs while they wait."""
     return OneShotConfig(part // VECTOR, min(BLOCKS, num_sms))
+
+
+def algorithm_of(config: object) -> str:
+    """What a configuration of 16 bits is one of: "one_shot", or "push", by the kernels that overlap."""
+    return "one_shot" if isinstance(config, OneShotConfig) else "push"
+
+
+def likeliest(ranked: Sequence[tuple[float, C]], preferred: str | None) -> C:
+    """The fastest candidate, of the preferred algorithm if there is one."""
+    return next((c for _, c in ranked if algorithm_of(c) == preferred), ranked[0][1])
 
 
 def exchange_us(sent: int, world_size: int) -> float:

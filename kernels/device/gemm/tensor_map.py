@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from cuda.bindings import driver
 
-from ....symm_mem.backends.vmm import check_driver
+from ....symm_mem.backends import cuda_state
 
 TensorMap = ctypes.c_uint64 * 16
 
@@ -55,22 +55,20 @@ class Boxes:
             _ALIGNMENT if extent == 1 else stride * size
             for extent, stride in zip(self.shape[:-1], self.strides[:-1], strict=True)
         ]
-        made = check_driver(
-            driver.cuTensorMapEncodeTiled(
-                _TYPES[self.dtype],
-                dimensions,
-                address,
-                [driver.cuuint64_t(extent) for extent in self.shape[::-1]],
-                [driver.cuuint64_t(stride) for stride in strides[::-1]],
-                [driver.cuuint32_t(extent) for extent in self.box[::-1]],
-                [driver.cuuint32_t(1)] * dimensions,
-                driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-                _SWIZZLES[self.swizzle],
-                driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-            )
+        made = cuda_state.state.tensor_map(
+            _TYPES[self.dtype],
+            dimensions,
+            address,
+            [driver.cuuint64_t(extent) for extent in self.shape[::-1]],
+            [driver.cuuint64_t(stride) for stride in strides[::-1]],
+            [driver.cuuint32_t(extent) for extent in self.box[::-1]],
+            [driver.cuuint32_t(1)] * dimensions,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            _SWIZZLES[self.swizzle],
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
-        return TensorMap.from_buffer_copy(ctypes.string_at(made.getPtr(), ctypes.sizeof(TensorMap)))
+        return TensorMap.from_buffer_copy(made)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

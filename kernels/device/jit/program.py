@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from cuda.bindings import driver, nvrtc
 
+from ....symm_mem.backends import cuda_state
 from ....symm_mem.backends.vmm import check_driver, relaxed_capture
 
 ARCH = "sm_90a"
@@ -169,6 +170,11 @@ class Program:
             CompileError: NVRTC refuses the source.
             RuntimeError: the driver refuses the program, or it has no such kernel.
         """
+        found: Function = cuda_state.state.function(self, name, shared)
+        return found
+
+    def load(self, name: str, shared: int) -> Function:
+        """As ``function``, by the driver; loaded once for each context."""
         context = int(check_driver(driver.cuCtxGetCurrent()))
         found = self._functions.get((context, name))
         if found is not None:

@@ -46,6 +46,9 @@ class KernelChoices(Generic[C]):
             found = self._known[key] = choose(*args)
         return found
 
+    def clear(self) -> None:
+        self._known.clear()
+
 
 def make_together(
     workspace: Workspace[Any], op: str, key: Hashable, same: Hashable, make: Callable[[], T]

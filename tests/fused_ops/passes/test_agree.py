@@ -16,14 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from weft.fused_ops.passes import Entry, FusionPass
 from weft.fused_ops.passes.agreement import fallback_graph
 from weft.fused_ops.passes.agreement.guard import SIZES, GraphGuard, _compiling_fallback
+from weft.fused_ops.passes.agreement.vote import GroupBackend, backend_of
 
 
 @pytest.fixture(autouse=True)
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A group that looks as if there were other ranks to be asked."""
     with fake_ranks(2) as name:
-        monkeypatch.setattr(fallback_graph.dist, "get_backend", lambda group: "gloo")
-        monkeypatch.setattr(fallback_graph, "begun", lambda group: 0)
+        monkeypatch.setattr(fallback_graph, "backend_of", lambda group: GroupBackend("gloo", counts=True))
         yield name
 
 
@@ -277,7 +277,7 @@ def test_other_graphs_have_other_signatures() -> None:
 def test_no_question_without_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = traced(program, X, W)
     assert not questions(passed(graph, agree=False)[1])
-    monkeypatch.setattr(fallback_graph.dist, "get_backend", lambda group: "fake")
+    monkeypatch.setattr(fallback_graph, "backend_of", lambda group: GroupBackend("fake", counts=True))
     assert not questions(passed(graph)[1])
     assert not questions(passed(traced(torch.sin, X))[1])
 
@@ -355,10 +355,8 @@ def test_lite_mode() -> None:
 
 
 def test_a_backend_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    def begun(group: dist.ProcessGroup) -> int:
-        raise RuntimeError("no sequence number")
-
-    monkeypatch.setattr(fallback_graph, "begun", begun)
+    assert backend_of(dist.group.WORLD) == GroupBackend("fake", counts=False)
+    monkeypatch.setattr(fallback_graph, "backend_of", lambda group: GroupBackend("gloo", counts=False))
     check_left(traced(program, X, W), "its backend 'gloo' does not count collectives")
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from weft.fused_ops.passes import FusionPass
 from weft.fused_ops.passes.agreement import fallback_graph
+from weft.fused_ops.passes.agreement.vote import GroupBackend
 from weft.fused_ops.passes.decompositions import write_out
 
 X, W = torch.randn(6, 8), torch.randn(8, 8)
@@ -23,8 +24,7 @@ X, W = torch.randn(6, 8), torch.randn(8, 8)
 def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two ranks that look as if they could be asked."""
     with fake_ranks(2), inductor_config.patch(max_autotune=True):
-        monkeypatch.setattr(fallback_graph.dist, "get_backend", lambda group: "gloo")
-        monkeypatch.setattr(fallback_graph, "begun", lambda group: 0)
+        monkeypatch.setattr(fallback_graph, "backend_of", lambda group: GroupBackend("gloo", counts=True))
         monkeypatch.setattr(graphs, "applied", applied_and_written)
         yield
 

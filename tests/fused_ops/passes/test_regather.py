@@ -178,7 +178,7 @@ def trained(rank: int, size: int, dynamic: bool, differs: bool) -> tuple[int, in
 @pytest.mark.parametrize(("ranks", "dynamic"), [(2, False), pytest.param(3, True, marks=pytest.mark.slow)])
 def test_compiled(ranks: int, dynamic: bool, tmp_path: Path) -> None:
     """In a second process, too, which takes the graphs from the cache."""
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0"}
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     for made in (True, False):
         found = run_ranks(trained, ranks, dynamic, False, env=env, fresh=True)
         # One rank may find what another one has just stored.
@@ -187,9 +187,13 @@ def test_compiled(ranks: int, dynamic: bool, tmp_path: Path) -> None:
         assert {fused for _, fused, _ in found} == {4}
 
 
+def uncached(rank: int, size: int) -> tuple[int, int, str]:
+    with inductor_config.patch(force_disable_caches=True):
+        return trained(rank, size, False, True)
+
+
 def test_ranks_that_differ_run_unfused() -> None:
     """The backward that gathers again, too, by the backend."""
-    env = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-    (_, fused, report), (_, other, _) = run_ranks(trained, 2, False, True, env=env, fresh=True)
+    (_, fused, report), (_, other, _) = run_ranks(uncached, 2)
     assert fused == other < 4, report
     assert "ran unfused" in report and "1 product, gathered again" in report
