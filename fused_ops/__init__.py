@@ -18,6 +18,7 @@ from .library import flops as flops  # torch's counter knows them
 from .library import registration as registration  # torch.ops.weft is implemented
 from .passes import FusionError, FusionPass, Report
 from .passes.backend import compile, fusion_report  # noqa: A004
+from .scaled import fused_all_gather_scaled_matmul, fused_scaled_matmul_reduce_scatter
 
 __all__ = [
     "CallsTaken",
@@ -29,9 +30,11 @@ __all__ = [
     "RowParallelLinear",
     "compile",
     "fused_all_gather_matmul",
+    "fused_all_gather_scaled_matmul",
     "fused_all_reduce_rms_norm",
     "fused_matmul_all_reduce",
     "fused_matmul_reduce_scatter",
+    "fused_scaled_matmul_reduce_scatter",
     "fusion_report",
     "install",
     "installed",

@@ -6,6 +6,7 @@ The graph pass inserts the ops below it, where a call costs one dispatch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -16,11 +17,13 @@ from ..dispatch.tensor_guards import has_tangents
 from ..ops import (
     all_gather,
     all_gather_matmul,
+    all_gather_scaled_matmul,
     all_reduce,
     all_reduce_rms_norm,
     matmul_all_reduce,
     matmul_reduce_scatter,
     reduce_scatter,
+    scaled_matmul_reduce_scatter,
 )
 from ..ops.calls import (
     AllGatherCall,
@@ -33,7 +36,8 @@ from ..ops.calls import (
     ReduceScatterCall,
     ReduceScatterOutCall,
 )
-from . import implementations
+from ..ops.scaled_calls import AllGatherScaledMatmulCall, ScaledMatmulReduceScatterCall
+from . import implementations, scaled_validation
 from .autograd import (
     AllGatherFunction,
     AllGatherMatmulFunction,
@@ -145,3 +149,28 @@ def differentiable_matmul_all_reduce(call: MatmulAllReduceCall) -> Tensor:
         result: Tensor = implementations.MATMUL_ALL_REDUCE.run_slow(call)
         return result
     return MatmulAllReduceFunction.apply(call, *call.tensors)
+
+
+def refuse_gradient_or_all_gather_scaled_matmul(
+    call: AllGatherScaledMatmulCall,
+) -> all_gather_scaled_matmul.Result:
+    if _wants_grad(all_gather_scaled_matmul.host.OP, call.tensors):
+        scaled_validation.validate_all_gather_scaled_matmul(call)
+        _refuse_gradient(call.tensors)
+    result: all_gather_scaled_matmul.Result = implementations.ALL_GATHER_SCALED_MATMUL.run_slow(call)
+    return result
+
+
+def refuse_gradient_or_scaled_matmul_reduce_scatter(call: ScaledMatmulReduceScatterCall) -> Tensor:
+    if _wants_grad(scaled_matmul_reduce_scatter.host.OP, call.tensors):
+        scaled_validation.validate_scaled_matmul_reduce_scatter(call)
+        _refuse_gradient(call.tensors)
+    result: Tensor = implementations.SCALED_MATMUL_REDUCE_SCATTER.run_slow(call)
+    return result
+
+
+def _refuse_gradient(tensors: Sequence[Tensor]) -> NoReturn:
+    wants = next((t for t in tensors if t.requires_grad), tensors[0])
+    raise ValueError(
+        f"{wants.dtype}{list(wants.shape)}: requires a gradient, must not: products of fp8 have none; detach it"
+    )

@@ -1,0 +1,111 @@
+"""Scales of fp8 operands, and products of what they scale.
+
+An operand times its scales is what it stands for. Layouts are those of ``torch._scaled_mm``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TypeAlias
+
+import torch
+
+BLOCK = 128  #: of K that has a scale of its own, and of N
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+Product: TypeAlias = Callable[[torch.Tensor, torch.Tensor, "Scales"], torch.Tensor]
+
+
+class ScaleKind(Enum):
+    """How finely operands A [M, K] and B [K, N] are scaled."""
+
+    TENSOR = "tensor-wise"  #: one scale each
+    ROWS = "row-wise"  #: one for each row of A and column of B
+    BLOCKS = "block-wise"  #: one for 1 x 128 of A and 128 x 128 of B
+
+
+@dataclass(frozen=True, eq=False)
+class Scales:
+    """Of A [M, K] and B [K, N], float32.
+
+    Attributes:
+        a: [1, 1], row-wise [M, 1], block-wise [M, K / 128, rounded up].
+        b: [1, 1], row-wise [1, N], block-wise [K / 128, N / 128], both rounded up.
+    """
+
+    kind: ScaleKind
+    a: torch.Tensor
+    b: torch.Tensor
+
+    def of_rows(self, rows: slice) -> Scales:
+        """Of some rows of A."""
+        return self if self.kind is ScaleKind.TENSOR else replace(self, a=self.a[rows])
+
+
+def blocks_of(extent: int) -> int:
+    """How many blocks of 128 there are of K or N."""
+    return -(-extent // BLOCK)
+
+
+def exact_product(a: torch.Tensor, b: torch.Tensor, scales: Scales) -> torch.Tensor:
+    """``(a * its scales) @ (b * its scales)`` in float32, on any device: products are exact, sums are of float32."""
+    if scales.kind is not ScaleKind.BLOCKS:
+        return torch.mm(a.float(), b.float()).mul_(scales.a).mul_(scales.b)
+    total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
+    for i in range(scales.a.shape[1]):
+        part = slice(i * BLOCK, (i + 1) * BLOCK)
+        columns = scales.b[i].repeat_interleave(BLOCK)[: b.shape[1]]
+        total += torch.mm(a[:, part].float(), b[part].float()).mul_(scales.a[:, i : i + 1]).mul_(columns)
+    return total
+
+
+def torch_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: Scales,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    fast: bool,
+) -> torch.Tensor:
+    """``a @ b + bias`` by torch's own kernel on CUDA, where it has one; on CPU exact and rounded once.
+
+    Args:
+        a, b: [M, K], and [K, N] with K contiguous.
+        bias: [N] of ``out_dtype``.
+        fast: accumulate in the tensor cores' own precision.
+    """
+    if not a.is_cuda:
+        product = exact_product(a, b, scales)
+        return (product if bias is None else product.add_(bias)).to(out_dtype)
+    a = a.contiguous()
+    if scales.kind is ScaleKind.TENSOR:
+        return _scaled_mm(a, b, scales, bias, out_dtype, fast=fast)
+    if scales.kind is ScaleKind.ROWS and out_dtype == torch.bfloat16:
+        return _scaled_mm(a, b, _whole(scales, a.shape[0], b.shape[1]), bias, out_dtype, fast=fast)
+    if scales.kind is ScaleKind.ROWS:  # torch has no kernel for it
+        one = scales.a.new_ones(1, 1)
+        wide = _scaled_mm(a, b, Scales(ScaleKind.TENSOR, one, one), None, torch.float32, fast=fast)
+        wide.mul_(scales.a).mul_(scales.b)
+        return (wide if bias is None else wide.add_(bias)).to(out_dtype)
+    wide = exact_product(a, b, scales)
+    return (wide if bias is None else wide.add_(bias)).to(out_dtype)
+
+
+def _whole(scales: Scales, m: int, n: int) -> Scales:
+    return replace(scales, a=scales.a.expand(m, 1).contiguous(), b=scales.b.expand(1, n).contiguous())
+
+
+def _scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: Scales,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    fast: bool,
+) -> torch.Tensor:
+    return torch._scaled_mm(a, b, scales.a, scales.b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
