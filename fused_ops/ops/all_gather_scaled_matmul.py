@@ -11,12 +11,23 @@ from torch.distributed import ProcessGroup
 
 from ...kernels.all_gather_scaled_matmul import host
 from ...kernels.all_gather_scaled_matmul.reference import reference_gathered_rows
-from ...kernels.device.gemm.scaling import ScaleKind, blocks_of, exact_product, torch_product
+from ...kernels.device.gemm.scaling import (
+    ScaledProducts,
+    ScaleKind,
+    as_pairs,
+    blocks_of,
+    exact_product,
+    torch_product,
+)
 from ...symm_mem.heap.heap import Heap
-from ..dispatch.plan import Plan, heap_or_reason, ran
-from ..dispatch.workspaces import matmul_workspace
-from .scaled_calls import AllGatherScaledMatmulCall, ScaledRows, scales_of
+from ...symm_mem.timeouts import timeout_in_ns
+from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran, should_fuse
+from ..dispatch.staging import Staging, rows_of
+from ..dispatch.stream_order import in_stream_order
+from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
+from .scaled_calls import AllGatherScaledMatmulCall, ScaledRows, scale_of_B, scales_of
 
+MOST_BS = 4  # of one launch
 Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
 
 
@@ -92,12 +103,16 @@ def run_all_gather_scaled_matmul(
     """As the op; call and rows are what validation returns."""
     found = heap_or_reason(host.OP, call.A_shard, group, empty=call.A_shard.numel() == 0)
     gather = ScaledGather(call, rows, group.size())
-    if not isinstance(found, str):
-        if call.A_shard.device.type == "cpu":
-            return _on_cpu(found, gather)
-        found = "no kernel takes fp8 operands yet"
-    ran(Plan("unfused", found))
-    return _unfused(gather, group)
+    if isinstance(found, str):
+        done: Result | str = found
+    elif call.A_shard.device.type == "cpu":
+        done = _on_cpu(found, gather)
+    else:
+        done = _on_cuda(found, gather)
+    if isinstance(done, str):
+        ran(Plan("unfused", done))
+        return _unfused(gather, group)
+    return done
 
 
 def _on_cpu(where: Heap, gather: ScaledGather) -> Result:
@@ -124,6 +139,69 @@ def _on_cpu(where: Heap, gather: ScaledGather) -> Result:
         joined = [of[0] if gather.rows.kind is ScaleKind.TENSOR else torch.cat(of) for of in scales.values()]
         outs = [gather.finished(i, _sum_of_parts(gather, i, gathered, joined)) for i in range(len(outs))]
     A = gather.shaped_A(gathered) if call.return_A else None
+    return A, [gather.shaped(out if gather.last else out.flatten(0, 1)) for out in outs]
+
+
+def _scaled_products(gather: ScaledGather) -> ScaledProducts | str:
+    """What a kernel is to compute, or why none does."""
+    call, kind = gather.call, gather.rows.kind
+    dtype = call.out_dtypes[0]
+    assert dtype is not None
+    if gather.last and kind is not ScaleKind.TENSOR:
+        return f"the last dimension is gathered, for which no kernel takes {kind.value} scales"
+    if len({*call.out_dtypes}) > 1 or len({B.dtype for B in call.Bs}) > 1:
+        return "Bs or results of several dtypes, of which a kernel takes one"
+    if len(call.Bs) > MOST_BS:
+        return f"{len(call.Bs)} Bs, of which a kernel takes {MOST_BS}"
+    return ScaledProducts(
+        types=(gather.a.dtype, call.Bs[0].dtype),
+        kind=kind,
+        out_dtype=dtype,
+        promote=kind is ScaleKind.BLOCKS or not all(call.use_fast_accum),
+        travels=gather.sent is not None,
+    )
+
+
+def _on_cuda(where: Heap, gather: ScaledGather) -> Result | str:
+    """The result, or why it is better computed unfused."""
+    from ...kernels.all_gather_matmul import on_cuda, scaled
+
+    products = _scaled_products(gather)
+    if isinstance(products, str):
+        return products
+    call, size = gather.call, where.world_size
+    staging = Staging()
+    pairs = as_pairs(gather.front, products.pairs)
+    a = staging.take("A_shard", pairs, rows_of, on_cuda.takes_rows)
+    bs = [staging.take(f"Bs[{i}]", as_pairs(B.t(), products.pairs)).t() for i, B in enumerate(call.Bs)]
+    kernel_call = on_cuda.configs.GatherKernelCall(
+        *(a, bs, num_sms(a.device), gather.last, call.return_A), scaled=products
+    )
+    choice = on_cuda.choose_gather_kernel(kernel_call, size)
+    if isinstance(choice, str):
+        return choice
+    if not should_fuse(choice.profitable):
+        return "too little is gathered and multiplied"
+    with in_stream_order(a.device):
+        staging.copy()
+        scales = scaled.GatherScales(
+            a=gather.given.t().contiguous(),
+            bs=[
+                scale_of_B(gather.rows.kind, scale, gather.k, B.shape[1])
+                for scale, B in zip(call.B_scales, call.Bs, strict=True)
+            ],
+            biases=[None if bias is None else aligned(bias.contiguous()) for bias in call.biases],
+        )
+        workspace = workspace_of_choice(where, choice)
+        workspace.raise_if_broken(host.OP)
+        ran(Plan(choice.algorithm, staging.reason, workspace.layout.bytes))
+        timeout_ns = timeout_in_ns(where.group_name)
+        gathered, outs = scaled.launch_all_gather_scaled_matmul(
+            *(choice, workspace, kernel_call, scales), timeout_ns
+        )
+    A = None if gathered is None else gathered.view(gather.a.dtype)
+    if A is not None:
+        A = gather.shaped(A if gather.last else A.flatten(0, 1))
     return A, [gather.shaped(out if gather.last else out.flatten(0, 1)) for out in outs]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.device.gemm.scaling import BLOCK, ScaleKind, Scales, blocks_of
+from ..dispatch.plan import aligned
 
 
 class AllGatherScaledMatmulCall(NamedTuple):
@@ -93,3 +94,9 @@ def scales_of(kind: ScaleKind, a: Tensor, b: Tensor, k: int, n: int) -> Scales:
     elif kind is ScaleKind.BLOCKS:
         b = b[: blocks_of(k)]
     return Scales(kind, a, b)
+
+
+def scale_of_B(kind: ScaleKind, b: Tensor, k: int, n: int) -> Tensor:
+    """As kernels on CUDA take it: one; [N] contiguous, from a multiple of 16 bytes on; or that of blocks as it lies."""
+    scales = scales_of(kind, b.new_empty(1, 1), b, k, n)
+    return aligned(scales.b.expand(1, n).contiguous()) if kind is ScaleKind.ROWS else scales.b

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.device.gemm.scaling import ScaleKind, exact_product, torch_product
+from ...kernels.device.gemm.scaling import (
+    BLOCK,
+    ScaledProducts,
+    ScaleKind,
+    as_pairs,
+    exact_product,
+    torch_product,
+)
 from ...kernels.scaled_matmul_reduce_scatter import host
 from ...kernels.scaled_matmul_reduce_scatter.reference import reference_scattered_sum
 from ...symm_mem.heap.heap import Heap
-from ..dispatch.plan import Plan, heap_or_reason, ran
-from ..dispatch.workspaces import matmul_workspace
-from .scaled_calls import ScaledMatmulReduceScatterCall, ScaledRows, scales_of
+from ...symm_mem.timeouts import timeout_in_ns
+from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran, should_fuse
+from ..dispatch.staging import Staging
+from ..dispatch.stream_order import in_stream_order
+from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
+from .scaled_calls import ScaledMatmulReduceScatterCall, ScaledRows, scale_of_B, scales_of
 
 
 def run_scaled_matmul_reduce_scatter(
@@ -23,12 +35,16 @@ def run_scaled_matmul_reduce_scatter(
     """As the op; call and rows are what validation returns."""
     shape = call.local_shape(group.size())
     found = heap_or_reason(host.OP, call.A, group, empty=0 in shape)
-    if not isinstance(found, str):
-        if call.A.device.type == "cpu":
-            return _on_cpu(found, call, rows).view(shape)
-        found = "no kernel takes fp8 operands yet"
-    ran(Plan("unfused", found))
-    return _unfused(call, rows, group)
+    if isinstance(found, str):
+        done: Tensor | str = found
+    elif call.A.device.type == "cpu":
+        done = _on_cpu(found, call, rows)
+    else:
+        done = _on_cuda(found, call, rows)
+    if isinstance(done, str):
+        ran(Plan("unfused", done))
+        return _unfused(call, rows, group)
+    return done.view(shape)
 
 
 def _a_scale(call: ScaledMatmulReduceScatterCall, rows: ScaledRows) -> Tensor:
@@ -41,7 +57,7 @@ def _on_cpu(where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows) 
     assert call.out_dtype is not None
     shape = call.local_shape(size)
     workspace = matmul_workspace(
-        where, host.host_scaled_scatter_layout(_numel(shape), call.out_dtype.itemsize, size)
+        where, host.host_scaled_scatter_layout(prod(shape), call.out_dtype.itemsize, size)
     )
     ran(Plan("host", workspace_bytes=workspace.layout.bytes))
 
@@ -61,17 +77,62 @@ def _on_cpu(where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows) 
 
     if dim == len(lead):
         whole = finished(call.A.flatten(0, -2), _a_scale(call, rows)).chunk(size, 1)
-        products = [partial(whole.__getitem__, rank) for rank in range(size)]
+        products: list[Callable[[], Tensor]] = [partial(whole.__getitem__, rank) for rank in range(size)]
     else:
         products = [product_for(rank) for rank in range(size)]
     return host.host_scaled_matmul_reduce_scatter(workspace, products, call.reduce_op, call.out_dtype)
 
 
-def _numel(shape: list[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+def _on_cuda(where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows) -> Tensor | str:
+    """The result, or why it is better computed unfused."""
+    from ...kernels.matmul_reduce_scatter import on_cuda
+    from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
+
+    size, dim, (*lead, n), out_dtype = (
+        where.world_size,
+        call.orig_scatter_dim,
+        call.whole_shape,
+        call.out_dtype,
+    )
+    assert out_dtype is not None
+    split_n, k = dim == len(lead), call.B.shape[0]
+    if out_dtype == torch.float32:
+        return "partial results of torch.float32, which no kernel sends"
+    if split_n and rows.kind is ScaleKind.BLOCKS and n // size % BLOCK:
+        return f"the last dimension is scattered, of which a rank has no whole blocks of {BLOCK}"
+    products = ScaledProducts(
+        types=(call.A.dtype, call.B.dtype),
+        kind=rows.kind,
+        out_dtype=out_dtype,
+        promote=rows.kind is ScaleKind.BLOCKS or not call.use_fast_accum,
+    )
+    before = prod(lead[:dim])
+    parts = (1, 1, prod(lead)) if split_n else (before, size, prod(lead) // (before * size))
+    staging = Staging()
+    a = staging.take("A", as_pairs(call.A, products.pairs), lambda x: x.view(*parts, x.shape[-1]))
+    b = staging.take("B", as_pairs(call.B.t(), products.pairs)).t()
+    epilogue = Epilogue(out_dtype, call.reduce_op == "avg")
+    kernel_call = ScatterKernelCall(a, b, num_sms(b.device), epilogue, split_n=split_n, scaled=products)
+    choice = on_cuda.choose_scatter_kernel(kernel_call, size)
+    if isinstance(choice, str):
+        return choice
+    if not should_fuse(choice.profitable):
+        return "too little is multiplied and scattered"
+    with in_stream_order(b.device):
+        staging.copy()
+        scales = on_cuda.ScatterScales(
+            a=_a_scale(call, rows)
+            .reshape(prod(lead) if rows.kind is not ScaleKind.TENSOR else 1, -1)
+            .t()
+            .contiguous(),
+            b=scale_of_B(rows.kind, call.B_scale, k, n),
+            bias=None if call.bias is None else aligned(call.bias.contiguous()),
+        )
+        workspace = workspace_of_choice(where, choice)
+        workspace.raise_if_broken(host.OP)
+        ran(Plan(choice.algorithm, staging.reason, workspace.layout.bytes))
+        timeout_ns = timeout_in_ns(where.group_name)
+        return on_cuda.launch_scaled_matmul_reduce_scatter(choice, workspace, kernel_call, scales, timeout_ns)
 
 
 def _unfused(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup) -> Tensor:

@@ -15,6 +15,7 @@ from ...symm_mem.layout import Layout
 from ..device.device_spec import device_spec_of
 from ..device.gemm import gemm_tiles, one_shot
 from ..device.gemm.one_shot import OneShotConfig
+from ..device.gemm.scaling import ScaledProducts
 from ..device.triton.tile_table import TritonTile, pick
 from .estimate import (
     FIT_ROWS,
@@ -53,6 +54,7 @@ class GatherKernelCall:
         num_sms: SMs that it may use.
         split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.
         return_A: what is gathered is wanted, too.
+        scaled: the operands are fp8, two of them each number here.
     """
 
     a: torch.Tensor
@@ -60,12 +62,14 @@ class GatherKernelCall:
     num_sms: int
     split_k: bool = False
     return_A: bool = False
+    scaled: ScaledProducts | None = None
 
     def problem(self, world_size: int) -> AllGatherMatmulProblem:
         (m, k), ns = self.a.shape, tuple(b.shape[1] for b in self.bs)
         return AllGatherMatmulProblem(
             *(m, ns, k, world_size, self.num_sms, self.split_k, self.return_A),
             spec=device_spec_of(self.a.device),
+            scaled=self.scaled,
         )
 
 
@@ -126,6 +130,8 @@ def choose_one_shot_gather(problem: AllGatherMatmulProblem) -> OneShotConfig | N
     # (ll_exchange.cuh), which makes no difference to them, but A must be bit for bit what the shards are.
     shard = problem.m * problem.k * 2
     if problem.split_k or problem.return_A or problem.world_size * shard > one_shot.MOST_BYTES:
+        return None
+    if problem.scaled is not None:
         return None
     return one_shot.config(shard, problem.num_sms)
 
@@ -199,6 +205,8 @@ def push_candidates(problem: AllGatherMatmulProblem) -> list[GatherPushConfig]:
     listed = 1 if split_k else world_size - 1
     several = [s for s in _comm_sms(problem.moved, world_size, split_k) if 4 * s <= num_sms]
     suited = gemm_tiles.suited(world_size * m, sum(ns), k, world_size, stores_only=True, spec=problem.spec)
+    if problem.scaled is not None:
+        suited = [tile for tile in suited if tile.warpgroup_columns <= problem.scaled.most_columns]
     for tile in suited:
         rows, columns = problem.tiles(tile)
         one_wave = gemm_tiles.waves(tile, rows * world_size, ns, num_sms) == 1
@@ -215,6 +223,7 @@ def push_candidates(problem: AllGatherMatmulProblem) -> list[GatherPushConfig]:
                     remote_raster_group=remote_raster_group,
                     split_k=split_k,
                     missed=missed,
+                    scaled=problem.scaled,
                 )
                 led = _led(config, problem)
                 configs += [config] if led is None else [led, config]
@@ -264,5 +273,7 @@ def push_flags_per_rank(m: int, k: int, config: GatherPushConfig) -> int:
 
 
 def gather_push_layout(m: int, k: int, world_size: int, config: GatherPushConfig) -> Layout:
-    """The workspace of shards [m, K] of 16 bits: a buffer holds ``[W, m, K]``."""
-    return Layout(world_size, push_flags_per_rank(m, k, config), world_size * m * k * 2)
+    """The workspace of shards [m, K] of 16 bits: a buffer holds ``[W, m, K]``, and behind that the scales that
+    travel."""
+    scales = 0 if config.scaled is None else config.scaled.sent_bytes(m, k)
+    return Layout(world_size, push_flags_per_rank(m, k, config), world_size * (m * k * 2 + scales))

@@ -13,6 +13,7 @@ from ...symm_mem.layout import Layout
 from ..device.device_spec import H200, DeviceSpec, device_spec_of
 from ..device.gemm import gemm_tiles, one_shot
 from ..device.gemm.one_shot import OneShotConfig
+from ..device.gemm.scaling import ScaledProducts
 from ..device.triton.tile_table import TritonTile, count_tiles, pick
 
 MOST_PRODUCTS = 4  # that kernel.cu adds
@@ -55,12 +56,14 @@ class ScatterPushConfig:
         staged: accumulator fragments for peers are staged in local memory, from where a warp of the block sends them;
             else the compute warpgroups send them.
         split_n: ranks own columns of B, not rows of A.
+        scaled: the operands are fp8.
     """
 
     tile: gemm_tiles.Tile
     raster_group: int
     staged: bool
     split_n: bool = False
+    scaled: ScaledProducts | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class MatmulReduceScatterProblem:
     """A [L, W, m, K] and B [K, N], with ``batches`` L; with ``split_n`` A [m, K] and B [K, W * N]; with ``to_all``, of
     an all-reduce, A [m, K] and B [K, N]. What is estimated is estimated for 16 bits.
 
-    ``num_sms``: SMs to use, of a device as in ``spec``.
+    ``num_sms``: SMs to use, of a device as in ``spec``. ``scaled``: the operands are fp8, two of them each number here.
     """
 
     m: int
@@ -80,6 +83,7 @@ class MatmulReduceScatterProblem:
     split_n: bool = False
     to_all: bool = False
     spec: DeviceSpec = H200
+    scaled: ScaledProducts | None = None
 
     @property
     def rows(self) -> int:
@@ -110,6 +114,7 @@ class ScatterKernelCall:
         terms: the bias and the residual that the epilogue names; when it is launched contiguous, from multiples of 16
             bytes on.
         split_n: ranks have columns of B of their own, not rows of A.
+        scaled: the operands are fp8, two of them each number here.
     """
 
     a: torch.Tensor
@@ -119,6 +124,7 @@ class ScatterKernelCall:
     terms: Sequence[torch.Tensor] = ()
     split_n: bool = False
     more: Sequence[torch.Tensor] = ()
+    scaled: ScaledProducts | None = None
 
     @property
     def factors(self) -> tuple[torch.Tensor, ...]:
@@ -137,6 +143,7 @@ class ScatterKernelCall:
             split_n=self.split_n,
             to_all=self.epilogue.to_all,
             spec=device_spec_of(self.b.device),
+            scaled=self.scaled,
         )
 
 
@@ -177,7 +184,9 @@ def push_config(tile: gemm_tiles.Tile, problem: MatmulReduceScatterProblem) -> S
         raster_group *= 2
     elif tall and problem.k >= _LONG:
         raster_group = 8
-    return ScatterPushConfig(tile, min(raster_group, 8), staged=True, split_n=problem.split_n)
+    return ScatterPushConfig(
+        tile, min(raster_group, 8), staged=True, split_n=problem.split_n, scaled=problem.scaled
+    )
 
 
 def choose_scatter_push(problem: MatmulReduceScatterProblem) -> ScatterPushConfig:
@@ -188,7 +197,7 @@ def choose_scatter_push(problem: MatmulReduceScatterProblem) -> ScatterPushConfi
 def choose_one_shot_scatter(problem: MatmulReduceScatterProblem) -> OneShotConfig | None:
     """The configuration of a reduce-scatter in one shot; None if that takes no such call."""
     part = problem.m * problem.n * 2
-    if problem.batches != 1 or problem.world_size * part > one_shot.MOST_BYTES:
+    if problem.batches != 1 or problem.world_size * part > one_shot.MOST_BYTES or problem.scaled is not None:
         return None
     return one_shot.config(part, problem.num_sms)
 
@@ -228,6 +237,8 @@ def rank_scatter_pushes(problem: MatmulReduceScatterProblem) -> list[tuple[float
     """All candidates with the microseconds that ``estimate_scatter_push_us`` predicts, the fastest first."""
     n, k, size = problem.n, problem.k, problem.world_size
     tiles = gemm_tiles.suited(problem.rows, n, k, size, spec=problem.spec)
+    if problem.scaled is not None:
+        tiles = [tile for tile in tiles if tile.warpgroup_columns <= problem.scaled.most_columns]
     candidates = [push_config(tile, problem) for tile in tiles]
     return sorted(((estimate_scatter_push_us(c, problem), c) for c in candidates), key=itemgetter(0))
 

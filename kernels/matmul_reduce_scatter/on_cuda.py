@@ -22,10 +22,11 @@ from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
 from ..device.tuning.choice import KernelChoice, KernelChoices, make_together
 from . import configs, host
-from .cuda_kernel import MatmulReduceScatterPush
+from .cuda_kernel import MatmulReduceScatterPush, ScaledMatmulReduceScatterPush, ScatterScales
 from .one_shot_kernel import MatmulReduceScatterOneShot
 from .triton_kernel import TritonMatmulReduceScatter
 
+SCALED = "fused_scaled_matmul_reduce_scatter"  #: the op of fp8 operands
 _choices: KernelChoices[configs.AnyConfig] = KernelChoices()
 
 
@@ -89,7 +90,7 @@ def tuned_scatter(
     tuned."""
     if isinstance(choice.config, configs.MatmulReduceScatterConfig):
         return choice, ""
-    if not tuner.is_tuning():
+    if not tuner.is_tuning() or call.scaled is not None:
         return choice, tuner.FROM_MODEL
     a, b, epilogue, terms, num_sms = call.a, call.b, call.epilogue, call.terms, call.num_sms
     problem = call.problem(heap.world_size)
@@ -185,3 +186,28 @@ def scatter_launcher(
 def _key(choice: KernelChoice[configs.AnyConfig], call: configs.ScatterKernelCall) -> tuple[Any, ...]:
     """What a kernel is kept under: a choice, of a product of the same size, says nothing of its parts."""
     return (choice, call.epilogue, *((x.shape[-1], x.stride()) for x in call.more))
+
+
+def launch_scaled_matmul_reduce_scatter(
+    choice: KernelChoice[configs.AnyConfig],
+    workspace: Workspace[Any],
+    call: configs.ScatterKernelCall,
+    scales: ScatterScales,
+    timeout_ns: int,
+) -> torch.Tensor:
+    """The own part of the sum, [L, m, N], of fp8 operands."""
+    config, a = choice.config, call.a
+    assert isinstance(config, configs.ScatterPushConfig)
+    key = (choice, call.epilogue, scales.bias is not None)
+    kernel: ScaledMatmulReduceScatterPush | None = workspace.prepared.get(key)
+    if kernel is None:
+        same = (SCALED, a.shape, call.b.shape, call.epilogue, config, call.num_sms, call.split_n)
+        kernel = make_together(
+            *(workspace, SCALED, key, same),
+            lambda: ScaledMatmulReduceScatterPush(workspace, call, scales, config),
+        )
+    columns = call.columns(workspace.world_size)
+    out = a.new_empty((a.shape[0], a.shape[2], columns), dtype=call.epilogue.out_dtype)
+    operands = [x.data_ptr() for x in (*call.factors, *scales.tensors)]
+    kernel.launch(workspace.next_buffer(), operands, (out.data_ptr(),), timeout_ns, current_stream_of(a))
+    return out

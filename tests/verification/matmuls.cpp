@@ -356,6 +356,7 @@ static void warpgroup_wait() {
 // columns lie 4096 bytes apart.
 static u64 smem_descriptor(const void* at, u32, u32) { return reinterpret_cast<u64>(at) >> 4; }
 
+#ifndef FP8_TYPES
 template <int N>
 struct Wgmma {
     template <int N_CONTIGUOUS>
@@ -374,8 +375,13 @@ struct Wgmma {
         }
     }
 };
+#endif
 
 }  // namespace weft
+
+#ifdef FP8_TYPES
+#include "float8.h"
+#endif
 
 static void __nanosleep(unsigned nanoseconds) {
     weft::asleep += nanoseconds;

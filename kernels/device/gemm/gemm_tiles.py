@@ -43,6 +43,11 @@ class Tile:
         return self.block_m * self.block_n
 
     @property
+    def warpgroup_columns(self) -> int:
+        """Of the two compute warpgroups each has half of the rows, or of 64 rows half of the columns."""
+        return self.block_n if self.block_m == 128 else self.block_n // 2
+
+    @property
     def loads(self) -> float:
         """What it loads for each of its numbers, as a multiple of what 128 x 256 does. (Of B it loads one half, the
         other block of its cluster the other one.)"""

@@ -45,6 +45,56 @@ class Scales:
         return self if self.kind is ScaleKind.TENSOR else replace(self, a=self.a[rows])
 
 
+@dataclass(frozen=True)
+class ScaledProducts:
+    """What a kernel computes of fp8 operands, which lie as half as many numbers of 16 bits.
+
+    Attributes:
+        types: of A and B.
+        promote: sums are added up in float32 behind every 128 of K, not in the tensor cores.
+        travels: scales of A go with it.
+    """
+
+    types: tuple[torch.dtype, torch.dtype]
+    kind: ScaleKind
+    out_dtype: torch.dtype
+    promote: bool
+    travels: bool = False
+
+    @property
+    def pairs(self) -> torch.dtype:
+        """As which two numbers of an operand side by side are taken: the result's dtype, if that has 16 bits."""
+        return torch.bfloat16 if self.out_dtype == torch.float32 else self.out_dtype
+
+    @property
+    def most_columns(self) -> int:
+        """Of a warpgroup's tile: what is promoted needs twice the registers, and lies in one block of B."""
+        return (BLOCK if self.kind is ScaleKind.BLOCKS else 160) if self.promote else 256
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        """What gemm.cuh is compiled with besides."""
+        a, b = (str(dtype).removeprefix("torch.float8_")[:4] for dtype in self.types)
+        kind = list(ScaleKind).index(self.kind) + 1
+        return {"FP8_TYPES": f'"{a}.{b}"', "SCALES": kind, "PROMOTE": int(self.promote)}
+
+    def blocks(self, k: int) -> int:
+        """Scales of a row of A; ``k``: of its numbers of 16 bits."""
+        return blocks_of(2 * k) if self.kind is ScaleKind.BLOCKS else 1
+
+    def sent_bytes(self, m: int, k: int) -> int:
+        """Of the scales of a shard [m, k]."""
+        return 4 * m * self.blocks(k) if self.travels else 0
+
+
+def as_pairs(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp8 x two by two as numbers of 16 bits, a view; of a copy where it does not lie so."""
+    try:
+        return x.view(dtype)
+    except RuntimeError:
+        return x.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
 def blocks_of(extent: int) -> int:
     """How many blocks of 128 there are of K or N."""
     return -(-extent // BLOCK)
