@@ -11,7 +11,8 @@ from torch import Tensor
 from ..symm_mem import Group, group_name
 from .dispatch.callers import of_graph
 from .functional import ReduceOp
-from .library import scaled_validation, schema, validation
+from .library import schema, validation
+from .ops.scaled_calls import output_dtype
 
 
 def fused_all_gather_scaled_matmul(
@@ -85,7 +86,7 @@ def fused_all_gather_scaled_matmul(
             if value is not None:
                 validation.tensor(f"{name}[{i}]", value)
     dtypes = _for_each("out_dtypes", out_dtypes, count)
-    dtypes = [scaled_validation.output_dtype(f"out_dtypes[{i}]", dtype) for i, dtype in enumerate(dtypes)]
+    dtypes = [output_dtype(f"out_dtypes[{i}]", dtype) for i, dtype in enumerate(dtypes)]
     fast = [False] * count if use_fast_accum is None else _for_each("use_fast_accum", use_fast_accum, count)
     validation.flags(**{f"use_fast_accum[{i}]": value for i, value in enumerate(fast)})
     name = group_name(group)
@@ -166,7 +167,7 @@ def fused_scaled_matmul_reduce_scatter(
     for name, term in (("bias", bias), ("result_scale", result_scale)):
         if term is not None:
             validation.tensor(name, term)
-    out_dtype = scaled_validation.output_dtype("out_dtype", out_dtype)
+    out_dtype = output_dtype("out_dtype", out_dtype)
     validation.flags(use_fast_accum=use_fast_accum)
     name = group_name(group)
     dims = orig_scatter_dim, scatter_dim_after_maybe_reshape

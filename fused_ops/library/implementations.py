@@ -142,10 +142,6 @@ def _slow_matmul_reduce_scatter(call: MatmulReduceScatterCall) -> Tensor:
     return _rs.run_matmul_reduce_scatter(call, group)
 
 
-def _never_fast(call: OpArguments) -> None:
-    return None
-
-
 @_fresh
 @_begins_call
 def _slow_all_gather_scaled_matmul(call: AllGatherScaledMatmulCall) -> _ags.Result:
@@ -284,13 +280,13 @@ MATMUL_REDUCE_SCATTER = Implementation(
 ALL_GATHER_SCALED_MATMUL = Implementation(
     schema.all_gather_scaled_matmul,
     AllGatherScaledMatmulCall,
-    _never_fast,
+    _ags.fast_all_gather_scaled_matmul,
     _slow_all_gather_scaled_matmul,
 )
 SCALED_MATMUL_REDUCE_SCATTER = Implementation(
     schema.scaled_matmul_reduce_scatter,
     ScaledMatmulReduceScatterCall,
-    _never_fast,
+    _srs.fast_scaled_matmul_reduce_scatter,
     _slow_scaled_matmul_reduce_scatter,
 )
 ALL_REDUCE = Implementation(

@@ -4,31 +4,22 @@ together. Nothing here looks at data."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...kernels.device.gemm.scaling import BLOCK, FP8, OUT_DTYPES, ScaleKind, blocks_of
+from ...kernels.device.gemm.scaling import BLOCK, FP8, ScaleKind, blocks_of
 from ...symm_mem import resolve_group
-from ..ops.scaled_calls import AllGatherScaledMatmulCall, ScaledMatmulReduceScatterCall, ScaledRows
+from ..ops.scaled_calls import (
+    AllGatherScaledMatmulCall,
+    ScaledMatmulReduceScatterCall,
+    ScaledRows,
+    output_dtype,
+)
 from .validation import dimension, reduction
 
 _SIZES = 16  # what torch asks K and N to be multiples of
-# torch hands an op the dtypes of a list as the numbers by which C++ knows them.
-_NUMBERED = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
-
-
-def output_dtype(name: str, value: Any) -> torch.dtype:
-    """The dtype of a result: that of ``torch.nn.functional.scaled_mm`` where none is given."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = _NUMBERED.get(value, value)
-    if value is None:
-        return torch.bfloat16
-    if value not in OUT_DTYPES:
-        raise TypeError(f"{name}: is {value}, must be torch.bfloat16, torch.float16 or torch.float32")
-    return value  # type: ignore[no-any-return]
 
 
 def _same_device(name: str, tensor: Tensor, A: Tensor, A_name: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -21,11 +21,12 @@ from ...kernels.device.gemm.scaling import (
 )
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
+from ..dispatch import fast_path
 from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran, should_fuse
 from ..dispatch.staging import Staging, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
-from .scaled_calls import AllGatherScaledMatmulCall, ScaledRows, scale_of_B, scales_of
+from .scaled_calls import AllGatherScaledMatmulCall, ScaledRows, dtype_of, scale_of_B, scales_of
 
 MOST_BS = 4  # of one launch
 Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
@@ -95,6 +96,25 @@ class ScaledGather:
             return self.shaped(gathered.flatten(0, 1))
         # By way of one dimension: where K is 1, a view with other strides would do.
         return self.shaped(gathered.movedim(0, 1).reshape(-1).view(self.m, self.size * self.k))
+
+
+def fast_all_gather_scaled_matmul(call: AllGatherScaledMatmulCall) -> Result | None:
+    """As the op, if such a call was made before on CUDA; else None, and nothing happened. Tensors may be anything."""
+    if call.gather_dim < 0:
+        return None
+    if any(scale is not None for scale in call.result_scales):
+        return None
+    results = fast_path.run_fast(host.OP, _arguments(call), call.tensors, call.group_name)
+    if results is None:
+        return None
+    return (results.pop() if call.return_A else None), results
+
+
+def _arguments(call: AllGatherScaledMatmulCall) -> tuple[Hashable, ...]:
+    """What such calls are remembered by; a dtype may be a number here (scaled_validation.py)."""
+    dtypes = map(dtype_of, call.out_dtypes)
+    biased = [bias is not None for bias in call.biases]
+    return call.gather_dim, call.return_A, *dtypes, *call.use_fast_accum, *biased
 
 
 def run_all_gather_scaled_matmul(
@@ -185,7 +205,7 @@ def _on_cuda(where: Heap, gather: ScaledGather) -> Result | str:
     with in_stream_order(a.device):
         staging.copy()
         scales = scaled.GatherScales(
-            a=gather.given.t().contiguous(),
+            a=aligned(gather.given.t().contiguous()),
             bs=[
                 scale_of_B(gather.rows.kind, scale, gather.k, B.shape[1])
                 for scale, B in zip(call.B_scales, call.Bs, strict=True)
@@ -193,16 +213,24 @@ def _on_cuda(where: Heap, gather: ScaledGather) -> Result | str:
             biases=[None if bias is None else aligned(bias.contiguous()) for bias in call.biases],
         )
         workspace = workspace_of_choice(where, choice)
-        workspace.raise_if_broken(host.OP)
-        ran(Plan(choice.algorithm, staging.reason, workspace.layout.bytes))
+        workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
+        plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes)
+        ran(plan)
         timeout_ns = timeout_in_ns(where.group_name)
-        gathered, outs = scaled.launch_all_gather_scaled_matmul(
+        gathered, products_of_Bs = scaled.launch_all_gather_scaled_matmul(
             *(choice, workspace, kernel_call, scales), timeout_ns
         )
     A = None if gathered is None else gathered.view(gather.a.dtype)
     if A is not None:
         A = gather.shaped(A if gather.last else A.flatten(0, 1))
-    return A, [gather.shaped(out if gather.last else out.flatten(0, 1)) for out in outs]
+    outs = [gather.shaped(out if gather.last else out.flatten(0, 1)) for out in products_of_Bs]
+    launcher = scaled.scaled_gather_launcher(choice, workspace, kernel_call, scales)
+    if launcher is not None and all(scale is None for scale in call.result_scales):
+        results = outs if A is None else [*outs, A]
+        used = [a, *bs, *scales.tensors]
+        made = fast_path.LaunchedCall(host.OP, _arguments(call), call.tensors, used, results)
+        fast_path.remember_call(made, workspace, launcher, plan, profitable=choice.profitable)
+    return A, outs
 
 
 def _sum_of_parts(gather: ScaledGather, i: int, gathered: Tensor, scales: Sequence[Tensor]) -> Tensor:

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...kernels.device.gemm.scaling import BLOCK, ScaleKind, Scales, blocks_of
+from ...kernels.device.gemm.scaling import BLOCK, OUT_DTYPES, ScaleKind, Scales, blocks_of
 from ..dispatch.plan import aligned
+
+# torch hands an op the dtypes of a list as the numbers by which C++ knows them.
+_NUMBERED = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
+
+
+def dtype_of(value: Any) -> Any:
+    """The dtype that an argument stands for: that of ``torch.nn.functional.scaled_mm`` where none is given."""
+    if value is None:
+        return torch.bfloat16
+    return _NUMBERED.get(value, value) if type(value) is int else value
+
+
+def output_dtype(name: str, value: Any) -> torch.dtype:
+    """The same.
+
+    Raises:
+        TypeError: there are no such results.
+    """
+    dtype = dtype_of(value)
+    if dtype not in OUT_DTYPES:
+        raise TypeError(f"{name}: is {dtype}, must be torch.bfloat16, torch.float16 or torch.float32")
+    return dtype  # type: ignore[no-any-return]
 
 
 class AllGatherScaledMatmulCall(NamedTuple):

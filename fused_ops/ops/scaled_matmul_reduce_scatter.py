@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from math import prod
 
@@ -22,11 +22,29 @@ from ...kernels.scaled_matmul_reduce_scatter import host
 from ...kernels.scaled_matmul_reduce_scatter.reference import reference_scattered_sum
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
+from ..dispatch import fast_path
 from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran, should_fuse
 from ..dispatch.staging import Staging
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
-from .scaled_calls import ScaledMatmulReduceScatterCall, ScaledRows, scale_of_B, scales_of
+from .scaled_calls import ScaledMatmulReduceScatterCall, ScaledRows, dtype_of, scale_of_B, scales_of
+
+
+def fast_scaled_matmul_reduce_scatter(call: ScaledMatmulReduceScatterCall) -> Tensor | None:
+    """As the op, if such a call was made before on CUDA; else None, and nothing happened. Tensors may be anything."""
+    if call.result_scale is not None:
+        return None
+    if call.orig_scatter_dim < 0 or any(type(size) is not int for size in call.output_shape or ()):
+        return None
+    results = fast_path.run_fast(host.OP, _arguments(call), call.tensors, call.group_name)
+    return None if results is None else results[0]
+
+
+def _arguments(call: ScaledMatmulReduceScatterCall) -> tuple[Hashable, ...]:
+    """What such calls are remembered by."""
+    how = call.reduce_op, call.orig_scatter_dim, dtype_of(call.out_dtype), call.use_fast_accum
+    usual = call.output_shape is None or [*call.output_shape] == [*call.A.shape[:-1], call.B.shape[1]]
+    return (*how, None if usual else tuple(call.output_shape or ()), call.bias is not None)
 
 
 def run_scaled_matmul_reduce_scatter(
@@ -120,19 +138,27 @@ def _on_cuda(where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows)
         return "too little is multiplied and scattered"
     with in_stream_order(b.device):
         staging.copy()
-        scales = on_cuda.ScatterScales(
-            a=_a_scale(call, rows)
-            .reshape(prod(lead) if rows.kind is not ScaleKind.TENSOR else 1, -1)
-            .t()
-            .contiguous(),
-            b=scale_of_B(rows.kind, call.B_scale, k, n),
-            bias=None if call.bias is None else aligned(call.bias.contiguous()),
-        )
+        rows_of_A = 1 if rows.kind is ScaleKind.TENSOR else prod(lead)
+        scales = [
+            call.A_scale.reshape(rows_of_A, -1).t().contiguous(),
+            scale_of_B(rows.kind, call.B_scale, k, n),
+        ]
+        bias = [] if call.bias is None else [aligned(call.bias.contiguous())]
+        one_shot = choice.algorithm == "one_shot"
+        pair = (a.view(call.A.dtype), b.t().view(call.B.dtype).t()) if one_shot else (a, b)
+        used = [*pair, *scales, *bias]
         workspace = workspace_of_choice(where, choice)
-        workspace.raise_if_broken(host.OP)
-        ran(Plan(choice.algorithm, staging.reason, workspace.layout.bytes))
+        workspace.raise_if_broken(None if one_shot else host.OP)  # that says it itself
+        plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes)
+        ran(plan)
         timeout_ns = timeout_in_ns(where.group_name)
-        return on_cuda.launch_scaled_matmul_reduce_scatter(choice, workspace, kernel_call, scales, timeout_ns)
+        out = on_cuda.launch_scaled_matmul_reduce_scatter(choice, workspace, kernel_call, used, timeout_ns)
+        out = out.view(call.local_shape(size))
+    launcher = on_cuda.scaled_scatter_launcher(choice, workspace, kernel_call, used)
+    if launcher is not None and call.result_scale is None:
+        made = fast_path.LaunchedCall(host.OP, _arguments(call), call.tensors, used, [out])
+        fast_path.remember_call(made, workspace, launcher, plan, profitable=choice.profitable)
+    return out
 
 
 def _unfused(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup) -> Tensor:

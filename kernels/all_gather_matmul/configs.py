@@ -12,6 +12,7 @@ from typing import TypeAlias, TypeVar
 import torch
 
 from ...symm_mem.layout import Layout
+from ..device.comm.ll_exchange import VECTOR
 from ..device.device_spec import device_spec_of
 from ..device.gemm import gemm_tiles, one_shot
 from ..device.gemm.one_shot import OneShotConfig
@@ -131,8 +132,11 @@ def choose_one_shot_gather(problem: AllGatherMatmulProblem) -> OneShotConfig | N
     shard = problem.m * problem.k * 2
     if problem.split_k or problem.return_A or problem.world_size * shard > one_shot.MOST_BYTES:
         return None
-    if problem.scaled is not None:
-        return None
+    if (scaled := problem.scaled) is not None:
+        scales = scaled.sent_bytes(problem.m, problem.k)
+        if not scaled.is_torchs or scales % VECTOR:
+            return None
+        shard += scales
     return one_shot.config(shard, problem.num_sms)
 
 

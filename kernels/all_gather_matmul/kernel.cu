@@ -77,7 +77,7 @@ struct Params {
     int reserved[12];
     const float* own_scales;  // one, or [S, m]
     const float* scales;  // one, or [W, S, m]: where they arrive, or those of all ranks' rows
-    float* arriving;  // where they arrive, if they travel, else null
+    u32* arriving;  // where they arrive, if they travel, else null
     int blocks;  // S
     int of_blocks;  // from a rank's scales to the next one's
     weft::Scales of_b[MOST_BS];
@@ -89,6 +89,10 @@ using Chunk = weft::GatherChunk<Params>;
 using Tile = weft::GatherTile;
 using Steps = weft::GatherSteps;
 static_assert(sizeof(Order) <= (weft::COUNTS - ORDER) * sizeof(u32));
+#ifdef FP8_TYPES
+constexpr int TAKEN = weft::COUNTS - 2;  // whether a warpgroup reads no scale any more
+static_assert(sizeof(Order) <= (TAKEN - ORDER) * sizeof(u32));
+#endif
 
 __device__ __forceinline__ Steps steps_of(const Params& p, const Order& order) {
     const int lead = min(p.lead, order.own_pairs * order.columns);
@@ -109,11 +113,11 @@ __device__ __forceinline__ void push_scales(const Params& p, const Chunk& chunk)
     for (int block = 0; block < p.blocks; ++block) {
 #pragma unroll 1
         for (int row = chunk.row + threadIdx.x % 32; row < end; row += 32) {
-            const float scale = __ldg(p.own_scales + static_cast<u64>(block) * p.m + row);
-            float* slot = p.arriving + (static_cast<u64>(rank) * p.blocks + block) * p.m + row;
+            const u32 scale = __ldg(reinterpret_cast<const u32*>(p.own_scales) + static_cast<u64>(block) * p.m + row);
+            u32* slot = p.arriving + (static_cast<u64>(rank) * p.blocks + block) * p.m + row;
 #pragma unroll 1
             for (int peer = 0; peer < world_size; ++peer) {
-                if (peer != rank) *weft::on_rank(slot, p.watch, p.buffer, peer) = scale;
+                if (peer != rank) weft::store_word(weft::on_rank(slot, p.watch, p.buffer, peer), scale);
             }
         }
     }
@@ -328,6 +332,10 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         weft::warpgroup_reg_dealloc<SERVE_REGISTERS>();
         if (role == 0) {
             load(p, s, order);
+#ifdef FP8_TYPES
+            // Scales that have arrived are read behind the last stage.
+            for (int i = 0; i < 2; ++i) weft::wait_count(s.counts + TAKEN + i, 1);
+#endif
             if (p.final && threadIdx.x % 32 == 0) weft::leave(p.watch, p.buffer, epoch);
         }
         if (role == 1 && p.push) push(p, order, epoch, blockIdx.x, gridDim.x, s.counts + SENT);
@@ -349,5 +357,9 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
             Out* c = reinterpret_cast<Out*>(p.c[t.b]) + (static_cast<u64>(t.src) * p.m + row) * n + column;
             weft::store_rows(c, n, p.m - row, n - column, warpgroup, sums, [](int, float*) {});
         }
+#ifdef FP8_TYPES
+        weft::sync_warpgroup(warpgroup);
+        if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + TAKEN + warpgroup, 1);
+#endif
     }
 }

@@ -16,6 +16,7 @@ from ..device.gemm.one_shot import OneShotConfig
 from ..device.gemm.scaling import ScaledProducts
 from ..device.triton.tile_table import TritonTile, count_tiles, pick
 
+SCALED_OP = "fused_scaled_matmul_reduce_scatter"  #: of fp8 operands
 MOST_PRODUCTS = 4  # that kernel.cu adds
 # Behind its last tile a block waits for the peers' and adds them up: as long as a main loop of this depth.
 _TAIL_DEPTH = 1800
@@ -197,7 +198,9 @@ def choose_scatter_push(problem: MatmulReduceScatterProblem) -> ScatterPushConfi
 def choose_one_shot_scatter(problem: MatmulReduceScatterProblem) -> OneShotConfig | None:
     """The configuration of a reduce-scatter in one shot; None if that takes no such call."""
     part = problem.m * problem.n * 2
-    if problem.batches != 1 or problem.world_size * part > one_shot.MOST_BYTES or problem.scaled is not None:
+    if problem.batches != 1 or problem.world_size * part > one_shot.MOST_BYTES:
+        return None
+    if problem.scaled is not None and (problem.split_n or not problem.scaled.is_torchs):
         return None
     return one_shot.config(part, problem.num_sms)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import getitem
 from pathlib import Path
 
@@ -178,33 +177,13 @@ class _ScaledPush(MatmulReduceScatterPush):
     params = _ScaledParams
 
 
-@dataclass(frozen=True, eq=False)
-class ScatterScales:
-    """Of the operands of a call, as kernel.cu takes them; float32.
-
-    Attributes:
-        a: one; of all rows [rows]; or [K / 128, rows]; contiguous.
-        b: one; [N] contiguous; or [K / 128, N / 128] with any strides. That of columns begins at a multiple
-            of 16 bytes.
-        bias: [N] of each partial product, at such an address, or None.
-    """
-
-    a: torch.Tensor
-    b: torch.Tensor
-    bias: torch.Tensor | None
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [self.a, self.b] if self.bias is None else [self.a, self.b, self.bias]
-
-
 class ScaledMatmulReduceScatterPush:
     """This op of fp8 operands on one problem and one workspace: prepared once, launched often.
 
     Args:
         workspace: as for ``MatmulReduceScatterPush``.
         call: an example, of one product, without terms.
-        scales: an example, too.
+        strides: of B's block-wise scales [K / 128, N / 128].
         config: the same on every rank.
     """
 
@@ -212,7 +191,7 @@ class ScaledMatmulReduceScatterPush:
         self,
         workspace: Workspace[Layout],
         call: ScatterKernelCall,
-        scales: ScatterScales,
+        strides: tuple[int, ...],
         config: ScatterPushConfig,
     ) -> None:
         self.workspace = workspace
@@ -220,13 +199,18 @@ class ScaledMatmulReduceScatterPush:
         assert call.scaled is not None
         if call.scaled.kind is ScaleKind.BLOCKS:
             for p in self._push._params:
-                p.of_b.b_block, p.of_b.b_column = scales.b.stride()
+                p.of_b.b_block, p.of_b.b_column = strides
 
     def launch(
         self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
     ) -> None:
-        """A whole epoch of the buffer, from the addresses of A and B and of the scales' tensors to that of out [L, m,
-        N], contiguous."""
+        """A whole epoch of the buffer, to the address of out [L, m, N], contiguous.
+
+        Args:
+            operands: addresses of A and B; of the scales of A, one, [rows], or [K / 128, rows], contiguous; of those of
+                B, one, [N], contiguous, from a multiple of 16 bytes on, or [K / 128, N / 128]; and of a bias [N] of
+                each partial result, at such an address, if there is one.
+        """
         a, b, a_scale, b_scale, *bias = operands
         with self.workspace.lock:
             p = self._push._params[buffer]

@@ -189,14 +189,11 @@ class ScaledScatter:
         defines = scatter.scatter_defines(of_one, self.config, self.size, 0, self.epilogue)
         return build(scatter.SOURCE, scatter._ScaledParams, defines, instead)
 
-    def scales(self, bias: bool) -> scatter.ScatterScales:
-        a, b = self.operands()
-        kind = self.products.kind
-        return scatter.ScatterScales(
-            scales_of_A(kind, a.shape[0], self.k),
-            scales_of_B(kind, self.k, b.shape[0]),
-            whole(b.shape[0]).bfloat16() if bias else None,
-        )
+    def scales(self, bias: bool) -> list[torch.Tensor]:
+        """Of A, of B, and maybe a bias."""
+        (a, b), kind = self.operands(), self.products.kind
+        found = [scales_of_A(kind, a.shape[0], self.k), scales_of_B(kind, self.k, b.shape[0])]
+        return [*found, whole(b.shape[0]).bfloat16()] if bias else found
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch, library: Library, pace: tuple[int, int]) -> Matmuls:
         problem = scatter_configs.MatmulReduceScatterProblem(
@@ -205,8 +202,9 @@ class ScaledScatter:
         layout = scatter_configs.scatter_push_layout(self.config, problem)
         self.ranks = Matmuls(monkeypatch, library, layout, pace)
         call = self.call(*self.operands())
+        strides = self.scales(False)[1].stride()
         self.kernels = [
-            scatter.ScaledMatmulReduceScatterPush(place, call, self.scales(False), self.config)
+            scatter.ScaledMatmulReduceScatterPush(place, call, strides, self.config)
             for place in self.ranks.places
         ]
         self.kept: list[object] = []
@@ -217,8 +215,9 @@ class ScaledScatter:
         every = [(*self.operands(), self.scales(rank == 0)) for rank in range(self.size)]
         partials = []
         for a, b, scales in every:
-            partial = meant(a, scales.a) @ meant_B(b, scales.b).t()
-            partial = partial if scales.bias is None else partial + scales.bias
+            of_a, of_b, *bias = scales
+            partial = meant(a, of_a) @ meant_B(b, of_b).t()
+            partial = partial + bias[0] if bias else partial
             shape = self.batches, self.parts, self.m, partial.shape[1]
             partials.append(torch.cat(partial.view(shape).chunk(self.size, -1 if self.split_n else 1), 1))
         for rank, kernel in enumerate(self.kernels):
@@ -230,7 +229,7 @@ class ScaledScatter:
                 total = total + (part if src == rank else part.to(self.products.out_dtype).float())
             total = total / self.size if self.average else total
             out, want = result(total.to(self.products.out_dtype))
-            operands = [x.data_ptr() for x in (call.a, call.b, *scales.tensors)]
+            operands = [x.data_ptr() for x in (call.a, call.b, *scales)]
             kernel.launch(buffer, operands, [out.data_ptr()], polls, rank)
             self.wanted.append((out, want))
             self.kept += [call, scales, out]
@@ -288,3 +287,35 @@ def test_epochs_of_both_buffers_scaled(
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     assert not wrong(op, uses(op, monkeypatch, op.compiled().result(), seed, count=4))
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        # Scales come behind their rows' flags, or unordered.
+        (
+            "gather-blocks",
+            ("chunk.inside && chunk.column == 0) push", "chunk.inside && chunk.column == 128) push"),
+        ),
+        (
+            "gather-rows",
+            (
+                "if (!__any_sync(~0u, more)) continue;\n        __threadfence_system();",
+                "if (!__any_sync(~0u, more)) continue;",
+            ),
+        ),
+        ("gather-blocks", ("p.blocks + block) * p.m + row", "p.blocks) * p.m + row")),
+        ("gather-blocks", ("factors = i == 0 ? scales.at(0) : next", "factors = scales.at(0)")),
+        ("gather-rows-of-all", ("p.scales + static_cast<u64>(t.src) * p.of_blocks", "p.scales")),
+        ("gather-tensor", ("v[2] += pair[0]", "v[2] += pair[1]")),
+        ("scatter-rows", ("lower = __ldcg(t.of_row(first.row + 8))", "lower = __ldcg(t.of_row(first.row))")),
+        (
+            "scatter-blocks-columns",
+            ("(SPLIT_N ? t.dst * p.n : 0) + t.column * BN, columns", "t.column * BN, columns"),
+        ),
+        ("scatter-rows-batches", ("t.batch * WORLD_SIZE + t.dst, parts", "t.dst, parts")),
+    ],
+)
+def test_mistakes_are_found(name: str, instead: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    op, library = OPS[name], OPS[name].compiled(instead).result()
+    assert any(wrong(op, uses(op, monkeypatch, library, seed, count=4)) for seed in range(10))

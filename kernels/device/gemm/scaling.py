@@ -67,6 +67,13 @@ class ScaledProducts:
         return torch.bfloat16 if self.out_dtype == torch.float32 else self.out_dtype
 
     @property
+    def is_torchs(self) -> bool:
+        """Whether ``torch._scaled_mm`` has a kernel for it in every version."""
+        return self.kind is ScaleKind.TENSOR or (
+            self.kind is ScaleKind.ROWS and self.out_dtype == torch.bfloat16
+        )
+
+    @property
     def most_columns(self) -> int:
         """Of a warpgroup's tile: what is promoted needs twice the registers, and lies in one block of B."""
         return (BLOCK if self.kind is ScaleKind.BLOCKS else 160) if self.promote else 256
