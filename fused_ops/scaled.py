@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from ..symm_mem import Group, group_name
-from .dispatch.callers import of_graph
+from .dispatch.callers import known_name, of_graph
 from .functional import ReduceOp
 from .library import schema, validation
-from .ops.scaled_calls import output_dtype
+from .ops import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
+from .ops.scaled_calls import AllGatherScaledMatmulCall, ScaledMatmulReduceScatterCall, output_dtype
+
+_LISTS = (list, tuple)
+_DEFAULTS = (None, None, None, False)  # of biases, result_scales, out_dtypes and use_fast_accum
 
 
 def fused_all_gather_scaled_matmul(
@@ -73,6 +77,18 @@ def fused_all_gather_scaled_matmul(
             (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
+    known, lists = known_name(group), (biases, result_scales, out_dtypes, use_fast_accum)
+    exact = (
+        type(Bs) in _LISTS and type(B_scales) in _LISTS and type(gather_dim) is int and type(return_A) is bool
+    )
+    if known is not None and exact and all(given is None or type(given) in _LISTS for given in lists):
+        of_each = [
+            (default,) * len(Bs) if of is None else of for of, default in zip(lists, _DEFAULTS, strict=True)
+        ]
+        args: Any = (A_shard, Bs, A_scale, B_scales, gather_dim, known, *of_each, return_A)
+        call = AllGatherScaledMatmulCall(*args)
+        if (done := all_gather_scaled_matmul.fast_all_gather_scaled_matmul(call)) is not None:
+            return done
     validation.tensor("A_shard", A_shard, 2)
     matrices = validation.tensors("Bs", Bs)
     validation.tensor("A_scale", A_scale)
@@ -156,6 +172,14 @@ def fused_scaled_matmul_reduce_scatter(
             (``symm_mem.set_checked``), or where they ask for different memory; else results may be wrong.
         PeerTimeout: a rank did not come.
     """
+    known, dims = known_name(group), (orig_scatter_dim, scatter_dim_after_maybe_reshape)
+    exact = type(reduce_op) is str and type(dims[0]) is type(dims[1]) is int and type(use_fast_accum) is bool
+    if known is not None and exact and (output_shape is None or type(output_shape) in _LISTS):
+        more = bias, result_scale, out_dtype, use_fast_accum
+        args: Any = (A, B, A_scale, B_scale, reduce_op, *dims, known, output_shape, *more)
+        made = ScaledMatmulReduceScatterCall(*args)
+        if (sent := scaled_matmul_reduce_scatter.fast_scaled_matmul_reduce_scatter(made)) is not None:
+            return sent
     validation.tensor("A", A, 2)
     for name, value in (("B", B), ("A_scale", A_scale), ("B_scale", B_scale)):
         validation.tensor(name, value)
@@ -170,7 +194,6 @@ def fused_scaled_matmul_reduce_scatter(
     out_dtype = output_dtype("out_dtype", out_dtype)
     validation.flags(use_fast_accum=use_fast_accum)
     name = group_name(group)
-    dims = orig_scatter_dim, scatter_dim_after_maybe_reshape
     return schema.scaled_matmul_reduce_scatter(
         *(A, B, A_scale, B_scale, reduce_op, *dims, name, output_shape),
         *(bias, result_scale, out_dtype, use_fast_accum),

@@ -104,6 +104,10 @@ def fast_all_gather_scaled_matmul(call: AllGatherScaledMatmulCall) -> Result | N
         return None
     if any(scale is not None for scale in call.result_scales):
         return None
+    if any(type(dtype_of(dtype)) is not torch.dtype for dtype in call.out_dtypes):
+        return None
+    if any(type(fast) is not bool for fast in call.use_fast_accum):
+        return None
     results = fast_path.run_fast(host.OP, _arguments(call), call.tensors, call.group_name)
     if results is None:
         return None
@@ -112,9 +116,10 @@ def fast_all_gather_scaled_matmul(call: AllGatherScaledMatmulCall) -> Result | N
 
 def _arguments(call: AllGatherScaledMatmulCall) -> tuple[Hashable, ...]:
     """What such calls are remembered by; a dtype may be a number here (scaled_validation.py)."""
-    dtypes = map(dtype_of, call.out_dtypes)
-    biased = [bias is not None for bias in call.biases]
-    return call.gather_dim, call.return_A, *dtypes, *call.use_fast_accum, *biased
+    dtypes = (*map(dtype_of, call.out_dtypes),)
+    biased = tuple([bias is not None for bias in call.biases])
+    counts = len(call.Bs), len(call.B_scales)
+    return call.gather_dim, call.return_A, counts, dtypes, (*call.use_fast_accum,), biased
 
 
 def run_all_gather_scaled_matmul(

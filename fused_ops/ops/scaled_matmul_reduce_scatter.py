@@ -32,18 +32,23 @@ from .scaled_calls import ScaledMatmulReduceScatterCall, ScaledRows, dtype_of, s
 
 def fast_scaled_matmul_reduce_scatter(call: ScaledMatmulReduceScatterCall) -> Tensor | None:
     """As the op, if such a call was made before on CUDA; else None, and nothing happened. Tensors may be anything."""
-    if call.result_scale is not None:
+    sizes, dtype = call.output_shape, dtype_of(call.out_dtype)
+    if call.result_scale is not None or call.orig_scatter_dim < 0 or type(dtype) is not torch.dtype:
         return None
-    if call.orig_scatter_dim < 0 or any(type(size) is not int for size in call.output_shape or ()):
-        return None
+    if sizes is not None:
+        if any(type(size) is not int for size in sizes) or not isinstance(call.A, Tensor):
+            return None
+        if not isinstance(call.B, Tensor) or call.B.dim() != 2:
+            return None
     results = fast_path.run_fast(host.OP, _arguments(call), call.tensors, call.group_name)
     return None if results is None else results[0]
 
 
 def _arguments(call: ScaledMatmulReduceScatterCall) -> tuple[Hashable, ...]:
     """What such calls are remembered by."""
-    how = call.reduce_op, call.orig_scatter_dim, dtype_of(call.out_dtype), call.use_fast_accum
-    usual = call.output_shape is None or [*call.output_shape] == [*call.A.shape[:-1], call.B.shape[1]]
+    dims = call.orig_scatter_dim, call.scatter_dim_after_maybe_reshape
+    how = call.reduce_op, *dims, dtype_of(call.out_dtype), call.use_fast_accum
+    usual = call.output_shape is None or [*call.output_shape] == call._replace(output_shape=None).whole_shape
     return (*how, None if usual else tuple(call.output_shape or ()), call.bias is not None)
 
 

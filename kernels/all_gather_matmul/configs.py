@@ -146,6 +146,7 @@ def estimate_one_shot_gather_us(problem: AllGatherMatmulProblem) -> float:
     M = 2048, bench/results/h200-x2-choices.txt); longer ones are taken to lose no larger share."""
     sent, size = problem.moved, problem.world_size
     products = gemm_tiles.matmuls_us(size * problem.m, problem.ns, problem.k, problem.spec)
+    products *= 1.0 if problem.scaled is None else problem.scaled.longer
     not_hidden = max(0.0, products - _HIDES * one_shot.sending_us(sent, size))
     return one_shot.exchange_us(sent, size) + products + min(not_hidden, _MOST_NOT_HIDDEN * products)
 
@@ -185,7 +186,7 @@ def gather_is_profitable(problem: AllGatherMatmulProblem) -> bool:
         return False  # no kernel takes an empty matrix
     fused, _ = rank_gather_kernels(problem)[0]
     if not problem.split_k:
-        return fused < gemm_tiles.unfused_us(size * m, n, k, problem.moved, problem.spec)
+        return fused < gemm_tiles.unfused_us(size * m, n, k, problem.moved, problem.spec, problem.scaled)
     joined = _COPY + size * m * k * 2 / (_COPIED * problem.spec.memory)
     return fused < gemm_tiles.unfused_us(m, n, size * k, problem.moved, problem.spec) + joined
 
@@ -209,9 +210,7 @@ def push_candidates(problem: AllGatherMatmulProblem) -> list[GatherPushConfig]:
     listed = 1 if split_k else world_size - 1
     several = [s for s in _comm_sms(problem.moved, world_size, split_k) if 4 * s <= num_sms]
     suited = gemm_tiles.suited(world_size * m, sum(ns), k, world_size, stores_only=True, spec=problem.spec)
-    if problem.scaled is not None:
-        suited = [tile for tile in suited if tile.warpgroup_columns <= problem.scaled.most_columns]
-    for tile in suited:
+    for tile in gemm_tiles.suited_to(suited, problem.scaled):
         rows, columns = problem.tiles(tile)
         one_wave = gemm_tiles.waves(tile, rows * world_size, ns, num_sms) == 1
         for comm_sms in several:

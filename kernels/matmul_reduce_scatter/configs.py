@@ -208,7 +208,8 @@ def choose_one_shot_scatter(problem: MatmulReduceScatterProblem) -> OneShotConfi
 def estimate_one_shot_scatter_us(problem: MatmulReduceScatterProblem) -> float:
     """Microseconds: nothing is hidden behind anything."""
     exchanged = one_shot.exchange_us(problem.moved, problem.world_size)
-    return exchanged + gemm_tiles.matmul_us(problem.rows, problem.n, problem.k, problem.spec)
+    longer = 1.0 if problem.scaled is None else problem.scaled.longer
+    return exchanged + longer * gemm_tiles.matmul_us(problem.rows, problem.n, problem.k, problem.spec)
 
 
 def rank_scatter_kernels(problem: MatmulReduceScatterProblem) -> list[tuple[float, FusedConfig]]:
@@ -233,16 +234,15 @@ def scatter_is_profitable(problem: MatmulReduceScatterProblem) -> bool:
     if 0 in (problem.m, problem.n, problem.k):
         return False  # no kernel takes an empty matrix
     fused, _ = rank_scatter_kernels(problem)[0]
-    return fused < gemm_tiles.unfused_us(problem.rows, problem.n, problem.k, problem.moved, problem.spec)
+    product = problem.rows, problem.n, problem.k
+    return fused < gemm_tiles.unfused_us(*product, problem.moved, problem.spec, problem.scaled)
 
 
 def rank_scatter_pushes(problem: MatmulReduceScatterProblem) -> list[tuple[float, ScatterPushConfig]]:
     """All candidates with the microseconds that ``estimate_scatter_push_us`` predicts, the fastest first."""
     n, k, size = problem.n, problem.k, problem.world_size
     tiles = gemm_tiles.suited(problem.rows, n, k, size, spec=problem.spec)
-    if problem.scaled is not None:
-        tiles = [tile for tile in tiles if tile.warpgroup_columns <= problem.scaled.most_columns]
-    candidates = [push_config(tile, problem) for tile in tiles]
+    candidates = [push_config(tile, problem) for tile in gemm_tiles.suited_to(tiles, problem.scaled)]
     return sorted(((estimate_scatter_push_us(c, problem), c) for c in candidates), key=itemgetter(0))
 
 

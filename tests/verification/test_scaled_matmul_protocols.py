@@ -292,11 +292,7 @@ def test_epochs_of_both_buffers_scaled(
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        # Scales come behind their rows' flags, or unordered.
-        (
-            "gather-blocks",
-            ("chunk.inside && chunk.column == 0) push", "chunk.inside && chunk.column == 128) push"),
-        ),
+        # Nothing orders what is sent in front of its flags.
         (
             "gather-rows",
             (
@@ -305,7 +301,10 @@ def test_epochs_of_both_buffers_scaled(
             ),
         ),
         ("gather-blocks", ("p.blocks + block) * p.m + row", "p.blocks) * p.m + row")),
-        ("gather-blocks", ("factors = i == 0 ? scales.at(0) : next", "factors = scales.at(0)")),
+        (
+            "gather-blocks",
+            ("scales.load(factors[1 - set], i + 2, depth)", "scales.load(factors[1 - set], i, depth)"),
+        ),
         ("gather-rows-of-all", ("p.scales + static_cast<u64>(t.src) * p.of_blocks", "p.scales")),
         ("gather-tensor", ("v[2] += pair[0]", "v[2] += pair[1]")),
         ("scatter-rows", ("lower = __ldcg(t.of_row(first.row + 8))", "lower = __ldcg(t.of_row(first.row))")),

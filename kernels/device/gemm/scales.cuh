@@ -38,7 +38,7 @@ struct TileScales {
     __device__ __forceinline__ const float* of_row(int below) const { return a + max(min(row + below, rows - 1), 0); }
 };
 
-// The scales of the blocks of a stage, for the rows and columns of a thread. The next stage's are loaded one ahead.
+// The scales of the blocks of a stage, for the rows and columns of a thread.
 struct BlockScales {
     const float *upper, *lower, *b;
     int a_block, b_block;
@@ -55,84 +55,121 @@ struct BlockScales {
     __device__ __forceinline__ float3 at(int i) const {
         return make_float3(__ldcg(upper + i * a_block), __ldcg(lower + i * a_block), __ldg(b + i * b_block));
     }
+
+    // Of two stages; behind the last one, of that.
+    __device__ __forceinline__ void load(float3 (&factors)[2], int i, int depth) const {
+        factors[0] = at(min(i, depth - 1));
+        factors[1] = at(min(i + 1, depth - 1));
+    }
 };
 
-// `multiply` of gemm.cuh with sums that are promoted behind each stage.
+// `multiply` of gemm.cuh with sums that are promoted behind each stage. Block-wise scales are loaded for two stages at
+// once, two or three ahead, by turns into two sets of registers: where they moved from one to the other, tensor
+// instructions would wait for the loads.
 template <typename Beside>
 __device__ __forceinline__ void multiply_promoting(
     const Shared& s, PipelineState<STAGES>& state, int warpgroup, int depth, float (&sums)[SUMS], const TileScales& t,
     const Beside& beside) {
+    constexpr int UNROLLED = SCALES == BLOCK_WISE ? 4 : 1;
     const int m = warpgroup % WARPGROUPS_M, n = warpgroup / WARPGROUPS_M;
     const bool first_lane = threadIdx.x % 32 == 0;
     const BlockScales scales(t, warpgroup);
-    float3 factors, next;
+    float3 factors[2][2];
 #pragma unroll
     for (int e = 0; e < SUMS; ++e) sums[e] = 0;
-    for (int i = 0; i < depth; ++i) {
-        u8* stage = s.stages + state.at * STAGE_BYTES;
-        const u64 a = smem_descriptor(stage + m * 64 * 128, 0, 1024);
-        const u64 b = smem_descriptor(stage + A_BYTES + n * WN * 128, 0, 1024);
-        float parts[SUMS];
-        wait(s.full + state.at, state.parity);
-        beside.begin(i, stage + m * 64 * 128);
-        warpgroup_arrive();
+#pragma unroll 1
+    for (int first = 0; first < depth; first += UNROLLED) {
 #pragma unroll
-        for (int k = 0; k < BK / 16; ++k) product<WN>(parts, a + k * 2, b + k * 2, k);
-        warpgroup_commit_batch();
-        if constexpr (SCALES == BLOCK_WISE) {
-            // Those of a peer's rows are there when the first stage is.
-            factors = i == 0 ? scales.at(0) : next;
-            if (i + 1 < depth) next = scales.at(i + 1);
-        }
-        warpgroup_wait<0>();
-        beside.end();
-        if (first_lane) release(s.empty + state.at);
-        state.next();
-        if constexpr (SCALES == BLOCK_WISE) {
-            const float upper = factors.x * factors.z, lower = factors.y * factors.z;
+        for (int turn = 0; turn < UNROLLED; ++turn) {
+            const int i = first + turn, set = turn / 2;
+            if (i >= depth) break;
+            u8* stage = s.stages + state.at * STAGE_BYTES;
+            const u64 a = smem_descriptor(stage + m * 64 * 128, 0, 1024);
+            const u64 b = smem_descriptor(stage + A_BYTES + n * WN * 128, 0, 1024);
+            float parts[SUMS];
+            wait(s.full + state.at, state.parity);
+            beside.begin(i, stage + m * 64 * 128);
+            warpgroup_arrive();
 #pragma unroll
-            for (int e = 0; e < SUMS; ++e) sums[e] = fmaf(parts[e], e & 2 ? lower : upper, sums[e]);
-        } else {
+            for (int k = 0; k < BK / 16; ++k) product<WN>(parts, a + k * 2, b + k * 2, k);
+            warpgroup_commit_batch();
+            if constexpr (SCALES == BLOCK_WISE) {
+                // Those of a peer's rows are there when the first stage is.
+                if (i == 0) scales.load(factors[0], 0, depth);
+                if (turn % 2 == 0) scales.load(factors[1 - set], i + 2, depth);
+            }
+            warpgroup_wait<0>();
+            beside.end();
+            if (first_lane) release(s.empty + state.at);
+            state.next();
+            if constexpr (SCALES == BLOCK_WISE) {
+                const float3 of_stage = factors[set][turn % 2];
+                const float upper = of_stage.x * of_stage.z, lower = of_stage.y * of_stage.z;
 #pragma unroll
-            for (int e = 0; e < SUMS; ++e) sums[e] += parts[e];
+                for (int e = 0; e < SUMS; ++e) sums[e] = fmaf(parts[e], e & 2 ? lower : upper, sums[e]);
+            } else {
+#pragma unroll
+                for (int e = 0; e < SUMS; ++e) sums[e] += parts[e];
+            }
         }
     }
 }
 
-// sums = sums * their scales + bias.
+// sums = sums * their scales + bias. Several loads are in flight at once; columns past the end have those of the last.
 __device__ __forceinline__ void scale_sums(const TileScales& t, int warpgroup, float (&sums)[SUMS]) {
+    constexpr int ALL = WN / 8, AT_ONCE = ALL < 8 ? ALL : 8;
     const Place first = place_of_sums(warpgroup);
+    const int column = t.column + first.column, last = t.columns - 2;  // even ones: there are a multiple of 16
     float upper = 1, lower = 1;
     if constexpr (SCALES == TENSOR_WISE) upper = lower = __ldcg(t.a) * __ldg(t.of.b);
     if constexpr (SCALES == ROW_WISE) {
         upper = __ldcg(t.of_row(first.row));
         lower = __ldcg(t.of_row(first.row + 8));
-    }
 #pragma unroll
-    for (int j = 0; j < WN / 8; ++j) {
-        const int column = t.column + first.column + 8 * j;  // an even one of a multiple of 16
-        const bool inside = column < t.columns;
-        float* v = sums + 4 * j;
-        if constexpr (SCALES != BLOCK_WISE) {
-            v[0] *= upper;
-            v[1] *= upper;
-            v[2] *= lower;
-            v[3] *= lower;
+        for (int j = 0; j < ALL; j += AT_ONCE) {
+            float2 b[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                if (j + i < ALL) {
+                    b[i] = __ldg(reinterpret_cast<const float2*>(t.of.b + min(column + 8 * (j + i), last)));
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                if (j + i < ALL) {
+                    float* v = sums + 4 * (j + i);
+                    v[0] *= b[i].x;
+                    v[1] *= b[i].y;
+                    v[2] *= b[i].x;
+                    v[3] *= b[i].y;
+                }
+            }
         }
-        if (SCALES == ROW_WISE && inside) {
-            const float2 b = __ldg(reinterpret_cast<const float2*>(t.of.b + column));
-            v[0] *= b.x;
-            v[1] *= b.y;
-            v[2] *= b.x;
-            v[3] *= b.y;
+    }
+    if constexpr (SCALES != BLOCK_WISE) {
+#pragma unroll
+        for (int e = 0; e < SUMS; ++e) sums[e] *= e & 2 ? lower : upper;
+    }
+    if (t.of.bias == nullptr) return;
+#pragma unroll
+    for (int j = 0; j < ALL; j += AT_ONCE) {
+        u32 words[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            if (j + i < ALL) {
+                words[i] = __ldg(reinterpret_cast<const u32*>(t.of.bias + min(column + 8 * (j + i), last)));
+            }
         }
-        if (t.of.bias != nullptr && inside) {
-            float pair[2];
-            Number::unpack(__ldg(reinterpret_cast<const u32*>(t.of.bias + column)), pair);
-            v[0] += pair[0];
-            v[1] += pair[1];
-            v[2] += pair[0];
-            v[3] += pair[1];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            if (j + i < ALL) {
+                float pair[2], *v = sums + 4 * (j + i);
+                Number::unpack(words[i], pair);
+                v[0] += pair[0];
+                v[1] += pair[1];
+                v[2] += pair[0];
+                v[3] += pair[1];
+            }
         }
     }
 }

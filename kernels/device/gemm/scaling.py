@@ -5,10 +5,8 @@ An operand times its scales is what it stands for. Layouts are those of ``torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TypeAlias
 
 import torch
 
@@ -16,7 +14,7 @@ BLOCK = 128  #: of K that has a scale of its own, and of N
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-Product: TypeAlias = Callable[[torch.Tensor, torch.Tensor, "Scales"], torch.Tensor]
+_FLOAT32 = 25e6  # multiply-adds of float32 per microsecond, of cuBLAS on H100; not measured here
 
 
 class ScaleKind(Enum):
@@ -73,10 +71,21 @@ class ScaledProducts:
             self.kind is ScaleKind.ROWS and self.out_dtype == torch.bfloat16
         )
 
+    def takes_columns(self, columns: int) -> bool:
+        """Of a warpgroup's tile: what is promoted needs twice the registers; block-wise scales are those of one block
+        of B."""
+        if self.kind is ScaleKind.BLOCKS:
+            return columns <= BLOCK and BLOCK % columns == 0
+        return columns <= (160 if self.promote else 256)
+
     @property
-    def most_columns(self) -> int:
-        """Of a warpgroup's tile: what is promoted needs twice the registers, and lies in one block of B."""
-        return (BLOCK if self.kind is ScaleKind.BLOCKS else 160) if self.promote else 256
+    def longer(self) -> float:
+        """How much longer a stage takes than one of 16-bit numbers of as many bytes, as it does without promotion
+        (bench/results/h100-x2-scaled-matmuls.txt). Torch's products are taken to take as much longer. Those of blocks
+        were measured with scales that were loaded one stage ahead, not since."""
+        if self.kind is ScaleKind.BLOCKS:
+            return 1.75
+        return 1.2 if self.promote else 1.0
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -92,6 +101,11 @@ class ScaledProducts:
     def sent_bytes(self, m: int, k: int) -> int:
         """Of the scales of a shard [m, k]."""
         return 4 * m * self.blocks(k) if self.travels else 0
+
+
+def unfused_product_us(scaled: ScaledProducts, multiply_adds: float) -> float | None:
+    """Microseconds of an unfused product without a kernel of torch's, which is one of float32; None if there is one."""
+    return multiply_adds / _FLOAT32 if scaled.kind is ScaleKind.BLOCKS else None
 
 
 def as_pairs(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
