@@ -272,6 +272,8 @@ def wrong(rank: int, size: int) -> None:
         (8, [3, 48], ValueError, r"output_shape: is \[3, 48\], must be of 4 rows"),
     ):
         refuses(op, (*good[:at], value, *good[at + 1 :]), kind, words)
+    with pytest.raises(ValueError, match="group_size: is 7, must be 2, the number of ranks of group"):
+        op(*good, group_size=7)
     odd = left("rows", 3, 32)
     refuses(op, (odd.numbers, b.numbers, odd.scale, *good[3:]), ValueError, "must be a multiple of 2 ranks")
     for call in (
