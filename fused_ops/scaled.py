@@ -33,8 +33,7 @@ def fused_all_gather_scaled_matmul(
     *,
     return_A: bool = True,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """``A = all_gather(A_shard, gather_dim)`` in fp8 and ``torch._scaled_mm(A, B, ...)`` for each B: what is sent has a
-    byte a number, and the scales of its rows travel with it.
+    """``A = all_gather(A_shard, gather_dim)`` in fp8, with its scales, and ``torch._scaled_mm(A, B, ...)`` for each B.
 
     >>> import torch, torch.distributed as dist
     >>> from weft.fused_ops import fused_all_gather_scaled_matmul
@@ -46,9 +45,9 @@ def fused_all_gather_scaled_matmul(
     >>> y.shape == (5 * dist.get_world_size(), 48), y.dtype, A.dtype
     (True, torch.bfloat16, torch.float8_e4m3fn)
 
-    Products are accumulated and scaled in float32, and rounded once. Along the last dimension the ranks' parts of a
-    product are summed in float32, in rank order. Not differentiable. Works under torch.compile. Every rank must call it
-    with the same shapes. Names and order of the arguments are those of
+    What is sent has a byte a number. Products are accumulated and scaled in float32, and rounded once. Along the last
+    dimension the ranks' parts of a product are summed in float32, in rank order. Not differentiable. Works under
+    torch.compile. Every rank must call it with the same shapes. Names and order of the arguments are those of
     ``torch.ops.symm_mem.fused_all_gather_scaled_matmul``.
 
     Args:
@@ -128,8 +127,7 @@ def fused_scaled_matmul_reduce_scatter(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """``reduce_scatter(torch._scaled_mm(A, B, ...).view(output_shape), reduce_op, orig_scatter_dim)`` of fp8 operands:
-    a part travels while the next is computed.
+    """``reduce_scatter(torch._scaled_mm(A, B, ...), reduce_op, scatter_dim)`` of fp8 operands.
 
     >>> import torch, torch.distributed as dist
     >>> from weft.fused_ops import fused_scaled_matmul_reduce_scatter
@@ -140,10 +138,11 @@ def fused_scaled_matmul_reduce_scatter(
     >>> dist.all_reduce(total)
     >>> torch.testing.assert_close(y, total.chunk(W)[dist.get_rank()].bfloat16(), rtol=0.02, atol=0.1)
 
-    Partial products are accumulated, scaled and given their bias in float32; rounded to the result's dtype to be sent;
-    summed in float32, in rank order, and rounded once: the same bits in every run. (Where the call runs unfused, the
-    backend sums.) Not differentiable. Works under torch.compile. Every rank must call it with the same shapes. Names
-    and order of the arguments are those of ``torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter``.
+    A part travels while the next is computed. Partial products are accumulated, scaled and given their bias in float32;
+    rounded to the result's dtype to be sent; summed in float32, in rank order, and rounded once: the same bits in every
+    run. (Where the call runs unfused, the backend sums.) Not differentiable. Works under torch.compile. Every rank must
+    call it with the same shapes. Names and order of the arguments are those of
+    ``torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter``.
 
     Args:
         A: [..., K], 2 or more dimensions; torch.float8_e4m3fn or float8_e5m2; any strides. K is a multiple of 16.
@@ -184,10 +183,11 @@ def fused_scaled_matmul_reduce_scatter(
     for name, value in (("B", B), ("A_scale", A_scale), ("B_scale", B_scale)):
         validation.tensor(name, value)
     reduce_op = validation.reduction(reduce_op)
-    validation.integer("orig_scatter_dim", orig_scatter_dim)
-    validation.integer("scatter_dim_after_maybe_reshape", scatter_dim_after_maybe_reshape)
     if output_shape is not None:
         output_shape = _sizes(output_shape)
+    ndim = A.dim() if output_shape is None else len(output_shape)
+    validation.dimension("orig_scatter_dim", orig_scatter_dim, "product", ndim)
+    validation.dimension("scatter_dim_after_maybe_reshape", scatter_dim_after_maybe_reshape, "A", A.dim())
     for name, term in (("bias", bias), ("result_scale", result_scale)):
         if term is not None:
             validation.tensor(name, term)
@@ -217,4 +217,6 @@ def _sizes(values: Any) -> list[int]:
         raise TypeError(f"output_shape: is of type {type(values).__name__}, must be a sequence of integers")
     for value in values:
         validation.integer("output_shape", value)
+        if isinstance(value, int) and not 0 <= value < 1 << 63:
+            raise ValueError(f"output_shape: has {value}, must have sizes from 0 to below 2**63")
     return list(values)

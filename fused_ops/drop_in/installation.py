@@ -27,8 +27,7 @@ _library: torch.library.Library | None = None
 
 
 def install() -> None:
-    """``torch.ops.symm_mem.fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter``, and those of fp8 operands,
-    ``fused_all_gather_scaled_matmul`` and ``fused_scaled_matmul_reduce_scatter``, run on weft from now on.
+    """The fused matmuls of ``torch.ops.symm_mem`` run on weft from now on.
 
     >>> import torch, torch.distributed as dist
     >>> import weft
@@ -37,6 +36,9 @@ def install() -> None:
     >>> A, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, dist.group.WORLD.group_name)
     >>> torch.testing.assert_close(y, A @ w)
     >>> weft.uninstall()
+
+    They are ``fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter``, and those of fp8 operands,
+    ``fused_all_gather_scaled_matmul`` and ``fused_scaled_matmul_reduce_scatter``, where a dtype of the result is given.
 
     Results are those of torch's ops but for rounding, with their strides; there are no gradients, as with torch's. What
     torch refuses, it refuses still. Calls that weft cannot take go to torch's implementation in the same call:

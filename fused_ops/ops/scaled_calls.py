@@ -29,9 +29,11 @@ def output_dtype(name: str, value: Any) -> torch.dtype:
         TypeError: there are no such results.
     """
     dtype = dtype_of(value)
-    if dtype not in OUT_DTYPES:
-        raise TypeError(f"{name}: is {dtype}, must be torch.bfloat16, torch.float16 or torch.float32")
-    return dtype  # type: ignore[no-any-return]
+    if not isinstance(dtype, torch.dtype) or dtype not in OUT_DTYPES:
+        shown = "a tensor" if isinstance(dtype, Tensor) else dtype
+        shown = f"of type {type(dtype).__name__}" if isinstance(dtype, list | tuple | dict) else shown
+        raise TypeError(f"{name}: is {shown}, must be torch.bfloat16, torch.float16 or torch.float32")
+    return dtype
 
 
 class AllGatherScaledMatmulCall(NamedTuple):
