@@ -246,6 +246,10 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
         });
     }
     weft::drain(s, state);
+#ifdef FP8_TYPES
+    // Scales that have arrived are read behind the last stage.
+    for (int i = 0; i < 2; ++i) weft::wait_count(s.counts + TAKEN + i, 1);
+#endif
 }
 
 // Warp 2: counts the k-chunks of peers' rows that have arrived, in the loader's order. It runs ahead of the loader,
@@ -332,10 +336,6 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         weft::warpgroup_reg_dealloc<SERVE_REGISTERS>();
         if (role == 0) {
             load(p, s, order);
-#ifdef FP8_TYPES
-            // Scales that have arrived are read behind the last stage.
-            for (int i = 0; i < 2; ++i) weft::wait_count(s.counts + TAKEN + i, 1);
-#endif
             if (p.final && threadIdx.x % 32 == 0) weft::leave(p.watch, p.buffer, epoch);
         }
         if (role == 1 && p.push) push(p, order, epoch, blockIdx.x, gridDim.x, s.counts + SENT);

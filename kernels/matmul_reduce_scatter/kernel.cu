@@ -276,8 +276,8 @@ __device__ __forceinline__ bool add_parts(
 #ifdef FP8_TYPES
 __device__ __forceinline__ weft::TileScales scales_of(const Params& p, const Tile& t) {
     const int part = SPLIT_N ? 0 : t.batch * WORLD_SIZE + t.dst, parts = SPLIT_N ? 1 : p.batches * WORLD_SIZE;
-    const int column = (SPLIT_N ? t.dst * p.n : 0) + t.column * BN, columns = SPLIT_N ? WORLD_SIZE * p.n : p.n;
-    return {p.of_b, p.scales, parts * p.m, part * p.m + t.row * BM, parts * p.m, column, columns};
+    const int first = SPLIT_N ? p.n * t.dst : 0, columns = SPLIT_N ? WORLD_SIZE * p.n : p.n;
+    return {p.of_b, p.scales, parts * p.m, part * p.m + t.row * BM, parts * p.m, first + t.column * BN, columns};
 }
 #endif
 

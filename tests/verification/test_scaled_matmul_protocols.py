@@ -310,7 +310,7 @@ def test_epochs_of_both_buffers_scaled(
         ("scatter-rows", ("lower = __ldcg(t.of_row(first.row + 8))", "lower = __ldcg(t.of_row(first.row))")),
         (
             "scatter-blocks-columns",
-            ("(SPLIT_N ? t.dst * p.n : 0) + t.column * BN, columns", "t.column * BN, columns"),
+            ("first = SPLIT_N ? p.n * t.dst : 0", "first = 0"),
         ),
         ("scatter-rows-batches", ("t.batch * WORLD_SIZE + t.dst, parts", "t.dst, parts")),
     ],
