@@ -6,7 +6,6 @@ The graph pass inserts the ops below it, where a call costs one dispatch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -33,6 +32,7 @@ from ..ops.calls import (
     AllReduceRmsNormCall,
     MatmulAllReduceCall,
     MatmulReduceScatterCall,
+    OpArguments,
     ReduceScatterCall,
     ReduceScatterOutCall,
 )
@@ -156,7 +156,7 @@ def refuse_gradient_or_all_gather_scaled_matmul(
 ) -> all_gather_scaled_matmul.Result:
     if _wants_grad(all_gather_scaled_matmul.host.OP, call.tensors):
         scaled_validation.validate_all_gather_scaled_matmul(call)
-        _refuse_gradient(call.tensors)
+        _refuse_gradient(call)
     result: all_gather_scaled_matmul.Result = implementations.ALL_GATHER_SCALED_MATMUL.run_slow(call)
     return result
 
@@ -164,13 +164,19 @@ def refuse_gradient_or_all_gather_scaled_matmul(
 def refuse_gradient_or_scaled_matmul_reduce_scatter(call: ScaledMatmulReduceScatterCall) -> Tensor:
     if _wants_grad(scaled_matmul_reduce_scatter.host.OP, call.tensors):
         scaled_validation.validate_scaled_matmul_reduce_scatter(call)
-        _refuse_gradient(call.tensors)
+        _refuse_gradient(call)
     result: Tensor = implementations.SCALED_MATMUL_REDUCE_SCATTER.run_slow(call)
     return result
 
 
-def _refuse_gradient(tensors: Sequence[Tensor]) -> NoReturn:
-    wants = next((t for t in tensors if t.requires_grad), tensors[0])
-    raise ValueError(
-        f"{wants.dtype}{list(wants.shape)}: requires a gradient, must not: products of fp8 have none; detach it"
-    )
+def _refuse_gradient(call: OpArguments) -> None:
+    """The first argument that requires one; a tangent is torch's to refuse."""
+    for field in call._fields:
+        given = getattr(call, field)
+        several = isinstance(given, list | tuple)
+        for i, tensor in enumerate(given if several else [given]):
+            if isinstance(tensor, Tensor) and (tensor.requires_grad or has_tangents()):
+                name = f"{field}[{i}]" if several else field
+                raise ValueError(
+                    f"{name}: requires a gradient, must not: products of fp8 have none; detach it"
+                )

@@ -280,7 +280,7 @@ def wrong(rank: int, size: int) -> None:
         lambda x: fused_all_gather_scaled_matmul(a.numbers, [b.numbers], x, [b.scale], 0, world()),
         lambda x: fused_scaled_matmul_reduce_scatter(a.numbers, b.numbers, x, b.scale, "sum", 0, 0, world()),
     ):
-        with pytest.raises(ValueError, match=r"float32\[4, 1\]: requires a gradient, must not"):
+        with pytest.raises(ValueError, match=r"^A_scale: requires a gradient, must not"):
             call(a.scale.clone().requires_grad_())
     with pytest.raises(TypeError, match="biases: is of type Tensor, must be a list"):
         fused_all_gather_scaled_matmul(a.numbers, [b.numbers], a.scale, [b.scale], 0, world(), torch.ones(1))
