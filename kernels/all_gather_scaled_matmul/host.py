@@ -34,7 +34,9 @@ def as_rows(a: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     rows = torch.empty(a.shape[0], k + 4 * count, dtype=torch.uint8)
     rows[:, :k].view(a.dtype).copy_(a)
     if scales is not None:
-        rows[:, k:].copy_(scales.reshape(-1).contiguous().view(torch.uint8).view(a.shape[0], 4 * count))
+        # Of a dimension of size 1 the stride may be any, with which no bytes can be viewed.
+        flat = scales.contiguous().as_strided((scales.numel(),), (1,))
+        rows[:, k:].copy_(flat.view(torch.uint8).view(a.shape[0], 4 * count))
     return rows
 
 

@@ -187,6 +187,12 @@ def scales_of_all_rows(rank: int, size: int) -> None:
         with forced(algorithm):
             _, (y,) = fused_all_gather_scaled_matmul(a.numbers, [b.numbers], every, [b.scale], 1, world())
         torch.testing.assert_close(y, want, rtol=0, atol=0)
+    a, b = left("rows", 1, 32), right("rows", 32, 16)
+    for algorithm in ("fused", "unfused"):  # one number, of which the stride may be any
+        scale = torch.stack([a.scale, a.scale], -1)[..., 0]
+        with forced(algorithm):
+            _, (y,) = fused_all_gather_scaled_matmul(a.numbers, [b.numbers], scale, [b.scale], 0, world())
+        check("one row", y, torch.cat(gather(a.meant)) @ b.meant, ROUNDED[torch.bfloat16])
     a, b = left("blocks", 2 * size, 272), right("blocks", 272, 144)
     padded = torch.cat([b.scale, torch.full((1, 2), torch.nan)])
     args = (a.numbers, b.numbers, a.scale), ("sum", 0, 0, world())

@@ -12,7 +12,7 @@ import torch
 from cubins import ARGUMENTS, compile_ahead, disassembled, usage
 from weft.kernels.all_gather_matmul import configs as gather_configs
 from weft.kernels.all_gather_matmul import cuda_kernel as all_gather_matmul
-from weft.kernels.all_gather_matmul import scaled
+from weft.kernels.all_gather_matmul import one_shot_kernel, scaled
 from weft.kernels.device.gemm import gemm
 from weft.kernels.device.gemm.gemm_tiles import TILES, Tile
 from weft.kernels.device.gemm.scaling import ScaledProducts, ScaleKind
@@ -111,3 +111,10 @@ def test_types_are_those_of_A_and_B(tmp_path: Path) -> None:
     assert re.search(r"QGMMA\.64x128x32\.F32\.E5M2\.E4M3", code), re.findall(r"QGMMA\S+", code)[:4]
     code = disassembled(PROGRAMS["all_gather_matmul-fast-128x256"], tmp_path)
     assert re.search(r"QGMMA\.64x256x32\.F32\.E4M3\.E4M3", code), re.findall(r"QGMMA\S+", code)[:4]
+
+
+def test_the_exchange_of_rows_and_scales(tmp_path: Path) -> None:
+    defines = (*one_shot_kernel.one_shot_gather_defines(4, 1), ("SCALED", 1))
+    ((kernel, numbers),) = usage(Program(one_shot_kernel.SOURCE, defines=dict(defines)), tmp_path)
+    assert kernel == "all_gather_one_shot" and numbers["STACK"] == numbers["LOCAL"] == 0
+    assert numbers["CONSTANT[0]"] == ARGUMENTS + ctypes.sizeof(scaled._OneShotParams)
