@@ -22,6 +22,7 @@ from .passes import FusionError, FusionPass, Report
 from .passes.backend import compile, fusion_report  # noqa: A004
 from .process_groups.creation import process_group
 from .process_groups.group import WeftProcessGroup
+from .scaled import fused_all_gather_scaled_matmul, fused_scaled_matmul_reduce_scatter
 
 __all__ = [
     "CallsTaken",
@@ -34,9 +35,11 @@ __all__ = [
     "WeftProcessGroup",
     "compile",
     "fused_all_gather_matmul",
+    "fused_all_gather_scaled_matmul",
     "fused_all_reduce_rms_norm",
     "fused_matmul_all_reduce",
     "fused_matmul_reduce_scatter",
+    "fused_scaled_matmul_reduce_scatter",
     "fusion_report",
     "install",
     "installed",

@@ -135,9 +135,42 @@ def matmul_all_reduce() -> Op:
     return Op(((3, 5, 17), (17, 11)), call, reference)
 
 
+def fp8(x: Tensor) -> Tensor:
+    return x.float().to(torch.float8_e4m3fn)
+
+
+def all_gather_scaled_matmul() -> Op:
+    def call(shard: Tensor, scale: Tensor, B: Tensor, B_scale: Tensor) -> Outputs:
+        given = fp8(shard), [fp8(B).t()], scale.float(), [B_scale.float()], 0, world()
+        _, (out,) = fused_ops.fused_all_gather_scaled_matmul(*given, out_dtypes=[shard.dtype])
+        return (out,)
+
+    def reference(
+        rank: int, shards: Sequence[Tensor], scales: Sequence[Tensor], *B: Sequence[Tensor]
+    ) -> Outputs:
+        A = torch.cat([fp8(shard).double() * scale for shard, scale in zip(shards, scales, strict=True)])
+        return (A @ fp8(B[0][rank]).double().t() * B[1][rank],)
+
+    return Op(((13, 32), (13, 1), (16, 32), (1, 16)), call, reference, differentiable=False)
+
+
+def scaled_matmul_reduce_scatter() -> Op:
+    def call(A: Tensor, scale: Tensor, B: Tensor) -> Outputs:
+        given = fp8(A), fp8(B).t(), scale.float(), scale.new_ones(1, 16).float(), "sum", 0, 0, world()
+        return (fused_ops.fused_scaled_matmul_reduce_scatter(*given, out_dtype=A.dtype),)
+
+    def reference(rank: int, As: Sequence[Tensor], scales: Sequence[Tensor], Bs: Sequence[Tensor]) -> Outputs:
+        scaled = [fp8(A).double() * scale for A, scale in zip(As, scales, strict=True)]
+        return (sum_of_products(scaled, [fp8(B).double().t() for B in Bs]).chunk(WORLD_SIZE)[rank],)
+
+    return Op(((26, 32), (26, 1), (16, 32)), call, reference, differentiable=False)
+
+
 OPS = {
     "all_gather_matmul": all_gather_matmul(0),
     "all_gather_matmul-last_dim": all_gather_matmul(1),
+    "all_gather_scaled_matmul": all_gather_scaled_matmul(),
+    "scaled_matmul_reduce_scatter": scaled_matmul_reduce_scatter(),
     "matmul_reduce_scatter": matmul_reduce_scatter(0),
     "matmul_reduce_scatter-last_dim": matmul_reduce_scatter(1),
     **{f"all_reduce-{reduce_op}": all_reduce(reduce_op) for reduce_op in ("sum", "avg", "max", "min")},

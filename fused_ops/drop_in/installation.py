@@ -27,7 +27,7 @@ _library: torch.library.Library | None = None
 
 
 def install() -> None:
-    """``torch.ops.symm_mem.fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter`` run on weft from now on.
+    """The fused matmuls of ``torch.ops.symm_mem`` run on weft from now on.
 
     >>> import torch, torch.distributed as dist
     >>> import weft
@@ -37,13 +37,16 @@ def install() -> None:
     >>> torch.testing.assert_close(y, A @ w)
     >>> weft.uninstall()
 
+    They are ``fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter``, and those of fp8 operands,
+    ``fused_all_gather_scaled_matmul`` and ``fused_scaled_matmul_reduce_scatter``, where a dtype of the result is given.
+
     Results are those of torch's ops but for rounding, with their strides; there are no gradients, as with torch's. What
     torch refuses, it refuses still. Calls that weft cannot take go to torch's implementation in the same call:
     other dtypes (float64), GPUs that are no Hopper or cannot address each other's memory, float32 where TF32 is
     allowed. ``installed_calls()`` counts both. CPU ranks have the ops, too: torch has none for them.
 
-    All ranks must install, or none. In graphs that are compiled from now on the two ops keep the order of the program,
-    like all of weft's. The scaled ops and the all-reduces of ``torch.ops.symm_mem`` stay torch's.
+    All ranks must install, or none. In graphs that are compiled from now on these ops keep the order of the program,
+    like all of weft's. The all-reduces of ``torch.ops.symm_mem`` stay torch's.
 
     ``WEFT_INSTALL=1`` installs when torch is imported, by an entry point of the installed distribution (torch loads
     those of ``torch.backends`` unless TORCH_DEVICE_BACKEND_AUTOLOAD is 0), at the latest when ``weft.fused_ops`` is.

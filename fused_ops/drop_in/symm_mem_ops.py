@@ -6,7 +6,8 @@ A call goes to the implementation that was there before (torch's own), as it is,
 - weft refuses it (dtypes, devices, shapes): its reason is counted;
 - it is on CUDA and the ranks cannot address each other's memory, the GPU is no Hopper, or TF32 is allowed: weft has no
   kernel for it;
-- it is inside of torch's ``_test_mode``.
+- it is inside of torch's ``_test_mode``;
+- its operands are fp8 and no dtype is given: torch's results are fp8 then.
 
 All of these are the same on all ranks. On CPU torch has no implementation: there its functional one, for "meta" and the
 test mode, takes what weft does not.
@@ -14,26 +15,28 @@ test mode, takes what weft does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed._symmetric_memory as torch_symm
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ...symm_mem import HeapUnavailable, forks, resolve_group
 from ...symm_mem.call_site import calling
 from ..dispatch.plan import heap_or_why, last_plan, why_tf32
-from ..library import implementations, validation
+from ..library import implementations, scaled_validation, validation
 from ..library.implementations import Implementation
 from ..ops.all_gather_matmul import Result, fast_all_gather_matmul
 from ..ops.calls import AllGatherMatmulCall, MatmulReduceScatterCall
 from ..ops.matmul_reduce_scatter import fast_matmul_reduce_scatter
+from ..ops.scaled_calls import AllGatherScaledMatmulCall, ScaledMatmulReduceScatterCall
 from .calls_taken import counts
 
 GATHER, SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
-OPS = {name: getattr(torch.ops.symm_mem, name).default for name in (GATHER, SCATTER)}
+SCALED_GATHER, SCALED_SCATTER = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
+_NAMES = (GATHER, SCATTER, SCALED_GATHER, SCALED_SCATTER)
+OPS = {name: getattr(torch.ops.symm_mem, name).default for name in _NAMES}
 DEVICES = ("CUDA", "CPU")
 
 
@@ -77,7 +80,13 @@ def torch_implementation(name: str) -> TorchImplementation:
 
 def kernel_of(name: str, before: TorchImplementation) -> Callable[..., Any]:
     """What the op then runs on CPU and CUDA."""
-    return _all_gather_matmul(before) if name == GATHER else _matmul_reduce_scatter(before)
+    kernels = (
+        _all_gather_matmul,
+        _matmul_reduce_scatter,
+        _all_gather_scaled_matmul,
+        _scaled_matmul_reduce_scatter,
+    )
+    return kernels[_NAMES.index(name)](before)
 
 
 def _all_gather_matmul(before: TorchImplementation) -> Callable[..., Result]:
@@ -123,6 +132,59 @@ def _matmul_reduce_scatter(before: TorchImplementation) -> Callable[..., Tensor]
     return matmul_reduce_scatter
 
 
+def _all_gather_scaled_matmul(before: TorchImplementation) -> Callable[..., Any]:
+    op = implementations.ALL_GATHER_SCALED_MATMUL
+
+    def all_gather_scaled_matmul(*args: Any) -> Any:
+        call = AllGatherScaledMatmulCall(*args)
+        dim, dims, count = call.gather_dim, call.A_shard.dim(), len(call.Bs)
+        of_each = call.biases, call.result_scales, call.out_dtypes, call.use_fast_accum
+        refused = dims < 2 or not 0 <= dim < dims or any(B.dim() != 2 for B in call.Bs)
+        refused = refused or any(len(given) != count for given in of_each)
+        if all(dtype is not None for dtype in call.out_dtypes):
+            return _scaled(SCALED_GATHER, op, call, refused, before, args)
+        counts.add(SCALED_GATHER, "torch", "out_dtypes: is None, for which torch's results are fp8")
+        return before.call(call.A_shard.device, refused, *args)
+
+    return all_gather_scaled_matmul
+
+
+def _scaled_matmul_reduce_scatter(before: TorchImplementation) -> Callable[..., Any]:
+    op = implementations.SCALED_MATMUL_REDUCE_SCATTER
+
+    def scaled_matmul_reduce_scatter(*args: Any) -> Any:
+        call = ScaledMatmulReduceScatterCall(*args)
+        dims = call.A.dim()
+        refused = dims < 2 or not 0 <= call.scatter_dim_after_maybe_reshape < dims or call.B.dim() != 2
+        refused = refused or call.reduce_op not in validation.REDUCE_OPS or call.output_shape is None
+        refused = refused or not 0 <= call.orig_scatter_dim < len(call.output_shape or ())
+        if call.out_dtype is not None:
+            return _scaled(SCALED_SCATTER, op, call, refused, before, args)
+        counts.add(SCALED_SCATTER, "torch", "out_dtype: is None, for which torch's result is fp8")
+        return before.call(call.A.device, refused, *args)
+
+    return scaled_matmul_reduce_scatter
+
+
+def _scaled(
+    name: str, op: Implementation, call: Any, refused: bool, before: TorchImplementation, args: Sequence[Any]
+) -> Any:
+    """A call of fp8 operands whose results are none of fp8."""
+    if not refused and Switch.on and not torch_symm._is_test_mode and (done := op.fast(call)) is not None:
+        counts.add(name, "weft")
+        return done
+    gathers = name == SCALED_GATHER
+    validate: Callable[[Any], Any] = (
+        scaled_validation.validate_all_gather_scaled_matmul
+        if gathers
+        else scaled_validation.validate_scaled_matmul_reduce_scatter
+    )
+    if (why := _why_not(op, call, refused, validate)) is None:
+        return _taken(name, op, call)
+    counts.add(name, "torch", why)
+    return before.call(call[0].device, refused, *args)
+
+
 def _taken(name: str, op: Implementation, call: Any) -> Any:
     result = op.slow(call)
     plan = last_plan()
@@ -131,7 +193,7 @@ def _taken(name: str, op: Implementation, call: Any) -> Any:
 
 
 def _why_not(
-    op: Implementation, call: Any, refused: bool, validate: Callable[[Any], tuple[Any, ProcessGroup]]
+    op: Implementation, call: Any, refused: bool, validate: Callable[[Any], tuple[Any, ...]]
 ) -> str | None:
     """Why weft leaves a call to torch; None if it takes it.
 

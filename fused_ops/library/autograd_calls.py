@@ -16,11 +16,13 @@ from ..dispatch.tensor_guards import has_tangents
 from ..ops import (
     all_gather,
     all_gather_matmul,
+    all_gather_scaled_matmul,
     all_reduce,
     all_reduce_rms_norm,
     matmul_all_reduce,
     matmul_reduce_scatter,
     reduce_scatter,
+    scaled_matmul_reduce_scatter,
 )
 from ..ops.calls import (
     AllGatherCall,
@@ -30,10 +32,12 @@ from ..ops.calls import (
     AllReduceRmsNormCall,
     MatmulAllReduceCall,
     MatmulReduceScatterCall,
+    OpArguments,
     ReduceScatterCall,
     ReduceScatterOutCall,
 )
-from . import implementations
+from ..ops.scaled_calls import AllGatherScaledMatmulCall, ScaledMatmulReduceScatterCall
+from . import implementations, scaled_validation
 from .autograd import (
     AllGatherFunction,
     AllGatherMatmulFunction,
@@ -145,3 +149,34 @@ def differentiable_matmul_all_reduce(call: MatmulAllReduceCall) -> Tensor:
         result: Tensor = implementations.MATMUL_ALL_REDUCE.run_slow(call)
         return result
     return MatmulAllReduceFunction.apply(call, *call.tensors)
+
+
+def refuse_gradient_or_all_gather_scaled_matmul(
+    call: AllGatherScaledMatmulCall,
+) -> all_gather_scaled_matmul.Result:
+    if _wants_grad(all_gather_scaled_matmul.host.OP, call.tensors):
+        scaled_validation.validate_all_gather_scaled_matmul(call)
+        _refuse_gradient(call)
+    result: all_gather_scaled_matmul.Result = implementations.ALL_GATHER_SCALED_MATMUL.run_slow(call)
+    return result
+
+
+def refuse_gradient_or_scaled_matmul_reduce_scatter(call: ScaledMatmulReduceScatterCall) -> Tensor:
+    if _wants_grad(scaled_matmul_reduce_scatter.host.OP, call.tensors):
+        scaled_validation.validate_scaled_matmul_reduce_scatter(call)
+        _refuse_gradient(call)
+    result: Tensor = implementations.SCALED_MATMUL_REDUCE_SCATTER.run_slow(call)
+    return result
+
+
+def _refuse_gradient(call: OpArguments) -> None:
+    """The first argument that requires one; a tangent is torch's to refuse."""
+    for field in call._fields:
+        given = getattr(call, field)
+        several = isinstance(given, list | tuple)
+        for i, tensor in enumerate(given if several else [given]):
+            if isinstance(tensor, Tensor) and (tensor.requires_grad or has_tangents()):
+                name = f"{field}[{i}]" if several else field
+                raise ValueError(
+                    f"{name}: requires a gradient, must not: products of fp8 have none; detach it"
+                )

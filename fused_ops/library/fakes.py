@@ -21,7 +21,8 @@ from ..ops.calls import (
     ReduceScatterCall,
     ReduceScatterOutCall,
 )
-from . import validation
+from ..ops.scaled_calls import AllGatherScaledMatmulCall, ScaledMatmulReduceScatterCall
+from . import scaled_validation, validation
 
 
 def fake_all_gather_matmul(call: AllGatherMatmulCall) -> tuple[Tensor | None, list[Tensor]]:
@@ -40,6 +41,26 @@ def fake_all_gather_matmul(call: AllGatherMatmulCall) -> tuple[Tensor | None, li
 
 def fake_matmul_reduce_scatter(call: MatmulReduceScatterCall) -> Tensor:
     call, group = validation.validate_matmul_reduce_scatter(call)
+    return call.A.new_empty(call.local_shape(group.size()), dtype=call.out_dtype)
+
+
+def fake_all_gather_scaled_matmul(call: AllGatherScaledMatmulCall) -> tuple[Tensor | None, list[Tensor]]:
+    call, _, group = scaled_validation.validate_all_gather_scaled_matmul(call)
+    A_shard, dim = call.A_shard, call.gather_dim
+    shape = list(A_shard.shape)
+    shape[dim] = shape[dim] * group.size()
+    front = 0 if dim == A_shard.dim() - 1 else dim
+
+    def out(columns: Any, dtype: torch.dtype | None) -> Tensor:
+        moved = [shape[front], *shape[:front], *shape[front + 1 : -1], columns]
+        return A_shard.new_empty(moved, dtype=dtype).movedim(0, front)
+
+    outs = [out(B.shape[1], dtype) for B, dtype in zip(call.Bs, call.out_dtypes, strict=True)]
+    return (out(shape[-1], A_shard.dtype) if call.return_A else None), outs
+
+
+def fake_scaled_matmul_reduce_scatter(call: ScaledMatmulReduceScatterCall) -> Tensor:
+    call, _, group = scaled_validation.validate_scaled_matmul_reduce_scatter(call)
     return call.A.new_empty(call.local_shape(group.size()), dtype=call.out_dtype)
 
 

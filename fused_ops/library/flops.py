@@ -19,7 +19,20 @@ def _all_gather_matmul(
     return 2 * resolve_group(group_name).size() * prod(A_shard) * sum(B[1] for B in Bs)
 
 
-@register_flop_formula([schema.matmul_reduce_scatter.overloadpacket, schema.matmul_all_reduce.overloadpacket])
+@register_flop_formula(schema.all_gather_scaled_matmul.overloadpacket)
+def _all_gather_scaled_matmul(
+    A_shard: Sequence[int], Bs: Sequence[Sequence[int]], *given: Any, **_: Any
+) -> int:
+    return _all_gather_matmul(A_shard, Bs, *given[2:4])
+
+
+@register_flop_formula(
+    [
+        schema.matmul_reduce_scatter.overloadpacket,
+        schema.scaled_matmul_reduce_scatter.overloadpacket,
+        schema.matmul_all_reduce.overloadpacket,
+    ]
+)
 def _matmul(
     A: Sequence[int], B: Sequence[int], *_: Any, more: Sequence[Sequence[int]] | None = None, **__: Any
 ) -> int:

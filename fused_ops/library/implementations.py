@@ -19,11 +19,13 @@ from ..dispatch.call_check import begin_call, take_begun
 from ..dispatch.fast_path import needs_no_dispatch
 from ..ops import all_gather as _gather
 from ..ops import all_gather_matmul as _ag
+from ..ops import all_gather_scaled_matmul as _ags
 from ..ops import all_reduce as _ar
 from ..ops import all_reduce_rms_norm as _arn
 from ..ops import matmul_all_reduce as _mar
 from ..ops import matmul_reduce_scatter as _rs
 from ..ops import reduce_scatter as _scatter
+from ..ops import scaled_matmul_reduce_scatter as _srs
 from ..ops.calls import (
     AllGatherCall,
     AllGatherMatmulCall,
@@ -36,7 +38,8 @@ from ..ops.calls import (
     ReduceScatterCall,
     ReduceScatterOutCall,
 )
-from . import schema, validation
+from ..ops.scaled_calls import AllGatherScaledMatmulCall, ScaledMatmulReduceScatterCall
+from . import scaled_validation, schema, validation
 
 _VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
 
@@ -137,6 +140,22 @@ def _slow_matmul_reduce_scatter(call: MatmulReduceScatterCall) -> Tensor:
     call, group = validation.validate_matmul_reduce_scatter(call)
     _begin(_rs.host.OP, call, group)
     return _rs.run_matmul_reduce_scatter(call, group)
+
+
+@_fresh
+@_begins_call
+def _slow_all_gather_scaled_matmul(call: AllGatherScaledMatmulCall) -> _ags.Result:
+    call, rows, group = scaled_validation.validate_all_gather_scaled_matmul(call)
+    _begin(_ags.host.OP, call, group)
+    return _ags.run_all_gather_scaled_matmul(call, rows, group)
+
+
+@_fresh
+@_begins_call
+def _slow_scaled_matmul_reduce_scatter(call: ScaledMatmulReduceScatterCall) -> Tensor:
+    call, rows, group = scaled_validation.validate_scaled_matmul_reduce_scatter(call)
+    _begin(_srs.host.OP, call, group)
+    return _srs.run_scaled_matmul_reduce_scatter(call, rows, group)
 
 
 def _fast_all_reduce(call: AllReduceCall) -> Tensor | None:
@@ -257,6 +276,18 @@ MATMUL_REDUCE_SCATTER = Implementation(
     MatmulReduceScatterCall,
     _fast_matmul_reduce_scatter,
     _slow_matmul_reduce_scatter,
+)
+ALL_GATHER_SCALED_MATMUL = Implementation(
+    schema.all_gather_scaled_matmul,
+    AllGatherScaledMatmulCall,
+    _ags.fast_all_gather_scaled_matmul,
+    _slow_all_gather_scaled_matmul,
+)
+SCALED_MATMUL_REDUCE_SCATTER = Implementation(
+    schema.scaled_matmul_reduce_scatter,
+    ScaledMatmulReduceScatterCall,
+    _srs.fast_scaled_matmul_reduce_scatter,
+    _slow_scaled_matmul_reduce_scatter,
 )
 ALL_REDUCE = Implementation(
     schema.all_reduce, AllReduceCall, _fast_all_reduce, _slow_all_reduce, _fast_all_reduce_on_device

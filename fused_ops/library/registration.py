@@ -56,6 +56,16 @@ for _op, _fake, _autograd in (
         autograd_calls.differentiable_matmul_reduce_scatter,
     ),
     (
+        implementations.ALL_GATHER_SCALED_MATMUL,
+        fakes.fake_all_gather_scaled_matmul,
+        autograd_calls.refuse_gradient_or_all_gather_scaled_matmul,
+    ),
+    (
+        implementations.SCALED_MATMUL_REDUCE_SCATTER,
+        fakes.fake_scaled_matmul_reduce_scatter,
+        autograd_calls.refuse_gradient_or_scaled_matmul_reduce_scatter,
+    ),
+    (
         implementations.ALL_REDUCE,
         fakes.fake_all_reduce,
         autograd_calls.differentiable_all_reduce,

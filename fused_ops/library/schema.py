@@ -22,6 +22,19 @@ lib.define(
     tags=_TAGS,
 )
 lib.define(
+    "fused_all_gather_scaled_matmul(Tensor A_shard, Tensor[] Bs, Tensor A_scale, Tensor[] B_scales, int gather_dim,"
+    " str group_name, Tensor?[] biases, Tensor?[] result_scales, ScalarType?[] out_dtypes, bool[] use_fast_accum, *,"
+    " bool return_A=True, int? group_size=None) -> (Tensor?, Tensor[])",
+    tags=_TAGS,
+)
+lib.define(
+    "fused_scaled_matmul_reduce_scatter(Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, str reduce_op,"
+    " int orig_scatter_dim, int scatter_dim_after_maybe_reshape, str group_name, SymInt[]? output_shape,"
+    " Tensor? bias=None, Tensor? result_scale=None, ScalarType? out_dtype=None, bool use_fast_accum=False, *,"
+    " int? group_size=None) -> Tensor",
+    tags=_TAGS,
+)
+lib.define(
     "one_shot_all_reduce(Tensor x, str reduce_op, str group_name, *, int? group_size=None) -> Tensor",
     tags=_TAGS,
 )
@@ -61,6 +74,8 @@ lib.define(
 
 all_gather_matmul = torch.ops.weft.fused_all_gather_matmul.default
 matmul_reduce_scatter = torch.ops.weft.fused_matmul_reduce_scatter.default
+all_gather_scaled_matmul = torch.ops.weft.fused_all_gather_scaled_matmul.default
+scaled_matmul_reduce_scatter = torch.ops.weft.fused_scaled_matmul_reduce_scatter.default
 all_reduce = torch.ops.weft.one_shot_all_reduce.default
 all_reduce_ = torch.ops.weft.one_shot_all_reduce_.default
 all_reduce_rms_norm = torch.ops.weft.fused_all_reduce_rms_norm.default

@@ -12,9 +12,11 @@ from typing import TypeAlias, TypeVar
 import torch
 
 from ...symm_mem.layout import Layout
+from ..device.comm.ll_exchange import VECTOR
 from ..device.device_spec import device_spec_of
 from ..device.gemm import gemm_tiles, one_shot
 from ..device.gemm.one_shot import OneShotConfig
+from ..device.gemm.scaling import ScaledProducts
 from ..device.triton.tile_table import TritonTile, pick
 from .estimate import (
     FIT_ROWS,
@@ -54,6 +56,7 @@ class GatherKernelCall:
         split_k: shards lie side by side: ``A = cat(shards, 1)``, and the products add up over them.
         return_A: what is gathered is wanted, too.
         preferred: the algorithm to take where it can be, "push" or "one_shot"; None for the fastest.
+        scaled: the operands are fp8, two of them each number here.
     """
 
     a: torch.Tensor
@@ -62,12 +65,14 @@ class GatherKernelCall:
     split_k: bool = False
     return_A: bool = False
     preferred: str | None = None
+    scaled: ScaledProducts | None = None
 
     def problem(self, world_size: int) -> AllGatherMatmulProblem:
         (m, k), ns = self.a.shape, tuple(b.shape[1] for b in self.bs)
         return AllGatherMatmulProblem(
             *(m, ns, k, world_size, self.num_sms, self.split_k, self.return_A),
             spec=device_spec_of(self.a.device),
+            scaled=self.scaled,
         )
 
 
@@ -129,6 +134,11 @@ def choose_one_shot_gather(problem: AllGatherMatmulProblem) -> OneShotConfig | N
     shard = problem.m * problem.k * 2
     if problem.split_k or problem.return_A or problem.world_size * shard > one_shot.MOST_BYTES:
         return None
+    if (scaled := problem.scaled) is not None:
+        scales = scaled.sent_bytes(problem.m, problem.k)
+        if not scaled.is_torchs or scales % VECTOR:
+            return None
+        shard += scales
     return one_shot.config(shard, problem.num_sms)
 
 
@@ -138,6 +148,7 @@ def estimate_one_shot_gather_us(problem: AllGatherMatmulProblem) -> float:
     M = 2048, bench/results/h200-x2-choices.txt); longer ones are taken to lose no larger share."""
     sent, size = problem.moved, problem.world_size
     products = gemm_tiles.matmuls_us(size * problem.m, problem.ns, problem.k, problem.spec)
+    products *= 1.0 if problem.scaled is None else problem.scaled.longer
     not_hidden = max(0.0, products - _HIDES * one_shot.sending_us(sent, size))
     return one_shot.exchange_us(sent, size) + products + min(not_hidden, _MOST_NOT_HIDDEN * products)
 
@@ -177,7 +188,7 @@ def gather_is_profitable(problem: AllGatherMatmulProblem) -> bool:
         return False  # no kernel takes an empty matrix
     fused, _ = rank_gather_kernels(problem)[0]
     if not problem.split_k:
-        return fused < gemm_tiles.unfused_us(size * m, n, k, problem.moved, problem.spec)
+        return fused < gemm_tiles.unfused_us(size * m, n, k, problem.moved, problem.spec, problem.scaled)
     joined = _COPY + size * m * k * 2 / (_COPIED * problem.spec.memory)
     return fused < gemm_tiles.unfused_us(m, n, size * k, problem.moved, problem.spec) + joined
 
@@ -201,7 +212,7 @@ def push_candidates(problem: AllGatherMatmulProblem) -> list[GatherPushConfig]:
     listed = 1 if split_k else world_size - 1
     several = [s for s in _comm_sms(problem.moved, world_size, split_k) if 4 * s <= num_sms]
     suited = gemm_tiles.suited(world_size * m, sum(ns), k, world_size, stores_only=True, spec=problem.spec)
-    for tile in suited:
+    for tile in gemm_tiles.suited_to(suited, problem.scaled):
         rows, columns = problem.tiles(tile)
         one_wave = gemm_tiles.waves(tile, rows * world_size, ns, num_sms) == 1
         for comm_sms in several:
@@ -217,6 +228,7 @@ def push_candidates(problem: AllGatherMatmulProblem) -> list[GatherPushConfig]:
                     remote_raster_group=remote_raster_group,
                     split_k=split_k,
                     missed=missed,
+                    scaled=problem.scaled,
                 )
                 led = _led(config, problem)
                 configs += [config] if led is None else [led, config]
@@ -266,5 +278,7 @@ def push_flags_per_rank(m: int, k: int, config: GatherPushConfig) -> int:
 
 
 def gather_push_layout(m: int, k: int, world_size: int, config: GatherPushConfig) -> Layout:
-    """The workspace of shards [m, K] of 16 bits: a buffer holds ``[W, m, K]``."""
-    return Layout(world_size, push_flags_per_rank(m, k, config), world_size * m * k * 2)
+    """The workspace of shards [m, K] of 16 bits: a buffer holds ``[W, m, K]``, and behind that the scales that
+    travel."""
+    scales = 0 if config.scaled is None else config.scaled.sent_bytes(m, k)
+    return Layout(world_size, push_flags_per_rank(m, k, config), world_size * (m * k * 2 + scales))

@@ -17,6 +17,7 @@ from ..device.comm.double_buffer import BufferWords, wait_params
 from ..device.gemm import gemm
 from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
 from ..device.gemm.gemm_tiles import BLOCK_K
+from ..device.gemm.scaling import ScaledProducts
 from ..device.gemm.tensor_map import Boxes, Maps, TensorMap, contiguous_strides, put_map, put_maps
 from ..device.jit.launch import ALIGNMENT
 from ..device.jit.program import WaitParams
@@ -75,7 +76,12 @@ def gather_defines(
         ("CHUNK_COLUMNS", config.chunk_columns),
         ("K_CHUNK_COLUMNS", config.k_chunk_columns),
         ("RETURN_A", int(return_A)),
+        *((config.scaled.defines | _result(config.scaled)).items() if config.scaled else ()),
     )
+
+
+def _result(scaled: ScaledProducts) -> dict[str, int]:
+    return {"OUT_FLOAT32": int(scaled.out_dtype == torch.float32)}
 
 
 def can_take(a: torch.Tensor) -> bool:
@@ -132,6 +138,8 @@ class AllGatherMatmulPush:
         ValueError: the workspace is too small.
     """
 
+    params = _Params  #: the twin of what the kernel takes
+
     def __init__(
         self,
         workspace: Workspace[Layout],
@@ -168,7 +176,7 @@ class AllGatherMatmulPush:
         w, tile, (m, k) = self.workspace, config.tile, a.shape
         offset, shape = w.layout.buffer(buffer), (w.world_size, m, k)
         gathered = boxes_of_rows(a.dtype, (1, *shape), (0, *contiguous_strides(shape)), tile)
-        p = _Params()
+        p = self.params()
         p.gathered = gathered.encode(w.address + offset)
         p.data = w.address + offset
         p.watch, p.buffer = wait_params(w), BufferWords.of(w, buffer)

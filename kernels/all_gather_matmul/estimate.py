@@ -7,6 +7,7 @@ from math import ceil
 
 from ..device.device_spec import H200, DeviceSpec
 from ..device.gemm import gemm_tiles
+from ..device.gemm.scaling import ScaledProducts
 
 RASTER_GROUP = 4  # pairs of rows of tiles: what a wave reads stays in the L2 cache
 _MOST_WAVES = 256  # of one prediction; the waves of longer matmuls are taken several at once
@@ -19,6 +20,7 @@ class AllGatherMatmulProblem:
     Attributes:
         num_sms: SMs to use. spec: of which device.
         return_A: the gathered A is returned, too.
+        scaled: the operands are fp8, two of them each number here.
     """
 
     m: int
@@ -29,6 +31,7 @@ class AllGatherMatmulProblem:
     split_k: bool = False
     return_A: bool = False
     spec: DeviceSpec = H200
+    scaled: ScaledProducts | None = None
 
     @property
     def moved(self) -> int:
@@ -53,6 +56,7 @@ class GatherPushConfig:
         split_k: shards lie side by side along K; then no row is all local.
         missed: tiles that the others compute while the communication SMs send.
         lead: steps of the first wave, all of local rows; 0: a full wave.
+        scaled: the operands are fp8.
     """
 
     tile: gemm_tiles.Tile
@@ -66,6 +70,7 @@ class GatherPushConfig:
     split_k: bool = False
     missed: int = 0
     lead: int = 0
+    scaled: ScaledProducts | None = None
 
 
 @dataclass(frozen=True)

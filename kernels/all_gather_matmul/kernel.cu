@@ -7,6 +7,10 @@
 // With RETURN_A also writes the gathered A, [W, m, K], with SPLIT_K [m, W * K]: whoever computes a tile stores its share
 // of the rows of A that it has loaded for that.
 //
+// Of fp8 operands (gemm/scales.cuh) the local rows' scales, if each rank has its own, travel with the first chunk of
+// their rows, under its flag, to [W, S, m] behind the buffer's rows; S: a scale for each row, or one for each block of K.
+// Products are scaled and get a bias.
+//
 // Who writes: pushing warps, chunks of CHUNK_ROWS x CHUNK_COLUMNS of the local rows into slot `rank` of every peer's
 // buffer [W, m, K]; behind a system fence the block's posting warp sets flags(buffer)[rank][chunk] = e there. Every
 // block has one pushing warp, or (`comm_sms`) the first blocks send everything with all their warps before they
@@ -23,6 +27,9 @@
 #include "gemm/gemm.cuh"
 #include "comm/rate_limiter.cuh"
 #include "tile_order.cuh"
+#ifdef FP8_TYPES
+#include "gemm/scales.cuh"
+#endif
 
 using weft::CHUNKS;
 using weft::CHUNKS_K;
@@ -66,6 +73,15 @@ struct Params {
     int lead;  // steps of the first wave
     int push;  // every block sends while it computes
     int final;  // this launch ends the epoch
+#ifdef FP8_TYPES
+    int reserved[12];
+    const float* own_scales;  // one, or [S, m]
+    const float* scales;  // one, or [W, S, m]: where they arrive, or those of all ranks' rows
+    u32* arriving;  // where they arrive, if they travel, else null
+    int blocks;  // S
+    int of_blocks;  // from a rank's scales to the next one's
+    weft::Scales of_b[MOST_BS];
+#endif
 };
 
 using Order = weft::GatherTileScheduler<Params>;
@@ -73,11 +89,47 @@ using Chunk = weft::GatherChunk<Params>;
 using Tile = weft::GatherTile;
 using Steps = weft::GatherSteps;
 static_assert(sizeof(Order) <= (weft::COUNTS - ORDER) * sizeof(u32));
+#ifdef FP8_TYPES
+constexpr int TAKEN = weft::COUNTS - 2;  // whether a warpgroup reads no scale any more
+static_assert(sizeof(Order) <= (TAKEN - ORDER) * sizeof(u32));
+#endif
 
 __device__ __forceinline__ Steps steps_of(const Params& p, const Order& order) {
     const int lead = min(p.lead, order.own_pairs * order.columns);
     return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), p.comm_sms, p.missed, lead};
 }
+
+#ifdef FP8_TYPES
+#if OUT_FLOAT32
+using Out = float;
+#else
+using Out = weft::u16;
+#endif
+
+// By all lanes of a pushing warp: the scales of a chunk's rows to all peers.
+__device__ __forceinline__ void push_scales(const Params& p, const Chunk& chunk) {
+    const int world_size = p.buffer.world_size, rank = p.watch.rank, end = min(chunk.row + CHUNK_ROWS, p.m);
+#pragma unroll 1
+    for (int block = 0; block < p.blocks; ++block) {
+#pragma unroll 1
+        for (int row = chunk.row + threadIdx.x % 32; row < end; row += 32) {
+            const u32 scale = __ldg(reinterpret_cast<const u32*>(p.own_scales) + static_cast<u64>(block) * p.m + row);
+            u32* slot = p.arriving + (static_cast<u64>(rank) * p.blocks + block) * p.m + row;
+#pragma unroll 1
+            for (int peer = 0; peer < world_size; ++peer) {
+                if (peer != rank) weft::store_word(weft::on_rank(slot, p.watch, p.buffer, peer), scale);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ weft::TileScales scales_of(const Params& p, const Tile& t) {
+    const float* a = t.src == p.watch.rank ? p.own_scales : p.scales + static_cast<u64>(t.src) * p.of_blocks;
+    return {p.of_b[t.b], a, p.m, t.row * BM, p.m, t.column * BN, p.n[t.b]};
+}
+#else
+using Out = weft::u16;
+#endif
 
 // Pushing warp `pusher` of the launch's `pushers`: its chunks, from the local rows to all peers. Ordinary stores: where
 // bulk copies wait for a link, the same SM's loads wait behind them.
@@ -98,6 +150,9 @@ __device__ __forceinline__ void push(
     for (int index = pusher; index < order.chunks; index += pushers) {
         const Chunk chunk(p, order, index);
         const int column = chunk.column + lane % LANES * 8;
+#ifdef FP8_TYPES
+        if (p.arriving != nullptr && chunk.inside && chunk.column == 0) push_scales(p, chunk);
+#endif
         if (chunk.inside && column < p.k) {
 #pragma unroll 1
             for (int row = chunk.row + lane / LANES; row < chunk.row + CHUNK_ROWS; row += ROWS * VECTORS) {
@@ -191,6 +246,10 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
         });
     }
     weft::drain(s, state);
+#ifdef FP8_TYPES
+    // Scales that have arrived are read behind the last stage.
+    for (int i = 0; i < 2; ++i) weft::wait_count(s.counts + TAKEN + i, 1);
+#endif
 }
 
 // Warp 2: counts the k-chunks of peers' rows that have arrived, in the loader's order. It runs ahead of the loader,
@@ -289,10 +348,18 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         for (Steps steps = steps_of(p, order); steps.step < order.steps(); steps.next()) {
             const Tile t = order.tile(p, steps.step, s.block);
             float sums[weft::SUMS];
+#ifdef FP8_TYPES
+            weft::multiply_scaled(s, state, warpgroup, depth, sums, scales_of(p, t), Beside(p, t, warp));
+#else
             weft::multiply(s, state, warpgroup, depth, sums, Beside(p, t, warp));
+#endif
             const int row = t.row * BM, column = t.column * BN, n = p.n[t.b];
-            weft::u16* c = p.c[t.b] + (static_cast<u64>(t.src) * p.m + row) * n + column;
+            Out* c = reinterpret_cast<Out*>(p.c[t.b]) + (static_cast<u64>(t.src) * p.m + row) * n + column;
             weft::store_rows(c, n, p.m - row, n - column, warpgroup, sums, [](int, float*) {});
         }
+#ifdef FP8_TYPES
+        weft::sync_warpgroup(warpgroup);
+        if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + TAKEN + warpgroup, 1);
+#endif
     }
 }

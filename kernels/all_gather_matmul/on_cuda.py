@@ -81,7 +81,7 @@ def tuned_gather(
     tuned."""
     if isinstance(choice.config, configs.AllGatherMatmulConfig):
         return choice, ""
-    if call.preferred or not tuner.is_tuning():
+    if call.preferred or call.scaled is not None or not tuner.is_tuning():
         return choice, tuner.FROM_MODEL
     a, bs, num_sms, split_k = call.a, call.bs, call.num_sms, call.split_k
     problem = call.problem(heap.world_size)
@@ -98,7 +98,7 @@ def tuned_gather(
 
     def make(workspace: Workspace[Any], config: configs.FusedConfig, timeout_ns: int) -> Callable[[], None]:
         if not results:
-            results.extend(_results(call, size))
+            results.extend(results_of(call, size))
         stream = current_stream_of(a)
         kernels: Any = fused_gather(workspace, call, config)
         if isinstance(config, OneShotConfig):
@@ -147,7 +147,7 @@ def launch_all_gather_matmul(
         kernels = make_together(workspace, host.OP, key, same, make)
     if isinstance(config, configs.AllGatherMatmulConfig):
         return pipeline.copy_engine_all_gather_matmul(workspace, kernels, call, config, timeout_ns)
-    results = _results(call, workspace.world_size)
+    results = results_of(call, workspace.world_size)
     stream = current_stream_of(a)
     if isinstance(config, OneShotConfig):
         kernels.call((a, *bs), results, timeout_ns, stream)
@@ -157,12 +157,13 @@ def launch_all_gather_matmul(
     return (results.pop() if return_A else None), results
 
 
-def _results(call: configs.GatherKernelCall, world_size: int) -> list[torch.Tensor]:
+def results_of(call: configs.GatherKernelCall, world_size: int) -> list[torch.Tensor]:
     """Memory for the products and, behind them, for the gathered shards if they are wanted."""
     a, bs = call.a, call.bs
     rows = a.shape[:1] if call.split_k else (world_size, a.shape[0])
-    columns = [b.shape[1] for b in bs] + [bs[0].shape[0]] * call.return_A
-    return [a.new_empty((*rows, n)) for n in columns]
+    dtype = a.dtype if call.scaled is None else call.scaled.out_dtype
+    products = [a.new_empty((*rows, b.shape[1]), dtype=dtype) for b in bs]
+    return [*products, a.new_empty((*rows, bs[0].shape[0]))] if call.return_A else products
 
 
 def gather_launcher(

@@ -5,7 +5,10 @@
 // Graph-safe.
 // docs/protocol.md#ll-exchange has the proof.
 //
+// With SCALED the scales of the rows, of fp8, go with them: `scale_vectors` behind those of A, to gathered_scales.
+//
 // For matmuls only: of two adjacent 16-bit numbers with all bits set, two NaNs, another pair of NaNs arrives.
+// (Of four fp8 numbers that are NaNs one may become a number: the row has others.)
 
 #include "comm/ll_exchange.cuh"
 
@@ -22,10 +25,18 @@ struct Params {
     u32 vectors;  // of a shard
     u32 columns;  // vectors of a row
     u32 stride;
-    u32 reserved;
+    u32 scale_vectors;  // of a shard
+#if SCALED
+    const uint4* scales;  // [m]
+    uint4* gathered_scales;  // [W, m]
+#endif
 };
 
 __device__ __forceinline__ uint4 load_own(const Params& p, u32 at) {
+#if SCALED
+    const u32 rows = p.vectors - p.scale_vectors;
+    if (at >= rows) return weft::load_vector(p.scales + (at - rows));
+#endif
     if (p.stride == p.columns) return weft::load_vector(p.a + at);
     return weft::load_vector(p.a + static_cast<u64>(at / p.columns) * p.stride + at % p.columns);
 }
@@ -34,7 +45,14 @@ __device__ __forceinline__ uint4 load_own(const Params& p, u32 at) {
 
 extern "C" __global__ void __launch_bounds__(512, 1) all_gather_one_shot(const __grid_constant__ Params p) {
     const auto store = [&](int src, u32 at, const uint4& v) {
+#if SCALED
+        const u32 rows = p.vectors - p.scale_vectors;
+        uint4* to = at < rows ? p.gathered + static_cast<u64>(src) * rows + at
+                              : p.gathered_scales + static_cast<u64>(src) * p.scale_vectors + (at - rows);
+        weft::store_vector(to, v);
+#else
         weft::store_vector(p.gathered + static_cast<u64>(src) * p.vectors + at, v);
+#endif
     };
     uint4 v = make_uint4(0, 0, 0, 0);
     if (const ThreadShare s; s.at < p.vectors) v = load_own(p, s.at);

@@ -31,7 +31,7 @@ class _Params(ctypes.Structure):
         ("vectors", ctypes.c_uint32),
         ("columns", ctypes.c_uint32),
         ("stride", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("scale_vectors", ctypes.c_uint32),
     )
 
 

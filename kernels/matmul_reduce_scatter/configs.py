@@ -13,8 +13,10 @@ from ...symm_mem.layout import Layout
 from ..device.device_spec import H200, DeviceSpec, device_spec_of
 from ..device.gemm import gemm_tiles, one_shot
 from ..device.gemm.one_shot import OneShotConfig
+from ..device.gemm.scaling import ScaledProducts
 from ..device.triton.tile_table import TritonTile, count_tiles, pick
 
+SCALED_OP = "fused_scaled_matmul_reduce_scatter"  #: of fp8 operands
 MOST_PRODUCTS = 4  # that kernel.cu adds
 # Behind its last tile a block waits for the peers' and adds them up: as long as a main loop of this depth.
 _TAIL_DEPTH = 1800
@@ -55,12 +57,14 @@ class ScatterPushConfig:
         staged: accumulator fragments for peers are staged in local memory, from where a warp of the block sends them;
             else the compute warpgroups send them.
         split_n: ranks own columns of B, not rows of A.
+        scaled: the operands are fp8.
     """
 
     tile: gemm_tiles.Tile
     raster_group: int
     staged: bool
     split_n: bool = False
+    scaled: ScaledProducts | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class MatmulReduceScatterProblem:
     """A [L, W, m, K] and B [K, N], with ``batches`` L; with ``split_n`` A [m, K] and B [K, W * N]; with ``to_all``, of
     an all-reduce, A [m, K] and B [K, N]. What is estimated is estimated for 16 bits.
 
-    ``num_sms``: SMs to use, of a device as in ``spec``.
+    ``num_sms``: SMs to use, of a device as in ``spec``. ``scaled``: the operands are fp8, two of them each number here.
     """
 
     m: int
@@ -80,6 +84,7 @@ class MatmulReduceScatterProblem:
     split_n: bool = False
     to_all: bool = False
     spec: DeviceSpec = H200
+    scaled: ScaledProducts | None = None
 
     @property
     def rows(self) -> int:
@@ -111,6 +116,7 @@ class ScatterKernelCall:
             bytes on.
         split_n: ranks have columns of B of their own, not rows of A.
         preferred: the algorithm to take where it can be, "push" or "one_shot"; None for the fastest.
+        scaled: the operands are fp8, two of them each number here.
     """
 
     a: torch.Tensor
@@ -121,6 +127,7 @@ class ScatterKernelCall:
     split_n: bool = False
     more: Sequence[torch.Tensor] = ()
     preferred: str | None = None
+    scaled: ScaledProducts | None = None
 
     @property
     def factors(self) -> tuple[torch.Tensor, ...]:
@@ -139,6 +146,7 @@ class ScatterKernelCall:
             split_n=self.split_n,
             to_all=self.epilogue.to_all,
             spec=device_spec_of(self.b.device),
+            scaled=self.scaled,
         )
 
 
@@ -179,7 +187,9 @@ def push_config(tile: gemm_tiles.Tile, problem: MatmulReduceScatterProblem) -> S
         raster_group *= 2
     elif tall and problem.k >= _LONG:
         raster_group = 8
-    return ScatterPushConfig(tile, min(raster_group, 8), staged=True, split_n=problem.split_n)
+    return ScatterPushConfig(
+        tile, min(raster_group, 8), staged=True, split_n=problem.split_n, scaled=problem.scaled
+    )
 
 
 def choose_scatter_push(problem: MatmulReduceScatterProblem) -> ScatterPushConfig:
@@ -192,13 +202,16 @@ def choose_one_shot_scatter(problem: MatmulReduceScatterProblem) -> OneShotConfi
     part = problem.m * problem.n * 2
     if problem.batches != 1 or problem.world_size * part > one_shot.MOST_BYTES:
         return None
+    if problem.scaled is not None and (problem.split_n or not problem.scaled.is_torchs):
+        return None
     return one_shot.config(part, problem.num_sms)
 
 
 def estimate_one_shot_scatter_us(problem: MatmulReduceScatterProblem) -> float:
     """Microseconds: nothing is hidden behind anything."""
     exchanged = one_shot.exchange_us(problem.moved, problem.world_size)
-    return exchanged + gemm_tiles.matmul_us(problem.rows, problem.n, problem.k, problem.spec)
+    longer = 1.0 if problem.scaled is None else problem.scaled.longer
+    return exchanged + longer * gemm_tiles.matmul_us(problem.rows, problem.n, problem.k, problem.spec)
 
 
 def rank_scatter_kernels(problem: MatmulReduceScatterProblem) -> list[tuple[float, FusedConfig]]:
@@ -223,14 +236,15 @@ def scatter_is_profitable(problem: MatmulReduceScatterProblem) -> bool:
     if 0 in (problem.m, problem.n, problem.k):
         return False  # no kernel takes an empty matrix
     fused, _ = rank_scatter_kernels(problem)[0]
-    return fused < gemm_tiles.unfused_us(problem.rows, problem.n, problem.k, problem.moved, problem.spec)
+    product = problem.rows, problem.n, problem.k
+    return fused < gemm_tiles.unfused_us(*product, problem.moved, problem.spec, problem.scaled)
 
 
 def rank_scatter_pushes(problem: MatmulReduceScatterProblem) -> list[tuple[float, ScatterPushConfig]]:
     """All candidates with the microseconds that ``estimate_scatter_push_us`` predicts, the fastest first."""
     n, k, size = problem.n, problem.k, problem.world_size
     tiles = gemm_tiles.suited(problem.rows, n, k, size, spec=problem.spec)
-    candidates = [push_config(tile, problem) for tile in tiles]
+    candidates = [push_config(tile, problem) for tile in gemm_tiles.suited_to(tiles, problem.scaled)]
     return sorted(((estimate_scatter_push_us(c, problem), c) for c in candidates), key=itemgetter(0))
 
 

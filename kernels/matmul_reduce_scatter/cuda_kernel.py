@@ -16,12 +16,15 @@ from ..device.comm.double_buffer import BufferWords, wait_params
 from ..device.gemm import gemm
 from ..device.gemm.gemm import boxes_of_b, boxes_of_rows, is_whole
 from ..device.gemm.gemm_tiles import BLOCK_K
+from ..device.gemm.scaling import ScaleKind
+from ..device.gemm.scaling_params import ScalesParams
 from ..device.gemm.tensor_map import Maps, TensorMap, put_maps
 from ..device.jit.program import WaitParams
 from .configs import (
     MOST_PRODUCTS,
     Epilogue,
     MatmulReduceScatterProblem,
+    ScatterKernelCall,
     ScatterPushConfig,
     scatter_push_layout,
 )
@@ -75,6 +78,7 @@ def scatter_defines(
         ("RESIDUAL", int(epilogue.residual)),
         ("ALL_REDUCE", int(epilogue.to_all)),
         ("STAGING", int(config.staged)),
+        *(config.scaled.defines.items() if config.scaled else ()),
     )
 
 
@@ -93,6 +97,8 @@ class MatmulReduceScatterPush:
     Raises:
         ValueError: the workspace is too small.
     """
+
+    params = _Params  #: the twin of what the kernel takes
 
     def __init__(
         self,
@@ -121,7 +127,7 @@ class MatmulReduceScatterPush:
         self._factors, self._put = len(factors), put_maps(len(ks))
         self._params, self._timeouts_ns = [], [0, 0]
         for buffer in (0, 1):
-            p = _Params()
+            p = self.params()
             p.watch, p.buffer = wait_params(workspace), BufferWords.of(workspace, buffer)
             p.receive_buffer = workspace.address + layout.buffer(buffer)
             p.staging = workspace.address + layout.staging
@@ -155,3 +161,58 @@ class MatmulReduceScatterPush:
             if timeout_ns != self._timeouts_ns[buffer]:
                 p.watch.timeout_ns = self._timeouts_ns[buffer] = timeout_ns
             self._launches[buffer](stream)
+
+
+class _ScaledParams(_Params):
+    """The twin of ``Params`` in kernel.cu for fp8 operands."""
+
+    _fields_ = (  # type: ignore[assignment]  # behind those of its base
+        ("scales", ctypes.c_uint64),
+        ("of_b", ScalesParams),
+        ("_size_is_still_a_multiple_of_64", ctypes.c_int32 * 8),
+    )
+
+
+class _ScaledPush(MatmulReduceScatterPush):
+    params = _ScaledParams
+
+
+class ScaledMatmulReduceScatterPush:
+    """This op of fp8 operands on one problem and one workspace: prepared once, launched often.
+
+    Args:
+        workspace: as for ``MatmulReduceScatterPush``.
+        call: an example, of one product, without terms.
+        strides: of B's block-wise scales [K / 128, N / 128].
+        config: the same on every rank.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace[Layout],
+        call: ScatterKernelCall,
+        strides: tuple[int, ...],
+        config: ScatterPushConfig,
+    ) -> None:
+        self.workspace = workspace
+        self._push = _ScaledPush(workspace, call.factors, config, call.epilogue, num_sms=call.num_sms)
+        assert call.scaled is not None
+        if call.scaled.kind is ScaleKind.BLOCKS:
+            for p in self._push._params:
+                p.of_b.b_block, p.of_b.b_column = strides
+
+    def launch(
+        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
+    ) -> None:
+        """A whole epoch of the buffer, to the address of out [L, m, N], contiguous.
+
+        Args:
+            operands: addresses of A and B; of the scales of A, one, [rows], or [K / 128, rows], contiguous; of those of
+                B, one, [N], contiguous, from a multiple of 16 bytes on, or [K / 128, N / 128]; and of a bias [N] of
+                each partial result, at such an address, if there is one.
+        """
+        a, b, a_scale, b_scale, *bias = operands
+        with self.workspace.lock:
+            p = self._push._params[buffer]
+            p.scales, p.of_b.b, p.of_b.bias = a_scale, b_scale, bias[0] if bias else 0
+            self._push.launch(buffer, (a, b), results, timeout_ns, stream)

@@ -8,6 +8,8 @@
 // columns of B from N r on: A [1, 1, m, K], B [K, W N]. With ALL_REDUCE the sums go to all ranks, rounded, and out is
 // [M, N] on each: A [1, 1, M, K], of which rank r owns the m rows from r m on, as far as there are.
 //
+// Of fp8 operands (gemm/scales.cuh) a partial result is scaled, and gets a bias, before it is rounded to be sent.
+//
 // Who writes: a tile for rank dst leaves as two accumulator fragments, one of each compute warpgroup, into dst's buffer
 // [W - 1][tiles][2][PART_BYTES] (slot: the sender's rank, less one behind dst), by the LL protocol: there are no flags.
 // The warpgroup stores it from its registers, or with STAGING into local memory, from where warp 1 or 2 copies it while
@@ -26,6 +28,9 @@
 #include "tile_order.cuh"
 #include "parts.cuh"
 #include "sums.cuh"
+#ifdef FP8_TYPES
+#include "gemm/scales.cuh"
+#endif
 
 using weft::u16;
 using weft::u32;
@@ -70,6 +75,11 @@ struct Params {
     const u16* bias;  // [N]
     const u16* residual;  // [L, m, N]
     int total;  // ALL_REDUCE: M
+#ifdef FP8_TYPES
+    int reserved[5];
+    const float* scales;  // of A: one, or [blocks of K, all rows of A]
+    weft::Scales of_b;
+#endif
 };
 
 using Order = weft::ScatterTileScheduler<Params>;
@@ -263,6 +273,14 @@ __device__ __forceinline__ bool add_parts(
     return there;
 }
 
+#ifdef FP8_TYPES
+__device__ __forceinline__ weft::TileScales scales_of(const Params& p, const Tile& t) {
+    const int part = SPLIT_N ? 0 : t.batch * WORLD_SIZE + t.dst, parts = SPLIT_N ? 1 : p.batches * WORLD_SIZE;
+    const int first = SPLIT_N ? p.n * t.dst : 0, columns = SPLIT_N ? WORLD_SIZE * p.n : p.n;
+    return {p.of_b, p.scales, parts * p.m, part * p.m + t.row * BM, parts * p.m, first + t.column * BN, columns};
+}
+#endif
+
 // Finishes a compute warpgroup's fragment of a local tile: adds the peers', stores the sum to `out`, with ALL_REDUCE
 // sends it. `last`: no tile follows.
 __device__ __forceinline__ void finish(
@@ -326,7 +344,11 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         for (; step < order.steps(); step += weft::stride()) {
             const Tile t = order.tile(p, step, s.block);
             float sums[weft::SUMS];
+#ifdef FP8_TYPES
+            weft::multiply_scaled(s, state, warpgroup, p.depth, sums, scales_of(p, t));
+#else
             weft::multiply(s, state, warpgroup, p.depth, sums);
+#endif
             if (t.inside && t.dst != p.watch.rank) send(p, s, order, t, warpgroup, epoch, sent, sums);
             const bool last = step + weft::stride() >= order.steps();
             if (t.inside && t.dst == p.watch.rank) finish(p, s, order, t, warpgroup, epoch, last, sent, sums);

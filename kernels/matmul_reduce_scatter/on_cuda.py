@@ -6,7 +6,7 @@ float32 goes to the Triton kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,8 @@ from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
 from ..device.tuning.choice import KernelChoice, KernelChoices, make_together
 from . import configs, host
-from .cuda_kernel import MatmulReduceScatterPush
-from .one_shot_kernel import MatmulReduceScatterOneShot
+from .cuda_kernel import MatmulReduceScatterPush, ScaledMatmulReduceScatterPush
+from .one_shot_kernel import MatmulReduceScatterOneShot, ScaledMatmulReduceScatterOneShot
 from .triton_kernel import TritonMatmulReduceScatter
 
 _choices: KernelChoices[configs.AnyConfig] = KernelChoices()
@@ -85,7 +85,7 @@ def tuned_scatter(
     tuned."""
     if isinstance(choice.config, configs.MatmulReduceScatterConfig):
         return choice, ""
-    if call.preferred or not tuner.is_tuning():
+    if call.preferred or call.scaled is not None or not tuner.is_tuning():
         return choice, tuner.FROM_MODEL
     a, b, epilogue, terms, num_sms = call.a, call.b, call.epilogue, call.terms, call.num_sms
     problem = call.problem(heap.world_size)
@@ -189,3 +189,55 @@ def scatter_launcher(
 def _key(choice: KernelChoice[configs.AnyConfig], call: configs.ScatterKernelCall) -> tuple[Any, ...]:
     """What a kernel is kept under: a choice, of a product of the same size, says nothing of its parts."""
     return (choice, call.epilogue, *((x.shape[-1], x.stride()) for x in call.more))
+
+
+def launch_scaled_matmul_reduce_scatter(
+    choice: KernelChoice[configs.AnyConfig],
+    workspace: Workspace[Any],
+    call: configs.ScatterKernelCall,
+    given: Sequence[torch.Tensor],
+    timeout_ns: int,
+) -> torch.Tensor:
+    """The own part of the sum, [L, m, N], of fp8 operands.
+
+    Args:
+        given: A, B, their scales and the bias, if there is one: for kernel.cu as in ``ScatterScales``, which address
+            they have; for torch's kernel as that takes them.
+    """
+    config, a = choice.config, call.a
+    columns = call.columns(workspace.world_size)
+    out = a.new_empty((a.shape[0], a.shape[2], columns), dtype=call.epilogue.out_dtype)
+    kernel: Any = scaled_scatter_launcher(choice, workspace, call, given)
+    if kernel is None:
+
+        def make() -> ScaledMatmulReduceScatterPush | ScaledMatmulReduceScatterOneShot:
+            if isinstance(config, OneShotConfig):
+                return ScaledMatmulReduceScatterOneShot(workspace, call, config)
+            assert isinstance(config, configs.ScatterPushConfig)
+            return ScaledMatmulReduceScatterPush(workspace, call, given[3].stride(), config)
+
+        same = (configs.SCALED_OP, a.shape, call.b.shape, call.epilogue, config, call.num_sms, call.split_n)
+        kernel = make_together(workspace, configs.SCALED_OP, _scaled_key(choice, call, given), same, make)
+    stream = current_stream_of(a)
+    if isinstance(config, OneShotConfig):
+        kernel.call(given, (out,), timeout_ns, stream)
+    else:
+        operands = [x.data_ptr() for x in given]
+        kernel.launch(workspace.next_buffer(), operands, (out.data_ptr(),), timeout_ns, stream)
+    return out
+
+
+def scaled_scatter_launcher(
+    choice: KernelChoice[configs.AnyConfig],
+    workspace: Workspace[Any],
+    call: configs.ScatterKernelCall,
+    given: Sequence[torch.Tensor],
+) -> ScaledMatmulReduceScatterPush | ScaledMatmulReduceScatterOneShot | None:
+    """What ``launch_scaled_matmul_reduce_scatter`` launched, for further such calls; None once it is dropped."""
+    return workspace.prepared.get(_scaled_key(choice, call, given))
+
+
+def _scaled_key(
+    choice: KernelChoice[configs.AnyConfig], call: configs.ScatterKernelCall, given: Sequence[torch.Tensor]
+) -> tuple[Any, ...]:
+    return (choice, call.epilogue, call.a.stride(), given[3].stride())

@@ -14,9 +14,10 @@ from ..device.comm.ll_exchange import VECTOR, ExchangeLayout, ExchangeSlots, slo
 from ..device.gemm import one_shot
 from ..device.gemm.gemm import DTYPES, Defines
 from ..device.gemm.one_shot import OneShotConfig
+from ..device.gemm.scaling import ScaleKind
 from ..device.jit.empty import empty_on
 from . import host
-from .configs import Epilogue
+from .configs import SCALED_OP, Epilogue, ScatterKernelCall
 
 SOURCE = Path(__file__).parent / "one_shot.cu"
 
@@ -68,6 +69,8 @@ class MatmulReduceScatterOneShot:
         ValueError: the workspace is too small.
     """
 
+    op = host.OP  #: what errors say
+
     def __init__(
         self,
         workspace: Workspace[ExchangeLayout],
@@ -111,9 +114,9 @@ class MatmulReduceScatterOneShot:
         Raises:
             PeerTimeout, CallAbandoned: as ``Workspace.raise_if_broken``.
         """
-        partial = self._product(tensors[0], tensors[1])
+        partial = self._product(tensors)
         # Three frames: this and two more, on the fast path and on the slow one.
-        self.workspace.raise_if_broken(host.OP, inside=3, grids=self._grids)
+        self.workspace.raise_if_broken(self.op, inside=3, grids=self._grids)
         try:
             terms = [term.data_ptr() for term in tensors[2:]]
             self.launch(partial.data_ptr(), terms, results[0].data_ptr(), timeout_ns, stream)
@@ -121,7 +124,8 @@ class MatmulReduceScatterOneShot:
             self.workspace.abandon(e)  # the peers may wait for what was not launched
             raise
 
-    def _product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def _product(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        a, b = tensors[:2]
         partial = self._empty(self._partial, (self._partial[1], 1), a.dtype)
         if self._rows is None:
             parts = a.as_strided(*self._parts)
@@ -149,6 +153,34 @@ class MatmulReduceScatterOneShot:
             residual = terms[-1] if self._epilogue.residual else 0
             _put_addresses(p, _C, partial, out, bias, residual)
             self._launch(stream)
+
+
+class ScaledMatmulReduceScatterOneShot(MatmulReduceScatterOneShot):
+    """The same of fp8 operands, behind ``torch._scaled_mm``.
+
+    ``call`` then takes A, in any number of dimensions; B; their scales, of torch's shapes; and the bias, if there is
+    one.
+    """
+
+    op = SCALED_OP
+
+    def __init__(
+        self, workspace: Workspace[ExchangeLayout], example: ScatterKernelCall, config: OneShotConfig
+    ) -> None:
+        assert example.scaled is not None
+        super().__init__(workspace, example.a, example.b, config, example.epilogue)
+        self._scaled = example.scaled
+
+    def _product(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        a, b, a_scale, b_scale, *bias = tensors
+        scaled, (m, n) = self._scaled, self._partial
+        partial = self._empty((m, n), (n, 1), scaled.out_dtype)
+        rows = a.reshape(m, a.shape[-1])
+        if scaled.kind is ScaleKind.ROWS:
+            a_scale = a_scale.reshape(m, 1)
+        how = bias[0] if bias else None, None, scaled.out_dtype, not scaled.promote
+        torch.ops.aten._scaled_mm.out(rows, b, a_scale, b_scale, *how, out=partial)
+        return partial
 
 
 def _rows(a: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

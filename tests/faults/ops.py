@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from weft.fused_ops import (
     fused_all_gather_matmul,
+    fused_all_gather_scaled_matmul,
     fused_all_reduce_rms_norm,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
+    fused_scaled_matmul_reduce_scatter,
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_all_reduce_,
@@ -66,6 +68,43 @@ def _scattered(rank: int, size: int, step: int, unit: int, group: Any, more: int
         return sum(x @ y for x, y in zip(a, b, strict=True)).chunk(size)[rank]
 
     return Case(lambda: call(b[rank]), want, lambda: call(wide))
+
+
+def _gathered_fp8(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
+    m, k, n = 2 * unit + 3 * more, 16 * unit, 16
+    shards = [numbers(100 * step + r, m, k) for r in range(size)]
+    b, scale = numbers(1000 + rank, n, k), 3 + numbers(2000 + rank, 1, n).float()
+    scales = [
+        3 + numbers(200 * step + r, m, 1).float() for r in range(size)
+    ]  # of rows, which travel with them
+    weight = b.to(torch.float8_e4m3fn).t()
+
+    def call(a: torch.Tensor, a_scale: torch.Tensor) -> torch.Tensor:
+        given = a.to(torch.float8_e4m3fn), [weight], a_scale, [scale], 0, group
+        return fused_all_gather_scaled_matmul(*given, out_dtypes=[torch.float32], return_A=False)[1][0]
+
+    def want() -> torch.Tensor:
+        return torch.cat(shards).float() @ b.float().t() * torch.cat(scales) * scale
+
+    longer = torch.cat([shards[rank], shards[rank][:1]]), torch.cat([scales[rank], scales[rank][:1]])
+    return Case(lambda: call(shards[rank], scales[rank]), want, lambda: call(*longer))
+
+
+def _scattered_fp8(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
+    rows = unit + more if unit == 1 else 2 * unit + 8 * more
+    m, k, n = rows * size, 16 * unit, 16
+    a = [numbers(100 * step + r, m, k) for r in range(size)]
+    b = [numbers(1000 + r, n, k) for r in range(size)]
+    one, dtype = torch.ones(()), torch.float8_e4m3fn
+
+    def call(reduce_op: str) -> torch.Tensor:
+        given = a[rank].to(dtype), b[rank].to(dtype).t(), one, one, reduce_op, 0, 0, group
+        return fused_scaled_matmul_reduce_scatter(*given, out_dtype=a[rank].dtype)
+
+    def want() -> torch.Tensor:
+        return sum(x @ y.t() for x, y in zip(a, b, strict=True)).chunk(size)[rank]
+
+    return Case(lambda: call("sum"), want, lambda: call("avg"))
 
 
 def _reduced(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
@@ -136,6 +175,8 @@ def _normed(rank: int, size: int, step: int, unit: int, group: Any, more: int) -
 OPS: dict[str, Callable[[int, int, int, int, Any, int], Case]] = {
     "fused_all_gather_matmul": _gathered,
     "fused_matmul_reduce_scatter": _scattered,
+    "fused_all_gather_scaled_matmul": _gathered_fp8,
+    "fused_scaled_matmul_reduce_scatter": _scattered_fp8,
     "fused_matmul_all_reduce": _reduced_product,
     "one_shot_all_reduce": _reduced,
     "one_shot_all_reduce_": _reduced_in_place,

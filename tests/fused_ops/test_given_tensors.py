@@ -15,9 +15,11 @@ from weft.fused_ops import (
     ColumnParallelLinear,
     Plan,
     fused_all_gather_matmul,
+    fused_all_gather_scaled_matmul,
     fused_all_reduce_rms_norm,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
+    fused_scaled_matmul_reduce_scatter,
     last_plan,
     one_shot_all_gather,
     one_shot_all_reduce,
@@ -27,12 +29,23 @@ from weft.fused_ops import (
 from weft.fused_ops.dispatch import plan
 
 A, B = torch.ones(4, 6), torch.ones(6, 8)
+A8, B8, ONE = (
+    torch.ones(4, 32).to(torch.float8_e4m3fn),
+    torch.ones(16, 32).to(torch.float8_e4m3fn).t(),
+    torch.ones(()),
+)
 CALLS: dict[str, Callable[[Any], Any]] = {
     "A_shard": lambda x: fused_all_gather_matmul(x, [B], 0, world()),
     r"Bs\[1\]": lambda x: fused_all_gather_matmul(A, [B, x], 0, world()),
     "A": lambda x: fused_matmul_reduce_scatter(x, B, "sum", 0, world()),
     "residual": lambda x: fused_matmul_reduce_scatter(A, B, "sum", 0, world(), residual=x),
     "B": lambda x: fused_matmul_all_reduce(A, x, "sum", world()),
+    "A_shard ": lambda x: fused_all_gather_scaled_matmul(x, [B8], ONE, [ONE], 0, world()),
+    r"Bs\[0\]": lambda x: fused_all_gather_scaled_matmul(A8, [x], ONE, [ONE], 0, world()),
+    r"B_scales\[0\]": lambda x: fused_all_gather_scaled_matmul(A8, [B8], ONE, [x], 0, world()),
+    r"biases\[0\]": lambda x: fused_all_gather_scaled_matmul(A8, [B8], ONE, [ONE], 0, world(), [x]),
+    "A_scale": lambda x: fused_scaled_matmul_reduce_scatter(A8, B8, x, ONE, "sum", 0, 0, world()),
+    "bias": lambda x: fused_scaled_matmul_reduce_scatter(A8, B8, ONE, ONE, "sum", 0, 0, world(), None, x),
     "weight": lambda x: fused_all_reduce_rms_norm(A, A, x, 1e-5, world()),
     "x": lambda x: one_shot_all_reduce(x, "sum", world()),
     "x ": lambda x: one_shot_all_reduce_(x, "sum", world()),

@@ -25,6 +25,13 @@ ENV = {"WEFT_TIMEOUT": "20"}
 NAMES = {
     "fused_all_gather_matmul": r"A_shard|Bs(\[\d+\])?|gather_dim|group|return_A",
     "fused_matmul_reduce_scatter": "A|B|reduce_op|scatter_dim|group|out_dtype|bias|residual",
+    "fused_all_gather_scaled_matmul": (
+        r"A_shard|A_scale|gather_dim|group|(Bs|B_scales|biases|result_scales|out_dtypes|use_fast_accum)(\[\d+\])?"
+    ),
+    "fused_scaled_matmul_reduce_scatter": (
+        "A|B|A_scale|B_scale|reduce_op|orig_scatter_dim|scatter_dim_after_maybe_reshape|group|output_shape|bias"
+        "|result_scale|out_dtype|use_fast_accum"
+    ),
     "one_shot_all_reduce": "x|reduce_op|group",
     "one_shot_all_reduce_": "x|reduce_op|group",
     "one_shot_all_gather": "x|gather_dim|group|out",
@@ -67,6 +74,48 @@ def matmul_reduce_scatter(draw: st.DrawFn) -> list[Any]:
     ]
     dim -= draw(st.sampled_from((0, len(lead) + 1)))
     return [A, B, draw(st.sampled_from(("sum", "avg"))), dim, draw(v.groups), out_dtype, *terms]
+
+
+FP8 = "float8_e4m3fn"
+_sixteens = st.integers(0, 3).map(lambda i: 16 * i)
+_outs_of_fp8 = st.sampled_from((None, torch.bfloat16, torch.float16, torch.float32))
+#: Not of a gradient, which is refused (scales are).
+_layouts_of_fp8 = st.sampled_from(("contiguous", "transposed", "strided", "offset"))
+
+
+def _scales(draw: st.DrawFn, shape: tuple[int, ...], columns: list[int]) -> tuple[v.Tensor, list[v.Tensor]]:
+    """Tensor-wise or row-wise."""
+    if draw(st.booleans()):
+        return v.Tensor((), seed=draw(v.seeds)), [v.Tensor((1,), seed=draw(v.seeds)) for _ in columns]
+    of_a = v.Tensor((*shape[:-1], 1), "float32", draw(v.layouts), draw(v.seeds))
+    return of_a, [v.Tensor((1, n), "float32", draw(v.layouts), draw(v.seeds)) for n in columns]
+
+
+@st.composite
+def all_gather_scaled_matmul(draw: st.DrawFn) -> list[Any]:
+    lead = draw(st.lists(v.sizes, min_size=1, max_size=3))
+    dim, k = draw(st.integers(0, len(lead))), draw(_sixteens)
+    columns = draw(st.lists(_sixteens, min_size=1, max_size=2))
+    A = v.Tensor((*lead, k), FP8, draw(_layouts_of_fp8), draw(v.seeds))
+    rows = RANKS * k if dim == len(lead) else k
+    Bs = [v.Tensor((rows, n), FP8, "transposed", draw(v.seeds)) for n in columns]
+    of_a, of_bs = _scales(draw, A.shape, columns)
+    outs = [draw(_outs_of_fp8) for _ in columns]
+    dim -= draw(st.sampled_from((0, len(lead) + 1)))
+    return [A, Bs, of_a, of_bs, dim, draw(v.groups), None, None, outs, None, draw(st.booleans())]
+
+
+@st.composite
+def scaled_matmul_reduce_scatter(draw: st.DrawFn) -> list[Any]:
+    lead = draw(st.lists(v.sizes, min_size=1, max_size=3))
+    dim, k, n = draw(st.integers(0, len(lead))), draw(_sixteens), draw(_sixteens)
+    if dim < len(lead):
+        lead[dim] *= RANKS
+    A = v.Tensor((*lead, k), FP8, draw(_layouts_of_fp8), draw(v.seeds))
+    B = v.Tensor((k, n), FP8, "transposed", draw(v.seeds))
+    of_a, (of_b,) = _scales(draw, A.shape, [n])
+    how = draw(st.sampled_from(("sum", "avg"))), dim, dim, draw(v.groups)
+    return [A, B, of_a, of_b, *how, None, None, None, draw(_outs_of_fp8), draw(st.booleans())]
 
 
 @st.composite
@@ -130,6 +179,8 @@ def calls(draw: st.DrawFn) -> tuple[str, list[Any]]:
         st.one_of(
             all_gather_matmul().map(lambda a: ("fused_all_gather_matmul", a)),
             matmul_reduce_scatter().map(lambda a: ("fused_matmul_reduce_scatter", a)),
+            all_gather_scaled_matmul().map(lambda a: ("fused_all_gather_scaled_matmul", a)),
+            scaled_matmul_reduce_scatter().map(lambda a: ("fused_scaled_matmul_reduce_scatter", a)),
             all_reduce().map(lambda a: ("one_shot_all_reduce", a)),
             all_reduce().map(lambda a: ("one_shot_all_reduce_", a)),
             all_gather().map(lambda a: ("one_shot_all_gather", a)),
@@ -156,7 +207,11 @@ def invoke(op: str, args: list[Any]) -> Any:
     if op == "fused_all_reduce_rms_norm":
         *args, offset, rounded = args
         return fused_ops.fused_all_reduce_rms_norm(*args, weight_offset=offset, round_sum=rounded)
+    if op == "fused_scaled_matmul_reduce_scatter":
+        return fused_ops.fused_scaled_matmul_reduce_scatter(*args)
     *args, last = args
+    if op == "fused_all_gather_scaled_matmul":
+        return fused_ops.fused_all_gather_scaled_matmul(*args, return_A=last)
     if op == "fused_all_gather_matmul":
         return fused_ops.fused_all_gather_matmul(*args, return_A=last)
     if op in ("one_shot_all_gather", "one_shot_reduce_scatter"):
@@ -197,6 +252,24 @@ def reference(op: str, every: list[list[Any]], rank: int) -> Any:
         residual = every[rank][1]
         added = [] if residual is None else [residual.detach().double()]
         return sum(added, start=sum(first)), [*first, *added]
+    if op == "fused_all_gather_scaled_matmul":
+        shards, dim = (
+            [a * args[2].detach().double() for a, args in zip(first, every, strict=True)],
+            every[rank][4],
+        )
+        if every[0][2].numel() == 1 and every[0][2].shape != (*first[0].shape[:-1], 1):
+            shards = [a * every[rank][2].detach().double() for a in first]  # a rank's own for all
+        pairs = zip(every[rank][1], every[rank][3], strict=True)
+        outs = [torch.cat(shards, dim) @ (B.detach().double() * s.detach().double()) for B, s in pairs]
+        return [torch.cat(first, dim) if every[rank][10] else None, outs], None
+    if op == "fused_scaled_matmul_reduce_scatter":
+        products = [
+            (a * args[2].detach().double()) @ (args[1].detach().double() * args[3].detach().double())
+            for a, args in zip(first, every, strict=True)
+        ]
+        dim, scale = int(every[0][5]), len(every) if every[0][4] == "avg" else 1
+        mine = [p.chunk(len(every), dim)[rank] if p.shape[dim] else p for p in products]
+        return sum(mine) / scale, mine
     if op == "fused_all_gather_matmul":
         A = torch.cat(first, every[rank][2])
         return [A if every[rank][4] else None, [A @ B.detach().double() for B in every[rank][1]]], None
@@ -232,6 +305,8 @@ def attempt(rank: int, world_size: int, op: str, args: list[Any]) -> tuple[Any, 
     every = [[v.build(a, r) for a in args] for r in range(world_size)]  # the op may have overwritten its own
     if kind == "fine" and launched:
         (want, parts), dtype = reference(op, every, rank), every[rank][0].dtype
+        if "scaled" in op:
+            dtype = torch.bfloat16  # at least; A is as it was
         if op == "fused_all_reduce_rms_norm":
             _, residual, weight, eps, _, offset, rounded = every[rank]
             normed, got = got

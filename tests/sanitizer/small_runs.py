@@ -23,9 +23,11 @@ import triton.language as tl
 from weft import symm_mem
 from weft.fused_ops import (
     fused_all_gather_matmul,
+    fused_all_gather_scaled_matmul,
     fused_all_reduce_rms_norm,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
+    fused_scaled_matmul_reduce_scatter,
     last_plan,
     one_shot_all_gather,
     one_shot_all_reduce,
@@ -146,6 +148,52 @@ def matmul_reduce_scatter(rank: int, size: int, seed: int) -> None:
             same("a sum of products", both, part + second)
 
 
+def scaled_matmuls(rank: int, size: int, seed: int) -> None:
+    """Of fp8: scales of each kind, of which those of rows and blocks travel; promoted and not; what is returned."""
+    fp8, group = torch.float8_e4m3fn, dist.group.WORLD
+    for m, k, n, kind, fast in [
+        (64, 64, 64, "tensor", True),
+        (129, 272, 144, "rows", False),
+        (132, 272, 144, "rows", True),
+        (129, 272, 144, "blocks", False),
+    ]:
+        blocks = -(-k // 128)
+        As, b = (
+            [numbers(seed, r, torch.float32, size * m, k) for r in range(size)],
+            numbers(seed, 9, torch.float32, n, k),
+        )
+        if kind == "tensor":
+            scales, of_b = [torch.full((), 2.0)] * size, torch.full((), 3.0)
+            wide, wide_b = As, b * 6
+        elif kind == "rows":
+            scales, of_b = (
+                [2 + numbers(seed + 1, r, torch.float32, size * m, 1) for r in range(size)],
+                2 + b[:, :1].t(),
+            )
+            wide, wide_b = [a * s for a, s in zip(As, scales, strict=True)], b * of_b.t()
+        else:
+            scales = [2 + numbers(seed + 1, r, torch.float32, blocks, size * m).t() for r in range(size)]
+            of_b = 2 + numbers(seed + 2, 0, torch.float32, blocks, -(-n // 128))
+            wide = [a * s.repeat_interleave(128, 1)[:, :k] for a, s in zip(As, scales, strict=True)]
+            wide_b = b * of_b.repeat_interleave(128, 0)[:k].repeat_interleave(128, 1)[:, :n].t()
+        matrix, a_scale = put(b.to(fp8)).t(), scales[rank] if kind == "tensor" else scales[rank][:m]
+        for return_A in (False, True):
+            A, (out,) = fused_all_gather_scaled_matmul(
+                *(put(As[rank][:m].to(fp8)), [matrix], put(a_scale), [put(of_b)], 0, group),
+                *(None, None, [torch.float32], [fast]),
+                return_A=return_A,
+            )
+            fused()
+            same(f"scaled all-gather + matmul, {kind}", out, torch.cat([a[:m] for a in wide]) @ wide_b.t())
+            if A is not None:
+                same("gathered fp8", A.float(), torch.cat([a[:m] for a in As]))
+        given = put(As[rank].to(fp8)), matrix, put(scales[rank]), put(of_b), "sum", 0, 0, group
+        part = fused_scaled_matmul_reduce_scatter(*given, out_dtype=torch.float16, use_fast_accum=fast)
+        fused()
+        total = sum(a @ wide_b.t() for a in wide).chunk(size)[rank]
+        same(f"scaled matmul + reduce-scatter, {kind}", part, total.half())
+
+
 def all_reduce(rank: int, size: int, seed: int) -> None:
     for dtype in (*DTYPES, torch.float16):
         for config in (None, *CONFIGS):
@@ -246,6 +294,7 @@ def main() -> None:
             for run in (
                 all_gather_matmul,
                 matmul_reduce_scatter,
+                scaled_matmuls,
                 all_reduce,
                 alone,
                 all_reduce_rms_norm,

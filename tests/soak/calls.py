@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from weft.fused_ops import (
     fused_all_gather_matmul,
+    fused_all_gather_scaled_matmul,
     fused_matmul_all_reduce,
     fused_matmul_reduce_scatter,
+    fused_scaled_matmul_reduce_scatter,
     one_shot_all_gather,
     one_shot_all_reduce,
     one_shot_reduce_scatter,
@@ -31,7 +33,10 @@ OPS = (
     "all_reduce",
     "all_gather",
     "reduce_scatter",
+    "all_gather_scaled_matmul",
+    "scaled_matmul_reduce_scatter",
 )
+SCALED = ("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter")  # operands of fp8, results of 16 bits
 ALONE = ("all_gather", "reduce_scatter")  # of a part [*lead, n]
 POOL = 1 << 22  #: elements
 
@@ -72,7 +77,8 @@ class Call:
         starts: where in the pool the operands lie, from 0 to 1.
         grain: operands begin at a multiple of so many elements.
         columns: B's columns are contiguous, not its rows.
-        average: where the number of ranks is a power of 2, so that the average is exact.
+        average: where the number of ranks is a power of 2, so that the average is exact. Of scaled operands:
+            tensor-wise scales, else row-wise ones.
     """
 
     op: str
@@ -87,6 +93,10 @@ class Call:
     columns: bool
     grain: int
     starts: tuple[float, float]
+
+    @property
+    def unscaled(self) -> str:
+        return self.op.replace("scaled_", "")
 
     def reduce_op(self, world_size: int) -> str:
         return "avg" if self.average and world_size & (world_size - 1) == 0 else "sum"
@@ -120,6 +130,9 @@ def draw(rng: random.Random, device: str, op: str, big: bool = False) -> Call:
     lead = (rows, *others) if rng.random() < 0.5 else (*others, rows)
     k = rng.choice((64, 72, 128, 256)) if cuda else rng.choice((1, 17, 48)) if few else rng.randint(1, 48)
     n = rng.choice((64, 72, 136, 264)) if cuda else rng.choice((1, 16, 33)) if few else rng.randint(1, 40)
+    if op in SCALED:
+        k, n = -(-k // 16) * 16, -(-n // 16) * 16
+        dtype = torch.bfloat16 if dtype == torch.float32 else dtype
     if op == "all_reduce":
         n = (
             rng.randint(POOL // 64, POOL // 8)
@@ -139,7 +152,7 @@ def draw(rng: random.Random, device: str, op: str, big: bool = False) -> Call:
         rng.random() < 0.3,
         rng.choice((1, 1, 1, 2)),
         rng.random() < 0.3,
-        rng.random() < 0.7,
+        rng.random() < 0.7 or op in SCALED,
         8 if cuda and rng.random() < 0.9 else 1,
         (rng.random(), rng.random()),
     )
@@ -156,16 +169,16 @@ def operands(call: Call, pool: Pool, world_size: int) -> tuple[Tensor, list[Tens
         if call.op == "reduce_scatter":
             shape[call.dim] *= w
         return pool.window(*where, w, *shape, grain=call.grain), []
-    if call.op == "matmul_reduce_scatter":
+    if call.unscaled == "matmul_reduce_scatter":
         if call.split:
             n *= w
         else:
             lead[call.dim] *= w
-    elif call.split and call.op == "all_gather_matmul":
+    elif call.split and call.unscaled == "all_gather_matmul":
         k *= w
     a = pool.window(*where, w, *lead, call.k, grain=call.grain)
     bs = []
-    for i in range(call.products if call.op == "all_gather_matmul" else 1):
+    for i in range(call.products if call.unscaled == "all_gather_matmul" else 1):
         start = (call.starts[1] + i / 7) % 1
         if call.columns:
             bs.append(pool.window(call.dtype, start, w, n, k, grain=call.grain).transpose(1, 2))
@@ -181,8 +194,34 @@ def _alone_shape(call: Call, world_size: int) -> list[int]:
     return shape
 
 
+def _scales(call: Call, a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """1 and 2, of this rank's A and B."""
+    if call.average:
+        return torch.full((), 2.0, device=a.device), torch.ones((), device=a.device)
+    rows, columns = a.shape[:-1].numel(), b.shape[1]
+    of_a, of_b = torch.arange(rank, rank + rows, device=a.device), torch.arange(columns, device=a.device)
+    return (of_a % 2 + 1.0).view(*a.shape[:-1], 1), (of_b % 2 + 1.0).view(1, columns)
+
+
+def _run_scaled(call: Call, a: Tensor, bs: list[Tensor], rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+    fp8, size = torch.float8_e4m3fn, a.shape[0]
+    mine, matrices = a[rank].to(fp8), [b[rank].to(fp8) for b in bs]
+    pairs = [_scales(call, mine, b, rank) for b in matrices]
+    if call.unscaled == "matmul_reduce_scatter":
+        given = mine, matrices[0], *pairs[0], call.reduce_op(size), call.dim, call.dim, group
+        return [fused_scaled_matmul_reduce_scatter(*given, out_dtype=call.dtype)]
+    gathered, outs = fused_all_gather_scaled_matmul(
+        *(mine, matrices, pairs[0][0], [of_b for _, of_b in pairs], call.dim, group),
+        out_dtypes=[call.dtype] * len(bs),
+        return_A=call.return_A,
+    )
+    return outs if gathered is None else [gathered.to(call.dtype), *outs]
+
+
 def run(call: Call, a: Tensor, bs: list[Tensor], rank: int, group: dist.ProcessGroup) -> list[Tensor]:
     """This rank's results."""
+    if call.op in SCALED:
+        return _run_scaled(call, a, bs, rank, group)
     if call.op == "all_reduce":
         return [one_shot_all_reduce(a[rank], call.reduce_op(a.shape[0]), group)]
     if call.op in ALONE:
@@ -213,6 +252,8 @@ def expected(call: Call, a: Tensor, bs: list[Tensor], rank: int) -> list[Tensor]
         return [torch.cat(list(a), call.dim)]
     if call.op == "reduce_scatter":
         return [(a.float().sum(0).chunk(w, call.dim)[rank] / scale).to(call.dtype)]
+    if call.op in SCALED:
+        return _expected_scaled(call, a, bs, rank)
     scattered = call.op == "matmul_reduce_scatter"
     if scattered or call.op == "matmul_all_reduce":
         products = torch.bmm(a.flatten(1, -2).float(), bs[0].float()).view(*a.shape[:-1], bs[0].shape[-1])
@@ -221,6 +262,21 @@ def expected(call: Call, a: Tensor, bs: list[Tensor], rank: int) -> list[Tensor]
     whole = torch.cat(list(a), call.dim)
     outs = [(whole.float() @ b[rank].float()).to(call.dtype) for b in bs]
     return [whole, *outs] if call.return_A else outs
+
+
+def _expected_scaled(call: Call, a: Tensor, bs: list[Tensor], rank: int) -> list[Tensor]:
+    size, gathers = a.shape[0], call.unscaled == "all_gather_matmul"
+    of_ranks = [a[r].float() * _scales(call, a[r], bs[0][r], r)[0] for r in range(size)]
+    if not gathers:
+        products = [
+            x @ (b.float() * _scales(call, x, b, r)[1])
+            for r, (x, b) in enumerate(zip(of_ranks, bs[0], strict=True))
+        ]
+        total = torch.stack(products).sum(0) / (size if call.reduce_op(size) == "avg" else 1)
+        return [total.chunk(size, call.dim)[rank].to(call.dtype)]
+    whole = torch.cat(of_ranks, call.dim)
+    outs = [(whole @ (b[rank].float() * _scales(call, a[rank], b[rank], rank)[1])).to(call.dtype) for b in bs]
+    return [torch.cat(list(a), call.dim), *outs] if call.return_A else outs
 
 
 def differs(got: list[Tensor], want: list[Tensor]) -> Tensor:

@@ -49,7 +49,7 @@ struct Wait {
 struct Launch {
     int kernel, blocks, threads;
     unsigned broken;  // whether a wait of this rank had expired when it ended
-    char params[1216];
+    char params[1408];
 };
 
 struct Meeting {

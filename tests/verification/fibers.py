@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import weft.kernels.device
@@ -41,7 +42,7 @@ class Launch(ctypes.Structure):
         ("blocks", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("broken", ctypes.c_uint32),
-        ("params", ctypes.c_char * 1216),
+        ("params", ctypes.c_char * 1408),
     )
 
 
@@ -131,7 +132,7 @@ class Place:
     rank: int
     fault: Fault
     launches: list[Launch] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: Any = field(default_factory=threading.RLock)  # as a Workspace has it
 
     @property
     def world_size(self) -> int:

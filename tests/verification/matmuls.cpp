@@ -240,6 +240,7 @@ static void reload_payload(bool wanted, const uint4* slot, uint4& v) {
 }
 static void store_vector(uint4* place, uint4 v) { store(place, &v, sizeof v, true); }
 static void post_behind_fence(u32* word, u32 value) { store(word, &value, sizeof value); }
+static void store_word(u32* place, u32 value) { store(place, &value, sizeof value); }
 static void post_flag(u32* word, u32 value) {
     __threadfence_system();
     post_behind_fence(word, value);
@@ -356,6 +357,7 @@ static void warpgroup_wait() {
 // columns lie 4096 bytes apart.
 static u64 smem_descriptor(const void* at, u32, u32) { return reinterpret_cast<u64>(at) >> 4; }
 
+#ifndef FP8_TYPES
 template <int N>
 struct Wgmma {
     template <int N_CONTIGUOUS>
@@ -374,8 +376,13 @@ struct Wgmma {
         }
     }
 };
+#endif
 
 }  // namespace weft
+
+#ifdef FP8_TYPES
+#include "float8.h"
+#endif
 
 static void __nanosleep(unsigned nanoseconds) {
     weft::asleep += nanoseconds;

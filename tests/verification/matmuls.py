@@ -73,7 +73,8 @@ def _build(
     for stand_in in STAND_INS:
         (folder / "device" / stand_in).touch()
     kernel = folder / name / source.name
-    texts = {folder / "device" / around: (DEVICE / around).read_text() for around in AROUND}
+    around_it = (*AROUND, *(("gemm/scales.cuh",) if "FP8_TYPES" in dict(defines) else ()))
+    texts = {folder / "device" / around: (DEVICE / around).read_text() for around in around_it}
     for file in source.parent.glob("*.cuh"):
         texts[folder / name / file.name] = file.read_text()
     # Each block has memory of its own.

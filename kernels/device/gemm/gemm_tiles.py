@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..device_spec import H100, H200, DeviceSpec
+from .scaling import ScaledProducts, unfused_product_us
 
 BLOCK_K = 64
 MOST_SHARED = 227 * 1024  # bytes a block may have
@@ -41,6 +42,11 @@ class Tile:
     def part_bytes(self) -> int:
         """Of a compute warpgroup's accumulator fragment of a finished tile: half of its numbers, in 16 bits."""
         return self.block_m * self.block_n
+
+    @property
+    def warpgroup_columns(self) -> int:
+        """Of the two compute warpgroups each has half of the rows, or of 64 rows half of the columns."""
+        return self.block_n if self.block_m == 128 else self.block_n // 2
 
     @property
     def loads(self) -> float:
@@ -99,6 +105,14 @@ def suited(
     return [tile.on(spec) for tile in tiles]
 
 
+def suited_to(tiles: Sequence[Tile], scaled: ScaledProducts | None) -> list[Tile]:
+    """Those of them that fp8 operands can have, with the time that their stages take."""
+    if scaled is None:
+        return list(tiles)
+    taken = [tile for tile in tiles if scaled.takes_columns(tile.warpgroup_columns)]
+    return [replace(tile, stage_us=tile.stage_us * scaled.longer) for tile in taken]
+
+
 def estimate_us(tile: Tile, rows: int, ns: Sequence[int], k: int, num_sms: int) -> float:
     """Microseconds that a matmul takes by itself.
 
@@ -138,12 +152,18 @@ def streamed_us(size: int, times: int, spec: DeviceSpec) -> float:
     return size * times / (_AGAIN * spec.memory)
 
 
-def unfused_us(m: int, n: int, k: int, moved: int, spec: DeviceSpec = H200) -> float:
+def unfused_us(
+    m: int, n: int, k: int, moved: int, spec: DeviceSpec = H200, scaled: ScaledProducts | None = None
+) -> float:
     """Microseconds of cuBLAS's matmul [m, K] @ [K, N] in 16 bits and NCCL's collective behind or in front of it.
 
     A plain model of what was measured on H200s; it decides only whether fusing is profitable.
 
     Args:
         moved: bytes that a rank receives.
+        scaled: the operands are fp8, two of them each number here.
     """
-    return 1.05 * matmul_us(m, n, k, spec) + 22 + moved / 330e3
+    product = 1.05 * matmul_us(m, n, k, spec)
+    if scaled is not None:
+        product = unfused_product_us(scaled, 2 * m * n * k) or product * scaled.longer
+    return product + 22 + moved / 330e3

@@ -137,7 +137,8 @@ __device__ __forceinline__ void warpgroup_reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-// ---- wgmma: D [64, N] += A [64, 16] @ B [16, N], A and B in shared memory, D in registers
+// ---- wgmma: D [64, N] += A [64, 16] @ B [16, N], of fp8 A [64, 32] @ B [32, N]; A and B in shared memory, D in
+// registers
 
 __device__ __forceinline__ void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void warpgroup_commit_batch() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -170,6 +171,14 @@ struct Wgmma;
 #error "PRODUCT_TYPE: \"bf16\" or \"f16\", the operands' type as PTX calls it"
 #endif
 
+#ifdef FP8_TYPES  // of A and B, "e4m3.e5m2" say; both have K contiguous, and an instruction has 32 of it
+#define WEFT_OPERANDS "k32.f32." FP8_TYPES
+#define WEFT_MAJOR(rows_at)
+#else
+#define WEFT_OPERANDS "k16.f32." PRODUCT_TYPE "." PRODUCT_TYPE
+#define WEFT_MAJOR(rows_at) ", 0, " rows_at
+#endif
+
 // `list` names the N / 2 registers of D; a_at and so on, the operands behind them. N_CONTIGUOUS: B lies as [K, N].
 #define WEFT_PRODUCT(n, list, a_at, b_at, add_at, rows_at, ...) \
     template <> \
@@ -177,8 +186,8 @@ struct Wgmma;
         template <int N_CONTIGUOUS> \
         static __device__ __forceinline__ void run(float (&d)[n / 2], u64 a, u64 b, int add) { \
             asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, " add_at ", 0;\n" \
-                         "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." PRODUCT_TYPE "." PRODUCT_TYPE " {" list "}, " a_at \
-                         ", " b_at ", p, 1, 1, 0, " rows_at ";\n}" \
+                         "wgmma.mma_async.sync.aligned.m64n" #n WEFT_OPERANDS " {" list "}, " a_at \
+                         ", " b_at ", p, 1, 1" WEFT_MAJOR(rows_at) ";\n}" \
                          : __VA_ARGS__ \
                          : "l"(a), "l"(b), "r"(add), "n"(N_CONTIGUOUS)); \
         } \
@@ -206,6 +215,8 @@ WEFT_PRODUCT(
     256, WEFT_120 "%120,%121,%122,%123,%124,%125,%126,%127", "%128", "%129", "%130", "%131", WEFT_FORTY_EIGHT(0),
     WEFT_FORTY_EIGHT(48), WEFT_SIXTEEN(96), WEFT_SIXTEEN(112))
 
+#undef WEFT_OPERANDS
+#undef WEFT_MAJOR
 #undef WEFT_TEN
 #undef WEFT_EIGHT
 #undef WEFT_SIXTEEN

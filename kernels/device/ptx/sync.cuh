@@ -50,6 +50,9 @@ __device__ __forceinline__ void post_behind_fence(u32* word, u32 value) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
+// A word of data at a peer, which a fence or a release orders behind it.
+__device__ __forceinline__ void store_word(u32* place, u32 value) { *place = value; }
+
 // The block's barrier `id`, from 1 on, of `threads` threads, whole warps: arrive and wait, or only arrive.
 __device__ __forceinline__ void barrier_sync(int id, u32 threads) {
     asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -1,0 +1,272 @@
+"""fused_all_gather_scaled_matmul: from the op's tensors to the rows and scales that travel, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...kernels.all_gather_scaled_matmul import host
+from ...kernels.all_gather_scaled_matmul.reference import reference_gathered_rows
+from ...kernels.device.gemm.scaling import (
+    ScaledProducts,
+    ScaleKind,
+    as_pairs,
+    blocks_of,
+    exact_product,
+    torch_product,
+)
+from ...symm_mem.heap.heap import Heap
+from ...symm_mem.timeouts import timeout_in_ns
+from ..dispatch import fast_path
+from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran, should_fuse
+from ..dispatch.staging import Staging, rows_of
+from ..dispatch.stream_order import in_stream_order
+from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
+from .scaled_calls import AllGatherScaledMatmulCall, ScaledRows, dtype_of, scale_of_B, scales_of
+
+MOST_BS = 4  # of one launch
+Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
+
+
+class ScaledGather:
+    """A call with its shard as rows.
+
+    Attributes:
+        front: the shard with the gathered dimension in front, unless it is the last.
+        a: its rows, [m, K].
+        sent: their scales [m, S], if each rank has those of its own rows.
+        last: whether shards lie side by side along K.
+    """
+
+    def __init__(self, call: AllGatherScaledMatmulCall, rows: ScaledRows, size: int) -> None:
+        dim, self.call, self.rows, self.size = call.gather_dim, call, rows, size
+        self.last = dim == call.A_shard.dim() - 1
+
+        def flat(x: Tensor) -> Tensor:
+            return (x if self.last else x.movedim(dim, 0)).flatten(0, -2)
+
+        self.front = call.A_shard if self.last else call.A_shard.movedim(dim, 0)
+        self.a = flat(call.A_shard)
+        travels = rows.kind is not ScaleKind.TENSOR and not rows.replicated
+        self.sent = flat(call.A_scale) if travels else None
+        self.given = call.A_scale.reshape(1, 1) if rows.kind is ScaleKind.TENSOR else flat(call.A_scale)
+        (self.m, self.k) = self.a.shape
+
+    def scales_at(self, src: int, rows: slice, arrived: Tensor | None) -> Tensor:
+        """Of some rows of a rank, given those that have arrived with them, if any did."""
+        if arrived is not None:
+            return arrived
+        return (
+            self.given if self.rows.kind is ScaleKind.TENSOR else self.given[src * self.m :][: self.m][rows]
+        )
+
+    def part_of_B(self, i: int, src: int) -> tuple[Tensor, Tensor]:
+        """Of B number i, and of its scales, the rows that a rank's shard is multiplied with."""
+        B, scale, k = self.call.Bs[i], self.call.B_scales[i], self.k
+        if not self.last:
+            return B, scale
+        if self.rows.kind is ScaleKind.BLOCKS:
+            scale = scale[src * blocks_of(k) :][: blocks_of(k)]
+        return B[src * k : (src + 1) * k], scale
+
+    def exact(self, i: int, src: int, a: Tensor, a_scale: Tensor) -> Tensor:
+        """In float32, the product of some rows of a rank with B number i."""
+        b, b_scale = self.part_of_B(i, src)
+        return exact_product(a, b, scales_of(self.rows.kind, a_scale, b_scale, self.k, b.shape[1]))
+
+    def finished(self, i: int, product: Tensor) -> Tensor:
+        """The same with its bias, in the dtype of the result."""
+        bias = self.call.biases[i]
+        return (product if bias is None else product + bias).to(self.call.out_dtypes[i])
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """Rows of all ranks as the op returns them."""
+        dim, front = self.call.gather_dim, self.front
+        if self.last:
+            return flat.reshape(-1).view(*front.shape[:-1], flat.shape[-1])
+        return flat.view(self.size * front.shape[0], *front.shape[1:-1], flat.shape[-1]).movedim(0, dim)
+
+    def shaped_A(self, gathered: Tensor) -> Tensor:
+        """The gathered A of shards [W, m, K]."""
+        if not self.last:
+            return self.shaped(gathered.flatten(0, 1))
+        # By way of one dimension: where K is 1, a view with other strides would do.
+        return self.shaped(gathered.movedim(0, 1).reshape(-1).view(self.m, self.size * self.k))
+
+
+def fast_all_gather_scaled_matmul(call: AllGatherScaledMatmulCall) -> Result | None:
+    """As the op, if such a call was made before on CUDA; else None, and nothing happened. Tensors may be anything."""
+    if call.gather_dim < 0:
+        return None
+    if any(scale is not None for scale in call.result_scales):
+        return None
+    if any(type(dtype_of(dtype)) is not torch.dtype for dtype in call.out_dtypes):
+        return None
+    if any(type(fast) is not bool for fast in call.use_fast_accum):
+        return None
+    results = fast_path.run_fast(host.OP, _arguments(call), call.tensors, call.group_name)
+    if results is None:
+        return None
+    return (results.pop() if call.return_A else None), results
+
+
+def _arguments(call: AllGatherScaledMatmulCall) -> tuple[Hashable, ...]:
+    """What such calls are remembered by; a dtype may be a number here (scaled_validation.py)."""
+    dtypes = (*map(dtype_of, call.out_dtypes),)
+    biased = tuple([bias is not None for bias in call.biases])
+    counts = len(call.Bs), len(call.B_scales)
+    return call.gather_dim, call.return_A, counts, dtypes, (*call.use_fast_accum,), biased
+
+
+def run_all_gather_scaled_matmul(
+    call: AllGatherScaledMatmulCall, rows: ScaledRows, group: ProcessGroup
+) -> Result:
+    """As the op; call and rows are what validation returns."""
+    found = heap_or_reason(host.OP, call.A_shard, group, empty=call.A_shard.numel() == 0)
+    gather = ScaledGather(call, rows, group.size())
+    if isinstance(found, str):
+        done: Result | str = found
+    elif call.A_shard.device.type == "cpu":
+        done = _on_cpu(found, gather)
+    else:
+        done = _on_cuda(found, gather)
+    if isinstance(done, str):
+        ran(Plan("unfused", done))
+        return _unfused(gather, group)
+    return done
+
+
+def _on_cpu(where: Heap, gather: ScaledGather) -> Result:
+    call, size, m, k = gather.call, gather.size, gather.m, gather.k
+    mine = host.as_rows(gather.a, gather.sent)
+    workspace = matmul_workspace(where, host.host_scaled_gather_layout(m, mine.shape[1], size))
+    ran(Plan("host", workspace_bytes=workspace.layout.bytes))
+    gathered = gather.a.new_empty(size, m, k)
+    outs = [
+        torch.empty(size, m, B.shape[1], dtype=dtype)
+        for B, dtype in zip(call.Bs, call.out_dtypes, strict=True)
+    ]
+    scales: dict[int, list[Tensor]] = {src: [] for src in range(size)}
+
+    def consume(src: int, rows: slice, numbers: Tensor, arrived: Tensor | None) -> None:
+        gathered[src, rows] = numbers
+        of_rows = gather.scales_at(src, rows, arrived)
+        scales[src].append(of_rows)
+        for i, out in enumerate(outs if not gather.last else ()):
+            out[src, rows] = gather.finished(i, gather.exact(i, src, numbers, of_rows))
+
+    host.exchange_rows(workspace, mine, k, gather.a.dtype, consume)
+    if gather.last:
+        joined = [of[0] if gather.rows.kind is ScaleKind.TENSOR else torch.cat(of) for of in scales.values()]
+        outs = [gather.finished(i, _sum_of_parts(gather, i, gathered, joined)) for i in range(len(outs))]
+    A = gather.shaped_A(gathered) if call.return_A else None
+    return A, [gather.shaped(out if gather.last else out.flatten(0, 1)) for out in outs]
+
+
+def _scaled_products(gather: ScaledGather) -> ScaledProducts | str:
+    """What a kernel is to compute, or why none does."""
+    call, kind = gather.call, gather.rows.kind
+    dtype = call.out_dtypes[0]
+    assert dtype is not None
+    if gather.last and kind is not ScaleKind.TENSOR:
+        return f"the last dimension is gathered, for which no kernel takes {kind.value} scales"
+    if len({*call.out_dtypes}) > 1 or len({B.dtype for B in call.Bs}) > 1:
+        return "Bs or results of several dtypes, of which a kernel takes one"
+    if len(call.Bs) > MOST_BS:
+        return f"{len(call.Bs)} Bs, of which a kernel takes {MOST_BS}"
+    return ScaledProducts(
+        types=(gather.a.dtype, call.Bs[0].dtype),
+        kind=kind,
+        out_dtype=dtype,
+        promote=kind is ScaleKind.BLOCKS or not all(call.use_fast_accum),
+        travels=gather.sent is not None,
+    )
+
+
+def _on_cuda(where: Heap, gather: ScaledGather) -> Result | str:
+    """The result, or why it is better computed unfused."""
+    from ...kernels.all_gather_matmul import on_cuda, scaled
+
+    products = _scaled_products(gather)
+    if isinstance(products, str):
+        return products
+    call, size = gather.call, where.world_size
+    staging = Staging()
+    pairs = as_pairs(gather.front, products.pairs)
+    a = staging.take("A_shard", pairs, rows_of, on_cuda.takes_rows)
+    bs = [staging.take(f"Bs[{i}]", as_pairs(B.t(), products.pairs)).t() for i, B in enumerate(call.Bs)]
+    kernel_call = on_cuda.configs.GatherKernelCall(
+        *(a, bs, num_sms(a.device), gather.last, call.return_A), scaled=products
+    )
+    choice = on_cuda.choose_gather_kernel(kernel_call, size)
+    if isinstance(choice, str):
+        return choice
+    if not should_fuse(choice.profitable):
+        return "too little is gathered and multiplied"
+    with in_stream_order(a.device):
+        staging.copy()
+        scales = scaled.GatherScales(
+            a=aligned(gather.given.t().contiguous()),
+            bs=[
+                scale_of_B(gather.rows.kind, scale, gather.k, B.shape[1])
+                for scale, B in zip(call.B_scales, call.Bs, strict=True)
+            ],
+            biases=[None if bias is None else aligned(bias.contiguous()) for bias in call.biases],
+        )
+        workspace = workspace_of_choice(where, choice)
+        workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
+        plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes)
+        ran(plan)
+        timeout_ns = timeout_in_ns(where.group_name)
+        gathered, products_of_Bs = scaled.launch_all_gather_scaled_matmul(
+            *(choice, workspace, kernel_call, scales), timeout_ns
+        )
+    A = None if gathered is None else gathered.view(gather.a.dtype)
+    if A is not None:
+        A = gather.shaped(A if gather.last else A.flatten(0, 1))
+    outs = [gather.shaped(out if gather.last else out.flatten(0, 1)) for out in products_of_Bs]
+    launcher = scaled.scaled_gather_launcher(choice, workspace, kernel_call, scales)
+    if launcher is not None and all(scale is None for scale in call.result_scales):
+        results = outs if A is None else [*outs, A]
+        used = [a, *bs, *scales.tensors]
+        made = fast_path.LaunchedCall(host.OP, _arguments(call), call.tensors, used, results)
+        fast_path.remember_call(made, workspace, launcher, plan, profitable=choice.profitable)
+    return A, outs
+
+
+def _sum_of_parts(gather: ScaledGather, i: int, gathered: Tensor, scales: Sequence[Tensor]) -> Tensor:
+    """In rank order, so that ranks with equal Bs get equal bits, and in float32."""
+    total = gather.exact(i, 0, gathered[0], scales[0])
+    for src in range(1, gather.size):
+        total += gather.exact(i, src, gathered[src], scales[src])
+    return total
+
+
+def _unfused(gather: ScaledGather, group: ProcessGroup) -> Result:
+    call, kind = gather.call, gather.rows.kind
+    gathered = reference_gathered_rows(gather.a, group)
+    arrived = None if gather.sent is None else reference_gathered_rows(gather.sent, group)
+    outs = []
+    for i, B in enumerate(call.Bs):
+        if gather.last:
+            whole = slice(0, gather.m)
+            of_ranks = None if arrived is None else list(arrived)
+            scales = [
+                gather.scales_at(src, whole, of_ranks[src] if of_ranks else None)
+                for src in range(gather.size)
+            ]
+            outs.append(gather.finished(i, _sum_of_parts(gather, i, gathered, scales)))
+            continue
+        a_scale = gather.given if arrived is None else arrived.flatten(0, 1)
+        scale = scales_of(kind, a_scale, call.B_scales[i], gather.k, B.shape[1])
+        dtype = call.out_dtypes[i]
+        assert dtype is not None
+        out = torch_product(
+            *(gathered.flatten(0, 1), B, scale, call.biases[i], dtype), fast=call.use_fast_accum[i]
+        )
+        outs.append(out)
+    return (gather.shaped_A(gathered) if call.return_A else None), [gather.shaped(out) for out in outs]

@@ -1,0 +1,176 @@
+"""fused_scaled_matmul_reduce_scatter: from the op's tensors to the parts that travel, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...kernels.device.gemm.scaling import (
+    BLOCK,
+    ScaledProducts,
+    ScaleKind,
+    as_pairs,
+    exact_product,
+    torch_product,
+)
+from ...kernels.scaled_matmul_reduce_scatter import host
+from ...kernels.scaled_matmul_reduce_scatter.reference import reference_scattered_sum
+from ...symm_mem.heap.heap import Heap
+from ...symm_mem.timeouts import timeout_in_ns
+from ..dispatch import fast_path
+from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran, should_fuse
+from ..dispatch.staging import Staging
+from ..dispatch.stream_order import in_stream_order
+from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
+from .scaled_calls import ScaledMatmulReduceScatterCall, ScaledRows, dtype_of, scale_of_B, scales_of
+
+
+def fast_scaled_matmul_reduce_scatter(call: ScaledMatmulReduceScatterCall) -> Tensor | None:
+    """As the op, if such a call was made before on CUDA; else None, and nothing happened. Tensors may be anything."""
+    sizes, dtype = call.output_shape, dtype_of(call.out_dtype)
+    if call.result_scale is not None or call.orig_scatter_dim < 0 or type(dtype) is not torch.dtype:
+        return None
+    if sizes is not None:
+        if any(type(size) is not int for size in sizes) or not isinstance(call.A, Tensor):
+            return None
+        if not isinstance(call.B, Tensor) or call.B.dim() != 2:
+            return None
+    results = fast_path.run_fast(host.OP, _arguments(call), call.tensors, call.group_name)
+    return None if results is None else results[0]
+
+
+def _arguments(call: ScaledMatmulReduceScatterCall) -> tuple[Hashable, ...]:
+    """What such calls are remembered by."""
+    dims = call.orig_scatter_dim, call.scatter_dim_after_maybe_reshape
+    how = call.reduce_op, *dims, dtype_of(call.out_dtype), call.use_fast_accum
+    usual = call.output_shape is None or [*call.output_shape] == call._replace(output_shape=None).whole_shape
+    return (*how, None if usual else tuple(call.output_shape or ()), call.bias is not None)
+
+
+def run_scaled_matmul_reduce_scatter(
+    call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup
+) -> Tensor:
+    """As the op; call and rows are what validation returns."""
+    shape = call.local_shape(group.size())
+    found = heap_or_reason(host.OP, call.A, group, empty=0 in shape)
+    if isinstance(found, str):
+        done: Tensor | str = found
+    elif call.A.device.type == "cpu":
+        done = _on_cpu(found, call, rows)
+    else:
+        done = _on_cuda(found, call, rows)
+    if isinstance(done, str):
+        ran(Plan("unfused", done))
+        return _unfused(call, rows, group)
+    return done.view(shape)
+
+
+def _a_scale(call: ScaledMatmulReduceScatterCall, rows: ScaledRows) -> Tensor:
+    return call.A_scale if rows.kind is ScaleKind.TENSOR else call.A_scale.flatten(0, -2)
+
+
+def _on_cpu(where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows) -> Tensor:
+    size, dim, kind, B = where.world_size, call.orig_scatter_dim, rows.kind, call.B
+    k, n, (*lead, _) = B.shape[0], B.shape[1], call.whole_shape
+    assert call.out_dtype is not None
+    shape = call.local_shape(size)
+    workspace = matmul_workspace(
+        where, host.host_scaled_scatter_layout(prod(shape), call.out_dtype.itemsize, size)
+    )
+    ran(Plan("host", workspace_bytes=workspace.layout.bytes))
+
+    def finished(a: Tensor, a_scale: Tensor) -> Tensor:
+        product = exact_product(a, B, scales_of(kind, a_scale, call.B_scale, k, n))
+        return product if call.bias is None else product.add_(call.bias)
+
+    def part(x: Tensor, rank: int) -> Tensor:
+        return x.reshape(*lead, x.shape[-1]).chunk(size, dim)[rank].flatten(0, -2)
+
+    def product_for(rank: int) -> Callable[[], Tensor]:
+        def product() -> Tensor:
+            a_scale = call.A_scale if kind is ScaleKind.TENSOR else part(call.A_scale, rank)
+            return finished(part(call.A, rank), a_scale)
+
+        return product
+
+    if dim == len(lead):
+        whole = finished(call.A.flatten(0, -2), _a_scale(call, rows)).chunk(size, 1)
+        products: list[Callable[[], Tensor]] = [partial(whole.__getitem__, rank) for rank in range(size)]
+    else:
+        products = [product_for(rank) for rank in range(size)]
+    return host.host_scaled_matmul_reduce_scatter(workspace, products, call.reduce_op, call.out_dtype)
+
+
+def _on_cuda(where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows) -> Tensor | str:
+    """The result, or why it is better computed unfused."""
+    from ...kernels.matmul_reduce_scatter import on_cuda
+    from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
+
+    size, dim, (*lead, n), out_dtype = (
+        where.world_size,
+        call.orig_scatter_dim,
+        call.whole_shape,
+        call.out_dtype,
+    )
+    assert out_dtype is not None
+    split_n, k = dim == len(lead), call.B.shape[0]
+    if out_dtype == torch.float32:
+        return "partial results of torch.float32, which no kernel sends"
+    if split_n and rows.kind is ScaleKind.BLOCKS and n // size % BLOCK:
+        return f"the last dimension is scattered, of which a rank has no whole blocks of {BLOCK}"
+    products = ScaledProducts(
+        types=(call.A.dtype, call.B.dtype),
+        kind=rows.kind,
+        out_dtype=out_dtype,
+        promote=rows.kind is ScaleKind.BLOCKS or not call.use_fast_accum,
+    )
+    before = prod(lead[:dim])
+    parts = (1, 1, prod(lead)) if split_n else (before, size, prod(lead) // (before * size))
+    staging = Staging()
+    a = staging.take("A", as_pairs(call.A, products.pairs), lambda x: x.view(*parts, x.shape[-1]))
+    b = staging.take("B", as_pairs(call.B.t(), products.pairs)).t()
+    epilogue = Epilogue(out_dtype, call.reduce_op == "avg")
+    kernel_call = ScatterKernelCall(a, b, num_sms(b.device), epilogue, split_n=split_n, scaled=products)
+    choice = on_cuda.choose_scatter_kernel(kernel_call, size)
+    if isinstance(choice, str):
+        return choice
+    if not should_fuse(choice.profitable):
+        return "too little is multiplied and scattered"
+    with in_stream_order(b.device):
+        staging.copy()
+        rows_of_A = 1 if rows.kind is ScaleKind.TENSOR else prod(lead)
+        scales = [
+            call.A_scale.reshape(rows_of_A, -1).t().contiguous(),
+            scale_of_B(rows.kind, call.B_scale, k, n),
+        ]
+        bias = [] if call.bias is None else [aligned(call.bias.contiguous())]
+        one_shot = choice.algorithm == "one_shot"
+        pair = (a.view(call.A.dtype), b.t().view(call.B.dtype).t()) if one_shot else (a, b)
+        used = [*pair, *scales, *bias]
+        workspace = workspace_of_choice(where, choice)
+        workspace.raise_if_broken(None if one_shot else host.OP)  # that says it itself
+        plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes)
+        ran(plan)
+        timeout_ns = timeout_in_ns(where.group_name)
+        out = on_cuda.launch_scaled_matmul_reduce_scatter(choice, workspace, kernel_call, used, timeout_ns)
+        out = out.view(call.local_shape(size))
+    launcher = on_cuda.scaled_scatter_launcher(choice, workspace, kernel_call, used)
+    if launcher is not None and call.result_scale is None:
+        made = fast_path.LaunchedCall(host.OP, _arguments(call), call.tensors, used, [out])
+        fast_path.remember_call(made, workspace, launcher, plan, profitable=choice.profitable)
+    return out
+
+
+def _unfused(call: ScaledMatmulReduceScatterCall, rows: ScaledRows, group: ProcessGroup) -> Tensor:
+    (k, n), out_dtype = call.B.shape, call.out_dtype
+    assert out_dtype is not None
+    scales = scales_of(rows.kind, _a_scale(call, rows), call.B_scale, k, n)
+    a = call.A.flatten(0, -2)
+    product = torch_product(a, call.B, scales, call.bias, out_dtype, fast=call.use_fast_accum)
+    whole = product.view(call.whole_shape)
+    return reference_scattered_sum(whole, call.reduce_op, call.orig_scatter_dim, group)

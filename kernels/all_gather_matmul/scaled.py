@@ -1,0 +1,270 @@
+"""Launches kernel.cu on fp8 operands with their scales."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...symm_mem.backends.cuda_state import current_stream_of
+from ...symm_mem.layout import Layout
+from ...symm_mem.workspace import Workspace
+from ..device.comm.ll_exchange import VECTOR, ExchangeLayout, slots_of
+from ..device.gemm import one_shot
+from ..device.gemm.one_shot import OneShotConfig
+from ..device.gemm.scaling import ScaleKind
+from ..device.gemm.scaling_params import ScalesParams
+from ..device.jit.empty import empty_on
+from ..device.tuning.choice import KernelChoice, make_together
+from . import configs, on_cuda, one_shot_kernel
+from .configs import MOST_BS, GatherPushConfig
+from .cuda_kernel import AllGatherMatmulPush, EpochStep, _Params, row_stride
+
+OP = "fused_all_gather_scaled_matmul"
+
+
+class _ScaledParams(_Params):
+    """The twin of ``Params`` in kernel.cu for fp8 operands."""
+
+    _fields_ = (  # type: ignore[assignment]  # behind those of its base
+        ("own_scales", ctypes.c_uint64),
+        ("scales", ctypes.c_uint64),
+        ("arriving", ctypes.c_uint64),
+        ("blocks", ctypes.c_int32),
+        ("of_blocks", ctypes.c_int32),
+        ("of_b", ScalesParams * MOST_BS),
+    )
+
+
+class _ScaledPush(AllGatherMatmulPush):
+    params = _ScaledParams
+
+
+@dataclass(frozen=True, eq=False)
+class GatherScales:
+    """Of the operands of a call, as kernel.cu takes them; float32, contiguous.
+
+    Attributes:
+        a: one; of the own rows [S, m]; or, if they do not travel, of all ranks' rows [W, m].
+        bs: of each B one; [N]; or [K / 128, N / 128] with any strides. Those of columns begin at multiples of 16 bytes.
+        biases: of each B [N], at such an address, or None.
+    """
+
+    a: torch.Tensor
+    bs: Sequence[torch.Tensor]
+    biases: Sequence[torch.Tensor | None]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.a, *self.bs, *(bias for bias in self.biases if bias is not None)]
+
+
+class AllGatherScaledMatmulPush:
+    """This op on one problem and one workspace: prepared once, launched often.
+
+    Args:
+        workspace: as for ``AllGatherMatmulPush``.
+        call: an example, with up to MOST_BS Bs.
+        scales: examples, too.
+        config: the same on every rank.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace[Layout],
+        call: configs.GatherKernelCall,
+        scales: GatherScales,
+        config: GatherPushConfig,
+    ) -> None:
+        scaled, (m, k), size = call.scaled, call.a.shape, workspace.world_size
+        assert scaled is not None
+        layout, kept = workspace.layout, scaled.sent_bytes(m, k)
+        if layout.buffer_bytes < size * (m * k * 2 + kept):
+            raise ValueError(
+                f"workspace: {layout} is too small for shards of {m} x {2 * k} numbers with scales"
+            )
+        self.workspace, self._scaled, self._count = workspace, scaled, len(call.bs)
+        self._has_bias = [bias is not None for bias in scales.biases]
+        self._own = 4 * m * workspace.rank if scaled.kind is ScaleKind.ROWS and not scaled.travels else 0
+        self._push = _ScaledPush(
+            workspace, call.a, call.bs, config, num_sms=call.num_sms, return_A=call.return_A
+        )
+        blocks = scaled.blocks(k)
+        for buffer, p in enumerate(self._push._params):
+            p.blocks = blocks
+            p.of_blocks = 0 if scaled.kind is ScaleKind.TENSOR else blocks * m
+            p.arriving = workspace.address + layout.buffer(buffer) + size * m * k * 2 if scaled.travels else 0
+            for i, b in enumerate(scales.bs):
+                if scaled.kind is ScaleKind.BLOCKS:
+                    p.of_b[i].b_block, p.of_b[i].b_column = b.stride()
+        self._step = EpochStep(True, True, slice(1, self._count + 1), slice(0, self._count))
+
+    def launch(
+        self, buffer: int, operands: Sequence[int], results: Sequence[int], timeout_ns: int, stream: int
+    ) -> None:
+        """A whole epoch of the buffer.
+
+        Args:
+            operands: addresses of the local shard, of the Bs, and of the scales' tensors.
+            results: as for ``AllGatherMatmulPushes``.
+        """
+        a_scale, *rest = operands[self._count + 1 :]
+        with self.workspace.lock:
+            p = self._push._params[buffer]
+            p.own_scales = a_scale + self._own
+            p.scales = p.arriving or a_scale
+            biases = iter(rest[self._count :])
+            for i, has_bias in enumerate(self._has_bias):
+                p.of_b[i].b = rest[i]
+                p.of_b[i].bias = next(biases) if has_bias else 0
+            self._push.launch(buffer, operands[: self._count + 1], results, self._step, timeout_ns, stream)
+
+
+class _OneShotParams(one_shot_kernel._Params):
+    """The twin of ``Params`` in one_shot.cu with SCALED."""
+
+    _fields_ = (  # type: ignore[assignment]  # behind those of its base
+        ("scales", ctypes.c_uint64),
+        ("gathered_scales", ctypes.c_uint64),
+    )
+
+
+_A, _SCALES = _OneShotParams.a.offset, _OneShotParams.scales.offset
+_put_pair = struct.Struct("2Q").pack_into
+
+
+class AllGatherScaledMatmulOneShot:
+    """This op as one exchange of rows and scales, and ``torch._scaled_mm`` behind it.
+
+    Args:
+        workspace: with room for ``config.layout``, the same call site on every rank.
+        example, scales: a call of the sizes and strides that every call has.
+        config: of ``configs.choose_one_shot_gather``, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace[ExchangeLayout],
+        example: configs.GatherKernelCall,
+        scales: GatherScales,
+        config: OneShotConfig,
+    ) -> None:
+        assert example.scaled is not None
+        self._biased = [bias is not None for bias in scales.biases]
+        (m, k), size, self._scaled = example.a.shape, workspace.world_size, example.scaled
+        self.workspace, self._rows, self._k, self._count = workspace, size * m, 2 * k, len(example.bs)
+        self._empty, self._timeout_ns = empty_on(example.a.device), 0
+        p = self._params = _OneShotParams(slots_of(workspace, 0))
+        elements = VECTOR // example.a.element_size()
+        p.vectors, p.columns, p.stride = config.vectors, k // elements, row_stride(example.a) // elements
+        p.scale_vectors = self._scaled.sent_bytes(m, k) // VECTOR
+        defines = (*one_shot_kernel.one_shot_gather_defines(size, workspace.rank), ("SCALED", 1))
+        program = one_shot.one_shot_program(one_shot_kernel.SOURCE, defines)
+        self._launch, self._grids = one_shot.launch_of(
+            *(program, "all_gather_one_shot", p, config, workspace.layout)
+        )
+
+    def call(
+        self,
+        tensors: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        timeout_ns: int,
+        stream: int,
+    ) -> None:
+        """An exchange, and the products.
+
+        Args:
+            tensors: the local shard, in any number of dimensions; the Bs; the scales of A, of torch's shape, and of
+                each B; and the biases that there are.
+            results: the products [W, m, N_i]: each a whole storage, whatever its sizes and strides say.
+            stream: the current one, a CUstream as an integer.
+
+        Raises:
+            PeerTimeout, CallAbandoned: as ``Workspace.raise_if_broken``.
+        """
+        a, scaled, count = tensors[0], self._scaled, self._count
+        bs, a_scale, b_scales = tensors[1 : count + 1], tensors[count + 1], tensors[count + 2 : 2 * count + 2]
+        given = iter(tensors[2 * count + 2 :])
+        biases = [next(given) if biased else None for biased in self._biased]
+        gathered = self._empty((self._rows, self._k), (self._k, 1), scaled.types[0])
+        scales = a_scale
+        if scaled.travels:
+            scales = self._empty((self._rows, 1), (1, 1), torch.float32)
+        elif scaled.kind is ScaleKind.ROWS:
+            scales = a_scale.reshape(self._rows, 1)
+        # Three frames: this and two more, on the fast path and on the slow one.
+        self.workspace.raise_if_broken(OP, inside=3, grids=self._grids)
+        try:
+            with self.workspace.lock:
+                p = self._params
+                if timeout_ns != self._timeout_ns:
+                    self._timeout_ns = p.slots.watch.timeout_ns = timeout_ns
+                _put_pair(p, _A, a.data_ptr(), gathered.data_ptr())
+                _put_pair(p, _SCALES, a_scale.data_ptr(), scales.data_ptr())
+                self._launch(stream)
+        except BaseException as e:
+            self.workspace.abandon(e)  # the peers may wait for what was not launched
+            raise
+        self.workspace.launched()
+        for b, b_scale, bias, result in zip(bs, b_scales, biases, results, strict=True):
+            n = b.shape[1]
+            out = result if result.dim() == 2 else result.as_strided((self._rows, n), (n, 1))
+            how = bias, None, scaled.out_dtype, not scaled.promote
+            torch.ops.aten._scaled_mm.out(gathered, b, scales, b_scale, *how, out=out)
+
+
+def launch_all_gather_scaled_matmul(
+    choice: KernelChoice[configs.AnyConfig],
+    workspace: Workspace[Any],
+    call: configs.GatherKernelCall,
+    scales: GatherScales,
+    timeout_ns: int,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """The gathered shards [W, m, K] if wanted, in numbers of 16 bits, and the products, each [W, m, N_i].
+
+    With ``split_k`` [m, W * K] and [m, N_i].
+    """
+    config = choice.config
+    kernel: Any = scaled_gather_launcher(choice, workspace, call, scales)
+    if kernel is None:
+
+        def make() -> AllGatherScaledMatmulPush | AllGatherScaledMatmulOneShot:
+            if isinstance(config, OneShotConfig):
+                return AllGatherScaledMatmulOneShot(workspace, call, scales, config)
+            assert isinstance(config, GatherPushConfig)
+            return AllGatherScaledMatmulPush(workspace, call, scales, config)
+
+        same = (OP, call.a.shape, *(b.shape for b in call.bs), config, call.num_sms, call.return_A)
+        kernel = make_together(workspace, OP, _key(choice, call, scales), same, make)
+    results, stream = on_cuda.results_of(call, workspace.world_size), current_stream_of(call.a)
+    if isinstance(config, OneShotConfig):
+        assert call.scaled is not None
+        of_a, of_b = call.scaled.types
+        bs = [b.t().view(of_b).t() for b in call.bs]
+        kernel.call((call.a.view(of_a), *bs, *scales.tensors), results, timeout_ns, stream)
+        return None, results
+    operands = [x.data_ptr() for x in (call.a, *call.bs, *scales.tensors)]
+    addresses = [x.data_ptr() for x in results]
+    kernel.launch(workspace.next_buffer(), operands, addresses, timeout_ns, stream)
+    return (results.pop() if call.return_A else None), results
+
+
+def scaled_gather_launcher(
+    choice: KernelChoice[configs.AnyConfig],
+    workspace: Workspace[Any],
+    call: configs.GatherKernelCall,
+    scales: GatherScales,
+) -> AllGatherScaledMatmulPush | AllGatherScaledMatmulOneShot | None:
+    """What ``launch_all_gather_scaled_matmul`` launched, for further such calls; None once it is dropped."""
+    return workspace.prepared.get(_key(choice, call, scales))
+
+
+def _key(
+    choice: KernelChoice[configs.AnyConfig], call: configs.GatherKernelCall, scales: GatherScales
+) -> tuple[Any, ...]:
+    strides, biased = (b.stride() for b in scales.bs), (bias is not None for bias in scales.biases)
+    return (choice, call.return_A, *strides, *biased)

@@ -1,0 +1,1 @@
+"""all_gather(A) @ B of fp8 operands with their scales."""

@@ -1,0 +1,182 @@
+"""Scales of fp8 operands, and products of what they scale.
+
+An operand times its scales is what it stands for. Layouts are those of ``torch._scaled_mm``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+
+BLOCK = 128  #: of K that has a scale of its own, and of N
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_FLOAT32 = 25e6  # multiply-adds of float32 per microsecond, of cuBLAS on H100; not measured here
+
+
+class ScaleKind(Enum):
+    """How finely operands A [M, K] and B [K, N] are scaled."""
+
+    TENSOR = "tensor-wise"  #: one scale each
+    ROWS = "row-wise"  #: one for each row of A and column of B
+    BLOCKS = "block-wise"  #: one for 1 x 128 of A and 128 x 128 of B
+
+
+@dataclass(frozen=True, eq=False)
+class Scales:
+    """Of A [M, K] and B [K, N], float32.
+
+    Attributes:
+        a: [1, 1], row-wise [M, 1], block-wise [M, K / 128, rounded up].
+        b: [1, 1], row-wise [1, N], block-wise [K / 128, N / 128], both rounded up.
+    """
+
+    kind: ScaleKind
+    a: torch.Tensor
+    b: torch.Tensor
+
+    def of_rows(self, rows: slice) -> Scales:
+        """Of some rows of A."""
+        return self if self.kind is ScaleKind.TENSOR else replace(self, a=self.a[rows])
+
+
+@dataclass(frozen=True)
+class ScaledProducts:
+    """What a kernel computes of fp8 operands, which lie as half as many numbers of 16 bits.
+
+    Attributes:
+        types: of A and B.
+        promote: sums are added up in float32 behind every 128 of K, not in the tensor cores.
+        travels: scales of A go with it.
+    """
+
+    types: tuple[torch.dtype, torch.dtype]
+    kind: ScaleKind
+    out_dtype: torch.dtype
+    promote: bool
+    travels: bool = False
+
+    @property
+    def pairs(self) -> torch.dtype:
+        """As which two numbers of an operand side by side are taken: the result's dtype, if that has 16 bits."""
+        return torch.bfloat16 if self.out_dtype == torch.float32 else self.out_dtype
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether ``torch._scaled_mm`` has a kernel for it in every version."""
+        return self.kind is ScaleKind.TENSOR or (
+            self.kind is ScaleKind.ROWS and self.out_dtype == torch.bfloat16
+        )
+
+    def takes_columns(self, columns: int) -> bool:
+        """Of a warpgroup's tile: what is promoted needs twice the registers; block-wise scales are those of one block
+        of B."""
+        if self.kind is ScaleKind.BLOCKS:
+            return columns <= BLOCK and BLOCK % columns == 0
+        return columns <= (160 if self.promote else 256)
+
+    @property
+    def longer(self) -> float:
+        """How much longer a stage takes than one of 16-bit numbers of as many bytes, as it does without promotion
+        (bench/results/h100-x2-scaled-matmuls.txt). Torch's products are taken to take as much longer. Those of blocks
+        were measured with scales that were loaded one stage ahead, not since."""
+        if self.kind is ScaleKind.BLOCKS:
+            return 1.75
+        return 1.2 if self.promote else 1.0
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        """What gemm.cuh is compiled with besides."""
+        a, b = (str(dtype).removeprefix("torch.float8_")[:4] for dtype in self.types)
+        kind = list(ScaleKind).index(self.kind) + 1
+        return {"FP8_TYPES": f'"{a}.{b}"', "SCALES": kind, "PROMOTE": int(self.promote)}
+
+    def blocks(self, k: int) -> int:
+        """Scales of a row of A; ``k``: of its numbers of 16 bits."""
+        return blocks_of(2 * k) if self.kind is ScaleKind.BLOCKS else 1
+
+    def sent_bytes(self, m: int, k: int) -> int:
+        """Of the scales of a shard [m, k]."""
+        return 4 * m * self.blocks(k) if self.travels else 0
+
+
+def unfused_product_us(scaled: ScaledProducts, multiply_adds: float) -> float | None:
+    """Microseconds of an unfused product without a kernel of torch's, which is one of float32; None if there is one."""
+    return multiply_adds / _FLOAT32 if scaled.kind is ScaleKind.BLOCKS else None
+
+
+def as_pairs(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp8 x two by two as numbers of 16 bits, a view; of a copy where it does not lie so."""
+    try:
+        return x.view(dtype)
+    except RuntimeError:
+        return x.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def blocks_of(extent: int) -> int:
+    """How many blocks of 128 there are of K or N."""
+    return -(-extent // BLOCK)
+
+
+def exact_product(a: torch.Tensor, b: torch.Tensor, scales: Scales) -> torch.Tensor:
+    """``(a * its scales) @ (b * its scales)`` in float32, on any device: products are exact, sums are of float32."""
+    if scales.kind is not ScaleKind.BLOCKS:
+        return torch.mm(a.float(), b.float()).mul_(scales.a).mul_(scales.b)
+    total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
+    for i in range(scales.a.shape[1]):
+        part = slice(i * BLOCK, (i + 1) * BLOCK)
+        columns = scales.b[i].repeat_interleave(BLOCK)[: b.shape[1]]
+        total += torch.mm(a[:, part].float(), b[part].float()).mul_(scales.a[:, i : i + 1]).mul_(columns)
+    return total
+
+
+def torch_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: Scales,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    fast: bool,
+) -> torch.Tensor:
+    """``a @ b + bias`` by torch's own kernel on CUDA, where it has one; on CPU exact and rounded once.
+
+    Args:
+        a, b: [M, K], and [K, N] with K contiguous.
+        bias: [N] of ``out_dtype``.
+        fast: accumulate in the tensor cores' own precision.
+    """
+    if not a.is_cuda:
+        product = exact_product(a, b, scales)
+        return (product if bias is None else product.add_(bias)).to(out_dtype)
+    a = a.contiguous()
+    if scales.kind is ScaleKind.TENSOR:
+        return _scaled_mm(a, b, scales, bias, out_dtype, fast=fast)
+    if scales.kind is ScaleKind.ROWS and out_dtype == torch.bfloat16:
+        return _scaled_mm(a, b, _whole(scales, a.shape[0], b.shape[1]), bias, out_dtype, fast=fast)
+    if scales.kind is ScaleKind.ROWS:  # torch has no kernel for it
+        one = scales.a.new_ones(1, 1)
+        wide = _scaled_mm(a, b, Scales(ScaleKind.TENSOR, one, one), None, torch.float32, fast=fast)
+        wide.mul_(scales.a).mul_(scales.b)
+        return (wide if bias is None else wide.add_(bias)).to(out_dtype)
+    wide = exact_product(a, b, scales)
+    return (wide if bias is None else wide.add_(bias)).to(out_dtype)
+
+
+def _whole(scales: Scales, m: int, n: int) -> Scales:
+    return replace(scales, a=scales.a.expand(m, 1).contiguous(), b=scales.b.expand(1, n).contiguous())
+
+
+def _scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: Scales,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    fast: bool,
+) -> torch.Tensor:
+    return torch._scaled_mm(a, b, scales.a, scales.b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)

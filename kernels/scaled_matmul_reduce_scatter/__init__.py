@@ -1,0 +1,1 @@
+"""reduce_scatter(A @ B) of fp8 operands with their scales."""

@@ -1,0 +1,130 @@
+"""Scaled matmuls on GPUs: every kernel beside torch's, against float64 of what the operands stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from opcommon import gather, poison, world
+from ranks import run_row
+from scaled_operands import E4M3, E5M2, KINDS, Scaled, left, right
+from weft.fused_ops import (
+    fused_all_gather_scaled_matmul,
+    fused_scaled_matmul_reduce_scatter,
+    last_plan,
+)
+from weft.fused_ops.dispatch.plan import forced
+
+pytestmark = pytest.mark.gpu
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+# Of a shard or a part, K, and columns of B: whole tiles, cut ones, and little enough for one shot.
+SIZES = ((256, 1024, 512), (300, 1040, 400), (2048, 4096, 3072), (5, 64, 16))
+# Operands and result.
+TYPES = ((E4M3, E4M3, BF16), (E5M2, E4M3, F16), (E4M3, E5M2, BF16))
+
+
+def error(y: torch.Tensor, want: torch.Tensor) -> float:
+    return float((y.double() - want).norm() / want.norm())
+
+
+def no_further(what: str, y: torch.Tensor, torchs: torch.Tensor, want: torch.Tensor) -> None:
+    """The tensor cores keep what they keep of a sum, in whatever order: so much more than torch's error."""
+    mine, of_torch = error(y, want), error(torchs, want)
+    assert mine <= 1.1 * of_torch + 2e-4, f"{what}: {mine:.3g}, torch's {of_torch:.3g}"
+
+
+def gathers_on_gpus(
+    rank: int, size: int, kind: str, fast: bool, sizes: tuple[int, int, int], types: tuple[torch.dtype, ...]
+) -> None:
+    (m, k, n), (of_a, of_b, out) = sizes, types
+    a, bs = left(kind, m, k, dtype=of_a), [right(kind, k, c, dtype=of_b) for c in (n, 48)]
+    bias = torch.randn(48, dtype=out)
+
+    def call(return_A: bool = False) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        return fused_all_gather_scaled_matmul(
+            *(a.numbers, [b.numbers for b in bs], a.scale, [b.scale for b in bs], 0, world(), [None, bias]),
+            *(None, [out] * 2, [fast] * 2),
+            return_A=return_A,
+        )
+
+    poison(rank)
+    with forced("fused"):
+        _, ys = call()
+        assert last_plan().algorithm in ("push", "one_shot"), last_plan()
+        A, again = call(return_A=True)
+        third = call()[1]
+    with forced("unfused"):
+        _, torchs = call()
+    assert A is not None and torch.equal(A.double(), torch.cat(gather(a.numbers.float())))
+    meant = torch.cat(gather(a.meant))
+    for i, b in enumerate(bs):
+        want = meant @ b.meant + (bias.double() if i else 0)
+        assert torch.equal(ys[i], third[i]), "other bits in another run"
+        for y in (ys[i], again[i]):
+            no_further(f"{kind} {sizes} {types} {i}", y, torchs[i], want)
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gathered(kind: str, fast: bool, sizes: tuple[int, int, int], types: tuple[torch.dtype, ...]) -> None:
+    run_row(gathers_on_gpus, 2, kind, fast, sizes, types, device="cuda")
+
+
+def scatters_on_gpus(
+    rank: int, size: int, kind: str, fast: bool, sizes: tuple[int, int, int], types: tuple[torch.dtype, ...]
+) -> None:
+    (m, k, n), (of_a, of_b, out) = sizes, types
+    a, b = left(kind, size * m, k, dtype=of_a), right(kind, k, n, dtype=of_b)
+    bias = torch.randn(n, dtype=out)
+
+    def call() -> torch.Tensor:
+        given = a.numbers, b.numbers, a.scale, b.scale, "avg", 0, 0, world(), None, bias
+        return fused_scaled_matmul_reduce_scatter(*given, None, out, fast)
+
+    poison(rank)
+    with forced("fused"):
+        y, again = call(), call()
+        assert last_plan().algorithm in ("push", "one_shot"), last_plan()
+    with forced("unfused"):
+        torchs = call()
+    assert torch.equal(y, again), "other bits in another run"
+    partial = (a.meant @ b.meant + bias.double()) / size
+    want = sum(p.chunk(size)[rank] for p in gather(partial))
+    no_further(f"{kind} {sizes} {types}", y, torchs, want)
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_scattered(
+    kind: str, fast: bool, sizes: tuple[int, int, int], types: tuple[torch.dtype, ...]
+) -> None:
+    run_row(scatters_on_gpus, 2, kind, fast, sizes, types, device="cuda")
+
+
+def captured(rank: int, size: int, kind: str) -> None:
+    """Graphs replayed with other numbers in the same memory."""
+    a, b = left(kind, 512, 1024), right(kind, 1024, 512)
+    drawn: Scaled = left(kind, 512, 1024)
+
+    def call() -> torch.Tensor:
+        _, (y,) = fused_all_gather_scaled_matmul(a.numbers, [b.numbers], a.scale, [b.scale], 0, world())
+        return y
+
+    with forced("fused"):
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = call()
+        for numbers, scale in ((a.numbers, a.scale), (drawn.numbers, drawn.scale)):
+            a.numbers.copy_(numbers)
+            a.scale.copy_(scale)
+            graph.replay()
+            torch.testing.assert_close(y, call(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured(kind: str) -> None:
+    run_row(captured, 2, kind, device="cuda")
