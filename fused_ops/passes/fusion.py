@@ -19,6 +19,7 @@ from ..library.compiled import why_unordered
 from .agreement.fallback_graph import (
     FallbackGraph,
     has_ranks,
+    why_bucketed,
     why_captured_without_vote,
     why_not_asked,
     why_not_generated,
@@ -228,7 +229,9 @@ class FusionPass(PassSettings, CustomGraphPass):
             return
         written = write_out(graph)
         original = FallbackGraph(graph, nodes) if self.agree else None
-        why_not = None if original is None else why_not_generated() or original.why_not_kept()
+        why_not = None
+        if original is not None:
+            why_not = why_not_generated() or why_bucketed() or original.why_not_kept()
         if self.agree in (True, RUN_AHEAD):
             why_not = why_captured_without_vote() or why_not
         left = canonicalize(graph, self._find, lambda match: self._why_not(match, why_not))

@@ -116,6 +116,18 @@ def why_not_asked(group: str) -> str | None:
     return None
 
 
+def why_bucketed() -> str | None:
+    """Why a graph as it was would communicate otherwise than without the pass, as another rank may run it."""
+    for kind in ("all_gathers", "reduce_scatters", "all_reduces"):
+        said = getattr(inductor_config, setting := f"bucket_{kind}_fx", "none")
+        if said != "none":
+            return (
+                f"torch._inductor.config.{setting} is {said!r}: this rank's graph as it was, which has no buckets, "
+                "would not meet other ranks' graphs"
+            )
+    return None
+
+
 def why_captured_without_vote() -> str | None:
     """Why the question would be asked when a CUDA graph is captured and never again; None if it is asked each time."""
     if not inductor_config.triton.cudagraphs:

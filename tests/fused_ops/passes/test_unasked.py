@@ -57,6 +57,19 @@ def test_lite_mode_fuses_nothing_and_tells_the_other_ranks() -> None:
     assert seconds < 25  # rank 0 is not waited for
 
 
+@pytest.mark.parametrize("kind", ["all_gathers", "reduce_scatters", "all_reduces"])
+def test_graphs_in_which_inductor_makes_buckets_are_left_alone(kind: str) -> None:
+    """One that was kept as it was has none, and would meet the other rank's buckets."""
+    buckets = {f"bucket_{kind}_fx": "all"}
+    (one, _), (other, _) = run_ranks(differing, 2, [buckets, buckets], True)
+    assert one.fused == other.fused == 0
+    assert f"torch._inductor.config.bucket_{kind}_fx is 'all'" in other.entries[0].reason
+    # Who votes nevertheless is told so, and runs unfused.
+    (left, _), (fused, seconds) = run_ranks(differing, 2, [buckets, {}], False)
+    assert (left.fused, fused.questions.fused) == (0, 0)
+    assert seconds < 25
+
+
 def interpreted(rank: int, size: int) -> str:
     """A backend that runs what the pass has left, node by node."""
     from torch import fx
