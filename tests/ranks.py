@@ -5,8 +5,8 @@
 
 The function must be importable (a top-level function of a test file). The first failure is raised with its traceback.
 Importing torch takes seconds, so ranks stay for the next run; a run that leaves them in another state than it found
-them asks for ``fresh`` ones. On the CPU ranks are forked from a server that has imported torch and has warmed its
-compiler up (preloaded.py).
+them asks for ``fresh`` ones. On the CPU ranks are forked from a server that has imported torch, with its compiler, and
+has done nothing with it.
 
 A table of shapes and dtypes is parametrized, and each of its rows is a run of its own on the same ranks:
 
@@ -27,12 +27,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,14 +37,13 @@ import staged
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from compiler import leave_out_measurements
 
 TIMEOUT = 240.0  # seconds until a whole run counts as hung
 AFTER_A_FAILURE = 10.0  # seconds until the other ranks count as hung
 RESET_TIMEOUT = 30.0  # seconds that ranks have to reset the group after a row that failed
 _KEPT = 3  # teams that wait for another run
-_AT_IMPORT = (
-    "TRITON_INTERPRET",
-)  # variables that are looked at while torch, or what it imports, is imported
+_IMPORTED = ("torch", "torch.distributed", "torch._inductor.compile_fx", "weft.fused_ops")
 
 
 def run_ranks(
@@ -71,7 +67,7 @@ def run_ranks(
             as NCCL takes no two ranks on one. A kernel waits for other processes' turns on its GPU: milliseconds a
             call. Default: each has one of its own; with WEFT_TEST_SHARED_GPUS=1 they share where there are too few.
         timeout: seconds.
-        env: of the ranks. Those of _AT_IMPORT are set before torch is imported in them, others when they begin.
+        env: set before torch is imported in the ranks.
         expect_dead: ranks that may die without a result (None).
         fresh: the ranks are started for this run and end with it.
         store: "file", "tcp" (this process keeps it, as torchrun does) or "rank 0" (TCP, kept by that rank).
@@ -128,11 +124,9 @@ class _Team:
     def __init__(
         self, world_size: int, device: str, gpus: int | None, env: dict[str, str], store: str
     ) -> None:
-        # What is forked has imported torch already; a process that may use CUDA is not forked.
-        imports = device == "cuda" or any(name in env for name in _AT_IMPORT)
-        context = mp.get_context("spawn" if imports else "forkserver")
-        if not imports:
-            _start_server(context)
+        # What is forked has the server's environment; a process that may use CUDA is not forked.
+        context = mp.get_context("spawn" if env or device == "cuda" else "forkserver")
+        context.set_forkserver_preload(list(_IMPORTED))
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -141,17 +135,19 @@ class _Team:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         place = f"file://{self._folder.name}/store" if store == "file" else f"tcp://{store}"
         port = 0 if store == "file" else self._store.port if store == "tcp" else _free_port()
-        with _environment(env):
-            self._start(context, world_size, (place, port, device, gpus, env))
-
-    def _start(self, context: Any, world_size: int, how: tuple[Any, ...]) -> None:
+        saved = {k: os.environ.get(k) for k in env}
+        os.environ.update(env)
         for rank in range(world_size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_rank_main, args=(rank, world_size, *how, theirs), daemon=True)
+            process = context.Process(
+                target=_rank_main, args=(rank, world_size, place, port, device, gpus, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(mine)
             self._processes.append(process)
+        for k, v in saved.items():
+            os.environ.pop(k) if v is None else os.environ.__setitem__(k, v)
 
     def run(
         self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, expect_dead: tuple[int, ...]
@@ -245,39 +241,11 @@ def _reset_state(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-@contextmanager
-def _environment(env: dict[str, str]) -> Iterator[None]:
-    """In the body, this process has these variables."""
-    saved = {k: os.environ.get(k) for k in env}
-    os.environ.update(env)
-    try:
-        yield
-    finally:
-        for k, v in saved.items():
-            os.environ.pop(k) if v is None else os.environ.__setitem__(k, v)
-
-
-def _start_server(context: Any) -> None:
-    """If there is none: it finds preloaded.py by PYTHONPATH, and leaves that to the ranks as it was."""
-    context.set_forkserver_preload(["preloaded"])
-    before = os.environ.get("PYTHONPATH", "")
-    path = os.pathsep.join([str(Path(__file__).parent), before] if before else [str(Path(__file__).parent)])
-    with _environment({"PYTHONPATH": path, "WEFT_TEST_PYTHONPATH": before}):
-        forkserver.ensure_running()
-
-
 def _rank_main(
-    rank: int,
-    world_size: int,
-    place: str,
-    port: int,
-    device: str,
-    gpus: int | None,
-    env: dict[str, str],
-    pipe: Connection,
+    rank: int, world_size: int, place: str, port: int, device: str, gpus: int | None, pipe: Connection
 ) -> None:
-    os.environ.update(env)
     torch.set_num_threads(1)
+    leave_out_measurements()
     # torch.empty gives NaN: what an op leaves unwritten shows.
     torch.use_deterministic_algorithms(True, warn_only=True)
     started = False

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from once import made_once
 from opcommon import world
-from ranks import run_ranks, run_row
+from ranks import run_row
 from weft import symm_mem
 from weft.fused_ops import one_shot_all_reduce
 
@@ -72,44 +69,3 @@ def test_others_are_started_anew(fails: object, words: str, monkeypatch: pytest.
     with pytest.raises(AssertionError, match=words):
         run_row(fails, 2)  # type: ignore[arg-type]
     assert not set(run_row(healthy, 2)) & set(before)
-
-
-def environment(rank: int, world_size: int, name: str) -> tuple[str | None, str | None]:
-    return os.environ.get(name), os.environ.get("PYTHONPATH")
-
-
-def test_variables_are_those_of_the_ranks_that_asked_for_them() -> None:
-    """Of ranks that were forked from a server that had imported torch before."""
-    path = os.environ.get("PYTHONPATH")
-    assert run_ranks(environment, 2, "WEFT_OF_A_TEST", env={"WEFT_OF_A_TEST": "7"}) == [("7", path)] * 2
-    assert run_ranks(environment, 2, "WEFT_OF_A_TEST") == [(None, path)] * 2
-    assert "WEFT_OF_A_TEST" not in os.environ
-
-
-def test_a_file_is_made_once_for_all_who_ask_at_the_same_time() -> None:
-    made: list[str] = []
-
-    def make(place: Path) -> None:
-        time.sleep(0.1)  # the others come meanwhile
-        place.write_text("whole")
-        made.append(threading.current_thread().name)
-
-    def ask(what: str) -> None:
-        assert made_once(("a test", what), make).read_text() == "whole"
-
-    threads = [threading.Thread(target=ask, args=(what,)) for what in ("one", "other") * 3]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert len(made) == 2
-
-
-def test_what_could_not_be_made_is_made_by_the_next() -> None:
-    def fail(place: Path) -> None:
-        place.write_text("half")
-        raise OSError("no space")
-
-    with pytest.raises(OSError, match="no space"):
-        made_once(["a file that fails"], fail)
-    assert made_once(["a file that fails"], lambda place: place.write_text("whole")).read_text() == "whole"

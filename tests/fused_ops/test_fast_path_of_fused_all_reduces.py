@@ -55,7 +55,7 @@ def stage(gpu_stage: Fused) -> Fused:
         del stage.workspaces[kind, STREAM, 0]
     kernel = stage.kernel = Kernel()
     dtype = torch.float32
-    made: Any = all_reduce._Prepared(workspace, kernel, plan.Plan("push"), 123)  # type: ignore[arg-type]
+    made: Any = all_reduce.PreparedAllReduce(workspace, kernel, plan.Plan("push"), 123)  # type: ignore[arg-type]
     workspace.prepared[6 * 5, dtype, "sum"] = made
     A, B = torch.randn(3, 2, 4), torch.randn(4, 5)
     x, residual, weight = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8)

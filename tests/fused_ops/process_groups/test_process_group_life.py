@@ -179,7 +179,6 @@ def test_how_it_ends() -> None:
 
 
 def in_detail(rank: int, world_size: int) -> None:
-    dist.set_debug_level_from_env()  # torch looks when it is imported, which was before the ranks were forked
     group = dist.new_group(backend="weft")
     total(group, rank)
     with pytest.raises(RuntimeError, match="Detected mismatch between collectives"):
