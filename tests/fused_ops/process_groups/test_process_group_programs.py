@@ -15,6 +15,8 @@ import weft
 from opcommon import check
 from ranks import run_ranks
 from torch import nn
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -169,6 +171,8 @@ def check_transformers(rank: int, world_size: int, folder: Path) -> None:
     assert _by_weft(group)["all_reduce"] >= 2 * config.num_hidden_layers
 
 
+@functorch_config.patch(enable_autograd_cache=False)
+@inductor_config.patch(fx_graph_cache=False)  # of a graph from a cache the pass has no report
 def check_compiled(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="weft")
     fusion = weft.FusionPass(groups=[group], agree=True)
