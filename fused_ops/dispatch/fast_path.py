@@ -10,17 +10,15 @@ sends the call to the slow path. It is either asked anew at each call, or it inv
   invalidates. So a rank on the fast path and one on the slow path use the same memory.
 - a stream that is not torch's own: the slow path; its handle may be another stream's the next time.
 - another stream, another current device, a graph being captured, or a compiled one that runs: asked anew, they have
-  workspaces of their own. The
-  first call on a second stream, or on one more than there is room for: invalidates. Then calls are ordered
-  (stream_order.py).
+  workspaces of their own. The first call on a second stream, or on one more than there is room for: invalidates. Then
+  calls are ordered (stream_order.py).
 - modes, transforms, tracing: the thread's dispatch keys are only those that lead to the kernels directly. Dynamo and
   function modes are looked for where they come in, in functional.py.
 - gradients; subclasses, fake, functional and lazily negated tensors, those of torch.func: by type, flags and address.
 - tangents: there may be some inside a level of forward-mode differentiation.
 - addresses that are no multiple of 16 bytes: the slow path copies.
-- tensors like those of one of the last few cached calls are not checked one by one for type, flags, sizes, strides,
-dtype
-  and device: guards check all at once (tensor_guards.py).
+- tensors like those of one of the last few cached calls are not checked one by one for type, flags, sizes,
+  strides, dtype and device: guards check all at once (tensor_guards.py).
 - a process forked from a rank: invalidates, and takes the slow path from then on (stream_order.py).
 - the checked mode and ``forced``: invalidate. WEFT_RESERVED_SMS and WEFT_TUNE are read once in a process, on the slow
   path, too; there a kind of call is tuned before it is stored.

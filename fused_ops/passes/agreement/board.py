@@ -38,7 +38,7 @@ from ....symm_mem.heap.registry import has_name
 from ...dispatch.plan import unfused_calls
 from .board_file import BoardFile
 from .board_store import WHAT, BoardStore
-from .file_lock import lock, turns_of_wait, unlock
+from .file_lock import backoff, lock, unlock
 from .foresight import Foresight
 from .vote import (
     ABSENT,
@@ -231,7 +231,7 @@ class VoteBoard(BoardStore, VoteRows):
                 raise  # others count on this rank
             # No rank has seen this post.
             return Answer(False, LOCKED if post.can_fuse else CANNOT_FUSE, self.rank)
-        waits = turns_of_wait()
+        waits = backoff()
         while (answer := self._answer()) is None:
             look = next(waits)
             in_vain = look and not self._all_see()
@@ -317,9 +317,8 @@ class _BoardLock:
     def __enter__(self) -> memoryview:
         try:
             return self._board._begin(self._timeout)
-        except (
-            BaseException
-        ):  # also where Ctrl-C came just behind it; who does not have it gives nothing back
+        except BaseException:
+            # Ctrl-C may have come just behind the lock. Who does not have it gives nothing back.
             unlock(self._board._file.fd)
             raise
 

@@ -21,7 +21,7 @@ def lock(fd: int, timeout: Callable[[], float]) -> float | None:
             return None
         except BlockingIOError:
             if waits is None:
-                begin, seconds, waits = time.monotonic(), timeout(), turns_of_wait()
+                begin, seconds, waits = time.monotonic(), timeout(), backoff()
             if time.monotonic() - begin > seconds:
                 return seconds
             next(waits)
@@ -31,11 +31,11 @@ def unlock(fd: int) -> None:
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def turns_of_wait() -> Iterator[bool]:
-    """Each turn lets others run for a moment; now and then it yields True: time to look further.
+def backoff() -> Iterator[bool]:
+    """Each step lets others run for a moment; now and then it yields True: time to look further.
 
-    At first the core is offered: the others usually come within microseconds, and a sleep takes 60 at least, or 300,
-    whatever its argument. Then each sleep is short beside what has been waited.
+    At first the core is offered: the others usually come within microseconds, and the shortest sleep takes more than
+    50. Then each sleep is short beside what has been waited.
     """
     begin = time.monotonic()
     while (waited := time.monotonic() - begin) < _YIELDING:

@@ -149,20 +149,16 @@ def torch_product(
         bias: [N] of ``out_dtype``.
         fast: accumulate in the tensor cores' own precision.
     """
-    if not a.is_cuda:
-        product = exact_product(a, b, scales)
-        return (product if bias is None else product.add_(bias)).to(out_dtype)
-    a = a.contiguous()
-    if scales.kind is ScaleKind.TENSOR:
+    if not a.is_cuda or scales.kind is ScaleKind.BLOCKS:
+        wide = exact_product(a, b, scales)
+    elif scales.kind is ScaleKind.TENSOR:
         return _scaled_mm(a, b, scales, bias, out_dtype, fast=fast)
-    if scales.kind is ScaleKind.ROWS and out_dtype == torch.bfloat16:
+    elif out_dtype == torch.bfloat16:
         return _scaled_mm(a, b, _whole(scales, a.shape[0], b.shape[1]), bias, out_dtype, fast=fast)
-    if scales.kind is ScaleKind.ROWS:  # torch has no kernel for it
+    else:  # torch has no kernel for it
         one = scales.a.new_ones(1, 1)
         wide = _scaled_mm(a, b, Scales(ScaleKind.TENSOR, one, one), None, torch.float32, fast=fast)
         wide.mul_(scales.a).mul_(scales.b)
-        return (wide if bias is None else wide.add_(bias)).to(out_dtype)
-    wide = exact_product(a, b, scales)
     return (wide if bias is None else wide.add_(bias)).to(out_dtype)
 
 
@@ -179,4 +175,5 @@ def _scaled_mm(
     *,
     fast: bool,
 ) -> torch.Tensor:
+    a = a.contiguous()
     return torch._scaled_mm(a, b, scales.a, scales.b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
