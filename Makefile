@@ -74,7 +74,7 @@ programs: $(STAMP)
 frameworks: $(STAMP)
 	$(PY) -m pytest -m "slow or not slow" tests/frameworks $(PYTEST_ARGS)
 
-# 2,000 random programs, each with and without the pass.
+# 3,000 random programs, each with and without the pass.
 fuzz-pass: $(STAMP)
 	$(PY) -m pytest -m slow -s tests/fused_ops/passes/test_random_programs.py $(PYTEST_ARGS)
 

@@ -26,7 +26,6 @@ import weft
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-os.environ.setdefault("WEFT_GROUP_ON_CUDA", "1")
 CALLS, ROUNDS, STEPS = 20, 15, 5
 AHEAD = 20_000_000  # cycles that the device sleeps: longer than the host needs for a round
 Run = Callable[[], object]
@@ -102,7 +101,7 @@ def _training(width: int, group: dist.ProcessGroup, device: torch.device) -> lis
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    sizes = ",".join(str(2048 << (2 * i)) for i in range(8)) + f",{64 << 20}"
+    sizes = ",".join(str(2048 << (2 * i)) for i in range(8)) + f",{64 << 20},{128 << 20}"
     parser.add_argument("--sizes", default=sizes, help="bytes, by commas")
     parser.add_argument("--width", type=int, default=1024, help="of the layers of the model in DDP")
     given = parser.parse_args()

@@ -13,9 +13,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from ...symm_mem.backends import cuda_state
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"
-#: Bytes of the whole tensor, up to which weft takes a call. Larger ones fill the links anyway, and the group's own
-#: backend sends them beside the program's kernels, as data parallelism wants its buckets and parameters.
-MOST_BYTES = 16 << 20
+#: Bytes of the whole tensor, up to which weft takes a call: it was measured so far, and faster than NCCL everywhere.
+#: Beyond, a call's workspace would take more of the heap than the time is worth.
+MOST_BYTES = 64 << 20
 
 _KIND: Any = dist.ReduceOp.RedOpType
 _REDUCE_OPS = {_KIND.SUM: "sum", _KIND.AVG: "avg", _KIND.MAX: "max", _KIND.MIN: "min"}

@@ -20,7 +20,6 @@ from torch.distributed import ProcessGroup, Work
 from ...symm_mem import CallAbandoned
 from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.heap.registry import has_name, heaps_of
-from ...symm_mem.switches import is_on
 from ...symm_mem.timeouts import set_timeout
 from ..drop_in.calls_taken import CallCounts, CallsTaken
 from .batches import Batch, operations_of_batch
@@ -38,8 +37,6 @@ from .options import (
 from .work import DoneWork
 
 _log = logging.getLogger("weft.process_group")
-#: Without it calls on CUDA go to NCCL: weft's side of them has not run on a GPU yet.
-ON_CUDA = "WEFT_GROUP_ON_CUDA"
 _SUM: Any = dist.ReduceOp.SUM
 _TYPES = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
 # From 2.13 on torch has other names for these.
@@ -93,7 +90,6 @@ class WeftProcessGroup(ProcessGroup):
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg, arg-type]
         self.inner = inner
         self.taken_on = taken_on
-        self._on_cuda = is_on(ON_CUDA)
         self._size = inner.size()
         self._names = {kind.type: inner._get_backend(kind).name() for kind in inner._device_types}
         self._counts = CallCounts()
@@ -255,8 +251,6 @@ class WeftProcessGroup(ProcessGroup):
         if not has_name(self, self.group_name):
             return "torch does not know the group by its name"  # destroyed, or never registered
         if calls[0].x.is_cuda:
-            if not self._on_cuda:
-                return f"{ON_CUDA}=1 is not set"
             done = self._device.run(calls, asynchronous=asynchronous)
         else:
             exchanges = []

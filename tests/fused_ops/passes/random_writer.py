@@ -328,15 +328,18 @@ class Writer:
 
     def normed(self, y: int) -> list[int]:
         """A norm in one of its spellings, of a sum with a residual or without."""
+        of_sum = self.size(0, 2) == 2
+        if not of_sum and self.size(0, 2):
+            y = self.do("add", y, self.new(*self.shape(y), dtype=self.dtype_of(y)), self.draw(1, 1, 1, 2))
+        y = self.noise(y)
         shape, dtype = self.shape(y), self.dtype_of(y)
+        if not shape:
+            return [y]
         weight = self.new(shape[-1], dtype=self.draw(dtype, dtype, torch.float32))
-        if self.size(0, 2) == 2:
+        if of_sum:
             residual = self.new(*shape, dtype=self.draw(dtype, dtype, dtype, torch.float32))
-            first = self.do("rms_norm_of_sum", self.noise(y), residual, weight)
+            first = self.do("rms_norm_of_sum", y, residual, weight)
             return [first, first + 1]
-        if self.size(0, 2):
-            y = self.do("add", y, self.new(*shape, dtype=dtype), self.draw(1, 1, 1, 2))
-            y = self.noise(y)
         return [y, self.do("rms_norm", y, weight, self.draw("", "", "Gemma"))]
 
     def all_reduced(self, lead: list[int], columns: int, group: int, source: int | None) -> int:

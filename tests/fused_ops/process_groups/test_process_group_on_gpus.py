@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +16,11 @@ from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from weft.fused_ops.process_groups.calls import MOST_BYTES
-from weft.fused_ops.process_groups.group import ON_CUDA
 
 pytestmark = pytest.mark.gpu
 
 
 def weft_group() -> weft.WeftProcessGroup:
-    os.environ[ON_CUDA] = "1"
     return weft.process_group(dist.new_group(backend="weft"))
 
 
@@ -147,7 +144,7 @@ def trains(rank: int, world_size: int) -> None:
     torch.testing.assert_close(torch.tensor(mine[0]), torch.tensor(theirs[0]), rtol=1e-5, atol=1e-6)
     for a, b in zip(mine[1], theirs[1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    assert taken(group)["all_reduce"] >= 8
+    assert taken(group)["all_reduce"] >= 4  # one a step and more, once DDP has made its buckets anew
 
 
 @pytest.mark.parametrize(
