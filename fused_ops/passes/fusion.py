@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...symm_mem import Group
 from ..library.compiled import why_unordered
+from .agreement.fallback.run import is_fallback_graph
 from .agreement.fallback_graph import (
     FallbackGraph,
     has_ranks,
@@ -24,7 +25,6 @@ from .agreement.fallback_graph import (
     why_not_asked,
     why_not_generated,
 )
-from .agreement.guard import is_fallback_graph
 from .agreement.outcomes import RunOutcomes
 from .agreement.signature import Order
 from .cache_key import pass_key

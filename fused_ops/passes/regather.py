@@ -18,7 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..dispatch import profitability
-from .agreement.guard import is_fallback_graph
+from .agreement.fallback.run import is_fallback_graph
 from .cache_key import pass_key
 from .graph.collectives import Collective, LeftAlone, c10d, hint, val
 from .graph.index_map import numel

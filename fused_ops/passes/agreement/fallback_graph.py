@@ -40,11 +40,8 @@ raises.
 
 from __future__ import annotations
 
-import re
-import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 from torch import fx
@@ -52,12 +49,13 @@ from torch._inductor import config as inductor_config
 from torch._inductor import inductor_prims
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx.graph import PythonCode
 
 from ....symm_mem import WeftError, resolve_group
 from ....symm_mem.groups import native_backends
 from ..graph.collectives import argument, calls, collectives, group_of, kind_of, point_to_point, what
 from ..report import Entry
+from .fallback.called import CALLERS, KeptGraph
+from .fallback.text import DRAWS, GraphText, attributes, caller_of, graph_copy
 from .guard import SIZES, GraphGuard, GroupQuestion, pack
 from .signature import Order, Signature
 from .vote import backend_of
@@ -96,10 +94,6 @@ _CONSTANT_BYTES = 1 << 20
 _AS_TEXT = ("auto_functionalized_v2",)
 # What an activation checkpoint makes of operators that may draw random numbers, and at which argument the operator is.
 _STATEFUL = {"run_and_save_rng_state": 0, "run_with_rng_state": 1, "graphsafe_run_with_rng_state": 0}
-# What draws by a seed that is a tensor, and which argument it is. Op by op they take no notice of it.
-_DRAWS = {inductor_prims.random: (1, "seed"), inductor_prims.randint: (3, "seed")}
-_BUILTIN = fx.graph._custom_builtins  # what a graph's text may use without an import
-_SIGNATURE = re.compile(r"^def forward\(self.*?\)[^\n()]*:\n", re.DOTALL | re.MULTILINE)
 
 
 def why_not_asked(group: str) -> str | None:
@@ -155,7 +149,7 @@ class FallbackGraph:
 
     def __init__(self, graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
         self._owner = graph.owning_module
-        self.graph = _copy(graph)
+        self.graph = graph_copy(graph)
         self._graph = self._without_objects()
         self._counts: dict[str, int] = {}
         for node in nodes:
@@ -167,13 +161,16 @@ class FallbackGraph:
         """The graph that is kept as text. What it returns of objects, DTensors' meshes, the generated code has."""
         objects = {
             n
-            for n in self.graph.find_nodes(op="get_attr")
-            if not isinstance(_attribute(self._owner, n.target), torch.Tensor | fx.GraphModule)
-            and all(u.op == "output" for u in n.users)
+            for n, value in attributes(self.graph, self._owner)
+            if not isinstance(value, torch.Tensor | fx.GraphModule) and all(u.op == "output" for u in n.users)
         }
         if not objects:
             return self.graph
-        return _copy(self.graph, objects)
+        return graph_copy(self.graph, objects)
+
+    @cached_property
+    def _text(self) -> GraphText:
+        return GraphText(self._graph, self._owner)
 
     def why_not_kept(self) -> str | None:
         """Why the graph cannot be kept as text; None if it can."""
@@ -184,36 +181,32 @@ class FallbackGraph:
             )
         size = 0
         for node in self._graph.nodes:
-            name = node.target.name() if isinstance(node.target, torch._ops.HigherOrderOperator) else None
+            name = caller_of(node)
             if name in _STATEFUL:
                 if not _draws_nothing(node):
                     return (
                         f"{what(node)} draws random numbers that another graph draws again, as for dropout that is "
                         "recomputed: in their order in memory, which fusing may change in one of the two graphs"
                     )
-                if any(n.target in _DRAWS for n in self._graph.nodes):
+                if any(n.target in DRAWS for n in self._graph.nodes):
                     return (
                         f"kept for ranks that do not agree, {what(node)} has the graph run op by op, and so draw other "
                         "random numbers, as for dropout"
                     )
-            elif name is not None and name not in _AS_TEXT:
+            elif name is not None and name not in (*_AS_TEXT, *CALLERS):
                 return f"the graph calls {name}, which cannot be kept for ranks that do not agree"
-            if node.op == "get_attr":
-                value = _attribute(self._owner, node.target)
-                if not isinstance(value, torch.Tensor):
-                    return f"the graph reads {node.target}, which cannot be kept for ranks that do not agree"
-                size += value.nbytes
-            elif node.op == "call_module":
+            if node.op == "call_module":
                 return f"the graph calls the module {node.target}"
+        for node, value in attributes(self._graph, self._owner):
+            if isinstance(value, torch.Tensor):
+                size += value.nbytes
+            elif not isinstance(value, fx.GraphModule):
+                return f"the graph reads {node.target}, which cannot be kept for ranks that do not agree"
         if size > _CONSTANT_BYTES:
             return (
                 f"the graph holds {size} bytes of constants, too many to be kept for ranks that do not agree"
             )
-        for name, value in self._written.globals.items():
-            if name not in _BUILTIN and not _importable(value):
-                named = getattr(value, "__name__", value)  # no address: reasons are the same on every rank
-                return f"the graph uses {named}, which cannot be kept for ranks that do not agree"
-        return None
+        return self._text.why_not()
 
     def ask_first(
         self,
@@ -245,50 +238,21 @@ class FallbackGraph:
         asked = [GroupQuestion(g, self._counts[g], g in fused, resolve_group(g).size()) for g in order]
         kept = any(a.fused for a in asked)
         signature = Signature(graph, index, fused, entries, orders)
-        code = self._code() if kept else None
+        code, graphs = (self._text.code(), self._text.called()) if kept else (None, {})
         with unset_fake_temporarily():  # the constants are real
-            constants = self._constants() if kept else {}
-            packed = pack(asked, signature, code, constants, captured=captured, ahead=ahead)
+            original = KeptGraph(code, graphs, self._constants() if kept else {})
+            packed = pack(asked, signature, original, captured=captured, ahead=ahead)
         first = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(first):
             question = graph.call_function(_agree, (packed, kept))
         question.meta["val"], question.meta[SIZES] = None, signature.symbolic
 
-    @cached_property
-    def _written(self) -> PythonCode:
-        for node in self._graph.nodes:
-            node.type = None
-        return self._graph.python_code("self")
-
-    def _code(self) -> str:
-        names = [n.name for n in self._graph.nodes if n.op == "placeholder"]
-        unpack = f"    {', '.join(names)}, = args; args.clear()\n" if names else ""
-        text = self._written.src
-        body, replaced = _SIGNATURE.subn(lambda _: f"def forward(self, args):\n{unpack}", text, count=1)
-        assert replaced == 1
-        imports = [
-            f"from {value.__module__} import {value.__name__} as {name}\n"
-            for name, value in self._written.globals.items()
-            if name not in _BUILTIN
-        ]
-        return "".join(imports) + body[body.index("def forward") :]
-
     def _constants(self) -> dict[str, torch.Tensor]:
-        names = dict.fromkeys(str(n.target) for n in self._graph.nodes if n.op == "get_attr")
-        return {name: _attribute(self._owner, name).detach() for name in names}
-
-
-def _copy(graph: fx.Graph, without: Collection[fx.Node] = ()) -> fx.Graph:
-    """Where the graph returns a node that is left out, the copy returns None."""
-    copy = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    outputs = fx.node.map_arg(graph.output_node().args[0], lambda n: None if n in without else n)
-    for node in graph.nodes:
-        if node.op != "output" and node not in without:
-            copies[node] = copy.node_copy(node, copies.__getitem__)
-    output = copy.output(fx.node.map_arg(outputs, copies.__getitem__))
-    output.meta = dict(graph.output_node().meta)
-    return copy
+        return {
+            str(node.target): value.detach()
+            for node, value in attributes(self._graph, self._owner)
+            if isinstance(value, torch.Tensor)
+        }
 
 
 def has_ranks(group: str) -> bool:
@@ -317,9 +281,9 @@ def _drawn_elsewhere(graph: fx.Graph) -> fx.Node | None:
     """A node that draws by a seed which is not this graph's own, or not this node's alone."""
     seen: set[tuple[fx.Node, int]] = set()
     for node in graph.nodes:
-        if node.target not in _DRAWS:
+        if node.target not in DRAWS:
             continue
-        seed = argument(node, *_DRAWS[node.target])
+        seed = argument(node, *DRAWS[node.target])
         if not calls(seed, inductor_prims.lookup_seed) or len(seed.users) > 1 or seed.args in seen:
             return node
         seen.add(seed.args)
@@ -338,15 +302,3 @@ def _draws_nothing(node: fx.Node) -> bool:
         if a.name == "dropout_p":
             return bool((args[i] if i < len(args) else node.kwargs.get(a.name, a.default_value)) == 0)
     return False
-
-
-def _importable(value: Any) -> bool:
-    module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
-    return module in sys.modules and getattr(sys.modules[module], str(name), None) is value
-
-
-def _attribute(owner: Any, target: Any) -> Any:
-    value = owner
-    for part in str(target).split("."):
-        value = getattr(value, part, None)
-    return value

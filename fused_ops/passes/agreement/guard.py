@@ -15,24 +15,18 @@ takes its graph from there asks like one that compiled it.
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
 import json
 import logging
-import threading
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
-from torch._dynamo.exc import TorchDynamoException
 from torch.distributed import ProcessGroup
 
 from ....symm_mem import get_timeout, resolve_group
@@ -40,6 +34,8 @@ from ....symm_mem.groups import native_backends
 from ...dispatch.plan import GraphTurn
 from . import outcomes
 from .board import VoteBoard, vote_board
+from .fallback.called import KeptGraph
+from .fallback.run import FallbackRuns
 from .reasons import broken_by_leaving, reason_of
 from .signature import Signature, digest
 from .vote import ABSENT, AHEAD, LATE, LEFT, NO_BOARD, Answer, Vote, begun
@@ -49,7 +45,6 @@ _log = logging.getLogger("weft.passes")
 VOTE_DEADLINE = 30.0
 #: What the question's node has in its ``meta``: the sizes that are known when the graph runs.
 SIZES = "weft_sizes"
-_OP_BY_OP = 2  # runs of an unfused graph until it is compiled
 _TOLD = 64  # sizes of which a graph tells the others what stands behind its signature: each is an entry in the store
 # Backends that make a group's communicator at its first collective, which they cannot while a CUDA graph is captured;
 # and where their tensors lie.
@@ -74,8 +69,7 @@ class GroupQuestion:
 def pack(
     groups: Sequence[GroupQuestion],
     signature: Signature,
-    code: str | None,
-    constants: dict[str, Any],
+    original: KeptGraph,
     *,
     captured: bool = False,
     ahead: bool = False,
@@ -85,20 +79,20 @@ def pack(
     Args:
         groups: in the order in which they first occur in the graph.
         signature: of the graph that may run fused.
-        code: ``def forward(self, args)``, the graph as it was; it empties ``args``. None if nothing was fused.
-        constants: the graph's attributes that the code reads.
+        original: the graph as it was. Its ``def forward(self, args)`` empties ``args``.
         captured: whether the graph may run fused while a CUDA graph is captured, whose replays will not ask.
         ahead: whether it may run fused before all ranks have come to it, once they have often agreed.
     """
     buffer = io.BytesIO()
-    torch.save(constants, buffer)
+    torch.save(original.constants, buffer)
     data = {
         "groups": [[g.name, g.count, g.fused, g.size] for g in groups],
         "signature": signature.digest,
         "sizes": signature.sizes,
         "what": signature.what,
-        "code": code,
-        "constants": base64.b64encode(buffer.getvalue()).decode() if constants else None,
+        "code": original.code,
+        "called": original.called,
+        "constants": base64.b64encode(buffer.getvalue()).decode() if original.constants else None,
         "captured": captured,
         "ahead": ahead,
     }
@@ -115,8 +109,11 @@ class GraphGuard:
         self._sizes: list[int | str | None] = data["sizes"]
         self._signed: tuple[tuple[int, ...], int] | None = None  # sizes, and the signature with them
         self._what: list[str] = data["what"]
-        self._code: str | None = data["code"]
-        self._constants: str | None = data["constants"]
+        self._original = (
+            None
+            if data["code"] is None
+            else FallbackRuns(self.name, data["code"], data["called"], data["constants"])
+        )
         self._captured: bool = data["captured"]
         fused = [g for g in self._groups if g.fused]
         # Each group's answer depends on the others': they go round until every rank that shares any of them has the
@@ -124,7 +121,6 @@ class GraphGuard:
         self._rounds = [*fused, *fused[-2::-1]]
         # Not where the answer of one group's ranks depends on another's.
         self._ahead: bool = data["ahead"] and len(self._rounds) < 2
-        self._fallback_runs = 0
         self._known: dict[str, weakref.ref[ProcessGroup]] = {}
         self._boards: dict[str, weakref.ref[VoteBoard]] = {}  # of the known groups
         self._told: set[tuple[str, int]] = set()
@@ -199,8 +195,8 @@ class GraphGuard:
         for asked in self._groups:
             if not asked.fused:
                 self._ask(asked, signature, can_fuse=False)
-        if self._code is not None and not _capturing():
-            _ = self._namespace  # what is on the device cannot be made while a CUDA graph is captured
+        if self._original is not None and not _capturing():
+            self._original.prepare()
         can_fuse = self._captured or not _capturing()
         if not can_fuse and self._rounds:
             first = self._rounds[0].name
@@ -276,76 +272,13 @@ class GraphGuard:
             strides: of the outputs, as the generated code gives them and the next graph expects them.
             objects: outputs that are no tensors, by their places, for which the kept graph gives None.
         """
-        self._fallback_runs += 1
         with torch.no_grad():
-            outputs = self._outputs(args)
+            assert self._original is not None
+            outputs = self._original.run(args, compiles=not _capturing())
             restrided = [_restrided(o, s) for o, s in zip(outputs, strides, strict=True)]
         for i, value in (objects or {}).items():
             restrided[i] = value
         return tuple(restrided)
-
-    def _outputs(self, args: list[Any]) -> Sequence[Any]:
-        """Op by op at first: ranks that differ once need no second compilation. Nor can one begin in a capture.
-
-        Random numbers are drawn by Inductor wherever that can be. Others would be as good for this graph, but they
-        move the generator on by another step: what ranks draw alike later, they would not any more.
-        """
-        op_by_op = 0 if self._draws else _OP_BY_OP
-        if self._fallback_runs <= op_by_op or self._compiled is None or _capturing():
-            return self._run(self._namespace, args)
-        inputs = list(args)  # they are needed again if this cannot be compiled
-        try:
-            with _compiling_fallback():
-                return self._compiled(self._namespace, args)
-        except TorchDynamoException as e:  # raised before anything has run
-            _log.warning("graph %s: cannot be compiled as it was, and runs op by op: %s", self.name, e)
-            self._compiled = None
-        return self._run(self._namespace, inputs)
-
-    @cached_property
-    def _draws(self) -> bool:
-        return self._code is not None and "inductor_lookup_seed" in self._code
-
-    @cached_property
-    def _compiled(self) -> Any:
-        """None where Dynamo would break the graph, and compile the rest of it when collectives have run already."""
-        assert self._code is not None
-        return None if "_rng_state(" in self._code else torch.compile(self._run)
-
-    @cached_property
-    def _run(self) -> Any:
-        assert self._code is not None
-        scope = {name: b.obj for name, b in fx.graph._custom_builtins.items()}
-        exec(compile(self._code, f"<unfused graph {self.name}>", "exec"), scope)
-        return scope["forward"]
-
-    @cached_property
-    def _namespace(self) -> SimpleNamespace:
-        if self._constants is None:
-            return SimpleNamespace()
-        return SimpleNamespace(**torch.load(io.BytesIO(base64.b64decode(self._constants))))
-
-
-_state = threading.local()
-
-
-@contextlib.contextmanager
-def _compiling_fallback() -> Iterator[None]:
-    """What is compiled inside is a graph as it was: for the pass, too, where Inductor's settings name one for all that
-    is compiled. It would be fused and ask once more, and its way out be compiled in turn.
-    """
-    _state.in_fallback = True
-    try:
-        # Whoever forbids to compile again means the program's graphs, which are none the worse for this one.
-        with torch.compiler.set_stance("default"):
-            yield
-    finally:
-        _state.in_fallback = False
-
-
-def is_fallback_graph() -> bool:
-    """Whether what this thread compiles is a way out."""
-    return getattr(_state, "in_fallback", False)
 
 
 def _make_connections(group: ProcessGroup) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from test_pass_on_gpus import gather, layer, scatter
 from test_ranks_that_differ import compiler
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 from weft.fused_ops.passes import FusionPass, Report
 from weft.fused_ops.passes.agreement import guard
@@ -68,8 +71,51 @@ def scaled(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return scatter(h @ b)
 
 
+def flexible(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """FlexAttention: a mask, and a score that reads a tensor."""
+    slopes = b[0]
+
+    def score(s: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s + slopes[head] * (i - j) / 64
+
+    def causal(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i >= j
+
+    h = (gather(x) @ a).view(1, -1, 4, 16).transpose(1, 2)
+    n = h.size(2)
+    mask = create_block_mask(causal, None, None, n, n, device=x.device, BLOCK_SIZE=128)
+    o = flex_attention(h, h, h, score_mod=score, block_mask=mask)
+    return scatter(o.transpose(1, 2).reshape(n, -1) @ b)
+
+
+def positive(h: Tensor) -> Tensor:
+    return h * h.sigmoid()
+
+
+def negative(h: Tensor) -> Tensor:
+    return torch.cond(h[0, 0] > 0, torch.cos, torch.tanh, (h,))
+
+
+def chosen(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Branches between collectives, and a region that is compiled once and does not communicate."""
+    h = gather(x) @ a
+    h = torch.cond(h.sum() > 0, positive, negative, (h,))
+    return scatter(REGION(h) @ b)
+
+
+def counted(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """A loop between collectives."""
+
+    def body(i: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return i + 1, positive(h)
+
+    return scatter(torch.while_loop(lambda i, h: i < 3, body, (torch.tensor(0), gather(x) @ a))[1] @ b)
+
+
+REGION = torch.compiler.nested_compile_region(positive)
 PROGRAMS: dict[str, Callable[..., Tensor]] = {
-    f.__name__: f for f in (branches, looped, regions, recomputed, attention, scaled)
+    f.__name__: f
+    for f in (branches, looped, regions, recomputed, attention, scaled, flexible, chosen, counted)
 }
 
 
@@ -81,18 +127,21 @@ def define() -> None:
             x.mul_(2)
 
 
-def compiled_and_run(rank: int, size: int, name: str, agree: bool, plain: list[bool], train: bool) -> Report:
-    """Results of runs, some of them unfused, checked against the same program in float64."""
+def compiled_and_run(
+    rank: int, size: int, name: str, agree: bool, plain: list[bool | str], train: bool
+) -> Report:
+    """Results of runs, some of them unfused, checked against the same program in float64. ``plain`` says of each run
+    whether it is captured, and so unfused op by op; or that it is "left", and so compiled, too."""
     define()
     fn = PROGRAMS[name]
-    before = guard._capturing
-    try:
-        with compiler():
-            fusion = FusionPass(fuse="always", agree=agree)
-            fusion.clear()
-            ours = torch.compile(fn, options=fusion.options, dynamic=False)
-            for unfused in plain:
-                guard._capturing = lambda unfused=unfused: unfused
+    with compiler():
+        fusion = FusionPass(fuse="always", agree=agree)
+        fusion.clear()
+        ours = torch.compile(fn, options=fusion.options, dynamic=False)
+        for unfused in plain:
+            captured = guard, "_capturing", lambda unfused=unfused: unfused
+            left = guard.GraphGuard, "turn", lambda self, *sizes: None
+            with mock.patch.object(*(left if unfused == "left" else captured)):
                 given: list[Any] = [torch.randn(s).div_(4) for s in ((32, 64), (64, 64), (64, 64))]
                 given[0][0, 0] = rank - 0.5
                 exact = [t.double().requires_grad_(train) for t in given]
@@ -104,9 +153,21 @@ def compiled_and_run(rank: int, size: int, name: str, agree: bool, plain: list[b
                     want.backward(torch.ones_like(want))
                     for a, b in zip(given, exact, strict=True):
                         check("gradient", a.grad, b.grad, 8 * BOUND[torch.float32])
-            return fusion.report()
+        return fusion.report()
+
+
+def said_when_left(rank: int, size: int, name: str) -> list[str]:
+    """What is logged of a fallback graph that could not be compiled."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("weft.passes")
+    log.addHandler(handler)
+    try:
+        compiled_and_run(rank, size, name, True, [False, *["left"] * 4, False], False)
     finally:
-        guard._capturing = before
+        log.removeHandler(handler)
+    return [text for text in said if "cannot be compiled" in text]
 
 
 def test_ranks_that_take_different_branches() -> None:
@@ -148,6 +209,34 @@ def test_an_operator_that_writes_to_its_argument(train: bool) -> None:
     for report in run_ranks(compiled_and_run, 2, "scaled", True, [False, *[True] * 4, False], train):
         assert (report.fused, report.left) == (4 if train else 2, 0), report
         assert sum(d.runs for d in report.disagreements) == (8 if train else 4)
+
+
+@pytest.mark.parametrize("name", ["flexible", "chosen", "counted"])
+def test_operators_beside_collectives(name: str) -> None:
+    for report in run_ranks(compiled_and_run, 2, name, True, [False, True, False], False):
+        assert (report.fused, report.left) == (2, 0), report
+        assert sum(d.runs for d in report.disagreements) == 1
+
+
+@pytest.mark.parametrize("name", ["flexible", "chosen", "counted"])
+def test_operators_beside_collectives_run_unfused(name: str) -> None:
+    for said in run_ranks(said_when_left, 2, name):
+        assert said == []
+
+
+def test_branches_beside_collectives_in_training() -> None:
+    for report in run_ranks(compiled_and_run, 2, "chosen", True, [False, True, *["left"] * 4, False], True):
+        assert (report.fused, report.left) == (4, 0), report
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("train", [False, True])
+def test_flex_attention_on_gpus(train: bool) -> None:
+    """Its backward has no kernel for CPUs."""
+    plain = [False, True, "left", "left", False]
+    for report in run_ranks(compiled_and_run, 2, "flexible", True, plain, train, device="cuda"):
+        assert report.left == 0, report
+        assert report.fused == (4 if train else 2), report
 
 
 def strictly(rank: int, size: int) -> str:

@@ -1,0 +1,1 @@
+"""What a fallback graph needs beside its text."""
