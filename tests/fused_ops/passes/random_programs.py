@@ -24,6 +24,7 @@ class Random:
     outputs: list[int] = field(default_factory=list)
     dynamic: bool = False  # sizes are symbolic
     normalized: bool = True  # as Inductor does it, before it calls the pass
+    alone: bool = False  # collectives that go with no product are fused, too
 
 
 class Machine:

@@ -366,6 +366,7 @@ class Writer:
         self.program.outputs = list(dict.fromkeys([*ends, *others]))
         self.program.dynamic = self.size(0, 5) == 5
         self.program.normalized = self.size(0, 3) > 0
+        self.program.alone = self.size(0, 1) == 1
         return self.program
 
 

@@ -86,7 +86,7 @@ def differences(
     traced = make_fx(interpreted(program, groups()), tracing_mode=mode)(*[t.clone() for t in inputs])
     if program.normalized:
         view_to_reshape(traced)
-    fusion = pass_ or FusionPass()
+    fusion = pass_ or FusionPass(collectives=program.alone)
     after = copied(traced.graph)
     fusion(after)
     # Interpreted, the question refuses to be passed by.
