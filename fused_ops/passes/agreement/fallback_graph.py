@@ -174,10 +174,12 @@ class FallbackGraph:
 
     def why_not_kept(self) -> str | None:
         """Why the graph cannot be kept as text; None if it can."""
-        if (node := _drawn_elsewhere(self._graph)) is not None:
+        node = _drawn_elsewhere(self._graph)
+        if node is not None and getattr(inductor_config, "align_random_eager", False):
             return (
                 f"{what(node)} draws random numbers that another graph draws again from the same seed, as for dropout "
-                "that is recomputed: kept for ranks that do not agree, the graph would draw others"
+                "that is recomputed: with align_random_eager, which the graph that is kept for ranks that do not agree "
+                "is compiled without"
             )
         size = 0
         for node in self._graph.nodes:
@@ -240,7 +242,8 @@ class FallbackGraph:
         signature = Signature(graph, index, fused, entries, orders)
         code, graphs = (self._text.code(), self._text.called()) if kept else (None, {})
         with unset_fake_temporarily():  # the constants are real
-            original = KeptGraph(code, graphs, self._constants() if kept else {})
+            redraws = _drawn_elsewhere(self._graph) is not None
+            original = KeptGraph(code, graphs, self._constants() if kept else {}, redraws)
             packed = pack(asked, signature, original, captured=captured, ahead=ahead)
         first = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(first):

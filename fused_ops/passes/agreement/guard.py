@@ -92,6 +92,7 @@ def pack(
         "what": signature.what,
         "code": original.code,
         "called": original.called,
+        "redraws": original.redraws,
         "constants": base64.b64encode(buffer.getvalue()).decode() if original.constants else None,
         "captured": captured,
         "ahead": ahead,
@@ -112,7 +113,9 @@ class GraphGuard:
         self._original = (
             None
             if data["code"] is None
-            else FallbackRuns(self.name, data["code"], data["called"], data["constants"])
+            else FallbackRuns(
+                self.name, data["code"], data["called"], data["constants"], redraws=data["redraws"]
+            )
         )
         self._captured: bool = data["captured"]
         fused = [g for g in self._groups if g.fused]

@@ -26,11 +26,19 @@ CalledGraph = tuple[int, str, Mapping[str, Any]]
 
 
 class KeptGraph(NamedTuple):
-    """A fallback graph: its text, None if nothing was fused; the graphs that it calls; its constants."""
+    """A fallback graph.
+
+    Attributes:
+        code: its text; None if nothing was fused.
+        called: the graphs that it calls.
+        constants: its tensors.
+        redraws: whether it draws random numbers that another graph draws, too, from the same seed.
+    """
 
     code: str | None
     called: Mapping[str, CalledGraph]
     constants: Mapping[str, torch.Tensor]
+    redraws: bool = False
 
 
 def call_operator(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
+from .....symm_mem import WeftError
 from .called import CalledGraph, CallingGraph, CannotCompile, function_of
 
 _log = logging.getLogger("weft.passes")
@@ -30,12 +31,21 @@ class FallbackRuns:
         code: its text, ``def forward(self, args)``.
         called: the graphs that it calls.
         constants: its tensors, as ``torch.save`` makes them, in base 64; None if it has none.
+        redraws: whether it must draw the random numbers that another graph draws. Inductor draws a number by its seed
+            and its place in the tensor, wherever it stands; op by op the seed is not looked at.
     """
 
     def __init__(
-        self, name: str, code: str, called: Mapping[str, CalledGraph], constants: str | None
+        self,
+        name: str,
+        code: str,
+        called: Mapping[str, CalledGraph],
+        constants: str | None,
+        *,
+        redraws: bool = False,
     ) -> None:
         self.code = code
+        self._redraws = redraws
         self._name, self._called, self._constants = name, called, constants
         self._count = 0
         self._compiles = True  # until it is tried in vain
@@ -53,8 +63,17 @@ class FallbackRuns:
 
         Args:
             compiles: whether a compilation may begin now; not in a capture.
+
+        Raises:
+            WeftError: the graph must be compiled, and cannot be.
         """
         self._count += 1
+        if self._redraws and not (compiles and self._compiles):
+            raise WeftError(
+                f"graph {self._name}: runs unfused, as ranks do not agree or a CUDA graph is captured, and draws "
+                "random numbers that another graph draws, too, as for dropout that is recomputed; op by op it would "
+                'draw others. FusionPass(agree="capture") or agree=False fuse it, where all ranks run the same graphs'
+            )
         compiles = compiles and self._compiles and (self._draws or self._count > _OP_BY_OP)
         if self._called:
             return self._run_calling(args, compiles)
@@ -78,13 +97,22 @@ class FallbackRuns:
         return self._calling.op_by_op(args)
 
     def _cannot(self, error: Exception) -> None:
-        _log.warning("graph %s: cannot be compiled as it was, and runs op by op: %s", self._name, error)
         self._compiles = False
+        if self._redraws:
+            raise WeftError(
+                f"graph {self._name}: cannot be compiled as it was, and op by op would draw other random numbers than "
+                f"the graph that draws them, too: {error}"
+            ) from error
+        _log.warning("graph %s: cannot be compiled as it was, and runs op by op: %s", self._name, error)
 
     @cached_property
     def _draws(self) -> bool:
         """Whether it is compiled at its first run."""
-        return "inductor_lookup_seed" in self.code or (bool(self._called) and self._calling.at_once)
+        return (
+            self._redraws
+            or "inductor_lookup_seed" in self.code
+            or (bool(self._called) and self._calling.at_once)
+        )
 
     @cached_property
     def _compiled(self) -> Any:

@@ -1,0 +1,88 @@
+"""Dropout in a checkpoint, which the backward draws again: forward and backward fused, or unfused each by itself."""
+
+from __future__ import annotations
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+from opcommon import BOUND, check
+from ranks import run_ranks
+from test_pass_on_gpus import gather, scatter
+from test_ranks_that_differ import compiler
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from weft.fused_ops.passes import FusionPass, Report
+from weft.fused_ops.passes.agreement.fallback.run import FallbackRuns
+from weft.fused_ops.passes.agreement.guard import GraphGuard
+from weft.symm_mem import WeftError
+
+
+def layer(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    h = F.dropout((gather(x) @ a).sin(), 0.5)
+    return scatter(h @ b), h
+
+
+def recomputed(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    y, h = checkpoint(layer, x, a, b, use_reentrant=False)
+    return y, h.detach()
+
+
+def with_mask(x: Tensor, a: Tensor, b: Tensor, kept: Tensor) -> Tensor:
+    return scatter(((gather(x) @ a).sin() * kept * 2) @ b)
+
+
+def trained(rank: int, size: int) -> Report:
+    """Gradients are those of the mask that the forward drew, whichever of the two graphs runs unfused."""
+    turn = GraphGuard.turn
+    with compiler():
+        fusion = FusionPass(fuse="always")
+        ours = torch.compile(recomputed, options=fusion.options, dynamic=False)
+        for left in [(False, False), *itertools.product((False, True), repeat=2), (False, False)]:
+            graphs = iter(left)
+
+            def answer(guard: GraphGuard, *sizes: int, graphs=graphs) -> object:
+                return None if next(graphs) else turn(guard, *sizes)
+
+            given = [torch.randn(s).div_(4) for s in ((6, 8), (8, 10), (10, 8))]
+            exact = [t.double().requires_grad_() for t in given]
+            given = [t.requires_grad_() for t in given]
+            with mock.patch.object(GraphGuard, "turn", answer):
+                got, h = ours(*given)
+                got.backward(torch.ones_like(got))
+            assert next(graphs, None) is None
+            kept = h != 0
+            assert 0.2 < kept.double().mean() < 0.8
+            want = with_mask(*exact, kept)
+            want.backward(torch.ones_like(want))
+            check("result", got, want, 4 * BOUND[torch.float32])
+            for a, b in zip(given, exact, strict=True):
+                check("gradient", a.grad, b.grad, 8 * BOUND[torch.float32])
+        return fusion.report()
+
+
+def test_dropout_that_is_recomputed() -> None:
+    for report in run_ranks(trained, 2):
+        assert report.left == 0, report
+        assert report.fused >= 4, report
+
+
+def test_what_must_be_compiled_and_cannot_be() -> None:
+    """Op by op other numbers would be drawn, so it is an error."""
+    runs = FallbackRuns(
+        "g", "def forward(self, args):\n    args.clear()\n    return ()\n", {}, None, redraws=True
+    )
+    with pytest.raises(
+        WeftError, match=r"graph g: runs unfused, .* a CUDA graph is captured, and draws random"
+    ):
+        runs.run([], compiles=False)
+
+    def broken(*args: object) -> None:
+        raise torch._dynamo.exc.Unsupported("no", case_name="none")
+
+    runs._compiled = broken
+    for _ in range(2):
+        with pytest.raises(WeftError, match=r"graph g: .* random numbers"):
+            runs.run([], compiles=True)
