@@ -148,7 +148,7 @@ class FallbackGraph:
     """A graph as it is before the pass, to be run by ranks that do not agree."""
 
     def __init__(self, graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-        self._owner = graph.owning_module
+        self._owner, self._before = graph.owning_module, set(graph.nodes)
         self.graph = graph_copy(graph)
         self._graph = self._without_objects()
         self._counts: dict[str, int] = {}
@@ -239,7 +239,7 @@ class FallbackGraph:
             fused |= self._counts.keys()
         asked = [GroupQuestion(g, self._counts[g], g in fused, resolve_group(g).size()) for g in order]
         kept = any(a.fused for a in asked)
-        signature = Signature(graph, index, fused, entries, orders)
+        signature = Signature(graph, index, fused, entries, orders, before=self._before)
         code, graphs = (self._text.code(), self._text.called()) if kept else (None, {})
         with unset_fake_temporarily():  # the constants are real
             redraws = _drawn_elsewhere(self._graph) is not None

@@ -49,7 +49,7 @@ def differing_collective(own: list[str], told: str | None, peer: int) -> str:
             return f"collective {i} is {b} there, {a} here"
     if len(own) != len(other):
         return f"it has {len(other)} collectives, this one {len(own)}"
-    return "with the same collectives, whose ops get other shapes or addends, or elements in another order"
+    return "with the same collectives, whose ops get other shapes, addends or factors, or elements in another order"
 
 
 def broken_by_leaving(where: VoteBoard, group: ProcessGroup) -> WeftError | None:

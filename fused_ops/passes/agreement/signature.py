@@ -4,6 +4,10 @@ A plain collective sends elements in the order in which they lie, whatever their
 order that its rank's product asks for. So ranks that do right by themselves may differ in shapes and order, and such
 ranks cannot run fused.
 
+A number that a graph multiplies by may be moved from one side of a collective to the other, and so from what each rank
+does to all that it receives to what it does to its own part. That is the same function only where all ranks have the
+same number. So what is computed by nodes that the pass has put in is compared, too.
+
 Sizes stand apart from the rest. Symbolic ones are filled in whenever the graph runs, so that a graph for one size and
 a graph for any may agree.
 """
@@ -22,6 +26,7 @@ from ..graph.collectives import Size, collectives, group_of, kind_of, point_to_p
 from ..graph.index_map import Dims, strides
 from ..report import Entry
 
+_REDUCTIONS = ("amax", "amin", "max", "min")
 Order = tuple[Dims, tuple[Size, ...]]  # what travels, as digits of a tensor of this shape
 
 
@@ -39,10 +44,13 @@ class Signature:
         fused: Collection[str | None],
         entries: Iterable[Entry],
         orders: Iterable[Order],
+        *,
+        before: Collection[fx.Node] = (),
     ) -> None:
         """
         Args:
             graph: as the pass leaves it.
+            before: the nodes that it had before the pass.
             index: the groups' numbers; their names may differ from rank to rank.
             fused: the groups in which something was fused.
             orders: of each op that the pass has put in.
@@ -63,6 +71,7 @@ class Signature:
                 words = [self._word(a, shapes) for a in node.args]
                 words += [f"{name}={self._word(a, shapes)}" for name, a in node.kwargs.items()]
                 lines.append(f"{kind_of(node)} {' '.join(words)}")
+        lines += [_computed(node) for node in graph.nodes if node not in before and _computes(node)]
         lines += [self._order(*order) for order in orders]
         self._text = "\n".join(lines)
 
@@ -109,6 +118,18 @@ class Signature:
                 self.sizes.append(None)
                 self.symbolic.append(size)
         return f"{len(self.sizes) - count}d"
+
+
+def _computes(node: fx.Node) -> bool:
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or op._opname == "clone":
+        return False
+    return torch.Tag.pointwise in op.tags or op._opname in _REDUCTIONS
+
+
+def _computed(node: fx.Node) -> str:
+    """The operator and its numbers."""
+    return f"{node.target} {fx.map_arg((node.args, node.kwargs), lambda n: None)}"
 
 
 def digest(text: str) -> int:

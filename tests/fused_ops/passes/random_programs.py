@@ -25,6 +25,7 @@ class Random:
     dynamic: bool = False  # sizes are symbolic
     normalized: bool = True  # as Inductor does it, before it calls the pass
     alone: bool = False  # collectives that go with no product are fused, too
+    own_numbers: bool = False  # each rank multiplies by other numbers
 
 
 class Machine:
@@ -33,8 +34,11 @@ class Machine:
     ``groups``: names of process groups, all of the same ranks. None on meta tensors, where nothing communicates.
     """
 
-    def __init__(self, world: int, inputs: list[Tensor], groups: list[str] | None) -> None:
+    def __init__(
+        self, world: int, inputs: list[Tensor], groups: list[str] | None, own_factor: int = 1
+    ) -> None:
         self.world, self.groups = world, groups
+        self.own_factor = own_factor
         self.inputs = inputs
         self.values: list[Tensor] = []
 
@@ -143,19 +147,19 @@ class Machine:
         return torch.addmm(values[bias], values[i], values[j], beta=beta, alpha=alpha)
 
     def add(self, i: int, j: int, alpha: int = 1) -> Tensor:
-        return torch.add(self.values[i], self.values[j], alpha=alpha)
+        return torch.add(self.values[i], self.values[j], alpha=alpha * self.own_factor)
 
     def sub(self, i: int, j: int, alpha: int = 1) -> Tensor:
-        return torch.sub(self.values[i], self.values[j], alpha=alpha)
+        return torch.sub(self.values[i], self.values[j], alpha=alpha * self.own_factor)
 
     def number(self, i: int, spelling: str, number: float) -> Tensor:
         x = self.values[i]
         if spelling == "left":
             return aten.add.Tensor(number, x)
         if spelling == "factor":
-            return aten.mul.Tensor(x, number + 1)
+            return aten.mul.Tensor(x, (number + 1) * self.own_factor)
         if spelling == "divisor":
-            return aten.div.Tensor(x, number)
+            return aten.div.Tensor(x, number * self.own_factor)
         return {"add": aten.add, "sub": aten.sub}[spelling].Tensor(x, number)
 
     def unary(self, i: int, name: str) -> Tensor:
@@ -188,7 +192,8 @@ def interpreted(program: Random, groups: list[str]) -> Any:
     """The program as a function of its inputs."""
 
     def run(*inputs: Tensor) -> list[Tensor]:
-        machine = Machine(program.world, list(inputs), groups)
+        own_factor = 2 ** torch.distributed.get_rank() if program.own_numbers else 1
+        machine = Machine(program.world, list(inputs), groups, own_factor)
         for step in program.steps:
             machine.run(step)
         return [machine.values[i] for i in program.outputs]

@@ -367,6 +367,7 @@ class Writer:
         self.program.dynamic = self.size(0, 5) == 5
         self.program.normalized = self.size(0, 3) > 0
         self.program.alone = self.size(0, 1) == 1
+        self.program.own_numbers = self.size(0, 4) == 4
         return self.program
 
 

@@ -142,7 +142,7 @@ def test_a_residual_that_one_rank_adds_behind_the_op() -> None:
     first, second = run_ranks(one_adds_more, 2)
     assert first[1:] == ("none", "product → reduce_scatter")
     assert second[1:] == ("none", "product → reduce_scatter → add")
-    assert all("get other shapes or addends, or" in r for r in (first[0], second[0]))
+    assert all("get other shapes, addends or factors, or" in r for r in (first[0], second[0]))
 
 
 def other_shapes(rank: int, size: int, shapes: list[tuple[int, ...]], dynamic: bool) -> list[str]:
