@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..graph.collectives import (
+from .collectives import (
     Collective,
     LeftAlone,
     aten,
@@ -25,10 +25,10 @@ from ..graph.collectives import (
     waits,
     what,
 )
-from ..graph.index_map import Dims, flat_dims, gathered_dims, same_size
-from ..graph.rewrite import call, erase_unused
-from ..graph.scaling import Change
-from ..graph.views import View, views
+from .index_map import Dims, flat_dims, gathered_dims, same_size
+from .rewrite import call, erase_unused
+from .scaling import Change
+from .views import View, views
 
 # Nodes that are computed before a gather instead of behind it, for one operand: a weight that is cast and transposed.
 _MOST_MOVED = 64
