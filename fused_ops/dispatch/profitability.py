@@ -7,7 +7,7 @@ be slower than what it replaces.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from ...kernels.all_gather_matmul import configs as gather
 from ...kernels.device.device_spec import H200, DeviceSpec, device_spec_of
 from ...kernels.device.gemm.gemm_tiles import LINK, MULTIPLY_ADDS
-from ...kernels.device.gemm.scaling import ScaledProducts, ScaleKind
+from ...kernels.device.gemm.scaling import ScaledProducts, ScaleKind, has_block_product
 from ...kernels.matmul_reduce_scatter import configs as scatter
 from ...kernels.matmul_reduce_scatter import to_all
 from .plan import why_tf32
@@ -135,6 +135,8 @@ def _why_not_scaled(candidate: FusionCandidate, scaled: ScaledProducts) -> str |
     m, n, k, size, last_dim = candidate.m, candidate.n, candidate.k, candidate.world_size, candidate.last_dim
     if 0 in (m, n, k):
         return f"of [{m}, {k}] and [{k}, {n}] one is empty"
+    device = torch.device("cuda", torch.cuda.current_device())
+    scaled = replace(scaled, torchs_blocks=has_block_product(m, device))
     if candidate.op == "all_gather_scaled_matmul":
         rows, depth = (m, k // size) if last_dim else (m // size, k)
         if last_dim and scaled.kind is not ScaleKind.TENSOR:
