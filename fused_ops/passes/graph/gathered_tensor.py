@@ -13,6 +13,7 @@ from .collectives import (
     Collective,
     LeftAlone,
     aten,
+    c10d,
     calls,
     communicates,
     first_write,
@@ -94,8 +95,11 @@ class Gathered:
     def _gathers(self) -> set[fx.Node]:
         return {c.node for c in self.collectives}
 
-    def needed_before(self, at: fx.Node, operand: fx.Node) -> set[fx.Node]:
+    def needed_before(self, at: fx.Node, operand: fx.Node, *, begun: bool = False) -> set[fx.Node]:
         """The nodes that must be moved to before ``at`` for an operand to be there.
+
+        Args:
+            begun: what has begun before ``at`` may be waited for there, such as the maximum of a weight that is cast.
 
         Raises:
             LeftAlone: one of them cannot be.
@@ -109,7 +113,8 @@ class Gathered:
                 raise LeftAlone(f"{what(operand)}, the other operand, depends on the gathered tensor, too")
             if node < at or node in needed:
                 continue
-            if communicates(node) or waits(node) or is_random(node):
+            early = begun and calls(node, c10d.wait_tensor.default) and node.args[0] < at  # type: ignore[operator]
+            if communicates(node) or (waits(node) and not early) or is_random(node):
                 raise LeftAlone(f"{what(operand)}, the other operand, needs {what(node)}, which comes later")
             if len(needed) == _MOST_MOVED:
                 raise LeftAlone(f"{what(operand)}, the other operand, needs too much that comes later")

@@ -211,7 +211,7 @@ class AllGatherScaledMatmulPattern:
         needed = [*(n for use in uses for n in use.given), *rows.given([first.left, first.left_scale])]
         needed += [each.x for each in collectives]
         needed += [first.left_scale] if rows.dims(first.left_scale) is None else []
-        hoisted = set[fx.Node]().union(*(tensor.needed_before(at, n) for n in needed))
+        hoisted = set[fx.Node]().union(*(tensor.needed_before(at, n, begun=True) for n in needed))
         scales_of = others[0] if others else None
         # Of several views the one of which the others are made.
         whole = max(kept, key=views.index, default=None)

@@ -7,6 +7,7 @@ that of its own rows. A sum is none, either: in another shape it may be rounded 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,6 +32,7 @@ from ..graph.collectives import (
 )
 from ..graph.index_map import RANK, Dims, gathered_dims, numel, same_size
 from ..graph.rewrite import call
+from ..graph.split_cat import SPLITS
 from ..graph.views import unchanged, view_step
 from .scaled_mm import SCALED_MM, ScaledMm, scaled_mm
 
@@ -38,7 +40,7 @@ _FAR = 128  # nodes between a gather and its products
 _NEAR = 12  # steps from a scale to the gather that it comes from
 _DEEP = 32  # nodes that a number is computed by
 _MAXIMA = (aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
-_SHAPES = (aten.select.int, aten.slice.Tensor)
+_PARTS = (aten.select.int, aten.slice.Tensor, operator.getitem, *SPLITS)
 
 
 class RowByRow:
@@ -290,7 +292,7 @@ def _rank_dependent(number: fx.Node, group: str) -> fx.Node | None:
             if not taken or reduced.args[1] not in ("max", "min"):
                 return node
             continue
-        if _is_shape(node):
+        if _is_part(node):
             pending += node.all_input_nodes
             continue
         for operand in node.all_input_nodes:
@@ -302,16 +304,14 @@ def _rank_dependent(number: fx.Node, group: str) -> fx.Node | None:
     return None
 
 
-def _is_shape(node: fx.Node) -> bool:
+def _is_part(node: fx.Node) -> bool:
     """Whether the node is a part of an input, such as one of a module's scales that lie in one tensor."""
-    if not (calls(node, *_SHAPES) or _step_source(node) is not None):
-        return False
-    source = node
-    while source.op == "call_function":
-        if not (calls(source, *_SHAPES) or _step_source(source) is not None) or not is_val(source.args[0]):
+    while node.op == "call_function":
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or not (calls(node, *_PARTS) or _step_source(node) is source):
             return False
-        source = source.args[0]
-    return source.op == "placeholder"
+        node = source
+    return node.op == "placeholder"
 
 
 def _is_constant(node: fx.Node) -> bool:
