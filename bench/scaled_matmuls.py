@@ -81,7 +81,7 @@ def _scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor
 
 def _has_product(scaling: str, rows: int, device: torch.device) -> bool:
     """Whether torch has a product with such scales."""
-    return scaling != "blocks" or has_block_product(rows, device)
+    return scaling != "blocks" or has_block_product(rows, (E4M3, E4M3), device)
 
 
 def _product(x: Operands, a: Tensor, of_a: Tensor, scaling: str) -> Tensor:

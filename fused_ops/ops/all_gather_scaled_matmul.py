@@ -186,13 +186,14 @@ def _scaled_products(gather: ScaledGather) -> ScaledProducts | str:
         return "Bs or results of several dtypes, of which a kernel takes one"
     if len(call.Bs) > MOST_BS:
         return f"{len(call.Bs)} Bs, of which a kernel takes {MOST_BS}"
+    types = gather.a.dtype, call.Bs[0].dtype
     return ScaledProducts(
-        types=(gather.a.dtype, call.Bs[0].dtype),
+        types=types,
         kind=kind,
         out_dtype=dtype,
         promote=kind is ScaleKind.BLOCKS or not all(call.use_fast_accum),
         travels=gather.sent is not None,
-        torchs_blocks=has_block_product(gather.size * gather.m, gather.a.device),
+        torchs_blocks=has_block_product(gather.size * gather.m, types, gather.a.device),
     )
 
 

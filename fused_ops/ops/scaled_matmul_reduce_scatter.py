@@ -131,12 +131,13 @@ def _on_cuda(where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows)
         return "partial results of torch.float32, which no kernel sends"
     if split_n and rows.kind is ScaleKind.BLOCKS and n // size % BLOCK:
         return f"the last dimension is scattered, of which a rank has no whole blocks of {BLOCK}"
+    types = call.A.dtype, call.B.dtype
     products = ScaledProducts(
-        types=(call.A.dtype, call.B.dtype),
+        types=types,
         kind=rows.kind,
         out_dtype=out_dtype,
         promote=rows.kind is ScaleKind.BLOCKS or not call.use_fast_accum,
-        torchs_blocks=has_block_product(prod(lead), call.A.device),
+        torchs_blocks=has_block_product(prod(lead), types, call.A.device),
     )
     before = prod(lead[:dim])
     parts = (1, 1, prod(lead)) if split_n else (before, size, prod(lead) // (before * size))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from scaled_operands import E4M3, left, right
+from scaled_operands import E4M3, E5M2, left, right
 from test_one_shot_calls import Driver, put
 from weft.kernels.all_gather_matmul import configs as gather
 from weft.kernels.all_gather_matmul import scaled as launches
@@ -62,11 +62,14 @@ def test_scales_lie_as_torch_wants_them(k: int, whole: bool, monkeypatch: pytest
 
 
 def test_where_there_is_none() -> None:
-    """On CPU, and of rows whose scales are no whole 16 bytes."""
-    assert not has_block_product(8, torch.device("cpu"))
-    assert not has_block_product(6, torch.device("cuda", 0))
+    """On CPU, of rows whose scales are no whole 16 bytes, and of e5m2."""
+    gpu = torch.device("cuda", 0)
+    assert not has_block_product(8, (E4M3, E4M3), torch.device("cpu"))
+    assert not has_block_product(6, (E4M3, E4M3), gpu)
+    for types in ((E5M2, E4M3), (E4M3, E5M2)):
+        assert not has_block_product(8, types, gpu)
     if torch.version.cuda is None:
-        assert not offers_block_products(torch.device("cuda", 0))
+        assert not offers_block_products(gpu)
 
 
 @pytest.mark.parametrize("m", [4, 12])

@@ -121,9 +121,12 @@ def unfused_product_us(scaled: ScaledProducts, multiply_adds: float) -> float | 
     return multiply_adds / _FLOAT32
 
 
-def has_block_product(rows: int, device: torch.device) -> bool:
-    """Whether torch multiplies so many rows with block-wise scales there: on Hopper with CUDA 12.9 or later."""
-    return rows % _MULTIPLE == 0 and device.type == "cuda" and offers_block_products(device)
+def has_block_product(rows: int, types: tuple[torch.dtype, torch.dtype], device: torch.device) -> bool:
+    """Whether torch multiplies so many rows of A and B with block-wise scales there: e4m3 on Hopper, with CUDA 12.9 or
+    later."""
+    if rows % _MULTIPLE or set(types) != {torch.float8_e4m3fn} or device.type != "cuda":
+        return False
+    return offers_block_products(device)
 
 
 @cache
@@ -176,7 +179,7 @@ def torch_product(
         bias: [N] of ``out_dtype``.
         fast: accumulate in the tensor cores' own precision.
     """
-    if scales.kind is ScaleKind.BLOCKS and has_block_product(a.shape[0], a.device):
+    if scales.kind is ScaleKind.BLOCKS and has_block_product(a.shape[0], (a.dtype, b.dtype), a.device):
         out = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
         return block_product(a.contiguous(), b, scales, bias, out)
     if not a.is_cuda or scales.kind is ScaleKind.BLOCKS:
