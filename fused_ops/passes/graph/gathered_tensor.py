@@ -66,7 +66,10 @@ class Gathered:
         """The users, in the order of the graph, that are no views."""
         inside = self.views.keys() | self.cut.keys()
         found = {
-            u for n in (*inside, *self._gathers()) for u in n.users if u not in inside and not self._size(u)
+            u
+            for n in (*inside, *self._gathers())
+            for u in n.users
+            if u not in inside and not self.size_of_shard(u)
         }
         return sorted(found)
 
@@ -136,11 +139,11 @@ class Gathered:
         """
         used: dict[fx.Node, fx.Node] = {}
         for c in self.collectives:
-            if any(user is not c.wait and not self._size(user) for user in c.node.users):
+            if any(user is not c.wait and not self.size_of_shard(user) for user in c.node.users):
                 used[c.wait] = c.node
         for node in (*self.views, *self.cut):
             for user in node.users:
-                if user in self.views or user in self.cut or self._size(user):
+                if user in self.views or user in self.cut or self.size_of_shard(user):
                     continue
                 if user not in products or products[user] is node:
                     used.setdefault(self.cut.get(node, node), user)
@@ -178,7 +181,7 @@ class Gathered:
             view = self.views[view.step.source]
         return view.step is None or first_write(self.collectives[0].node, view.node) is None
 
-    def _size(self, user: fx.Node) -> tuple[int, int] | None:
+    def size_of_shard(self, user: fx.Node) -> tuple[int, int] | None:
         """For a node that reads a size of a view: the dimension of the shard and the factor that give it, too."""
         if not calls(user, aten.sym_size.int):
             return None
@@ -202,7 +205,7 @@ class Gathered:
         """A size of the gathered tensor is read from its input: it is no reason to return it."""
         x = self.collectives[0].x
         for user in dict.fromkeys(u for n in (*self._gathers(), *self.views, *self.cut) for u in n.users):
-            if (found := self._size(user)) is not None:
+            if (found := self.size_of_shard(user)) is not None:
                 size = call(user, aten.sym_size.int, x, found[0])
                 if found[1] != 1:
                     size = call(user, operator.mul, found[1], size)

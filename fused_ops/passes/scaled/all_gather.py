@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from ....kernels.all_gather_matmul.configs import MOST_BS
 from ....kernels.device.gemm.scaling import FP8, ScaledProducts, ScaleKind
 from ...library import schema
 from ..graph import rewrite
@@ -33,7 +34,7 @@ from ..graph.collectives import (
     what,
 )
 from ..graph.gathered_tensor import Gathered
-from ..graph.index_map import RANK, Digit, Digits, Dims, around_rank, gathered_dims, numel, same_size
+from ..graph.index_map import RANK, Digit, Digits, Dims, around_rank, numel, same_size
 from ..graph.rewrite import call
 from ..graph.views import View, view_step
 from .row_by_row import RowByRow
@@ -86,6 +87,7 @@ class AllGatherScaledMatmulPattern:
 
     collective: Collective
     rows: RowByRow
+    tensor: Gathered  # all that is computed of what is gathered, up to the products
     place: _Place
     uses: list[ScaledMm]
     whole: fx.Node | None  # the view of the quantised tensor of which all is made that others use
@@ -184,10 +186,16 @@ class AllGatherScaledMatmulPattern:
                 each for taken in rows.products for each in _gathers(taken.left, rows) if each is not c
             ]
             if numbers and not again:
-                return cls.from_collective(numbers[0], groups, again=True)
+                whole = cls.from_collective(numbers[0], groups, again=True)
+                if whole is not None and c.node in whole.others:
+                    return whole
             raise LeftAlone("; ".join(dict.fromkeys(reasons.values())))
         first, place = found[0]
         uses = [t for t, _ in found if t.left is first.left and t.left_scale is first.left_scale]
+        if len(uses) > MOST_BS:
+            raise LeftAlone(
+                f"{len(uses)} scaled products take it, of which the op computes {MOST_BS} at once"
+            )
         return cls._of_uses(c, rows, place, uses)
 
     @classmethod
@@ -197,13 +205,12 @@ class AllGatherScaledMatmulPattern:
         first = uses[0]
         inside = rows.nodes([first.left, first.left_scale])
         views = _quantised(first.left, c.wait)
-        kept = _other_users(rows, uses, inside, views)
         others = [each for wait, each in rows.bases.items() if each is not c and wait in inside]
         if len(others) > 1:
             raise LeftAlone(f"its scales are gathered by {some([each.node for each in others])}")
         collectives = sorted((c, *others), key=lambda each: each.node)
-        waits = {e.wait: View(e.wait, gathered_dims(val(e.x).shape, e.world), (), None) for e in collectives}
-        tensor = Gathered(collectives, waits, [], {})
+        tensor = Gathered(collectives, {n: View(n, (), (), None) for n in inside}, [], {})
+        kept = _other_users(tensor, uses, views)
         begins, last = collectives[0].node, uses[-1].node
         if (written := first_write(begins, last)) is not None:
             raise LeftAlone(f"{what(written)} writes to memory before {what(last)}")
@@ -215,7 +222,7 @@ class AllGatherScaledMatmulPattern:
         scales_of = others[0] if others else None
         # Of several views the one of which the others are made.
         whole = max(kept, key=views.index, default=None)
-        return cls(c, rows, place, uses, whole, scales_of, at, hoisted)
+        return cls(c, rows, tensor, place, uses, whole, scales_of, at, hoisted)
 
     def replace(self) -> None:
         """
@@ -223,7 +230,7 @@ class AllGatherScaledMatmulPattern:
             LeftAlone: a size is not there where it is needed, or the op takes no such operand. The graph is as it was.
         """
         c, at, place, first = self.collective, self.at, self.place, self.uses[0]
-        inside = self.rows.nodes([first.left, first.left_scale])
+        inside = self.tensor.views
         with rewrite.undone_if_left():
             rewrite.hoist(self.hoisted, at)
             shard = self.rows.shard(first.left, at)
@@ -252,6 +259,7 @@ class AllGatherScaledMatmulPattern:
                 out = call(use.node, operator.getitem, outs, i)
                 out = rewrite.reshape(out, val(use.node).shape, use.node, [shard])
                 new[use.node] = rewrite.make_contiguous(out, use.node)
+        self.tensor.read_sizes_from_shard()
         for old, node in new.items():
             old.replace_all_uses_with(node)
         collectives = [each.node for each in (c, self.scales_of) if each is not None]
@@ -297,7 +305,12 @@ def _place(taken: ScaledMm, rows: RowByRow, c: Collective) -> _Place:
     if of_scales is None:
         if taken.kind is not ScaleKind.TENSOR and (taken.kind is ScaleKind.BLOCKS or place.contracted):
             raise LeftAlone(f"its {taken.kind.value} scales are not gathered with it")
-    elif place.contracted or not same_size(of_scales[0], dims[0]) or _has_rank(of_scales[1]):
+    elif (
+        len(of_scales) != 2
+        or place.contracted
+        or not same_size(of_scales[0], dims[0])
+        or _has_rank(of_scales[1])
+    ):
         raise LeftAlone(f"{what(taken.left_scale)}, its scales, are those of other rows")
     return place
 
@@ -323,26 +336,26 @@ def _quantised(left: fx.Node, wait: fx.Node) -> list[fx.Node]:
 
 
 def _other_users(
-    rows: RowByRow, uses: list[ScaledMm], inside: set[fx.Node], views: list[fx.Node]
+    tensor: Gathered, uses: list[ScaledMm], views: list[fx.Node]
 ) -> dict[fx.Node, list[fx.Node]]:
     """What else uses views of the quantised tensor, which the op then returns.
 
     Raises:
         LeftAlone: something uses what it is made of, or its scales.
     """
-    taken = inside | {use.node for use in uses}
+    taken = tensor.views.keys() | {use.node for use in uses}
     found: dict[fx.Node, list[fx.Node]] = {}
-    for node in sorted(inside):
-        if not (users := [u for u in node.users if u not in taken]):
+    for node in sorted(tensor.views):
+        users = [u for u in node.users if u not in taken and tensor.size_of_shard(u) is None]
+        if not users:
             continue
         if node not in views:
             raise LeftAlone(
                 f"{what(node)}, of which its operand or its scales are made, is also used by {some(users)}"
             )
         found[node] = users
-    for wait, c in rows.bases.items():
-        pending = [u for u in c.node.users if u is not wait]
-        if wait in inside and pending:
+    for c in tensor.collectives:
+        if pending := [u for u in c.node.users if u is not c.wait]:
             raise LeftAlone(f"what {what(c.node)} has pending is also used by {some(pending)}")
     return found
 

@@ -256,7 +256,7 @@ def _step_source(node: fx.Node) -> fx.Node | None:
 
 def _is_local(node: fx.Node, source: fx.Node, between: tuple[fx.Node, ...]) -> bool:
     """Whether the source is all that the node is made of."""
-    return bool(between) or all(n is source for n in node.all_input_nodes)
+    return bool(between) or all(n is source or not is_val(n) for n in node.all_input_nodes)
 
 
 def _reached(sources: list[fx.Node]) -> tuple[set[fx.Node], bool]:
@@ -305,13 +305,13 @@ def _rank_dependent(number: fx.Node, group: str) -> fx.Node | None:
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Whether the node is a part of an input, such as one of a module's scales that lie in one tensor."""
+    """Whether the node is a part of an input of one dimension: one of a module's scales that lie in one tensor."""
     while node.op == "call_function":
         source = node.args[0]
         if not isinstance(source, fx.Node) or not (calls(node, *_PARTS) or _step_source(node) is source):
             return False
         node = source
-    return node.op == "placeholder"
+    return node.op == "placeholder" and is_val(node) and val(node).dim() == 1
 
 
 def _is_constant(node: fx.Node) -> bool:

@@ -108,6 +108,17 @@ def smoothed(x: Tensor, by: Tensor, w: Tensor, ws: Tensor) -> Tensor:
     return times(q, w, s, ws)
 
 
+def by_an_element(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
+    """Of the shard, which is no scale that all ranks have."""
+    scale = x[0, 0].float()
+    return times(by_scale(gather(x), scale), w, scale.reciprocal(), ws)
+
+
+def five(x: Tensor, ws: Tensor, *w: Tensor) -> list[Tensor]:
+    q, s = by_rows(gather(x))
+    return [times(q, each, s, ws) for each in w]
+
+
 def other_rows(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
     g = gather(x, 1)
     q, s = by_rows(g)
@@ -173,6 +184,8 @@ X, W = (5, 32), (48, 32)
             *(fp8(*X), torch.rand(5, 1), fp8(48, 64), torch.rand(1, 48)),
         ),
         of(smoothed, "which each rank may have otherwise", bf16(*X), bf16(32), fp8(*W), torch.rand(1, 48)),
+        of(by_an_element, "of no maximum over the ranks", bf16(*X), fp8(*W), one()),
+        of(five, "5 scaled products take it", bf16(*X), torch.rand(1, 48), *(fp8(*W) for _ in range(5))),
         of(other_rows, "are those of other rows", bf16(4, 8, 32), fp8(*W), torch.rand(1, 48)),
         of(flipped, "rev (rev.default) is not computed row by row", bf16(*X), fp8(*W), torch.rand(1, 48)),
         of(summed_rows, "is not computed row by row", bf16(*X), fp8(*W), torch.rand(1, 48)),

@@ -25,8 +25,9 @@ from scaled_graphs import (
     whole_amax,
 )
 from torch import Tensor
+from weft.fused_ops.passes import FusionPass
 
-WORLD = 2
+WORLD, GATHER = 2, "weft::one_shot_all_gather"
 Made = tuple[Callable[..., Any], tuple[Tensor, ...]]
 
 
@@ -290,3 +291,49 @@ def test_scatters(name: str) -> None:
     assert not seen.count("aten::_scaled_mm")
     assert not seen.count("_c10d_functional::reduce_scatter_tensor")
     check_same(seen, WORLD, ScaledRanks(WORLD))
+
+
+def test_scales_of_another_product() -> None:
+    """Two products of one gathered tensor, of which the second alone takes the gathered scales: each is entered."""
+
+    def fn(x: Tensor, one: Tensor, w: Tensor, ws: Tensor, v: Tensor, vs: Tensor) -> tuple[Tensor, Tensor]:
+        q, s = by_rows(x)
+        s, q = gather(s), gather(q)
+        return times(q, w, one, ws), times(q, v, s, vs)
+
+    inputs = bf16(5, 32), torch.rand(()), fp8(48, 32), torch.rand(()), fp8(16, 32), torch.rand(1, 16)
+    (seen,) = captured(fn, *inputs)
+    assert sorted(map(str, seen.fused)) == ["None", AGS]
+    assert all(e.fused_into or e.reason for e in seen.entries)
+    check_same(seen, WORLD, ScaledRanks(WORLD))
+
+
+@pytest.mark.parametrize(
+    "name", ["rows_gathered", "sequence_gathered", "fp8_gathered", "scales_gathered_beside"]
+)
+def test_sizes_that_change(name: str) -> None:
+    fn, (x, *others) = GATHERS[name]()
+    torch._dynamo.mark_dynamic(x, x.dim() - 2)
+    (seen,) = captured(fn, x, *others, dynamic=True)
+    assert AGS in seen.fused, seen.reasons
+    check_same(seen, WORLD, ScaledRanks(WORLD))
+
+
+def test_scatters_of_sizes_that_change() -> None:
+    def fn(x: Tensor, w: Tensor, ws: Tensor) -> Tensor:
+        q, s = by_rows(x.flatten(0, 1))
+        return scatter(times(q, w, s, ws).view(*x.shape[:2], -1), 1)
+
+    x = bf16(2, 8, 32)
+    torch._dynamo.mark_dynamic(x, 0)
+    (seen,) = captured(fn, x, fp8(48, 32), torch.rand(1, 48), dynamic=True)
+    assert seen.fused == [SRS], seen.reasons
+    check_same(seen, WORLD, ScaledRanks(WORLD))
+
+
+def test_fp8_alone() -> None:
+    """No product takes it: alone it is gathered in one shot, if that is asked for."""
+    for fusion, op in ((FusionPass(agree=False), None), (FusionPass(agree=False, collectives=True), GATHER)):
+        (seen,) = captured(lambda x: gather(x).float(), fp8(5, 32), fusion=fusion, runs=False)
+        assert seen.fused == [op], seen.reasons
+        check_same(seen, WORLD, ScaledRanks(WORLD))
