@@ -135,8 +135,9 @@ def _why_not_scaled(candidate: FusionCandidate, scaled: ScaledProducts) -> str |
     m, n, k, size, last_dim = candidate.m, candidate.n, candidate.k, candidate.world_size, candidate.last_dim
     if 0 in (m, n, k):
         return f"of [{m}, {k}] and [{k}, {n}] one is empty"
-    device = torch.device("cuda", torch.cuda.current_device())
-    scaled = replace(scaled, torchs_blocks=has_block_product(m, scaled.types, device))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        scaled = replace(scaled, torchs_blocks=has_block_product(m, scaled.types, device))
     if candidate.op == "all_gather_scaled_matmul":
         rows, depth = (m, k // size) if last_dim else (m // size, k)
         if last_dim and scaled.kind is not ScaleKind.TENSOR:
