@@ -34,7 +34,7 @@ from ..graph.index_map import RANK, Dims, gathered_dims, numel, same_size
 from ..graph.rewrite import call
 from ..graph.split_cat import SPLITS
 from ..graph.views import unchanged, view_step
-from .scaled_mm import SCALED_MM, ScaledMm, scaled_mm
+from .scaled_mm import SCALED_MMS, ScaledMm, scaled_mm
 
 _FAR = 128  # nodes between a gather and its products
 _NEAR = 12  # steps from a scale to the gather that it comes from
@@ -57,7 +57,7 @@ class RowByRow:
         self._reached, self._cut_off = _reached([c.wait])
         self._dims: dict[fx.Node, Dims | None] = {}
         self._shards: dict[fx.Node, fx.Node] = {}
-        found = map(scaled_mm, sorted(n for n in self._reached if calls(n, SCALED_MM)))
+        found = map(scaled_mm, sorted(n for n in self._reached if calls(n, *SCALED_MMS)))
         self.products: list[ScaledMm] = [each for each in found if each is not None]
 
     def dims(self, node: fx.Node) -> Dims | None:
@@ -270,7 +270,7 @@ def _reached(sources: list[fx.Node]) -> tuple[set[fx.Node], bool]:
             if len(found) == _FAR:
                 return found, True
             found.add(user)
-            if not calls(user, SCALED_MM):
+            if not calls(user, *SCALED_MMS):
                 pending.append(user)
     return found, False
 

@@ -1,8 +1,9 @@
-"""Scaled products in a graph: ``aten._scaled_mm`` as torch.compile leaves it."""
+"""Scaled products in a graph: ``torch._scaled_mm`` and ``torch.nn.functional.scaled_mm``, as torch.compile has them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,7 +22,11 @@ from ..graph.collectives import (
     what,
 )
 
-SCALED_MM = aten._scaled_mm.default
+_SECOND = getattr(aten, "_scaled_mm_v2", None)
+#: What such products are: the second is what torch.nn.functional.scaled_mm calls, where torch has it.
+SCALED_MMS = (aten._scaled_mm.default, *([] if _SECOND is None else [_SECOND.default]))
+# As torch.nn.functional.ScalingType numbers them: one scale each, those of rows, those of 1 x 128 and of 128 x 128.
+_KINDS = (([0], [0]), ([1], [1]), ([4], [5]))
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class ScaledMm:
     left_scale: fx.Node
     right_scale: fx.Node
     bias: fx.Node | None
+    fast: bool
+    why_not: str  # of its arguments
 
     @property
     def given(self) -> list[fx.Node]:
@@ -43,10 +50,6 @@ class ScaledMm:
     @property
     def out_dtype(self) -> torch.dtype:
         return val(self.node).dtype
-
-    @property
-    def fast(self) -> bool:
-        return bool(argument(self.node, 7, "use_fast_accum", False))
 
     @property
     def width(self) -> Size:
@@ -75,8 +78,8 @@ class ScaledMm:
         Raises:
             LeftAlone: weft's ops compute no such product.
         """
-        if argument(self.node, 5, "scale_result") is not None:
-            raise LeftAlone("it has a scale of its result")
+        if self.why_not:
+            raise LeftAlone(self.why_not)
         if self.out_dtype not in OUT_DTYPES:
             raise LeftAlone(f"its result is {self.out_dtype}, not bfloat16, float16 or float32")
         for operand in (self.left, self.right):
@@ -94,12 +97,25 @@ class ScaledMm:
 
 def scaled_mm(node: fx.Node) -> ScaledMm | None:
     """The node as a scaled product, None if it is none."""
-    if not calls(node, SCALED_MM) or not is_val(node):
+    if not calls(node, *SCALED_MMS) or not is_val(node):
         return None
-    left, right, left_scale, right_scale = node.args[:4]
-    bias = argument(node, 4, "bias")
-    if not (is_val(left) and is_val(right) and is_val(left_scale) and is_val(right_scale)):
+    if node.target is SCALED_MMS[0]:
+        operands, bias = [*node.args[:4]], argument(node, 4, "bias")
+        fast = bool(argument(node, 7, "use_fast_accum", False))
+        why_not = "it has a scale of its result" if argument(node, 5, "scale_result") is not None else ""
+    else:
+        lists: list[Any] = list(node.args[2:8])
+        scales, kinds, swizzles = lists[::3], lists[1::3], lists[2::3]
+        if any(len(each) != 1 for each in scales):
+            return None
+        operands, bias = [*node.args[:2], *(each[0] for each in scales)], argument(node, 8, "bias")
+        fast = bool(argument(node, 11, "use_fast_accum", False))
+        odd = any(map(any, swizzles)) or argument(node, 10, "contraction_dim", [])
+        plain = tuple(map(list, kinds)) in _KINDS and not odd
+        why_not = "" if plain else f"its scales are of the kinds {kinds[0]} and {kinds[1]}, or swizzled"
+    left, right, of_left, of_right = operands
+    if not (is_val(left) and is_val(right) and is_val(of_left) and is_val(of_right)):
         return None
     if bias is not None and not is_val(bias):
         return None
-    return ScaledMm(node, left, right, left_scale, right_scale, bias)
+    return ScaledMm(node, left, right, of_left, of_right, bias, fast, why_not)

@@ -76,6 +76,8 @@ class ScaledRanks(Ranks):
     def call(self, target: Any, args: list[Any]) -> list[Any]:
         if target is torch.ops.aten._scaled_mm.default:
             return [_product(*a[0][:4], *a[0][4:5]) for a in args]
+        if target is torch.ops.aten._scaled_mm_v2.default:
+            return [_product(*a[0][:2], a[0][2][0], a[0][5][0], a[0][8]) for a in args]
         if target not in (
             _weft.fused_all_gather_scaled_matmul.default,
             _weft.fused_scaled_matmul_reduce_scatter.default,

@@ -337,3 +337,33 @@ def test_fp8_alone() -> None:
         (seen,) = captured(lambda x: gather(x).float(), fp8(5, 32), fusion=fusion, runs=False)
         assert seen.fused == [op], seen.reasons
         check_same(seen, WORLD, ScaledRanks(WORLD))
+
+
+def second(q: Tensor, w: Tensor, s: Tensor, ws: Tensor, kind: tuple[int, int]) -> Tensor:
+    """As torch.nn.functional.scaled_mm calls it."""
+    swizzle = [1] * (kind[0] == 3)
+    how = [s], [kind[0]], swizzle, [ws], [kind[1]], swizzle
+    return torch.ops.aten._scaled_mm_v2(q, w.t(), *how, None, BF16, [], True)
+
+
+def test_torchs_second_spelling() -> None:
+    def fn(x: Tensor, w: Tensor, ws: Tensor, v: Tensor, vs: Tensor) -> tuple[Tensor, Tensor]:
+        q, s = by_rows(gather(x))
+        h, hs = by_rows(x)
+        return second(q, w, s, ws, (1, 1)), scatter(second(h, v, hs, vs, (1, 1)))
+
+    inputs = bf16(6, 32), fp8(48, 32), torch.rand(1, 48), fp8(16, 32), torch.rand(1, 16)
+    (seen,) = captured(fn, *inputs)
+    assert seen.fused == [AGS, SRS], seen.reasons
+    check_same(seen, WORLD, ScaledRanks(WORLD))
+
+
+def test_torchs_second_spelling_of_other_scales() -> None:
+    """1 x 32 of e8m0, as in MX formats."""
+
+    def fn(x: Tensor, w: Tensor, s: Tensor, ws: Tensor) -> Tensor:
+        return second(gather(x), w, s, ws, (3, 3))
+
+    one = torch.ones(128 * 4, dtype=torch.float8_e8m0fnu)
+    (seen,) = captured(fn, fp8(64, 128), fp8(128, 128), one, one, runs=False)
+    assert seen.fused == [None] and "its scales are of the kinds [3] and [3]" in seen.reasons
