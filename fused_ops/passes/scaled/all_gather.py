@@ -38,7 +38,7 @@ from ..graph.index_map import RANK, Digit, Digits, Dims, around_rank, numel, sam
 from ..graph.rewrite import call
 from ..graph.views import View, view_step
 from .row_by_row import RowByRow
-from .scaled_mm import ScaledMm
+from .scaled_mm import SCALED_MMS, ScaledMm
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,9 @@ class AllGatherScaledMatmulPattern:
         Raises:
             LeftAlone: those that do are not exactly what the op computes.
         """
+        graph = c.node.graph
+        if not any(graph.find_nodes(op="call_function", target=target) for target in SCALED_MMS):
+            return None
         if val(c.x).dim() == 0 or not (rows := RowByRow(c, groups)).products:
             return None
         found: list[tuple[ScaledMm, _Place]] = []
