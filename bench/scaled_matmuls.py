@@ -6,8 +6,9 @@ torchrun --nproc-per-node 2 bench/scaled_matmuls.py --m-sizes 1024,4096 --scalin
 A row is one of the ops, a layer, M, and how operands are scaled. Contenders, in microseconds of the slowest rank, the
 median of the rounds:
 
-- mm: ``torch._scaled_mm`` of all rows alone; of blocks with tensor-wise scales: no sum of its kind.
-- collective: the group's own in front of it or behind it; row-wise scales are gathered by one more.
+- mm: ``torch._scaled_mm`` of all rows alone; of blocks torch's product with such scales, where it has one (Hopper, CUDA
+  12.9), else ``torch._scaled_mm`` with tensor-wise ones: no sum of its kind.
+- collective: the group's own in front of it or behind it; scales of rows and of blocks are gathered by one more.
 - torch: ``torch.ops.symm_mem``'s op, on GPUs; it has no block-wise scales.
 - weft, and exact: without fast accumulation; bf16: weft's op of bfloat16 operands of the same sizes.
 
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from timer import Schedule, Series, order, over_ranks, same_head_start
 from torch import Tensor
 from weft import fused_ops
+from weft.kernels.device.gemm.scaling import ScaleKind, Scales, block_product, has_block_product
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 LAYERS = {  # K and N of the whole product
@@ -77,19 +79,44 @@ def _scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor
     return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=BF16, use_fast_accum=True)
 
 
+def _has_product(scaling: str, rows: int, device: torch.device) -> bool:
+    """Whether torch has a product with such scales."""
+    return scaling != "blocks" or has_block_product(rows, (E4M3, E4M3), device)
+
+
+def _product(x: Operands, a: Tensor, of_a: Tensor, scaling: str) -> Tensor:
+    """torch's own, of the function that weft computes, if it has one."""
+    if scaling != "blocks":
+        return _scaled_mm(a, x.b, of_a, x.b_scale)
+    if not _has_product(scaling, a.shape[0], a.device):
+        one = of_a.new_ones(())
+        return _scaled_mm(a, x.b, one, one)
+    out = a.new_empty(a.shape[0], x.b.shape[1], dtype=BF16)
+    return block_product(a, x.b, Scales(ScaleKind.BLOCKS, of_a, x.b_scale), None, out)
+
+
 def gather_contenders(x: Operands, scaling: str, group: str) -> tuple[Contenders, Tensor]:
     """And what all of them shall give, in float64."""
-    size, one = dist.get_world_size(), x.a_scale.new_ones(())
+    size = dist.get_world_size()
     (m, k), n = x.a.shape, x.b.shape[1]
     whole = x.a.new_empty(size * m, k)
-    rows = x.a_scale.new_ones(size * m, 1)
-    scales = (rows, x.b_scale) if scaling == "rows" else (one, one) if scaling == "blocks" else x[2:4]
+    # Rows are contiguous, as in the shard's.
+    of_ranks = x.a_scale.new_ones(size, x.a_scale.shape[-1], m) if scaling != "tensor" else x.a_scale
+
+    def scales() -> Tensor:
+        if scaling == "tensor":
+            return x.a_scale
+        if scaling == "rows":
+            return of_ranks.view(-1, 1)
+        return of_ranks.movedim(0, 1).reshape(-1, size * m).t()
 
     def collective() -> Tensor:
         _all_gather(whole, x.a)
-        if scaling == "rows":
-            _all_gather(rows, x.a_scale)
-        return _scaled_mm(whole, x.b, *scales)
+        if scaling != "tensor":
+            _all_gather(of_ranks, x.a_scale.t())
+        return _product(x, whole, scales(), scaling)
+
+    ready = scales()
 
     def weft(fast: bool) -> Callable[[], Tensor]:
         def call() -> Tensor:
@@ -107,7 +134,7 @@ def gather_contenders(x: Operands, scaling: str, group: str) -> tuple[Contenders
 
     a16, b16 = x.a.to(BF16), x.b.to(BF16)
     found: Contenders = {
-        "mm": lambda: _scaled_mm(whole, x.b, *scales),
+        "mm": lambda: _product(x, whole, ready, scaling),
         "collective": collective,
         "torch": torchs,
         "weft": weft(True),
@@ -121,13 +148,12 @@ def gather_contenders(x: Operands, scaling: str, group: str) -> tuple[Contenders
 
 def scatter_contenders(x: Operands, scaling: str, group: str) -> tuple[Contenders, Tensor]:
     """And what all of them shall give, in float64."""
-    size, rank, one = dist.get_world_size(), dist.get_rank(), x.a_scale.new_ones(())
-    scales = (one, one) if scaling == "blocks" else x[2:4]
+    size, rank = dist.get_world_size(), dist.get_rank()
     shape = [x.a.shape[0], x.b.shape[1]]
     args = x.a, x.b, x.a_scale, x.b_scale, "sum", 0, 0, group
 
     def collective() -> Tensor:
-        partial = _scaled_mm(x.a, x.b, *scales)
+        partial = _product(x, x.a, x.a_scale, scaling)
         out = partial.new_empty(shape[0] // size, shape[1])
         dist.reduce_scatter_tensor(out, partial)
         return out
@@ -141,7 +167,7 @@ def scatter_contenders(x: Operands, scaling: str, group: str) -> tuple[Contender
 
     a16, b16 = x.a.to(BF16), x.b.to(BF16)
     found: Contenders = {
-        "mm": lambda: _scaled_mm(x.a, x.b, *scales),
+        "mm": lambda: _product(x, x.a, x.a_scale, scaling),
         "collective": collective,
         "torch": torchs,
         "weft": weft(True),
@@ -186,7 +212,8 @@ def measure_scaled(
             rounds[i].append(series[i].time())
     took = {who: median(over_ranks(of, device)) for who, of in zip(found, rounds, strict=True)}
     shown = [f"{took[who]:.1f}" if who in took else "" for who in _COLUMNS]
-    ratio = "" if scaling == "blocks" else f"{mine / theirs:.2f}"
+    same = _has_product(scaling, m, device)
+    ratio = f"{mine / theirs:.2f}" if same else ""
     return f"| {' | '.join([*shown, algorithm, ratio])} |"
 
 

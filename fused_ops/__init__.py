@@ -15,6 +15,7 @@ from .functional import (
     one_shot_all_reduce_,
 )
 from .layers.checkpoint import local_state_dict, sharded_state_dict
+from .layers.float8 import float8_all_gather_matmul, float8_matmul_reduce_scatter
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .library import flops as flops  # torch's counter knows them
 from .library import registration as registration  # torch.ops.weft is implemented
@@ -34,6 +35,8 @@ __all__ = [
     "RowParallelLinear",
     "WeftProcessGroup",
     "compile",
+    "float8_all_gather_matmul",
+    "float8_matmul_reduce_scatter",
     "fused_all_gather_matmul",
     "fused_all_gather_scaled_matmul",
     "fused_all_reduce_rms_norm",

@@ -7,7 +7,7 @@ be slower than what it replaces.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from ...kernels.all_gather_matmul import configs as gather
 from ...kernels.device.device_spec import H200, DeviceSpec, device_spec_of
 from ...kernels.device.gemm.gemm_tiles import LINK, MULTIPLY_ADDS
+from ...kernels.device.gemm.scaling import ScaledProducts, ScaleKind, has_block_product
 from ...kernels.matmul_reduce_scatter import configs as scatter
 from ...kernels.matmul_reduce_scatter import to_all
 from .plan import why_tf32
@@ -22,6 +23,8 @@ from .plan import why_tf32
 OPS = (
     "all_gather_matmul",
     "matmul_reduce_scatter",
+    "all_gather_scaled_matmul",
+    "scaled_matmul_reduce_scatter",
     "matmul_all_reduce",
     "all_reduce",
     "all_gather",
@@ -47,7 +50,8 @@ class FusionCandidate:
             columns of all Bs, of the others the own partial product. Collectives alone are of [m, n], the whole
             tensor; their k is 0.
         last_dim: whether the last dimension is gathered or scattered.
-        return_A: whether what all_gather_matmul gathers is wanted, too.
+        return_A: whether what is gathered is wanted, too.
+        scaled: of the scaled ops how operands are scaled; ``dtype`` is that of what is sent.
     """
 
     op: str
@@ -59,6 +63,7 @@ class FusionCandidate:
     device_type: str
     last_dim: bool = False
     return_A: bool = False
+    scaled: ScaledProducts | None = None
 
 
 def why_not_profitable(candidate: FusionCandidate) -> str | None:
@@ -90,6 +95,8 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
             if to_all.choose_sum_to_all_push(of_sum)[1]:
                 return None
         return _too_large("reduced", size, _MOST_REDUCED)
+    if candidate.scaled is not None:
+        return _why_not_scaled(candidate, candidate.scaled)
     if (reason := why_tf32(dtype)) is not None:
         return reason
     if last_dim and not buffers:
@@ -124,6 +131,32 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
     return None if profitable else f"too little is multiplied and scattered ({m} x {k} @ {k} x {n})"
 
 
+def _why_not_scaled(candidate: FusionCandidate, scaled: ScaledProducts) -> str | None:
+    m, n, k, size, last_dim = candidate.m, candidate.n, candidate.k, candidate.world_size, candidate.last_dim
+    if 0 in (m, n, k):
+        return f"of [{m}, {k}] and [{k}, {n}] one is empty"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        scaled = replace(scaled, torchs_blocks=has_block_product(m, scaled.types, device))
+    if candidate.op == "all_gather_scaled_matmul":
+        rows, depth = (m, k // size) if last_dim else (m // size, k)
+        if last_dim and scaled.kind is not ScaleKind.TENSOR:
+            return f"the kernels do not gather the last dimension with {scaled.kind.value} scales"
+        of_gather = gather.AllGatherMatmulProblem(
+            *(rows, (n,), depth // 2, size, _NUM_SMS, last_dim, candidate.return_A, _spec()), scaled=scaled
+        )
+        profitable, verb = gather.gather_is_profitable(of_gather), "gathered and multiplied"
+    else:
+        if scaled.out_dtype == torch.float32:
+            return "the kernels send no partial results of torch.float32"
+        rows, columns = (m, n // size) if last_dim else (m // size, n)
+        of_scatter = scatter.MatmulReduceScatterProblem(
+            *(rows, columns, k // 2, size, _NUM_SMS), split_n=last_dim, spec=_spec(), scaled=scaled
+        )
+        profitable, verb = scatter.scatter_is_profitable(of_scatter), "multiplied and scattered"
+    return None if profitable else f"too little is {verb} ({m} x {k} @ {k} x {n})"
+
+
 def _too_large(verb: str, size: int, most: int) -> str:
     return f"{size >> 20} MiB are {verb}: beyond {most >> 20} MiB that is left to the backend"
 
@@ -136,8 +169,11 @@ def expected_gain(candidate: FusionCandidate) -> float:
     """
     m, n, k, world_size = candidate.m, candidate.n, candidate.k, candidate.world_size
     link, rate = _RATES.get(candidate.device_type, _RATES["cpu"])
-    columns = {"all_gather_matmul": k, "matmul_reduce_scatter": n}.get(candidate.op, 2 * n)
+    gathers, scatters = ("all_gather_matmul", "all_gather_scaled_matmul"), "matmul_reduce_scatter"
+    columns = k if candidate.op in gathers else n if candidate.op.endswith(scatters) else 2 * n
     sent = m * columns * candidate.dtype.itemsize * (world_size - 1) / world_size
+    if candidate.scaled is not None and candidate.device_type == "cuda":
+        rate *= 2  # of numbers of 8 bits
     return min(sent / link, m * n * k / rate)
 
 

@@ -178,5 +178,6 @@ def _refuse_gradient(call: OpArguments) -> None:
             if isinstance(tensor, Tensor) and (tensor.requires_grad or has_tangents()):
                 name = f"{field}[{i}]" if several else field
                 raise ValueError(
-                    f"{name}: requires a gradient, must not: products of fp8 have none; detach it"
+                    f"{name}: requires a gradient, must not: products of given fp8 numbers have none; detach it, or "
+                    "call float8_all_gather_matmul or float8_matmul_reduce_scatter, which cast to fp8 themselves"
                 )

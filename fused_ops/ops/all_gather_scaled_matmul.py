@@ -17,6 +17,7 @@ from ...kernels.device.gemm.scaling import (
     as_pairs,
     blocks_of,
     exact_product,
+    has_block_product,
     torch_product,
 )
 from ...symm_mem.heap.heap import Heap
@@ -26,7 +27,14 @@ from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran, should_
 from ..dispatch.staging import Staging, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
-from .scaled_calls import AllGatherScaledMatmulCall, ScaledRows, dtype_of, scale_of_B, scales_of
+from .scaled_calls import (
+    AllGatherScaledMatmulCall,
+    ScaledRows,
+    dtype_of,
+    scale_of_B,
+    scales_of,
+    why_unfused,
+)
 
 MOST_BS = 4  # of one launch
 Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
@@ -178,12 +186,14 @@ def _scaled_products(gather: ScaledGather) -> ScaledProducts | str:
         return "Bs or results of several dtypes, of which a kernel takes one"
     if len(call.Bs) > MOST_BS:
         return f"{len(call.Bs)} Bs, of which a kernel takes {MOST_BS}"
+    types = gather.a.dtype, call.Bs[0].dtype
     return ScaledProducts(
-        types=(gather.a.dtype, call.Bs[0].dtype),
+        types=types,
         kind=kind,
         out_dtype=dtype,
         promote=kind is ScaleKind.BLOCKS or not all(call.use_fast_accum),
         travels=gather.sent is not None,
+        torchs_blocks=has_block_product(gather.size * gather.m, types, gather.a.device),
     )
 
 
@@ -206,7 +216,7 @@ def _on_cuda(where: Heap, gather: ScaledGather) -> Result | str:
     if isinstance(choice, str):
         return choice
     if not should_fuse(choice.profitable):
-        return "too little is gathered and multiplied"
+        return why_unfused(products, "gathered and multiplied")
     with in_stream_order(a.device):
         staging.copy()
         scales = scaled.GatherScales(
@@ -246,10 +256,19 @@ def _sum_of_parts(gather: ScaledGather, i: int, gathered: Tensor, scales: Sequen
     return total
 
 
+def _gathered_scales(gather: ScaledGather, sent: Tensor, group: ProcessGroup) -> Tensor:
+    """Scales of each rank's rows [W, m, S]; those of blocks with rows contiguous, as torch's product wants them."""
+    if gather.rows.kind is not ScaleKind.BLOCKS:
+        return reference_gathered_rows(sent, group)
+    by_rank = reference_gathered_rows(sent.t(), group)
+    whole = by_rank.movedim(0, 1).contiguous()
+    return whole.permute(1, 2, 0)
+
+
 def _unfused(gather: ScaledGather, group: ProcessGroup) -> Result:
     call, kind = gather.call, gather.rows.kind
     gathered = reference_gathered_rows(gather.a, group)
-    arrived = None if gather.sent is None else reference_gathered_rows(gather.sent, group)
+    arrived = None if gather.sent is None else _gathered_scales(gather, gather.sent, group)
     outs = []
     for i, B in enumerate(call.Bs):
         if gather.last:

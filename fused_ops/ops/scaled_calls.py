@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.device.gemm.scaling import BLOCK, OUT_DTYPES, ScaleKind, Scales, blocks_of
+from ...kernels.device.gemm.scaling import BLOCK, OUT_DTYPES, ScaledProducts, ScaleKind, Scales, blocks_of
 from ..dispatch.plan import aligned
 
 # torch hands an op the dtypes of a list as the numbers by which C++ knows them.
@@ -124,3 +124,10 @@ def scale_of_B(kind: ScaleKind, b: Tensor, k: int, n: int) -> Tensor:
     """As kernels on CUDA take it: one; [N] contiguous, from a multiple of 16 bytes on; or that of blocks as it lies."""
     scales = scales_of(kind, b.new_empty(1, 1), b, k, n)
     return aligned(scales.b.expand(1, n).contiguous()) if kind is ScaleKind.ROWS else scales.b
+
+
+def why_unfused(products: ScaledProducts, what: str) -> str:
+    """Why a call whose kernel is not profitable runs unfused."""
+    if products.torchs_blocks and products.kind is ScaleKind.BLOCKS:
+        return f"torch's product with block-wise scales beside the collective should be faster for what is {what}"
+    return f"too little is {what}"

@@ -16,6 +16,7 @@ from ...kernels.device.gemm.scaling import (
     ScaleKind,
     as_pairs,
     exact_product,
+    has_block_product,
     torch_product,
 )
 from ...kernels.scaled_matmul_reduce_scatter import host
@@ -27,7 +28,14 @@ from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran, should_
 from ..dispatch.staging import Staging
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
-from .scaled_calls import ScaledMatmulReduceScatterCall, ScaledRows, dtype_of, scale_of_B, scales_of
+from .scaled_calls import (
+    ScaledMatmulReduceScatterCall,
+    ScaledRows,
+    dtype_of,
+    scale_of_B,
+    scales_of,
+    why_unfused,
+)
 
 
 def fast_scaled_matmul_reduce_scatter(call: ScaledMatmulReduceScatterCall) -> Tensor | None:
@@ -123,11 +131,13 @@ def _on_cuda(where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows)
         return "partial results of torch.float32, which no kernel sends"
     if split_n and rows.kind is ScaleKind.BLOCKS and n // size % BLOCK:
         return f"the last dimension is scattered, of which a rank has no whole blocks of {BLOCK}"
+    types = call.A.dtype, call.B.dtype
     products = ScaledProducts(
-        types=(call.A.dtype, call.B.dtype),
+        types=types,
         kind=rows.kind,
         out_dtype=out_dtype,
         promote=rows.kind is ScaleKind.BLOCKS or not call.use_fast_accum,
+        torchs_blocks=has_block_product(prod(lead), types, call.A.device),
     )
     before = prod(lead[:dim])
     parts = (1, 1, prod(lead)) if split_n else (before, size, prod(lead) // (before * size))
@@ -140,7 +150,7 @@ def _on_cuda(where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows)
     if isinstance(choice, str):
         return choice
     if not should_fuse(choice.profitable):
-        return "too little is multiplied and scattered"
+        return why_unfused(products, "multiplied and scattered")
     with in_stream_order(b.device):
         staging.copy()
         rows_of_A = 1 if rows.kind is ScaleKind.TENSOR else prod(lead)

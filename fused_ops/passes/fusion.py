@@ -81,7 +81,8 @@ class FusionPass(PassSettings, CustomGraphPass):
     rounding: a sum of products may be summed in another order, and in float32 where it was rounded between; a norm is
     taken in float32 and rounded once; a bias and a residual behind a reduce-scatter are added before it is rounded. A
     number 0 that is added or taken away (Python's ``sum`` begins with one) and a factor or divisor of 1 are left out.
-    So the sign of a zero may differ.
+    So the sign of a zero may differ. A scale of fp8 that is an input of one number is taken to be the same on all
+    ranks.
 
     Before each run a graph asks whether the other ranks of its groups are about to run the same one; if not, all of
     them run theirs unfused, and the report says what differs (``fallback_graph.py`` has the reasons).

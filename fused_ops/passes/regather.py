@@ -21,10 +21,10 @@ from ..dispatch import profitability
 from .agreement.fallback.run import is_fallback_graph
 from .cache_key import pass_key
 from .graph.collectives import Collective, LeftAlone, c10d, hint, val
+from .graph.gathered_tensor import Gathered
 from .graph.index_map import numel
 from .pass_sequence import in_sequence, passes_of
 from .patterns.all_gather_matmul import REGATHERED, contracting
-from .patterns.gathered_tensor import Gathered
 from .settings import PassSettings
 
 #: The option of Inductor for passes on the graph of forward and backward.

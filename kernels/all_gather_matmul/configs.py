@@ -16,7 +16,7 @@ from ..device.comm.ll_exchange import VECTOR
 from ..device.device_spec import device_spec_of
 from ..device.gemm import gemm_tiles, one_shot
 from ..device.gemm.one_shot import OneShotConfig
-from ..device.gemm.scaling import ScaledProducts
+from ..device.gemm.scaling import ScaledProducts, ScaleKind
 from ..device.triton.tile_table import TritonTile, pick
 from .estimate import (
     FIT_ROWS,
@@ -41,6 +41,7 @@ _SMALLER = {(64, 1024): (32, 512), (32, 512): (16, 256), (16, 256): (16, 256)}
 # Microseconds of a copy kernel, and the share of memory bandwidth that it reaches: unfused, shards of the last
 # dimension are put side by side between the all-gather and the matmul. Not fitted: a launch, a read and a write.
 _COPY, _COPIED = 3.0, 0.36
+_ORDER = 2.5  # microseconds of a kernel that puts the ranks' scales of blocks side by side, on H100
 # Of estimate_one_shot_gather_us: matmuls that take so many times as long as the sending, and the share that counts.
 _HIDES, _MOST_NOT_HIDDEN = 12, 0.04
 
@@ -148,9 +149,13 @@ def estimate_one_shot_gather_us(problem: AllGatherMatmulProblem) -> float:
     M = 2048, bench/results/h200-x2-choices.txt); longer ones are taken to lose no larger share."""
     sent, size = problem.moved, problem.world_size
     products = gemm_tiles.matmuls_us(size * problem.m, problem.ns, problem.k, problem.spec)
-    products *= 1.0 if problem.scaled is None else problem.scaled.longer
+    if problem.scaled is not None:
+        products *= problem.scaled.torchs_longer
+        sent += problem.scaled.sent_bytes(problem.m, problem.k) * (size - 1)
     not_hidden = max(0.0, products - _HIDES * one_shot.sending_us(sent, size))
-    return one_shot.exchange_us(sent, size) + products + min(not_hidden, _MOST_NOT_HIDDEN * products)
+    ordered = _ORDER if problem.scaled is not None and problem.scaled.kind is ScaleKind.BLOCKS else 0.0
+    exchanged = one_shot.exchange_us(sent, size) + ordered
+    return exchanged + products + min(not_hidden, _MOST_NOT_HIDDEN * products)
 
 
 def rank_gather_kernels(problem: AllGatherMatmulProblem) -> list[tuple[float, FusedConfig]]:

@@ -16,7 +16,7 @@ from ...symm_mem.workspace import Workspace
 from ..device.comm.ll_exchange import VECTOR, ExchangeLayout, slots_of
 from ..device.gemm import one_shot
 from ..device.gemm.one_shot import OneShotConfig
-from ..device.gemm.scaling import ScaleKind
+from ..device.gemm.scaling import ScaleKind, Scales, block_product
 from ..device.gemm.scaling_params import ScalesParams
 from ..device.jit.empty import empty_on
 from ..device.tuning.choice import KernelChoice, make_together
@@ -138,7 +138,7 @@ _put_pair = struct.Struct("2Q").pack_into
 
 
 class AllGatherScaledMatmulOneShot:
-    """This op as one exchange of rows and scales, and ``torch._scaled_mm`` behind it.
+    """This op as one exchange of rows and scales, and torch's scaled product behind it.
 
     Args:
         workspace: with room for ``config.layout``, the same call site on every rank.
@@ -157,6 +157,7 @@ class AllGatherScaledMatmulOneShot:
         self._biased = [bias is not None for bias in scales.biases]
         (m, k), size, self._scaled = example.a.shape, workspace.world_size, example.scaled
         self.workspace, self._rows, self._k, self._count = workspace, size * m, 2 * k, len(example.bs)
+        self._size = size
         self._empty, self._timeout_ns = empty_on(example.a.device), 0
         p = self._params = _OneShotParams(slots_of(workspace, 0))
         elements = VECTOR // example.a.element_size()
@@ -192,8 +193,9 @@ class AllGatherScaledMatmulOneShot:
         biases = [next(given) if biased else None for biased in self._biased]
         gathered = self._empty((self._rows, self._k), (self._k, 1), scaled.types[0])
         scales = a_scale
-        if scaled.travels:
-            scales = self._empty((self._rows, 1), (1, 1), torch.float32)
+        if scaled.travels:  # one number to each row, or those of blocks [W, S, m]
+            count = self._rows * scaled.blocks(self._k // 2)
+            scales = self._empty((count, 1), (1, 1), torch.float32)
         elif scaled.kind is ScaleKind.ROWS:
             scales = a_scale.reshape(self._rows, 1)
         # Three frames: this and two more, on the fast path and on the slow one.
@@ -210,9 +212,16 @@ class AllGatherScaledMatmulOneShot:
             self.workspace.abandon(e)  # the peers may wait for what was not launched
             raise
         self.workspace.launched()
+        if scaled.kind is ScaleKind.BLOCKS:
+            by_rank = scales.view(self._size, -1, self._rows // self._size)
+            scales = by_rank.movedim(0, 1).reshape(-1, self._rows).t()
         for b, b_scale, bias, result in zip(bs, b_scales, biases, results, strict=True):
             n = b.shape[1]
             out = result if result.dim() == 2 else result.as_strided((self._rows, n), (n, 1))
+            if scaled.kind is ScaleKind.BLOCKS:
+                of_blocks = Scales(scaled.kind, scales, b_scale[: scales.shape[1]])
+                block_product(gathered, b, of_blocks, bias, out)
+                continue
             how = bias, None, scaled.out_dtype, not scaled.promote
             torch.ops.aten._scaled_mm.out(gathered, b, scales, b_scale, *how, out=out)
 

@@ -13,7 +13,7 @@ from ...symm_mem.layout import Layout
 from ..device.device_spec import H200, DeviceSpec, device_spec_of
 from ..device.gemm import gemm_tiles, one_shot
 from ..device.gemm.one_shot import OneShotConfig
-from ..device.gemm.scaling import ScaledProducts
+from ..device.gemm.scaling import ScaledProducts, ScaleKind
 from ..device.triton.tile_table import TritonTile, count_tiles, pick
 
 SCALED_OP = "fused_scaled_matmul_reduce_scatter"  #: of fp8 operands
@@ -202,7 +202,8 @@ def choose_one_shot_scatter(problem: MatmulReduceScatterProblem) -> OneShotConfi
     part = problem.m * problem.n * 2
     if problem.batches != 1 or problem.world_size * part > one_shot.MOST_BYTES:
         return None
-    if problem.scaled is not None and (problem.split_n or not problem.scaled.is_torchs):
+    scaled = problem.scaled
+    if scaled is not None and (problem.split_n or scaled.kind is ScaleKind.BLOCKS or not scaled.is_torchs):
         return None
     return one_shot.config(part, problem.num_sms)
 
@@ -210,7 +211,7 @@ def choose_one_shot_scatter(problem: MatmulReduceScatterProblem) -> OneShotConfi
 def estimate_one_shot_scatter_us(problem: MatmulReduceScatterProblem) -> float:
     """Microseconds: nothing is hidden behind anything."""
     exchanged = one_shot.exchange_us(problem.moved, problem.world_size)
-    longer = 1.0 if problem.scaled is None else problem.scaled.longer
+    longer = 1.0 if problem.scaled is None else problem.scaled.torchs_longer
     return exchanged + longer * gemm_tiles.matmul_us(problem.rows, problem.n, problem.k, problem.spec)
 
 

@@ -104,6 +104,27 @@ def test_what_differs_is_not_launched(stage: Stage) -> None:
     assert len(stage.launched) == 3
 
 
+def test_torchs_product_with_scales_of_blocks(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has one, few rows go in one shot in front of it."""
+    a, b = left("blocks", 512, 4096), right("blocks", 4096, 3072)
+    given = a.numbers, [b.numbers], a.scale, [b.scale], 0, NAME, [None], [None], [None], [False], False
+    call = AllGatherScaledMatmulCall(*given)
+    monkeypatch.setattr(all_gather_scaled_matmul, "has_block_product", lambda rows, *_: rows == 1024)
+    first_gather(stage, call)
+    assert plan.last_plan().algorithm == "one_shot"
+    assert implementations.ALL_GATHER_SCALED_MATMUL.fast(call) is not None
+
+
+def test_blocks_that_torch_multiplies_faster(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are gathered by the group's own collective, if in one shot would be too much."""
+    a = left("blocks", 4096, 16384)
+    b = right("blocks", 16384, 4096)
+    given = a.numbers, [b.numbers], a.scale, [b.scale], 0, NAME, [None], [None], [None], [False], False
+    monkeypatch.setattr(all_gather_scaled_matmul, "has_block_product", lambda *_: True)
+    found = first_gather(stage, AllGatherScaledMatmulCall(*given))
+    assert "torch's product with block-wise scales" in found
+
+
 def test_why_no_kernel_runs(stage: Stage) -> None:
     """Of what is the same on all ranks."""
     with plan.forced("fused"):

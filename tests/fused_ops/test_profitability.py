@@ -17,10 +17,11 @@ from weft.fused_ops.library.compiled import COMMUNICATING
 from weft.fused_ops.passes.graph.collectives import c10d
 from weft.fused_ops.passes.patterns.candidate import word_of
 from weft.kernels.all_gather_matmul import configs as gather
+from weft.kernels.device.gemm.scaling import ScaledProducts, ScaleKind
 from weft.kernels.matmul_reduce_scatter import configs as scatter
 
 SIZES = st.integers(1, 1 << 15)
-BF16 = torch.bfloat16
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
 @pytest.fixture
@@ -33,6 +34,46 @@ def test_cpu_ranks_always_fuse(op: str, m: int, n: int, k: int, world: int, last
     assert (
         why_not_profitable(FusionCandidate(op, m, n, k, world, torch.float32, "cpu", last_dim=last)) is None
     )
+
+
+def scaled(kind: ScaleKind, out_dtype: torch.dtype = BF16, *, travels: bool = False) -> ScaledProducts:
+    return ScaledProducts((E4M3, E4M3), kind, out_dtype, kind is ScaleKind.BLOCKS, travels)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("kind", ScaleKind)
+@pytest.mark.parametrize("m", [64, 1024, 8192])
+def test_scaled_matmuls_ask_the_kernels_rule(m: int, kind: ScaleKind) -> None:
+    """Two numbers of fp8 are one of theirs."""
+    k, n = 4096, 6144
+    of_gather = scaled(kind, travels=kind is not ScaleKind.TENSOR)
+    reason = why_not_profitable(
+        FusionCandidate("all_gather_scaled_matmul", m, n, k, 2, E4M3, "cuda", scaled=of_gather)
+    )
+    problem = gather.AllGatherMatmulProblem(m // 2, (n,), k // 2, 2, 132, scaled=of_gather)
+    assert (reason is None) is gather.gather_is_profitable(problem)
+    of_scatter = scaled(kind)
+    reason = why_not_profitable(
+        FusionCandidate("scaled_matmul_reduce_scatter", m, n, k, 2, BF16, "cuda", scaled=of_scatter)
+    )
+    parts = scatter.MatmulReduceScatterProblem(m // 2, n, k // 2, 2, 132, scaled=of_scatter)
+    assert (reason is None) is scatter.scatter_is_profitable(parts)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_the_kernels_of_fp8_do_not_take() -> None:
+    def why(op: str, how: ScaledProducts, *, last: bool = False, m: int = 8192) -> str:
+        given = FusionCandidate(op, m, 4096, 4096, 2, E4M3, "cuda", last_dim=last, scaled=how)
+        return why_not_profitable(given) or ""
+
+    assert "the last dimension with row-wise" in why(
+        "all_gather_scaled_matmul", scaled(ScaleKind.ROWS), last=True
+    )
+    assert not why("all_gather_scaled_matmul", scaled(ScaleKind.TENSOR), last=True)
+    assert "torch.float32" in why("scaled_matmul_reduce_scatter", scaled(ScaleKind.TENSOR, torch.float32))
+    assert not why("scaled_matmul_reduce_scatter", scaled(ScaleKind.TENSOR))
+    for op in ("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"):
+        assert "one is empty" in why(op, scaled(ScaleKind.TENSOR), m=0)
 
 
 @pytest.mark.usefixtures("hopper")

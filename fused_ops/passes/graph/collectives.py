@@ -15,6 +15,7 @@ from torch import fx
 from torch._prims_common import is_contiguous_or_false
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ....kernels.device.gemm.scaling import FP8
 from ....symm_mem import resolve_group
 from ...library import validation
 
@@ -199,9 +200,10 @@ class Collective:
             raise LeftAlone("the shape of its input is not known")
         if val(x).device.type not in ("cpu", "cuda"):
             raise LeftAlone(f"its input lies on {val(x).device}")
-        if val(x).dtype not in validation.DTYPES:
+        gathers = node.target is c10d.all_gather_into_tensor.default
+        if val(x).dtype not in validation.DTYPES and not (gathers and val(x).dtype in FP8):
             raise LeftAlone(f"its input is {val(x).dtype}, not float32, bfloat16 or float16")
-        reduce_op = "" if node.target is c10d.all_gather_into_tensor.default else str(node.args[1])
+        reduce_op = "" if gathers else str(node.args[1])
         if reduce_op and reduce_op not in validation.REDUCE_OPS:
             raise LeftAlone(f"it reduces by {reduce_op!r}, not 'sum' or 'avg'")
         waits = sorted(u for u in node.users if calls(u, c10d.wait_tensor.default))

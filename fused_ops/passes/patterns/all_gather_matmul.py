@@ -33,11 +33,11 @@ from ..graph.collectives import (
     val,
     what,
 )
+from ..graph.gathered_tensor import Gathered
 from ..graph.index_map import RANK, Digit, Dims, around_rank, numel, plain, same_size
 from ..graph.rewrite import call
 from ..graph.scaling import Change, Scaling, changed, is_factor, scaled
 from ..graph.views import View
-from .gathered_tensor import Gathered
 from .matmuls import Product, Use, matrix, one_matrix, product, use
 from .peak_memory import together
 from .sum_of_matmuls import has_product

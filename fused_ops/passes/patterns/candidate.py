@@ -12,6 +12,8 @@ from ..graph.collectives import Collective, Size, val
 _WORDS = {
     "weft::fused_all_gather_matmul": "all_gather_matmul",
     "weft::fused_matmul_reduce_scatter": "matmul_reduce_scatter",
+    "weft::fused_all_gather_scaled_matmul": "all_gather_scaled_matmul",
+    "weft::fused_scaled_matmul_reduce_scatter": "scaled_matmul_reduce_scatter",
     "weft::fused_matmul_all_reduce": "matmul_all_reduce",
     # What reduces without a product.
     "weft::one_shot_all_reduce": "all_reduce",
@@ -86,6 +88,7 @@ def why_not_profitable_of(match: AnyForm) -> str | None:
         *where_of(match),
         last_dim=match.last_dim,
         return_A=bool(getattr(match, "kept", ())),
+        scaled=getattr(match, "scaled", None),
     )
     return profitability.why_not_profitable(candidate)
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 
 from ....kernels.matmul_reduce_scatter.configs import MOST_PRODUCTS
 from ...library import schema
@@ -138,14 +137,5 @@ class MatmulReduceScatterPattern:
             out = rewrite.rearrange(out, self.part, plain(val(c.wait).shape), val(c.wait).shape, at, near)
             out = rewrite.make_contiguous(out, at)
         self.terms.replace()
-        replace_result(c, out)
+        rewrite.replace_result(c, out)
         rewrite.erase_unused([*self.terms.added, *self.terms.path, *self.sum.nodes, c.node, c.wait])
-
-
-def replace_result(c: Collective, out: fx.Node) -> None:
-    """``out`` in place of the collective's result."""
-    c.wait.replace_all_uses_with(out)
-    for user in list(c.node.users):
-        # The sizes of what is pending are those of the result.
-        if user is not c.wait:
-            user.replace_input_with(c.node, out)

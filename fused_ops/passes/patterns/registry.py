@@ -5,13 +5,22 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from ..graph.collectives import Collective, LeftAlone, c10d
+from ..scaled.all_gather import AllGatherScaledMatmulPattern
+from ..scaled.reduce_scatter import ScaledMatmulReduceScatterPattern
 from .all_gather_matmul import AllGatherMatmulPattern
 from .all_reduce import AllReducePattern
 from .alone import AlonePattern
 from .candidate import why_not_profitable_of
 from .matmul_reduce_scatter import MatmulReduceScatterPattern
 
-Form: TypeAlias = AllGatherMatmulPattern | MatmulReduceScatterPattern | AllReducePattern | AlonePattern
+Form: TypeAlias = (
+    AllGatherMatmulPattern
+    | AllGatherScaledMatmulPattern
+    | MatmulReduceScatterPattern
+    | ScaledMatmulReduceScatterPattern
+    | AllReducePattern
+    | AlonePattern
+)
 
 
 def match(c: Collective, groups: frozenset[str] | None = None, *, always: bool = False) -> Form:
@@ -25,10 +34,24 @@ def match(c: Collective, groups: frozenset[str] | None = None, *, always: bool =
         LeftAlone: it is none that can be fused exactly.
     """
     if c.node.target is c10d.all_gather_into_tensor.default:
-        return AllGatherMatmulPattern.from_collective(c, groups)
+        return _of_gather(c, groups)
     if c.node.target is c10d.reduce_scatter_tensor.default:
-        return MatmulReduceScatterPattern.from_collective(c)
+        scaled = ScaledMatmulReduceScatterPattern.from_collective(c)
+        return MatmulReduceScatterPattern.from_collective(c) if scaled is None else scaled
     return AllReducePattern.from_collective(c, groups, always=always)
+
+
+def _of_gather(c: Collective, groups: frozenset[str] | None) -> Form:
+    why: LeftAlone | None = None
+    try:
+        if (scaled := AllGatherScaledMatmulPattern.from_collective(c, groups)) is not None:
+            return scaled
+    except LeftAlone as e:
+        why = e
+    try:
+        return AllGatherMatmulPattern.from_collective(c, groups)
+    except LeftAlone as e:
+        raise (why or e) from e
 
 
 def match_alone_too(c: Collective, groups: frozenset[str] | None = None, *, always: bool = False) -> Form:

@@ -51,7 +51,8 @@ def yielding(nodes: Iterable[fx.Node], find: Callable[[fx.Node], registry.Form])
                 continue
             for gather in gathers - matches.keys():
                 form = find(gather)
-                assert isinstance(form, AllGatherMatmulPattern)
+                if not isinstance(form, AllGatherMatmulPattern):
+                    raise LeftAlone("it goes with a scaled product")
                 matches[gather] = form
         except LeftAlone:
             continue

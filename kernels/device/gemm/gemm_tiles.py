@@ -16,6 +16,7 @@ _BARRIERS = 256  # bytes, rounded up
 _ALIGNMENT = 1024
 # Microseconds of cuBLAS around a matmul, and between the end of one and the next.
 _PRODUCT_LAUNCH, _NEXT_LAUNCH = 4.0, 2.5
+_SCALES = 15.0  # of one more collective, for scales, which then are put in order (on H100)
 _LEAST_A_ROW = 0.0015  # microseconds for each of K, however narrow: tiles are not split along K
 # Of memory bandwidth by clock and width: what cuBLAS gets that reads one large operand (4.3e6 of 4.9e6 bytes per
 # microsecond on H200, 3.0e6 of 3.35e6 on H100), and what these kernels get of a B that they read once, and more often.
@@ -165,5 +166,6 @@ def unfused_us(
     """
     product = 1.05 * matmul_us(m, n, k, spec)
     if scaled is not None:
-        product = unfused_product_us(scaled, 2 * m * n * k) or product * scaled.longer
+        product = unfused_product_us(scaled, 2 * m * n * k) or product * scaled.torchs_longer
+        product += _SCALES if scaled.travels else 0
     return product + 22 + moved / 330e3

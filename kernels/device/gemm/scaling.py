@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
 
 import torch
 
@@ -15,6 +16,9 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _FLOAT32 = 25e6  # multiply-adds of float32 per microsecond, of cuBLAS on H100; not measured here
+_MULTIPLE = 4  # of rows and of blocks along K: torch's kernel wants 16 bytes of scales
+# As torch.nn.functional.ScalingType numbers them.
+_BY_1X128, _BY_128X128 = 4, 5
 
 
 class ScaleKind(Enum):
@@ -51,6 +55,7 @@ class ScaledProducts:
         types: of A and B.
         promote: sums are added up in float32 behind every 128 of K, not in the tensor cores.
         travels: scales of A go with it.
+        torchs_blocks: torch has a kernel for block-wise scales of so many rows (``has_block_product``).
     """
 
     types: tuple[torch.dtype, torch.dtype]
@@ -58,6 +63,7 @@ class ScaledProducts:
     out_dtype: torch.dtype
     promote: bool
     travels: bool = False
+    torchs_blocks: bool = False
 
     @property
     def pairs(self) -> torch.dtype:
@@ -66,10 +72,10 @@ class ScaledProducts:
 
     @property
     def is_torchs(self) -> bool:
-        """Whether ``torch._scaled_mm`` has a kernel for it in every version."""
-        return self.kind is ScaleKind.TENSOR or (
-            self.kind is ScaleKind.ROWS and self.out_dtype == torch.bfloat16
-        )
+        """Whether torch has a kernel for it, of row-wise scales in every version."""
+        if self.kind is ScaleKind.BLOCKS:
+            return self.torchs_blocks
+        return self.kind is ScaleKind.TENSOR or self.out_dtype == torch.bfloat16
 
     def takes_columns(self, columns: int) -> bool:
         """Of a warpgroup's tile: what is promoted needs twice the registers; block-wise scales are those of one block
@@ -80,11 +86,16 @@ class ScaledProducts:
 
     @property
     def longer(self) -> float:
-        """How much longer a stage takes than one of 16-bit numbers of as many bytes, as it does without promotion
-        (bench/results/h100-x2-scaled-matmuls.txt). Torch's products are taken to take as much longer. Those of blocks
-        were measured with scales that were loaded one stage ahead, not since."""
+        """How much longer a stage of weft's kernels takes than one of 16-bit numbers of as many bytes, as it does
+        without promotion (bench/results/h100-x2-scaled-matmuls.txt). Scales of blocks cost more where they arrive with
+        rows."""
         if self.kind is ScaleKind.BLOCKS:
-            return 1.75
+            return 1.9 if self.travels else 1.42
+        return 1.2 if self.promote else 1.0
+
+    @property
+    def torchs_longer(self) -> float:
+        """The same of torch's product. With scales of blocks it took 1.06 to 1.37 times as long as with two numbers."""
         return 1.2 if self.promote else 1.0
 
     @property
@@ -105,7 +116,26 @@ class ScaledProducts:
 
 def unfused_product_us(scaled: ScaledProducts, multiply_adds: float) -> float | None:
     """Microseconds of an unfused product without a kernel of torch's, which is one of float32; None if there is one."""
-    return multiply_adds / _FLOAT32 if scaled.kind is ScaleKind.BLOCKS else None
+    if scaled.kind is not ScaleKind.BLOCKS or scaled.torchs_blocks:
+        return None
+    return multiply_adds / _FLOAT32
+
+
+def has_block_product(rows: int, types: tuple[torch.dtype, torch.dtype], device: torch.device) -> bool:
+    """Whether torch multiplies so many rows of A and B with block-wise scales there: e4m3 on Hopper, with CUDA 12.9 or
+    later."""
+    if rows % _MULTIPLE or set(types) != {torch.float8_e4m3fn} or device.type != "cuda":
+        return False
+    return offers_block_products(device)
+
+
+@cache
+def offers_block_products(device: torch.device) -> bool:
+    """The same, of some number of rows."""
+    if not hasattr(torch.ops.aten, "_scaled_mm_v2") or torch.version.cuda is None:
+        return False
+    version = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
+    return version >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def as_pairs(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -149,6 +179,9 @@ def torch_product(
         bias: [N] of ``out_dtype``.
         fast: accumulate in the tensor cores' own precision.
     """
+    if scales.kind is ScaleKind.BLOCKS and has_block_product(a.shape[0], (a.dtype, b.dtype), a.device):
+        out = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
+        return block_product(a.contiguous(), b, scales, bias, out)
     if not a.is_cuda or scales.kind is ScaleKind.BLOCKS:
         wide = exact_product(a, b, scales)
     elif scales.kind is ScaleKind.TENSOR:
@@ -177,3 +210,24 @@ def _scaled_mm(
 ) -> torch.Tensor:
     a = a.contiguous()
     return torch._scaled_mm(a, b, scales.a, scales.b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
+
+
+def block_product(
+    a: torch.Tensor, b: torch.Tensor, scales: Scales, bias: torch.Tensor | None, out: torch.Tensor
+) -> torch.Tensor:
+    """``a @ b + bias`` with block-wise scales into ``out``, by torch's kernel, where ``has_block_product``.
+
+    It wants scales of A with rows contiguous, and those of B with K contiguous, filled up to a multiple of four blocks.
+    What lies so is not copied.
+    """
+    by_a, by_b = scales.a.t().contiguous().t(), scales.b
+    blocks, columns = by_b.shape
+    padded = -(-blocks // _MULTIPLE) * _MULTIPLE
+    if padded != blocks or by_b.stride() != (1, padded):
+        filled = by_b.new_zeros(columns, padded)
+        filled[:, :blocks] = by_b.t()
+        by_b = filled.t()
+    # Scales, their kinds and how they are swizzled, of A and of B.
+    how = [by_a], [_BY_1X128], list[int](), [by_b], [_BY_128X128], list[int]()
+    done: torch.Tensor = torch.ops.aten._scaled_mm_v2.out(a, b, *how, bias, out.dtype, [], False, out=out)
+    return done

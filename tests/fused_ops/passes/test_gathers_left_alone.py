@@ -112,7 +112,14 @@ def test_batched_products() -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])
+def test_fp8_that_is_cast() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return ag(x).float() @ w
+
+    check_left(fn, "twice as many bytes would be sent", X2.to(torch.float8_e4m3fn), W8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         return ag(x).float() @ w

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..graph.collectives import (
+from .collectives import (
     Collective,
     LeftAlone,
     aten,
+    c10d,
     calls,
     communicates,
     first_write,
@@ -25,10 +26,10 @@ from ..graph.collectives import (
     waits,
     what,
 )
-from ..graph.index_map import Dims, flat_dims, gathered_dims, same_size
-from ..graph.rewrite import call, erase_unused
-from ..graph.scaling import Change
-from ..graph.views import View, views
+from .index_map import Dims, flat_dims, gathered_dims, same_size
+from .rewrite import call, erase_unused
+from .scaling import Change
+from .views import View, views
 
 # Nodes that are computed before a gather instead of behind it, for one operand: a weight that is cast and transposed.
 _MOST_MOVED = 64
@@ -65,7 +66,10 @@ class Gathered:
         """The users, in the order of the graph, that are no views."""
         inside = self.views.keys() | self.cut.keys()
         found = {
-            u for n in (*inside, *self._gathers()) for u in n.users if u not in inside and not self._size(u)
+            u
+            for n in (*inside, *self._gathers())
+            for u in n.users
+            if u not in inside and not self.size_of_shard(u)
         }
         return sorted(found)
 
@@ -94,8 +98,11 @@ class Gathered:
     def _gathers(self) -> set[fx.Node]:
         return {c.node for c in self.collectives}
 
-    def needed_before(self, at: fx.Node, operand: fx.Node) -> set[fx.Node]:
+    def needed_before(self, at: fx.Node, operand: fx.Node, *, begun: bool = False) -> set[fx.Node]:
         """The nodes that must be moved to before ``at`` for an operand to be there.
+
+        Args:
+            begun: what has begun before ``at`` may be waited for there, such as the maximum of a weight that is cast.
 
         Raises:
             LeftAlone: one of them cannot be.
@@ -109,7 +116,8 @@ class Gathered:
                 raise LeftAlone(f"{what(operand)}, the other operand, depends on the gathered tensor, too")
             if node < at or node in needed:
                 continue
-            if communicates(node) or waits(node) or is_random(node):
+            early = begun and calls(node, c10d.wait_tensor.default) and node.args[0] < at  # type: ignore[operator]
+            if communicates(node) or (waits(node) and not early) or is_random(node):
                 raise LeftAlone(f"{what(operand)}, the other operand, needs {what(node)}, which comes later")
             if len(needed) == _MOST_MOVED:
                 raise LeftAlone(f"{what(operand)}, the other operand, needs too much that comes later")
@@ -131,11 +139,11 @@ class Gathered:
         """
         used: dict[fx.Node, fx.Node] = {}
         for c in self.collectives:
-            if any(user is not c.wait and not self._size(user) for user in c.node.users):
+            if any(user is not c.wait and not self.size_of_shard(user) for user in c.node.users):
                 used[c.wait] = c.node
         for node in (*self.views, *self.cut):
             for user in node.users:
-                if user in self.views or user in self.cut or self._size(user):
+                if user in self.views or user in self.cut or self.size_of_shard(user):
                     continue
                 if user not in products or products[user] is node:
                     used.setdefault(self.cut.get(node, node), user)
@@ -173,7 +181,7 @@ class Gathered:
             view = self.views[view.step.source]
         return view.step is None or first_write(self.collectives[0].node, view.node) is None
 
-    def _size(self, user: fx.Node) -> tuple[int, int] | None:
+    def size_of_shard(self, user: fx.Node) -> tuple[int, int] | None:
         """For a node that reads a size of a view: the dimension of the shard and the factor that give it, too."""
         if not calls(user, aten.sym_size.int):
             return None
@@ -197,7 +205,7 @@ class Gathered:
         """A size of the gathered tensor is read from its input: it is no reason to return it."""
         x = self.collectives[0].x
         for user in dict.fromkeys(u for n in (*self._gathers(), *self.views, *self.cut) for u in n.users):
-            if (found := self._size(user)) is not None:
+            if (found := self.size_of_shard(user)) is not None:
                 size = call(user, aten.sym_size.int, x, found[0])
                 if found[1] != 1:
                     size = call(user, operator.mul, found[1], size)

@@ -1,0 +1,216 @@
+"""Differentiable products in fp8 of operands of 16 or 32 bits, quantised on the way: forward e4m3, gradients e5m2.
+
+A product of given fp8 operands has no gradient: numbers in fp8 are what a cast has made, and whoever has cast them
+knows what to do with one. Here the cast is part of the function, as in torchao's Float8Linear with dynamic tensor-wise
+scales, whose numbers these are: the scale of an operand is that of the whole, from the maximum of all ranks' parts. So
+what travels is fp8, in the backward, too; and what is kept for it has a byte a number.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...kernels.device.gemm.scaling import ScaleKind, Scales, torch_product
+from ...symm_mem import Group, group_name, resolve_group
+from ..collectives import one_shot_all_gather
+from ..functional import one_shot_all_reduce
+from ..library import validation
+from ..scaled import fused_all_gather_scaled_matmul, fused_scaled_matmul_reduce_scatter
+
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_SMALLEST = 1e-12  # of a maximum that is divided by, as in torchao
+_SIZES = 16  # what K, N, and the rows of a weight's gradient must be multiples of
+
+
+class _Quantised(NamedTuple):
+    numbers: Tensor
+    scale: Tensor  # by which they are multiplied to be what they stand for
+
+
+def float8_all_gather_matmul(A_shard: Tensor, B: Tensor, gather_dim: int, group: Group) -> Tensor:
+    """``all_gather(A_shard, gather_dim) @ B`` in fp8: a column-parallel layer, with its gradients.
+
+    >>> import torch, torch.distributed as dist
+    >>> from weft.fused_ops import float8_all_gather_matmul
+    >>> x, weight = torch.randn(16, 32, requires_grad=True), torch.randn(48, 32, requires_grad=True)
+    >>> y = float8_all_gather_matmul(x, weight.t(), 0, None)
+    >>> y.sum().backward()
+    >>> y.shape == (16 * dist.get_world_size(), 48), x.grad.shape, weight.grad.shape
+    (True, torch.Size([16, 32]), torch.Size([48, 32]))
+
+    A_shard and B are cast to float8_e4m3fn, with a scale for each, of the maximum over all ranks. The gradient of the
+    result is cast to float8_e5m2 likewise; that of A_shard is a ``fused_scaled_matmul_reduce_scatter``. Differentiable
+    once. Works under torch.compile. Every rank must call it, and its backward, with the same shapes.
+
+    Args:
+        A_shard: [..., K], 2 or more dimensions; float32, bfloat16 or float16; any strides. K is a multiple of 16.
+        B: [K, N] of this rank, of A_shard's dtype; N is a multiple of 16. Where it requires a gradient, the gathered A
+            must have a multiple of 16 rows.
+        gather_dim: the dimension along which the shards are joined, in rank order; may be negative; not the last.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
+
+    Returns:
+        the product, of A_shard's dtype, contiguous once ``gather_dim`` is moved to the front.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it.
+        PeerTimeout: a rank did not come.
+    """
+    dim, name = _checked(("A_shard", A_shard), B, ("gather_dim", gather_dim), group)
+    rows = A_shard.numel() // max(A_shard.shape[-1], 1) * resolve_group(name).size()
+    _check_rows("A_shard", B, rows)
+    result: Tensor = _AllGatherFloat8.apply(A_shard, B, dim, name)
+    return result
+
+
+def float8_matmul_reduce_scatter(A: Tensor, B: Tensor, scatter_dim: int, group: Group) -> Tensor:
+    """``reduce_scatter(A @ B, "sum", scatter_dim)`` in fp8: a row-parallel layer, with its gradients.
+
+    >>> import torch, torch.distributed as dist
+    >>> from weft.fused_ops import float8_matmul_reduce_scatter
+    >>> W = dist.get_world_size()
+    >>> x, weight = torch.randn(16 * W, 32, requires_grad=True), torch.randn(48, 32, requires_grad=True)
+    >>> y = float8_matmul_reduce_scatter(x, weight.t(), 0, None)
+    >>> y.sum().backward()
+    >>> y.shape, x.grad.shape == x.shape, weight.grad.shape
+    (torch.Size([16, 48]), True, torch.Size([48, 32]))
+
+    As ``float8_all_gather_matmul``; the gradient of the result is cast, then gathered in fp8 by a
+    ``fused_all_gather_scaled_matmul``.
+
+    Args:
+        A: [..., K], 2 or more dimensions; float32, bfloat16 or float16; any strides. K is a multiple of 16.
+        B: [K, N], of A's dtype; N is a multiple of 16. Where it requires a gradient, A must have a multiple of 16 rows.
+        scatter_dim: the dimension of the product that is cut into one part a rank; may be negative; not the last. Its
+            size must be a multiple of the number of ranks.
+        group: a group's name, a ProcessGroup, a 1-D DeviceMesh or (mesh, dim); None is the default group.
+
+    Returns:
+        the local part, of A's dtype, contiguous.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it.
+        PeerTimeout: a rank did not come.
+    """
+    dim, name = _checked(("A", A), B, ("scatter_dim", scatter_dim), group)
+    size = resolve_group(name).size()
+    if A.shape[dim] % size:
+        raise ValueError(
+            f"scatter_dim: A @ B has size {A.shape[dim]} there, must be a multiple of {size} ranks"
+        )
+    _check_rows("A", B, A.numel() // max(A.shape[-1], 1))
+    result: Tensor = _Float8ReduceScatter.apply(A, B, dim, name)
+    return result
+
+
+class _AllGatherFloat8(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, A_shard: Tensor, B: Tensor, dim: int, group: str) -> Tensor:
+        of_A, of_B = ctx.needs_input_grad[:2]
+        a, b = _cast_together((A_shard, B.t()), _E4M3, group)
+        args = a.numbers, [b.numbers.t()], a.scale, [b.scale], dim, group
+        A, (y,) = fused_all_gather_scaled_matmul(
+            *args, out_dtypes=[A_shard.dtype], use_fast_accum=[True], return_A=of_B
+        )
+        ctx.save_for_backward(A, a.scale, b.numbers if of_A else None, b.scale)
+        ctx.dim, ctx.group = dim, group
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        A, a_scale, weight, b_scale = ctx.saved_tensors
+        (g,) = _cast_together((grad,), _E5M2, ctx.group)
+        grad_A = grad_B = None
+        if weight is not None:
+            args = g.numbers, _column_major(weight), g.scale, b_scale, "sum", ctx.dim, ctx.dim, ctx.group
+            grad_A = fused_scaled_matmul_reduce_scatter(*args, out_dtype=grad.dtype)
+        if A is not None:
+            grad_B = _gradient_of_weight(g, _Quantised(A, a_scale), grad.dtype)
+        return grad_A, grad_B, None, None
+
+
+class _Float8ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, A: Tensor, B: Tensor, dim: int, group: str) -> Tensor:
+        of_A, of_B = ctx.needs_input_grad[:2]
+        a, b = _cast_together((A, B.t()), _E4M3, group)
+        ctx.save_for_backward(a.numbers if of_B else None, a.scale, b.numbers if of_A else None, b.scale)
+        ctx.dim, ctx.group = dim, group
+        args = a.numbers, b.numbers.t(), a.scale, b.scale, "sum", dim, dim, group
+        return fused_scaled_matmul_reduce_scatter(*args, out_dtype=A.dtype, use_fast_accum=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        A, a_scale, weight, b_scale = ctx.saved_tensors
+        (g,) = _cast_together((grad,), _E5M2, ctx.group)
+        grad_A = grad_B = gathered = None
+        if weight is not None:
+            args = g.numbers, [_column_major(weight)], g.scale, [b_scale], ctx.dim, ctx.group
+            gathered, (grad_A,) = fused_all_gather_scaled_matmul(
+                *args, out_dtypes=[grad.dtype], return_A=A is not None
+            )
+        if A is not None:
+            if gathered is None:
+                gathered = one_shot_all_gather(g.numbers, ctx.dim, ctx.group)
+            grad_B = _gradient_of_weight(_Quantised(gathered, g.scale), _Quantised(A, a_scale), grad.dtype)
+        return grad_A, grad_B, None, None
+
+
+def _cast_together(tensors: tuple[Tensor, ...], dtype: torch.dtype, group: str) -> list[_Quantised]:
+    """Each with a scale of its own, by the maximum over all ranks; contiguous."""
+    own = [t.abs().amax().float() if t.numel() else t.new_zeros((), dtype=torch.float32) for t in tensors]
+    largest = torch.finfo(dtype).max
+    found = []
+    for t, amax in zip(tensors, one_shot_all_reduce(torch.stack(own), "max", group), strict=True):
+        scale = (largest / amax.double().clamp(min=_SMALLEST)).float()
+        numbers = (t.float() * scale).clamp(-largest, largest).to(dtype)
+        found.append(_Quantised(numbers.contiguous(), scale.reciprocal()))
+    return found
+
+
+def _column_major(x: Tensor) -> Tensor:
+    return x.t().contiguous().t()
+
+
+def _gradient_of_weight(grad: _Quantised, A: _Quantised, dtype: torch.dtype) -> Tensor:
+    """``A^T @ grad`` of all rows, which lies as the transposed of a weight."""
+    rows, g = A.numbers.flatten(0, -2), grad.numbers.flatten(0, -2)
+    scales = Scales(ScaleKind.TENSOR, grad.scale.reshape(1, 1), A.scale.reshape(1, 1))
+    return torch_product(g.t().contiguous(), _column_major(rows), scales, None, dtype, fast=False).t()
+
+
+def _checked(named: tuple[str, Tensor], B: Tensor, dim: tuple[str, int], group: Group) -> tuple[int, str]:
+    """The dimension, not negative, and the group's name."""
+    (name, A), (dim_name, given) = named, dim
+    validation.tensor(name, A, 2)
+    validation.tensor("B", B)
+    if B.dim() != 2:
+        raise ValueError(f"B: has {B.dim()} dimensions, must be a matrix [K, N]")
+    if A.dtype not in validation.DTYPES:
+        raise TypeError(f"{name}: is {A.dtype}, must be torch.float32, torch.bfloat16 or torch.float16")
+    if B.dtype != A.dtype:
+        raise TypeError(f"B: is {B.dtype}, must be {A.dtype} like {name}")
+    if B.device != A.device:
+        raise ValueError(f"B: lies on {B.device}, must lie on {A.device} like {name}")
+    if B.shape[0] != A.shape[-1]:
+        raise ValueError(f"B: has {B.shape[0]} rows, must have {A.shape[-1]}, as many as {name} has columns")
+    for what, size in (("rows", B.shape[0]), ("columns", B.shape[1])):
+        if size % _SIZES:
+            raise ValueError(f"B: has {size} {what}, must have a multiple of {_SIZES}")
+    validation.dimension(dim_name, given, name, A.dim())
+    if given % A.dim() == A.dim() - 1:
+        raise ValueError(f"{dim_name}: is {given}, the last dimension, must be another one")
+    return given % A.dim(), group_name(group)
+
+
+def _check_rows(name: str, B: Tensor, rows: int) -> None:
+    if torch.is_grad_enabled() and B.requires_grad and rows % _SIZES:
+        raise ValueError(
+            f"{name}: makes {rows} rows in all, must make a multiple of {_SIZES} where B requires a gradient"
+        )

@@ -1,0 +1,1 @@
+"""Scaled products of fp8 operands, beside collectives."""

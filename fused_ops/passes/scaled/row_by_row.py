@@ -1,0 +1,318 @@
+"""What is computed of a gathered tensor row by row: the same of each shard, gathered.
+
+So it is with views, with whatever takes each element alone, and with the maximum of a row or of a part of one. A number
+that is the same on all ranks may take part; a maximum over the rows of several ranks may not, as each rank would have
+that of its own rows. A sum is none, either: in another shape it may be rounded otherwise.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..graph import rewrite
+from ..graph.collectives import (
+    Collective,
+    LeftAlone,
+    aten,
+    c10d,
+    calls,
+    communicates,
+    group_of,
+    is_val,
+    known,
+    same_shape,
+    val,
+    waits,
+    what,
+)
+from ..graph.index_map import RANK, Dims, gathered_dims, numel, same_size
+from ..graph.rewrite import call
+from ..graph.split_cat import SPLITS
+from ..graph.views import unchanged, view_step
+from .scaled_mm import SCALED_MMS, ScaledMm, scaled_mm
+
+_FAR = 128  # nodes between a gather and its products
+_NEAR = 12  # steps from a scale to the gather that it comes from
+_DEEP = 32  # nodes that a number is computed by
+_MAXIMA = (aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
+_PARTS = (aten.select.int, aten.slice.Tensor, operator.getitem, *SPLITS)
+
+
+class RowByRow:
+    """Of one gather, and of those that gather scales to go with it.
+
+    Attributes:
+        products: the scaled products that depend on it.
+        bases: it, and others that are found on the way, by what waits for them.
+    """
+
+    def __init__(self, c: Collective, groups: frozenset[str] | None) -> None:
+        self._c, self._groups = c, groups
+        self.bases = {c.wait: c}
+        self._reached, self._cut_off = _reached([c.wait])
+        self._dims: dict[fx.Node, Dims | None] = {}
+        self._shards: dict[fx.Node, fx.Node] = {}
+        found = map(scaled_mm, sorted(n for n in self._reached if calls(n, *SCALED_MMS)))
+        self.products: list[ScaledMm] = [each for each in found if each is not None]
+
+    def dims(self, node: fx.Node) -> Dims | None:
+        """Where the node has the rows of which rank; None where it does not depend on the gathered tensor.
+
+        Raises:
+            LeftAlone: it is not computed row by row.
+        """
+        if node not in self._dims:
+            self._dims[node] = self._find(node)
+        return self._dims[node]
+
+    def _find(self, node: fx.Node) -> Dims | None:
+        if (base := self.bases.get(node)) is not None:
+            return gathered_dims(val(base.x).shape, base.world)
+        if node not in self._reached:
+            if not self._takes_along(node):
+                return None
+            return self._find(node)
+        if self._cut_off:
+            raise LeftAlone(f"more than {_FAR} nodes take what is gathered before its scaled products do")
+        if (step := view_step(node)) is not None and _is_local(node, step.source, step.between):
+            return step.forward(self._needed(step.source))
+        if calls(node, *_MAXIMA):
+            return self._maximum(node)
+        if _is_pointwise(node):
+            return self._pointwise(node)
+        raise LeftAlone(f"{what(node)} is not computed row by row")
+
+    def _needed(self, node: fx.Node) -> Dims:
+        dims = self.dims(node)
+        assert dims is not None
+        return dims
+
+    def _takes_along(self, node: fx.Node) -> bool:
+        """Whether the node is made of what another gather of the group has gathered, which is then part of this."""
+        source, steps = node, 0
+        while steps < _NEAR and source.op == "call_function" and not calls(source, c10d.wait_tensor.default):
+            if communicates(source) or not (_is_pointwise(source) or _of_one(source)):
+                return False
+            inputs = [n for n in source.all_input_nodes if n.op == "call_function"]
+            step = _step_source(source)
+            if step is None and len(inputs) != 1:
+                return False
+            source, steps = step or inputs[0], steps + 1
+        if not calls(source, c10d.wait_tensor.default):
+            return False
+        gather = source.args[0]
+        if not calls(gather, c10d.all_gather_into_tensor.default) or group_of(gather) != self._c.group:  # type: ignore[arg-type]
+            return False
+        try:
+            c = Collective.from_node(gather, self._groups)  # type: ignore[arg-type]
+        except LeftAlone:
+            return False
+        if c.wait is not source or not c.only_waited_for or val(c.x).dim() == 0:
+            return False
+        self.bases[source] = c
+        more, cut_off = _reached([source])
+        self._reached |= more
+        self._cut_off |= cut_off
+        return True
+
+    def _maximum(self, node: fx.Node) -> Dims:
+        source, *given = node.args
+        dims = self._needed(source)  # type: ignore[arg-type]
+        ndim = len(dims)
+        listed: Any = given[0] if given else ()
+        over = {int(d) % ndim for d in listed or range(ndim)}
+        keep = bool(given[1]) if len(given) > 1 else bool(node.kwargs.get("keepdim", False))
+        if any(digit.axis == RANK for d in over for digit in dims[d]):
+            raise LeftAlone(
+                f"{what(node)} is the maximum over the rows of all ranks, of which each rank has its own before they "
+                "are gathered, and no all_reduce takes it"
+            )
+        return tuple(() if i in over else d for i, d in enumerate(dims) if keep or i not in over)
+
+    def _pointwise(self, node: fx.Node) -> Dims:
+        shape = val(node).shape
+        result: list[Any] = [()] * len(shape)
+        for operand in node.all_input_nodes:
+            dims = self.dims(operand)
+            if dims is None:
+                self._check_number(operand, node)
+                continue
+            for i, digits in enumerate(dims, start=len(shape) - len(dims)):
+                if result[i] and digits and not same_size(result[i], digits):
+                    raise LeftAlone(f"{what(node)} takes rows in different orders")
+                result[i] = result[i] or digits
+        if not same_shape([numel(digits) for digits in result], shape):
+            raise LeftAlone(f"{what(node)} takes what has other rows than the gathered tensor")
+        return tuple(result)
+
+    def _check_number(self, operand: fx.Node, user: fx.Node) -> None:
+        if not is_val(operand) or not known(val(operand).numel() == 1):
+            raise LeftAlone(f"{what(user)} takes {what(operand)}, which each rank may have otherwise")
+        if (source := _rank_dependent(operand, self._c.group)) is not None:
+            raise LeftAlone(
+                f"{what(user)} takes {what(operand)}, which comes of {what(source)} on this rank and of no maximum "
+                "over the ranks: others may have another"
+            )
+
+    def nodes(self, roots: Iterable[fx.Node]) -> set[fx.Node]:
+        """All that the roots are computed by, down to what is gathered."""
+        found: set[fx.Node] = set()
+        pending = [root for root in roots if self._dims.get(root) is not None]
+        while pending:
+            node = pending.pop()
+            if node in found:
+                continue
+            found.add(node)
+            if node in self.bases:
+                continue
+            step = view_step(node)
+            found.update(step.between if step is not None else ())
+            inputs = node.all_input_nodes if step is None or not step.between else [step.source]
+            pending += [n for n in inputs if self._dims.get(n) is not None]
+        return found
+
+    def given(self, roots: Iterable[fx.Node]) -> list[fx.Node]:
+        """The numbers that take part in it."""
+        nodes = self.nodes(roots)
+        return [
+            n
+            for node in nodes
+            if node not in self.bases
+            for n in node.all_input_nodes
+            if n not in nodes and n in self._dims
+        ]
+
+    def shard(self, node: fx.Node, at: fx.Node) -> fx.Node:
+        """The same of this rank's shard, before ``at``.
+
+        Raises:
+            LeftAlone: a size is not there where it is needed.
+        """
+        if (done := self._shards.get(node)) is None:
+            done = self._shards[node] = self._of_shard(node, at)
+        return done
+
+    def _of_shard(self, node: fx.Node, at: fx.Node) -> fx.Node:
+        if (base := self.bases.get(node)) is not None:
+            return base.x
+        if self.dims(node) is None:
+            return node
+        step = view_step(node)
+        if (same := unchanged(node)) is not None:
+            return self.shard(same, at)
+        if step is not None and step.change is None:
+            return self._viewed(node, at)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.shard(n, at))
+        return call(at, node.target, *args, **kwargs)
+
+    def _viewed(self, node: fx.Node, at: fx.Node) -> fx.Node:
+        step = view_step(node)
+        assert step is not None
+        source = self.shard(step.source, at)
+        have, want = (of_shard(self._needed(n)) for n in (step.source, node))
+        shape = [numel(digits) for digits in want]
+        if not step.between and len(want) == len(have) and calls(node, *_PERMUTES):
+            return call(at, node.target, source, *node.args[1:])
+        if not step.between:
+            return rewrite.reshape(source, shape, at, [self._c.x])
+        return rewrite.rearrange(source, have, want, shape, at, [self._c.x])
+
+
+_PERMUTES = (aten.permute.default, aten.transpose.int, aten.t.default)
+
+
+def of_shard(dims: Dims) -> Dims:
+    """The dimensions of one rank's shard."""
+    return tuple(tuple(digit for digit in digits if digit.axis != RANK) for digits in dims)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.pointwise in target.tags
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and not target._schema.is_mutable
+        and is_val(node)
+    )
+
+
+def _of_one(node: fx.Node) -> bool:
+    return _step_source(node) is not None
+
+
+def _step_source(node: fx.Node) -> fx.Node | None:
+    try:
+        step = view_step(node)
+    except LeftAlone:
+        return None
+    return None if step is None else step.source
+
+
+def _is_local(node: fx.Node, source: fx.Node, between: tuple[fx.Node, ...]) -> bool:
+    """Whether the source is all that the node is made of."""
+    return bool(between) or all(n is source or not is_val(n) for n in node.all_input_nodes)
+
+
+def _reached(sources: list[fx.Node]) -> tuple[set[fx.Node], bool]:
+    """What depends on the sources, up to scaled products and collectives; whether that is more than _FAR nodes."""
+    found, pending = set[fx.Node](), list(sources)
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            if user in found or user.op == "output" or communicates(user) or waits(user):
+                continue
+            if len(found) == _FAR:
+                return found, True
+            found.add(user)
+            if not calls(user, *SCALED_MMS):
+                pending.append(user)
+    return found, False
+
+
+def _rank_dependent(number: fx.Node, group: str) -> fx.Node | None:
+    """What a number of one element comes of that each rank may have otherwise, unless that is an input of the graph of
+    its own size: such a number is taken to be the same on all ranks. None if it comes of nothing else."""
+    pending, seen = [number], set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node in seen or node.op in ("placeholder", "get_attr"):
+            continue
+        seen.add(node)
+        if len(seen) > _DEEP:
+            return node
+        if calls(node, c10d.wait_tensor.default):
+            reduced: Any = node.args[0]
+            taken = calls(reduced, c10d.all_reduce.default) and group_of(reduced) == group
+            if not taken or reduced.args[1] not in ("max", "min"):
+                return node
+            continue
+        if _is_part(node):
+            pending += node.all_input_nodes
+            continue
+        for operand in node.all_input_nodes:
+            if not is_val(operand) or not known(val(operand).numel() == 1):
+                return operand
+            pending.append(operand)
+        if communicates(node) or not (node.all_input_nodes or _is_constant(node)):
+            return node
+    return None
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether the node is a part of an input of one dimension: one of a module's scales that lie in one tensor."""
+    while node.op == "call_function":
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or not (calls(node, *_PARTS) or _step_source(node) is source):
+            return False
+        node = source
+    return node.op == "placeholder" and is_val(node) and val(node).dim() == 1
+
+
+def _is_constant(node: fx.Node) -> bool:
+    return calls(node, aten.full.default, aten.scalar_tensor.default, aten.lift_fresh_copy.default)
