@@ -13,6 +13,8 @@ from ..bootstrap import processes
 from ..errors import WaitOutcome
 
 _SPINS = 200  # tries before a waiting CPU rank offers its core to the others
+_YIELDING = 0.01  # seconds of a wait in which it only offers its core: then something holds the awaited rank up
+_NAP = 0.001  # seconds between two looks at the word from then on
 _LOOK = 0.05  # seconds between two looks whether the awaited rank's process is still there
 
 
@@ -86,4 +88,7 @@ def spin(
         elif now > look:
             ended = processes.has_ended(peer.process)
             look = now + _LOOK
-        os.sched_yield()
+        if now - begin < _YIELDING:
+            os.sched_yield()
+        else:
+            time.sleep(_NAP)
