@@ -29,7 +29,6 @@ from .process_groups.group import WeftProcessGroup
 from .scaled import fused_all_gather_scaled_matmul, fused_scaled_matmul_reduce_scatter
 
 if TYPE_CHECKING:
-    from . import passes
     from .passes import FusionError, FusionPass, Report
     from .passes.backend import compile, fusion_report  # noqa: A004
 else:

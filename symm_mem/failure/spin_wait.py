@@ -13,8 +13,8 @@ from ..bootstrap import processes
 from ..errors import WaitOutcome
 
 _SPINS = 200  # tries before a waiting CPU rank offers its core to the others
-_YIELDING = 0.01  # seconds of a wait in which it only offers its core: then something holds the awaited rank up
-_NAP = 0.001  # seconds between two looks at the word from then on
+_YIELDING = 0.01  # seconds in which a wait only offers its core: after that something holds the other rank up
+_NAP = 0.001  # seconds that it sleeps between two looks from then on
 _LOOK = 0.05  # seconds between two looks whether the awaited rank's process is still there
 
 

@@ -2,6 +2,8 @@
 // one waits. fibers.cpp and matmuls.cpp include it, each with its own stand-ins for what a kernel includes; what both
 // have in common of sync.cuh and numbers.cuh is here.
 
+#pragma once
+
 #undef _FORTIFY_SOURCE  // its longjmp refuses another stack
 
 #include <setjmp.h>
