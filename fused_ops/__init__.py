@@ -1,4 +1,10 @@
-"""Fused tensor-parallel ops: as functions, in ``torch.ops.weft``, and found in compiled graphs by a pass."""
+"""Fused tensor-parallel ops: as functions, in ``torch.ops.weft``, and found in compiled graphs by a pass.
+
+The pass is imported when one of its names is first used: it needs Inductor, which takes seconds.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 import weft
 
@@ -19,11 +25,24 @@ from .layers.float8 import float8_all_gather_matmul, float8_matmul_reduce_scatte
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .library import flops as flops  # torch's counter knows them
 from .library import registration as registration  # torch.ops.weft is implemented
-from .passes import FusionError, FusionPass, Report
-from .passes.backend import compile, fusion_report  # noqa: A004
 from .process_groups.creation import process_group
 from .process_groups.group import WeftProcessGroup
 from .scaled import fused_all_gather_scaled_matmul, fused_scaled_matmul_reduce_scatter
+
+if TYPE_CHECKING:
+    from .passes import FusionError, FusionPass, Report
+    from .passes.backend import compile, fusion_report  # noqa: A004
+else:
+    # Type checkers must not see it: to them any name would be there.
+    def __getattr__(name: str) -> Any:
+        if name == "passes":
+            return importlib.import_module(".passes", __name__)
+        if name not in _OF_THE_PASS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(_OF_THE_PASS[name], __name__), name)
+        globals()[name] = value
+        return value
+
 
 __all__ = [
     "CallsTaken",
@@ -57,6 +76,15 @@ __all__ = [
     "sharded_state_dict",
     "uninstall",
 ]
+_OF_THE_PASS = {
+    **dict.fromkeys(("FusionError", "FusionPass", "Report"), ".passes"),
+    **dict.fromkeys(("compile", "fusion_report"), ".passes.backend"),
+}
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "passes"})
+
 
 weft._register_backend()
 install_if_asked()

@@ -39,9 +39,13 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _once(tmp_path_factory: pytest.TempPathFactory) -> None:
-    own = tmp_path_factory.getbasetemp()
-    once.folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "once"
+def _once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    try:
+        once.folder = request.config.cache.mkdir("once")  # type: ignore[union-attr]
+        once.drop_unused()
+    except (AttributeError, OSError):  # without pytest's cache, or in a checkout that cannot be written to
+        own = tmp_path_factory.getbasetemp()
+        once.folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "once"
 
 
 def pytest_collection_finish() -> None:

@@ -238,14 +238,41 @@ except AttributeError as error:
     assert of_a_new_process(program).strip() == "module 'weft' has no attribute 'fused_everything'"
 
 
+def for_type_checkers(file: Path) -> set[str]:
+    (block,) = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.If)]
+    return {a.asname or a.name for node in block.body if isinstance(node, ast.ImportFrom) for a in node.names}
+
+
 def test_type_checkers_see_what_the_root_package_finds() -> None:
-    (block,) = [
-        node for node in ast.parse((ROOT / "__init__.py").read_text()).body if isinstance(node, ast.If)
-    ]
-    imported = {
-        a.asname or a.name for node in block.body if isinstance(node, ast.ImportFrom) for a in node.names
-    }
-    assert imported == {*weft.__all__} - {"__version__"}
+    assert for_type_checkers(ROOT / "__init__.py") == {*weft.__all__} - {"__version__"}
+
+
+def test_the_ops_do_not_import_the_compiler() -> None:
+    """It takes longer than all of weft, and a program that compiles nothing does not need it."""
+    program = "import sys, weft.fused_ops; print(*sys.modules)"
+    loaded = of_a_new_process(program).split()
+    assert not {"torch._dynamo", "torch._inductor"} & {*loaded}
+
+
+def test_the_pass_is_found_when_its_names_are_used() -> None:
+    program = """
+import sys
+from weft import fused_ops
+assert set(fused_ops.__all__) <= set(dir(fused_ops))
+assert "weft.fused_ops.passes" not in sys.modules
+assert fused_ops.Report is fused_ops.passes.report.Report
+assert fused_ops.compile is fused_ops.passes.backend.compile
+from weft.fused_ops import *
+assert FusionPass is fused_ops.passes.fusion.FusionPass
+try:
+    fused_ops.fused_everything
+except AttributeError as error:
+    print(error)
+"""
+    expected = "module 'weft.fused_ops' has no attribute 'fused_everything'"
+    assert of_a_new_process(program).strip() == expected
+    names = {"FusionError", "FusionPass", "Report", "compile", "fusion_report"}
+    assert for_type_checkers(ROOT / "fused_ops" / "__init__.py") == names
 
 
 def test_the_checkout_under_another_name_has_no_parts_of_its_own() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch.autograd import profiler
 from torch.distributed import ProcessGroup
@@ -11,6 +14,7 @@ from ...symm_mem import Group, group_name, resolve_group
 
 _is_compiling, _function_modes = torch.compiler.is_compiling, torch._C._len_torch_function_stack
 _function_mode = torch._C._get_function_stack_at
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def known_name(group: Group) -> str | None:
@@ -32,7 +36,13 @@ def known_name(group: Group) -> str | None:
         return None
 
 
-@torch.compiler.assume_constant_result
+def constant_in_graphs(fn: F) -> F:
+    """``torch.compiler.assume_constant_result``, which imports Dynamo for it: that takes seconds."""
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+@constant_in_graphs
 def _size_of(name: str) -> int | None:
     try:
         return resolve_group(name).size()

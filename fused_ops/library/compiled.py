@@ -29,7 +29,6 @@ import torch.compiler.config
 import torch.distributed._functional_collectives  # it tells torch.fx that waiting is a side effect
 from torch import Tensor, fx
 from torch._functorch import compile_utils
-from torch._inductor import config
 from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -91,6 +90,8 @@ def known_to_inductor(fake: Callable[..., Any]) -> Callable[..., Any]:
 
 def why_unordered() -> str | None:
     """The setting by which Inductor need not keep the order of the program; None if there is none."""
+    from torch._inductor import config  # it brings Dynamo, which takes seconds
+
     if config.aten_distributed_optimizations.enable_overlap_scheduling:
         return "torch._inductor.config.aten_distributed_optimizations.enable_overlap_scheduling is True"
     if config.fallback_by_default and config.reorder_for_peak_memory:

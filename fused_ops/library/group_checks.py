@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from ...symm_mem import resolve_group
+from ..dispatch.callers import constant_in_graphs
 
 
 def group_size(value: int | None, group_name: str) -> None:
@@ -16,7 +15,7 @@ def group_size(value: int | None, group_name: str) -> None:
         )
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def why_of_another_rank(group_name: str, rank: int, size: int) -> str | None:
     """Why this is not the rank whose part of a layer was made; None if it is. A graph is traced on one rank for one
     group, so Dynamo need not look into it."""

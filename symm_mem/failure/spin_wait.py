@@ -13,6 +13,8 @@ from ..bootstrap import processes
 from ..errors import WaitOutcome
 
 _SPINS = 200  # tries before a waiting CPU rank offers its core to the others
+_YIELDING = 0.01  # seconds in which a wait only offers its core: after that something holds the other rank up
+_NAP = 0.001  # seconds that it sleeps between two looks from then on
 _LOOK = 0.05  # seconds between two looks whether the awaited rank's process is still there
 
 
@@ -86,4 +88,7 @@ def spin(
         elif now > look:
             ended = processes.has_ended(peer.process)
             look = now + _LOOK
-        os.sched_yield()
+        if now - begin < _YIELDING:
+            os.sched_yield()
+        else:
+            time.sleep(_NAP)

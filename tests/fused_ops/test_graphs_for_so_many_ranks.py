@@ -26,6 +26,15 @@ from weft.fused_ops import (
     one_shot_all_reduce_,
     one_shot_reduce_scatter,
 )
+from weft.fused_ops.dispatch.callers import constant_in_graphs
+
+
+def test_what_is_constant_in_graphs_is_marked_as_torch_marks_it() -> None:
+    def ours() -> None: ...
+
+    def torchs() -> None: ...
+
+    assert vars(constant_in_graphs(ours)) == vars(torch.compiler.assume_constant_result(torchs)) != {}
 
 
 def pair(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:

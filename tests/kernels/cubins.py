@@ -13,7 +13,7 @@ import pytest
 import triton
 import weft.kernels.device
 from once import made_once
-from weft.kernels.device.jit.program import Program, compile_cubin
+from weft.kernels.device.jit.program import Program, _key, compile_cubin
 
 KERNELS = Path(weft.kernels.device.__file__).parent.parent
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -35,8 +35,8 @@ def _compile(program: Program) -> bytes:
     def write(place: Path) -> None:
         place.write_bytes(compile_cubin(program.path, program.arch, program.defines))
 
-    what = program.path, program.arch, sorted(program.defines.items())  # sources do not change meanwhile
-    return made_once(what, write).read_bytes()
+    # The key of weft's own cache: sources, defines, options and compiler.
+    return made_once((program.path.name, _key(program)), write).read_bytes()
 
 
 def compile_ahead(request: pytest.FixtureRequest, programs: dict[str, Program]) -> None:

@@ -2,6 +2,8 @@
 // one waits. fibers.cpp and matmuls.cpp include it, each with its own stand-ins for what a kernel includes; what both
 // have in common of sync.cuh and numbers.cuh is here.
 
+#pragma once
+
 #undef _FORTIFY_SOURCE  // its longjmp refuses another stack
 
 #include <setjmp.h>
@@ -87,6 +89,8 @@ struct Dice {
         state ^= state >> 27;
         return state * 0x2545f4914f6cdd1d >> 32;
     }
+    // A number less than `end`; a remainder takes ten times as long.
+    unsigned below(uint64_t end) { return (*this)() * end >> 32; }
 };
 static Dice dice;
 
@@ -293,13 +297,13 @@ static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long w
             busy.push_back(late);
         }
         // A rank runs for a while before another one does: they drift apart by whole calls.
-        const size_t pick = dice() % busy.size();
+        const size_t pick = dice.below(busy.size());
         Rank& rank = all[busy[pick]];
         if (all_turns > MOST_TURNS) return false;
-        for (int turns = dice() % turns_a_rank; turns >= 0 && rank.next < rank.launches.size(); --turns) {
+        for (int turns = dice.below(turns_a_rank); turns >= 0 && rank.next < rank.launches.size(); --turns) {
             if (rank.fibers.empty()) start(rank);
             Launch& launch = *rank.launches[rank.next];
-            const size_t i = dice() % rank.fibers.size();
+            const size_t i = dice.below(rank.fibers.size());
             --wanted;
             ++all_turns;
             between_turns();

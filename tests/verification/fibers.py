@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import shutil
 import subprocess
 import threading
@@ -105,13 +106,46 @@ def build(
     (folder / "ranks.inc").write_text("\n".join(text) + "\n")
     flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC"]
     flags += [f"-D{name}={value}" for name, value in defines.items()]
-    program = Path(__file__).with_name("fibers.cpp")
-    what = flags, text, sorted((place.name, content) for place, content in texts.items())
-    made = made_once(
-        what, lambda to: subprocess.run(["g++", *flags, f"-I{folder}", program, "-o", to], check=True)
+    what = text, sorted((place.name, content) for place, content in texts.items())
+    return Library(tuple(every), compiled(Path(__file__).with_name("fibers.cpp"), flags, folder, what))
+
+
+def compiled(
+    program: Path, flags: Sequence[str], folder: Path, what: Sequence[object], more: Sequence[str] = ()
+) -> ctypes.CDLL:
+    """A library of ``program``, of which the same one is compiled once, with variables of its own.
+
+    Args:
+        folder: empty but for what ``program`` includes; the library lies there, too.
+        what: all of that.
+        more: flags that ``what`` stands for.
+    """
+    header, gcc = program.with_name("precompiled.h"), [_compiler(), *_texts(program.parent)]
+    for_header = [flag for flag in flags if not flag.startswith("-D") and flag != "-shared"]
+    parsed = made_once(
+        [*gcc, *for_header],
+        lambda to: subprocess.run(["g++", *for_header, "-x", "c++-header", header, "-o", to], check=True),
     )
-    library = shutil.copy(made, folder / "fibers.so")  # with variables of its own
-    return Library(tuple(every), ctypes.CDLL(str(library)))
+    (folder / "precompiled.h.gch").symlink_to(parsed)  # g++ takes it in place of the header
+    shutil.copy(header, folder)
+    here = [f"-I{folder}", f"-I{program.parent}", "-include", folder / header.name, *more]
+    made = made_once(
+        [*gcc, program.name, *flags, *what],
+        lambda to: subprocess.run(["g++", *flags, *here, program, "-o", to], check=True),
+    )
+    return ctypes.CDLL(str(shutil.copy(made, folder / f"{program.stem}.so")))
+
+
+@functools.cache
+def _compiler() -> str:
+    """Which it is, and for which processor it compiles."""
+    ask = ["g++", "--version"], ["g++", "-march=native", "-Q", "--help=target"]
+    return "".join(subprocess.run(each, capture_output=True, text=True, check=True).stdout for each in ask)
+
+
+@functools.cache
+def _texts(folder: Path) -> list[str]:
+    return [file.read_text() for file in sorted(folder.iterdir()) if file.suffix in (".h", ".cpp")]
 
 
 @dataclass

@@ -92,22 +92,22 @@ static void store(void* place, const void* value, int size, bool late_at_home = 
 
 template <typename T>
 static T taken(std::vector<T>& all) {
-    std::swap(all[dice() % all.size()], all.back());
+    std::swap(all[dice.below(all.size())], all.back());
     T one = std::move(all.back());
     all.pop_back();
     return one;
 }
 
 static void between_turns() {
-    State& s = states[dice() % states.size()];
+    State& s = states[dice.below(states.size())];
     // So late that a block which does not wait for its copies may have ended before them.
-    if (!s.copies.empty() && dice() % (turns_a_store * turns_a_store) == 0) {
+    if (!s.copies.empty() && dice.below(turns_a_store * turns_a_store) == 0) {
         const State::Copy copy = taken(s.copies);
         strays += s.threads[copy.block] == 0;
         copy.run();
     }
     auto& late = s.late;
-    if (late.empty() || dice() % turns_a_store != 0) return;
+    if (late.empty() || dice.below(turns_a_store) != 0) return;
     arrive_late(taken(late));
 }
 
@@ -357,31 +357,12 @@ static void warpgroup_wait() {
 // columns lie 4096 bytes apart.
 static u64 smem_descriptor(const void* at, u32, u32) { return reinterpret_cast<u64>(at) >> 4; }
 
-#ifndef FP8_TYPES
-template <int N>
-struct Wgmma {
-    template <int N_CONTIGUOUS>
-    static void run(float (&d)[N / 2], u64 a, u64 b, int add) {
-        const u16 *as = reinterpret_cast<const u16*>(a << 4), *bs = reinterpret_cast<const u16*>(b << 4);
-        const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
-        for (int i = 0; i < N / 2; ++i) {
-            const u16* x = as + 64 * (row + i / 2 % 2 * 8);
-            const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-            const u16* y = bs + (N_CONTIGUOUS ? column / 64 * 2048 + column % 64 : 64 * column);
-            float sum = add ? d[i] : 0;
-            for (int k = 0; k < 16; ++k) {
-                sum += as_float(u32(x[k]) << 16) * as_float(u32(y[N_CONTIGUOUS ? 64 * k : k]) << 16);
-            }
-            d[i] = sum;
-        }
-    }
-};
-#endif
-
 }  // namespace weft
 
 #ifdef FP8_TYPES
 #include "float8.h"
+#else
+#include "bfloat16.h"
 #endif
 
 static void __nanosleep(unsigned nanoseconds) {

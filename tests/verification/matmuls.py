@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import struct
-import subprocess
 import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fibers import DEVICE, Library, Ranks
-from once import made_once
+from fibers import DEVICE, Library, Ranks, compiled
 from weft.kernels.device.gemm import gemm
 from weft.kernels.device.gemm.gemm_tiles import Tile
 from weft.kernels.device.jit.program import Function, Program
@@ -94,11 +91,10 @@ def _build(
     }
     flags = ["-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing"]
     flags += ["-w", "-Wno-psabi", "-shared", "-fPIC", *(f"-D{key}={value}" for key, value in options.items())]
-    here = [f"-I{folder / 'device'}", f'-DSOURCE="{kernel}"', str(Path(__file__).with_name("matmuls.cpp"))]
-    what = flags, sorted((file.relative_to(folder).as_posix(), text) for file, text in texts.items())
-    made = made_once(what, lambda to: subprocess.run(["g++", *flags, *here, "-o", to], check=True))
-    library = shutil.copy(made, folder / "products.so")  # with variables of its own
-    return Library((name,), ctypes.CDLL(str(library)))
+    more = [f"-I{folder / 'device'}", f'-DSOURCE="{kernel}"']
+    what = sorted((file.relative_to(folder).as_posix(), text) for file, text in texts.items())
+    program = Path(__file__).with_name("matmuls.cpp")
+    return Library((name,), compiled(program, flags, folder, what, more))
 
 
 class Loaded(cuda_state.CudaState):
