@@ -58,18 +58,21 @@ def run_report(args: argparse.Namespace) -> None:
 
     rows: list[dict[str, Any]] = []
     timelines: dict[str, Any] = {}
+    layers: dict[str, Any] = {}
     for case in cases(args):
         begun = time.perf_counter()
-        found, lanes = measure_case(case, args.contenders, device, args.steps, say)
-        rows += found
-        timelines.update(lanes)
-        say("\n".join([*table(found), f"    ({time.perf_counter() - begun:.0f} s)"]))
+        found = measure_case(case, args.contenders, device, args.steps, say)
+        rows += found.rows
+        timelines.update(found.timelines)
+        layers.update(found.layers)
+        say("\n".join([*table(found.rows), f"    ({time.perf_counter() - begun:.0f} s)"]))
     curves = losses(args.contenders, device, args.losses) if args.losses else {}
     if rank == 0 and not args.no_file:
         content: dict[str, Any] = {
             "meta": described(on, world) | {"command": args.command},
             "rows": rows,
             "losses": curves,
+            "layers": layers,
         }
         content["meta"]["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
         path = args.output or ROOT / "bench" / "results" / f"{device_name(on)}-x{world}-llama.json"

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 #: (lane, start, end) in microseconds from the step's first kernel.
 Interval = tuple[str, float, float]
+_ATTENTION = ("flash_fprop", "flash_fwd", "fmha_cutlassF")  # forward
+
+
+class Kernel(NamedTuple):
+    """When it ran, in microseconds."""
+
+    name: str
+    start: float
+    end: float
 
 
 def lane_of(kernel: str) -> str:
@@ -27,7 +36,7 @@ def lane_of(kernel: str) -> str:
     return "matmul" if any(word in name for word in products) else "other"
 
 
-def intervals(run: Callable[[], Any]) -> list[Interval]:
+def kernels_of(run: Callable[[], Any]) -> list[Kernel]:
     """Of the second of two steps."""
     run()
     torch.cuda.synchronize()
@@ -35,12 +44,28 @@ def intervals(run: Callable[[], Any]) -> list[Interval]:
         run()
         torch.cuda.synchronize()
     found = [
-        (lane_of(e.name), float(e.time_range.start), float(e.time_range.end))
+        Kernel(e.name, float(e.time_range.start), float(e.time_range.end))
         for e in prof.events()
         if e.device_type == torch.autograd.DeviceType.CUDA
     ]
-    first = min((start for _, start, _ in found), default=0.0)
-    return sorted((lane, start - first, end - first) for lane, start, end in found)
+    return sorted(found, key=lambda kernel: kernel.start)
+
+
+def intervals(kernels: Sequence[Kernel]) -> list[Interval]:
+    first = min((kernel.start for kernel in kernels), default=0.0)
+    return sorted((lane_of(k.name), k.start - first, k.end - first) for k in kernels)
+
+
+def forward_layer(kernels: Sequence[Kernel]) -> list[Interval]:
+    """A layer of the forward, from behind one attention to the next, in the middle; empty without two of them."""
+    ends = [k.end for k in kernels if any(word in k.name for word in _ATTENTION)]
+    if len(ends) < 2:
+        return []
+    begin, end = ends[(len(ends) - 1) // 2 :][:2]
+    inside = [k for k in kernels if begin <= k.start and k.end <= end]
+    return sorted(
+        ((lane_of(k.name), k.start - begin, k.end - begin) for k in inside), key=lambda kernel: kernel[1]
+    )
 
 
 def busy(kernels: Sequence[Interval]) -> float:

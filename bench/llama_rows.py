@@ -15,11 +15,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from llama_profile import busy, intervals
+from llama_profile import Interval, busy, forward_layer, intervals, kernels_of
 from llama_steps import CPU_SIZES, GPU_SIZES, Case, Step, make_step
 from torch._inductor import config as inductor_config
 from weft.fused_ops.passes.report import VoteCounts
@@ -38,10 +38,18 @@ def flops(case: Case) -> float:
     return forward * (3 if case.mode == "train" else 1)
 
 
+class Measured(NamedTuple):
+    """The rows of a case; of each contender the kernels of a step, and those of a layer's forward in training."""
+
+    rows: list[dict[str, Any]]
+    timelines: dict[str, list[Interval]]
+    layers: dict[str, list[Interval]]
+
+
 def measure_case(
     case: Case, contenders: Sequence[str], device: torch.device, steps: int, say: Callable[[str], None]
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The rows of a case, and the kernels of a step of each contender. ``say`` is told how far it is."""
+) -> Measured:
+    """``say`` is told how far it is."""
     made: dict[str, Step] = {}
     for name in contenders:
         torch.compiler.reset()
@@ -54,7 +62,9 @@ def measure_case(
     for name in list(made) * 3:  # by turns
         times[name] += _series(made[name], steps, device)
     votes = {name: _votes(begun[name], step.voted()) for name, step in made.items()}
-    lanes = {f"{case} {name}": intervals(step.run) for name, step in made.items()} if _on(device) else {}
+    kernels = {f"{case} {name}": kernels_of(step.run) for name, step in made.items()} if _on(device) else {}
+    lanes = {name: intervals(found) for name, found in kernels.items()}
+    layers = {name: forward_layer(found) for name, found in kernels.items()} if case.mode == "train" else {}
     computing = busy(lanes[f"{case} plain"]) if f"{case} plain" in lanes else None
     rows = []
     for name in made:
@@ -78,7 +88,7 @@ def measure_case(
             "votes": votes[name],
         }
         rows.append(row)
-    return rows, lanes
+    return Measured(rows, lanes, layers)
 
 
 def _votes(begun: VoteCounts | None, ended: VoteCounts | None) -> dict[str, float] | None:

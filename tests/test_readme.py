@@ -252,6 +252,13 @@ def test_the_chart_is_that_of_the_files(tmp_path: Path) -> None:
     assert picture.read_text() == text("docs/layers-h100-x2.svg")
 
 
+def test_the_kernels_of_a_layer_are_those_of_the_file(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    command = [sys.executable, "bench/layer_picture.py", "--output", str(picture)]
+    subprocess.run(command, cwd=ROOT, timeout=60, capture_output=True, check=True)
+    assert picture.read_text() == text("docs/layer-h100-x2.svg")
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_is_a_target(page: str) -> None:
     targets = set(re.findall(r"^([a-z][\w-]*):", text("Makefile"), re.MULTILINE))

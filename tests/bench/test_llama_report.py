@@ -45,6 +45,15 @@ def test_communication_that_is_covered_is_not_exposed() -> None:
     assert llama_profile.busy([*kernels, ("fused", 7000.0, 7500.0)]) == pytest.approx(5.5)
 
 
+def test_a_layer_lies_between_two_attentions() -> None:
+    names = ["nvjet_a", "x_flash_fprop_y", "nvjet_b", "ncclDevKernel_c", "x_flash_fprop_y", "nvjet_d"]
+    kernels = [llama_profile.Kernel(name, 10.0 * i + 5, 10.0 * i + 12) for i, name in enumerate(names)]
+    layer = [("matmul", 3.0, 10.0), ("communication", 13.0, 20.0), ("matmul", 23.0, 30.0)]
+    assert llama_profile.forward_layer(kernels) == layer
+    assert llama_profile.forward_layer(kernels[:4]) == []
+    assert llama_profile.intervals(kernels)[0] == ("communication", 30.0, 37.0)
+
+
 @pytest.mark.parametrize(
     ("kernel", "lane"),
     [
