@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         RowParallelLinear,
         WeftProcessGroup,
         compile,  # noqa: A004
+        float8_all_gather_matmul,
+        float8_matmul_reduce_scatter,
         fused_all_gather_matmul,
         fused_all_gather_scaled_matmul,
         fused_all_reduce_rms_norm,
@@ -67,6 +69,8 @@ __all__ = [
     "WeftProcessGroup",
     "__version__",
     "compile",
+    "float8_all_gather_matmul",
+    "float8_matmul_reduce_scatter",
     "fused_all_gather_matmul",
     "fused_all_gather_scaled_matmul",
     "fused_all_reduce_rms_norm",

@@ -221,7 +221,9 @@ def test_operators_beside_collectives(name: str) -> None:
 @pytest.mark.parametrize("name", ["flexible", "chosen", "counted"])
 def test_operators_beside_collectives_run_unfused(name: str) -> None:
     for said in run_ranks(said_when_left, 2, name):
-        assert said == []
+        assert len(said) == (
+            name == "counted"
+        )  # a loop runs op by op, as Inductor does not compile it from its text
 
 
 def test_branches_beside_collectives_in_training() -> None:
