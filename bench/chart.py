@@ -49,18 +49,34 @@ def chosen_rows(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _text(x: float, y: float, words: str, anchor: str = "middle", more: str = "") -> str:
+def label(x: float, y: float, words: str, anchor: str = "middle", more: str = "") -> str:
     return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{more}>{words}</text>'
+
+
+def framed(width: float, height: float, title: str, parts: Sequence[str]) -> str:
+    """The SVG of some parts below a title."""
+    head = f'viewBox="0 0 {width:g} {height:g}" role="img" font-family="Helvetica, Arial, sans-serif" font-size="13"'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {head} fill="{INK}">',
+            f"<title>{title}</title>",
+            f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>',
+            label(LEFT, 23, title, "start", ' font-size="15" font-weight="bold"'),
+            *parts,
+            "</svg>",
+            "",
+        ]
+    )
 
 
 def _legend() -> list[str]:
     parts, x = [], float(LEFT)
     for _, name, colour in CONTENDERS:
         parts += [f'<rect x="{x:g}" y="38" width="12" height="12" fill="{colour}"/>']
-        parts += [_text(x + 18, 49, name, "start")]
+        parts += [label(x + 18, 49, name, "start")]
         x += 40 + 7.2 * len(name)
     parts += [f'<path d="M{x:g} 44h22" stroke="{INK}" stroke-width="2" stroke-dasharray="4 2"/>']
-    return [*parts, _text(x + 28, 49, "limit: max(cuBLAS alone, bytes / link)", "start")]
+    return [*parts, label(x + 28, 49, "limit: max(cuBLAS alone, bytes / link)", "start")]
 
 
 def _group(row: dict[str, Any], layer: str, x: float, scale: float) -> list[str]:
@@ -72,14 +88,14 @@ def _group(row: dict[str, Any], layer: str, x: float, scale: float) -> list[str]
             f'<rect x="{left:g}" y="{BASE - height:.1f}" width="{BAR}" height="{height:.1f}" fill="{colour}"/>'
         ]
         bold = ' font-weight="bold"' if column == "weft_us" else ""
-        parts += [_text(left + BAR / 2, round(BASE - height - 5, 1), f"{us:.0f}", more=bold)]
+        parts += [label(left + BAR / 2, round(BASE - height - 5, 1), f"{us:.0f}", more=bold)]
     y, wide = BASE - row["limit_us"] * scale, len(CONTENDERS) * (BAR + GAP) - GAP
     parts += [
         f'<path d="M{x - 3:g} {y:.1f}h{wide + 6}" stroke="{INK}" stroke-width="2" stroke-dasharray="4 2"/>'
     ]
     middle = x + wide / 2
-    parts += [_text(middle, BASE + 18, layer, more=' font-weight="bold"')]
-    return [*parts, _text(middle, BASE + 35, WORDS[row["op"]])]
+    parts += [label(middle, BASE + 18, layer, more=' font-weight="bold"')]
+    return [*parts, label(middle, BASE + 35, WORDS[row["op"]])]
 
 
 def chart(rows: Sequence[dict[str, Any]]) -> str:
@@ -89,20 +105,10 @@ def chart(rows: Sequence[dict[str, Any]]) -> str:
     step = (WIDTH - 2 * LEFT) / len(rows)
     inset = (step - len(CONTENDERS) * (BAR + GAP) + GAP) / 2
     title = f"Llama 8B, M = {M}, bfloat16, 2 H100: microseconds a layer (lower is better)"
-    head = (
-        f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-family="Helvetica, Arial, sans-serif" font-size="13"'
-    )
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {head} fill="{INK}">',
-        f"<title>{title}</title>",
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        _text(LEFT, 23, title, "start", ' font-size="15" font-weight="bold"'),
-        *_legend(),
-        f'<path d="M{LEFT} {BASE}h{WIDTH - 2 * LEFT}" stroke="{INK}"/>',
-    ]
+    parts = [*_legend(), f'<path d="M{LEFT} {BASE}h{WIDTH - 2 * LEFT}" stroke="{INK}"/>']
     for i, (row, (_, _, layer)) in enumerate(zip(rows, LAYERS, strict=True)):
         parts += _group(row, layer, LEFT + i * step + inset, scale)
-    return "\n".join([*parts, "</svg>", ""])
+    return framed(WIDTH, HEIGHT, title, parts)
 
 
 def main() -> None:

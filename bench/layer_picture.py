@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from chart import INK
+from chart import LEFT, WIDTH, framed, label
 from llama_page import LANES
 
 ROOT = Path(__file__).parent.parent
@@ -21,12 +21,8 @@ MACHINE = "h100-x2"
 CASE = "train whole seq 4096"
 CONTENDERS = (("plain", "torch.compile"), ("weft", "with weft's pass"))
 WORDS = {"matmul": "matmul, attention", "fused": "weft: matmul and communication", "other": "other kernels"}
-WIDTH, LEFT, LANE, TOP, GAP = 760, 20, 20, 92, 34
+LANE, TOP, GAP = 20, 92, 34
 Interval = tuple[str, float, float]
-
-
-def _text(x: float, y: float, words: str, more: str = "") -> str:
-    return f'<text x="{x:g}" y="{y:g}"{more}>{words}</text>'
 
 
 def _legend() -> list[str]:
@@ -35,7 +31,7 @@ def _legend() -> list[str]:
         words = WORDS.get(lane, lane)
         parts += [
             f'<rect x="{x:g}" y="38" width="12" height="12" fill="{colour}"/>',
-            _text(x + 18, 49, words),
+            label(x + 18, 49, words, "start"),
         ]
         x += 40 + 6.6 * len(words)
     return parts
@@ -49,7 +45,7 @@ def picture(layers: Sequence[Sequence[Interval]]) -> str:
     parts, y = [], TOP
     for (_, words), kernels in zip(CONTENDERS, layers, strict=True):
         total = max(end for _, _, end in kernels)
-        parts += [_text(LEFT, y - 8, f"{words}: {total:.0f} us", ' font-weight="bold"')]
+        parts += [label(LEFT, y - 8, f"{words}: {total:.0f} us", "start", ' font-weight="bold"')]
         used = [lane for lane in LANES if any(kernel[0] == lane for kernel in kernels)]
         for i, lane in enumerate(used):
             at = y + i * LANE
@@ -64,21 +60,7 @@ def picture(layers: Sequence[Sequence[Interval]]) -> str:
             ]
         y += len(used) * LANE + GAP
     height = y - GAP + 14
-    head = (
-        f'viewBox="0 0 {WIDTH} {height}" role="img" font-family="Helvetica, Arial, sans-serif" font-size="13"'
-    )
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {head} fill="{INK}">',
-            f"<title>{title}</title>",
-            f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
-            _text(LEFT, 23, title, ' font-size="15" font-weight="bold"'),
-            *_legend(),
-            *parts,
-            "</svg>",
-            "",
-        ]
-    )
+    return framed(WIDTH, height, title, [*_legend(), *parts])
 
 
 def main() -> None:

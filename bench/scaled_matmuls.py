@@ -127,7 +127,7 @@ def gather_contenders(x: Operands, scaling: str, group: str) -> tuple[Contenders
 
         return call
 
-    def torchs() -> Tensor:
+    def by_torch() -> Tensor:
         op = torch.ops.symm_mem.fused_all_gather_scaled_matmul
         more = [None], [None], [BF16], [True]
         return op(x.a, [x.b], x.a_scale, [x.b_scale], 0, group, *more)[1][0]  # type: ignore[no-any-return]
@@ -136,7 +136,7 @@ def gather_contenders(x: Operands, scaling: str, group: str) -> tuple[Contenders
     found: Contenders = {
         "mm": lambda: _product(x, whole, ready, scaling),
         "collective": collective,
-        "torch": torchs,
+        "torch": by_torch,
         "weft": weft(True),
         "exact": weft(False),
         "bf16": lambda: fused_ops.fused_all_gather_matmul(a16, [b16], 0, group, return_A=False)[1][0],
@@ -161,7 +161,7 @@ def scatter_contenders(x: Operands, scaling: str, group: str) -> tuple[Contender
     def weft(fast: bool) -> Callable[[], Tensor]:
         return lambda: fused_ops.fused_scaled_matmul_reduce_scatter(*args, None, None, None, BF16, fast)
 
-    def torchs() -> Tensor:
+    def by_torch() -> Tensor:
         op = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter
         return op(*args, [*shape], None, None, BF16, True)  # type: ignore[no-any-return]
 
@@ -169,7 +169,7 @@ def scatter_contenders(x: Operands, scaling: str, group: str) -> tuple[Contender
     found: Contenders = {
         "mm": lambda: _product(x, x.a, x.a_scale, scaling),
         "collective": collective,
-        "torch": torchs,
+        "torch": by_torch,
         "weft": weft(True),
         "exact": weft(False),
         "bf16": lambda: fused_ops.fused_matmul_reduce_scatter(a16, b16, "sum", 0, group),

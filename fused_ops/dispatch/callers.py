@@ -14,7 +14,7 @@ from ...symm_mem import Group, group_name, resolve_group
 
 _is_compiling, _function_modes = torch.compiler.is_compiling, torch._C._len_torch_function_stack
 _function_mode = torch._C._get_function_stack_at
-F = TypeVar("F", bound=Callable[..., object])
+_F = TypeVar("_F", bound=Callable[..., object])
 
 
 def known_name(group: Group) -> str | None:
@@ -36,8 +36,8 @@ def known_name(group: Group) -> str | None:
         return None
 
 
-def constant_in_graphs(fn: F) -> F:
-    """``torch.compiler.assume_constant_result``, which imports Dynamo for it: that takes seconds."""
+def constant_in_graphs(fn: _F) -> _F:
+    """As ``torch.compiler.assume_constant_result``, without the import of Dynamo, which takes seconds."""
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
 

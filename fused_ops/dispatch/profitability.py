@@ -137,7 +137,7 @@ def _why_not_scaled(candidate: FusionCandidate, scaled: ScaledProducts) -> str |
         return f"of [{m}, {k}] and [{k}, {n}] one is empty"
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-        scaled = replace(scaled, torchs_blocks=has_block_product(m, scaled.types, device))
+        scaled = replace(scaled, torch_has_blocks=has_block_product(m, scaled.types, device))
     if candidate.op == "all_gather_scaled_matmul":
         rows, depth = (m, k // size) if last_dim else (m // size, k)
         if last_dim and scaled.kind is not ScaleKind.TENSOR:
@@ -169,9 +169,13 @@ def expected_gain(candidate: FusionCandidate) -> float:
     """
     m, n, k, world_size = candidate.m, candidate.n, candidate.k, candidate.world_size
     link, rate = _RATES.get(candidate.device_type, _RATES["cpu"])
-    gathers, scatters = ("all_gather_matmul", "all_gather_scaled_matmul"), "matmul_reduce_scatter"
-    columns = k if candidate.op in gathers else n if candidate.op.endswith(scatters) else 2 * n
-    sent = m * columns * candidate.dtype.itemsize * (world_size - 1) / world_size
+    columns = {
+        "all_gather_matmul": k,
+        "all_gather_scaled_matmul": k,
+        "matmul_reduce_scatter": n,
+        "scaled_matmul_reduce_scatter": n,
+    }
+    sent = m * columns.get(candidate.op, 2 * n) * candidate.dtype.itemsize * (world_size - 1) / world_size
     if candidate.scaled is not None and candidate.device_type == "cuda":
         rate *= 2  # of numbers of 8 bits
     return min(sent / link, m * n * k / rate)

@@ -190,16 +190,8 @@ def _checked(named: tuple[str, Tensor], B: Tensor, dim: tuple[str, int], group: 
     (name, A), (dim_name, given) = named, dim
     validation.tensor(name, A, 2)
     validation.tensor("B", B)
-    if B.dim() != 2:
-        raise ValueError(f"B: has {B.dim()} dimensions, must be a matrix [K, N]")
-    if A.dtype not in validation.DTYPES:
-        raise TypeError(f"{name}: is {A.dtype}, must be torch.float32, torch.bfloat16 or torch.float16")
-    if B.dtype != A.dtype:
-        raise TypeError(f"B: is {B.dtype}, must be {A.dtype} like {name}")
-    if B.device != A.device:
-        raise ValueError(f"B: lies on {B.device}, must lie on {A.device} like {name}")
-    if B.shape[0] != A.shape[-1]:
-        raise ValueError(f"B: has {B.shape[0]} rows, must have {A.shape[-1]}, as many as {name} has columns")
+    validation.float_dtype(name, A)
+    validation.validate_matrix("B", B, A.shape[-1], A, name)
     for what, size in (("rows", B.shape[0]), ("columns", B.shape[1])):
         if size % _SIZES:
             raise ValueError(f"B: has {size} {what}, must have a multiple of {_SIZES}")

@@ -4,6 +4,7 @@ together. Nothing here looks at data."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -17,14 +18,9 @@ from ..ops.scaled_calls import (
     ScaledRows,
     output_dtype,
 )
-from .validation import dimension, reduction
+from .validation import dimension, reduction, same_device
 
 _SIZES = 16  # what torch asks K and N to be multiples of
-
-
-def _same_device(name: str, tensor: Tensor, A: Tensor, A_name: str) -> None:
-    if tensor.device != A.device:
-        raise ValueError(f"{name}: lies on {tensor.device}, must lie on {A.device} like {A_name}")
 
 
 def _fp8(name: str, x: Tensor) -> None:
@@ -58,13 +54,13 @@ def _matrix(name: str, B: Tensor, k: int, A: Tensor, A_name: str) -> None:
             f"{name}: has strides {tuple(B.stride())}, must be column-major: the .t() of a matrix [N, K] whose rows "
             "are contiguous"
         )
-    _same_device(name, B, A, A_name)
+    same_device(name, B, A, A_name)
 
 
 def _scale(name: str, scale: Tensor, A: Tensor, A_name: str) -> None:
     if scale.dtype != torch.float32:
         raise TypeError(f"{name}: is {scale.dtype}, must be torch.float32")
-    _same_device(name, scale, A, A_name)
+    same_device(name, scale, A, A_name)
 
 
 def scaled_rows(
@@ -122,7 +118,7 @@ def _added(name: str, bias: Tensor | None, n: int, out_dtype: torch.dtype, A: Te
         raise ValueError(f"{name}: has shape {tuple(bias.shape)}, must have {(n,)}, one for each column")
     if bias.dtype != out_dtype:
         raise TypeError(f"{name}: is {bias.dtype}, must be {out_dtype} like the result")
-    _same_device(name, bias, A, "A")
+    same_device(name, bias, A, "A")
 
 
 def _result_scale(name: str, scale: Tensor | None, A: Tensor) -> None:
@@ -132,7 +128,7 @@ def _result_scale(name: str, scale: Tensor | None, A: Tensor) -> None:
         raise ValueError(
             f"{name}: is {scale.dtype} of shape {tuple(scale.shape)}, must be torch.float32 of one element"
         )
-    _same_device(name, scale, A, "A")
+    same_device(name, scale, A, "A")
 
 
 def validate_all_gather_scaled_matmul(
@@ -190,9 +186,9 @@ def validate_scaled_matmul_reduce_scatter(
     _scale_of_B("B_scale", call.B_scale, rows, call.A_scale, B)
     reduction(call.reduce_op)
     shape = call.whole_shape
-    if shape[-1:] != [B.shape[1]] or _count(shape[:-1]) != _count(lead):
+    if shape[-1:] != [B.shape[1]] or prod(shape[:-1]) != prod(lead):
         raise ValueError(
-            f"output_shape: is {shape}, must be of {_count(lead)} rows, as A has, and {B.shape[1]} columns, as B has"
+            f"output_shape: is {shape}, must be of {prod(lead)} rows, as A has, and {B.shape[1]} columns, as B has"
         )
     dimension("orig_scatter_dim", call.orig_scatter_dim, "product", len(shape))
     dimension("scatter_dim_after_maybe_reshape", call.scatter_dim_after_maybe_reshape, "A", A.dim())
@@ -206,10 +202,3 @@ def validate_scaled_matmul_reduce_scatter(
     _result_scale("result_scale", call.result_scale, A)
     call = call._replace(orig_scatter_dim=dim, output_shape=shape, out_dtype=out_dtype)
     return call, rows, group
-
-
-def _count(sizes: Sequence[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total

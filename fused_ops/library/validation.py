@@ -135,7 +135,7 @@ def _one_of(names: Sequence[str]) -> str:
     return some + " or ".join([", ".join(map(repr, names[:-1])), repr(names[-1])])
 
 
-def _dtype(name: str, tensor: torch.Tensor) -> None:
+def float_dtype(name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in DTYPES:
         raise TypeError(f"{name}: is {tensor.dtype}, must be float32, bfloat16 or float16")
 
@@ -148,7 +148,7 @@ def _dim(name: str, dim: int, tensor_name: str, ndim: int) -> int:
 
 def _like(name: str, tensor: torch.Tensor, like: torch.Tensor, like_name: str) -> None:
     _dtype_like(name, tensor, like, like_name)
-    _device_like(name, tensor, like, like_name)
+    same_device(name, tensor, like, like_name)
 
 
 def _dtype_like(
@@ -158,12 +158,12 @@ def _dtype_like(
         raise TypeError(f"{name}: is {tensor.dtype}, must be {like.dtype} like {like_name}{or_else}")
 
 
-def _device_like(name: str, tensor: torch.Tensor, like: torch.Tensor, like_name: str) -> None:
+def same_device(name: str, tensor: torch.Tensor, like: torch.Tensor, like_name: str) -> None:
     if tensor.device != like.device:
         raise ValueError(f"{name}: lies on {tensor.device}, must lie on {like.device} like {like_name}")
 
 
-def _matrix(name: str, B: torch.Tensor, k: int, like: torch.Tensor, like_name: str) -> None:
+def validate_matrix(name: str, B: torch.Tensor, k: int, like: torch.Tensor, like_name: str) -> None:
     if B.dim() != 2:
         raise ValueError(f"{name}: has {B.dim()} dimensions, must be a matrix [K, N]")
     if B.shape[0] != k:
@@ -185,13 +185,13 @@ def validate_all_gather_matmul(call: AllGatherMatmulCall) -> tuple[AllGatherMatm
     group, A_shard = resolve_group(call.group_name), call.A_shard
     if A_shard.dim() < 2:
         raise ValueError(f"A_shard: has {A_shard.dim()} dimensions, must have 2 or more")
-    _dtype("A_shard", A_shard)
+    float_dtype("A_shard", A_shard)
     dim = _dim("gather_dim", call.gather_dim, "A_shard", A_shard.dim())
     if not call.Bs:
         raise ValueError("Bs: is empty, must hold at least one matrix")
     k = A_shard.shape[-1] * (group.size() if dim == A_shard.dim() - 1 else 1)
     for i, B in enumerate(call.Bs):
-        _matrix(f"Bs[{i}]", B, k, A_shard, "the gathered A")
+        validate_matrix(f"Bs[{i}]", B, k, A_shard, "the gathered A")
     return call._replace(gather_dim=dim), group
 
 
@@ -206,8 +206,8 @@ def validate_matmul_reduce_scatter(
     group, A, B = resolve_group(call.group_name), call.A, call.B
     if A.dim() < 2:
         raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
-    _dtype("A", A)
-    _matrix("B", B, A.shape[-1], A, "A")
+    float_dtype("A", A)
+    validate_matrix("B", B, A.shape[-1], A, "A")
     _further_factors(call.more or (), A, B)
     reduction(call.reduce_op)
     if call.out_dtype not in (None, A.dtype, torch.float32):
@@ -237,7 +237,7 @@ def _further_factors(more: Sequence[torch.Tensor], A: torch.Tensor, B: torch.Ten
                 f"more[{i}]: has shape {tuple(a.shape)}, must have that of A, {tuple(A.shape)}, but for its last size"
             )
         _like(f"more[{i}]", a, A, "A")
-        _matrix(f"more[{i + 1}]", b, a.shape[-1], A, f"more[{i}]")
+        validate_matrix(f"more[{i + 1}]", b, a.shape[-1], A, f"more[{i}]")
         if b.shape[1] != B.shape[1]:
             raise ValueError(f"more[{i + 1}]: has {b.shape[1]} columns, must have {B.shape[1]} like B")
 
@@ -257,7 +257,7 @@ def validate_all_reduce(call: AllReduceCall) -> ProcessGroup:
         ValueError, TypeError: naming the argument, what it was and what it must be.
     """
     group = resolve_group(call.group_name)
-    _dtype("x", call.x)
+    float_dtype("x", call.x)
     reduction(call.reduce_op, ALL_REDUCE_OPS)
     return group
 
@@ -327,7 +327,7 @@ def validate_reduce_scatter(call: ReduceScatterCall) -> tuple[ReduceScatterCall,
     group, x = resolve_group(call.group_name), call.x
     if x.dim() < 1:
         raise ValueError("x: has no dimension, must have 1 or more")
-    _dtype("x", x)
+    float_dtype("x", x)
     reduction(call.reduce_op, ALL_REDUCE_OPS)
     dim = _dim("scatter_dim", call.scatter_dim, "x", x.dim())
     if x.shape[dim] % group.size():
@@ -357,7 +357,7 @@ def validate_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> ProcessGroup:
     group, x = resolve_group(call.group_name), call.x
     if x.dim() < 1:
         raise ValueError("x: has no dimension, must have 1 or more")
-    _dtype("x", x)
+    float_dtype("x", x)
     for name, tensor, shape in (("residual", call.residual, x.shape), ("weight", call.weight, x.shape[-1:])):
         if tensor is None:
             continue
@@ -369,7 +369,7 @@ def validate_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> ProcessGroup:
             _dtype_like(
                 name, tensor, x, "x", " or torch.float32" * (name == "weight" and x.dtype.itemsize == 2)
             )
-        _device_like(name, tensor, x, "x")
+        same_device(name, tensor, x, "x")
     if not call.eps >= 0:
         raise ValueError(f"eps: is {call.eps!r}, must be 0 or more")
     if not abs(call.weight_offset) <= torch.finfo(torch.float32).max:
@@ -386,7 +386,7 @@ def validate_matmul_all_reduce(call: MatmulAllReduceCall) -> ProcessGroup:
     group, A = resolve_group(call.group_name), call.A
     if A.dim() < 2:
         raise ValueError(f"A: has {A.dim()} dimensions, must have 2 or more")
-    _dtype("A", A)
-    _matrix("B", call.B, A.shape[-1], A, "A")
+    float_dtype("A", A)
+    validate_matrix("B", call.B, A.shape[-1], A, "A")
     reduction(call.reduce_op)
     return group

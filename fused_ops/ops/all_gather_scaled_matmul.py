@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ...kernels.all_gather_matmul.configs import MOST_BS
 from ...kernels.all_gather_scaled_matmul import host
 from ...kernels.all_gather_scaled_matmul.reference import reference_gathered_rows
 from ...kernels.device.gemm.scaling import (
@@ -36,7 +37,6 @@ from .scaled_calls import (
     why_unfused,
 )
 
-MOST_BS = 4  # of one launch
 Result: TypeAlias = tuple[Tensor | None, list[Tensor]]
 
 
@@ -193,7 +193,7 @@ def _scaled_products(gather: ScaledGather) -> ScaledProducts | str:
         out_dtype=dtype,
         promote=kind is ScaleKind.BLOCKS or not all(call.use_fast_accum),
         travels=gather.sent is not None,
-        torchs_blocks=has_block_product(gather.size * gather.m, types, gather.a.device),
+        torch_has_blocks=has_block_product(gather.size * gather.m, types, gather.a.device),
     )
 
 

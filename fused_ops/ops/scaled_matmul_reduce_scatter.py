@@ -137,7 +137,7 @@ def _on_cuda(where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows)
         kind=rows.kind,
         out_dtype=out_dtype,
         promote=rows.kind is ScaleKind.BLOCKS or not call.use_fast_accum,
-        torchs_blocks=has_block_product(prod(lead), types, call.A.device),
+        torch_has_blocks=has_block_product(prod(lead), types, call.A.device),
     )
     before = prod(lead[:dim])
     parts = (1, 1, prod(lead)) if split_n else (before, size, prod(lead) // (before * size))

@@ -137,7 +137,7 @@ def choose_one_shot_gather(problem: AllGatherMatmulProblem) -> OneShotConfig | N
         return None
     if (scaled := problem.scaled) is not None:
         scales = scaled.sent_bytes(problem.m, problem.k)
-        if not scaled.is_torchs or scales % VECTOR:
+        if not scaled.torch_has_it or scales % VECTOR:
             return None
         shard += scales
     return one_shot.config(shard, problem.num_sms)
@@ -150,7 +150,7 @@ def estimate_one_shot_gather_us(problem: AllGatherMatmulProblem) -> float:
     sent, size = problem.moved, problem.world_size
     products = gemm_tiles.matmuls_us(size * problem.m, problem.ns, problem.k, problem.spec)
     if problem.scaled is not None:
-        products *= problem.scaled.torchs_longer
+        products *= problem.scaled.torch_slowdown
         sent += problem.scaled.sent_bytes(problem.m, problem.k) * (size - 1)
     not_hidden = max(0.0, products - _HIDES * one_shot.sending_us(sent, size))
     ordered = _ORDER if problem.scaled is not None and problem.scaled.kind is ScaleKind.BLOCKS else 0.0

@@ -58,14 +58,18 @@ class AllGatherMatmulOneShot:
         ValueError: the workspace is too small.
     """
 
+    params = _Params  #: the twin of what the kernel takes
+    more_defines: Defines = ()
+
     def __init__(self, workspace: Workspace[ExchangeLayout], a: torch.Tensor, config: OneShotConfig) -> None:
         (m, k), size = a.shape, workspace.world_size
         self.workspace, self._rows, self._k = workspace, size * m, k
         self._empty, self._timeout_ns = empty_on(a.device), 0
         elements = VECTOR // a.element_size()
-        p = self._params = _Params(slots_of(workspace, 0))
+        p = self._params = self.params(slots_of(workspace, 0))
         p.vectors, p.columns, p.stride = config.vectors, k // elements, row_stride(a) // elements
-        program = one_shot.one_shot_program(SOURCE, one_shot_gather_defines(size, workspace.rank))
+        defines = (*one_shot_gather_defines(size, workspace.rank), *self.more_defines)
+        program = one_shot.one_shot_program(SOURCE, defines)
         layout = workspace.layout
         self._launch, self._grids = one_shot.launch_of(program, "all_gather_one_shot", p, config, layout)
 

@@ -13,16 +13,14 @@ import torch
 from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import Workspace
-from ..device.comm.ll_exchange import VECTOR, ExchangeLayout, slots_of
-from ..device.gemm import one_shot
+from ..device.comm.ll_exchange import VECTOR, ExchangeLayout
 from ..device.gemm.one_shot import OneShotConfig
 from ..device.gemm.scaling import ScaleKind, Scales, block_product
 from ..device.gemm.scaling_params import ScalesParams
-from ..device.jit.empty import empty_on
 from ..device.tuning.choice import KernelChoice, make_together
 from . import configs, on_cuda, one_shot_kernel
 from .configs import MOST_BS, GatherPushConfig
-from .cuda_kernel import AllGatherMatmulPush, EpochStep, _Params, row_stride
+from .cuda_kernel import AllGatherMatmulPush, EpochStep, _Params
 
 OP = "fused_all_gather_scaled_matmul"
 
@@ -133,11 +131,11 @@ class _OneShotParams(one_shot_kernel._Params):
     )
 
 
-_A, _SCALES = _OneShotParams.a.offset, _OneShotParams.scales.offset
+_SCALES = _OneShotParams.scales.offset
 _put_pair = struct.Struct("2Q").pack_into
 
 
-class AllGatherScaledMatmulOneShot:
+class AllGatherScaledMatmulOneShot(one_shot_kernel.AllGatherMatmulOneShot):
     """This op as one exchange of rows and scales, and torch's scaled product behind it.
 
     Args:
@@ -145,6 +143,9 @@ class AllGatherScaledMatmulOneShot:
         example, scales: a call of the sizes and strides that every call has.
         config: of ``configs.choose_one_shot_gather``, the same on every rank.
     """
+
+    params = _OneShotParams
+    more_defines = (("SCALED", 1),)
 
     def __init__(
         self,
@@ -155,19 +156,9 @@ class AllGatherScaledMatmulOneShot:
     ) -> None:
         assert example.scaled is not None
         self._biased = [bias is not None for bias in scales.biases]
-        (m, k), size, self._scaled = example.a.shape, workspace.world_size, example.scaled
-        self.workspace, self._rows, self._k, self._count = workspace, size * m, 2 * k, len(example.bs)
-        self._size = size
-        self._empty, self._timeout_ns = empty_on(example.a.device), 0
-        p = self._params = _OneShotParams(slots_of(workspace, 0))
-        elements = VECTOR // example.a.element_size()
-        p.vectors, p.columns, p.stride = config.vectors, k // elements, row_stride(example.a) // elements
-        p.scale_vectors = self._scaled.sent_bytes(m, k) // VECTOR
-        defines = (*one_shot_kernel.one_shot_gather_defines(size, workspace.rank), ("SCALED", 1))
-        program = one_shot.one_shot_program(one_shot_kernel.SOURCE, defines)
-        self._launch, self._grids = one_shot.launch_of(
-            *(program, "all_gather_one_shot", p, config, workspace.layout)
-        )
+        self._scaled, self._count, self._size = example.scaled, len(example.bs), workspace.world_size
+        super().__init__(workspace, example.a, config)
+        self._params.scale_vectors = self._scaled.sent_bytes(*example.a.shape) // VECTOR
 
     def call(
         self,
@@ -191,23 +182,19 @@ class AllGatherScaledMatmulOneShot:
         bs, a_scale, b_scales = tensors[1 : count + 1], tensors[count + 1], tensors[count + 2 : 2 * count + 2]
         given = iter(tensors[2 * count + 2 :])
         biases = [next(given) if biased else None for biased in self._biased]
-        gathered = self._empty((self._rows, self._k), (self._k, 1), scaled.types[0])
+        gathered = self._empty((self._rows, 2 * self._k), (2 * self._k, 1), scaled.types[0])
         scales = a_scale
         if scaled.travels:  # one number to each row, or those of blocks [W, S, m]
-            count = self._rows * scaled.blocks(self._k // 2)
-            scales = self._empty((count, 1), (1, 1), torch.float32)
+            numbers = self._rows * scaled.blocks(self._k)
+            scales = self._empty((numbers, 1), (1, 1), torch.float32)
         elif scaled.kind is ScaleKind.ROWS:
             scales = a_scale.reshape(self._rows, 1)
         # Three frames: this and two more, on the fast path and on the slow one.
         self.workspace.raise_if_broken(OP, inside=3, grids=self._grids)
         try:
             with self.workspace.lock:
-                p = self._params
-                if timeout_ns != self._timeout_ns:
-                    self._timeout_ns = p.slots.watch.timeout_ns = timeout_ns
-                _put_pair(p, _A, a.data_ptr(), gathered.data_ptr())
-                _put_pair(p, _SCALES, a_scale.data_ptr(), scales.data_ptr())
-                self._launch(stream)
+                _put_pair(self._params, _SCALES, a_scale.data_ptr(), scales.data_ptr())
+                self.launch(a.data_ptr(), gathered.data_ptr(), timeout_ns, stream)
         except BaseException as e:
             self.workspace.abandon(e)  # the peers may wait for what was not launched
             raise
@@ -216,8 +203,7 @@ class AllGatherScaledMatmulOneShot:
             by_rank = scales.view(self._size, -1, self._rows // self._size)
             scales = by_rank.movedim(0, 1).reshape(-1, self._rows).t()
         for b, b_scale, bias, result in zip(bs, b_scales, biases, results, strict=True):
-            n = b.shape[1]
-            out = result if result.dim() == 2 else result.as_strided((self._rows, n), (n, 1))
+            out = self._matrix(result, b.shape[1])
             if scaled.kind is ScaleKind.BLOCKS:
                 of_blocks = Scales(scaled.kind, scales, b_scale[: scales.shape[1]])
                 block_product(gathered, b, of_blocks, bias, out)

@@ -203,7 +203,7 @@ def choose_one_shot_scatter(problem: MatmulReduceScatterProblem) -> OneShotConfi
     if problem.batches != 1 or problem.world_size * part > one_shot.MOST_BYTES:
         return None
     scaled = problem.scaled
-    if scaled is not None and (problem.split_n or scaled.kind is ScaleKind.BLOCKS or not scaled.is_torchs):
+    if scaled is not None and (problem.split_n or scaled.kind is ScaleKind.BLOCKS or not scaled.torch_has_it):
         return None
     return one_shot.config(part, problem.num_sms)
 
@@ -211,8 +211,8 @@ def choose_one_shot_scatter(problem: MatmulReduceScatterProblem) -> OneShotConfi
 def estimate_one_shot_scatter_us(problem: MatmulReduceScatterProblem) -> float:
     """Microseconds: nothing is hidden behind anything."""
     exchanged = one_shot.exchange_us(problem.moved, problem.world_size)
-    longer = 1.0 if problem.scaled is None else problem.scaled.torchs_longer
-    return exchanged + longer * gemm_tiles.matmul_us(problem.rows, problem.n, problem.k, problem.spec)
+    slowdown = 1.0 if problem.scaled is None else problem.scaled.torch_slowdown
+    return exchanged + slowdown * gemm_tiles.matmul_us(problem.rows, problem.n, problem.k, problem.spec)
 
 
 def rank_scatter_kernels(problem: MatmulReduceScatterProblem) -> list[tuple[float, FusedConfig]]:

@@ -15,7 +15,6 @@ takes its graph from there asks like one that compiled it.
 from __future__ import annotations
 
 import base64
-import io
 import json
 import logging
 import time
@@ -83,17 +82,12 @@ def pack(
         captured: whether the graph may run fused while a CUDA graph is captured, whose replays will not ask.
         ahead: whether it may run fused before all ranks have come to it, once they have often agreed.
     """
-    buffer = io.BytesIO()
-    torch.save(original.constants, buffer)
     data = {
         "groups": [[g.name, g.count, g.fused, g.size] for g in groups],
         "signature": signature.digest,
         "sizes": signature.sizes,
         "what": signature.what,
-        "code": original.code,
-        "called": original.called,
-        "redraws": original.redraws,
-        "constants": base64.b64encode(buffer.getvalue()).decode() if original.constants else None,
+        "original": original.packed(),
         "captured": captured,
         "ahead": ahead,
     }
@@ -110,13 +104,8 @@ class GraphGuard:
         self._sizes: list[int | str | None] = data["sizes"]
         self._signed: tuple[tuple[int, ...], int] | None = None  # sizes, and the signature with them
         self._what: list[str] = data["what"]
-        self._original = (
-            None
-            if data["code"] is None
-            else FallbackRuns(
-                self.name, data["code"], data["called"], data["constants"], redraws=data["redraws"]
-            )
-        )
+        original = data["original"]
+        self._original = None if original["code"] is None else FallbackRuns(self.name, original)
         self._captured: bool = data["captured"]
         fused = [g for g in self._groups if g.fused]
         # Each group's answer depends on the others': they go round until every rank that shares any of them has the

@@ -45,7 +45,7 @@ class Signature:
         entries: Iterable[Entry],
         orders: Iterable[Order],
         *,
-        before: Collection[fx.Node] = (),
+        before: Collection[fx.Node],
     ) -> None:
         """
         Args:

@@ -111,7 +111,7 @@ def suited_to(tiles: Sequence[Tile], scaled: ScaledProducts | None) -> list[Tile
     if scaled is None:
         return list(tiles)
     taken = [tile for tile in tiles if scaled.takes_columns(tile.warpgroup_columns)]
-    return [replace(tile, stage_us=tile.stage_us * scaled.longer) for tile in taken]
+    return [replace(tile, stage_us=tile.stage_us * scaled.slowdown) for tile in taken]
 
 
 def estimate_us(tile: Tile, rows: int, ns: Sequence[int], k: int, num_sms: int) -> float:
@@ -166,6 +166,6 @@ def unfused_us(
     """
     product = 1.05 * matmul_us(m, n, k, spec)
     if scaled is not None:
-        product = unfused_product_us(scaled, 2 * m * n * k) or product * scaled.torchs_longer
+        product = unfused_product_us(scaled, 2 * m * n * k) or product * scaled.torch_slowdown
         product += _SCALES if scaled.travels else 0
     return product + 22 + moved / 330e3

@@ -55,7 +55,7 @@ class ScaledProducts:
         types: of A and B.
         promote: sums are added up in float32 behind every 128 of K, not in the tensor cores.
         travels: scales of A go with it.
-        torchs_blocks: torch has a kernel for block-wise scales of so many rows (``has_block_product``).
+        torch_has_blocks: torch has a kernel for block-wise scales of so many rows (``has_block_product``).
     """
 
     types: tuple[torch.dtype, torch.dtype]
@@ -63,7 +63,7 @@ class ScaledProducts:
     out_dtype: torch.dtype
     promote: bool
     travels: bool = False
-    torchs_blocks: bool = False
+    torch_has_blocks: bool = False
 
     @property
     def pairs(self) -> torch.dtype:
@@ -71,10 +71,10 @@ class ScaledProducts:
         return torch.bfloat16 if self.out_dtype == torch.float32 else self.out_dtype
 
     @property
-    def is_torchs(self) -> bool:
+    def torch_has_it(self) -> bool:
         """Whether torch has a kernel for it, of row-wise scales in every version."""
         if self.kind is ScaleKind.BLOCKS:
-            return self.torchs_blocks
+            return self.torch_has_blocks
         return self.kind is ScaleKind.TENSOR or self.out_dtype == torch.bfloat16
 
     def takes_columns(self, columns: int) -> bool:
@@ -85,7 +85,7 @@ class ScaledProducts:
         return columns <= (160 if self.promote else 256)
 
     @property
-    def longer(self) -> float:
+    def slowdown(self) -> float:
         """How much longer a stage of weft's kernels takes than one of 16-bit numbers of as many bytes, as it does
         without promotion (bench/results/h100-x2-scaled-matmuls.txt). Scales of blocks cost more where they arrive with
         rows."""
@@ -94,7 +94,7 @@ class ScaledProducts:
         return 1.2 if self.promote else 1.0
 
     @property
-    def torchs_longer(self) -> float:
+    def torch_slowdown(self) -> float:
         """The same of torch's product. With scales of blocks it took 1.06 to 1.37 times as long as with two numbers."""
         return 1.2 if self.promote else 1.0
 
@@ -116,7 +116,7 @@ class ScaledProducts:
 
 def unfused_product_us(scaled: ScaledProducts, multiply_adds: float) -> float | None:
     """Microseconds of an unfused product without a kernel of torch's, which is one of float32; None if there is one."""
-    if scaled.kind is not ScaleKind.BLOCKS or scaled.torchs_blocks:
+    if scaled.kind is not ScaleKind.BLOCKS or scaled.torch_has_blocks:
         return None
     return multiply_adds / _FLOAT32
 

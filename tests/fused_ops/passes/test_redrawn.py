@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from weft.fused_ops.passes import FusionPass, Report
+from weft.fused_ops.passes.agreement.fallback.called import KeptGraph
 from weft.fused_ops.passes.agreement.fallback.run import FallbackRuns
 from weft.fused_ops.passes.agreement.guard import GraphGuard
 from weft.symm_mem import WeftError
@@ -71,9 +72,8 @@ def test_dropout_that_is_recomputed() -> None:
 
 def test_what_must_be_compiled_and_cannot_be() -> None:
     """Op by op other numbers would be drawn, so it is an error."""
-    runs = FallbackRuns(
-        "g", "def forward(self, args):\n    args.clear()\n    return ()\n", {}, None, redraws=True
-    )
+    code = "def forward(self, args):\n    args.clear()\n    return ()\n"
+    runs = FallbackRuns("g", KeptGraph(code, {}, {}, redraws=True).packed())
     with pytest.raises(
         WeftError, match=r"graph g: runs unfused, .* a CUDA graph is captured, and draws random"
     ):

@@ -1,1 +1,1 @@
-"""What a fallback graph needs beside its text."""
+"""Fallback graphs as text, and their runs."""

@@ -7,7 +7,9 @@ operators in the form in which a program calls them, not in the one that it make
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import base64
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ from torch.utils import _pytree as pytree
 #: Operators that call graphs, and which run op by op as well as compiled.
 CALLERS = ("cond", "while_loop", "invoke_subgraph", "flex_attention", "flex_attention_backward")
 #: Op by op they write out all scores: a graph that calls them is compiled before it runs.
-_COMPILED_AT_ONCE = ("flex_attention", "flex_attention_backward")
+_AT_ONCE = ("flex_attention", "flex_attention_backward")
 _COMPILED_FOR = 8  # inputs of different sizes for which one graph is kept compiled
 
 #: A graph that is called: how many inputs it has, its text, and the graphs that it calls by their names.
@@ -39,6 +41,13 @@ class KeptGraph(NamedTuple):
     called: Mapping[str, CalledGraph]
     constants: Mapping[str, torch.Tensor]
     redraws: bool = False
+
+    def packed(self) -> dict[str, Any]:
+        """For json; the constants as ``torch.save`` makes them, in base 64."""
+        buffer = io.BytesIO()
+        torch.save(self.constants, buffer)
+        constants = base64.b64encode(buffer.getvalue()).decode() if self.constants else None
+        return {**self._asdict(), "constants": constants}
 
 
 def call_operator(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +108,9 @@ class CallingGraph:
         self._run = function_of(code)
         self._namespace = SimpleNamespace(**constants, **modules_from_text(graphs))
         self._compiled: dict[Any, Callable[..., Sequence[Any]]] = {}
-        self.at_once = any(f"call_operator('{name}'" in code for name in _COMPILED_AT_ONCE)
+        self.at_once = any(
+            f"call_operator('{name}'" in text for text in _texts(code, graphs) for name in _AT_ONCE
+        )
 
     def op_by_op(self, args: list[Any]) -> Sequence[Any]:
         """Empties ``args``."""
@@ -125,6 +136,12 @@ class CallingGraph:
         given = list(args)
         args.clear()
         return run(*given)  # type: ignore[no-any-return, operator, misc]
+
+
+def _texts(code: str, graphs: Mapping[str, CalledGraph]) -> Iterator[str]:
+    yield code
+    for _, of_called, more in graphs.values():
+        yield from _texts(of_called, more)
 
 
 class CannotCompile(Exception):

@@ -26,27 +26,20 @@ _state = threading.local()
 class FallbackRuns:
     """Of one graph.
 
+    One that ``redraws`` must draw the random numbers that another graph draws. Inductor draws a number by its seed and
+    its place in the tensor, wherever it stands; op by op the seed is not looked at.
+
     Args:
         name: of the graph, for messages.
-        code: its text, ``def forward(self, args)``.
-        called: the graphs that it calls.
-        constants: its tensors, as ``torch.save`` makes them, in base 64; None if it has none.
-        redraws: whether it must draw the random numbers that another graph draws. Inductor draws a number by its seed
-            and its place in the tensor, wherever it stands; op by op the seed is not looked at.
+        packed: what ``KeptGraph.packed`` gave.
     """
 
-    def __init__(
-        self,
-        name: str,
-        code: str,
-        called: Mapping[str, CalledGraph],
-        constants: str | None,
-        *,
-        redraws: bool = False,
-    ) -> None:
-        self.code = code
-        self._redraws = redraws
-        self._name, self._called, self._constants = name, called, constants
+    def __init__(self, name: str, packed: Mapping[str, Any]) -> None:
+        self.code: str = packed["code"]
+        self._called: Mapping[str, CalledGraph] = packed["called"]
+        self._constants: str | None = packed["constants"]
+        self._redraws: bool = packed["redraws"]
+        self._name = name
         self._count = 0
         self._compiles = True  # until it is tried in vain
 
