@@ -175,11 +175,13 @@ static bool __all_sync(unsigned, bool said) { return vote(said) == ~0u; }
 
 template <typename T>
 static T __shfl_sync(unsigned, T value, int lane) {
+    static_assert(sizeof(T) == sizeof(unsigned));
     Barrier& w = warp();
     unsigned* lanes = w.lanes[w.meeting.round % 2];
-    lanes[running->thread % 32] = value;
+    std::memcpy(lanes + running->thread % 32, &value, sizeof value);
     meet(w.meeting, 32);
-    return lanes[lane];
+    std::memcpy(&value, lanes + lane, sizeof value);
+    return value;
 }
 
 static unsigned __shfl_xor_sync(unsigned, unsigned value, int mask) {
@@ -238,6 +240,7 @@ static uint4 load_payload(const uint4* slot) { return *slot; }
 static void reload_payload(bool wanted, const uint4* slot, uint4& v) {
     if (wanted) std::memcpy(&v, slot, sizeof v);
 }
+static uint4 load_vector(const uint4* place) { return *place; }
 static void store_vector(uint4* place, uint4 v) { store(place, &v, sizeof v, true); }
 static void post_behind_fence(u32* word, u32 value) { store(word, &value, sizeof value); }
 static void store_word(u32* place, u32 value) { store(place, &value, sizeof value); }

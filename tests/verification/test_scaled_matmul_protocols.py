@@ -307,7 +307,8 @@ def test_epochs_of_both_buffers_scaled(
         ),
         ("gather-rows-of-all", ("p.scales + static_cast<u64>(t.src) * p.of_blocks", "p.scales")),
         ("gather-tensor", ("v[2] += pair[0]", "v[2] += pair[1]")),
-        ("scatter-rows", ("lower = __ldcg(t.of_row(first.row + 8))", "lower = __ldcg(t.of_row(first.row))")),
+        ("scatter-rows", ("lower = __ldcg(t.of_row(first + 8))", "lower = __ldcg(t.of_row(first))")),
+        ("gather-rows", ("lane = j % 8 * 4 + threadIdx.x % 4", "lane = j % 8 * 4")),
         (
             "scatter-blocks-columns",
             ("first = SPLIT_N ? p.n * t.dst : 0", "first = 0"),

@@ -115,41 +115,55 @@ __device__ __forceinline__ void multiply_promoting(
     }
 }
 
-// sums = sums * their scales + bias. Several loads are in flight at once; columns past the end have those of the last.
-__device__ __forceinline__ void scale_sums(const TileScales& t, int warpgroup, float (&sums)[SUMS]) {
-    constexpr int ALL = WN / 8, AT_ONCE = ALL < 8 ? ALL : 8;
-    const Place first = place_of_sums(warpgroup);
-    const int column = t.column + first.column, last = t.columns - 2;  // even ones: there are a multiple of 16
-    float upper = 1, lower = 1;
-    if constexpr (SCALES == TENSOR_WISE) upper = lower = __ldcg(t.a) * __ldg(t.of.b);
-    if constexpr (SCALES == ROW_WISE) {
-        upper = __ldcg(t.of_row(first.row));
-        lower = __ldcg(t.of_row(first.row + 8));
+// The scales of a tile that is not scaled by blocks. A thread loads them when the tile's first stage is there, and needs
+// them behind its last one. Each lane holds two columns of every 64 of its warpgroup, for the whole warp.
+struct SumScales {
+    static constexpr int GROUPS = SCALES == ROW_WISE ? (WN + 63) / 64 : 1;
+    float upper, lower;
+    float2 columns[GROUPS];
+
+    __device__ __forceinline__ SumScales(const TileScales& t, int warpgroup) {
+        if constexpr (SCALES == ROW_WISE) {
+            const int first = place_of_sums(warpgroup).row;
+            upper = __ldcg(t.of_row(first));
+            lower = __ldcg(t.of_row(first + 8));
+            const int column = t.column + warpgroup / WARPGROUPS_M * WN + threadIdx.x % 32 * 2;
+            const int last = t.columns - 2;  // columns past the end have those of the last; there are a multiple of 16
 #pragma unroll
-        for (int j = 0; j < ALL; j += AT_ONCE) {
-            float2 b[AT_ONCE];
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                if (j + i < ALL) {
-                    b[i] = __ldg(reinterpret_cast<const float2*>(t.of.b + min(column + 8 * (j + i), last)));
-                }
+            for (int i = 0; i < GROUPS; ++i) {
+                columns[i] = __ldg(reinterpret_cast<const float2*>(t.of.b + min(column + 64 * i, last)));
             }
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                if (j + i < ALL) {
-                    float* v = sums + 4 * (j + i);
-                    v[0] *= b[i].x;
-                    v[1] *= b[i].y;
-                    v[2] *= b[i].x;
-                    v[3] *= b[i].y;
-                }
-            }
+        } else {
+            upper = __ldcg(t.a);
+            lower = __ldg(t.of.b);
         }
     }
-    if constexpr (SCALES != BLOCK_WISE) {
+
+    __device__ __forceinline__ void scale(float (&sums)[SUMS]) const {
+        if constexpr (SCALES == ROW_WISE) {
 #pragma unroll
-        for (int e = 0; e < SUMS; ++e) sums[e] *= e & 2 ? lower : upper;
+            for (int j = 0; j < WN / 8; ++j) {
+                const int lane = j % 8 * 4 + threadIdx.x % 4;
+                const float left = __shfl_sync(~0u, columns[j / 8].x, lane);
+                const float right = __shfl_sync(~0u, columns[j / 8].y, lane);
+                float* v = sums + 4 * j;
+                v[0] = v[0] * left * upper;
+                v[1] = v[1] * right * upper;
+                v[2] = v[2] * left * lower;
+                v[3] = v[3] * right * lower;
+            }
+        } else {
+            const float both = upper * lower;
+#pragma unroll
+            for (int e = 0; e < SUMS; ++e) sums[e] *= both;
+        }
     }
+};
+
+// Adds the bias. Several loads are in flight at once; columns past the end have that of the last.
+__device__ __forceinline__ void add_bias(const TileScales& t, int warpgroup, float (&sums)[SUMS]) {
+    constexpr int ALL = WN / 8, AT_ONCE = ALL < 8 ? ALL : 8;
+    const int column = t.column + place_of_sums(warpgroup).column, last = t.columns - 2;
     if (t.of.bias == nullptr) return;
 #pragma unroll
     for (int j = 0; j < ALL; j += AT_ONCE) {
@@ -179,12 +193,19 @@ template <typename Beside = NothingBeside>
 __device__ __forceinline__ void multiply_scaled(
     const Shared& s, PipelineState<STAGES>& state, int warpgroup, int depth, float (&sums)[SUMS], const TileScales& t,
     const Beside& beside = {}) {
-    if constexpr (PROMOTE) {
+    if constexpr (SCALES == BLOCK_WISE) {
         multiply_promoting(s, state, warpgroup, depth, sums, t, beside);
     } else {
-        multiply(s, state, warpgroup, depth, sums, beside);
+        wait(s.full + state.at, state.parity);  // those of a peer's rows are there, too
+        const SumScales scales(t, warpgroup);
+        if constexpr (PROMOTE) {
+            multiply_promoting(s, state, warpgroup, depth, sums, t, beside);
+        } else {
+            multiply(s, state, warpgroup, depth, sums, beside);
+        }
+        scales.scale(sums);
     }
-    scale_sums(t, warpgroup, sums);
+    add_bias(t, warpgroup, sums);
 }
 
 }  // namespace weft
