@@ -295,11 +295,11 @@ __device__ __forceinline__ void finish(
     const int row = t.row * BM, column = t.column * BN, part = ALL_REDUCE ? p.watch.rank : t.batch;
     Out* out = p.out + (static_cast<u64>(part) * p.m + row) * p.n + column;
     const int rows = rows_from(p, p.watch.rank, row);
-    weft::store_rows(out, p.n, rows, p.n - column, warpgroup, sums, [&](int i, float* values) {
-#if BIAS || RESIDUAL
-        weft::add_terms(p, t, warpgroup, i, values);
-#endif
-    });
+    if constexpr (BIAS || RESIDUAL) {
+        weft::store_rows(out, p.n, rows, p.n - column, warpgroup, sums, weft::Terms<Params>(p, t, warpgroup));
+    } else {
+        weft::store_rows(out, p.n, rows, p.n - column, warpgroup, sums, [](int, float*) {});
+    }
 }
 
 // If the tile of `step` was local: receives from every peer the sum of the tile with the same index, and stores it.

@@ -235,11 +235,11 @@ __device__ __forceinline__ Place place_of_sums(int warpgroup) {
 }
 
 // Stores a warpgroup's fragment of a tile to `out`, where the tile begins in a matrix with rows of `stride` elements,
-// as far as it has `rows` and `columns`. `finish(i, values)` gets vector i of 8 values before they are rounded: sums[8
+// as far as it has `rows` and `columns`. `finish(i, values)` gets the 16 of 32 columns before they are rounded: sums[16
 // i] and on.
 template <typename Finish>
 __device__ __forceinline__ void store_rows(
-    u16* out, u64 stride, int rows, int columns, int warpgroup, const float (&sums)[SUMS], const Finish& finish) {
+    u16* out, u64 stride, int rows, int columns, int warpgroup, const float (&sums)[SUMS], Finish&& finish) {
     const int row = place_of_sums(warpgroup).row;
     const int column = warpgroup / WARPGROUPS_M * WN + threadIdx.x % 4 * 8;
 #pragma unroll
@@ -247,8 +247,7 @@ __device__ __forceinline__ void store_rows(
         float v[16];
 #pragma unroll
         for (int e = 0; e < 16; ++e) v[e] = sums[16 * i + e];
-        finish(2 * i, v);
-        finish(2 * i + 1, v + 8);
+        finish(i, v);
         const uint4 upper = transposed(Number::pack(v), Number::pack(v + 4), Number::pack(v + 8), Number::pack(v + 12));
         const uint4 lower =
             transposed(Number::pack(v + 2), Number::pack(v + 6), Number::pack(v + 10), Number::pack(v + 14));
@@ -263,18 +262,18 @@ __device__ __forceinline__ void store_rows(
 // The same in float32, each number where its thread holds it: four lanes fill 32 bytes of a row.
 template <typename Finish>
 __device__ __forceinline__ void store_rows(
-    float* out, u64 stride, int rows, int columns, int warpgroup, const float (&sums)[SUMS], const Finish& finish) {
+    float* out, u64 stride, int rows, int columns, int warpgroup, const float (&sums)[SUMS], Finish&& finish) {
     const Place first = place_of_sums(warpgroup);
     const int row = first.row;
 #pragma unroll
-    for (int i = 0; i < WN / 16; ++i) {
-        float v[8];
+    for (int i = 0; i < WN / 32; ++i) {
+        float v[16];
 #pragma unroll
-        for (int e = 0; e < 8; ++e) v[e] = sums[8 * i + e];
+        for (int e = 0; e < 16; ++e) v[e] = sums[16 * i + e];
         finish(i, v);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int column = first.column + 16 * i + 8 * j;
+        for (int j = 0; j < 4; ++j) {
+            const int column = first.column + 32 * i + 8 * j;
             float* to = out + row * stride + column;
             if (column < columns) {
                 if (row < rows) *reinterpret_cast<float2*>(to) = make_float2(v[4 * j], v[4 * j + 1]);
