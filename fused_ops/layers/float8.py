@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import distributed_c10d
 
 from ...kernels.device.gemm.scaling import ScaleKind, Scales, torch_product
 from ...symm_mem import Group, group_name, resolve_group
@@ -61,7 +62,7 @@ def float8_all_gather_matmul(A_shard: Tensor, B: Tensor, gather_dim: int, group:
         PeerTimeout: a rank did not come.
     """
     dim, name = _checked(("A_shard", A_shard), B, ("gather_dim", gather_dim), group)
-    rows = A_shard.numel() // max(A_shard.shape[-1], 1) * resolve_group(name).size()
+    rows = A_shard.numel() // max(A_shard.shape[-1], 1) * _size_of(name)
     _check_rows("A_shard", B, rows)
     result: Tensor = _AllGatherFloat8.apply(A_shard, B, dim, name)
     return result
@@ -97,7 +98,7 @@ def float8_matmul_reduce_scatter(A: Tensor, B: Tensor, scatter_dim: int, group: 
         PeerTimeout: a rank did not come.
     """
     dim, name = _checked(("A", A), B, ("scatter_dim", scatter_dim), group)
-    size = resolve_group(name).size()
+    size = _size_of(name)
     if A.shape[dim] % size:
         raise ValueError(
             f"scatter_dim: A @ B has size {A.shape[dim]} there, must be a multiple of {size} ranks"
@@ -199,6 +200,14 @@ def _checked(named: tuple[str, Tensor], B: Tensor, dim: tuple[str, int], group: 
     if given % A.dim() == A.dim() - 1:
         raise ValueError(f"{dim_name}: is {given}, the last dimension, must be another one")
     return given % A.dim(), group_name(group)
+
+
+def _size_of(group: str) -> int:
+    if (
+        torch.compiler.is_compiling()
+    ):  # Dynamo of torch 2.11 does not look up groups by name, but knows this function
+        return distributed_c10d._get_group_size_by_name(group)  # type: ignore[arg-type]
+    return resolve_group(group).size()
 
 
 def _check_rows(name: str, B: Tensor, rows: int) -> None:

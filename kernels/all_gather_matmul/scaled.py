@@ -15,7 +15,7 @@ from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import Workspace
 from ..device.comm.ll_exchange import VECTOR, ExchangeLayout
 from ..device.gemm.one_shot import OneShotConfig
-from ..device.gemm.scaling import ScaleKind, Scales, block_product
+from ..device.gemm.scaling import ScaleKind, Scales, aligned, block_product
 from ..device.gemm.scaling_params import ScalesParams
 from ..device.tuning.choice import KernelChoice, make_together
 from . import configs, on_cuda, one_shot_kernel
@@ -209,7 +209,8 @@ class AllGatherScaledMatmulOneShot(one_shot_kernel.AllGatherMatmulOneShot):
                 block_product(gathered, b, of_blocks, bias, out)
                 continue
             how = bias, None, scaled.out_dtype, not scaled.promote
-            torch.ops.aten._scaled_mm.out(gathered, b, scales, b_scale, *how, out=out)
+            given_scales = aligned(scales), aligned(b_scale)
+            torch.ops.aten._scaled_mm.out(gathered, b, *given_scales, *how, out=out)
 
 
 def launch_all_gather_scaled_matmul(

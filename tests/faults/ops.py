@@ -80,14 +80,17 @@ def _gathered_fp8(rank: int, size: int, step: int, unit: int, group: Any, more: 
     weight = b.to(torch.float8_e4m3fn).t()
 
     def call(a: torch.Tensor, a_scale: torch.Tensor) -> torch.Tensor:
-        given = a.to(torch.float8_e4m3fn), [weight], a_scale, [scale], 0, group
+        given = a, [weight], a_scale, [scale], 0, group
         return fused_all_gather_scaled_matmul(*given, out_dtypes=[torch.float32], return_A=False)[1][0]
 
     def want() -> torch.Tensor:
         return torch.cat(shards).float() @ b.float().t() * torch.cat(scales) * scale
 
-    longer = torch.cat([shards[rank], shards[rank][:1]]), torch.cat([scales[rank], scales[rank][:1]])
-    return Case(lambda: call(shards[rank], scales[rank]), want, lambda: call(*longer))
+    # Cast before a call: in a forked child CUDA itself would refuse that.
+    mine = shards[rank].to(torch.float8_e4m3fn)
+    longer = torch.cat([shards[rank], shards[rank][:1]]).to(torch.float8_e4m3fn)
+    more_scales = torch.cat([scales[rank], scales[rank][:1]])
+    return Case(lambda: call(mine, scales[rank]), want, lambda: call(longer, more_scales))
 
 
 def _scattered_fp8(rank: int, size: int, step: int, unit: int, group: Any, more: int) -> Case:
@@ -96,9 +99,10 @@ def _scattered_fp8(rank: int, size: int, step: int, unit: int, group: Any, more:
     a = [numbers(100 * step + r, m, k) for r in range(size)]
     b = [numbers(1000 + r, n, k) for r in range(size)]
     one, dtype = torch.ones(()), torch.float8_e4m3fn
+    mine, weight = a[rank].to(dtype), b[rank].to(dtype).t()
 
     def call(reduce_op: str) -> torch.Tensor:
-        given = a[rank].to(dtype), b[rank].to(dtype).t(), one, one, reduce_op, 0, 0, group
+        given = mine, weight, one, one, reduce_op, 0, 0, group
         return fused_scaled_matmul_reduce_scatter(*given, out_dtype=a[rank].dtype)
 
     def want() -> torch.Tensor:

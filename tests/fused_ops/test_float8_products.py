@@ -139,7 +139,7 @@ def zeros_and_compiled(rank: int, size: int) -> None:
     w = torch.randn(48, 32, dtype=BF16)
     assert not float8_all_gather_matmul(torch.zeros(8, 32, dtype=BF16), w.t(), 0, world()).any()
     results = []
-    for fn in (float8_matmul_reduce_scatter, torch.compile(float8_matmul_reduce_scatter)):
+    for fn in (float8_matmul_reduce_scatter, torch.compile(float8_matmul_reduce_scatter, fullgraph=True)):
         torch.manual_seed(rank)
         x, v = torch.randn(16, 32).requires_grad_(), torch.randn(48, 32).requires_grad_()
         y = fn(x, v.t(), 0, world().group_name)

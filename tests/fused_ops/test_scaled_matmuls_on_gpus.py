@@ -128,3 +128,22 @@ def captured(rank: int, size: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_captured(kind: str) -> None:
     run_row(captured, 2, kind, device="cuda")
+
+
+def parts_of_scales(rank: int, size: int, m: int) -> None:
+    """Scales at other addresses than cuBLAS takes."""
+    a, b, a_scale, b_scale = (
+        torch.randn(m, 256).to(E4M3), torch.randn(128, 256).to(E4M3).t(), *torch.tensor([2.0, 0.5, 0.25])[1:].unbind()
+    )  # fmt: skip
+    meant_a, meant_b = a.double() * 0.5, b.double() * 0.25
+    with forced("fused"):
+        _, (y,) = fused_all_gather_scaled_matmul(a, [b], a_scale, [b_scale], 0, world(), return_A=False)
+        z = fused_scaled_matmul_reduce_scatter(a, b, a_scale, b_scale, "sum", 0, 0, world())
+    want = sum(p.chunk(size)[rank] for p in gather(meant_a @ meant_b))
+    for got, exact in ((y, torch.cat(gather(meant_a)) @ meant_b), (z, want)):
+        assert error(got, exact) < 2.0**-8
+
+
+@pytest.mark.parametrize("m", [32, 4096])
+def test_parts_of_scales(m: int) -> None:
+    run_row(parts_of_scales, 2, m, device="cuda")
