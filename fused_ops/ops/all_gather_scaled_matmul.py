@@ -24,7 +24,7 @@ from ...kernels.device.gemm.scaling import (
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from ..dispatch import fast_path
-from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran, should_fuse
+from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, preferred_kernel, ran, should_fuse
 from ..dispatch.staging import Staging, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
@@ -210,7 +210,7 @@ def _on_cuda(where: Heap, gather: ScaledGather) -> Result | str:
     a = staging.take("A_shard", pairs, rows_of, on_cuda.takes_rows)
     bs = [staging.take(f"Bs[{i}]", as_pairs(B.t(), products.pairs)).t() for i, B in enumerate(call.Bs)]
     kernel_call = on_cuda.configs.GatherKernelCall(
-        *(a, bs, num_sms(a.device), gather.last, call.return_A), scaled=products
+        *(a, bs, num_sms(a.device), gather.last, call.return_A, preferred_kernel()), scaled=products
     )
     choice = on_cuda.choose_gather_kernel(kernel_call, size)
     if isinstance(choice, str):
@@ -227,9 +227,10 @@ def _on_cuda(where: Heap, gather: ScaledGather) -> Result | str:
             ],
             biases=[None if bias is None else aligned(bias.contiguous()) for bias in call.biases],
         )
+        choice, chosen = scaled.tuned_scaled_gather(choice, where, kernel_call, scales)
         workspace = workspace_of_choice(where, choice)
         workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
-        plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes)
+        plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen)
         ran(plan)
         timeout_ns = timeout_in_ns(where.group_name)
         gathered, products_of_Bs = scaled.launch_all_gather_scaled_matmul(

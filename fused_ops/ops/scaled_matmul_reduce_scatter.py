@@ -24,7 +24,7 @@ from ...kernels.scaled_matmul_reduce_scatter.reference import reference_scattere
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from ..dispatch import fast_path
-from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran, should_fuse
+from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, preferred_kernel, ran, should_fuse
 from ..dispatch.staging import Staging
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
@@ -145,7 +145,12 @@ def _on_cuda(where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows)
     a = staging.take("A", as_pairs(call.A, products.pairs), lambda x: x.view(*parts, x.shape[-1]))
     b = staging.take("B", as_pairs(call.B.t(), products.pairs)).t()
     epilogue = Epilogue(out_dtype, call.reduce_op == "avg")
-    kernel_call = ScatterKernelCall(a, b, num_sms(b.device), epilogue, split_n=split_n, scaled=products)
+    kernel_call = ScatterKernelCall(
+        *(a, b, num_sms(b.device), epilogue),
+        split_n=split_n,
+        preferred=preferred_kernel(),
+        scaled=products,
+    )
     choice = on_cuda.choose_scatter_kernel(kernel_call, size)
     if isinstance(choice, str):
         return choice
@@ -159,12 +164,11 @@ def _on_cuda(where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows)
             scale_of_B(rows.kind, call.B_scale, k, n),
         ]
         bias = [] if call.bias is None else [aligned(call.bias.contiguous())]
-        one_shot = choice.algorithm == "one_shot"
-        pair = (a.view(call.A.dtype), b.t().view(call.B.dtype).t()) if one_shot else (a, b)
-        used = [*pair, *scales, *bias]
+        choice, chosen = on_cuda.tuned_scatter(choice, where, kernel_call, [*scales, *bias])
+        used = on_cuda.scaled_operands(choice.config, kernel_call, [*scales, *bias])
         workspace = workspace_of_choice(where, choice)
-        workspace.raise_if_broken(None if one_shot else host.OP)  # that says it itself
-        plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes)
+        workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
+        plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen)
         ran(plan)
         timeout_ns = timeout_in_ns(where.group_name)
         out = on_cuda.launch_scaled_matmul_reduce_scatter(choice, workspace, kernel_call, used, timeout_ns)

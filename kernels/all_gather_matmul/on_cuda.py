@@ -7,8 +7,8 @@ That takes whole rows only: with the last dimension gathered such calls run unfu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,6 +26,12 @@ from .one_shot_kernel import AllGatherMatmulOneShot
 from .triton_kernel import TritonAllGatherMatmul
 
 _choices: KernelChoices[configs.AnyConfig] = KernelChoices()
+
+
+# From a workspace, a configuration, tensors for the results, and nanoseconds of patience: a launch.
+Prepare: TypeAlias = Callable[
+    [Workspace[Any], configs.FusedConfig, Sequence[torch.Tensor], int], Callable[[], None]
+]
 
 
 def takes_rows(flat: torch.Tensor) -> bool:
@@ -76,12 +82,17 @@ def tuned_gather(
     choice: KernelChoice[configs.AnyConfig],
     heap: Heap,
     call: configs.GatherKernelCall,
+    prepare: Prepare | None = None,
 ) -> tuple[KernelChoice[configs.AnyConfig], str]:
     """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
-    tuned."""
+    tuned.
+
+    Args:
+        prepare: makes a launch of such a call with a configuration; None for one of 16 bits.
+    """
     if isinstance(choice.config, configs.AllGatherMatmulConfig):
         return choice, ""
-    if call.preferred or call.scaled is not None or not tuner.is_tuning():
+    if call.preferred or not tuner.is_tuning():
         return choice, tuner.FROM_MODEL
     a, bs, num_sms, split_k = call.a, call.bs, call.num_sms, call.split_k
     problem = call.problem(heap.world_size)
@@ -90,6 +101,8 @@ def tuned_gather(
     kind = f"{op} {m} x {k} @ {bs[0].shape[0]} x {'+'.join(map(str, ns))}, {a.dtype}, {num_sms} SMs"
     if call.return_A:
         kind += ", A returned"
+    if call.scaled is not None:
+        kind += f", {call.scaled}"
     candidates: list[Candidate[configs.AnyConfig]] = [
         Candidate(config, configs.gather_layout(m, k, size, config), algorithm_of(config))
         for _, config in configs.varied(configs.rank_gather_kernels(problem))
@@ -99,6 +112,8 @@ def tuned_gather(
     def make(workspace: Workspace[Any], config: configs.FusedConfig, timeout_ns: int) -> Callable[[], None]:
         if not results:
             results.extend(results_of(call, size))
+        if prepare is not None:
+            return prepare(workspace, config, results, timeout_ns)
         stream = current_stream_of(a)
         kernels: Any = fused_gather(workspace, call, config)
         if isinstance(config, OneShotConfig):

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from ...symm_mem.backends.cuda_state import current_stream_of
+from ...symm_mem.heap.heap import Heap
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import Workspace
 from ..device.comm.ll_exchange import VECTOR, ExchangeLayout
-from ..device.gemm.one_shot import OneShotConfig
-from ..device.gemm.scaling import ScaleKind, Scales, aligned, block_product
+from ..device.gemm.one_shot import OneShotConfig, launch_prepared
+from ..device.gemm.scaling import ScaleKind, Scales, aligned_scale, block_product
 from ..device.gemm.scaling_params import ScalesParams
 from ..device.tuning.choice import KernelChoice, make_together
 from . import configs, on_cuda, one_shot_kernel
@@ -209,8 +209,49 @@ class AllGatherScaledMatmulOneShot(one_shot_kernel.AllGatherMatmulOneShot):
                 block_product(gathered, b, of_blocks, bias, out)
                 continue
             how = bias, None, scaled.out_dtype, not scaled.promote
-            given_scales = aligned(scales), aligned(b_scale)
+            given_scales = aligned_scale(scales), aligned_scale(b_scale)
             torch.ops.aten._scaled_mm.out(gathered, b, *given_scales, *how, out=out)
+
+
+ScaledGatherKernel: TypeAlias = AllGatherScaledMatmulPush | AllGatherScaledMatmulOneShot
+
+
+def _made(
+    workspace: Workspace[Any], call: configs.GatherKernelCall, scales: GatherScales, config: configs.AnyConfig
+) -> ScaledGatherKernel:
+    if isinstance(config, OneShotConfig):
+        return AllGatherScaledMatmulOneShot(workspace, call, scales, config)
+    assert isinstance(config, GatherPushConfig)
+    return AllGatherScaledMatmulPush(workspace, call, scales, config)
+
+
+def _operands(
+    config: configs.AnyConfig, call: configs.GatherKernelCall, scales: GatherScales
+) -> list[torch.Tensor]:
+    """The shard, the Bs, and the scales' tensors: for kernel.cu in numbers of 16 bits, for torch's kernel in fp8."""
+    a, bs = call.a, list(call.bs)
+    if isinstance(config, OneShotConfig):
+        assert call.scaled is not None
+        of_a, of_b = call.scaled.types
+        a, bs = a.view(of_a), [b.t().view(of_b).t() for b in bs]
+    return [a, *bs, *scales.tensors]
+
+
+def tuned_scaled_gather(
+    choice: KernelChoice[configs.AnyConfig], heap: Heap, call: configs.GatherKernelCall, scales: GatherScales
+) -> tuple[KernelChoice[configs.AnyConfig], str]:
+    """As ``tuned_gather`` of on_cuda.py."""
+
+    def prepare(
+        workspace: Workspace[Any],
+        config: configs.FusedConfig,
+        results: Sequence[torch.Tensor],
+        timeout_ns: int,
+    ) -> Callable[[], None]:
+        kernel, given = _made(workspace, call, scales, config), _operands(config, call, scales)
+        return lambda: launch_prepared(workspace, config, kernel, given, results, timeout_ns)
+
+    return on_cuda.tuned_gather(choice, heap, call, prepare)
 
 
 def launch_all_gather_scaled_matmul(
@@ -225,27 +266,15 @@ def launch_all_gather_scaled_matmul(
     With ``split_k`` [m, W * K] and [m, N_i].
     """
     config = choice.config
-    kernel: Any = scaled_gather_launcher(choice, workspace, call, scales)
+    kernel = scaled_gather_launcher(choice, workspace, call, scales)
     if kernel is None:
-
-        def make() -> AllGatherScaledMatmulPush | AllGatherScaledMatmulOneShot:
-            if isinstance(config, OneShotConfig):
-                return AllGatherScaledMatmulOneShot(workspace, call, scales, config)
-            assert isinstance(config, GatherPushConfig)
-            return AllGatherScaledMatmulPush(workspace, call, scales, config)
-
         same = (OP, call.a.shape, *(b.shape for b in call.bs), config, call.num_sms, call.return_A)
-        kernel = make_together(workspace, OP, _key(choice, call, scales), same, make)
-    results, stream = on_cuda.results_of(call, workspace.world_size), current_stream_of(call.a)
-    if isinstance(config, OneShotConfig):
-        assert call.scaled is not None
-        of_a, of_b = call.scaled.types
-        bs = [b.t().view(of_b).t() for b in call.bs]
-        kernel.call((call.a.view(of_a), *bs, *scales.tensors), results, timeout_ns, stream)
-        return None, results
-    operands = [x.data_ptr() for x in (call.a, *call.bs, *scales.tensors)]
-    addresses = [x.data_ptr() for x in results]
-    kernel.launch(workspace.next_buffer(), operands, addresses, timeout_ns, stream)
+        kernel = make_together(
+            *(workspace, OP, _key(choice, call, scales), same),
+            lambda: _made(workspace, call, scales, config),
+        )
+    results = on_cuda.results_of(call, workspace.world_size)
+    launch_prepared(workspace, config, kernel, _operands(config, call, scales), results, timeout_ns)
     return (results.pop() if call.return_A else None), results
 
 
@@ -254,7 +283,7 @@ def scaled_gather_launcher(
     workspace: Workspace[Any],
     call: configs.GatherKernelCall,
     scales: GatherScales,
-) -> AllGatherScaledMatmulPush | AllGatherScaledMatmulOneShot | None:
+) -> ScaledGatherKernel | None:
     """What ``launch_all_gather_scaled_matmul`` launched, for further such calls; None once it is dropped."""
     return workspace.prepared.get(_key(choice, call, scales))
 

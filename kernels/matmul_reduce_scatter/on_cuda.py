@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,7 +16,7 @@ from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
 from ..device.gemm import gemm
-from ..device.gemm.one_shot import OneShotConfig, algorithm_of, likeliest
+from ..device.gemm.one_shot import OneShotConfig, algorithm_of, launch_prepared, likeliest
 from ..device.jit.launch import ALIGNMENT, compiling, is_transposed, why_not
 from ..device.tuning import tuner
 from ..device.tuning.benchmark import Candidate
@@ -80,12 +80,17 @@ def tuned_scatter(
     choice: KernelChoice[configs.AnyConfig],
     heap: Heap,
     call: configs.ScatterKernelCall,
+    scales: Sequence[torch.Tensor] = (),
 ) -> tuple[KernelChoice[configs.AnyConfig], str]:
     """What to run instead of the model's choice, if the tuner is on, and where it comes from; "" where nothing is
-    tuned."""
+    tuned.
+
+    Args:
+        scales: of fp8 operands, as ``scaled_operands`` takes them.
+    """
     if isinstance(choice.config, configs.MatmulReduceScatterConfig):
         return choice, ""
-    if call.preferred or call.scaled is not None or not tuner.is_tuning():
+    if call.preferred or not tuner.is_tuning():
         return choice, tuner.FROM_MODEL
     a, b, epilogue, terms, num_sms = call.a, call.b, call.epilogue, call.terms, call.num_sms
     problem = call.problem(heap.world_size)
@@ -95,6 +100,8 @@ def tuned_scatter(
     kind += f"{' + bias' * epilogue.bias}{' + residual' * epilogue.residual}, {num_sms} SMs"
     if call.more:
         kind += f", K of {'+'.join(str(x.shape[-1]) for x in call.factors[::2])}"
+    if call.scaled is not None:
+        kind += f", {call.scaled}{' + bias' * (len(scales) > 2)}"
     candidates: list[Candidate[configs.AnyConfig]] = [
         Candidate(c, configs.scatter_layout(c, problem), algorithm_of(c))
         for _, config in configs.rank_scatter_kernels(problem)
@@ -106,6 +113,10 @@ def tuned_scatter(
     def make(workspace: Workspace[Any], config: configs.FusedConfig, timeout_ns: int) -> Callable[[], None]:
         if not results:
             results.append(a.new_empty((batches, m, n), dtype=epilogue.out_dtype))
+        if scales:
+            given = scaled_operands(config, call, scales)
+            scaled = _scaled_kernel(workspace, call, given, config)
+            return lambda: launch_prepared(workspace, config, scaled, given, results, timeout_ns)
         stream = current_stream_of(a)
         kernel: Any = fused_scatter(workspace, call, config)
         if isinstance(config, OneShotConfig):
@@ -191,6 +202,38 @@ def _key(choice: KernelChoice[configs.AnyConfig], call: configs.ScatterKernelCal
     return (choice, call.epilogue, *((x.shape[-1], x.stride()) for x in call.more))
 
 
+ScaledScatterKernel: TypeAlias = ScaledMatmulReduceScatterPush | ScaledMatmulReduceScatterOneShot
+
+
+def scaled_operands(
+    config: configs.AnyConfig, call: configs.ScatterKernelCall, scales: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """A, B, their scales and the bias, if there is one: for kernel.cu as in ``ScatterScales``, for torch's kernel as
+    that takes them.
+
+    Args:
+        scales: of A and of B, and the bias.
+    """
+    pair = [call.a, call.b]
+    if isinstance(config, OneShotConfig):
+        assert call.scaled is not None
+        of_a, of_b = call.scaled.types
+        pair = [call.a.view(of_a), call.b.t().view(of_b).t()]
+    return [*pair, *scales]
+
+
+def _scaled_kernel(
+    workspace: Workspace[Any],
+    call: configs.ScatterKernelCall,
+    given: Sequence[torch.Tensor],
+    config: configs.AnyConfig,
+) -> ScaledScatterKernel:
+    if isinstance(config, OneShotConfig):
+        return ScaledMatmulReduceScatterOneShot(workspace, call, config)
+    assert isinstance(config, configs.ScatterPushConfig)
+    return ScaledMatmulReduceScatterPush(workspace, call, given[3].stride(), config)
+
+
 def launch_scaled_matmul_reduce_scatter(
     choice: KernelChoice[configs.AnyConfig],
     workspace: Workspace[Any],
@@ -201,29 +244,19 @@ def launch_scaled_matmul_reduce_scatter(
     """The own part of the sum, [L, m, N], of fp8 operands.
 
     Args:
-        given: A, B, their scales and the bias, if there is one: for kernel.cu as in ``ScatterScales``, which address
-            they have; for torch's kernel as that takes them.
+        given: what ``scaled_operands`` returns for the choice.
     """
     config, a = choice.config, call.a
     columns = call.columns(workspace.world_size)
     out = a.new_empty((a.shape[0], a.shape[2], columns), dtype=call.epilogue.out_dtype)
-    kernel: Any = scaled_scatter_launcher(choice, workspace, call, given)
+    kernel = scaled_scatter_launcher(choice, workspace, call, given)
     if kernel is None:
-
-        def make() -> ScaledMatmulReduceScatterPush | ScaledMatmulReduceScatterOneShot:
-            if isinstance(config, OneShotConfig):
-                return ScaledMatmulReduceScatterOneShot(workspace, call, config)
-            assert isinstance(config, configs.ScatterPushConfig)
-            return ScaledMatmulReduceScatterPush(workspace, call, given[3].stride(), config)
-
         same = (configs.SCALED_OP, a.shape, call.b.shape, call.epilogue, config, call.num_sms, call.split_n)
-        kernel = make_together(workspace, configs.SCALED_OP, _scaled_key(choice, call, given), same, make)
-    stream = current_stream_of(a)
-    if isinstance(config, OneShotConfig):
-        kernel.call(given, (out,), timeout_ns, stream)
-    else:
-        operands = [x.data_ptr() for x in given]
-        kernel.launch(workspace.next_buffer(), operands, (out.data_ptr(),), timeout_ns, stream)
+        kernel = make_together(
+            *(workspace, configs.SCALED_OP, _scaled_key(choice, call, given), same),
+            lambda: _scaled_kernel(workspace, call, given, config),
+        )
+    launch_prepared(workspace, config, kernel, given, [out], timeout_ns)
     return out
 
 
@@ -232,7 +265,7 @@ def scaled_scatter_launcher(
     workspace: Workspace[Any],
     call: configs.ScatterKernelCall,
     given: Sequence[torch.Tensor],
-) -> ScaledMatmulReduceScatterPush | ScaledMatmulReduceScatterOneShot | None:
+) -> ScaledScatterKernel | None:
     """What ``launch_scaled_matmul_reduce_scatter`` launched, for further such calls; None once it is dropped."""
     return workspace.prepared.get(_scaled_key(choice, call, given))
 

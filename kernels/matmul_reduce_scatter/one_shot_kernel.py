@@ -14,7 +14,7 @@ from ..device.comm.ll_exchange import VECTOR, ExchangeLayout, ExchangeSlots, slo
 from ..device.gemm import one_shot
 from ..device.gemm.gemm import DTYPES, Defines
 from ..device.gemm.one_shot import OneShotConfig
-from ..device.gemm.scaling import ScaleKind, aligned
+from ..device.gemm.scaling import ScaleKind, aligned_scale
 from ..device.jit.empty import empty_on
 from . import host
 from .configs import SCALED_OP, Epilogue, ScatterKernelCall
@@ -179,7 +179,9 @@ class ScaledMatmulReduceScatterOneShot(MatmulReduceScatterOneShot):
         if scaled.kind is ScaleKind.ROWS:
             a_scale = a_scale.reshape(m, 1)
         how = bias[0] if bias else None, None, scaled.out_dtype, not scaled.promote
-        torch.ops.aten._scaled_mm.out(rows, b, aligned(a_scale), aligned(b_scale), *how, out=partial)
+        torch.ops.aten._scaled_mm.out(
+            rows, b, aligned_scale(a_scale), aligned_scale(b_scale), *how, out=partial
+        )
         return partial
 
 

@@ -11,7 +11,13 @@ from opcommon import world
 from ranks import run_ranks
 from test_matmuls_on_gpus import gathered, whole
 from weft import symm_mem
-from weft.fused_ops import fused_all_gather_matmul, fused_matmul_reduce_scatter, last_plan
+from weft.fused_ops import (
+    fused_all_gather_matmul,
+    fused_all_gather_scaled_matmul,
+    fused_matmul_reduce_scatter,
+    fused_scaled_matmul_reduce_scatter,
+    last_plan,
+)
 from weft.fused_ops.dispatch.plan import forced
 from weft.kernels.device.tuning import benchmark, tuner
 from weft.kernels.device.tuning.tuned_file import TunedFile
@@ -81,3 +87,41 @@ def tuned(rank: int, world_size: int) -> None:
 def test_both_matmuls(world_size: int, tmp_path: Path) -> None:
     env = {"WEFT_TUNE": "1", "WEFT_CACHE_DIR": str(tmp_path)}
     run_ranks(tuned, world_size, device="cuda", env=env, fresh=True)
+
+
+def scaled_products(
+    given: Operands, scales: tuple[torch.Tensor, ...]
+) -> tuple[list[torch.Tensor], list[str]]:
+    """As ``products``, of fp8 operands: what is gathered with scales of its rows, the other one tensor-wise."""
+    fp8 = torch.float8_e4m3fn
+    shard, B, wide = given[0].to(fp8), given[1].t().to(fp8).t(), given[2].to(fp8)
+    of_rows, of_columns, one = scales
+    with forced("fused"):
+        _, (up,) = fused_all_gather_scaled_matmul(
+            shard, [B], of_rows, [of_columns], 0, world(), return_A=False
+        )
+        how = [last_plan().chosen]
+        down = fused_scaled_matmul_reduce_scatter(wide, B, one, one, "sum", 0, 0, world())
+        return [up, down], [*how, last_plan().chosen]
+
+
+def tuned_scaled(rank: int, world_size: int) -> None:
+    for given in (operands(256, 1008, 528), operands(1024, 512, 768)):
+        (m, _), n = given[0].shape, given[1].shape[1]
+        of_rows = torch.randint(1, 3, (m, 1)).float()
+        scales = of_rows, torch.full((1, n), 2.0), torch.ones(())
+        for _ in range(2):
+            (up, down), how = scaled_products(given, scales)
+            assert how == ["tuned"] * 2
+            assert right([(up.float() / (2 * gathered(of_rows).flatten(0, 1))).bfloat16(), down], given)
+    assert len(TunedFile(torch.cuda.get_device_name(), world_size).read()) == 4
+    with mock.patch.object(benchmark, "median_us", side_effect=AssertionError("nothing is measured")):
+        symm_mem.reset()
+        get_heap(world(), "cuda").tuner = None  # as in the next process
+        _, how = scaled_products(given, scales)
+        assert how == ["tuned"] * 2
+
+
+def test_scaled_matmuls(tmp_path: Path) -> None:
+    env = {"WEFT_TUNE": "1", "WEFT_CACHE_DIR": str(tmp_path)}
+    run_ranks(tuned_scaled, 2, device="cuda", env=env, fresh=True)

@@ -7,8 +7,12 @@ from ctypes import Structure
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
+
+from ....symm_mem.backends.cuda_state import current_stream_of
+from ....symm_mem.workspace import Workspace
 from ..comm.ll_exchange import BLOCKS, THREADS, VECTOR, WARP, ExchangeLayout, exchange_grid, slots_for, up
 from ..jit.program import Program
 from .gemm import Defines
@@ -86,3 +90,20 @@ def launch_of(
         raise ValueError(f"workspace: is {layout}, must hold {needed} for {config}")
     blocks, threads = exchange_grid(config.vectors, layout.slots, config.blocks, config.threads)
     return program.function(name).bound(blocks, threads, params), (blocks,)
+
+
+def launch_prepared(
+    workspace: Workspace[Any],
+    config: object,
+    kernel: Any,
+    given: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    timeout_ns: int,
+) -> None:
+    """Launches, on the current stream, what was made for a configuration: a kernel that overlaps, or an exchange."""
+    stream = current_stream_of(given[0])
+    if isinstance(config, OneShotConfig):
+        kernel.call(given, results, timeout_ns, stream)
+        return
+    operands, addresses = ([x.data_ptr() for x in tensors] for tensors in (given, results))
+    kernel.launch(workspace.next_buffer(), operands, addresses, timeout_ns, stream)

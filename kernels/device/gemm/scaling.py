@@ -208,11 +208,11 @@ def _scaled_mm(
     *,
     fast: bool,
 ) -> torch.Tensor:
-    a, of_a, of_b = a.contiguous(), aligned(scales.a), aligned(scales.b)
+    a, of_a, of_b = a.contiguous(), aligned_scale(scales.a), aligned_scale(scales.b)
     return torch._scaled_mm(a, b, of_a, of_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
 
 
-def aligned(scale: torch.Tensor) -> torch.Tensor:
+def aligned_scale(scale: torch.Tensor) -> torch.Tensor:
     """The scale as cuBLAS takes it, at a multiple of 16 bytes: one that is a part of other scales is copied."""
     # Dynamo knows no address; scales of the layers that it traces are tensors of their own.
     if torch.compiler.is_compiling() or scale.data_ptr() % 16 == 0:
@@ -228,7 +228,7 @@ def block_product(
     It wants scales of A with rows contiguous, and those of B with K contiguous, filled up to a multiple of four blocks.
     What lies so is not copied.
     """
-    by_a, by_b = aligned(scales.a.t().contiguous()).t(), aligned(scales.b)
+    by_a, by_b = aligned_scale(scales.a.t().contiguous()).t(), aligned_scale(scales.b)
     blocks, columns = by_b.shape
     padded = -(-blocks // _MULTIPLE) * _MULTIPLE
     if padded != blocks or by_b.stride() != (1, padded):
