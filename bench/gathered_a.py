@@ -5,7 +5,8 @@ torchrun --nproc-per-node 2 bench/gathered_a.py --m-sizes 1024,8192 --mode eager
 
 Products of Llama 8B blocks, those of the forward and those of the backward. Microseconds of a call, medians of rounds
 in turn, the slowest rank's. A must be bit for bit what was gathered. Behind them sums of products + reduce-scatter, as
-in the backward: of factors where they lie, and of factors that are put side by side for it.
+in the backward: of factors where they lie, and of factors that are put side by side for it; and matmul +
+reduce-scatter with a bias and a residual, or with the residual added by torch.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ GATHERS = {
 }
 # Of the whole layer, K of each product, and the columns.
 SUMS = {"of q, k, v": ((4096, 1024, 1024), 4096), "of up, gate": ((14336, 14336), 4096)}
+TERMS = {"o": (4096, 4096), "down": (14336, 4096)}  # K and columns of the whole product
 SETS = 2
 
 
@@ -103,6 +105,34 @@ def sums(m: int, ks: tuple[int, ...], n: int, mode: str, device: torch.device) -
     return in_turn({"as they lie": as_they_lie, "stacked": stacked}, mode, device)
 
 
+def terms(m: int, k: int, n: int, mode: str, device: torch.device) -> list[float]:
+    size, dtype = dist.get_world_size(), torch.bfloat16
+    group = dist.distributed_c10d._get_default_group().group_name
+
+    def random(*shape: int) -> list[Tensor]:
+        return [torch.randn(*shape, device=device, dtype=dtype) for _ in range(SETS)]
+
+    As, Bs = random(m, k // size), [b.t() / k**0.5 for b in random(n, k // size)]
+    biases, residuals = random(n), random(m // size, n)
+    op = torch.ops.weft.fused_matmul_reduce_scatter
+
+    def scattered(i: int, **named: Tensor) -> Tensor:
+        return op(As[i], Bs[i], "sum", 0, group, **named)  # type: ignore[no-any-return]
+
+    got, bare = scattered(0, residual=residuals[0], bias=biases[0]), scattered(0)
+    torch.testing.assert_close(got, bare + residuals[0] + biases[0], rtol=2e-2, atol=4e-2)
+    return in_turn(
+        {
+            "bare": lambda i: [scattered(i)],
+            "bias": lambda i: [scattered(i, bias=biases[i])],
+            "residual": lambda i: [scattered(i, residual=residuals[i])],
+            "added by torch": lambda i: [scattered(i) + residuals[i]],
+        },
+        mode,
+        device,
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--m-sizes", default="1024,2048,4096,8192", help="rows of all ranks, by commas")
@@ -127,6 +157,11 @@ def main() -> int:
         for name, (ks, n) in SUMS.items():
             as_they_lie, stacked = sums(m, ks, n, given.mode, device)
             say(f"{m:6} {name:12}{as_they_lie:13.1f}{stacked:9.1f}")
+    say(f"{'M':>6} {'scattered':10}{'bare':>9}{'bias':>9}{'residual':>10}{'added by torch':>16}")
+    for m in sizes:
+        for name, (k, n) in TERMS.items():
+            bare, bias, residual, by_torch = terms(m, k, n, given.mode, device)
+            say(f"{m:6} {name:10}{bare:9.1f}{bias:9.1f}{residual:10.1f}{by_torch:16.1f}")
     dist.destroy_process_group()
     return 0
 

@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 2 bench/scaled_matmuls.py
 torchrun --nproc-per-node 2 bench/scaled_matmuls.py --m-sizes 1024,4096 --scalings rows,blocks --mode eager
+torchrun --nproc-per-node 2 bench/scaled_matmuls.py --kernels  # weft's kernels alone, beside each other
 
 A row is one of the ops, a layer, M, and how operands are scaled. Contenders, in microseconds of the slowest rank, the
 median of the rounds:
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from timer import Schedule, Series, order, over_ranks, same_head_start
 from torch import Tensor
 from weft import fused_ops
+from weft.fused_ops.dispatch.plan import forced
 from weft.kernels.device.gemm.scaling import ScaleKind, Scales, block_product, has_block_product
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -179,12 +181,22 @@ def scatter_contenders(x: Operands, scaling: str, group: str) -> tuple[Contender
     return found, total.chunk(size)[rank]
 
 
+def _kernels(weft: Callable[[], Tensor]) -> Contenders:
+    """What overlaps, and what exchanges in one shot around torch's product."""
+
+    def call(algorithm: str) -> Tensor:
+        with forced(algorithm):
+            return weft()
+
+    return {"push": lambda: call("push"), "one_shot": lambda: call("one_shot")}
+
+
 def _error(y: Tensor, want: Tensor) -> float:
     return float((y.double() - want).norm() / want.norm())
 
 
 def measure_scaled(
-    op: str, sizes: tuple[int, int, int], scaling: str, mode: str, device: torch.device
+    op: str, sizes: tuple[int, int, int], scaling: str, mode: str, device: torch.device, *, kernels: bool
 ) -> str:
     """A line of the table."""
     (m, k, n), size = sizes, dist.get_world_size()
@@ -199,6 +211,8 @@ def measure_scaled(
         del found["exact"]  # as it is
     mine, theirs = (_error(found[who](), want) for who in ("weft", "collective"))
     algorithm = fused_ops.last_plan().algorithm
+    if kernels:
+        found = _kernels(found["weft"])
     plan = Schedule(10 if device.type == "cuda" else 2)
 
     def result_of(call: Callable[[], Tensor]) -> Callable[[int], Sequence[Tensor]]:
@@ -211,13 +225,14 @@ def measure_scaled(
         for i in order(len(series), number):
             rounds[i].append(series[i].time())
     took = {who: median(over_ranks(of, device)) for who, of in zip(found, rounds, strict=True)}
-    shown = [f"{took[who]:.1f}" if who in took else "" for who in _COLUMNS]
+    shown = [f"{took[who]:.1f}" if who in took else "" for who in _columns(kernels)]
     same = _has_product(scaling, m, device)
     ratio = f"{mine / theirs:.2f}" if same else ""
     return f"| {' | '.join([*shown, algorithm, ratio])} |"
 
 
-_COLUMNS = ("mm", "collective", "torch", "weft", "exact", "bf16")
+def _columns(kernels: bool) -> tuple[str, ...]:
+    return ("push", "one_shot") if kernels else ("mm", "collective", "torch", "weft", "exact", "bf16")
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -228,6 +243,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--scalings", default="tensor,rows,blocks")
     parser.add_argument("--layers", default="", help="parts of their names")
     parser.add_argument("--mode", default="graph", choices=["graph", "eager"])
+    parser.add_argument("--kernels", action="store_true", help="weft's, whichever is chosen")
     given: Any = parser.parse_args(args)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
@@ -239,15 +255,16 @@ def main(args: Sequence[str] | None = None) -> None:
         if dist.get_rank() == 0:
             print(line, flush=True)
 
-    say(f"| op | layer | M | scaling | {' | '.join(_COLUMNS)} | algorithm | error |")
-    say("|" + "---|" * (len(_COLUMNS) + 6))
+    columns = _columns(given.kernels)
+    say(f"| op | layer | M | scaling | {' | '.join(columns)} | algorithm | error |")
+    say("|" + "---|" * (len(columns) + 6))
     for op, layers in (LAYERS if cuda else SMALL).items():
         for layer, (k, n) in layers.items():
             if given.layers and not any(part in layer for part in given.layers.split(",")):
                 continue
             for m in map(int, given.m_sizes.split(",")):
                 for scaling in given.scalings.split(","):
-                    line = measure_scaled(op, (m, k, n), scaling, given.mode, device)
+                    line = measure_scaled(op, (m, k, n), scaling, given.mode, device, kernels=given.kernels)
                     say(f"| {op} | {layer} | {m} | {scaling} {line}")
     dist.destroy_process_group()
 

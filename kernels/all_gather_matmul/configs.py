@@ -42,6 +42,10 @@ _SMALLER = {(64, 1024): (32, 512), (32, 512): (16, 256), (16, 256): (16, 256)}
 # dimension are put side by side between the all-gather and the matmul. Not fitted: a launch, a read and a write.
 _COPY, _COPIED = 3.0, 0.36
 _ORDER = 2.5  # microseconds of a kernel that puts the ranks' scales of blocks side by side, on H100
+# Of fp8 operands, which was measured as a multiple of what is predicted: by kernel.cu, and in one shot around torch's
+# product, which of row-wise scales is a faster one (bench/results/h200-x2-scaled-choices.txt).
+_SCALED_PUSH = {ScaleKind.TENSOR: 1.06, ScaleKind.ROWS: 1.12, ScaleKind.BLOCKS: 1.0}
+_SCALED_ONE_SHOT = {ScaleKind.TENSOR: 0.96, ScaleKind.ROWS: 0.97, ScaleKind.BLOCKS: 1.0}
 # Of estimate_one_shot_gather_us: matmuls that take so many times as long as the sending, and the share that counts.
 _HIDES, _MOST_NOT_HIDDEN = 12, 0.04
 
@@ -155,7 +159,8 @@ def estimate_one_shot_gather_us(problem: AllGatherMatmulProblem) -> float:
     not_hidden = max(0.0, products - _HIDES * one_shot.sending_us(sent, size))
     ordered = _ORDER if problem.scaled is not None and problem.scaled.kind is ScaleKind.BLOCKS else 0.0
     exchanged = one_shot.exchange_us(sent, size) + ordered
-    return exchanged + products + min(not_hidden, _MOST_NOT_HIDDEN * products)
+    factor = 1.0 if problem.scaled is None else _SCALED_ONE_SHOT[problem.scaled.kind]
+    return factor * (exchanged + products + min(not_hidden, _MOST_NOT_HIDDEN * products))
 
 
 def rank_gather_kernels(problem: AllGatherMatmulProblem) -> list[tuple[float, FusedConfig]]:
@@ -202,7 +207,10 @@ def gather_is_profitable(problem: AllGatherMatmulProblem) -> bool:
 def rank_gather_pushes(problem: AllGatherMatmulProblem) -> tuple[tuple[float, GatherPushConfig], ...]:
     """All candidates with the microseconds that ``estimate_gather_push_us`` predicts, the fastest first."""
     # To a millionth: ties stay ties whatever the order of the sums, and the first candidate is taken.
-    estimated = [(round(estimate_gather_push_us(c, problem), 6), c) for c in push_candidates(problem)]
+    factor = 1.0 if problem.scaled is None else _SCALED_PUSH[problem.scaled.kind]
+    estimated = [
+        (round(factor * estimate_gather_push_us(c, problem), 6), c) for c in push_candidates(problem)
+    ]
     return tuple(sorted(estimated, key=itemgetter(0)))
 
 
