@@ -17,6 +17,7 @@ from ..graph.collectives import (
     hint,
     is_val,
     known,
+    memory,
     same_shape,
     val,
     what,
@@ -51,10 +52,12 @@ class Region:
         """Why it should stay as it is, whatever that takes; None if it need not."""
         if not self.norms and not self.chunks:
             return "no norm of its rows follows it, and no chunk of them"
-        for node in self.leads:
-            for user in node.users:
-                if writes(user) and user not in self.leads:
-                    return f"{what(user)} writes to memory that may be that of {what(node)}"
+        places = {memory(node): node for node in self.leads if is_val(node)}
+        first, *_ = self.leads
+        for node in filter(writes, first.graph.nodes):
+            for written in filter(is_val, node.all_input_nodes):
+                if (place := places.get(memory(written))) is not None:
+                    return f"{what(node)} writes to memory that may be that of {what(place)}"
         return None
 
     def all_rows(self, node: fx.Node) -> list[fx.Node]:

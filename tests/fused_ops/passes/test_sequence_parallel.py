@@ -240,6 +240,12 @@ def written_to(x: Tensor, w: Tensor, r: Tensor, n: Tensor) -> Tensor:
     return z
 
 
+def written_to_by_a_view(x: Tensor, w: Tensor, r: Tensor, n: Tensor) -> Tensor:
+    y = ar(x @ w) + r
+    y.select(0, 1).mul_(2)
+    return norm(y, n)
+
+
 NO_NORM = "no norm of its rows follows it"
 LEFT: dict[Callable[..., Any], str] = {
     dropped_out: NO_NORM,
@@ -247,6 +253,7 @@ LEFT: dict[Callable[..., Any], str] = {
     summed_up: NO_NORM,
     a_residual_of_its_own: NO_NORM,
     another_reduction: "it reduces by 'max'",
+    written_to_by_a_view: "writes to memory that may be that of add",
     written_to: "writes to memory that may be that of wait_tensor",
 }
 
