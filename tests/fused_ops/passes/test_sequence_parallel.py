@@ -14,8 +14,10 @@ from ranks import run_ranks
 from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import view_to_reshape
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from weft.fused_ops import FusionPass
+from weft.fused_ops.dispatch import profitability
 
 GATHER, SCATTER = "weft::one_shot_all_gather", "weft::one_shot_reduce_scatter"
 REDUCE = "weft::one_shot_all_reduce"
@@ -290,6 +292,39 @@ def test_uneven_rows_stay() -> None:
         return norm(r + ar(x @ w), n)
 
     assert "not sequence parallel: its 7 rows are no multiple of 2 ranks" in left(fn, 7)
+
+
+def norm_between(x: Tensor, w: Tensor, r: Tensor, n: Tensor, v: Tensor) -> Tensor:
+    y = r + ar(x @ w)
+    wide = y.float()
+    return ((wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(y.dtype) * n) @ v
+
+
+@pytest.mark.parametrize(
+    ("hidden", "columns", "rows", "taken"),
+    [
+        (4096, 6144, 16, False),
+        (4096, 6144, 512, False),
+        (4096, 6144, 2048, True),
+        (4096, 6144, 8192, True),
+        (8192, 10240, 512, False),
+        (8192, 10240, 1024, True),
+    ],
+)
+def test_auto_takes_what_the_measured_ops_say(
+    hidden: int, columns: int, rows: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An output projection, and that of queries, keys and values behind it: the sum of what each took on 2 H100."""
+    monkeypatch.setattr(profitability, "_is_hopper", lambda: True)
+    shapes = (rows, hidden // 2), (hidden // 2, hidden), (rows, hidden), (hidden,), (hidden, columns // 2)
+    with fake_ranks(2):
+        with FakeTensorMode():
+            given = [torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in shapes]
+            graph = make_fx(norm_between)(*given).graph
+        seen = applied(graph, FusionPass(agree=False, sequence_parallel="auto"))
+    assert (seen.fused == [RS, AG]) == taken, seen.entries
+    if not taken:
+        assert "not sequence parallel: by the estimate it would take" in str(seen.entries[0])
 
 
 def test_where_ranks_cannot_be_asked_nothing_changes() -> None:
