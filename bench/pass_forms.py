@@ -91,7 +91,7 @@ def count_collectives(graph: fx.Graph) -> int:
 _SETTINGS: dict[str, dict[str, Any]] = {ALONE: {}, BY_ROWS: {"sequence_parallel": True}}
 
 
-def weft_pass(graph: fx.Graph, part: str) -> None:
+def weft_pass(graph: fx.Graph, part: str = "") -> None:
     FusionPass(**_SETTINGS.get(part, {"collectives": False}))(graph)
     # Interpreted, the question refuses to be passed by; here all ranks run the same graphs.
     for question in graph.find_nodes(op="call_function", target=torch.ops.weft.agree.default):
@@ -177,7 +177,7 @@ class Verdict:
         return "fused" if self.fused == self.of else f"fused {self.fused} of {self.of}"
 
 
-def verdict(pass_: Pass, graphs: list[fx.Graph], alike: bool) -> Verdict:
+def verdict(pass_: Pass, graphs: list[fx.Graph], alike: bool = False) -> Verdict:
     """The same on every rank: what goes wrong on one goes wrong on all."""
     found = Verdict()
     for graph in graphs:

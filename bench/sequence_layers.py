@@ -31,7 +31,7 @@ LAYERS, ROUNDS = 2, 20
 SIZES = {"cuda": (4096, 4096, 14336, 128), "cpu": (64, 64, 96, 16)}
 
 
-def normed(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def residual_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     residual = residual + x
     wide = residual.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -42,14 +42,14 @@ def decoder(x: Tensor, residual: Tensor, weights: list[Tensor], head: int) -> Te
     group = dist.distributed_c10d._get_default_group()
     for i in range(0, len(weights), 6):
         before, qkv, out, between, up, down = weights[i : i + 6]
-        y, residual = normed(x, residual, before)
+        y, residual = residual_norm(x, residual, before)
         q, k, v = ((y @ qkv).unflatten(-1, (3, -1, head)).movedim(-3, 0).movedim(-2, -3)).unbind(0)
         y = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
         x = funcol.all_reduce(y.movedim(0, 1).flatten(1) @ out, "sum", group)
-        y, residual = normed(x, residual, between)
+        y, residual = residual_norm(x, residual, between)
         gate, other = (y @ up).chunk(2, -1)
         x = funcol.all_reduce((F.silu(gate) * other) @ down, "sum", group)
-    return normed(x, residual, weights[0])[0] @ weights[1]
+    return residual_norm(x, residual, weights[0])[0] @ weights[1]
 
 
 def operands(rows: int, device: torch.device) -> tuple[Tensor, Tensor, list[Tensor], int]:
@@ -70,7 +70,7 @@ def operands(rows: int, device: torch.device) -> tuple[Tensor, Tensor, list[Tens
     return drawn(rows, hidden, by=shared), drawn(rows, hidden, by=shared), weights, head
 
 
-def timed(run: Callable[[], Any], device: torch.device) -> Callable[[], float]:
+def in_a_graph(run: Callable[[], Any], device: torch.device) -> Callable[[], float]:
     """A function that runs it once and gives microseconds."""
     if device.type == "cpu":
         import time
@@ -127,7 +127,7 @@ def main() -> None:
                 for _ in range(3):
                     result = compiled(*args)
                 results.append(result.double())
-                calls.append(timed(partial(compiled, *args), device))
+                calls.append(in_a_graph(partial(compiled, *args), device))
             if fusion is not None:
                 ops = (str(e.fused_into or "left").partition("::")[2] for e in fusion.report().entries)
                 became[f"{rows} rows, {name}"] = Counter(ops)

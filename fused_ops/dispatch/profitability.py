@@ -189,6 +189,11 @@ def microseconds_to_send(device_type: str, size: float) -> float:
     return size / _RATES.get(device_type, _RATES["cpu"])[0]
 
 
+def microseconds_to_multiply(device_type: str, multiply_adds: float) -> float:
+    """What a matrix product takes, likewise."""
+    return multiply_adds / _RATES.get(device_type, _RATES["cpu"])[1]
+
+
 def _spec() -> DeviceSpec:
     """Of the current device."""
     return (
