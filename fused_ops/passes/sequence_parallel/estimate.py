@@ -30,8 +30,8 @@ from .region import Region
 #: How often a norm and an addition in front of it read or write as much as the tensor.
 _TIMES_OF_NORM = 4
 #: Microseconds that two exchanges and a norm of its own take more than one with the norm in it, whatever is sent.
-#: With it the estimate says of Llama's attention on 2 H100 what the sum of the measured ops does: not with 512 rows, but
-#: with 2048 (bench/results/h100-x2-matmul_all_reduce.json and the others).
+#: With it the estimate says of Llama's attention on 2 H100 what the sum of the measured ops does: not with 512 rows,
+#: but with 2048 (bench/results/h100-x2-matmul_all_reduce.json and the others).
 _MORE_LATENCY = 8.0
 #: Of the products' time: what is less is not there. Two layers of Llama 8B's sizes took 2.4 % less on 2 H200 with 1024
 #: rows, 1.1 % less with 4096 and 0.4 % more with 8192 (bench/results/h200-x2-sequence-layers.txt).

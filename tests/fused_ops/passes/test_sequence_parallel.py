@@ -352,3 +352,26 @@ def test_the_setting() -> None:
         ranks.add(FusionPass(sequence_parallel=True).uuid())
         dist.destroy_process_group()
     assert len(ranks) == 2, "a graph that takes a rank's own rows is that rank's"
+
+
+def differing(rank: int, world: int) -> tuple[list[float], str, str]:
+    """Rank 0 has no sequence parallelism, then all ranks have it."""
+    x, w, r, n, v = inputs(rank, torch.float32)
+    want = behind_a_product(*(t.double() for t in (x, w, r, n, v)))
+    errors, said = [], []
+    for setting in (rank != 0, True):
+        torch._dynamo.reset()
+        fusion = FusionPass(sequence_parallel=setting)
+        with torch._inductor.config.patch(force_disable_caches=True), torch.no_grad():
+            got = torch.compile(behind_a_product, options=fusion.options)(x, w, r, n, v)
+        errors.append(((got.double() - want).norm() / want.norm()).item())
+        said.append(str(fusion.report()))
+    return errors, said[0], said[1]
+
+
+def test_ranks_of_which_one_has_it_run_as_they_were() -> None:
+    for rank, (errors, first, second) in enumerate(run_ranks(differing, 2)):
+        assert max(errors) < 1e-5
+        assert f"rank {1 - rank} runs another graph" in first, first
+        assert ("sequence parallel" in first) == (rank != 0)
+        assert "2 of 2 collectives fused" in second and "unfused" not in second, second
