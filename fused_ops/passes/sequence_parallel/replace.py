@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from ..graph import rewrite
-from ..graph.collectives import Collective, aten, c10d, val
+from ..graph.collectives import Collective, Size, aten, c10d, is_flat, memory, same_shape, val
 from ..graph.rewrite import call
 from ..origin import copy_origin
 from .region import Region
@@ -62,6 +62,11 @@ def put_on_rows(region: Region) -> dict[fx.Node, fx.Node]:
     gone = [*region.leads, *new, *(n for c in region.collectives for n in (c.node, c.wait))]
     splits = [n for chunk in region.chunks for n in chunk.all_input_nodes if n not in region.leads]
     gone += [n for split in splits for n in (split, *split.users)]
+    for c in region.collectives:
+        x = c.x
+        while is_flat(x):
+            gone.append(x)
+            x = x.args[0]  # type: ignore[assignment]
     rewrite.erase_unused(gone)
     return scattered
 
@@ -70,12 +75,21 @@ def _scattered(c: Collective, region: Region) -> tuple[fx.Node, fx.Node]:
     """The reduce-scatter in place of an all-reduce, and the node that waits for it."""
     layout, at = region.layout, c.node
     with _of(at):
-        x = rewrite.reshape(c.x, [*layout.lead, val(c.x).shape[-1]], at)
+        x = _in_shape(c.x, [*layout.lead, val(c.x).shape[-1]], at)
         if layout.dim:
             x = call(at, aten.cat.default, _parts(x, layout.own[layout.dim], layout.dim, region, at), 0)
         x = rewrite.make_contiguous(x, at)
         pending = call(at, c10d.reduce_scatter_tensor.default, x, c.reduce_op, layout.world, layout.group)
     return pending, call(c.wait, c10d.wait_tensor.default, pending)
+
+
+def _in_shape(x: fx.Node, shape: list[Size], at: fx.Node) -> fx.Node:
+    """The node with this shape; of what it was reshaped from, which says more of a product with symbolic sizes, if
+    that has it."""
+    node = x
+    while not same_shape(val(node).shape, shape) and is_flat(node) and memory(node.args[0]) == memory(x):  # type: ignore[arg-type]
+        node = node.args[0]  # type: ignore[assignment]
+    return node if same_shape(val(node).shape, shape) else rewrite.reshape(x, shape, at)
 
 
 def _gathered(own: fx.Node, lead: int, node: fx.Node, region: Region) -> fx.Node:
