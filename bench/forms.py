@@ -21,13 +21,14 @@ c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Form:
-    """``shapes`` are those of a rank's inputs. ``train``: they require gradients."""
+    """``shapes`` are those of a rank's inputs. ``train``: they require gradients. ``alike``: ranks have them alike."""
 
     name: str
     fn: Callable[..., Any]
     shapes: tuple[tuple[int, ...], ...]
     train: bool = False
     dynamic: bool = False
+    alike: bool = False
 
 
 def group() -> dist.ProcessGroup:

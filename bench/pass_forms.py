@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm
 import torch.multiprocessing as mp
 from forms import WORLD, Form, forms
+from forms_without_products import ALONE, BY_ROWS, forms_without_products
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
@@ -85,8 +87,12 @@ def count_collectives(graph: fx.Graph) -> int:
     )
 
 
-def weft_pass(graph: fx.Graph) -> None:
-    FusionPass()(graph)
+# By part of the table; of the others only what goes with a product.
+_SETTINGS: dict[str, dict[str, Any]] = {ALONE: {}, BY_ROWS: {"sequence_parallel": True}}
+
+
+def weft_pass(graph: fx.Graph, part: str = "") -> None:
+    FusionPass(**_SETTINGS.get(part, {"collectives": False}))(graph)
     # Interpreted, the question refuses to be passed by; here all ranks run the same graphs.
     for question in graph.find_nodes(op="call_function", target=torch.ops.weft.agree.default):
         graph.erase_node(question)
@@ -171,12 +177,14 @@ class Verdict:
         return "fused" if self.fused == self.of else f"fused {self.fused} of {self.of}"
 
 
-def verdict(pass_: Pass, graphs: list[fx.Graph]) -> Verdict:
+def verdict(pass_: Pass, graphs: list[fx.Graph], alike: bool = False) -> Verdict:
     """The same on every rank: what goes wrong on one goes wrong on all."""
     found = Verdict()
     for graph in graphs:
         found.of += count_collectives(graph)
         after = copied(graph)
+        if alike:
+            torch.manual_seed(found.of)
         inputs = [like(n.meta["val"]) for n in graph.nodes if n.op == "placeholder"]
         want = run_form(graph, inputs)
         try:
@@ -213,11 +221,12 @@ def form_table(rank: int, store: str) -> None:
     dist.is_nccl_available = lambda: True
     good = True
     lines = ["| form | weft | torch's pass |", "|---|---|---|"]
-    for title, part in forms():
+    for title, part in (*forms(), *forms_without_products()):
         lines.append(f"| **{title}** | | |")
         for form in part:
             graphs = graphs_of(form)
-            ours, theirs = verdict(weft_pass, graphs), verdict(torch_pass, graphs)
+            ours = verdict(partial(weft_pass, part=title), graphs, form.alike)
+            theirs = verdict(torch_pass, graphs, form.alike)
             good = good and not ours.wrong
             lines.append(f"| {form.name} | {ours} | {theirs} |")
     if rank == 0:

@@ -35,7 +35,10 @@ _ROW = 16  # bytes; the kernels' descriptors need rows of a multiple
 _LEAST_ROWS = 64  # of a rank's result of a float32 matmul_reduce_scatter, for its tiles
 _NUM_SMS = 132  # of Hopper; that some are reserved on a machine does not change what is profitable
 _MOST_REDUCED = 64 << 20  # bytes; larger all-reduces on three ranks and more were not measured
-_MOST_ALONE = 64 << 20  # bytes of the whole tensor of a collective alone; larger ones were not measured
+# Bytes of the whole tensor up to which a collective alone was measured: between 2 ranks faster than NCCL at each size.
+# On more ranks only what latency decides is taken, as of the all-reduce, which has the same protocol.
+_MOST_ALONE = 64 << 20
+_MOST_ALONE_OF_MORE = 1 << 20
 # bytes and multiply-adds per microsecond; between CPU ranks of the order of one core each.
 _RATES = {"cuda": (LINK, MULTIPLY_ADDS), "cpu": (5e3, 30e3)}
 
@@ -82,8 +85,8 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
         return "the kernels are for GPUs of compute capability 9.0"
     buffers = dtype.itemsize == 2
     if op in _ALONE:
-        size = m * n * dtype.itemsize
-        return None if size <= _MOST_ALONE else _too_large("sent", size, _MOST_ALONE)
+        size, most = m * n * dtype.itemsize, _MOST_ALONE if world_size == 2 else _MOST_ALONE_OF_MORE
+        return None if size <= most else _too_large(f"sent between {world_size} ranks", size, most)
     if op in ("all_reduce", "matmul_all_reduce"):
         size = m * n * dtype.itemsize
         if size <= _MOST_REDUCED or world_size == 2:
@@ -179,6 +182,16 @@ def expected_gain(candidate: FusionCandidate) -> float:
     if candidate.scaled is not None and candidate.device_type == "cuda":
         rate *= 2  # of numbers of 8 bits
     return min(sent / link, m * n * k / rate)
+
+
+def microseconds_to_send(device_type: str, size: float) -> float:
+    """What so many bytes take on the link, by the same constants."""
+    return size / _RATES.get(device_type, _RATES["cpu"])[0]
+
+
+def microseconds_to_multiply(device_type: str, multiply_adds: float) -> float:
+    """What a matrix product takes, likewise."""
+    return multiply_adds / _RATES.get(device_type, _RATES["cpu"])[1]
 
 
 def _spec() -> DeviceSpec:

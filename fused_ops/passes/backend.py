@@ -18,7 +18,7 @@ from .fusion import FusionPass
 from .pass_sequence import SLOT, in_sequence, passes_of
 from .regather import JOINT_SLOT, joint_options
 from .report import PassRuns, Report
-from .settings import CAPTURE, RUN_AHEAD, PassSettings
+from .settings import AUTO, CAPTURE, RUN_AHEAD, PassSettings
 
 #: What names a setting of the pass among the options of a compilation.
 PREFIX = "weft."
@@ -27,9 +27,12 @@ _FROM_ENVIRONMENT = {
     "agree": "WEFT_AGREE",
     "strict": "WEFT_STRICT",
     "regather": "WEFT_REGATHER",
+    "collectives": "WEFT_COLLECTIVES",
+    "sequence_parallel": "WEFT_SEQUENCE_PARALLEL",
 }
 _FLAGS: dict[str, bool] = {"0": False, "1": True}
-_SETTINGS = ("groups", "strict", "fuse", "agree", "regather", "collectives")
+_WORDS = {"agree": (RUN_AHEAD, CAPTURE), "collectives": (AUTO,), "sequence_parallel": (AUTO,)}
+_SETTINGS = ("groups", "strict", "fuse", "agree", "regather", "collectives", "sequence_parallel")
 _OF_TORCH_COMPILE = ("fullgraph", "dynamic", "disable", "name", "recompile_limit", "isolate_recompiles")
 
 _made: dict[Any, FusionPass] = {}
@@ -62,9 +65,10 @@ def compile(  # noqa: A001
         mode: one of torch.compile's: its options are taken, and those of ``options`` over them.
         options: Inductor's, by name.
         fusion: the pass, to read its report. None takes that of the settings, whose report is in ``fusion_report()``.
-        settings: of ``FusionPass`` (groups, strict, fuse, agree, regather, collectives; those not given by WEFT_STRICT,
-            WEFT_FUSE, WEFT_AGREE and WEFT_REGATHER), or of ``torch.compile`` (fullgraph, dynamic, disable, name,
-            recompile_limit, isolate_recompiles; as far as the installed torch has them).
+        settings: of ``FusionPass`` (groups, strict, fuse, agree, regather, collectives, sequence_parallel; those not
+            given by WEFT_STRICT, WEFT_FUSE, WEFT_AGREE, WEFT_REGATHER, WEFT_COLLECTIVES and WEFT_SEQUENCE_PARALLEL),
+            or of ``torch.compile`` (fullgraph, dynamic, disable, name, recompile_limit, isolate_recompiles; as far as
+            the installed torch has them).
 
     Returns:
         what torch.compile returns.
@@ -166,13 +170,10 @@ def _environment() -> dict[str, Any]:
     for setting, variable in _FROM_ENVIRONMENT.items():
         if not (text := os.environ.get(variable)):
             continue
-        if (
-            setting != "fuse"
-            and text not in _FLAGS
-            and (setting, text) not in (("agree", CAPTURE), ("agree", RUN_AHEAD))
-        ):
-            known = f"0, 1, {RUN_AHEAD} or {CAPTURE}" if setting == "agree" else "0 or 1"
-            raise ValueError(f"{variable}: is {text!r}, must be {known}")
+        words = _WORDS.get(setting, ())
+        if setting != "fuse" and text not in (*_FLAGS, *words):
+            *known, last = (*_FLAGS, *words)
+            raise ValueError(f"{variable}: is {text!r}, must be {', '.join(known)} or {last}")
         found[setting] = text if setting == "fuse" else _FLAGS.get(text, text)
     return found
 

@@ -22,7 +22,8 @@ def pass_key(settings: PassSettings) -> str:
     return (
         f"weft {weft.__version__} {_sources()} groups={names} "
         f"strict={settings.strict} fuse={settings.fuse} agree={settings.agree} regather={settings.regather} "
-        f"collectives={settings.collectives} "
+        f"collectives={settings.collectives} sequence_parallel={settings.sequence_parallel} "
+        f"ranks={_own_ranks() if settings.sequence_parallel else None} "
         f"sizes={_group_sizes()} environment={_environment()}"
     )
 
@@ -48,6 +49,14 @@ def _group_sizes() -> list[tuple[str, int, str]]:
         for pg, name in known.items()
         if isinstance(pg, dist.ProcessGroup)
     )
+
+
+def _own_ranks() -> list[tuple[str, int]]:
+    """A graph that takes this rank's rows of a tensor is this rank's own."""
+    if not dist.is_initialized():
+        return []
+    known = dist.distributed_c10d._world.pg_names
+    return sorted((name, pg.rank()) for pg, name in known.items() if isinstance(pg, dist.ProcessGroup))
 
 
 def _environment() -> dict[str, str]:

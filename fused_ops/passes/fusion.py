@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.virtualized import V
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from typing_extensions import Unpack
 
 from ...symm_mem import Group
 from ..library.compiled import why_unordered
@@ -30,18 +28,32 @@ from .agreement.signature import Order
 from .cache_key import pass_key
 from .canonicalize import by_position, canonicalize, make_functional, name_groups, wait_for_each, wait_once
 from .decompositions import write_out
-from .graph.collectives import Collective, LeftAlone, collectives, custom_ops, group_of, kind_of, val
+from .graph.collectives import (
+    Collective,
+    LeftAlone,
+    collectives,
+    custom_ops,
+    group_of,
+    kind_of,
+)
 from .graph.subgraphs import WHY, Called
 from .log import log_line
 from .origin import module_of, source_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns import registry
-from .patterns.candidate import gain_of, problem_of, why_not_profitable_of
+from .patterns.candidate import (
+    gain_of,
+    problem_of,
+    why_not_called_from_cpp,
+    why_not_compared,
+    why_not_profitable_of,
+)
 from .patterns.rivals import yielding
 from .regather import joint_options
 from .report import Entry, PassRuns, Report
 from .report_file import put_into_file, write_reports
-from .settings import CAPTURE, RUN_AHEAD, PassSettings
+from .sequence_parallel.joint import rewritten
+from .settings import CAPTURE, RUN_AHEAD, PassSettings, Rewrites
 
 
 class FusionError(RuntimeError):
@@ -113,14 +125,21 @@ class FusionPass(PassSettings, CustomGraphPass):
             if it makes partitions.
         regather: where a gathered activation would be kept for the gradient of a weight alone, keep the shard and
             gather again in the backward, inside of the product. It needs less memory, and more time.
-        collectives: whether all-gathers and reduce-scatters that are fused with no matmul become
-            ``one_shot_all_gather`` and ``one_shot_reduce_scatter`` where that is profitable. One behind which something
-            is computed before it is waited for is left alone: its group's own backend runs it beside that.
+        collectives: all-gathers and reduce-scatters that are fused with no matmul become ``one_shot_all_gather`` and
+            ``one_shot_reduce_scatter``: "auto" where that was measured to be faster, True whatever their size is. One
+            behind which something is computed before it is waited for, and several that are coalesced, are left alone:
+            their group's own backend runs them beside that and each other.
+        sequence_parallel: an all-reduce and what follows it row by row, such as a residual and a norm, become a
+            reduce-scatter, that on each rank's own rows, and all-gathers where all rows are needed, as by a product:
+            True wherever that is right, "auto" where it should be faster by the estimate. What meets a reduced tensor
+            there, if it is made of the graph's inputs without a product, **is taken to be the same on all ranks**: a
+            residual, the weight of a norm.
 
     Raises:
-        TypeError: ``groups`` is one name or no list, ``strict``, ``agree``, ``regather`` or ``collectives`` is no bool
-            (or string).
-        ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "ahead" and "capture".
+        TypeError: ``groups`` is one name or no list, ``strict``, ``agree``, ``regather``, ``collectives`` or
+            ``sequence_parallel`` is no bool (or string), or there is no such setting.
+        ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "ahead" and "capture",
+            ``collectives`` or ``sequence_parallel`` one other than "auto".
     """
 
     def __init__(
@@ -130,10 +149,9 @@ class FusionPass(PassSettings, CustomGraphPass):
         *,
         fuse: str = "auto",
         agree: bool | str = True,
-        regather: bool = False,
-        collectives: bool = False,
+        **rewrites: Unpack[Rewrites],
     ) -> None:
-        super().__init__(groups, strict, fuse, agree, regather, collectives)
+        super().__init__(groups, strict, fuse, agree, **rewrites)
         self._entries: list[Entry] = []
         self._graphs = 0
         self._keys = 0
@@ -235,6 +253,7 @@ class FusionPass(PassSettings, CustomGraphPass):
             why_not = why_not_generated() or why_bucketed() or original.why_not_kept()
         if self.agree in (True, RUN_AHEAD):
             why_not = why_captured_without_vote() or why_not
+        notes = rewritten(graph, self, lambda group: self._why_not_changed(group, None, why_not))
         left = canonicalize(graph, self._find, lambda match: self._why_not(match, why_not))
         nodes = list(collectives(graph))
         fields = {n: self._fields(n) for n in nodes}
@@ -245,8 +264,14 @@ class FusionPass(PassSettings, CustomGraphPass):
             if node not in entries and (order := self._fuse(node, fields, entries, why_not)) is not None:
                 orders.append(order)
         for node, (gathers, why) in late.items():
-            if entries[node].fused_into is None and all(entries[g].fused_into for g in gathers):
+            if not all(entries[g].fused_into for g in gathers):
+                continue
+            if entries[node].fused_into is None:
                 entries[node] = replace(entries[node], reason=why)
+            elif not entries[node].k:
+                entries[node] = replace(entries[node], detail=f"with no product: {why}")
+        for node in notes.keys() & entries.keys():
+            entries[node] = entries[node].noted(notes[node])
         for each in written:
             each.put_back()
         report = Report(entries[n] for n in nodes)
@@ -282,9 +307,13 @@ class FusionPass(PassSettings, CustomGraphPass):
         }
 
     def _find(self, node: fx.Node) -> registry.Form:
+        if not self.collectives:
+            return self._find_product(node)
         collective = Collective.from_node(node, self.groups)
-        find = registry.match_alone_too if self.collectives else registry.match
-        return find(collective, self.groups, always=self.fuse == "always")
+        any_size = self.collectives is True
+        return registry.match_alone_too(
+            collective, self.groups, always=self.fuse == "always", any_size=any_size
+        )
 
     def _find_product(self, node: fx.Node) -> registry.Form:
         collective = Collective.from_node(node, self.groups)
@@ -328,37 +357,18 @@ class FusionPass(PassSettings, CustomGraphPass):
 
     def _why_not(self, match: registry.Form, why_not_kept: str | None) -> str | None:
         """Why what could be fused should not be."""
-        if (unordered := why_unordered()) is not None:
-            return f"{unordered}, with which ranks may communicate in different orders"
         if self.fuse == "auto" and (reason := why_not_profitable_of(match)) is not None:
             return reason
         group = match.collective.group
+        reason = self._why_not_changed(group, match.op, why_not_kept)
+        if reason is not None or not self.agree or not has_ranks(group):
+            return reason
+        return why_not_compared(match)
+
+    def _why_not_changed(self, group: str, op: Any, why_not_kept: str | None) -> str | None:
+        """Why no op of this group should take the place of what is in the graph."""
+        if (unordered := why_unordered()) is not None:
+            return f"{unordered}, with which ranks may communicate in different orders"
         why_not = why_not_asked(group) if self.agree else None
-        why_not = why_not or _why_not_called_from_cpp(match.op)
-        if why_not is not None or not self.agree or not has_ranks(group):
-            return why_not
-        return why_not_kept or _why_not_compared(match)
-
-
-def _why_not_compared(match: registry.Form) -> str | None:
-    """Why ranks cannot tell, before the run, whether they have the same shapes; None if they can.
-
-    One size that depends on data is no reason: without the pass, too, all ranks send as many elements.
-    """
-    sent = free_unbacked_symbols(val(match.collective.x).numel())
-    others = free_unbacked_symbols([match.m, match.n, match.k]) - sent
-    if len(sent) > 1 or others:
-        names = ", ".join(sorted(map(str, sent | others)))
-        return (
-            f"the sizes {names} depend on data, so ranks cannot know beforehand whether theirs are the same"
-        )
-    return None
-
-
-def _why_not_called_from_cpp(op: Any) -> str | None:
-    """Why the code that Inductor generates in C++ cannot call an op; None if it can, or is in Python."""
-    if not inductor_config.cpp_wrapper or V.aot_compilation:
-        return None
-    if not any(isinstance(r.type, torch.ListType) for r in op._schema.returns):
-        return None
-    return f"the C++ wrapper cannot call an op that returns a list of tensors, as {op._schema.name} does"
+        why_not = why_not or (why_not_called_from_cpp(op) if op is not None else None)
+        return why_not or (why_not_kept if self.agree and has_ranks(group) else None)

@@ -25,6 +25,7 @@ from .graph.gathered_tensor import Gathered
 from .graph.index_map import numel
 from .pass_sequence import in_sequence, passes_of
 from .patterns.all_gather_matmul import REGATHERED, contracting
+from .sequence_parallel.joint import JointRows
 from .settings import PassSettings
 
 #: The option of Inductor for passes on the graph of forward and backward.
@@ -87,10 +88,11 @@ class Regather(PassSettings, CustomGraphPass):
 
 
 def joint_options(settings: PassSettings, others: Any = None) -> dict[str, Any]:
-    """Inductor's option for what ``regather`` asks for, behind ``others``, to which it is set; empty without it."""
-    if not settings.regather:
-        return {}
-    return {JOINT_SLOT: in_sequence([*passes_of(others), Regather(**settings)])}
+    """Inductor's option for what ``regather`` and ``sequence_parallel`` ask for, behind ``others``, to which it is set;
+    empty without these."""
+    passes: list[Any] = [JointRows(**settings)] if settings.sequence_parallel else []
+    passes += [Regather(**settings)] if settings.regather else []
+    return {JOINT_SLOT: in_sequence([*passes_of(others), *passes])} if passes else {}
 
 
 def _behind_tangents(graph: fx.Graph) -> set[fx.Node]:

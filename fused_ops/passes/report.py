@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .ranges import as_ranges, without_numbers
 
@@ -131,6 +131,12 @@ class Entry:
         """The same collective, found but left alone."""
         fields = (self.graph, self.node, self.collective, self.group)
         return Entry(*fields, reason=reason, source=self.source, form=self.form, module=self.module)
+
+    def noted(self, note: str) -> Entry:
+        """The same, which says more of what became of it, or why it was left alone."""
+        if self.fused_into is None:
+            return replace(self, reason=f"{self.reason}; {note}")
+        return replace(self, detail=f"{self.detail}, {note}" if self.detail else note)
 
     def __str__(self) -> str:
         kind = "" if self.node.startswith(self.collective) else f" ({self.collective})"

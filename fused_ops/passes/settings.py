@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
+
+from typing_extensions import Unpack
 
 from ...symm_mem import Group, group_name
 
-FUSE = ("auto", "always")
+AUTO = "auto"
+FUSE = (AUTO, "always")
 CAPTURE, RUN_AHEAD = "capture", "ahead"
+_REWRITES: dict[str, Any] = {"regather": False, "collectives": AUTO, "sequence_parallel": False}
 _Self = TypeVar("_Self", bound="PassSettings")
+
+
+class Rewrites(TypedDict, total=False):
+    """What else the pass does with a graph than to fuse a collective with a product."""
+
+    regather: bool
+    collectives: bool | str
+    sequence_parallel: bool | str
 
 
 class PassSettings(dict[str, Any]):
@@ -24,31 +36,31 @@ class PassSettings(dict[str, Any]):
         self,
         groups: Iterable[Group] | None,
         strict: bool,
-        fuse: str = "auto",
+        fuse: str = AUTO,
         agree: bool | str = True,
-        regather: bool = False,
-        collectives: bool = False,
+        **rewrites: Unpack[Rewrites],
     ) -> None:
+        if unknown := sorted(rewrites.keys() - _REWRITES.keys()):
+            raise TypeError(f"{unknown[0]}: is no setting of the pass")
+        chosen = {**_REWRITES, **rewrites}
         if isinstance(groups, str):
             raise TypeError(f"groups: is the string {groups!r}, must be a list of groups")
         if groups is not None and not isinstance(groups, Iterable):
             raise TypeError(f"groups: is {groups!r}, must be a list of groups")
         if not isinstance(strict, bool):
             raise TypeError(f"strict: is {strict!r}, must be True or False")
-        if not isinstance(collectives, bool):
-            raise TypeError(f"collectives: is {collectives!r}, must be True or False")
+        for name in ("collectives", "sequence_parallel"):
+            _check_or_auto(name, chosen[name])
         if not isinstance(agree, bool | str):
             raise TypeError(f"agree: is {agree!r}, must be True, False, {RUN_AHEAD!r} or {CAPTURE!r}")
         if isinstance(agree, str) and agree not in (RUN_AHEAD, CAPTURE):
             raise ValueError(f"agree: is {agree!r}, must be True, False, {RUN_AHEAD!r} or {CAPTURE!r}")
-        if not isinstance(regather, bool):
-            raise TypeError(f"regather: is {regather!r}, must be True or False")
+        if not isinstance(chosen["regather"], bool):
+            raise TypeError(f"regather: is {chosen['regather']!r}, must be True or False")
         if fuse not in FUSE:
             raise ValueError(f"fuse: is {fuse!r}, must be 'auto' or 'always'")
         names = None if groups is None else sorted({group_name(g) for g in groups})
-        super().__init__(
-            groups=names, strict=strict, fuse=fuse, agree=agree, regather=regather, collectives=collectives
-        )
+        super().__init__(groups=names, strict=strict, fuse=fuse, agree=agree, **chosen)
 
     @property
     def groups(self) -> frozenset[str] | None:
@@ -64,8 +76,12 @@ class PassSettings(dict[str, Any]):
         return str(self["fuse"])
 
     @property
-    def collectives(self) -> bool:
-        return bool(self["collectives"])
+    def collectives(self) -> bool | str:
+        return self["collectives"]  # type: ignore[no-any-return]
+
+    @property
+    def sequence_parallel(self) -> bool | str:
+        return self["sequence_parallel"]  # type: ignore[no-any-return]
 
     @property
     def agree(self) -> bool | str:
@@ -92,3 +108,10 @@ class PassSettings(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         # Settings alone: what a pass has seen is this process's.
         return partial(type(self), **self), ()
+
+
+def _check_or_auto(name: str, value: Any) -> None:
+    if not isinstance(value, bool | str):
+        raise TypeError(f"{name}: is {value!r}, must be True, False or {AUTO!r}")
+    if isinstance(value, str) and value != AUTO:
+        raise ValueError(f"{name}: is {value!r}, must be True, False or {AUTO!r}")

@@ -19,8 +19,9 @@ pytest.importorskip("transformers")
 
 VOCABULARY = 96
 ENV = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-# Of one layer: what the row-wise layers reduce; in the backward, each column-wise layer's input and the head's.
-FORWARD, BACKWARD = 2, 6
+# Of one layer: what the row-wise layers reduce, the embedding's, and the gather of the logits; in the backward, each
+# column-wise layer's input and the head's.
+FORWARD, BACKWARD = 4, 6
 
 
 @pytest.fixture(scope="module")

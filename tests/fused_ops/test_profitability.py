@@ -207,12 +207,12 @@ def test_every_op_that_the_pass_puts_in_has_a_word() -> None:
 @pytest.mark.usefixtures("hopper")
 def test_collectives_alone_up_to_what_was_measured() -> None:
     for op in ("all_gather", "reduce_scatter"):
-        for world in (2, 4, 8):
-            whole = FusionCandidate(op, 1, 32 << 20, 0, world, BF16, "cuda")
+        for world, most in ((2, 64), (4, 1), (8, 1)):
+            whole = FusionCandidate(op, 1, most << 19, 0, world, BF16, "cuda")
             assert why_not_profitable(whole) is None
-            larger = FusionCandidate(op, 2, 32 << 20, 0, world, BF16, "cuda", last_dim=True)
+            larger = FusionCandidate(op, 2, most << 19, 0, world, BF16, "cuda", last_dim=True)
             assert why_not_profitable(larger) == (
-                "128 MiB are sent: beyond 64 MiB that is left to the backend"
+                f"{2 * most} MiB are sent between {world} ranks: beyond {most} MiB that is left to the backend"
             )
             assert expected_gain(whole) == 0
 

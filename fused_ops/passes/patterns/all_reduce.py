@@ -43,8 +43,8 @@ from .peak_memory import why_apart
 from .rms_norm import RmsNorm
 from .sum_of_matmuls import SumOfMatmuls, has_product, sum_of, why_no_product
 
-_MEMORY = 3e6  #: bytes that a GPU reads or writes in a microsecond
-_MATMUL_FROM = 1 << 20  #: bytes: what takes longer to send than to start is worth hiding behind the product
+MEMORY = 3e6  #: bytes that a GPU reads or writes in a microsecond
+MATMUL_FROM = 1 << 20  #: bytes: what takes longer to send than to start is worth hiding behind the product
 
 
 @dataclass
@@ -151,7 +151,7 @@ class AllReducePattern:
         size = hint(val(c.x).numel()) * val(c.x).dtype.itemsize
         reasons = []
         norm = self._norm()
-        if self.of_products and (always or size >= _MATMUL_FROM):
+        if self.of_products and (always or size >= MATMUL_FROM):
             try:
                 self.sum = self._products()
                 if not always:
@@ -252,6 +252,20 @@ class AllReducePattern:
         return rewrite.make_contiguous(out, at)
 
 
+def merge_what_is_summed(c: Collective, groups: frozenset[str] | None) -> Collective:
+    """The collective, or the one that it becomes with others whose results are added to its own; changes the graph."""
+    if not has_product(c.x):
+        return c
+    together = AllReducePattern(*_feeding_one_sum(c, groups), op=c10d.all_reduce.default)
+    if len(together.collectives) == 1:
+        return c
+    graph = c.node.graph
+    before = set(graph.nodes)
+    together.replace()
+    (merged,) = (n for n in graph.nodes if n not in before and calls(n, c10d.all_reduce.default))
+    return Collective.from_node(merged, groups)
+
+
 def why_not_joined(total: SumOfMatmuls, candidate: FusionCandidate) -> str | None:
     """Why the weights of several products should not be copied to stand side by side; None if they should.
 
@@ -260,7 +274,7 @@ def why_not_joined(total: SumOfMatmuls, candidate: FusionCandidate) -> str | Non
     if candidate.device_type != "cuda" or len(total.products) == 1:
         return None
     weights = [val(p.right) for p in total.products]
-    copied = sum(2 * hint(w.numel()) * w.dtype.itemsize for w in weights) / _MEMORY
+    copied = sum(2 * hint(w.numel()) * w.dtype.itemsize for w in weights) / MEMORY
     gain = expected_gain(candidate)
     if copied <= gain:
         return None

@@ -22,7 +22,10 @@ from ..graph.views import View, ViewStep, view_step, views
 
 @dataclass
 class AlonePattern:
-    """The op along dimension ``dim`` from ``x`` to ``result``; ``steps`` lie between these and the collective."""
+    """The op along dimension ``dim`` from ``x`` to ``result``; ``steps`` lie between these and the collective.
+
+    ``why`` says why no product takes it; ``decided`` that its size is not weighed.
+    """
 
     collective: Collective
     op: Any
@@ -30,10 +33,15 @@ class AlonePattern:
     x: fx.Node
     result: fx.Node
     steps: tuple[ViewStep, ...] = ()
+    why: str = ""
+    decided: bool = False
 
     others = ()
     adds = ()
-    detail = ""
+
+    @property
+    def detail(self) -> str:
+        return f"with no product: {self.why}" if self.why else ""
 
     @property
     def last_dim(self) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.virtualized import V
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...dispatch import profitability
 from ..graph.collectives import Collective, Size, val
@@ -96,3 +99,27 @@ def why_not_profitable_of(match: AnyForm) -> str | None:
 def where_of(match: AnyForm) -> tuple[int, torch.dtype, str]:
     """Ranks, dtype and type of device."""
     return match.collective.world, match.dtype, val(match.collective.x).device.type
+
+
+def why_not_compared(match: AnyForm) -> str | None:
+    """Why ranks cannot tell, before the run, whether they have the same shapes; None if they can.
+
+    One size that depends on data is no reason: without the pass, too, all ranks send as many elements.
+    """
+    sent = free_unbacked_symbols(val(match.collective.x).numel())
+    others = free_unbacked_symbols([match.m, match.n, match.k]) - sent
+    if len(sent) > 1 or others:
+        names = ", ".join(sorted(map(str, sent | others)))
+        return (
+            f"the sizes {names} depend on data, so ranks cannot know beforehand whether theirs are the same"
+        )
+    return None
+
+
+def why_not_called_from_cpp(op: Any) -> str | None:
+    """Why the code that Inductor generates in C++ cannot call an op; None if it can, or is in Python."""
+    if not inductor_config.cpp_wrapper or V.aot_compilation:
+        return None
+    if not any(isinstance(r.type, torch.ListType) for r in op._schema.returns):
+        return None
+    return f"the C++ wrapper cannot call an op that returns a list of tensors, as {op._schema.name} does"

@@ -54,24 +54,34 @@ def _of_gather(c: Collective, groups: frozenset[str] | None) -> Form:
         raise (why or e) from e
 
 
-def match_alone_too(c: Collective, groups: frozenset[str] | None = None, *, always: bool = False) -> Form:
+def match_alone_too(
+    c: Collective, groups: frozenset[str] | None = None, *, always: bool = False, any_size: bool = False
+) -> Form:
     """The same; where it can be fused with no product, or that is not profitable, the collective alone.
+
+    Args:
+        any_size: alone whatever its size is.
 
     Raises:
         LeftAlone: it is none that can be fused exactly, nor alone.
     """
+    form = None
     try:
         form = match(c, groups, always=always)
-        if always or why_not_profitable_of(form) is None:
+        why = None if always else why_not_profitable_of(form)
+        if why is None:
             return form
-        why = None
     except LeftAlone as e:
         if c.node.target is c10d.all_reduce.default:
             raise
-        form, why = None, e
+        why = str(e)
     try:
-        return AlonePattern.from_collective(c)
+        alone = AlonePattern.from_collective(c)
+        alone.why, alone.decided = why, any_size or always
+        if (small := why_not_profitable_of(alone)) is not None:
+            raise LeftAlone(small)
+        return alone
     except LeftAlone as e:
         if form is not None:
             return form
-        raise LeftAlone(f"{why}; {e}") from e
+        raise LeftAlone(f"{why}; alone: {e}") from e

@@ -86,8 +86,8 @@ def count(graph: fx.Graph, op: str) -> int:
 
 
 def applied(graph: fx.Graph, fusion: FusionPass | None = None) -> Seen:
-    """The pass, applied to a copy of the graph."""
-    fusion = fusion or FusionPass(agree=False)
+    """The pass, applied to a copy of the graph; by default for what goes with a product alone."""
+    fusion = fusion or FusionPass(agree=False, collectives=False)
     known = len(fusion.report().entries)
     after = copied(graph)
     fusion(after)

@@ -24,7 +24,9 @@ class Random:
     outputs: list[int] = field(default_factory=list)
     dynamic: bool = False  # sizes are symbolic
     normalized: bool = True  # as Inductor does it, before it calls the pass
-    alone: bool = False  # collectives that go with no product are fused, too
+    alone: bool | str = False  # collectives that go with no product are fused, too
+    rows: bool = False  # sequence parallel
+    shared: list[int] = field(default_factory=list)  # inputs that all ranks have alike where that is so
     own_numbers: bool = False  # each rank multiplies by other numbers
 
 

@@ -22,6 +22,7 @@ class Writer:
     def __init__(self, draw: st.DrawFn) -> None:
         self._draw = draw
         self.program = Random(draw(st.sampled_from([2, 2, 3])))
+        self.program.rows = self.draw(False, False, True)
         self.machine = Machine(self.program.world, [], None)
         self.dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]))
 
@@ -45,7 +46,9 @@ class Writer:
         self.program.steps.append(step)
         return before
 
-    def new(self, *shape: int, dtype: torch.dtype | None = None) -> int:
+    def new(self, *shape: int, dtype: torch.dtype | None = None, shared: bool = False) -> int:
+        if shared:
+            self.program.shared.append(len(self.program.inputs))
         self.program.inputs.append((shape, dtype or self.dtype))
         self.machine.inputs.append(torch.empty(shape, dtype=dtype or self.dtype, device="meta"))
         return self.do("input", len(self.program.inputs) - 1)
@@ -319,25 +322,27 @@ class Writer:
             other = self.all_reduced(lead, columns, self.draw(group, group, group, 1), source)
             if self.shape(other) == self.shape(y) and self.dtype_of(other) == self.dtype_of(y):
                 if self.size(0, 2) == 2:
-                    residual = self.new(*self.shape(y), dtype=self.dtype_of(y))
+                    residual = self.new(*self.shape(y), dtype=self.dtype_of(y), shared=True)
                     y = self.do("add", y, residual)
                     if self.size(0, 2) == 2:
                         self.do("write", self.draw(residual, residual, y))
                 y = self.noise(self.do("add", y, other, self.draw(1, 1, 1, 2)))
-        return self.normed(y) if self.size(0, 2) == 2 and self.shape(y) else [y]
+        with_norm = self.program.rows or self.size(0, 2) == 2
+        return self.normed(y) if with_norm and self.shape(y) else [y]
 
     def normed(self, y: int) -> list[int]:
         """A norm in one of its spellings, of a sum with a residual or without."""
         of_sum = self.size(0, 2) == 2
         if not of_sum and self.size(0, 2):
-            y = self.do("add", y, self.new(*self.shape(y), dtype=self.dtype_of(y)), self.draw(1, 1, 1, 2))
+            residual = self.new(*self.shape(y), dtype=self.dtype_of(y), shared=True)
+            y = self.do("add", y, residual, self.draw(1, 1, 1, 2))
         y = self.noise(y)
         shape, dtype = self.shape(y), self.dtype_of(y)
         if not shape:
             return [y]
-        weight = self.new(shape[-1], dtype=self.draw(dtype, dtype, torch.float32))
+        weight = self.new(shape[-1], dtype=self.draw(dtype, dtype, torch.float32), shared=True)
         if of_sum:
-            residual = self.new(*shape, dtype=self.draw(dtype, dtype, dtype, torch.float32))
+            residual = self.new(*shape, dtype=self.draw(dtype, dtype, dtype, torch.float32), shared=True)
             first = self.do("rms_norm_of_sum", y, residual, weight)
             return [first, first + 1]
         return [y, self.do("rms_norm", y, weight, self.draw("", "", "Gemma"))]
@@ -357,7 +362,8 @@ class Writer:
         ends: list[int] = []
         source: int | None = None
         for _ in range(self.draw(1, 1, 2, 3)):
-            motif = self.draw(self.all_gather_matmul, self.matmul_reduce_scatter, self.matmul_all_reduce)
+            motifs = self.all_gather_matmul, self.matmul_reduce_scatter, self.matmul_all_reduce
+            motif = self.draw(*motifs, *[self.matmul_all_reduce] * (4 * self.program.rows))
             found = motif(source if self.size(0, 2) else None)
             ends += found
             source = self.noise(self.draw(*found))
@@ -366,7 +372,7 @@ class Writer:
         self.program.outputs = list(dict.fromkeys([*ends, *others]))
         self.program.dynamic = self.size(0, 5) == 5
         self.program.normalized = self.size(0, 3) > 0
-        self.program.alone = self.size(0, 1) == 1
+        self.program.alone = self.draw(False, False, True, "auto")
         self.program.own_numbers = self.size(0, 4) == 4
         return self.program
 

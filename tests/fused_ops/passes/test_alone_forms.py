@@ -1,4 +1,4 @@
-"""All-gathers and reduce-scatters that no product is beside: as ops of their own, where the pass is asked for it."""
+"""All-gathers and reduce-scatters that no product is beside: as ops of their own."""
 
 from __future__ import annotations
 
@@ -95,10 +95,42 @@ def test_what_is_not_profitable_with_its_product_is_alone(monkeypatch: pytest.Mo
     assert seen.fused == [AG]
 
 
-def test_without_the_setting_they_are_left_alone() -> None:
-    for fn in (lambda x: gather(x.sin(), 1), lambda x: scatter(x.sin(), 1)):
+def test_they_are_taken_unless_that_is_ruled_out() -> None:
+    for fn, op in ((lambda x: gather(x.sin(), 1), GATHER), (lambda x: scatter(x.sin(), 1), SCATTER)):
+        for setting in (False, True, "auto"):
+            (seen,) = captured(fn, X, fusion=FusionPass(agree=False, collectives=setting))
+            assert seen.fused == [op if setting else None]
         (seen,) = captured(fn, X, fusion=FusionPass(agree=False))
-        assert seen.fused == [None]
+        assert seen.fused == [op]
+        assert "with no product: " in seen.entries[0].detail
+
+
+def test_only_what_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = "it is too large"
+    monkeypatch.setattr(
+        candidate.profitability, "why_not_profitable", lambda c: large if c.m * c.n > WORLD * 60 else None
+    )
+    for rows, op in ((6, GATHER), (7, None)):
+        x = torch.randn(rows, 10)
+        (seen,) = captured(lambda x: gather(x.sin()), x, fusion=FusionPass(agree=False))
+        assert seen.fused == [op]
+        if op is None:
+            assert "no matrix product takes the gathered tensor" in seen.reasons
+            assert "; alone: it is too large" in seen.reasons
+        (seen,) = captured(lambda x: gather(x.sin()), x, fusion=fusion())
+        assert seen.fused == [GATHER], "asked for, whatever its size"
+
+
+def _coalesced(*xs: Tensor) -> list[Tensor]:
+    name = torch.distributed.group.WORLD.group_name
+    return [c10d.wait_tensor(p) for p in c10d.all_gather_into_tensor_coalesced([*xs], WORLD, name)]
+
+
+def test_coalesced_ones_stay_together() -> None:
+    """Each alone would be one more launch."""
+    for given in (FusionPass(agree=False), fusion()):
+        seen = applied(traced(_coalesced, X, X), given)
+        assert seen.fused == [None] and "coalesced with others" in seen.reasons
 
 
 def _ag(x: Tensor) -> Tensor:
@@ -176,8 +208,12 @@ def test_numbers_and_other_dtypes_are_left_alone() -> None:
 
 
 def test_the_setting_is_checked_and_part_of_the_key() -> None:
-    with pytest.raises(TypeError, match="collectives: is 1, must be True or False"):
-        FusionPass(collectives=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="collectives: is 1, must be True, False or 'auto'"):
+        FusionPass(collectives=1)  # type: ignore[typeddict-item]
+    with pytest.raises(ValueError, match="collectives: is 'always', must be True, False or 'auto'"):
+        FusionPass(collectives="always")
+    with pytest.raises(TypeError, match="collective: is no setting of the pass"):
+        FusionPass(collective=True)  # type: ignore[call-arg]
     assert FusionPass(collectives=True).uuid() != FusionPass().uuid()
 
 

@@ -309,7 +309,7 @@ def pending_ones_waited_for_twice(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
 def test_nothing_changes(name: str) -> None:
     fn, shapes, into = CASES[name]
     graph = traced(fn, *map(torch.randn, shapes))
-    seen = applied(graph, FusionPass(fuse="always", agree=False))
+    seen = applied(graph, FusionPass(fuse="always", agree=False, collectives=False))
     assert seen.fused == into, seen.reasons
     assert all(e.reason for e in seen.entries if e.fused_into is None)
     check_same(seen, 2)
@@ -336,7 +336,7 @@ def test_what_a_cast_on_the_way_cuts_off_stays_off(
     def cast(x: Tensor, w: Tensor) -> Tensor:
         return (x.to(product) @ w.to(product)).to(between).to(reduced)
 
-    always = FusionPass(fuse="always", agree=False)
+    always = FusionPass(fuse="always", agree=False, collectives=False)
     inputs = torch.randn(X), torch.randn(W)
     for fn, op in ((rs, RS), (ar, MM_AR)):
         seen = applied(traced(lambda x, w: fn(cast(x, w)), *inputs), always)  # noqa: B023

@@ -65,7 +65,7 @@ def test_entries_name_their_modules() -> None:
 
 
 def test_equal_lines_are_one() -> None:
-    fusion = FusionPass(agree=False)
+    fusion = FusionPass(agree=False, collectives=False)
     forward, _ = captured(Blocks(3), torch.randn(4, 8), fusion=fusion)
     count = len(forward.entries)
     lines = str(Report(forward.entries)).splitlines()
@@ -255,7 +255,7 @@ def late(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_a_sequential_that_is_compiled_itself() -> None:
     """Its children have a graph each."""
-    fusion = FusionPass(agree=False)
+    fusion = FusionPass(agree=False, collectives=False)
 
     class Gather(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

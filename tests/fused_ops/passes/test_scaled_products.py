@@ -332,8 +332,8 @@ def test_scatters_of_sizes_that_change() -> None:
 
 
 def test_fp8_alone() -> None:
-    """No product takes it: alone it is gathered in one shot, if that is asked for."""
-    for fusion, op in ((FusionPass(agree=False), None), (FusionPass(agree=False, collectives=True), GATHER)):
+    """No product takes it: alone it is gathered in one shot, unless that is ruled out."""
+    for fusion, op in ((FusionPass(agree=False, collectives=False), None), (FusionPass(agree=False), GATHER)):
         (seen,) = captured(lambda x: gather(x).float(), fp8(5, 32), fusion=fusion, runs=False)
         assert seen.fused == [op], seen.reasons
         check_same(seen, WORLD, ScaledRanks(WORLD))

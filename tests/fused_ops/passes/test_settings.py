@@ -20,11 +20,16 @@ from weft.fused_ops.passes import FusionPass, pass_sequence
 def test_the_text_of_a_pass_is_its_settings() -> None:
     assert (
         repr(FusionPass())
-        == "FusionPass(groups=None, strict=False, fuse='auto', agree=True, regather=False, collectives=False)"
+        == "FusionPass(groups=None, strict=False, fuse='auto', agree=True, regather=False, "
+        "collectives='auto', sequence_parallel=False)"
     )
     settings = {"strict": True, "fuse": "always", "agree": "capture", "regather": True, "collectives": True}
+    settings["sequence_parallel"] = "auto"
     given = FusionPass(groups=["b", "a"], **settings)
-    named = "groups=['a', 'b'], strict=True, fuse='always', agree='capture', regather=True, collectives=True"
+    named = (
+        "groups=['a', 'b'], strict=True, fuse='always', agree='capture', regather=True, collectives=True, "
+    )
+    named += "sequence_parallel='auto'"
     assert repr(given) == f"FusionPass({named})"
 
 
@@ -56,7 +61,7 @@ def test_a_compiled_model_is_saved_with_its_pass(tmp_path: Path) -> None:
 def test_json_has_the_settings() -> None:
     written = json.loads(json.dumps(FusionPass(groups=["tp"]).options))
     settings = {"groups": ["tp"], "strict": False, "fuse": "auto", "agree": True, "regather": False}
-    settings["collectives"] = False
+    settings |= {"collectives": "auto", "sequence_parallel": False}
     assert written == {"post_grad_custom_post_pass": settings}
 
 

@@ -103,14 +103,14 @@ def expected(case: Case) -> tuple[int, list[str]]:
     fused = (8 if case.sequence else 2 + 5) * layers
     if case.checkpoint:
         fused += 2 * layers  # gathered again
-    # What the embedding's rows are scattered with, and their gradients gathered; all-reduced they are fused.
-    left = ["reduce_scatter_tensor", "all_gather_into_tensor"] if case.sequence else []
-    fused += 0 if case.sequence else 1
+    # What the embedding's rows are scattered with, and their gradients gathered, alone; or they are all-reduced.
+    left: list[str] = []
+    fused += 2 if case.sequence else 1
     if not case.blocks:
         fused += 2 if case.sequence else 1  # of the head
         # Maximum, sum and the label's logit of each row; or the logits, gathered along the vocabulary.
-        left += ["all_reduce"] if case.loss else ["all_gather_into_tensor"]
-        fused += 2 if case.loss else 0
+        left += ["all_reduce"] if case.loss else []
+        fused += 2 if case.loss else 1
     return fused, left
 
 

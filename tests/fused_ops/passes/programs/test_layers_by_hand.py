@@ -67,14 +67,14 @@ def decoder(tokens: Tensor, start: int, p: list[Tensor], reduce: Collective) -> 
     return norm(x, residual, last)[0]
 
 
-def decode(rank: int, world: int, codegen: bool) -> Outcome:
+def decode(rank: int, world: int, codegen: bool, **options: Any) -> Outcome:
     square, row = (HIDDEN, HIDDEN), (HIDDEN,)
     layer = [row, square, square, square, square, row, (HIDDEN, INNER), (INNER, HIDDEN)]
     p = drawn((VOCABULARY, HIDDEN), row, *(layer * LAYERS))
     dims = [0, None, *([None, 1, 1, 1, 0, None, 1, 0] * LAYERS)]
     shards = [w.float() if d is None else mine(w, d, rank) for w, d in zip(p, dims, strict=True)]
     tokens = torch.arange(18).view(2, 9) * 7 % VOCABULARY
-    with program(codegen) as run, torch.no_grad():
+    with program(codegen, **options) as run, torch.no_grad():
         compiled = run.compile(decoder)
         got = compiled(tokens, rank * VOCABULARY // WORLD, shards, all_reduced)
         run.compare("hidden", got, decoder(tokens, 0, p, same))

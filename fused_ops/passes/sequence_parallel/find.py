@@ -1,0 +1,117 @@
+"""Sequence parallelism as a rewrite: an all-reduce, what follows it row by row, and what needs all rows again.
+
+The all-reduce becomes a reduce-scatter, what follows is computed of a rank's own rows, and these are gathered where all
+of them are needed: in front of a product mostly, which the pass then fuses, as it does the one in front. Residuals stay
+on a rank's own rows from layer to layer.
+
+A sum is rounded where it was, to the dtype that it had, and so is what is computed of it. Only a sum of all rows, as in
+the gradient of a norm's weight, is taken in another order. What meets a reduced tensor is taken to be the same on all
+ranks where it is an input of the graph, or made of such by anything but products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import fx
+
+from ....symm_mem import resolve_group
+from ..graph.collectives import Collective, LeftAlone, Size, c10d, calls, known, same_shape, val
+from ..patterns.all_reduce import merge_what_is_summed
+from ..settings import AUTO
+from .estimate import why_not_faster
+from .region import Region, regions
+from .replace import put_on_rows
+from .rows import RowLayout, same_on_all_ranks
+
+#: What a node has in its ``meta`` if a pass on the joint graph has looked at it.
+SEEN = "weft_sequence_parallel"
+BY_ROWS = "of an all-reduce, sequence parallel"
+
+
+def put_sequences_on_rows(
+    graph: fx.Graph,
+    choice: bool | str,
+    groups: frozenset[str] | None,
+    why_not: Callable[[str], str | None] = lambda group: None,
+) -> dict[fx.Node, str]:
+    """Changes the graph.
+
+    Args:
+        choice: True, or "auto" for what should be faster by the estimate.
+        groups: all-reduces of these only. None for all.
+        why_not: why those of a group should stay, whatever follows them.
+
+    Returns:
+        what became of an all-reduce: for the reduce-scatters and for those that stay.
+    """
+    notes: dict[fx.Node, str] = {}
+    found: dict[str, list[Collective]] = {}
+    for node in [n for n in graph.nodes if calls(n, c10d.all_reduce.default) and SEEN not in n.meta]:
+        if node._erased:
+            continue
+        try:
+            c = Collective.from_node(node, groups)
+            if (reason := _why_no_rows(c) or why_not(c.group)) is not None:
+                notes[c.node] = f"not sequence parallel: {reason}"
+                continue
+            c = merge_what_is_summed(c, groups)
+        except LeftAlone:
+            continue
+        found.setdefault(c.group, []).append(c)
+    for group, several in found.items():
+        same = same_on_all_ranks(graph, group)
+        for region in _best(graph, several, same):
+            try:
+                reason = region.why_not()
+                if reason is None and choice == AUTO:
+                    reason = why_not_faster(region)
+                if reason is not None:
+                    raise LeftAlone(reason)
+                notes |= dict.fromkeys(put_on_rows(region).values(), BY_ROWS)
+            except LeftAlone as e:
+                notes |= dict.fromkeys((c.node for c in region.collectives), f"not sequence parallel: {e}")
+    return notes
+
+
+def _best(graph: fx.Graph, several: list[Collective], same: set[fx.Node]) -> list[Region]:
+    """The regions of these all-reduces, with rows cut where the graph cuts them, if it does."""
+    layouts: list[RowLayout] = []
+    flat = []
+    for c in several:
+        layout = _layout(c, (math.prod(val(c.x).shape[:-1]),), 0)
+        layout = next((each for each in layouts if known(each.lead[0] == layout.lead[0])), layout)
+        layouts.append(layout)
+        flat.append((c, layout))
+    best = regions(graph, flat, same)
+    lead = val(several[0].x).shape[:-1]
+    if all(same_shape(val(c.x).shape[:-1], lead) for c in several):
+        for dim in range(1, len(lead)):
+            if known(lead[dim] % several[0].world == 0):
+                layout = _layout(several[0], tuple(lead), dim)
+                found = regions(graph, [(c, layout) for c in several], same)
+                if _chunks(found) > _chunks(best):
+                    best = found
+    return best
+
+
+def _chunks(found: list[Region]) -> int:
+    return sum(len(region.chunks) for region in found)
+
+
+def _layout(c: Collective, lead: tuple[Size, ...], dim: int) -> RowLayout:
+    return RowLayout(lead, dim, c.group, c.world, resolve_group(c.group).rank())
+
+
+def _why_no_rows(c: Collective) -> str | None:
+    x = val(c.x)
+    if x.dim() < 2:
+        return "it has no rows"
+    rows = math.prod(x.shape[:-1])
+    if not known(rows % c.world == 0) or known(rows == 0):
+        how = "are no" if isinstance(rows, int) else "are not known to be a"
+        return f"its {rows} rows {how} multiple of {c.world} ranks"
+    if not c.only_waited_for:
+        return "what is pending is used, too"
+    return None

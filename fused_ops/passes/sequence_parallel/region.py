@@ -1,0 +1,214 @@
+"""Regions: all-reduces whose results meet, and all that is computed of these row by row."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from ..graph.collectives import (
+    Collective,
+    LeftAlone,
+    argument,
+    aten,
+    calls,
+    hint,
+    is_val,
+    known,
+    memory,
+    same_shape,
+    val,
+    what,
+    writes,
+)
+from .row_wise import REDUCTIONS, lead_of_step, sums_rows
+from .rows import RowLayout
+
+
+@dataclass
+class Region:
+    """``leads`` has the nodes that are computed of a rank's own rows, in the order of the graph.
+
+    What else uses them gets all rows of those in ``gathered``, which are gathered; but for ``chunks``, which are a
+    rank's own rows in the graph, too, ``sums`` of all rows, and the ``sizes`` of an input of a collective.
+    """
+
+    layout: RowLayout
+    collectives: list[Collective]
+    leads: dict[fx.Node, int]
+    chunks: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    sums: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    sizes: dict[fx.Node, tuple[fx.Node, int]] = field(default_factory=dict)
+    gathered: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def norms(self) -> int:
+        """How many reductions along rows it has."""
+        return sum(calls(node, *REDUCTIONS) for node in self.leads)
+
+    def why_not(self) -> str | None:
+        """Why it should stay as it is, whatever that takes; None if it need not."""
+        if not self.norms and not self.chunks:
+            return "no norm of its rows follows it, and no chunk of them"
+        places = {memory(node): node for node in self.leads if is_val(node)}
+        first, *_ = self.leads
+        for node in filter(writes, first.graph.nodes):
+            for written in filter(is_val, node.all_input_nodes):
+                if (place := places.get(memory(written))) is not None:
+                    return f"{what(node)} writes to memory that may be that of {what(place)}"
+        return None
+
+    def all_rows(self, node: fx.Node) -> list[fx.Node]:
+        """The users of a node that need all rows."""
+        inside = (self.leads, self.sums, self.sizes)
+        chunked = {self.chunks[c] for c in self.chunks}
+        return [
+            u
+            for u in node.users
+            if not any(u in each for each in inside) and not (node in chunked and _is_chunk_of(u, node, self))
+        ]
+
+    def settle(self) -> None:
+        """Finds out what uses the nodes, and gathers no more than is needed."""
+        for node in self.leads:
+            for user in node.users:
+                if user in self.leads:
+                    continue
+                if (own := _own_chunk(user, node, self)) is not None:
+                    self.chunks[own] = node
+                elif sums_rows(user, self.leads):
+                    self.sums[user] = node
+                elif (size := self._size(user)) is not None:
+                    self.sizes[user] = size
+        self._find_gathered()
+        while leaves := self._needless():
+            for node in leaves:
+                del self.leads[node]
+                for found in (self.chunks, self.sums):
+                    for user in [u for u, source in found.items() if source is node]:
+                        del found[user]
+            self._find_gathered()
+
+    def _find_gathered(self) -> None:
+        self.gathered = [node for node in self.leads if self.all_rows(node)]
+
+    def _needless(self) -> list[fx.Node]:
+        """Nodes that are better computed of all rows, as these are gathered anyway or are fewer bytes."""
+        roots = {c.wait for c in self.collectives}
+        there = set(self.gathered)
+        for source in reversed(self.leads):
+            leaves = [
+                u
+                for u in source.users
+                if u in there and u not in roots and is_val(u)
+                if not any(user in self.leads or user in self.sums for user in u.users)
+                and u not in self.chunks.values()
+                and all(n is source or n not in self.leads or n in there for n in u.all_input_nodes)
+            ]
+            if leaves and is_val(source) and (source in there or sum(map(_bytes, leaves)) > _bytes(source)):
+                return leaves
+        return []
+
+    def _size(self, user: fx.Node) -> tuple[fx.Node, int] | None:
+        if not calls(user, aten.sym_size.int):
+            return None
+        size = user.meta.get("val")
+        for c in self.collectives:
+            for dim, other in enumerate(val(c.x).shape):
+                if c.x < user and known(other == size):
+                    return c.x, dim
+        return None
+
+
+def regions(
+    graph: fx.Graph, candidates: list[tuple[Collective, RowLayout]], same: Collection[fx.Node]
+) -> list[Region]:
+    """The regions of these all-reduces, each of one layout."""
+    leads: dict[fx.Node, int] = {}
+    joined = _Joined()
+    layouts = {c.wait: layout for c, layout in candidates}
+    of: dict[fx.Node, fx.Node] = {}  # a node's region, by one of its all-reduces
+    for node in graph.nodes:
+        if node in layouts:
+            leads[node], of[node] = val(node).dim() - 1, node
+            continue
+        inside = [n for n in node.all_input_nodes if n in leads]
+        if not inside:
+            continue
+        layout = layouts[of[inside[0]]]
+        if any(layouts[of[n]] is not layout for n in inside):
+            continue
+        if (lead := lead_of_step(node, leads, layout, same)) is not None:
+            leads[node] = lead
+            for n in inside:
+                joined.join(of[n], of[inside[0]])
+            of[node] = of[inside[0]]
+    found: dict[fx.Node, Region] = {}
+    for c, layout in candidates:
+        found.setdefault(joined.first(c.wait), Region(layout, [], {})).collectives.append(c)
+    for node, lead in leads.items():
+        found[joined.first(of[node])].leads[node] = lead
+    for region in found.values():
+        region.settle()
+    return [*found.values()]
+
+
+class _Joined:
+    """Sets of nodes, of which any two can become one."""
+
+    def __init__(self) -> None:
+        self._to: dict[fx.Node, fx.Node] = {}
+
+    def first(self, node: fx.Node) -> fx.Node:
+        while node in self._to:
+            node = self._to[node]
+        return node
+
+    def join(self, a: fx.Node, b: fx.Node) -> None:
+        a, b = self.first(a), self.first(b)
+        if a is not b:
+            self._to[a] = b
+
+
+def _own_chunk(user: fx.Node, node: fx.Node, region: Region) -> fx.Node | None:
+    """The rank's own rows of a node, as the graph takes them by this user of it; None if it does not."""
+    layout, lead = region.layout, region.leads[node]
+    if not is_val(node) or not calls(user, aten.slice.Tensor, aten.split.Tensor):
+        return None
+    shape = val(node).shape
+    at_end = calls(user, aten.slice.Tensor)
+    dim = int(argument(user, 1 if at_end else 2, "dim", 0)) % len(shape)
+    flat = len(layout.lead) == 1
+    if dim >= lead or not (
+        all(known(size == 1) for size in shape[:dim])
+        if flat
+        else dim == layout.dim and same_shape(shape[:lead], layout.lead)
+    ):
+        return None
+    size = shape[dim]
+    if not isinstance(size, int) or size % layout.world:
+        return None
+    part = size // layout.world
+    if calls(user, aten.split.Tensor):
+        parts = [part for part in user.users if part.users]
+        mine = len(parts) == 1 and calls(parts[0], operator.getitem) and parts[0].args[1] == layout.rank
+        return parts[0] if mine and user.args[1] == part else None
+    start, end = argument(user, 2, "start") or 0, argument(user, 3, "end")
+    end = size if end is None else end
+    if not isinstance(start, int) or not isinstance(end, int) or argument(user, 4, "step", 1) != 1:
+        return None
+    mine = start == layout.rank * part and min(end, size) == (layout.rank + 1) * part
+    return user if mine else None
+
+
+def _is_chunk_of(user: fx.Node, node: fx.Node, region: Region) -> bool:
+    return (own := _own_chunk(user, node, region)) is not None and own in region.chunks
+
+
+def _bytes(node: fx.Node) -> int:
+    try:
+        return hint(val(node).numel()) * val(node).dtype.itemsize
+    except LeftAlone:
+        return 0

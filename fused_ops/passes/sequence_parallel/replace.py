@@ -1,0 +1,120 @@
+"""A region in its graph, on each rank's own rows: reduce-scatters, what is computed row by row, and all-gathers."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator
+
+from torch import fx
+
+from ..graph import rewrite
+from ..graph.collectives import Collective, Size, aten, c10d, is_flat, memory, same_shape, val
+from ..graph.rewrite import call
+from ..origin import copy_origin
+from .region import Region
+from .row_wise import step_by_rows, sum_of_own_rows
+
+#: What AOTAutograd's partitioner has noted of a node, and what that node stands for.
+_PARTITIONED = ("partitioner_tag", "recompute", "ac_graph_id", "seq_nr", "autograd_backward")
+
+
+def put_on_rows(region: Region) -> dict[fx.Node, fx.Node]:
+    """Changes the graph.
+
+    Returns:
+        the reduce-scatters by the all-reduces in the place of which they are.
+
+    Raises:
+        LeftAlone: a size is not there where it is needed. The graph is as it was.
+    """
+    layout = region.layout
+    own: dict[fx.Node, fx.Node] = {}
+    whole: dict[fx.Node, fx.Node] = {}
+    new: dict[fx.Node, fx.Node] = {}
+    scattered: dict[fx.Node, fx.Node] = {}
+    roots = {c.wait: c for c in region.collectives}
+    with rewrite.undone_if_left():
+        for node, lead in region.leads.items():
+            with _of(node):
+                if node in roots:
+                    scattered[roots[node].node], own[node] = _scattered(roots[node], region)
+                else:
+                    own[node] = step_by_rows(node, own, region.leads, layout)
+                if node in region.gathered:
+                    whole[node] = _gathered(own[node], lead, node, region)
+        for chunk, source in region.chunks.items():
+            with _of(chunk):
+                new[chunk] = rewrite.reshape(own[source], val(chunk).shape, chunk)
+        for total, source in region.sums.items():
+            with _of(total):
+                part = sum_of_own_rows(total, own[source], region.leads[source], layout)
+                pending = call(total, c10d.all_reduce.default, part, "sum", layout.group)
+                new[total] = call(total, c10d.wait_tensor.default, pending)
+        for size, (x, dim) in region.sizes.items():
+            with _of(size):
+                new[size] = call(size, aten.sym_size.int, x, dim)
+    for node, gathered in whole.items():
+        for user in region.all_rows(node):
+            user.replace_input_with(node, gathered)
+    for old, node in new.items():
+        old.replace_all_uses_with(node)
+    gone = [*region.leads, *new, *(n for c in region.collectives for n in (c.node, c.wait))]
+    splits = [n for chunk in region.chunks for n in chunk.all_input_nodes if n not in region.leads]
+    gone += [n for split in splits for n in (split, *split.users)]
+    for c in region.collectives:
+        x = c.x
+        while is_flat(x):
+            gone.append(x)
+            x = x.args[0]  # type: ignore[assignment]
+    rewrite.erase_unused(gone)
+    return scattered
+
+
+def _scattered(c: Collective, region: Region) -> tuple[fx.Node, fx.Node]:
+    """The reduce-scatter in place of an all-reduce, and the node that waits for it."""
+    layout, at = region.layout, c.node
+    with _of(at):
+        x = _in_shape(c.x, [*layout.lead, val(c.x).shape[-1]], at)
+        if layout.dim:
+            x = call(at, aten.cat.default, _parts(x, layout.own[layout.dim], layout.dim, region, at), 0)
+        x = rewrite.make_contiguous(x, at)
+        pending = call(at, c10d.reduce_scatter_tensor.default, x, c.reduce_op, layout.world, layout.group)
+    return pending, call(c.wait, c10d.wait_tensor.default, pending)
+
+
+def _in_shape(x: fx.Node, shape: list[Size], at: fx.Node) -> fx.Node:
+    """The node with this shape; of what it was reshaped from, which says more of a product with symbolic sizes, if
+    that has it."""
+    node = x
+    while not same_shape(val(node).shape, shape) and is_flat(node) and memory(node.args[0]) == memory(x):  # type: ignore[arg-type]
+        node = node.args[0]  # type: ignore[assignment]
+    return node if same_shape(val(node).shape, shape) else rewrite.reshape(x, shape, at)
+
+
+def _gathered(own: fx.Node, lead: int, node: fx.Node, region: Region) -> fx.Node:
+    """All rows, as the node has them, before it."""
+    layout = region.layout
+    own = rewrite.make_contiguous(own, node)
+    pending = call(node, c10d.all_gather_into_tensor.default, own, layout.world, layout.group)
+    rows = call(node, c10d.wait_tensor.default, pending)
+    if layout.dim:
+        rows = call(node, aten.cat.default, _parts(rows, layout.lead[0], 0, region, node), layout.dim)
+    return rewrite.reshape(rows, val(node).shape, node, [node])
+
+
+def _parts(x: fx.Node, size: int, dim: int, region: Region, at: fx.Node) -> list[fx.Node]:
+    split = call(at, aten.split.Tensor, x, size, dim)
+    return [call(at, operator.getitem, split, i) for i in range(region.layout.world)]
+
+
+@contextlib.contextmanager
+def _of(node: fx.Node) -> Iterator[None]:
+    """What is put in front of the node meanwhile comes from where that came from."""
+    before = node.prev
+    yield
+    new = before.next
+    while new is not node:
+        copy_origin(node, new)
+        new.meta |= {key: node.meta[key] for key in _PARTITIONED if key in node.meta}
+        new = new.next

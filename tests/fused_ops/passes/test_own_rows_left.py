@@ -1,0 +1,213 @@
+"""All-reduces that look as if they could be on own rows and cannot, and those that had better not be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from graphs import AG, RS, applied, captured, fake_ranks
+from ranks import run_ranks
+from test_sequence_parallel import GATHER, HIDDEN, ar, behind_a_product, inputs, norm
+from torch import Tensor
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from weft.fused_ops import FusionPass
+from weft.fused_ops.dispatch import profitability
+
+
+def dropped_out(x: Tensor, w: Tensor, r: Tensor, n: Tensor) -> Tensor:
+    """What each rank drops is its own affair."""
+    return norm(r + F.dropout(ar(x @ w), 0.5, training=True), n)
+
+
+def of_columns(x: Tensor, w: Tensor, r: Tensor, n: Tensor) -> Tensor:
+    y = ar(x @ w) + r
+    return y * torch.rsqrt(y.pow(2).mean(0, keepdim=True) + 1e-6)
+
+
+def summed_up(x: Tensor, w: Tensor, r: Tensor, n: Tensor) -> Tensor:
+    return (ar(x @ w) + r).cumsum(0)
+
+
+def a_residual_of_its_own(x: Tensor, w: Tensor, r: Tensor, n: Tensor) -> Tensor:
+    return norm(ar(x @ w) + x.sin() @ w, n)
+
+
+def a_weight_of_its_own(x: Tensor, w: Tensor, r: Tensor, n: Tensor) -> Tensor:
+    return norm(ar(x @ w), (n[None] @ n[:, None])[0].expand(HIDDEN)) * 0
+
+
+def another_reduction(x: Tensor, w: Tensor, r: Tensor, n: Tensor) -> Tensor:
+    return norm(ar(x @ w, "max"), n)
+
+
+def written_to(x: Tensor, w: Tensor, r: Tensor, n: Tensor) -> Tensor:
+    y = ar(x @ w)
+    z = norm(y, n)
+    y.add_(1)
+    return z
+
+
+def written_to_by_a_view(x: Tensor, w: Tensor, r: Tensor, n: Tensor) -> Tensor:
+    y = ar(x @ w) + r
+    y.select(0, 1).mul_(2)
+    return norm(y, n)
+
+
+NO_NORM = "no norm of its rows follows it"
+LEFT: dict[Callable[..., Any], str] = {
+    dropped_out: NO_NORM,
+    of_columns: NO_NORM,
+    summed_up: NO_NORM,
+    a_residual_of_its_own: NO_NORM,
+    another_reduction: "it reduces by 'max'",
+    written_to_by_a_view: "writes to memory that may be that of add",
+    written_to: "writes to memory that may be that of wait_tensor",
+}
+
+
+def left(fn: Callable[..., Any], rows: int = 12, **settings: Any) -> str:
+    """What the pass says of a graph in which it put nothing on rows."""
+    with fake_ranks(2):
+        given = inputs(0, torch.float32, rows)[:4]
+        settings = {"agree": False, "sequence_parallel": True, **settings}
+        graph = make_fx(fn, decomposition_table=select_decomp_table(), tracing_mode="fake")(*given).graph
+        seen = applied(graph, FusionPass(**settings))
+        plain = applied(graph, FusionPass(**{**settings, "sequence_parallel": False}))
+    assert seen.fused == plain.fused
+    assert str(seen.after) == str(plain.after)
+    return "\n".join(map(str, seen.entries))
+
+
+@pytest.mark.parametrize("fn", LEFT)
+def test_near_misses_stay(fn: Callable[..., Any]) -> None:
+    assert LEFT[fn] in left(fn)
+
+
+def test_a_weight_that_a_product_made_is_not_taken_for_the_same() -> None:
+    """The norm in front of it is of a rank's own rows, the weight is multiplied where all rows are."""
+    with fake_ranks(2):
+        given = inputs(0, torch.float32)[:4]
+        graph = make_fx(a_weight_of_its_own, tracing_mode="fake")(*given).graph
+        seen = applied(graph, FusionPass(agree=False, sequence_parallel=True))
+    assert seen.fused == [RS, GATHER]
+
+
+def test_uneven_rows_stay() -> None:
+    def fn(x: Tensor, w: Tensor, r: Tensor, n: Tensor) -> Tensor:
+        return norm(r + ar(x @ w), n)
+
+    assert "not sequence parallel: its 7 rows are no multiple of 2 ranks" in left(fn, 7)
+
+
+def norm_between(x: Tensor, w: Tensor, r: Tensor, n: Tensor, v: Tensor) -> Tensor:
+    y = r + ar(x @ w)
+    wide = y.float()
+    return ((wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(y.dtype) * n) @ v
+
+
+@pytest.mark.parametrize(
+    ("hidden", "columns", "rows", "taken"),
+    [
+        (4096, 6144, 16, False),
+        (4096, 6144, 512, False),
+        (4096, 6144, 2048, True),
+        (4096, 6144, 8192, True),
+        (8192, 10240, 512, False),
+        (8192, 10240, 2048, True),
+        (4096, 28672, 4096, False),
+    ],
+)
+def test_auto_takes_what_the_measured_ops_say(
+    hidden: int, columns: int, rows: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An output projection, and that of queries, keys and values behind it: the sum of what each took on 2 H100."""
+    monkeypatch.setattr(profitability, "_is_hopper", lambda: True)
+    shapes = (rows, hidden // 2), (hidden // 2, hidden), (rows, hidden), (hidden,), (hidden, columns // 2)
+    with fake_ranks(2):
+        with FakeTensorMode():
+            given = [torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in shapes]
+            graph = make_fx(norm_between)(*given).graph
+        seen = applied(graph, FusionPass(agree=False, sequence_parallel="auto"))
+    assert (seen.fused == [RS, AG]) == taken, seen.entries
+    if not taken:
+        assert "not sequence parallel: by the estimate it would save" in str(seen.entries[0])
+
+
+@pytest.mark.parametrize("divisible", [True, False])
+def test_dynamic_sizes(divisible: bool) -> None:
+    def fn(x: Tensor, w: Tensor, r: Tensor, n: Tensor, v: Tensor) -> Tensor:
+        if divisible:
+            torch._check(x.shape[0] % 2 == 0)
+        y = r + ar((x @ w).view(1, -1, HIDDEN))
+        return norm(y, n) @ v
+
+    with fake_ranks(2):
+        x, w, r, n, v = inputs(0, torch.float32)
+        given = x, w, r[None], n, v
+        torch._dynamo.mark_dynamic(given[0], 0)
+        torch._dynamo.mark_dynamic(given[2], 1)
+        fusion = FusionPass(agree=False, sequence_parallel=True)
+        with torch.no_grad():
+            (seen,) = captured(fn, *given, fusion=fusion, dynamic=True)
+    if divisible:
+        assert seen.fused == [RS, AG] and "residual added" in seen.entries[0].detail
+    else:
+        assert (
+            "rows are not known to be a multiple of 2 ranks" in seen.entries[0].detail
+            and len(seen.fused) == 1
+        )
+
+
+def test_where_ranks_cannot_be_asked_nothing_changes() -> None:
+    def fn(x: Tensor, w: Tensor, r: Tensor, n: Tensor) -> Tensor:
+        return norm(r + ar(x @ w), n)
+
+    with torch._inductor.config.patch(
+        reorder_for_compute_comm_overlap=True,
+        reorder_for_compute_comm_overlap_passes=["sink_waits_iterative"],
+    ):
+        assert "with which ranks may communicate in different orders" in left(fn)
+
+
+def test_the_setting() -> None:
+    assert FusionPass().sequence_parallel is False
+    with pytest.raises(TypeError, match="sequence_parallel: is 1, must be True, False or 'auto'"):
+        FusionPass(sequence_parallel=1)  # type: ignore[typeddict-item]
+    with fake_ranks(2):
+        keys = {FusionPass(sequence_parallel=s).uuid() for s in (False, True, "auto")}
+    assert len(keys) == 3
+    ranks = set()
+    for rank in range(2):
+        dist.init_process_group("fake", rank=rank, world_size=2, store=dist.HashStore())
+        ranks.add(FusionPass(sequence_parallel=True).uuid())
+        dist.destroy_process_group()
+    assert len(ranks) == 2, "a graph that takes a rank's own rows is that rank's"
+
+
+def differing(rank: int, world: int) -> tuple[list[float], str, str]:
+    """Rank 0 has no sequence parallelism, then all ranks have it."""
+    x, w, r, n, v = inputs(rank, torch.float32)
+    want = behind_a_product(*(t.double() for t in (x, w, r, n, v)))
+    errors, said = [], []
+    for setting in (rank != 0, True):
+        torch._dynamo.reset()
+        fusion = FusionPass(sequence_parallel=setting)
+        with torch._inductor.config.patch(force_disable_caches=True), torch.no_grad():
+            got = torch.compile(behind_a_product, options=fusion.options)(x, w, r, n, v)
+        errors.append(((got.double() - want).norm() / want.norm()).item())
+        said.append(str(fusion.report()))
+    return errors, said[0], said[1]
+
+
+def test_ranks_of_which_one_has_it_run_as_they_were() -> None:
+    for rank, (errors, first, second) in enumerate(run_ranks(differing, 2)):
+        assert max(errors) < 1e-5
+        assert f"rank {1 - rank} runs another graph" in first, first
+        assert ("sequence parallel" in first) == (rank != 0)
+        assert "2 of 2 collectives fused" in second and "unfused" not in second, second
