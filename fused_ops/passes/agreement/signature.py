@@ -6,7 +6,8 @@ ranks cannot run fused.
 
 A number that a graph multiplies by may be moved from one side of a collective to the other, and so from what each rank
 does to all that it receives to what it does to its own part. That is the same function only where all ranks have the
-same number. So what is computed by nodes that the pass has put in is compared, too.
+same number. So what is computed by nodes that the pass has put in is compared, too; and so is what it takes to be the
+same on all ranks.
 
 Sizes stand apart from the rest. Symbolic ones are filled in whenever the graph runs, so that a graph for one size and
 a graph for any may agree.
@@ -26,6 +27,8 @@ from ..graph.collectives import Size, collectives, group_of, kind_of, point_to_p
 from ..graph.index_map import Dims, strides
 from ..report import Entry
 
+#: What a node has in its ``meta`` if ranks must compute it alike.
+COMPARED = "weft_compared"
 _REDUCTIONS = ("amax", "amin", "max", "min")
 Order = tuple[Dims, tuple[Size, ...]]  # what travels, as digits of a tensor of this shape
 
@@ -72,6 +75,7 @@ class Signature:
                 words += [f"{name}={self._word(a, shapes)}" for name, a in node.kwargs.items()]
                 lines.append(f"{kind_of(node)} {' '.join(words)}")
         lines += [_computed(node) for node in graph.nodes if node not in before and _computes(node)]
+        lines += [_computed(node) for node in graph.nodes if COMPARED in node.meta]
         lines += [self._order(*order) for order in orders]
         self._text = "\n".join(lines)
 

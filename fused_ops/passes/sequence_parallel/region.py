@@ -86,9 +86,6 @@ class Region:
         while leaves := self._needless():
             for node in leaves:
                 del self.leads[node]
-                for found in (self.chunks, self.sums):
-                    for user in [u for u, source in found.items() if source is node]:
-                        del found[user]
             self._find_gathered()
 
     def _find_gathered(self) -> None:
@@ -96,20 +93,22 @@ class Region:
 
     def _needless(self) -> list[fx.Node]:
         """Nodes that are better computed of all rows, as these are gathered anyway or are fewer bytes."""
-        roots = {c.wait for c in self.collectives}
-        there = set(self.gathered)
-        for source in reversed(self.leads):
+        kept = {*(c.wait for c in self.collectives), *self.chunks.values(), *self.sums.values()}
+        there, left = set(self.gathered), dict(self.leads)
+        for source in filter(is_val, reversed(self.leads)):
             leaves = [
                 u
                 for u in source.users
-                if u in there and u not in roots and is_val(u)
-                if not any(user in self.leads or user in self.sums for user in u.users)
-                and u not in self.chunks.values()
-                and all(n is source or n not in self.leads or n in there for n in u.all_input_nodes)
+                if u in there and u not in kept and is_val(u)
+                if not any(user in left for user in u.users)
+                and all(n is source or n not in left or n in there for n in u.all_input_nodes)
             ]
-            if leaves and is_val(source) and (source in there or sum(map(_bytes, leaves)) > _bytes(source)):
-                return leaves
-        return []
+            if leaves and (source in there or sum(map(_bytes, leaves)) > _bytes(source)):
+                there.add(source)
+                for leaf in leaves:
+                    there.remove(leaf)
+                    del left[leaf]
+        return [node for node in self.leads if node not in left]
 
     def _size(self, user: fx.Node) -> tuple[fx.Node, int] | None:
         if not calls(user, aten.sym_size.int):

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from ..agreement.signature import COMPARED
 from ..graph import rewrite
-from ..graph.collectives import Collective, Size, aten, c10d, is_flat, memory, same_shape, val
+from ..graph.collectives import Collective, Size, aten, c10d, communicates, is_flat, memory, same_shape, val
 from ..graph.rewrite import call
 from ..origin import copy_origin
 from .region import Region
@@ -33,7 +34,7 @@ def put_on_rows(region: Region) -> dict[fx.Node, fx.Node]:
     whole: dict[fx.Node, fx.Node] = {}
     new: dict[fx.Node, fx.Node] = {}
     scattered: dict[fx.Node, fx.Node] = {}
-    roots = {c.wait: c for c in region.collectives}
+    roots, needed = {c.wait: c for c in region.collectives}, {*region.gathered}
     with rewrite.undone_if_left():
         for node, lead in region.leads.items():
             with _of(node):
@@ -41,7 +42,7 @@ def put_on_rows(region: Region) -> dict[fx.Node, fx.Node]:
                     scattered[roots[node].node], own[node] = _scattered(roots[node], region)
                 else:
                     own[node] = step_by_rows(node, own, region.leads, layout)
-                if node in region.gathered:
+                if node in needed:
                     whole[node] = _gathered(own[node], lead, node, region)
         for chunk, source in region.chunks.items():
             with _of(chunk):
@@ -54,6 +55,7 @@ def put_on_rows(region: Region) -> dict[fx.Node, fx.Node]:
         for size, (x, dim) in region.sizes.items():
             with _of(size):
                 new[size] = call(size, aten.sym_size.int, x, dim)
+    _compare_what_meets(region)
     for node, gathered in whole.items():
         for user in region.all_rows(node):
             user.replace_input_with(node, gathered)
@@ -81,6 +83,18 @@ def _scattered(c: Collective, region: Region) -> tuple[fx.Node, fx.Node]:
         x = rewrite.make_contiguous(x, at)
         pending = call(at, c10d.reduce_scatter_tensor.default, x, c.reduce_op, layout.world, layout.group)
     return pending, call(c.wait, c10d.wait_tensor.default, pending)
+
+
+def _compare_what_meets(region: Region) -> None:
+    """Has the ranks compare how they compute what is not computed by rows: its numbers, and what is cut of what."""
+    pending = [n for node in region.leads for n in node.all_input_nodes if n not in region.leads]
+    roots = {c.node for c in region.collectives}
+    while pending:
+        node = pending.pop()
+        if node.op != "call_function" or node in roots or communicates(node) or COMPARED in node.meta:
+            continue
+        node.meta[COMPARED] = True
+        pending += node.all_input_nodes
 
 
 def _in_shape(x: fx.Node, shape: list[Size], at: fx.Node) -> fx.Node:

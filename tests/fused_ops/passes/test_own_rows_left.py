@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from weft.fused_ops import FusionPass
 from weft.fused_ops.dispatch import profitability
+from weft.fused_ops.passes.agreement.guard import GraphGuard
 
 
 def dropped_out(x: Tensor, w: Tensor, r: Tensor, n: Tensor) -> Tensor:
@@ -211,3 +212,22 @@ def test_ranks_of_which_one_has_it_run_as_they_were() -> None:
         assert f"rank {1 - rank} runs another graph" in first, first
         assert ("sequence parallel" in first) == (rank != 0)
         assert "2 of 2 collectives fused" in second and "unfused" not in second, second
+
+
+def names(rank: int, world: int, numbers: tuple[float, float]) -> str:
+    """What the ranks compare, where a rank multiplies the residual by its own one of the numbers."""
+
+    def fn(x: Tensor, w: Tensor, r: Tensor, n: Tensor, v: Tensor) -> Tensor:
+        return norm(r * numbers[rank] + ar(x @ w), n) @ v
+
+    graph = make_fx(fn, tracing_mode="fake")(*inputs(rank, torch.float32)).graph
+    fusion = FusionPass(sequence_parallel=True)
+    fusion(graph)
+    assert fusion.report().fused == 2
+    (question,) = graph.find_nodes(op="call_function", target=torch.ops.weft.agree.default)
+    return GraphGuard(str(question.args[0])).name
+
+
+def test_numbers_of_what_is_taken_for_the_same_are_compared() -> None:
+    assert len({*run_ranks(names, 2, (2.0, 2.0))}) == 1
+    assert len({*run_ranks(names, 2, (2.0, 3.0))}) == 2
