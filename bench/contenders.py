@@ -22,6 +22,7 @@ from accuracy import of_products, of_sums
 from parts import Bench, after_producer, divisible, has_torch_symm, random_tensor, sets_of, summed
 from reductions import all_reduce_rms_norm_contenders, matmul_all_reduce_contenders
 from registry import LAST_DIMENSION, SPLITS, Row
+from scaled_contenders import all_gather_scaled_matmul_contenders, scaled_matmul_reduce_scatter_contenders
 from stand_alone import all_gather_contenders, reduce_scatter_contenders
 from timer import Call
 from torch import Tensor
@@ -182,4 +183,6 @@ TABLE: dict[str, Callable[[Row, str, torch.device], Bench]] = {
     "all_reduce": all_reduce_contenders,
     "all_reduce_rms_norm": all_reduce_rms_norm_contenders,
     "matmul_all_reduce": matmul_all_reduce_contenders,
+    "all_gather_scaled_matmul": all_gather_scaled_matmul_contenders,
+    "scaled_matmul_reduce_scatter": scaled_matmul_reduce_scatter_contenders,
 }

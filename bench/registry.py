@@ -15,6 +15,9 @@ OPS = (
     "all_reduce_rms_norm",
     "matmul_all_reduce",
 )
+#: Of fp8 operands, on request: a layer's name ends with how they are scaled.
+SCALED_OPS = ("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter")
+SCALINGS = ("tensor", "rows", "blocks")
 MODES = ("eager", "graph")
 
 # K and N of the whole layer; a rank holds N / world of the first kind and K / world of the second.
@@ -47,6 +50,17 @@ LAST_DIMENSION = ("last.8b.o", "last.70b.o", "last.8b.down", "last.70b.down")
 ON_REQUEST = LAST_DIMENSION  # only where --layers names them, by how they begin
 LAYERS["matmul_all_reduce"] = {
     name: layer for name, layer in LAYERS["matmul_reduce_scatter"].items() if name not in LAST_DIMENSION
+}
+_SCALED_LAYERS = {
+    "all_gather_scaled_matmul": ("all_gather_matmul", ("llama8b.qkv", "llama8b.upgate", "llama70b.upgate")),
+    "scaled_matmul_reduce_scatter": (
+        "matmul_reduce_scatter",
+        ("llama8b.o", "llama8b.down", "llama70b.down"),
+    ),
+}
+LAYERS |= {
+    op: {f"{name}.{how}": LAYERS[unscaled][name] for name in names for how in SCALINGS}
+    for op, (unscaled, names) in _SCALED_LAYERS.items()
 }
 M_SIZES = {"cuda": (512, 1024, 2048, 4096, 8192, 16384), "cpu": (32, 128)}
 # Decoding, where nothing can be cut along the rows.
@@ -106,8 +120,8 @@ def select_rows(
     Raises:
         ValueError: an op, layer or mode is unknown, or the device has no such mode.
     """
-    known = MODES if device == "cuda" else ("eager",)
-    for what, given, allowed in (("ops", ops, OPS), ("modes", modes, known)):
+    known, every = MODES if device == "cuda" else ("eager",), (*OPS, *SCALED_OPS)
+    for what, given, allowed in (("ops", ops, every), ("modes", modes, known)):
         if unknown := sorted(set(given) - set(allowed)):
             raise ValueError(f"{what}: {unknown} is not among {allowed} on {device}")
     names = [name for op in LAYERS for name in LAYERS[op]]
@@ -117,7 +131,7 @@ def select_rows(
     dtype = DTYPE[device]
     found: list[Row] = []
     shapes: list[tuple[str, int, int | None, int]]
-    for op in (op for op in OPS if op in ops):
+    for op in (op for op in every if op in ops):
         if op == "all_reduce" or op in ALONE:
             sizes = kib_sizes or KIB_SIZES[device]
             shapes = [(op, 1, None, kib * 1024 // dtype.itemsize) for kib in sizes]
@@ -139,5 +153,6 @@ def select_rows(
                 if _selected(name, layers)
                 for m in m_sizes or rows[device]
             ]
-        found += [Row(op, *shape, dtype, mode) for shape in shapes for mode in modes or known]
+        of_results = torch.bfloat16 if op in SCALED_OPS else dtype
+        found += [Row(op, *shape, of_results, mode) for shape in shapes for mode in modes or known]
     return found

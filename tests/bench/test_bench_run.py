@@ -95,6 +95,21 @@ def test_run_writes_every_op(tmp_path: Path) -> None:
     assert process.stdout.count("\nllama8b.qkv ") == 1, "ranks other than 0 print nothing"
 
 
+def test_the_scaled_ops_on_request(tmp_path: Path) -> None:
+    ops = "all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"
+    chosen = f"--ops={','.join(ops)}", "--layers=llama8b.qkv,llama8b.o", "--m-sizes=6"
+    process, written = bench(tmp_path, *chosen)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert set(written) == set(ops)
+    for content in written.values():
+        rows = content["rows"]
+        assert [row["name"].rpartition(".")[2] for row in rows] == ["tensor", "rows", "blocks"]
+        for row in rows:
+            assert row["error"] is None and row["weft_us"] > 0 and row["dtype"] == "bfloat16"
+            # Between CPU ranks torch has no product with block-wise scales to compare with.
+            assert (row["unfused_us"] is None) == row["name"].endswith(".blocks")
+
+
 def test_a_wrong_result_gets_no_time(tmp_path: Path) -> None:
     """Wrong on rank 1 alone, at once or later, or failed on both: weft has no time; what is right has one."""
     process, written = bench(
