@@ -142,9 +142,9 @@ class HostEngine:
 def count_of(of: Registration, op: str, rank: int, peer: int) -> str:
     """The count that ``op`` of ``rank`` waits for, in words."""
     owner = rank if op == "wait" else peer
-    tensor = f"registered tensor {of.number}, {of.places[owner]} of rank {owner},"
+    tensor = f"registered {of.named(owner)}"
     if op == "wait":
-        return f"the count of accesses by rank {peer} to {tensor}"
+        return f"the count of accesses by rank {peer} for {tensor}"
     return f"the count of signals by rank {peer} for {tensor}"
 
 

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Described:
-    """A segment, the descriptors by which peers open it, which are the holder's to close, and what must live on."""
+    """A segment, and the descriptors by which peers open it, which are the holder's to close.
+
+    ``keep``: what must live as long as the segment is in use.
+    """
 
     segment: Segment
     fds: list[int]
@@ -53,7 +56,13 @@ class RegisteredBatch:
 
 
 class OwnSegments:
-    """What the tensors of one rank lie in; a file beside this one for each device."""
+    """What the tensors of one rank lie in; a file beside this one for each device.
+
+    Attributes:
+        outlives_peers: memory must be there until the peers have unmapped it.
+    """
+
+    outlives_peers = False
 
     def __init__(self, heap: Heap, table: SegmentTable) -> None:
         self.heap, self.table, self.rank = heap, table, heap.rank
@@ -102,6 +111,9 @@ class OwnSegments:
             OSError, RuntimeError, ValueError: it cannot be mapped here, or is not what the peer says.
         """
         raise NotImplementedError
+
+    def unmap_dropped(self) -> None:
+        """Unmap what nobody refers to any more. This rank's queued work is done."""
 
 
 def open_peer(own: OwnSegments, rank: int, segment: Segment, fds: list[int]) -> Mapping:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Registration:
-    """A tensor of each rank. ``keep``: this rank's memory, and what else must live as long.
+    """A tensor of each rank. ``keep``: this rank's memory.
 
     Attributes:
         number: the same on all ranks, and never used again.
@@ -49,6 +49,10 @@ class Registration:
     keep: Any = field(repr=False)
     closed: bool = False
 
+    def named(self, rank: int) -> str:
+        """For errors: that of one rank."""
+        return f"tensor {self.number}, {self.places[rank]} on rank {rank},"
+
 
 class Registry:
     """Of one heap. Making one is collective."""
@@ -62,6 +66,7 @@ class Registry:
         self.entries: dict[int, Registration] = {}
         self.falling: deque[int] = deque()  #: dropped since the last call: finalizers run at any moment
         self._dropped: set[int] = set()
+        self._leaving: list[Any] = []  # memory that peers are about to unmap
         self._number = 0
         self._probe = Probe()
         self._copies = False  # whether the ranks have tried to copy from each other's processes
@@ -124,10 +129,10 @@ class Registry:
             keys = [(rank, segments[rank][place.segment].key) for rank, place in enumerate(each)]
             for key in keys:
                 self.table.use(key, lambda key=key: found[key])  # type: ignore[misc]
-            keep = tensor.untyped_storage(), batch.segments[each[self.heap.rank].segment].keep
             self._number += 1
-            entry = Registration(self._number, slots[i], each, keys, keep)
+            entry = Registration(self._number, slots[i], each, keys, tensor.untyped_storage())
             self.entries[entry.number] = entry
+            self.semaphores.named[entry.slot] = entry.named(self.heap.rank)
             made.append(entry)
         return made
 
@@ -144,6 +149,7 @@ class Registry:
             self._copies = True
         counts = [sum(len(s.parts) for s in each) for each in new]
         mine = {s.key for s in new[heap.rank]}
+        keep = {d.segment.key: d.keep for d in batch.segments}
         give = [fd for d in batch.segments if d.segment.key in mine for fd in d.fds]
         taken: list[list[int]] = [[] for _ in new]
         found: dict[SegmentKey, KnownSegment] = {}
@@ -153,7 +159,10 @@ class Registry:
                 left = iter(taken[rank])
                 for segment in each:
                     fds = [next(left) for _ in segment.parts]
-                    mapping = Mapping(None) if rank == heap.rank else open_peer(self.own, rank, segment, fds)
+                    if rank == heap.rank:
+                        mapping = Mapping(None, keep[segment.key])
+                    else:
+                        mapping = open_peer(self.own, rank, segment, fds)
                     found[rank, segment.key] = KnownSegment(rank, segment, mapping)
 
         try:
@@ -181,6 +190,9 @@ class Registry:
         """
         with self.heap.lock, self.heap.rendezvous.poison_on_error("unregister"):
             self._meet("unregister", {"problem": None, "alike": {"tensors": numbers}}, numbers)
+            if self._leaving:
+                self.heap.rendezvous.gather("unmap", None)
+                self._leaving.clear()
 
     def _meet(self, what: str, said: dict[str, Any], ending: Sequence[int] = ()) -> list[Any]:
         """Post ``said``, which has what must be alike, and what this rank has dropped.
@@ -199,6 +211,7 @@ class Registry:
             said["had"] = [self._number, len(self.semaphores.slabs), sorted(self.entries)]
         rendezvous = self.heap.rendezvous
         posts = rendezvous.gather(what, said)
+        self._leaving.clear()  # all have come here behind the step in which they have unmapped it
         if self._after_reset:
             self._keep_what_all_have([post["had"] for post in posts])
         rendezvous.refuse(what, [post["problem"] for post in posts])
@@ -206,10 +219,13 @@ class Registry:
         dropped = set.intersection(*(set(post["dropped"]) for post in posts))
         for number in sorted(dropped.union(ending) & self.entries.keys()):
             self._release(number)
+        self.own.unmap_dropped()
         return posts
 
     def _release(self, number: int) -> None:
         entry = self.entries.pop(number)
+        if self.own.outlives_peers:
+            self._leaving.append(entry.keep)
         entry.closed, entry.keep = True, None
         self._dropped.discard(number)
         self.semaphores.give(entry.slot)

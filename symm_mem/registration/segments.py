@@ -9,8 +9,9 @@ import torch
 from ..errors import WeftError
 
 KINDS = ("heap", "file", "process", "ipc", "vmm", "empty")
-#: Unused mappings of these are kept: they keep the memory as well, so that no other can take its name meanwhile.
-LASTING = ("file", "vmm")
+#: Unused mappings of these are kept: they keep the file as well, so that no other can take its name meanwhile. What
+#: is mapped of a GPU's memory is not: its owner could not free it.
+LASTING = ("file",)
 _MOST_FDS = 4096
 
 

@@ -41,9 +41,14 @@ SLOTS = 256  # of a slab
 
 @dataclass(frozen=True)
 class SlabLayout:
-    """What a slab's words are, for errors. ``words``: that are zero before the first use."""
+    """What a slab's words are, for errors. ``words``: that are zero before the first use.
+
+    ``named``: what has each slot.
+    """
 
     world_size: int
+    first: int
+    named: dict[int, str]
 
     @property
     def words(self) -> int:
@@ -60,14 +65,15 @@ class SlabLayout:
         slot, rest = divmod(word, ROWS * self.world_size)
         row, rank = divmod(rest, self.world_size)
         what = {ALLOWED: "signals", DONE: "accesses"}.get(row, f"row {row}")
-        return f"count of {what} of rank {rank} (slot {slot} of the registered tensors)"
+        named = self.named.get(self.first + slot, f"slot {self.first + slot}")
+        return f"the count of {what} by rank {rank} for registered {named}"
 
 
 class Slab:
     """A slab on the heap. Making one is collective."""
 
-    def __init__(self, heap: Heap) -> None:
-        self.layout = SlabLayout(heap.world_size)
+    def __init__(self, heap: Heap, first: int, named: dict[int, str]) -> None:
+        self.layout = SlabLayout(heap.world_size, first, named)
         fault = fault_of(heap)
         self.block: Block = heap.allocate(
             self.layout.bytes, "semaphores of registered tensors", zero=self.layout.bytes
@@ -85,12 +91,14 @@ class Semaphores:
         self._heap = heap
         self.slabs: list[Slab] = []
         self._free: list[int] = []
+        self.named: dict[int, str] = {}  #: what has each slot, in words
 
     def reserve(self, count: int) -> list[int]:
         """The next ``count`` slots, which are free until ``take``. Collective where that needs another slab."""
         while len(self._free) < count:
-            self.slabs.append(Slab(self._heap))
-            self._free += range((len(self.slabs) - 1) * SLOTS, len(self.slabs) * SLOTS)
+            first = len(self.slabs) * SLOTS
+            self.slabs.append(Slab(self._heap, first, self.named))
+            self._free += range(first, first + SLOTS)
         return self._free[:count]
 
     def zero(self, slots: list[int]) -> None:

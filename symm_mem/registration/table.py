@@ -15,7 +15,8 @@ from .segments import LASTING, Segment
 
 SegmentKey: TypeAlias = tuple[int, tuple[str, str, int]]  # the owner's rank, and what names it there
 
-UNUSED = 32  #: segments that nobody uses are kept, to be found mapped the next time
+UNUSED = 32  #: so many segments that nobody uses are kept, to be found mapped the next time
+UNUSED_BYTES = 256 << 20  #: and so many bytes of them: they keep memory that may be nobody's otherwise
 
 
 @dataclass
@@ -71,7 +72,11 @@ class SegmentTable:
                 if known.segment.kind in LASTING:
                     self._known[key] = known
         unused = [key for key, known in self._known.items() if not known.users]
-        for key in unused[: max(0, len(unused) - UNUSED)]:
+        left = sum(self._known[key].segment.size for key in unused)
+        for i, key in enumerate(unused):
+            if len(unused) - i <= UNUSED and left <= UNUSED_BYTES:
+                break
+            left -= self._known[key].segment.size
             del self._known[key]
 
     def keep_only(self, used: dict[SegmentKey, int]) -> None:
