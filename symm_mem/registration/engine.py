@@ -56,6 +56,11 @@ def provide_engine(device_type: str, make: Callable[[Registry], TransferEngine])
     _providers[device_type] = make
 
 
+def has_engine(device_type: str) -> bool:
+    """Whether transfers need kernels, which are there."""
+    return device_type in _providers
+
+
 def make_engine(registry: Registry) -> TransferEngine:
     """Raises: WeftError: nobody has said how transfers on this kind of device are made."""
     kind = registry.heap.device.type

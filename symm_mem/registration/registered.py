@@ -15,7 +15,7 @@ from ..failure.fault import fault_of, refuse_if_broken
 from ..groups import Group, resolve_group
 from ..heap.heap import Heap
 from ..heap.registry import get_heap, has_name
-from .engine import TransferEngine, make_engine
+from .engine import TransferEngine, has_engine, make_engine
 from .handle import RegisteredTensor, overlaps_itself
 from .registry import Registry
 
@@ -74,6 +74,8 @@ class Registrations:
             registry.hits.compare("register")
         if new:
             made = registry.add([given[i] for i in new])
+            if has_engine(registry.heap.device.type):
+                registry.heap.prepare("transfers", "transfers of registered tensors", lambda: self.engine)
             try:
                 for i, of in zip(new, made, strict=True):
                     found[i] = self.handles[keys[i]] = RegisteredTensor(
