@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
-import mmap
 import os
 from contextlib import suppress
 
 import torch
 
+from ..backends.host import map_file, unmap_file
+from ..forks import finalize
 from .local import Described, OwnSegments
 from .mapping import Mapping
 from .segments import Segment
@@ -38,8 +38,10 @@ class HostSegments(OwnSegments):
         # What lies behind the end of a file cannot be mapped without a fault at the first look.
         if (there := os.fstat(fd).st_size) < segment.size:
             raise ValueError(f"rank {rank} has posted {segment.size} bytes of shared memory that has {there}")
-        memory = mmap.mmap(fd, segment.size)
-        return Mapping(ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory, segment.size)
+        address = map_file(fd, segment.size)
+        mapping = Mapping(address, None, segment.size)
+        finalize(mapping, unmap_file, address, segment.size)
+        return mapping
 
 
 def _shared_file(address: int, size: int) -> Described | None:
