@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
+from torch.distributed import ProcessGroup
 
 from .. import call_cache, forks
 from ..failure.call_check import is_checked
@@ -126,8 +127,8 @@ def register(tensors: Sequence[torch.Tensor], group: Group = None) -> list[Regis
         ValueError, TypeError: ``tensors`` is empty or no sequence of strided tensors of one device, or there is no
             such group.
     """
-    cache = call_cache.cached_calls
-    by = cache.get((register, group))
+    cache, plain = call_cache.cached_calls, group is None or isinstance(group, (str, ProcessGroup))
+    by = cache.get((register, group)) if plain else None
     if by is not None and (hit := by.find_again(tensors)) is not None:
         return hit
     given = _given(tensors)
@@ -136,7 +137,8 @@ def register(tensors: Sequence[torch.Tensor], group: Group = None) -> list[Regis
     refuse_if_broken(heap)
     by = heap.registrations or _make(heap)
     found = by.register(given)
-    call_cache.keep(cache, (register, group), by)
+    if plain:
+        call_cache.keep(cache, (register, group), by)
     return found
 
 
