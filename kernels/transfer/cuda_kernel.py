@@ -17,7 +17,7 @@ from ...symm_mem.backends import cuda_state
 from ...symm_mem.call_site import call_site
 from ...symm_mem.registration.engine import Transfer, provide_engine
 from ...symm_mem.registration.registry import Registration, Registry
-from ...symm_mem.registration.semaphores import ALLOWED, DONE, MOVED, SENT, TICKET, TOLD, WAITED
+from ...symm_mem.registration.semaphores import ALLOWED, DONE, MOVED, SENT, TICKET, WAITED
 from ...symm_mem.timeouts import timeout_in_ns
 from ..device.jit.program import Program, WaitParams
 
@@ -42,7 +42,7 @@ class _Params(ctypes.Structure):
         ("awaited", ctypes.c_uint32),
         ("peer", ctypes.c_uint32),
         ("tail", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("step", ctypes.c_uint32),
     )
 
 
@@ -87,7 +87,7 @@ class CudaTransfers:
         else:
             with torch.no_grad():
                 target.copy_(source)
-        self._run("post", of, peer, (TOLD, DONE))
+        self._run("post", of, peer, (MOVED, DONE))
 
     def _begin(self, of: Registration, op: str) -> None:
         slab = self._semaphores.slab(of.slot)
@@ -138,6 +138,7 @@ class CudaTransfers:
             slab.layout.index(slot, word, peer),
             peer,
             size % _VECTOR,
+            int(count == SENT),
         )
         function = _program.function(name)
         if name != "move":

@@ -3,11 +3,11 @@
 // Each kernel counts in a word of this rank's that no other rank writes: n = count + 1 is the number of this signal, wait
 // or access, so a captured graph goes on counting when it is replayed, beside eager calls.
 //
-// post. Writes n into one word of the peer's; release, system scope: what came before it on the stream, copies by copy
+// post. Writes n, or with step = 0 the count as it is, into one word of the peer's; release, system scope: what came before it on the stream, copies by copy
 // engines too, is visible to whoever acquires it.
 //
 // await. Who waits: one thread, until a word of this rank's that the peer writes has reached n; acquire, system scope.
-// Behind it on the stream may come copies by copy engines, and a `post` with the same n.
+// Behind it on the stream may come copies by copy engines, and a `post` of its count.
 //
 // move. Both, and between them the data: each block waits for the word, copies its vectors, and the last block of all
 // posts n, behind every block's fence. Blocks wait for nothing but the peer.
@@ -28,12 +28,12 @@ struct Params {
     weft::u32 awaited;  // index of the awaited word from watch.words
     weft::u32 peer;
     weft::u32 tail;  // bytes behind the vectors
-    weft::u32 reserved;
+    weft::u32 step;  // of `post`: 1, or 0 if the access is counted already
 };
 
 extern "C" __global__ void __launch_bounds__(32) post(const __grid_constant__ Params p) {
     if (threadIdx.x != 0) return;
-    const weft::u32 n = *p.count + 1;
+    const weft::u32 n = *p.count + p.step;
     *p.count = n;
     if (!weft::is_broken(p.watch)) weft::post_flag(p.told, n);
 }

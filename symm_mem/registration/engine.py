@@ -16,7 +16,7 @@ from ..failure.fault import fault_of
 from ..failure.spin_wait import Expired, PeerLiveness, spin
 from ..timeouts import get_timeout
 from .cross_process import ProcessTensor
-from .semaphores import ALLOWED, DONE, MOVED, SENT, TOLD, WAITED
+from .semaphores import ALLOWED, DONE, MOVED, SENT, WAITED
 
 if TYPE_CHECKING:
     from .registry import Registration, Registry
@@ -104,7 +104,6 @@ class HostEngine:
                 raise self._fault.breaks(
                     PeerTimeout(wait, WaitOutcome(expected, 0.0, True))
                 ).again() from None
-            self._word(of, TOLD, transfer.peer).value = expected
             self._at(of, DONE, transfer.peer).value = expected
 
     def _word(self, of: Registration, row: int, rank: int) -> ctypes.c_uint32:

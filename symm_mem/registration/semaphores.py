@@ -10,7 +10,6 @@ row        on rank r, word [p]                         written by
 SENT       signals that r, as owner, has sent to p     r
 ALLOWED    signals of owner p that have come to r      p, when its stream comes to ``signal``
 MOVED      accesses of r to p's tensor that have begun r
-TOLD       of those, told to p                         r
 DONE       accesses of p to r's tensor that are over   p, behind the last byte
 WAITED     of those, waited for                        r
 =========  ==========================================  =====================================================
@@ -33,9 +32,10 @@ from ..timeouts import get_timeout
 if TYPE_CHECKING:
     from ..heap.heap import Block, Heap
 
-SENT, ALLOWED, MOVED, TOLD, DONE, WAITED = range(6)
-ROWS = 8  # two of a slot's rows are spare: the ticket of a kernel's blocks, and one for nothing
-TICKET = 6
+SENT, ALLOWED, MOVED, DONE, WAITED, TICKET = range(
+    6
+)  # TICKET: by which the last of a kernel's blocks is known
+ROWS = 6
 SLOTS = 256  # of a slab
 
 

@@ -53,6 +53,13 @@ def moves(rank: int, world_size: int, kind: str) -> None:
             assert torch.equal(x.get(out, right), pattern(rank, turn, count)), (turn, count)
             x.wait(left)
             x.tensor.fill_(float("nan"))
+    for x, count in zip(registered, SIZES, strict=True):  # of one tensor some by SMs, some by copy engines
+        for turn in range(6):
+            whole = pattern(rank, turn, count + 1)
+            x.signal(left)
+            x.put(whole[turn % 2 :][:count], right)
+            x.wait(left)
+            assert torch.equal(x.tensor, pattern(left, turn, count + 1)[turn % 2 :][:count]), (turn, count)
     shifted = symm_mem.register([tensor[1:] for tensor in tensors if tensor.numel() > 1])
     assert symm_mem.stats(None, "cuda").registered == len(SIZES) + len(shifted)
     for x in shifted:  # no vectors: by copy engines
