@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import weft
 
-from ..kernels.transfer import cuda_kernel as cuda_kernel  # moves registered tensors on CUDA
 from .collectives import one_shot_all_gather, one_shot_reduce_scatter
 from .dispatch.plan import Plan, last_plan
 from .drop_in.calls_taken import CallsTaken

@@ -15,7 +15,8 @@ import torch
 
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.call_site import call_site
-from ...symm_mem.registration.engine import Transfer, provide_engine
+from ...symm_mem.heap.captured import CapturedGraph
+from ...symm_mem.registration.engine import Transfer
 from ...symm_mem.registration.registry import Registration, Registry
 from ...symm_mem.registration.semaphores import ALLOWED, DONE, MOVED, SENT, TICKET, WAITED
 from ...symm_mem.timeouts import timeout_in_ns
@@ -57,7 +58,7 @@ class CudaTransfers:
         self._heap, self._semaphores = registry.heap, registry.semaphores
         self.copy_engine_from = {"put": 2 << 20, "get": 2 << 20}
         self._launches: dict[Any, Callable[[int], None]] = {}
-        with torch.cuda.device(self._heap.device):
+        with cuda_state.state.make_current(self._heap.device):
             for name in ("post", "await", "move"):
                 _program.function(name)
 
@@ -93,6 +94,11 @@ class CudaTransfers:
         slab = self._semaphores.slab(of.slot)
         slab.fault.raise_if_broken(op)
         slab.calls.begins(op, call_site(3))
+        if cuda_state.state.is_capturing():
+            stream = self._stream()
+            graph = cuda_state.state.capture_of(stream)[1]
+            if graph not in of.graphs or of.graphs[graph].is_gone():
+                of.graphs[graph] = CapturedGraph(stream)
 
     def _stream(self) -> int:
         stream: int = cuda_state.state.current_stream(self._heap.device.index)
@@ -113,7 +119,7 @@ class CudaTransfers:
         if launch is None:
             if len(self._launches) >= _MOST_LAUNCHES:
                 self._launches.clear()
-            with torch.cuda.device(self._heap.device):
+            with cuda_state.state.make_current(self._heap.device):
                 launch = self._launch(name, of, peer, rows, data)
             self._launches[key] = launch
         launch(self._stream())
@@ -145,6 +151,3 @@ class CudaTransfers:
             return function.bound(1, 32, params)
         blocks = max(1, min(_MOST_BLOCKS, -(-params.vectors // (_THREADS * _AT_ONCE // 2))))
         return function.bound(blocks, _THREADS, params)
-
-
-provide_engine("cuda", CudaTransfers)

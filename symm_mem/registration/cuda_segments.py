@@ -24,23 +24,20 @@ from .mapping import Mapping
 from .segments import Segment
 
 if TYPE_CHECKING:
-    from ..heap.heap import Heap
-    from .table import SegmentTable
+    pass
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _ASKS = driver.CUpointer_attribute
 _STEP = 2 << 20  # bytes: physical allocations begin and end at multiples of it
 _IPC_BYTES = 64
+# What finalizers leave to be unmapped, as they must not call the driver; by process: a forked child has none.
+_to_close: deque[tuple[int, Callable[[], Any]]] = deque()
 
 
 class CudaSegments(OwnSegments):
     """Of ranks on GPUs."""
 
     outlives_peers = True
-
-    def __init__(self, heap: Heap, table: SegmentTable) -> None:
-        super().__init__(heap, table)
-        self._to_close: deque[Callable[[], Any]] = deque()  # by finalizers, which must not call the driver
 
     def outside_the_heap(self, tensor: torch.Tensor, size: int) -> Described:
         address = tensor.data_ptr()
@@ -66,8 +63,10 @@ class CudaSegments(OwnSegments):
 
     def unmap_dropped(self) -> None:
         with relaxed_capture(), torch.cuda.device(self.heap.device):
-            while self._to_close:
-                self._to_close.popleft()()
+            while _to_close:
+                process, close = _to_close.popleft()
+                if process == forks.pid:
+                    close()
 
     def _open_ipc(self, rank: int, segment: Segment) -> Mapping:
         said = bytes.fromhex(segment.handle)
@@ -104,7 +103,7 @@ class CudaSegments(OwnSegments):
 
     def _mapping(self, base: int, size: int, close: Callable[[], Any]) -> Mapping:
         mapping = Mapping(base, self.heap, size)
-        forks.finalize(mapping, self._to_close.append, close)
+        forks.finalize(mapping, _to_close.append, (forks.pid, close))
         return mapping
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+import weft
 
 from ..call_site import call_site, text
 from ..errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
@@ -48,27 +49,12 @@ class TransferEngine(Protocol):
         ...
 
 
-_providers: dict[str, Callable[[Registry], TransferEngine]] = {}
-
-
-def provide_engine(device_type: str, make: Callable[[Registry], TransferEngine]) -> None:
-    """How transfers on a kind of device are made: kernels, which symm_mem does not import, say so when they are."""
-    _providers[device_type] = make
-
-
-def has_engine(device_type: str) -> bool:
-    """Whether transfers need kernels, which are there."""
-    return device_type in _providers
-
-
 def make_engine(registry: Registry) -> TransferEngine:
-    """Raises: WeftError: nobody has said how transfers on this kind of device are made."""
-    kind = registry.heap.device.type
-    if kind == "cpu":
+    """On CUDA it is of kernels, which symm_mem does not import: the root package knows where."""
+    if registry.heap.device.type == "cpu":
         return HostEngine(registry)
-    if kind not in _providers:
-        raise WeftError(f"transfers on {kind!r} are made by weft's kernels: import weft.fused_ops first")
-    return _providers[kind](registry)
+    engine: TransferEngine = weft._transfer_engine(registry)
+    return engine
 
 
 class HostEngine:

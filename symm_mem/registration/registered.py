@@ -16,7 +16,7 @@ from ..failure.fault import fault_of, refuse_if_broken
 from ..groups import Group, resolve_group
 from ..heap.heap import Heap
 from ..heap.registry import get_heap, has_name
-from .engine import TransferEngine, has_engine, make_engine
+from .engine import TransferEngine, make_engine
 from .handle import RegisteredTensor, overlaps_itself
 from .registry import Registry
 
@@ -75,7 +75,7 @@ class Registrations:
             registry.hits.compare("register")
         if new:
             made = registry.add([given[i] for i in new])
-            if has_engine(registry.heap.device.type):
+            if registry.heap.device.type == "cuda":  # its kernels are compiled by all ranks together
                 registry.heap.prepare("transfers", "transfers of registered tensors", lambda: self.engine)
             try:
                 for i, of in zip(new, made, strict=True):
@@ -164,7 +164,7 @@ def unregister(registered: Sequence[RegisteredTensor]) -> None:
     Raises:
         RankMismatch: a rank names others.
         PeerTimeout: a rank does not come.
-        WeftError: a registration has ended already, or a CUDA graph is being captured.
+        WeftError: a registration has ended already, or a CUDA graph is being captured, or was and uses a tensor.
         ForkedProcess: this process was forked from the rank's.
         ValueError, TypeError: they are of several groups, or no RegisteredTensor.
     """

@@ -48,6 +48,14 @@ class Registration:
     keys: list[SegmentKey]
     keep: Any = field(repr=False)
     closed: bool = False
+    graphs: dict[int, Any] = field(
+        default_factory=dict, repr=False
+    )  #: captured ones that use it, by their numbers
+
+    def in_graph(self) -> bool:
+        """Whether a captured graph is there that may be replayed."""
+        self.graphs = {number: graph for number, graph in self.graphs.items() if not graph.is_gone()}
+        return bool(self.graphs)
 
     def named(self, rank: int) -> str:
         """For errors: that of one rank."""
@@ -186,7 +194,7 @@ class Registry:
         Raises:
             RankMismatch: a rank names others.
             PeerTimeout: a rank does not come.
-            WeftError: a rank is capturing a CUDA graph.
+            WeftError: a rank is capturing a CUDA graph, or has one that uses a tensor.
         """
         with self.heap.lock, self.heap.rendezvous.poison_on_error("unregister"):
             self._meet("unregister", {"problem": None, "alike": {"tensors": numbers}}, numbers)
@@ -204,9 +212,14 @@ class Registry:
         self._dropped &= self.entries.keys()
         # What this rank has enqueued may still work on peers' tensors.
         quiet = not (self._dropped or ending) or self.heap.backend.quiesce()
+        replayed = [number for number in (*ending, *self._dropped) if self.entries[number].in_graph()]
         if ending and not quiet:
             said["problem"] = "a CUDA graph is being captured"
-        said["dropped"] = sorted(self._dropped) if quiet else []
+        elif kept := set(replayed).intersection(ending):
+            said["problem"] = (
+                f"a captured CUDA graph uses registered tensor {min(kept)}; drop the graph first"
+            )
+        said["dropped"] = sorted(self._dropped.difference(replayed)) if quiet else []
         if self._after_reset:
             said["had"] = [self._number, len(self.semaphores.slabs), sorted(self.entries)]
         rendezvous = self.heap.rendezvous

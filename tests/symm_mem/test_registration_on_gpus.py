@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import weft.fused_ops  # noqa: F401  # the kernels by which tensors are moved
 from ranks import run_ranks
 from weft import symm_mem
 from weft.symm_mem.heap.registry import get_heap
@@ -124,9 +123,11 @@ def captured(rank: int, world_size: int, count: int) -> None:
     """Replays between eager calls: the counts live on the device."""
     right, left = neighbours(rank, world_size)
     source, out = torch.zeros(count), torch.zeros(count)
-    (x,) = symm_mem.register([torch.zeros(count)])
+    held = symm_mem.register([torch.zeros(count)])
+    number = held[0].number
 
     def exchange() -> None:
+        (x,) = held
         x.signal(left)
         x.put(source, right)
         x.wait(left)
@@ -152,8 +153,19 @@ def captured(rank: int, world_size: int, count: int) -> None:
         assert (out == expected).all(), (turn, out[0].item(), expected)
     torch.cuda.synchronize()
     symm_mem.check()
+    with pytest.raises(symm_mem.WeftError, match=f"a captured CUDA graph uses registered tensor {number}"):
+        symm_mem.unregister(held)
+    graph.replay()
+    torch.cuda.synchronize()
     del graph
-    symm_mem.unregister([x])
+    held.clear()
+    for _ in range(50):
+        symm_mem.register([torch.zeros(1)])
+        if number not in get_heap().registrations.registry.entries:
+            break
+        time.sleep(0.02)
+    else:
+        raise AssertionError("the graph is gone, its tensors are kept")
 
 
 @pytest.mark.parametrize("count", [1 << 10, 1 << 22])
