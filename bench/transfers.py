@@ -6,8 +6,8 @@ torchrun --nproc-per-node 2 bench/transfers.py --sizes 4096,1048576 --plain
 Each line has microseconds of a transfer, the median of the rounds and the slower rank's, in a CUDA graph of many (with
 --plain in eager calls behind a sleep that lets the host run ahead): one way from rank 0 to rank 1, or both ways at
 once. All contenders may be repeated without a barrier: the receiver knows when the data are there, the sender when they
-may be overwritten. "copy" is the copy engine alone, without either. Every contender's data are compared.
-Between CPU ranks one clock measures all, and gloo stands for NCCL.
+may be overwritten. "put x2" writes to two tensors in turn; "copy" is the copy engine alone, which tells nobody. Every
+contender's data are compared. Between CPU ranks one clock measures all, and gloo stands for NCCL.
 
 The first lines have milliseconds of ``register`` of new segments, and microseconds of the host for those that it knows.
 """
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from weft import symm_mem
 
 ROUNDS = 9
-AHEAD = 30_000_000  # cycles that the device sleeps: longer than the host needs for a round
+EAGER, GRAPH = 30_000_000, 1_000_000  # cycles that the device sleeps: longer than the host needs for a round
 Run = Callable[[], object]
 
 
@@ -58,6 +58,26 @@ def _put(pair: Pair) -> Run:
             x.put(pair.source, pair.peer)
         if pair.receives:
             x.wait(pair.peer)
+
+    return run
+
+
+def _put_in_turn(pair: Pair) -> Run:
+    """Two tensors, each let while the other one is written."""
+    halves = symm_mem.register([pair.target, pair.target.clone()])
+    turn = 0
+
+    def run() -> None:
+        nonlocal turn
+        x, turn = halves[turn % 2], turn + 1
+        if pair.receives and turn == 1:
+            for half in halves:
+                half.signal(pair.peer)
+        if pair.sends:
+            x.put(pair.source, pair.peer)
+        if pair.receives:
+            x.wait(pair.peer)
+            x.signal(pair.peer)
 
     return run
 
@@ -148,6 +168,7 @@ def _contenders(device: torch.device) -> dict[str, Callable[[Pair], Run]]:
     return {
         "put": _put,
         "get": _get,
+        "put x2": _put_in_turn,
         "put sm": _forced(_put, 1 << 62),
         "put ce": _forced(_put, 0),
         "get sm": _forced(_get, 1 << 62),
@@ -158,8 +179,8 @@ def _contenders(device: torch.device) -> dict[str, Callable[[Pair], Run]]:
     }
 
 
-def _timed(run: Run, calls: int, device: torch.device) -> float:
-    """Microseconds of one of the ``calls`` that ``run`` makes."""
+def _timed(run: Run, calls: int, device: torch.device, ahead: int) -> float:
+    """Microseconds of one of the ``calls`` that ``run`` makes, behind a sleep of ``ahead`` cycles."""
     times = []
     for _ in range(ROUNDS + 2):
         dist.barrier()
@@ -170,7 +191,7 @@ def _timed(run: Run, calls: int, device: torch.device) -> float:
             continue
         torch.cuda.synchronize()
         dist.barrier()  # on the device
-        torch.cuda._sleep(AHEAD if calls > 1 else 100_000)
+        torch.cuda._sleep(ahead)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         run()
@@ -198,11 +219,11 @@ def _measure(make: Callable[[Pair], Run], pair: Pair, plain: bool) -> tuple[floa
             run()
 
     if pair.device.type == "cpu" or plain:
-        return _timed(many, calls, pair.device), right
+        return _timed(many, calls, pair.device, EAGER), right
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         many()
-    took = _timed(graph.replay, calls, pair.device)
+    took = _timed(graph.replay, calls, pair.device, GRAPH)
     return took, right and (not pair.receives or bool((pair.target == pair.peer + 1).all()))
 
 
@@ -231,6 +252,7 @@ def main() -> int:
         "--sizes", default=",".join(str(4096 << (2 * i)) for i in range(9)), help="bytes, by commas"
     )
     parser.add_argument("--plain", action="store_true", help="eager calls instead of a CUDA graph")
+    parser.add_argument("--only", default="", help="contenders, by commas")
     given = parser.parse_args()
     on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
@@ -245,7 +267,8 @@ def main() -> int:
 
     show(f"{shlex.join(['bench/transfers.py', *sys.argv[1:]])} {machine.described(device.type, 2)}")
     _registrations(device, show)
-    contenders = _contenders(device)
+    wanted = given.only.split(",") if given.only else list(_contenders(device))
+    contenders = {name: make for name, make in _contenders(device).items() if name in wanted}
     show(f"{'bytes':>10} {'ways':>4} " + " ".join(f"{name:>10}" for name in contenders) + "   us")
     wrong = 0
     for nbytes in map(int, given.sizes.split(",")):

@@ -19,12 +19,13 @@ from ...symm_mem.heap.captured import CapturedGraph
 from ...symm_mem.registration.engine import Transfer
 from ...symm_mem.registration.registry import Registration, Registry
 from ...symm_mem.registration.semaphores import ALLOWED, DONE, MOVED, SENT, TICKET, WAITED
+from ...symm_mem.switches import is_on
 from ...symm_mem.timeouts import timeout_in_ns
 from ..device.jit.program import Program, WaitParams
 
 _program = Program(Path(__file__).parent / "kernel.cu")
 _VECTOR = 16
-_THREADS, _AT_ONCE = 256, 8  # as in kernel.cu
+_THREADS, _AT_ONCE = 512, 4  # as in kernel.cu
 _MOST_BLOCKS = 64
 _MOST_LAUNCHES = 4096  # kept before all are dropped
 
@@ -52,11 +53,13 @@ class CudaTransfers:
 
     Attributes:
         copy_engine_from: bytes from which a copy engine moves contiguous data.
+        dependent: whether kernels are launched while the one before them still runs (WEFT_PDL=1).
     """
 
     def __init__(self, registry: Registry) -> None:
         self._heap, self._semaphores = registry.heap, registry.semaphores
         self.copy_engine_from = {"put": 2 << 20, "get": 2 << 20}
+        self.dependent = is_on("WEFT_PDL")
         self._launches: dict[Any, Callable[[int], None]] = {}
         with cuda_state.state.make_current(self._heap.device):
             for name in ("post", "await", "move"):
@@ -148,6 +151,6 @@ class CudaTransfers:
         )
         function = _program.function(name)
         if name != "move":
-            return function.bound(1, 32, params)
-        blocks = max(1, min(_MOST_BLOCKS, -(-params.vectors // (_THREADS * _AT_ONCE // 2))))
-        return function.bound(blocks, _THREADS, params)
+            return function.bound(1, 32, params, dependent=self.dependent)
+        blocks = max(1, min(_MOST_BLOCKS, -(-params.vectors // (_THREADS * _AT_ONCE))))
+        return function.bound(blocks, _THREADS, params, dependent=self.dependent)

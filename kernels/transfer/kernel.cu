@@ -15,6 +15,7 @@
 // A wait that expires, here or earlier, breaks the group: then nothing is moved and nothing posted. Copies that are
 // enqueued behind `await` cannot be called off. Graph-safe. docs/protocol.md#registered-tensors has the proof.
 
+#include "ptx/dependent.cuh"
 #include "ptx/sync.cuh"
 
 struct Params {
@@ -32,6 +33,7 @@ struct Params {
 };
 
 extern "C" __global__ void __launch_bounds__(32) post(const __grid_constant__ Params p) {
+    weft::begin_behind_previous();
     if (threadIdx.x != 0) return;
     const weft::u32 n = *p.count + p.step;
     *p.count = n;
@@ -39,17 +41,19 @@ extern "C" __global__ void __launch_bounds__(32) post(const __grid_constant__ Pa
 }
 
 extern "C" __global__ void __launch_bounds__(32) await(const __grid_constant__ Params p) {
+    weft::begin_behind_previous();
     if (threadIdx.x != 0) return;
     const weft::u32 n = *p.count + 1;
     *p.count = n;
     weft::wait_flag(p.watch, p.peer, p.awaited, n, weft::WAIT_FREE);
 }
 
-constexpr int THREADS = 256;
-constexpr int AT_ONCE = 8;  // vectors of a thread that are under way together
+constexpr int THREADS = 512;
+constexpr int AT_ONCE = 4;  // vectors of a thread that are under way together
 
 extern "C" __global__ void __launch_bounds__(THREADS) move(const __grid_constant__ Params p) {
     __shared__ bool allowed;
+    weft::begin_behind_previous();
     const weft::u32 n = *p.count + 1;  // the last block counts, when all have read it
     if (threadIdx.x == 0)
         allowed = weft::wait_flag(p.watch, p.peer, p.awaited, n, weft::WAIT_FREE) && !weft::is_broken(p.watch);
@@ -73,10 +77,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) move(const __grid_constant
     }
     __syncthreads();
     if (threadIdx.x != 0) return;
-    __threadfence_system();
-    if (atomicAdd(p.ticket, 1) != gridDim.x - 1) return;
-    *p.ticket = 0;
+    if (gridDim.x > 1) {
+        __threadfence_system();
+        if (atomicAdd(p.ticket, 1) != gridDim.x - 1) return;
+        *p.ticket = 0;
+    }
     *p.count = n;
-    __threadfence_system();
+    // Its fence orders behind the tickets what the other blocks have fenced.
     if (!weft::is_broken(p.watch)) weft::post_flag(p.told, n);
 }

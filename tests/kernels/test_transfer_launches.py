@@ -57,8 +57,8 @@ class Stage:
     def function(self, program: Any, name: str, shared: int) -> Any:
         kernel = {"post": post, "await": await_, "move": move}[name]
 
-        def bound(grid: int, block: int, params: Any) -> Callable[[int], None]:
-            assert (name == "move") is (block > 32) and 1 <= grid <= 64
+        def bound(grid: int, block: int, params: Any, dependent: bool) -> Callable[[int], None]:
+            assert not dependent and (name == "move") is (block > 32) and 1 <= grid <= 64
 
             def run(stream: int) -> None:
                 self.done.append(name)
