@@ -127,9 +127,16 @@ def register(tensors: Sequence[torch.Tensor], group: Group = None) -> list[Regis
         ValueError, TypeError: ``tensors`` is empty or no sequence of strided tensors of one device, or there is no
             such group.
     """
-    cache, plain = call_cache.cached_calls, group is None or isinstance(group, (str, ProcessGroup))
-    by = cache.get((register, group)) if plain else None
-    if by is not None and (hit := by.find_again(tensors)) is not None:
+    cache, name = call_cache.cached_calls, group
+    if isinstance(group, ProcessGroup):
+        name = group.group_name  # a key must not keep the group
+    plain = name is None or isinstance(name, str)
+    by = cache.get((register, name)) if plain else None
+    if (
+        by is not None
+        and (name is group or by.registry.heap.group is group)
+        and (hit := by.find_again(tensors)) is not None
+    ):
         return hit
     given = _given(tensors)
     forks.refuse_child(resolve_group(group), "register")
@@ -138,7 +145,7 @@ def register(tensors: Sequence[torch.Tensor], group: Group = None) -> list[Regis
     by = heap.registrations or _make(heap)
     found = by.register(given)
     if plain:
-        call_cache.keep(cache, (register, group), by)
+        call_cache.keep(cache, (register, name), by)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -364,3 +365,28 @@ def without_descriptor(rank: int, world_size: int) -> None:
 
 def test_shared_memory_without_a_descriptor() -> None:
     run_ranks(without_descriptor, 2)
+
+
+def destroyed(rank: int, world_size: int) -> None:
+    """Nothing keeps a group beyond its end, nor takes another one of its name for it."""
+    for turn in range(2):
+        pg = dist.new_group()
+        tensor = torch.full((3,), float(turn))
+        (x,) = symm_mem.register([tensor], pg)
+        assert symm_mem.register([tensor], pg)[0] is x
+        assert symm_mem.register([tensor], pg.group_name)[0] is x
+        name, gone = pg.group_name, weakref.ref(pg)
+        dist.destroy_process_group(pg)
+        with pytest.raises(ValueError, match=name):
+            symm_mem.register([tensor], name)
+        del pg, x
+        gc.collect()
+        assert gone() is None
+    (y,) = symm_mem.register([tensor])
+    y.signal(rank)
+    y.put(torch.ones(3), rank)
+    y.wait(rank)
+
+
+def test_a_group_that_is_destroyed_is_not_kept() -> None:
+    run_ranks(destroyed, 2, fresh=True)
