@@ -80,9 +80,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) move(const __grid_constant
     if (gridDim.x > 1) {
         __threadfence_system();
         if (atomicAdd(p.ticket, 1) != gridDim.x - 1) return;
+        __threadfence();  // behind the tickets: what the other blocks have fenced comes before the post
         *p.ticket = 0;
     }
     *p.count = n;
-    // Its fence orders behind the tickets what the other blocks have fenced.
     if (!weft::is_broken(p.watch)) weft::post_flag(p.told, n);
 }
