@@ -126,10 +126,14 @@ class Registry:
             raise WeftError(
                 f"register in group {self.heap.group_name!r}: a rank has posted other tensors than it says"
             )
-        found = self._map(segments, batch, [post["probe"] for post in posts])
-        made = []
+        new = [[s for s in each if (rank, s.key) not in self.table] for rank, each in enumerate(segments)]
+        if not self._copies and any(s.kind == "process" for each in new for s in each):
+            probes = [post["probe"] for post in posts]
+            rendezvous.run_on_all("reach the memory of all ranks", lambda: self._try_copies(probes))
+            self._copies = True
         slots = self.semaphores.reserve(len(tensors))
-        rendezvous.run_on_all("register", lambda: self.semaphores.zero(slots))
+        found = self._map(new, batch, slots)
+        made = []
         # All ranks have completed every step: from here on nothing can fail.
         self.semaphores.take(slots)
         for i, tensor in enumerate(tensors):
@@ -145,16 +149,10 @@ class Registry:
         return made
 
     def _map(
-        self, segments: list[list[Segment]], batch: RegisteredBatch, probes: list[Any]
+        self, new: list[list[Segment]], batch: RegisteredBatch, slots: list[int]
     ) -> dict[SegmentKey, KnownSegment]:
-        """Those of all ranks that are not in the table yet."""
+        """Map the new segments of all ranks, and zero this rank's words of the slots."""
         heap, rendezvous = self.heap, self.heap.rendezvous
-        new = [[s for s in each if (rank, s.key) not in self.table] for rank, each in enumerate(segments)]
-        if not any(new):
-            return {}
-        if not self._copies and any(s.kind == "process" for each in new for s in each):
-            rendezvous.run_on_all("reach the memory of all ranks", lambda: self._try_copies(probes))
-            self._copies = True
         counts = [sum(len(s.parts) for s in each) for each in new]
         mine = {s.key for s in new[heap.rank]}
         keep = {d.segment.key: d.keep for d in batch.segments}
@@ -163,6 +161,7 @@ class Registry:
         found: dict[SegmentKey, KnownSegment] = {}
 
         def open_all() -> None:
+            self.semaphores.zero(slots)
             for rank, each in enumerate(new):
                 left = iter(taken[rank])
                 for segment in each:

@@ -119,10 +119,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     given = parser.parse_args()
     print(f"seed {given.seed}", flush=True)
     begin = time.monotonic()
-    done = run_ranks(works, given.ranks, given.steps, given.seed, fresh=True, timeout=3600.0, store="tcp")
+    how = {"fresh": True, "timeout": 3600.0, "store": "tcp", "device": given.device}
+    done = run_ranks(works, given.ranks, given.steps, given.seed, **how)
     print(f"{given.steps} steps on {given.ranks} ranks in {time.monotonic() - begin:.0f} s: {done[0]}")
 
 
