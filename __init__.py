@@ -101,6 +101,11 @@ def _make_process_group(options: Any, backend_options: Any) -> Any:
     return create(options, backend_options)
 
 
+def _transfer_engine(registry: Any) -> Any:
+    """What moves registered tensors on CUDA. symm_mem asks for it here, as it imports no kernels."""
+    return importlib.import_module("weft.kernels.transfer.cuda_kernel").CudaTransfers(registry)
+
+
 def _register_backend() -> None:
     """Tells torch.distributed of the backend "weft", if it is imported: ``import torch`` does so."""
     distributed = sys.modules.get("torch.distributed.distributed_c10d")

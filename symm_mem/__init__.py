@@ -11,6 +11,8 @@ from .failure.call_check import is_checked, set_checked
 from .groups import Group, group_name, resolve_group
 from .heap.registry import check, reset, unavailable
 from .heap.stats import HeapStats, stats
+from .registration.handle import RegisteredTensor
+from .registration.registered import register, unregister
 from .tensors import Peers, empty, rendezvous
 from .timeouts import get_timeout, set_timeout
 
@@ -23,12 +25,14 @@ __all__ = [
     "PeerTimeout",
     "Peers",
     "RankMismatch",
+    "RegisteredTensor",
     "WeftError",
     "check",
     "empty",
     "get_timeout",
     "group_name",
     "is_checked",
+    "register",
     "rendezvous",
     "reset",
     "resolve_group",
@@ -36,4 +40,5 @@ __all__ = [
     "set_timeout",
     "stats",
     "unavailable",
+    "unregister",
 ]

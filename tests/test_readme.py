@@ -44,6 +44,7 @@ def test_each_example_has_a_test() -> None:
         "docs/operations.md": 1,
         "docs/ops.md": 1,
         "docs/pass.md": 3,
+        "docs/registered-tensors.md": 1,
     }
 
 
@@ -123,6 +124,18 @@ def writes_to_a_peer(rank: int, size: int, example: str) -> None:
 
 def test_the_heap() -> None:
     run_ranks(writes_to_a_peer, 3, examples("docs/concepts.md")[0])
+
+
+def registers(rank: int, size: int, example: str) -> None:
+    block = torch.randn(4, 8)
+    names: dict[str, Any] = {"kv_cache": torch.zeros(4, 8), "hidden": torch.zeros(3), "group": world()}
+    names.update(left=(rank - 1) % size, right=(rank + 1) % size, block=block)
+    exec(example, names)
+    assert torch.equal(names["kv_cache"], gathered(block)[rank - 1])
+
+
+def test_registered_tensors() -> None:
+    run_ranks(registers, 3, examples("docs/registered-tensors.md")[0])
 
 
 def reduces_by_name(rank: int, size: int, example: str, folder: Path) -> list[str]:

@@ -92,6 +92,16 @@ class HostBackend:
         return None
 
 
+def map_file(fd: int, size: int) -> int:
+    """Map the first ``size`` bytes of a shared file somewhere; it stays mapped whatever becomes of ``fd``."""
+    prot = mmap.PROT_READ | mmap.PROT_WRITE
+    return _mmap(None, size, prot, mmap.MAP_SHARED, fd, f"cannot map {size} bytes")
+
+
+def unmap_file(address: int, size: int) -> None:
+    _libc.munmap(address, size)
+
+
 def _mmap(address: int | None, size: int, prot: int, flags: int, fd: int, problem: str) -> int:
     got = _libc.mmap(address, size, prot, flags, fd, 0)
     if got == _MAP_FAILED:

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
+from typing import NamedTuple
 
 from .. import forks
 from ..errors import WeftError, describe
@@ -28,6 +29,7 @@ from .rendezvous import Rendezvous
 
 _SLICE = 0.1  # seconds: how often a giver looks whether it is still wanted
 _STRANGER = 2.0  # seconds that whoever connects may take to show the secret
+_AT_ONCE = 250  # descriptors in one message: the kernel takes 253
 _WAITING = 128  # connections that an offer has wait
 
 
@@ -38,8 +40,17 @@ def exchange(rendezvous: Rendezvous, fd: int, secret: str) -> list[int]:
         PeerTimeout: a rank did not come.
         WeftError: on every rank, when a descriptor could not be handed over.
     """
+    return [fds[0] for fds in exchange_many(rendezvous, [fd], secret, [1] * rendezvous.world_size)]
+
+
+def exchange_many(rendezvous: Rendezvous, fds: list[int], secret: str, counts: list[int]) -> list[list[int]]:
+    """The same of several: ``fds`` of this rank, and ``counts`` says how many each rank gives.
+
+    Raises:
+        PeerTimeout, WeftError: as ``exchange``.
+    """
     if rendezvous.world_size == 1:
-        return [fd]
+        return [fds]
     server: socket.socket | None = None
     name, problem = _new_name(), None
     try:
@@ -50,40 +61,51 @@ def exchange(rendezvous: Rendezvous, fd: int, secret: str) -> list[int]:
         posts = rendezvous.gather("hand out memory", [name, problem])
         rendezvous.refuse("hand out memory", [post[1] for post in posts])
         assert server is not None
-        return _exchange(rendezvous, server, [post[0] for post in posts], fd, secret)
+        give = _Give(fds, secret, [post[0] for post in posts], counts)
+        return _exchange(rendezvous, server, give)
     finally:
         if server is not None:
             server.close()
 
 
-def _exchange(
-    rendezvous: Rendezvous, server: socket.socket, names: list[str], fd: int, secret: str
-) -> list[int]:
+class _Give(NamedTuple):
+    """What this rank gives, and where it finds how many of each rank."""
+
+    fds: list[int]
+    secret: str
+    names: list[str]
+    counts: list[int]
+
+
+def _exchange(rendezvous: Rendezvous, server: socket.socket, give: _Give) -> list[list[int]]:
     deadline = time.monotonic() + get_timeout(rendezvous.group_name)
-    fds: list[int] = []
+    taken: list[list[int]] = []
     problem: str | None = None
     try:
-        with _giving(server, fd, secret) as refused:
+        with _giving(server, give.fds, give.secret) as refused:
             try:
-                for rank, name in enumerate(names):
-                    fds.append(fd if rank == rendezvous.rank else _take(rank, name, secret, deadline))
+                for rank, (name, count) in enumerate(zip(give.names, give.counts, strict=True)):
+                    if rank == rendezvous.rank:
+                        taken.append(give.fds)
+                    else:
+                        taken.append(_take(rank, name, give.secret, deadline, count))
             except Exception as e:
                 problem = describe(e)
             # Nobody stops giving before all have taken.
             rendezvous.report_outcome("hand out memory", refused[0] if refused else problem)
     except BaseException:  # also Ctrl-C while the giving comes to its end
-        close_fds(fds, keep=fd)
+        close_fds([fd for fds in taken if fds is not give.fds for fd in fds])
         raise
-    return fds
+    return taken
 
 
 @contextmanager
-def _giving(server: socket.socket, fd: int, secret: str) -> Iterator[list[str]]:
-    """Inside the body a thread gives ``fd`` to whoever may have it. The list says why it could not go on, if so."""
+def _giving(server: socket.socket, fds: list[int], secret: str) -> Iterator[list[str]]:
+    """Inside the body a thread gives ``fds`` to whoever may have it. The list says why it could not go on, if so."""
     stop = threading.Event()
     refused: list[str] = []
     giver = threading.Thread(
-        target=_give, args=(server, fd, secret, stop, refused), name="weft-give", daemon=True
+        target=_give, args=(server, fds, secret, stop, refused), name="weft-give", daemon=True
     )
     giver.start()
     try:
@@ -96,7 +118,9 @@ def _giving(server: socket.socket, fd: int, secret: str) -> Iterator[list[str]]:
         giver.join()  # it looks at `stop` between strangers
 
 
-def _give(server: socket.socket, fd: int, secret: str, stop: threading.Event, refused: list[str]) -> None:
+def _give(
+    server: socket.socket, fds: list[int], secret: str, stop: threading.Event, refused: list[str]
+) -> None:
     server.settimeout(_SLICE)
     while not stop.is_set():
         try:
@@ -109,7 +133,8 @@ def _give(server: socket.socket, fd: int, secret: str, stop: threading.Event, re
             return
         with connection, suppress(OSError):
             if _knows(connection, secret, stop):
-                socket.send_fds(connection, [b"."], [fd])
+                for at in range(0, len(fds), _AT_ONCE):
+                    socket.send_fds(connection, [b"."], fds[at : at + _AT_ONCE])
 
 
 def _knows(connection: socket.socket, secret: str, stop: threading.Event) -> bool:
@@ -118,9 +143,9 @@ def _knows(connection: socket.socket, secret: str, stop: threading.Event) -> boo
     )
 
 
-def _take(rank: int, name: str, secret: str, deadline: float) -> int:
+def _take(rank: int, name: str, secret: str, deadline: float, count: int = 1) -> list[int]:
     try:
-        return take(f"rank {rank}", name, secret, max(0.001, deadline - time.monotonic()))
+        return take_many(f"rank {rank}", name, secret, max(0.001, deadline - time.monotonic()), count)
     except TimeoutError:
         raise WeftError(f"rank {rank} did not hand over its descriptor in time") from None
 
@@ -132,21 +157,34 @@ def take(who: str, name: str, secret: str, seconds: float) -> int:
         TimeoutError: it was not given in so many seconds.
         WeftError: it was refused, or nobody is there.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(seconds)
-        try:
-            connection.connect(f"\0{name}".encode())
-            if not _same_user(connection):
-                raise WeftError(f"{who} runs as another user")
-            connection.sendall(secret.encode())
-            _, fds, flags, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
-        except ConnectionError as e:
+    return take_many(who, name, secret, seconds, 1)[0]
+
+
+def take_many(who: str, name: str, secret: str, seconds: float, count: int) -> list[int]:
+    """The same of ``count`` descriptors."""
+    taken: list[int] = []
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(seconds)
+            if count:
+                connection.connect(f"\0{name}".encode())
+                if not _same_user(connection):
+                    raise WeftError(f"{who} runs as another user")
+                connection.sendall(secret.encode())
+            while len(taken) < count:
+                wanted = min(_AT_ONCE, count - len(taken))
+                _, fds, flags, _ = socket.recv_fds(connection, 1, wanted, socket.MSG_CMSG_CLOEXEC)
+                taken += fds
+                if len(fds) < wanted and flags & socket.MSG_CTRUNC:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                if len(fds) < wanted:
+                    raise WeftError(f"{who} refused its descriptor")
+    except BaseException as e:
+        close_fds(taken)
+        if isinstance(e, ConnectionError):
             raise WeftError(f"{who} did not hand over its descriptor: {e.strerror}") from None
-    if not fds and flags & socket.MSG_CTRUNC:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    if not fds:
-        raise WeftError(f"{who} refused its descriptor")
-    return fds[0]
+        raise
+    return taken
 
 
 class Offer:

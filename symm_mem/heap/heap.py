@@ -84,6 +84,7 @@ class Heap:
         self.watch: Any = None  #: of stream waits, on CUDA
         self.call_check: Any = None  #: of the checked mode
         self.tuner: Any = None  #: of the kernels: what the ranks have measured together
+        self.registrations: Any = None  #: of tensors that lie elsewhere
         self._ready: set[Any] = set()
         self._free = FreeList()
         self._blocks: dict[int, Placement] = {}  # by number: all that is not free
@@ -294,13 +295,15 @@ class Heap:
         blocks = {str(number): list(placed) for number, placed in self._blocks.items()}
         fault = None if self.fault is None else self.fault.block.number
         known = [*self._quiesced, *(workspace.block.number for workspace in self.workspaces.values())]
-        checks = self.call_check is not None
-        posts = here.gather("reset", [problem, blocks, self._chunks, self._number, fault, known, checks])
+        made = [self.call_check is not None, self.registrations is not None]
+        posts = here.gather("reset", [problem, blocks, self._chunks, self._number, fault, known, made])
         here.refuse("reset", [post[0] for post in posts])
         if any(post[4] != fault for post in posts):
             self.fault = None  # an error came while it was made, before there was anything that uses it
-        if not all(post[6] for post in posts):
+        if not all(post[6][0] for post in posts):
             self.call_check = None  # likewise
+        if not all(post[6][1] for post in posts):
+            self.registrations = None
         self._keep_what_all_have([post[1] for post in posts], [post[2] for post in posts])
         # Of a workspace all ranks may have the block, and one of them gave up in the last step of making it.
         known_to_all = set.intersection(*(set(post[5]) for post in posts)) & self._blocks.keys()

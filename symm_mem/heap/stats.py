@@ -25,21 +25,31 @@ class HeapStats:
         in_use: of that, what somebody holds.
         peak: the most that was allocated at a time, with what was dropped and not yet used again.
         by_purpose: ``in_use`` by what it is for: "symm_mem.empty", workspaces by the kind of their calls, and others.
+        registered: how many registrations there are, of a tensor of each rank.
+        segments: in how many segments of all ranks they lie, with those that are kept mapped though nobody uses them.
+        reserved: bytes of address space that mappings of the peers' segments take.
     """
 
     mapped: int = 0
     in_use: int = 0
     peak: int = 0
     by_purpose: Mapping[str, int] = field(default_factory=dict)
+    registered: int = 0
+    segments: int = 0
+    reserved: int = 0
 
     def __str__(self) -> str:
         mapped, in_use, peak = (
             f"{size / (1 << 20):.1f} MiB" for size in (self.mapped, self.in_use, self.peak)
         )
         parts = [f"{purpose} {size / (1 << 20):.1f} MiB" for purpose, size in self.by_purpose.items()]
-        return f"{mapped} mapped, {in_use} in use, {peak} at most" + (
+        text = f"{mapped} mapped, {in_use} in use, {peak} at most" + (
             f": {', '.join(parts)}" if parts else ""
         )
+        if self.segments:
+            reserved = f"{self.reserved / (1 << 20):.1f} MiB"
+            text += f"; {self.registered} registered in {self.segments} segments, {reserved} of addresses"
+        return text
 
 
 def stats(group: Group = None, device: torch.device | str | None = None) -> HeapStats:
@@ -67,4 +77,6 @@ def stats(group: Group = None, device: torch.device | str | None = None) -> Heap
     by_purpose: Counter[str] = Counter()
     for placed in heap.held():
         by_purpose[placed.purpose] += placed.size
-    return HeapStats(heap.capacity, by_purpose.total(), heap.peak, dict(by_purpose.most_common()))
+    registrations = {} if heap.registrations is None else heap.registrations.counts
+    purposes = dict(by_purpose.most_common())
+    return HeapStats(heap.capacity, by_purpose.total(), heap.peak, purposes, **registrations)

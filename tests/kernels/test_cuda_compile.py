@@ -25,6 +25,7 @@ from weft.kernels.matmul_all_reduce import cuda_kernel as few_rows
 from weft.kernels.matmul_reduce_scatter import one_shot_kernel as scatter
 from weft.kernels.matmul_reduce_scatter.configs import Epilogue
 from weft.kernels.reduce_scatter import cuda_kernel as reduce_scatter_kernel
+from weft.kernels.transfer import cuda_kernel as transfer
 
 DTYPES = ("float32", "bfloat16", "float16")
 TORCH = {name: dtype for dtype, name in cuda_kernel.DTYPES.items()}
@@ -71,6 +72,7 @@ def few_rows_program(size: int, dtype: str, reduce_op: str, n: int, b_rows: bool
 
 PROGRAMS: dict[str, Program] = {
     "acquire": Program(KERNELS / "device" / "comm" / "acquire.cu"),
+    "transfer": Program(KERNELS / "transfer" / "kernel.cu"),
     **{
         f"all_reduce-{size}-{dtype}-{reduce_op}": cuda_kernel.all_reduce_program(
             size, size - 1, TORCH[dtype], reduce_op
@@ -128,6 +130,7 @@ PROGRAMS: dict[str, Program] = {
 COLLECTIVE = {f"{form}{kind}" for form in ("one_shot", "rounds") for kind in ("", "_any")}
 KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     "acquire": ({"acquire", "leave"}, acquire._Params),
+    "transfer": ({"post", "await", "move"}, transfer._Params),
     "all_reduce": (
         {f"{form}{kind}" for form in ("one_shot", "two_shot", "two_shot_rounds") for kind in ("", "_any")},
         cuda_kernel._Params,

@@ -1,9 +1,9 @@
 """The protocols as models for SPIN: `make model` checks them all, whole and broken on purpose.
 
 workspace.pml is the protocol of symm_mem/workspace.py, all_reduce.pml that of kernels/all_reduce/kernel.cu, and
-all_reduce_rounds.pml what holds where it uses its slots several times in one launch. SPIN looks at every order of every
-step of all ranks, and of every store on its way. A whole model must have no error; a model with one rule broken must
-have one, or the model would not see what it is there for.
+all_reduce_rounds.pml what holds where it uses its slots several times in one launch. transfers.pml is that of tensors
+that are registered. SPIN looks at every order of every step of all ranks, and of every store on its way. A whole model
+must have no error; a model with one rule broken must have one, or the model would not see what it is there for.
 
 SPIN: `apt install spin`, `brew install spin`, or https://spinroot.com. It needs a C compiler, too.
 """
@@ -62,6 +62,7 @@ _AGAIN = "W=3 CALLS=5 CHUNKS=1 GROWTHS=2 BUFFERS=1 ALWAYS_GROW=1 PROMPT=1"
 _LL_PROTOCOL = "W=2 CALLS=4 CHUNKS=2 GROWTHS=0 LL_PROTOCOL=1"
 _REDUCED = "W=2 CALLS=3 BLOCKS=2 WORDS=1 FORMS=1 LEAST=1 RESIDENT=1"
 _ROUNDS = "W=2 WORKERS=1 CALLS=2 LEAST=1 MOST=2 PROMPT=0"
+_TRANSFERS = "W=2 TURNS=3 AGAIN=2"
 _TWO_WORKERS = "W=2 WORKERS=2 CALLS=1 LEAST=3 MOST=3 PROMPT=1"
 
 #: Seconds together: part of `make test` where SPIN is there.
@@ -78,6 +79,10 @@ SMALL = [
     Case("all_reduce", _REDUCED, STUCK, "ORDER"),
     Case("all_reduce_rounds", _ROUNDS),
     Case("all_reduce_rounds", _ROUNDS, STUCK, "FENCE"),
+    Case("transfers", _TRANSFERS),
+    Case("transfers", _TRANSFERS, WRONG, "ALLOWED"),
+    Case("transfers", _TRANSFERS, WRONG, "DATA"),
+    Case("transfers", _TRANSFERS, STUCK, "LOST"),
 ]
 LARGE = [
     Case("workspace", "W=2 CALLS=7 CHUNKS=2 GROWTHS=0"),
@@ -112,6 +117,15 @@ LARGE = [
     Case("all_reduce_rounds", _ROUNDS, STUCK, "FIRST"),
     Case("all_reduce_rounds", _ROUNDS, STUCK, "LAST"),
     Case("all_reduce_rounds", _TWO_WORKERS, WRONG, "EMPTIED"),
+    Case("transfers", "W=2 TURNS=6 AGAIN=3"),
+    Case("transfers", "W=3 TURNS=3 AGAIN=1"),
+    Case("transfers", "W=3 TURNS=3 AGAIN=2"),
+    Case("transfers", _TRANSFERS, WRONG, "DONE"),
+    Case("transfers", _TRANSFERS, WRONG, "EARLY"),
+    Case("transfers", _TRANSFERS, WRONG, "SIGNAL"),
+    Case("transfers", _TRANSFERS, WRONG, "ZEROED"),
+    Case("transfers", _TRANSFERS, WRONG, "QUIESCE"),
+    Case("transfers", _TRANSFERS, STUCK, "MEET"),
 ]
 
 

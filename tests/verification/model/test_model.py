@@ -20,7 +20,7 @@ def test_model(case: check.Case) -> None:
 
 def test_every_rule_that_can_be_broken_is_broken() -> None:
     """Each BREAK_ of a model has a case in which it must fail."""
-    for model in ("workspace", "all_reduce", "all_reduce_rounds"):
+    for model in ("workspace", "all_reduce", "all_reduce_rounds", "transfers"):
         source = (check.HERE / f"{model}.pml").read_text()
         broken = {
             f"BREAK_{case.broken}"

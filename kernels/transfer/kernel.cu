@@ -1,0 +1,88 @@
+// signal, wait, put and get between registered tensors (symm_mem/registration/semaphores.py has the words).
+//
+// Each kernel counts in a word of this rank's that no other rank writes: n = count + 1 is the number of this signal, wait
+// or access, so a captured graph goes on counting when it is replayed, beside eager calls.
+//
+// post. Writes n, or with step = 0 the count as it is, into one word of the peer's; release, system scope: what came before it on the stream, copies by copy
+// engines too, is visible to whoever acquires it.
+//
+// await. Who waits: one thread, until a word of this rank's that the peer writes has reached n; acquire, system scope.
+// Behind it on the stream may come copies by copy engines, and a `post` of its count.
+//
+// move. Both, and between them the data: each block waits for the word, copies its vectors, and the last block of all
+// posts n, behind every block's fence. Blocks wait for nothing but the peer.
+//
+// A wait that expires, here or earlier, breaks the group: then nothing is moved and nothing posted. Copies that are
+// enqueued behind `await` cannot be called off. Graph-safe. docs/protocol.md#registered-tensors has the proof.
+
+#include "ptx/dependent.cuh"
+#include "ptx/sync.cuh"
+
+struct Params {
+    weft::WaitParams watch;
+    weft::u32* count;  // this rank's own
+    weft::u32* told;  // of the peer's, which gets n; null: nobody is told
+    weft::u32* ticket;  // zero between launches
+    const uint4* source;
+    uint4* target;
+    weft::u64 vectors;
+    weft::u32 awaited;  // index of the awaited word from watch.words
+    weft::u32 peer;
+    weft::u32 tail;  // bytes behind the vectors
+    weft::u32 step;  // of `post`: 1, or 0 if the access is counted already
+};
+
+extern "C" __global__ void __launch_bounds__(32) post(const __grid_constant__ Params p) {
+    weft::begin_behind_previous();
+    if (threadIdx.x != 0) return;
+    const weft::u32 n = *p.count + p.step;
+    *p.count = n;
+    if (!weft::is_broken(p.watch)) weft::post_flag(p.told, n);
+}
+
+extern "C" __global__ void __launch_bounds__(32) await(const __grid_constant__ Params p) {
+    weft::begin_behind_previous();
+    if (threadIdx.x != 0) return;
+    const weft::u32 n = *p.count + 1;
+    *p.count = n;
+    weft::wait_flag(p.watch, p.peer, p.awaited, n, weft::WAIT_FREE);
+}
+
+constexpr int THREADS = 512;
+constexpr int AT_ONCE = 4;  // vectors of a thread that are under way together
+
+extern "C" __global__ void __launch_bounds__(THREADS) move(const __grid_constant__ Params p) {
+    __shared__ bool allowed;
+    weft::begin_behind_previous();
+    const weft::u32 n = *p.count + 1;  // the last block counts, when all have read it
+    if (threadIdx.x == 0)
+        allowed = weft::wait_flag(p.watch, p.peer, p.awaited, n, weft::WAIT_FREE) && !weft::is_broken(p.watch);
+    __syncthreads();
+    if (allowed) {
+        const weft::u64 step = static_cast<weft::u64>(gridDim.x) * THREADS;
+        for (weft::u64 at = static_cast<weft::u64>(blockIdx.x) * THREADS + threadIdx.x; at < p.vectors;
+             at += step * AT_ONCE) {
+            uint4 held[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i)
+                if (at + i * step < p.vectors) held[i] = weft::load_vector(p.source + at + i * step);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i)
+                if (at + i * step < p.vectors) weft::store_vector(p.target + at + i * step, held[i]);
+        }
+        if (blockIdx.x == 0 && threadIdx.x < p.tail) {
+            const char* from = reinterpret_cast<const char*>(p.source + p.vectors);
+            reinterpret_cast<char*>(p.target + p.vectors)[threadIdx.x] = from[threadIdx.x];
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    if (gridDim.x > 1) {
+        __threadfence_system();
+        if (atomicAdd(p.ticket, 1) != gridDim.x - 1) return;
+        __threadfence();  // behind the tickets: what the other blocks have fenced comes before the post
+        *p.ticket = 0;
+    }
+    *p.count = n;
+    if (!weft::is_broken(p.watch)) weft::post_flag(p.told, n);
+}

@@ -1,0 +1,149 @@
+"""What moves data and counts in the order of a stream: between CPU ranks here, on CUDA by a kernel's launcher."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import weft
+
+from ..call_site import call_site, text
+from ..errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
+from ..failure.fault import fault_of
+from ..failure.spin_wait import Expired, PeerLiveness, spin
+from ..timeouts import get_timeout
+from .cross_process import ProcessTensor
+from .semaphores import ALLOWED, DONE, MOVED, SENT, WAITED
+
+if TYPE_CHECKING:
+    from .registry import Registration, Registry
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """``put`` or ``get``: between a tensor of ``peer`` and one of this rank's, of the same shape and dtype."""
+
+    op: str
+    peer: int
+    remote: torch.Tensor | ProcessTensor
+    local: torch.Tensor
+
+
+class TransferEngine(Protocol):
+    """See semaphores.py for the protocol. ``peer`` may be this rank."""
+
+    def signal(self, of: Registration, peer: int) -> None:
+        """Let ``peer`` access this rank's tensor once more, behind all that this rank has done."""
+        ...
+
+    def wait(self, of: Registration, peer: int) -> None:
+        """Until the next access of ``peer`` to this rank's tensor is over."""
+        ...
+
+    def move(self, of: Registration, transfer: Transfer) -> None:
+        """Wait until the owner lets this rank access its tensor once more; move; tell the owner."""
+        ...
+
+
+def make_engine(registry: Registry) -> TransferEngine:
+    """On CUDA it is of kernels, which symm_mem does not import: the root package knows where."""
+    if registry.heap.device.type == "cpu":
+        return HostEngine(registry)
+    engine: TransferEngine = weft._transfer_engine(registry)
+    return engine
+
+
+class HostEngine:
+    """Between CPU ranks: plain copies and plain stores, whose order x86-64 keeps; waits spin."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._heap, self._semaphores = registry.heap, registry.semaphores
+        self._fault = fault_of(registry.heap)
+
+    def signal(self, of: Registration, peer: int) -> None:
+        with self._whole("signal"):
+            sent = self._word(of, SENT, peer)
+            sent.value += 1
+            self._at(of, ALLOWED, peer).value = sent.value
+
+    def wait(self, of: Registration, peer: int) -> None:
+        with self._whole("wait"):
+            waited = self._word(of, WAITED, peer)
+            expected = (waited.value + 1) & 0xFFFFFFFF
+            self._wait(of, "wait", peer, DONE, expected)
+            waited.value = expected
+
+    def move(self, of: Registration, transfer: Transfer) -> None:
+        with self._whole(transfer.op):
+            moved = self._word(of, MOVED, transfer.peer)
+            expected = (moved.value + 1) & 0xFFFFFFFF
+            self._wait(of, transfer.op, transfer.peer, ALLOWED, expected)
+            moved.value = expected
+            try:
+                _copy(transfer)
+            except ProcessLookupError:
+                wait = self._about(of, transfer.op, transfer.peer, expected)
+                raise self._fault.breaks(
+                    PeerTimeout(wait, WaitOutcome(expected, 0.0, True))
+                ).again() from None
+            self._at(of, DONE, transfer.peer).value = expected
+
+    def _word(self, of: Registration, row: int, rank: int) -> ctypes.c_uint32:
+        return ctypes.c_uint32.from_address(self._semaphores.address(of.slot, row, rank))
+
+    def _at(self, of: Registration, row: int, peer: int) -> ctypes.c_uint32:
+        """My word at ``peer``."""
+        heap = self._heap
+        own = self._semaphores.address(of.slot, row, heap.rank)
+        return ctypes.c_uint32.from_address(own + (peer - heap.rank) * heap.span)
+
+    def _wait(self, of: Registration, op: str, peer: int, row: int, expected: int) -> None:
+        heap, address = self._heap, self._semaphores.address(of.slot, row, peer)
+        liveness = PeerLiveness(heap.rendezvous.processes[peer], self._fault.abort_notice(peer))
+        try:
+            spin(address, expected, get_timeout(heap.group_name), liveness, self._fault.raise_if_broken)
+        except Expired as e:
+            wait = self._about(of, op, peer, expected)
+            raise self._fault.breaks(PeerTimeout(wait, e.outcome)).again() from None
+
+    def _about(self, of: Registration, op: str, peer: int, expected: int) -> PeerWait:
+        heap = self._heap
+        flag = count_of(of, op, heap.rank, peer)
+        return PeerWait(op, heap.group_name, heap.rank, peer, flag, expected, text(call_site()))
+
+    @contextmanager
+    def _whole(self, op: str) -> Iterator[None]:
+        """A call that is left half-way breaks the group: the counts of the two sides would not meet again."""
+        self._fault.raise_if_broken(op)
+        try:
+            yield
+        except WeftError:
+            raise
+        except BaseException as e:
+            heap = self._heap
+            self._fault.breaks(CallAbandoned(op, heap.group_name, heap.rank, describe(e), text(call_site(3))))
+            raise
+
+
+def count_of(of: Registration, op: str, rank: int, peer: int) -> str:
+    """The count that ``op`` of ``rank`` waits for, in words."""
+    owner = rank if op == "wait" else peer
+    tensor = f"registered {of.named(owner)}"
+    if op == "wait":
+        return f"the count of accesses by rank {peer} for {tensor}"
+    return f"the count of signals by rank {peer} for {tensor}"
+
+
+def _copy(transfer: Transfer) -> None:
+    into, local, remote = transfer.op == "put", transfer.local, transfer.remote
+    with torch.no_grad():
+        if isinstance(remote, ProcessTensor):
+            remote.write(local) if into else remote.read(local)
+        elif into:
+            remote.copy_(local)
+        else:
+            local.copy_(remote)

@@ -1,0 +1,84 @@
+"""The segments of CPU tensors: on the group's heap, in shared memory, or the process's own, which the kernel copies."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import suppress
+
+import torch
+
+from ..backends.host import map_file, unmap_file
+from ..forks import finalize
+from .local import Described, OwnSegments
+from .mapping import Mapping
+from .segments import Segment
+
+
+class HostSegments(OwnSegments):
+    """Of CPU ranks."""
+
+    def outside_the_heap(self, tensor: torch.Tensor, size: int) -> Described:
+        address, storage = tensor.data_ptr(), tensor.untyped_storage()
+        if storage.is_shared() and (found := _shared_file(address, size)) is not None:
+            return found
+        known = self.table.holding(self.rank, "process", address, size)
+        if known is None:
+            known = Segment("process", self.new_name(), storage.data_ptr(), storage.nbytes())
+        return Described(known, [])
+
+    def open(self, rank: int, segment: Segment, fds: list[int]) -> Mapping:
+        if segment.kind == "process":
+            return Mapping(None)
+        if segment.kind != "file":
+            raise ValueError(
+                f"rank {rank} has posted a segment of kind {segment.kind!r}, which no CPU rank has"
+            )
+        (fd,) = fds
+        # What lies behind the end of a file cannot be mapped without a fault at the first look.
+        if (there := os.fstat(fd).st_size) < segment.size:
+            raise ValueError(f"rank {rank} has posted {segment.size} bytes of shared memory that has {there}")
+        address = map_file(fd, segment.size)
+        mapping = Mapping(address, None, segment.size)
+        finalize(mapping, unmap_file, address, segment.size)
+        return mapping
+
+
+def _shared_file(address: int, size: int) -> Described | None:
+    """The file that is mapped at an address, if this process can hand it on."""
+    with open("/proc/self/maps") as f:
+        for line in f:
+            begin, _, end = line.split(" ", 1)[0].partition("-")
+            first, last = int(begin, 16), int(end, 16)
+            if first <= address < last:
+                break
+        else:
+            return None
+    fields = line.split(maxsplit=5)
+    offset, inode = int(fields[2], 16), int(fields[4])
+    if "s" not in fields[1] or not inode or address + size > last:
+        return None
+    path = fields[5].strip() if len(fields) > 5 else ""
+    if (fd := _descriptor(inode, path)) is None:
+        return None
+    status = os.fstat(fd)
+    whole = min(status.st_size, offset + last - first)
+    name = f"{status.st_dev}:{status.st_ino}"
+    return Described(Segment("file", name, first - offset, whole, parts=(whole,)), [fd])
+
+
+def _descriptor(inode: int, path: str) -> int | None:
+    """One of the file for reading and writing, which is the caller's: by its path, or as torch keeps one."""
+    with suppress(OSError):
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if os.fstat(fd).st_ino == inode:
+            return fd
+        os.close(fd)
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if os.fstat(int(entry)).st_ino != inode:
+                continue
+            flags = fcntl.fcntl(int(entry), fcntl.F_GETFL)
+            if flags & os.O_ACCMODE == os.O_RDWR and os.readlink(f"/proc/self/fd/{entry}").startswith("/"):
+                return os.dup(int(entry))
+    return None

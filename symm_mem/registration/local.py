@@ -1,0 +1,130 @@
+"""The segments of this rank's own tensors."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..bootstrap.fd_exchange import close_fds
+from ..heap.heap import heap_of
+from .mapping import Mapping
+from .segments import Place, Segment, extent, name_of
+from .table import SegmentTable
+
+if TYPE_CHECKING:
+    from ..heap.heap import Heap
+
+
+@dataclass
+class Described:
+    """A segment, and the descriptors by which peers open it, which are the holder's to close.
+
+    ``keep``: what must live as long as the segment is in use.
+    """
+
+    segment: Segment
+    fds: list[int]
+    keep: object = None
+
+
+class RegisteredBatch:
+    """The tensors of one call, and the segments in which they lie."""
+
+    def __init__(self) -> None:
+        self.segments: list[Described] = []
+        self.places: list[Place] = []
+
+    def add(self, tensor: torch.Tensor, described: Described) -> None:
+        keys = [known.segment.key for known in self.segments]
+        if described.segment.key in keys:
+            close_fds(described.fds)
+        else:
+            keys.append(described.segment.key)
+            self.segments.append(described)
+        at = keys.index(described.segment.key)
+        offset = tensor.data_ptr() - described.segment.base if tensor.numel() else 0
+        place = at, offset, tuple(tensor.shape), tensor.stride(), name_of(tensor.dtype)
+        self.places.append(Place(*place))
+
+    def close(self) -> None:
+        for described in self.segments:
+            close_fds(described.fds)
+            described.fds = []
+
+
+class OwnSegments:
+    """What the tensors of one rank lie in; a file beside this one for each device.
+
+    Attributes:
+        outlives_peers: memory must be there until the peers have unmapped it.
+    """
+
+    outlives_peers = False
+
+    def __init__(self, heap: Heap, table: SegmentTable) -> None:
+        self.heap, self.table, self.rank = heap, table, heap.rank
+        self._names = itertools.count()
+
+    def new_name(self) -> str:
+        return str(next(self._names))
+
+    def describe(self, tensors: list[torch.Tensor]) -> RegisteredBatch:
+        """Where the tensors lie.
+
+        Raises:
+            OSError, RuntimeError: memory of this kind cannot be a peer's, and why.
+        """
+        batch = RegisteredBatch()
+        try:
+            for tensor in tensors:
+                batch.add(tensor, self._segment_of(tensor, batch))
+        except BaseException:
+            batch.close()
+            raise
+        return batch
+
+    def _segment_of(self, tensor: torch.Tensor, batch: RegisteredBatch) -> Described:
+        if not tensor.numel():
+            return Described(Segment("empty", "", 0, 0), [])
+        address = tensor.data_ptr()
+        size = extent(tuple(tensor.shape), tensor.stride()) * tensor.element_size()
+        block = heap_of(tensor)
+        if block is not None and block.heap is self.heap:
+            return Described(Segment("heap", "", self.heap.address(self.rank), self.heap.capacity), [])
+        for known in batch.segments:
+            s = known.segment
+            if s.kind not in ("heap", "empty") and s.base <= address and address + size <= s.base + s.size:
+                return Described(s, [])
+        return self.outside_the_heap(tensor, size)
+
+    def outside_the_heap(self, tensor: torch.Tensor, size: int) -> Described:
+        """The segment of a tensor that takes ``size`` bytes from its first one on."""
+        raise NotImplementedError
+
+    def open(self, rank: int, segment: Segment, fds: list[int]) -> Mapping:
+        """Map a segment of a peer. ``fds``: as many as it has parts; they stay the caller's.
+
+        Raises:
+            OSError, RuntimeError, ValueError: it cannot be mapped here, or is not what the peer says.
+        """
+        raise NotImplementedError
+
+    def unmap_dropped(self) -> None:
+        """Unmap what nobody refers to any more. This rank's queued work is done."""
+
+
+def open_peer(own: OwnSegments, rank: int, segment: Segment, fds: list[int]) -> Mapping:
+    """As ``open``, also of what needs no mapping."""
+    heap = own.heap
+    if segment.kind == "empty":
+        return Mapping(None)
+    if segment.kind == "heap":
+        if segment.size > heap.capacity:
+            raise ValueError(
+                f"rank {rank} has posted a heap of {segment.size} bytes, here it has {heap.capacity}"
+            )
+        return Mapping(heap.address(rank), heap)
+    return own.open(rank, segment, fds)

@@ -1,0 +1,127 @@
+"""The words by which a tensor's owner and whoever accesses it wait for each other.
+
+All words of a group stand in slabs on its heap: a slot of ``ROWS`` rows of ``world_size`` words for each registration,
+at the same offset on every rank. Each word has one writer and only grows, modulo 2^32, until its slot is zeroed for
+another registration:
+
+=========  ==========================================  =====================================================
+row        on rank r, word [p]                         written by
+=========  ==========================================  =====================================================
+SENT       signals that r, as owner, has sent to p     r
+ALLOWED    signals of owner p that have come to r      p, when its stream comes to ``signal``
+MOVED      accesses of r to p's tensor that have begun r
+DONE       accesses of p to r's tensor that are over   p, behind the last byte
+WAITED     of those, waited for                        r
+=========  ==========================================  =====================================================
+
+``signal``: SENT + 1, into ALLOWED at the peer. ``put`` and ``get``: wait for ALLOWED >= MOVED + 1; move the data; that
+number into DONE at the peer. ``wait``: for DONE >= WAITED + 1. A rank polls its own words alone.
+docs/protocol.md#registered-tensors has the proof.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..failure.call_log import CallLog
+from ..failure.fault import fault_of
+from ..layout import WORD
+from ..timeouts import get_timeout
+
+if TYPE_CHECKING:
+    from ..heap.heap import Block, Heap
+
+SENT, ALLOWED, MOVED, DONE, WAITED, TICKET = range(
+    6
+)  # TICKET: by which the last of a kernel's blocks is known
+ROWS = 6
+SLOTS = 256  # of a slab
+
+
+@dataclass(frozen=True)
+class SlabLayout:
+    """What a slab's words are, for errors. ``words``: that are zero before the first use.
+
+    ``named``: what has each slot.
+    """
+
+    world_size: int
+    first: int
+    named: dict[int, str]
+
+    @property
+    def words(self) -> int:
+        return SLOTS * ROWS * self.world_size
+
+    @property
+    def bytes(self) -> int:
+        return self.words * WORD
+
+    def index(self, slot: int, row: int, rank: int) -> int:
+        return (slot % SLOTS * ROWS + row) * self.world_size + rank
+
+    def describe(self, word: int) -> str:
+        slot, rest = divmod(word, ROWS * self.world_size)
+        row, rank = divmod(rest, self.world_size)
+        what = {ALLOWED: "signals", DONE: "accesses"}.get(row, f"row {row}")
+        named = self.named.get(self.first + slot, f"slot {self.first + slot}")
+        return f"the count of {what} by rank {rank} for registered {named}"
+
+
+class Slab:
+    """A slab on the heap. Making one is collective."""
+
+    def __init__(self, heap: Heap, first: int, named: dict[int, str]) -> None:
+        self.layout = SlabLayout(heap.world_size, first, named)
+        fault = fault_of(heap)
+        self.block: Block = heap.allocate(
+            self.layout.bytes, "semaphores of registered tensors", zero=self.layout.bytes
+        )
+        self.address = heap.address(heap.rank) + self.block.offset
+        self.calls = CallLog(1, lambda: get_timeout(heap.group_name), False)
+        self.fault, self.rank = fault, heap.rank
+        fault.knows(self.address, self.layout, self.calls)
+
+
+class Semaphores:
+    """The slots of one heap. Ranks that take and give in the same order have the same ones."""
+
+    def __init__(self, heap: Heap) -> None:
+        self._heap = heap
+        self.slabs: list[Slab] = []
+        self._free: list[int] = []
+        self.named: dict[int, str] = {}  #: what has each slot, in words
+
+    def reserve(self, count: int) -> list[int]:
+        """The next ``count`` slots, which are free until ``take``. Collective where that needs another slab."""
+        while len(self._free) < count:
+            first = len(self.slabs) * SLOTS
+            self.slabs.append(Slab(self._heap, first, self.named))
+            self._free += range(first, first + SLOTS)
+        return self._free[:count]
+
+    def zero(self, slots: list[int]) -> None:
+        """Of this rank's words; nobody uses the slots."""
+        size = ROWS * self._heap.world_size * WORD
+        for slot in slots:
+            self._heap.backend.zero(self.address(slot, 0, 0), size)
+
+    def take(self, slots: list[int]) -> None:
+        taken = set(slots)
+        self._free = [slot for slot in self._free if slot not in taken]
+
+    def give(self, slot: int) -> None:
+        self._free = sorted([*self._free, slot])
+
+    def keep_only(self, slots: set[int]) -> None:
+        """All others are free."""
+        self._free = [slot for slot in range(len(self.slabs) * SLOTS) if slot not in slots]
+
+    def slab(self, slot: int) -> Slab:
+        return self.slabs[slot // SLOTS]
+
+    def address(self, slot: int, row: int, rank: int) -> int:
+        """Of this rank's word; rank p's lies at ``+ (p - rank) * span``."""
+        slab = self.slab(slot)
+        return slab.address + WORD * slab.layout.index(slot, row, rank)

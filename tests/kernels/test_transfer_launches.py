@@ -1,0 +1,130 @@
+"""What the launches of kernels/transfer say to its kernels, between CPU ranks: Python stands in for the kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from ranks import run_ranks
+from weft import symm_mem
+from weft.kernels.transfer.cuda_kernel import CudaTransfers
+from weft.symm_mem.backends import cuda_state
+from weft.symm_mem.failure.spin_wait import PeerLiveness, spin
+from weft.symm_mem.heap.registry import get_heap
+
+COPY_ENGINE = 4096
+
+
+def word(address: int) -> ctypes.c_uint32:
+    return ctypes.c_uint32.from_address(address)
+
+
+def arrives(p: Any) -> None:
+    """What kernel.cu waits for; the words of this rank's slab are the only ones that it polls."""
+    spin(p.watch.words + 4 * p.awaited, word(p.count).value + 1, 20.0, PeerLiveness(None, None))
+
+
+def post(p: Any) -> None:
+    word(p.count).value += p.step
+    word(p.told).value = word(p.count).value
+
+
+def await_(p: Any) -> None:
+    arrives(p)
+    word(p.count).value += 1
+
+
+def move(p: Any) -> None:
+    assert p.source % 16 == p.target % 16 == 0 and word(p.ticket).value == 0
+    arrives(p)
+    ctypes.memmove(p.target, p.source, 16 * p.vectors + p.tail)
+    word(p.count).value += 1
+    word(p.told).value = word(p.count).value
+
+
+class Stage:
+    """In place of the GPU: one stream, on which everything is done at once. Notes what was done."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def function(self, program: Any, name: str, shared: int) -> Any:
+        kernel = {"post": post, "await": await_, "move": move}[name]
+
+        def bound(grid: int, block: int, params: Any, dependent: bool) -> Callable[[int], None]:
+            assert not dependent and (name == "move") is (block > 32) and 1 <= grid <= 64
+
+            def run(stream: int) -> None:
+                self.done.append(name)
+                kernel(params)
+
+            return run
+
+        return SimpleNamespace(bound=bound)
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def current_stream(self, device: int | None) -> int:
+        return 7
+
+    def make_current(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def copy(self, to: int, source: int, size: int, stream: int) -> None:
+        assert stream == 7
+        self.done.append("copy")
+        ctypes.memmove(to, source, size)
+
+
+def exchanges(rank: int, world_size: int) -> None:
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    wide = torch.zeros(2 * 3000).share_memory_()
+    small, large, strided, empty = symm_mem.register(
+        [
+            torch.zeros(37 + rank).share_memory_(),
+            torch.zeros(3000).share_memory_(),
+            wide[::2],
+            torch.zeros(0),
+        ]
+    )
+    stage = Stage()
+    with mock.patch.object(cuda_state, "state", stage):
+        engine = CudaTransfers(get_heap().registrations.registry)
+        engine.copy_engine_from = {"put": COPY_ENGINE, "get": COPY_ENGINE}
+        get_heap().registrations._engine = engine
+        for turn in range(6):
+            for x, how in (
+                (small, ["move"]),
+                (large, ["await", "copy", "post"]),
+                (strided, ["await", "post"]),
+                (empty, ["move"]),
+            ):
+                count = x.shapes[right][0]
+                sent = torch.arange(count + 1.0) + 1000 * turn + rank
+                misaligned = turn % 2 == 1
+                expected = ["await", "copy", "post"] if misaligned and x is small else how
+                stage.done.clear()
+                x.signal(left)
+                x.put(sent[misaligned:][:count].clone() if not misaligned else sent[1:], right)
+                x.wait(left)
+                assert stage.done == ["post", *expected, "await"], (turn, x.number)
+                first = 1000 * turn + left + misaligned
+                assert torch.equal(x.tensor, torch.arange(len(x.tensor)) + float(first))
+                x.signal(left)
+                out = x.get(torch.full((count,), float("nan")), right)
+                assert torch.equal(out, sent[1:] if misaligned else sent[:count]), (turn, x.number)
+                x.wait(left)
+    assert not wide[1::2].any()
+    get_heap().registrations._engine = None
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_launches_say_to_kernels(world_size: int) -> None:
+    run_ranks(exchanges, world_size, fresh=True)
