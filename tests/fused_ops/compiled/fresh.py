@@ -17,8 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 first, calls, setting = sys.argv[1:]
 if first == "Inductor first":
-    import torch._inductor.compile_fx  # noqa: F401
-import weft.fused_ops  # noqa: F401, E402
+    import torch._inductor.compile_fx
+import weft.fused_ops  # noqa: E402
 
 if first == "weft first":
     assert "torch._inductor" not in sys.modules
