@@ -33,6 +33,7 @@ from .decompositions import write_out
 from .graph.collectives import Collective, LeftAlone, collectives, custom_ops, group_of, kind_of, val
 from .graph.subgraphs import WHY, Called
 from .log import log_line
+from .memory.at_run_time import verifies, verify_first
 from .origin import module_of, source_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns import registry
@@ -211,6 +212,8 @@ class FusionPass(PassSettings, CustomGraphPass):
     def uuid(self) -> Any:
         if not is_fallback_graph():
             self._keys += 1
+            if verifies():
+                return None  # what is verified is in this process
         return f"{pass_key(self)}{' fallback' * is_fallback_graph()}"
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -254,6 +257,8 @@ class FusionPass(PassSettings, CustomGraphPass):
             captured, ahead = self.agree == CAPTURE, self.agree == RUN_AHEAD
             original.ask_first(graph, report.entries, orders, captured=captured, ahead=ahead)
             self._called.remember(graph, original.graph, self._graphs - 1)
+        if verifies():
+            verify_first(graph)
         graph.lint()
         self._entries += report.entries
         log_line(self._graphs - 1, report)
