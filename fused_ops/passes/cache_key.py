@@ -22,7 +22,7 @@ def pass_key(settings: PassSettings) -> str:
     return (
         f"weft {weft.__version__} {_sources()} groups={names} "
         f"strict={settings.strict} fuse={settings.fuse} agree={settings.agree} regather={settings.regather} "
-        f"collectives={settings.collectives} "
+        f"collectives={settings.collectives} reorder={settings.reorder} "
         f"sizes={_group_sizes()} environment={_environment()}"
     )
 

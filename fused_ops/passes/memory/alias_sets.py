@@ -189,6 +189,11 @@ def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def size_of(node: fx.Node) -> int:
+    """Bytes of the memory that a node's value lies in."""
+    return sum(map(bytes_of, tensors_of(node)))
+
+
 def bytes_of(tensor: torch.Tensor) -> int:
     size = tensor.untyped_storage().nbytes()
     if isinstance(size, int):

@@ -1,0 +1,134 @@
+"""Compiled programs whose collectives were moved: what ranks compute, and what Inductor makes of the order."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, fx
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
+from weft.fused_ops import FusionPass, Report
+from weft.fused_ops.passes.graph.collectives import communicates, waits
+from weft.fused_ops.passes.order.costs import counted_flops
+
+c10d = torch.ops._c10d_functional
+LAYERS = 3
+
+
+def group() -> str:
+    return dist.distributed_c10d._get_default_group().group_name
+
+
+class _Gathered(torch.autograd.Function):
+    """A weight that is gathered for its use, and whose gradient is scattered: FSDP inside of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor) -> Tensor:
+        return c10d.wait_tensor(
+            c10d.all_gather_into_tensor(shard.to(torch.bfloat16), dist.get_world_size(), group())
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        whole = c10d.reduce_scatter_tensor(grad, "avg", dist.get_world_size(), group())
+        return c10d.wait_tensor(whole).float()
+
+
+def model(x: Tensor, shards: list[Tensor]) -> Tensor:
+    for shard in shards:
+        w = _Gathered.apply(shard)
+        x = torch.nn.functional.silu(x.to(torch.bfloat16) @ w) @ w.t()
+    return x.float()
+
+
+def operands(rank: int) -> tuple[Tensor, list[Tensor]]:
+    torch.manual_seed(rank)
+    shards = [torch.randn(64, 128) / 12 for _ in range(LAYERS)]
+    return torch.randn(256, 128) / 12, [s.requires_grad_() for s in shards]
+
+
+def kernels(graph: fx.Graph) -> list[str]:
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    found = [n for n in nodes if communicates(n) or waits(n) or counted_flops(n)]
+    return [n.target._opname for n in found if n.target.namespace != "weft"]
+
+
+def called(code: str) -> list[str]:
+    """The kernels that generated code calls, in order."""
+    found = re.findall(r"(?:extern_kernels|torch\.ops\._c10d_functional)\.(\w+)(?:\.default)?\(", code)
+    return [name.removesuffix("_") for name in found]
+
+
+def trained(
+    rank: int, world: int, reorder: float | bool
+) -> tuple[list[Tensor], Report, list[tuple[list[str], list[str]]]]:
+    x, shards = operands(rank)
+    fusion = FusionPass([], reorder=reorder)  # fuses nothing
+    graphs: list[list[str]] = []
+    as_always = FusionPass.__call__
+
+    def call(self: FusionPass, graph: fx.Graph) -> None:
+        as_always(self, graph)
+        graphs.append(kernels(graph))
+
+    torch._dynamo.reset()
+    with patch.object(FusionPass, "__call__", call), inductor_config.patch(fx_graph_cache=False):
+        compiled = torch.compile(model, options=fusion.options)
+
+        def step() -> Tensor:
+            y = compiled(x, shards)
+            y.square().sum().backward()
+            return y
+
+        y, codes = run_and_get_code(step)
+    grads = [s.grad for s in shards if s.grad is not None]
+    return [y.detach(), *grads], fusion.report(), list(zip(graphs, map(called, codes), strict=True))
+
+
+def both(rank: int, world: int) -> tuple[Report, list[tuple[list[str], list[str]]]]:
+    plain, report, _ = trained(rank, world, False)
+    assert not report.orders
+    results, report, orders = trained(rank, world, 0.5)
+    for a, b in zip(results, plain, strict=True):
+        assert torch.equal(a, b)
+    return report, orders
+
+
+def test_training_with_gathered_weights() -> None:
+    ranks = run_ranks(both, 2)
+    for report, orders in ranks:
+        for graph, code in orders:
+            assert graph == code  # Inductor keeps it, though it orders kernels for peak memory
+        forward, backward = (graph for graph, _ in orders)
+        gathers = [i for i, name in enumerate(forward) if name == "all_gather_into_tensor"]
+        arrivals = [i for i, name in enumerate(forward) if name == "wait_tensor"]
+        assert len(gathers) == len(arrivals) == LAYERS
+        for start, wait in zip(gathers[1:], arrivals[1:], strict=True):
+            assert "mm" in forward[start:wait]
+        scatters = [i for i, name in enumerate(backward) if name == "reduce_scatter_tensor"]
+        assert sum("mm" in backward[i : i + 2] for i in scatters) >= LAYERS - 1
+        assert [o.graph for o in report.orders] == [0, 1]
+        assert all(o.after < o.before and not o.kept for o in report.orders)
+        assert "exposed" in str(report) and "kernel earlier" in str(report)
+    assert ranks[0][1] == ranks[1][1]
+
+
+def differing(rank: int, world: int) -> tuple[int, int]:
+    """One rank moves nothing: the order of collectives is the same, so ranks need not agree on it."""
+    x, shards = operands(rank)
+    fusion = FusionPass([], reorder=0.5 if rank else False)
+    compiled = torch.compile(model, options=fusion.options)
+    torch._dynamo.reset()
+    with inductor_config.patch(fx_graph_cache=False):
+        y = compiled(x, shards)
+    torch.testing.assert_close(y, model(x, shards), rtol=2e-2, atol=2e-2)
+    return len(fusion.report().orders), len(fusion.report().disagreements)
+
+
+def test_a_rank_that_moves_nothing_beside_one_that_does() -> None:
+    assert run_ranks(differing, 2) == [(0, 0), (1, 0)]
