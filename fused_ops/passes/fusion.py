@@ -35,9 +35,7 @@ from .graph.subgraphs import WHY, Called
 from .log import log_line
 from .memory.at_run_time import verifies, verify_first
 from .order.change import OrderChange
-from .order.costs import table_for
-from .order.moves import OrderLimits, reorder
-from .order.transports import runs_beside
+from .order.in_pass import keep, reordered
 from .origin import module_of, source_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns import registry
@@ -267,15 +265,18 @@ class FusionPass(PassSettings, CustomGraphPass):
         for each in written:
             each.put_back()
         report = Report(entries[n] for n in nodes)
-        ordered = self.reorder is not None and self._reorder(graph, report, self.reorder)
+        change = None
+        if self.reorder is not None:
+            groups = {e.group for e in report.entries if e.group is not None and why_not is None}
+            voted = {g for g in groups if has_ranks(g) and why_not_asked(g) is None} if self.agree else None
+            change = reordered(graph, self.reorder, self._graphs - 1, voted)
+            self._orders.append(change)
         if original is not None:
             captured, ahead = self.agree == CAPTURE, self.agree == RUN_AHEAD
-            original.ask_first(graph, report.entries, orders, captured=captured, ahead=ahead)
+            passed = change.crossed if change else frozenset()
+            original.ask_first(graph, report.entries, orders, passed, captured=captured, ahead=ahead)
             self._called.remember(graph, original.graph, self._graphs - 1)
-        if ordered:
-            from .order.keep import keep_order  # Inductor's part of it
-
-            keep_order(graph)
+        keep(graph, change)
         if verifies():
             verify_first(graph)
         graph.lint()
@@ -284,17 +285,6 @@ class FusionPass(PassSettings, CustomGraphPass):
         write_reports()
         if self.strict and report.left:
             raise FusionError(report)
-
-    def _reorder(self, graph: fx.Graph, report: Report, memory: float) -> bool:
-        """Moves what is not fused. Where ranks vote, only collectives of groups that do may pass others.
-
-        Returns:
-            whether there is an order to be kept.
-        """
-        voted = {e.group for e in report.entries if e.fused_into is not None} if self.agree else None
-        limits = OrderLimits(memory=memory, beside=runs_beside(graph), voted=voted)
-        self._orders.append(reorder(graph, table_for(graph), limits, self._graphs - 1))
-        return bool(self._orders[-1].placed)
 
     def _leave(self, number: int) -> None:
         """Enters that a graph was put back as it was."""

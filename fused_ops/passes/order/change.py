@@ -50,6 +50,7 @@ class OrderChange:
         placed: its collectives, in the order given.
         before, after: microseconds that the compute stream would wait for all of them.
         peak_before, peak_after: bytes that the graph makes and holds at once.
+        crossed: groups whose collectives have changed their order against those of another transport.
         kept: why the order given was kept; "" where it was changed.
     """
 
@@ -60,6 +61,7 @@ class OrderChange:
     peak_before: int
     peak_after: int
     kept: str = ""
+    crossed: frozenset[str] = frozenset()
 
     @property
     def moved(self) -> int:

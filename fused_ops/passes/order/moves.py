@@ -48,7 +48,7 @@ class OrderLimits:
     cover: float = 1.5
     memory: float = 0.0
     beside: bool = False
-    voted: Collection[str | None] | None = ()
+    voted: Collection[str] | None = ()
 
 
 class _Walk:
@@ -216,18 +216,19 @@ class _Walk:
         voted = self.limits.voted
         return voted is None or (transfer.group in voted and group_of(other) in voted)
 
+    def crossings(self) -> list[tuple[fx.Node, fx.Node]]:
+        """Collectives that now stand in front of others, behind which they were given."""
+        at, given = self.live.at, [n for n in self.given if communicates(n)]
+        return [(late, early) for i, late in enumerate(given) for early in given[:i] if at[late] < at[early]]
+
     def why_invalid(self) -> str | None:
         """What is wrong with the order as it is now; None if it is right."""
         if (why := self.hazards.why_invalid(self.live.order)) is not None:
             return why
-        at = self.live.at
-        given = [n for n in self.given if communicates(n)]
-        for i, late in enumerate(given):
-            for early in given[:i]:
-                if at[late] < at[early]:
-                    transfer = self.of_start.get(late)
-                    if transfer is None or not self._may_pass(transfer, early):
-                        return f"{late.name} has passed {early.name}"
+        for late, early in self.crossings():
+            transfer = self.of_start.get(late)
+            if transfer is None or not self._may_pass(transfer, early):
+                return f"{late.name} has passed {early.name}"
         for transport, most in self._most.items():
             if self._at_most(transport) > most:
                 return f"more than {most} collectives of {transport} would be on their way"
@@ -272,7 +273,8 @@ def reorder(
         times = before[node], after[node]
         placed.append(Placed(node.name, transfer.transport, steps[0], steps[1], *times, *whys[node]))
     totals = sum(before.values()), sum(after.values())
-    return OrderChange(number, tuple(placed), *totals, peak, peak if kept else walk.live.peak, kept)
+    crossed = frozenset(g for pair in walk.crossings() for g in map(group_of, pair) if g and not kept)
+    return OrderChange(number, tuple(placed), *totals, peak, peak if kept else walk.live.peak, kept, crossed)
 
 
 def _why_kept(walk: _Walk, peak: int, before: float, after: float) -> str:

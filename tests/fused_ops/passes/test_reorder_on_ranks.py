@@ -12,6 +12,7 @@ from ranks import run_ranks
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
+from torch.distributed.device_mesh import init_device_mesh
 from weft.fused_ops import FusionPass, Report
 from weft.fused_ops.passes.graph.collectives import communicates, waits
 from weft.fused_ops.passes.order.costs import counted_flops
@@ -132,3 +133,52 @@ def differing(rank: int, world: int) -> tuple[int, int]:
 
 def test_a_rank_that_moves_nothing_beside_one_that_does() -> None:
     assert run_ranks(differing, 2) == [(0, 0), (1, 0)]
+
+
+def two_dimensions(rank: int, world: int, settings: list[float | bool]) -> tuple[Report, list[str]]:
+    """Weights gathered over one dimension of a 2 x 2 mesh, activations gathered and scattered over the other."""
+    data, tensor = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")).get_all_groups()
+    names = [g.group_name for g in (data, tensor)]
+    graphs: list[list[str]] = []
+    as_always = FusionPass.__call__
+
+    def call(self: FusionPass, graph: fx.Graph) -> None:
+        as_always(self, graph)
+        nodes = [n for n in graph.nodes if n.op == "call_function"]
+        graphs.append([n.target._opname for n in nodes if communicates(n) or waits(n)])
+
+    def fn(x: Tensor, shards: list[Tensor]) -> Tensor:
+        for up, down in zip(shards[::2], shards[1::2], strict=True):
+            whole = [c10d.wait_tensor(c10d.all_gather_into_tensor(w, 2, names[0])) for w in (up, down)]
+            rows = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, names[1]))
+            h = torch.nn.functional.silu(rows @ whole[0])
+            x = c10d.wait_tensor(c10d.reduce_scatter_tensor(h @ whole[1], "sum", 2, names[1]))
+        return x
+
+    torch.manual_seed(rank)
+    x, shards = torch.randn(32, 64), [torch.randn(32, 64) / 8 for _ in range(6)]
+    fusion = FusionPass([tensor], reorder=settings[rank])
+    torch._dynamo.reset()
+    with patch.object(FusionPass, "__call__", call), inductor_config.patch(fx_graph_cache=False):
+        y = torch.compile(fn, options=fusion.options)(x, shards)
+    torch.testing.assert_close(y, fn(x, shards), rtol=1e-4, atol=1e-4)
+    report = fusion.report()
+    assert report.fused == 6
+    assert all(o.crossed == {*names} for o in report.orders)  # so both vote
+    return report, graphs[0]
+
+
+def test_gathers_of_weights_pass_fused_ops_where_all_ranks_vote() -> None:
+    ranks = run_ranks(two_dimensions, 4, [1.0] * 4)
+    assert all((r.questions.count, r.questions.fused) == (1, 1) for r, _ in ranks)
+    assert all(graph == ranks[0][1] for _, graph in ranks)
+    order = [name for name in ranks[0][1] if name not in ("agree", "keep_order")]
+    fused = [i for i, name in enumerate(order) if name.startswith("fused_all_gather")]
+    assert any(order[i - 1] == "all_gather_into_tensor" for i in fused)  # on its way while that runs
+    assert ranks[0][0].orders[0].after < ranks[0][0].orders[0].before
+
+
+def test_ranks_of_other_orders_run_unfused_in_that_of_the_program() -> None:
+    ranks = run_ranks(two_dimensions, 4, [False, 1.0, 1.0, 1.0])
+    assert [len(r.orders) for r, _ in ranks] == [0, 1, 1, 1]
+    assert all((r.questions.count, r.questions.fused) == (1, 0) for r, _ in ranks)
