@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..graph.collectives import communicates, is_random, waits
+from ..graph.collectives import communicates, is_custom, is_random, waits
 from .alias_sets import AliasSets
 
 # Operators of higher order that only compute: a user's operator that writes to its arguments, made functional.
@@ -73,9 +73,9 @@ class Hazards:
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Whether a node may do what its arguments do not say, so that nothing moves across it."""
+    """Whether a node may do what its arguments do not say, communicate for one, so that nothing moves across it."""
     target = node.target
-    if node.op != "call_function":
+    if node.op != "call_function" or (is_custom(node) and not communicates(node)):
         return True
     if isinstance(target, torch._ops.HigherOrderOperator):
         return target.name() not in _FUNCTIONAL

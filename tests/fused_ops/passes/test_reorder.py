@@ -162,6 +162,33 @@ def test_a_wait_that_several_use() -> None:
     assert "needs it" in change.placed[0].why_wait or change.placed[0].after == 0
 
 
+_lib = torch.library.Library("weft_order_test", "DEF")
+_lib.define("unknown(Tensor x) -> Tensor")
+_lib.impl("unknown", lambda x: x + 1, "CompositeExplicitAutograd")
+torch.library.register_fake("weft_order_test::unknown", torch.empty_like, lib=_lib)
+
+
+def test_nothing_moves_past_an_operator_that_may_communicate() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        z = torch.ops.weft_order_test.unknown(y)
+        return z.sum() + gathered(x).sum()
+
+    order, change = moved(fn)
+    assert order.index("unknown") < order.index("all_gather_into_tensor")
+    assert change.placed[0].why_start == "nothing moves past unknown (unknown.default)"
+
+
+def test_random_numbers_are_drawn_in_their_order() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        first = torch.bernoulli(x.sigmoid())
+        y = x @ w
+        return gathered(torch.bernoulli(y.sigmoid())).sum() + first.sum() + (x @ w.t()).sum()
+
+    order, _ = moved(fn)
+    assert order.index("bernoulli") < order.index("bernoulli_1") < order.index("all_gather_into_tensor")
+
+
 def interleaved(x: Tensor, w: Tensor) -> Tensor:
     y = x @ w
     a = weft_ops.fused_matmul_all_reduce(y, w, "sum", name(), group_size=WORLD)

@@ -119,6 +119,43 @@ def test_training_with_gathered_weights() -> None:
     assert ranks[0][1] == ranks[1][1]
 
 
+def inferred(rank: int, world: int) -> list[tuple[list[str], list[str]]]:
+    """Weights that are large beside what they multiply: Inductor would hold one at a time."""
+    graphs: list[list[str]] = []
+    as_always = FusionPass.__call__
+
+    def call(self: FusionPass, graph: fx.Graph) -> None:
+        as_always(self, graph)
+        graphs.append(kernels(graph))
+
+    def fn(x: Tensor, shards: list[Tensor]) -> Tensor:
+        for shard in shards:
+            w = c10d.wait_tensor(c10d.all_gather_into_tensor(shard.to(torch.bfloat16), 2, group()))
+            x = (x @ w.t()).relu() @ w
+        return x
+
+    torch.manual_seed(rank)
+    x = (torch.randn(64, 256) / 16).to(torch.bfloat16)
+    shards = [torch.randn(1024, 256) / 32 for _ in range(4)]
+    torch._dynamo.reset()
+    options = FusionPass([], reorder=2.0).options
+    with (
+        torch.no_grad(),
+        patch.object(FusionPass, "__call__", call),
+        inductor_config.patch(fx_graph_cache=False),
+    ):
+        y, codes = run_and_get_code(torch.compile(fn, options=options), x, shards)
+    torch.testing.assert_close(y, fn(x, shards))
+    return list(zip(graphs, map(called, codes), strict=True))
+
+
+def test_inductor_keeps_the_order_where_it_would_have_another() -> None:
+    for orders in run_ranks(inferred, 2):
+        ((graph, code),) = orders
+        assert graph == code
+        assert "all_gather_into_tensor mm wait_tensor" in " ".join(graph)
+
+
 def differing(rank: int, world: int) -> tuple[int, int]:
     """One rank moves nothing: the order of collectives is the same, so ranks need not agree on it."""
     x, shards = operands(rank)
