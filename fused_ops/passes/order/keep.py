@@ -29,8 +29,7 @@ _KERNELS = (ir.TemplateBuffer, ir.ExternKernelOut, ir.ExternKernelAlloc)  # a fa
 
 def keep_order(graph: fx.Graph) -> None:
     """Puts the op behind everything else."""
-    output = next(reversed(graph.nodes))
-    with graph.inserting_before(output):
+    with graph.inserting_before(graph.output_node()):
         graph.call_function(_keep).meta["val"] = None
 
 

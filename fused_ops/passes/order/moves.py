@@ -295,6 +295,6 @@ def _why_kept(walk: _Walk, peak: int, before: float, after: float) -> str:
 
 def _apply(graph: fx.Graph, order: list[fx.Node]) -> None:
     """Puts the nodes in this order, in front of the output. Attributes are read before all of them."""
-    behind = next(reversed(graph.nodes))
+    output = graph.output_node()
     for node in order:
-        behind.prepend(node)
+        output.prepend(node)
