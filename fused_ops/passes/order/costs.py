@@ -36,7 +36,8 @@ class CostTable:
 
     multiply_adds: float = MULTIPLY_ADDS
     memory: float = 2.5e6
-    links: tuple[tuple[str, float], ...] = ((WEFT, LINK), (NVLINK, 0.8 * LINK), (NETWORK, 0.1 * LINK))
+    # NCCL's is that of 64 MiB on 2 H100 (bench/results/h100-x2-all_gather.json), of a network one of 400 Gb/s a GPU.
+    links: tuple[tuple[str, float], ...] = ((WEFT, LINK), (NVLINK, 225e3), (NETWORK, 40e3))
     latency: float = 15.0
     launch: float = 2.0
     contention: float = 1.35
