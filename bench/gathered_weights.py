@@ -85,11 +85,13 @@ class GatheredLlama(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(LlamaBlock(sizes) for _ in range(sizes.layers))
-        for block in self.blocks:
+        blocks = [LlamaBlock(sizes) for _ in range(sizes.layers)]
+        for block in blocks:
             for part in (block.attention, block.feed_forward):
                 for name, linear in list(part.named_children()):
-                    setattr(part, name, ShardedLinear(linear))
+                    if isinstance(linear, nn.Linear):
+                        setattr(part, name, ShardedLinear(linear))
+        self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         contexts = functools.partial(create_selective_checkpoint_contexts, again)

@@ -314,6 +314,12 @@ def order_of(graph: fx.Graph) -> list[str]:
     return [n.name for n in graph.nodes if communicates(n)]
 
 
+def together(graph: fx.Graph) -> list[str]:
+    """The gathers that stand right behind the cast of what they gather."""
+    nodes = [n for n in graph.nodes if n.target is c10d.all_gather_into_tensor.default]
+    return [n.name for n in nodes if n.prev is n.args[0] and n.prev.target is aten._to_copy.default]
+
+
 def most_on_their_way(graph: fx.Graph) -> int:
     there = most = 0
     for node in graph.nodes:
@@ -336,6 +342,7 @@ def test_random_programs(seeds: range) -> None:
             less = change.peak_after < change.peak_before
             assert change.after <= change.before * (1.1 if less else 1)
             assert change.peak_after <= change.peak_before * (1 + limits.memory)
+            assert together(after) == together(before)
             assert most_on_their_way(after) <= max(2, most_on_their_way(before))
             if change.kept:
                 assert words(after) == words(before)
