@@ -20,8 +20,21 @@ from .compiled import COMMUNICATING, KEEPS, why_unordered
 _wait = torch.ops._c10d_functional.wait_tensor.default
 
 
+class _Constants(tuple[Any, ...]):
+    """Arguments that are no tensors. Torch estimates how long a collective takes for the group that is the last one."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == -1:
+            return next((each for each in reversed(self) if isinstance(each, str)), None)
+        return super().__getitem__(index)
+
+
 class _Collective(ir._CollectiveKernel):
     """For the scheduler, which drops no collective and keeps all of them in the order of the graph."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.constant_args = _Constants(self.constant_args)
 
 
 def _lower(op: OpOverload) -> None:

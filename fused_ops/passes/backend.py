@@ -29,10 +29,11 @@ _FROM_ENVIRONMENT = {
     "regather": "WEFT_REGATHER",
     "collectives": "WEFT_COLLECTIVES",
     "sequence_parallel": "WEFT_SEQUENCE_PARALLEL",
+    "reorder": "WEFT_REORDER",
 }
 _FLAGS: dict[str, bool] = {"0": False, "1": True}
 _WORDS = {"agree": (RUN_AHEAD, CAPTURE), "collectives": (AUTO,), "sequence_parallel": (AUTO,)}
-_SETTINGS = ("groups", "strict", "fuse", "agree", "regather", "collectives", "sequence_parallel")
+_SETTINGS = ("groups", "strict", "fuse", "agree", "regather", "collectives", "sequence_parallel", "reorder")
 _OF_TORCH_COMPILE = ("fullgraph", "dynamic", "disable", "name", "recompile_limit", "isolate_recompiles")
 
 _made: dict[Any, FusionPass] = {}
@@ -65,10 +66,10 @@ def compile(  # noqa: A001
         mode: one of torch.compile's: its options are taken, and those of ``options`` over them.
         options: Inductor's, by name.
         fusion: the pass, to read its report. None takes that of the settings, whose report is in ``fusion_report()``.
-        settings: of ``FusionPass`` (groups, strict, fuse, agree, regather, collectives, sequence_parallel; those not
-            given by WEFT_STRICT, WEFT_FUSE, WEFT_AGREE, WEFT_REGATHER, WEFT_COLLECTIVES and WEFT_SEQUENCE_PARALLEL),
-            or of ``torch.compile`` (fullgraph, dynamic, disable, name, recompile_limit, isolate_recompiles; as far as
-            the installed torch has them).
+        settings: of ``FusionPass`` (groups, strict, fuse, agree, regather, collectives, sequence_parallel, reorder;
+            those not given by WEFT_STRICT, WEFT_FUSE, WEFT_AGREE, WEFT_REGATHER, WEFT_COLLECTIVES,
+            WEFT_SEQUENCE_PARALLEL and WEFT_REORDER), or of ``torch.compile`` (fullgraph, dynamic, disable, name,
+            recompile_limit, isolate_recompiles; as far as the installed torch has them).
 
     Returns:
         what torch.compile returns.
@@ -181,7 +182,7 @@ def _environment() -> dict[str, Any]:
 def _pass_of(settings: Mapping[str, Any]) -> FusionPass:
     """One pass for equal settings: torch.compile compares options, and would compile once more for another."""
     checked = PassSettings(**{"groups": None, "strict": False, **settings})
-    key = (checked.groups, *(value for name, value in checked.items() if name != "groups"))
+    key = repr(checked)
     if key not in _made:
         _made[key] = FusionPass(**checked)
     return _made[key]

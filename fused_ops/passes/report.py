@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from .order.change import OrderChange
 from .ranges import as_ranges, without_numbers
 
 
@@ -195,12 +196,14 @@ class Report:
         disagreements: graphs that ran unfused in this process because the ranks stood before different ones.
         questions: how often this process's graphs asked the other ranks, and what that cost.
         runs: how often Inductor turned to the pass.
+        orders: what ``reorder`` did with each graph.
     """
 
     entries: tuple[Entry, ...] = ()
     disagreements: tuple[Disagreement, ...] = ()
     questions: VoteCounts = NONE_ASKED
     runs: PassRuns = NO_RUNS
+    orders: tuple[OrderChange, ...] = ()
 
     def __init__(
         self,
@@ -208,11 +211,13 @@ class Report:
         disagreements: Iterable[Disagreement] = (),
         questions: VoteCounts = NONE_ASKED,
         runs: PassRuns = NO_RUNS,
+        orders: Iterable[OrderChange] = (),
     ) -> None:
         object.__setattr__(self, "entries", tuple(entries))
         object.__setattr__(self, "disagreements", tuple(disagreements))
         object.__setattr__(self, "questions", questions)
         object.__setattr__(self, "runs", runs)
+        object.__setattr__(self, "orders", tuple(orders))
 
     @property
     def fused(self) -> int:
@@ -238,7 +243,7 @@ class Report:
             groups.setdefault(entry.alike(), []).append(entry)
         lines = [text_of(group) for group in groups.values()]
         lines.append(f"{self.fused} of {len(self.entries)} collectives fused")
-        return "\n".join([*lines, *ran, *self._reasons()])
+        return "\n".join([*lines, *ran, *self._reasons(), *map(str, self.orders)])
 
     def _reasons(self) -> list[str]:
         """How many collectives were left alone for each reason, the most frequent first."""

@@ -13,7 +13,12 @@ from ...symm_mem import Group, group_name
 AUTO = "auto"
 FUSE = (AUTO, "always")
 CAPTURE, RUN_AHEAD = "capture", "ahead"
-_REWRITES: dict[str, Any] = {"regather": False, "collectives": AUTO, "sequence_parallel": False}
+_REWRITES: dict[str, Any] = {
+    "regather": False,
+    "collectives": AUTO,
+    "sequence_parallel": False,
+    "reorder": False,
+}
 _Self = TypeVar("_Self", bound="PassSettings")
 
 
@@ -23,6 +28,7 @@ class Rewrites(TypedDict, total=False):
     regather: bool
     collectives: bool | str
     sequence_parallel: bool | str
+    reorder: bool | float
 
 
 class PassSettings(dict[str, Any]):
@@ -57,6 +63,7 @@ class PassSettings(dict[str, Any]):
             raise ValueError(f"agree: is {agree!r}, must be True, False, {RUN_AHEAD!r} or {CAPTURE!r}")
         if not isinstance(chosen["regather"], bool):
             raise TypeError(f"regather: is {chosen['regather']!r}, must be True or False")
+        _check_reorder(chosen["reorder"])
         if fuse not in FUSE:
             raise ValueError(f"fuse: is {fuse!r}, must be 'auto' or 'always'")
         names = None if groups is None else sorted({group_name(g) for g in groups})
@@ -91,6 +98,12 @@ class PassSettings(dict[str, Any]):
     def regather(self) -> bool:
         return bool(self["regather"])
 
+    @property
+    def reorder(self) -> float | None:
+        """How much more memory a new order may need, as a part of it; None for no new order."""
+        given = self["reorder"]
+        return None if given is False else 0.0 if given is True else float(given)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"
 
@@ -115,3 +128,12 @@ def _check_or_auto(name: str, value: Any) -> None:
         raise TypeError(f"{name}: is {value!r}, must be True, False or {AUTO!r}")
     if isinstance(value, str) and value != AUTO:
         raise ValueError(f"{name}: is {value!r}, must be True, False or {AUTO!r}")
+
+
+def _check_reorder(value: Any) -> None:
+    if not isinstance(value, bool | float):
+        raise TypeError(
+            f"reorder: is {value!r}, must be True or False, or how much more memory it may need, as a part of it"
+        )
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"reorder: is {value!r}, must be 0 or more")

@@ -215,6 +215,7 @@ class FallbackGraph:
         graph: fx.Graph,
         entries: Iterable[Entry],
         orders: Iterable[Order],
+        passed: Iterable[str] = (),
         *,
         captured: bool,
         ahead: bool = False,
@@ -225,6 +226,7 @@ class FallbackGraph:
 
         Args:
             orders: as ``Signature`` has them.
+            passed: groups whose collectives have changed their order against those of others.
             captured: as ``pack`` has it, and ``ahead``.
         """
         entries = tuple(entries)
@@ -234,7 +236,7 @@ class FallbackGraph:
         from . import lowering  # noqa: F401  (tells Inductor what the node is)
 
         index = {g: i for i, g in enumerate(self._counts)}
-        fused = {e.group for e in entries if e.fused_into is not None}
+        fused = {e.group for e in entries if e.fused_into is not None} | {*passed}
         if [kind_of(n) for n in collectives(self._graph)] != [e.collective for e in entries]:
             fused |= self._counts.keys()
         asked = [GroupQuestion(g, self._counts[g], g in fused, resolve_group(g).size()) for g in order]

@@ -248,9 +248,12 @@ def collectives(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def custom_ops(graph: fx.Graph) -> Iterator[str]:
     """The names of operators that neither torch nor weft has defined: collectives of the user's own are among them."""
-    for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in _OF_TORCH:
-            yield str(node.target._schema.name)
+    return (str(n.target._schema.name) for n in graph.nodes if is_custom(n))
+
+
+def is_custom(node: fx.Node) -> bool:
+    """Whether the node calls an operator that neither torch nor weft has defined."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in _OF_TORCH
 
 
 _OF_TORCH = {"aten", "prims", "prim", "inductor", "rngprims", "quantized", "_c10d_functional", "weft"}

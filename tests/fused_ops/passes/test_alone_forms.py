@@ -25,6 +25,7 @@ from opcommon import check
 from opcommon import gather as every_rank
 from ranks import run_ranks
 from torch import Tensor
+from torch._inductor import config as inductor_config
 from weft.fused_ops import FusionPass
 from weft.fused_ops.passes.patterns import candidate
 
@@ -246,3 +247,17 @@ def test_between_cpu_ranks() -> None:
         torch.distributed.init_process_group(
             "fake", rank=0, world_size=WORLD, store=torch.distributed.HashStore()
         )
+
+
+def test_what_is_to_be_hidden_is_left_to_be() -> None:
+    """By default; whoever asks for the ops gets them."""
+
+    def fused(**settings: Any) -> list[str | None]:
+        found = FusionPass(agree=False, **settings)
+        (seen,) = captured(lambda x: gather(x.sin(), 0).cos(), X, fusion=found, dynamic=False)
+        return seen.fused
+
+    assert fused() == fused(collectives=True, reorder=True) == [GATHER]
+    assert fused(reorder=True) == fused(collectives=False) == [None]
+    with inductor_config.patch(reorder_for_compute_comm_overlap=True):
+        assert fused() == [None] and fused(collectives=True) == [GATHER]

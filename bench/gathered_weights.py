@@ -1,0 +1,216 @@
+"""A Llama whose weights are gathered inside of the compiled graph: a training step in several orders, side by side.
+
+    torchrun --nproc-per-node 2 bench/gathered_weights.py [--layers 8] [--orders plain,weft] [--out file.json]
+
+Each weight is a shard of a rank; it is gathered for its product, again in the backward, and its gradient is scattered
+(FSDP, as SimpleFSDP writes it). Nothing is fused: what is compared is where collectives start and are waited for.
+
+| order | is |
+|---|---|
+| plain | Inductor as it is |
+| weft | ``FusionPass([], reorder=True)`` |
+| weft 0.1 | with a tenth more memory |
+| greedy | torch's ``raise_comms``, ``sink_waits``, ``reorder_compute_for_overlap`` |
+| iterative | torch's ``reorder_communication_preserving_peak_memory``, ``sink_waits_iterative`` |
+| scheduled | torch's ``enable_overlap_scheduling`` |
+
+Rows: {"order", "ms", "peak_bytes", "compile_s", "exposed_ms"}; ``ms`` is a median over series by turns, of the slowest
+rank; ``exposed_ms`` what a step takes beyond the kernels that are none of NCCL's, from a profile of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._inductor import config as inductor_config
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from llama_model import LLAMA_8B, SMALL, LlamaBlock, Sizes, rotary_tables
+from llama_profile import busy, intervals, kernels_of
+from weft.fused_ops import FusionPass
+
+c10d = torch.ops._c10d_functional
+ORDERS = ("plain", "weft", "weft 0.1", "greedy", "iterative", "scheduled")
+_PASSES = {
+    "greedy": ["raise_comms", "sink_waits", "reorder_compute_for_overlap"],
+    "iterative": ["reorder_communication_preserving_peak_memory", "sink_waits_iterative"],
+}
+_AGAIN = (c10d.all_gather_into_tensor.default, c10d.wait_tensor.default)
+
+
+class _GatheredWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor) -> Tensor:
+        world, group = dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
+        return c10d.wait_tensor(c10d.all_gather_into_tensor(shard, world, group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        world, group = dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
+        return c10d.wait_tensor(c10d.reduce_scatter_tensor(grad.contiguous(), "avg", world, group))
+
+
+class ShardedLinear(nn.Module):
+    """``nn.Linear`` without bias, of which each rank has some rows of the weight."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        parts = linear.weight.detach().chunk(dist.get_world_size())
+        self.shard = nn.Parameter(parts[dist.get_rank()].clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, _GatheredWeight.apply(self.shard))
+
+
+def again(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Gathered weights are not kept for the backward."""
+    return CheckpointPolicy.MUST_RECOMPUTE if op in _AGAIN else CheckpointPolicy.PREFER_SAVE
+
+
+class GatheredLlama(nn.Module):
+    """Blocks alone, each of which gathers its weights again in the backward."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        blocks = [LlamaBlock(sizes) for _ in range(sizes.layers)]
+        for block in blocks:
+            for part in (block.attention, block.feed_forward):
+                for name, linear in list(part.named_children()):
+                    if isinstance(linear, nn.Linear):
+                        setattr(part, name, ShardedLinear(linear))
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        contexts = functools.partial(create_selective_checkpoint_contexts, again)
+        for block in self.blocks:
+            x = checkpoint(block, x, cos, sin, use_reentrant=False, context_fn=contexts)
+        return x
+
+
+def options_of(order: str) -> tuple[dict[str, Any], FusionPass | None]:
+    """Inductor's options, and the pass among them."""
+    if order in _PASSES:
+        return {
+            "reorder_for_compute_comm_overlap": True,
+            "reorder_for_compute_comm_overlap_passes": _PASSES[order],
+        }, None
+    if order == "scheduled":
+        return {"aten_distributed_optimizations.enable_overlap_scheduling": True}, None
+    if order == "plain":
+        return {}, None
+    fusion = FusionPass([], reorder=0.1 if order.endswith("0.1") else True)
+    return fusion.options, fusion
+
+
+def step_of(
+    model: nn.Module, inputs: tuple[Tensor, ...], order: str
+) -> tuple[Callable[[], None], Any, float]:
+    """A compiled training step, what the pass reports, and the seconds of its first run."""
+    options, fusion = options_of(order)
+    compiled = torch.compile(model, options=options, dynamic=False)
+
+    def step() -> None:
+        compiled(*inputs).float().square().mean().backward()
+        model.zero_grad(set_to_none=True)
+
+    begin = time.perf_counter()
+    with inductor_config.patch(fx_graph_cache=False):  # a graph from there has no report
+        step()
+    return step, fusion, time.perf_counter() - begin
+
+
+def timed(step: Callable[[], None], steps: int, device: torch.device) -> float:
+    """Milliseconds of a step, of the slowest rank."""
+    step()
+    _synchronize(device)
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        step()
+    _synchronize(device)
+    slowest = torch.tensor((time.perf_counter() - begin) / steps * 1e3, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--orders", default=",".join(ORDERS))
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--out")
+    given = parser.parse_args()
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+    )
+    say: Callable[..., None] = (
+        functools.partial(print, flush=True) if dist.get_rank() == 0 else lambda *args: None
+    )
+    sizes = Sizes(**{**vars(LLAMA_8B if device.type == "cuda" else SMALL), "layers": given.layers})
+    dtype = getattr(torch, sizes.dtype)
+    torch.manual_seed(0)
+    with device:
+        model = GatheredLlama(sizes).to(dtype)
+        x = torch.randn(sizes.batch, sizes.seq, sizes.dim, dtype=dtype, requires_grad=True)
+    inputs = (x, *rotary_tables(sizes, device))
+    made: dict[str, tuple[Callable[[], None], float, int]] = {}
+    for order in given.orders.split(","):
+        try:
+            step, fusion, seconds = step_of(model, inputs, order)
+        except Exception as e:
+            say(f"{order}: {type(e).__name__}: {str(e)[:300]}")
+            continue
+        peak = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            peak = torch.cuda.max_memory_allocated()
+        made[order] = step, seconds, peak
+        for change in fusion.report().orders if fusion else ():
+            say("\n".join(str(change).splitlines()[:4]))
+    times: dict[str, list[float]] = {order: [] for order in made}
+    for order in list(made) * 3:  # by turns
+        times[order].append(timed(made[order][0], given.steps, device))
+    computing = None
+    if device.type == "cuda" and made:
+        kernels = kernels_of(made[next(iter(made))][0])
+        computing = busy(intervals(kernels))
+    rows = []
+    for order, (_, seconds, peak) in made.items():
+        ms = statistics.median(times[order])
+        row = {"order": order, "ms": round(ms, 3), "peak_bytes": peak, "compile_s": round(seconds, 1)}
+        row["exposed_ms"] = None if computing is None else round(ms - computing, 3)
+        rows.append(row)
+        say(row)
+    if given.out and dist.get_rank() == 0:
+        Path(given.out).write_text(json.dumps(rows, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

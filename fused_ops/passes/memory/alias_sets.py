@@ -1,0 +1,205 @@
+"""Which nodes of a graph share memory, and what each does to it.
+
+Values share memory where their fake tensors share a storage, and where an operator's schema says so. A wait returns
+what it waits for; until then a collective also reads its operands, so the wait counts as their reader.
+
+A fake tensor's storage is as large as the real one's, so a set of aliases is as large as the largest of its storages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from ..graph.collectives import communicates, waits
+
+HEAP = "heap"  #: the pool of what fused ops stage on the symmetric heap
+UNKNOWN = 1  # bytes of a size that depends on data
+
+
+@dataclass
+class AliasSet:
+    """Memory that values share.
+
+    Attributes:
+        number: counts the sets of a graph.
+        size: bytes.
+        pool: the device that it lies on.
+        external: it is there before the graph runs.
+        escapes: the graph returns it.
+        nodes: all that makes, reads or writes it, in the order of the graph.
+    """
+
+    number: int
+    size: int = 0
+    pool: str = "cpu"
+    external: bool = False
+    escapes: bool = False
+    nodes: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def counted(self) -> bool:
+        """Whether the graph makes it."""
+        return not self.external
+
+
+class AliasSets:
+    """The alias sets of a graph, in the order in which they are first met.
+
+    Attributes:
+        sets: all of them.
+        made: for each node the sets that its value lies in.
+        read: the sets that it reads, or that its operands are views of.
+        written: those that it writes to.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._parent: dict[int, int] = {}
+        keys = {node: [_key(t) for t in tensors_of(node)] for node in graph.nodes}
+        for node in graph.nodes:
+            for a, b in _same_memory(node):
+                self._join(_key(a), _key(b))
+        self.sets: list[AliasSet] = []
+        found: dict[int, AliasSet] = {}
+        self.made: dict[fx.Node, list[AliasSet]] = {}
+        self.read: dict[fx.Node, list[AliasSet]] = {}
+        self.written: dict[fx.Node, list[AliasSet]] = {}
+        self._by_root = found
+        for node in graph.nodes:
+            own: dict[int, AliasSet] = {}
+            for tensor, key in zip(tensors_of(node), keys[node], strict=True):
+                root = self._root(key)
+                if root not in found:
+                    found[root] = AliasSet(len(self.sets), pool=tensor.device.type)
+                    self.sets.append(found[root])
+                each = own[root] = found[root]
+                each.size = max(each.size, bytes_of(tensor))
+                each.external |= node.op in ("placeholder", "get_attr")
+            self.made[node] = [*own.values()]
+            operands = [*node.all_input_nodes, *held_until(node)]
+            self.read[node] = _unique(s for a in operands for s in self.made.get(a, ()))
+            self.written[node] = _unique(s for a in _written(node) for s in self.made.get(a, ()))
+            for each in _unique([*self.made[node], *self.read[node]]):
+                each.nodes.append(node)
+                each.escapes |= node.op == "output"
+
+    def touched(self, node: fx.Node) -> list[AliasSet]:
+        """All that the node makes, reads or writes."""
+        return _unique([*self.made[node], *self.read[node]])
+
+    def sets_of(self, node: fx.Node) -> list[AliasSet]:
+        """The set of each tensor that the node's value has, in their order."""
+        return [self._by_root[self._root(_key(t))] for t in tensors_of(node)]
+
+    def _root(self, key: int) -> int:
+        while (above := self._parent.get(key, key)) != key:
+            self._parent[key] = self._parent.get(above, above)
+            key = above
+        return key
+
+    def _join(self, a: int, b: int) -> None:
+        a, b = self._root(a), self._root(b)
+        if a != b:
+            self._parent[b] = a
+
+
+def heap_bytes(node: fx.Node) -> int:
+    """Bytes of the heap that an op of weft uses: two buffers of what is sent by or to this rank, at most.
+
+    They are workspaces, which stay for the next call: the order of a graph does not change their sum.
+    """
+    if not communicates(node) or node.target.namespace != "weft":  # type: ignore[union-attr]
+        return 0
+    operands = [t for a in node.all_input_nodes for t in tensors_of(a)]
+    return 2 * max((bytes_of(t) for t in [*operands, *tensors_of(node)]), default=0)
+
+
+def started_by(wait: fx.Node) -> Iterator[fx.Node]:
+    """The collectives that a wait waits for."""
+    for operand in wait.all_input_nodes:
+        node = operand
+        while node.op == "call_function" and not communicates(node) and node.all_input_nodes:
+            node = node.all_input_nodes[0]  # one tensor of several
+        if communicates(node):
+            yield node
+
+
+def held_until(node: fx.Node) -> list[fx.Node]:
+    if not waits(node):
+        return []
+    return [operand for start in started_by(node) for operand in start.all_input_nodes]
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    if waits(node):
+        yield from node.all_input_nodes
+        return
+    for argument, given in _arguments(node):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from (a for a in tree_leaves(given) if isinstance(a, fx.Node))
+
+
+def _same_memory(node: fx.Node) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of an operand and a result that the operator's schema calls aliases."""
+    if waits(node):
+        yield from zip(
+            (t for a in node.all_input_nodes for t in tensors_of(a)), tensors_of(node), strict=False
+        )
+        return
+    results = node.meta.get("val")
+    returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
+    values = results if isinstance(results, (list, tuple)) and len(returns) > 1 else [results]
+    for returned, value in zip(returns, values, strict=False):
+        if returned.alias_info is None:
+            continue
+        for argument, given in _arguments(node):
+            if argument.alias_info is None:
+                continue
+            if not argument.alias_info.before_set & returned.alias_info.before_set:
+                continue
+            operands = [t for a in tree_leaves(given) if isinstance(a, fx.Node) for t in tensors_of(a)]
+            made = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+            if len(operands) == len(made):
+                yield from zip(operands, made, strict=True)
+            else:
+                yield from ((a, b) for a in operands for b in made)
+
+
+def _arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
+    arguments = node.target._schema.arguments
+    yield from zip(arguments, node.args, strict=False)
+    named = {a.name: a for a in arguments}
+    yield from ((named[name], given) for name, given in node.kwargs.items() if name in named)
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    if node.op == "output":
+        return []
+    return [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def size_of(node: fx.Node) -> int:
+    """Bytes of the memory that a node's value lies in."""
+    return sum(map(bytes_of, tensors_of(node)))
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    size = tensor.untyped_storage().nbytes()
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else UNKNOWN
+
+
+def _unique(sets: Iterable[AliasSet]) -> list[AliasSet]:
+    return [*{s.number: s for s in sets}.values()]

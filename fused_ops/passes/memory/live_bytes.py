@@ -1,0 +1,91 @@
+"""How many bytes a graph holds at each of its steps, for an order of its nodes and for changes of it.
+
+A set of aliases is there from the first node that makes one of them to the last that reads or writes one, both
+included. What the graph returns is there to the end. What it was given is the caller's, and not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import fx
+
+from .alias_sets import AliasSet, AliasSets
+
+
+class LiveBytes:
+    """Bytes at each step of an order. A change of a part of the order costs what is in that part.
+
+    Attributes:
+        order: the graph's nodes but for its inputs and its output.
+        at: the position of each node.
+        live: bytes at each position.
+    """
+
+    def __init__(self, sets: AliasSets, order: Sequence[fx.Node]) -> None:
+        self.sets = sets
+        self.order = list(order)
+        self.at = {node: i for i, node in enumerate(self.order)}
+        self._counted = {node: [s for s in sets.touched(node) if s.counted] for node in self.order}
+        changes = [0] * (len(self.order) + 1)
+        for each in sets.sets:
+            if each.counted and (lives := self.interval(each)) is not None:
+                changes[lives[0]] += each.size
+                changes[lives[1] + 1] -= each.size
+        self.live = _sums(changes[:-1])
+
+    @property
+    def peak(self) -> int:
+        return max(self.live, default=0)
+
+    def interval(self, each: AliasSet) -> tuple[int, int] | None:
+        """The first and the last step at which a set is there; None of one that no node makes."""
+        places = [self.at[n] for n in each.nodes if n in self.at]
+        if not places:
+            return None
+        return min(places), len(self.order) - 1 if each.escapes else max(places)
+
+    def dying(self) -> dict[fx.Node, list[AliasSet]]:
+        """For each node the sets that nothing needs behind it."""
+        found: dict[fx.Node, list[AliasSet]] = {}
+        for each in self.sets.sets:
+            if each.counted and not each.escapes and (lives := self.interval(each)) is not None:
+                found.setdefault(self.order[lives[1]], []).append(each)
+        return found
+
+    def rearranged(self, first: int, nodes: Sequence[fx.Node]) -> list[int]:
+        """Bytes at each step from ``first`` on if these nodes, which are there now, were there in this order."""
+        behind = first + len(nodes)
+        changes = [0] * (len(nodes) + 1)
+        moved = {n: first + i for i, n in enumerate(nodes)}
+        for each in {s.number: s for n in nodes for s in self._counted[n]}.values():
+            places = [self.at[n] for n in each.nodes if n in self.at]
+            new = [moved.get(n, self.at[n]) for n in each.nodes if n in self.at]
+            for now, size in ((places, -each.size), (new, each.size)):
+                begin = max(min(now), first)
+                end = behind if each.escapes else min(max(now) + 1, behind)
+                if begin < end:
+                    changes[begin - first] += size
+                    changes[end - first] -= size
+        return [a + b for a, b in zip(self.live[first:behind], _sums(changes[:-1]), strict=True)]
+
+    def rearrange(self, first: int, nodes: Sequence[fx.Node], live: Sequence[int] | None = None) -> None:
+        """Takes that order. ``live``: what ``rearranged`` gave for it."""
+        live = self.rearranged(first, nodes) if live is None else live
+        self.live[first : first + len(nodes)] = live
+        self.order[first : first + len(nodes)] = nodes
+        for i, node in enumerate(nodes, first):
+            self.at[node] = i
+
+
+def body(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that have an order: all but the inputs, which come first, and the output."""
+    return [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+
+
+def _sums(changes: Iterable[int]) -> list[int]:
+    total, sums = 0, []
+    for change in changes:
+        total += change
+        sums.append(total)
+    return sums

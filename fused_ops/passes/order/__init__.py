@@ -1,0 +1,1 @@
+"""The order of collectives and of what runs beside them."""

@@ -1,0 +1,109 @@
+"""How long the nodes of a graph take: from a table of numbers that is the same on every rank.
+
+The estimate orders nodes; it is no promise. Each rank must come to the same one, so nothing is measured here, and sizes
+that depend on data count as what the graph was made with, or as 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import flop_registry
+
+from ....kernels.device.gemm.gemm_tiles import LINK, MULTIPLY_ADDS
+from ....symm_mem import resolve_group
+from ..graph.collectives import communicates, group_of, kind_of
+from ..memory.alias_sets import size_of, tensors_of
+from .transports import NETWORK, NVLINK, WEFT
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Rates per microsecond.
+
+    Attributes:
+        multiply_adds: of a product of 16 bits; of float32 a quarter.
+        memory: bytes that a kernel reads and writes.
+        links: bytes that each transport sends, as (transport, rate).
+        latency: microseconds of a collective of nothing.
+        launch: microseconds of a kernel of nothing.
+        contention: how much longer a kernel takes beside a collective.
+    """
+
+    multiply_adds: float = MULTIPLY_ADDS
+    memory: float = 2.5e6
+    # NCCL's is that of 64 MiB on 2 H100 (bench/results/h100-x2-all_gather.json), of a network one of 400 Gb/s a GPU.
+    links: tuple[tuple[str, float], ...] = ((WEFT, LINK), (NVLINK, 225e3), (NETWORK, 40e3))
+    latency: float = 15.0
+    launch: float = 2.0
+    contention: float = 1.35
+
+    def key(self) -> str:
+        """All of it, for comparison across ranks."""
+        return " ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+
+
+#: Hopper GPUs; and CPU ranks, of the order of one core each.
+TABLES = {
+    "cuda": CostTable(),
+    "cpu": CostTable(30e3, 5e3, ((WEFT, 5e3), (NVLINK, 2e3), (NETWORK, 1e3)), 50.0, 2.0, 1.0),
+}
+
+
+def table_for(graph: fx.Graph) -> CostTable:
+    """That of the device on which the graph's collectives are."""
+    for node in graph.nodes:
+        if communicates(node):
+            devices = [t.device.type for t in tensors_of(node)]
+            return TABLES["cuda" if "cuda" in devices else "cpu"]
+    return TABLES["cpu"]
+
+
+def transfer_time(node: fx.Node, transport: str, table: CostTable) -> float:
+    """Microseconds from a collective's start to its end, if it is alone."""
+    given, made = sum(map(size_of, node.all_input_nodes)), size_of(node)
+    kind = kind_of(node)
+    sent = made if "all_gather" in kind else 2 * given if "all_reduce" in kind else given
+    group = group_of(node)
+    world = 2 if group is None else resolve_group(group).size()
+    return table.latency + sent * (world - 1) / world / dict(table.links)[transport]
+
+
+def kernel_time(node: fx.Node, table: CostTable) -> float:
+    """Microseconds of a kernel that stays where the graph has it: a product, attention, an op of weft.
+
+    0 of all else: light kernels Inductor fuses and moves, so they hide nothing for certain.
+    """
+    fused = communicates(node) and node.target.namespace == "weft"  # type: ignore[union-attr]
+    multiplied = counted_flops(node)
+    if not (fused or multiplied):
+        return 0.0
+    moved = sum(map(size_of, node.all_input_nodes)) + size_of(node)
+    rate = table.multiply_adds
+    if any(t.dtype == torch.float32 for t in tensors_of(node)):
+        rate /= 4
+    computed = max(multiplied / 2 / rate, moved / table.memory)
+    return table.launch + (max(computed, transfer_time(node, WEFT, table)) if fused else computed)
+
+
+def counted_flops(node: fx.Node) -> int:
+    """What torch counts for a product, attention or convolution; 0 of everything else."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet not in flop_registry:
+        return 0
+    args, kwargs = tree_map(_value, (node.args, node.kwargs))
+    try:
+        counted = flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val"))
+    except (AssertionError, TypeError, ValueError, IndexError):
+        return 0
+    if isinstance(counted, int):
+        return counted
+    return int(counted.node.hint) if isinstance(counted, torch.SymInt) and counted.node.has_hint() else 0
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta.get("val") if isinstance(argument, fx.Node) else argument

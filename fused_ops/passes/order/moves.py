@@ -1,0 +1,300 @@
+"""Raises the start of each collective and sinks its wait, so that what is computed between hides it.
+
+One collective after the other, in their order: its start moves up, with the light kernels that it needs in front of it,
+and its waits down, with the light ones that use them, one node at a time, until what is passed takes as long as the
+collective. It stops at what it needs, at a collective that it may not pass, where too many would be on their way, and
+where a byte more would be needed than is allowed. All of it is a function of the graph and of the table of costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from ..graph.collectives import communicates, group_of, waits, what
+from ..memory.alias_sets import AliasSets
+from ..memory.hazards import Hazards
+from ..memory.live_bytes import LiveBytes, body
+from .change import OrderChange, Placed
+from .costs import CostTable, counted_flops, kernel_time, transfer_time
+from .exposure import exposed_times
+from .lean import lean_order
+from .transports import Transfer, transfers
+
+_TAKEN_ALONG = 32  # nodes, at most, that move with a start or a wait
+_FOR_LESS_MEMORY = 0.02  # of the graph's time that may be exposed more, where less memory is needed
+_COVERED = "what runs beside it takes as long"
+
+
+@dataclass(frozen=True)
+class OrderLimits:
+    """What a new order may need.
+
+    Attributes:
+        in_flight: collectives of a transport that may be on their way at once.
+        gathers: all-gathers among them.
+        cover: how much longer than a collective what runs beside it should take, as it is estimated.
+        memory: how much the peak may grow, as a part of it.
+        beside: whether collectives may be on their way while an op of weft runs: on CUDA its kernel takes all SMs but
+            those that are reserved.
+        voted: groups whose ranks compare the order before each run. Only their collectives may pass one of another
+            transport. None: all.
+    """
+
+    in_flight: int = 2
+    gathers: int = 1
+    cover: float = 1.5
+    memory: float = 0.0
+    beside: bool = False
+    voted: Collection[str] | None = ()
+
+
+class _Walk:
+    """The order as it is being changed."""
+
+    def __init__(self, graph: fx.Graph, table: CostTable, limits: OrderLimits) -> None:
+        self.limits, self.table = limits, table
+        self.sets = AliasSets(graph)
+        self.given = body(graph)
+        self.live = LiveBytes(self.sets, self.given)
+        self.hazards = Hazards(self.sets, self.given)
+        self.times = {n: kernel_time(n, table) for n in self.given}
+        self.transfers = transfers(self.given)
+        for each in self.transfers:
+            each.time = transfer_time(each.start, each.transport, table)
+        self.of_start = {t.start: t for t in self.transfers}
+        self.of_wait = {w: t for t in self.transfers for w in t.waits}
+        self.bound = int(self.live.peak * (1 + limits.memory))
+        self._most = {t.transport: max(limits.in_flight, self._at_most(t.transport)) for t in self.transfers}
+
+    def make_lean(self) -> None:
+        """Takes the order that holds least, and allows no more than that. In the given one, if that holds less."""
+        lean = LiveBytes(self.sets, lean_order(self.given, self.hazards, self.transfers, self._light))
+        if lean.peak <= self.live.peak:
+            self.live = lean
+        self.bound = int(self.live.peak * (1 + self.limits.memory))
+
+    def kernels_before(self) -> dict[fx.Node, int]:
+        """How many kernels that may hide something stand in front of each node."""
+        found, count = {}, 0
+        for node in self.live.order:
+            found[node] = count
+            count += self.times[node] > 0
+        return found
+
+    def exposed(self) -> dict[fx.Node, float]:
+        return exposed_times(self.live.order, self.transfers, self.times, self.table.contention)
+
+    def covered(self, transfer: Transfer) -> float:
+        """Microseconds of kernels between a start and its first wait."""
+        first = min(self.live.at[w] for w in transfer.waits)
+        between = self.live.order[self.live.at[transfer.start] : first]
+        return self.table.contention * sum(self.times[n] for n in between)
+
+    def in_flight(self, place: int, transport: str) -> list[Transfer]:
+        """Those of a transport that are on their way at a place of the order."""
+        at = self.live.at
+        return [
+            t
+            for t in self.transfers
+            if t.transport == transport
+            and at[t.start] < place
+            and (not t.waits or place <= max(at[w] for w in t.waits))
+        ]
+
+    def _at_most(self, transport: str) -> int:
+        there = most = 0
+        last = {max(t.waits, key=self.live.at.__getitem__) for t in self.transfers if t.waits}
+        for node in self.live.order:
+            if node in self.of_start and self.of_start[node].transport == transport:
+                there += 1
+                most = max(most, there)
+            elif node in last and self.of_wait[node].transport == transport:
+                there -= 1
+        return most
+
+    def move(self, transfer: Transfer, node: fx.Node, up: bool) -> str:
+        """Moves a start up, or a wait down.
+
+        Returns:
+            why not further.
+        """
+        live, block = self.live, [node]
+        events: list[tuple[fx.Node, bool]] = []  # what was passed, or taken along
+        useful, needed = 0, self.limits.cover * transfer.time - self.covered(transfer)
+        while needed > 0:
+            edge = live.at[block[0]] - 1 if up else live.at[block[-1]] + 1
+            if not 0 <= edge < len(live.order):
+                why = f"it is at the {'beginning' if up else 'end'}"
+                break
+            other = live.order[edge]
+            if self._depends(other, block, up) and self._light(other) and len(block) < _TAKEN_ALONG:
+                block = [other, *block] if up else [*block, other]
+                events.append((other, False))
+                continue
+            if (reason := self._why_not_past(transfer, other, block, up)) is not None:
+                why = reason
+                break
+            first = edge if up else live.at[block[0]]
+            window = [*block, other] if up else [other, *block]
+            after = live.rearranged(first, window)
+            if max(after) > self.bound:
+                why = f"past {other.name} the peak would be {max(after)} bytes, {self.bound} are allowed"
+                break
+            live.rearrange(first, window, after)
+            events.append((other, True))
+            if self.times[other]:
+                needed -= self.times[other] * self.table.contention
+                useful = len(events)
+        else:
+            why = _COVERED
+        self._take_back(node, events, useful, up)
+        return why
+
+    def _take_back(self, node: fx.Node, events: list[tuple[fx.Node, bool]], useful: int, up: bool) -> None:
+        """Moves that hide nothing."""
+        if useful == len(events):
+            return
+        live = self.live
+        taken = [n for n, passed in events if not passed]
+        places = [live.at[n] for n in (node, *(n for n, _ in events))]
+        first = min(places)
+        block: list[fx.Node] = [node]
+        passed: list[fx.Node] = []
+        for other, was_passed in events[:useful]:
+            (passed if was_passed else block).append(other)
+        rest = [n for n, _ in events[useful:]]
+        if up:
+            window = [*rest[::-1], *block[::-1], *passed[::-1]]
+        else:
+            window = [*passed, *block, *rest]
+        assert len(window) == max(places) - first + 1 and set(taken) <= set(window)
+        live.rearrange(first, window)
+
+    def _light(self, node: fx.Node) -> bool:
+        return not (
+            communicates(node) or waits(node) or counted_flops(node) or self.hazards.segment[node] % 2
+        )
+
+    def _depends(self, other: fx.Node, block: Iterable[fx.Node], up: bool) -> bool:
+        before = self.hazards.before
+        return any(other in before[n] if up else n in before[other] for n in block)
+
+    def _why_not_past(self, transfer: Transfer, other: fx.Node, block: list[fx.Node], up: bool) -> str | None:
+        if self.hazards.segment[other] != self.hazards.segment[block[0]]:
+            return f"nothing moves past {what(other)}"
+        if self._depends(other, block, up):
+            return f"it needs {other.name}" if up else f"{other.name} needs it"
+        if not communicates(other) and not waits(other):
+            return None
+        blocking = communicates(other) and other not in self.of_start
+        if blocking and not self.limits.beside:
+            return f"{other.name} runs with nothing on its way"
+        if communicates(other) and up and not self._may_pass(transfer, other):
+            return f"collectives keep their order behind {other.name}"
+        # Up past a wait, or down past a start: one more is on its way.
+        met = self.of_wait.get(other) if up else self.of_start.get(other)
+        if met is None or met is transfer or met.transport != transfer.transport:
+            return None
+        if up and other is not max(met.waits, key=self.live.at.__getitem__):
+            return None
+        there = self.in_flight(self.live.at[other], transfer.transport)
+        there = [t for t in there if t is not transfer and t is not met]
+        if len(there) + 2 > self._most[transfer.transport]:
+            return f"with {met.start.name} more than {self._most[transfer.transport]} would be on their way"
+        gathers = sum(t.gathers for t in (*there, met, transfer))
+        if transfer.gathers and met.gathers and gathers > self.limits.gathers:
+            return f"with {met.start.name} more than {self.limits.gathers} all-gathers would be on their way"
+        return None
+
+    def _may_pass(self, transfer: Transfer, other: fx.Node) -> bool:
+        met = self.of_start.get(other)
+        if met is not None and met.transport == transfer.transport:
+            return False
+        voted = self.limits.voted
+        return voted is None or (transfer.group in voted and group_of(other) in voted)
+
+    def crossings(self) -> list[tuple[fx.Node, fx.Node]]:
+        """Collectives that now stand in front of others, behind which they were given."""
+        at, given = self.live.at, [n for n in self.given if communicates(n)]
+        return [(late, early) for i, late in enumerate(given) for early in given[:i] if at[late] < at[early]]
+
+    def why_invalid(self) -> str | None:
+        """What is wrong with the order as it is now; None if it is right."""
+        if (why := self.hazards.why_invalid(self.live.order)) is not None:
+            return why
+        for late, early in self.crossings():
+            transfer = self.of_start.get(late)
+            if transfer is None or not self._may_pass(transfer, early):
+                return f"{late.name} has passed {early.name}"
+        for transport, most in self._most.items():
+            if self._at_most(transport) > most:
+                return f"more than {most} collectives of {transport} would be on their way"
+        anew = LiveBytes(self.sets, self.live.order)
+        if anew.peak > self.bound:
+            return f"the peak would be {anew.peak} bytes, {self.bound} are allowed"
+        return None
+
+
+def reorder(
+    graph: fx.Graph, table: CostTable, limits: OrderLimits | None = None, number: int = 0
+) -> OrderChange:
+    """Changes the order of a graph's nodes, if that hides more of its collectives; else leaves it.
+
+    Args:
+        graph: its nodes have fake tensors in ``meta["val"]``.
+        number: the graph's, for the report.
+    """
+    walk = _Walk(graph, table, limits or OrderLimits())
+    peak, before, given = walk.live.peak, walk.exposed(), walk.kernels_before()
+    walk.make_lean()
+    whys: dict[fx.Node, tuple[str, str]] = {}
+    for transfer in walk.transfers:
+        if not transfer.waits:
+            whys[transfer.start] = "nothing waits for it", "there is none"
+            continue
+        why_start, why_wait = walk.move(transfer, transfer.start, up=True), ""
+        for wait in sorted(transfer.waits, key=walk.live.at.__getitem__, reverse=True):
+            why_wait = walk.move(transfer, wait, up=False)
+        whys[transfer.start] = why_start, why_wait
+    after = walk.exposed()
+    kept = _why_kept(walk, peak, sum(before.values()), sum(after.values()))
+    if kept:
+        after, now = before, given
+    else:
+        _apply(graph, walk.live.order)
+        now = walk.kernels_before()
+    placed = []
+    for transfer in walk.transfers:
+        node, waits_at = transfer.start, [transfer.start, *transfer.waits]
+        steps = [now[n] - given[n] for n in (waits_at[0], waits_at[-1])]
+        times = before[node], after[node]
+        placed.append(Placed(node.name, transfer.transport, steps[0], steps[1], *times, *whys[node]))
+    totals = sum(before.values()), sum(after.values())
+    crossed = frozenset(g for pair in walk.crossings() for g in map(group_of, pair) if g and not kept)
+    return OrderChange(number, tuple(placed), *totals, peak, peak if kept else walk.live.peak, kept, crossed)
+
+
+def _why_kept(walk: _Walk, peak: int, before: float, after: float) -> str:
+    """Why the order given is as good; "" where it is not."""
+    if not walk.transfers:
+        return "no collective runs beside anything"
+    if walk.live.order == walk.given:
+        return "nothing can be moved"
+    if (why := walk.why_invalid()) is not None:
+        return f"the new one is not right: {why}"
+    if after < before:
+        return ""
+    allowed = before + _FOR_LESS_MEMORY * sum(walk.times.values())
+    if walk.live.peak < peak and after <= allowed:
+        return ""
+    return "the new one hides no more"
+
+
+def _apply(graph: fx.Graph, order: list[fx.Node]) -> None:
+    """Puts the nodes in this order, in front of the output. Attributes are read before all of them."""
+    output = graph.output_node()
+    for node in order:
+        output.prepend(node)

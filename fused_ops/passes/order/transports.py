@@ -1,0 +1,88 @@
+"""What carries a collective, and which nodes start and end it.
+
+Collectives of one transport queue behind each other and keep their order. Those of two may be on their way at once.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import fx
+
+from ....symm_mem import resolve_group
+from ..graph.collectives import communicates, group_of, kind_of, waits
+from ..memory.alias_sets import size_of, started_by, tensors_of
+
+WEFT, NVLINK, NETWORK = (
+    "weft",
+    "NVLink",
+    "network",
+)  #: weft's kernels, and backends inside of a host and beyond it
+
+
+@dataclass
+class Transfer:
+    """A collective that runs beside what follows until it is waited for.
+
+    Attributes:
+        start: the collective.
+        waits: the nodes that wait for it.
+        transport: one of the above.
+        group: its group's name.
+        given, made: bytes of its operands and of its results.
+        time: microseconds that it takes alone.
+    """
+
+    start: fx.Node
+    transport: str
+    group: str | None
+    given: int
+    made: int
+    time: float = 0.0
+    waits: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def gathers(self) -> bool:
+        return "all_gather" in kind_of(self.start)
+
+
+def transfers(order: list[fx.Node]) -> list[Transfer]:
+    """Those of a graph, in their order. An op of weft is none: what follows it on the stream waits for it."""
+    found = {
+        n: Transfer(n, transport_of(n), group_of(n), sum(map(size_of, n.all_input_nodes)), size_of(n))
+        for n in order
+        if communicates(n) and n.target.namespace != "weft"  # type: ignore[union-attr]
+    }
+    for node in order:
+        if waits(node):
+            for start in started_by(node):
+                if start in found:
+                    found[start].waits.append(node)
+    return [*found.values()]
+
+
+def transport_of(node: fx.Node) -> str:
+    """By the ranks of the group; torchrun's LOCAL_WORLD_SIZE says how many of them share a host."""
+    if node.target.namespace == "weft":  # type: ignore[union-attr]
+        return WEFT
+    group = group_of(node)
+    if group is None:
+        return NETWORK
+    try:
+        pg = resolve_group(group)
+    except ValueError:
+        return NETWORK
+    if "weft" in dist.get_backend_config(pg):
+        return WEFT
+    ranks = dist.get_process_group_ranks(pg)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or dist.get_world_size()
+    return NVLINK if len({rank // local for rank in ranks}) == 1 else NETWORK
+
+
+def runs_beside(graph: fx.Graph) -> bool:
+    """Whether collectives may be on their way while an op of weft runs: on CUDA its kernel waits for peers on all SMs
+    but the reserved ones, and what another rank runs first may find none."""
+    devices = {t.device.type for n in graph.nodes if communicates(n) for t in tensors_of(n)}
+    return "cuda" not in devices or os.environ.get("WEFT_RESERVED_SMS", "0") != "0"

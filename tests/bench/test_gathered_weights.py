@@ -1,0 +1,47 @@
+"""The orders that are compared, and the model whose weights are gathered."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+
+def test_orders_are_options_of_inductor() -> None:
+    import gathered_weights
+    from torch._inductor import list_options
+
+    known = set(list_options())
+    for order in gathered_weights.ORDERS:
+        options, fusion = gathered_weights.options_of(order)
+        assert set(options) <= known
+        assert (fusion is None) is not order.startswith("weft")
+        if fusion is not None:
+            assert (fusion.groups, fusion.reorder) == (frozenset(), 0.1 if "0.1" in order else 0.0)
+
+
+def gradient(rank: int, world: int) -> float:
+    """How far a shard's gradient is from that of the whole weight over the ranks' mean."""
+    from gathered_weights import ShardedLinear
+
+    torch.manual_seed(0)
+    linear = nn.Linear(12, 8 * world, bias=False)
+    sharded = ShardedLinear(linear)
+    torch.manual_seed(rank)
+    x = torch.randn(5, 12)
+    for module in (linear, sharded):
+        module(x).square().sum().backward()
+    whole, shard = linear.weight.grad, sharded.shard.grad
+    assert whole is not None and shard is not None
+    dist.all_reduce(whole)
+    return float((whole.chunk(world)[rank] / world - shard).abs().max())
+
+
+def test_a_shard_has_its_part_of_the_mean_gradient() -> None:
+    assert max(run_ranks(gradient, 2)) < 1e-5

@@ -1,0 +1,112 @@
+"""A process that compiles programs of weft's ops under one of Inductor's settings, and prints what it generates.
+
+    python fresh.py {weft first | Inductor first} {op | pass} setting
+
+Inductor may be there before weft or come after it; the ops may be called in the program or be put in by the pass.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+first, calls, setting = sys.argv[1:]
+if first == "Inductor first":
+    import torch._inductor.compile_fx
+import weft.fused_ops  # noqa: E402
+
+if first == "weft first":
+    assert "torch._inductor" not in sys.modules
+
+from programs import Program, compiled, drawn, with_work, written  # noqa: E402
+from torch._inductor import config, config_comms  # noqa: E402
+from torch._inductor.comm_analysis import estimate_nccl_collective_runtime  # noqa: E402
+from torch._inductor.fx_passes import overlap_scheduling  # noqa: E402
+from torch._inductor.utils import contains_collective, contains_wait  # noqa: E402
+from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor  # noqa: E402
+
+SHAPES = ((4, 16), (16, 16))
+
+
+def swap(nodes: list[Any]) -> list[Any]:
+    """As ``simple_overlap``, on by default from torch 2.14 on: each collective is raised, each wait sunk, past whatever
+    it has no data of. Only what torch knows for collectives keeps its order."""
+    for wanted, step in ((contains_collective, -1), (contains_wait, 1)):
+        for node in [n for n in nodes if wanted(n)][::-step]:
+            at = nodes.index(node)
+            while 0 <= at + step < len(nodes) and not wanted(nodes[at + step]):
+                early, late = (nodes[at + step], node)[::step] if step < 0 else (node, nodes[at + step])
+                needs = {dep.name for dep in late.unmet_dependencies}
+                if needs & {*early.get_buffer_names()}:
+                    break
+                nodes[at], nodes[at + step] = nodes[at + step], node
+                at += step
+    return nodes
+
+
+def estimate(nodes: list[Any]) -> list[Any]:
+    """As on GPUs: torch asks how long each collective takes."""
+    for node in nodes:
+        if contains_collective(node):
+            assert estimate_nccl_collective_runtime(node.node) > 0
+    return nodes
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"passes": [estimate, "sink_waits", "raise_comms", "reorder_compute_for_overlap"]},
+    "swaps": {"passes": [swap]},
+    "iterative": {"passes": ["reorder_communication_preserving_peak_memory", "sink_waits_iterative"]},
+    "unsafe": {"passes": ["sink_waits_iterative"], "unsafe": True},
+    "scheduling": {"aten_distributed_optimizations.enable_overlap_scheduling": True},
+    "none": {},
+}
+
+
+def sharded(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    """What the pass fuses, with local work between that Inductor would rather have elsewhere."""
+    out = []
+    for i in range(1, 5):
+        rows = (x.mean(0, keepdim=True).expand(2 * i * 256, 16) @ w).view(256, 2 * i, 16).mean(0)
+        h = all_gather_tensor(rows, 0, dist.group.WORLD) @ w
+        out.append(reduce_scatter_tensor(h.relu() @ w, "sum", 0, dist.group.WORLD))
+    return out
+
+
+def main() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    group = dist.distributed_c10d._get_default_group().group_name
+    patch = dict(SETTINGS[setting])
+    unsafe = patch.pop("unsafe", False)
+    if passes := patch.pop("passes", None):
+        patch |= {
+            "reorder_for_compute_comm_overlap": True,
+            "reorder_for_compute_comm_overlap_passes": passes,
+        }
+    for name in ("reorder_iterative", "sink_waits_iterative"):
+        setattr(config_comms, f"{name}_unsafe_collectives_reorder", unsafe)
+    # It asks a GPU how long products take, before the graph is lowered.
+    overlap_scheduling.schedule_overlap_bucketing_from_inductor_configs = lambda module: module
+    orders = []
+    with config.patch(patch):
+        try:
+            if calls == "pass":
+                for agree in (False, True):
+                    options = weft.fused_ops.FusionPass(agree=agree, fuse="always").options
+                    orders.append(compiled(sharded, SHAPES, False, options=options)[0])
+            else:
+                for seed in (3, 5):
+                    program: Program = drawn(seed, group)
+                    got = compiled(with_work(program, seed), SHAPES, False)[0]
+                    orders += [written(program, SHAPES, False), got]
+        except Exception as e:
+            print(json.dumps(str(e)))
+            return
+    print(json.dumps(orders))
+
+
+main()

@@ -1,0 +1,62 @@
+"""Inductor takes the ops for collectives from the first graph on, whatever was imported first, whoever calls them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def run(*args: str) -> Any:
+    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+    command = [sys.executable, str(HERE / "fresh.py"), *args]
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("first", "setting"),
+    [
+        ("weft first", "swaps"),
+        ("Inductor first", "greedy"),
+        ("weft first", "iterative"),
+        ("Inductor first", "none"),
+    ],
+)
+def test_calls_of_the_program_keep_their_order(first: str, setting: str) -> None:
+    orders = run(first, "op", setting)
+    assert len(orders) == 4, orders
+    assert orders[0] == orders[1]
+    assert orders[2] == orders[3]
+    assert all(len(order) >= 6 for order in orders)
+
+
+@pytest.mark.parametrize("setting", ["swaps", "greedy"])
+def test_what_the_pass_puts_in_keeps_its_order(setting: str) -> None:
+    orders = run("weft first", "pass", setting)
+    names = ["weft::fused_all_gather_matmul", "weft::fused_matmul_reduce_scatter"]
+    shapes = [[[rows, 16], [2 * rows, 16]] for rows in (2, 4, 6, 8)]
+    assert orders == [[[name, s] for both in shapes for name, s in zip(names, both, strict=True)]] * 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("scheduling", "enable_overlap_scheduling is True"),
+        ("unsafe", "its passes have 'sink_waits_iterative'"),
+    ],
+)
+def test_settings_that_may_change_it_are_refused_by_name(setting: str, named: str) -> None:
+    said = run("weft first", "op", setting)
+    assert isinstance(said, str)
+    assert named in said
+    assert "with which ranks may communicate in different orders" in said
