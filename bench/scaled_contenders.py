@@ -66,7 +66,7 @@ def _scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor
     return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=BF16, use_fast_accum=True)
 
 
-def has_product(scaling: str, rows: int, device: torch.device) -> bool:
+def torch_multiplies(scaling: str, rows: int, device: torch.device) -> bool:
     """Whether torch has a product with such scales."""
     return scaling != "blocks" or has_block_product(rows, (E4M3, E4M3), device)
 
@@ -75,7 +75,7 @@ def _product(x: Operands, a: Tensor, of_a: Tensor, scaling: str) -> Tensor:
     """torch's own, of the function that weft computes, if it has one."""
     if scaling != "blocks":
         return _scaled_mm(a, x.b, of_a, x.b_scale)
-    if not has_product(scaling, a.shape[0], a.device):
+    if not torch_multiplies(scaling, a.shape[0], a.device):
         one = of_a.new_ones(())
         return _scaled_mm(a, x.b, one, one)
     out = a.new_empty(a.shape[0], x.b.shape[1], dtype=BF16)
@@ -198,7 +198,7 @@ def _bench(
     there = dict(_NAMES)
     if device.type != "cuda" or scaling == "blocks":
         del there["torch"]
-    if not has_product(scaling, row.M, device):
+    if not torch_multiplies(scaling, row.M, device):
         del there["collective"]
     calls: dict[str, Call] = {
         called: lambda i, name=name: (made[i][0][name](),)  # type: ignore[misc]

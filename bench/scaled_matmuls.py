@@ -19,7 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from scaled_contenders import Contenders, gather_contenders, has_product, random_operands, scatter_contenders
+from scaled_contenders import (
+    Contenders,
+    gather_contenders,
+    torch_multiplies,
+    random_operands,
+    scatter_contenders,
+)
 from timer import Schedule, Series, order, over_ranks, same_head_start
 from torch import Tensor
 from weft import fused_ops
@@ -80,7 +86,7 @@ def measure_scaled(
             rounds[i].append(series[i].time())
     took = {who: median(over_ranks(of, device)) for who, of in zip(found, rounds, strict=True)}
     shown = [f"{took[who]:.1f}" if who in took else "" for who in _columns(kernels)]
-    same = has_product(scaling, m, device)
+    same = torch_multiplies(scaling, m, device)
     ratio = f"{mine / theirs:.2f}" if same else ""
     return f"| {' | '.join([*shown, algorithm, ratio])} |"
 

@@ -243,7 +243,7 @@ def scaled_speedups(op: str) -> list[str]:
     cells = r" ([\d.]+) \|"
     row = rf"^\| {op} \| \S+ \| \d+ \| (?:tensor|rows) \| [\d.]+ \|{cells}{cells}{cells}"
     found = torch.tensor([list(map(float, us)) for us in re.findall(row, lines, re.MULTILINE)])
-    assert found.shape == (12, 3)
+    assert found.shape == (36, 3)
     means = (found[:, :2].double() / found[:, 2:]).log().mean(dim=0).exp()
     return [f"{mean:.2f}" for mean in means.tolist()]
 

@@ -47,7 +47,10 @@ class PassSettings(dict[str, Any]):
         **rewrites: Unpack[Rewrites],
     ) -> None:
         if unknown := sorted(rewrites.keys() - _REWRITES.keys()):
-            raise TypeError(f"{unknown[0]}: is no setting of the pass")
+            known = ", ".join(_REWRITES)
+            raise TypeError(
+                f"{unknown[0]}: is no setting, must be one of groups, strict, fuse, agree, {known}"
+            )
         chosen = {**_REWRITES, **rewrites}
         if isinstance(groups, str):
             raise TypeError(f"groups: is the string {groups!r}, must be a list of groups")
