@@ -22,9 +22,9 @@ import torch.distributed as dist
 from scaled_contenders import (
     Contenders,
     gather_contenders,
-    torch_multiplies,
     random_operands,
     scatter_contenders,
+    torch_multiplies,
 )
 from timer import Schedule, Series, order, over_ranks, same_head_start
 from torch import Tensor
