@@ -27,7 +27,7 @@ def group() -> Iterator[str]:
 @pytest.fixture
 def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """No product is too small for its all-reduce to be hidden behind it."""
-    monkeypatch.setattr(form, "_MATMUL_FROM", 0)
+    monkeypatch.setattr(form, "MATMUL_FROM", 0)
 
 
 def reduced(x: Tensor, op: str = "sum") -> Tensor:

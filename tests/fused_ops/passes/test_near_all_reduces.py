@@ -39,7 +39,7 @@ def test_one_that_was_left_and_is_used_alone_is_not_reduced_again(
 
 def test_a_product_of_just_enough_bytes_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     for at_least, op in ((6 * 5 * 4, "weft::" + MM_AR), (6 * 5 * 4 + 1, AR)):
-        monkeypatch.setattr(form, "_MATMUL_FROM", at_least)
+        monkeypatch.setattr(form, "MATMUL_FROM", at_least)
         assert only(lambda x, w: ar(x @ w), X, W).fused == [op]
 
 

@@ -10,7 +10,7 @@ import test_hugging_face as hugging_face
 import test_layers_by_hand as by_hand
 import torch
 import torch.nn.functional as F
-from compiled import CODEGEN, Outcome, check, outcomes, program
+from compiled import BOUND, CODEGEN, Outcome, check, outcomes, program
 from torch import Tensor
 from torch.distributed import _functional_collectives as funcol
 
@@ -101,7 +101,7 @@ def test_training(codegen: bool) -> None:
     )
     for (found, _), fused in ((without, 4 * LAYERS), (with_it, 20), (again, 20 + 3)):
         worst = max(error for outcome in found for error in outcome.errors.values())
-        assert worst < 3e-5, worst  # no norm keeps the sums of these small
+        assert worst <= BOUND, worst
         assert {(o.fused, len(o.left)) for o in found} == {(fused, 0)}, found[0].text
     assert with_it[0][0].text.count(BY_ROWS) > 0
     # The residual stream, and then what products take, on own rows.
