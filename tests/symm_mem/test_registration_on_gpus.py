@@ -18,14 +18,8 @@ ALLOCATORS = {
     "plain": ({}, "ipc"),
     "expandable": ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "vmm"),
 }
-SIZES = (1, 3, 1000, 1 << 14, (1 << 20) + 5, 13 << 20)  # floats: by SMs, no multiple of a vector, by copy engines
-    1,
-    3,
-    1000,
-    1 << 14,
-    (1 << 20) + 5,
-    1 << 23,
-)  # floats: by SMs, not a multiple of a vector, by copy engines
+# Floats: by SMs, no multiple of a vector, by copy engines.
+SIZES = (1, 3, 1000, 1 << 14, (1 << 20) + 5, 13 << 20)
 
 
 def neighbours(rank: int, world_size: int) -> tuple[int, int]:
