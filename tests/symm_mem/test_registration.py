@@ -390,3 +390,63 @@ def destroyed(rank: int, world_size: int) -> None:
 
 def test_a_group_that_is_destroyed_is_not_kept() -> None:
     run_ranks(destroyed, 2, fresh=True)
+
+
+def far_ahead(rank: int, world_size: int) -> None:
+    """Rank 1 finds its tensor more often than its page has room for, where rank 0 has one that is new."""
+    symm_mem.set_timeout(20)
+    t, other = torch.randn(4), torch.randn(4)
+    (x,) = symm_mem.register([t])
+    if rank == 1:
+        for _ in range(200):
+            assert symm_mem.register([t])[0] is x
+        dist.barrier()
+        return
+    dist.barrier()
+    with pytest.raises(
+        symm_mem.RankMismatch, match=r"rank 1 asked for tensors that it knew, in 192 calls since"
+    ):
+        symm_mem.register([other])
+
+
+def test_a_rank_that_is_far_ahead_is_named() -> None:
+    run_ranks(far_ahead, 2, fresh=True)
+
+
+def of_some(rank: int, world_size: int) -> None:
+    """Two groups that overlap, each with registrations of its own of one tensor."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 2])]
+    mine = torch.full((2, 2), float(rank))
+    for members, group in zip(([0, 2], [1, 2]), groups, strict=True):
+        if rank not in members:
+            continue
+        (x,) = symm_mem.register([mine], group)
+        assert (x.rank, x.world_size, x.number) == (members.index(rank), 2, 1)
+        x.signal(1 - x.rank)
+        assert (x.get(torch.empty(2, 2), 1 - x.rank) == members[1 - x.rank]).all()
+        x.wait(1 - x.rank)
+
+
+def test_groups_that_overlap() -> None:
+    run_ranks(of_some, 3)
+
+
+def in_training(rank: int, world_size: int) -> None:
+    """Parameters and results of autograd: what is moved is outside of it."""
+    right, left = neighbours(rank, world_size)
+    weight = torch.nn.Parameter(torch.full((3,), float(rank)))
+    (x,) = symm_mem.register([weight])
+    loss = (weight * torch.ones(3, requires_grad=True)).exp()
+    x.signal(left)
+    x.put(loss, right)
+    x.wait(left)
+    assert torch.allclose(weight.detach(), torch.full((3,), float(left)).exp())
+    with torch.inference_mode():
+        x.signal(left)
+        out = x.get(torch.empty(3), right)
+        x.wait(left)
+    assert torch.allclose(out, torch.full((3,), float(rank)).exp()) and weight.requires_grad
+
+
+def test_parameters_and_modes() -> None:
+    run_ranks(in_training, 2)
