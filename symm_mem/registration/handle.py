@@ -50,6 +50,7 @@ class RegisteredTensor:
         heap = registry.heap
         self.of, self.registry, self._engine, self._heap = of, registry, engine, heap
         self.rank, self.world_size, self.number = heap.rank, heap.world_size, of.number
+        self.said = str(of.number)  # to other ranks, at each call that finds it again
         self.tensor = tensor
         self.shapes = [torch.Size(place.shape) for place in of.places]
         self._remote: list[torch.Tensor | ProcessTensor] = [

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _KEPT = 64
 _FIRST, _ENTRY = 64, 256  # bytes: where the entries begin, and how long each is
 _HEAD = struct.Struct("<IH")  # the call's number, and the text's length
+_MOST_SAID = _ENTRY - _HEAD.size
 _BYTES = _FIRST + _KEPT * _ENTRY
 
 
@@ -46,7 +47,7 @@ class HitCheck:
         finally:
             close_fds(fds)
         self._counts = [ctypes.c_uint32.from_buffer(page) for page in self._pages]
-        self._own = self._pages[heap.rank]
+        self._own, self._own_count = self._pages[heap.rank], self._counts[heap.rank]
         self._count = 0
 
     def reset_state(self) -> None:
@@ -56,10 +57,10 @@ class HitCheck:
     def post(self, found: str) -> None:
         """Begin the next call: which of its tensors this rank knows."""
         self._count = count = (self._count + 1) & 0xFFFFFFFF
-        said = found.encode()[: _ENTRY - _HEAD.size]
+        said = found.encode()[:_MOST_SAID]
         at = _FIRST + count % _KEPT * _ENTRY
         self._own[at : at + _HEAD.size + len(said)] = _HEAD.pack(count, len(said)) + said
-        self._counts[self._heap.rank].value = count
+        self._own_count.value = count
 
     def compare(self, op: str) -> None:
         """All ranks must have posted the same of this call.

@@ -55,11 +55,12 @@ def _shared_file(address: int, size: int) -> Described | None:
         else:
             return None
     fields = line.split(maxsplit=5)
-    offset, inode = int(fields[2], 16), int(fields[4])
-    if "s" not in fields[1] or not inode or address + size > last:
+    major, minor = (int(part, 16) for part in fields[3].split(":"))
+    offset, file = int(fields[2], 16), (os.makedev(major, minor), int(fields[4]))
+    if "s" not in fields[1] or not file[1] or address + size > last:
         return None
     path = fields[5].strip() if len(fields) > 5 else ""
-    if (fd := _descriptor(inode, path)) is None:
+    if (fd := _descriptor(file, path)) is None:
         return None
     status = os.fstat(fd)
     whole = min(status.st_size, offset + last - first)
@@ -67,18 +68,23 @@ def _shared_file(address: int, size: int) -> Described | None:
     return Described(Segment("file", name, first - offset, whole, parts=(whole,)), [fd])
 
 
-def _descriptor(inode: int, path: str) -> int | None:
-    """One of the file for reading and writing, which is the caller's: by its path, or as torch keeps one."""
+def _descriptor(file: tuple[int, int], path: str) -> int | None:
+    """One of the file (device, inode) to read and write, which is the caller's: by its path, or as torch has one."""
     with suppress(OSError):
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        if os.fstat(fd).st_ino == inode:
+        if _is(fd, file):
             return fd
         os.close(fd)
     for entry in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            if os.fstat(int(entry)).st_ino != inode:
+            if not _is(int(entry), file):
                 continue
             flags = fcntl.fcntl(int(entry), fcntl.F_GETFL)
             if flags & os.O_ACCMODE == os.O_RDWR and os.readlink(f"/proc/self/fd/{entry}").startswith("/"):
                 return os.dup(int(entry))
     return None
+
+
+def _is(fd: int, file: tuple[int, int]) -> bool:
+    status = os.fstat(fd)
+    return (status.st_dev, status.st_ino) == file

@@ -56,7 +56,7 @@ class Registrations:
             return None
         heap.owner.refuse_child("register")
         refuse_if_broken(heap)
-        self.registry.hits.post(f"tensors {[handle.number for handle in found]}")
+        self.registry.hits.post(f"tensors [{', '.join([handle.said for handle in found])}]")
         return found
 
     def handle_of(self, tensor: torch.Tensor) -> RegisteredTensor | None:
@@ -69,7 +69,7 @@ class Registrations:
         found = [self.handle_of(tensor) for tensor in given]
         first = {key: i for i, key in reversed(list(enumerate(keys)))}
         new = [i for i, key in enumerate(keys) if found[i] is None and first[key] == i]
-        said = (str(h.number) if h else "new" if i in new else "the same" for i, h in enumerate(found))
+        said = (h.said if h else "new" if i in new else "the same" for i, h in enumerate(found))
         registry.hits.post(f"tensors [{', '.join(said)}]")
         if new or is_checked():
             registry.hits.compare("register")

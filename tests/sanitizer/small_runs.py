@@ -276,6 +276,25 @@ def matmul_all_reduce(rank: int, size: int, seed: int) -> None:
             same(f"matmul + all-reduce, {rows} rows", out, total)
 
 
+def transfers(rank: int, size: int, seed: int) -> None:
+    """Registered tensors: by SMs, with several blocks, by copy engines as vectors do not fit, with strides."""
+    right, left = (rank + 1) % size, (rank - 1) % size
+    wide = put(torch.zeros(8, 10))
+    tensors = [put(torch.zeros(37)), put(torch.zeros(20001)), put(torch.zeros(300))[1:], wide[:, ::2]]
+    registered = symm_mem.register(tensors)
+    for x in registered:
+        for turn in range(2):
+            sent = numbers(seed + turn, rank, torch.float32, *x.shapes[right])
+            x.signal(left)
+            x.put(put(sent), right)
+            x.wait(left)
+            same("put", x.tensor, numbers(seed + turn, left, torch.float32, *x.shapes[rank]))
+            x.signal(left)
+            same("get", x.get(put(torch.empty(x.shapes[right])), right), sent)
+            x.wait(left)
+    symm_mem.unregister(registered)
+
+
 @triton.jit
 def past_the_end(x, n):
     tl.store(x + n, 1.0)
@@ -299,6 +318,7 @@ def main() -> None:
                 alone,
                 all_reduce_rms_norm,
                 matmul_all_reduce,
+                transfers,
             ):
                 products = run in (all_gather_matmul, matmul_reduce_scatter) and not CPU
                 for algorithm in ALGORITHMS if products else ALGORITHMS[:1]:
