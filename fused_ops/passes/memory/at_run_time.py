@@ -51,8 +51,9 @@ def verify_first(graph: fx.Graph) -> None:
     module = fx.GraphModule(torch.nn.Module() if owner is None else owner, copy)
     key = f"{os.getpid()} {next(_numbers)}"
     _graphs[key] = MemoryVerifier(module)
-    if _verify not in COMMUNICATING:
-        COMMUNICATING.append(_verify)  # Inductor leaves it in front of the graph's collectives
+    from ...library.inductor import keep_in_order  # it takes seconds outside of Inductor
+
+    keep_in_order()  # in front of the graph's collectives
     with graph.inserting_before(next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))):
         graph.call_function(_verify, (given, key)).meta["val"] = None
 
@@ -89,3 +90,4 @@ _lib.impl("verify_memory", _verify_now, "CompositeExplicitAutograd")
 torch.library.register_fake("weft::verify_memory", lambda inputs, key: None, lib=_lib)
 _verify = torch.ops.weft.verify_memory.default
 fx.node.has_side_effect(_verify)
+COMMUNICATING.append(_verify)
