@@ -59,7 +59,7 @@ def _refuse_unordered(op: str) -> None:
 
 
 def refuse_in_lite_mode() -> None:
-    """To be called with each fake result: in lite mode Inductor calls the ops as they are, past ``lower_as_collective``."""
+    """To be called with each fake result: in lite mode Inductor calls the ops as they are, and lowers none."""
     if config.fallback_by_default and not isinstance(V.graph, NullHandler):
         _refuse_unordered("an op of weft")
 
