@@ -100,7 +100,7 @@ class GatheredLlama(nn.Module):
         return x
 
 
-def options_of(order: str) -> tuple[dict[str, Any], FusionPass | None]:
+def options_for_order(order: str) -> tuple[dict[str, Any], FusionPass | None]:
     """Inductor's options, and the pass among them."""
     if order in _PASSES:
         return {
@@ -119,7 +119,7 @@ def step_of(
     model: nn.Module, inputs: tuple[Tensor, ...], order: str
 ) -> tuple[Callable[[], None], Any, float]:
     """A compiled training step, what the pass reports, and the seconds of its first run."""
-    options, fusion = options_of(order)
+    options, fusion = options_for_order(order)
     compiled = torch.compile(model, options=options, dynamic=False)
 
     def step() -> None:
@@ -132,7 +132,7 @@ def step_of(
     return step, fusion, time.perf_counter() - begin
 
 
-def timed(step: Callable[[], None], steps: int, device: torch.device) -> float:
+def step_time(step: Callable[[], None], steps: int, device: torch.device) -> float:
     """Milliseconds of a step, of the slowest rank."""
     step()
     _synchronize(device)
@@ -195,7 +195,7 @@ def main() -> None:
             say("\n".join(str(change).splitlines()[:4]))
     times: dict[str, list[float]] = {order: [] for order in made}
     for order in list(made) * 3:  # by turns
-        times[order].append(timed(made[order][0], given.steps, device))
+        times[order].append(step_time(made[order][0], given.steps, device))
     computing = None
     if device.type == "cuda" and made:
         kernels = kernels_of(made[next(iter(made))][0])

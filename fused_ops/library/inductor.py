@@ -37,7 +37,8 @@ class _Collective(ir._CollectiveKernel):
         self.constant_args = _Constants(self.constant_args)
 
 
-def _lower(op: OpOverload) -> None:
+def lower_as_collective(op: OpOverload) -> None:
+    """Has Inductor take the op for a collective from now on."""
     add_needs_realized_inputs(op)
 
     returned = op._schema.returns
@@ -58,7 +59,7 @@ def _refuse_unordered(op: str) -> None:
 
 
 def refuse_in_lite_mode() -> None:
-    """To be called with each fake result: in lite mode Inductor calls the ops as they are, past ``_lower``."""
+    """To be called with each fake result: in lite mode Inductor calls the ops as they are, and lowers none."""
     if config.fallback_by_default and not isinstance(V.graph, NullHandler):
         _refuse_unordered("an op of weft")
 
@@ -80,7 +81,7 @@ def keep_in_order() -> None:
     for op in COMMUNICATING:
         if op not in _known:
             _known[op] = lowerings.get(op)
-            _lower(op)
+            lower_as_collective(op)
     for op in _known.keys() - set(COMMUNICATING):
         before = _known.pop(op)
         if before is None:

@@ -146,7 +146,10 @@ def fusion_report() -> Report:
     graphs, keys = (sum(getattr(r.runs, count) for r in reports) for count in ("graphs", "keys"))
     ops = tuple(dict.fromkeys(op for r in reports for op in r.runs.custom_ops))
     # Of the process, so those of any one pass; that made first has seen the most.
-    return Report(entries, reports[0].disagreements, reports[0].questions, PassRuns(graphs, keys, ops))
+    orders = [order for report in reports for order in report.orders]
+    return Report(
+        entries, reports[0].disagreements, reports[0].questions, PassRuns(graphs, keys, ops), orders
+    )
 
 
 def _settings_of(

@@ -40,7 +40,7 @@ from .graph.subgraphs import WHY, Called
 from .log import log_line
 from .memory.at_run_time import verifies, verify_first
 from .order.change import OrderChange
-from .order.in_pass import keep, reordered
+from .order.in_pass import keep_what_is_ordered, reordered
 from .origin import module_of, source_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns import registry
@@ -299,7 +299,7 @@ class FusionPass(PassSettings, CustomGraphPass):
             passed = change.crossed if change else frozenset()
             original.ask_first(graph, report.entries, orders, passed, captured=captured, ahead=ahead)
             self._called.remember(graph, original.graph, self._graphs - 1)
-        keep(graph, change)
+        keep_what_is_ordered(graph, change)
         if verifies():
             verify_first(graph)
         graph.lint()

@@ -19,7 +19,7 @@ def test_orders_are_options_of_inductor() -> None:
 
     known = set(list_options())
     for order in gathered_weights.ORDERS:
-        options, fusion = gathered_weights.options_of(order)
+        options, fusion = gathered_weights.options_for_order(order)
         assert set(options) <= known
         assert (fusion is None) is not order.startswith("weft")
         if fusion is not None:

@@ -8,6 +8,7 @@ A fake tensor's storage is as large as the real one's, so a set of aliases is as
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,7 +124,7 @@ def started_by(wait: fx.Node) -> Iterator[fx.Node]:
     """The collectives that a wait waits for."""
     for operand in wait.all_input_nodes:
         node = operand
-        while node.op == "call_function" and not communicates(node) and node.all_input_nodes:
+        if node.target is operator.getitem:
             node = node.all_input_nodes[0]  # one tensor of several
         if communicates(node):
             yield node

@@ -26,7 +26,7 @@ def reordered(graph: fx.Graph, memory: float, number: int, voted: Collection[str
     return reorder(graph, table_for(graph), limits, number)
 
 
-def keep(graph: fx.Graph, change: OrderChange | None) -> None:
+def keep_what_is_ordered(graph: fx.Graph, change: OrderChange | None) -> None:
     """Has Inductor keep the order in which the graph is now. In lite mode it keeps that as it is, or is told to."""
     if change is None or not change.placed or inductor_config.fallback_by_default:
         return

@@ -52,7 +52,7 @@ def model(x: Tensor, w: Tensor) -> Tensor:
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No pass of another test, nothing from the environment or a cache, and two ranks that do not communicate."""
     monkeypatch.setattr(backend, "_made", {})
-    for name in ("WEFT_FUSE", "WEFT_AGREE", "WEFT_STRICT", VARIABLE):
+    for name in ("WEFT_FUSE", "WEFT_AGREE", "WEFT_STRICT", "WEFT_REORDER", VARIABLE):
         monkeypatch.delenv(name, raising=False)
     torch._dynamo.reset()
     with fake_ranks(2), inductor_config.patch(force_disable_caches=True):
@@ -127,6 +127,18 @@ def test_settings_by_arguments_options_and_environment(monkeypatch: pytest.Monke
     monkeypatch.setenv("WEFT_AGREE", "no")
     with pytest.raises(ValueError, match="WEFT_AGREE: is 'no', must be 0, 1, ahead or capture"):
         weft.compile(model)
+
+
+def test_an_order_by_environment_and_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """True is no byte more, 1.0 twice the memory: two passes."""
+    monkeypatch.setenv("WEFT_REORDER", "1")
+    run(weft.compile(model))
+    run(torch.compile(model, backend=backend.weft_backend, options={"weft.reorder": 1.0}))
+    run(weft.compile(model, reorder=False))
+    assert [p.reorder for p in backend._made.values()] == [0.0, 1.0, None]
+    orders = weft.fusion_report().orders
+    assert [o.kept for o in orders] == ["no collective runs beside anything"] * 2  # it is fused
+    assert "order kept: no collective runs beside anything" in str(weft.fusion_report())
 
 
 def test_equal_settings_compile_once() -> None:

@@ -19,6 +19,7 @@ from weft.fused_ops.passes.memory.verifier import MemoryVerifier
 from weft.fused_ops.passes.order.change import OrderChange
 from weft.fused_ops.passes.order.costs import TABLES, CostTable
 from weft.fused_ops.passes.order.moves import OrderLimits, reorder
+from weft.fused_ops.passes.order.transports import transfers
 
 aten, c10d, weft_ops = torch.ops.aten, torch.ops._c10d_functional, torch.ops.weft
 WORLD = 2
@@ -209,6 +210,18 @@ def test_a_gather_passes_a_fused_op_where_ranks_vote_on_it(group: str) -> None:
         order, change = moved(interleaved, OrderLimits(memory=10.0, beside=True, voted=voted))
         assert order.index("all_gather_into_tensor") < order.index("fused_matmul_all_reduce")
         assert change.after < change.before
+
+
+def test_a_wait_is_that_of_what_it_is_given() -> None:
+    """Not of a collective further up."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        a = gathered(x) @ w
+        return c10d.wait_tensor(weft_ops.one_shot_all_reduce(a, "sum", name(), group_size=WORLD).relu())
+
+    order = [n for n in graph_of(fn).nodes if n.op == "call_function"]
+    (transfer,) = transfers(order)
+    assert [n.name for n in transfer.waits] == ["wait_tensor"]
 
 
 def test_several_groups_keep_their_order() -> None:
