@@ -16,7 +16,7 @@ import torch
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.call_site import call_site
 from ...symm_mem.heap.captured import CapturedGraph
-from ...symm_mem.registration.engine import Transfer
+from ...symm_mem.registration.engine import Access
 from ...symm_mem.registration.registry import Registration, Registry
 from ...symm_mem.registration.semaphores import ALLOWED, DONE, MOVED, SENT, TICKET, WAITED
 from ...symm_mem.switches import is_on
@@ -74,16 +74,16 @@ class CudaTransfers:
         self._begin(of, "wait")
         self._run("await", of, peer, (WAITED, DONE))
 
-    def move(self, of: Registration, transfer: Transfer) -> None:
-        self._begin(of, transfer.op)
-        remote, local, peer = transfer.remote, transfer.local, transfer.peer
+    def move(self, of: Registration, access: Access) -> None:
+        self._begin(of, access.op)
+        remote, local, peer = access.remote, access.local, access.peer
         assert isinstance(remote, torch.Tensor)
-        source, target = (local, remote) if transfer.op == "put" else (remote, local)
+        source, target = (local, remote) if access.op == "put" else (remote, local)
         size = local.numel() * local.element_size()
         flat = source.is_contiguous() and target.is_contiguous() and not (local.is_conj() or local.is_neg())
         addresses = (source.data_ptr(), target.data_ptr(), size) if size else (0, 0, 0)
         aligned = addresses[0] % _VECTOR == addresses[1] % _VECTOR == 0
-        if flat and aligned and size < self.copy_engine_from[transfer.op]:
+        if flat and aligned and size < self.copy_engine_from[access.op]:
             self._run("move", of, peer, (MOVED, ALLOWED), addresses)
             return
         self._run("await", of, peer, (MOVED, ALLOWED))

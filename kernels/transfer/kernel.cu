@@ -3,8 +3,8 @@
 // Each kernel counts in a word of this rank's that no other rank writes: n = count + 1 is the number of this signal, wait
 // or access, so a captured graph goes on counting when it is replayed, beside eager calls.
 //
-// post. Writes n, or with step = 0 the count as it is, into one word of the peer's; release, system scope: what came before it on the stream, copies by copy
-// engines too, is visible to whoever acquires it.
+// post. Writes n, or with step = 0 the count as it is, into one word of the peer's; release, system scope: what came
+// before it on the stream, copies by copy engines too, is visible to whoever acquires it.
 //
 // await. Who waits: one thread, until a word of this rank's that the peer writes has reached n; acquire, system scope.
 // Behind it on the stream may come copies by copy engines, and a `post` of its count.

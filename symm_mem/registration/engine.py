@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class Access:
     """``put`` or ``get``: between a tensor of ``peer`` and one of this rank's, of the same shape and dtype."""
 
     op: str
@@ -44,7 +44,7 @@ class TransferEngine(Protocol):
         """Until the next access of ``peer`` to this rank's tensor is over."""
         ...
 
-    def move(self, of: Registration, transfer: Transfer) -> None:
+    def move(self, of: Registration, access: Access) -> None:
         """Wait until the owner lets this rank access its tensor once more; move; tell the owner."""
         ...
 
@@ -77,20 +77,20 @@ class HostEngine:
             self._wait(of, "wait", peer, DONE, expected)
             waited.value = expected
 
-    def move(self, of: Registration, transfer: Transfer) -> None:
-        with self._whole(transfer.op):
-            moved = self._word(of, MOVED, transfer.peer)
+    def move(self, of: Registration, access: Access) -> None:
+        with self._whole(access.op):
+            moved = self._word(of, MOVED, access.peer)
             expected = (moved.value + 1) & 0xFFFFFFFF
-            self._wait(of, transfer.op, transfer.peer, ALLOWED, expected)
+            self._wait(of, access.op, access.peer, ALLOWED, expected)
             moved.value = expected
             try:
-                _copy(transfer)
+                _copy(access)
             except ProcessLookupError:
-                wait = self._about(of, transfer.op, transfer.peer, expected)
+                wait = self._about(of, access.op, access.peer, expected)
                 raise self._fault.breaks(
                     PeerTimeout(wait, WaitOutcome(expected, 0.0, True))
                 ).again() from None
-            self._at(of, DONE, transfer.peer).value = expected
+            self._at(of, DONE, access.peer).value = expected
 
     def _word(self, of: Registration, row: int, rank: int) -> ctypes.c_uint32:
         return ctypes.c_uint32.from_address(self._semaphores.address(of.slot, row, rank))
@@ -138,8 +138,8 @@ def count_of(of: Registration, op: str, rank: int, peer: int) -> str:
     return f"the count of signals by rank {peer} for {tensor}"
 
 
-def _copy(transfer: Transfer) -> None:
-    into, local, remote = transfer.op == "put", transfer.local, transfer.remote
+def _copy(access: Access) -> None:
+    into, local, remote = access.op == "put", access.local, access.remote
     with torch.no_grad():
         if isinstance(remote, ProcessTensor):
             remote.write(local) if into else remote.read(local)

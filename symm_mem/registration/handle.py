@@ -9,7 +9,7 @@ import torch
 from .. import forks
 from ..errors import WeftError
 from .cross_process import ProcessTensor
-from .engine import Transfer, TransferEngine
+from .engine import Access, TransferEngine
 from .mapping import process_tensor
 from .registry import Registration, Registry
 from .segments import named_dtype
@@ -178,7 +178,7 @@ class RegisteredTensor:
             )
         if op == "get" and overlaps_itself(local):
             raise ValueError(f"out: has strides {local.stride()}, its elements must not overlap")
-        self._engine().move(self.of, Transfer(op, peer, self._remote[peer], local))
+        self._engine().move(self.of, Access(op, peer, self._remote[peer], local))
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

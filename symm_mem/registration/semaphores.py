@@ -32,10 +32,8 @@ from ..timeouts import get_timeout
 if TYPE_CHECKING:
     from ..heap.heap import Block, Heap
 
-SENT, ALLOWED, MOVED, DONE, WAITED, TICKET = range(
-    6
-)  # TICKET: by which the last of a kernel's blocks is known
 ROWS = 6
+SENT, ALLOWED, MOVED, DONE, WAITED, TICKET = range(ROWS)  # TICKET: by which a kernel's last block is known
 SLOTS = 256  # of a slab
 
 
