@@ -30,6 +30,7 @@ import machine
 import torch
 import torch.distributed as dist
 from weft import symm_mem
+from weft.symm_mem.heap.registry import get_heap
 
 ROUNDS = 9
 EAGER, GRAPH = 30_000_000, 1_000_000  # cycles that the device sleeps: longer than the host needs for a round
@@ -103,7 +104,7 @@ def _forced(make: Callable[[Pair], Run], threshold: int) -> Callable[[Pair], Run
         run = make(pair)
 
         def forced() -> None:
-            engine: Any = symm_mem.heap.registry.get_heap(None, pair.device).registrations.engine
+            engine: Any = get_heap(None, pair.device).registrations.engine
             before = dict(engine.copy_engine_from)
             engine.copy_engine_from = dict.fromkeys(before, threshold)
             run()
@@ -132,7 +133,7 @@ def _torch_symm(pair: Pair) -> Run:
 
     memory = torch_symm.empty(pair.target.numel(), dtype=pair.target.dtype, device=pair.device)
     memory.zero_()
-    handle = torch_symm.rendezvous(memory, dist.group.WORLD)
+    handle = torch_symm.rendezvous(memory, dist.group.WORLD)  # type: ignore[arg-type]
     there = handle.get_buffer(pair.peer, memory.shape, memory.dtype)
     pair.target = memory
 
