@@ -114,8 +114,8 @@ def bounded(rank: int, world_size: int) -> None:
     assert stats.registered == 2 and kept.tensors[1 - rank] is not None
     assert UNUSED <= stats.segments <= UNUSED + 2 * world_size
     assert stats.reserved <= (UNUSED + 2) * 16384
-    maps = Path("/proc/self/maps").read_text().count("torch_")
-    assert maps <= UNUSED + 4, "those that nobody uses are unmapped"
+    maps = Path("/proc/self/maps").read_text().count("/torch_")  # files of shared tensors
+    assert maps <= UNUSED + 4, f"of {maps} those that nobody uses are unmapped"
     symm_mem.unregister([kept, last])
 
 
