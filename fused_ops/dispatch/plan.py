@@ -140,7 +140,7 @@ def ran(plan: Plan) -> None:
     if plan.algorithm == "unfused":
         _unfused_calls += 1
     if plan_is_compared():
-        compare_plan(str(replace(plan, reason="")), plan.reason)
+        compare_plan(str(replace(plan, reason="", predicted_us=None)), plan.reason)
 
 
 @contextmanager
