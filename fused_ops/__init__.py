@@ -25,6 +25,7 @@ from .layers.float8 import float8_all_gather_matmul, float8_matmul_reduce_scatte
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .library import flops as flops  # torch's counter knows them
 from .library import registration as registration  # torch.ops.weft is implemented
+from .planned_calls import plan
 from .process_groups.creation import process_group
 from .process_groups.group import WeftProcessGroup
 from .scaled import fused_all_gather_scaled_matmul, fused_scaled_matmul_reduce_scatter
@@ -72,6 +73,7 @@ __all__ = [
     "one_shot_all_reduce",
     "one_shot_all_reduce_",
     "one_shot_reduce_scatter",
+    "plan",
     "process_group",
     "sharded_state_dict",
     "uninstall",

@@ -25,6 +25,7 @@ from ...symm_mem.failure.call_check import CallCheck, call_check_of, compares_fi
 from ...symm_mem.failure.fault import refuse_if_broken
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import get_heap
+from .planning import is_planning
 
 _ALL_REDUCE = "one_shot_all_reduce"
 # What a first call of an op prepares for others, whose calls may take the fast path then on a part of the ranks, as
@@ -69,6 +70,8 @@ def begin_call(op: str, group: ProcessGroup, device: torch.device, **arguments: 
         ForkedProcess: this process was forked from the one that joined the group.
         WeftError: the group is broken on this rank.
     """
+    if is_planning():
+        return
     calling.op, _current.call = op, None
     _current.begun = call = OpCall(op, arguments)
     if not is_checked() or group.size() == 1:

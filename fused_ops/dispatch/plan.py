@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ from ...symm_mem.backends import cuda_state
 from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.failure.fault import refuse_if_broken
 from ...symm_mem.heap.heap import Heap
-from ...symm_mem.heap.registry import get_heap
+from ...symm_mem.heap.registry import get_heap, why_no_heap
+from . import planning
 from .call_check import compare_first_call, compare_plan, plan_is_compared, take_begun
 
 
@@ -33,7 +35,7 @@ class Plan:
 
     >>> from weft.fused_ops import Plan, last_plan
     >>> Plan("unfused", reason="the group has one rank")
-    Plan(algorithm='unfused', reason='the group has one rank', workspace_bytes=0, chosen='')
+    Plan(algorithm='unfused', reason='the group has one rank', workspace_bytes=0, chosen='', predicted_us=None)
 
     Attributes:
         algorithm: "none" before the first call, then one of
@@ -52,12 +54,14 @@ class Plan:
         workspace_bytes: bytes of the heap, on each rank; calls of one stream share them.
         chosen: how the configuration of a kernel that can be tuned was chosen: "tuned" (WEFT_TUNE=1), or "from the
             model", and why if it was to be tuned; "" for all others.
+        predicted_us: microseconds that the kernels' model predicts, without the host's; None of what it does not know.
     """
 
     algorithm: str
     reason: str = ""
     workspace_bytes: int = 0
     chosen: str = ""
+    predicted_us: float | None = None
 
 
 _log = logging.getLogger("weft.ops")
@@ -95,6 +99,8 @@ class GraphTurn:
         this_thread.workspaces = self._before
 
 
+_HOPPER_SMS = 132  # of a GPU that is not there
+_NOT_HOPPER = "the kernels are for GPUs of compute capability 9.0"
 _unfused_calls = 0
 this_thread = _ThisThread()
 _KERNELS = "push", "one_shot"  # around 16-bit matmuls
@@ -129,11 +135,12 @@ def last_plan() -> Plan:
 def ran(plan: Plan) -> None:
     """Note the plan that a call is about to run. Of a call that is compared all ranks must have the same one."""
     global _unfused_calls
+    planning.stop(plan)
     this_thread.plan = plan
     if plan.algorithm == "unfused":
         _unfused_calls += 1
     if plan_is_compared():
-        compare_plan(str(replace(plan, reason="")), plan.reason)
+        compare_plan(str(replace(plan, reason="", predicted_us=None)), plan.reason)
 
 
 @contextmanager
@@ -175,6 +182,8 @@ def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap
         ForkedProcess: this process was forked from the one that joined the group.
         WeftError: the group is broken on this rank. What x holds may then be invalid, also for NCCL or gloo.
     """
+    if planning.is_planning():
+        return _planned_heap(x, group, empty)
     call = take_begun()
     if group.size() == 1:
         return "the group has one rank"
@@ -194,6 +203,20 @@ def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap
     return found
 
 
+def _planned_heap(x: Tensor, group: ProcessGroup, empty: bool) -> Any:
+    """The same of a call that is planned: what an earlier call has found is known, else the ranks are taken to be able
+    to address each other's memory, and a GPU that is not there to be an H200."""
+    if group.size() == 1:
+        return "the group has one rank"
+    if empty:
+        return "there is nothing to send"
+    if _forced == "unfused":
+        return "the caller asked for it"
+    if x.is_cuda and torch.cuda.is_available() and not _is_hopper(x.device):
+        return _NOT_HOPPER
+    return why_no_heap(group, x.device) or planning.PlannedHeap(group, x.device)
+
+
 def heap_or_why(device: torch.device, group: ProcessGroup) -> Heap | str:
     """The group's heap, or why its kernels cannot run on ``device``.
 
@@ -201,7 +224,7 @@ def heap_or_why(device: torch.device, group: ProcessGroup) -> Heap | str:
         HeapUnavailable: the ranks cannot address each other's memory.
     """
     if device.type == "cuda" and not _is_hopper(device):
-        return "the kernels are for GPUs of compute capability 9.0"
+        return _NOT_HOPPER
     return get_heap(group, device)
 
 
@@ -242,6 +265,8 @@ def preferred_kernel() -> str | None:
 
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Makes a CUDA device the current one, if it is not."""
+    if planning.is_planning():
+        return nullcontext()
     cuda = cuda_state.state
     return nullcontext() if cuda.current_device() == device.index else cuda.make_current(device)
 
@@ -258,7 +283,7 @@ def num_sms(device: torch.device) -> int:
     Raises:
         ValueError: WEFT_RESERVED_SMS is not a number from 0 to what the GPU has, less the two of a cluster.
     """
-    there = cuda_state.state.num_sms(device)
+    there = cuda_state.state.num_sms(device) if torch.cuda.is_available() else _HOPPER_SMS
     text = os.environ.get("WEFT_RESERVED_SMS", "0")
     if not text.isdigit() or int(text) > there - 2:
         raise ValueError(f"WEFT_RESERVED_SMS: is {text!r}, must be a number from 0 to {there - 2}")
@@ -267,4 +292,4 @@ def num_sms(device: torch.device) -> int:
 
 def aligned(x: Tensor) -> Tensor:
     """x at an address that kernels can take. A copy, never another algorithm: the peers' x may lie better."""
-    return x if x.data_ptr() % 16 == 0 else x.clone()
+    return x if planning.address_of(x) % 16 == 0 else x.clone()

@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 from torch import Tensor, empty_like
 
+from .planning import address_of
+
 _ALIGNMENT = 16  # bytes
 
 
@@ -53,7 +55,7 @@ class Staging:
         if not viewed:
             memory = x.new_empty(x.shape)
             self._why.append(f"{name} does not lie in rows")
-        elif (behind := seen.data_ptr() % _ALIGNMENT) != 0:
+        elif (behind := address_of(seen) % _ALIGNMENT) != 0:
             memory = empty_like(x)
             self._why.append(f"{name} begins {behind} bytes behind a multiple of {_ALIGNMENT}")
         else:

@@ -22,6 +22,7 @@ from ...symm_mem.heap.heap import Heap
 from ...symm_mem.layout import Layout
 from ...symm_mem.workspace import OUTGROWN, Workspace
 from .plan import num_sms, this_thread
+from .planning import PlannedHeap, PlannedWorkspace
 from .stream_order import stream_and_graph, stream_key
 
 MATMUL = "matmul"  #: the kind of workspace of kernels that set flags behind their data
@@ -34,6 +35,8 @@ _GRAIN = 1 << 20  # bytes; sizes that differ by less share a workspace
 
 
 def _fetch(heap: Heap, kind: str, fits: Callable[[Any], bool], grown: Callable[[Any], Any]) -> Workspace[Any]:
+    if isinstance(heap, PlannedHeap):
+        return PlannedWorkspace(grown(None))  # type: ignore[return-value]
     if kind != GROUP:  # which has one order, whoever calls
         kind += this_thread.workspaces
     key: tuple[str, int | tuple[int, int], int] = (kind, 0, 0)

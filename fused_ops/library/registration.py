@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..dispatch.planning import is_planning
 from . import autograd_calls, compiled, fakes, group_checks, implementations, schema
 from .autograd import AUTOCAST
 from .implementations import Implementation
@@ -32,6 +33,16 @@ def _on_records(
         return None if returns_nothing else done
 
     return implement
+
+
+def _or_plan(op: Implementation, fake: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``fake``, or where the call is planned what is done with a real one, up to its plan."""
+
+    @wraps(fake)
+    def run(call: Any) -> Any:
+        return op.slow(call) if is_planning() else fake(call)
+
+    return run
 
 
 def _below_autocast(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,7 +119,7 @@ for _op, _fake, _autograd in (
 ):
     _overload = _op.op
     _name = str(_overload._schema.name).removeprefix("weft::")
-    _known_fake = compiled.known_to_inductor(_on_records(_op, _fake))
+    _known_fake = compiled.known_to_inductor(_on_records(_op, _or_plan(_op, _fake)))
     torch.library.register_fake(f"weft::{_name}", _known_fake, lib=schema.lib)
     compiled.declare_communicating(_overload)
     for _key in ("CPU", "CUDA"):

@@ -98,7 +98,7 @@ def _on_cuda(where: Heap, call: AllGatherMatmulCall) -> Result | str:
             kernel_call = replace(kernel_call, a=a.contiguous())
         workspace = workspace_of_choice(where, choice)
         workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
-        plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen)
+        plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen, choice.predicted_us)
         ran(plan)
         timeout_ns = timeout_in_ns(where.group_name)
         gathered, products = on_cuda.launch_all_gather_matmul(choice, workspace, kernel_call, timeout_ns)

@@ -27,7 +27,7 @@ from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import GroupRef, has_name
 from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
-from ..dispatch import plan
+from ..dispatch import plan, planning
 from ..dispatch.fast_path import default_ns, may_take_fast_path, stream_workspace, timeout
 from ..dispatch.plan import Plan, heap_or_reason, num_sms, ran
 from ..dispatch.stream_order import StreamStep, in_stream_order, steps_on, stream_on
@@ -180,7 +180,7 @@ def _made_on(
 
 def in_place(x: Tensor, reduce_op: str, group: ProcessGroup, op: str) -> Tensor:
     """x, contiguous, overwritten. ``op``: whose call it is, for errors."""
-    if fast_all_reduce(x, reduce_op, group.group_name, x, op) is not None:
+    if not planning.is_planning() and fast_all_reduce(x, reduce_op, group.group_name, x, op) is not None:
         return x
     return run_all_reduce(x, reduce_op, group, x, op=op)
 
@@ -248,8 +248,9 @@ def prepare_all_reduce(
         key = (*key, config)
     found = workspace.prepared.get(key)
     if found is None:
-        kernel = AllReduceLauncher(workspace, x.numel(), x.dtype, reduce_op, x.device, config)
         plan = Plan("push", workspace_bytes=workspace.layout.bytes)
+        planning.stop(plan)
+        kernel = AllReduceLauncher(workspace, x.numel(), x.dtype, reduce_op, x.device, config)
         found = PreparedAllReduce(workspace, kernel, plan, default_ns())
         workspace.keep(key, found)
     return found

@@ -14,7 +14,7 @@ from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
-from ..dispatch import fast_path
+from ..dispatch import fast_path, planning
 from ..dispatch.plan import Plan, aligned, heap_or_reason, num_sms, ran
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import ALL_REDUCE, matmul_workspace, push_workspace
@@ -80,6 +80,7 @@ def _unfused(
     x: Tensor, residual: Tensor | None, weight: Tensor, kind: NormKind, group: ProcessGroup, reason: str
 ) -> tuple[Tensor, Tensor]:
     """The all-reduce by itself, which may well be fused with nothing and still be ours."""
+    planning.stop(Plan("unfused", reason))  # the all-reduce has a plan of its own
     total = all_reduce.run_all_reduce(x, "sum", group, op=host.OP)
     ran(Plan("unfused", reason))
     normed, sums = add_residual_and_norm(total, residual, weight, kind)

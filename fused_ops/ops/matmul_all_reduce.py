@@ -17,7 +17,7 @@ from ...symm_mem.backends.cuda_state import current_stream_of
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
-from ..dispatch import fast_path, plan
+from ..dispatch import fast_path, plan, planning
 from ..dispatch.plan import Plan, heap_or_reason, num_sms, on, ran, should_fuse
 from ..dispatch.staging import Staging, rows_of
 from ..dispatch.stream_order import in_stream_order
@@ -110,7 +110,10 @@ def _on_cuda(where: Heap, A: Tensor, B: Tensor, reduce_op: str, group: ProcessGr
             a = A.flatten(0, -2)
             out = a.new_empty(a.shape[0], B.shape[1])
             torch.mm(a, B, out=out)
-            all_reduce.in_place(out, reduce_op, group, host.OP)
+            try:
+                all_reduce.in_place(out, reduce_op, group, host.OP)
+            except planning.Planned as e:
+                raise planning.Planned(_in_two(e.plan)) from None
             plan.this_thread.plan = _in_two(plan.last_plan())
             _remember(A, B, reduce_op, group, out.view(*A.shape[:-1], B.shape[1]))
     return out
@@ -132,6 +135,8 @@ def _of_few_rows(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor | 
         staging.copy()
         workspace = push_workspace(where, ALL_REDUCE, config.layout(m, where.world_size))
         key = (host.OP, a.shape, a.stride(), b.shape, b.stride(), a.dtype, reduce_op, config)
+        fused = Plan("one_shot", staging.reason, workspace.layout.bytes)
+        planning.stop(fused)
         kernel = workspace.prepared.get(key)
         if kernel is None:
             same = (host.OP, a.shape, b.shape, a.dtype, reduce_op, config)
@@ -139,7 +144,6 @@ def _of_few_rows(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor | 
                 *(workspace, host.OP, key, same),
                 lambda: cuda_kernel.MatmulAllReduceLauncher(workspace, a, b, reduce_op, config),
             )
-        fused = Plan("one_shot", staging.reason, workspace.layout.bytes)
         ran(fused)
         workspace.raise_if_broken(host.OP, grids=kernel.grids)
         out = a.new_empty(m, n)

@@ -167,7 +167,7 @@ def _on_cuda(where: Heap, call: MatmulReduceScatterCall) -> Tensor | str:
         choice, chosen = on_cuda.tuned_scatter(choice, where, kernel_call)
         workspace = workspace_of_choice(where, choice)
         workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
-        plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen)
+        plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen, choice.predicted_us)
         ran(plan)
         timeout_ns = timeout_in_ns(where.group_name)
         out = on_cuda.launch_matmul_reduce_scatter(choice, workspace, kernel_call, timeout_ns)

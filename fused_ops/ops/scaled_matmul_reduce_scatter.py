@@ -168,7 +168,7 @@ def _on_cuda(where: Heap, call: ScaledMatmulReduceScatterCall, rows: ScaledRows)
         used = on_cuda.scaled_operands(choice.config, kernel_call, [*scales, *bias])
         workspace = workspace_of_choice(where, choice)
         workspace.raise_if_broken(None if choice.algorithm == "one_shot" else host.OP)  # that says it itself
-        plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen)
+        plan = Plan(choice.algorithm, staging.reason, workspace.layout.bytes, chosen, choice.predicted_us)
         ran(plan)
         timeout_ns = timeout_in_ns(where.group_name)
         out = on_cuda.launch_scaled_matmul_reduce_scatter(choice, workspace, kernel_call, used, timeout_ns)

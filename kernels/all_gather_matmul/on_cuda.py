@@ -64,9 +64,10 @@ def _choose(
     if k * a.element_size() % ALIGNMENT:  # of a part of B, where B as a whole may be fine
         return f"K: rows of {k} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     if a.dtype in gemm.DTYPES and len({is_transposed(b) for b in bs}) == 1:
-        config = likeliest(configs.rank_gather_kernels(problem), call.preferred)
+        us, config = likeliest(configs.rank_gather_kernels(problem), call.preferred)
         layout = configs.gather_layout(m, k, problem.world_size, config)
-        return KernelChoice(algorithm_of(config), config, layout, configs.gather_is_profitable(problem))
+        profitable = configs.gather_is_profitable(problem)
+        return KernelChoice(algorithm_of(config), config, layout, profitable, us)
     if call.split_k:
         what = "Bs of both orders in memory" if a.dtype in gemm.DTYPES else f"{a.dtype} operands"
         return f"the last dimension is gathered, for which no kernel takes {what}"

@@ -50,9 +50,10 @@ def _choose(
     if problem.split_n and problem.n * a.element_size() % ALIGNMENT:
         return f"scatter_dim: rows of {problem.n} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
     if a.dtype in gemm.DTYPES:
-        config = likeliest(configs.rank_scatter_kernels(problem), call.preferred)
+        us, config = likeliest(configs.rank_scatter_kernels(problem), call.preferred)
         layout = configs.scatter_layout(config, problem)
-        return KernelChoice(algorithm_of(config), config, layout, configs.scatter_is_profitable(problem))
+        profitable = configs.scatter_is_profitable(problem)
+        return KernelChoice(algorithm_of(config), config, layout, profitable, us)
     if problem.split_n:
         return f"the last dimension is scattered, of {a.dtype}"
     stored = configs.choose_matmul_reduce_scatter(problem, a.dtype)

@@ -38,7 +38,7 @@ def get_heap(group: Group = None, device: torch.device | str | None = None) -> H
     """
     pg = resolve_group(group)
     forks.refuse_child(pg, "heap")
-    where = _device(device) if device is not None else _default_device(pg)
+    where = _device(device) if device is not None else default_device(pg)
     key = _key(pg, where)
     known = _heaps.get(key)
     if known is None or known[0]() is not pg:  # a name may be used again after destroy_process_group
@@ -79,8 +79,15 @@ def known_heap_of(group: Group, device: torch.device | str | None) -> Heap | Non
         ValueError, TypeError: there is no such group or device.
     """
     pg = resolve_group(group)
-    known = _heaps.get(_key(pg, _device(device) if device is not None else _default_device(pg)))
+    known = _heaps.get(_key(pg, _device(device) if device is not None else default_device(pg)))
     return known[1] if known is not None and known[0]() is pg and isinstance(known[1], Heap) else None
+
+
+def why_no_heap(group: ProcessGroup, device: torch.device) -> str | None:
+    """Why ``get_heap`` would find none, if an earlier call has found that; else None."""
+    known = _heaps.get(_key(group, device))
+    there = known is not None and known[0]() is group and isinstance(known[1], HeapUnavailable)
+    return str(known[1]) if known is not None and there else None
 
 
 def known_heap(group_name: str, device: int) -> tuple[GroupRef, Heap] | None:
@@ -281,7 +288,7 @@ def _named_heaps(pg: ProcessGroup) -> dict[str, Heap]:
     return named
 
 
-def _default_device(pg: ProcessGroup) -> torch.device:
+def default_device(pg: ProcessGroup) -> torch.device:
     """torch's default device if that is a GPU; else the current one for a group with NCCL, the CPU for others."""
     if (default := torch.get_default_device()).type == "cuda":
         return default

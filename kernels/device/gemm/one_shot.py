@@ -52,9 +52,9 @@ def algorithm_of(config: object) -> str:
     return "one_shot" if isinstance(config, OneShotConfig) else "push"
 
 
-def likeliest(ranked: Sequence[tuple[float, C]], preferred: str | None) -> C:
-    """The fastest candidate, of the preferred algorithm if there is one."""
-    return next((c for _, c in ranked if algorithm_of(c) == preferred), ranked[0][1])
+def likeliest(ranked: Sequence[tuple[float, C]], preferred: str | None) -> tuple[float, C]:
+    """The fastest candidate and its predicted microseconds, of the preferred algorithm if there is one."""
+    return next(((us, c) for us, c in ranked if algorithm_of(c) == preferred), ranked[0])
 
 
 def exchange_us(sent: int, world_size: int) -> float:

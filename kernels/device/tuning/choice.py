@@ -20,13 +20,15 @@ class KernelChoice(Generic[C]):
     """How calls of one kind are run.
 
     ``layout``: of its workspace; a OneShotConfig has one of its own instead. ``profitable``: it is predicted to be
-    faster than the collective and the matmul one after the other.
+    faster than the collective and the matmul one after the other. ``predicted_us``: of the configuration, if there is a
+    model of it.
     """
 
     algorithm: str
     config: C
     layout: Layout | None
     profitable: bool
+    predicted_us: float | None = None
 
 
 class KernelChoices(Generic[C]):

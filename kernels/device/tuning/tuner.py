@@ -67,7 +67,7 @@ def tuned(
 def _with(choice: KernelChoice[C], found: Candidate[C]) -> KernelChoice[C]:
     """One object for each pair: kernels are kept under their choice."""
     algorithm = found.algorithm or choice.algorithm
-    return replace(choice, algorithm=algorithm, config=found.config, layout=found.layout)
+    return replace(choice, algorithm=algorithm, config=found.config, layout=found.layout, predicted_us=None)
 
 
 class Tuner:

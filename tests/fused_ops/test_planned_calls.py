@@ -1,0 +1,184 @@
+"""Plans that are asked for without a call: those that the call has, by one rank alone; of GPUs that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from opcommon import meet, world
+from ranks import run_ranks
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from weft import fused_ops
+from weft.fused_ops import last_plan, plan
+from weft.fused_ops.dispatch.plan import Plan, forced
+from weft.kernels.all_gather_matmul import configs
+
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+
+
+def calls(size: int, dtype: torch.dtype, m: int, k: int, n: int) -> list[Call]:
+    """Of every op; tensors on the meta device."""
+
+    def x(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    one = x(1, dtype=torch.float32)
+    of_columns = x(n, k, dtype=FP8).t()
+    sums: list[Call] = [(name, (x(m, k), "sum", None), {}) for name in ("one_shot_all_reduce",)]
+    return [
+        ("fused_all_gather_matmul", (x(m, k), [x(k, n)], 0, None), {"return_A": False}),
+        ("fused_matmul_reduce_scatter", (x(m * size, k), x(k, n), "sum", 0, None), {"residual": x(m, n)}),
+        (
+            "fused_all_gather_scaled_matmul",
+            (x(m, k, dtype=FP8), [of_columns], one, [one], 0, None),
+            {"out_dtypes": [dtype], "return_A": False},
+        ),
+        (
+            "fused_scaled_matmul_reduce_scatter",
+            (x(m * size, k, dtype=FP8), of_columns, one, one, "sum", 0, 0, None),
+            {"out_dtype": dtype},
+        ),
+        ("fused_matmul_all_reduce", (x(m, k), x(k, n), "sum", None), {}),
+        *sums,
+        ("one_shot_all_reduce_", (x(m, k), "sum", None), {}),
+        ("one_shot_all_gather", (x(m, k), 1, None), {}),
+        ("one_shot_reduce_scatter", (x(m * size, k), "sum", 0, None), {}),
+        ("fused_all_reduce_rms_norm", (x(m, k), x(m, k), x(k), 1e-5, None), {}),
+    ]
+
+
+def made(call: Call) -> Plan:
+    """The plan of the call with numbers."""
+    name, args, named = call
+
+    def real(value: Any) -> Any:
+        if isinstance(value, list):
+            return [real(each) for each in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.ones(value.shape).to(value.dtype).as_strided(value.shape, value.stride())
+
+    getattr(fused_ops, name)(*map(real, args), **{key: real(value) for key, value in named.items()})
+    return last_plan()
+
+
+def asked_by_one(rank: int, size: int) -> None:
+    """The other rank does nothing: a word to it would not be answered."""
+    every = calls(size, torch.float32, 16, 32, 48)
+    if rank == 0:
+        before = last_plan()
+        found = [plan(getattr(fused_ops, name), *args, **named) for name, args, named in every]
+        with forced("unfused"):
+            assert plan(fused_ops.one_shot_all_reduce, torch.ones(3), "sum", None).algorithm == "unfused"
+        assert last_plan() is before
+        assert {each.algorithm for each in found} == {"host"}, found
+    meet()
+    for i, call in enumerate(every):
+        ran = made(call)
+        if rank == 0:
+            # A workspace is that of several ops: it may be larger by now.
+            assert found[i].algorithm == ran.algorithm and 0 < found[i].workspace_bytes <= ran.workspace_bytes
+        if rank == 0 and i == 0:
+            assert found[i] == ran
+    empty = torch.empty(0, 32)
+    assert plan(fused_ops.one_shot_all_reduce, empty, "sum", None).reason == "there is nothing to send"
+
+
+def test_one_rank_asks() -> None:
+    run_ranks(asked_by_one, 2, fresh=True)
+
+
+@pytest.fixture
+def of_two() -> Any:
+    """A group of two ranks that are not there."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield world()
+    dist.destroy_process_group()
+
+
+def on_gpu(call: Call) -> Call:
+    """On a GPU that need not be there."""
+    name, args, named = call
+    with FakeTensorMode() as mode:
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, list):
+                return [moved(each) for each in value]
+            if not isinstance(value, torch.Tensor):
+                return value
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+
+        assert mode is not None
+        return name, tuple(map(moved, args)), {key: moved(value) for key, value in named.items()}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a GPU that is there there is more to say")
+def test_gpus_that_are_not_there(of_two: Any) -> None:
+    wanted = {
+        "fused_all_gather_matmul": "push",
+        "fused_matmul_reduce_scatter": "push",
+        "fused_all_gather_scaled_matmul": "push",
+        "fused_scaled_matmul_reduce_scatter": "push",
+        "one_shot_all_reduce": "push",
+        "one_shot_all_reduce_": "push",
+        "one_shot_all_gather": "push",
+        "one_shot_reduce_scatter": "push",
+        "fused_all_reduce_rms_norm": "push",
+    }
+    for call in map(on_gpu, calls(2, BF16, 2048, 4096, 3072)):
+        name, args, named = call
+        found = plan(getattr(fused_ops, name), *args, **named)
+        assert found.algorithm == wanted.get(name, found.algorithm) != "unfused", (name, found)
+        assert found.workspace_bytes > 0
+        assert (found.predicted_us is not None) == ("matmul" in name and "all_reduce" not in name), (
+            name,
+            found,
+        )
+    gather = on_gpu(calls(2, BF16, 2048, 4096, 3072)[0])
+    found = plan(fused_ops.fused_all_gather_matmul, *gather[1], **gather[2])
+    problem = configs.AllGatherMatmulProblem(2048, (3072,), 4096, 2, 132)
+    us, config = configs.rank_gather_kernels(problem)[0]
+    assert found.predicted_us == us
+    assert isinstance(config, configs.GatherPushConfig)
+    assert found.workspace_bytes >= configs.gather_push_layout(2048, 4096, 2, config).bytes
+    name, args, named = on_gpu(calls(2, torch.float32, 1, 3, 5)[1])
+    assert plan(fused_ops.fused_matmul_reduce_scatter, *args, **named).algorithm == "unfused"
+
+
+def refuse(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_what_is_refused(of_two: Any) -> None:
+    x, w = torch.ones(4, 8), torch.ones(8, 6)
+    refuse(lambda: plan(fused_ops.fused_all_gather_matmul, x, [w], 5, None), ValueError, "^gather_dim: is 5")
+    refuse(lambda: plan("fused_all_gather_matmul", x), TypeError, "^op: is of type str")  # type: ignore[arg-type]
+    refuse(lambda: plan(torch.add, x, x), TypeError, "^op: add has no plan")
+    # And the thread makes calls again.
+    assert fused_ops.one_shot_all_reduce(x.to("meta"), "sum", None).shape == x.shape
+
+
+def asked_on_gpus(rank: int, size: int) -> None:
+    """What GPUs do is what was said before, of operands that lie as kernels take them."""
+    for m in (64, 2048):
+        for call in calls(size, BF16, m, 4096, 3072):
+            name, args, named = on_gpu(call)
+            found = plan(getattr(fused_ops, name), *args, **named)
+            ran = made(call)
+            assert (found.algorithm, found.predicted_us) == (ran.algorithm, ran.predicted_us), (
+                name,
+                found,
+                ran,
+            )
+            assert found.workspace_bytes <= ran.workspace_bytes
+
+
+@pytest.mark.gpu
+def test_gpus_do_as_planned() -> None:
+    run_ranks(asked_on_gpus, 2, device="cuda", fresh=True)
