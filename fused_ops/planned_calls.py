@@ -34,8 +34,8 @@ def plan(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
 
     Args:
         op: a function of ``weft.fused_ops`` that communicates, or an op of ``torch.ops.weft``.
-        *args: its arguments. Tensors may be fake, real, or on the meta device: these are taken to be where others are, or
-            where the default group's ranks have theirs: on CUDA with NCCL.
+        *args: its arguments. Tensors may be fake, real, or on the meta device: these are taken to be where others are,
+            or where the default group's ranks have theirs: on CUDA with NCCL.
         **kwargs: likewise, those that have names.
 
     Returns:
