@@ -283,7 +283,8 @@ def num_sms(device: torch.device) -> int:
     Raises:
         ValueError: WEFT_RESERVED_SMS is not a number from 0 to what the GPU has, less the two of a cluster.
     """
-    there = cuda_state.state.num_sms(device) if torch.cuda.is_available() else _HOPPER_SMS
+    only_planned = planning.is_planning() and not torch.cuda.is_available()
+    there = _HOPPER_SMS if only_planned else cuda_state.state.num_sms(device)
     text = os.environ.get("WEFT_RESERVED_SMS", "0")
     if not text.isdigit() or int(text) > there - 2:
         raise ValueError(f"WEFT_RESERVED_SMS: is {text!r}, must be a number from 0 to {there - 2}")

@@ -131,11 +131,12 @@ def has_block_product(rows: int, types: tuple[torch.dtype, torch.dtype], device:
 
 @cache
 def offers_block_products(device: torch.device) -> bool:
-    """The same, of some number of rows."""
+    """The same, of some number of rows. A device that is not there, of which plans are made, is taken to be a Hopper."""
     if not hasattr(torch.ops.aten, "_scaled_mm_v2") or torch.version.cuda is None:
         return False
     version = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
-    return version >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
+    is_hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability(device) == (9, 0)
+    return version >= (12, 9) and is_hopper
 
 
 def as_pairs(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
