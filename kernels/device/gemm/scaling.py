@@ -131,7 +131,7 @@ def has_block_product(rows: int, types: tuple[torch.dtype, torch.dtype], device:
 
 @cache
 def offers_block_products(device: torch.device) -> bool:
-    """The same, of some number of rows. A device that is not there, of which plans are made, is taken to be a Hopper."""
+    """The same, of some number of rows. A device that is not there, as plans may ask about, is taken to be a Hopper."""
     if not hasattr(torch.ops.aten, "_scaled_mm_v2") or torch.version.cuda is None:
         return False
     version = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
