@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import statistics
 import sys
 import time
@@ -31,6 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import machine
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -158,16 +158,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out")
     given = parser.parse_args()
-    device = (
-        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
-    )
+    device = machine.join_ranks()
     say: Callable[..., None] = (
         functools.partial(print, flush=True) if dist.get_rank() == 0 else lambda *args: None
     )

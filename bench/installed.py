@@ -93,11 +93,8 @@ def main() -> int:
     parser.add_argument("--intermediate", type=int, default=14336)
     given = parser.parse_args()
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # of torch's ops
-    on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
+    device = machine.join_ranks()
+    on_gpus = device.type == "cuda"
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.distributed_c10d._get_default_group().group_name
     if rank == 0:

@@ -11,12 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import triton
 
 ROOT = Path(__file__).resolve().parent.parent
 UNKNOWN = "unknown"
 _SETTINGS = ("WEFT_", "NCCL_", "TORCH_SYMM_MEM_")
 _OF_A_HOST = ("NCCL_COMM_ID", "NCCL_HOSTID")
+
+
+def join_ranks() -> torch.device:
+    """The process group of a torchrun: with NCCL where each local rank has a GPU, else between CPU ranks. This rank's
+    device."""
+    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
 
 
 def device_name(device: str) -> str:

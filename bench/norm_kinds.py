@@ -8,12 +8,12 @@ slowest rank. Prints a markdown table of microseconds, and how many times the us
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from statistics import median
 from typing import Any
 
+import machine
 import torch
 import torch.distributed as dist
 from parts import after_producer, random_tensor
@@ -61,11 +61,8 @@ def microseconds(series: Sequence[Series], device: torch.device) -> list[float]:
 
 
 def main() -> None:
-    on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
+    device = machine.join_ranks()
+    on_gpus = device.type == "cuda"
     lines = [f"| rows | hidden | {' | '.join(KINDS)} |", "|---" * (2 + len(KINDS)) + "|"]
     for hidden in (4096, 8192) if on_gpus else (512,):
         for rows in (1, 16, 64, 256, 1024, 4096) if on_gpus else (4, 64):

@@ -12,7 +12,6 @@ Between CPU ranks one clock measures all.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 import time
@@ -105,12 +104,9 @@ def main() -> int:
     parser.add_argument("--sizes", default=sizes, help="bytes, by commas")
     parser.add_argument("--width", type=int, default=1024, help="of the layers of the model in DDP")
     given = parser.parse_args()
-    on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
+    device = machine.join_ranks()
+    on_gpus = device.type == "cuda"
     own = "nccl" if on_gpus else "gloo"
-    dist.init_process_group(own, device_id=device if on_gpus else None)
     rank, wrong = dist.get_rank(), 0
     groups = {own: dist.new_group(backend=own), "weft": dist.new_group(backend="weft")}
     columns = ("host us", "device us", "graph us") if on_gpus else ("us", "")

@@ -11,13 +11,13 @@ became of the collectives. Results are compared with those without the pass.
 from __future__ import annotations
 
 import argparse
-import os
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
 
+import machine
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -104,11 +104,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+")
     parser.add_argument("--settings", nargs="+", default=["none", "False", "True", "auto"])
     given = parser.parse_args()
-    on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
+    device = machine.join_ranks()
+    on_gpus = device.type == "cuda"
     torch._dynamo.config.recompile_limit = 64
     known: dict[str, Any] = {"none": None, "False": False, "True": True, "auto": "auto"}
     settings = {name: known[name] for name in given.settings}

@@ -105,8 +105,7 @@ def _forced(make: Callable[[Pair], Run], threshold: int) -> Callable[[Pair], Run
 
         def forced() -> None:
             engine: Any = get_heap(None, pair.device).registrations.engine
-            before = dict(engine.copy_engine_from)
-            engine.copy_engine_from = dict.fromkeys(before, threshold)
+            before, engine.copy_engine_from = engine.copy_engine_from, threshold
             run()
             engine.copy_engine_from = before
 
@@ -255,11 +254,7 @@ def main() -> int:
     parser.add_argument("--plain", action="store_true", help="eager calls instead of a CUDA graph")
     parser.add_argument("--only", default="", help="contenders, by commas")
     given = parser.parse_args()
-    on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
+    device = machine.join_ranks()
     symm_mem.set_timeout(20)
 
     def show(line: str) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,8 +98,7 @@ class GraphTurn:
         this_thread.workspaces = self._before
 
 
-_HOPPER_SMS = 132  # of a GPU that is not there
-_NOT_HOPPER = "the kernels are for GPUs of compute capability 9.0"
+HOPPER_SMS = 132
 _unfused_calls = 0
 this_thread = _ThisThread()
 _KERNELS = "push", "one_shot"  # around 16-bit matmuls
@@ -182,8 +180,6 @@ def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap
         ForkedProcess: this process was forked from the one that joined the group.
         WeftError: the group is broken on this rank. What x holds may then be invalid, also for NCCL or gloo.
     """
-    if planning.is_planning():
-        return _planned_heap(x, group, empty)
     call = take_begun()
     if group.size() == 1:
         return "the group has one rank"
@@ -196,6 +192,8 @@ def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap
         found = heap_or_why(x.device, group)
     except HeapUnavailable as e:
         found = str(e)
+    if planning.is_planning():
+        return found
     if isinstance(found, str):
         return _logged(op, group, found)
     refuse_if_broken(found)
@@ -203,28 +201,18 @@ def heap_or_reason(op: str, x: Tensor, group: ProcessGroup, empty: bool) -> Heap
     return found
 
 
-def _planned_heap(x: Tensor, group: ProcessGroup, empty: bool) -> Any:
-    """The same of a call that is planned: what an earlier call has found is known, else the ranks are taken to be able
-    to address each other's memory, and a GPU that is not there to be an H200."""
-    if group.size() == 1:
-        return "the group has one rank"
-    if empty:
-        return "there is nothing to send"
-    if _forced == "unfused":
-        return "the caller asked for it"
-    if x.is_cuda and torch.cuda.is_available() and not _is_hopper(x.device):
-        return _NOT_HOPPER
-    return why_no_heap(group, x.device) or planning.PlannedHeap(group, x.device)
-
-
 def heap_or_why(device: torch.device, group: ProcessGroup) -> Heap | str:
     """The group's heap, or why its kernels cannot run on ``device``.
+
+    Of a call that is planned what stands for the heap, unless an earlier call has found that there is none.
 
     Raises:
         HeapUnavailable: the ranks cannot address each other's memory.
     """
     if device.type == "cuda" and not _is_hopper(device):
-        return _NOT_HOPPER
+        return "the kernels are for GPUs of compute capability 9.0"
+    if planning.is_planning():
+        return why_no_heap(group, device) or planning.PlannedHeap(group, device)  # type: ignore[return-value]
     return get_heap(group, device)
 
 
@@ -273,7 +261,8 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    """Also of one that is not there, which may be planned for."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache
@@ -283,8 +272,8 @@ def num_sms(device: torch.device) -> int:
     Raises:
         ValueError: WEFT_RESERVED_SMS is not a number from 0 to what the GPU has, less the two of a cluster.
     """
-    only_planned = planning.is_planning() and not torch.cuda.is_available()
-    there = _HOPPER_SMS if only_planned else cuda_state.state.num_sms(device)
+    not_there = planning.is_planning() and not torch.cuda.is_available()
+    there = HOPPER_SMS if not_there else cuda_state.state.num_sms(device)
     text = os.environ.get("WEFT_RESERVED_SMS", "0")
     if not text.isdigit() or int(text) > there - 2:
         raise ValueError(f"WEFT_RESERVED_SMS: is {text!r}, must be a number from 0 to {there - 2}")

@@ -63,8 +63,10 @@ def address_of(x: Tensor) -> int:
 
 
 class _NoTuner:
-    def find(self, kind: str, candidates: Any, make: Any) -> tuple[None, str]:
-        return None, "from the model"
+    def find(self, *_: Any) -> tuple[None, str]:
+        from ...kernels.device.tuning.tuner import FROM_MODEL
+
+        return None, FROM_MODEL
 
 
 @dataclass
@@ -82,10 +84,6 @@ class PlannedHeap:
     @property
     def rank(self) -> int:
         return self.group.rank()
-
-    @property
-    def group_name(self) -> str:
-        return self.group.group_name
 
     def prepare(self, *_: Any) -> None:
         """Nothing is made."""

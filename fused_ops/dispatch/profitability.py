@@ -18,7 +18,7 @@ from ...kernels.device.gemm.gemm_tiles import LINK, MULTIPLY_ADDS
 from ...kernels.device.gemm.scaling import ScaledProducts, ScaleKind, has_block_product
 from ...kernels.matmul_reduce_scatter import configs as scatter
 from ...kernels.matmul_reduce_scatter import to_all
-from .plan import why_tf32
+from .plan import HOPPER_SMS, why_tf32
 
 OPS = (
     "all_gather_matmul",
@@ -32,8 +32,8 @@ OPS = (
 )
 _ALONE = ("all_gather", "reduce_scatter")
 _ROW = 16  # bytes; the kernels' descriptors need rows of a multiple
+# Of HOPPER_SMS that some are reserved on a machine does not change what is profitable.
 _LEAST_ROWS = 64  # of a rank's result of a float32 matmul_reduce_scatter, for its tiles
-_NUM_SMS = 132  # of Hopper; that some are reserved on a machine does not change what is profitable
 _MOST_REDUCED = 64 << 20  # bytes; larger all-reduces on three ranks and more were not measured
 # Bytes of the whole tensor up to which a collective alone was measured: between 2 ranks faster than NCCL at each size.
 # On more ranks only what latency decides is taken, as of the all-reduce, which has the same protocol.
@@ -93,7 +93,7 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
             return None
         if op == "matmul_all_reduce" and buffers:
             of_sum = scatter.MatmulReduceScatterProblem(
-                m, n, k, world_size, _NUM_SMS, to_all=True, spec=_spec()
+                m, n, k, world_size, HOPPER_SMS, to_all=True, spec=_spec()
             )
             if to_all.choose_sum_to_all_push(of_sum)[1]:
                 return None
@@ -118,7 +118,7 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
     if gathers:
         if buffers:
             of_gather = gather.AllGatherMatmulProblem(
-                rows, (n,), depth, world_size, _NUM_SMS, last_dim, candidate.return_A, _spec()
+                rows, (n,), depth, world_size, HOPPER_SMS, last_dim, candidate.return_A, _spec()
             )
             profitable = gather.gather_is_profitable(of_gather)
         else:
@@ -126,7 +126,7 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
         return None if profitable else f"too little is gathered and multiplied ({m} x {k} @ {k} x {n})"
     if buffers:
         problem = scatter.MatmulReduceScatterProblem(
-            rows, columns, k, world_size, _NUM_SMS, split_n=last_dim, spec=_spec()
+            rows, columns, k, world_size, HOPPER_SMS, split_n=last_dim, spec=_spec()
         )
         profitable = scatter.scatter_is_profitable(problem)
     else:
@@ -146,7 +146,7 @@ def _why_not_scaled(candidate: FusionCandidate, scaled: ScaledProducts) -> str |
         if last_dim and scaled.kind is not ScaleKind.TENSOR:
             return f"the kernels do not gather the last dimension with {scaled.kind.value} scales"
         of_gather = gather.AllGatherMatmulProblem(
-            *(rows, (n,), depth // 2, size, _NUM_SMS, last_dim, candidate.return_A, _spec()), scaled=scaled
+            *(rows, (n,), depth // 2, size, HOPPER_SMS, last_dim, candidate.return_A, _spec()), scaled=scaled
         )
         profitable, verb = gather.gather_is_profitable(of_gather), "gathered and multiplied"
     else:
@@ -154,7 +154,7 @@ def _why_not_scaled(candidate: FusionCandidate, scaled: ScaledProducts) -> str |
             return "the kernels send no partial results of torch.float32"
         rows, columns = (m, n // size) if last_dim else (m // size, n)
         of_scatter = scatter.MatmulReduceScatterProblem(
-            *(rows, columns, k // 2, size, _NUM_SMS), split_n=last_dim, spec=_spec(), scaled=scaled
+            *(rows, columns, k // 2, size, HOPPER_SMS), split_n=last_dim, spec=_spec(), scaled=scaled
         )
         profitable, verb = scatter.scatter_is_profitable(of_scatter), "multiplied and scattered"
     return None if profitable else f"too little is {verb} ({m} x {k} @ {k} x {n})"

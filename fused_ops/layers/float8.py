@@ -203,9 +203,8 @@ def _checked(named: tuple[str, Tensor], B: Tensor, dim: tuple[str, int], group: 
 
 
 def _size_of(group: str) -> int:
-    if (
-        torch.compiler.is_compiling()
-    ):  # Dynamo of torch 2.11 does not look up groups by name, but knows this function
+    # Dynamo of torch 2.11 looks up no group by its name, but knows this function.
+    if torch.compiler.is_compiling():
         return distributed_c10d._get_group_size_by_name(group)  # type: ignore[arg-type]
     return resolve_group(group).size()
 

@@ -59,7 +59,7 @@ class CudaTransfers:
     def __init__(self, registry: Registry) -> None:
         self._heap, self._semaphores = registry.heap, registry.semaphores
         # On 2 H200 the lines through 16 and 256 MiB meet at 44 to 78 MiB (bench/results/h200-x2-transfers.txt).
-        self.copy_engine_from = {"put": 48 << 20, "get": 48 << 20}
+        self.copy_engine_from = 48 << 20
         self.dependent = is_on("WEFT_PDL")
         self._launches: dict[Any, Callable[[int], None]] = {}
         with cuda_state.state.make_current(self._heap.device):
@@ -83,7 +83,7 @@ class CudaTransfers:
         flat = source.is_contiguous() and target.is_contiguous() and not (local.is_conj() or local.is_neg())
         addresses = (source.data_ptr(), target.data_ptr(), size) if size else (0, 0, 0)
         aligned = addresses[0] % _VECTOR == addresses[1] % _VECTOR == 0
-        if flat and aligned and size < self.copy_engine_from[access.op]:
+        if flat and aligned and size < self.copy_engine_from:
             self._run("move", of, peer, (MOVED, ALLOWED), addresses)
             return
         self._run("await", of, peer, (MOVED, ALLOWED))

@@ -1,37 +1,30 @@
 """Ranks compare calls before anything is launched: the first one of each op, and in the checked mode all of them.
 
-Every rank has a page of host memory that all ranks of the group can read, also beside a heap on CUDA. Before a call
-each rank writes what it is about to do and counts up; it reads what the others wrote once they have counted as far, and
-the first rank that differs from rank 0 is named on every rank. So at every call a rank's host waits for the others',
-within the group's deadline; nothing is enqueued on a stream, so a captured graph is checked at its capture and its
-replays cost nothing.
+Every rank has a page that all ranks of the group can read (rank_pages.py). Before a call each rank writes what it is
+about to do and counts up; it reads what the others wrote once they have counted as far, and the first rank that differs
+from rank 0 is named on every rank. So at every call a rank's host waits for the others', within the group's deadline;
+nothing is enqueued on a stream, so a captured graph is checked at its capture and its replays cost nothing.
 
 A page has two places for texts, used in turn: docs/protocol.md#call-check has the proof.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import mmap
 import os
 from typing import TYPE_CHECKING
 
-from ..bootstrap.fd_exchange import close_fds, exchange
 from ..call_cache import invalidate_calls
 from ..call_site import call_site, text
-from ..errors import CallAbandoned, PeerTimeout, PeerWait, RankMismatch, WeftError, describe
+from ..errors import CallAbandoned, RankMismatch, WeftError, describe
 from ..switches import is_on
-from ..timeouts import get_timeout
 from .fault import fault_of
-from .spin_wait import Expired, PeerLiveness, spin
+from .rank_pages import FIRST, RankPages
 
 if TYPE_CHECKING:
     from ..heap.heap import Heap
 
 _PLACE = 4096  #: bytes of a text, with its digest in front
-_FIRST = 64  #: where the first place begins; the count stands before it
-_BYTES = _FIRST + 2 * _PLACE
 _DIGEST = 16
 
 _on: bool | None = None
@@ -109,27 +102,9 @@ class CallCheck:
     """The pages of one group's ranks."""
 
     def __init__(self, heap: Heap) -> None:
-        self._rank, self._size, self._group = heap.rank, heap.world_size, heap.group_name
-        self._rendezvous = heap.rendezvous
-        self._lock = heap.lock
+        self._rank, self._group, self._lock = heap.rank, heap.group_name, heap.lock
         self._fault = fault_of(heap)
-        # On CUDA abort notices lie where the host cannot read them.
-        on_host = heap.device.type == "cpu"
-        self._abort_notices = [
-            self._fault.abort_notice(rank) if on_host else None for rank in range(self._size)
-        ]
-        fds: list[int] = []
-        try:
-            # Entered before the ranks hear of each other: another one's problem must not leave it open.
-            heap.rendezvous.run_on_all("make the call check", lambda: fds.append(_page()))
-            fds = exchange(heap.rendezvous, fds[0], heap.secret)
-            self._pages = heap.rendezvous.run_on_all(
-                "map the call check", lambda: [mmap.mmap(fd, _BYTES) for fd in fds]
-            )
-        finally:
-            close_fds(fds)
-        # A ctypes object over a page keeps it mapped.
-        self._counts = [ctypes.c_uint32.from_buffer(page) for page in self._pages]
+        self._pages = RankPages(heap, 2 * _PLACE, "the call check")
         self._count = self._calls = 0
         #: Ops of which a call was compared: the same on all ranks.
         self.compared: set[str] = set()
@@ -137,7 +112,7 @@ class CallCheck:
     def reset_state(self) -> None:
         """Count from 0 again: the heap is being reset."""
         self.compared.clear()
-        self._count = self._calls = self._counts[self._rank].value = 0
+        self._count = self._calls = self._pages.own_count.value = 0
 
     def compare(
         self, op: str, said: str, remark: str = "", *, begins: bool = True, what: str | None = None
@@ -179,33 +154,11 @@ class CallCheck:
     def _post(self, op: str, entry: bytes, site: str | None) -> list[bytes]:
         self._count += 1
         count = self._count & 0xFFFFFFFF
-        at = _FIRST + (count & 1) * _PLACE
-        self._pages[self._rank][at : at + len(entry)] = entry
-        self._counts[self._rank].value = count
-        timeout = get_timeout(self._group)
-        entries = []
-        for rank, page in enumerate(self._pages):
-            if rank != self._rank:
-                address = ctypes.addressof(self._counts[rank])
-                peer = PeerLiveness(self._rendezvous.processes[rank], self._abort_notices[rank])
-                try:
-                    spin(address, count, timeout, peer, self._fault.raise_if_broken)
-                except Expired as e:
-                    flag = "its count of checked calls"
-                    wait = PeerWait(op, self._group, self._rank, rank, flag, count, site)
-                    raise self._fault.breaks(PeerTimeout(wait, e.outcome)).again() from None
-            entries.append(page[at : at + _PLACE])
-        return entries
-
-
-def _page() -> int:
-    fd = os.memfd_create("weft-call-check", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(fd, 0, _BYTES)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+        at, pages = FIRST + (count & 1) * _PLACE, self._pages
+        pages.own[at : at + len(entry)] = entry
+        pages.own_count.value = count
+        flag = "its count of checked calls"
+        return [page[at : at + _PLACE] for page in pages.counted(op, count, flag, site)]
 
 
 def _shown(entry: bytes) -> str:

@@ -11,7 +11,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from cuda.bindings import driver
@@ -22,9 +22,6 @@ from ..bootstrap.fd_exchange import close_fds
 from .local import Described, OwnSegments
 from .mapping import Mapping
 from .segments import Segment
-
-if TYPE_CHECKING:
-    pass
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _ASKS = driver.CUpointer_attribute

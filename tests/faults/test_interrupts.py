@@ -20,7 +20,7 @@ from weft.kernels.matmul_all_reduce import host as matmul_all_reduce
 from weft.kernels.matmul_reduce_scatter import host as matmul_reduce_scatter
 from weft.symm_mem.backends.host import HostBackend
 from weft.symm_mem.bootstrap.store import StoreQuestions
-from weft.symm_mem.failure import call_check
+from weft.symm_mem.failure import call_check, rank_pages
 from weft.symm_mem.heap.heap import Heap
 from weft.symm_mem.heap.registry import get_heap
 from weft.symm_mem.layout import Layout
@@ -74,9 +74,9 @@ def grows() -> None:
 # What is called, whether the group has memory before, and where it is interrupted.
 CASES: dict[str, tuple[Callable[[], None], bool, Any, str]] = {
     "make a heap": (makes_a_heap, False, HostBackend, "reserve"),
-    "make the call check": (checked, True, call_check, "_page"),
-    "exchange the call checks": (checked, True, call_check, "exchange"),
-    "compare calls": (checked, True, call_check, "spin"),
+    "make the call check": (checked, True, rank_pages, "make_page"),
+    "exchange the call checks": (checked, True, rank_pages, "exchange"),
+    "compare calls": (checked, True, rank_pages, "spin"),
     "prepare": (prepares, True, StoreQuestions, "__enter__"),
     "grow": (grows, True, Heap, "_enter_chunk"),
     "reset": (symm_mem.reset, True, Heap, "_quiesce"),

@@ -20,7 +20,7 @@ from weft.fused_ops import fused_all_gather_matmul, one_shot_all_reduce
 from weft.kernels.all_gather_matmul import host
 from weft.symm_mem.backends.host import HostBackend
 from weft.symm_mem.bootstrap import fd_exchange
-from weft.symm_mem.failure import call_check
+from weft.symm_mem.failure import rank_pages
 from weft.symm_mem.heap.heap import Heap
 from weft.symm_mem.heap.registry import get_heap
 
@@ -226,7 +226,7 @@ def no_page(rank: int, world_size: int) -> None:
     symm_mem.set_checked(True)
     with ExitStack() as stack:
         if rank == SHORT:
-            stack.enter_context(mock.patch.object(call_check, "_page", side_effect=OSError("no page")))
+            stack.enter_context(mock.patch.object(rank_pages, "make_page", side_effect=OSError("no page")))
         for _ in range(3):
             with pytest.raises(
                 symm_mem.WeftError, match=f"make the call check .* rank {SHORT}: OSError: no page"

@@ -6,6 +6,8 @@ A case is plain data, drawn in the test's process and sent to the ranks, where `
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +112,26 @@ def build(value: Any, rank: int) -> Any:
     if isinstance(value, dict):
         return {k: build(v, rank) for k, v in value.items()}
     return value
+
+
+def said_by(call: Callable[[], object]) -> tuple[str, str]:
+    """How a call with any arguments ends: the error's type and text, or "fine". A wrong result is not taken."""
+    try:
+        call()
+    except AssertionError:
+        raise
+    except Exception as e:
+        return type(e).__name__, str(e).split(", only ")[0]  # then come the groups that this rank has
+    return "fine", ""
+
+
+def check_said(said: list[tuple[str, str]], names: str, others: tuple[str, ...] = ()) -> None:
+    """All ranks say the same: "fine", one of ``others``, or what is wrong with an argument of these names."""
+    assert said[0] == said[1], f"the ranks say different things: {said}"
+    kind, text = said[0]
+    if kind not in ("fine", *others):
+        assert kind in ("ValueError", "TypeError"), said[0]
+        assert re.match(rf"({names}): ", text), f"names no argument: {said[0]}"
 
 
 sizes = st.integers(0, 6)

@@ -97,7 +97,7 @@ def exchanges(rank: int, world_size: int) -> None:
     stage = Stage()
     with mock.patch.object(cuda_state, "state", stage):
         engine = CudaTransfers(get_heap().registrations.registry)
-        engine.copy_engine_from = {"put": COPY_ENGINE, "get": COPY_ENGINE}
+        engine.copy_engine_from = COPY_ENGINE
         get_heap().registrations._engine = engine
         for turn in range(6):
             for x, how in (

@@ -20,7 +20,7 @@ from ..memory.live_bytes import LiveBytes, body
 from .change import OrderChange, Placed
 from .costs import CostTable, counted_flops, kernel_time, transfer_time
 from .exposure import exposed_times
-from .lean import lean_order
+from .least_memory import order_of_least_memory
 from .transports import Transfer, transfers
 
 _TAKEN_ALONG = 32  # nodes, at most, that move with a start or a wait
@@ -69,11 +69,12 @@ class _Walk:
         self.bound = int(self.live.peak * (1 + limits.memory))
         self._most = {t.transport: max(limits.in_flight, self._at_most(t.transport)) for t in self.transfers}
 
-    def make_lean(self) -> None:
-        """Takes the order that holds least, and allows no more than that. In the given one, if that holds less."""
-        lean = LiveBytes(self.sets, lean_order(self.given, self.hazards, self.transfers, self._light))
-        if lean.peak <= self.live.peak:
-            self.live = lean
+    def start_from_least_memory(self) -> None:
+        """Takes the order that needs the least memory, or the given one if that needs less, and allows no more."""
+        least = order_of_least_memory(self.given, self.hazards, self.transfers, self._light)
+        anew = LiveBytes(self.sets, least)
+        if anew.peak <= self.live.peak:
+            self.live = anew
         self.bound = int(self.live.peak * (1 + self.limits.memory))
 
     def kernels_before(self) -> dict[fx.Node, int]:
@@ -249,7 +250,7 @@ def reorder(
     """
     walk = _Walk(graph, table, limits or OrderLimits())
     peak, before, given = walk.live.peak, walk.exposed(), walk.kernels_before()
-    walk.make_lean()
+    walk.start_from_least_memory()
     whys: dict[fx.Node, tuple[str, str]] = {}
     for transfer in walk.transfers:
         if not transfer.waits:

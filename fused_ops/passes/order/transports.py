@@ -15,11 +15,8 @@ from ....symm_mem import resolve_group
 from ..graph.collectives import communicates, group_of, kind_of, waits
 from ..memory.alias_sets import size_of, started_by, tensors_of
 
-WEFT, NVLINK, NETWORK = (
-    "weft",
-    "NVLink",
-    "network",
-)  #: weft's kernels, and backends inside of a host and beyond it
+#: weft's kernels, and backends inside of a host and beyond it.
+WEFT, NVLINK, NETWORK = "weft", "NVLink", "network"
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""The order that holds least: what makes more than it gets is started just before it is waited for, with what only it
-needs, and what makes less is waited for at once.
+"""The order that needs the least memory: a collective whose results are larger than its operands is started just before
+it is waited for, with what only it needs, and one whose results are smaller is waited for at once.
 
 torch may have moved both: for inference it puts the gathers of all weights in front of everything else, and the waits
 for scattered gradients behind everything.
@@ -16,7 +16,7 @@ from ..memory.hazards import Hazards
 from .transports import Transfer
 
 
-def lean_order(
+def order_of_least_memory(
     order: Sequence[fx.Node],
     hazards: Hazards,
     found: Sequence[Transfer],
