@@ -7,9 +7,11 @@ from collections.abc import Collection
 from torch import fx
 from torch._inductor import config as inductor_config
 
+from ..memory.at_run_time import verifies
 from .change import OrderChange
 from .costs import table_for
 from .moves import OrderLimits, reorder
+from .placed import place_gathers
 from .transports import runs_beside
 
 
@@ -23,7 +25,10 @@ def reordered(graph: fx.Graph, memory: float, number: int, voted: Collection[str
             transport only if both are of these. None for all, as ranks are known to run the same.
     """
     limits = OrderLimits(memory=memory, beside=runs_beside(graph), voted=voted)
-    return reorder(graph, table_for(graph), limits, number)
+    change = reorder(graph, table_for(graph), limits, number)
+    if not verifies():  # whose interpreter compares the storages of values with those of their fakes
+        place_gathers(graph)
+    return change
 
 
 def keep_what_is_ordered(graph: fx.Graph, change: OrderChange | None) -> None:
