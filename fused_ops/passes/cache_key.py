@@ -23,7 +23,8 @@ def pass_key(settings: PassSettings) -> str:
         f"weft {weft.__version__} {_sources()} groups={names} "
         f"strict={settings.strict} fuse={settings.fuse} agree={settings.agree} regather={settings.regather} "
         f"collectives={settings.collectives} sequence_parallel={settings.sequence_parallel} "
-        f"reorder={settings.reorder} ranks={_own_ranks() if settings.sequence_parallel else None} "
+        f"reorder={settings.reorder} gathers={settings.gathers} buckets={settings.buckets} "
+        f"ranks={_own_ranks() if settings.sequence_parallel else None} "
         f"sizes={_group_sizes()} environment={_environment()}"
     )
 

@@ -42,6 +42,24 @@ class Placed:
 
 
 @dataclass(frozen=True)
+class Bucket:
+    """Collectives that one call starts.
+
+    Attributes:
+        node: its name in the graph.
+        of: the names of those that it took the place of.
+        size: bytes that they move: of the operands or of the results, whichever are larger.
+    """
+
+    node: str
+    of: tuple[str, ...]
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.node}: {len(self.of)} in a bucket of {self.size} bytes: {', '.join(self.of)}"
+
+
+@dataclass(frozen=True)
 class OrderChange:
     """What was moved in a graph.
 
@@ -50,7 +68,8 @@ class OrderChange:
         placed: its collectives, in the order given.
         before, after: microseconds that the compute stream would wait for all of them.
         peak_before, peak_after: bytes that the graph makes and holds at once.
-        crossed: groups whose collectives have changed their order against those of another transport.
+        crossed: groups whose collectives are in buckets, or have changed their order against others'.
+        buckets: what was put into one call.
         kept: why the order given was kept; "" where it was changed.
     """
 
@@ -62,6 +81,7 @@ class OrderChange:
     peak_after: int
     kept: str = ""
     crossed: frozenset[str] = frozenset()
+    buckets: tuple[Bucket, ...] = ()
 
     @property
     def moved(self) -> int:
@@ -75,4 +95,4 @@ class OrderChange:
                 f"{self.moved} of {len(self.placed)} collectives moved, exposed {self.before:.3g} us -> "
                 f"{self.after:.3g} us, peak {self.peak_before} -> {self.peak_after} bytes (predicted)"
             )
-        return "\n".join([head, *(f"    {each}" for each in self.placed)])
+        return "\n".join([head, *(f"    {each}" for each in (*self.buckets, *self.placed))])

@@ -37,6 +37,7 @@ class OrderLimits:
         gathers: all-gathers among them.
         cover: how much longer than a collective what runs beside it should take, as it is estimated.
         memory: how much the peak may grow, as a part of it.
+        most: bytes that the peak may have, also where the above allows more.
         beside: whether collectives may be on their way while an op of weft runs: on CUDA its kernel takes all SMs but
             those that are reserved.
         voted: groups whose ranks compare the order before each run. Only their collectives may pass one of another
@@ -47,6 +48,7 @@ class OrderLimits:
     gathers: int = 1
     cover: float = 1.5
     memory: float = 0.0
+    most: int | None = None
     beside: bool = False
     voted: Collection[str] | None = ()
 
@@ -66,7 +68,7 @@ class _Walk:
             each.time = transfer_time(each.start, each.transport, table)
         self.of_start = {t.start: t for t in self.transfers}
         self.of_wait = {w: t for t in self.transfers for w in t.waits}
-        self.bound = int(self.live.peak * (1 + limits.memory))
+        self.bound = self._bound()
         self._most = {t.transport: max(limits.in_flight, self._at_most(t.transport)) for t in self.transfers}
 
     def start_from_least_memory(self) -> None:
@@ -75,7 +77,11 @@ class _Walk:
         anew = LiveBytes(self.sets, least)
         if anew.peak <= self.live.peak:
             self.live = anew
-        self.bound = int(self.live.peak * (1 + self.limits.memory))
+        self.bound = self._bound()
+
+    def _bound(self) -> int:
+        allowed = int(self.live.peak * (1 + self.limits.memory))
+        return allowed if self.limits.most is None else max(self.live.peak, min(allowed, self.limits.most))
 
     def kernels_before(self) -> dict[fx.Node, int]:
         """How many kernels that may hide something stand in front of each node."""
@@ -237,6 +243,12 @@ class _Walk:
         if anew.peak > self.bound:
             return f"the peak would be {anew.peak} bytes, {self.bound} are allowed"
         return None
+
+
+def waits_and_peak(graph: fx.Graph, table: CostTable) -> tuple[float, int]:
+    """Microseconds that the compute stream would wait for collectives in the graph's order, and its peak in bytes."""
+    walk = _Walk(graph, table, OrderLimits())
+    return sum(walk.exposed().values()), walk.live.peak
 
 
 def reorder(
