@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 import weft
 
+from .order.costs import tables_key
 from .settings import PassSettings
 
 _ROOT = Path(__file__).parents[2]
@@ -24,6 +25,7 @@ def pass_key(settings: PassSettings) -> str:
         f"strict={settings.strict} fuse={settings.fuse} agree={settings.agree} regather={settings.regather} "
         f"collectives={settings.collectives} sequence_parallel={settings.sequence_parallel} "
         f"reorder={settings.reorder} gathers={settings.gathers} buckets={settings.buckets} "
+        f"costs={tables_key()} "
         f"ranks={_own_ranks() if settings.sequence_parallel else None} "
         f"sizes={_group_sizes()} environment={_environment()}"
     )

@@ -70,6 +70,7 @@ class OrderChange:
         peak_before, peak_after: bytes that the graph makes and holds at once.
         crossed: groups whose collectives are in buckets, or have changed their order against others'.
         buckets: what was put into one call.
+        measured: whether microseconds are by what ``measure_costs`` has measured; else by constants.
         kept: why the order given was kept; "" where it was changed.
     """
 
@@ -82,6 +83,7 @@ class OrderChange:
     kept: str = ""
     crossed: frozenset[str] = frozenset()
     buckets: tuple[Bucket, ...] = ()
+    measured: bool = False
 
     @property
     def moved(self) -> int:
@@ -89,10 +91,11 @@ class OrderChange:
         return sum(bool(p.start or p.wait) for p in self.placed)
 
     def __str__(self) -> str:
+        by = "predicted by measured costs" if self.measured else "predicted"
         head = f"graph {self.graph}: order kept: {self.kept}" if self.kept else f"graph {self.graph}: "
         if not self.kept:
             head += (
                 f"{self.moved} of {len(self.placed)} collectives moved, exposed {self.before:.3g} us -> "
-                f"{self.after:.3g} us, peak {self.peak_before} -> {self.peak_after} bytes (predicted)"
+                f"{self.after:.3g} us, peak {self.peak_before} -> {self.peak_after} bytes ({by})"
             )
         return "\n".join([head, *(f"    {each}" for each in (*self.buckets, *self.placed))])

@@ -43,7 +43,10 @@ def changed_order(
         before = given or waits_and_peak(graph, table)
         after = waits_and_peak(graph, table) if buckets else before
         kept = "" if buckets else "no collectives go into one bucket"
-        return OrderChange(number, (), before[0], after[0], before[1], after[1], kept, crossed, buckets)
+        peaks = before[1], after[1]
+        return OrderChange(
+            number, (), before[0], after[0], *peaks, kept, crossed, buckets, measured=table.measured
+        )
     limits = OrderLimits(
         in_flight=settings.gathers + 1,
         gathers=settings.gathers,
@@ -52,7 +55,7 @@ def changed_order(
         beside=runs_beside(graph),
         voted=voted,
     )
-    change = reorder(graph, table, limits, number)
+    change = replace(reorder(graph, table, limits, number), measured=table.measured)
     if not buckets or given is None:
         return change
     if change.kept:

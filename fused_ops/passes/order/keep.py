@@ -56,7 +56,7 @@ def _keep_in_front(tied: Any, called: list[Any]) -> None:
         place[id(op)] = i
         for name in op.get_read_names():
             first_read[name] = min(i, first_read.get(name, i))
-    unfused = getattr(V.graph, "no_fuse_buffer_names", set())
+    unfused: Any = getattr(V.graph, "no_fuse_buffer_names", set())  # older torch has none
     for early, late in pairwise([None, *called]):
         if not isinstance(late, ir._CollectiveKernel) or isinstance(late, ir._WaitKernel):
             continue
