@@ -38,7 +38,7 @@ from .graph.collectives import (
 )
 from .graph.subgraphs import WHY, Called
 from .log import log_line
-from .memory.at_run_time import verifies, verify_first
+from .memory.at_run_time import verifies, verify_memory
 from .order.change import OrderChange
 from .order.in_pass import changed_order, keep_what_is_ordered
 from .origin import module_of, source_of
@@ -288,7 +288,7 @@ class FusionPass(PassSettings, CustomGraphPass):
             self._called.remember(graph, original.graph, self._graphs - 1)
         keep_what_is_ordered(graph, change)
         if verifies():
-            verify_first(graph)
+            verify_memory(graph)
         graph.lint()
         self._entries += report.entries
         log_line(self._graphs - 1, report)

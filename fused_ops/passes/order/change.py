@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from .picture import DrawnOrder, order_svg
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class OrderChange:
         peak_before, peak_after: bytes that the graph makes and holds at once.
         crossed: groups whose collectives are in buckets, or have changed their order against others'.
         buckets: what was put into one call.
+        drawn: what ``svg`` shows of the order before and after.
         measured: whether microseconds are by what ``measure_costs`` has measured; else by constants.
         kept: why the order given was kept; "" where it was changed.
     """
@@ -84,11 +87,31 @@ class OrderChange:
     crossed: frozenset[str] = frozenset()
     buckets: tuple[Bucket, ...] = ()
     measured: bool = False
+    drawn: tuple[DrawnOrder, DrawnOrder] = field(default=(DrawnOrder(), DrawnOrder()), repr=False)
 
     @property
     def moved(self) -> int:
         """How many collectives were moved."""
         return sum(bool(p.start or p.wait) for p in self.placed)
+
+    def svg(self) -> str:
+        """A picture of both orders, as predicted: lanes for compute and each transport, and memory under them.
+
+        >>> from weft.fused_ops import FusionPass
+        >>> for change in FusionPass(reorder=True).report().orders:
+        ...     _ = open(f"order-{change.graph}.svg", "w").write(change.svg())
+
+        Returns:
+            an SVG as text; what a box is, it says under the pointer.
+        """
+        words = [
+            f"{when}: exposed {us:.3g} us, peak {peak} bytes"
+            for when, us, peak in [
+                ("as given", self.before, self.peak_before),
+                ("as it is now", self.after, self.peak_after),
+            ]
+        ]
+        return order_svg(f"Order of graph {self.graph}", list(zip(words, self.drawn, strict=True)))
 
     def __str__(self) -> str:
         by = "predicted by measured costs" if self.measured else "predicted"
@@ -96,6 +119,7 @@ class OrderChange:
         if not self.kept:
             head += (
                 f"{self.moved} of {len(self.placed)} collectives moved, exposed {self.before:.3g} us -> "
-                f"{self.after:.3g} us, peak {self.peak_before} -> {self.peak_after} bytes ({by})"
+                f"{self.after:.3g} us, peak {self.peak_before} -> {self.peak_after} bytes "
+                f"({by}; a picture: report().orders[i].svg())"
             )
         return "\n".join([head, *(f"    {each}" for each in (*self.buckets, *self.placed))])

@@ -12,7 +12,7 @@ from ..settings import PassSettings
 from .buckets import fill_buckets
 from .change import Bucket, OrderChange
 from .costs import table_for
-from .moves import OrderLimits, reorder, waits_and_peak
+from .moves import OrderEstimate, OrderLimits, reorder
 from .transports import runs_beside
 
 
@@ -32,38 +32,41 @@ def changed_order(
     if settings.reorder is None and not settings.buckets:
         return None
     table, memory = table_for(graph), settings.reorder or 0.0
-    given: tuple[float, int] | None = None
+    given: OrderEstimate | None = None
     buckets: tuple[Bucket, ...] = ()
     crossed: frozenset[str] = frozenset()
     if settings.buckets and not inductor_config.cpp_wrapper:  # whose code calls no op that returns a list
-        given = waits_and_peak(graph, table)
+        given = OrderEstimate.of(graph, table)
         buckets, crossed = fill_buckets(graph, settings.buckets, memory, voted)
     if settings.reorder is None:
-        assert given is not None or not buckets
-        before = given or waits_and_peak(graph, table)
-        after = waits_and_peak(graph, table) if buckets else before
         kept = "" if buckets else "no collectives go into one bucket"
-        peaks = before[1], after[1]
-        return OrderChange(
-            number, (), before[0], after[0], *peaks, kept, crossed, buckets, measured=table.measured
+        change = OrderChange(number, (), 0.0, 0.0, 0, 0, kept)
+    else:
+        limits = OrderLimits(
+            in_flight=settings.gathers + 1,
+            gathers=settings.gathers,
+            memory=memory,
+            most=None if given is None else int(given.peak * (1 + memory)),
+            beside=runs_beside(graph),
+            voted=voted,
         )
-    limits = OrderLimits(
-        in_flight=settings.gathers + 1,
-        gathers=settings.gathers,
-        memory=memory,
-        most=None if given is None else int(given[1] * (1 + memory)),
-        beside=runs_beside(graph),
-        voted=voted,
-    )
-    change = replace(reorder(graph, table, limits, number), measured=table.measured)
-    if not buckets or given is None:
-        return change
-    if change.kept:
-        now, peak = waits_and_peak(graph, table)
-        change = replace(change, after=now, peak_after=peak, kept="")
-    return replace(
-        change, before=given[0], peak_before=given[1], crossed=change.crossed | crossed, buckets=buckets
-    )
+        change = reorder(graph, table, limits, number)
+    change = replace(change, measured=table.measured)
+    if buckets or settings.reorder is None:
+        now = OrderEstimate.of(graph, table)
+        before = given or now
+        change = replace(
+            change,
+            before=before.exposed,
+            after=now.exposed,
+            peak_before=before.peak,
+            peak_after=now.peak,
+            kept="" if buckets else change.kept,
+            crossed=change.crossed | crossed,
+            buckets=buckets,
+            drawn=(before.drawn, now.drawn),
+        )
+    return change
 
 
 def keep_what_is_ordered(graph: fx.Graph, change: OrderChange | None) -> None:

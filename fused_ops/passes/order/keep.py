@@ -54,18 +54,22 @@ def _keep_in_front(tied: Any, called: list[Any]) -> None:
     first_read: dict[str, int] = {}
     for i, op in enumerate(V.graph.operations):
         place[id(op)] = i
-        for name in op.get_read_names():
+        for name in _names_read(op):
             first_read[name] = min(i, first_read.get(name, i))
     unfused: Any = getattr(V.graph, "no_fuse_buffer_names", set())  # older torch has none
     for early, late in pairwise([None, *called]):
         if not isinstance(late, ir._CollectiveKernel) or isinstance(late, ir._WaitKernel):
             continue
-        for name in late.get_read_names():
+        for name in _names_read(late):
             made = V.graph.name_to_buffer.get(name)
             # What was called earlier has had its operands made earlier, so it needs nothing that is first read here.
             if not isinstance(made, ir.ComputedBuffer) or first_read[name] < place[id(late)]:
                 continue
             if early is not None:
                 tied[name].add(early.get_name())
-            if all(read in V.graph.graph_inputs for read in made.get_read_names()):
+            if all(read in V.graph.graph_inputs for read in _names_read(made)):
                 unfused.add(name)
+
+
+def _names_read(op: Any) -> set[str]:
+    return {read.name for read in op.get_reads()}

@@ -19,8 +19,9 @@ from ..memory.hazards import Hazards
 from ..memory.live_bytes import LiveBytes, body
 from .change import OrderChange, Placed
 from .costs import CostTable, counted_flops, kernel_time, transfer_time
-from .exposure import exposed_times
+from .exposure import Timeline, timeline_of
 from .least_memory import order_of_least_memory
+from .picture import DrawnOrder
 from .transports import Transfer, transfers
 
 _TAKEN_ALONG = 32  # nodes, at most, that move with a start or a wait
@@ -91,8 +92,11 @@ class _Walk:
             count += self.times[node] > 0
         return found
 
-    def exposed(self) -> dict[fx.Node, float]:
-        return exposed_times(self.live.order, self.transfers, self.times, self.table.contention)
+    def timeline(self) -> Timeline:
+        return timeline_of(self.live.order, self.transfers, self.times, self.table.contention)
+
+    def drawn(self) -> DrawnOrder:
+        return DrawnOrder.of(self.timeline(), self.live.live)
 
     def covered(self, transfer: Transfer) -> float:
         """Microseconds of kernels between a start and its first wait."""
@@ -245,10 +249,24 @@ class _Walk:
         return None
 
 
-def waits_and_peak(graph: fx.Graph, table: CostTable) -> tuple[float, int]:
-    """Microseconds that the compute stream would wait for collectives in the graph's order, and its peak in bytes."""
-    walk = _Walk(graph, table, OrderLimits())
-    return sum(walk.exposed().values()), walk.live.peak
+@dataclass(frozen=True)
+class OrderEstimate:
+    """A graph as it is.
+
+    Attributes:
+        exposed: microseconds that the compute stream would wait for collectives.
+        peak: bytes that the graph makes and holds at once.
+        drawn: what a picture shows of it.
+    """
+
+    exposed: float
+    peak: int
+    drawn: DrawnOrder
+
+    @staticmethod
+    def of(graph: fx.Graph, table: CostTable) -> OrderEstimate:
+        walk = _Walk(graph, table, OrderLimits())
+        return OrderEstimate(sum(walk.timeline().exposed.values()), walk.live.peak, walk.drawn())
 
 
 def reorder(
@@ -261,7 +279,7 @@ def reorder(
         number: the graph's, for the report.
     """
     walk = _Walk(graph, table, limits or OrderLimits())
-    peak, before, given = walk.live.peak, walk.exposed(), walk.kernels_before()
+    peak, before, given, shown = walk.live.peak, walk.timeline().exposed, walk.kernels_before(), walk.drawn()
     walk.start_from_least_memory()
     whys: dict[fx.Node, tuple[str, str]] = {}
     for transfer in walk.transfers:
@@ -272,7 +290,7 @@ def reorder(
         for wait in sorted(transfer.waits, key=walk.live.at.__getitem__, reverse=True):
             why_wait = walk.move(transfer, wait, up=False)
         whys[transfer.start] = why_start, why_wait
-    after = walk.exposed()
+    after = walk.timeline().exposed
     kept = _why_kept(walk, peak, sum(before.values()), sum(after.values()))
     if kept:
         after, now = before, given
@@ -287,7 +305,9 @@ def reorder(
         placed.append(Placed(node.name, transfer.transport, steps[0], steps[1], *times, *whys[node]))
     totals = sum(before.values()), sum(after.values())
     crossed = frozenset(g for pair in walk.crossings() for g in map(group_of, pair) if g and not kept)
-    return OrderChange(number, tuple(placed), *totals, peak, peak if kept else walk.live.peak, kept, crossed)
+    peaks = peak, peak if kept else walk.live.peak
+    drawn = shown, shown if kept else walk.drawn()
+    return OrderChange(number, tuple(placed), *totals, *peaks, kept, crossed, drawn=drawn)
 
 
 def _why_kept(walk: _Walk, peak: int, before: float, after: float) -> str:

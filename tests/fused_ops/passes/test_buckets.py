@@ -28,7 +28,7 @@ from weft.fused_ops import FusionPass
 from weft.fused_ops.passes.graph.collectives import kind_of
 from weft.fused_ops.passes.memory.verifier import MemoryVerifier
 from weft.fused_ops.passes.order.buckets import Bucket, fill_buckets
-from weft.fused_ops.passes.order.moves import OrderLimits, reorder, waits_and_peak
+from weft.fused_ops.passes.order.moves import OrderEstimate, OrderLimits, reorder
 
 ALL = 1 << 30
 
@@ -52,11 +52,11 @@ def filled(
     """The graph with buckets; what it computes is what it did."""
     before = graph_of(fn)
     after = copied(before)
-    peak = waits_and_peak(before, TABLE)[1]
+    peak = OrderEstimate.of(before, TABLE).peak
     buckets, crossed = fill_buckets(after, size, memory, voted)
     after.lint()
     assert bool(buckets) == bool(crossed)
-    assert waits_and_peak(after, TABLE)[1] <= peak * (1 + memory)
+    assert OrderEstimate.of(after, TABLE).peak <= peak * (1 + memory)
     check_alike(before, after)
     return after, buckets
 
@@ -179,13 +179,13 @@ def test_random_programs(seeds: range) -> None:
     changed = 0
     for seed in seeds:
         before = graph_of(program(seed))
-        peak = waits_and_peak(before, TABLE)[1]
+        peak = OrderEstimate.of(before, TABLE).peak
         for memory in (0.0, 0.5):
             after = copied(before)
             buckets, _ = fill_buckets(after, ALL, memory, None)
             after.lint()
             changed += bool(buckets)
-            assert waits_and_peak(after, TABLE)[1] <= peak * (1 + memory)
+            assert OrderEstimate.of(after, TABLE).peak <= peak * (1 + memory)
             limits = OrderLimits(memory=memory, most=int(peak * (1 + memory)))
             change = reorder(after, TABLE, limits)
             assert change.peak_after <= peak * (1 + memory)
