@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from graphs import Ranks, traced
+from graphs import Ranks, copied, traced
 from torch import Tensor, fx
 from weft.fused_ops.passes.graph.collectives import communicates, waits
+from weft.fused_ops.passes.memory.verifier import MemoryVerifier
+from weft.fused_ops.passes.order.buckets import fill_buckets
 from weft.fused_ops.passes.order.costs import CostTable
-from weft.fused_ops.passes.order.moves import OrderLimits
+from weft.fused_ops.passes.order.moves import OrderEstimate, OrderLimits, reorder
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 WORLD = 2
@@ -142,3 +144,58 @@ def most_on_their_way(graph: fx.Graph) -> int:
         there += communicates(node) - waits(node)
         most = max(most, there)
     return most
+
+
+def check_alike(before: fx.Graph, after: fx.Graph) -> None:
+    """Both compute the same bits, however late collectives read and write."""
+    inputs = Ranks(WORLD).inputs(before)
+    for mine, theirs in zip(LateRanks().run(after, inputs), LateRanks().run(before, inputs), strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert torch.equal(a, b) and a.isfinite().all()
+
+
+def measured_peak(graph: fx.Graph, predicted: int) -> int:
+    """What a run of the graph holds at most, as predicted."""
+    given = [torch.randn(n.meta["val"].shape) for n in graph.nodes if n.op == "placeholder"]
+    seen = MemoryVerifier(fx.GraphModule(torch.nn.Module(), graph)).verify(given)
+    assert not seen.problems
+    assert max(seen.predicted) == predicted
+    return max(seen.measured)
+
+
+def check_reordered(seed: int, memory: float) -> bool:
+    """Whether a random program got another order, which computes the same within the limits."""
+    before = graph_of(program(seed))
+    after = copied(before)
+    change = reorder(after, TABLE, OrderLimits(memory=memory))
+    after.lint()
+    assert order_of(after) == order_of(before)
+    less = change.peak_after < change.peak_before
+    assert change.after <= change.before * (1.1 if less else 1)
+    assert change.peak_after <= change.peak_before * (1 + memory)
+    assert together(after) == together(before)
+    assert most_on_their_way(after) <= max(2, most_on_their_way(before))
+    if change.kept:
+        assert words(after) == words(before)
+        return False
+    check_alike(before, after)
+    assert measured_peak(after, change.peak_after) <= change.peak_after
+    return True
+
+
+def check_filled(seed: int, memory: float) -> bool:
+    """Whether a random program got buckets, which compute the same within the limits, and then another order."""
+    before = graph_of(program(seed))
+    after = copied(before)
+    peak = int(OrderEstimate.of(before, TABLE).peak * (1 + memory))
+    buckets, _ = fill_buckets(after, 1 << 30, memory, None)
+    after.lint()
+    assert OrderEstimate.of(after, TABLE).peak <= peak
+    if not buckets:
+        assert words(after) == words(before)
+        return False
+    change = reorder(after, TABLE, OrderLimits(memory=memory, most=peak))
+    after.lint()
+    check_alike(before, after)
+    assert measured_peak(after, change.peak_after) <= change.peak_after <= peak
+    return True

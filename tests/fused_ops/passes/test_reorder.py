@@ -9,26 +9,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from graphs import Ranks, copied, fake_ranks
+from graphs import fake_ranks
 from orders import (
     ROOM,
     ROWS,
     TABLE,
     WORLD,
-    LateRanks,
+    check_filled,
+    check_reordered,
     gathered,
     graph_of,
-    most_on_their_way,
     name,
-    order_of,
     program,
     scattered,
-    together,
     words,
 )
 from torch import Tensor, fx
 from weft.fused_ops import FusionPass
-from weft.fused_ops.passes.memory.verifier import MemoryVerifier
 from weft.fused_ops.passes.order.change import OrderChange
 from weft.fused_ops.passes.order.costs import TABLES
 from weft.fused_ops.passes.order.moves import OrderLimits, reorder
@@ -236,35 +233,17 @@ def _random(seed: int, limits: OrderLimits | None = None) -> fx.Graph:
 
 @pytest.mark.parametrize("seeds", [range(i, 100, 10) for i in range(10)], ids=str)
 def test_random_programs(seeds: range) -> None:
-    changed = 0
-    for seed in seeds:
-        before = graph_of(program(seed))
-        for limits in (OrderLimits(), OrderLimits(memory=0.2)):
-            after = copied(before)
-            change = reorder(after, TABLE, limits)
-            after.lint()
-            changed += not change.kept
-            assert order_of(after) == order_of(before)
-            less = change.peak_after < change.peak_before
-            assert change.after <= change.before * (1.1 if less else 1)
-            assert change.peak_after <= change.peak_before * (1 + limits.memory)
-            assert together(after) == together(before)
-            assert most_on_their_way(after) <= max(2, most_on_their_way(before))
-            if change.kept:
-                assert words(after) == words(before)
-                continue
-            inputs = Ranks(WORLD).inputs(before)
-            for mine, theirs in zip(
-                LateRanks().run(after, inputs), LateRanks().run(before, inputs), strict=True
-            ):
-                for a, b in zip(mine, theirs, strict=True):
-                    assert torch.equal(a, b) and a.isfinite().all()
-            given = [torch.randn(n.meta["val"].shape) for n in after.nodes if n.op == "placeholder"]
-            seen = MemoryVerifier(fx.GraphModule(torch.nn.Module(), after)).verify(given)
-            assert not seen.problems
-            assert max(seen.predicted) == change.peak_after
-            assert max(seen.measured) <= change.peak_after
-    assert changed > len(seeds)
+    assert sum(check_reordered(seed, memory) for seed in seeds for memory in (0.0, 0.2)) > len(seeds)
+
+
+@pytest.mark.slow
+def test_a_thousand_random_programs() -> None:
+    changed = filled = 0
+    for seed in range(100, 1100):
+        changed += sum(check_reordered(seed, memory) for memory in (0.0, 0.2))
+        filled += check_filled(seed, 0.2)
+    print(f"1000 programs: another order in {changed} of 2000 cases, buckets in {filled} of 1000")
+    assert changed > 1000 and filled > 250
 
 
 def test_ten_thousand_nodes() -> None:
