@@ -65,8 +65,8 @@ def _keep_in_front(tied: Any, called: list[Any]) -> None:
             # What was called earlier has had its operands made earlier, so it needs nothing that is first read here.
             if not isinstance(made, ir.ComputedBuffer) or first_read[name] < place[id(late)]:
                 continue
-            if early is not None:
-                tied[name].add(early.get_name())
+            if early is not None and made.operation_name is not None:
+                tied[made.operation_name].add(early.get_name())
             if all(read in V.graph.graph_inputs for read in _names_read(made)):
                 unfused.add(name)
 
