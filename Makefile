@@ -74,9 +74,10 @@ programs: $(STAMP)
 frameworks: $(STAMP)
 	$(PY) -m pytest -m "slow or not slow" tests/frameworks $(PYTEST_ARGS)
 
-# 3,000 random programs, each with and without the pass.
+# 3,000 random programs, each with and without the pass, and 1,000 in other orders and in buckets.
 fuzz-pass: $(STAMP)
-	$(PY) -m pytest -m slow -s tests/fused_ops/passes/test_random_programs.py $(PYTEST_ARGS)
+	$(PY) -m pytest -m slow -s tests/fused_ops/passes/test_random_programs.py \
+		tests/fused_ops/passes/test_reorder.py $(PYTEST_ARGS)
 
 bench: $(STAMP)
 	$(PY) bench/run.py $(BENCH_ARGS)

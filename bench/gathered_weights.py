@@ -1,6 +1,7 @@
 """A Llama whose weights are gathered inside of the compiled graph: a training step in several orders, side by side.
 
     torchrun --nproc-per-node 2 bench/gathered_weights.py [--layers 8] [--orders plain,weft] [--out file.json]
+        [--measure] [--picture order.svg]
 
 Each weight is a shard of a rank; it is gathered for its product, again in the backward, and its gradient is scattered
 (FSDP, as SimpleFSDP writes it). Nothing is fused: what is compared is where collectives start and are waited for.
@@ -10,12 +11,14 @@ Each weight is a shard of a rank; it is gathered for its product, again in the b
 | plain | Inductor as it is |
 | weft | ``FusionPass([], reorder=True)`` |
 | weft 0.1 | with a tenth more memory |
+| buckets | that, and small collectives in buckets |
 | greedy | torch's ``raise_comms``, ``sink_waits``, ``reorder_compute_for_overlap`` |
 | iterative | torch's ``reorder_communication_preserving_peak_memory``, ``sink_waits_iterative`` |
 | scheduled | torch's ``enable_overlap_scheduling`` |
 
 Rows: {"order", "ms", "peak_bytes", "compile_s", "exposed_ms"}; ``ms`` is a median over series by turns, of the slowest
-rank; ``exposed_ms`` what a step takes beyond the kernels that are none of NCCL's, from a profile of it.
+rank; ``exposed_ms`` what a step takes beyond the kernels that are none of NCCL's, from a profile of it. With
+``--measure`` weft's orders are by costs that are measured first.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from typing import Any
 import machine
 import torch
 import torch.distributed as dist
+import weft
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -43,7 +47,7 @@ from llama_profile import busy, intervals, kernels_of
 from weft.fused_ops import FusionPass
 
 c10d = torch.ops._c10d_functional
-ORDERS = ("plain", "weft", "weft 0.1", "greedy", "iterative", "scheduled")
+ORDERS = ("plain", "weft", "weft 0.1", "buckets", "greedy", "iterative", "scheduled")
 _PASSES = {
     "greedy": ["raise_comms", "sink_waits", "reorder_compute_for_overlap"],
     "iterative": ["reorder_communication_preserving_peak_memory", "sink_waits_iterative"],
@@ -111,7 +115,8 @@ def options_for_order(order: str) -> tuple[dict[str, Any], FusionPass | None]:
         return {"aten_distributed_optimizations.enable_overlap_scheduling": True}, None
     if order == "plain":
         return {}, None
-    fusion = FusionPass([], reorder=0.1 if order.endswith("0.1") else True)
+    more = 0.1 if order in ("weft 0.1", "buckets") else True
+    fusion = FusionPass([], reorder=more, buckets=order == "buckets")
     return fusion.options, fusion
 
 
@@ -157,11 +162,15 @@ def main() -> None:
     parser.add_argument("--orders", default=",".join(ORDERS))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out")
+    parser.add_argument("--measure", action="store_true", help="weft.measure_costs() first")
+    parser.add_argument("--picture", help="an SVG of the last order of weft's, of its largest graph")
     given = parser.parse_args()
     device = machine.join_ranks()
     say: Callable[..., None] = (
         functools.partial(print, flush=True) if dist.get_rank() == 0 else lambda *args: None
     )
+    if given.measure:
+        say(weft.measure_costs())
     sizes = Sizes(**{**vars(LLAMA_8B if device.type == "cuda" else SMALL), "layers": given.layers})
     dtype = getattr(torch, sizes.dtype)
     torch.manual_seed(0)
@@ -184,6 +193,9 @@ def main() -> None:
         made[order] = step, seconds, peak
         for change in fusion.report().orders if fusion else ():
             say("\n".join(str(change).splitlines()[:4]))
+        if given.picture and fusion and dist.get_rank() == 0:
+            largest = max(fusion.report().orders, key=lambda change: len(change.placed))
+            Path(given.picture).write_text(largest.svg())
     times: dict[str, list[float]] = {order: [] for order in made}
     for order in list(made) * 3:  # by turns
         times[order].append(step_time(made[order][0], given.steps, device))

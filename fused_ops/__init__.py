@@ -34,6 +34,7 @@ from .scaled import fused_all_gather_scaled_matmul, fused_scaled_matmul_reduce_s
 if TYPE_CHECKING:
     from .passes import FusionError, FusionPass, Report
     from .passes.backend import compile, fusion_report  # noqa: A004
+    from .passes.order.measured import measure_costs
 else:
     # Type checkers must not see it: to them any name would be there.
     def __getattr__(name: str) -> Any:
@@ -70,6 +71,7 @@ __all__ = [
     "installed_calls",
     "last_plan",
     "local_state_dict",
+    "measure_costs",
     "one_shot_all_gather",
     "one_shot_all_reduce",
     "one_shot_all_reduce_",
@@ -82,6 +84,7 @@ __all__ = [
 _OF_THE_PASS = {
     **dict.fromkeys(("FusionError", "FusionPass", "Report"), ".passes"),
     **dict.fromkeys(("compile", "fusion_report"), ".passes.backend"),
+    "measure_costs": ".passes.order.measured",
 }
 
 

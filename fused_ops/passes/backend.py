@@ -18,7 +18,7 @@ from .fusion import FusionPass
 from .pass_sequence import SLOT, in_sequence, passes_of
 from .regather import JOINT_SLOT, joint_options
 from .report import PassRuns, Report
-from .settings import AUTO, CAPTURE, RUN_AHEAD, PassSettings
+from .settings import AUTO, CAPTURE, REWRITES, RUN_AHEAD, PassSettings
 
 #: What names a setting of the pass among the options of a compilation.
 PREFIX = "weft."
@@ -30,10 +30,11 @@ _FROM_ENVIRONMENT = {
     "collectives": "WEFT_COLLECTIVES",
     "sequence_parallel": "WEFT_SEQUENCE_PARALLEL",
     "reorder": "WEFT_REORDER",
+    "buckets": "WEFT_BUCKETS",
 }
 _FLAGS: dict[str, bool] = {"0": False, "1": True}
 _WORDS = {"agree": (RUN_AHEAD, CAPTURE), "collectives": (AUTO,), "sequence_parallel": (AUTO,)}
-_SETTINGS = ("groups", "strict", "fuse", "agree", "regather", "collectives", "sequence_parallel", "reorder")
+_SETTINGS = ("groups", "strict", "fuse", "agree", *REWRITES)
 _OF_TORCH_COMPILE = ("fullgraph", "dynamic", "disable", "name", "recompile_limit", "isolate_recompiles")
 
 _made: dict[Any, FusionPass] = {}
@@ -66,10 +67,10 @@ def compile(  # noqa: A001
         mode: one of torch.compile's: its options are taken, and those of ``options`` over them.
         options: Inductor's, by name.
         fusion: the pass, to read its report. None takes that of the settings, whose report is in ``fusion_report()``.
-        settings: of ``FusionPass`` (groups, strict, fuse, agree, regather, collectives, sequence_parallel, reorder;
-            those not given by WEFT_STRICT, WEFT_FUSE, WEFT_AGREE, WEFT_REGATHER, WEFT_COLLECTIVES,
-            WEFT_SEQUENCE_PARALLEL and WEFT_REORDER), or of ``torch.compile`` (fullgraph, dynamic, disable, name,
-            recompile_limit, isolate_recompiles; as far as the installed torch has them).
+        settings: of ``FusionPass`` (groups, strict, fuse, agree, regather, collectives, sequence_parallel, reorder,
+            gathers, buckets; those not given by WEFT_STRICT, WEFT_FUSE, WEFT_AGREE, WEFT_REGATHER, WEFT_COLLECTIVES,
+            WEFT_SEQUENCE_PARALLEL, WEFT_REORDER and WEFT_BUCKETS), or of ``torch.compile`` (fullgraph, dynamic,
+            disable, name, recompile_limit, isolate_recompiles; as far as the installed torch has them).
 
     Returns:
         what torch.compile returns.

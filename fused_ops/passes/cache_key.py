@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 import weft
 
+from .order.costs import tables_key
 from .settings import PassSettings
 
 _ROOT = Path(__file__).parents[2]
@@ -23,7 +24,9 @@ def pass_key(settings: PassSettings) -> str:
         f"weft {weft.__version__} {_sources()} groups={names} "
         f"strict={settings.strict} fuse={settings.fuse} agree={settings.agree} regather={settings.regather} "
         f"collectives={settings.collectives} sequence_parallel={settings.sequence_parallel} "
-        f"reorder={settings.reorder} ranks={_own_ranks() if settings.sequence_parallel else None} "
+        f"reorder={settings.reorder} gathers={settings.gathers} buckets={settings.buckets} "
+        f"costs={tables_key()} "
+        f"ranks={_own_ranks() if settings.sequence_parallel else None} "
         f"sizes={_group_sizes()} environment={_environment()}"
     )
 

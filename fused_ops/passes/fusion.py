@@ -38,9 +38,9 @@ from .graph.collectives import (
 )
 from .graph.subgraphs import WHY, Called
 from .log import log_line
-from .memory.at_run_time import verifies, verify_first
+from .memory.at_run_time import verifies, verify_memory
 from .order.change import OrderChange
-from .order.in_pass import keep_what_is_ordered, reordered
+from .order.in_pass import changed_order, keep_what_is_ordered
 from .origin import module_of, source_of
 from .pass_sequence import SLOT, in_sequence, names_of, passes_of
 from .patterns import registry
@@ -53,27 +53,10 @@ from .patterns.candidate import (
 )
 from .patterns.rivals import yielding
 from .regather import joint_options
-from .report import Entry, PassRuns, Report
+from .report import Entry, FusionError, PassRuns, Report
 from .report_file import put_into_file, write_reports
 from .sequence_parallel.joint import rewritten
 from .settings import AUTO, CAPTURE, RUN_AHEAD, PassSettings, Rewrites
-
-
-class FusionError(RuntimeError):
-    """A strict pass left a collective alone.
-
-    >>> from weft.fused_ops import FusionError, FusionPass
-    >>> error = FusionError(FusionPass(strict=True).report())
-    >>> error.report.left
-    0
-
-    Attributes:
-        report: that of the graph.
-    """
-
-    def __init__(self, report: Report) -> None:
-        super().__init__(f"{report.left} of {len(report.entries)} collectives were not fused\n{report}")
-        self.report = report
 
 
 class FusionPass(PassSettings, CustomGraphPass):
@@ -141,12 +124,18 @@ class FusionPass(PassSettings, CustomGraphPass):
         reorder: whether what is not fused starts earlier and is waited for later, so that what is computed between
             hides it: True without a byte more of peak memory, 0.1 with a tenth more, as far as the graph shows. The
             report has what was moved, and why not further.
+        gathers: how many all-gathers of a transport ``reorder`` may have on their way at once.
+        buckets: whether small collectives of one operator, group and dtype that are not fused become one call, whose
+            operands and results lie as they would without: True up to 32 MiB a call, or the bytes. Within the peak
+            memory that ``reorder`` allows.
 
     Raises:
         TypeError: ``groups`` is one name or no list, ``strict``, ``agree``, ``regather``, ``collectives``,
-            ``sequence_parallel`` or ``reorder`` is no bool (or string, or number), or there is no such setting.
+            ``sequence_parallel``, ``reorder``, ``gathers`` or ``buckets`` is no bool (or string, or number), or there
+            is no such setting.
         ValueError: ``fuse`` is neither "auto" nor "always", ``agree`` a string other than "ahead" and "capture",
-            ``collectives`` or ``sequence_parallel`` one other than "auto", ``reorder`` less than 0.
+            ``collectives`` or ``sequence_parallel`` one other than "auto", ``reorder`` or ``buckets`` less than 0,
+            ``gathers`` less than 1.
     """
 
     def __init__(
@@ -288,11 +277,9 @@ class FusionPass(PassSettings, CustomGraphPass):
         for each in written:
             each.put_back()
         report = Report(entries[n] for n in nodes)
-        change = None
-        if self.reorder is not None:
-            groups = {e.group for e in report.entries if e.group is not None and why_not is None}
-            voted = {g for g in groups if has_ranks(g) and why_not_asked(g) is None} if self.agree else None
-            change = reordered(graph, self.reorder, self._graphs - 1, voted)
+        groups = {e.group for e in report.entries if e.group is not None and why_not is None}
+        voted = {g for g in groups if has_ranks(g) and why_not_asked(g) is None} if self.agree else None
+        if (change := changed_order(graph, self, self._graphs - 1, voted)) is not None:
             self._orders.append(change)
         if original is not None:
             captured, ahead = self.agree == CAPTURE, self.agree == RUN_AHEAD
@@ -301,7 +288,7 @@ class FusionPass(PassSettings, CustomGraphPass):
             self._called.remember(graph, original.graph, self._graphs - 1)
         keep_what_is_ordered(graph, change)
         if verifies():
-            verify_first(graph)
+            verify_memory(graph)
         graph.lint()
         self._entries += report.entries
         log_line(self._graphs - 1, report)

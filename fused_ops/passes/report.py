@@ -256,3 +256,20 @@ class Report:
 
     def __repr__(self) -> str:
         return f"Report(fused={self.fused}, left={self.left}, disagreements={len(self.disagreements)})"
+
+
+class FusionError(RuntimeError):
+    """A strict pass left a collective alone.
+
+    >>> from weft.fused_ops import FusionError, FusionPass
+    >>> error = FusionError(FusionPass(strict=True).report())
+    >>> error.report.left
+    0
+
+    Attributes:
+        report: that of the graph.
+    """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(f"{report.left} of {len(report.entries)} collectives were not fused\n{report}")
+        self.report = report

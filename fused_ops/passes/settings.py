@@ -13,12 +13,15 @@ from ...symm_mem import Group, group_name
 AUTO = "auto"
 FUSE = (AUTO, "always")
 CAPTURE, RUN_AHEAD = "capture", "ahead"
-_REWRITES: dict[str, Any] = {
+REWRITES: dict[str, Any] = {
     "regather": False,
     "collectives": AUTO,
     "sequence_parallel": False,
     "reorder": False,
+    "gathers": 1,
+    "buckets": False,
 }
+BUCKET_BYTES = 32 << 20  # by default: NVLink then takes ten times as long as a collective of nothing
 _Self = TypeVar("_Self", bound="PassSettings")
 
 
@@ -29,6 +32,8 @@ class Rewrites(TypedDict, total=False):
     collectives: bool | str
     sequence_parallel: bool | str
     reorder: bool | float
+    gathers: int
+    buckets: bool | int
 
 
 class PassSettings(dict[str, Any]):
@@ -46,12 +51,12 @@ class PassSettings(dict[str, Any]):
         agree: bool | str = True,
         **rewrites: Unpack[Rewrites],
     ) -> None:
-        if unknown := sorted(rewrites.keys() - _REWRITES.keys()):
-            known = ", ".join(_REWRITES)
+        if unknown := sorted(rewrites.keys() - REWRITES.keys()):
+            known = ", ".join(REWRITES)
             raise TypeError(
                 f"{unknown[0]}: is no setting, must be one of groups, strict, fuse, agree, {known}"
             )
-        chosen = {**_REWRITES, **rewrites}
+        chosen = {**REWRITES, **rewrites}
         if isinstance(groups, str):
             raise TypeError(f"groups: is the string {groups!r}, must be a list of groups")
         if groups is not None and not isinstance(groups, Iterable):
@@ -67,6 +72,8 @@ class PassSettings(dict[str, Any]):
         if not isinstance(chosen["regather"], bool):
             raise TypeError(f"regather: is {chosen['regather']!r}, must be True or False")
         _check_reorder(chosen["reorder"])
+        _check_whole("gathers", chosen["gathers"], isinstance(chosen["gathers"], bool), "a whole number")
+        _check_whole("buckets", chosen["buckets"], False, "True or False, or the bytes of a bucket")
         if fuse not in FUSE:
             raise ValueError(f"fuse: is {fuse!r}, must be 'auto' or 'always'")
         names = None if groups is None else sorted({group_name(g) for g in groups})
@@ -107,6 +114,17 @@ class PassSettings(dict[str, Any]):
         given = self["reorder"]
         return None if given is False else 0.0 if given is True else float(given)
 
+    @property
+    def gathers(self) -> int:
+        """All-gathers that may be on their way at once."""
+        return int(self["gathers"])
+
+    @property
+    def buckets(self) -> int:
+        """Bytes of a bucket; 0 for none."""
+        given = self["buckets"]
+        return BUCKET_BYTES if given is True else int(given)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"
 
@@ -140,3 +158,10 @@ def _check_reorder(value: Any) -> None:
         )
     if not 0 <= value < float("inf"):
         raise ValueError(f"reorder: is {value!r}, must be 0 or more")
+
+
+def _check_whole(name: str, value: Any, refused: bool, must: str) -> None:
+    if refused or not isinstance(value, int):
+        raise TypeError(f"{name}: is {value!r}, must be {must}")
+    if value < (least := 1 if name == "gathers" else 0):
+        raise ValueError(f"{name}: is {value!r}, must be {least} or more")

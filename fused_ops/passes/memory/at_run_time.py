@@ -1,7 +1,8 @@
-"""``WEFT_VERIFY_MEMORY=1``: at its first run a graph is interpreted first, and its memory compared with the prediction.
+"""``WEFT_VERIFY_MEMORY=1``: a graph's memory is compared with the prediction, and its code's with what was planned.
 
-Everything in it then runs once more, collectives too, so all ranks must set it and compile the same graphs. Its inputs
-are copied, and random numbers are drawn as without it. A graph with symbolic sizes is not verified.
+At its first run a graph is interpreted first. Everything in it then runs once more, collectives too, so all ranks must
+set it and compile the same graphs. Its inputs are copied, and random numbers are drawn as without it. A graph with
+symbolic sizes is not interpreted.
 """
 
 from __future__ import annotations
@@ -36,8 +37,15 @@ def verifies() -> bool:
     return _FLAGS[text]
 
 
-def verify_first(graph: fx.Graph) -> None:
-    """Has the graph verify itself in front of everything else that it does, where that can be."""
+def verify_memory(graph: fx.Graph) -> None:
+    """Has the graph verify itself in front of everything else that it does, and its code while it runs."""
+    from .watched_code import watch_code  # Inductor's part of it
+
+    watch_code(graph)
+    _verify_first(graph)
+
+
+def _verify_first(graph: fx.Graph) -> None:
     given = [n for n in graph.nodes if n.op == "placeholder"]
     if not given or not all(isinstance(n.meta.get("val"), Tensor) for n in given):
         _log.info("memory is not verified of a graph with symbolic sizes, or without inputs")

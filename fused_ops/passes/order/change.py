@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from .picture import DrawnOrder, order_svg
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,24 @@ class Placed:
 
 
 @dataclass(frozen=True)
+class Bucket:
+    """Collectives that one call starts.
+
+    Attributes:
+        node: its name in the graph.
+        of: the names of those that it took the place of.
+        size: bytes that they move: of the operands or of the results, whichever are larger.
+    """
+
+    node: str
+    of: tuple[str, ...]
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.node}: {len(self.of)} in a bucket of {self.size} bytes: {', '.join(self.of)}"
+
+
+@dataclass(frozen=True)
 class OrderChange:
     """What was moved in a graph.
 
@@ -50,7 +70,10 @@ class OrderChange:
         placed: its collectives, in the order given.
         before, after: microseconds that the compute stream would wait for all of them.
         peak_before, peak_after: bytes that the graph makes and holds at once.
-        crossed: groups whose collectives have changed their order against those of another transport.
+        crossed: groups whose collectives are in buckets, or have changed their order against others'.
+        buckets: what was put into one call.
+        drawn: what ``svg`` shows of the order before and after.
+        measured: whether microseconds are by what ``measure_costs`` has measured; else by constants.
         kept: why the order given was kept; "" where it was changed.
     """
 
@@ -62,17 +85,41 @@ class OrderChange:
     peak_after: int
     kept: str = ""
     crossed: frozenset[str] = frozenset()
+    buckets: tuple[Bucket, ...] = ()
+    measured: bool = False
+    drawn: tuple[DrawnOrder, DrawnOrder] = field(default=(DrawnOrder(), DrawnOrder()), repr=False)
 
     @property
     def moved(self) -> int:
         """How many collectives were moved."""
         return sum(bool(p.start or p.wait) for p in self.placed)
 
+    def svg(self) -> str:
+        """A picture of both orders, as predicted: lanes for compute and each transport, and memory under them.
+
+        >>> from weft.fused_ops import FusionPass
+        >>> for change in FusionPass(reorder=True).report().orders:
+        ...     _ = open(f"order-{change.graph}.svg", "w").write(change.svg())
+
+        Returns:
+            an SVG as text; what a box is, it says under the pointer.
+        """
+        words = [
+            f"{when}: exposed {us:.3g} us, peak {peak} bytes"
+            for when, us, peak in [
+                ("as given", self.before, self.peak_before),
+                ("as it is now", self.after, self.peak_after),
+            ]
+        ]
+        return order_svg(f"Order of graph {self.graph}", list(zip(words, self.drawn, strict=True)))
+
     def __str__(self) -> str:
+        by = "predicted by measured costs" if self.measured else "predicted"
         head = f"graph {self.graph}: order kept: {self.kept}" if self.kept else f"graph {self.graph}: "
         if not self.kept:
             head += (
                 f"{self.moved} of {len(self.placed)} collectives moved, exposed {self.before:.3g} us -> "
-                f"{self.after:.3g} us, peak {self.peak_before} -> {self.peak_after} bytes (predicted)"
+                f"{self.after:.3g} us, peak {self.peak_before} -> {self.peak_after} bytes "
+                f"({by}; a picture: report().orders[i].svg())"
             )
-        return "\n".join([head, *(f"    {each}" for each in self.placed)])
+        return "\n".join([head, *(f"    {each}" for each in (*self.buckets, *self.placed))])

@@ -1,7 +1,8 @@
 """How long the nodes of a graph take: from a table of numbers that is the same on every rank.
 
-The estimate orders nodes; it is no promise. Each rank must come to the same one, so nothing is measured here, and sizes
-that depend on data count as what the graph was made with, or as 1.
+The estimate orders nodes; it is no promise. Each rank must come to the same one, so nothing is measured here: the table
+is one of constants, or what ``measure_costs`` has given all ranks. Sizes that depend on data count as what the graph
+was made with, or as 1.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class CostTable:
         latency: microseconds of a collective of nothing.
         launch: microseconds of a kernel of nothing.
         contention: how much longer a kernel takes beside a collective.
+        measured: by ``measure_costs``.
     """
 
     multiply_adds: float = MULTIPLY_ADDS
@@ -41,6 +43,7 @@ class CostTable:
     latency: float = 15.0
     launch: float = 2.0
     contention: float = 1.35
+    measured: bool = False
 
     def key(self) -> str:
         """All of it, for comparison across ranks."""
@@ -54,13 +57,33 @@ TABLES = {
 }
 
 
+_measured: dict[str, CostTable] = {}  # by the device's type, of this process
+
+
+def table_of(device: str) -> CostTable:
+    """What was measured of a device's type, else constants."""
+    return _measured.get(device, TABLES[device])
+
+
+def use_table(device: str, table: CostTable | None) -> None:
+    """Takes what was measured from now on; None for the constants."""
+    _measured.pop(device, None)
+    if table is not None:
+        _measured[device] = table
+
+
+def tables_key() -> str:
+    """What was measured, for the keys of graphs."""
+    return " ".join(f"{device} {table.key()}" for device, table in sorted(_measured.items()))
+
+
 def table_for(graph: fx.Graph) -> CostTable:
     """That of the device on which the graph's collectives are."""
     for node in graph.nodes:
         if communicates(node):
             devices = [t.device.type for t in tensors_of(node)]
-            return TABLES["cuda" if "cuda" in devices else "cpu"]
-    return TABLES["cpu"]
+            return table_of("cuda" if "cuda" in devices else "cpu")
+    return table_of("cpu")
 
 
 def transfer_time(node: fx.Node, transport: str, table: CostTable) -> float:

@@ -1,43 +1,70 @@
-"""How long the compute stream would wait for collectives, in an order of a graph's nodes."""
+"""What runs when in an order of a graph's nodes, by the table of costs, and how long is waited for collectives."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import fx
 
 from .transports import Transfer
 
+COMPUTE = "compute"  #: the lane of kernels
 
-def exposed_times(
+
+@dataclass
+class Timeline:
+    """An order as it would run.
+
+    Attributes:
+        exposed: microseconds that the stream waits for each collective.
+        spans: (lane, name, begin, end) of kernels, in the lane "compute", and of collectives, in that of their
+            transport.
+        at: the time at which each node of the order is reached.
+    """
+
+    exposed: dict[fx.Node, float] = field(default_factory=dict)
+    spans: list[tuple[str, str, float, float]] = field(default_factory=list)
+    at: list[float] = field(default_factory=list)
+
+    def memory(self, live: Sequence[int]) -> list[tuple[float, int]]:
+        """The most bytes that are held at each time at which something begins."""
+        most: dict[float, int] = {}
+        for when, size in zip(self.at, live, strict=True):
+            most[when] = max(size, most.get(when, 0))
+        return sorted(most.items())
+
+
+def timeline_of(
     order: Sequence[fx.Node], found: Sequence[Transfer], times: Mapping[fx.Node, float], contention: float
-) -> dict[fx.Node, float]:
-    """Microseconds that the stream waits for each collective.
+) -> Timeline:
+    """What runs when: kernels follow each other on one stream, collectives of a transport on another.
 
-    Kernels follow each other on one stream, collectives of a transport on another. A kernel beside a collective takes
-    ``contention`` times as long.
+    A kernel beside a collective takes ``contention`` times as long.
 
     Args:
-        times: of the kernels.
+        times: microseconds of the kernels.
     """
     starts = {t.start: t for t in found}
     ends: dict[fx.Node, float] = {}
     free: dict[str, float] = {}
     waited = {wait: t.start for t in found for wait in t.waits}
-    exposed = {t.start: 0.0 for t in found}
+    line = Timeline({t.start: 0.0 for t in found})
     now = busy = 0.0
     for node in order:
+        line.at.append(now)
         if node in starts:
             transfer = starts[node]
-            ends[node] = free[transfer.transport] = (
-                max(now, free.get(transfer.transport, 0.0)) + transfer.time
-            )
+            begin = max(now, free.get(transfer.transport, 0.0))
+            ends[node] = free[transfer.transport] = begin + transfer.time
+            line.spans.append((transfer.transport, node.name, begin, ends[node]))
             busy = max(busy, ends[node])
         elif node in waited:
             late = max(0.0, ends[waited[node]] - now)
-            exposed[waited[node]] += late
+            line.exposed[waited[node]] += late
             now += late
         elif time := times[node]:
             beside = min(time * contention, max(0.0, busy - now))
-            now += beside + (time - beside / contention)
-    return exposed
+            begin, now = now, now + beside + (time - beside / contention)
+            line.spans.append((COMPUTE, node.name, begin, now))
+    return line

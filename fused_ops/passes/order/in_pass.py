@@ -3,29 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from torch import fx
 from torch._inductor import config as inductor_config
 
 from ..memory.at_run_time import verifies
-from .change import OrderChange
+from ..settings import PassSettings
+from .buckets import fill_buckets
+from .change import Bucket, OrderChange
 from .costs import table_for
-from .moves import OrderLimits, reorder
+from .moves import OrderEstimate, OrderLimits, reorder
 from .placed import place_gathers
 from .transports import runs_beside
 
 
-def reordered(graph: fx.Graph, memory: float, number: int, voted: Collection[str] | None) -> OrderChange:
-    """Moves what is not fused.
+def changed_order(
+    graph: fx.Graph, settings: PassSettings, number: int, voted: Collection[str] | None
+) -> OrderChange | None:
+    """Puts what is not fused into buckets, and moves it, as far as the settings say so.
 
     Args:
-        memory: how much the peak may grow, as a part of it.
         number: the graph's.
-        voted: the groups whose ranks can compare the order before each run: a collective may pass one of another
-            transport only if both are of these. None for all, as ranks are known to run the same.
+        voted: the groups whose ranks can compare the order before each run: only collectives of these go into buckets,
+            and pass others. None for all, as ranks are known to run the same.
+
+    Returns:
+        what was done; None where the settings ask for nothing.
     """
-    limits = OrderLimits(memory=memory, beside=runs_beside(graph), voted=voted)
-    change = reorder(graph, table_for(graph), limits, number)
+    if settings.reorder is None and not settings.buckets:
+        return None
+    table, memory = table_for(graph), settings.reorder or 0.0
+    given: OrderEstimate | None = None
+    buckets: tuple[Bucket, ...] = ()
+    crossed: frozenset[str] = frozenset()
+    if settings.buckets and not inductor_config.cpp_wrapper:  # whose code calls no op that returns a list
+        given = OrderEstimate.of(graph, table)
+        buckets, crossed = fill_buckets(graph, settings.buckets, memory, voted)
+    if settings.reorder is None:
+        kept = "" if buckets else "no collectives go into one bucket"
+        change = OrderChange(number, (), 0.0, 0.0, 0, 0, kept)
+    else:
+        limits = OrderLimits(
+            in_flight=settings.gathers + 1,
+            gathers=settings.gathers,
+            memory=memory,
+            most=None if given is None else int(given.peak * (1 + memory)),
+            beside=runs_beside(graph),
+            voted=voted,
+        )
+        change = reorder(graph, table, limits, number)
+    change = replace(change, measured=table.measured)
+    if buckets or settings.reorder is None:
+        now = OrderEstimate.of(graph, table)
+        before = given or now
+        change = replace(
+            change,
+            before=before.exposed,
+            after=now.exposed,
+            peak_before=before.peak,
+            peak_after=now.peak,
+            kept="" if buckets else change.kept,
+            crossed=change.crossed | crossed,
+            buckets=buckets,
+            drawn=(before.drawn, now.drawn),
+        )
     if not verifies():  # whose interpreter compares the storages of values with those of their fakes
         place_gathers(graph)
     return change
@@ -33,7 +75,7 @@ def reordered(graph: fx.Graph, memory: float, number: int, voted: Collection[str
 
 def keep_what_is_ordered(graph: fx.Graph, change: OrderChange | None) -> None:
     """Has Inductor keep the order in which the graph is now. In lite mode it keeps that as it is, or is told to."""
-    if change is None or not change.placed or inductor_config.fallback_by_default:
+    if change is None or not (change.placed or change.buckets) or inductor_config.fallback_by_default:
         return
     from .keep import keep_order  # Inductor's part of it
 

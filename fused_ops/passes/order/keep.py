@@ -3,7 +3,8 @@
 Inductor's scheduler keeps the order of collectives among each other only: it may move products across them, to need
 less memory. Behind the graph stands an op that makes no code. Where it is lowered, all that was called as a kernel of
 its own, in the order of the graph, is tied to what was called before it. What Inductor generates itself, and fuses, is
-free.
+free, but for what only a collective reads: it stays in front of that one. Where it reads inputs of the graph alone, as
+the casts of sharded weights do, nothing is fused into it either: the collective would wait for that, too.
 
 Imported inside of Inductor: it takes seconds.
 """
@@ -11,6 +12,7 @@ Imported inside of Inductor: it takes seconds.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import fx
@@ -43,3 +45,31 @@ def _lower_keep() -> None:
         name = late.operation_name
         assert name is not None
         tied[name].add(early.get_name())
+    _keep_in_front(tied, called)
+
+
+def _keep_in_front(tied: Any, called: list[Any]) -> None:
+    """Ties what only a collective reads to what was called before that."""
+    place: dict[int, int] = {}  # by id, as some are not hashable
+    first_read: dict[str, int] = {}
+    for i, op in enumerate(V.graph.operations):
+        place[id(op)] = i
+        for name in _names_read(op):
+            first_read[name] = min(i, first_read.get(name, i))
+    unfused: Any = getattr(V.graph, "no_fuse_buffer_names", set())  # older torch has none
+    for early, late in pairwise([None, *called]):
+        if not isinstance(late, ir._CollectiveKernel) or isinstance(late, ir._WaitKernel):
+            continue
+        for name in _names_read(late):
+            made = V.graph.name_to_buffer.get(name)
+            # What was called earlier has had its operands made earlier, so it needs nothing that is first read here.
+            if not isinstance(made, ir.ComputedBuffer) or first_read[name] < place[id(late)]:
+                continue
+            if early is not None and made.operation_name is not None:
+                tied[made.operation_name].add(early.get_name())
+            if all(read in V.graph.graph_inputs for read in _names_read(made)):
+                unfused.add(name)
+
+
+def _names_read(op: Any) -> set[str]:
+    return {read.name for read in op.get_reads()}

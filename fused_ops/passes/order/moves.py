@@ -20,8 +20,9 @@ from ..memory.hazards import Hazards
 from ..memory.live_bytes import LiveBytes, body
 from .change import OrderChange, Placed
 from .costs import CostTable, counted_flops, kernel_time, transfer_time
-from .exposure import exposed_times
+from .exposure import Timeline, timeline_of
 from .least_memory import order_of_least_memory
+from .picture import DrawnOrder
 from .transports import COPIED, Transfer, transfers
 
 _TAKEN_ALONG = 32  # nodes, at most, that move with a start or a wait
@@ -38,6 +39,7 @@ class OrderLimits:
         gathers: all-gathers among them.
         cover: how much longer than a collective what runs beside it should take, as it is estimated.
         memory: how much the peak may grow, as a part of it.
+        most: bytes that the peak may have, also where the above allows more.
         beside: whether collectives may be on their way while an op of weft runs: on CUDA its kernel takes all SMs but
             those that are reserved.
         voted: groups whose ranks compare the order before each run. Only their collectives may pass one of another
@@ -48,6 +50,7 @@ class OrderLimits:
     gathers: int = 1
     cover: float = 1.5
     memory: float = 0.0
+    most: int | None = None
     beside: bool = False
     voted: Collection[str] | None = ()
 
@@ -67,7 +70,7 @@ class _Walk:
             each.time = transfer_time(each.start, each.transport, table)
         self.of_start = {t.start: t for t in self.transfers}
         self.of_wait = {w: t for t in self.transfers for w in t.waits}
-        self.bound = int(self.live.peak * (1 + limits.memory))
+        self.bound = self._bound()
         self._most = {t.transport: max(limits.in_flight, self._at_most(t.transport)) for t in self.transfers}
         if COPIED in self._most:
             self._most[COPIED] = NUM_BUFFERS  # a workspace has no more for each kind
@@ -78,7 +81,11 @@ class _Walk:
         anew = LiveBytes(self.sets, least)
         if anew.peak <= self.live.peak:
             self.live = anew
-        self.bound = int(self.live.peak * (1 + self.limits.memory))
+        self.bound = self._bound()
+
+    def _bound(self) -> int:
+        allowed = int(self.live.peak * (1 + self.limits.memory))
+        return allowed if self.limits.most is None else max(self.live.peak, min(allowed, self.limits.most))
 
     def kernels_before(self) -> dict[fx.Node, int]:
         """How many kernels that may hide something stand in front of each node."""
@@ -88,8 +95,11 @@ class _Walk:
             count += self.times[node] > 0
         return found
 
-    def exposed(self) -> dict[fx.Node, float]:
-        return exposed_times(self.live.order, self.transfers, self.times, self.table.contention)
+    def timeline(self) -> Timeline:
+        return timeline_of(self.live.order, self.transfers, self.times, self.table.contention)
+
+    def drawn(self) -> DrawnOrder:
+        return DrawnOrder.of(self.timeline(), self.live.live)
 
     def covered(self, transfer: Transfer) -> float:
         """Microseconds of kernels between a start and its first wait."""
@@ -242,6 +252,26 @@ class _Walk:
         return None
 
 
+@dataclass(frozen=True)
+class OrderEstimate:
+    """A graph as it is.
+
+    Attributes:
+        exposed: microseconds that the compute stream would wait for collectives.
+        peak: bytes that the graph makes and holds at once.
+        drawn: what a picture shows of it.
+    """
+
+    exposed: float
+    peak: int
+    drawn: DrawnOrder
+
+    @staticmethod
+    def of(graph: fx.Graph, table: CostTable) -> OrderEstimate:
+        walk = _Walk(graph, table, OrderLimits())
+        return OrderEstimate(sum(walk.timeline().exposed.values()), walk.live.peak, walk.drawn())
+
+
 def reorder(
     graph: fx.Graph, table: CostTable, limits: OrderLimits | None = None, number: int = 0
 ) -> OrderChange:
@@ -252,7 +282,7 @@ def reorder(
         number: the graph's, for the report.
     """
     walk = _Walk(graph, table, limits or OrderLimits())
-    peak, before, given = walk.live.peak, walk.exposed(), walk.kernels_before()
+    peak, before, given, shown = walk.live.peak, walk.timeline().exposed, walk.kernels_before(), walk.drawn()
     walk.start_from_least_memory()
     whys: dict[fx.Node, tuple[str, str]] = {}
     for transfer in walk.transfers:
@@ -263,7 +293,7 @@ def reorder(
         for wait in sorted(transfer.waits, key=walk.live.at.__getitem__, reverse=True):
             why_wait = walk.move(transfer, wait, up=False)
         whys[transfer.start] = why_start, why_wait
-    after = walk.exposed()
+    after = walk.timeline().exposed
     kept = _why_kept(walk, peak, sum(before.values()), sum(after.values()))
     if kept:
         after, now = before, given
@@ -278,7 +308,9 @@ def reorder(
         placed.append(Placed(node.name, transfer.transport, steps[0], steps[1], *times, *whys[node]))
     totals = sum(before.values()), sum(after.values())
     crossed = frozenset(g for pair in walk.crossings() for g in map(group_of, pair) if g and not kept)
-    return OrderChange(number, tuple(placed), *totals, peak, peak if kept else walk.live.peak, kept, crossed)
+    peaks = peak, peak if kept else walk.live.peak
+    drawn = shown, shown if kept else walk.drawn()
+    return OrderChange(number, tuple(placed), *totals, *peaks, kept, crossed, drawn=drawn)
 
 
 def _why_kept(walk: _Walk, peak: int, before: float, after: float) -> str:

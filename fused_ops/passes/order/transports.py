@@ -61,10 +61,14 @@ def transfers(order: list[fx.Node]) -> list[Transfer]:
 
 
 def transport_of(node: fx.Node) -> str:
-    """By the ranks of the group; torchrun's LOCAL_WORLD_SIZE says how many of them share a host."""
+    """An op of weft's own, or the group's."""
     if node.target.namespace == "weft":  # type: ignore[union-attr]
         return COPIED if is_copied(node) else WEFT
-    group = group_of(node)
+    return transport_of_group(group_of(node))
+
+
+def transport_of_group(group: str | None) -> str:
+    """By the group's ranks; torchrun's LOCAL_WORLD_SIZE says how many of them share a host."""
     if group is None:
         return NETWORK
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 from unittest.mock import patch
 
@@ -32,6 +33,12 @@ def clean(rank: int, world: int) -> list[tuple[list[str], int, int]]:
         seen.append((found.problems, max(found.predicted), max(found.measured)))
         return found
 
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("weft.passes")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
     fusion = FusionPass()
     compiled = torch.compile(program, options=fusion.options)
@@ -41,6 +48,9 @@ def clean(rank: int, world: int) -> list[tuple[list[str], int, int]]:
             torch.manual_seed(rank)
             results.append(compiled(x, w))
             results[-1].sum().backward()
+    log.removeHandler(handler)
+    log.setLevel(logging.NOTSET)
+    assert sum("memory of generated code verified" in each for each in said) == 4
     # Random numbers are drawn as in a run that verifies nothing.
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
     assert fusion.report().fused >= 3

@@ -210,8 +210,11 @@ def test_gathers_of_weights_pass_fused_ops_where_all_ranks_vote() -> None:
     assert all((r.questions.count, r.questions.fused) == (1, 1) for r, _ in ranks)
     assert all(graph == ranks[0][1] for _, graph in ranks)
     order = [name for name in ranks[0][1] if name not in ("agree", "keep_order")]
-    fused = [i for i, name in enumerate(order) if name.startswith("fused_all_gather")]
-    assert any(order[i - 1] == "all_gather_into_tensor" for i in fused)  # on its way while that runs
+    ops = ["fused_all_gather_matmul", "fused_matmul_reduce_scatter"] * 3
+    expected = ["all_gather_into_tensor", "wait_tensor"]
+    for op in ops[:-1]:  # beside each op that of the next weight is on its way
+        expected += ["all_gather_into_tensor", op, "wait_tensor"]
+    assert order == [*expected, ops[-1]]
     assert ranks[0][0].orders[0].after < ranks[0][0].orders[0].before
 
 

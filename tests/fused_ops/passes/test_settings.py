@@ -20,7 +20,7 @@ from weft.fused_ops.passes import FusionPass, pass_sequence
 def test_the_text_of_a_pass_is_its_settings() -> None:
     named = (
         "groups=None, strict=False, fuse='auto', agree=True, regather=False, collectives='auto', "
-        "sequence_parallel=False, reorder=False"
+        "sequence_parallel=False, reorder=False, gathers=1, buckets=False"
     )
     assert repr(FusionPass()) == f"FusionPass({named})"
     settings = {"strict": True, "fuse": "always", "agree": "capture", "regather": True, "collectives": True}
@@ -30,7 +30,7 @@ def test_the_text_of_a_pass_is_its_settings() -> None:
         "groups=['a', 'b'], strict=True, fuse='always', agree='capture', regather=True, collectives=True, "
         "sequence_parallel='auto'"
     )
-    assert repr(given) == f"FusionPass({named}, reorder=0.5)"
+    assert repr(given) == f"FusionPass({named}, reorder=0.5, gathers=1, buckets=False)"
 
 
 def test_a_copy_is_the_pass_itself() -> None:
@@ -61,7 +61,13 @@ def test_a_compiled_model_is_saved_with_its_pass(tmp_path: Path) -> None:
 def test_json_has_the_settings() -> None:
     written = json.loads(json.dumps(FusionPass(groups=["tp"]).options))
     settings = {"groups": ["tp"], "strict": False, "fuse": "auto", "agree": True, "regather": False}
-    settings |= {"collectives": "auto", "sequence_parallel": False, "reorder": False}
+    settings |= {
+        "collectives": "auto",
+        "sequence_parallel": False,
+        "reorder": False,
+        "gathers": 1,
+        "buckets": False,
+    }
     assert written == {"post_grad_custom_post_pass": settings}
 
 

@@ -1,0 +1,140 @@
+"""What generated code that verifies its memory calls: allocations, frees and reuse are compared with what was planned.
+
+A name of the generated code holds the memory of the tensor, or tensors, that it stands for. When the last name of some
+memory is deleted it must be gone. When memory is used again under another name nothing else may hold it: neither the
+tensor that it was, nor another view of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from ....symm_mem import WeftError
+
+_log = logging.getLogger("weft.passes")
+_SHOWN = 5  # problems in an error
+_SECONDS = 0.5  # that a backend's thread may take to let go of what has been waited for
+_numbers = itertools.count()
+
+
+class CodeWatch:
+    """Of one run of generated code.
+
+    Attributes:
+        problems: what was not as planned, in words.
+        peak: bytes of all names, at most.
+    """
+
+    def __init__(self, *inputs: Any) -> None:
+        self.problems: list[str] = []
+        self.peak = 0
+        self._names: dict[str, list[StorageWeakRef]] = {}
+        self._sizes: dict[int, int] = {}  # by storage
+        self._inputs = [StorageWeakRef(t.untyped_storage()) for t in inputs if isinstance(t, Tensor)]
+        self._dying: list[tuple[str, StorageWeakRef, int]] = []
+        self._before: dict[str, Any] = {}
+
+    def made(self, name: str, value: Any, size: int | None, within: Collection[str] | None = ()) -> None:
+        """A name stands for a tensor, or several, from here on.
+
+        Args:
+            size: bytes that were planned; None where that is not known.
+            within: names in whose memory it was planned to lie; none for new memory, None for any.
+        """
+        tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+        storages = [StorageWeakRef(t.untyped_storage()) for t in tensors]
+        for tensor, ref in zip(tensors, storages, strict=True):
+            nbytes = tensor.untyped_storage().nbytes()
+            known = self._holders(ref)
+            external = any(ref.cdata == each.cdata for each in self._inputs)
+            if nbytes and within is not None and (known or external) and not set(within) & set(known):
+                other = known[0] if known else "an input"
+                self.problems.append(f"{name} lies in the memory of {other}, which was not planned")
+            if size is not None and nbytes != size:
+                self.problems.append(f"{name} has {nbytes} bytes, {size} were planned")
+            if not external:
+                self._sizes[ref.cdata] = nbytes
+        self._names[name] = storages
+        self._note_peak()
+
+    def alone(self, name: str, tensor: Tensor) -> Tensor:
+        """Another tensor of memory that is about to be used again. Whatever holds the one given then shows."""
+        if name in self._names:
+            self._before[name] = torch._C._WeakTensorRef(tensor)  # type: ignore[attr-defined]
+        return tensor.detach()
+
+    def reused(self, old: str, new: str, tensor: Tensor) -> None:
+        """The memory of one name is that of another one from here on."""
+        storages = self._names.pop(old, None)
+        if storages is None:
+            return  # an input's, which its owner may hold
+        self._names[new] = storages
+        before = self._before.pop(old)
+        if any(name != new for ref in storages for name in self._holders(ref)):
+            return  # planned so: another name is there for it
+        if not _comes(lambda: before.expired() and _held(tensor) == 1):
+            self.problems.append(f"{old} is used again as {new} while something still holds it")
+
+    def freed(self, name: str) -> None:
+        """A name was deleted."""
+        for ref in self._names.pop(name, ()):
+            external = any(ref.cdata == each.cdata for each in self._inputs)
+            if not external and not self._holders(ref):
+                self._dying.append((name, ref, self._sizes.pop(ref.cdata, 0)))
+
+    def settle(self) -> None:
+        """In front of what allocates: what was freed must be gone."""
+        for name, ref, size in self._dying:
+            if not _comes(ref.expired):
+                self.problems.append(f"the {size} bytes of {name} are still held behind its end")
+        self._dying.clear()
+
+    def end(self, planned: int | None) -> None:
+        """
+        Args:
+            planned: bytes of the peak; None where sizes are not known.
+
+        Raises:
+            WeftError: something was not as planned.
+        """
+        self.settle()
+        _log.info("memory of generated code verified: peak %d bytes, %s planned", self.peak, planned)
+        if planned is not None and self.peak != planned:
+            self.problems.append(f"the peak was {self.peak} bytes, {planned} were planned")
+        if self.problems:
+            more = len(self.problems) - _SHOWN
+            said = "; ".join(self.problems[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+            raise WeftError(f"WEFT_VERIFY_MEMORY: generated code's memory is not as planned: {said}")
+
+    def _holders(self, ref: StorageWeakRef) -> list[str]:
+        return [name for name, refs in self._names.items() if any(r.cdata == ref.cdata for r in refs)]
+
+    def _note_peak(self) -> None:
+        there = {ref.cdata for refs in self._names.values() for ref in refs}
+        self.peak = max(self.peak, sum(self._sizes.get(cdata, 0) for cdata in there))
+
+
+def _held(tensor: Tensor) -> int:
+    """How many tensors have this one's memory, with it."""
+    own = torch.empty(1)
+    beside = torch._C._storage_Use_Count(own.untyped_storage()._cdata) - 1  # what asks
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - int(beside)
+
+
+def _comes(is_so: Callable[[], bool]) -> bool:
+    """Whether it is so, or soon will be."""
+    until = time.monotonic() + _SECONDS
+    while not is_so():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.001)
+    return True

@@ -1,0 +1,93 @@
+"""What Inductor makes of the order: what it could fuse or move stays where it belongs."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
+from weft.fused_ops import FusionPass
+
+c10d = torch.ops._c10d_functional
+
+
+def group() -> str:
+    return dist.distributed_c10d._get_default_group().group_name
+
+
+def gathered(x: Tensor) -> Tensor:
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, dist.get_world_size(), group()))
+
+
+def casts_beside_others(x: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+    """What else reads the second shard must not become part of its cast, for which the gather would wait."""
+    x = x @ gathered(first.to(torch.bfloat16)).float().t()
+    y = x @ gathered(second.to(torch.bfloat16)).float()
+    return y, second * 2
+
+
+def writes_in_place(x: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+    """Nothing writes to the operand while it is read."""
+    a = first * 2
+    pending = c10d.all_reduce(a, "sum", group())
+    y = x @ first.t()
+    done = c10d.wait_tensor(pending)
+    a.mul_(0.5)
+    return done, y @ second, a
+
+
+def views_of_parts(x: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+    """A collective in place inside of a larger tensor."""
+    a = first + 1
+    dist.all_reduce(a[1:3])
+    y = x @ second.t()
+    return y @ second, a.sin(), a[2:].cos()
+
+
+PROGRAMS = {f.__name__: f for f in (casts_beside_others, writes_in_place, views_of_parts)}
+
+
+def loops_of(code: str, kernel: str) -> str:
+    """How many tensors a kernel writes, and in how many loops."""
+    source = code.split(f"{kernel} = ", 1)[1].split("'''")[1]
+    outputs = set(re.findall(r"\w+\* out_ptr\d", source))
+    return f"{len(outputs)} in {source.count('for(int64_t x0=')} loops"
+
+
+def compiled(rank: int, world: int) -> dict[str, list[str]]:
+    found = {}
+    torch.manual_seed(rank)
+    given = torch.randn(66, 130), torch.randn(32, 130), torch.randn(32, 130)
+    for name, fn in PROGRAMS.items():
+        expected = fn(*given)
+        torch._dynamo.reset()
+        with torch.no_grad(), inductor_config.patch(fx_graph_cache=False):
+            options = FusionPass([], reorder=4.0).options
+            results, codes = run_and_get_code(torch.compile(fn, options=options), *given)
+        for mine, theirs in zip(results, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+        (code,) = codes
+        calls = re.findall(
+            r"^ +(?:buf\d+ = )?(?:extern_kernels|torch\.ops\._c10d_functional)\.(\w+)|^ +(cpp_fused\w*)\(",
+            code,
+            re.MULTILINE,
+        )
+        found[name] = [a or loops_of(code, b) for a, b in calls]
+    return found
+
+
+def test_what_stands_in_generated_code() -> None:
+    for found in run_ranks(compiled, 2):
+        order = found["casts_beside_others"]
+        starts = [i for i, name in enumerate(order) if name == "all_gather_into_tensor"]
+        # The casts stand in front of the gathers, and write nothing else.
+        assert [order[i - 1] for i in starts] == ["1 in 1 loops"] * 2
+        assert order.index("mm") > starts[1]  # and the second gather is on its way beside the first product
+        order = found["writes_in_place"]
+        assert order.index("all_reduce_") < order.index("mm") < order.index("wait_tensor")
+        order = found["views_of_parts"]
+        assert order.index("all_reduce_") < order.index("mm") < order.index("wait_tensor")
