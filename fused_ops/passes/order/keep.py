@@ -72,4 +72,4 @@ def _keep_in_front(tied: Any, called: list[Any]) -> None:
 
 
 def _names_read(op: Any) -> set[str]:
-    return {read.name for read in op.get_reads()}
+    return set(op.get_read_names())  # a reduction has no get_reads
