@@ -237,6 +237,7 @@ def test_random_programs(seeds: range) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_thousand_random_programs() -> None:
     changed = filled = 0
     for seed in range(100, 1100):
