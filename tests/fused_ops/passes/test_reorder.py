@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from graphs import fake_ranks
+from graphs import copied, fake_ranks
 from orders import (
     ROOM,
     ROWS,
