@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import weft
 
+from . import async_collectives as async_collectives  # torch.ops.weft has them
 from .collectives import one_shot_all_gather, one_shot_reduce_scatter
 from .dispatch.plan import Plan, last_plan
 from .drop_in.calls_taken import CallsTaken

@@ -164,11 +164,15 @@ class Workspace(Generic[L]):
 
     def next_buffer(self) -> int:
         """The buffer that the next call uses; they alternate."""
-        self._last_buffer ^= 1
-        self._calls.takes(self._last_buffer)
+        return self.take_buffer(self._last_buffer ^ 1)
+
+    def take_buffer(self, buffer: int) -> int:
+        """The next call uses this buffer, as on all ranks."""
+        self._last_buffer = buffer
+        self._calls.takes(buffer)
         if running.inside:  # from here on that call must come to its end, or the group is broken
             running.workspace = self
-        return self._last_buffer
+        return buffer
 
     def words_of(self, rank: int) -> torch.Tensor:
         """Rank's control words and flags as an int32 tensor, with the LL protocol the buffers, too."""
@@ -188,13 +192,13 @@ class HostEpoch:
             ...
 
     The end of the body ends the epoch. An exception in it breaks the group, and the epoch does not end.
-    Its waits raise PeerTimeout, which names ``op``.
+    Its waits raise PeerTimeout, which names ``op``. ``buffer``: which one, as on all ranks; default the next one.
     """
 
-    def __init__(self, workspace: Workspace[Layout], op: str) -> None:
+    def __init__(self, workspace: Workspace[Layout], op: str, buffer: int | None = None) -> None:
         workspace.raise_if_broken(op)
         self.ws, self.op = workspace, op
-        self.buffer = workspace.next_buffer()
+        self.buffer = workspace.next_buffer() if buffer is None else workspace.take_buffer(buffer)
         self.epoch = (self.ws.word(workspace.rank, Layout.EPOCH + self.buffer).value + 1) & 0xFFFFFFFF
         self._timeout = get_timeout(workspace.heap.group_name)
 

@@ -39,6 +39,7 @@ _MOST_REDUCED = 64 << 20  # bytes; larger all-reduces on three ranks and more we
 # On more ranks only what latency decides is taken, as of the all-reduce, which has the same protocol.
 _MOST_ALONE = 64 << 20
 _MOST_ALONE_OF_MORE = 1 << 20
+_LEAST_ASYNC = 512 << 10  # bytes of a part that copy engines send: below, launches take longer than the way
 # bytes and multiply-adds per microsecond; between CPU ranks of the order of one core each.
 _RATES = {"cuda": (LINK, MULTIPLY_ADDS), "cpu": (5e3, 30e3)}
 
@@ -132,6 +133,21 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
     else:
         profitable = rows >= _LEAST_ROWS
     return None if profitable else f"too little is multiplied and scattered ({m} x {k} @ {k} x {n})"
+
+
+def why_not_async(part_bytes: int, world_size: int, device_type: str) -> str | None:
+    """Why a collective should not be copy engines' that runs beside others; None if it should.
+
+    Args:
+        part_bytes: what each rank sends to each.
+    """
+    if device_type == "cuda" and not _is_hopper():
+        return "the kernels are for GPUs of compute capability 9.0"
+    if part_bytes % _ROW:
+        return f"parts of {part_bytes} bytes are no multiple of {_ROW}"
+    if part_bytes < _LEAST_ASYNC:
+        return f"parts of {part_bytes} bytes are less than {_LEAST_ASYNC}"
+    return None
 
 
 def _why_not_scaled(candidate: FusionCandidate, scaled: ScaledProducts) -> str | None:

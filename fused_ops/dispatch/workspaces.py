@@ -97,6 +97,23 @@ def matmul_workspace(heap: Heap, wanted: Layout, *, copied: bool = False) -> Wor
     return _fetch(heap, kind, lambda layout: layout.holds(wanted), grown)
 
 
+def async_workspace(heap: Heap, wanted: Layout, kind: str) -> Workspace[Layout]:
+    """The workspace of this stream for what copy engines send beside what follows it.
+
+    Args:
+        kind: each has one of its own, as buffers are in use when other calls begin.
+
+    Raises:
+        RankMismatch, PeerTimeout: the ranks do not grow it together.
+    """
+
+    def grown(old: Layout | None) -> Layout:
+        layout = replace(wanted, buffer_bytes=-(-wanted.buffer_bytes // _GRAIN) * _GRAIN)
+        return layout if old is None else old.joined(layout)
+
+    return _fetch(heap, kind, lambda layout: layout.holds(wanted), grown)
+
+
 def group_workspace(heap: Heap, wanted: Layout) -> Workspace[Layout]:
     """The workspace of a process group's calls between CPU ranks. It grows by doubling: few calls wait for other ranks.
 

@@ -89,7 +89,7 @@ def _fresh(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _begins_call(run: Callable[..., Any]) -> Callable[..., Any]:
+def begins_call(run: Callable[..., Any]) -> Callable[..., Any]:
     """If an exception ends it in the midst of what peers wait for, the group is broken. What it has begun goes with
     it: the thread's next call may come late, and operands are large."""
     guarded = poison_on_error(run)
@@ -118,7 +118,7 @@ def _fast_all_gather_matmul(call: AllGatherMatmulCall) -> _ag.Result | None:
 
 
 @_fresh
-@_begins_call
+@begins_call
 def _slow_all_gather_matmul(call: AllGatherMatmulCall) -> _ag.Result:
     call, group = validation.validate_all_gather_matmul(call)
     _begin(_ag.host.OP, call, group)
@@ -135,7 +135,7 @@ def _fast_matmul_reduce_scatter(call: MatmulReduceScatterCall) -> Tensor | None:
 
 
 @_fresh
-@_begins_call
+@begins_call
 def _slow_matmul_reduce_scatter(call: MatmulReduceScatterCall) -> Tensor:
     call, group = validation.validate_matmul_reduce_scatter(call)
     _begin(_rs.host.OP, call, group)
@@ -143,7 +143,7 @@ def _slow_matmul_reduce_scatter(call: MatmulReduceScatterCall) -> Tensor:
 
 
 @_fresh
-@_begins_call
+@begins_call
 def _slow_all_gather_scaled_matmul(call: AllGatherScaledMatmulCall) -> _ags.Result:
     call, rows, group = scaled_validation.validate_all_gather_scaled_matmul(call)
     _begin(_ags.host.OP, call, group)
@@ -151,7 +151,7 @@ def _slow_all_gather_scaled_matmul(call: AllGatherScaledMatmulCall) -> _ags.Resu
 
 
 @_fresh
-@_begins_call
+@begins_call
 def _slow_scaled_matmul_reduce_scatter(call: ScaledMatmulReduceScatterCall) -> Tensor:
     call, rows, group = scaled_validation.validate_scaled_matmul_reduce_scatter(call)
     _begin(_srs.host.OP, call, group)
@@ -167,7 +167,7 @@ def _fast_all_reduce_on_device(call: AllReduceCall) -> Tensor | None:
 
 
 @_fresh
-@_begins_call
+@begins_call
 def _slow_all_reduce(call: AllReduceCall) -> Tensor:
     group = validation.validate_all_reduce(call)
     _begin(_ar.host.OP, call, group)
@@ -182,7 +182,7 @@ def _fast_all_reduce_in_place_on_device(call: AllReduceCall) -> Tensor | None:
     return _ar.fast_all_reduce(call.x, call.reduce_op, call.group_name, call.x, IN_PLACE)
 
 
-@_begins_call
+@begins_call
 def _slow_all_reduce_in_place(call: AllReduceCall) -> None:
     group, x = validation.validate_all_reduce_in_place(call), call.x
     _begin(IN_PLACE, call, group)
@@ -198,7 +198,7 @@ def _fast_all_gather(call: AllGatherCall) -> Tensor | None:
 
 
 @_fresh
-@_begins_call
+@begins_call
 def _slow_all_gather(call: AllGatherCall) -> Tensor:
     call, group = validation.validate_all_gather(call)
     _begin(_gather.host.OP, call, group)
@@ -209,7 +209,7 @@ def _fast_all_gather_out(call: AllGatherOutCall) -> Tensor | None:
     return _gather.fast_all_gather_out(call.out, call.x, call.gather_dim, call.group_name)
 
 
-@_begins_call
+@begins_call
 def _slow_all_gather_out(call: AllGatherOutCall) -> None:
     found, group = validation.validate_all_gather_out(call)
     _begin(_gather.host.INTO, found, group)
@@ -222,7 +222,7 @@ def _fast_reduce_scatter(call: ReduceScatterCall) -> Tensor | None:
 
 
 @_fresh
-@_begins_call
+@begins_call
 def _slow_reduce_scatter(call: ReduceScatterCall) -> Tensor:
     call, group = validation.validate_reduce_scatter(call)
     _begin(_scatter.host.OP, call, group)
@@ -234,7 +234,7 @@ def _fast_reduce_scatter_out(call: ReduceScatterOutCall) -> Tensor | None:
     return _scatter.fast_reduce_scatter_out(out, x, reduce_op, dim, group_name)
 
 
-@_begins_call
+@begins_call
 def _slow_reduce_scatter_out(call: ReduceScatterOutCall) -> None:
     found, group = validation.validate_reduce_scatter_out(call)
     _begin(_scatter.host.INTO, found, group)
@@ -249,7 +249,7 @@ def _fast_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> tuple[Tensor, Tenso
 
 
 @_fresh
-@_begins_call
+@begins_call
 def _slow_all_reduce_rms_norm(call: AllReduceRmsNormCall) -> tuple[Tensor, Tensor]:
     group = validation.validate_all_reduce_rms_norm(call)
     _begin(_arn.host.OP, call, group)
@@ -261,7 +261,7 @@ def _fast_matmul_all_reduce(call: MatmulAllReduceCall) -> Tensor | None:
 
 
 @_fresh
-@_begins_call
+@begins_call
 def _slow_matmul_all_reduce(call: MatmulAllReduceCall) -> Tensor:
     group = validation.validate_matmul_all_reduce(call)
     _begin(_mar.host.OP, call, group)

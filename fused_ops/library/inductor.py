@@ -15,6 +15,7 @@ from torch._inductor.virtualized import NullHandler, V
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
+from . import schema
 from .compiled import COMMUNICATING, KEEPS, why_unordered
 
 _wait = torch.ops._c10d_functional.wait_tensor.default
@@ -50,6 +51,8 @@ def lower_as_collective(op: OpOverload) -> None:
         # One tensor is made like torch's own collectives make it: Inductor takes it for the result of one where a graph
         # waits for it, and where it reduces it in place.
         created = (_Collective.create_out_of_place if one else _Collective.create)(op, *args, **kwargs)
+        if kwargs.get("placed") and op is schema.all_gather_wait:  # a buffer of the heap
+            V.graph.never_reuse_buffers.add(created.get_name())  # type: ignore[union-attr]
         return tree_map(lambda x: ir.TensorBox.create(x) if isinstance(x, ir.IRNode) else x, created)
 
 

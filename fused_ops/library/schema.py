@@ -72,6 +72,28 @@ lib.define(
     tags=_TAGS,
 )
 
+lib.define(
+    "all_gather_start(Tensor x, str group_name, *, bool placed=False, int? group_size=None) -> Tensor",
+    tags=_TAGS,
+)
+lib.define(
+    "all_gather_wait(Tensor started, Tensor x, str group_name, *, bool placed=False, int? group_size=None) -> Tensor",
+    tags=_TAGS,
+)
+lib.define(
+    # It writes to what was gathered, for what orders memory: nothing may read that behind it.
+    "all_gather_release(Tensor started, Tensor(a!) gathered, str group_name, *, int? group_size=None) -> ()",
+    tags=_TAGS,
+)
+lib.define(
+    "reduce_scatter_start(Tensor x, str reduce_op, str group_name, *, int? group_size=None) -> Tensor",
+    tags=_TAGS,
+)
+lib.define(
+    "reduce_scatter_wait(Tensor started, Tensor x, str group_name, *, int? group_size=None) -> Tensor",
+    tags=_TAGS,
+)
+
 all_gather_matmul = torch.ops.weft.fused_all_gather_matmul.default
 matmul_reduce_scatter = torch.ops.weft.fused_matmul_reduce_scatter.default
 all_gather_scaled_matmul = torch.ops.weft.fused_all_gather_scaled_matmul.default
@@ -84,3 +106,8 @@ all_gather = torch.ops.weft.one_shot_all_gather.default
 all_gather_out = torch.ops.weft.one_shot_all_gather_out.default
 reduce_scatter = torch.ops.weft.one_shot_reduce_scatter.default
 reduce_scatter_out = torch.ops.weft.one_shot_reduce_scatter_out.default
+all_gather_start = torch.ops.weft.all_gather_start.default
+all_gather_wait = torch.ops.weft.all_gather_wait.default
+all_gather_release = torch.ops.weft.all_gather_release.default
+reduce_scatter_start = torch.ops.weft.reduce_scatter_start.default
+reduce_scatter_wait = torch.ops.weft.reduce_scatter_wait.default

@@ -317,15 +317,14 @@ class FusionPass(PassSettings, CustomGraphPass):
         }
 
     def _find(self, node: fx.Node) -> registry.Form:
+        by_itself = self.collectives == AUTO
         # By itself it leaves them to what runs them beside products.
-        hidden = self.reorder is not None or inductor_config.reorder_for_compute_comm_overlap
-        if not self.collectives or (self.collectives == AUTO and hidden):
+        if not self.collectives or (by_itself and inductor_config.reorder_for_compute_comm_overlap):
             return self._find_product(node)
-        collective = Collective.from_node(node, self.groups)
-        any_size = self.collectives is True
-        return registry.match_alone_too(
-            collective, self.groups, always=self.fuse == "always", any_size=any_size
-        )
+        collective, always = Collective.from_node(node, self.groups), self.fuse == "always"
+        if by_itself and self.reorder is not None:
+            return registry.match_beside(collective, self.groups, always=always)
+        return registry.match_alone_too(collective, self.groups, always=always, any_size=not by_itself)
 
     def _find_product(self, node: fx.Node) -> registry.Form:
         collective = Collective.from_node(node, self.groups)

@@ -38,6 +38,8 @@ FLAT = {
     aten.detach.default,
 }
 _WAITS = ("wait_tensor", "wait_tensors")
+_STARTS = ("all_gather_start", "reduce_scatter_start")  # of weft's
+_ENDS = ("all_gather_wait", "reduce_scatter_wait")
 _FUSIBLE = {c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_reduce.default}
 
 
@@ -264,18 +266,40 @@ def communicates(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     if node.target.namespace == "weft":
-        return True
+        return node.target._opname not in (*_ENDS, "all_gather_release")
     namespaced = node.target.namespace in ("_c10d_functional", "_c10d_functional_autograd")
     return namespaced and node.target._opname not in (*_WAITS, "_wrap_tensor_autograd")
 
 
 def waits(node: fx.Node) -> bool:
     """Whether the node waits for a collective, or for several at once."""
+    return fills_what_it_waits_for(node) or _is_of_weft(node, _ENDS)
+
+
+def fills_what_it_waits_for(node: fx.Node) -> bool:
+    """Whether it is a wait of torch's, which returns what the collective has made."""
     target = node.target
     return (
         isinstance(target, torch._ops.OpOverload)
         and target.namespace == "_c10d_functional"
         and target._opname in _WAITS
+    )
+
+
+def starts(node: fx.Node) -> bool:
+    """Whether the node starts a collective that runs beside what follows it: any but those of weft's kernels."""
+    return communicates(node) and (node.target.namespace != "weft" or is_copied(node))  # type: ignore[union-attr]
+
+
+def is_copied(node: fx.Node) -> bool:
+    """Whether the node starts a collective that copy engines carry out."""
+    return _is_of_weft(node, _STARTS)
+
+
+def _is_of_weft(node: fx.Node, names: Iterable[str]) -> bool:
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload) and target.namespace == "weft" and target._opname in names
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from ..graph.collectives import communicates, waits
+from ..graph.collectives import communicates, fills_what_it_waits_for, waits
 
 HEAP = "heap"  #: the pool of what fused ops stage on the symmetric heap
 UNKNOWN = 1  # bytes of a size that depends on data
@@ -122,7 +122,9 @@ def heap_bytes(node: fx.Node) -> int:
 
 def started_by(wait: fx.Node) -> Iterator[fx.Node]:
     """The collectives that a wait waits for."""
-    for operand in wait.all_input_nodes:
+    # One of weft's waits takes what the collective reads, too: that may be another one's result.
+    operands = wait.all_input_nodes if fills_what_it_waits_for(wait) else wait.all_input_nodes[:1]
+    for operand in operands:
         node = operand
         if node.target is operator.getitem:
             node = node.all_input_nodes[0]  # one tensor of several
@@ -137,7 +139,7 @@ def held_until(node: fx.Node) -> list[fx.Node]:
 
 
 def _written(node: fx.Node) -> Iterator[fx.Node]:
-    if waits(node):
+    if fills_what_it_waits_for(node):
         yield from node.all_input_nodes
         return
     for argument, given in _arguments(node):
@@ -147,7 +149,7 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 
 def _same_memory(node: fx.Node) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs of an operand and a result that the operator's schema calls aliases."""
-    if waits(node):
+    if fills_what_it_waits_for(node):
         yield from zip(
             (t for a in node.all_input_nodes for t in tensors_of(a)), tensors_of(node), strict=False
         )

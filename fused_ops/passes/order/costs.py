@@ -17,9 +17,9 @@ from torch.utils.flop_counter import flop_registry
 
 from ....kernels.device.gemm.gemm_tiles import LINK, MULTIPLY_ADDS
 from ....symm_mem import resolve_group
-from ..graph.collectives import communicates, group_of, kind_of
+from ..graph.collectives import communicates, group_of, is_copied, kind_of, starts
 from ..memory.alias_sets import size_of, tensors_of
-from .transports import NETWORK, NVLINK, WEFT
+from .transports import COPIED, NETWORK, NVLINK, WEFT
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class CostTable:
     multiply_adds: float = MULTIPLY_ADDS
     memory: float = 2.5e6
     # NCCL's is that of 64 MiB on 2 H100 (bench/results/h100-x2-all_gather.json), of a network one of 400 Gb/s a GPU.
-    links: tuple[tuple[str, float], ...] = ((WEFT, LINK), (NVLINK, 225e3), (NETWORK, 40e3))
+    links: tuple[tuple[str, float], ...] = ((WEFT, LINK), (COPIED, LINK), (NVLINK, 225e3), (NETWORK, 40e3))
     latency: float = 15.0
     launch: float = 2.0
     contention: float = 1.35
@@ -56,7 +56,7 @@ class CostTable:
 #: Hopper GPUs; and CPU ranks, of the order of one core each.
 TABLES = {
     "cuda": CostTable(late=(NVLINK, NETWORK)),
-    "cpu": CostTable(30e3, 5e3, ((WEFT, 5e3), (NVLINK, 2e3), (NETWORK, 1e3)), 50.0, 2.0, 1.0),
+    "cpu": CostTable(30e3, 5e3, ((WEFT, 5e3), (COPIED, 5e3), (NVLINK, 2e3), (NETWORK, 1e3)), 50.0, 2.0, 1.0),
 }
 
 
@@ -93,9 +93,11 @@ def transfer_time(node: fx.Node, transport: str, table: CostTable) -> float:
     """Microseconds from a collective's start to its end, if it is alone."""
     given, made = sum(map(size_of, node.all_input_nodes)), size_of(node)
     kind = kind_of(node)
-    sent = made if "all_gather" in kind else 2 * given if "all_reduce" in kind else given
     group = group_of(node)
     world = 2 if group is None else resolve_group(group).size()
+    if is_copied(node):
+        made = given * world  # its own value is a token
+    sent = made if "all_gather" in kind else 2 * given if "all_reduce" in kind else given
     return table.latency + sent * (world - 1) / world / dict(table.links)[transport]
 
 
@@ -104,7 +106,7 @@ def kernel_time(node: fx.Node, table: CostTable) -> float:
 
     0 of all else: light kernels Inductor fuses and moves, so they hide nothing for certain.
     """
-    fused = communicates(node) and node.target.namespace == "weft"  # type: ignore[union-attr]
+    fused = communicates(node) and not starts(node)
     multiplied = counted_flops(node)
     if not (fused or multiplied):
         return 0.0

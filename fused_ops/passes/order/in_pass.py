@@ -8,11 +8,13 @@ from dataclasses import replace
 from torch import fx
 from torch._inductor import config as inductor_config
 
+from ..memory.at_run_time import verifies
 from ..settings import PassSettings
 from .buckets import fill_buckets
 from .change import Bucket, OrderChange
 from .costs import table_for
 from .moves import OrderEstimate, OrderLimits, reorder
+from .placed import place_gathers
 from .transports import runs_beside
 
 
@@ -66,6 +68,8 @@ def changed_order(
             buckets=buckets,
             drawn=(before.drawn, now.drawn),
         )
+    if not verifies():  # whose interpreter compares the storages of values with those of their fakes
+        place_gathers(graph)
     return change
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from ....symm_mem.layout import NUM_BUFFERS
 from ..graph.collectives import communicates, group_of, waits, what
 from ..memory.alias_sets import AliasSets
 from ..memory.hazards import Hazards
@@ -22,7 +23,7 @@ from .costs import CostTable, counted_flops, kernel_time, transfer_time
 from .exposure import Timeline, timeline_of
 from .least_memory import order_of_least_memory
 from .picture import DrawnOrder
-from .transports import Transfer, transfers
+from .transports import COPIED, Transfer, transfers
 
 _TAKEN_ALONG = 32  # nodes, at most, that move with a start or a wait
 _FOR_LESS_MEMORY = 0.02  # of the graph's time that may be exposed more, where less memory is needed
@@ -71,6 +72,8 @@ class _Walk:
         self.of_wait = {w: t for t in self.transfers for w in t.waits}
         self.bound = self._bound()
         self._most = {t.transport: max(limits.in_flight, self._at_most(t.transport)) for t in self.transfers}
+        if COPIED in self._most:
+            self._most[COPIED] = NUM_BUFFERS  # a workspace has no more for each kind
 
     def start_from_least_memory(self) -> None:
         """Takes the order that needs the least memory, or the given one if that needs less, and allows no more."""
@@ -214,7 +217,7 @@ class _Walk:
         if not communicates(other) and not waits(other):
             return None
         blocking = communicates(other) and other not in self.of_start
-        if blocking and not self.limits.beside:
+        if blocking and not (self.limits.beside or transfer.transport == COPIED):
             return f"{other.name} runs with nothing on its way"
         if communicates(other) and up and not self._may_pass(transfer, other):
             return f"collectives keep their order behind {other.name}"

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import fx
 
 from ....symm_mem import resolve_group
-from ..graph.collectives import communicates, group_of, kind_of, waits
+from ..graph.collectives import communicates, group_of, is_copied, kind_of, starts, waits
 from ..memory.alias_sets import size_of, started_by, tensors_of
 
-#: weft's kernels, and backends inside of a host and beyond it.
-WEFT, NVLINK, NETWORK = "weft", "NVLink", "network"
+#: weft's kernels, copy engines, and backends inside of a host and beyond it.
+WEFT, COPIED, NVLINK, NETWORK = "weft", "copy engines", "NVLink", "network"
 
 
 @dataclass
@@ -46,11 +46,11 @@ class Transfer:
 
 
 def transfers(order: list[fx.Node]) -> list[Transfer]:
-    """Those of a graph, in their order. An op of weft is none: what follows it on the stream waits for it."""
+    """Those of a graph, in their order. What weft's kernels carry is none: what follows on the stream waits for it."""
     found = {
         n: Transfer(n, transport_of(n), group_of(n), sum(map(size_of, n.all_input_nodes)), size_of(n))
         for n in order
-        if communicates(n) and n.target.namespace != "weft"  # type: ignore[union-attr]
+        if starts(n)
     }
     for node in order:
         if waits(node):
@@ -63,7 +63,7 @@ def transfers(order: list[fx.Node]) -> list[Transfer]:
 def transport_of(node: fx.Node) -> str:
     """An op of weft's own, or the group's."""
     if node.target.namespace == "weft":  # type: ignore[union-attr]
-        return WEFT
+        return COPIED if is_copied(node) else WEFT
     return transport_of_group(group_of(node))
 
 

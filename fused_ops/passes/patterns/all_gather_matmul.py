@@ -118,6 +118,11 @@ class AllGatherMatmulPattern:
         return self.layout.joined(self.collective.world), tuple(val(self.collective.x).shape)
 
     @property
+    def transposes(self) -> bool:
+        """Whether what is gathered is the right operand: the op computes the transposed product."""
+        return all(u.transposed for u in self.uses)
+
+    @property
     def form(self) -> str:
         count = len(self.uses)
         how = "all_gather of what is contracted" if self.layout.contracted else "all_gather"
@@ -126,7 +131,7 @@ class AllGatherMatmulPattern:
             for word, kind in (("cast", torch.dtype), ("factor", Scaling))
             if any(isinstance(change, kind) for change in self.layout.changes)
         )
-        right = " as right operand" if all(u.transposed for u in self.uses) else ""
+        right = " as right operand" if self.transposes else ""
         return f"{how}{cast} → {f'{count} products' if count > 1 else 'product'}{right}"
 
     @property

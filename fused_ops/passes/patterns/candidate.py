@@ -24,6 +24,8 @@ _WORDS = {
     "_c10d_functional::all_reduce": "all_reduce",
     "weft::one_shot_all_gather": "all_gather",
     "weft::one_shot_reduce_scatter": "reduce_scatter",
+    "weft::all_gather_start": "all_gather",
+    "weft::reduce_scatter_start": "reduce_scatter",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 from ..graph.collectives import Collective, LeftAlone, c10d
@@ -10,6 +11,7 @@ from ..scaled.reduce_scatter import ScaledMatmulReduceScatterPattern
 from .all_gather_matmul import AllGatherMatmulPattern
 from .all_reduce import AllReducePattern
 from .alone import AlonePattern
+from .asynchronous import AsyncPattern
 from .candidate import why_not_profitable_of
 from .matmul_reduce_scatter import MatmulReduceScatterPattern
 
@@ -20,6 +22,7 @@ Form: TypeAlias = (
     | ScaledMatmulReduceScatterPattern
     | AllReducePattern
     | AlonePattern
+    | AsyncPattern
 )
 
 
@@ -65,10 +68,47 @@ def match_alone_too(
     Raises:
         LeftAlone: it is none that can be fused exactly, nor alone.
     """
+
+    def alone(why: str) -> Form:
+        found = AlonePattern.from_collective(c)
+        found.why, found.decided = why, any_size or always
+        if (small := why_not_profitable_of(found)) is not None:
+            raise LeftAlone(small)
+        return found
+
+    return _match_or(c, groups, always, alone)
+
+
+def match_beside(c: Collective, groups: frozenset[str] | None = None, *, always: bool = False) -> Form:
+    """The same; else what copy engines carry beside other products.
+
+    Raises:
+        LeftAlone: it is none that can be fused exactly, nor is it copy engines'.
+    """
+    return _match_or(c, groups, always, lambda why: AsyncPattern.from_collective(c, why), apart=_TRANSPOSES)
+
+
+_TRANSPOSES = "a product would take it as its right operand, and transpose what it reads and writes"
+
+
+def _match_or(
+    c: Collective,
+    groups: frozenset[str] | None,
+    always: bool,
+    other: Callable[[str], Form],
+    apart: str = "",
+) -> Form:
+    """What the collective can be fused into, if that is profitable; else ``other``, which is told why.
+
+    Args:
+        apart: why ``other`` is better than a product that takes what is gathered as its right operand; "": it is not.
+    """
     form = None
     try:
         form = match(c, groups, always=always)
         why = None if always else why_not_profitable_of(form)
+        if why is None and not always and getattr(form, "transposes", False):
+            why = apart or None
         if why is None:
             return form
     except LeftAlone as e:
@@ -76,11 +116,7 @@ def match_alone_too(
             raise
         why = str(e)
     try:
-        alone = AlonePattern.from_collective(c)
-        alone.why, alone.decided = why, any_size or always
-        if (small := why_not_profitable_of(alone)) is not None:
-            raise LeftAlone(small)
-        return alone
+        return other(why)
     except LeftAlone as e:
         if form is not None:
             return form

@@ -65,6 +65,18 @@ def load() -> None:
         _program.function(name)
 
 
+class Acquire:
+    """``acquire_buffer`` of one buffer, to be made once and called often."""
+
+    def __init__(self, workspace: Workspace, buffer: int) -> None:
+        self._params = _params(workspace, buffer, 0)
+        self._launch = _program.function("acquire").bound(1, 32, self._params)
+
+    def launch(self, timeout_ns: int, stream: int) -> None:
+        self._params.watch.timeout_ns = timeout_ns
+        self._launch(stream)
+
+
 def _launch(name: str, workspace: Workspace, buffer: int, timeout_ns: int, stream: int) -> None:
     _program.function(name).launch(1, 32, _params(workspace, buffer, timeout_ns), stream)
 

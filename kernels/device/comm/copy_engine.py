@@ -2,6 +2,7 @@
 
     with engine.pushing(buffer, shard, chunk_rows, timeout_ns):
         ...  # kernels that wait for the peers' chunks, on the current stream
+    engine.start(buffer, parts, timeout_ns)  # or a part each, behind which anything may run
 
 Who writes: rank r's engine copies chunk c of its shard into slot r of every peer's buffer ``[W, m, K]``, then
 EPOCH_TICKET, the epoch, into flag c of rank r there; the stream keeps that order. The copy reads EPOCH_TICKET when it
@@ -17,13 +18,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from ....symm_mem.backends import cuda_state
 from ....symm_mem.layout import Layout
 from ....symm_mem.workspace import Workspace
-from .acquire import acquire_buffer
+from .acquire import Acquire
+
+
+class CopiedParts(NamedTuple):
+    """A part for each rank, of ``size`` bytes: that for rank q lies at ``first + q * step``.
+
+    ``with_own``: slot r of a buffer is rank r's, also this rank's own; else that of peer p is ``p - (p > rank)``.
+    """
+
+    first: int
+    step: int
+    size: int
+    with_own: bool
 
 
 class CopyEngine:
@@ -35,7 +49,8 @@ class CopyEngine:
         self._device = device.index
         self._handle = state.own_stream(self, device)
         self._stream = state.stream(self._handle, self._device)
-        self._begin, self._end = state.event(), state.event()
+        # Of each buffer: its acquire kernel, and the events behind that and behind the pushes.
+        self._known: dict[int, tuple[Acquire, torch.cuda.Event, torch.cuda.Event]] = {}
 
     @contextmanager
     def pushing(self, buffer: int, shard: torch.Tensor, chunk_rows: int, timeout_ns: int) -> Iterator[None]:
@@ -44,18 +59,57 @@ class CopyEngine:
 
         Behind the body the current stream waits for the copies: the shard may be overwritten then.
         """
-        state = cuda_state.state
-        handle: int = state.current_stream(self._device)
-        current = state.stream(handle, self._device)
-        acquire_buffer(self.workspace, buffer, timeout_ns, handle)
-        self._begin.record(current)
-        self._stream.wait_event(self._begin)
+        self._fork(buffer, timeout_ns)
         self._push(buffer, shard, chunk_rows)
-        self._end.record(self._stream)
+        self._pushed(buffer)
         try:
             yield
         finally:
-            current.wait_event(self._end)
+            self.join(buffer)
+
+    def start(self, buffer: int, parts: CopiedParts, timeout_ns: int) -> None:
+        """Send each peer its part while what follows runs on the current stream.
+
+        They go into this rank's slot of its buffer, then the epoch into flag 0 of this rank there. Until the current
+        stream has passed a ``join`` they must not be overwritten.
+        """
+        w, stream, copy = self.workspace, self._handle, cuda_state.state.copy
+        rank, size = w.rank, parts.size
+        self._fork(buffer, timeout_ns)
+        slots, ticket = w.address + w.layout.buffer(buffer), w.address + 4 * (Layout.EPOCH_TICKET + buffer)
+        flag = w.address + 4 * (w.layout.flags(buffer) + rank * w.layout.flags_per_rank)
+        for step in range(1, w.world_size):
+            peer = (rank - step) % w.world_size
+            there = (peer - rank) * w.span
+            slot = rank if parts.with_own else rank - (rank > peer)
+            copy(slots + slot * size + there, parts.first + peer * parts.step, size, stream)
+            copy(flag + there, ticket, 4, stream)
+        if parts.with_own:
+            copy(slots + rank * size, parts.first + rank * parts.step, size, stream)
+        self._pushed(buffer)
+
+    def join(self, buffer: int) -> None:
+        """What follows on the current stream comes behind the pushes."""
+        self._current().wait_event(self._known[buffer][2])
+
+    def _current(self) -> torch.cuda.Stream:
+        state = cuda_state.state
+        stream: torch.cuda.Stream = state.stream(state.current_stream(self._device), self._device)
+        return stream
+
+    def _fork(self, buffer: int, timeout_ns: int) -> None:
+        """Pushes come behind the acquire kernel on the current stream."""
+        state = cuda_state.state
+        if buffer not in self._known:
+            self._known[buffer] = Acquire(self.workspace, buffer), state.event(), state.event()
+        acquire, begin, _ = self._known[buffer]
+        handle: int = state.current_stream(self._device)
+        acquire.launch(timeout_ns, handle)
+        begin.record(state.stream(handle, self._device))
+        self._stream.wait_event(begin)
+
+    def _pushed(self, buffer: int) -> None:
+        self._known[buffer][2].record(self._stream)
 
     def _push(self, buffer: int, shard: torch.Tensor, chunk_rows: int) -> None:
         w, stream, rows, copy = self.workspace, self._handle, shard.shape[0], cuda_state.state.copy

@@ -1,0 +1,161 @@
+"""Collectives that run beside what follows them, on CUDA: kernels/async_collectives by copy engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...kernels.async_collectives.host import async_layout
+from ...symm_mem import call_cache
+from ...symm_mem.backends import cuda_state
+from ...symm_mem.heap.heap import Heap
+from ...symm_mem.heap.registry import GroupRef, has_name
+from ...symm_mem.layout import NUM_BUFFERS, Layout
+from ...symm_mem.timeouts import timeout_in_ns
+from ...symm_mem.workspace import Workspace
+from ..dispatch import plan
+from ..dispatch.fast_path import stream_workspace
+from ..dispatch.plan import Plan, aligned, ran
+from ..dispatch.stream_order import StreamStep, in_stream_order, steps_on, stream_on
+from ..dispatch.workspaces import async_workspace
+from .call import AsyncCall
+from .started import Started, free_buffer, started_in
+
+_ALIGNMENT = 16  # bytes
+
+
+class CallsOnStream:
+    """What calls of one kind and size find again on a CUDA stream."""
+
+    def __init__(self, workspace: Workspace[Layout], collective: Any, call: AsyncCall) -> None:
+        self.workspace, self.collective = workspace, collective
+        size, rank = workspace.world_size, workspace.rank
+        self._taken, self.shape = started_in(workspace), tuple(call.result_shape(size))
+        self.own = 0 if call.gathers else rank * call.part_bytes(size)
+        self._plan = Plan("copy_engine", workspace_bytes=workspace.layout.bytes)
+        self.placed = [
+            workspace.buffer(rank, buffer, self.shape, call.x.dtype)
+            for buffer in range(NUM_BUFFERS if call.placed else 0)
+        ]
+
+    def start(self, call: AsyncCall, timeout_ns: int) -> Started:
+        """``call.x`` is contiguous and aligned."""
+        workspace = self.workspace
+        buffer = free_buffer(self._taken, call.start)
+        plan.this_thread.plan = self._plan
+        workspace.raise_if_broken(call.start, 3)
+        workspace.take_buffer(buffer)
+        try:
+            self.collective.send(buffer, call.x.data_ptr(), timeout_ns)
+        except BaseException as e:
+            workspace.abandon(e)
+            raise
+        finish = _Finish(self, call, buffer, timeout_ns)
+        started = Started(call, finish.wait, finish.release if call.placed else None)
+        started.holds(workspace, buffer)
+        return started
+
+
+class _Finish:
+    """The second half of a call."""
+
+    def __init__(self, on: CallsOnStream, call: AsyncCall, buffer: int, timeout_ns: int) -> None:
+        self._on, self._call, self._buffer, self._timeout_ns = on, call, buffer, timeout_ns
+
+    def wait(self) -> Tensor:
+        on, call, x = self._on, self._call, self._call.x
+        with in_stream_order(x.device):
+            on.workspace.raise_if_broken(call.wait, 3)
+            out = on.placed[self._buffer] if call.placed else x.new_empty(on.shape)
+            stream = cuda_state.current_stream_of(x)
+            own = x.data_ptr() + on.own
+            on.collective.receive(self._buffer, own, out.data_ptr(), self._timeout_ns, stream)
+        return out.view(on.shape) if call.placed else out
+
+    def release(self) -> None:
+        on, x = self._on, self._call.x
+        with in_stream_order(x.device):
+            on.collective.release(self._buffer, cuda_state.current_stream_of(x))
+
+
+def start_on_cuda(where: Heap, call: AsyncCall) -> Started | str:
+    """The call, or why copy engines do not take it."""
+    from ...kernels.async_collectives.cuda_kernel import VECTOR, AsyncCollective, AsyncProblem
+    from ...kernels.device.tuning.choice import make_together
+
+    part, placed = call.part_bytes(where.world_size), call.placed
+    if part % VECTOR:
+        return f"a part has {part} bytes, no multiple of {VECTOR}"
+    problem = AsyncProblem(part, call.reduce_op, call.x.dtype, placed)
+    with in_stream_order(call.x.device):
+        workspace = async_workspace(where, async_layout(part, where.world_size, placed), call.workspace)
+        workspace.raise_if_broken()
+        ran(Plan("copy_engine", workspace_bytes=workspace.layout.bytes))
+        key = problem, tuple(call.result_shape(where.world_size))
+        on: CallsOnStream | None = workspace.prepared.get(key)
+        if on is None:
+
+            def make() -> CallsOnStream:
+                return CallsOnStream(workspace, AsyncCollective(workspace, problem), call)
+
+            on = make_together(workspace, call.start, key, key, make)
+        taken = call._replace(x=aligned(call.x.contiguous()))
+        return on.start(taken, timeout_in_ns(where.group_name))
+
+
+class _Known:
+    """A call like it was made on this stream."""
+
+    def __init__(
+        self, group: GroupRef, on: CallsOnStream, timeout_ns: int, steps: tuple[StreamStep, StreamStep]
+    ) -> None:
+        self.group, self.on, self.timeout_ns = group, on, timeout_ns
+        self.before, self.behind = steps
+
+
+def fast_start(call: AsyncCall) -> Started | None:
+    """The call, if such a call was made before on CUDA; else None, and nothing happened."""
+    x = call.x
+    stream = stream_on(x.device.index) if x.is_cuda else None
+    if stream is None or not x.is_contiguous() or x.data_ptr() % _ALIGNMENT:
+        return None
+    kept = call_cache.cached_calls
+    key = (
+        call.start,
+        call.reduce_op,
+        call.placed,
+        x.shape,
+        x.dtype,
+        call.group_name,
+        stream,
+        plan.this_thread.workspaces,
+    )
+    known: _Known | None = kept.get(key)
+    if known is None:
+        known = _find(call, x.device.index, stream)
+        if known is None:
+            return None
+        call_cache.keep(kept, key, known)
+    if not has_name(known.group(), call.group_name):
+        return None
+    if known.before is not None:
+        known.before(stream)
+    started = known.on.start(call, known.timeout_ns)
+    if known.behind is not None:
+        known.behind(stream)
+    return started
+
+
+def _find(call: AsyncCall, device: int, stream: int) -> _Known | None:
+    from ...kernels.async_collectives.cuda_kernel import AsyncProblem
+
+    here = stream_workspace(call.workspace, call.group_name, device, stream)
+    if here is None:
+        return None
+    size = here.workspace.world_size
+    problem = AsyncProblem(call.part_bytes(size), call.reduce_op, call.x.dtype, call.placed)
+    on = here.workspace.prepared.get((problem, tuple(call.result_shape(size))))
+    if on is None:
+        return None
+    return _Known(here.group, on, timeout_in_ns(call.group_name), steps_on(device, stream))

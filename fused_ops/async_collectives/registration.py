@@ -1,0 +1,107 @@
+"""What torch.library is told of collectives that are waited for later. Graphs of the pass have them, users do not.
+
+A wait takes x along with the token: until then x is read, so nothing may overwrite it or take its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed import ProcessGroup
+
+from ..dispatch.call_check import begin_call
+from ..library import compiled, group_checks, schema, validation
+from ..library.implementations import begins_call
+from ..library.unsupported import refuse_unsupported
+from ..ops.calls import AllGatherCall, ReduceScatterCall
+from .call import AsyncCall
+from .run import run_fast_start, run_release, run_start, run_wait
+
+GATHER, SCATTER = "all_gather", "reduce_scatter"
+
+
+def _checked(call: AsyncCall) -> ProcessGroup:
+    """The group of a call that is right."""
+    if call.group_size is not None:
+        group_checks.group_size(call.group_size, call.group_name)
+    if call.gathers:
+        return validation.validate_all_gather(AllGatherCall(call.x, 0, call.group_name))[1]
+    validation.reduction(call.reduce_op)
+    scatters = ReduceScatterCall(call.x, call.reduce_op, 0, call.group_name)
+    return validation.validate_reduce_scatter(scatters)[1]
+
+
+def _fake_start(call: AsyncCall) -> Tensor:
+    _checked(call)
+    return call.x.new_empty(1)
+
+
+def _start(call: AsyncCall) -> Tensor:
+    if (token := run_fast_start(call)) is not None:
+        return token
+    return _slow_start(call)
+
+
+@begins_call
+def _slow_start(call: AsyncCall) -> Tensor:
+    group = _checked(call)
+    given = {"x": call.x} | ({"placed": call.placed} if call.gathers else {"reduce_op": call.reduce_op})
+    begin_call(call.start, group, call.x.device, **given)
+    return run_start(call, group)
+
+
+def _fake_wait(token: Tensor, call: AsyncCall) -> Tensor:
+    return call.x.new_empty(call.result_shape(_checked(call).size()))
+
+
+def _release(started: Tensor, gathered: Tensor, group_name: str, *, group_size: int | None = None) -> None:
+    run_release(started)
+
+
+def _fake_release(
+    started: Tensor, gathered: Tensor, group_name: str, *, group_size: int | None = None
+) -> None:
+    return None
+
+
+def _all_gather(run: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A start and a wait as torch calls them."""
+
+    def start(x: Tensor, group_name: str, *, placed: bool = False, group_size: int | None = None) -> Any:
+        return run(AsyncCall(GATHER, x, "", group_name, placed, group_size))
+
+    def wait(
+        started: Tensor, x: Tensor, group_name: str, *, placed: bool = False, group_size: int | None = None
+    ) -> Any:
+        return run(started, AsyncCall(GATHER, x, "", group_name, placed, group_size))
+
+    return start, wait
+
+
+def _reduce_scatter(run: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def start(x: Tensor, reduce_op: str, group_name: str, *, group_size: int | None = None) -> Any:
+        return run(AsyncCall(SCATTER, x, reduce_op, group_name, False, group_size))
+
+    def wait(started: Tensor, x: Tensor, group_name: str, *, group_size: int | None = None) -> Any:
+        return run(started, AsyncCall(SCATTER, x, "sum", group_name, False, group_size))
+
+    return start, wait
+
+
+for _op, _run, _fake in (
+    (schema.all_gather_start, _all_gather(_start)[0], _all_gather(_fake_start)[0]),
+    (schema.all_gather_wait, _all_gather(run_wait)[1], _all_gather(_fake_wait)[1]),
+    (schema.all_gather_release, _release, _fake_release),
+    (schema.reduce_scatter_start, _reduce_scatter(_start)[0], _reduce_scatter(_fake_start)[0]),
+    (schema.reduce_scatter_wait, _reduce_scatter(run_wait)[1], _reduce_scatter(_fake_wait)[1]),
+):
+    _name = str(_op._schema.name).removeprefix("weft::")
+    torch.library.register_fake(_op, compiled.known_to_inductor(_fake), lib=schema.lib)
+    compiled.declare_communicating(_op)
+    fx.node.has_side_effect(_op)
+    for _key in ("CPU", "CUDA"):
+        schema.lib.impl(_name, _run, _key)
+    refuse_unsupported(schema.lib, _name)

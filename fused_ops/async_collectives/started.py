@@ -1,0 +1,97 @@
+"""A collective between its start and its wait."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ...symm_mem.layout import NUM_BUFFERS, Layout
+from ...symm_mem.workspace import Workspace
+from .call import AsyncCall
+
+_STARTED = "started"
+
+
+class Started:
+    """A collective that is on its way; its token holds it.
+
+    Attributes:
+        of: the call. Its operand is not to be overwritten until it is waited for.
+    """
+
+    def __init__(
+        self, of: AsyncCall, finish: Callable[[], Tensor], release: Callable[[], None] | None = None
+    ) -> None:
+        self.of, self._finish, self._release = of, finish, release
+        self._workspace: Workspace[Layout] | None = None
+        self._among: Any = None
+        self._buffer = 0
+
+    def holds(self, workspace: Workspace[Layout], buffer: int) -> None:
+        """It has begun an epoch of a buffer, which its wait ends, or its release."""
+        self._workspace, self._buffer = workspace, buffer
+        self._among = started_in(workspace)
+        self._among[buffer] = self
+
+    @property
+    def _was_reset(self) -> bool:
+        w = self._workspace
+        return w is not None and w.prepared.get(_STARTED) is not self._among
+
+    def wait(self, call: AsyncCall) -> Tensor:
+        """The result.
+
+        Raises:
+            ValueError: ``call`` is of another kind or operand; or it was waited for, or its group reset.
+        """
+        x, of = call.x, self.of.x
+        if call.kind != self.of.kind or x.data_ptr() != of.data_ptr() or x.shape != of.shape:
+            raise ValueError(f"x: is another tensor than that with which {self.of.kind}_start was called")
+        if self._was_reset:
+            raise ValueError("started: its group was reset since, it must be started again")
+        finish, self._finish = self._finish, _waited
+        result = finish()
+        if self._release is None:
+            self._ends()
+        return result
+
+    def release(self) -> None:
+        """What was placed is not read any more."""
+        if self._was_reset:
+            raise ValueError("started: its group was reset since, it must be started again")
+        if (release := self._release) is not None:
+            self._release = None
+            release()
+            self._ends()
+
+    def _ends(self) -> None:
+        if self._workspace is not None:
+            self._among.pop(self._buffer, None)
+            self._workspace = None
+
+    def __del__(self) -> None:
+        # Nobody will end the epoch that peers wait for.
+        if self._workspace is not None and not self._was_reset:
+            self._workspace.abandon(RuntimeError(f"{self.of.kind}_start was not waited for"))
+
+
+def _waited() -> Tensor:
+    raise ValueError("started: was waited for already, must be waited for once")
+
+
+def started_in(workspace: Workspace[Layout]) -> Any:
+    """Those of a workspace that are on their way, by their buffers, until a reset."""
+    if _STARTED not in workspace.prepared:
+        workspace.prepared[_STARTED] = weakref.WeakValueDictionary()
+    return workspace.prepared[_STARTED]
+
+
+def free_buffer(taken: Any, op: str) -> int:
+    """A buffer that no call has: the same on all ranks."""
+    for buffer in range(NUM_BUFFERS):
+        if buffer not in taken:
+            return buffer
+    raise RuntimeError(f"{op}: {NUM_BUFFERS} are on their way already, one must be waited for first")

@@ -1,0 +1,125 @@
+"""What a GPU does of an all-gather or reduce-scatter that is waited for later: comm/copy_engine.py, then kernel.cu."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...symm_mem.backends import cuda_state
+from ...symm_mem.layout import NUM_BUFFERS, Layout
+from ...symm_mem.workspace import Workspace
+from ..device.comm import acquire
+from ..device.comm.copy_engine import CopiedParts, CopyEngine
+from ..device.jit.program import Program, WaitParams
+
+VECTOR = 16  #: bytes, of which a part has a multiple
+_THREADS, _AT_ONCE = 512, 4  # as in kernel.cu
+_BLOCKS_OF_AN_SM = 4
+_ENGINE = "async"
+_program = Program(Path(__file__).with_name("kernel.cu"))
+
+
+class _Params(ctypes.Structure):
+    """The twin of ``Params`` in kernel.cu."""
+
+    _fields_ = (
+        ("watch", WaitParams),
+        ("own", ctypes.c_uint64),
+        ("buffer", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("vectors", ctypes.c_uint64),
+        ("span", ctypes.c_uint64),
+        ("world_size", ctypes.c_int32),
+        ("flags", ctypes.c_int32),
+        ("flags_per_rank", ctypes.c_int32),
+        ("done", ctypes.c_int32),
+        ("epoch", ctypes.c_int32),
+        ("left", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True)
+class AsyncProblem:
+    """Calls of one kind: parts of ``part_bytes``, of which each rank gets one.
+
+    ``reduce_op``: "" where they are gathered. ``placed``: what is gathered stays in the buffer until it is released.
+    """
+
+    part_bytes: int
+    reduce_op: str
+    dtype: torch.dtype
+    placed: bool
+
+    @property
+    def kernel(self) -> str:
+        if self.placed:
+            return "arrive"
+        return f"{self.reduce_op}_{str(self.dtype).removeprefix('torch.')}" if self.reduce_op else "gather"
+
+
+class AsyncCollective:
+    """The launches of such calls in one workspace. Made by all ranks together, as it compiles."""
+
+    def __init__(self, workspace: Workspace[Layout], problem: AsyncProblem) -> None:
+        if _ENGINE not in workspace.copy_streams:
+            workspace.copy_streams[_ENGINE] = CopyEngine(workspace)
+        self._engine: CopyEngine = workspace.copy_streams[_ENGINE]
+        self._problem = problem
+        acquire.load()
+        function = _program.function(problem.kernel)
+        vectors = problem.part_bytes // VECTOR
+        most = _BLOCKS_OF_AN_SM * cuda_state.state.num_sms(workspace.heap.device)
+        grid = max(1, min(most, -(-vectors // (_THREADS * _AT_ONCE))))
+        shape = (1, 32) if problem.placed else (grid, _THREADS)
+        self._params = [_params(workspace, buffer, vectors) for buffer in range(NUM_BUFFERS)]
+        self._receives = [function.bound(*shape, params) for params in self._params]
+        self._leaves: list[Callable[[int], None]] = [
+            acquire.end_epoch_launcher(workspace, buffer) for buffer in range(NUM_BUFFERS)
+        ]
+
+    def send(self, buffer: int, address: int, timeout_ns: int) -> None:
+        """Send what lies at ``address``: the same part to each rank, or to each the one of its number."""
+        problem = self._problem
+        step, size = (problem.part_bytes if problem.reduce_op else 0), problem.part_bytes
+        self._engine.start(buffer, CopiedParts(address, step, size, problem.placed), timeout_ns)
+
+    def receive(self, buffer: int, own: int, out: int, timeout_ns: int, stream: int) -> None:
+        """Wait for the peers' parts; unless they are placed, make the result of them, and end the epoch.
+
+        Args:
+            own, out: addresses of this rank's own part and of the result.
+        """
+        params = self._params[buffer]
+        params.own, params.out, params.watch.timeout_ns = own, out, timeout_ns
+        if self._problem.placed:
+            self._engine.join(buffer)  # also for its own part
+            self._receives[buffer](stream)
+        else:
+            self._receives[buffer](stream)
+            self._engine.join(buffer)
+
+    def release(self, buffer: int, stream: int) -> None:
+        """End the epoch of what was placed."""
+        self._leaves[buffer](stream)
+
+
+def _params(workspace: Workspace[Layout], buffer: int, vectors: int) -> _Params:
+    layout = workspace.layout
+    return _Params(
+        WaitParams.of(workspace),
+        0,
+        workspace.address + layout.buffer(buffer),
+        0,
+        vectors,
+        workspace.span,
+        workspace.world_size,
+        layout.flags(buffer),
+        layout.flags_per_rank,
+        layout.done(buffer),
+        Layout.EPOCH + buffer,
+        Layout.LEFT + buffer,
+    )
