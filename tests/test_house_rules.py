@@ -271,7 +271,7 @@ except AttributeError as error:
 """
     expected = "module 'weft.fused_ops' has no attribute 'fused_everything'"
     assert of_a_new_process(program).strip() == expected
-    names = {"FusionError", "FusionPass", "Report", "compile", "fusion_report"}
+    names = {"FusionError", "FusionPass", "Report", "compile", "fusion_report", "measure_costs"}
     assert for_type_checkers(ROOT / "fused_ops" / "__init__.py") == names
 
 

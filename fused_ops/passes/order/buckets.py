@@ -35,6 +35,7 @@ _COALESCED = {
 }
 _BACKENDS = ("nccl", "gloo", "weft", "fake")  # that take several tensors in one call
 _TAKEN_ALONG = 64  # nodes, at most, that move with a start or a wait
+_FAR = 500  # nodes, at most, past which they move: what is looked at grows with it
 
 
 @dataclass
@@ -95,6 +96,8 @@ class _Packing:
         return None if peak <= self.bound else f"the peak would be {peak} bytes, {self.bound} are allowed"
 
     def _join(self, bucket: _Open, new: Transfer) -> bool:
+        if self.live.at[new.start] - self.live.at[bucket.starts[-1]] > _FAR:
+            return False
         return self._take(self._raised(bucket, new)) or self._take(self._sunk(bucket, new))
 
     def _raised(self, bucket: _Open, new: Transfer) -> tuple[int, list[fx.Node]] | None:

@@ -34,6 +34,8 @@ class CostTable:
         launch: microseconds of a kernel of nothing.
         contention: how much longer a kernel takes beside a collective.
         measured: by ``measure_costs``.
+        late: transports whose collectives begin when the kernel behind their start ends. cuBLAS's products occupy each
+            SM of Hopper until they end, and NCCL's kernel is ready only once such a product has begun.
     """
 
     multiply_adds: float = MULTIPLY_ADDS
@@ -44,6 +46,7 @@ class CostTable:
     launch: float = 2.0
     contention: float = 1.35
     measured: bool = False
+    late: tuple[str, ...] = ()
 
     def key(self) -> str:
         """All of it, for comparison across ranks."""
@@ -52,7 +55,7 @@ class CostTable:
 
 #: Hopper GPUs; and CPU ranks, of the order of one core each.
 TABLES = {
-    "cuda": CostTable(),
+    "cuda": CostTable(late=(NVLINK, NETWORK)),
     "cpu": CostTable(30e3, 5e3, ((WEFT, 5e3), (COPIED, 5e3), (NVLINK, 2e3), (NETWORK, 1e3)), 50.0, 2.0, 1.0),
 }
 

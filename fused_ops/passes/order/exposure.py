@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from .costs import CostTable
 from .transports import Transfer
 
 COMPUTE = "compute"  #: the lane of kernels
@@ -36,11 +37,11 @@ class Timeline:
 
 
 def timeline_of(
-    order: Sequence[fx.Node], found: Sequence[Transfer], times: Mapping[fx.Node, float], contention: float
+    order: Sequence[fx.Node], found: Sequence[Transfer], times: Mapping[fx.Node, float], table: CostTable
 ) -> Timeline:
     """What runs when: kernels follow each other on one stream, collectives of a transport on another.
 
-    A kernel beside a collective takes ``contention`` times as long.
+    A kernel beside a collective takes longer. One of a late transport begins when the kernel behind its start ends.
 
     Args:
         times: microseconds of the kernels.
@@ -50,21 +51,33 @@ def timeline_of(
     free: dict[str, float] = {}
     waited = {wait: t.start for t in found for wait in t.waits}
     line = Timeline({t.start: 0.0 for t in found})
+    queued: list[Transfer] = []
     now = busy = 0.0
+
+    def begin_queued() -> float:
+        for each in queued:
+            begin = max(now, free.get(each.transport, 0.0))
+            ends[each.start] = free[each.transport] = begin + each.time
+            line.spans.append((each.transport, each.start.name, begin, ends[each.start]))
+        last = max([busy, *(ends[each.start] for each in queued)])
+        queued.clear()
+        return last
+
     for node in order:
         line.at.append(now)
         if node in starts:
-            transfer = starts[node]
-            begin = max(now, free.get(transfer.transport, 0.0))
-            ends[node] = free[transfer.transport] = begin + transfer.time
-            line.spans.append((transfer.transport, node.name, begin, ends[node]))
-            busy = max(busy, ends[node])
+            queued.append(starts[node])
+            if starts[node].transport not in table.late:
+                busy = begin_queued()
         elif node in waited:
+            busy = begin_queued()
             late = max(0.0, ends[waited[node]] - now)
             line.exposed[waited[node]] += late
             now += late
         elif time := times[node]:
-            beside = min(time * contention, max(0.0, busy - now))
-            begin, now = now, now + beside + (time - beside / contention)
+            beside = min(time * table.contention, max(0.0, busy - now))
+            begin, now = now, now + beside + (time - beside / table.contention)
             line.spans.append((COMPUTE, node.name, begin, now))
+            busy = begin_queued()
+    begin_queued()
     return line

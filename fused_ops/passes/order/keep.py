@@ -72,4 +72,6 @@ def _keep_in_front(tied: Any, called: list[Any]) -> None:
 
 
 def _names_read(op: Any) -> set[str]:
-    return set(op.get_read_names())  # a reduction has no get_reads
+    if isinstance(op, ir.ComputedBuffer):  # get_reads() of a reduction raises
+        return set(op.get_read_names())
+    return {read.name for read in op.get_reads()}

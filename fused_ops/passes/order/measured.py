@@ -73,7 +73,8 @@ def measure_costs(group: Group = None) -> CostTable:
         raise ValueError("group: has one rank, must have two or more")
     device, transport = default_device(pg), transport_of_group(pg.group_name)
     heap = get_heap(pg, device)
-    times = slowest_times(heap, f"costs of {transport}", lambda: _times(pg, device))
+    kind = f"costs of {transport}: {_SIZES[device.type]}"
+    times = slowest_times(heap, kind, lambda: _times(pg, device))
     table = _table_from(times, device.type, transport, pg.size())
     use_table(device.type, table)
     return table

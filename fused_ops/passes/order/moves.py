@@ -96,16 +96,25 @@ class _Walk:
         return found
 
     def timeline(self) -> Timeline:
-        return timeline_of(self.live.order, self.transfers, self.times, self.table.contention)
+        return timeline_of(self.live.order, self.transfers, self.times, self.table)
 
     def drawn(self) -> DrawnOrder:
         return DrawnOrder.of(self.timeline(), self.live.live)
 
     def covered(self, transfer: Transfer) -> float:
-        """Microseconds of kernels between a start and its first wait."""
+        """Microseconds of kernels beside which a collective is on its way."""
+        kernels = self._between(transfer)
+        return self.table.contention * sum(kernels[self._late(transfer) :])
+
+    def _between(self, transfer: Transfer) -> list[float]:
+        """Microseconds of each kernel between a start and its first wait."""
         first = min(self.live.at[w] for w in transfer.waits)
         between = self.live.order[self.live.at[transfer.start] : first]
-        return self.table.contention * sum(self.times[n] for n in between)
+        return [self.times[n] for n in between if self.times[n]]
+
+    def _late(self, transfer: Transfer) -> bool:
+        """Whether it hides nothing behind the first kernel."""
+        return transfer.transport in self.table.late
 
     def in_flight(self, place: int, transport: str) -> list[Transfer]:
         """Those of a transport that are on their way at a place of the order."""
@@ -138,6 +147,7 @@ class _Walk:
         live, block = self.live, [node]
         events: list[tuple[fx.Node, bool]] = []  # what was passed, or taken along
         useful, needed = 0, self.limits.cover * transfer.time - self.covered(transfer)
+        next_one = self._between(transfer)[:1] if self._late(transfer) else []
         while needed > 0:
             edge = live.at[block[0]] - 1 if up else live.at[block[-1]] + 1
             if not 0 <= edge < len(live.order):
@@ -159,9 +169,12 @@ class _Walk:
                 break
             live.rearrange(first, window, after)
             events.append((other, True))
-            if self.times[other]:
-                needed -= self.times[other] * self.table.contention
-                useful = len(events)
+            if time := self.times[other]:
+                if self._late(transfer):  # behind the first kernel of all that are passed nothing is hidden
+                    kernels = [time, *next_one] if up else [*next_one, time]
+                    next_one, time = kernels[:1], sum(kernels[1:])
+                needed -= time * self.table.contention
+                useful = len(events) if time else useful
         else:
             why = _COVERED
         self._take_back(node, events, useful, up)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,9 @@ from graphs import fake_ranks
 from orders import TABLE, WORLD, gathered, graph_of
 from torch import Tensor
 from weft.fused_ops import FusionPass
+from weft.fused_ops.passes.order.change import OrderChange
 from weft.fused_ops.passes.order.moves import OrderLimits, reorder
+from weft.fused_ops.passes.order.picture import DrawnOrder
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -76,3 +79,26 @@ def test_a_graph_without_collectives_that_run_beside_something() -> None:
     )
     for change in fusion.report().orders:
         ET.fromstring(change.svg())
+
+
+def test_collectives_of_a_late_transport_begin_behind_the_next_kernel() -> None:
+    """So a gather that starts in front of one product hides nothing there, and one in front of two hides all."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        for shard in w.chunk(2):
+            x = x @ w @ w @ gathered(shard.to(torch.bfloat16)).float()
+        return x
+
+    late = replace(TABLE, late=("NVLink",))
+    at_once, queued = (reorder(graph_of(fn), table, OrderLimits(memory=9.0)) for table in (TABLE, late))
+    assert at_once.after <= queued.after < queued.before
+    for drawn in queued.drawn:
+        kernels = [s for s in drawn.spans if s[0] == "compute"]
+        for _, _, begin, end in (s for s in drawn.spans if s[0] == "NVLink"):
+            assert not any(a < begin < b for _, _, a, b in kernels)
+            assert end - begin == pytest.approx(TABLE.latency + 32 * 64 * 2 / 2e3)
+        assert drawn.end == pytest.approx(sum(b - a for _, _, a, b in kernels) + sum_of(queued, drawn))
+
+
+def sum_of(change: OrderChange, drawn: DrawnOrder) -> float:
+    return change.before if drawn is change.drawn[0] else change.after

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from graphs import fake_ranks
+from graphs import copied, fake_ranks
 from orders import (
     ROOM,
     ROWS,
@@ -26,6 +26,7 @@ from orders import (
 )
 from torch import Tensor, fx
 from weft.fused_ops import FusionPass
+from weft.fused_ops.passes.order.buckets import fill_buckets
 from weft.fused_ops.passes.order.change import OrderChange
 from weft.fused_ops.passes.order.costs import TABLES
 from weft.fused_ops.passes.order.moves import OrderLimits, reorder
@@ -237,6 +238,7 @@ def test_random_programs(seeds: range) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_thousand_random_programs() -> None:
     changed = filled = 0
     for seed in range(100, 1100):
@@ -257,6 +259,11 @@ def test_ten_thousand_nodes() -> None:
 
     graph = graph_of(fn)
     assert len(graph.nodes) > 10_000
+    filled = copied(graph)
+    begin = time.process_time()
+    buckets, _ = fill_buckets(filled, 1 << 30, 1000.0, None)
+    assert time.process_time() - begin < 6
+    assert sum(len(b.of) for b in buckets) == 400 and len(buckets) > 10  # each within some hundred nodes
     begin = time.process_time()
     change = reorder(graph, TABLE, OrderLimits(memory=0.2))
     assert time.process_time() - begin < 6
