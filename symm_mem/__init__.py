@@ -11,7 +11,7 @@ from .failure.call_check import is_checked, set_checked
 from .groups import Group, group_name, resolve_group
 from .heap.registry import check, reset, unavailable
 from .heap.stats import HeapStats, stats
-from .registration.handle import RegisteredTensor
+from .registration.handle import RegisteredTensor, batch_put
 from .registration.registered import register, unregister
 from .tensors import Peers, empty, rendezvous
 from .timeouts import get_timeout, set_timeout
@@ -27,6 +27,7 @@ __all__ = [
     "RankMismatch",
     "RegisteredTensor",
     "WeftError",
+    "batch_put",
     "check",
     "empty",
     "get_timeout",

@@ -71,6 +71,20 @@ lib.define(
     " int? group_size=None) -> ()",
     tags=_TAGS,
 )
+# Of registered tensors. ``x`` is this rank's, by which the registration is found. All write to it, as far as a graph is
+# concerned: so each keeps its place among the others and among what reads the tensor.
+lib.define("signal(Tensor(a!) x, int peer, str group_name, *, int? group_size=None) -> ()", tags=_TAGS)
+lib.define("wait(Tensor(a!) x, int peer, str group_name, *, int? group_size=None) -> ()", tags=_TAGS)
+lib.define(
+    "put(Tensor(a!) x, Tensor source, int peer, str group_name, *, int? group_size=None) -> ()", tags=_TAGS
+)
+lib.define(
+    "get(Tensor(a!) x, Tensor(b!) out, int peer, str group_name, *, int? group_size=None) -> ()", tags=_TAGS
+)
+lib.define(
+    "batch_put(Tensor(a!)[] xs, Tensor[] sources, int[] peers, str group_name, *, int? group_size=None) -> ()",
+    tags=_TAGS,
+)
 
 all_gather_matmul = torch.ops.weft.fused_all_gather_matmul.default
 matmul_reduce_scatter = torch.ops.weft.fused_matmul_reduce_scatter.default
@@ -84,3 +98,8 @@ all_gather = torch.ops.weft.one_shot_all_gather.default
 all_gather_out = torch.ops.weft.one_shot_all_gather_out.default
 reduce_scatter = torch.ops.weft.one_shot_reduce_scatter.default
 reduce_scatter_out = torch.ops.weft.one_shot_reduce_scatter_out.default
+signal = torch.ops.weft.signal.default
+wait = torch.ops.weft.wait.default
+put = torch.ops.weft.put.default
+get = torch.ops.weft.get.default
+batch_put = torch.ops.weft.batch_put.default

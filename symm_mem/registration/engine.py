@@ -25,12 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Access:
-    """``put`` or ``get``: between a tensor of ``peer`` and one of this rank's, of the same shape and dtype."""
+    """``put``, ``batch_put`` or ``get``: between a tensor of ``peer`` and one of this rank like it."""
 
     op: str
     peer: int
     remote: torch.Tensor | ProcessTensor
     local: torch.Tensor
+
+    @property
+    def into(self) -> bool:
+        """Whether the data go to the peer."""
+        return self.op != "get"
 
 
 class TransferEngine(Protocol):
@@ -46,6 +51,10 @@ class TransferEngine(Protocol):
 
     def move(self, of: Registration, access: Access) -> None:
         """Wait until the owner lets this rank access its tensor once more; move; tell the owner."""
+        ...
+
+    def move_all(self, moves: list[tuple[Registration, Access]]) -> None:
+        """The same for several, in any order."""
         ...
 
 
@@ -91,6 +100,10 @@ class HostEngine:
                     PeerTimeout(wait, WaitOutcome(expected, 0.0, True))
                 ).again() from None
             self._at(of, DONE, access.peer).value = expected
+
+    def move_all(self, moves: list[tuple[Registration, Access]]) -> None:
+        for of, access in moves:
+            self.move(of, access)
 
     def _word(self, of: Registration, row: int, rank: int) -> ctypes.c_uint32:
         return ctypes.c_uint32.from_address(self._semaphores.address(of.slot, row, rank))
@@ -139,7 +152,7 @@ def count_of(of: Registration, op: str, rank: int, peer: int) -> str:
 
 
 def _copy(access: Access) -> None:
-    into, local, remote = access.op == "put", access.local, access.remote
+    into, local, remote = access.into, access.local, access.remote
     with torch.no_grad():
         if isinstance(remote, ProcessTensor):
             remote.write(local) if into else remote.read(local)

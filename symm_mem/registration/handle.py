@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+import weft
 
 from .. import forks
 from ..errors import WeftError
@@ -51,7 +52,9 @@ class RegisteredTensor:
         self.of, self.registry, self._engine, self._heap = of, registry, engine, heap
         self.rank, self.world_size, self.number = heap.rank, heap.world_size, of.number
         self.said = str(of.number)  # to other ranks, at each call that finds it again
-        self.tensor = tensor
+        self.tensor, self._group_name = tensor, heap.group_name
+        # A graph does not write to what requires a gradient.
+        self._in_graphs = tensor.detach() if tensor.requires_grad else tensor
         self.shapes = [torch.Size(place.shape) for place in of.places]
         self._remote: list[torch.Tensor | ProcessTensor] = [
             tensor if rank == heap.rank else _remote(registry, of, rank) for rank in range(heap.world_size)
@@ -81,6 +84,10 @@ class RegisteredTensor:
             WeftError: the registration has ended, or the group is broken until ``reset``.
             ForkedProcess: this process was forked from the rank's.
         """
+        if torch.compiler.is_compiling():
+            _define_ops()
+            torch.ops.weft.signal(self._in_graphs, peer, self._group_name, group_size=self.world_size)
+            return
         self._check("signal", peer)
         self._engine().signal(self.of, peer)
 
@@ -103,6 +110,10 @@ class RegisteredTensor:
             PeerTimeout: the deadline passed (``set_timeout``); on CUDA at the group's next call.
             ValueError, WeftError: as ``signal``.
         """
+        if torch.compiler.is_compiling():
+            _define_ops()
+            torch.ops.weft.wait(self._in_graphs, peer, self._group_name, group_size=self.world_size)
+            return
         self._check("wait", peer)
         self._engine().wait(self.of, peer)
 
@@ -132,7 +143,11 @@ class RegisteredTensor:
             TypeError: ``source`` is not a tensor.
             WeftError: as ``signal``.
         """
-        self._move("put", "source", source, peer)
+        if torch.compiler.is_compiling():
+            _define_ops()
+            torch.ops.weft.put(self._in_graphs, source, peer, self._group_name, group_size=self.world_size)
+            return
+        self._engine().move(self.of, self._access("put", "source", source, peer))
 
     def get(self, out: torch.Tensor, peer: int) -> torch.Tensor:
         """Copy the tensor of ``peer`` into ``out``, when that lets this rank.
@@ -156,29 +171,131 @@ class RegisteredTensor:
         Raises:
             PeerTimeout, ValueError, TypeError, WeftError: as ``put``.
         """
-        self._move("get", "out", out, peer)
+        if torch.compiler.is_compiling():
+            _define_ops()
+            torch.ops.weft.get(self._in_graphs, out, peer, self._group_name, group_size=self.world_size)
+            return out
+        self._engine().move(self.of, self._access("get", "out", out, peer))
         return out
 
     def _check(self, op: str, peer: int) -> None:
         self._heap.owner.refuse_child(op)
-        if not (isinstance(peer, int) and not isinstance(peer, bool) and 0 <= peer < self.world_size):
-            raise ValueError(f"peer: is {peer!r}, must be a rank from 0 to {self.world_size - 1}")
+        refuse_peer("peer", peer, self.world_size)
         if self.of.closed or self._heap.registrations.registry is not self.registry:
             raise WeftError(f"{op}: the registration of tensor {self.number} has ended")
 
-    def _move(self, op: str, name: str, local: torch.Tensor, peer: int) -> None:
+    def _access(self, op: str, name: str, local: torch.Tensor, peer: int) -> Access:
         self._check(op, peer)
-        if not isinstance(local, torch.Tensor):
-            raise TypeError(f"{name}: is of type {type(local).__name__}, must be a tensor")
-        mine = self.tensor
-        if local.shape != self.shapes[peer] or local.dtype != mine.dtype or local.device != mine.device:
+        refuse_other_kind(name, local, self.tensor, f"the tensor of rank {peer}", self.shapes[peer])
+        if op == "get":
+            refuse_overlap(name, local)
+        return Access(op, peer, self._remote[peer], local)
+
+
+def batch_put(puts: Sequence[tuple[RegisteredTensor, torch.Tensor, int]]) -> None:
+    """Several ``put`` at once: on CUDA in one launch, as far as they are small.
+
+    >>> import torch
+    >>> from weft import symm_mem
+    >>> a, b = symm_mem.register([torch.zeros(4), torch.zeros(2)])
+    >>> right, left = ((a.rank + step) % a.world_size for step in (1, -1))
+    >>> for x in (a, b):
+    ...     x.signal(left)
+    >>> symm_mem.batch_put([(a, torch.ones(4), right), (b, torch.ones(2), right)])
+    >>> for x in (a, b):
+    ...     x.wait(left)
+    >>> a.tensor.sum().item() + b.tensor.sum().item()
+    6.0
+
+    Each waits for its own ``signal`` and tells its own ``wait``. They are in no order among each other:
+    none may depend on what the owner does behind another one.
+
+    Args:
+        puts: for each what ``put`` takes, as (registered tensor, source, peer): all of one group, and one for each
+            tensor of a rank.
+
+    Raises:
+        PeerTimeout, WeftError: as ``put``.
+        ValueError, TypeError: as ``put``; they are of several groups, or two go into the same tensor of a rank.
+    """
+    for i, put in enumerate(given := _given_puts(puts)):
+        if put[0].registry is not given[0][0].registry:
+            raise ValueError(f"puts[{i}]: is of another group or device than puts[0], must be of one")
+    if not given:
+        return
+    handles, sources, peers = zip(*given, strict=True)
+    if torch.compiler.is_compiling():
+        _define_ops()
+        named = {"group_size": handles[0].world_size}
+        torch.ops.weft.batch_put(
+            [x._in_graphs for x in handles], list(sources), list(peers), handles[0]._group_name, **named
+        )
+        return
+    accesses = [
+        (x.of, x._access("batch_put", f"puts[{i}]: source", source, peer))
+        for i, (x, source, peer) in enumerate(given)
+    ]
+    refuse_twice("puts", [(x.number, peer) for x, _, peer in given])
+    handles[0]._engine().move_all(accesses)
+
+
+def _given_puts(
+    puts: Sequence[tuple[RegisteredTensor, torch.Tensor, int]],
+) -> list[tuple[RegisteredTensor, torch.Tensor, int]]:
+    if not isinstance(puts, (list, tuple)):
+        raise TypeError(
+            f"puts: is of type {type(puts).__name__}, must be a list of (registered tensor, source, peer)"
+        )
+    for i, put in enumerate(puts):
+        if not isinstance(put, (list, tuple)) or len(put) != 3 or not isinstance(put[0], RegisteredTensor):
+            raise TypeError(f"puts[{i}]: must be (registered tensor, source, peer)")
+    return [tuple(put) for put in puts]
+
+
+def refuse_peer(name: str, peer: int, world_size: int) -> None:
+    """Raises: ValueError: ``peer`` is no rank."""
+    if not (isinstance(peer, int) and not isinstance(peer, bool) and 0 <= peer < world_size):
+        raise ValueError(f"{name}: is {peer!r}, must be a rank from 0 to {world_size - 1}")
+
+
+def refuse_other_kind(
+    name: str, local: torch.Tensor, mine: torch.Tensor, whose: str, shape: torch.Size | None = None
+) -> None:
+    """Raises: ValueError, TypeError: ``local`` does not go with a tensor that has mine's dtype and device; its
+    ``shape`` may not be known."""
+    if not isinstance(local, torch.Tensor):
+        raise TypeError(f"{name}: is of type {type(local).__name__}, must be a tensor")
+    fits = shape is None or local.shape == shape
+    if not fits or local.dtype != mine.dtype or local.device != mine.device:
+        sizes = "" if shape is None else list(shape)
+        raise ValueError(
+            f"{name}: is {local.dtype}{list(local.shape)} on {local.device}, must be as {whose}, "
+            f"{mine.dtype}{sizes}, on {mine.device}"
+        )
+
+
+def refuse_overlap(name: str, local: torch.Tensor) -> None:
+    """Raises: ValueError: elements of ``local`` overlap."""
+    if overlaps_itself(local):
+        raise ValueError(f"{name}: has strides {local.stride()}, its elements must not overlap")
+
+
+def refuse_twice(name: str, targets: Sequence[tuple[object, int]]) -> None:
+    """Raises: ValueError: a batch has two puts into the same tensor of a rank."""
+    for i, target in enumerate(targets):
+        if target in targets[:i]:
+            first = targets.index(target)
             raise ValueError(
-                f"{name}: is {local.dtype}{list(local.shape)} on {local.device}, must be as the tensor of rank {peer}, "
-                f"{mine.dtype}{list(self.shapes[peer])}, on {mine.device}"
+                f"{name}[{i}]: goes into the same tensor of rank {target[1]} as {name}[{first}], must be a later put"
             )
-        if op == "get" and overlaps_itself(local):
-            raise ValueError(f"out: has strides {local.stride()}, its elements must not overlap")
-        self._engine().move(self.of, Access(op, peer, self._remote[peer], local))
+
+
+def _define_ops() -> None:
+    """torch.ops.weft, for graphs: symm_mem does not import what defines them."""
+    weft._define_ops()
+
+
+_define_ops._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -41,9 +41,11 @@ def late(rank: int, world_size: int, op: str) -> None:
     if rank == 0:
         calls: dict[str, Callable[[], Any]] = {
             "put": lambda: x.put(torch.zeros(3, 2), 1),
+            "batch_put": lambda: symm_mem.batch_put([(x, torch.zeros(3, 2), 0), (x, torch.zeros(3, 2), 1)]),
             "get": lambda: x.get(torch.zeros(3, 2), 1),
             "wait": lambda: x.wait(1),
         }
+        x.signal(0)  # of a batch the put that is let is done
         begin = time.monotonic()
         with pytest.raises(symm_mem.PeerTimeout) as caught:
             calls[op]()
@@ -62,7 +64,7 @@ def late(rank: int, world_size: int, op: str) -> None:
     ring(rank, world_size, x)
 
 
-@pytest.mark.parametrize("op", ["put", "get", "wait"])
+@pytest.mark.parametrize("op", ["put", "batch_put", "get", "wait"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_peer_that_does_not_come_is_named(world_size: int, op: str) -> None:
     run_ranks(late, world_size, op, fresh=True)
@@ -90,7 +92,7 @@ def dies(rank: int, world_size: int, kind: str) -> None:
         with pytest.raises(symm_mem.PeerTimeout, match=r"get: rank 0 .* rank 1.*its process has ended"):
             x.get(torch.zeros(1000), 1)
     with pytest.raises(symm_mem.PeerTimeout, match=r"rank 1.*its process has ended"):
-        x.get(torch.zeros(1000), 1)
+        symm_mem.batch_put([(x, torch.zeros(1000), 0), (x, torch.zeros(1000), 1)])
     with pytest.raises(symm_mem.PeerTimeout, match="process has ended"):
         symm_mem.unregister([x])
     assert time.monotonic() - begin < 5, "nobody waits for the dead until the deadline"

@@ -27,25 +27,36 @@ def word(address: int) -> ctypes.c_uint32:
 
 def arrives(p: Any) -> None:
     """What kernel.cu waits for; the words of this rank's slab are the only ones that it polls."""
-    spin(p.watch.words + 4 * p.awaited, word(p.count).value + 1, 20.0, PeerLiveness(None, None))
+    spin(p.watch.words + 4 * p.of.awaited, word(p.of.count).value + 1, 20.0, PeerLiveness(None, None))
 
 
 def post(p: Any) -> None:
+    p = p.of
     word(p.count).value += p.step
     word(p.told).value = word(p.count).value
 
 
 def await_(p: Any) -> None:
     arrives(p)
-    word(p.count).value += 1
+    assert not p.of.told
+    word(p.of.count).value += 1
 
 
 def move(p: Any) -> None:
-    assert p.source % 16 == p.target % 16 == 0 and word(p.ticket).value == 0
     arrives(p)
+    p = p.of
+    assert p.source % 16 == p.target % 16 == 0 and word(p.ticket).value == 0 and 1 <= p.blocks <= 64
     ctypes.memmove(p.target, p.source, 16 * p.vectors + p.tail)
     word(p.count).value += 1
     word(p.told).value = word(p.count).value
+
+
+def move_all(p: Any) -> None:
+    blocks = 0
+    for i in range(p.transfers):
+        assert p.of[i].first == blocks
+        blocks += p.of[i].blocks
+        move(SimpleNamespace(watch=p.watch, of=p.of[i]))
 
 
 class Stage:
@@ -55,10 +66,12 @@ class Stage:
         self.done: list[str] = []
 
     def function(self, program: Any, name: str, shared: int) -> Any:
-        kernel = {"post": post, "await": await_, "move": move}[name]
+        kernel = {"post": post, "await": await_, "move": move, "move_all": move_all}[name]
 
         def bound(grid: int, block: int, params: Any, dependent: bool) -> Callable[[int], None]:
-            assert not dependent and (name == "move") is (block > 32) and 1 <= grid <= 64
+            assert not dependent and name.startswith("move") is (block > 32)
+            last = params.of if name != "move_all" else params.of[params.transfers - 1]
+            assert grid == last.first + last.blocks <= (64 if name == "move" else 128)
 
             def run(stream: int) -> None:
                 self.done.append(name)
@@ -123,6 +136,43 @@ def exchanges(rank: int, world_size: int) -> None:
                 x.wait(left)
     assert not wide[1::2].any()
     get_heap().registrations._engine = None
+
+
+def batches(rank: int, world_size: int) -> None:
+    """More than go into one launch, of two slabs of semaphores; what is large or strided goes alone."""
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    sizes = [1 + 17 * i for i in range(90)]
+    boxes = [torch.zeros(size).share_memory_() for size in sizes]
+    filler = [torch.zeros(1).share_memory_() for _ in range(220)]  # so that others are of the next slab
+    handles = symm_mem.register([*boxes[:40], *filler, *boxes[40:]])
+    xs = [*handles[:40], *handles[260:]]
+    stage = Stage()
+    with mock.patch.object(cuda_state, "state", stage):
+        engine = CudaTransfers(get_heap().registrations.registry)
+        engine.copy_engine_from = COPY_ENGINE
+        get_heap().registrations._engine = engine
+        for turn in range(2):
+            sources = [torch.arange(float(size)) + 1000 * turn + rank for size in sizes]
+            strided = torch.zeros(2 * sizes[5])[::2].copy_(sources[5])
+            for x in xs:
+                x.signal(left)
+            stage.done.clear()
+            given = [strided if i == 5 else source for i, source in enumerate(sources)]
+            symm_mem.batch_put([(x, source, right) for x, source in zip(xs, given, strict=True)])
+            large = sum(4 * size >= COPY_ENGINE for size in sizes)
+            # 39 and 21 of the two slabs, 32 in a launch.
+            assert large and stage.done[:3] == ["move_all"] * 3
+            assert stage.done[3:] == ["await", "post", *["await", "copy", "post"] * large]
+            for x, size in zip(xs, sizes, strict=True):
+                x.wait(left)
+                assert torch.equal(x.tensor, torch.arange(float(size)) + 1000 * turn + left)
+            symm_mem.batch_put([])
+    get_heap().registrations._engine = None
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_launches_of_batches_say(world_size: int) -> None:
+    run_ranks(batches, world_size, fresh=True)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
