@@ -116,17 +116,18 @@ def _exchange(copy: fx.Node, call: fx.Node) -> None:
 
     def strided(of: fx.Node, like: fx.Node) -> fx.Node:
         val = like.meta["val"]
-        return written(_as_strided, (of, list(val.shape), list(val.stride()), val.storage_offset()), {}, like)
+        sizes, strides = ([_plain(n) for n in each] for each in (val.shape, val.stride()))
+        return written(_as_strided, (of, sizes, strides, _plain(val.storage_offset())), {}, like)
 
-    # What came before may be forgotten already, so all is made once more.
+    # What came before, and sizes, may be forgotten already: all is made once more.
     flat = strided(given, old)
-    kept = {copy: flat, given: strided(written(_clone, (flat,), {}, copy), given)}
+    kept: dict[fx.Node, fx.Node] = {copy: flat}
+    before = written(_clone, (flat,), {}, copy)
 
     def other(node: fx.Node) -> fx.Node:
         """What takes the place of a view of either."""
         if node not in kept:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: other(n) if _is_of(n) else n)
-            kept[node] = written(node.target, args, kwargs, node)
+            kept[node] = strided(flat if _views_of(node)[-1] is copy else before, node)
         return kept[node]
 
     def _is_of(node: fx.Node) -> bool:
@@ -144,6 +145,10 @@ def _exchange(copy: fx.Node, call: fx.Node) -> None:
             written(call.target, args, kwargs, call)
         else:
             node.args, node.kwargs = args, kwargs
+
+
+def _plain(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def _save_copies(call: fx.Node) -> None:

@@ -11,6 +11,8 @@ from opcommon import world
 from ranks import run_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from weft import symm_mem
 from weft.fused_ops.transfers import transfer_ops
 
@@ -72,7 +74,7 @@ def step(x: Handle, y: Handle, a: Tensor, w: Tensor) -> tuple[Tensor, ...]:
 def compiled(rank: int, world_size: int) -> None:
     """Also what a backward needs of a tensor is what it held then, whoever has written to it since."""
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    x, y = symm_mem.register([torch.zeros(4, 5), torch.zeros(2, 5)])
+    x, y = symm_mem.register([torch.zeros(9, 5)[4:8], torch.zeros(2, 5)])
     w = torch.full((5,), 0.5, requires_grad=True)
     made = torch.compile(lambda a: step(x, y, a, w), fullgraph=True)
     for turn in range(3):
@@ -148,6 +150,11 @@ def refuses(rank: int, world_size: int) -> None:
     for said, call in only_real.items():
         with pytest.raises(ValueError, match=said):
             call()
+    with pytest.raises(NotImplementedError, match="put: has no rule for vmap"):
+        torch.func.vmap(lambda source: ops.put(t, source, 0, name))(torch.zeros(2, 2, 3))
+    mesh = init_device_mesh("cpu", (world_size,))
+    with pytest.raises(TypeError, match="put: is given a DTensor, must be given what this rank holds"):
+        ops.put(t, distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)]), 0, name)
     compiled = torch.compile(lambda: ops.signal(t, 0, name), backend="aot_eager")
     with pytest.raises(Exception, match=r"is not registered .* or copies \(as backend='aot_eager' does\)"):
         compiled()
