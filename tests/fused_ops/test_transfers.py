@@ -7,13 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as funcol
 from opcommon import world
 from ranks import run_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from weft import symm_mem
+from weft import fusion_report, symm_mem
 from weft.fused_ops.transfers import transfer_ops
 
 ops = torch.ops.weft
@@ -100,6 +101,33 @@ def compiled(rank: int, world_size: int) -> None:
 
 def test_compiled_calls_are_those_of_the_program() -> None:
     run_ranks(compiled, 2)
+
+
+def beside_the_pass(rank: int, world_size: int) -> None:
+    """Ranks put into different ones, and agree on what is fused all the same."""
+    right, left, group = (rank + 1) % world_size, (rank - 1) % world_size, world()
+    (x,) = symm_mem.register([torch.zeros(64, 32)])
+    w = torch.ones(32, 48)
+
+    def step(a: Tensor) -> tuple[Tensor, Tensor]:
+        x.signal(left)
+        x.put(a, right)
+        y = funcol.all_gather_tensor(a, 0, group) @ w
+        x.wait(left)
+        return y, funcol.all_reduce(x.tensor @ w, "sum", group)
+
+    made = torch.compile(step, backend="weft", fullgraph=True)
+    for turn in range(3):
+        y, z = made(torch.full((64, 32), float(10 * turn + rank)))
+        rows = torch.arange(float(world_size)).add(10 * turn).repeat_interleave(64)
+        assert torch.equal(y, (32 * rows)[:, None].expand(-1, 48))
+        assert (z == 32 * (10 * turn * world_size + sum(range(world_size)))).all()
+    assert str(fusion_report()).endswith("2 of 2 collectives fused"), fusion_report()
+
+
+@pytest.mark.slow
+def test_transfers_beside_fused_collectives() -> None:
+    run_ranks(beside_the_pass, 3, fresh=True)
 
 
 def refused(call: Any) -> str:
