@@ -6,7 +6,7 @@ Microseconds of a round in a CUDA graph of many, the median of the rounds and th
 clock measures all. Each contender's result is compared.
 
 - Batches: as many tensors of so many bytes go to the right rank, each with its signal and wait: by ``put`` one after
-  the other, by one ``batch_put``, and by NCCL's (gloo's) ``batch_isend_irecv``.
+  the other, by ``batch_signal``, ``batch_put`` and ``batch_wait``, and by NCCL's (gloo's) ``batch_isend_irecv``.
 - Products: all_gather(x) @ w with x [M / W, K] and w [K, N]: the ring of ``examples/registered.py``, whose blocks
   travel while others are multiplied; ``fused_all_gather_matmul``; the group's all-gather in front of ``mm``.
 """
@@ -58,11 +58,9 @@ def _batch_contenders(count: int, nbytes: int, device: torch.device) -> dict[str
             x.wait(left)
 
     def together() -> None:
-        for x in xs:
-            x.signal(left)
+        symm_mem.batch_signal([(x, left) for x in xs])
         symm_mem.batch_put([(x, source, right) for x, source in zip(xs, sources, strict=True)])
-        for x in xs:
-            x.wait(left)
+        symm_mem.batch_wait([(x, left) for x in xs])
 
     def by_backend() -> None:
         sent = [dist.P2POp(dist.isend, source, right) for source in sources]

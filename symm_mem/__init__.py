@@ -6,12 +6,13 @@
 >>> peers.barrier()  # everybody has written
 """
 
+from .batches import batch_put, batch_signal, batch_wait
 from .errors import CallAbandoned, ForkedProcess, HeapUnavailable, PeerTimeout, RankMismatch, WeftError
 from .failure.call_check import is_checked, set_checked
 from .groups import Group, group_name, resolve_group
 from .heap.registry import check, reset, unavailable
 from .heap.stats import HeapStats, stats
-from .registration.handle import RegisteredTensor, batch_put
+from .registration.handle import RegisteredTensor
 from .registration.registered import register, unregister
 from .tensors import Peers, empty, rendezvous
 from .timeouts import get_timeout, set_timeout
@@ -28,6 +29,8 @@ __all__ = [
     "RegisteredTensor",
     "WeftError",
     "batch_put",
+    "batch_signal",
+    "batch_wait",
     "check",
     "empty",
     "get_timeout",

@@ -85,6 +85,12 @@ lib.define(
     "batch_put(Tensor(a!)[] xs, Tensor[] sources, int[] peers, str group_name, *, int? group_size=None) -> ()",
     tags=_TAGS,
 )
+lib.define(
+    "batch_signal(Tensor(a!)[] xs, int[] peers, str group_name, *, int? group_size=None) -> ()", tags=_TAGS
+)
+lib.define(
+    "batch_wait(Tensor(a!)[] xs, int[] peers, str group_name, *, int? group_size=None) -> ()", tags=_TAGS
+)
 
 all_gather_matmul = torch.ops.weft.fused_all_gather_matmul.default
 matmul_reduce_scatter = torch.ops.weft.fused_matmul_reduce_scatter.default
@@ -103,3 +109,5 @@ wait = torch.ops.weft.wait.default
 put = torch.ops.weft.put.default
 get = torch.ops.weft.get.default
 batch_put = torch.ops.weft.batch_put.default
+batch_signal = torch.ops.weft.batch_signal.default
+batch_wait = torch.ops.weft.batch_wait.default

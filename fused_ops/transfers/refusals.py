@@ -36,6 +36,13 @@ def refuse_get(x: Tensor, out: Tensor, peer: int, group_name: str) -> None:
     refuse_overlap("out", out)
 
 
+def refuse_batch_signal(xs: Sequence[Tensor], peers: Sequence[int], group_name: str) -> None:
+    if len(xs) != len(peers):
+        raise ValueError(f"peers: are {len(peers)}, must be as many as xs, {len(xs)}")
+    for i, (x, peer) in enumerate(zip(xs, peers, strict=True)):
+        refuse_signal(x, peer, group_name, f"peers[{i}]", f"xs[{i}]")
+
+
 def refuse_batch_put(
     xs: Sequence[Tensor], sources: Sequence[Tensor], peers: Sequence[int], group_name: str
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ...symm_mem import RegisteredTensor, batch_put
+from ...symm_mem import RegisteredTensor, batch_put, batch_signal, batch_wait
 from ...symm_mem.registration.registered import registered_as
 from ..library import compiled, group_checks, schema
 from ..library.unsupported import refuse_derivative_in_transform, refuse_unsupported
@@ -29,6 +29,10 @@ def _handle(x: Tensor, group_name: str, name: str = "x") -> RegisteredTensor:
             "graph makes, or copies (as backend='aot_eager' does), cannot be"
         )
     return found
+
+
+def _handles(xs: Sequence[Tensor], group_name: str) -> list[RegisteredTensor]:
+    return [_handle(x, group_name, f"xs[{i}]") for i, x in enumerate(xs)]
 
 
 def _signal(x: Tensor, peer: int, group_name: str) -> None:
@@ -52,8 +56,16 @@ def _get(x: Tensor, out: Tensor, peer: int, group_name: str) -> None:
 def _batch_put(
     xs: Sequence[Tensor], sources: Sequence[Tensor], peers: Sequence[int], group_name: str
 ) -> None:
-    handles = [_handle(x, group_name, f"xs[{i}]") for i, x in enumerate(xs)]
-    batch_put(list(zip(handles, sources, peers, strict=True)))
+    batch_put(list(zip(_handles(xs, group_name), sources, peers, strict=True)))
+
+
+def _batch_signal(xs: Sequence[Tensor], peers: Sequence[int], group_name: str) -> None:
+    batch_signal(list(zip(_handles(xs, group_name), peers, strict=True)))
+
+
+def _batch_wait(xs: Sequence[Tensor], peers: Sequence[int], group_name: str) -> None:
+    batch_wait(list(zip(_handles(xs, group_name), peers, strict=True)))
+    increment_version(xs)
 
 
 def _checked(refuse: Callable[..., None], run: Callable[..., None] | None) -> Callable[..., None]:
@@ -98,6 +110,8 @@ for _op, _refuse, _run, _written in (
     (schema.put, refusals.refuse_put, _put, (0,)),
     (schema.get, refusals.refuse_get, _get, (0, 1)),
     (schema.batch_put, refusals.refuse_batch_put, _batch_put, (0,)),
+    (schema.batch_signal, refusals.refuse_batch_signal, _batch_signal, (0,)),
+    (schema.batch_wait, refusals.refuse_batch_signal, _batch_wait, (0,)),
 ):
     _name = str(_op._schema.name).removeprefix("weft::")
     torch.library.register_fake(

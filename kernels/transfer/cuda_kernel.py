@@ -8,7 +8,7 @@ little is moved by one kernel together.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,7 +111,7 @@ class CudaTransfers:
         self.dependent = is_on("WEFT_PDL")
         self._launches: dict[Any, Callable[[int], None]] = {}
         with cuda_state.state.make_current(self._heap.device):
-            for name in ("post", "await", "move", "move_all"):
+            for name in ("post", "await", "move", "post_all", "await_all", "move_all"):
                 _program.function(name)
 
     def signal(self, of: Registration, peer: int) -> None:
@@ -122,6 +122,33 @@ class CudaTransfers:
         self._begin(of, "wait")
         self._run("await", of, peer, (WAITED, DONE))
 
+    def signal_all(self, signals: list[tuple[Registration, int]]) -> None:
+        self._run_all("post", "batch_signal", signals, (SENT, ALLOWED))
+
+    def wait_all(self, waits: list[tuple[Registration, int]]) -> None:
+        self._run_all("await", "batch_wait", waits, (WAITED, DONE))
+
+    def _run_all(
+        self, name: str, op: str, of_each: list[tuple[Registration, int]], rows: tuple[int, int]
+    ) -> None:
+        for of, _ in of_each:
+            self._begin(of, op)
+        for some in self._together(of_each):
+            if len(some) == 1:
+                self._run(name, *some[0], rows)
+                continue
+            key = f"{name}_all", rows, tuple((of.number, peer) for of, peer in some)
+            self._launched(key, lambda some=some: self._launch_all(name, some, rows))  # type: ignore[misc]
+
+    def _together(self, of_each: list[tuple[Registration, int]]) -> Iterator[list[tuple[Registration, int]]]:
+        """Those of a slab, as many as go into one launch."""
+        slabs: dict[int, list[tuple[Registration, int]]] = {}
+        for of, peer in of_each:
+            slabs.setdefault(self._semaphores.slab(of.slot).address, []).append((of, peer))
+        for some in slabs.values():
+            for i in range(0, len(some), _MOST_AT_ONCE):
+                yield some[i : i + _MOST_AT_ONCE]
+
     def move(self, of: Registration, access: Access) -> None:
         self._begin(of, access.op)
         self._move(_Move.made(of, access))
@@ -130,13 +157,9 @@ class CudaTransfers:
         for of, access in moves:
             self._begin(of, access.op)
         made = [_Move.made(of, access) for of, access in moves]
-        slabs: dict[int, list[_Move]] = {}
-        for move in made:
-            if move.by_sms(self.copy_engine_from):
-                slabs.setdefault(self._semaphores.slab(move.of.slot).address, []).append(move)
-        for little in slabs.values():
-            for i in range(0, len(little), _MOST_AT_ONCE):
-                self._move_together(little[i : i + _MOST_AT_ONCE])
+        little = {(move.of, move.peer): move for move in made if move.by_sms(self.copy_engine_from)}
+        for some in self._together(list(little)):
+            self._move_together([little[each] for each in some])
         for move in made:
             if not move.by_sms(self.copy_engine_from):
                 self._move(move)
@@ -220,6 +243,17 @@ class CudaTransfers:
             params.of[i].first = blocks
             blocks += params.of[i].blocks
         return _program.function("move_all").bound(blocks, _THREADS, params, dependent=self.dependent)
+
+    def _launch_all(
+        self, name: str, of_each: list[tuple[Registration, int]], rows: tuple[int, int]
+    ) -> Callable[[int], None]:
+        """``post`` or ``await``, a thread each."""
+        params = _Batch(self._watch(of_each[0][0]), len(of_each))
+        for i, (of, peer) in enumerate(of_each):
+            params.of[i] = self._transfer(of, peer, rows, (0, 0, 0), 0)
+            if name == "await":
+                params.of[i].told = 0
+        return _program.function(f"{name}_all").bound(1, 32, params, dependent=self.dependent)
 
     def _watch(self, of: Registration) -> WaitParams:
         return WaitParams.of(self._semaphores.slab(of.slot), timeout_in_ns(self._heap.group_name))

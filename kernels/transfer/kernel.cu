@@ -12,8 +12,8 @@
 // move. Both, and between them the data: each block waits for the word, copies its vectors, and the last block of all
 // posts n, behind every block's fence. Blocks wait for nothing but the peer.
 //
-// move_all. Several of these at once: each has blocks, words and a ticket of its own. All blocks run at once, so none
-// waits for the place of another.
+// post_all, await_all, move_all. Several of these at once. The former have a thread for each; of move_all each has blocks,
+// words and a ticket of its own. All blocks run at once, so none waits for the place of another.
 //
 // A wait that expires, here or earlier, breaks the group: then nothing is moved and nothing posted. Copies that are
 // enqueued behind `await` cannot be called off. Graph-safe. docs/protocol.md#registered-tensors has the proof.
@@ -50,20 +50,36 @@ struct Batch {
     Transfer of[MOST_AT_ONCE];
 };
 
+__device__ __forceinline__ void post_one(const weft::WaitParams& watch, const Transfer& p) {
+    const weft::u32 n = *p.count + p.step;
+    *p.count = n;
+    if (!weft::is_broken(watch)) weft::post_flag(p.told, n);
+}
+
+__device__ __forceinline__ void await_one(const weft::WaitParams& watch, const Transfer& p) {
+    const weft::u32 n = *p.count + 1;
+    *p.count = n;
+    weft::wait_flag(watch, p.peer, p.awaited, n, weft::WAIT_FREE);
+}
+
 extern "C" __global__ void __launch_bounds__(32) post(const __grid_constant__ Params p) {
     weft::begin_behind_previous();
-    if (threadIdx.x != 0) return;
-    const weft::u32 n = *p.of.count + p.of.step;
-    *p.of.count = n;
-    if (!weft::is_broken(p.watch)) weft::post_flag(p.of.told, n);
+    if (threadIdx.x == 0) post_one(p.watch, p.of);
 }
 
 extern "C" __global__ void __launch_bounds__(32) await(const __grid_constant__ Params p) {
     weft::begin_behind_previous();
-    if (threadIdx.x != 0) return;
-    const weft::u32 n = *p.of.count + 1;
-    *p.of.count = n;
-    weft::wait_flag(p.watch, p.of.peer, p.of.awaited, n, weft::WAIT_FREE);
+    if (threadIdx.x == 0) await_one(p.watch, p.of);
+}
+
+extern "C" __global__ void __launch_bounds__(32) post_all(const __grid_constant__ Batch p) {
+    weft::begin_behind_previous();
+    if (threadIdx.x < p.transfers) post_one(p.watch, p.of[threadIdx.x]);
+}
+
+extern "C" __global__ void __launch_bounds__(32) await_all(const __grid_constant__ Batch p) {
+    weft::begin_behind_previous();
+    if (threadIdx.x < p.transfers) await_one(p.watch, p.of[threadIdx.x]);
 }
 
 constexpr int THREADS = 512;

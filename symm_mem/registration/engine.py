@@ -53,8 +53,16 @@ class TransferEngine(Protocol):
         """Wait until the owner lets this rank access its tensor once more; move; tell the owner."""
         ...
 
+    def signal_all(self, signals: list[tuple[Registration, int]]) -> None:
+        """``signal`` for several. None is there twice, here and below."""
+        ...
+
+    def wait_all(self, waits: list[tuple[Registration, int]]) -> None:
+        """``wait`` for several."""
+        ...
+
     def move_all(self, moves: list[tuple[Registration, Access]]) -> None:
-        """The same for several, in any order."""
+        """``move`` for several, in any order."""
         ...
 
 
@@ -100,6 +108,14 @@ class HostEngine:
                     PeerTimeout(wait, WaitOutcome(expected, 0.0, True))
                 ).again() from None
             self._at(of, DONE, access.peer).value = expected
+
+    def signal_all(self, signals: list[tuple[Registration, int]]) -> None:
+        for of, peer in signals:
+            self.signal(of, peer)
+
+    def wait_all(self, waits: list[tuple[Registration, int]]) -> None:
+        for of, peer in waits:
+            self.wait(of, peer)
 
     def move_all(self, moves: list[tuple[Registration, Access]]) -> None:
         for of, access in moves:

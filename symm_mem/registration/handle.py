@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import weft
@@ -85,7 +85,7 @@ class RegisteredTensor:
             ForkedProcess: this process was forked from the rank's.
         """
         if torch.compiler.is_compiling():
-            _define_ops()
+            define_ops()
             torch.ops.weft.signal(self._in_graphs, peer, self._group_name, group_size=self.world_size)
             return
         self._check("signal", peer)
@@ -111,7 +111,7 @@ class RegisteredTensor:
             ValueError, WeftError: as ``signal``.
         """
         if torch.compiler.is_compiling():
-            _define_ops()
+            define_ops()
             torch.ops.weft.wait(self._in_graphs, peer, self._group_name, group_size=self.world_size)
             return
         self._check("wait", peer)
@@ -144,7 +144,7 @@ class RegisteredTensor:
             WeftError: as ``signal``.
         """
         if torch.compiler.is_compiling():
-            _define_ops()
+            define_ops()
             torch.ops.weft.put(self._in_graphs, source, peer, self._group_name, group_size=self.world_size)
             return
         self._engine().move(self.of, self._access("put", "source", source, peer))
@@ -172,15 +172,15 @@ class RegisteredTensor:
             PeerTimeout, ValueError, TypeError, WeftError: as ``put``.
         """
         if torch.compiler.is_compiling():
-            _define_ops()
+            define_ops()
             torch.ops.weft.get(self._in_graphs, out, peer, self._group_name, group_size=self.world_size)
             return out
         self._engine().move(self.of, self._access("get", "out", out, peer))
         return out
 
-    def _check(self, op: str, peer: int) -> None:
+    def _check(self, op: str, peer: int, name: str = "peer") -> None:
         self._heap.owner.refuse_child(op)
-        refuse_peer("peer", peer, self.world_size)
+        refuse_peer(name, peer, self.world_size)
         if self.of.closed or self._heap.registrations.registry is not self.registry:
             raise WeftError(f"{op}: the registration of tensor {self.number} has ended")
 
@@ -190,66 +190,6 @@ class RegisteredTensor:
         if op == "get":
             refuse_overlap(name, local)
         return Access(op, peer, self._remote[peer], local)
-
-
-def batch_put(puts: Sequence[tuple[RegisteredTensor, torch.Tensor, int]]) -> None:
-    """Several ``put`` at once: on CUDA in one launch, as far as they are small.
-
-    >>> import torch
-    >>> from weft import symm_mem
-    >>> a, b = symm_mem.register([torch.zeros(4), torch.zeros(2)])
-    >>> right, left = ((a.rank + step) % a.world_size for step in (1, -1))
-    >>> for x in (a, b):
-    ...     x.signal(left)
-    >>> symm_mem.batch_put([(a, torch.ones(4), right), (b, torch.ones(2), right)])
-    >>> for x in (a, b):
-    ...     x.wait(left)
-    >>> a.tensor.sum().item() + b.tensor.sum().item()
-    6.0
-
-    Each waits for its own ``signal`` and tells its own ``wait``. They are in no order among each other:
-    none may depend on what the owner does behind another one.
-
-    Args:
-        puts: for each what ``put`` takes, as (registered tensor, source, peer): all of one group, and one for each
-            tensor of a rank.
-
-    Raises:
-        PeerTimeout, WeftError: as ``put``.
-        ValueError, TypeError: as ``put``; they are of several groups, or two go into the same tensor of a rank.
-    """
-    for i, put in enumerate(given := _given_puts(puts)):
-        if put[0].registry is not given[0][0].registry:
-            raise ValueError(f"puts[{i}]: is of another group or device than puts[0], must be of one")
-    if not given:
-        return
-    handles, sources, peers = zip(*given, strict=True)
-    if torch.compiler.is_compiling():
-        _define_ops()
-        named = {"group_size": handles[0].world_size}
-        torch.ops.weft.batch_put(
-            [x._in_graphs for x in handles], list(sources), list(peers), handles[0]._group_name, **named
-        )
-        return
-    accesses = [
-        (x.of, x._access("batch_put", f"puts[{i}]: source", source, peer))
-        for i, (x, source, peer) in enumerate(given)
-    ]
-    refuse_twice("puts", [(x.number, peer) for x, _, peer in given])
-    handles[0]._engine().move_all(accesses)
-
-
-def _given_puts(
-    puts: Sequence[tuple[RegisteredTensor, torch.Tensor, int]],
-) -> list[tuple[RegisteredTensor, torch.Tensor, int]]:
-    if not isinstance(puts, (list, tuple)):
-        raise TypeError(
-            f"puts: is of type {type(puts).__name__}, must be a list of (registered tensor, source, peer)"
-        )
-    for i, put in enumerate(puts):
-        if not isinstance(put, (list, tuple)) or len(put) != 3 or not isinstance(put[0], RegisteredTensor):
-            raise TypeError(f"puts[{i}]: must be (registered tensor, source, peer)")
-    return [tuple(put) for put in puts]
 
 
 def refuse_peer(name: str, peer: int, world_size: int) -> None:
@@ -280,22 +220,12 @@ def refuse_overlap(name: str, local: torch.Tensor) -> None:
         raise ValueError(f"{name}: has strides {local.stride()}, its elements must not overlap")
 
 
-def refuse_twice(name: str, targets: Sequence[tuple[object, int]]) -> None:
-    """Raises: ValueError: a batch has two puts into the same tensor of a rank."""
-    for i, target in enumerate(targets):
-        if target in targets[:i]:
-            first = targets.index(target)
-            raise ValueError(
-                f"{name}[{i}]: goes into the same tensor of rank {target[1]} as {name}[{first}], must be a later put"
-            )
-
-
-def _define_ops() -> None:
+def define_ops() -> None:
     """torch.ops.weft, for graphs: symm_mem does not import what defines them."""
     weft._define_ops()
 
 
-_define_ops._dynamo_marked_constant = True  # type: ignore[attr-defined]
+define_ops._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

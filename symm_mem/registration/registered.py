@@ -247,5 +247,5 @@ def _given(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _key(tensor: torch.Tensor) -> Any:
     # While a tensor is registered nothing else comes to lie at its address. One without elements has none.
-    place = tensor.data_ptr() if tensor.numel() else -tensor.untyped_storage()._cdata
+    place = tensor.data_ptr() if tensor.numel() else -id(tensor)
     return place, tensor.dtype, tensor.shape, tensor.stride()

@@ -30,15 +30,17 @@ def eager(rank: int, world_size: int) -> None:
     arena = symm_mem.empty(12)
     x, y, z = symm_mem.register([torch.zeros(3, 4).t(), arena.view(4, 3), torch.zeros(2 + rank)])
     for turn in range(3):
-        for each in (x.tensor, y.tensor, z.tensor):
-            ops.signal(each, left, name)
+        ops.signal(x.tensor, left, name)
+        ops.batch_signal([y.tensor, z.tensor], [left, left], name)
         ops.put(x.tensor, sent(turn, rank, 4, 3), right, name)
         sources = [sent(turn, rank, 4, 3) + 1, sent(turn, rank, *z.shapes[right])]
         ops.batch_put([y.tensor, z.tensor], sources, [right, right], name)
         version = x.tensor._version
-        for each in (x.tensor, y.tensor, z.tensor):
-            ops.wait(each, left, name, group_size=world_size)
+        ops.wait(x.tensor, left, name, group_size=world_size)
         assert x.tensor._version > version, "autograd must know that it has changed"
+        version = z.tensor._version
+        ops.batch_wait([y.tensor, z.tensor], [left, left], name)
+        assert z.tensor._version > version
         assert torch.equal(x.tensor, sent(turn, left, 4, 3))
         assert torch.equal(y.tensor, sent(turn, left, 4, 3) + 1)
         assert torch.equal(z.tensor, sent(turn, left, 2 + rank))
@@ -57,11 +59,9 @@ def test_ops_are_calls_of_the_handles(world_size: int) -> None:
 def step(x: Handle, y: Handle, a: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     right, left = (x.rank + 1) % x.world_size, (x.rank - 1) % x.world_size
     before = x.tensor.sum()
-    x.signal(left)
-    y.signal(left)
+    symm_mem.batch_signal([(x, left), (y, left)])
     symm_mem.batch_put([(x, a * w.detach(), right), (y, a[:2], right)])
-    x.wait(left)
-    y.wait(left)
+    symm_mem.batch_wait([(x, left), (y, left)])
     z = (x.tensor.clone() * w).sin() + y.tensor[0]
     x.signal(left)
     x.put(a + 64, right)
@@ -151,6 +151,8 @@ def refuses(rank: int, world_size: int) -> None:
         r"sources, peers: are 1 and 2, must be as many": lambda t, f: ops.batch_put(
             [t, t], [f(like)], [0, 1], name
         ),
+        r"peers: are 1, must be as many as xs, 2": lambda t, f: ops.batch_wait([t, t], [0], name),
+        r"peers\[0\]: is 7, must be a rank": lambda t, f: ops.batch_signal([t], [7], name),
         r"x: requires a gradient": lambda t, f: ops.signal(t.detach().requires_grad_(), 0, name),
         r"out: requires a gradient": lambda t, f: ops.get(t, f(like).requires_grad_(), 0, name),
         r"group_size: is 3, must be 2": lambda t, f: ops.signal(t, 0, name, group_size=3),
@@ -171,7 +173,7 @@ def refuses(rank: int, world_size: int) -> None:
         r"source: .*\[3\] on cpu, must be as the tensor of rank 0, torch.float32\[2, 3\]": lambda: ops.put(
             t, like[0], 0, name
         ),
-        r"puts\[1\]: goes into the same tensor of rank 0 as puts\[0\]": lambda: ops.batch_put(
+        r"puts\[1\]: is of the same tensor and rank as puts\[0\]": lambda: ops.batch_put(
             [t, t], [like, like], [0, 0], name
         ),
     }
@@ -208,6 +210,8 @@ def checked(rank: int, world_size: int) -> None:
         torch.library.opcheck(ops.put, (t, source, rank, name))
         torch.library.opcheck(ops.put, (t, source.requires_grad_(), rank, name))
         torch.library.opcheck(ops.batch_put, ([t], [source.detach()], [rank], name))
+        torch.library.opcheck(ops.batch_signal, ([t], [rank], name))
+        torch.library.opcheck(ops.batch_wait, ([t], [rank], name))
         torch.library.opcheck(ops.get, (t, torch.zeros(3), rank, name), {"group_size": world_size})
         torch.library.opcheck(ops.wait, (t, rank, name))
     symm_mem.reset()

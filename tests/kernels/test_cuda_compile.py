@@ -130,7 +130,7 @@ PROGRAMS: dict[str, Program] = {
 COLLECTIVE = {f"{form}{kind}" for form in ("one_shot", "rounds") for kind in ("", "_any")}
 KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     "acquire": ({"acquire", "leave"}, acquire._Params),
-    "transfer": ({"post", "await", "move", "move_all"}, transfer._Params),
+    "transfer": ({"post", "await", "move", "post_all", "await_all", "move_all"}, transfer._Params),
     "all_reduce": (
         {f"{form}{kind}" for form in ("one_shot", "two_shot", "two_shot_rounds") for kind in ("", "_any")},
         cuda_kernel._Params,
@@ -142,7 +142,9 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     "gather": ({"all_gather_one_shot"}, gather._Params),
     "scatter": ({"reduce_scatter_one_shot"}, scatter._Params),
 }
-OTHER_PARAMS: dict[str, type[ctypes.Structure]] = {"move_all": transfer._Batch}
+OTHER_PARAMS: dict[str, type[ctypes.Structure]] = dict.fromkeys(
+    ("post_all", "await_all", "move_all"), transfer._Batch
+)
 ONCE = ("norm", "few_rows", "gather", "scatter")  # blocks of theirs have an SM each
 
 

@@ -59,6 +59,25 @@ def move_all(p: Any) -> None:
         move(SimpleNamespace(watch=p.watch, of=p.of[i]))
 
 
+def each_of(kernel: Callable[[Any], None]) -> Callable[[Any], None]:
+    def run(p: Any) -> None:
+        assert 1 < p.transfers <= 32
+        for i in range(p.transfers):
+            kernel(SimpleNamespace(watch=p.watch, of=p.of[i]))
+
+    return run
+
+
+KERNELS: dict[str, Callable[[Any], None]] = {
+    "post": post,
+    "await": await_,
+    "move": move,
+    "post_all": each_of(post),
+    "await_all": each_of(await_),
+    "move_all": move_all,
+}
+
+
 class Stage:
     """In place of the GPU: one stream, on which everything is done at once. Notes what was done."""
 
@@ -66,12 +85,12 @@ class Stage:
         self.done: list[str] = []
 
     def function(self, program: Any, name: str, shared: int) -> Any:
-        kernel = {"post": post, "await": await_, "move": move, "move_all": move_all}[name]
+        kernel = KERNELS[name]
 
         def bound(grid: int, block: int, params: Any, dependent: bool) -> Callable[[int], None]:
             assert not dependent and name.startswith("move") is (block > 32)
-            last = params.of if name != "move_all" else params.of[params.transfers - 1]
-            assert grid == last.first + last.blocks <= (64 if name == "move" else 128)
+            last = params.of if not name.endswith("_all") else params.of[params.transfers - 1]
+            assert grid == last.first + last.blocks <= (128 if name == "move_all" else 64)
 
             def run(stream: int) -> None:
                 self.done.append(name)
@@ -154,8 +173,9 @@ def batches(rank: int, world_size: int) -> None:
         for turn in range(2):
             sources = [torch.arange(float(size)) + 1000 * turn + rank for size in sizes]
             strided = torch.zeros(2 * sizes[5])[::2].copy_(sources[5])
-            for x in xs:
-                x.signal(left)
+            stage.done.clear()
+            symm_mem.batch_signal([(x, left) for x in xs])
+            assert stage.done == ["post_all"] * 4  # 40 and 50 of the two slabs, 32 in a launch
             stage.done.clear()
             given = [strided if i == 5 else source for i, source in enumerate(sources)]
             symm_mem.batch_put([(x, source, right) for x, source in zip(xs, given, strict=True)])
@@ -163,8 +183,11 @@ def batches(rank: int, world_size: int) -> None:
             # 39 and 21 of the two slabs, 32 in a launch.
             assert large and stage.done[:3] == ["move_all"] * 3
             assert stage.done[3:] == ["await", "post", *["await", "copy", "post"] * large]
+            stage.done.clear()
+            symm_mem.batch_wait([*[(x, left) for x in xs[:33]], (xs[-1], left)])
+            assert stage.done == ["await_all", "await", "await"]
+            symm_mem.batch_wait([(x, left) for x in xs[33:-1]])
             for x, size in zip(xs, sizes, strict=True):
-                x.wait(left)
                 assert torch.equal(x.tensor, torch.arange(float(size)) + 1000 * turn + left)
             symm_mem.batch_put([])
     get_heap().registrations._engine = None

@@ -80,13 +80,11 @@ class Registering:
         kind = self.same.randrange(3)
         if kind == 0:
             each = list(dict.fromkeys(self.same.choices(self.held, k=self.same.randrange(1, 6))))
-            for y in each:
-                y.signal(left)
+            symm_mem.batch_signal([(y, left) for y in each])
             symm_mem.batch_put(
                 [(y, torch.full(y.shapes[right], float(value + self.rank)), right) for y in each]
             )
-            for y in each:
-                y.wait(left)
+            symm_mem.batch_wait([(y, left) for y in each])
             for y in each:
                 if y.of.keys[self.rank][1][0] != "heap":  # of which several may be the same memory
                     assert (y.tensor == value + left).all(), f"batch_put into {y.number}"

@@ -27,11 +27,9 @@ def batches(rank: int, world_size: int) -> None:
             source.copy_(sent(rank, turn, count))
 
     def go() -> None:
-        for x in xs:
-            x.signal(left)
+        symm_mem.batch_signal([(x, left) for x in xs])
         symm_mem.batch_put([(x, source, right) for x, source in zip(xs, sources, strict=True)])
-        for x in xs:
-            x.wait(left)
+        symm_mem.batch_wait([(x, left) for x in xs])
 
     def check(turn: int) -> None:
         for x, count in zip(xs, COUNTS, strict=True):
@@ -51,9 +49,7 @@ def batches(rank: int, world_size: int) -> None:
         check(turn)
     both = [(x, source, peer) for x, source in zip(xs[:9], sources, strict=False) for peer in (left, right)]
     if left != right:
-        for x in xs[:9]:
-            x.signal(left)
-            x.signal(right)
+        symm_mem.batch_signal([(x, peer) for x in xs[:9] for peer in (left, right)])
         symm_mem.batch_put(both)
         for x in xs[:9]:
             x.wait(left)
@@ -82,12 +78,21 @@ def late(rank: int, world_size: int) -> None:
     assert not y.tensor.any()
     symm_mem.set_timeout(20)
     symm_mem.reset()
-    for each in (x, y):
-        each.signal(other)
+    symm_mem.batch_signal([(x, other), (y, other)])
     symm_mem.batch_put([(x, torch.ones(5), other), (y, torch.ones(7), other)])
-    for each in (x, y):
-        each.wait(other)
-        assert each.tensor.all()
+    if rank == 0:
+        symm_mem.set_timeout(1)
+        symm_mem.batch_wait([(x, other), (y, other)])
+        assert x.tensor.all() and y.tensor.all()
+        symm_mem.batch_wait([(x, other), (y, other)])  # of which nobody knows
+        torch.cuda.synchronize()
+        with pytest.raises(
+            symm_mem.PeerTimeout, match="the count of accesses by rank 1 for registered tensor"
+        ):
+            symm_mem.check()
+    symm_mem.set_timeout(20)
+    torch.distributed.barrier()
+    symm_mem.reset()
 
 
 def test_a_batch_that_is_not_let_on_gpus() -> None:
@@ -99,11 +104,9 @@ def in_graphs(rank: int, world_size: int) -> None:
     x, y = symm_mem.register([torch.zeros(64, 48), torch.zeros(33)])
 
     def step(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x.signal(left)
-        y.signal(left)
+        symm_mem.batch_signal([(x, left), (y, left)])
         symm_mem.batch_put([(x, a * 2, right), (y, a[0, :33], right)])
-        x.wait(left)
-        y.wait(left)
+        symm_mem.batch_wait([(x, left), (y, left)])
         z = x.tensor + 1
         x.signal(left)
         x.put(a * 3, right)

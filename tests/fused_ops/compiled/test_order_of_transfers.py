@@ -14,7 +14,7 @@ from torch._inductor import config as inductor_config
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 SHAPES = ((4, 16), (8, 16), (12, 16), (16, 16))  # three registered tensors, and a weight
-OPS = ("signal", "wait", "put", "get", "batch_put", "one_shot_all_reduce")
+OPS = ("signal", "wait", "put", "get", "batch_put", "batch_signal", "batch_wait", "one_shot_all_reduce")
 Program = Callable[..., list[Tensor]]
 
 
@@ -43,6 +43,9 @@ def drawn_transfers(seed: int, group: str, heavy: int = 1) -> Program:
             if op in ("signal", "wait"):
                 getattr(ops, op)(x, 1, group)
                 values += [x + 1] * used
+            elif op in ("batch_signal", "batch_wait"):
+                getattr(ops, op)([x, xs[which - 1]], [1, 0], group)
+                values += [xs[which - 1] + 1] * used
             elif op == "put":
                 ops.put(x, source, 1, group)
             elif op == "get":
