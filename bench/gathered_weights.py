@@ -4,13 +4,14 @@
         [--measure] [--picture order.svg]
 
 Each weight is a shard of a rank; it is gathered for its product, again in the backward, and its gradient is scattered
-(FSDP, as SimpleFSDP writes it). Nothing is fused: what is compared is where collectives start and are waited for.
+(FSDP, as SimpleFSDP writes it). What is compared is where collectives start and are waited for, and who carries them.
 
 | order | is |
 |---|---|
 | plain | Inductor as it is |
-| weft | ``FusionPass([], reorder=True)`` |
-| weft 0.1 | with a tenth more memory |
+| weft | ``FusionPass(reorder=True)``: copy engines carry what no product takes |
+| moved | ``FusionPass([], reorder=True)``: the group's backend carries all |
+| moved 0.1 | that, with a tenth more memory |
 | buckets | that, and small collectives in buckets |
 | greedy | torch's ``raise_comms``, ``sink_waits``, ``reorder_compute_for_overlap`` |
 | iterative | torch's ``reorder_communication_preserving_peak_memory``, ``sink_waits_iterative`` |
@@ -47,7 +48,7 @@ from llama_profile import busy, intervals, kernels_of
 from weft.fused_ops import FusionPass
 
 c10d = torch.ops._c10d_functional
-ORDERS = ("plain", "weft", "weft 0.1", "buckets", "greedy", "iterative", "scheduled")
+ORDERS = ("plain", "weft", "moved", "moved 0.1", "buckets", "greedy", "iterative", "scheduled")
 _PASSES = {
     "greedy": ["raise_comms", "sink_waits", "reorder_compute_for_overlap"],
     "iterative": ["reorder_communication_preserving_peak_memory", "sink_waits_iterative"],
@@ -115,8 +116,10 @@ def options_for_order(order: str) -> tuple[dict[str, Any], FusionPass | None]:
         return {"aten_distributed_optimizations.enable_overlap_scheduling": True}, None
     if order == "plain":
         return {}, None
-    more = 0.1 if order in ("weft 0.1", "buckets") else True
-    fusion = FusionPass([], reorder=more, buckets=order == "buckets")
+    if order == "weft":
+        fusion = FusionPass(reorder=True)
+    else:
+        fusion = FusionPass([], reorder=True if order == "moved" else 0.1, buckets=order == "buckets")
     return fusion.options, fusion
 
 

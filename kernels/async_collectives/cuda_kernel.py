@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -20,7 +21,6 @@ VECTOR = 16  #: bytes, of which a part has a multiple
 _THREADS, _AT_ONCE = 512, 4  # as in kernel.cu
 _BLOCKS_OF_AN_SM = 4
 _ENGINE = "async"
-_program = Program(Path(__file__).with_name("kernel.cu"))
 
 
 class _Params(ctypes.Structure):
@@ -33,13 +33,18 @@ class _Params(ctypes.Structure):
         ("out", ctypes.c_uint64),
         ("vectors", ctypes.c_uint64),
         ("span", ctypes.c_uint64),
-        ("world_size", ctypes.c_int32),
         ("flags", ctypes.c_int32),
         ("flags_per_rank", ctypes.c_int32),
         ("done", ctypes.c_int32),
         ("epoch", ctypes.c_int32),
         ("left", ctypes.c_int32),
     )
+
+
+@cache
+def async_program(world_size: int) -> Program:
+    """kernel.cu for a number of ranks."""
+    return Program(Path(__file__).with_name("kernel.cu"), defines={"WORLD_SIZE": world_size})
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class AsyncCollective:
         self._engine: CopyEngine = workspace.copy_streams[_ENGINE]
         self._problem = problem
         acquire.load()
-        function = _program.function(problem.kernel)
+        function = async_program(workspace.world_size).function(problem.kernel)
         vectors = problem.part_bytes // VECTOR
         most = _BLOCKS_OF_AN_SM * cuda_state.state.num_sms(workspace.heap.device)
         grid = max(1, min(most, -(-vectors // (_THREADS * _AT_ONCE))))
@@ -116,7 +121,6 @@ def _params(workspace: Workspace[Layout], buffer: int, vectors: int) -> _Params:
         0,
         vectors,
         workspace.span,
-        workspace.world_size,
         layout.flags(buffer),
         layout.flags_per_rank,
         layout.done(buffer),

@@ -13,6 +13,8 @@
 //
 // A wait that expires, here or earlier, breaks the group: then nothing is used, and the epoch ends. Graph-safe.
 // docs/protocol.md#copy-engines-and-the-acquire-kernel has the proof.
+//
+// Defined: WORLD_SIZE, from 2 to 32.
 
 #include "comm/abort_notice.cuh"
 #include "math/numbers.cuh"
@@ -28,7 +30,6 @@ struct Params {
     uint4* out;
     u64 vectors;  // of a part
     u64 span;  // bytes from this rank's copy of an address to the next rank's
-    int world_size;  // up to 32
     int flags;  // index of the buffer's first flag
     int flags_per_rank;
     int done;  // index of the buffer's first done word
@@ -43,7 +44,7 @@ constexpr int AT_ONCE = 4;  // vectors of a thread that are under way together
 __device__ __forceinline__ bool arrived(const Params& p, u32 epoch) {
     const int peer = threadIdx.x;
     bool there = true;
-    if (peer < p.world_size && peer != p.watch.rank)
+    if (peer < WORLD_SIZE && peer != p.watch.rank)
         there = weft::wait_flag(p.watch, peer, p.flags + peer * p.flags_per_rank, epoch, weft::WAIT_DATA);
     return __syncthreads_and(there && !weft::is_broken(p.watch));
 }
@@ -62,7 +63,7 @@ __device__ __forceinline__ void leave(const Params& p, u32 epoch) {
     const int peer = threadIdx.x;
     if (peer == 0) p.watch.words[p.left] = 0;
     if (peer == 0) p.watch.words[p.epoch] = epoch;
-    if (peer < p.world_size) {
+    if (peer < WORLD_SIZE) {
         weft::check_abort_notice(p.watch, peer, p.done, epoch);
         const u64 there = static_cast<u64>(static_cast<long long>(peer - p.watch.rank)) * p.span;
         char* words = reinterpret_cast<char*>(p.watch.words) + there;
@@ -82,8 +83,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather(const __grid_consta
     const u32 epoch = p.watch.words[p.epoch] + 1;
     const bool there = arrived(p, epoch);
     const u64 step = static_cast<u64>(gridDim.x) * THREADS;
-    for (int i = 0; there && i < p.world_size; ++i) {
-        const int rank = (p.watch.rank + i) % p.world_size;
+    for (int i = 0; there && i < WORLD_SIZE; ++i) {
+        const int rank = (p.watch.rank + i) % WORLD_SIZE;
         const uint4* source = part(p, rank);
         uint4* target = p.out + rank * p.vectors;
         for (u64 at = static_cast<u64>(blockIdx.x) * THREADS + threadIdx.x; at < p.vectors; at += step * AT_ONCE) {
@@ -117,14 +118,14 @@ __device__ __forceinline__ void reduce_parts(const Params& p) {
         float total[COUNT], next[COUNT];
         uint4 vector = weft::load_vector(part(p, 0) + at);
         unpack<T>(vector, total);
-        for (int rank = 1; rank < p.world_size; ++rank) {
+        for (int rank = 1; rank < WORLD_SIZE; ++rank) {
             vector = weft::load_vector(part(p, rank) + at);
             unpack<T>(vector, next);
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) total[i] = Reduce::combine(total[i], next[i]);
         }
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) total[i] = Reduce::finish(total[i], p.world_size);
+        for (int i = 0; i < COUNT; ++i) total[i] = Reduce::finish(total[i], WORLD_SIZE);
         vector.x = T::pack(total);
         vector.y = T::pack(total + T::PER_WORD);
         vector.z = T::pack(total + 2 * T::PER_WORD);

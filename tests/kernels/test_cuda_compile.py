@@ -73,7 +73,7 @@ def few_rows_program(size: int, dtype: str, reduce_op: str, n: int, b_rows: bool
 
 PROGRAMS: dict[str, Program] = {
     "acquire": Program(KERNELS / "device" / "comm" / "acquire.cu"),
-    "async": Program(KERNELS / "async_collectives" / "kernel.cu"),
+    **{f"async-{size}": async_kernel.async_program(size) for size in (2, 3, 8)},
     "transfer": Program(KERNELS / "transfer" / "kernel.cu"),
     **{
         f"all_reduce-{size}-{dtype}-{reduce_op}": cuda_kernel.all_reduce_program(

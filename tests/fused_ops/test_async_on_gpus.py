@@ -1,0 +1,96 @@
+"""Collectives by copy engines on GPUs: late ranks, products on all SMs beside them, eager calls between replays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from opcommon import world
+from ranks import run_ranks
+from test_all_reduce_on_gpus import late
+from torch import Tensor
+from weft.fused_ops import last_plan
+
+pytestmark = pytest.mark.gpu
+ops = torch.ops.weft
+SHAPES = [(8, 8), (16, 24), (136, 1000), (512, 1024), (4096, 4096)]
+
+
+def name() -> str:
+    return world().group_name
+
+
+def every(x: Tensor) -> Tensor:
+    """All ranks' x, [W, ...]."""
+    out = x.new_empty(dist.get_world_size(), *x.shape)
+    dist.all_gather_into_tensor(out, x)
+    return out
+
+
+def summed(y: Tensor, op: str, rank: int) -> Tensor:
+    """In float32 and rank order, rounded once."""
+    parts = every(y).float()
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return (total / len(parts) if op == "avg" else total).chunk(len(parts))[rank].to(y.dtype)
+
+
+def taken(rank: int, world_size: int) -> None:
+    for turn in range(12):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for rows, columns in SHAPES:
+                x = torch.randn(rows, columns).to(dtype)
+                y, other = torch.randn(rows * world_size, columns).to(dtype), x * 2
+                op = ("sum", "avg")[turn % 2]
+                if turn % world_size == rank:
+                    late(200)
+                begun = [ops.all_gather_start(t, name()) for t in (x, other)]
+                placed = [ops.all_gather_start(t, name(), placed=True) for t in (x, other)]
+                scattered = ops.reduce_scatter_start(y, op, name())
+                assert last_plan().algorithm == "copy_engine"
+                torch.full_like(y, torch.nan)  # in memory that results may get
+                x.double() @ x.double().t() if rows <= 512 else x @ x  # on all SMs
+                want = every(x).flatten(0, 1)
+                assert torch.equal(ops.reduce_scatter_wait(scattered, y, name()), summed(y, op, rank))
+                for i, t in reversed(list(enumerate((x, other)))):
+                    assert torch.equal(ops.all_gather_wait(begun[i], t, name()), want * (i + 1))
+                    whole = ops.all_gather_wait(placed[i], t, name(), placed=True)
+                    assert torch.equal(whole, want * (i + 1))
+                    ops.all_gather_release(placed[i], whole, name())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_results_beside_products(world_size: int) -> None:
+    run_ranks(taken, world_size, device="cuda")
+
+
+def captured(rank: int, world_size: int) -> None:
+    x, y = torch.randn(512, 1024), torch.randn(1024 * world_size, 64, dtype=torch.bfloat16)
+
+    def step() -> tuple[Tensor, Tensor, Tensor]:
+        gather, scatter = ops.all_gather_start(x, name()), ops.reduce_scatter_start(y, "sum", name())
+        placed = ops.all_gather_start(x, name(), placed=True)
+        x @ x.t()
+        whole = ops.all_gather_wait(placed, x, name(), placed=True)
+        copy = whole.clone()
+        ops.all_gather_release(placed, whole, name())
+        return ops.all_gather_wait(gather, x, name()), ops.reduce_scatter_wait(scatter, y, name()), copy
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step()
+    for _ in range(30):
+        x.normal_()
+        y.normal_()
+        graph.replay()
+        want = every(x).flatten(0, 1)
+        for gathered, part, copy in (replayed, step()):
+            assert torch.equal(gathered, want) and torch.equal(copy, want)
+            assert torch.equal(part, summed(y, "sum", rank))
+
+
+def test_replays_between_eager_calls() -> None:
+    run_ranks(captured, 2, device="cuda")
