@@ -12,6 +12,7 @@ import ctypes
 import random
 import shutil
 from collections import deque
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,7 +157,10 @@ class Driver(cuda_state.CudaState):
             ctypes.memmove(ctypes.addressof(note) + 16, ctypes.addressof(params), ctypes.sizeof(params))
             self.gpu.enqueue(stream, name, note, type(params).from_buffer_copy(params))
 
-        return SimpleNamespace(launch=launch)
+        def bound(blocks: int, threads: int, params: Any) -> Callable[[int], None]:
+            return lambda stream: launch(blocks, threads, params, stream)
+
+        return SimpleNamespace(launch=launch, bound=bound)
 
 
 @pytest.fixture
