@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from compiler import with_libtorch
 from opcommon import BOUND, check
 from ranks import run_ranks
 from test_pass_on_gpus import gather, layer, scatter
@@ -134,7 +135,7 @@ def compiled_and_run(
     whether it is captured, and so unfused op by op; or that it is "left", and so compiled, too."""
     define()
     fn = PROGRAMS[name]
-    with compiler():
+    with compiler(), with_libtorch():  # for FlexAttention's template
         fusion = FusionPass(fuse="always", agree=agree)
         fusion.clear()
         ours = torch.compile(fn, options=fusion.options, dynamic=False)
