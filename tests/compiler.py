@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
+
+_as_it_was: dict[str, Any] = {}
 
 
 def leave_out_measurements() -> None:
@@ -16,16 +21,23 @@ def leave_out_measurements() -> None:
     # Tables of torch's functions. init_process_group drops them, lest they were made amidst of imports.
     trace_rules.clear_lru_cache = lambda: None
     # Half of the second that g++ takes for a kernel goes into templates of vectors, and into symbols of libtorch that
-    # few kernels need: `with_libtorch`.
+    # few kernels need: `whole_inductor`.
+    _as_it_was.setdefault("instructions", cpu_vec_isa.valid_vec_isa_list)
     cpu_vec_isa.valid_vec_isa_list = list
     config.aot_inductor.link_libtorch = False
 
 
-def with_libtorch() -> Any:
-    """A context, for Inductor's templates and for wrappers in C++."""
-    from torch._inductor import config
+@contextlib.contextmanager
+def whole_inductor() -> Iterator[None]:
+    """With vectors, and linked with libtorch: FlexAttention's template and wrappers in C++ need that."""
+    from torch._inductor import config, cpu_vec_isa
 
-    return config.patch({"aot_inductor.link_libtorch": True})
+    instructions = _as_it_was.get("instructions", cpu_vec_isa.valid_vec_isa_list)
+    with (
+        mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", instructions),
+        config.patch({"aot_inductor.link_libtorch": True}),
+    ):
+        yield
 
 
 def leave_out_checks() -> None:
