@@ -48,7 +48,7 @@ AFTER_A_FAILURE = 10.0  # seconds until the other ranks count as hung
 RESET_TIMEOUT = 30.0  # seconds that ranks have to reset the group after a row that failed
 _KEPT = 3  # teams that wait for another run
 _KEPT_SERVERS = 2  # of environments of their own
-_IMPORTED = ("torch", "torch.distributed", "torch._inductor.compile_fx", "weft.fused_ops")
+_IMPORTED = ("torch", "torch.distributed", "torch._inductor.compile_fx", "weft.fused_ops", "pytest")
 
 
 def run_ranks(
