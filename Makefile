@@ -68,7 +68,7 @@ tiny: $(STAMP)
 # Whole programs with the code that Inductor writes, which takes minutes to compile, and what the pass adds to that.
 programs: $(STAMP)
 	$(PY) -m pytest -m "slow or not slow" tests/fused_ops/passes/programs tests/fused_ops/passes/test_cost.py \
-		tests/fused_ops/passes/test_ranks_that_differ.py $(PYTEST_ARGS)
+		tests/fused_ops/passes/test_ranks_that_differ.py tests/examples/test_llama_block.py $(PYTEST_ARGS)
 
 # Those of the frameworks that are installed: minutes.
 frameworks: $(STAMP)

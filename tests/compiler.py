@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+_as_it_was: dict[str, Any] = {}
 
 
 def leave_out_measurements() -> None:
     """Of this process; torch._dynamo is imported if it was not. Results are the same."""
     from torch._dynamo import guards, trace_rules
+    from torch._inductor import config, cpu_vec_isa
 
     # The time that guards take: to tell it, the processor's caches are emptied, 10 to 30 ms at each compilation.
     guards.profile_guard_manager = lambda *args: 0.0
     # Tables of torch's functions. init_process_group drops them, lest they were made amidst of imports.
     trace_rules.clear_lru_cache = lambda: None
+    # Half of the second that g++ takes for a kernel goes into templates of vectors, and into symbols of libtorch that
+    # few kernels need: `whole_inductor`.
+    _as_it_was.setdefault("instructions", cpu_vec_isa.valid_vec_isa_list)
+    cpu_vec_isa.valid_vec_isa_list = list
+    config.aot_inductor.link_libtorch = False
+
+
+@contextlib.contextmanager
+def whole_inductor() -> Iterator[None]:
+    """With vectors, and linked with libtorch: FlexAttention's template and wrappers in C++ need that."""
+    from torch._inductor import config, cpu_vec_isa
+
+    instructions = _as_it_was.get("instructions", cpu_vec_isa.valid_vec_isa_list)
+    with (
+        mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", instructions),
+        config.patch({"aot_inductor.link_libtorch": True}),
+    ):
+        yield
 
 
 def leave_out_checks() -> None:

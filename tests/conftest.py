@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -51,6 +52,8 @@ def _once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def pytest_collection_finish() -> None:
     if "torch._dynamo" in sys.modules:  # else no test compiles in this process
         leave_out_measurements()
+    gc.collect()
+    gc.freeze()  # modules and thousands of tests are looked through no more
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

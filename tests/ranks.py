@@ -6,7 +6,7 @@
 The function must be importable (a top-level function of a test file). The first failure is raised with its traceback.
 Importing torch takes seconds, so ranks stay for the next run; a run that leaves them in another state than it found
 them asks for ``fresh`` ones. On the CPU ranks are forked from a server that has imported torch, with its compiler, and
-has done nothing with it.
+has done nothing with it: one server for each environment that tests ask for.
 
 A table of shapes and dtypes is parametrized, and each of its rows is a run of its own on the same ranks:
 
@@ -20,6 +20,8 @@ A table of shapes and dtypes is parametrized, and each of its rows is a run of i
 from __future__ import annotations
 
 import atexit
+import contextlib
+import gc
 import os
 import pickle
 import socket
@@ -27,10 +29,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import pytest
 import staged
@@ -43,7 +47,8 @@ TIMEOUT = 240.0  # seconds until a whole run counts as hung
 AFTER_A_FAILURE = 10.0  # seconds until the other ranks count as hung
 RESET_TIMEOUT = 30.0  # seconds that ranks have to reset the group after a row that failed
 _KEPT = 3  # teams that wait for another run
-_IMPORTED = ("torch", "torch.distributed", "torch._inductor.compile_fx", "weft.fused_ops")
+_KEPT_SERVERS = 2  # of environments of their own
+_IMPORTED = ("torch", "torch.distributed", "torch._inductor.compile_fx", "weft.fused_ops", "pytest")
 
 
 def run_ranks(
@@ -124,9 +129,8 @@ class _Team:
     def __init__(
         self, world_size: int, device: str, gpus: int | None, env: dict[str, str], store: str
     ) -> None:
-        # What is forked has the server's environment; a process that may use CUDA is not forked.
-        context = mp.get_context("spawn" if env or device == "cuda" else "forkserver")
-        context.set_forkserver_preload(list(_IMPORTED))
+        # A process that may use CUDA is not forked.
+        context = mp.get_context("spawn" if device == "cuda" else "forkserver")
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -135,19 +139,16 @@ class _Team:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         place = f"file://{self._folder.name}/store" if store == "file" else f"tcp://{store}"
         port = 0 if store == "file" else self._store.port if store == "tcp" else _free_port()
-        saved = {k: os.environ.get(k) for k in env}
-        os.environ.update(env)
-        for rank in range(world_size):
-            mine, theirs = context.Pipe()
-            process = context.Process(
-                target=_rank_main, args=(rank, world_size, place, port, device, gpus, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(mine)
-            self._processes.append(process)
-        for k, v in saved.items():
-            os.environ.pop(k) if v is None else os.environ.__setitem__(k, v)
+        with _environment(env), _forked_from(env) if device == "cpu" else contextlib.nullcontext():
+            for rank in range(world_size):
+                mine, theirs = context.Pipe()
+                process = context.Process(
+                    target=_rank_main, args=(rank, world_size, place, port, device, gpus, theirs), daemon=True
+                )
+                process.start()
+                theirs.close()
+                self._pipes.append(mine)
+                self._processes.append(process)
 
     def run(
         self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, expect_dead: tuple[int, ...]
@@ -203,7 +204,35 @@ class _Team:
         self._folder.cleanup()
 
 
+@contextlib.contextmanager
+def _environment(env: dict[str, str]) -> Iterator[None]:
+    """Of processes that start meanwhile. All else stays in place, as threads start compilers."""
+    saved = {k: os.environ.get(k) for k in env}
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        for k, v in saved.items():
+            os.environ.pop(k) if v is None else os.environ.__setitem__(k, v)
+
+
+@contextlib.contextmanager
+def _forked_from(env: dict[str, str]) -> Iterator[None]:
+    """Processes that start meanwhile are forked from the server of this environment, which must be the present one."""
+    key = tuple(sorted(env.items()))
+    server = _servers.pop(key, None)
+    if server is None:
+        server = forkserver.ForkServer()
+        server.set_forkserver_preload(list(_IMPORTED))
+    _servers[key] = server
+    for old in [key for key in _servers if key][:-_KEPT_SERVERS]:
+        _servers.pop(old)._stop()
+    with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+        yield
+
+
 _teams: dict[tuple[Any, ...], _Team] = {}
+_servers: dict[tuple[tuple[str, str], ...], Any] = {}
 
 
 @atexit.register
@@ -244,6 +273,7 @@ def _reset_state(rank: int, world_size: int) -> None:
 def _rank_main(
     rank: int, world_size: int, place: str, port: int, device: str, gpus: int | None, pipe: Connection
 ) -> None:
+    gc.freeze()  # what the server has imported is looked through no more
     torch.set_num_threads(1)
     leave_out_measurements()
     # torch.empty gives NaN: what an op leaves unwritten shows.

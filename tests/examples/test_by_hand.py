@@ -7,25 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from torchrun import run_program
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(program: Path) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        program,
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, env=env, timeout=200, capture_output=True, text=True, check=False)
-
-
 def test_two_ranks() -> None:
-    done = run(EXAMPLES / "by_hand.py")
+    done = run_program(EXAMPLES / "by_hand.py", 2)
     assert done.returncode == 0 and done.stdout.endswith("\nok\n"), done.stdout + done.stderr
     assert "algorithm='host'" in done.stdout
 
@@ -42,7 +30,7 @@ by_hand.fused_matmul_reduce_scatter = lambda *args: right(*args) * 1.001
 by_hand.main()
 """
     )
-    done = run(program)
+    done = run_program(program, 2)
     assert done.returncode != 0 and done.stdout.endswith("\nFAILED\n"), done.stdout + done.stderr
 
 

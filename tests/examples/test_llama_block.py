@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from ranks import run_ranks
+from torchrun import run_program
 from weft.fused_ops.passes.report import Entry, Report
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -35,9 +36,12 @@ SMALL = [
 SMALL += ["--seq", "32", "--updates", "4"]
 
 
+ON_CPU = ["--device", "cpu", "--iterations", "2"]
+
+
 def run(*args: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, DEMO, "--device", "cpu", "--iterations", "2", *args]
+    command = [sys.executable, DEMO, *ON_CPU, *args]
     return subprocess.run(
         command,
         env=env,
@@ -49,8 +53,13 @@ def run(*args: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_two_ranks() -> None:
-    done = run(*SMALL)
+@pytest.mark.parametrize("start", ["forked", pytest.param("started", marks=pytest.mark.slow)])
+def test_two_ranks(start: str) -> None:
+    """``started``: by the program itself, as users do; `make programs` runs it."""
+    if start == "forked":
+        done = run_program(Path(DEMO), 2, *ON_CPU, *SMALL, timeout=280)
+    else:
+        done = run(*SMALL)
     assert done.returncode == 0, done.stdout
     assert "speed-up" in done.stdout, done.stdout
     # Forward and backward, twice.

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from torchrun import run_program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(program: Path, ranks: int) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WEFT_TIMEOUT": "60"}
-    return subprocess.run(
-        [*command, str(program)], env=env, timeout=200, capture_output=True, text=True, check=False
-    )
+PATIENT = {"WEFT_TIMEOUT": "60"}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rings_and_a_pipeline(ranks: int) -> None:
-    done = run(EXAMPLES / "registered.py", ranks)
+    done = run_program(EXAMPLES / "registered.py", ranks, env=PATIENT)
     assert done.returncode == 0 and done.stdout.endswith("\nok\n"), done.stdout + done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["attention", "gather", "pipeline", "ok"]
 
@@ -40,5 +33,5 @@ registered.symm_mem.register = lambda tensors, group: made(tensors[:1], group) *
 registered.main()
 """
     )
-    done = run(program, 3)
+    done = run_program(program, 3, env=PATIENT)
     assert done.returncode != 0 and "FAILED" in done.stdout, done.stdout + done.stderr

@@ -5,9 +5,6 @@
 
 #include "fibers.h"
 
-#include <map>
-#include <utility>
-
 struct uint4 {
     unsigned x, y, z, w;
 };

@@ -2,7 +2,24 @@
 // one waits. fibers.cpp and matmuls.cpp include it, each with its own stand-ins for what a kernel includes; what both
 // have in common of sync.cuh and numbers.cuh is here.
 
-#pragma once
+#ifndef FIBERS_H  // it lies in several places (fibers.py)
+#define FIBERS_H
+
+// A program of one file defines all of this for itself. One that is linked to simulator.cpp says so with LINKED, and has
+// the scheduler and its state from there.
+#ifndef LINKED
+#define ACROSS static
+#define STATE static
+#elif defined(SIMULATOR)
+#define ACROSS
+#define STATE
+#else
+#define ACROSS
+#define STATE extern
+#endif
+
+// What Python calls. Nothing else of a library is seen from outside.
+#define EXPORTED extern "C" __attribute__((visibility("default")))
 
 #undef _FORTIFY_SOURCE  // its longjmp refuses another stack
 
@@ -13,7 +30,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #define __device__
@@ -28,7 +47,7 @@ struct Index {
     unsigned x;
 };
 
-static Index threadIdx, blockIdx, blockDim, gridDim;
+STATE Index threadIdx, blockIdx, blockDim, gridDim;
 
 struct Fiber {
     ucontext_t context;  // where it begins
@@ -74,10 +93,9 @@ struct Rank {
 };
 
 constexpr long MOST_TURNS = 1'000'000'000;  // of a run: far more than any takes
-static unsigned turns_a_rank = 2000;  // at most, before another rank's
-static jmp_buf scheduler;
-static Fiber* running;
-static Rank* current;
+STATE jmp_buf scheduler;
+STATE Fiber* running;
+STATE Rank* current;
 
 // xorshift64*: a turn takes three numbers and little else.
 struct Dice {
@@ -92,7 +110,7 @@ struct Dice {
     // A number less than `end`; a remainder takes ten times as long.
     unsigned below(uint64_t end) { return (*this)() * end >> 32; }
 };
-static Dice dice;
+STATE Dice dice;
 
 // Jumps, not swapcontext: that asks the kernel for the signal mask, which takes longer than all else in a turn.
 static void go_on_later() {
@@ -242,8 +260,13 @@ struct bfloat16 {
 }  // namespace weft
 
 // What the file that includes this one adds: the kernels, and what happens to memory.
-static void call(int rank, int kernel, const void* params);
-static const weft::WaitParams& watch_of(const void* params);
+ACROSS void call(int rank, int kernel, const void* params);
+ACROSS const weft::WaitParams& watch_of(const void* params);
+
+#if !defined(LINKED) || defined(SIMULATOR)
+
+static unsigned turns_a_rank = 2000;  // at most, before another rank's
+
 static void launch_begins(Rank& rank);
 static void launch_ends(Rank& rank);
 static bool rests(const Rank& rank, const Fiber& fiber);  // whether it goes without this turn
@@ -338,7 +361,7 @@ static bool run_all(std::vector<Rank>& all, unsigned seed, int late = -1, long w
 
 // Run `count` launches on each of `ranks` ranks; `launches` holds them rank after rank. Those of one rank
 // follow each other, as on a stream.
-extern "C" int run(Launch* launches, int ranks, int count, unsigned seed, int late, long turns) {
+EXPORTED int run(Launch* launches, int ranks, int count, unsigned seed, int late, long turns) {
     std::vector<Rank> all(ranks);
     for (int r = 0; r < ranks; ++r) {
         all[r].number = r;
@@ -348,9 +371,12 @@ extern "C" int run(Launch* launches, int ranks, int count, unsigned seed, int la
 }
 
 // Run one launch on one rank, whose waits are all over.
-extern "C" void run_one(Launch* launch, int rank) {
+EXPORTED void run_one(Launch* launch, int rank) {
     std::vector<Rank> all(1);
     all[0].number = rank;
     all[0].launches.push_back(launch);
     run_all(all, 0);
 }
+
+#endif
+#endif

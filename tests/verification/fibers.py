@@ -115,18 +115,20 @@ def compiled(
 ) -> ctypes.CDLL:
     """A library of ``program``, of which the same one is compiled once, with variables of its own.
 
+    The header that is called like the program is parsed once for all of them.
+
     Args:
         folder: empty but for what ``program`` includes; the library lies there, too.
         what: all of that.
         more: flags that ``what`` stands for.
     """
-    header, gcc = program.with_name("precompiled.h"), [_compiler(), *_texts(program.parent)]
+    header, gcc = program.with_suffix(".h"), toolchain(program.parent)
     for_header = [flag for flag in flags if not flag.startswith("-D") and flag != "-shared"]
     parsed = made_once(
-        [*gcc, *for_header],
+        [*gcc, header.name, *for_header],
         lambda to: subprocess.run(["g++", *for_header, "-x", "c++-header", header, "-o", to], check=True),
     )
-    (folder / "precompiled.h.gch").symlink_to(parsed)  # g++ takes it in place of the header
+    (folder / f"{header.name}.gch").symlink_to(parsed)  # g++ takes it in place of the header
     shutil.copy(header, folder)
     here = [f"-I{folder}", f"-I{program.parent}", "-include", folder / header.name, *more]
     made = made_once(
@@ -134,6 +136,11 @@ def compiled(
         lambda to: subprocess.run(["g++", *flags, *here, program, "-o", to], check=True),
     )
     return ctypes.CDLL(str(shutil.copy(made, folder / f"{program.stem}.so")))
+
+
+def toolchain(folder: Path) -> list[str]:
+    """What all that is compiled from this folder depends on."""
+    return [_compiler(), *_texts(folder)]
 
 
 @functools.cache

@@ -1,6 +1,6 @@
-"""A process that compiles programs of weft's ops under one of Inductor's settings, and prints what it generates.
+"""A process that compiles programs of weft's ops under some of Inductor's settings, and prints what it generates.
 
-    python fresh.py {weft first | Inductor first} {op | pass} setting
+    python fresh.py {weft first | Inductor first} {op | pass}:setting ...
 
 Inductor may be there before weft or come after it; the ops may be called in the program or be put in by the pass.
 """
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-first, calls, setting = sys.argv[1:]
+first, *cases = sys.argv[1:]
 if first == "Inductor first":
     import torch._inductor.compile_fx
 import weft.fused_ops  # noqa: E402
@@ -77,8 +77,8 @@ def sharded(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
     return out
 
 
-def main() -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+def orders(calls: str, setting: str) -> Any:
+    """Of each program, or the words with which it is refused."""
     group = dist.distributed_c10d._get_default_group().group_name
     patch = dict(SETTINGS[setting])
     unsafe = patch.pop("unsafe", False)
@@ -89,24 +89,24 @@ def main() -> None:
         }
     for name in ("reorder_iterative", "sink_waits_iterative"):
         setattr(config_comms, f"{name}_unsafe_collectives_reorder", unsafe)
-    # It asks a GPU how long products take, before the graph is lowered.
-    overlap_scheduling.schedule_overlap_bucketing_from_inductor_configs = lambda module: module
-    orders = []
+    found = []
     with config.patch(patch):
         try:
             if calls == "pass":
                 for agree in (False, True):
                     options = weft.fused_ops.FusionPass(agree=agree, fuse="always").options
-                    orders.append(compiled(sharded, SHAPES, False, options=options)[0])
+                    found.append(compiled(sharded, SHAPES, False, options=options)[0])
             else:
                 for seed in (3, 5):
                     program: Program = drawn(seed, group)
                     got = compiled(with_work(program, seed), SHAPES, False)[0]
-                    orders += [written(program, SHAPES, False), got]
+                    found += [written(program, SHAPES, False), got]
         except Exception as e:
-            print(json.dumps(str(e)))
-            return
-    print(json.dumps(orders))
+            return str(e)
+    return found
 
 
-main()
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+# It asks a GPU how long products take, before the graph is lowered.
+overlap_scheduling.schedule_overlap_bucketing_from_inductor_configs = lambda module: module
+print(json.dumps({case: orders(*case.split(":")) for case in cases}))

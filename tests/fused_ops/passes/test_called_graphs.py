@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from compiler import whole_inductor
 from opcommon import BOUND, check
 from ranks import run_ranks
 from test_pass_on_gpus import gather, layer, scatter
@@ -134,7 +136,7 @@ def compiled_and_run(
     whether it is captured, and so unfused op by op; or that it is "left", and so compiled, too."""
     define()
     fn = PROGRAMS[name]
-    with compiler():
+    with compiler(), whole_inductor() if name == "flexible" else contextlib.nullcontext():
         fusion = FusionPass(fuse="always", agree=agree)
         fusion.clear()
         ours = torch.compile(fn, options=fusion.options, dynamic=False)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from compiler import whole_inductor
 from ranks import run_ranks
 from test_ranks_that_differ import compiler, gather, world
 from torch import Tensor
@@ -112,7 +113,7 @@ def reduced(rank: int, size: int, options: list[dict[str, Any]]) -> Report:
         return all_reduce(x @ w, "sum", world())
 
     x, w = torch.randn(3, 8), torch.randn(8, 5)
-    with compiler(), torch.no_grad():
+    with compiler(), whole_inductor(), torch.no_grad():
         fusion = FusionPass(fuse="always")
         guard.VOTE_DEADLINE = 150.0  # C++ takes long to compile
         mine = torch.compile(fn, options={**fusion.options, **options[rank]})
