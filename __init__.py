@@ -110,6 +110,11 @@ def _transfer_engine(registry: Any) -> Any:
     return importlib.import_module("weft.kernels.transfer.cuda_kernel").CudaTransfers(registry)
 
 
+def _define_ops() -> None:
+    """torch.ops.weft, of which registered tensors are calls in graphs."""
+    importlib.import_module("weft.fused_ops")
+
+
 def _register_backend() -> None:
     """Tells torch.distributed of the backend "weft", if it is imported: ``import torch`` does so."""
     distributed = sys.modules.get("torch.distributed.distributed_c10d")

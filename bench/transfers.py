@@ -179,7 +179,7 @@ def _contenders(device: torch.device) -> dict[str, Callable[[Pair], Run]]:
     }
 
 
-def _timed(run: Run, calls: int, device: torch.device, ahead: int) -> float:
+def timed_calls(run: Run, calls: int, device: torch.device, ahead: int) -> float:
     """Microseconds of one of the ``calls`` that ``run`` makes, behind a sleep of ``ahead`` cycles."""
     times = []
     for _ in range(ROUNDS + 2):
@@ -219,11 +219,11 @@ def _measure(make: Callable[[Pair], Run], pair: Pair, plain: bool) -> tuple[floa
             run()
 
     if pair.device.type == "cpu" or plain:
-        return _timed(many, calls, pair.device, EAGER), right
+        return timed_calls(many, calls, pair.device, EAGER), right
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         many()
-    took = _timed(graph.replay, calls, pair.device, GRAPH)
+    took = timed_calls(graph.replay, calls, pair.device, GRAPH)
     return took, right and (not pair.receives or bool((pair.target == pair.peer + 1).all()))
 
 

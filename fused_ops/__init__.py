@@ -30,6 +30,7 @@ from .planned_calls import plan
 from .process_groups.creation import process_group
 from .process_groups.group import WeftProcessGroup
 from .scaled import fused_all_gather_scaled_matmul, fused_scaled_matmul_reduce_scatter
+from .transfers import transfer_ops as transfer_ops  # of registered tensors, likewise
 
 if TYPE_CHECKING:
     from .passes import FusionError, FusionPass, Report

@@ -6,6 +6,7 @@
 >>> peers.barrier()  # everybody has written
 """
 
+from .batches import batch_put, batch_signal, batch_wait
 from .errors import CallAbandoned, ForkedProcess, HeapUnavailable, PeerTimeout, RankMismatch, WeftError
 from .failure.call_check import is_checked, set_checked
 from .groups import Group, group_name, resolve_group
@@ -27,6 +28,9 @@ __all__ = [
     "RankMismatch",
     "RegisteredTensor",
     "WeftError",
+    "batch_put",
+    "batch_signal",
+    "batch_wait",
     "check",
     "empty",
     "get_timeout",

@@ -37,6 +37,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 #: The ops that communicate: weft's, and those of others that it implements.
 COMMUNICATING: list[OpOverload] = []
+#: Those of registered tensors: their first argument is one, or several, that a graph is given and does not make.
+OF_REGISTERED: list[OpOverload] = []
 #: What a wait has in its ``meta`` if it only keeps an op of weft.
 KEEPS = "weft_keeps"
 

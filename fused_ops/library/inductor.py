@@ -16,9 +16,10 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from . import schema
-from .compiled import COMMUNICATING, KEEPS, why_unordered
+from .compiled import COMMUNICATING, KEEPS, OF_REGISTERED, why_unordered
 
 _wait = torch.ops._c10d_functional.wait_tensor.default
+_clone, _as_strided = torch.ops.aten.clone.default, torch.ops.aten.as_strided.default
 
 
 class _Constants(tuple[Any, ...]):
@@ -48,6 +49,10 @@ def lower_as_collective(op: OpOverload) -> None:
     @register_lowering(op, type_promotion_kind=None)
     def lower(*args: Any, **kwargs: Any) -> Any:
         _refuse_unordered(str(op))
+        if op in OF_REGISTERED:
+            if _of_originals(V.graph.current_node):
+                return ()
+            _save_copies(V.graph.current_node)
         # One tensor is made like torch's own collectives make it: Inductor takes it for the result of one where a graph
         # waits for it, and where it reduces it in place.
         created = (_Collective.create_out_of_place if one else _Collective.create)(op, *args, **kwargs)
@@ -59,6 +64,120 @@ def lower_as_collective(op: OpOverload) -> None:
 def _refuse_unordered(op: str) -> None:
     if (why := why_unordered()) is not None:
         raise RuntimeError(f"{op}: {why}, with which ranks may communicate in different orders")
+
+
+def _of_originals(call: fx.Node) -> bool:
+    """Whether a call was of copies of registered tensors, and is written anew behind itself, of the tensors.
+
+    What a tensor held before the call may be needed behind it. torch then copies the tensor and calls the op with the
+    copy. Peers write to the tensor itself, so here the copy becomes what is kept of it.
+    """
+    given: Any = call.args[0] if isinstance(call.args[0], list | tuple) else [call.args[0]]
+    for i, tensor in enumerate(given):
+        copy = _views_of(tensor)[-1]
+        if copy.op in ("placeholder", "get_attr"):
+            continue
+        if copy.target is not _clone or not _keeps_old(copy):
+            several = f"[{i}]" if isinstance(call.args[0], list | tuple) else ""
+            raise RuntimeError(
+                f"{call.target}: {call.target._schema.arguments[0].name}{several} is a tensor that the compiled graph "  # type: ignore[union-attr]
+                "makes, must be a registered one that the graph is given"
+            )
+        _exchange(copy, call)
+        V.graph.user_to_last_uses.clear()  # values are needed for longer than was found out before
+        return True
+    return False
+
+
+def _keeps_old(copy: fx.Node) -> bool:
+    """Whether it is torch's copy of all that an input's storage holds, whose new value is written back at the end."""
+    (old,) = copy.all_input_nodes
+    given, held = _views_of(old)[-1], old.meta["val"]
+    if (
+        given.op != "placeholder"
+        or held.dim() != 1
+        or held.untyped_storage().nbytes() != held.numel() * held.itemsize
+    ):
+        return False
+    return any(user.target is torch.ops.aten.copy_.default and user.args[0] is given for user in given.users)
+
+
+def _exchange(copy: fx.Node, call: fx.Node) -> None:
+    """From ``call`` on, which is written anew behind itself, ``copy`` and what it is a copy of change places."""
+    (old,) = copy.all_input_nodes
+    graph, given, place = call.graph, _views_of(old)[-1], call
+    behind, node = {call}, call
+    while (node := node.next).op != "root":
+        behind.add(node)
+
+    def written(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node) -> fx.Node:
+        nonlocal place
+        with graph.inserting_after(place):
+            place = graph.call_function(target, args, kwargs)
+        place.meta = dict(like.meta)
+        return place
+
+    def strided(of: fx.Node, like: fx.Node) -> fx.Node:
+        val = like.meta["val"]
+        sizes, strides = ([_plain(n) for n in each] for each in (val.shape, val.stride()))
+        return written(_as_strided, (of, sizes, strides, _plain(val.storage_offset())), {}, like)
+
+    # What came before, and sizes, may be forgotten already: all is made once more.
+    flat = strided(given, old)
+    kept: dict[fx.Node, fx.Node] = {copy: flat}
+    before = written(_clone, (flat,), {}, copy)
+
+    def other(node: fx.Node) -> fx.Node:
+        """What takes the place of a view of either."""
+        if node not in kept:
+            kept[node] = strided(flat if _views_of(node)[-1] is copy else before, node)
+        return kept[node]
+
+    def _is_of(node: fx.Node) -> bool:
+        return node not in behind and bool({given, copy}.intersection(_views_of(node)))
+
+    changed = [node for node in graph.nodes if node in behind and any(map(_is_of, node.all_input_nodes))]
+    for node in changed:
+        stays = (
+            node.target is torch.ops.aten.copy_.default and node.args[0] is given
+        )  # written back to the tensor
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: other(n) if _is_of(n) else n)
+        if stays:
+            args = (given, *args[1:])
+        if node is call:
+            written(call.target, args, kwargs, call)
+        else:
+            node.args, node.kwargs = args, kwargs
+
+
+def _plain(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _save_copies(call: fx.Node) -> None:
+    """What a forward saves of a registered tensor for its backward: by then a peer may have written to it."""
+    if V.graph.is_inference or V.graph.is_backward:
+        return
+    output = call.graph.output_node()
+    tensors = {_views_of(node)[-1] for node in call.all_input_nodes}
+
+    def saved(value: fx.Node) -> fx.Node:
+        if _views_of(value)[-1] not in tensors:
+            return value
+        with call.graph.inserting_before(output):
+            copy = call.graph.call_function(_clone, (value,))
+        copy.meta = dict(value.meta)
+        return copy
+
+    output.args = fx.map_arg(output.args, saved)
+
+
+def _views_of(node: fx.Node) -> list[fx.Node]:
+    """The node, and what it is a view of."""
+    found = [node]
+    while isinstance(found[-1].target, OpOverload) and found[-1].target.is_view:
+        found.append(found[-1].all_input_nodes[0])
+    return found
 
 
 def refuse_in_lite_mode() -> None:

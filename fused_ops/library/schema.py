@@ -71,6 +71,26 @@ lib.define(
     " int? group_size=None) -> ()",
     tags=_TAGS,
 )
+# Of registered tensors. ``x`` is this rank's, by which the registration is found. All write to it, as far as a graph is
+# concerned: so each keeps its place among the others and among what reads the tensor.
+lib.define("signal(Tensor(a!) x, int peer, str group_name, *, int? group_size=None) -> ()", tags=_TAGS)
+lib.define("wait(Tensor(a!) x, int peer, str group_name, *, int? group_size=None) -> ()", tags=_TAGS)
+lib.define(
+    "put(Tensor(a!) x, Tensor source, int peer, str group_name, *, int? group_size=None) -> ()", tags=_TAGS
+)
+lib.define(
+    "get(Tensor(a!) x, Tensor(b!) out, int peer, str group_name, *, int? group_size=None) -> ()", tags=_TAGS
+)
+lib.define(
+    "batch_put(Tensor(a!)[] xs, Tensor[] sources, int[] peers, str group_name, *, int? group_size=None) -> ()",
+    tags=_TAGS,
+)
+lib.define(
+    "batch_signal(Tensor(a!)[] xs, int[] peers, str group_name, *, int? group_size=None) -> ()", tags=_TAGS
+)
+lib.define(
+    "batch_wait(Tensor(a!)[] xs, int[] peers, str group_name, *, int? group_size=None) -> ()", tags=_TAGS
+)
 
 lib.define(
     "all_gather_start(Tensor x, str group_name, *, bool placed=False, int? group_size=None) -> Tensor",
@@ -111,3 +131,10 @@ all_gather_wait = torch.ops.weft.all_gather_wait.default
 all_gather_release = torch.ops.weft.all_gather_release.default
 reduce_scatter_start = torch.ops.weft.reduce_scatter_start.default
 reduce_scatter_wait = torch.ops.weft.reduce_scatter_wait.default
+signal = torch.ops.weft.signal.default
+wait = torch.ops.weft.wait.default
+put = torch.ops.weft.put.default
+get = torch.ops.weft.get.default
+batch_put = torch.ops.weft.batch_put.default
+batch_signal = torch.ops.weft.batch_signal.default
+batch_wait = torch.ops.weft.batch_wait.default

@@ -1,15 +1,16 @@
 """Launches kernel.cu: signal, wait, put and get between registered tensors on CUDA, in the current stream's order.
 
 Little data is moved by one kernel, which waits, copies and tells; much by a copy engine, between a kernel that waits
-and one that tells; what is not contiguous on both sides by torch's copy kernel between the same two.
+and one that tells; what is not contiguous on both sides by torch's copy kernel between the same two. Of a batch what is
+little is moved by one kernel together.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,14 +28,15 @@ _program = Program(Path(__file__).parent / "kernel.cu")
 _VECTOR = 16
 _THREADS, _AT_ONCE = 512, 4  # as in kernel.cu
 _MOST_BLOCKS = 64
+_MOST_AT_ONCE = 32  # transfers of one launch, as in kernel.cu
+_MOST_BLOCKS_AT_ONCE = 128  # of all of them: fewer than a GPU of 132 SMs holds
 _MOST_LAUNCHES = 4096  # kept before all are dropped
 
 
-class _Params(ctypes.Structure):
-    """The twin of ``Params`` in kernel.cu."""
+class _Transfer(ctypes.Structure):
+    """The twin of ``Transfer`` in kernel.cu."""
 
     _fields_ = (
-        ("watch", WaitParams),
         ("count", ctypes.c_uint64),
         ("told", ctypes.c_uint64),
         ("ticket", ctypes.c_uint64),
@@ -45,7 +47,53 @@ class _Params(ctypes.Structure):
         ("peer", ctypes.c_uint32),
         ("tail", ctypes.c_uint32),
         ("step", ctypes.c_uint32),
+        ("first", ctypes.c_uint32),
+        ("blocks", ctypes.c_uint32),
     )
+
+
+class _Params(ctypes.Structure):
+    """The twin of ``Params``."""
+
+    _fields_ = (("watch", WaitParams), ("of", _Transfer))
+
+
+class _Batch(ctypes.Structure):
+    """The twin of ``Batch``."""
+
+    _fields_ = (
+        ("watch", WaitParams),
+        ("transfers", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("of", _Transfer * _MOST_AT_ONCE),
+    )
+
+
+class _Move(NamedTuple):
+    """Data that go through one registered tensor: contiguous bytes, or ``addresses`` are None."""
+
+    of: Registration
+    peer: int
+    source: torch.Tensor
+    target: torch.Tensor
+    addresses: tuple[int, int, int] | None
+
+    @staticmethod
+    def made(of: Registration, access: Access) -> _Move:
+        remote, local = access.remote, access.local
+        assert isinstance(remote, torch.Tensor)
+        source, target = (local, remote) if access.into else (remote, local)
+        size = local.numel() * local.element_size()
+        flat = source.is_contiguous() and target.is_contiguous() and not (local.is_conj() or local.is_neg())
+        addresses = (source.data_ptr(), target.data_ptr(), size) if size else (0, 0, 0)
+        return _Move(of, access.peer, source, target, addresses if flat else None)
+
+    def by_sms(self, below: int) -> bool:
+        """Whether a kernel of weft moves it: less than ``below`` bytes, in whole vectors."""
+        if self.addresses is None:
+            return False
+        source, target, size = self.addresses
+        return source % _VECTOR == target % _VECTOR == 0 and size < below
 
 
 class CudaTransfers:
@@ -63,7 +111,7 @@ class CudaTransfers:
         self.dependent = is_on("WEFT_PDL")
         self._launches: dict[Any, Callable[[int], None]] = {}
         with cuda_state.state.make_current(self._heap.device):
-            for name in ("post", "await", "move"):
+            for name in ("post", "await", "move", "post_all", "await_all", "move_all"):
                 _program.function(name)
 
     def signal(self, of: Registration, peer: int) -> None:
@@ -74,25 +122,68 @@ class CudaTransfers:
         self._begin(of, "wait")
         self._run("await", of, peer, (WAITED, DONE))
 
+    def signal_all(self, signals: list[tuple[Registration, int]]) -> None:
+        self._run_all("post", "batch_signal", signals, (SENT, ALLOWED))
+
+    def wait_all(self, waits: list[tuple[Registration, int]]) -> None:
+        self._run_all("await", "batch_wait", waits, (WAITED, DONE))
+
+    def _run_all(
+        self, name: str, op: str, of_each: list[tuple[Registration, int]], rows: tuple[int, int]
+    ) -> None:
+        for of, _ in of_each:
+            self._begin(of, op)
+        for some in self._together(of_each):
+            if len(some) == 1:
+                self._run(name, *some[0], rows)
+                continue
+            key = f"{name}_all", rows, tuple((of.number, peer) for of, peer in some)
+            self._launched(key, lambda some=some: self._launch_all(name, some, rows))  # type: ignore[misc]
+
+    def _together(self, of_each: list[tuple[Registration, int]]) -> Iterator[list[tuple[Registration, int]]]:
+        """Those of a slab, as many as go into one launch."""
+        slabs: dict[int, list[tuple[Registration, int]]] = {}
+        for of, peer in of_each:
+            slabs.setdefault(self._semaphores.slab(of.slot).address, []).append((of, peer))
+        for some in slabs.values():
+            for i in range(0, len(some), _MOST_AT_ONCE):
+                yield some[i : i + _MOST_AT_ONCE]
+
     def move(self, of: Registration, access: Access) -> None:
         self._begin(of, access.op)
-        remote, local, peer = access.remote, access.local, access.peer
-        assert isinstance(remote, torch.Tensor)
-        source, target = (local, remote) if access.op == "put" else (remote, local)
-        size = local.numel() * local.element_size()
-        flat = source.is_contiguous() and target.is_contiguous() and not (local.is_conj() or local.is_neg())
-        addresses = (source.data_ptr(), target.data_ptr(), size) if size else (0, 0, 0)
-        aligned = addresses[0] % _VECTOR == addresses[1] % _VECTOR == 0
-        if flat and aligned and size < self.copy_engine_from:
-            self._run("move", of, peer, (MOVED, ALLOWED), addresses)
+        self._move(_Move.made(of, access))
+
+    def move_all(self, moves: list[tuple[Registration, Access]]) -> None:
+        for of, access in moves:
+            self._begin(of, access.op)
+        made = [_Move.made(of, access) for of, access in moves]
+        little = {(move.of, move.peer): move for move in made if move.by_sms(self.copy_engine_from)}
+        for some in self._together(list(little)):
+            self._move_together([little[each] for each in some])
+        for move in made:
+            if not move.by_sms(self.copy_engine_from):
+                self._move(move)
+
+    def _move(self, move: _Move) -> None:
+        of, peer, source, target, addresses = move
+        if move.by_sms(self.copy_engine_from):
+            self._run("move", of, peer, (MOVED, ALLOWED), addresses or (0, 0, 0))
             return
         self._run("await", of, peer, (MOVED, ALLOWED))
-        if flat:
-            cuda_state.state.copy(addresses[1], addresses[0], size, self._stream())
+        if addresses is not None:
+            cuda_state.state.copy(addresses[1], addresses[0], addresses[2], self._stream())
         else:
             with torch.no_grad():
                 target.copy_(source)
         self._run("post", of, peer, (MOVED, DONE))
+
+    def _move_together(self, moves: list[_Move]) -> None:
+        """In one launch."""
+        if len(moves) == 1:
+            self._move(moves[0])
+            return
+        of_each = tuple((move.of.number, move.peer, move.addresses) for move in moves)
+        self._launched(("move_all", of_each), lambda: self._launch_together(moves))
 
     def _begin(self, of: Registration, op: str) -> None:
         slab = self._semaphores.slab(of.slot)
@@ -117,41 +208,78 @@ class CudaTransfers:
         data: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
         """``rows``: that of the count, and that of the word which is awaited here or written at the peer."""
-        timeout = timeout_in_ns(self._heap.group_name)
-        key = name, of.number, peer, rows, data, timeout
+        key = name, of.number, peer, rows, data
+        self._launched(key, lambda: self._launch(name, of, peer, rows, data))
+
+    def _launched(self, key: Any, make: Callable[[], Callable[[int], None]]) -> None:
+        key = *key, timeout_in_ns(self._heap.group_name)
         launch = self._launches.get(key)
         if launch is None:
             if len(self._launches) >= _MOST_LAUNCHES:
                 self._launches.clear()
             with cuda_state.state.make_current(self._heap.device):
-                launch = self._launch(name, of, peer, rows, data)
-            self._launches[key] = launch
+                launch = self._launches[key] = make()
         launch(self._stream())
 
     def _launch(
         self, name: str, of: Registration, peer: int, rows: tuple[int, int], data: tuple[int, int, int]
     ) -> Callable[[int], None]:
-        heap, semaphores = self._heap, self._semaphores
-        slab, slot, there = semaphores.slab(of.slot), of.slot, (peer - heap.rank) * heap.span
-        count, word = rows
-        # Whose access it is, at the peer; `move` awaits one word and tells another.
-        told = DONE if name == "move" else word
-        source, target, size = data
-        params = _Params(
-            WaitParams.of(slab, timeout_in_ns(heap.group_name)),
-            semaphores.address(slot, count, peer),
-            semaphores.address(slot, told, heap.rank) + there if name != "await" else 0,
-            semaphores.address(slot, TICKET, peer),
-            source,
-            target,
-            size // _VECTOR,
-            slab.layout.index(slot, word, peer),
-            peer,
-            size % _VECTOR,
-            int(count == SENT),
-        )
+        most = _MOST_BLOCKS if name == "move" else 0
+        transfer = self._transfer(of, peer, rows, data, most)
+        if name == "await":
+            transfer.told = 0
+        params = _Params(self._watch(of), transfer)
         function = _program.function(name)
         if name != "move":
             return function.bound(1, 32, params, dependent=self.dependent)
-        blocks = max(1, min(_MOST_BLOCKS, -(-params.vectors // (_THREADS * _AT_ONCE))))
-        return function.bound(blocks, _THREADS, params, dependent=self.dependent)
+        return function.bound(transfer.blocks, _THREADS, params, dependent=self.dependent)
+
+    def _launch_together(self, moves: Sequence[_Move]) -> Callable[[int], None]:
+        params, blocks = _Batch(self._watch(moves[0].of), len(moves)), 0
+        for i, move in enumerate(moves):
+            most = min(_MOST_BLOCKS, _MOST_BLOCKS_AT_ONCE // len(moves))
+            assert move.addresses is not None
+            params.of[i] = self._transfer(move.of, move.peer, (MOVED, ALLOWED), move.addresses, most)
+            params.of[i].first = blocks
+            blocks += params.of[i].blocks
+        return _program.function("move_all").bound(blocks, _THREADS, params, dependent=self.dependent)
+
+    def _launch_all(
+        self, name: str, of_each: list[tuple[Registration, int]], rows: tuple[int, int]
+    ) -> Callable[[int], None]:
+        """``post`` or ``await``, a thread each."""
+        params = _Batch(self._watch(of_each[0][0]), len(of_each))
+        for i, (of, peer) in enumerate(of_each):
+            params.of[i] = self._transfer(of, peer, rows, (0, 0, 0), 0)
+            if name == "await":
+                params.of[i].told = 0
+        return _program.function(f"{name}_all").bound(1, 32, params, dependent=self.dependent)
+
+    def _watch(self, of: Registration) -> WaitParams:
+        return WaitParams.of(self._semaphores.slab(of.slot), timeout_in_ns(self._heap.group_name))
+
+    def _transfer(
+        self, of: Registration, peer: int, rows: tuple[int, int], data: tuple[int, int, int], most_blocks: int
+    ) -> _Transfer:
+        """``most_blocks``: 0 for a kernel that moves nothing itself."""
+        heap, semaphores, slot = self._heap, self._semaphores, of.slot
+        count, word = rows
+        # Whose access it is, at the peer; what moves awaits one word and tells another.
+        told = DONE if most_blocks else word
+        there = (peer - heap.rank) * heap.span
+        source, target, size = data
+        vectors = size // _VECTOR
+        return _Transfer(
+            semaphores.address(slot, count, peer),
+            semaphores.address(slot, told, heap.rank) + there,
+            semaphores.address(slot, TICKET, peer),
+            source,
+            target,
+            vectors,
+            semaphores.slab(slot).layout.index(slot, word, peer),
+            peer,
+            size % _VECTOR,
+            int(count == SENT),
+            0,
+            max(1, min(most_blocks, -(-vectors // (_THREADS * _AT_ONCE)))),
+        )

@@ -12,14 +12,16 @@
 // move. Both, and between them the data: each block waits for the word, copies its vectors, and the last block of all
 // posts n, behind every block's fence. Blocks wait for nothing but the peer.
 //
+// post_all, await_all, move_all. Several of these at once. The former have a thread for each; of move_all each has blocks,
+// words and a ticket of its own. All blocks run at once, so none waits for the place of another.
+//
 // A wait that expires, here or earlier, breaks the group: then nothing is moved and nothing posted. Copies that are
 // enqueued behind `await` cannot be called off. Graph-safe. docs/protocol.md#registered-tensors has the proof.
 
 #include "ptx/dependent.cuh"
 #include "ptx/sync.cuh"
 
-struct Params {
-    weft::WaitParams watch;
+struct Transfer {
     weft::u32* count;  // this rank's own
     weft::u32* told;  // of the peer's, which gets n; null: nobody is told
     weft::u32* ticket;  // zero between launches
@@ -30,37 +32,70 @@ struct Params {
     weft::u32 peer;
     weft::u32 tail;  // bytes behind the vectors
     weft::u32 step;  // of `post`: 1, or 0 if the access is counted already
+    weft::u32 first;  // of `move_all`: its first block
+    weft::u32 blocks;  // of `move` and `move_all`
 };
+
+struct Params {
+    weft::WaitParams watch;
+    Transfer of;
+};
+
+constexpr int MOST_AT_ONCE = 32;
+
+struct Batch {
+    weft::WaitParams watch;
+    weft::u32 transfers;
+    weft::u32 reserved;
+    Transfer of[MOST_AT_ONCE];
+};
+
+__device__ __forceinline__ void post_one(const weft::WaitParams& watch, const Transfer& p) {
+    const weft::u32 n = *p.count + p.step;
+    *p.count = n;
+    if (!weft::is_broken(watch)) weft::post_flag(p.told, n);
+}
+
+__device__ __forceinline__ void await_one(const weft::WaitParams& watch, const Transfer& p) {
+    const weft::u32 n = *p.count + 1;
+    *p.count = n;
+    weft::wait_flag(watch, p.peer, p.awaited, n, weft::WAIT_FREE);
+}
 
 extern "C" __global__ void __launch_bounds__(32) post(const __grid_constant__ Params p) {
     weft::begin_behind_previous();
-    if (threadIdx.x != 0) return;
-    const weft::u32 n = *p.count + p.step;
-    *p.count = n;
-    if (!weft::is_broken(p.watch)) weft::post_flag(p.told, n);
+    if (threadIdx.x == 0) post_one(p.watch, p.of);
 }
 
 extern "C" __global__ void __launch_bounds__(32) await(const __grid_constant__ Params p) {
     weft::begin_behind_previous();
-    if (threadIdx.x != 0) return;
-    const weft::u32 n = *p.count + 1;
-    *p.count = n;
-    weft::wait_flag(p.watch, p.peer, p.awaited, n, weft::WAIT_FREE);
+    if (threadIdx.x == 0) await_one(p.watch, p.of);
+}
+
+extern "C" __global__ void __launch_bounds__(32) post_all(const __grid_constant__ Batch p) {
+    weft::begin_behind_previous();
+    if (threadIdx.x < p.transfers) post_one(p.watch, p.of[threadIdx.x]);
+}
+
+extern "C" __global__ void __launch_bounds__(32) await_all(const __grid_constant__ Batch p) {
+    weft::begin_behind_previous();
+    if (threadIdx.x < p.transfers) await_one(p.watch, p.of[threadIdx.x]);
 }
 
 constexpr int THREADS = 512;
 constexpr int AT_ONCE = 4;  // vectors of a thread that are under way together
 
-extern "C" __global__ void __launch_bounds__(THREADS) move(const __grid_constant__ Params p) {
+// Block `block` of the transfer's.
+__device__ __forceinline__ void move_part(const weft::WaitParams& watch, const Transfer& p, weft::u32 block) {
     __shared__ bool allowed;
     weft::begin_behind_previous();
     const weft::u32 n = *p.count + 1;  // the last block counts, when all have read it
     if (threadIdx.x == 0)
-        allowed = weft::wait_flag(p.watch, p.peer, p.awaited, n, weft::WAIT_FREE) && !weft::is_broken(p.watch);
+        allowed = weft::wait_flag(watch, p.peer, p.awaited, n, weft::WAIT_FREE) && !weft::is_broken(watch);
     __syncthreads();
     if (allowed) {
-        const weft::u64 step = static_cast<weft::u64>(gridDim.x) * THREADS;
-        for (weft::u64 at = static_cast<weft::u64>(blockIdx.x) * THREADS + threadIdx.x; at < p.vectors;
+        const weft::u64 step = static_cast<weft::u64>(p.blocks) * THREADS;
+        for (weft::u64 at = static_cast<weft::u64>(block) * THREADS + threadIdx.x; at < p.vectors;
              at += step * AT_ONCE) {
             uint4 held[AT_ONCE];
 #pragma unroll
@@ -70,19 +105,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) move(const __grid_constant
             for (int i = 0; i < AT_ONCE; ++i)
                 if (at + i * step < p.vectors) weft::store_vector(p.target + at + i * step, held[i]);
         }
-        if (blockIdx.x == 0 && threadIdx.x < p.tail) {
+        if (block == 0 && threadIdx.x < p.tail) {
             const char* from = reinterpret_cast<const char*>(p.source + p.vectors);
             reinterpret_cast<char*>(p.target + p.vectors)[threadIdx.x] = from[threadIdx.x];
         }
     }
     __syncthreads();
     if (threadIdx.x != 0) return;
-    if (gridDim.x > 1) {
+    if (p.blocks > 1) {
         __threadfence_system();
-        if (atomicAdd(p.ticket, 1) != gridDim.x - 1) return;
+        if (atomicAdd(p.ticket, 1) != p.blocks - 1) return;
         __threadfence();  // behind the tickets: what the other blocks have fenced comes before the post
         *p.ticket = 0;
     }
     *p.count = n;
-    if (!weft::is_broken(p.watch)) weft::post_flag(p.told, n);
+    if (!weft::is_broken(watch)) weft::post_flag(p.told, n);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) move(const __grid_constant__ Params p) {
+    move_part(p.watch, p.of, blockIdx.x);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) move_all(const __grid_constant__ Batch p) {
+    weft::u32 i = 0;
+    while (i + 1 < p.transfers && blockIdx.x >= p.of[i + 1].first) ++i;
+    move_part(p.watch, p.of[i], blockIdx.x - p.of[i].first);
 }

@@ -25,12 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Access:
-    """``put`` or ``get``: between a tensor of ``peer`` and one of this rank's, of the same shape and dtype."""
+    """``put``, ``batch_put`` or ``get``: between a tensor of ``peer`` and one of this rank like it."""
 
     op: str
     peer: int
     remote: torch.Tensor | ProcessTensor
     local: torch.Tensor
+
+    @property
+    def into(self) -> bool:
+        """Whether the data go to the peer."""
+        return self.op != "get"
 
 
 class TransferEngine(Protocol):
@@ -46,6 +51,18 @@ class TransferEngine(Protocol):
 
     def move(self, of: Registration, access: Access) -> None:
         """Wait until the owner lets this rank access its tensor once more; move; tell the owner."""
+        ...
+
+    def signal_all(self, signals: list[tuple[Registration, int]]) -> None:
+        """``signal`` for several. None is there twice, here and below."""
+        ...
+
+    def wait_all(self, waits: list[tuple[Registration, int]]) -> None:
+        """``wait`` for several."""
+        ...
+
+    def move_all(self, moves: list[tuple[Registration, Access]]) -> None:
+        """``move`` for several, in any order."""
         ...
 
 
@@ -91,6 +108,18 @@ class HostEngine:
                     PeerTimeout(wait, WaitOutcome(expected, 0.0, True))
                 ).again() from None
             self._at(of, DONE, access.peer).value = expected
+
+    def signal_all(self, signals: list[tuple[Registration, int]]) -> None:
+        for of, peer in signals:
+            self.signal(of, peer)
+
+    def wait_all(self, waits: list[tuple[Registration, int]]) -> None:
+        for of, peer in waits:
+            self.wait(of, peer)
+
+    def move_all(self, moves: list[tuple[Registration, Access]]) -> None:
+        for of, access in moves:
+            self.move(of, access)
 
     def _word(self, of: Registration, row: int, rank: int) -> ctypes.c_uint32:
         return ctypes.c_uint32.from_address(self._semaphores.address(of.slot, row, rank))
@@ -139,7 +168,7 @@ def count_of(of: Registration, op: str, rank: int, peer: int) -> str:
 
 
 def _copy(access: Access) -> None:
-    into, local, remote = access.op == "put", access.local, access.remote
+    into, local, remote = access.into, access.local, access.remote
     with torch.no_grad():
         if isinstance(remote, ProcessTensor):
             remote.write(local) if into else remote.read(local)

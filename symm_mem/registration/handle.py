@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import weft
 
 from .. import forks
 from ..errors import WeftError
@@ -51,7 +52,9 @@ class RegisteredTensor:
         self.of, self.registry, self._engine, self._heap = of, registry, engine, heap
         self.rank, self.world_size, self.number = heap.rank, heap.world_size, of.number
         self.said = str(of.number)  # to other ranks, at each call that finds it again
-        self.tensor = tensor
+        self.tensor, self._group_name = tensor, heap.group_name
+        # A graph does not write to what requires a gradient.
+        self._in_graphs = tensor.detach() if tensor.requires_grad else tensor
         self.shapes = [torch.Size(place.shape) for place in of.places]
         self._remote: list[torch.Tensor | ProcessTensor] = [
             tensor if rank == heap.rank else _remote(registry, of, rank) for rank in range(heap.world_size)
@@ -81,6 +84,10 @@ class RegisteredTensor:
             WeftError: the registration has ended, or the group is broken until ``reset``.
             ForkedProcess: this process was forked from the rank's.
         """
+        if torch.compiler.is_compiling():
+            define_ops()
+            torch.ops.weft.signal(self._in_graphs, peer, self._group_name, group_size=self.world_size)
+            return
         self._check("signal", peer)
         self._engine().signal(self.of, peer)
 
@@ -103,6 +110,10 @@ class RegisteredTensor:
             PeerTimeout: the deadline passed (``set_timeout``); on CUDA at the group's next call.
             ValueError, WeftError: as ``signal``.
         """
+        if torch.compiler.is_compiling():
+            define_ops()
+            torch.ops.weft.wait(self._in_graphs, peer, self._group_name, group_size=self.world_size)
+            return
         self._check("wait", peer)
         self._engine().wait(self.of, peer)
 
@@ -132,7 +143,11 @@ class RegisteredTensor:
             TypeError: ``source`` is not a tensor.
             WeftError: as ``signal``.
         """
-        self._move("put", "source", source, peer)
+        if torch.compiler.is_compiling():
+            define_ops()
+            torch.ops.weft.put(self._in_graphs, source, peer, self._group_name, group_size=self.world_size)
+            return
+        self._engine().move(self.of, self._access("put", "source", source, peer))
 
     def get(self, out: torch.Tensor, peer: int) -> torch.Tensor:
         """Copy the tensor of ``peer`` into ``out``, when that lets this rank.
@@ -156,29 +171,61 @@ class RegisteredTensor:
         Raises:
             PeerTimeout, ValueError, TypeError, WeftError: as ``put``.
         """
-        self._move("get", "out", out, peer)
+        if torch.compiler.is_compiling():
+            define_ops()
+            torch.ops.weft.get(self._in_graphs, out, peer, self._group_name, group_size=self.world_size)
+            return out
+        self._engine().move(self.of, self._access("get", "out", out, peer))
         return out
 
-    def _check(self, op: str, peer: int) -> None:
+    def _check(self, op: str, peer: int, name: str = "peer") -> None:
         self._heap.owner.refuse_child(op)
-        if not (isinstance(peer, int) and not isinstance(peer, bool) and 0 <= peer < self.world_size):
-            raise ValueError(f"peer: is {peer!r}, must be a rank from 0 to {self.world_size - 1}")
+        refuse_peer(name, peer, self.world_size)
         if self.of.closed or self._heap.registrations.registry is not self.registry:
             raise WeftError(f"{op}: the registration of tensor {self.number} has ended")
 
-    def _move(self, op: str, name: str, local: torch.Tensor, peer: int) -> None:
+    def _access(self, op: str, name: str, local: torch.Tensor, peer: int) -> Access:
         self._check(op, peer)
-        if not isinstance(local, torch.Tensor):
-            raise TypeError(f"{name}: is of type {type(local).__name__}, must be a tensor")
-        mine = self.tensor
-        if local.shape != self.shapes[peer] or local.dtype != mine.dtype or local.device != mine.device:
-            raise ValueError(
-                f"{name}: is {local.dtype}{list(local.shape)} on {local.device}, must be as the tensor of rank {peer}, "
-                f"{mine.dtype}{list(self.shapes[peer])}, on {mine.device}"
-            )
-        if op == "get" and overlaps_itself(local):
-            raise ValueError(f"out: has strides {local.stride()}, its elements must not overlap")
-        self._engine().move(self.of, Access(op, peer, self._remote[peer], local))
+        refuse_other_kind(name, local, self.tensor, f"the tensor of rank {peer}", self.shapes[peer])
+        if op == "get":
+            refuse_overlap(name, local)
+        return Access(op, peer, self._remote[peer], local)
+
+
+def refuse_peer(name: str, peer: int, world_size: int) -> None:
+    """Raises: ValueError: ``peer`` is no rank."""
+    if not (isinstance(peer, int) and not isinstance(peer, bool) and 0 <= peer < world_size):
+        raise ValueError(f"{name}: is {peer!r}, must be a rank from 0 to {world_size - 1}")
+
+
+def refuse_other_kind(
+    name: str, local: torch.Tensor, mine: torch.Tensor, whose: str, shape: torch.Size | None = None
+) -> None:
+    """Raises: ValueError, TypeError: ``local`` does not go with a tensor that has mine's dtype and device; its
+    ``shape`` may not be known."""
+    if not isinstance(local, torch.Tensor):
+        raise TypeError(f"{name}: is of type {type(local).__name__}, must be a tensor")
+    fits = shape is None or local.shape == shape
+    if not fits or local.dtype != mine.dtype or local.device != mine.device:
+        sizes = "" if shape is None else list(shape)
+        raise ValueError(
+            f"{name}: is {local.dtype}{list(local.shape)} on {local.device}, must be as {whose}, "
+            f"{mine.dtype}{sizes}, on {mine.device}"
+        )
+
+
+def refuse_overlap(name: str, local: torch.Tensor) -> None:
+    """Raises: ValueError: elements of ``local`` overlap."""
+    if overlaps_itself(local):
+        raise ValueError(f"{name}: has strides {local.stride()}, its elements must not overlap")
+
+
+def define_ops() -> None:
+    """torch.ops.weft, for graphs: symm_mem does not import what defines them."""
+    weft._define_ops()
+
+
+define_ops._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from ..failure.call_check import is_checked
 from ..failure.fault import fault_of, refuse_if_broken
 from ..groups import Group, resolve_group
 from ..heap.heap import Heap
-from ..heap.registry import get_heap, has_name
+from ..heap.registry import get_heap, has_name, known_heap_of
 from .engine import TransferEngine, make_engine
 from .handle import RegisteredTensor, overlaps_itself
 from .registry import Registry
@@ -193,6 +193,19 @@ def unregister(registered: Sequence[RegisteredTensor]) -> None:
     for handle in registered:
         handle._check("unregister", handle.rank)
     registry.end(sorted({handle.number for handle in registered}))
+
+
+def registered_as(tensor: torch.Tensor, group: str) -> RegisteredTensor | None:
+    """What ``register`` has given for the tensor in the group of this name; None if it is not registered.
+
+    Raises:
+        ValueError: there is no such group.
+    """
+    heap = known_heap_of(group, tensor.device)
+    if heap is None or heap.registrations is None:
+        return None
+    found: RegisteredTensor | None = heap.registrations.handle_of(tensor)
+    return found
 
 
 def _make(heap: Heap) -> Registrations:

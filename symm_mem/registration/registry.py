@@ -139,8 +139,9 @@ class Registry:
         for i, tensor in enumerate(tensors):
             each = [places[rank][i] for rank in range(self.heap.world_size)]
             keys = [(rank, segments[rank][place.segment].key) for rank, place in enumerate(each)]
-            for key in keys:
-                self.table.use(key, lambda key=key: found[key])  # type: ignore[misc]
+            for key, place in zip(keys, each, strict=True):
+                told = segments[key[0]][place.segment]
+                self.table.use(key, told, lambda key=key: found[key])  # type: ignore[misc]
             self._number += 1
             entry = Registration(self._number, slots[i], each, keys, tensor.untyped_storage())
             self.entries[entry.number] = entry

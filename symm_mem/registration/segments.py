@@ -9,9 +9,9 @@ import torch
 from ..errors import WeftError
 
 KINDS = ("heap", "file", "process", "ipc", "vmm", "empty")
-#: Unused mappings of these are kept: they keep the file as well, so that no other can take its name meanwhile. What
-#: is mapped of a GPU's memory is not: its owner could not free it.
-LASTING = ("file",)
+#: Unused mappings of these are kept: they keep the file or the physical memory as well, whose owner keeps its handles,
+#: so that no other can take its name meanwhile. Not of what cudaMalloc gave: its owner must not free what is mapped.
+LASTING = ("file", "vmm")
 _MOST_FDS = 4096
 
 

@@ -58,8 +58,10 @@ class SegmentTable:
                 return s
         return None
 
-    def use(self, key: SegmentKey, make: Callable[[], KnownSegment]) -> None:
+    def use(self, key: SegmentKey, segment: Segment, make: Callable[[], KnownSegment]) -> None:
+        """``segment``: as its owner tells of it now; an unused one may have come to lie elsewhere."""
         known = self._known.pop(key, None) or make()
+        known.segment = segment
         known.users += 1
         self._known[key] = known
 

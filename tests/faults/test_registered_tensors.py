@@ -41,18 +41,29 @@ def late(rank: int, world_size: int, op: str) -> None:
     if rank == 0:
         calls: dict[str, Callable[[], Any]] = {
             "put": lambda: x.put(torch.zeros(3, 2), 1),
+            "batch_put": lambda: symm_mem.batch_put([(x, torch.zeros(3, 2), 0), (x, torch.zeros(3, 2), 1)]),
             "get": lambda: x.get(torch.zeros(3, 2), 1),
             "wait": lambda: x.wait(1),
+            "batch_wait": lambda: symm_mem.batch_wait([(x, 0), (x, 1)]),
         }
+        x.signal(0)  # of a batch what can be done is done
+        if op == "batch_wait":
+            x.put(torch.zeros(3, 2), 0)
         begin = time.monotonic()
         with pytest.raises(symm_mem.PeerTimeout) as caught:
             calls[op]()
         said = caught.value
         assert DEADLINE <= time.monotonic() - begin < DEADLINE + 2
-        owner = 0 if op == "wait" else 1
+        waits = op.endswith("wait")
+        owner = 0 if waits else 1
         # Of two ranks each is the left one of the other, of three rank 1 has not accessed rank 0's tensor.
-        expected = 1 if op == "wait" and world_size == 3 else 4
-        assert (said.op, said.peer, said.expected, said.seen) == (op, 1, expected, expected - 1)
+        expected = 1 if waits and world_size == 3 else 4
+        assert (said.op, said.peer, said.expected, said.seen) == (
+            op.replace("batch_wait", "wait"),
+            1,
+            expected,
+            expected - 1,
+        )
         assert f"registered tensor 1, float32[3, 2] on rank {owner}, is {expected - 1}" in str(said)
         assert Path(__file__).name in str(said)
         with pytest.raises(symm_mem.PeerTimeout):
@@ -62,7 +73,7 @@ def late(rank: int, world_size: int, op: str) -> None:
     ring(rank, world_size, x)
 
 
-@pytest.mark.parametrize("op", ["put", "get", "wait"])
+@pytest.mark.parametrize("op", ["put", "batch_put", "get", "wait", "batch_wait"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_peer_that_does_not_come_is_named(world_size: int, op: str) -> None:
     run_ranks(late, world_size, op, fresh=True)
@@ -90,7 +101,7 @@ def dies(rank: int, world_size: int, kind: str) -> None:
         with pytest.raises(symm_mem.PeerTimeout, match=r"get: rank 0 .* rank 1.*its process has ended"):
             x.get(torch.zeros(1000), 1)
     with pytest.raises(symm_mem.PeerTimeout, match=r"rank 1.*its process has ended"):
-        x.get(torch.zeros(1000), 1)
+        symm_mem.batch_put([(x, torch.zeros(1000), 0), (x, torch.zeros(1000), 1)])
     with pytest.raises(symm_mem.PeerTimeout, match="process has ended"):
         symm_mem.unregister([x])
     assert time.monotonic() - begin < 5, "nobody waits for the dead until the deadline"

@@ -15,7 +15,7 @@ from weft import symm_mem
 
 RANKS = 2
 ENV = {"WEFT_TIMEOUT": "20"}
-NAMES = r"tensors(\[\d\])?|group|registered|source|out|peer"
+NAMES = r"tensors(\[\d\])?|group|registered|source|out|peer|(puts|signals)(\[\d\])?(: source|: peer)?"
 SHAPE = (3, 4)
 
 anything = st.one_of(v.junk, v.numbers)
@@ -48,6 +48,20 @@ cases = st.one_of(
     st.tuples(st.just("unregister"), st.one_of(anything, st.lists(anything, max_size=2))),
     st.tuples(
         st.sampled_from(["put", "get"]), st.one_of(fitting, some_tensor, v.bad_tensors, anything), some_peer
+    ),
+    st.tuples(
+        st.just("batch_put"),
+        st.one_of(
+            st.lists(
+                st.tuples(st.booleans(), st.one_of(fitting, some_tensor, v.bad_tensors, anything), some_peer),
+                max_size=3,
+            ),
+            anything,
+            st.lists(anything, max_size=2),
+        ),
+    ),
+    st.tuples(
+        st.just("pairs"), st.one_of(st.lists(st.tuples(st.booleans(), some_peer), max_size=3), anything)
     ),
     st.tuples(st.sampled_from(["signal", "wait"]), some_peer),
 )
@@ -82,6 +96,26 @@ def invoke(case: tuple[Any, ...], rank: int, size: int) -> None:
         x.signal(here)
         getattr(x, what)(local, there)
         x.wait(here)
+    elif what == "pairs":
+        pairs = args[0]
+        if isinstance(pairs, list) and all(isinstance(pair, tuple) for pair in pairs):
+            among = [right_of(peer, rank, size)[0] for _, peer in pairs]
+            pairs = [(x if known else None, peer) for (known, _), peer in zip(pairs, among, strict=True)]
+        symm_mem.batch_signal(pairs)
+        for _, peer in pairs:  # of two ranks, so that whom one lets lets it
+            x.put(torch.full(SHAPE, 2.0), peer)
+        symm_mem.batch_wait(pairs)
+    elif what == "batch_put":
+        puts = args[0]
+        if isinstance(puts, list) and all(isinstance(put, tuple) for put in puts):
+            among = [right_of(peer, rank, size) for *_, peer in puts]
+            puts = [
+                (x if known else None, source, there)
+                for (known, source, _), (there, _) in zip(puts, among, strict=True)
+            ]
+            for _, here in among:
+                x.signal(here)
+        symm_mem.batch_put(puts)
     else:
         there, here = right_of(args[0], rank, size)
         x.signal(there)

@@ -16,6 +16,7 @@ from weft.kernels.all_gather_matmul import one_shot_kernel as gather
 from weft.kernels.all_reduce import cuda_kernel
 from weft.kernels.all_reduce_rms_norm import cuda_kernel as norm_kernel
 from weft.kernels.all_reduce_rms_norm.configs import CLUSTERS, most_per_thread
+from weft.kernels.async_collectives import cuda_kernel as async_kernel
 from weft.kernels.device.collective.launch import CollectiveParams
 from weft.kernels.device.comm import acquire
 from weft.kernels.device.gemm import one_shot
@@ -72,6 +73,7 @@ def few_rows_program(size: int, dtype: str, reduce_op: str, n: int, b_rows: bool
 
 PROGRAMS: dict[str, Program] = {
     "acquire": Program(KERNELS / "device" / "comm" / "acquire.cu"),
+    "async": Program(KERNELS / "async_collectives" / "kernel.cu"),
     "transfer": Program(KERNELS / "transfer" / "kernel.cu"),
     **{
         f"all_reduce-{size}-{dtype}-{reduce_op}": cuda_kernel.all_reduce_program(
@@ -130,7 +132,11 @@ PROGRAMS: dict[str, Program] = {
 COLLECTIVE = {f"{form}{kind}" for form in ("one_shot", "rounds") for kind in ("", "_any")}
 KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     "acquire": ({"acquire", "leave"}, acquire._Params),
-    "transfer": ({"post", "await", "move"}, transfer._Params),
+    "async": (
+        {"arrive", "gather", *(f"{op}_{dtype}" for op in ("sum", "avg") for dtype in TORCH)},
+        async_kernel._Params,
+    ),
+    "transfer": ({"post", "await", "move", "post_all", "await_all", "move_all"}, transfer._Params),
     "all_reduce": (
         {f"{form}{kind}" for form in ("one_shot", "two_shot", "two_shot_rounds") for kind in ("", "_any")},
         cuda_kernel._Params,
@@ -142,6 +148,9 @@ KINDS: dict[str, tuple[set[str], type[ctypes.Structure]]] = {
     "gather": ({"all_gather_one_shot"}, gather._Params),
     "scatter": ({"reduce_scatter_one_shot"}, scatter._Params),
 }
+OTHER_PARAMS: dict[str, type[ctypes.Structure]] = dict.fromkeys(
+    ("post_all", "await_all", "move_all"), transfer._Batch
+)
 ONCE = ("norm", "few_rows", "gather", "scatter")  # blocks of theirs have an SM each
 
 
@@ -169,7 +178,7 @@ def test_registers_spills_and_the_size_of_the_argument(
         # A block of 512 threads fits once on an SM with 128, twice with 64.
         once = name.startswith(ONCE) or "-8-" in name or "rounds" in kernel
         assert numbers["REG"] <= (128 if once else 64)
-        assert numbers["CONSTANT[0]"] == ARGUMENTS + ctypes.sizeof(params), kernel
+        assert numbers["CONSTANT[0]"] == ARGUMENTS + ctypes.sizeof(OTHER_PARAMS.get(kernel, params)), kernel
 
 
 @pytest.mark.parametrize("name", ["all_reduce-4-bfloat16-sum", "acquire"])

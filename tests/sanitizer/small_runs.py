@@ -292,6 +292,12 @@ def transfers(rank: int, size: int, seed: int) -> None:
             x.signal(left)
             same("get", x.get(put(torch.empty(x.shapes[right])), right), sent)
             x.wait(left)
+    symm_mem.batch_signal([(x, left) for x in registered])
+    sent = [numbers(seed, rank, torch.float32, *x.shapes[right]) for x in registered]
+    symm_mem.batch_put([(x, put(each), right) for x, each in zip(registered, sent, strict=True)])
+    symm_mem.batch_wait([(x, left) for x in registered])
+    for x in registered:
+        same("batch_put", x.tensor, numbers(seed, left, torch.float32, *x.shapes[rank]))
     symm_mem.unregister(registered)
 
 

@@ -77,7 +77,18 @@ class Registering:
     def _transfer(self) -> None:
         x, value = self.same.choice(self.held), self.same.randrange(1 << 20)
         right, left = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
-        if self.same.random() < 0.5:
+        kind = self.same.randrange(3)
+        if kind == 0:
+            each = list(dict.fromkeys(self.same.choices(self.held, k=self.same.randrange(1, 6))))
+            symm_mem.batch_signal([(y, left) for y in each])
+            symm_mem.batch_put(
+                [(y, torch.full(y.shapes[right], float(value + self.rank)), right) for y in each]
+            )
+            symm_mem.batch_wait([(y, left) for y in each])
+            for y in each:
+                if y.of.keys[self.rank][1][0] != "heap":  # of which several may be the same memory
+                    assert (y.tensor == value + left).all(), f"batch_put into {y.number}"
+        elif kind == 1:
             x.signal(left)
             x.put(torch.full(x.shapes[right], float(value + self.rank)), right)
             x.wait(left)

@@ -10,6 +10,7 @@ import torch
 from ranks import run_ranks
 from weft import symm_mem
 from weft.symm_mem.heap.registry import get_heap
+from weft.symm_mem.registration.table import UNUSED, UNUSED_BYTES
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -186,6 +187,39 @@ def reused(rank: int, world_size: int) -> None:
         torch.cuda.empty_cache()
     assert len(set(seen)) < len(seen), "no address came back: this shows nothing"
     assert len(names) == 6
+
+
+def found_mapped(rank: int, world_size: int) -> None:
+    """An expandable segment that nobody uses stays mapped, also where its owner has freed it; the cache is bounded."""
+    right, left = neighbours(rank, world_size)
+    sizes = (2 << 20, 1 << 18)  # of few chunks, so that all of two turns are kept
+    for turn in range(2):
+        tensors = [torch.full((count,), float(turn * 10 + rank)) for count in sizes]
+        xs = symm_mem.register(tensors)
+        where = [x.tensors[right].data_ptr() for x in xs]  # type: ignore[union-attr]
+        for x, count in zip(xs, sizes, strict=True):
+            x.signal(left)
+            assert (x.get(torch.empty(count), right) == turn * 10 + right).all()
+            x.wait(left)
+        before = symm_mem.stats(None, "cuda")
+        symm_mem.unregister(xs)
+        kept = symm_mem.stats(None, "cuda")
+        assert kept.registered == 0 and kept.segments == before.segments > 0
+        again = symm_mem.register(tensors)
+        assert [x.tensors[right].data_ptr() for x in again] == where  # type: ignore[union-attr]
+        assert symm_mem.stats(None, "cuda").segments == before.segments
+        symm_mem.unregister(again)
+        del x, xs, again, tensors
+        torch.cuda.empty_cache()  # the next ones are other memory
+        stats = symm_mem.stats(None, "cuda")
+        assert 0 < stats.segments <= UNUSED and 0 < stats.reserved <= UNUSED_BYTES
+    large = torch.zeros((UNUSED_BYTES >> 2) + (1 << 20))
+    symm_mem.unregister(symm_mem.register([large]))
+    assert symm_mem.stats(None, "cuda").segments <= 1, "what is larger than the cache is not kept"
+
+
+def test_unused_segments_stay_mapped() -> None:
+    run_ranks(found_mapped, 2, device="cuda", env=ALLOCATORS["expandable"][0])
 
 
 @pytest.mark.parametrize("allocator", ["plain"])

@@ -18,6 +18,7 @@ from torch._inductor import ir
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 16
@@ -127,7 +128,7 @@ class _Record(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "weft":
-            self.calls.append((func._schema.name, tuple(args[0].shape)))
+            self.calls.append((func._schema.name, tuple(tree_leaves(args)[0].shape)))
         return func(*args, **(kwargs or {}))
 
 

@@ -1,0 +1,1 @@
+"""put, get, signal and wait of registered tensors, in torch.ops.weft."""

@@ -1,0 +1,125 @@
+"""What torch.library is told of the ops of registered tensors, besides their schemas.
+
+They are calls of the handles that ``symm_mem.register`` gives, which are found by ``x``, this rank's tensor. So what a
+graph makes for itself, and a copy that a compiler makes of ``x``, is refused: nobody knows it for a peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ...symm_mem import RegisteredTensor, batch_put, batch_signal, batch_wait
+from ...symm_mem.registration.registered import registered_as
+from ..library import compiled, group_checks, schema
+from ..library.unsupported import refuse_derivative_in_transform, refuse_unsupported
+from . import refusals
+
+
+def _handle(x: Tensor, group_name: str, name: str = "x") -> RegisteredTensor:
+    found = registered_as(x, group_name)
+    if found is None:
+        raise ValueError(
+            f"{name}: {str(x.dtype).removeprefix('torch.')}{list(x.shape)} is not registered in group {group_name!r}, "
+            "must be a tensor that symm_mem.register was given and whose RegisteredTensor is kept. What a compiled "
+            "graph makes, or copies (as backend='aot_eager' does), cannot be"
+        )
+    return found
+
+
+def _handles(xs: Sequence[Tensor], group_name: str) -> list[RegisteredTensor]:
+    return [_handle(x, group_name, f"xs[{i}]") for i, x in enumerate(xs)]
+
+
+def _signal(x: Tensor, peer: int, group_name: str) -> None:
+    _handle(x, group_name).signal(peer)
+
+
+def _wait(x: Tensor, peer: int, group_name: str) -> None:
+    _handle(x, group_name).wait(peer)
+    increment_version(x)
+
+
+def _put(x: Tensor, source: Tensor, peer: int, group_name: str) -> None:
+    _handle(x, group_name).put(source, peer)
+
+
+def _get(x: Tensor, out: Tensor, peer: int, group_name: str) -> None:
+    _handle(x, group_name).get(out, peer)
+    increment_version(out)
+
+
+def _batch_put(
+    xs: Sequence[Tensor], sources: Sequence[Tensor], peers: Sequence[int], group_name: str
+) -> None:
+    batch_put(list(zip(_handles(xs, group_name), sources, peers, strict=True)))
+
+
+def _batch_signal(xs: Sequence[Tensor], peers: Sequence[int], group_name: str) -> None:
+    batch_signal(list(zip(_handles(xs, group_name), peers, strict=True)))
+
+
+def _batch_wait(xs: Sequence[Tensor], peers: Sequence[int], group_name: str) -> None:
+    batch_wait(list(zip(_handles(xs, group_name), peers, strict=True)))
+    increment_version(xs)
+
+
+def _checked(refuse: Callable[..., None], run: Callable[..., None] | None) -> Callable[..., None]:
+    """As torch calls it; without ``run`` the fake one."""
+
+    def implement(*args: Any, group_size: int | None = None) -> None:
+        if group_size is not None:
+            group_checks.group_size(group_size, args[-1])
+        refuse(*args)
+        if run is not None:
+            run(*args)
+
+    return implement
+
+
+def _below_autograd(op: Any, name: str, written: Sequence[int]) -> Callable[..., None]:
+    """No gradient goes through a transfer. ``written``: which arguments are tensors that it writes to."""
+    names = [argument.name for argument in op._schema.arguments]
+
+    def call(*args: Any, **named: Any) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            refuse_derivative_in_transform(name)
+        for i in written:
+            given, several = args[i], isinstance(args[i], (list, tuple))
+            for j, tensor in enumerate(given if several else [given]):
+                refusals.refuse_gradient_of(f"{names[i]}[{j}]" if several else names[i], tensor)
+        with torch._C._AutoDispatchBelowAutograd():
+            if name == "get" and (args[1].is_conj() or args[1].is_neg()):
+                # What resolves such tensors below has no way with ops that return nothing.
+                plain = torch.empty(args[1].shape, dtype=args[1].dtype, device=args[1].device)
+                op(args[0], plain, *args[2:], **named)
+                args[1].copy_(plain)
+                return
+            op(*args, **named)
+
+    return call
+
+
+for _op, _refuse, _run, _written in (
+    (schema.signal, refusals.refuse_signal, _signal, (0,)),
+    (schema.wait, refusals.refuse_signal, _wait, (0,)),
+    (schema.put, refusals.refuse_put, _put, (0,)),
+    (schema.get, refusals.refuse_get, _get, (0, 1)),
+    (schema.batch_put, refusals.refuse_batch_put, _batch_put, (0,)),
+    (schema.batch_signal, refusals.refuse_batch_signal, _batch_signal, (0,)),
+    (schema.batch_wait, refusals.refuse_batch_signal, _batch_wait, (0,)),
+):
+    _name = str(_op._schema.name).removeprefix("weft::")
+    torch.library.register_fake(
+        f"weft::{_name}", compiled.known_to_inductor(_checked(_refuse, None)), lib=schema.lib
+    )
+    compiled.declare_communicating(_op)
+    compiled.OF_REGISTERED.append(_op)
+    for _key in ("CPU", "CUDA"):
+        schema.lib.impl(_name, _checked(_refuse, _run), _key)
+    schema.lib.impl(_name, _below_autograd(_op, _name, _written), "Autograd")
+    refuse_unsupported(schema.lib, _name)

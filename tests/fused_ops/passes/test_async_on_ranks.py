@@ -1,0 +1,75 @@
+"""Compiled programs whose weights copy engines gather, and whose gradients they scatter, between CPU ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from opcommon import gathered as by_torch
+from ranks import run_ranks
+from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
+from weft.fused_ops import FusionPass
+
+c10d = torch.ops._c10d_functional
+WIDTH = 512
+
+
+def group() -> str:
+    return dist.distributed_c10d._get_default_group().group_name
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor) -> Tensor:
+        return c10d.wait_tensor(c10d.all_gather_into_tensor(shard, dist.get_world_size(), group()))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return c10d.wait_tensor(c10d.reduce_scatter_tensor(grad, "avg", dist.get_world_size(), group()))
+
+
+def model(x: Tensor, *weights: Tensor, gather: Callable[[Tensor], Tensor] = _Gathered.apply) -> Tensor:
+    for w in weights:
+        x = torch.tanh(x @ gather(w)) + x
+    return x
+
+
+def compiled(rank: int, world_size: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(16, WIDTH, generator=generator)
+    shards = [torch.randn(WIDTH // world_size, WIDTH, generator=generator) / WIDTH**0.5 for _ in range(4)]
+    whole = [by_torch(s).flatten(0, 1).double().requires_grad_() for s in shards]
+    want = model(x.double(), *whole, gather=lambda w: w)
+    want.square().sum().backward()
+    grads = [by_torch(w.grad).mean(0).chunk(world_size)[rank] for w in whole if w.grad is not None]
+
+    fusion = FusionPass(reorder=True)
+    program = torch.compile(model, options=fusion.options)
+    with inductor_config.patch(fx_graph_cache=False):  # a graph from there has no report
+        with torch.no_grad():
+            y, (code,) = run_and_get_code(program, x, *shards)
+            for _ in range(3):  # buffers change hands
+                assert torch.equal(program(x, *shards), y)
+        torch.testing.assert_close(y.double(), want, atol=1e-4, rtol=1e-4)
+        # Inductor begins all gathers of such a graph at once, of which products take two.
+        made = re.findall(r"torch\.ops\.weft\.(all_gather_\w+)\.default\(b?", code)
+        assert [made.count(f"all_gather_{op}") for op in ("wait", "release")] == [2, 2], made
+
+        leaves = [s.clone().requires_grad_() for s in shards]
+        for _ in range(2):
+            program(x, *leaves).square().sum().backward()
+            for leaf, grad in zip(leaves, grads, strict=True):
+                assert leaf.grad is not None
+                torch.testing.assert_close(leaf.grad.double(), grad, atol=1e-2, rtol=1e-3)
+                leaf.grad = None
+    report = fusion.report()
+    assert "all_gather by copy engines" in {e.form for e in report.entries} and report.left == 0
+
+
+def test_weights_and_gradients() -> None:
+    run_ranks(compiled, 2)
