@@ -135,7 +135,8 @@ def started_by(wait: fx.Node) -> Iterator[fx.Node]:
 def held_until(node: fx.Node) -> list[fx.Node]:
     if not waits(node):
         return []
-    return [operand for start in started_by(node) for operand in start.all_input_nodes]
+    # One that returns several tensors keeps all of them, and all operands, until each is waited for.
+    return [n for start in started_by(node) for n in (start, *start.all_input_nodes)]
 
 
 def _written(node: fx.Node) -> Iterator[fx.Node]:

@@ -138,13 +138,24 @@ class _Walk:
                 there -= 1
         return most
 
-    def move(self, transfer: Transfer, node: fx.Node, up: bool) -> str:
-        """Moves a start up, or a wait down.
+    def waits_of(self, transfer: Transfer) -> list[list[fx.Node]]:
+        """What moves together, the last first: the waits of a coalesced collective, where only they stand there."""
+        waits_in_order = sorted(transfer.waits, key=self.live.at.__getitem__)
+        first, last = (self.live.at[w] for w in (waits_in_order[0], waits_in_order[-1]))
+        together = self.live.order[first : last + 1]
+        own = {*transfer.waits, *(n for w in transfer.waits for n in w.all_input_nodes)}
+        return [together] if own.issuperset(together) else [[w] for w in reversed(waits_in_order)]
+
+    def move(self, transfer: Transfer, nodes: list[fx.Node], up: bool) -> str:
+        """Moves a start up, or waits down.
+
+        Args:
+            nodes: they stand next to each other.
 
         Returns:
             why not further.
         """
-        live, block = self.live, [node]
+        live, block = self.live, [*nodes]
         events: list[tuple[fx.Node, bool]] = []  # what was passed, or taken along
         useful, needed = 0, self.limits.cover * transfer.time - self.covered(transfer)
         next_one = self._between(transfer)[:1] if self._late(transfer) else []
@@ -177,18 +188,20 @@ class _Walk:
                 useful = len(events) if time else useful
         else:
             why = _COVERED
-        self._take_back(node, events, useful, up)
+        self._take_back(nodes, events, useful, up)
         return why
 
-    def _take_back(self, node: fx.Node, events: list[tuple[fx.Node, bool]], useful: int, up: bool) -> None:
+    def _take_back(
+        self, nodes: list[fx.Node], events: list[tuple[fx.Node, bool]], useful: int, up: bool
+    ) -> None:
         """Moves that hide nothing."""
         if useful == len(events):
             return
         live = self.live
         taken = [n for n, passed in events if not passed]
-        places = [live.at[n] for n in (node, *(n for n, _ in events))]
+        places = [live.at[n] for n in (*nodes, *(n for n, _ in events))]
         first = min(places)
-        block: list[fx.Node] = [node]
+        block: list[fx.Node] = nodes[::-1] if up else [*nodes]
         passed: list[fx.Node] = []
         for other, was_passed in events[:useful]:
             (passed if was_passed else block).append(other)
@@ -302,9 +315,9 @@ def reorder(
         if not transfer.waits:
             whys[transfer.start] = "nothing waits for it", "there is none"
             continue
-        why_start, why_wait = walk.move(transfer, transfer.start, up=True), ""
-        for wait in sorted(transfer.waits, key=walk.live.at.__getitem__, reverse=True):
-            why_wait = walk.move(transfer, wait, up=False)
+        why_start, why_wait = walk.move(transfer, [transfer.start], up=True), ""
+        for nodes in walk.waits_of(transfer):
+            why_wait = walk.move(transfer, nodes, up=False)
         whys[transfer.start] = why_start, why_wait
     after = walk.timeline().exposed
     kept = _why_kept(walk, peak, sum(before.values()), sum(after.values()))
