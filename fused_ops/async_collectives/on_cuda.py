@@ -39,19 +39,19 @@ class CallsOnStream:
             for buffer in range(NUM_BUFFERS if call.placed else 0)
         ]
 
-    def start(self, call: AsyncCall, timeout_ns: int) -> Started:
-        """``call.x`` is contiguous and aligned."""
+    def start(self, call: AsyncCall, sent: Tensor, timeout_ns: int) -> Started:
+        """``sent``: x, contiguous and aligned; its copy if x is not."""
         workspace = self.workspace
         buffer = free_buffer(self._taken, call.start)
         plan.this_thread.plan = self._plan
         workspace.raise_if_broken(call.start, 3)
         workspace.take_buffer(buffer)
         try:
-            self.collective.send(buffer, call.x.data_ptr(), timeout_ns)
+            self.collective.send(buffer, sent.data_ptr(), timeout_ns)
         except BaseException as e:
             workspace.abandon(e)
             raise
-        finish = _Finish(self, call, buffer, timeout_ns)
+        finish = _Finish(self, call, sent, buffer, timeout_ns)
         started = Started(call, finish.wait, finish.release if call.placed else None)
         started.holds(workspace, buffer)
         return started
@@ -60,11 +60,14 @@ class CallsOnStream:
 class _Finish:
     """The second half of a call."""
 
-    def __init__(self, on: CallsOnStream, call: AsyncCall, buffer: int, timeout_ns: int) -> None:
-        self._on, self._call, self._buffer, self._timeout_ns = on, call, buffer, timeout_ns
+    def __init__(
+        self, on: CallsOnStream, call: AsyncCall, sent: Tensor, buffer: int, timeout_ns: int
+    ) -> None:
+        self._on, self._call, self._sent, self._buffer = on, call, sent, buffer
+        self._timeout_ns = timeout_ns
 
     def wait(self) -> Tensor:
-        on, call, x = self._on, self._call, self._call.x
+        on, call, x = self._on, self._call, self._sent
         with in_stream_order(x.device):
             on.workspace.raise_if_broken(call.wait, 3)
             out = on.placed[self._buffer] if call.placed else x.new_empty(on.shape)
@@ -74,7 +77,7 @@ class _Finish:
         return out.view(on.shape) if call.placed else out
 
     def release(self) -> None:
-        on, x = self._on, self._call.x
+        on, x = self._on, self._sent
         with in_stream_order(x.device):
             on.collective.release(self._buffer, cuda_state.current_stream_of(x))
 
@@ -100,8 +103,7 @@ def start_on_cuda(where: Heap, call: AsyncCall) -> Started | str:
                 return CallsOnStream(workspace, AsyncCollective(workspace, problem), call)
 
             on = make_together(workspace, call.start, key, key, make)
-        taken = call._replace(x=aligned(call.x.contiguous()))
-        return on.start(taken, timeout_in_ns(where.group_name))
+        return on.start(call, aligned(call.x.contiguous()), timeout_in_ns(where.group_name))
 
 
 class _Known:
@@ -141,7 +143,7 @@ def fast_start(call: AsyncCall) -> Started | None:
         return None
     if known.before is not None:
         known.before(stream)
-    started = known.on.start(call, known.timeout_ns)
+    started = known.on.start(call, x, known.timeout_ns)
     if known.behind is not None:
         known.behind(stream)
     return started

@@ -72,12 +72,18 @@ def _started(token: Tensor, op: str) -> Started:
 
 
 def _unfused(call: AsyncCall, group: ProcessGroup) -> Started:
+    """By the group's own backend where it is waited for: on its way beside weft's kernels it might find no SM free, and
+    keep those of the peers waiting."""
     x, size, name = call.x.contiguous(), group.size(), group.group_name
-    if call.gathers:
-        pending = _c10d.all_gather_into_tensor(x, size, name)
-    else:
-        pending = _c10d.reduce_scatter_tensor(x, call.reduce_op, size, name)
-    return Started(call, lambda: _c10d.wait_tensor(pending))
+
+    def finish() -> Tensor:
+        if call.gathers:
+            pending = _c10d.all_gather_into_tensor(x, size, name)
+        else:
+            pending = _c10d.reduce_scatter_tensor(x, call.reduce_op, size, name)
+        return _c10d.wait_tensor(pending)
+
+    return Started(call, finish)
 
 
 def _on_cpu(where: Heap, call: AsyncCall) -> Started:

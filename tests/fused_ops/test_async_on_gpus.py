@@ -15,6 +15,22 @@ ops = torch.ops.weft
 SHAPES = [(8, 8), (16, 24), (136, 1000), (512, 1024), (4096, 4096)]
 
 
+def strided(rank: int, world_size: int) -> None:
+    """What is sent is a copy, which no peer has to know of."""
+    base = torch.randn(1 + 64 * 64 * world_size)
+    for x in (torch.randn(64, 64).t(), base[1 : 1 + 64 * 64].view(64, 64)):
+        token = ops.all_gather_start(x, name())
+        assert last_plan().algorithm == "copy_engine"
+        assert torch.equal(ops.all_gather_wait(token, x, name()), every(x.contiguous()).flatten(0, 1))
+    y = base[1:].view(64 * world_size, 64)
+    token = ops.reduce_scatter_start(y, "sum", name())
+    assert torch.equal(ops.reduce_scatter_wait(token, y, name()), summed(y.clone(), "sum", rank))
+
+
+def test_operands_that_are_copied() -> None:
+    run_ranks(strided, 2, device="cuda")
+
+
 def name() -> str:
     return world().group_name
 

@@ -6,6 +6,8 @@ A buffer is a gather's from its start to the last reader of what it has gathered
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
@@ -52,7 +54,7 @@ def place_gathers(graph: fx.Graph) -> int:
 
 def _only_reads(node: fx.Node, wait: fx.Node, sets: AliasSets) -> bool:
     """Whether the node is done with the memory of what ``wait`` returns when it has run."""
-    if node is wait:
+    if node is wait or node.target is operator.getitem:
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or is_custom(node):
         return False

@@ -14,6 +14,7 @@ from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import Collective, LeftAlone, Size, c10d, val
 from ..graph.index_map import Dims, plain
+from ..order.transports import NETWORK, transport_of_group
 
 _AT_ONCE = 2  # of a kind: buffers of a workspace
 
@@ -77,8 +78,10 @@ class AsyncPattern:
         x = val(c.x)
         if x.dim() == 0:
             raise LeftAlone("its input is a number")
-        if not c.only_waited_for:
+        if [*c.node.users] != [c.wait]:
             raise LeftAlone("what is pending is used by more than one wait")
+        if transport_of_group(c.group) == NETWORK:
+            raise LeftAlone("its ranks are on several hosts, whose memory copy engines do not reach")
         if not isinstance(x.numel(), int):
             raise LeftAlone("its size is not known before the run")
         if inductor_config.triton.cudagraphs:

@@ -150,3 +150,16 @@ def test_a_product_that_would_be_transposed_leaves_its_gather() -> None:
     assert nodes(graph, "fused_all_gather_matmul") and not nodes(graph, "all_gather_start")
     graph, _ = passed(lambda x, w: x @ gathered(w).t(), (64, 256), (ROWS, 256), fuse="always")
     assert nodes(graph, "fused_all_gather_matmul")
+
+
+def test_groups_of_several_hosts_keep_their_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    graph, report = passed(used_by_itself, (8, 8), (ROWS, 256))
+    assert not nodes(graph, "all_gather_start")
+    assert "its ranks are on several hosts" in str(report.entries[0].reason)
+
+
+def test_parts_of_what_is_gathered_stay_in_place() -> None:
+    graph, _ = passed(lambda w: tuple(p.sin().sum() for p in gathered(w).split(100)), (ROWS, 256))
+    (wait,), (release,) = nodes(graph, "all_gather_wait"), nodes(graph, "all_gather_release")
+    assert wait.kwargs["placed"] and list(graph.nodes).index(release) > list(graph.nodes).index(wait) + 1
