@@ -122,8 +122,8 @@ class FusionPass(PassSettings, CustomGraphPass):
             there, if it is made of the graph's inputs without a product, **is taken to be the same on all ranks**: a
             residual, the weight of a norm.
         reorder: whether what is not fused starts earlier and is waited for later, so that what is computed between
-            hides it: True without a byte more of peak memory, 0.1 with a tenth more, as far as the graph shows. The
-            report has what was moved, and why not further.
+            hides it: True without a byte more of peak memory, 0.1 with a tenth more, as far as the graph shows. Copy
+            engines carry what is large enough. The report has what was moved, and why not further.
         gathers: how many all-gathers of a transport ``reorder`` may have on their way at once.
         buckets: whether small collectives of one operator, group and dtype that are not fused become one call, whose
             operands and results lie as they would without: True up to 32 MiB a call, or the bytes. Within the peak
