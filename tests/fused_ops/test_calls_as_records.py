@@ -18,6 +18,8 @@ def test_every_op_is_here() -> None:
         name.removeprefix("weft::") for name in torch._C._dispatch_get_all_op_names() if "weft::" in name
     }
     of_the_pass = {"agree", "keep_order", "verify_memory"}
+    of_the_pass |= {f"all_gather_{end}" for end in ("start", "wait", "release")}
+    of_the_pass |= {f"reduce_scatter_{end}" for end in ("start", "wait")}
     of_handles = {
         op._schema.name.removeprefix("weft::") for op in OF_REGISTERED
     }  # calls of what register gives
