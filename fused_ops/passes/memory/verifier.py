@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from .alias_sets import AliasSets, bytes_of, held_until, tensors_of
 from .live_bytes import LiveBytes, body
+
+_A_MOMENT = 1.0  # seconds
 
 
 @dataclass
@@ -59,7 +62,7 @@ class MemoryVerifier(fx.Interpreter):
             for unused in last.get(node, ()):
                 del self.env[unused]
             for dead in self._dying.get(node, ()):
-                if dead.number in self._there and not self._there[dead.number].expired():
+                if dead.number in self._there and _is_held(self._there[dead.number]):
                     maker = dead.nodes[0].name
                     found.problems.append(
                         f"behind {node.name} the {dead.size} bytes that {maker} made are still held"
@@ -111,3 +114,13 @@ class MemoryVerifier(fx.Interpreter):
                 found.problems.append(
                     f"{node.name} lies in {storage.nbytes()} bytes, {own.size} were predicted"
                 )
+
+
+def _is_held(storage: StorageWeakRef) -> bool:
+    """Whether something holds on to it. A backend's thread may let go of a collective a moment after its wait."""
+    deadline = time.monotonic() + _A_MOMENT
+    while not storage.expired():
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(1e-3)
+    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -178,6 +179,7 @@ _lib = torch.library.Library("weft_memory_test", "DEF")
 for name, real in {
     "liar": lambda x: x.view(-1),
     "keeper": lambda x: _kept.append(x) or x + 1,
+    "lets_go_soon": lambda x: _kept.append(x) or threading.Timer(0.2, _kept.clear).start() or x + 1,
     "larger": lambda x: x.new_empty(2 * x.numel())[: x.numel()].view_as(x),
 }.items():
     _lib.define(f"{name}(Tensor x) -> Tensor")
@@ -203,6 +205,13 @@ def test_an_op_that_does_otherwise_is_caught(op: Callable[..., Tensor], said: st
     found = verified(graph_of(lambda x, y: op(x.sin()).sum() + op(y).sum()))
     _kept.clear()
     assert said in found.problems
+
+
+def test_what_a_thread_lets_go_of_a_moment_later_is_no_problem() -> None:
+    """As a backend's does of a collective's tensors, behind the wait."""
+    _kept.clear()
+    found = verified(graph_of(lambda x, y: ops.lets_go_soon(x.sin()).sum() + y.sum()))
+    assert not found.problems
 
 
 def random_graph(seed: int, count: int) -> fx.Graph:
