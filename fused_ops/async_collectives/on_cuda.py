@@ -127,6 +127,7 @@ def fast_start(call: AsyncCall) -> Started | None:
         call.start,
         call.reduce_op,
         call.placed,
+        call.group_size,
         x.shape,
         x.dtype,
         call.group_name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +47,10 @@ class Ranks:
             ctypes.memmove(ctypes.addressof(note) + 16, ctypes.addressof(params), ctypes.sizeof(params))
             self.library.library.run_one(ctypes.byref(note), RANK)
 
-        return SimpleNamespace(launch=launch)
+        def bound(blocks: int, threads: int, params: ctypes.Structure) -> Callable[[int], None]:
+            return lambda stream: launch(blocks, threads, params, stream)
+
+        return SimpleNamespace(launch=launch, bound=bound)
 
     @property
     def abort_notices(self) -> list[list[int]]:
@@ -56,7 +60,7 @@ class Ranks:
     def opened(self) -> bool:
         """Whether the acquire kernel counts an epoch; else it only posts an abort notice."""
         before = self.memory.clone()
-        acquire.acquire_buffer(self.place, BUFFER, 50, 0)
+        acquire.Acquire(self.place, BUFFER).launch(50, 0)
         before[:, LAYOUT.bytes // 4 :] = self.faults
         ticket = self.words[RANK, LAYOUT.EPOCH_TICKET + BUFFER].item()
         before[RANK, LAYOUT.EPOCH_TICKET + BUFFER] = ticket

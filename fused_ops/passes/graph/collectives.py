@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ....kernels.device.gemm.scaling import FP8
 from ....symm_mem import resolve_group
-from ...library import validation
+from ...library import schema, validation
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -38,8 +38,8 @@ FLAT = {
     aten.detach.default,
 }
 _WAITS = ("wait_tensor", "wait_tensors")
-_STARTS = ("all_gather_start", "reduce_scatter_start")  # of weft's
-_ENDS = ("all_gather_wait", "reduce_scatter_wait")
+_COPIED = {schema.all_gather_start, schema.reduce_scatter_start}  # by copy engines
+_COPIED_WAITS = {schema.all_gather_wait, schema.reduce_scatter_wait}
 _FUSIBLE = {c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_reduce.default}
 
 
@@ -266,14 +266,14 @@ def communicates(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     if node.target.namespace == "weft":
-        return node.target._opname not in (*_ENDS, "all_gather_release")
+        return node.target not in (*_COPIED_WAITS, schema.all_gather_release)
     namespaced = node.target.namespace in ("_c10d_functional", "_c10d_functional_autograd")
     return namespaced and node.target._opname not in (*_WAITS, "_wrap_tensor_autograd")
 
 
 def waits(node: fx.Node) -> bool:
     """Whether the node waits for a collective, or for several at once."""
-    return fills_what_it_waits_for(node) or _is_of_weft(node, _ENDS)
+    return fills_what_it_waits_for(node) or node.target in _COPIED_WAITS
 
 
 def fills_what_it_waits_for(node: fx.Node) -> bool:
@@ -293,14 +293,7 @@ def starts(node: fx.Node) -> bool:
 
 def is_copied(node: fx.Node) -> bool:
     """Whether the node starts a collective that copy engines carry out."""
-    return _is_of_weft(node, _STARTS)
-
-
-def _is_of_weft(node: fx.Node, names: Iterable[str]) -> bool:
-    target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload) and target.namespace == "weft" and target._opname in names
-    )
+    return node.target in _COPIED
 
 
 def writes(node: fx.Node) -> bool:

@@ -26,23 +26,6 @@ class _Params(ctypes.Structure):
     )
 
 
-def acquire_buffer(workspace: Workspace, buffer: int, timeout_ns: int, stream: int) -> None:
-    """Make ``stream`` wait until every peer's ``buffer`` is free for the next epoch, then write that to EPOCH_TICKET.
-
-    Work behind it on the stream may overwrite the buffer on every peer; the current device must be the
-    workspace's. Safe to capture in a CUDA graph.
-
-    Args:
-        buffer: 0 or 1.
-        timeout_ns: nanoseconds until the wait expires; the workspace's record then says for whom it waited.
-        stream: a CUstream as an integer.
-
-    Raises:
-        RuntimeError: the kernel cannot be compiled or launched.
-    """
-    _launch("acquire", workspace, buffer, timeout_ns, stream)
-
-
 def end_epoch(workspace: Workspace, buffer: int, stream: int) -> None:
     """End this rank's epoch of ``buffer``: work in front of it on the stream has read everything there.
 
@@ -51,7 +34,7 @@ def end_epoch(workspace: Workspace, buffer: int, stream: int) -> None:
     Raises:
         RuntimeError: the kernel cannot be compiled or launched.
     """
-    _launch("leave", workspace, buffer, 0, stream)
+    _program.function("leave").launch(1, 32, _params(workspace, buffer, 0), stream)
 
 
 def end_epoch_launcher(workspace: Workspace, buffer: int) -> Callable[[int], None]:
@@ -66,19 +49,31 @@ def load() -> None:
 
 
 class Acquire:
-    """``acquire_buffer`` of one buffer, to be made once and called often."""
+    """The acquire kernel of one buffer, to be made once and launched often.
+
+    Raises:
+        RuntimeError: it cannot be compiled.
+    """
 
     def __init__(self, workspace: Workspace, buffer: int) -> None:
         self._params = _params(workspace, buffer, 0)
         self._launch = _program.function("acquire").bound(1, 32, self._params)
 
     def launch(self, timeout_ns: int, stream: int) -> None:
+        """Make ``stream`` wait until every peer's buffer is free for the next epoch, then write that to EPOCH_TICKET.
+
+        Work behind it on the stream may overwrite the buffer on every peer; the current device must be the
+        workspace's. Safe to capture in a CUDA graph.
+
+        Args:
+            timeout_ns: nanoseconds until the wait expires; the workspace's record then says for whom it waited.
+            stream: a CUstream as an integer.
+
+        Raises:
+            RuntimeError: the driver refuses.
+        """
         self._params.watch.timeout_ns = timeout_ns
         self._launch(stream)
-
-
-def _launch(name: str, workspace: Workspace, buffer: int, timeout_ns: int, stream: int) -> None:
-    _program.function(name).launch(1, 32, _params(workspace, buffer, timeout_ns), stream)
 
 
 def _params(workspace: Workspace, buffer: int, timeout_ns: int) -> _Params:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from opcommon import gathered as by_torch
 from ranks import run_ranks
+from sharded_weights import GatheredShard
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
@@ -19,21 +18,11 @@ c10d = torch.ops._c10d_functional
 WIDTH = 512
 
 
-def group() -> str:
-    return dist.distributed_c10d._get_default_group().group_name
+def gathered(shard: Tensor) -> Tensor:
+    return GatheredShard.apply(shard, torch.float32)
 
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor) -> Tensor:
-        return c10d.wait_tensor(c10d.all_gather_into_tensor(shard, dist.get_world_size(), group()))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return c10d.wait_tensor(c10d.reduce_scatter_tensor(grad, "avg", dist.get_world_size(), group()))
-
-
-def model(x: Tensor, *weights: Tensor, gather: Callable[[Tensor], Tensor] = _Gathered.apply) -> Tensor:
+def model(x: Tensor, *weights: Tensor, gather: Callable[[Tensor], Tensor] = gathered) -> Tensor:
     for w in weights:
         x = torch.tanh(x @ gather(w)) + x
     return x

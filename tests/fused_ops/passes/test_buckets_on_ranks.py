@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
+from sharded_weights import model
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
@@ -14,30 +14,6 @@ from weft.fused_ops import FusionPass, Report
 
 c10d = torch.ops._c10d_functional
 LAYERS = 3
-
-
-def group() -> str:
-    return dist.distributed_c10d._get_default_group().group_name
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor) -> Tensor:
-        return c10d.wait_tensor(
-            c10d.all_gather_into_tensor(shard.to(torch.bfloat16), dist.get_world_size(), group())
-        )
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        whole = c10d.reduce_scatter_tensor(grad, "avg", dist.get_world_size(), group())
-        return c10d.wait_tensor(whole).float()
-
-
-def model(x: Tensor, shards: list[Tensor]) -> Tensor:
-    for shard in shards:
-        w = _Gathered.apply(shard)
-        x = torch.nn.functional.silu(x.to(torch.bfloat16) @ w) @ w.t()
-    return x.float()
 
 
 def trained(rank: int, world: int, settings: list[dict[str, Any]]) -> tuple[list[Tensor], Report, list[str]]:

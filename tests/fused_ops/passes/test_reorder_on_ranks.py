@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
+from sharded_weights import group, model
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
@@ -19,32 +18,6 @@ from weft.fused_ops.passes.order.costs import counted_flops
 
 c10d = torch.ops._c10d_functional
 LAYERS = 3
-
-
-def group() -> str:
-    return dist.distributed_c10d._get_default_group().group_name
-
-
-class _Gathered(torch.autograd.Function):
-    """A weight that is gathered for its use, and whose gradient is scattered: FSDP inside of the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor) -> Tensor:
-        return c10d.wait_tensor(
-            c10d.all_gather_into_tensor(shard.to(torch.bfloat16), dist.get_world_size(), group())
-        )
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        whole = c10d.reduce_scatter_tensor(grad, "avg", dist.get_world_size(), group())
-        return c10d.wait_tensor(whole).float()
-
-
-def model(x: Tensor, shards: list[Tensor]) -> Tensor:
-    for shard in shards:
-        w = _Gathered.apply(shard)
-        x = torch.nn.functional.silu(x.to(torch.bfloat16) @ w) @ w.t()
-    return x.float()
 
 
 def operands(rank: int) -> tuple[Tensor, list[Tensor]]:
