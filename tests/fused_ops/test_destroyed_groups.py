@@ -8,6 +8,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -108,11 +109,16 @@ def listens(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def again_and_again(rank: int, size: int, port: int, uses: list[Callable[[], None]]) -> None:
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"rank 0 has not come to {path.name} in 60 s"
+        time.sleep(0.01)
+
+
+def again_and_again(rank: int, size: int, port: int, uses: list[Callable[[], None]], folder: Path) -> None:
     dist.destroy_process_group()
     for i, use in enumerate(uses):
-        if rank == 0 and i:
-            time.sleep(0.3)  # the others come first: what still listens would take them in
         at = f"tcp://127.0.0.1:{port}"
         dist.init_process_group("gloo", init_method=at, rank=rank, world_size=size)
         use()
@@ -124,15 +130,18 @@ def again_and_again(rank: int, size: int, port: int, uses: list[Callable[[], Non
         name = use.__name__
         assert all(ref() is None for ref in [*groups, *stores]), f"{name}: {groups} {stores}"
         assert rank or not listens(port), name
+        # A rank that came before rank 0 has closed its store would be taken in by that store, and lose it.
+        ended = folder / str(i)
+        ended.touch() if rank == 0 else wait_for(ended)
     for tensor, peers in (kept for kept in _kept if isinstance(kept, tuple)):
         assert (tensor == rank).all() and (peers.tensors[1 - rank] == 1 - rank).all()
 
 
-def test_a_group_is_made_anew_at_the_same_port() -> None:
+def test_a_group_is_made_anew_at_the_same_port(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    run_ranks(again_and_again, SIZE, port, USES, fresh=True, timeout=100)
+    run_ranks(again_and_again, SIZE, port, USES, tmp_path, fresh=True, timeout=100)
 
 
 # Where each op asks for its heap, and a call of two operands. Those of one have the second for `out`, or not at all.

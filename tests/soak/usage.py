@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 from weft.symm_mem.heap.heap import Heap
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from threads import staying_threads
 
 MIB = 1 << 20
 # What may be added between the first measurement and the last: allocators keep what was freed.
@@ -29,6 +34,7 @@ class Usage:
     def measure(heaps: list[Heap], on_device: int = 1) -> Usage:
         """``on_device``: ranks whose memory is in use on this rank's GPU."""
         gc.collect()
+        threads = staying_threads()  # first: what leaves has memory and descriptors, too
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         if cuda:
             torch.cuda.synchronize()
@@ -41,7 +47,7 @@ class Usage:
             (total - free) // on_device if cuda else 0,
             torch.cuda.memory_allocated() if cuda else 0,
             len(os.listdir("/proc/self/fd")),
-            len(os.listdir("/proc/self/task")),
+            threads,
         )
 
     def grown(self, before: Usage) -> list[str]:

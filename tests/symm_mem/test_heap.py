@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from opcommon import DEVICES
 from ranks import run_ranks
+from threads import staying_threads
 from weft import symm_mem
 from weft.symm_mem import timeouts
 from weft.symm_mem.bootstrap import handshake
@@ -377,10 +378,11 @@ def regrouped(rank: int, world_size: int) -> None:
 
     def held() -> tuple[int, ...]:
         gc.collect()
+        threads = staying_threads()  # first: what leaves has descriptors, too
         with open("/proc/self/maps") as f:
             mapped = sum("memfd:weft" in line for line in f)
         locks = sum(name != "0" for name, *_ in _making)  # "0" is there all the time
-        return mapped, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), locks
+        return mapped, len(os.listdir("/proc/self/fd")), threads, locks
 
     counts = []
     for turn, lets_go in enumerate([symm_mem.unavailable, symm_mem.check, symm_mem.reset] * 2):
@@ -391,7 +393,6 @@ def regrouped(rank: int, world_size: int) -> None:
         dist.destroy_process_group(group)
         del group
         lets_go()
-        time.sleep(0.2)  # a thread of the backend may end a moment later
         counts.append(held())
     assert all(a <= b for now in counts[2:] for a, b in zip(now, counts[1], strict=True)), counts
 
