@@ -379,8 +379,7 @@ def regrouped(rank: int, world_size: int) -> None:
     def held() -> tuple[int, ...]:
         gc.collect()
         threads = staying_threads()  # first: what leaves has descriptors, too
-        with open("/proc/self/maps") as f:
-            mapped = sum("memfd:weft" in line for line in f)
+        mapped = Path("/proc/self/maps").read_text().count("memfd:weft")
         locks = sum(name != "0" for name, *_ in _making)  # "0" is there all the time
         return mapped, len(os.listdir("/proc/self/fd")), threads, locks
 
