@@ -36,7 +36,7 @@ def _checked(call: AsyncCall) -> ProcessGroup:
 
 def _fake_start(call: AsyncCall) -> Tensor:
     _checked(call)
-    return call.x.new_empty(1)
+    return call.x.new_empty(0)
 
 
 def _start(call: AsyncCall) -> Tensor:

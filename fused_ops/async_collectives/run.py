@@ -3,9 +3,9 @@
 The pass puts them into graphs. Copy engines send, so a product that takes all SMs keeps none of them from running: a
 kernel of NCCL, which becomes ready together with such a product, begins at its end.
 
-A start gives a token of one element, which its wait takes. What is gathered with ``placed`` stays in the buffer that it
-came to, until ``all_gather_release``; else the wait copies it. A buffer is a call's until then, and there are two of
-each kind.
+A start gives a token, a tensor of no elements, which its wait takes. What is gathered with ``placed`` stays in the
+buffer that it came to, until ``all_gather_release``; else the wait copies it. A buffer is a call's until then, and
+there are two of each kind.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def run_release(token: Tensor) -> None:
 
 
 def _token(x: Tensor, started: Started) -> Tensor:
-    token = x.new_empty(1)
+    token = x.new_empty(0)
     token._weft_started = started  # type: ignore[attr-defined]
     return token
 

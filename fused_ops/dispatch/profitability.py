@@ -135,7 +135,7 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
     return None if profitable else f"too little is multiplied and scattered ({m} x {k} @ {k} x {n})"
 
 
-def why_not_async(part_bytes: int, world_size: int, device_type: str) -> str | None:
+def why_not_async(part_bytes: int, device_type: str) -> str | None:
     """Why a collective should not be copy engines' that runs beside others; None if it should.
 
     Args:

@@ -39,6 +39,7 @@ from .graph.collectives import (
 from .graph.subgraphs import WHY, Called
 from .log import log_line
 from .memory.at_run_time import verifies, verify_memory
+from .order.at_once import start_when_needed
 from .order.change import OrderChange
 from .order.in_pass import changed_order, keep_what_is_ordered
 from .origin import module_of, source_of
@@ -241,6 +242,8 @@ class FusionPass(PassSettings, CustomGraphPass):
         name_groups(graph)
         wait_for_each(graph)
         wait_once(graph)
+        if self.reorder is not None and self.collectives == AUTO:
+            start_when_needed(graph)
         nodes = list(collectives(graph))
         self._graphs += 1
         for number in self._called.put_back(graph):

@@ -83,6 +83,13 @@ def body(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
 
 
+def put_in_order(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
+    """Puts the nodes of ``body`` in this order, in front of the output. Attributes are read before all of them."""
+    output = graph.output_node()
+    for node in order:
+        output.prepend(node)
+
+
 def _sums(changes: Iterable[int]) -> list[int]:
     total, sums = 0, []
     for change in changes:

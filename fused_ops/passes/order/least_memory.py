@@ -7,20 +7,23 @@ for scattered gradients behind everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import fx
 
-from ..graph.collectives import communicates
+from ..graph.collectives import communicates, waits
 from ..memory.hazards import Hazards
+from .costs import counted_flops
 from .transports import Transfer
 
 
+def is_light(node: fx.Node, hazards: Hazards) -> bool:
+    """Whether a node moves along with the collective that needs it, or that it needs: a cast, a copy, a view."""
+    return not (communicates(node) or waits(node) or counted_flops(node) or hazards.segment[node] % 2)
+
+
 def order_of_least_memory(
-    order: Sequence[fx.Node],
-    hazards: Hazards,
-    found: Sequence[Transfer],
-    is_light: Callable[[fx.Node], bool],
+    order: Sequence[fx.Node], hazards: Hazards, found: Sequence[Transfer]
 ) -> list[fx.Node]:
     """That order. Collectives keep theirs."""
     at = {n: i for i, n in enumerate(order)}
@@ -46,7 +49,7 @@ def order_of_least_memory(
             continue
         transfer_of = of_start.get(node)
         if transfer_of is not None and transfer_of.waits and transfer_of.given < transfer_of.made:
-            own = _private(node, hazards, behind, is_light, place, at)
+            own = _private(node, hazards, behind, place, at)
             ends = [place[n] for each in own for n in behind[each] if n not in own]
             target = min([next_collective, *ends])
             while hazards.segment[order[target - 1]] != hazards.segment[node]:
@@ -71,7 +74,6 @@ def _private(
     start: fx.Node,
     hazards: Hazards,
     behind: dict[fx.Node, list[fx.Node]],
-    is_light: Callable[[fx.Node], bool],
     place: dict[fx.Node, int],
     at: dict[fx.Node, int],
 ) -> set[fx.Node]:
@@ -80,7 +82,7 @@ def _private(
     while pending:
         for other in hazards.before[pending.pop()]:
             unmoved = place[other] == at[other] and hazards.segment[other] == hazards.segment[start]
-            if other not in own and unmoved and is_light(other) and own.issuperset(behind[other]):
+            if other not in own and unmoved and is_light(other, hazards) and own.issuperset(behind[other]):
                 own.add(other)
                 pending.append(other)
     return own

@@ -17,11 +17,11 @@ from ....symm_mem.layout import NUM_BUFFERS
 from ..graph.collectives import communicates, group_of, waits, what
 from ..memory.alias_sets import AliasSets
 from ..memory.hazards import Hazards
-from ..memory.live_bytes import LiveBytes, body
+from ..memory.live_bytes import LiveBytes, body, put_in_order
 from .change import OrderChange, Placed
-from .costs import CostTable, counted_flops, kernel_time, transfer_time
+from .costs import CostTable, kernel_time, transfer_time
 from .exposure import Timeline, timeline_of
-from .least_memory import order_of_least_memory
+from .least_memory import is_light, order_of_least_memory
 from .picture import DrawnOrder
 from .transports import COPIED, Transfer, transfers
 
@@ -77,7 +77,7 @@ class _Walk:
 
     def start_from_least_memory(self) -> None:
         """Takes the order that needs the least memory, or the given one if that needs less, and allows no more."""
-        least = order_of_least_memory(self.given, self.hazards, self.transfers, self._light)
+        least = order_of_least_memory(self.given, self.hazards, self.transfers)
         anew = LiveBytes(self.sets, least)
         if anew.peak <= self.live.peak:
             self.live = anew
@@ -165,7 +165,11 @@ class _Walk:
                 why = f"it is at the {'beginning' if up else 'end'}"
                 break
             other = live.order[edge]
-            if self._depends(other, block, up) and self._light(other) and len(block) < _TAKEN_ALONG:
+            if (
+                self._depends(other, block, up)
+                and is_light(other, self.hazards)
+                and len(block) < _TAKEN_ALONG
+            ):
                 block = [other, *block] if up else [*block, other]
                 events.append((other, False))
                 continue
@@ -212,11 +216,6 @@ class _Walk:
             window = [*passed, *block, *rest]
         assert len(window) == max(places) - first + 1 and set(taken) <= set(window)
         live.rearrange(first, window)
-
-    def _light(self, node: fx.Node) -> bool:
-        return not (
-            communicates(node) or waits(node) or counted_flops(node) or self.hazards.segment[node] % 2
-        )
 
     def _depends(self, other: fx.Node, block: Iterable[fx.Node], up: bool) -> bool:
         before = self.hazards.before
@@ -324,7 +323,7 @@ def reorder(
     if kept:
         after, now = before, given
     else:
-        _apply(graph, walk.live.order)
+        put_in_order(graph, walk.live.order)
         now = walk.kernels_before()
     placed = []
     for transfer in walk.transfers:
@@ -353,10 +352,3 @@ def _why_kept(walk: _Walk, peak: int, before: float, after: float) -> str:
     if walk.live.peak < peak and after <= allowed:
         return ""
     return "the new one hides no more"
-
-
-def _apply(graph: fx.Graph, order: list[fx.Node]) -> None:
-    """Puts the nodes in this order, in front of the output. Attributes are read before all of them."""
-    output = graph.output_node()
-    for node in order:
-        output.prepend(node)

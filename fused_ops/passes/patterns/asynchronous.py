@@ -94,7 +94,7 @@ class AsyncPattern:
             ops, part = (schema.all_gather_start, schema.all_gather_wait), x.nbytes
         else:
             ops, part = (schema.reduce_scatter_start, schema.reduce_scatter_wait), x.nbytes // c.world
-        if (small := profitability.why_not_async(part, c.world, x.device.type)) is not None:
+        if (small := profitability.why_not_async(part, x.device.type)) is not None:
             raise LeftAlone(small)
         if _begun_before_its_wait(c) >= _AT_ONCE:
             raise LeftAlone(f"more than {_AT_ONCE} of its kind are on their way at once")

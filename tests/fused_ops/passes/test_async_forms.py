@@ -92,15 +92,29 @@ def test_settings_of_inductor_that_part_a_start_from_its_wait(setting: str) -> N
     )
 
 
-def test_at_most_two_are_on_their_way() -> None:
-    def fn(*shards: Tensor) -> Tensor:
-        begun = [c10d.all_gather_into_tensor(s, WORLD, name()) for s in shards]
-        return torch.stack([c10d.wait_tensor(b).sin().sum() for b in begun])
+def begun_together(*shards: Tensor, writes: bool = False) -> Tensor:
+    begun = [c10d.all_gather_into_tensor(s, WORLD, name()) for s in shards]
+    if writes:
+        shards[-1].zero_()
+    return torch.stack([(shards[0] @ c10d.wait_tensor(b).t()).sum() for b in begun])
 
-    graph, report = passed(fn, *[(ROWS, 256)] * 3)
-    assert len(nodes(graph, "all_gather_start")) == 2
-    left = next(str(e.reason) for e in report.entries if e.fused_into is None)
+
+def test_those_that_start_together_start_one_product_ahead() -> None:
+    """As torch starts the gathers of an inference graph."""
+    graph, report = passed(begun_together, *[(ROWS, 256)] * 4)
+    names = {weft_ops.all_gather_start.default: "start", weft_ops.all_gather_wait.default: "wait"}
+    names[aten.mm.default] = "mm"
+    order = [names[n.target] for n in graph.nodes if n.target in names]
+    assert report.left == 0 and order == ["start", "wait", *["start", "mm", "wait"] * 3, "mm"]
+    operands = [str(n.args[0]) for n in nodes(graph, "all_gather_start")]
+    assert operands == [n.name for n in graph.nodes if n.op == "placeholder"]
+
+
+def test_a_start_that_cannot_be_later_is_left_to_the_backend() -> None:
+    graph, report = passed(lambda *x: begun_together(*x, writes=True), *[(ROWS, 256)] * 3)
+    (left,) = [str(e.reason) for e in report.entries if e.fused_into is None]
     assert "more than 2 of its kind are on their way at once" in left
+    assert len(nodes(graph, "all_gather_start")) == 2
 
 
 def test_what_is_gathered_is_released_behind_its_last_reader() -> None:
