@@ -296,6 +296,11 @@ def is_copied(node: fx.Node) -> bool:
     return node.target in _COPIED
 
 
+def is_placed(node: fx.Node) -> bool:
+    """Whether what the node has waited for stays on the heap, where it came to."""
+    return node.target is schema.all_gather_wait and bool(node.kwargs.get("placed"))
+
+
 def writes(node: fx.Node) -> bool:
     """Whether the node writes to memory or has another effect: what reads memory must not be moved across it."""
     if node.op in ("call_module", "call_method"):

@@ -17,9 +17,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from ..graph.collectives import communicates, fills_what_it_waits_for, waits
+from ..graph.collectives import communicates, fills_what_it_waits_for, is_placed, waits
 
-HEAP = "heap"  #: the pool of what fused ops stage on the symmetric heap
+HEAP = "heap"  #: the pool of what copy engines have gathered, read where it came
 UNKNOWN = 1  # bytes of a size that depends on data
 
 
@@ -30,7 +30,7 @@ class AliasSet:
     Attributes:
         number: counts the sets of a graph.
         size: bytes.
-        pool: the device that it lies on.
+        pool: the device that it lies on, or the symmetric heap.
         external: it is there before the graph runs.
         escapes: the graph returns it.
         nodes: all that makes, reads or writes it, in the order of the graph.
@@ -45,8 +45,8 @@ class AliasSet:
 
     @property
     def counted(self) -> bool:
-        """Whether the graph makes it."""
-        return not self.external
+        """Whether the graph makes it, in torch's memory."""
+        return not self.external and self.pool != HEAP
 
 
 class AliasSets:
@@ -76,7 +76,8 @@ class AliasSets:
             for tensor, key in zip(tensors_of(node), keys[node], strict=True):
                 root = self._root(key)
                 if root not in found:
-                    found[root] = AliasSet(len(self.sets), pool=tensor.device.type)
+                    pool = HEAP if is_placed(node) else tensor.device.type
+                    found[root] = AliasSet(len(self.sets), pool=pool)
                     self.sets.append(found[root])
                 each = own[root] = found[root]
                 each.size = max(each.size, bytes_of(tensor))

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from ....symm_mem import WeftError
+from .heap_ranges import HeapRanges
 
 _log = logging.getLogger("weft.passes")
 _SHOWN = 5  # problems in an error
@@ -42,6 +43,7 @@ class CodeWatch:
         self._inputs = [StorageWeakRef(t.untyped_storage()) for t in inputs if isinstance(t, Tensor)]
         self._dying: list[tuple[str, StorageWeakRef, int]] = []
         self._before: dict[str, Any] = {}
+        self._in_heap = HeapRanges()
 
     def made(self, name: str, value: Any, size: int | None, within: Collection[str] | None = ()) -> None:
         """A name stands for a tensor, or several, from here on.
@@ -65,6 +67,19 @@ class CodeWatch:
                 self._sizes[ref.cdata] = nbytes
         self._names[name] = storages
         self._note_peak()
+
+    def started(self, token: str) -> None:
+        """A gather was started."""
+        self._in_heap.start(token)
+
+    def placed(self, name: str, tensor: Tensor, token: str) -> None:
+        """A name stands for memory of the heap until it is released."""
+        if (other := self._in_heap.come(name, tensor, token)) is not None:
+            self.problems.append(f"{name} has come to where {other} was on the heap")
+
+    def released(self, name: str) -> None:
+        """What a name stands for is read no more."""
+        self._in_heap.leave(name)
 
     def alone(self, name: str, tensor: Tensor) -> Tensor:
         """Another tensor of memory that is about to be used again. Whatever holds the one given then shows."""

@@ -34,7 +34,7 @@ class Hazards:
             before = self.before[node]
             # Making memory is its first write.
             writes = {s.number for s in sets.written[node]}
-            writes |= {s.number for s in sets.made[node] if s.counted} - wrote.keys()
+            writes |= {s.number for s in sets.made[node] if not s.external} - wrote.keys()
             for each in sets.touched(node):
                 number = each.number
                 if number not in written:

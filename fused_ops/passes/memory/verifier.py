@@ -12,7 +12,9 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from .alias_sets import AliasSets, bytes_of, held_until, tensors_of
+from ..graph.collectives import is_copied
+from .alias_sets import HEAP, AliasSet, AliasSets, bytes_of, held_until, tensors_of
+from .heap_ranges import HeapRanges
 from .live_bytes import LiveBytes, body
 
 _A_MOMENT = 1.0  # seconds
@@ -43,6 +45,7 @@ class MemoryVerifier(fx.Interpreter):
         self._sets = AliasSets(module.graph)
         self._lives = LiveBytes(self._sets, body(module.graph))
         self._dying = self._lives.dying()
+        self._in_heap = HeapRanges()
         self._there: dict[int, StorageWeakRef] = {}  # by number of the alias set
         self._sizes: dict[int, int] = {}
 
@@ -61,6 +64,8 @@ class MemoryVerifier(fx.Interpreter):
                 found.measured.append(sum(self._alive().values()))
             for unused in last.get(node, ()):
                 del self.env[unused]
+            for gone in self._leaving(node):
+                self._in_heap.leave(gone.nodes[0].name)
             for dead in self._dying.get(node, ()):
                 if dead.number in self._there and _is_held(self._there[dead.number]):
                     maker = dead.nodes[0].name
@@ -68,6 +73,10 @@ class MemoryVerifier(fx.Interpreter):
                         f"behind {node.name} the {dead.size} bytes that {maker} made are still held"
                     )
         return found
+
+    def _leaving(self, node: fx.Node) -> list[AliasSet]:
+        """What lies on the heap, and nothing reads behind this node."""
+        return [s for s in self._sets.touched(node) if s.pool == HEAP and s.nodes[-1] is node]
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
         """For each node those whose value nothing uses behind it."""
@@ -94,7 +103,15 @@ class MemoryVerifier(fx.Interpreter):
         if len(made) != len(said):
             found.problems.append(f"{node.name} made {len(made)} tensors instead of {len(said)}")
             return
+        if is_copied(node):
+            self._in_heap.start(node.name)
         for real, own in zip(made, self._sets.sets_of(node), strict=True):
+            if own.pool == HEAP:
+                if own.nodes[0] is node:
+                    other = self._in_heap.come(node.name, real, node.all_input_nodes[0].name)
+                    if other is not None:
+                        found.problems.append(f"{node.name} has come to where {other} was on the heap")
+                continue
             storage = real.untyped_storage()
             known = self._there.get(own.number)
             if (

@@ -26,6 +26,8 @@ from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._pytree import tree_leaves
 
+from ...library import schema
+
 _log = logging.getLogger("weft.passes")
 _lib = torch.library.Library("weft", "FRAGMENT")
 _lib.define("watch_memory() -> ()")
@@ -155,7 +157,16 @@ class _Lines:
             yield self._within(line.result_name, line.arg_name, self._parts.get(line.result_name))
 
     def _of_extern(self, node: Any) -> Iterator[Any]:
-        name, layout = node.get_name(), node.get_output_spec()
+        name, layout, op = node.get_name(), node.get_output_spec(), getattr(node, "op_overload", None)
+        if op is schema.all_gather_release:
+            yield f"weft_watch.released({node.inputs[1].get_name()!r})"
+            return
+        if op is schema.all_gather_start:
+            yield f"weft_watch.started({name!r})"
+        if op is schema.all_gather_wait and name in V.graph.never_reuse_buffers:  # on the heap
+            self.held[name] = set()
+            yield DeferredLine(name, f"weft_watch.placed({name!r}, {name}, {node.inputs[0].get_name()!r})")
+            return
         if isinstance(layout, ir.NoneLayout) or name in V.graph.removed_buffers:
             return
         if node.get_inputs_that_alias_output() or node.get_mutation_names():

@@ -8,7 +8,6 @@ from dataclasses import replace
 from torch import fx
 from torch._inductor import config as inductor_config
 
-from ..memory.at_run_time import verifies
 from ..settings import PassSettings
 from .buckets import fill_buckets
 from .change import Bucket, OrderChange
@@ -68,8 +67,9 @@ def changed_order(
             buckets=buckets,
             drawn=(before.drawn, now.drawn),
         )
-    if not verifies():  # whose interpreter compares the storages of values with those of their fakes
-        place_gathers(graph)
+    if place_gathers(graph):  # on the heap, not in torch's memory
+        now = OrderEstimate.of(graph, table)
+        change = replace(change, peak_after=now.peak, drawn=(change.drawn[0], now.drawn))
     return change
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 from unittest.mock import patch
 
@@ -10,10 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from torch import Tensor
+from torch import Tensor, fx
+from torch._inductor.utils import run_and_get_code
 from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 from weft.fused_ops import FusionPass
 from weft.fused_ops.passes.memory import at_run_time
+from weft.fused_ops.passes.order import in_pass
+from weft.fused_ops.passes.order.placed import place_gathers
 
 ENV = {"WEFT_VERIFY_MEMORY": "1"}
 
@@ -74,6 +78,50 @@ def kept(rank: int, world: int) -> str:
         torch.compile(fn, options=FusionPass().options)(torch.randn(4, 8), torch.randn(8, 8))
     dist.barrier()
     return str(error.value)
+
+
+def layers(x: Tensor, *shards: Tensor) -> Tensor:
+    for shard in shards:
+        x = torch.tanh(x @ all_gather_tensor(shard, 0, dist.group.WORLD))
+    return x
+
+
+def gathered_in_place(rank: int, world: int, too_early: bool) -> str:
+    """What is gathered lies on the heap. The code, or what is said of releases that stand right behind the waits."""
+
+    def placed(graph: fx.Graph) -> int:
+        count = place_gathers(graph)
+        for node in graph.find_nodes(op="call_function", target=torch.ops.weft.all_gather_release.default):
+            if too_early:
+                node.args[1].append(node)
+        return count
+
+    x, shards = torch.randn(8, 512), [torch.randn(512 // world, 512) / 20 for _ in range(4)]
+    fusion = FusionPass(reorder=True)
+    compiled = torch.compile(layers, options=fusion.options)
+    with torch.no_grad(), patch.object(in_pass, "place_gathers", placed):
+        if too_early:
+            with pytest.raises(Exception, match="WEFT_VERIFY_MEMORY: a compiled graph's memory is") as error:
+                compiled(x, *shards)
+            dist.barrier()
+            return str(error.value)
+        y, (code,) = run_and_get_code(compiled, x, *shards)
+        for _ in range(2):
+            assert torch.equal(compiled(x, *shards), y)
+        torch.testing.assert_close(y, layers(x, *shards), rtol=1e-4, atol=1e-4)
+    (order,) = fusion.report().orders
+    assert order.peak_after <= order.peak_before - 2 * 512 * 512, "two weights at once are not torch's memory"
+    return str(code)
+
+
+def test_what_is_gathered_in_place_is_as_predicted() -> None:
+    for code in run_ranks(gathered_in_place, 2, False, env=ENV):
+        assert [code.count(f"weft_watch.{word}(") for word in ("started", "placed", "released")] == [4] * 3
+
+
+def test_a_release_in_front_of_a_reader_is_seen() -> None:
+    for said in run_ranks(gathered_in_place, 2, True, env=ENV, fresh=True):
+        assert re.search(r"all_gather_wait_default_1 has come to where all_gather_wait_default was", said)
 
 
 def test_fused_graphs_are_as_predicted() -> None:
