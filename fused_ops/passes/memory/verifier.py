@@ -108,9 +108,9 @@ class MemoryVerifier(fx.Interpreter):
         for real, own in zip(made, self._sets.sets_of(node), strict=True):
             if own.pool == HEAP:
                 if own.nodes[0] is node:
-                    other = self._in_heap.come(node.name, real, node.all_input_nodes[0].name)
-                    if other is not None:
-                        found.problems.append(f"{node.name} has come to where {other} was on the heap")
+                    there = self._in_heap.come(node.name, real, node.all_input_nodes[0].name)
+                    if there is not None:
+                        found.problems.append(f"{node.name} has come to where {there} was on the heap")
                 continue
             storage = real.untyped_storage()
             known = self._there.get(own.number)

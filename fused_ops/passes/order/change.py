@@ -69,7 +69,7 @@ class OrderChange:
         graph: counts the graphs that the pass saw, from 0.
         placed: its collectives, in the order given.
         before, after: microseconds that the compute stream would wait for all of them.
-        peak_before, peak_after: bytes that the graph makes and holds at once.
+        peak_before, peak_after: bytes of torch's memory that the graph makes and holds at once.
         crossed: groups whose collectives are in buckets, or have changed their order against others'.
         buckets: what was put into one call.
         drawn: what ``svg`` shows of the order before and after.
