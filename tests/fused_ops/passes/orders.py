@@ -82,8 +82,13 @@ class LateRanks(Ranks):
         return made
 
 
-def program(seed: int) -> Callable[..., Any]:
-    """Products, sums, writes to parts, and collectives that are waited for now or later."""
+def program(seed: int, most: int = 2, at_once: float = 0.5) -> Callable[..., Any]:
+    """Products, sums, writes to parts, and collectives that are waited for now or later.
+
+    Args:
+        most: of them are on their way at once.
+        at_once: how often one is waited for behind what follows it.
+    """
 
     def fn(x: Tensor, w: Tensor) -> list[Tensor]:
         rng, values, pending = random.Random(seed), [x, x + 1], []
@@ -121,7 +126,7 @@ def program(seed: int) -> Callable[..., Any]:
                 pending.append(c10d.reduce_scatter_tensor(small(v), "sum", WORLD, name()))
             else:
                 pending.append(c10d.all_reduce(v, "avg", name()))
-            if len(pending) > 2 or (pending and rng.random() < 0.5):
+            if len(pending) > most or (pending and rng.random() < at_once):
                 values.append(small(c10d.wait_tensor(pending.pop(0))).float())
         return [*values[-3:], *(c10d.wait_tensor(p) for p in pending)]
 
