@@ -28,7 +28,6 @@ import torch
 import torch.compiler.config
 import torch.distributed._functional_collectives  # it tells torch.fx that waiting is a side effect
 from torch import Tensor, fx
-from torch._functorch import compile_utils
 from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -39,6 +38,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 COMMUNICATING: list[OpOverload] = []
 #: Those of registered tensors: their first argument is one, or several, that a graph is given and does not make.
 OF_REGISTERED: list[OpOverload] = []
+_APART = set[OpOverload]()  # of those, the ones that are in graphs
 #: What a wait has in its ``meta`` if it only keeps an op of weft.
 KEEPS = "weft_keeps"
 
@@ -56,8 +56,22 @@ def declare_communicating(op: OpOverload) -> None:
     """Tells torch.compile so. Once for each op, when it is defined, or when it is implemented by weft."""
     COMMUNICATING.append(op)
     op.py_impl(FunctionalTensorMode)(_functionalized(op))
-    # What AOTAutograd does not merge: these draw random numbers, and are as little the same when called twice.
-    compile_utils.rand_ops.extend(_in_graphs(op))
+
+
+def _keep_apart(op: OpOverload) -> None:
+    """Has AOTAutograd not merge equal calls, as it merges none of what draws random numbers.
+
+    When a graph with the op is made: what merges is imported with Dynamo, which takes seconds.
+    """
+    if op not in _APART:
+        _APART.add(op)
+        _never_merged().extend(_in_graphs(op))
+
+
+def _never_merged() -> list[Any]:
+    from torch._functorch import compile_utils
+
+    return compile_utils.rand_ops
 
 
 def _in_graphs(op: OpOverload) -> list[Any]:
@@ -73,8 +87,10 @@ def withdraw_communicating(op: OpOverload) -> None:
     COMMUNICATING.remove(op)
     del op.python_key_table[FunctionalTensorMode]
     op._dispatch_cache.clear()
-    for written in _in_graphs(op):
-        compile_utils.rand_ops.remove(written)
+    if op in _APART:
+        _APART.remove(op)
+        for written in _in_graphs(op):
+            _never_merged().remove(written)
     _tell_inductor()
 
 
@@ -117,6 +133,7 @@ def _functionalized(op: OpOverload) -> Callable[..., Any]:
 
     def call(mode: FunctionalTensorMode, *args: Any, **named: Any) -> Any:
         _tell_inductor()
+        _keep_apart(op)
         tensors = [t for t in tree_leaves((args, named)) if isinstance(t, Tensor)]
         result = mode.__torch_dispatch__(op, [*{type(t) for t in tensors}], args, named)
         if result is NotImplemented:
