@@ -54,6 +54,12 @@ def gather_rows(x: Tensor) -> Tensor:
     return c10d.wait_tensor(c10d.all_gather_into_tensor(x, WORLD, group().group_name))
 
 
+def scattered_unevenly(y: Tensor) -> Tensor:
+    """As DTensor scatters rows that the ranks cannot share: the last part is padded."""
+    a, b = y.split((y.shape[0] + 1) // WORLD)
+    return rs(torch.cat([a, F.pad(b, (0, 0, 0, 1))]))
+
+
 def scattered(x: Tensor) -> Tensor:
     return c10d.wait_tensor(c10d.reduce_scatter_tensor(x, "sum", WORLD, group().group_name))
 
@@ -228,6 +234,7 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
             Form("weight gathered (FSDP)", lambda x, w: F.linear(x, ag(w)), ((7, 8), l3)),
             Form("transposed, a weight's gradient", lambda x, g: g.t() @ ag(x), (x2, (12, 5))),
             Form("coalesced", coalesced, (x2, x2, w)),
+            Form("uneven shards", lambda x, w: ag(x)[:11] @ w, (x2, w)),
             Form("a factor behind the gather", lambda x, w: (ag(x) * 1.5) @ w, (x2, w)),
             Form(
                 "scaled bias and product", lambda x, w, b: b.addmm(ag(x), w, beta=2, alpha=3), (x2, w, (5,))
@@ -266,6 +273,7 @@ def forms() -> Iterator[tuple[str, list[Form]]]:
             Form("average", lambda x, w: rs(x @ w, 0, "avg"), ((12, 8), w)),
             Form("residual behind it", lambda x, w, r: r + rs(x @ w), ((12, 8), w, (6, 5))),
             Form("bias behind it", lambda x, w, b: rs(F.linear(x, w), 1) + b, ((2, 12, 8), l3, (5,))),
+            Form("uneven shards", lambda x, w: scattered_unevenly(x @ w), ((11, 8), w)),
             Form("doubled, before it is scattered", lambda x, w: rs(2 * (x @ w)), ((12, 8), w)),
             Form("halved, before it is scattered", lambda x, w: rs((x @ w) / 2), ((12, 8), w)),
             Form("difference of two", lambda x, y, w, v: rs(x @ w - y @ v), ((12, 8), (12, 4), w, (4, 5))),

@@ -27,7 +27,7 @@ from .agreement.outcomes import RunOutcomes
 from .agreement.signature import Order
 from .cache_key import pass_key
 from .canonicalize import by_position, canonicalize, make_functional, name_groups, wait_for_each, wait_once
-from .decompositions import write_out
+from .decompositions import Written, write_out
 from .graph.collectives import (
     Collective,
     LeftAlone,
@@ -37,6 +37,7 @@ from .graph.collectives import (
     kind_of,
 )
 from .graph.subgraphs import WHY, Called
+from .graph.uneven_shards import MovedPadding, move_padding
 from .log import log_line
 from .memory.at_run_time import verifies, verify_memory
 from .order.at_once import start_when_needed
@@ -251,7 +252,7 @@ class FusionPass(PassSettings, CustomGraphPass):
         if not nodes:
             self._custom_ops |= dict.fromkeys(custom_ops(graph))
             return
-        written = write_out(graph)
+        written: list[Written | MovedPadding] = [*write_out(graph), *move_padding(graph)]
         original = FallbackGraph(graph, nodes) if self.agree else None
         why_not = None
         if original is not None:

@@ -1,0 +1,204 @@
+"""Shards of different sizes, as DTensor gathers and scatters them: padded with rows of zeros to one size.
+
+Padding moves to the other side of the product, so that this stands beside its collective: rows that were cut off the
+gathered tensor are cut off the product, and zeros behind the product's rows are put behind its operand's. They are the
+last rows, fewer than there are ranks. Where no op takes the product, the graph gets back what it had.
+
+A row of zeros times a matrix is zero, or NaN in columns of the matrix that are not finite. There each other row of the
+product is infinite or NaN, too.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from .collectives import FLAT, argument, aten, c10d, calls, is_val, val
+from .rewrite import call, reshape
+from .split_cat import SPLITS
+
+_GATHER, _SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
+
+
+@dataclass
+class MovedPadding:
+    """What stands for the nodes that were there.
+
+    Attributes:
+        product: with the rows of all shards.
+        result: with those that there were.
+        made: all new nodes, in order.
+        old: what was there, in order, the last of which ``result`` stands for.
+    """
+
+    product: fx.Node
+    result: fx.Node
+    made: list[fx.Node]
+    old: list[tuple[fx.Node, Any, Any, Any, dict[str, Any]]]
+
+    @classmethod
+    def of(cls, product: fx.Node, result: fx.Node, made: list[fx.Node], old: list[fx.Node]) -> MovedPadding:
+        records = [(n, n.target, n.args, n.kwargs, n.meta) for n in old]
+        old[-1].replace_all_uses_with(result)
+        gone = []
+        for record in records[::-1]:
+            if not record[0].users:
+                record[0].graph.erase_node(record[0])
+                gone.append(record)
+        return cls(product, result, made, gone[::-1])
+
+    def put_back(self) -> None:
+        """Unless an op has taken the product."""
+        if self.product._erased or self.result._erased:
+            return
+        new: dict[fx.Node, fx.Node] = {}
+        with self.result.graph.inserting_before(self.result):
+            for node, target, given, named, meta in self.old:
+                args, kwargs = fx.map_arg((given, named), lambda n: new.get(n, n))
+                new[node] = self.result.graph.call_function(target, args, kwargs)
+                new[node].meta = meta
+        self.result.replace_all_uses_with(new[self.old[-1][0]])
+        for node in self.made[::-1]:
+            if not node.users:
+                node.graph.erase_node(node)
+
+
+def move_padding(graph: fx.Graph) -> list[MovedPadding]:
+    """Moves it wherever it stands between a collective and a product; gives what may be put back."""
+    found = []
+    for node in list(graph.nodes):
+        if node._erased:
+            continue
+        moved = None
+        if calls(node, aten.mm.default, aten.addmm.default):
+            moved = _cut_behind(node)
+        elif calls(node, aten.cat.default):
+            moved = _padded_in_front(node)
+        if moved is not None:
+            found.append(moved)
+    return found
+
+
+def _cut_behind(node: fx.Node) -> MovedPadding | None:
+    """``gathered[:n] @ w`` is ``(gathered @ w)[:n]``."""
+    args: Any = node.args
+    *addend, left, right = args
+    chain = list(_flat(left))
+    cut: Any = chain[-1]
+    if not calls(cut, aten.slice.Tensor) or any(is_val(a) and val(a).dim() != 1 for a in addend):
+        return None
+    source = cut.args[0]
+    *_, wait = _flat(source)
+    gather: Any = wait.args[0] if calls(wait, c10d.wait_tensor.default) else None
+    if not calls(gather, _GATHER):
+        return None
+    kept, there = _rows(left), _rows(source)
+    if kept is None or there is None or not _first_rows(cut) or not 0 < there - kept < gather.args[1]:
+        return None
+    if val(left).shape[1] != val(source).shape[-1]:
+        return None
+    whole = reshape(source, [there, val(left).shape[1]], node)
+    product = call(node, node.target, *addend, whole, right, **node.kwargs)
+    result = call(node, aten.slice.Tensor, product, 0, 0, kept)
+    made = [*([whole] if whole is not source else []), product, result]
+    return MovedPadding.of(product, result, made, [*chain[::-1], node])
+
+
+def _padded_in_front(node: fx.Node) -> MovedPadding | None:
+    """``pad(a @ w)`` is ``pad(a) @ w``, where it is cut into parts, the last of which are padded, and joined again."""
+    parts: Any = node.args[0]
+    if not isinstance(parts, list | tuple) or len(parts) < 2 or not calls(parts[0], operator.getitem):
+        return None
+    split: Any = parts[0].args[0]
+    dim = argument(node, 1, "dim", 0)
+    if not calls(split, *SPLITS[:2]) or argument(split, 2, "dim", 0) != dim or not _is_scattered(node):
+        return None
+    size, number, between = val(parts[0]).shape[dim], len(split.meta["val"]), [split]
+    for i, part in enumerate(parts):
+        inner = part
+        if calls(part, aten.constant_pad_nd.default):
+            if not _pads_last(part, dim):
+                return None
+            inner = part.args[0]
+        own = i < number and calls(inner, operator.getitem) and inner.args == (split, i)
+        empty = i >= number and inner is not part and val(inner).shape[dim] == 0
+        if not (own or empty) or val(part).shape[dim] != size:
+            return None
+        between += [
+            n for n in dict.fromkeys((inner, part)) if n not in between and not (empty and n is inner)
+        ]
+    source: Any = split.args[0]
+    chain = list(_flat(source))
+    product, have, want = chain[-1], _rows(source), _rows(node)
+    if not calls(product, aten.mm.default) or have is None or want is None or _leading(source, dim) != 1:
+        return None
+    if not 0 < want - have < len(parts) or have != val(product).shape[0]:
+        return None
+    if any(len(n.users) != 1 for n in chain) or not {*split.users} <= {*between}:
+        return None  # it would be computed twice
+    a, w = product.args
+    padded = call(node, aten.constant_pad_nd.default, a, [0, 0, 0, want - have], 0.0)
+    new = call(node, aten.mm.default, padded, w)
+    result = reshape(new, list(val(node).shape), node)
+    made = [padded, new, *([result] if result is not new else [])]
+    order = sorted({*chain, *between, node})
+    return MovedPadding.of(new, result, made, order)
+
+
+def _flat(node: Any) -> Iterator[fx.Node]:
+    """The node, and what it only reshapes."""
+    yield node
+    while calls(node, *FLAT) and node.target is not aten.clone.default and is_val(node.args[0]):
+        node = node.args[0]
+        yield node
+
+
+def _rows(node: fx.Node) -> int | None:
+    """How many there are of the last dimension; None where that is not known."""
+    shape = val(node).shape
+    if len(shape) < 2 or not all(isinstance(s, int) for s in shape) or not shape[-1]:
+        return None
+    return int(val(node).numel() // shape[-1])
+
+
+def _leading(node: fx.Node, dim: int) -> Any:
+    """How many elements the dimensions in front of one have."""
+    count: Any = 1
+    for size in val(node).shape[:dim]:
+        count = count * size
+    return count
+
+
+def _first_rows(cut: fx.Node) -> bool:
+    """Whether a slice takes the first rows of a tensor whose other dimensions in front are 1."""
+    dim = argument(cut, 1, "dim", 0)
+    ndim = val(cut).dim()
+    begins = argument(cut, 2, "start") in (None, 0) and argument(cut, 4, "step", 1) == 1
+    return begins and 0 <= dim < ndim - 1 and val(cut).dim() == dim + 2 and _leading(cut, dim) == 1
+
+
+def _pads_last(node: fx.Node, dim: int) -> bool:
+    """Whether it puts zeros behind a dimension, and nowhere else."""
+    pads: Any = node.args[1]
+    value = argument(node, 2, "value", 0)
+    at = 2 * (val(node).dim() - 1 - dim) + 1  # pairs, from the last dimension
+    return value == 0 and all(p == 0 for i, p in enumerate(pads) if i != at) and len(pads) > at
+
+
+def _is_scattered(node: fx.Node) -> bool:
+    """Whether a reduce-scatter takes it, maybe cut into parts along this dimension and joined along the first."""
+    pending: list[Any] = [node]
+    seen = 0
+    while pending and seen < 16:
+        each = pending.pop()
+        seen += 1
+        for user in each.users:
+            if calls(user, _SCATTER):
+                return True
+            if calls(user, *FLAT, *SPLITS, operator.getitem, aten.cat.default):
+                pending.append(user)
+    return False

@@ -1,0 +1,115 @@
+"""Rows that the ranks cannot share evenly, padded beside a collective, and near misses: the same numbers as unfused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from graphs import AG, RS, applied, check_same, fake_ranks, traced
+from test_near_forms import ag, rs
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+X, W, V = (6, 8), (8, 6), (6,)
+CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], list[str | None]]] = {}
+
+
+def case(into: list[str | None], *shapes: tuple[int, ...]) -> Callable[[Any], Any]:
+    """A program, the shapes of its inputs, and into what its collectives are fused."""
+
+    def enter(fn: Callable[..., Any]) -> Callable[..., Any]:
+        CASES[fn.__name__] = (fn, shapes, into)
+        return fn
+
+    return enter
+
+
+def in_parts(y: Tensor, *pads: int) -> Tensor:
+    """Cut into parts of 3 rows, and each padded by so many, as DTensor scatters them."""
+    parts = [aten.constant_pad_nd(p, [0, 0, 0, n]) if n else p for p, n in zip(y.split(3), pads, strict=True)]
+    return torch.cat(parts)
+
+
+@case([RS], (5, 8), W)
+def parts_of_which_the_last_is_padded(x: Tensor, w: Tensor) -> Tensor:
+    return rs(in_parts(x @ w, 0, 1))
+
+
+@case([None], (4, 8), W)
+def parts_that_are_padded_by_as_many_rows_as_there_are_ranks(x: Tensor, w: Tensor) -> Tensor:
+    return rs(in_parts(x @ w, 0, 2))
+
+
+@case([None], (5, 8), W)
+def a_padded_part_that_is_also_used(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = x @ w
+    return rs(in_parts(y, 0, 1)), y
+
+
+@case([None], (5, 8), W)
+def a_part_padded_by_another_number(x: Tensor, w: Tensor) -> Tensor:
+    a, b = (x @ w).split(3)
+    return rs(torch.cat([a, aten.constant_pad_nd(b, [0, 0, 0, 1], 2.0)]))
+
+
+@case([None], (5, 8), W)
+def a_part_padded_in_front(x: Tensor, w: Tensor) -> Tensor:
+    a, b = (x @ w).split(3)
+    return rs(torch.cat([a, aten.constant_pad_nd(b, [0, 0, 1, 0])]))
+
+
+@case([None], (5, 8), W, V)
+def padded_behind_a_bias(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return rs(in_parts(torch.addmm(v, x, w), 0, 1))
+
+
+@case([AG], X, W)
+def the_last_row_cut_off_and_kept(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = ag(x)[:11]
+    return y @ w, y.sin()
+
+
+@case([AG], (1, 6, 8), W)
+def the_last_row_of_a_batch_cut_off(x: Tensor, w: Tensor) -> Tensor:
+    return ag(x[0]).view(1, 12, 8)[:, :11].view(11, 8) @ w
+
+
+@case([None], X, W)
+def as_many_rows_cut_off_as_there_are_ranks(x: Tensor, w: Tensor) -> Tensor:
+    return ag(x)[:10] @ w
+
+
+@case([None], X, W)
+def the_first_row_cut_off(x: Tensor, w: Tensor) -> Tensor:
+    return ag(x)[1:] @ w
+
+
+@case([None], X, (11, 6))
+def the_last_row_cut_off_and_contracted(x: Tensor, w: Tensor) -> Tensor:
+    return ag(x)[:11].t() @ w
+
+
+@case([None], X, W)
+def the_last_row_cut_off_and_written(x: Tensor, w: Tensor) -> Tensor:
+    y = ag(x)[:11]
+    y[3].mul_(2)
+    return y @ w
+
+
+def calls(graph: fx.Graph) -> list[tuple[Any, list[Any]]]:
+    """What each node calls, with which nodes, by number."""
+    numbers = {n: i for i, n in enumerate(graph.nodes)}
+    return [(n.target, [numbers[a] for a in n.all_input_nodes]) for n in graph.nodes if n.op != "placeholder"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_are_the_same(name: str) -> None:
+    fn, shapes, into = CASES[name]
+    with fake_ranks(2):
+        seen = applied(traced(fn, *map(torch.randn, shapes)))
+        assert seen.fused == into, seen.reasons
+        check_same(seen, 2)
+        if into == [None]:
+            assert calls(seen.after) == calls(seen.before), "the graph has what it had"
