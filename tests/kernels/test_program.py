@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 from weft.kernels.device.jit import program as under_test
+from weft.kernels.device.jit.ahead import Compilation, program_counts
 from weft.kernels.device.jit.program import CompileError, Program, WaitParams, compile_cubin
 
 SOURCE = '#include "part.cuh"\nextern "C" __global__ void kernel(int* out) { *out = VALUE + PART; }\n'
@@ -48,6 +49,20 @@ def test_a_program_is_compiled_once(source: Path, compiles: list[str], tmp_path:
     assert compiles == ["sm_90a"]
     (left,) = (tmp_path / "cache").iterdir()
     assert left.suffix == ".cubin"
+
+
+def test_programs_are_compiled_in_the_background(source: Path, compiles: list[str]) -> None:
+    before = program_counts()
+    programs = [Program(source, defines={"VALUE": i}) for i in range(5)]
+    programs += [Program(source, defines={"VALUE": "no number"})]
+    on_their_way = Compilation(programs)
+    assert programs[0].cubin() == cubin(source, value=0)  # waits for it, or compiles it itself
+    assert on_their_way.wait(120)
+    counted = program_counts() - before
+    assert counted.ahead + counted.at_calls + counted.kept == 6 and counted.failed == 1
+    now = program_counts()
+    assert len({p.cubin() for p in programs[:5]}) == 5
+    assert program_counts() == now
 
 
 def test_whatever_changes_the_program_compiles_it_again(

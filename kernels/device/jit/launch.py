@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,11 @@ import torch
 import triton
 from triton import knobs
 from triton.runtime import driver
+from triton.runtime.jit import MockTensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ....symm_mem.backends.cuda_state import noted_programs
+from .ahead import count_program
 
 # Later versions hand the launcher its arguments in another form: there every launch takes the slow path.
 LAUNCHER_IS_KNOWN = triton.__version__.startswith("3.6.")
@@ -122,12 +126,16 @@ def compiling() -> Iterator[None]:
     """
     from ....symm_mem.backends.vmm import relaxed_capture
 
-    with relaxed_capture():
+    with relaxed_capture() if noted_programs() is None else nullcontext():
         _mode.compiles_only = True
         try:
             yield
         finally:
             _mode.compiles_only = False
+
+
+_compile_lock = threading.RLock()
+_kinds: set[Any] = set()  # of kernels that this process has compiled
 
 
 class Launch:
@@ -143,6 +151,7 @@ class Launch:
         self.kernel, self.operands, self.constants = kernel, tuple(operands), constants
         self._options = {"num_warps": warps, "num_stages": stages, **FIXED_OPTIONS}
         self._constants = tuple(constants.values())
+        self._kind = (*(o.block for o in operands), *self._constants, warps, stages)
         self._encoded: list[dict[int, list[Any]]] = [{} for _ in operands]
         self._fast: Callable[..., None] | None = None
         self._device = -1
@@ -156,7 +165,13 @@ class Launch:
     ) -> None:
         """Launch ``programs`` blocks on the current stream of the current device; inside ``compiling``, none."""
         if _mode.compiles_only:
-            self._compile(programs, described, tensors, numbers)
+            if (noted := noted_programs()) is not None:
+                types = tuple(x.dtype for x in described), tuple(x.dtype for x in tensors)
+                noted.append(TritonProgram(self, types, tuple(numbers), described[0].device))
+                return
+            compiled = self._compiled(described, tensors, numbers)
+            if compiled is not None:
+                _ = compiled.run  # loads it
             return
         if self._fast is not None and not _hooked():
             flat: list[Any] = []
@@ -173,19 +188,17 @@ class Launch:
         if compiled is not None and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
             self._keep(compiled)
 
-    def _compile(
-        self,
-        programs: int,
-        described: Sequence[torch.Tensor],
-        tensors: Sequence[torch.Tensor],
-        numbers: Sequence[int],
-    ) -> None:
+    def _compiled(self, described: Sequence[Any], tensors: Sequence[Any], numbers: Sequence[int]) -> Any:
+        """The kernel, compiled for such arguments, which have a dtype and an address."""
         descriptors = [o.describe(t) for o, t in zip(self.operands, described, strict=True)]
-        compiled = self.kernel.warmup(
-            *descriptors, *tensors, *numbers, grid=(programs,), **self.constants, **self._options
-        )
-        if compiled is not None:
-            _ = compiled.run  # loads it
+        kind = self.kernel, self._kind, tuple(x.dtype for x in (*described, *tensors))
+        with _compile_lock:  # also of what a thread compiles ahead
+            if kind not in _kinds:
+                count_program()
+                _kinds.add(kind)
+            return self.kernel.warmup(
+                *descriptors, *tensors, *numbers, grid=(1,), **self.constants, **self._options
+            )
 
     def _keep(self, compiled: Any) -> None:
         run = compiled.run
@@ -211,6 +224,25 @@ class Launch:
             known.clear()
         encoded = make_tensordesc_arg(self.operands[i].describe(tensor), self._descriptions[i])
         return known.setdefault(tensor.data_ptr(), encoded)
+
+
+@dataclass(frozen=True)
+class TritonProgram:
+    """What a launch would compile, known from the types of its tensors: for ``Compilation``."""
+
+    launch: Launch
+    types: tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]  # of described tensors, and of others
+    numbers: tuple[int, ...]
+    device: torch.device
+
+    def compile(self) -> None:
+        """Compiles it for the GPU that it is for, which must be there."""
+        described, tensors = ([MockTensor(dtype) for dtype in kind] for kind in self.types)
+        with torch.cuda.device(self.device):
+            self.launch._compiled(described, tensors, self.numbers)
+
+    def __str__(self) -> str:
+        return f"{self.launch.kernel.__name__} with {self.launch.constants}"
 
 
 def _hooked() -> bool:
