@@ -138,8 +138,11 @@ class Entry:
         return Entry(*fields, reason=reason, source=self.source, form=self.form, module=self.module)
 
     def planned(self, plan: Plan | None) -> Entry:
-        """The same with a plan."""
-        return self if plan is None else replace(self, plan=plan)
+        """The same with a plan. What runs unfused saves nothing."""
+        if plan is None:
+            return self
+        gain = 0.0 if plan.algorithm == "unfused" and self.gain is not None else self.gain
+        return replace(self, plan=plan, gain=gain)
 
     def noted(self, note: str) -> Entry:
         """The same, which says more of what became of it, or why it was left alone."""

@@ -18,7 +18,6 @@ import torch
 import triton
 from triton import knobs
 from triton.runtime import driver
-from triton.runtime.jit import MockTensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ....symm_mem.backends.cuda_state import noted_programs
@@ -237,6 +236,8 @@ class TritonProgram:
 
     def compile(self) -> None:
         """Compiles it for the GPU that it is for, which must be there."""
+        from triton.runtime.jit import MockTensor
+
         described, tensors = ([MockTensor(dtype) for dtype in kind] for kind in self.types)
         with torch.cuda.device(self.device):
             self.launch._compiled(described, tensors, self.numbers)
