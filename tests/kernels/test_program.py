@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from weft.kernels.device.jit import program as under_test
-from weft.kernels.device.jit.ahead import Compilation, program_counts
+from weft.kernels.device.jit.ahead import Compilation, ProgramCounts, program_counts
 from weft.kernels.device.jit.program import CompileError, Program, WaitParams, compile_cubin
 
 SOURCE = '#include "part.cuh"\nextern "C" __global__ void kernel(int* out) { *out = VALUE + PART; }\n'
@@ -63,6 +64,21 @@ def test_programs_are_compiled_in_the_background(source: Path, compiles: list[st
     now = program_counts()
     assert len({p.cubin() for p in programs[:5]}) == 5
     assert program_counts() == now
+
+
+def test_where_no_thread_can_be_started_nothing_is_compiled_ahead(
+    source: Path, compiles: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before, program = program_counts(), Program(source, defines={"VALUE": 7})
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert Compilation([program]).wait(10) and not compiles
+    assert "1 kernels are not compiled ahead" in caplog.text
+    assert Compilation([program]).wait(60)
+    assert program_counts() - before == ProgramCounts(ahead=1)
 
 
 def test_whatever_changes_the_program_compiles_it_again(
