@@ -20,6 +20,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ....symm_mem.backends import cuda_state
 from ....symm_mem.backends.cuda_state import noted_programs
 from .ahead import count_program
 
@@ -134,7 +135,16 @@ def compiling() -> Iterator[None]:
 
 
 _compile_lock = threading.RLock()
-_kinds: set[Any] = set()  # of kernels that this process has compiled
+
+
+@contextmanager
+def _counted(kernel: Any) -> Iterator[None]:
+    """Counts what the body compiles of a kernel, or takes from Triton's cache on disk: the variants that it keeps."""
+    caches = getattr(kernel, "device_caches", {})  # the interpreter has none
+    before = sum(len(each[0]) for each in caches.values())
+    yield
+    for _ in range(sum(len(each[0]) for each in caches.values()) - before):
+        count_program()
 
 
 class Launch:
@@ -150,7 +160,6 @@ class Launch:
         self.kernel, self.operands, self.constants = kernel, tuple(operands), constants
         self._options = {"num_warps": warps, "num_stages": stages, **FIXED_OPTIONS}
         self._constants = tuple(constants.values())
-        self._kind = (*(o.block for o in operands), *self._constants, warps, stages)
         self._encoded: list[dict[int, list[Any]]] = [{} for _ in operands]
         self._fast: Callable[..., None] | None = None
         self._device = -1
@@ -181,20 +190,17 @@ class Launch:
             self._fast(programs, stream, *flat, *addresses, *numbers, *self._constants)
             return
         descriptors = [o.describe(t) for o, t in zip(self.operands, described, strict=True)]
-        compiled = self.kernel[(programs,)](
-            *descriptors, *tensors, *numbers, **self.constants, **self._options
-        )
+        with _counted(self.kernel):
+            compiled = self.kernel[(programs,)](
+                *descriptors, *tensors, *numbers, **self.constants, **self._options
+            )
         if compiled is not None and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
             self._keep(compiled)
 
     def _compiled(self, described: Sequence[Any], tensors: Sequence[Any], numbers: Sequence[int]) -> Any:
         """The kernel, compiled for such arguments, which have a dtype and an address."""
         descriptors = [o.describe(t) for o, t in zip(self.operands, described, strict=True)]
-        kind = self.kernel, self._kind, tuple(x.dtype for x in (*described, *tensors))
-        with _compile_lock:  # also of what a thread compiles ahead
-            if kind not in _kinds:
-                count_program()
-                _kinds.add(kind)
+        with _compile_lock, _counted(self.kernel):  # also what a thread compiles ahead
             return self.kernel.warmup(
                 *descriptors, *tensors, *numbers, grid=(1,), **self.constants, **self._options
             )
@@ -239,7 +245,7 @@ class TritonProgram:
         from triton.runtime.jit import MockTensor
 
         described, tensors = ([MockTensor(dtype) for dtype in kind] for kind in self.types)
-        with torch.cuda.device(self.device):
+        with cuda_state.state.make_current(self.device):
             self.launch._compiled(described, tensors, self.numbers)
 
     def __str__(self) -> str:
