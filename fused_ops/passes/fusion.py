@@ -249,6 +249,7 @@ class FusionPass(PassSettings, CustomGraphPass):
             self._leave(number)
         if not nodes:
             self._custom_ops |= dict.fromkeys(custom_ops(graph))
+            GraphKernels(graph).compile()
             return
         written = write_out(graph)
         original = FallbackGraph(graph, nodes) if self.agree else None

@@ -110,7 +110,7 @@ class Entry:
         m, n, k: the product that this rank computes, [m, k] @ [k, n], with k = 0 what is reduced without its product;
         None when left alone, or not known before the run.
         gain: microseconds that fusing should save by ``profitability.expected_gain``; None like m, n, k.
-        plan: of a fused one, how the op's call runs; None where that is not known before the run.
+        plan: of a fused one on GPUs, how the op's call runs; None where that is not known before the run.
         module: the innermost module that runs it, as ``layers.3.mlp.down_proj (Linear)``; of a collective of a backward
         graph that of the forward's; "" where torch kept none.
     """
@@ -175,7 +175,7 @@ class Entry:
 
     def _as_planned(self) -> list[str]:
         plan = self.plan
-        if plan is None or plan.algorithm == "host":
+        if plan is None:
             return []
         if plan.algorithm == "unfused":
             return [f"runs unfused: {plan.reason}"]

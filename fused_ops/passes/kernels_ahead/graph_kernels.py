@@ -27,7 +27,7 @@ class GraphKernels:
     """What the calls of a graph run, as far as that is known before the run.
 
     Attributes:
-        plans: by the name of the collective of which a call was made.
+        plans: on GPUs, by the name of the collective of which a call was made.
         calls: as text, those that launch programs; each kind once.
     """
 
@@ -37,8 +37,8 @@ class GraphKernels:
         self._programs: list[CompilableProgram] = []
         known: dict[str, Plan | None] = {}
         for node in graph.nodes:
-            if not is_planned(node):
-                continue
+            if not is_planned(node) or node.args[0].meta["val"].device.type == "cpu":
+                continue  # CPU ranks have one way to run a call, and no kernels
             try:
                 text = text_of_call(node)
             except UnknownSize:
