@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from torch import fx
+from torch import Tensor, fx
 from torch._inductor.virtualized import V
 
 from ....kernels.device.jit.ahead import CompilableProgram, Compilation
 from ...dispatch.plan import Plan
-from .call_text import UnknownSize, is_planned, planned_text, programs_of, text_of_call
+from .call_text import is_planned, planned_text, programs_of, text_of_call
 
 _log = logging.getLogger("weft.passes")
 _COLLECTIVE = "weft_collective"  # in a node's meta: the name of what it was fused from
@@ -37,11 +37,12 @@ class GraphKernels:
         self._programs: list[CompilableProgram] = []
         known: dict[str, Plan | None] = {}
         for node in graph.nodes:
-            if not is_planned(node) or node.args[0].meta["val"].device.type == "cpu":
-                continue  # CPU ranks have one way to run a call, and no kernels
+            if not is_planned(node) or _is_on_cpu(node):
+                continue
             try:
                 text = text_of_call(node)
-            except UnknownSize:
+            except Exception as e:  # sizes that depend on data, or an argument of another kind
+                _log.debug("%s: %r", node, e)
                 continue
             if text not in known:
                 known[text] = self._planned(text)
@@ -63,6 +64,12 @@ class GraphKernels:
         """Has the programs compiled in the background."""
         if self._programs and not V.aot_compilation:
             Compilation(self._programs)
+
+
+def _is_on_cpu(node: fx.Node) -> bool:
+    """CPU ranks have one way to run a call, and no kernels."""
+    given = (n.meta.get("val") for n in node.all_input_nodes)
+    return all(x.device.type == "cpu" for x in given if isinstance(x, Tensor))
 
 
 class KernelsOnTheirWay:

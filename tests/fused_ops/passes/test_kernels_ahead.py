@@ -202,10 +202,38 @@ def test_the_report_has_the_plans(machine: Machine) -> None:
     assert {e.fused_into for e in fusion.report().entries} == {AG, RS}
 
 
-def reloaded(graph: fx.Graph) -> GraphGuard:
+class Alone(GraphGuard):
+    """It asks nobody. ``there``: what was compiled when it would."""
+
+    there = ProgramCounts()
+
+    def _look_up_groups(self) -> None: ...
+
+    def _agreed(self, signature: int) -> tuple[bool, bool]:
+        self.there = program_counts()
+        return True, False
+
+
+def reloaded(graph: fx.Graph) -> Alone:
     """The guard of a graph as the generated module makes it."""
     (question,) = graph.find_nodes(op="call_function", target=torch.ops.weft.agree.default)
-    return GraphGuard(str(question.args[0]))
+    return Alone(str(question.args[0]))
+
+
+def test_the_first_run_waits_for_what_is_on_its_way(
+    machine: Machine, asked: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before it asks: a rank that still compiles would be late."""
+    after, fusion = passed(traced_on_gpu(two_layers, *SHAPES), agree=True)
+    count = settled(fusion).ahead
+    machine.is_another_process()
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "another"))
+    machine.goes_on.clear()
+    before, guard = program_counts(), reloaded(after)
+    assert program_counts() == before
+    threading.Timer(0.3, machine.goes_on.set).start()
+    assert guard.fused() and guard.there - before == ProgramCounts(ahead=count)
+    assert guard._kernels is None and guard.fused()
 
 
 def test_a_graph_from_the_cache_has_its_kernels_compiled(
@@ -349,5 +377,10 @@ def test_symbolic_sizes_are_as_they_are_now(machine: Machine) -> None:
     assert isinstance(x.shape[0], torch.SymInt) and "[48, 8]" in text_of_call(calls[0])
     with pytest.raises(UnknownSize):
         text_of_call(calls[1])
+    device = graph.call_function(
+        torch.ops.weft.one_shot_all_reduce.default, (calls[0].args[0], torch.device("cpu"))
+    )
+    with pytest.raises(TypeError, match="an argument is of type device"):
+        text_of_call(device)
     note_collective(calls, "sum")
     assert [plan.algorithm for plan in GraphKernels(graph).plans.values()] == ["push"]
