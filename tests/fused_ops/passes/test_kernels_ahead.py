@@ -81,7 +81,17 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine
     made = Machine(monkeypatch, tmp_path / "cubins")
     with fake_ranks(WORLD):
         yield made
+        made.goes_on.set()
+        join_threads()
     made.is_another_process()
+
+
+def join_threads() -> None:
+    """Nothing is on its way any more."""
+    for thread in threading.enumerate():
+        if thread.name == "weft-compiles":
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -161,10 +171,7 @@ def run_first(graph: fx.Graph) -> int:
 
 def settled(fusion: FusionPass) -> ProgramCounts:
     """What was compiled once nothing is on its way any more."""
-    for thread in threading.enumerate():
-        if thread.name == "weft-compiles":
-            thread.join(60)
-            assert not thread.is_alive()
+    join_threads()
     return fusion.report().programs
 
 
