@@ -261,6 +261,7 @@ class Report:
 
     def __str__(self) -> str:
         ran = [str(d) for d in self.disagreements]
+        ran += [f"kernels: {self.programs}"] if self.programs != NO_PROGRAMS else []
         if not self.entries:
             return "\n".join([f"no collectives were seen: {self.runs.why_no_entries()}", *ran])
         groups: dict[tuple[str, ...], list[Entry]] = {}

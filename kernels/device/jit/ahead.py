@@ -48,6 +48,10 @@ class ProgramCounts:
     kept: int = 0
     failed: int = 0
 
+    def __str__(self) -> str:
+        failed = f", {self.failed} not compiled ahead" if self.failed else ""
+        return f"{self.ahead} compiled ahead, {self.at_calls} at calls, {self.kept} from the cache{failed}"
+
     def __sub__(self, before: ProgramCounts) -> ProgramCounts:
         return ProgramCounts(*(a - b for a, b in zip(astuple(self), astuple(before), strict=True)))
 

@@ -186,6 +186,7 @@ def test_the_first_run_of_two_layers_compiles_nothing(
     assert ahead.ahead == len(machine.compiled) == len(set(machine.compiled)) >= 3
     assert run_first(after) == len(report.entries)
     assert fusion.report().programs == ahead
+    assert f"kernels: {ahead.ahead} compiled ahead, 0 at calls, 0 from the cache\n" in f"{fusion.report()}\n"
     # Without: all of them at the first run.
     machine.is_another_process()
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "another"))
