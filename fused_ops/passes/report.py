@@ -179,8 +179,11 @@ class Entry:
             return []
         if plan.algorithm == "unfused":
             return [f"runs unfused: {plan.reason}"]
-        took = "" if plan.predicted_us is None else f" in {plan.predicted_us:.3g} us"
-        return [f"by {plan.algorithm}{took}"]
+        if (us := plan.predicted_us) is None:
+            return [f"by {plan.algorithm}"]
+        return [
+            f"by {plan.algorithm} in {us:.0f} us" if us >= 1000 else f"by {plan.algorithm} in {us:.3g} us"
+        ]
 
     def alike(self) -> tuple[str, ...]:
         """The same for entries that differ in the numbers of graphs, nodes and modules only."""

@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft import fused_ops
 from weft.fused_ops import planned_calls
 from weft.fused_ops.dispatch import profitability
+from weft.fused_ops.dispatch.plan import Plan
 from weft.fused_ops.passes import FusionPass
 from weft.fused_ops.passes.agreement import fallback_graph
 from weft.fused_ops.passes.agreement.guard import GraphGuard
@@ -208,6 +209,7 @@ def test_the_report_has_the_plans(machine: Machine) -> None:
     given = fx.map_arg((first.args, first.kwargs), lambda n: n.meta["val"])
     assert fusion.report().entries[0].plan == fused_ops.plan(first.target, *given[0], **given[1])
     assert {e.fused_into for e in fusion.report().entries} == {AG, RS}
+    assert "by push in 1234 us" in str(fusion.report().entries[0].planned(Plan("push", predicted_us=1234.4)))
 
 
 class Alone(GraphGuard):
