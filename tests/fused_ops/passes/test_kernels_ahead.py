@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import weft
 from graphs import AG, RS, copied, fake_ranks, gather, scatter
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
@@ -26,7 +27,7 @@ from weft import fused_ops
 from weft.fused_ops import planned_calls
 from weft.fused_ops.dispatch import profitability
 from weft.fused_ops.dispatch.plan import Plan
-from weft.fused_ops.passes import FusionPass
+from weft.fused_ops.passes import FusionPass, backend
 from weft.fused_ops.passes.agreement import fallback_graph
 from weft.fused_ops.passes.agreement.guard import GraphGuard
 from weft.fused_ops.passes.agreement.vote import GroupBackend
@@ -278,6 +279,14 @@ def test_what_is_kept_says_nothing_of_a_rank(machine: Machine) -> None:
     assert other.calls == texts
     theirs = {str(p) for p in other._programs}
     assert any("'RANK': 1" in p for p in theirs) and theirs != mine
+
+
+def test_the_report_of_all_models_counts_them(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    fusion = FusionPass()
+    monkeypatch.setattr(backend, "_made", {"": fusion})
+    passed(traced_on_gpu(two_layers, *SHAPES))
+    counted = settled(fusion)
+    assert counted.ahead >= 3 and weft.fusion_report().programs == counted
 
 
 def test_nothing_is_compiled_for_what_stays_unfused(machine: Machine) -> None:
