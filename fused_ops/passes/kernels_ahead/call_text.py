@@ -18,12 +18,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from ....kernels.device.jit.ahead import CompilableProgram
 from ...dispatch.plan import Plan
 from ...planned_calls import plan_and_programs
+from ..graph.collectives import hint
 
 _TENSOR, _DTYPE = "tensor", "dtype"
-
-
-class UnknownSize(Exception):
-    """A size of a call is not known before the run."""
 
 
 def is_planned(node: fx.Node) -> bool:
@@ -38,7 +35,7 @@ def text_of_call(node: fx.Node) -> str:
     """The call of a node, symbolic sizes as they are now.
 
     Raises:
-        UnknownSize: one of them is not known before the run.
+        LeftAlone: one of them depends on data.
         TypeError: it takes something else.
     """
     args = node.args, node.kwargs
@@ -49,7 +46,7 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, fx.Node):
         return _as_json(value.meta["val"])
     if isinstance(value, Tensor):
-        sizes = [[*map(_hint, value.shape)], [*map(_hint, value.stride())]]
+        sizes = [[*map(hint, value.shape)], [*map(hint, value.stride())]]
         return {_TENSOR: [*sizes, _name_of(value.dtype), value.device.type]}
     if isinstance(value, torch.dtype):
         return {_DTYPE: _name_of(value)}
@@ -58,18 +55,10 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _as_json(each) for key, each in value.items()}
     if isinstance(value, torch.SymInt):
-        return _hint(value)
+        return hint(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"an argument is of type {type(value).__name__}")
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    if not isinstance(size, torch.SymInt):
-        return size
-    if not size.node.has_hint():
-        raise UnknownSize(str(size))
-    return int(size.node.hint)
 
 
 def _name_of(dtype: torch.dtype) -> str:
