@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..kernels.device.jit.ahead import CompilableProgram
 from ..symm_mem import resolve_group
+from ..symm_mem.backends.cuda_state import noting_programs
 from ..symm_mem.heap.registry import default_device
 from .dispatch.plan import Plan
 from .dispatch.planning import Planned, planning
@@ -44,9 +45,26 @@ def plan(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     Raises:
         ValueError, TypeError: what the call would raise; or ``op`` is no such function.
     """
+    return _planned(op, args, kwargs, makes=False)
+
+
+def plan_and_programs(
+    op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Plan, list[CompilableProgram]]:
+    """As ``plan``, and the programs that the call would launch, for ``Compilation``. None is loaded.
+
+    Raises:
+        ValueError, TypeError: as ``plan``.
+    """
+    with noting_programs() as programs:
+        return _planned(op, args, kwargs, makes=True), programs
+
+
+def _planned(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, makes: bool) -> Plan:
     if not callable(op):
         raise TypeError(f"op: is of type {type(op).__name__}, must be a function of weft.fused_ops")
-    mode = detect_fake_mode((args, kwargs)) or FakeTensorMode()
+    fakes = (x for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor))
+    mode = next((x.fake_mode for x in fakes), None) or FakeTensorMode()
     device = _device_of_meta(args, kwargs)
 
     def fake(x: Tensor) -> Tensor:
@@ -60,7 +78,7 @@ def plan(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     with torch.no_grad():
         given, named = tree_map_only(Tensor, fake, (args, kwargs))
         try:
-            with mode, planning():
+            with mode, planning(makes=makes):
                 op(*given, **named)
         except Planned as planned:
             found: Plan = planned.plan

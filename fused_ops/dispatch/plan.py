@@ -98,7 +98,7 @@ class GraphTurn:
         this_thread.workspaces = self._before
 
 
-HOPPER_SMS = 132
+HOPPER_SMS = cuda_state.HOPPER_SMS
 _unfused_calls = 0
 this_thread = _ThisThread()
 _KERNELS = "push", "one_shot"  # around 16-bit matmuls

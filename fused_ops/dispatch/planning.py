@@ -10,11 +10,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+_NOT_LAUNCHED = "unfused", "host"
 
 
 class Planned(Exception):  # no error
@@ -27,6 +30,8 @@ class Planned(Exception):  # no error
 
 class _Here(threading.local):
     plans = False
+    makes = False
+    plan: Any = None  # of the call that is planned, once it is known
 
 
 _here = _Here()
@@ -38,23 +43,30 @@ def is_planning() -> bool:
 
 
 @contextmanager
-def planning() -> Iterator[None]:
-    """Calls inside the body are planned."""
-    _here.plans = True
+def planning(*, makes: bool = False) -> Iterator[None]:
+    """A call inside the body is planned. With ``makes`` it ends only when its launcher is made, too."""
+    _here.plans, _here.makes, _here.plan = True, makes, None
     try:
         yield
     finally:
-        _here.plans = False
+        _here.plans = _here.makes = False
 
 
-def stop(plan: Any) -> None:
+def stop(plan: Any, *, goes_on: bool = False) -> None:
     """Ends the call if it is planned.
+
+    Args:
+        goes_on: what follows may launch a kernel of ours, also where the plan has none.
 
     Raises:
         Planned: it is.
     """
-    if _here.plans:
-        raise Planned(plan)
+    if not _here.plans:
+        return
+    if _here.plan is None:
+        _here.plan = plan
+    if not _here.makes or (plan.algorithm in _NOT_LAUNCHED and not goes_on):
+        raise Planned(_here.plan)
 
 
 def address_of(x: Tensor) -> int:
@@ -85,16 +97,39 @@ class PlannedHeap:
     def rank(self) -> int:
         return self.group.rank()
 
+    @property
+    def group_name(self) -> str:
+        return self.group.group_name
+
     def prepare(self, *_: Any) -> None:
         """Nothing is made."""
 
 
-@dataclass
 class PlannedWorkspace:
-    """What a planned call asks of a workspace."""
+    """What a planned call, and a launcher that is made for it, ask of a workspace. It lies nowhere."""
 
-    layout: Any
-    prepared: dict[Any, Any] = field(default_factory=dict)
+    address = 0
+    span = 1 << 40
+
+    def __init__(self, heap: PlannedHeap, layout: Any) -> None:
+        self.heap, self.layout = heap, layout
+        self.rank, self.world_size = heap.rank, heap.world_size
+        self.prepared: dict[Any, Any] = {}
+        self.copy_streams: dict[Any, Any] = {}
+        self.words = torch.empty(1, dtype=torch.int32, device=heap.device)
+        self.fault = SimpleNamespace(address=0, record=0, words=self.words)
+        self.lock = threading.RLock()
 
     def raise_if_broken(self, *_: Any, **__: Any) -> None:
         """Nothing has happened."""
+
+    def buffer(self, rank: int, buffer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.heap.device)
+
+    def keep(self, key: Any, made: Any) -> None:
+        """Ends the call: what would be launched is made.
+
+        Raises:
+            Planned: always.
+        """
+        raise Planned(_here.plan)

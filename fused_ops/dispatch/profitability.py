@@ -31,6 +31,8 @@ OPS = (
     "reduce_scatter",
 )
 _ALONE = ("all_gather", "reduce_scatter")
+_GATHERING = ("all_gather_matmul", "all_gather_scaled_matmul")
+_MODELLED = (*_GATHERING, "matmul_reduce_scatter", "scaled_matmul_reduce_scatter")
 _ROW = 16  # bytes; the kernels' descriptors need rows of a multiple
 # Of HOPPER_SMS that some are reserved on a machine does not change what is profitable.
 _LEAST_ROWS = 64  # of a rank's result of a float32 matmul_reduce_scatter, for its tiles
@@ -116,23 +118,13 @@ def why_not_profitable(candidate: FusionCandidate) -> str | None:
     for row in (depth, columns):
         if row * dtype.itemsize % _ROW:
             return f"rows of {row} x {dtype} are no multiple of {_ROW} bytes"
-    if gathers:
-        if buffers:
-            of_gather = gather.AllGatherMatmulProblem(
-                rows, (n,), depth, world_size, HOPPER_SMS, last_dim, candidate.return_A, _spec()
-            )
-            profitable = gather.gather_is_profitable(of_gather)
-        else:
-            profitable = gather.copy_engine_is_profitable(rows, n, k, world_size, dtype.itemsize)
-        return None if profitable else f"too little is gathered and multiplied ({m} x {k} @ {k} x {n})"
     if buffers:
-        problem = scatter.MatmulReduceScatterProblem(
-            rows, columns, k, world_size, HOPPER_SMS, split_n=last_dim, spec=_spec()
-        )
-        profitable = scatter.scatter_is_profitable(problem)
+        profitable = _saved(candidate) > 0
+    elif gathers:
+        profitable = gather.copy_engine_is_profitable(rows, n, k, world_size, dtype.itemsize)
     else:
         profitable = rows >= _LEAST_ROWS
-    return None if profitable else f"too little is multiplied and scattered ({m} x {k} @ {k} x {n})"
+    return None if profitable else _too_little(candidate)
 
 
 def why_not_async(part_bytes: int, device_type: str) -> str | None:
@@ -151,29 +143,44 @@ def why_not_async(part_bytes: int, device_type: str) -> str | None:
 
 
 def _why_not_scaled(candidate: FusionCandidate, scaled: ScaledProducts) -> str | None:
-    m, n, k, size, last_dim = candidate.m, candidate.n, candidate.k, candidate.world_size, candidate.last_dim
+    m, n, k = candidate.m, candidate.n, candidate.k
     if 0 in (m, n, k):
         return f"of [{m}, {k}] and [{k}, {n}] one is empty"
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-        scaled = replace(scaled, torch_has_blocks=has_block_product(m, scaled.types, device))
     if candidate.op == "all_gather_scaled_matmul":
-        rows, depth = (m, k // size) if last_dim else (m // size, k)
-        if last_dim and scaled.kind is not ScaleKind.TENSOR:
+        if candidate.last_dim and scaled.kind is not ScaleKind.TENSOR:
             return f"the kernels do not gather the last dimension with {scaled.kind.value} scales"
-        of_gather = gather.AllGatherMatmulProblem(
-            *(rows, (n,), depth // 2, size, HOPPER_SMS, last_dim, candidate.return_A, _spec()), scaled=scaled
+    elif scaled.out_dtype == torch.float32:
+        return "the kernels send no partial results of torch.float32"
+    return None if _saved(candidate) > 0 else _too_little(candidate)
+
+
+def _too_little(candidate: FusionCandidate) -> str:
+    m, n, k = candidate.m, candidate.n, candidate.k
+    verb = "gathered and multiplied" if candidate.op in _GATHERING else "multiplied and scattered"
+    return f"too little is {verb} ({m} x {k} @ {k} x {n})"
+
+
+def _saved(candidate: FusionCandidate) -> float:
+    """Microseconds by the model of the kernels for 16 bits and fp8, with which their calls are planned."""
+    c, scaled, size = candidate, candidate.scaled, candidate.world_size
+    rows, depth = (c.m, c.k // size) if c.last_dim and c.op in _GATHERING else (c.m // size, c.k)
+    if scaled is not None:
+        depth //= 2  # in pairs of numbers
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+            scaled = replace(scaled, torch_has_blocks=has_block_product(c.m, scaled.types, device))
+    if c.op in _GATHERING:
+        return gather.gather_saves_us(
+            gather.AllGatherMatmulProblem(
+                *(rows, (c.n,), depth, size, HOPPER_SMS, c.last_dim, c.return_A, _spec()), scaled=scaled
+            )
         )
-        profitable, verb = gather.gather_is_profitable(of_gather), "gathered and multiplied"
-    else:
-        if scaled.out_dtype == torch.float32:
-            return "the kernels send no partial results of torch.float32"
-        rows, columns = (m, n // size) if last_dim else (m // size, n)
-        of_scatter = scatter.MatmulReduceScatterProblem(
-            *(rows, columns, k // 2, size, HOPPER_SMS), split_n=last_dim, spec=_spec(), scaled=scaled
+    rows, columns = (c.m, c.n // size) if c.last_dim else (rows, c.n)
+    return scatter.scatter_saves_us(
+        scatter.MatmulReduceScatterProblem(
+            *(rows, columns, depth, size, HOPPER_SMS), split_n=c.last_dim, spec=_spec(), scaled=scaled
         )
-        profitable, verb = scatter.scatter_is_profitable(of_scatter), "multiplied and scattered"
-    return None if profitable else f"too little is {verb} ({m} x {k} @ {k} x {n})"
+    )
 
 
 def _too_large(verb: str, size: int, most: int) -> str:
@@ -181,10 +188,22 @@ def _too_large(verb: str, size: int, most: int) -> str:
 
 
 def expected_gain(candidate: FusionCandidate) -> float:
-    """Microseconds that fusing should save: the shorter of sending and multiplying, which is hidden behind the other.
+    """Microseconds that fusing should save. A collective alone saves none: 0.
+
+    Of matmuls of 16 bits and fp8 beside gathers and reduce-scatters on CUDA: by how much the plan's prediction is less
+    than that of what is replaced. Of others what is hidden.
+    """
+    modelled = candidate.dtype.itemsize == 2 or candidate.scaled is not None
+    if candidate.device_type != "cuda" or candidate.op not in _MODELLED or not modelled:
+        return hidden_us(candidate)
+    return max(0.0, _saved(candidate))
+
+
+def hidden_us(candidate: FusionCandidate) -> float:
+    """Microseconds of the shorter of sending and multiplying, which is hidden behind the other.
 
     Sending takes bytes / link, multiplying m * n * k / rate; the link and the rate are constants of the device type.
-    Launches and how well either runs are left out. A collective alone hides nothing: 0.
+    Launches and how well either runs are left out.
     """
     m, n, k, world_size = candidate.m, candidate.n, candidate.k, candidate.world_size
     link, rate = _RATES.get(candidate.device_type, _RATES["cpu"])

@@ -80,7 +80,7 @@ def _unfused(
     x: Tensor, residual: Tensor | None, weight: Tensor, kind: NormKind, group: ProcessGroup, reason: str
 ) -> tuple[Tensor, Tensor]:
     """The all-reduce by itself, which may well be fused with nothing and still be ours."""
-    planning.stop(Plan("unfused", reason))  # the all-reduce has a plan of its own
+    planning.stop(Plan("unfused", reason), goes_on=True)  # the all-reduce has a plan of its own
     total = all_reduce.run_all_reduce(x, "sum", group, op=host.OP)
     ran(Plan("unfused", reason))
     normed, sums = add_residual_and_norm(total, residual, weight, kind)

@@ -148,9 +148,9 @@ def fusion_report() -> Report:
     ops = tuple(dict.fromkeys(op for r in reports for op in r.runs.custom_ops))
     # Of the process, so those of any one pass; that made first has seen the most.
     orders = [order for report in reports for order in report.orders]
-    return Report(
-        entries, reports[0].disagreements, reports[0].questions, PassRuns(graphs, keys, ops), orders
-    )
+    first = reports[0]
+    runs = PassRuns(graphs, keys, ops)
+    return Report(entries, first.disagreements, first.questions, runs, orders, first.programs)
 
 
 def _settings_of(

@@ -36,8 +36,10 @@ from .graph.collectives import (
     group_of,
     kind_of,
 )
+from .graph.rewrite import created_nodes
 from .graph.subgraphs import WHY, Called
 from .graph.uneven_shards import MovedPadding, move_padding
+from .kernels_ahead.graph_kernels import GraphKernels, note_collective
 from .log import log_line
 from .memory.at_run_time import verifies, verify_memory
 from .order.at_once import start_when_needed
@@ -58,7 +60,7 @@ from .regather import joint_options
 from .report import Entry, FusionError, PassRuns, Report
 from .report_file import put_into_file, write_reports
 from .sequence_parallel.joint import rewritten
-from .settings import AUTO, CAPTURE, RUN_AHEAD, PassSettings, Rewrites
+from .settings import AUTO, RUN_AHEAD, PassSettings, Rewrites
 
 
 class FusionPass(PassSettings, CustomGraphPass):
@@ -212,9 +214,9 @@ class FusionPass(PassSettings, CustomGraphPass):
         """
         others = [each for each in passes_of(getattr(inductor_config, SLOT)) if each is not self]
         runs = PassRuns(self._graphs, self._keys, tuple(self._custom_ops), names_of(others))
-        return Report(
-            self._entries, self._outcomes.disagreements(), self._outcomes.questions(), runs, self._orders
-        )
+        seen = self._outcomes
+        outcomes = seen.disagreements(), seen.questions(), runs, self._orders, seen.programs()
+        return Report(self._entries, *outcomes)
 
     def clear(self) -> None:
         """Empties the report of this pass; its graphs are counted from 0 again.
@@ -251,6 +253,7 @@ class FusionPass(PassSettings, CustomGraphPass):
             self._leave(number)
         if not nodes:
             self._custom_ops |= dict.fromkeys(custom_ops(graph))
+            GraphKernels(graph).compile()
             return
         written: list[Written | MovedPadding] = [*write_out(graph), *move_padding(graph)]
         original = FallbackGraph(graph, nodes) if self.agree else None
@@ -285,10 +288,11 @@ class FusionPass(PassSettings, CustomGraphPass):
         voted = {g for g in groups if has_ranks(g) and why_not_asked(g) is None} if self.agree else None
         if (change := changed_order(graph, self, self._graphs - 1, voted)) is not None:
             self._orders.append(change)
+        kernels = GraphKernels(graph)
+        report = Report(e.planned(kernels.plans.get(e.node)) for e in report.entries)
         if original is not None:
-            captured, ahead = self.agree == CAPTURE, self.agree == RUN_AHEAD
             passed = change.crossed if change else frozenset()
-            original.ask_first(graph, report.entries, orders, passed, captured=captured, ahead=ahead)
+            original.ask_first(graph, report.entries, orders, passed, agree=self.agree, calls=kernels.calls)
             self._called.remember(graph, original.graph, self._graphs - 1)
         keep_what_is_ordered(graph, change)
         if verifies():
@@ -299,6 +303,7 @@ class FusionPass(PassSettings, CustomGraphPass):
         write_reports()
         if self.strict and report.left:
             raise FusionError(report)
+        kernels.compile()
 
     def _leave(self, number: int) -> None:
         """Enters that a graph was put back as it was."""
@@ -355,12 +360,14 @@ class FusionPass(PassSettings, CustomGraphPass):
             if reason is not None:
                 raise LeftAlone(reason)
             order = match.order
-            match.replace()
+            with created_nodes() as created:
+                match.replace()
         except LeftAlone as e:
             entries[node] = Entry(**fields[node], **found, reason=str(e))
             return None
         # It may be one that was met before, and left.
         node = match.collective.node
+        note_collective(created, fields[node]["node"])
         into: dict[str, Any] = {"dim": match.dim, "fused_into": str(match.op._schema.name), **found}
         gain: dict[str, Any] = {}
         if problem is not None:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from ...kernels.device.jit.ahead import NO_PROGRAMS, ProgramCounts
+from ..dispatch.plan import Plan
 from .order.change import OrderChange
 from .ranges import as_ranges, without_numbers
 
@@ -108,6 +110,7 @@ class Entry:
         m, n, k: the product that this rank computes, [m, k] @ [k, n], with k = 0 what is reduced without its product;
         None when left alone, or not known before the run.
         gain: microseconds that fusing should save by ``profitability.expected_gain``; None like m, n, k.
+        plan: of a fused one on GPUs, how the op's call runs; None where that is not known before the run.
         module: the innermost module that runs it, as ``layers.3.mlp.down_proj (Linear)``; of a collective of a backward
         graph that of the forward's; "" where torch kept none.
     """
@@ -127,11 +130,19 @@ class Entry:
     k: int | None = None
     gain: float | None = None
     module: str = ""
+    plan: Plan | None = None
 
     def left_alone(self, reason: str) -> Entry:
         """The same collective, found but left alone."""
         fields = (self.graph, self.node, self.collective, self.group)
         return Entry(*fields, reason=reason, source=self.source, form=self.form, module=self.module)
+
+    def planned(self, plan: Plan | None) -> Entry:
+        """The same with a plan. What runs unfused saves nothing."""
+        if plan is None:
+            return self
+        gain = 0.0 if plan.algorithm == "unfused" and self.gain is not None else self.gain
+        return replace(self, plan=plan, gain=gain)
 
     def noted(self, note: str) -> Entry:
         """The same, which says more of what became of it, or why it was left alone."""
@@ -155,11 +166,24 @@ class Entry:
             if self.gain is not None:
                 sizes = f"{self.m} x {self.k} @ {self.k} x {self.n}" if self.k else f"{self.m} x {self.n}"
                 parts.append(sizes + (f" should save {self.gain:.3g} us" if self.gain else ""))
+            parts += self._as_planned()
             body = ", ".join(parts)
         else:
             body = f"left alone: {self.reason}"
         form = f"  ({self.form})" if self.form else ""
         return f"{body}{form}{f'  [{self.source}]' if self.source else ''}"
+
+    def _as_planned(self) -> list[str]:
+        plan = self.plan
+        if plan is None:
+            return []
+        if plan.algorithm == "unfused":
+            return [f"runs unfused: {plan.reason}"]
+        if (us := plan.predicted_us) is None:
+            return [f"by {plan.algorithm}"]
+        return [
+            f"by {plan.algorithm} in {us:.0f} us" if us >= 1000 else f"by {plan.algorithm} in {us:.3g} us"
+        ]
 
     def alike(self) -> tuple[str, ...]:
         """The same for entries that differ in the numbers of graphs, nodes and modules only."""
@@ -196,6 +220,7 @@ class Report:
         disagreements: graphs that ran unfused in this process because the ranks stood before different ones.
         questions: how often this process's graphs asked the other ranks, and what that cost.
         runs: how often Inductor turned to the pass.
+        programs: kernels that this process has compiled since the pass was made or cleared, whoever needed them.
         orders: what ``reorder`` did with each graph.
     """
 
@@ -204,6 +229,7 @@ class Report:
     questions: VoteCounts = NONE_ASKED
     runs: PassRuns = NO_RUNS
     orders: tuple[OrderChange, ...] = ()
+    programs: ProgramCounts = NO_PROGRAMS
 
     def __init__(
         self,
@@ -212,12 +238,14 @@ class Report:
         questions: VoteCounts = NONE_ASKED,
         runs: PassRuns = NO_RUNS,
         orders: Iterable[OrderChange] = (),
+        programs: ProgramCounts = NO_PROGRAMS,
     ) -> None:
         object.__setattr__(self, "entries", tuple(entries))
         object.__setattr__(self, "disagreements", tuple(disagreements))
         object.__setattr__(self, "questions", questions)
         object.__setattr__(self, "runs", runs)
         object.__setattr__(self, "orders", tuple(orders))
+        object.__setattr__(self, "programs", programs)
 
     @property
     def fused(self) -> int:
@@ -236,6 +264,7 @@ class Report:
 
     def __str__(self) -> str:
         ran = [str(d) for d in self.disagreements]
+        ran += [f"kernels: {self.programs}"] if self.programs != NO_PROGRAMS else []
         if not self.entries:
             return "\n".join([f"no collectives were seen: {self.runs.why_no_entries()}", *ran])
         groups: dict[tuple[str, ...], list[Entry]] = {}

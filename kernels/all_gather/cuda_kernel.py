@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ...symm_mem.backends import cuda_state
 from ..device.collective.launch import rounds_defines
 from ..device.comm import ll_exchange
 from ..device.jit.program import Function, Program
@@ -28,5 +29,5 @@ def all_gather_program(world_size: int, rank: int, *, dependent: bool = False) -
 
 def all_gather_function(world_size: int, rank: int, device: torch.device, name: str) -> Function:
     """A kernel of it, on a device."""
-    with torch.cuda.device(device):
+    with cuda_state.state.make_current(device):
         return all_gather_program(world_size, rank, dependent=ll_exchange.dependent()).function(name)

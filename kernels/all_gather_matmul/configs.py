@@ -193,14 +193,21 @@ def gather_layout(m: int, k: int, world_size: int, config: FusedConfig) -> Layou
 
 def gather_is_profitable(problem: AllGatherMatmulProblem) -> bool:
     """Whether the better of both kernels is predicted to beat an all-gather in front of the matmuls."""
+    return gather_saves_us(problem) > 0
+
+
+def gather_saves_us(problem: AllGatherMatmulProblem) -> float:
+    """Microseconds by which it is predicted to beat that; 0 of what no kernel takes."""
     m, n, k, size = problem.m, sum(problem.ns), problem.k, problem.world_size
     if 0 in (m, n, k):
-        return False  # no kernel takes an empty matrix
+        return 0.0
     fused, _ = rank_gather_kernels(problem)[0]
     if not problem.split_k:
-        return fused < gemm_tiles.unfused_us(size * m, n, k, problem.moved, problem.spec, problem.scaled)
-    joined = _COPY + size * m * k * 2 / (_COPIED * problem.spec.memory)
-    return fused < gemm_tiles.unfused_us(m, n, size * k, problem.moved, problem.spec) + joined
+        unfused = gemm_tiles.unfused_us(size * m, n, k, problem.moved, problem.spec, problem.scaled)
+    else:
+        unfused = gemm_tiles.unfused_us(m, n, size * k, problem.moved, problem.spec)
+        unfused += _COPY + size * m * k * 2 / (_COPIED * problem.spec.memory)
+    return unfused - fused
 
 
 @lru_cache(maxsize=4096)

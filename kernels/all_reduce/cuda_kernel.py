@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from ...symm_mem.backends import cuda_state
 from ..device.comm import ll_exchange
 from ..device.comm.ll_exchange import VECTOR, ExchangeSlots, ExchangeWorkspace, slots_of
 from ..device.jit.program import Function, Program
@@ -55,11 +56,10 @@ def all_reduce_program(
     return Program(SOURCE, defines=all_reduce_defines(world_size, DTYPES[dtype], reduce_op) | of_rank)
 
 
-@cache
 def _function(
     world_size: int, rank: int, dtype: torch.dtype, reduce_op: str, name: str, device: torch.device
 ) -> Function:
-    with torch.cuda.device(device):
+    with cuda_state.state.make_current(device):
         return all_reduce_program(
             world_size, rank, dtype, reduce_op, dependent=ll_exchange.dependent()
         ).function(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import itemgetter
 from typing import TypeAlias
 
@@ -234,19 +235,25 @@ def scatter_layout(config: FusedConfig, problem: MatmulReduceScatterProblem) -> 
 
 def scatter_is_profitable(problem: MatmulReduceScatterProblem) -> bool:
     """Whether the better of both kernels is predicted to beat a matmul and a reduce-scatter behind it."""
+    return scatter_saves_us(problem) > 0
+
+
+def scatter_saves_us(problem: MatmulReduceScatterProblem) -> float:
+    """Microseconds by which it is predicted to beat that; 0 of what no kernel takes."""
     if 0 in (problem.m, problem.n, problem.k):
-        return False  # no kernel takes an empty matrix
+        return 0.0
     fused, _ = rank_scatter_kernels(problem)[0]
     product = problem.rows, problem.n, problem.k
-    return fused < gemm_tiles.unfused_us(*product, problem.moved, problem.spec, problem.scaled)
+    return gemm_tiles.unfused_us(*product, problem.moved, problem.spec, problem.scaled) - fused
 
 
-def rank_scatter_pushes(problem: MatmulReduceScatterProblem) -> list[tuple[float, ScatterPushConfig]]:
+@lru_cache(maxsize=4096)
+def rank_scatter_pushes(problem: MatmulReduceScatterProblem) -> tuple[tuple[float, ScatterPushConfig], ...]:
     """All candidates with the microseconds that ``estimate_scatter_push_us`` predicts, the fastest first."""
     n, k, size = problem.n, problem.k, problem.world_size
     tiles = gemm_tiles.suited(problem.rows, n, k, size, spec=problem.spec)
     candidates = [push_config(tile, problem) for tile in gemm_tiles.suited_to(tiles, problem.scaled)]
-    return sorted(((estimate_scatter_push_us(c, problem), c) for c in candidates), key=itemgetter(0))
+    return tuple(sorted(((estimate_scatter_push_us(c, problem), c) for c in candidates), key=itemgetter(0)))
 
 
 # How much longer tiles of 64 x 256 take beside the sending than gemm_tiles.py says, whose figure is older: measured

@@ -330,7 +330,7 @@ class TritonMatmulReduceScatter:
             w = self.workspace
             shape = (w.world_size, *self._part)
             slot, receive_buffer = (
-                w.buffer(0, buffer, shape, self.dtype)[w.rank],
+                w.buffer(0, buffer, shape, self.dtype).select(0, w.rank),
                 w.buffer(w.rank, buffer, shape, self.dtype),
             )
             found = self._buffers[buffer] = (slot, receive_buffer)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ...symm_mem.backends import cuda_state
 from ..device.collective.launch import rounds_defines
 from ..device.comm import ll_exchange
 from ..device.jit.program import Function, Program
@@ -33,5 +34,5 @@ def reduce_scatter_function(
     program: tuple[int, int, torch.dtype, str], device: torch.device, name: str
 ) -> Function:
     """A kernel of ``reduce_scatter_program(*program)``, on a device."""
-    with torch.cuda.device(device):
+    with cuda_state.state.make_current(device):
         return reduce_scatter_program(*program, dependent=ll_exchange.dependent()).function(name)

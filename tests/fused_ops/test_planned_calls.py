@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft import fused_ops
 from weft.fused_ops import last_plan, plan
 from weft.fused_ops.dispatch.plan import Plan, forced
+from weft.fused_ops.planned_calls import plan_and_programs
 from weft.kernels.all_gather_matmul import configs
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -148,6 +149,34 @@ def test_gpus_that_are_not_there(of_two: Any) -> None:
     assert found.workspace_bytes >= configs.gather_push_layout(2048, 4096, 2, config).bytes
     name, args, named = on_gpu(calls(2, torch.float32, 1, 3, 5)[1])
     assert plan(fused_ops.fused_matmul_reduce_scatter, *args, **named).algorithm == "unfused"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a GPU that is there there is more to say")
+@pytest.mark.parametrize("m", [8, 64, 2048])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_each_call_says_which_programs_it_launches(of_two: Any, dtype: torch.dtype, m: int) -> None:
+    with FakeTensorMode():
+        x = torch.empty(1024, 4096, device="cuda", dtype=dtype)
+    started = [
+        (torch.ops.weft.all_gather_start, (x, "0"), {"placed": True}),
+        (torch.ops.weft.reduce_scatter_start, (x, "sum", "0"), {}),
+    ]
+    made = [
+        (getattr(fused_ops, name), *given) for name, *given in map(on_gpu, calls(2, dtype, m, 4096, 3072))
+    ]
+    folders = {
+        "fused_all_gather_scaled_matmul": "all_gather_matmul",
+        "fused_scaled_matmul_reduce_scatter": "matmul_reduce_scatter",
+    }
+    for op, args, named in [*made, *started]:
+        planned, programs = plan_and_programs(op, args, named)
+        assert planned == plan(op, *args, **named)
+        assert bool(programs) == (planned.algorithm != "unfused"), (op, planned, programs)
+        name = str(getattr(op, "__name__", op))
+        word = folders.get(name, name.removeprefix("fused_").removeprefix("one_shot_").rstrip("_"))
+        if programs and "start" not in name and "matmul_all_reduce" not in name:
+            assert any(word in str(program) for program in programs), (word, programs)
+    assert fused_ops.one_shot_all_reduce(torch.ones(3, device="meta"), "sum", None).shape == (3,)
 
 
 def refuse(call: Callable[[], Any], error: type[Exception], text: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from weft.kernels.device.jit import program as under_test
+from weft.kernels.device.jit.ahead import Compilation, ProgramCounts, program_counts
 from weft.kernels.device.jit.program import CompileError, Program, WaitParams, compile_cubin
 
 SOURCE = '#include "part.cuh"\nextern "C" __global__ void kernel(int* out) { *out = VALUE + PART; }\n'
@@ -48,6 +50,35 @@ def test_a_program_is_compiled_once(source: Path, compiles: list[str], tmp_path:
     assert compiles == ["sm_90a"]
     (left,) = (tmp_path / "cache").iterdir()
     assert left.suffix == ".cubin"
+
+
+def test_programs_are_compiled_in_the_background(source: Path, compiles: list[str]) -> None:
+    before = program_counts()
+    programs = [Program(source, defines={"VALUE": i}) for i in range(5)]
+    programs += [Program(source, defines={"VALUE": "no number"})]
+    on_their_way = Compilation(programs)
+    assert programs[0].cubin() == cubin(source, value=0)  # waits for it, or compiles it itself
+    assert on_their_way.wait(120)
+    counted = program_counts() - before
+    assert counted.ahead + counted.at_calls + counted.kept == 6 and counted.failed == 1
+    now = program_counts()
+    assert len({p.cubin() for p in programs[:5]}) == 5
+    assert program_counts() == now
+
+
+def test_where_no_thread_can_be_started_nothing_is_compiled_ahead(
+    source: Path, compiles: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before, program = program_counts(), Program(source, defines={"VALUE": 7})
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert Compilation([program]).wait(10) and not compiles
+    assert "1 kernels are not compiled ahead" in caplog.text
+    assert Compilation([program]).wait(60)
+    assert program_counts() - before == ProgramCounts(ahead=1)
 
 
 def test_whatever_changes_the_program_compiles_it_again(

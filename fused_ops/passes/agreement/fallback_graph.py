@@ -54,6 +54,7 @@ from ....symm_mem import WeftError, resolve_group
 from ....symm_mem.groups import native_backends
 from ..graph.collectives import argument, calls, collectives, group_of, kind_of, point_to_point, what
 from ..report import Entry
+from ..settings import CAPTURE, RUN_AHEAD
 from .fallback.called import CALLERS, KeptGraph
 from .fallback.text import DRAWS, GraphText, attributes, caller_of, graph_copy
 from .guard import SIZES, GraphGuard, GroupQuestion, pack
@@ -217,8 +218,8 @@ class FallbackGraph:
         orders: Iterable[Order],
         passed: Iterable[str] = (),
         *,
-        captured: bool,
-        ahead: bool = False,
+        agree: bool | str = True,
+        calls: Sequence[str] = (),
     ) -> None:
         """Puts the question in front of ``graph``, which is this one after the pass.
 
@@ -227,7 +228,8 @@ class FallbackGraph:
         Args:
             orders: as ``Signature`` has them.
             passed: groups whose collectives have changed their order against those of others.
-            captured: as ``pack`` has it, and ``ahead``.
+            agree: as the pass has it.
+            calls: whose kernels are compiled when the graph is loaded.
         """
         entries = tuple(entries)
         order = [g for g in self._counts if has_ranks(g)]
@@ -246,7 +248,8 @@ class FallbackGraph:
         with unset_fake_temporarily():  # the constants are real
             redraws = _drawn_elsewhere(self._graph) is not None
             original = KeptGraph(code, graphs, self._constants() if kept else {}, redraws)
-            packed = pack(asked, signature, original, captured=captured, ahead=ahead)
+            how = {"captured": agree == CAPTURE, "ahead": agree == RUN_AHEAD}
+            packed = pack(asked, signature, original, **how, calls=calls)
         first = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(first):
             question = graph.call_function(_agree, (packed, kept))

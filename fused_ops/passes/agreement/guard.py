@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroup
 from ....symm_mem import get_timeout, resolve_group
 from ....symm_mem.groups import native_backends
 from ...dispatch.plan import GraphTurn
+from ..kernels_ahead.graph_kernels import KernelsOnTheirWay
 from . import outcomes
 from .board import VoteBoard, vote_board
 from .fallback.called import KeptGraph
@@ -72,6 +73,7 @@ def pack(
     *,
     captured: bool = False,
     ahead: bool = False,
+    calls: Sequence[str] = (),
 ) -> str:
     """The argument of ``GraphGuard``.
 
@@ -81,6 +83,7 @@ def pack(
         original: the graph as it was. Its ``def forward(self, args)`` empties ``args``.
         captured: whether the graph may run fused while a CUDA graph is captured, whose replays will not ask.
         ahead: whether it may run fused before all ranks have come to it, once they have often agreed.
+        calls: those whose kernels are compiled when the graph is loaded, as ``text_of_call`` gives them.
     """
     data = {
         "groups": [[g.name, g.count, g.fused, g.size] for g in groups],
@@ -90,6 +93,7 @@ def pack(
         "original": original.packed(),
         "captured": captured,
         "ahead": ahead,
+        "calls": [*calls],
     }
     return base64.b64encode(zlib.compress(json.dumps(data).encode(), 6)).decode()
 
@@ -118,6 +122,7 @@ class GraphGuard:
         self._told: set[tuple[str, int]] = set()
         self._late: dict[str, tuple[int, Vote]] = {}
         self._why_not_fuse: str | None = None
+        self._kernels: KernelsOnTheirWay | None = KernelsOnTheirWay(data["calls"])
 
     @property
     def name(self) -> str:
@@ -138,6 +143,9 @@ class GraphGuard:
             the group raise it.
         """
         self._look_up_groups()
+        if self._kernels is not None:
+            self._kernels.wait(_vote_deadline(self._groups[0].name) / 2)
+            self._kernels = None
         begin = time.perf_counter()
         agreed, ahead = self._agreed(self.signature(sizes))
         outcomes.count_vote(agreed, time.perf_counter() - begin, ahead=ahead)

@@ -10,6 +10,7 @@ import threading
 import weakref
 from typing import Any
 
+from ....kernels.device.jit.ahead import ProgramCounts, program_counts
 from ..report import Disagreement, VoteCounts
 
 _log = logging.getLogger("weft.passes")
@@ -22,7 +23,7 @@ class RunOutcomes:
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str, int, str], int] = {}
         with _lock:
-            self._before = tuple(_votes)
+            self._before, self._programs = tuple(_votes), program_counts()
             _all.add(self)
 
     def disagreements(self) -> tuple[Disagreement, ...]:
@@ -34,9 +35,12 @@ class RunOutcomes:
         with _lock:
             return VoteCounts(*(now - before for now, before in zip(_votes, self._before, strict=True)))
 
+    def programs(self) -> ProgramCounts:
+        return program_counts() - self._programs
+
     def reset(self) -> None:
         with _lock:
-            self._seen, self._before = {}, tuple(_votes)
+            self._seen, self._before, self._programs = {}, tuple(_votes), program_counts()
 
     def _note(self, key: tuple[str, str, int, str]) -> bool:
         """Whether it is new."""

@@ -51,18 +51,26 @@ _created: list[list[fx.Node]] = []
 
 
 @contextlib.contextmanager
-def undone_if_left() -> Iterator[None]:
-    """Inside the body nodes are inserted, and none replaced: if it raises LeftAlone, the graph is as it was."""
+def created_nodes() -> Iterator[list[fx.Node]]:
+    """The nodes that ``call`` inserts inside the body."""
     created: list[fx.Node] = []
     _created.append(created)
     try:
-        yield
-    except LeftAlone:
-        for node in created[::-1]:
-            node.graph.erase_node(node)
-        raise
+        yield created
     finally:
         _created.pop()
+
+
+@contextlib.contextmanager
+def undone_if_left() -> Iterator[None]:
+    """Inside the body nodes are inserted, and none replaced: if it raises LeftAlone, the graph is as it was."""
+    with created_nodes() as created:
+        try:
+            yield
+        except LeftAlone:
+            for node in created[::-1]:
+                node.graph.erase_node(node)
+            raise
 
 
 def _holder(

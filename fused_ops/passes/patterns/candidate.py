@@ -74,9 +74,7 @@ def problem_of(match: AnyForm) -> tuple[int, int, int] | None:
 
 def gain_of(match: AnyForm, problem: tuple[int, int, int]) -> float:
     """Microseconds that it should save."""
-    return profitability.expected_gain(
-        profitability.FusionCandidate(word_of(match.op), *problem, *where_of(match))
-    )
+    return profitability.expected_gain(_candidate(match, problem))
 
 
 def why_not_profitable_of(match: AnyForm) -> str | None:
@@ -87,7 +85,11 @@ def why_not_profitable_of(match: AnyForm) -> str | None:
         return str(apart)
     if (problem := problem_of(match)) is None:
         return None
-    candidate = profitability.FusionCandidate(
+    return profitability.why_not_profitable(_candidate(match, problem))
+
+
+def _candidate(match: AnyForm, problem: tuple[int, int, int]) -> profitability.FusionCandidate:
+    return profitability.FusionCandidate(
         word_of(match.op),
         *problem,
         *where_of(match),
@@ -95,7 +97,6 @@ def why_not_profitable_of(match: AnyForm) -> str | None:
         return_A=bool(getattr(match, "kept", ())),
         scaled=getattr(match, "scaled", None),
     )
-    return profitability.why_not_profitable(candidate)
 
 
 def where_of(match: AnyForm) -> tuple[int, torch.dtype, str]:

@@ -14,7 +14,7 @@ from torch import fx
 
 from ...dispatch.profitability import (
     FusionCandidate,
-    expected_gain,
+    hidden_us,
     microseconds_to_multiply,
     microseconds_to_send,
     why_not_profitable,
@@ -85,7 +85,7 @@ def _of_reduction(c: Collective) -> _Part:
         raise LeftAlone(why)
     reduced = FusionCandidate("matmul_all_reduce", *where)
     fused = m * n * x.dtype.itemsize >= MATMUL_FROM and why_not_profitable(reduced) is None
-    saved = expected_gain(scattered) - (expected_gain(reduced) if fused else 0.0)
+    saved = hidden_us(scattered) - (hidden_us(reduced) if fused else 0.0)
     return _Part(saved, microseconds_to_multiply(x.device.type, m * n * k))
 
 
@@ -113,7 +113,7 @@ def _of_gather(node: fx.Node, region: Region) -> _Part:
     candidate = FusionCandidate("all_gather_matmul", m, columns, k, *where)
     if (why := why_not_profitable(candidate)) is not None:
         raise LeftAlone(why)
-    return _Part(expected_gain(candidate), microseconds_to_multiply(tensor.device.type, m * columns * k))
+    return _Part(hidden_us(candidate), microseconds_to_multiply(tensor.device.type, m * columns * k))
 
 
 def _products(c: Collective) -> SumOfMatmuls | None:

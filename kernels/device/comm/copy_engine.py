@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,12 +46,14 @@ class CopyEngine:
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
-        state, device = cuda_state.state, workspace.heap.device
-        self._device = device.index
-        self._handle = state.own_stream(self, device)
-        self._stream = state.stream(self._handle, self._device)
+        self._device = workspace.heap.device.index
+        self._handle = cuda_state.state.own_stream(self, workspace.heap.device)
         # Of each buffer: its acquire kernel, and the events behind that and behind the pushes.
         self._known: dict[int, tuple[Acquire, torch.cuda.Event, torch.cuda.Event]] = {}
+
+    @cached_property
+    def _stream(self) -> Any:
+        return cuda_state.state.stream(self._handle, self._device)
 
     @contextmanager
     def pushing(self, buffer: int, shard: torch.Tensor, chunk_rows: int, timeout_ns: int) -> Iterator[None]:

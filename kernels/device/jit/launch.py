@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,10 @@ import triton
 from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ....symm_mem.backends import cuda_state
+from ....symm_mem.backends.cuda_state import noted_programs
+from .ahead import count_program
 
 # Later versions hand the launcher its arguments in another form: there every launch takes the slow path.
 LAUNCHER_IS_KNOWN = triton.__version__.startswith("3.6.")
@@ -122,12 +126,25 @@ def compiling() -> Iterator[None]:
     """
     from ....symm_mem.backends.vmm import relaxed_capture
 
-    with relaxed_capture():
+    with relaxed_capture() if noted_programs() is None else nullcontext():
         _mode.compiles_only = True
         try:
             yield
         finally:
             _mode.compiles_only = False
+
+
+_compile_lock = threading.RLock()
+
+
+@contextmanager
+def _counted(kernel: Any) -> Iterator[None]:
+    """Counts what the body compiles of a kernel, or takes from Triton's cache on disk: the variants that it keeps."""
+    caches = getattr(kernel, "device_caches", {})  # the interpreter has none
+    before = sum(len(each[0]) for each in caches.values())
+    yield
+    for _ in range(sum(len(each[0]) for each in caches.values()) - before):
+        count_program()
 
 
 class Launch:
@@ -156,7 +173,13 @@ class Launch:
     ) -> None:
         """Launch ``programs`` blocks on the current stream of the current device; inside ``compiling``, none."""
         if _mode.compiles_only:
-            self._compile(programs, described, tensors, numbers)
+            if (noted := noted_programs()) is not None:
+                types = tuple(x.dtype for x in described), tuple(x.dtype for x in tensors)
+                noted.append(TritonProgram(self, types, tuple(numbers), described[0].device))
+                return
+            compiled = self._compiled(described, tensors, numbers)
+            if compiled is not None:
+                _ = compiled.run  # loads it
             return
         if self._fast is not None and not _hooked():
             flat: list[Any] = []
@@ -167,25 +190,20 @@ class Launch:
             self._fast(programs, stream, *flat, *addresses, *numbers, *self._constants)
             return
         descriptors = [o.describe(t) for o, t in zip(self.operands, described, strict=True)]
-        compiled = self.kernel[(programs,)](
-            *descriptors, *tensors, *numbers, **self.constants, **self._options
-        )
+        with _counted(self.kernel):
+            compiled = self.kernel[(programs,)](
+                *descriptors, *tensors, *numbers, **self.constants, **self._options
+            )
         if compiled is not None and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
             self._keep(compiled)
 
-    def _compile(
-        self,
-        programs: int,
-        described: Sequence[torch.Tensor],
-        tensors: Sequence[torch.Tensor],
-        numbers: Sequence[int],
-    ) -> None:
+    def _compiled(self, described: Sequence[Any], tensors: Sequence[Any], numbers: Sequence[int]) -> Any:
+        """The kernel, compiled for such arguments, which have a dtype and an address."""
         descriptors = [o.describe(t) for o, t in zip(self.operands, described, strict=True)]
-        compiled = self.kernel.warmup(
-            *descriptors, *tensors, *numbers, grid=(programs,), **self.constants, **self._options
-        )
-        if compiled is not None:
-            _ = compiled.run  # loads it
+        with _compile_lock, _counted(self.kernel):  # also what a thread compiles ahead
+            return self.kernel.warmup(
+                *descriptors, *tensors, *numbers, grid=(1,), **self.constants, **self._options
+            )
 
     def _keep(self, compiled: Any) -> None:
         run = compiled.run
@@ -211,6 +229,27 @@ class Launch:
             known.clear()
         encoded = make_tensordesc_arg(self.operands[i].describe(tensor), self._descriptions[i])
         return known.setdefault(tensor.data_ptr(), encoded)
+
+
+@dataclass(frozen=True)
+class TritonProgram:
+    """What a launch would compile, known from the types of its tensors: for ``Compilation``."""
+
+    launch: Launch
+    types: tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]  # of described tensors, and of others
+    numbers: tuple[int, ...]
+    device: torch.device
+
+    def compile(self) -> None:
+        """Compiles it for the GPU that it is for, which must be there."""
+        from triton.runtime.jit import MockTensor
+
+        described, tensors = ([MockTensor(dtype) for dtype in kind] for kind in self.types)
+        with cuda_state.state.make_current(self.device):
+            self.launch._compiled(described, tensors, self.numbers)
+
+    def __str__(self) -> str:
+        return f"{self.launch.kernel.__name__} with {self.launch.constants}"
 
 
 def _hooked() -> bool:

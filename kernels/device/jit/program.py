@@ -24,6 +24,7 @@ from cuda.bindings import driver, nvrtc
 
 from ....symm_mem.backends import cuda_state
 from ....symm_mem.backends.vmm import check_driver, relaxed_capture
+from .ahead import count_program
 
 ARCH = "sm_90a"
 DEVICE_FOLDER = Path(__file__).parents[1]
@@ -161,6 +162,13 @@ class Program:
                 self._cubin = _cached(self)
             return self._cubin
 
+    def compile(self) -> None:
+        """As ``cubin``, for ``Compilation``."""
+        self.cubin()
+
+    def __str__(self) -> str:
+        return f"{self.path.parent.name}/{self.path.name} with {self.defines}"
+
     def function(self, name: str, shared: int = 0) -> Function:
         """The kernel ``name`` (``extern "C"``) in the current CUDA context. Allowed while a graph is captured.
 
@@ -254,10 +262,12 @@ def _cached(program: Program) -> bytes:
     try:
         stored = (cache_folder() / name).read_bytes()
         if hashlib.sha256(stored[_DIGEST:]).digest() == stored[:_DIGEST]:
+            count_program(kept=True)
             return stored[_DIGEST:]
     except OSError:
         pass
     cubin = compile_cubin(program.path, program.arch, program.defines)
+    count_program()
     with contextlib.suppress(OSError):  # without a cache the program runs all the same
         write_whole(cache_folder() / name, hashlib.sha256(cubin).digest() + cubin)
     return cubin

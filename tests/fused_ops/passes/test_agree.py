@@ -170,7 +170,7 @@ def test_what_was_taken_apart_counts_as_fused() -> None:
         for n in after.nodes
         if n.target is c10d.all_gather_into_tensor.default
     ]
-    original.ask_first(after, entries, [], captured=False)
+    original.ask_first(after, entries, [])
     (question,) = questions(after)
     assert question.args[1] is True and GraphGuard(str(question.args[0]))._groups[0].fused
 

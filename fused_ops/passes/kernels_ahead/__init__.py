@@ -1,0 +1,1 @@
+"""What the calls of a graph will run, and its kernels, compiled before the graph runs."""
