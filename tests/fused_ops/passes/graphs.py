@@ -30,6 +30,19 @@ c10d = torch.ops._c10d_functional
 AG, RS, AR = "weft::fused_all_gather_matmul", "weft::fused_matmul_reduce_scatter", "weft::one_shot_all_reduce"
 
 
+class Cases(dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], list[str | None]]]):
+    """Programs by name, with the shapes of their inputs and into what their collectives are fused, in order."""
+
+    def case(self, into: list[str | None], *shapes: tuple[int, ...]) -> Callable[[Any], Any]:
+        """Enters the function that it decorates."""
+
+        def enter(fn: Callable[..., Any]) -> Callable[..., Any]:
+            self[fn.__name__] = (fn, shapes, into)
+            return fn
+
+        return enter
+
+
 @contextlib.contextmanager
 def fake_ranks(world: int) -> Iterator[str]:
     """A process group of ``world`` ranks that does not communicate; gives its name."""

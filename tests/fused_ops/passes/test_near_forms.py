@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import AG, AR, RS, applied, c10d, check_same, fake_ranks, traced
+from graphs import AG, AR, RS, Cases, applied, c10d, check_same, fake_ranks, traced
 from torch import Tensor
 from weft.fused_ops.passes import FusionPass
 from weft.fused_ops.passes.patterns import all_reduce
@@ -52,17 +52,8 @@ def ar(x: Tensor) -> Tensor:
 
 
 X, W, V, R = (6, 8), (8, 6), (6,), (6, 6)
-CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], list[str | None]]] = {}
-
-
-def case(into: list[str | None], *shapes: tuple[int, ...]) -> Callable[[Any], Any]:
-    """A program, the shapes of its inputs, and into what its collectives are fused where everything is profitable."""
-
-    def enter(fn: Callable[..., Any]) -> Callable[..., Any]:
-        CASES[fn.__name__] = (fn, shapes, into)
-        return fn
-
-    return enter
+CASES = Cases()
+case = CASES.case
 
 
 @case([MM_AR, MM_AR], X, W, R)

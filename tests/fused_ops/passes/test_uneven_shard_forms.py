@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from graphs import AG, RS, applied, check_same, fake_ranks, traced
+from graphs import AG, RS, Cases, applied, check_same, fake_ranks, traced
 from test_near_forms import ag, rs
 from torch import Tensor, fx
 
 aten = torch.ops.aten
 X, W, V = (6, 8), (8, 6), (6,)
-CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], list[str | None]]] = {}
-
-
-def case(into: list[str | None], *shapes: tuple[int, ...]) -> Callable[[Any], Any]:
-    """A program, the shapes of its inputs, and into what its collectives are fused."""
-
-    def enter(fn: Callable[..., Any]) -> Callable[..., Any]:
-        CASES[fn.__name__] = (fn, shapes, into)
-        return fn
-
-    return enter
+CASES = Cases()
+case = CASES.case
 
 
 def in_parts(y: Tensor, *pads: int) -> Tensor:
