@@ -119,6 +119,20 @@ class Machine:
     def slice(self, i: int, dim: int, start: int, end: int) -> Tensor:
         return aten.slice.Tensor(self.values[i], dim, start, end)
 
+    def padded(self, i: int, dim: int, value: int) -> Tensor:
+        """Cut into a part for each rank, those that are short padded: as DTensor scatters uneven shards."""
+        x = self.values[i]
+        size = -(-x.shape[dim] // self.world)
+        parts = [*x.split(size, dim)]
+        parts += [x.new_zeros([*x.shape[:dim], 0, *x.shape[dim + 1 :]])] * (self.world - len(parts))
+        behind = [0, 0] * (x.dim() - 1 - dim)
+        short = [size - part.shape[dim] for part in parts]
+        padded = [
+            aten.constant_pad_nd.default(part, [*behind, 0, n], value) if n else part
+            for part, n in zip(parts, short, strict=True)
+        ]
+        return torch.cat(padded, dim)
+
     def unsqueeze(self, i: int, dim: int) -> Tensor:
         return self.values[i].unsqueeze(dim)
 

@@ -231,7 +231,7 @@ class Writer:
                 return shape, self.draw(*dims)
         shape = [self.size(1, 3) for _ in range(self.size(1, 3))]
         dim = self.size(0, len(shape) - 1)
-        shape[dim] *= world
+        shape[dim] = shape[dim] * world - self.draw(0, 0, 0, 0, 0, 1)
         return shape, dim
 
     def all_gather_matmul(self, source: int | None) -> list[int]:
@@ -302,14 +302,19 @@ class Writer:
             y = self.do("clone", self.do("permute", y, there))
             back = [there.index(d) for d in dims]
         elif dim:
+            if self.shape(y)[dim] % self.program.world and self.size(0, 1):
+                y = self.do("padded", y, dim, 0)
             y = self.cut_and_cat(y, dim, 0)
         if not self.shape(y):
             y = self.do("reshape", y, [1])
         rest = self.shape(y)[0] % self.program.world
         if rest:
-            if self.shape(y)[0] < self.program.world:
+            if self.draw(False, False, True):
+                y = self.do("padded", y, 0, self.draw(0, 0, 0, 1))
+            elif self.shape(y)[0] < self.program.world:
                 return y
-            y = self.do("slice", y, 0, 0, self.shape(y)[0] - rest)
+            else:
+                y = self.do("slice", y, 0, 0, self.shape(y)[0] - rest)
         out = self.do("scatter", y, op, group, self.draw("", "", "", "", "coalesced", "out"))
         return out if back is None else self.do("permute", out, back)
 
