@@ -17,6 +17,20 @@ T = TypeVar("T")
 Grids: TypeAlias = tuple[int, ...]
 
 
+class TimedName(str):
+    """The name of a call that has a deadline of its own, in ``seconds``."""
+
+    seconds: float
+
+    def __new__(cls, name: str, seconds: float) -> TimedName:
+        named = super().__new__(cls, name)
+        named.seconds = seconds
+        return named
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)
+
+
 class CallLog:
     """The calls on one workspace, by buffer and epoch; of LL exchanges, by block and epoch.
 

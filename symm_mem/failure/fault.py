@@ -113,7 +113,7 @@ class Fault:
                 name, site = calls.find_push(block_of(word), epoch)
             else:
                 name, site = calls.find(buffer_of and buffer_of(word), epoch)
-            flag, seconds = layout.describe(word), calls.seconds
+            flag, seconds = layout.describe(word), getattr(name, "seconds", calls.seconds)
         if record.kind == _ABORTED:  # nothing was waited for; what it says is 1 + the rank that it blames
             flag, expected, seconds, blames = f"abort notice of rank {peer}", 0, 0.0, seen - 1
         ended = blames is None and has_ended(heap.rendezvous.processes[peer])

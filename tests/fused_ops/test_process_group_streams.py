@@ -72,6 +72,15 @@ def test_a_call_like_one_before_is_launched_at_once(stage: GroupStage) -> None:
     assert stage.launches[-1][2] == 500_000_000
 
 
+def test_a_call_with_a_deadline_of_its_own(stage: GroupStage) -> None:
+    x = torch.randn(4)
+    run(stage, all_reduce(x))
+    stage.lines.run([all_reduce(x)], asynchronous=False, seconds=1.5)
+    run(stage, all_reduce(x))
+    assert [launch[2] for launch in stage.launches] == [DEFAULT, 1_500_000_000, DEFAULT]
+    assert [getattr(name, "seconds", None) for name in stage.workspace.noted] == [None, 1.5, None]
+
+
 @pytest.mark.parametrize("why", ["capturing", "size", "dtype", "op", "checked", "external"])
 def test_what_is_made_ready_anew(stage: GroupStage, why: str) -> None:
     x = torch.randn(6)
