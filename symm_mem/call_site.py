@@ -10,6 +10,7 @@ from types import CodeType, FrameType
 from typing import TypeAlias
 
 import torch
+import typing_extensions
 
 # Code and its current instruction, taken for every call. Only an error looks up the line.
 Site: TypeAlias = tuple[CodeType, int]
@@ -20,6 +21,7 @@ _LIBRARIES = (
     *(f"{_WEFT / part}{os.sep}" for part in ("symm_mem", "kernels", "fused_ops")),
     f"{Path(torch.__file__).parent}{os.sep}",
     threading.__file__,
+    typing_extensions.__file__,  # around deprecated functions of torch
 )
 _known: dict[str, bool] = {}
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from . import flight_recorder
 from .call_cache import CachedDict
 from .call_site import call_site
 from .errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
@@ -118,6 +119,10 @@ class Workspace(Generic[L]):
             self._calls.begins(op, call_site(inside + 2), grids)
             if not self._is_double_buffered and running.inside:
                 running.workspace = self
+
+    def record_launch(self, op: str, shape: flight_recorder.CallShape | None) -> None:
+        """A call like one before was launched; for the flight recorder, if that is on."""
+        flight_recorder.launched(op, self.heap.group_name, shape, self._calls.last_site)
 
     def launched(self) -> None:
         """The call has done all that a peer may wait for: an exception in the rest of it breaks nothing."""

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup, Work
 from ...kernels.all_gather.configs import choose_all_gather
 from ...kernels.all_reduce.configs import choose_all_reduce
 from ...kernels.reduce_scatter.configs import choose_reduce_scatter
-from ...symm_mem import call_cache, is_checked
+from ...symm_mem import call_cache, flight_recorder, is_checked
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.failure.call_log import Grids, TimedName, poison_on_error
 from ...symm_mem.heap.heap import Heap
@@ -75,6 +75,7 @@ class _Found:
     line: CallLine
     written: int
     timeout_ns: int
+    shape: flight_recorder.CallShape
     before: StreamStep
     behind: StreamStep
 
@@ -178,6 +179,8 @@ class DeviceLines:
             except BaseException as e:
                 ready.workspace.abandon(e)  # the peers may wait for what was not launched
                 raise
+            if flight_recorder.calls is not None:
+                ready.workspace.record_launch(name, found.shape)
             if found.behind is not None:
                 found.behind(stream)
         return True
@@ -222,7 +225,9 @@ class DeviceLines:
         if not graph and not external and not is_checked():
             steps = steps_on(index, stream)
             key = GROUP, self, call.name, x.numel(), x.dtype, call.reduce_op, index, stream
-            call_cache.keep(kept, key, _Found(ready, line, out.numel(), deadline, *steps))
+            kind = flight_recorder.collective_of(call.name)
+            shape = flight_recorder.CallShape(kind, (x.numel(),), x.dtype, "cuda")
+            call_cache.keep(kept, key, _Found(ready, line, out.numel(), deadline, shape, *steps))
         return None
 
 

@@ -17,7 +17,7 @@ from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup, Work
 
-from ...symm_mem import CallAbandoned
+from ...symm_mem import CallAbandoned, flight_recorder
 from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.heap.registry import has_name, heaps_of
 from ...symm_mem.timeouts import call_timeout
@@ -253,6 +253,7 @@ class WeftProcessGroup(ProcessGroup):
                 self._begun += 1
                 return done
             why = done
+            flight_recorder.runs_unfused()
         self._note(name, why, kind)
         return None
 

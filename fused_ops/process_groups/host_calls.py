@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from ...kernels.all_gather.host import host_all_gather, host_all_gather_layout
 from ...kernels.all_reduce.host import host_all_reduce, host_all_reduce_layout
 from ...kernels.reduce_scatter.host import host_reduce_scatter, host_reduce_scatter_layout
+from ...symm_mem import flight_recorder
 from ...symm_mem.call_site import Site, call_site, calling
 from ...symm_mem.failure.call_log import poison_on_error
 from ...symm_mem.layout import Layout
@@ -39,20 +40,24 @@ class HostExchange:
     Attributes:
         seconds: its deadline; None: the group's.
         site: where it was called.
+        recorded: in the flight recorder.
     """
 
     workspace: Workspace[Layout]
     call: GroupCall
     seconds: float | None
     site: Site | None
+    recorded: flight_recorder.RecordedCall | None
 
     def run(self) -> None:
         """On whichever thread."""
         exchange = {ALL_REDUCE: _all_reduce, ALL_GATHER: _all_gather}.get(self.call.name, _reduce_scatter)
         before, calling.site = calling.site, self.site
+        flight_recorder.this_thread.call = self.recorded
         try:
             with call_timeout(self.seconds):
                 _below_autograd(exchange, self.workspace, self.call)
+            flight_recorder.end(flight_recorder.take_recorded())
         finally:
             calling.site = before
 
@@ -70,7 +75,7 @@ def prepare_on_host(group: ProcessGroup, call: GroupCall, seconds: float | None 
     wanted = layout(x.nbytes, size) if layout else host_reduce_scatter_layout(x.nbytes // size, size)
     workspace = group_workspace(heap, wanted)
     ran(Plan("host", workspace_bytes=workspace.layout.bytes))
-    return HostExchange(workspace, call, seconds, call_site())
+    return HostExchange(workspace, call, seconds, call_site(), flight_recorder.take_recorded())
 
 
 @poison_on_error

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import forks
+from .. import flight_recorder, forks
 from ..bootstrap.processes import has_ended
 from ..errors import PeerTimeout, PeerWait, WaitOutcome, WeftError
 from ..layout import WORD
@@ -96,6 +96,7 @@ class Fault:
         if self.error is None and self.written.value:
             assert self._record is not None
             self.error = self._read(WaitRecord(*self._record.tolist()[1:]))
+            flight_recorder.failed(self.error)
         if self.error is not None:
             raise self.error.again(op)
 
@@ -132,6 +133,7 @@ class Fault:
                     ctypes.c_uint32.from_address(there + WORD * (self.ABORT_NOTICE + heap.rank)).value = (
                         1 + blamed
                     )
+            flight_recorder.failed(error)
         return self.error
 
     def abort_notice(self, peer: int) -> int | None:
