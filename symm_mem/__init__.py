@@ -9,6 +9,7 @@
 from .batches import batch_put, batch_signal, batch_wait
 from .errors import CallAbandoned, ForkedProcess, HeapUnavailable, PeerTimeout, RankMismatch, WeftError
 from .failure.call_check import is_checked, set_checked
+from .failure.flight_dump import flight_record
 from .groups import Group, group_name, resolve_group
 from .heap.registry import check, reset, unavailable
 from .heap.stats import HeapStats, stats
@@ -33,6 +34,7 @@ __all__ = [
     "batch_wait",
     "check",
     "empty",
+    "flight_record",
     "get_timeout",
     "group_name",
     "is_checked",

@@ -10,18 +10,18 @@ from types import CodeType, FrameType
 from typing import TypeAlias
 
 import torch
+import typing_extensions
 
 # Code and its current instruction, taken for every call. Only an error looks up the line.
 Site: TypeAlias = tuple[CodeType, int]
 
 _WEFT = Path(__file__).parent.parent
 # tests, bench and examples may stand beside them and are callers.
-_LIBRARIES = tuple(
-    f"{folder}{os.sep}"
-    for folder in (
-        *(_WEFT / part for part in ("symm_mem", "kernels", "fused_ops")),
-        Path(torch.__file__).parent,
-    )
+_LIBRARIES = (
+    *(f"{_WEFT / part}{os.sep}" for part in ("symm_mem", "kernels", "fused_ops")),
+    f"{Path(torch.__file__).parent}{os.sep}",
+    threading.__file__,
+    typing_extensions.__file__,  # around deprecated functions of torch
 )
 _known: dict[str, bool] = {}
 
@@ -30,6 +30,7 @@ class _Calling(threading.local):
     op: str | None = (
         None  #: that this thread is making a call of, for errors of steps on the way to its kernel
     )
+    site: Site | None = None  #: where a call came from that this thread makes for another one
 
 
 calling = _Calling()
@@ -57,7 +58,7 @@ def call_site(skip: int = 1) -> Site | None:
         if not inside:
             return code, frame.f_lasti
         frame = frame.f_back
-    return None
+    return calling.site
 
 
 def text(site: Site | None) -> str | None:

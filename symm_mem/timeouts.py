@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Real
 from typing import NamedTuple
 
@@ -12,7 +15,7 @@ from torch.distributed import ProcessGroup
 from .call_cache import CachedDict
 from .groups import Group, group_name, group_of_name
 
-_LONGEST = 1e9  # seconds; kernels count nanoseconds in 64 bits
+LONGEST = 1e9  # seconds; kernels count nanoseconds in 64 bits
 _PREPARING = 1800.0
 
 
@@ -26,6 +29,25 @@ class _Chosen(NamedTuple):
 _per_group: CachedDict[str, _Chosen] = CachedDict()
 
 
+class _ThisCall(threading.local):
+    seconds: float | None = (
+        None  #: the deadline of the call that this thread is making, if it has one of its own
+    )
+
+
+_this_call = _ThisCall()
+
+
+@contextmanager
+def call_timeout(seconds: float | None) -> Iterator[None]:
+    """What this thread waits for inside the body, it waits for so long; None: as long as the group says."""
+    before, _this_call.seconds = _this_call.seconds, seconds
+    try:
+        yield
+    finally:
+        _this_call.seconds = before
+
+
 def default_timeout() -> float:
     """Seconds where ``set_timeout`` said nothing: WEFT_TIMEOUT, else 300."""
     text = os.environ.get("WEFT_TIMEOUT", "300")
@@ -33,9 +55,9 @@ def default_timeout() -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0 < seconds <= _LONGEST:
+    if not 0 < seconds <= LONGEST:
         raise ValueError(
-            f"WEFT_TIMEOUT: is {text!r}, must be a number of seconds above 0, at most {_LONGEST:g}"
+            f"WEFT_TIMEOUT: is {text!r}, must be a number of seconds above 0, at most {LONGEST:g}"
         )
     return seconds
 
@@ -55,6 +77,8 @@ def get_timeout(group: Group = None) -> float:
         ValueError: WEFT_TIMEOUT is no number of seconds above 0 and up to 1e9, or there is no such group.
         TypeError: ``group`` is no group.
     """
+    if _this_call.seconds is not None:
+        return _this_call.seconds
     if _per_group and (found := chosen_timeout(group_name(group))) is not None:
         return found
     return default_timeout()
@@ -108,8 +132,8 @@ def set_timeout(seconds: float, group: Group = None) -> None:
     """
     if not isinstance(seconds, Real) or isinstance(seconds, bool):
         raise TypeError(f"seconds: is {seconds!r}, must be a number")
-    if not 0 < seconds <= _LONGEST:
-        raise ValueError(f"seconds: is {seconds!r}, must be above 0 and at most {_LONGEST:g}")
+    if not 0 < seconds <= LONGEST:
+        raise ValueError(f"seconds: is {seconds!r}, must be above 0 and at most {LONGEST:g}")
     name = group_name(group)
     now = group_of_name(name)
     _per_group[name] = _Chosen(float(seconds), None if now is None else weakref.ref(now))

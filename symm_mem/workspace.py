@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from . import flight_recorder
 from .call_cache import CachedDict
 from .call_site import call_site
 from .errors import CallAbandoned, PeerTimeout, PeerWait, WaitOutcome, WeftError, describe
@@ -90,6 +91,8 @@ class Workspace(Generic[L]):
         self.lock = threading.RLock()
         self.prepared: CachedDict[Any, Any] = CachedDict()
         self.copy_streams: dict[Any, Any] = {}
+        #: Of a CPU rank that waits: op, rank, word, and what is expected there.
+        self.waiting: tuple[str, int, int, int] | None = None
         self._last_buffer = 0
         self._is_double_buffered = isinstance(layout, Layout)
         self._calls = CallLog(NUM_BUFFERS, lambda: get_timeout(heap.group_name), graph is not None)
@@ -117,15 +120,27 @@ class Workspace(Generic[L]):
             if not self._is_double_buffered and running.inside:
                 running.workspace = self
 
+    def record_launch(self, op: str, shape: flight_recorder.CallShape | None) -> None:
+        """A call like one before was launched; for the flight recorder, if that is on."""
+        flight_recorder.launched(op, self.heap.group_name, shape, self._calls.last_site)
+
     def launched(self) -> None:
         """The call has done all that a peer may wait for: an exception in the rest of it breaks nothing."""
         running.workspace = None
 
-    def expired(self, op: str, peer: int, word: int, expected: int, outcome: WaitOutcome) -> WeftError:
-        """The error of a CPU rank's wait, also that of all later calls."""
+    def expired(self, op: str, peer: int, word: int, expected: int, outcome: WaitOutcome) -> PeerTimeout:
+        """The error of a CPU rank's wait."""
         flag, site = self.layout.describe(word), self._calls.site
         wait = PeerWait(op, self.heap.group_name, self.rank, peer, flag, expected, site)
-        return self.fault.breaks(PeerTimeout(wait, outcome))
+        return PeerTimeout(wait, outcome)
+
+    def still_waiting(self, seconds: float) -> PeerTimeout | None:
+        """The error of a thread that did not want to wait longer than ``seconds`` for the call that another one makes
+        here. That call goes on."""
+        if self.waiting is None:
+            return None
+        op, peer, word, expected = self.waiting
+        return self.expired(op, peer, word, expected, WaitOutcome(self.word(self.rank, word).value, seconds))
 
     def word(self, rank: int, index: int) -> ctypes.c_uint32:
         """A word of rank's copy, on the CPU."""
@@ -216,11 +231,14 @@ class HostEpoch:
     def _wait(self, peer: int, index: int, expected: int, *, exactly: bool = False) -> None:
         ws, address = self.ws, self.ws.address + WORD * index
         liveness = PeerLiveness(ws.heap.rendezvous.processes[peer], ws.fault.abort_notice(peer))
+        ws.waiting = self.op, peer, index, expected
         try:
             # Of the two threads of a call one may have failed, or a call in another workspace: nothing is worth a wait.
             spin(address, expected, self._timeout, liveness, ws.raise_if_broken, exactly=exactly)
         except Expired as e:
-            raise ws.expired(self.op, peer, index, expected, e.outcome).again() from None
+            raise ws.fault.breaks(ws.expired(self.op, peer, index, expected, e.outcome)).again() from None
+        finally:
+            ws.waiting = None
 
     def _flag(self, writer: int, i: int) -> int:
         return self.ws.layout.flags(self.buffer) + writer * self.ws.layout.flags_per_rank + i

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ...kernels.async_collectives.host import async_layout
-from ...symm_mem import call_cache
+from ...symm_mem import call_cache, flight_recorder
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import GroupRef, has_name
@@ -145,6 +145,9 @@ def fast_start(call: AsyncCall) -> Started | None:
     if known.before is not None:
         known.before(stream)
     started = known.on.start(call, x, known.timeout_ns)
+    if flight_recorder.calls is not None:
+        shape = flight_recorder.shape_of(call.start, (x,))
+        known.on.workspace.record_launch(call.start, shape)
     if known.behind is not None:
         known.behind(stream)
     return started

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...symm_mem import flight_recorder
 from ...symm_mem.layout import NUM_BUFFERS, Layout
 from ...symm_mem.workspace import Workspace
 from .call import AsyncCall
@@ -29,6 +30,7 @@ class Started:
         self._workspace: Workspace[Layout] | None = None
         self._among: Any = None
         self._buffer = 0
+        self._recorded = flight_recorder.take_recorded()
 
     def holds(self, workspace: Workspace[Layout], buffer: int) -> None:
         """It has begun an epoch of a buffer, which its wait ends, or its release."""
@@ -54,6 +56,7 @@ class Started:
             raise ValueError("started: its group was reset since, it must be started again")
         finish, self._finish = self._finish, _waited
         result = finish()
+        flight_recorder.end(self._recorded)
         if self._release is None:
             self._ends()
         return result

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
 
-from ...symm_mem import HeapUnavailable, forks, is_checked
-from ...symm_mem.call_site import calling
+from ...symm_mem import HeapUnavailable, flight_recorder, forks, is_checked
+from ...symm_mem.call_site import call_site, calling
 from ...symm_mem.failure.call_check import CallCheck, call_check_of, compares_first_calls
 from ...symm_mem.failure.fault import refuse_if_broken
 from ...symm_mem.heap.heap import Heap
@@ -72,6 +72,9 @@ def begin_call(op: str, group: ProcessGroup, device: torch.device, **arguments: 
     """
     if is_planning():
         return
+    flight_recorder.take_recorded()
+    if flight_recorder.calls is not None and group.size() > 1:
+        flight_recorder.begin(op, group, _shape(op, device, arguments), call_site())
     calling.op, _current.call = op, None
     _current.begun = call = OpCall(op, arguments)
     if not is_checked() or group.size() == 1:
@@ -132,6 +135,19 @@ def compare_plan(plan: str, reason: str) -> None:
 def plan_is_compared() -> bool:
     """Whether ``compare_plan`` has something to compare."""
     return _current.call is not None
+
+
+def _shape(op: str, device: torch.device, arguments: dict[str, object]) -> flight_recorder.CallShape:
+    if "elements" in arguments:  # of a process group's call
+        sizes: Any = (arguments["elements"],)
+        dtype: Any = arguments["dtype"]
+        return flight_recorder.CallShape(flight_recorder.collective_of(op), sizes, dtype, device.type)
+    tensors: list[torch.Tensor] = []
+    for value in arguments.values():
+        tensors += [
+            t for t in (value if isinstance(value, Sequence) else (value,)) if isinstance(t, torch.Tensor)
+        ]
+    return flight_recorder.shape_of(op, tensors)
 
 
 def _text(value: object) -> str:

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.device.jit.empty import Empty, empty_on
-from ...symm_mem import call_cache, is_checked
+from ...symm_mem import call_cache, flight_recorder, is_checked
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.failure.call_log import Grids
 from ...symm_mem.heap.registry import GroupRef, has_name, known_heap
@@ -123,6 +123,7 @@ class _Ready:
     empty: Empty
     timeout_ns: int  # where nobody has set another one
     grids: Grids
+    shape: flight_recorder.CallShape | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +241,8 @@ def run_fast(
         except BaseException as e:
             workspace.abandon(e)  # the peers may wait for what was not launched
             raise
+    if flight_recorder.calls is not None:
+        workspace.record_launch(op, ready.shape)
     if found.behind is not None:
         found.behind(stream)
     return results
@@ -310,7 +313,10 @@ def remember_call(
     alike = tuple((tuple(r.shape), r.stride(), r.dtype) for r in call.results)
     calls, empty = isinstance(launcher, Caller), empty_on(call.given[0].device)
     preferred = plan.preferred_kernel()
-    ready = _Ready(launcher, calls, ran, profitable, preferred, alike, empty, default_ns(), grids)
+    shape = None
+    if flight_recorder.calls is not None:
+        shape = flight_recorder.shape_of(call.op, call.given[call.op.endswith("_out") :])
+    ready = _Ready(launcher, calls, ran, profitable, preferred, alike, empty, default_ns(), grids, shape)
     key = key_of(call.op, call.arguments, call.given)
     known: _Ready | None = workspace.prepared.get(key)
     same = (launcher, ran, profitable, preferred)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...symm_mem import HeapUnavailable, forks
+from ...symm_mem import HeapUnavailable, flight_recorder, forks
 from ...symm_mem.backends import cuda_state
 from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.failure.fault import refuse_if_broken
@@ -137,6 +137,7 @@ def ran(plan: Plan) -> None:
     this_thread.plan = plan
     if plan.algorithm == "unfused":
         _unfused_calls += 1
+        flight_recorder.runs_unfused()
     if plan_is_compared():
         compare_plan(str(replace(plan, reason="", predicted_us=None)), plan.reason)
 

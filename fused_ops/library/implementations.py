@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from ...kernels.all_reduce.host import IN_PLACE
+from ...symm_mem import flight_recorder
 from ...symm_mem.failure.call_log import poison_on_error
 from ..dispatch.call_check import begin_call, take_begun
 from ..dispatch.fast_path import needs_no_dispatch
@@ -97,10 +98,12 @@ def begins_call(run: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(run)
     def call(*args: Any) -> Any:
         try:
-            return guarded(*args)
+            done = guarded(*args)
         except BaseException:
             take_begun()
             raise
+        flight_recorder.end(flight_recorder.take_recorded())
+        return done
 
     return call
 

@@ -20,9 +20,9 @@ from ...kernels.all_reduce import host
 from ...kernels.all_reduce.configs import AllReduceConfig, choose_all_reduce
 from ...kernels.all_reduce.reference import reference_all_reduce
 from ...kernels.device.jit.empty import Empty, empty_on
-from ...symm_mem import call_cache
+from ...symm_mem import call_cache, flight_recorder
 from ...symm_mem.backends import cuda_state
-from ...symm_mem.failure.call_log import Grids
+from ...symm_mem.failure.call_log import Grids, running
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.heap.registry import GroupRef, has_name
 from ...symm_mem.timeouts import timeout_in_ns
@@ -64,6 +64,7 @@ class _Found:
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    shape: flight_recorder.CallShape
     empty: Empty
     before: StreamStep
     behind: StreamStep
@@ -128,6 +129,8 @@ def fast_all_reduce(
     except BaseException as e:
         workspace.abandon(e)  # the peers may wait for what was not launched
         raise
+    if flight_recorder.calls is not None and not running.inside:  # not one that is part of another op's
+        workspace.record_launch(op, found.shape)
     if found.behind is not None:
         found.behind(stream)
     if out is x:
@@ -156,6 +159,7 @@ def _find(x: Tensor, reduce_op: str, group_name: str, stream: int) -> _Found | N
         sizes=sizes,
         strides=strides,
         dtype=x.dtype,
+        shape=flight_recorder.CallShape(flight_recorder.REDUCE, sizes, x.dtype, "cuda"),
         empty=empty_on(x.device),
         before=before,
         behind=behind,

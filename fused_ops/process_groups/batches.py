@@ -60,7 +60,7 @@ class BatchWork(DoneWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         work = self._batch.work
-        return True if work is None else work.wait()
+        return True if work is None else work.wait(timeout or timedelta(0))
 
     def is_completed(self) -> bool:
         work = self._batch.work

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -14,8 +16,9 @@ from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
 
 from ...symm_mem import Group, resolve_group
 from ...symm_mem.switches import is_on
-from ...symm_mem.timeouts import set_timeout
 from .group import WeftProcessGroup
+from .options import set_group_timeout
+from .out_ops import see_out_ops
 
 NAME = "weft"
 _HELPER = "_new_process_group_helper"
@@ -79,6 +82,7 @@ def create_process_group(options: Any, backend_options: Any) -> WeftProcessGroup
         RuntimeError: there is no device for it.
     """
     asked = _Asked(sys._getframe(1))
+    see_out_ops()
     names = _inner_names(asked.backends)
     store = PrefixStore("weft/", options.store)
     inner = ProcessGroup(store, options.group_rank, options.group_size)
@@ -95,7 +99,7 @@ def create_process_group(options: Any, backend_options: Any) -> WeftProcessGroup
     inner._set_default_backend(_TYPES["nccl" if "nccl" in names.values() else "gloo"])
     inner._set_group_name(options.group_id)
     if "WEFT_TIMEOUT" not in os.environ:
-        set_timeout(options.timeout.total_seconds(), options.group_id)
+        set_group_timeout(options.timeout, options.group_id)
     return WeftProcessGroup._around(inner, tuple(kind for kind in names if asked.backends[kind] == NAME))
 
 
@@ -119,10 +123,29 @@ def _inner_names(backends: Mapping[str, str]) -> dict[str, str]:
     return names
 
 
+@cache
+def _told_of_timeouts(kind: type) -> Any:
+    """A backend that hands a timeout on to weft: torch's ``_set_pg_timeout`` tells backends, and not their group."""
+
+    class ToldOfTimeouts(kind):  # type: ignore[misc]
+        group_name = ""
+
+        def set_timeout(self, timeout: timedelta) -> None:
+            super().set_timeout(timeout)
+            set_group_timeout(timeout, self.group_name)
+
+        def _set_default_timeout(self, timeout: timedelta) -> None:
+            super()._set_default_timeout(timeout)
+            set_group_timeout(timeout, self.group_name)
+
+    return ToldOfTimeouts
+
+
 def _gloo(store: Any, options: Any) -> Any:
-    made = distributed_c10d.ProcessGroupGloo(
+    made = _told_of_timeouts(distributed_c10d.ProcessGroupGloo)(
         store, options.group_rank, options.group_size, timeout=options.timeout
     )
+    made.group_name = options.group_id
     made.options.global_ranks_in_group = options.global_ranks_in_group
     made.options.group_name = options.group_id
     return made
@@ -146,7 +169,11 @@ def _nccl(store: Any, options: Any, backend_options: Any) -> Any:
             backend_options.split_color = distributed_c10d._process_group_color(options.global_ranks_in_group)
     backend_options.global_ranks_in_group = options.global_ranks_in_group
     backend_options.group_name = options.group_id
-    return dist.ProcessGroupNCCL(store, options.group_rank, options.group_size, backend_options)
+    made = _told_of_timeouts(dist.ProcessGroupNCCL)(
+        store, options.group_rank, options.group_size, backend_options
+    )
+    made.group_name = options.group_id
+    return made
 
 
 def _watched(backend: Any, store: Any, options: Any) -> Any:

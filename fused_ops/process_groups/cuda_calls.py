@@ -21,9 +21,9 @@ from torch.distributed import ProcessGroup, Work
 from ...kernels.all_gather.configs import choose_all_gather
 from ...kernels.all_reduce.configs import choose_all_reduce
 from ...kernels.reduce_scatter.configs import choose_reduce_scatter
-from ...symm_mem import call_cache, is_checked
+from ...symm_mem import call_cache, flight_recorder, is_checked
 from ...symm_mem.backends import cuda_state
-from ...symm_mem.failure.call_log import Grids, poison_on_error
+from ...symm_mem.failure.call_log import Grids, TimedName, poison_on_error
 from ...symm_mem.heap.heap import Heap
 from ...symm_mem.workspace import Workspace
 from ..dispatch import plan
@@ -75,6 +75,7 @@ class _Found:
     line: CallLine
     written: int
     timeout_ns: int
+    shape: flight_recorder.CallShape
     before: StreamStep
     behind: StreamStep
 
@@ -91,12 +92,14 @@ class DeviceLines:
         self._sides: dict[int, torch.cuda.Stream] = {}
         self._lock = threading.RLock()  # calls of one group are launched by one thread at a time
 
-    def run(self, calls: list[GroupCall], *, asynchronous: bool) -> DoneWork | str:
-        """The work, or why no kernel takes the calls; the same on all ranks."""
+    def run(
+        self, calls: list[GroupCall], *, asynchronous: bool, seconds: float | None = None
+    ) -> DoneWork | str:
+        """The work, or why no kernel takes the calls; the same on all ranks. ``seconds``: their deadline."""
         written = [call.out for call in calls]
         with self._lock:
             if not asynchronous:
-                why = self._launch_all(calls)
+                why = self._launch_all(calls, seconds)
                 return DoneWork(written) if why is None else why
             device = calls[0].x.device
             side = self._sides.get(device.index) or self._sides.setdefault(
@@ -104,19 +107,20 @@ class DeviceLines:
             )
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
-                why = self._launch_all(calls)
+                why = self._launch_all(calls, seconds)
                 if why is not None:
                     return why
                 ended = torch.cuda.Event()
                 ended.record(side)
             return StreamWork(written, [call.x for call in calls], ended, side)
 
-    def _launch_all(self, calls: list[GroupCall]) -> str | None:
+    def _launch_all(self, calls: list[GroupCall], seconds: float | None) -> str | None:
         self._wait_for_others()
         for i, call in enumerate(calls):
-            if self.launch_again(call.name, call.x, call.out, call.reduce_op):
+            # Cached calls have the group's deadline.
+            if seconds is None and self.launch_again(call.name, call.x, call.out, call.reduce_op):
                 continue
-            if (why := self._launch_first(call)) is not None:
+            if (why := self._launch_first(call, seconds)) is not None:
                 assert i == 0  # what it depends on is the same for all of them
                 return why
         return None
@@ -175,12 +179,14 @@ class DeviceLines:
             except BaseException as e:
                 ready.workspace.abandon(e)  # the peers may wait for what was not launched
                 raise
+            if flight_recorder.calls is not None:
+                ready.workspace.record_launch(name, found.shape)
             if found.behind is not None:
                 found.behind(stream)
         return True
 
     @poison_on_error
-    def _launch_first(self, call: GroupCall) -> str | None:
+    def _launch_first(self, call: GroupCall, seconds: float | None) -> str | None:
         group = self._group()
         assert group is not None  # it is the caller
         x, out = flat(call.x), flat(call.out)
@@ -206,14 +212,22 @@ class DeviceLines:
                 line.alone(stream, 1)
             if call.x is not call.out and overlap(out, x) and not _is_own_part(call.name, x, out, heap.rank):
                 x = x.clone()
-            ready.workspace.raise_if_broken(call.name, grids=ready.grids)
-            ready.launch(x.data_ptr(), out.data_ptr(), timeout(self._name, ready.timeout_ns), stream)
+            deadline = timeout(self._name, ready.timeout_ns)
+            name, ns = (
+                (call.name, deadline)
+                if seconds is None
+                else (TimedName(call.name, seconds), int(seconds * 1e9))
+            )
+            ready.workspace.raise_if_broken(name, grids=ready.grids)
+            ready.launch(x.data_ptr(), out.data_ptr(), ns, stream)
             if external:
                 line.end(stream, external=True)
         if not graph and not external and not is_checked():
-            deadline, steps = timeout(self._name, ready.timeout_ns), steps_on(index, stream)
+            steps = steps_on(index, stream)
             key = GROUP, self, call.name, x.numel(), x.dtype, call.reduce_op, index, stream
-            call_cache.keep(kept, key, _Found(ready, line, out.numel(), deadline, *steps))
+            kind = flight_recorder.collective_of(call.name)
+            shape = flight_recorder.CallShape(kind, (x.numel(),), x.dtype, "cuda")
+            call_cache.keep(kept, key, _Found(ready, line, out.numel(), deadline, shape, *steps))
         return None
 
 

@@ -17,22 +17,25 @@ from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup, Work
 
-from ...symm_mem import CallAbandoned
+from ...symm_mem import CallAbandoned, flight_recorder
 from ...symm_mem.call_cache import invalidate_calls
 from ...symm_mem.heap.registry import has_name, heaps_of
-from ...symm_mem.timeouts import set_timeout
+from ...symm_mem.timeouts import call_timeout
 from ..drop_in.calls_taken import CallCounts, CallsTaken
 from .batches import Batch, operations_of_batch
 from .calls import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, GroupCall, index_of, reduction_of, why_left
 from .cuda_calls import DeviceLines
 from .host_calls import HostLine, prepare_on_host
 from .options import (
+    UNSET,
     all_gather_options,
     all_gathers,
     all_reduce_options,
     all_reduces,
     reduce_scatter_options,
     reduce_scatters,
+    seconds_of,
+    set_group_timeout,
 )
 from .work import DoneWork
 
@@ -91,7 +94,9 @@ class WeftProcessGroup(ProcessGroup):
         self.inner = inner
         self.taken_on = taken_on
         self._size = inner.size()
-        self._names = {kind.type: inner._get_backend(kind).name() for kind in inner._device_types}
+        # They are kept: torch would make other objects of them, without what they tell weft of timeouts.
+        self._backends = {kind.type: inner._get_backend(kind) for kind in inner._device_types}
+        self._names = {kind: backend.name() for kind, backend in self._backends.items()}
         self._counts = CallCounts()
         self._told: set[tuple[str, str]] = set()
         self._coalescing = False
@@ -214,7 +219,7 @@ class WeftProcessGroup(ProcessGroup):
             return False
         if self._coalescing or x.layout is not torch.strided or out.layout is not torch.strided:
             return False
-        if profiler._is_profiler_enabled:
+        if profiler._is_profiler_enabled or opts.timeout != UNSET:
             return False
         op: str | None = ""
         if name != ALL_GATHER:
@@ -237,29 +242,34 @@ class WeftProcessGroup(ProcessGroup):
             why = next((why for call in calls if (why := why_left(self._size, call)) is not None), None)
         if why is None:
             assert isinstance(calls, list)
-            with record_function(f"weft:{name}") if profiler._is_profiler_enabled else nullcontext():
-                done = self._run(calls, opts.asyncOp)
+            seconds = seconds_of(opts.timeout)
+            with (
+                record_function(f"weft:{name}") if profiler._is_profiler_enabled else nullcontext(),
+                nullcontext() if seconds is None else call_timeout(seconds),
+            ):
+                done = self._run(calls, opts.asyncOp, seconds)
             if not isinstance(done, str):
                 self._counts.add(name, "weft")
                 self._begun += 1
                 return done
             why = done
+            flight_recorder.runs_unfused()
         self._note(name, why, kind)
         return None
 
-    def _run(self, calls: list[GroupCall], asynchronous: bool) -> DoneWork | str:
+    def _run(self, calls: list[GroupCall], asynchronous: bool, seconds: float | None) -> DoneWork | str:
         if not has_name(self, self.group_name):
             return "torch does not know the group by its name"  # destroyed, or never registered
         if calls[0].x.is_cuda:
-            done = self._device.run(calls, asynchronous=asynchronous)
+            done = self._device.run(calls, asynchronous=asynchronous, seconds=seconds)
         else:
             exchanges = []
             for call in calls:
-                exchange = prepare_on_host(self, call)
+                exchange = prepare_on_host(self, call, seconds)
                 if isinstance(exchange, str):
                     return exchange
                 exchanges.append(exchange)
-            done = self._host.run(exchanges, [call.out for call in calls], asynchronous=asynchronous)
+            done = self._host.run(exchanges, asynchronous=asynchronous)
         if asynchronous and _allow_inflight_collective_as_graph_input() and not isinstance(done, str):
             done.wait()  # a compiled graph would look for torch's own work
         return done
@@ -327,7 +337,7 @@ class WeftProcessGroup(ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.inner.set_timeout(timeout)
-        set_timeout(timeout.total_seconds(), self.group_name)
+        set_group_timeout(timeout, self.group_name)
 
     def shutdown(self) -> None:
         invalidate_calls()
@@ -345,7 +355,11 @@ class WeftProcessGroup(ProcessGroup):
 
     def split_group(self, new_ranks: list[int], *args: Any, **named: Any) -> WeftProcessGroup | None:
         made = self.inner.split_group(new_ranks, *args, **named)
-        return None if made is None else WeftProcessGroup._around(made, self.taken_on)
+        if made is None:
+            return None
+        for kind in self.taken_on:
+            set_group_timeout(made._get_backend(torch.device(kind)).options._timeout, made.group_name)
+        return WeftProcessGroup._around(made, self.taken_on)
 
     def merge_remote_group(self, *args: Any, **named: Any) -> WeftProcessGroup:
         return WeftProcessGroup._around(self.inner.merge_remote_group(*args, **named), self.taken_on)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,8 +20,11 @@ from torch.distributed import ProcessGroup
 from ...kernels.all_gather.host import host_all_gather, host_all_gather_layout
 from ...kernels.all_reduce.host import host_all_reduce, host_all_reduce_layout
 from ...kernels.reduce_scatter.host import host_reduce_scatter, host_reduce_scatter_layout
+from ...symm_mem import flight_recorder
+from ...symm_mem.call_site import Site, call_site, calling
 from ...symm_mem.failure.call_log import poison_on_error
 from ...symm_mem.layout import Layout
+from ...symm_mem.timeouts import call_timeout
 from ...symm_mem.workspace import Workspace
 from ..dispatch.call_check import begin_call
 from ..dispatch.plan import Plan, heap_or_reason, ran
@@ -27,13 +32,39 @@ from ..dispatch.workspaces import group_workspace
 from .calls import ALL_GATHER, ALL_REDUCE, GroupCall, flat
 from .work import DoneWork, HostWork
 
-#: What is left of a call once the ranks are ready for it.
-Exchange = Callable[[], None]
+
+@dataclass(frozen=True, slots=True)
+class HostExchange:
+    """What is left of a call once the ranks are ready for it.
+
+    Attributes:
+        seconds: its deadline; None: the group's.
+        site: where it was called.
+        recorded: in the flight recorder.
+    """
+
+    workspace: Workspace[Layout]
+    call: GroupCall
+    seconds: float | None
+    site: Site | None
+    recorded: flight_recorder.RecordedCall | None
+
+    def run(self) -> None:
+        """On whichever thread."""
+        exchange = {ALL_REDUCE: _all_reduce, ALL_GATHER: _all_gather}.get(self.call.name, _reduce_scatter)
+        before, calling.site = calling.site, self.site
+        flight_recorder.this_thread.call = self.recorded
+        try:
+            with call_timeout(self.seconds):
+                _below_autograd(exchange, self.workspace, self.call)
+            flight_recorder.end(flight_recorder.take_recorded())
+        finally:
+            calling.site = before
 
 
 @poison_on_error
-def prepare_on_host(group: ProcessGroup, call: GroupCall) -> Exchange | str:
-    """The exchange, or why the ranks cannot make it; the same on all of them."""
+def prepare_on_host(group: ProcessGroup, call: GroupCall, seconds: float | None = None) -> HostExchange | str:
+    """The exchange, or why the ranks cannot make it; the same on all of them. ``seconds``: its deadline."""
     x = call.x.detach()
     begin_call(call.name, group, x.device, dtype=x.dtype, elements=x.numel(), reduce_op=call.reduce_op)
     heap = heap_or_reason(call.name, x, group, empty=False)
@@ -44,8 +75,7 @@ def prepare_on_host(group: ProcessGroup, call: GroupCall) -> Exchange | str:
     wanted = layout(x.nbytes, size) if layout else host_reduce_scatter_layout(x.nbytes // size, size)
     workspace = group_workspace(heap, wanted)
     ran(Plan("host", workspace_bytes=workspace.layout.bytes))
-    run = {ALL_REDUCE: _all_reduce, ALL_GATHER: _all_gather}.get(call.name, _reduce_scatter)
-    return lambda: _below_autograd(run, workspace, call)
+    return HostExchange(workspace, call, seconds, call_site(), flight_recorder.take_recorded())
 
 
 @poison_on_error
@@ -86,17 +116,21 @@ def _write(out: Tensor, elements: Tensor) -> None:
     out.detach().copy_(elements.view(out.shape))
 
 
+_Task: TypeAlias = tuple[Sequence[HostExchange], HostWork]
+
+
 class HostLine:
     """The calls of one group in their order: one at a time, those without a wait on a thread of its own."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tasks: queue.SimpleQueue[tuple[list[Exchange], HostWork] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: HostWork | None = None
         self._lock = threading.Lock()
 
-    def run(self, exchanges: list[Exchange], written: list[Tensor], *, asynchronous: bool) -> DoneWork:
+    def run(self, exchanges: Sequence[HostExchange], *, asynchronous: bool) -> DoneWork:
+        written = [exchange.call.out for exchange in exchanges]
         if asynchronous:
             return self._submit(exchanges, written)
         last = self._last
@@ -104,11 +138,11 @@ class HostLine:
             self._submit(exchanges, written).wait()
         else:
             for exchange in exchanges:
-                exchange()
+                exchange.run()
         return DoneWork(written)
 
-    def _submit(self, exchanges: list[Exchange], written: list[Tensor]) -> HostWork:
-        work = HostWork(written)
+    def _submit(self, exchanges: Sequence[HostExchange], written: list[Tensor]) -> HostWork:
+        work = HostWork(written, exchanges[-1].workspace)
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -127,12 +161,12 @@ class HostLine:
                 self._thread = None
 
 
-def _work_off(tasks: queue.SimpleQueue[tuple[list[Exchange], HostWork] | None]) -> None:
+def _work_off(tasks: queue.SimpleQueue[_Task | None]) -> None:
     while (task := tasks.get()) is not None:
         exchanges, work = task
         try:
             for exchange in exchanges:
-                exchange()
+                exchange.run()
         except BaseException as e:
             work.finish(e)
         else:

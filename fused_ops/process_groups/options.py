@@ -10,7 +10,23 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
+from ...symm_mem.timeouts import LONGEST, set_timeout
 from .calls import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, GroupCall, reduction_of, waited_for
+
+UNSET = AllgatherOptions().timeout  #: of options that have none: the group's counts
+
+
+def seconds_of(timeout: timedelta | None) -> float | None:
+    """A deadline that a call or a wait was given; None if it was given none, as torch says that: unset, or 0."""
+    if timeout is None or timeout <= timedelta(0):
+        return None
+    return min(timeout.total_seconds(), LONGEST)
+
+
+def set_group_timeout(timeout: timedelta, group_name: str) -> None:
+    """What a group's waits have as their deadline from now on."""
+    if (seconds := seconds_of(timeout)) is not None:
+        set_timeout(seconds, group_name)
 
 
 def all_reduce_options(given: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -66,6 +82,14 @@ def all_gather_options(opts: Any) -> Any:
 
 def reduce_scatter_options(opts: Any) -> Any:
     return ReduceScatterOptions() if opts is None else opts
+
+
+def functional_reduction(reduce_op: str) -> Any:
+    """The ReduceOp that functional collectives call by this name."""
+    op = ReduceOp.RedOpType.__members__.get(reduce_op.upper())
+    if op is None:
+        raise ValueError(f"reduce_op: is {reduce_op!r}, must be the name of a ReduceOp")
+    return op
 
 
 def _paired(outputs: Any, inputs: Any) -> bool:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
+
+from ...symm_mem import WeftError
+from ...symm_mem.workspace import Workspace
+from .options import seconds_of
+
+_NAP = 0.0005  # seconds between two looks at a GPU's call
+
+
+def not_ended(seconds: float) -> str:
+    """What is said where it is not known for whom a call waits."""
+    return f"the call has not ended within the {seconds:g} s of this wait"
 
 
 class DoneWork(Work):
@@ -54,10 +66,15 @@ class DoneWork(Work):
 
 
 class HostWork(DoneWork):
-    """Of a call between CPU ranks that another thread makes. ``finish`` ends it."""
+    """Of a call between CPU ranks that another thread makes. ``finish`` ends it.
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    Args:
+        workspace: where it is made, or the call in front of it.
+    """
+
+    def __init__(self, tensors: list[Tensor], workspace: Workspace[Any]) -> None:
         super().__init__(tensors)
+        self._workspace = workspace
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
@@ -75,11 +92,12 @@ class HostWork(DoneWork):
         """
         Raises:
             WeftError: the call has failed.
-            RuntimeError: it has not ended within ``timeout``.
+            PeerTimeout: it has not ended within ``timeout``, and waits for this rank. It goes on: one may wait again.
         """
-        seconds = timeout.total_seconds() if timeout else None
+        seconds = seconds_of(timeout)
         if not self._ended.wait(seconds):
-            raise RuntimeError(f"the call has not ended within {seconds:g} s")
+            assert seconds is not None
+            raise self._workspace.still_waiting(seconds) or WeftError(not_ended(seconds))
         if self._error is not None:
             raise self._error
         return True
@@ -131,9 +149,19 @@ class StreamWork(DoneWork):
         self._side = side
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """The current stream waits for the call; the host does not."""
+        """The current stream waits for the call; the host only with a ``timeout``, as for NCCL's.
+
+        Raises:
+            WeftError: it has not ended within ``timeout``. It goes on, until its own deadline.
+        """
         torch.cuda.current_stream(self._side.device).wait_event(self._ended)
         self._held = []
+        if (seconds := seconds_of(timeout)) is not None:
+            end = time.monotonic() + seconds
+            while not self._ended.query():
+                if time.monotonic() > end:
+                    raise WeftError(not_ended(seconds))
+                time.sleep(_NAP)
         return True
 
     def is_completed(self) -> bool:

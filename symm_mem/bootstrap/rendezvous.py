@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup
 
+from .. import flight_recorder
 from ..call_site import call_site, calling, text
 from ..errors import (
     CallAbandoned,
@@ -236,6 +237,7 @@ class Rendezvous:
             self._broken = CallAbandoned(
                 what, self.group_name, self.rank, describe(cause).splitlines()[0], text(call_site())
             )
+        flight_recorder.failed(self._broken)
 
     def _questions(self, what: str) -> StoreQuestions:
         self._owner.refuse_child(what)

@@ -17,6 +17,20 @@ T = TypeVar("T")
 Grids: TypeAlias = tuple[int, ...]
 
 
+class TimedName(str):
+    """The name of a call that has a deadline of its own, in ``seconds``."""
+
+    seconds: float
+
+    def __new__(cls, name: str, seconds: float) -> TimedName:
+        named = super().__new__(cls, name)
+        named.seconds = seconds
+        return named
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)
+
+
 class CallLog:
     """The calls on one workspace, by buffer and epoch; of LL exchanges, by block and epoch.
 
@@ -29,7 +43,7 @@ class CallLog:
         self.op = "a call"
         self._timeout = timeout
         self._captured_timeout = 0.0
-        self._site: Site | None = None
+        self.last_site: Site | None = None
         self.replayed = replayed
         self._kept: list[deque[tuple[str, Site | None]]] = [deque(maxlen=_KEPT) for _ in range(buffers)]
         self._epochs = [0] * buffers
@@ -39,11 +53,11 @@ class CallLog:
     @property
     def site(self) -> str | None:
         """Where the last call came from."""
-        return text(self._site)
+        return text(self.last_site)
 
     def begins(self, op: str, site: Site | None, grids: Grids = ()) -> None:
         """A call. ``grids``: blocks of each of its LL exchanges. A launch is an epoch of every block that it has."""
-        self.op, self._site = op, site
+        self.op, self.last_site = op, site
         if grids:
             self._pushed.append((op, site, grids))
             self._launched[grids] = self._launched.get(grids, 0) + 1
@@ -58,7 +72,7 @@ class CallLog:
     def takes(self, buffer: int) -> None:
         """The call that began last takes a buffer."""
         self._epochs[buffer] += 1
-        self._kept[buffer].append((self.op, self._site))
+        self._kept[buffer].append((self.op, self.last_site))
 
     def find(self, buffer: int | None, epoch: int) -> tuple[str, str | None]:
         """Op and site of epoch ``epoch`` of a buffer, the first one being 1; of the last call if that is not known."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import forks
+from .. import flight_recorder, forks
 from ..bootstrap.processes import has_ended
 from ..errors import PeerTimeout, PeerWait, WaitOutcome, WeftError
 from ..layout import WORD
@@ -96,6 +96,7 @@ class Fault:
         if self.error is None and self.written.value:
             assert self._record is not None
             self.error = self._read(WaitRecord(*self._record.tolist()[1:]))
+            flight_recorder.failed(self.error)
         if self.error is not None:
             raise self.error.again(op)
 
@@ -113,7 +114,7 @@ class Fault:
                 name, site = calls.find_push(block_of(word), epoch)
             else:
                 name, site = calls.find(buffer_of and buffer_of(word), epoch)
-            flag, seconds = layout.describe(word), calls.seconds
+            flag, seconds = layout.describe(word), getattr(name, "seconds", calls.seconds)
         if record.kind == _ABORTED:  # nothing was waited for; what it says is 1 + the rank that it blames
             flag, expected, seconds, blames = f"abort notice of rank {peer}", 0, 0.0, seen - 1
         ended = blames is None and has_ended(heap.rendezvous.processes[peer])
@@ -132,6 +133,7 @@ class Fault:
                     ctypes.c_uint32.from_address(there + WORD * (self.ABORT_NOTICE + heap.rank)).value = (
                         1 + blamed
                     )
+            flight_recorder.failed(error)
         return self.error
 
     def abort_notice(self, peer: int) -> int | None:

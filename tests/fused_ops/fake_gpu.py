@@ -23,7 +23,7 @@ from weft.fused_ops.dispatch import plan
 from weft.fused_ops.dispatch.workspaces import ALL_REDUCE, AROUND_MATMULS
 from weft.kernels.device.gemm.one_shot import OneShotConfig
 from weft.kernels.device.tuning.choice import KernelChoice
-from weft.symm_mem import call_cache
+from weft.symm_mem import call_cache, flight_recorder
 from weft.symm_mem.backends import cuda_state
 from weft.symm_mem.call_cache import CachedDict
 from weft.symm_mem.heap.registry import register_heap
@@ -159,6 +159,9 @@ class Workspace:
             raise self.error
         if op is not None:
             self.noted.append(op)
+
+    def record_launch(self, op: str, shape: Any) -> None:
+        flight_recorder.launched(op, NAME, shape, None)
 
     def next_buffer(self) -> int:
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ from weft import symm_mem
 from weft.fused_ops import one_shot_all_reduce, one_shot_all_reduce_
 from weft.fused_ops.dispatch import plan
 from weft.fused_ops.ops import all_reduce
-from weft.symm_mem import call_cache
+from weft.symm_mem import call_cache, flight_recorder
 from weft.symm_mem.call_cache import CachedDict
+from weft.symm_mem.failure.call_log import poison_on_error
 from weft.symm_mem.heap.registry import register_heap
 
 gpu_stage = fake_gpu.stage
@@ -47,6 +49,16 @@ def stage(gpu_stage: AllReduces) -> AllReduces:
     made = all_reduce.PreparedAllReduce(stage.workspace, kernel, plan.Plan("push"), DEFAULT)  # type: ignore[arg-type]
     stage.workspace.prepared[15, x.dtype, "sum"] = made
     return stage
+
+
+def test_in_the_flight_recorder(stage: AllReduces, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_recorder, "calls", calls := deque[Any]())
+    all_reduce.fast_all_reduce(stage.x, "sum", NAME)
+    poison_on_error(all_reduce.fast_all_reduce)(
+        stage.x, "sum", NAME
+    )  # a part of another op, whose call is there
+    shape = (flight_recorder.REDUCE, (5, 3), torch.float32, "cuda")
+    assert [entry[:3] for entry in calls] == [("one_shot_all_reduce", NAME, shape)]
 
 
 def test_it_is_taken(stage: AllReduces) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -16,6 +17,7 @@ from weft.fused_ops import one_shot_all_gather, one_shot_reduce_scatter
 from weft.fused_ops.dispatch import fast_path, plan
 from weft.fused_ops.ops import all_gather, reduce_scatter
 from weft.fused_ops.ops.stand_alone import _IntoLauncher
+from weft.symm_mem import flight_recorder
 
 gpu_stage = fake_gpu.stage
 WEFT = torch.ops.weft
@@ -64,6 +66,19 @@ def test_a_call_like_one_before_is_launched_at_once(op: Op) -> None:
         assert op.launched() == [(0, [op.x.data_ptr()], [out.data_ptr()], DEADLINE, STREAM)]
         assert plan.last_plan().algorithm == "push"
     assert op.stage.workspace.noted == [op.names[0]] * 2
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_in_the_flight_recorder(gpu_stage: Stage, monkeypatch: pytest.MonkeyPatch, gathers: bool) -> None:
+    monkeypatch.setattr(flight_recorder, "calls", calls := deque[Any](maxlen=2))
+    op = Op(gpu_stage, gathers)
+    for _ in range(3):
+        op.call(op.x)
+    op.call(op.x, out=op.out)
+    kind = flight_recorder.GATHER if gathers else flight_recorder.SCATTER
+    shape = (kind, (6, 8), torch.float32, "cpu")
+    assert [entry[:3] for entry in calls] == [(op.names[0], NAME, shape), (op.names[1], NAME, shape)]
+    assert calls[1][4] == calls[0][4] + 1, "the sequence of the group's calls"
 
 
 def test_into_a_given_tensor(op: Op) -> None:

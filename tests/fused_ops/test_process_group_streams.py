@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from weft.fused_ops.dispatch import plan
 from weft.fused_ops.process_groups import cuda_calls
 from weft.fused_ops.process_groups.calls import ALL_GATHER, ALL_REDUCE, GroupCall
 from weft.fused_ops.process_groups.cuda_calls import DeviceLines
+from weft.symm_mem import flight_recorder
 from weft.symm_mem.heap.registry import register_heap
 
 gpu_stage = fake_gpu.stage
@@ -70,6 +72,27 @@ def test_a_call_like_one_before_is_launched_at_once(stage: GroupStage) -> None:
     symm_mem.set_timeout(0.5, NAME)
     run(stage, all_reduce(x))
     assert stage.launches[-1][2] == 500_000_000
+
+
+def test_in_the_flight_recorder(stage: GroupStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_recorder, "calls", calls := deque[Any]())
+    x = torch.randn(5, 3)
+    for _ in range(4):
+        run(stage, all_reduce(x))
+    first, *_, before, last = calls  # a deadline that another test has set is dropped with the first one
+    shape = (flight_recorder.REDUCE, (15,), torch.float32, "cuda")
+    assert (first.op, first.group, first.shape[:3]) == (ALL_REDUCE, NAME, shape[:3])
+    assert before[:3] == last[:3] == (ALL_REDUCE, NAME, shape)
+    assert (before[4] - first.sequence, last[4] - first.sequence) == (2, 3)
+
+
+def test_a_call_with_a_deadline_of_its_own(stage: GroupStage) -> None:
+    x = torch.randn(4)
+    run(stage, all_reduce(x))
+    stage.lines.run([all_reduce(x)], asynchronous=False, seconds=1.5)
+    run(stage, all_reduce(x))
+    assert [launch[2] for launch in stage.launches] == [DEFAULT, 1_500_000_000, DEFAULT]
+    assert [getattr(name, "seconds", None) for name in stage.workspace.noted] == [None, 1.5, None]
 
 
 @pytest.mark.parametrize("why", ["capturing", "size", "dtype", "op", "checked", "external"])

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from weft import symm_mem
 from weft.kernels.device.comm import ll_exchange
+from weft.symm_mem.failure.call_log import TimedName
 from weft.symm_mem.failure.fault import Fault, fault_of
 from weft.symm_mem.heap.heap import Heap
 from weft.symm_mem.heap.registry import get_heap
@@ -45,14 +46,14 @@ def records(rank: int, world_size: int) -> None:
         with_record(get_heap(other), "third"),
     ]
     for n, space in enumerate(spaces):
-        space.raise_if_broken(f"op {n}")
+        space.raise_if_broken(f"op {n}" if n < 2 else TimedName("op 2", 0.25))
         space.next_buffer()
     symm_mem.check()
     if rank == 1:
         layout = first.layout
         note(second, 0, layout.done(1), 1, 2, ABORTED, 2000)
         note(elsewhere, 0, layout.done(1), 0, 5, WAIT_FREE, 1000)
-        of_other = r"^op 2: rank 1 .* for rank 0: 'done' of rank 0 \(buffer 1\)"
+        of_other = r"^op 2: rank 1 .* waited 0.25 s for rank 0: 'done' of rank 0 \(buffer 1\)"
         with pytest.raises(symm_mem.PeerTimeout, match=of_other):
             symm_mem.check()
         words = (
