@@ -58,7 +58,8 @@ def train(rank: int, world: int, shape: tuple[int, ...], codegen: bool) -> Outco
         return run.outcome()
 
 
-# Where a shard is empty, the backward is given its padding as a tensor of the forward, and does not see that it is 0.
+# Where a shard is empty, the backward of torch before 2.15 is given its padding as a tensor of the forward, and does not
+# see that it is 0.
 @pytest.mark.parametrize(
     ("world", "shape", "alone"),
     [(2, (7,), 0), (2, (1, 7), 0), (4, (5,), 2)],
@@ -68,4 +69,4 @@ def train(rank: int, world: int, shape: tuple[int, ...], codegen: bool) -> Outco
 def test_feed_forward(world: int, shape: tuple[int, ...], alone: int, codegen: bool) -> None:
     found = outcomes(train, world, shape, codegen)
     check(found, 5, [])
-    assert found[0].text.count("with no product") == alone, found[0].text
+    assert found[0].text.count("with no product") in (0, alone), found[0].text
