@@ -58,7 +58,7 @@ def train(rank: int, world: int, shape: tuple[int, ...], codegen: bool) -> Outco
         return run.outcome()
 
 
-# Where a shard is empty, the backward of torch before 2.15 is given its padding as a tensor of the forward, and does not
+# Where a shard is empty, the backward of torch before 2.15 is given its padding as a tensor of the forward: it does not
 # see that it is 0.
 @pytest.mark.parametrize(
     ("world", "shape", "alone"),
