@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         plan,
         process_group,
         sharded_state_dict,
+        timeline,
         uninstall,
     )
 else:
@@ -95,6 +96,7 @@ __all__ = [
     "process_group",
     "sharded_state_dict",
     "symm_mem",
+    "timeline",
     "uninstall",
 ]
 _SUBMODULES = ("fused_ops", "symm_mem")

@@ -30,7 +30,7 @@ def page(content: Mapping[str, Any], timelines: Mapping[str, Sequence[tuple[str,
         parts += ["<h2>Losses</h2>", loss_lines(curves)]
     for name, kernels in timelines.items():
         if kernels:
-            parts += [f"<h3>{html.escape(name)}</h3>", timeline(kernels)]
+            parts += [f"<h3>{html.escape(name)}</h3>", kernel_lanes(kernels)]
     legend = " ".join(
         f'<b style="color:{colour}">{name}</b>' for name, colour in {**COLOURS, **LANES}.items()
     )
@@ -76,7 +76,7 @@ def loss_lines(curves: Mapping[str, Sequence[float]]) -> str:
     return f'<svg width="{WIDTH}" height="210">{"".join(lines)}</svg><p>from {high:.3f} to {low:.3f}</p>'
 
 
-def timeline(kernels: Sequence[tuple[str, float, float]]) -> str:
+def kernel_lanes(kernels: Sequence[tuple[str, float, float]]) -> str:
     """A lane for each kind of kernel; the whole width is the step."""
     end = max(e for _, _, e in kernels)
     places = {lane: 4 + 20 * i for i, lane in enumerate(LANES)}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import weft
 
 from . import async_collectives as async_collectives  # torch.ops.weft has them
+from .about.timeline import timeline
 from .collectives import one_shot_all_gather, one_shot_reduce_scatter
 from .dispatch.plan import Plan, last_plan
 from .drop_in.calls_taken import CallsTaken
@@ -80,6 +81,7 @@ __all__ = [
     "plan",
     "process_group",
     "sharded_state_dict",
+    "timeline",
     "uninstall",
 ]
 _OF_THE_PASS = {

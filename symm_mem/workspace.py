@@ -24,10 +24,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from contextlib import nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
+from torch.autograd import profiler
+from torch.autograd.profiler import record_function
 
 from . import flight_recorder
 from .call_cache import CachedDict
@@ -231,10 +234,15 @@ class HostEpoch:
     def _wait(self, peer: int, index: int, expected: int, *, exactly: bool = False) -> None:
         ws, address = self.ws, self.ws.address + WORD * index
         liveness = PeerLiveness(ws.heap.rendezvous.processes[peer], ws.fault.abort_notice(peer))
+        # For pictures of a call (weft.timeline).
+        shown = (
+            record_function(f"weft:waits for rank {peer}") if profiler._is_profiler_enabled else nullcontext()
+        )
         ws.waiting = self.op, peer, index, expected
         try:
             # Of the two threads of a call one may have failed, or a call in another workspace: nothing is worth a wait.
-            spin(address, expected, self._timeout, liveness, ws.raise_if_broken, exactly=exactly)
+            with shown:
+                spin(address, expected, self._timeout, liveness, ws.raise_if_broken, exactly=exactly)
         except Expired as e:
             raise ws.fault.breaks(ws.expired(self.op, peer, index, expected, e.outcome)).again() from None
         finally:

@@ -8,6 +8,7 @@ put into the place of the op would be seen by some of them only, and Dynamo woul
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +21,9 @@ from ..library import compiled
 from .calls_taken import CallsTaken, counts
 from .symm_mem_ops import DEVICES, OPS, Switch, TorchImplementation, kernel_of, torch_implementation
 
-#: Part of the key of torch.compile's caches: a graph is ordered otherwise.
-_TAG = " symm_mem on weft"
+#: Part of the key of torch.compile's caches: a graph is ordered otherwise. These ops have a group's name only, and a
+#: cached program of so many ranks would be taken for one of others.
+_TAG = f" symm_mem on weft of {os.environ.get('WORLD_SIZE', '?')}"
 
 _library: torch.library.Library | None = None
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .exposure import COMPUTE, Timeline
 
 _WIDTH, _LEFT, _LANE, _MEMORY, _TOP, _GAP = 960, 90, 20, 60, 44, 30
 _COLOURS = {COMPUTE: "#4c956c", "weft": "#2b6cb0", "NVLink": "#c8553d", "network": "#8d5a97"}
+_KINDS = {"computes": "#4c956c", "copies": "#2b6cb0", "waits": "#c8553d", "other": "#cfd8e3"}
+_WIDE_LEFT = 130  # of names of lanes
 _INK, _PALE, _OTHER, _FILL = "#24292f", "#f2f4f6", "#a7adb5", "#cfd8e3"
 
 
@@ -63,12 +65,41 @@ def order_svg(title: str, orders: Sequence[tuple[str, DrawnOrder]]) -> str:
         parts += [_text(10, y + 13, "memory"), _text(10, y + 28, f"{highest / 1e6:.4g} MB")]
         parts.append(_steps(drawn, y + _MEMORY, scale, (_MEMORY - 6) / highest))
         y += _MEMORY + _GAP
-    head = f'viewBox="0 0 {_WIDTH} {y}" role="img" font-family="Helvetica, Arial, sans-serif" font-size="12"'
+    return _framed(title, y, parts)
+
+
+def lanes_svg(title: str, lanes: Mapping[str, Sequence[tuple[str, str, float, float]]]) -> str:
+    """The SVG of lanes below each other, all of one scale.
+
+    Args:
+        lanes: of each (kind, name, begin, end), in microseconds; what comes later is drawn over what is there.
+    """
+    longest = max((end for spans in lanes.values() for *_, end in spans), default=0.0) or 1.0
+    scale = (_WIDTH - _WIDE_LEFT - 20) / longest
+    parts, x = [], 10.0
+    for kind, colour in _KINDS.items():
+        parts += [_box(x, 34, 12, 12, colour), _text(x + 18, 44, kind)]
+        x += 36 + 7 * len(kind)
+    y = 56
+    for lane in sorted(lanes):
+        parts += [_text(10, y + 13, lane), _box(_WIDE_LEFT, y, longest * scale, _LANE - 4, _PALE)]
+        for kind, name, begin, end in lanes[lane]:
+            said = f"<title>{html.escape(name)}: {end - begin:.3g} us</title>"
+            width = max(0.6, (end - begin) * scale)
+            parts.append(
+                _box(_WIDE_LEFT + begin * scale, y, width, _LANE - 4, _KINDS.get(kind, _OTHER), said)
+            )
+        y += _LANE
+    return _framed(title, y + 10, parts)
+
+
+def _framed(title: str, height: float, parts: Sequence[str]) -> str:
+    head = f'viewBox="0 0 {_WIDTH} {height}" role="img" font-family="Helvetica, Arial, sans-serif" font-size="12"'
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {head} fill="{_INK}">',
             f"<title>{html.escape(title)}</title>",
-            _box(0, 0, _WIDTH, y, "#ffffff"),
+            _box(0, 0, _WIDTH, height, "#ffffff"),
             _text(10, 22, title, ' font-size="15" font-weight="bold"'),
             *parts,
             "</svg>",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -160,6 +163,21 @@ def comes_and_goes(rank: int, size: int) -> None:
 
 def test_install_and_uninstall() -> None:
     run_ranks(comes_and_goes, 2)
+
+
+def test_programs_of_other_numbers_of_ranks_are_not_taken_from_the_cache() -> None:
+    program = "import torch, weft; weft.install(); print(torch.compiler.config.cache_key_tag)"
+    tags = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "WORLD_SIZE": size},
+        ).stdout
+        for size in ("2", "4", "2")
+    ]
+    assert tags[0] == tags[2] != tags[1], tags
 
 
 def layer(x: Tensor, up: Tensor, down: Tensor, group: str) -> Tensor:
