@@ -48,7 +48,8 @@ demo: $(STAMP)
 
 # WORKERS processes run tests side by side, by default one more than there are processors, as ranks often wait
 # (tests/conftest.py). Tests marked `alone` or `gpu` run after them, one by one.
-PYTEST := $(PY) -m pytest
+# Bytecode is kept, or each of these processes compiles every file anew.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest
 WORKERS ?= auto
 
 test: $(STAMP)

@@ -274,13 +274,9 @@ static void tell(float* place, u64* barrier, int block, float value) {
 
 }  // namespace weft
 
-// The kernels once for each rank, whose number is a constant of the program:
-// void call_<r>(int kernel, const void* params), and RANK_CALLS, a list of them.
-#include "ranks.inc"
+// The kernels, and call(rank, kernel, params).
+#include "kernels.inc"
 
-static void (*const calls[])(int, const void*) = {RANK_CALLS};
-
-static void call(int rank, int kernel, const void* params) { calls[rank](kernel, params); }
 static const weft::WaitParams& watch_of(const void* params) { return *static_cast<const weft::WaitParams*>(params); }
 
 // One warp of each block gets few turns, or none does; and one block begins late, or none does.

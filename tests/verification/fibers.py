@@ -75,35 +75,32 @@ def build(
     sources = [(source, kernels, params), *beside]
     for stand_in in STAND_INS:
         (folder / stand_in).touch()
-    # Beside the stand-ins, so that they include them and not their neighbours; each rank's program, a namespace of one
-    # file, includes them for itself.
+    # Beside the stand-ins, so that they include them and not their neighbours.
     places = {DEVICE / name: folder / name for name in REAL}
     places |= {file: folder / f"{i}_{file.name}" for i, (file, _, _) in enumerate(sources)}
     texts = {place: file.read_text().replace("#pragma once", "") for file, place in places.items()}
+    # One program for all ranks: which of them runs is no constant.
+    exchange = places[DEVICE / "comm/ll_exchange.cuh"]
+    texts[exchange] = texts[exchange].replace("constexpr int peer_of", "int peer_of")
     if instead is not None:
         found = sum(text.count(instead[0]) for text in texts.values())
         assert found == 1, f"{found} times, not once, in {source} and what it includes: {instead[0]}"
         texts = {place: text.replace(*instead) for place, text in texts.items()}
     for place, content in texts.items():
         place.write_text(content)
-    size, every = int(defines["WORLD_SIZE"]), [name for _, names, _ in sources for name in names]
-    text, calls = [], []
-    for rank in range(size):
-        text += [f"#define RANK {rank}", *(f"#define {name} {name}_{rank}" for name in every)]
-        cases = []
-        for i, (file, names, params) in enumerate(sources):
-            space = f"rank_{rank}_{i}"
-            text += [f"namespace {space} {{", "namespace weft { using namespace ::weft; }"]
-            text += [f'#include "{places[file].name}"']
-            text += [f"static_assert(sizeof(Params) == {ctypes.sizeof(params)});", "}"]
-            argument = f"*static_cast<const {space}::Params*>(params)"
-            cases += [f"case {every.index(n)}: {space}::{n}({argument}); break;" for n in names]
-        calls.append(f"call_{rank}")
-        text += [f"static void call_{rank}(int kernel, const void* params) {{"]
-        text += [f"switch (kernel) {{ {' '.join(cases)} }} }}"]
-        text += ["#undef RANK", *(f"#undef {name}" for name in every)]
-    text.append(f"#define RANK_CALLS {', '.join(calls)}")
-    (folder / "ranks.inc").write_text("\n".join(text) + "\n")
+    every = [name for _, names, _ in sources for name in names]
+    text, cases = ["#define RANK current->number"], []
+    for i, (file, names, its_params) in enumerate(sources):
+        space = f"source_{i}"  # each includes for itself
+        text += [f"namespace {space} {{", "namespace weft { using namespace ::weft; }"]
+        text += [f'#include "{places[file].name}"']
+        text += [f"static_assert(sizeof(Params) == {ctypes.sizeof(its_params)});", "}"]
+        argument = f"*static_cast<const {space}::Params*>(params)"
+        cases += [f"case {every.index(n)}: {space}::{n}({argument}); break;" for n in names]
+    text.append(
+        f"static void call(int, int kernel, const void* params) {{ switch (kernel) {{ {' '.join(cases)} }} }}"
+    )
+    (folder / "kernels.inc").write_text("\n".join(text) + "\n")
     flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC"]
     flags += [f"-D{name}={value}" for name, value in defines.items()]
     what = text, sorted((place.name, content) for place, content in texts.items())
