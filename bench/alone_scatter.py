@@ -117,7 +117,7 @@ class ScatterProblem(RankProblem[ScatterPushConfig]):
         return MatmulReduceScatterProblem(self.m, self.n, self.k, self.world, self.num_sms, spec=spec)
 
     def ranked(self) -> list[tuple[float, ScatterPushConfig]]:
-        return rank_scatter_pushes(self.problem)
+        return [*rank_scatter_pushes(self.problem)]
 
     def layout(self, config: ScatterPushConfig) -> Layout:
         return scatter_push_layout(config, self.problem)
