@@ -233,7 +233,7 @@ def _forked_from(env: dict[str, str]) -> Iterator[None]:
         server = forkserver.ForkServer()
         server.set_forkserver_preload(["server"])
         paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        with _environment({"PYTHONPATH": paths}):
+        with _environment({"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}):
             server.ensure_running()
     _servers[key] = server
     for old in [key for key in _servers if key][:-_KEPT_SERVERS]:

@@ -18,10 +18,8 @@ import torch.distributed as dist
 import weft
 from graphs import AG, RS, copied, fake_ranks, gather, scatter
 from torch import Tensor, fx
-from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft import fused_ops
 from weft.fused_ops import planned_calls
@@ -31,12 +29,10 @@ from weft.fused_ops.passes import FusionPass, backend
 from weft.fused_ops.passes.agreement import fallback_graph
 from weft.fused_ops.passes.agreement.guard import GraphGuard
 from weft.fused_ops.passes.agreement.vote import GroupBackend
-from weft.fused_ops.passes.graph.collectives import LeftAlone
 from weft.fused_ops.passes.kernels_ahead.call_text import is_planned, text_of_call
 from weft.fused_ops.passes.kernels_ahead.graph_kernels import (
     GraphKernels,
     KernelsOnTheirWay,
-    note_collective,
 )
 from weft.kernels.all_gather.cuda_kernel import all_gather_program
 from weft.kernels.all_reduce.cuda_kernel import all_reduce_program
@@ -375,32 +371,3 @@ def test_one_program_is_compiled_once_for_all_who_wait(machine: Machine) -> None
     machine.goes_on.set()
     assert first.wait(30) and second.wait(30)
     assert program_counts() - before == ProgramCounts(ahead=2)
-
-
-def test_symbolic_sizes_are_as_they_are_now(machine: Machine) -> None:
-    shape_env = ShapeEnv()
-    mode = FakeTensorMode(shape_env=shape_env)
-    rows = mode.from_tensor(
-        torch.empty(48, 8),
-        source=ConstantSource("x"),
-        symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC]),
-    )
-    with mode:
-        x = torch.empty(rows.shape[0], 8, device="cuda")
-        unknown = torch.empty(shape_env.create_unbacked_symint(), 8, device="cuda")
-    graph = fx.Graph()
-    calls = []
-    for value in (x, unknown):
-        node = graph.placeholder("x")
-        node.meta["val"] = value
-        calls.append(graph.call_function(torch.ops.weft.one_shot_all_reduce.default, (node, "sum", "0")))
-    assert isinstance(x.shape[0], torch.SymInt) and "[48, 8]" in text_of_call(calls[0])
-    with pytest.raises(LeftAlone):
-        text_of_call(calls[1])
-    device = graph.call_function(
-        torch.ops.weft.one_shot_all_reduce.default, (calls[0].args[0], torch.device("cpu"))
-    )
-    with pytest.raises(TypeError, match="an argument is of type device"):
-        text_of_call(device)
-    note_collective(calls, "sum")
-    assert [plan.algorithm for plan in GraphKernels(graph).plans.values()] == ["push"]

@@ -1,0 +1,55 @@
+"""Calls as text, from which their kernels are compiled ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from graphs import fake_ranks
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from weft.fused_ops.dispatch import profitability
+from weft.fused_ops.passes.graph.collectives import LeftAlone
+from weft.fused_ops.passes.kernels_ahead.call_text import text_of_call
+from weft.fused_ops.passes.kernels_ahead.graph_kernels import GraphKernels, note_collective
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="no GPU is taken for another one")
+
+
+@pytest.fixture(autouse=True)
+def two_hoppers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(profitability, "_is_hopper", lambda: True)
+    with fake_ranks(2):
+        yield
+
+
+def test_symbolic_sizes_are_as_they_are_now() -> None:
+    shape_env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shape_env)
+    rows = mode.from_tensor(
+        torch.empty(48, 8),
+        source=ConstantSource("x"),
+        symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC]),
+    )
+    with mode:
+        x = torch.empty(rows.shape[0], 8, device="cuda")
+        unknown = torch.empty(shape_env.create_unbacked_symint(), 8, device="cuda")
+    graph = fx.Graph()
+    calls = []
+    for value in (x, unknown):
+        node = graph.placeholder("x")
+        node.meta["val"] = value
+        calls.append(graph.call_function(torch.ops.weft.one_shot_all_reduce.default, (node, "sum", "0")))
+    assert isinstance(x.shape[0], torch.SymInt) and "[48, 8]" in text_of_call(calls[0])
+    with pytest.raises(LeftAlone):
+        text_of_call(calls[1])
+    device = graph.call_function(
+        torch.ops.weft.one_shot_all_reduce.default, (calls[0].args[0], torch.device("cpu"))
+    )
+    with pytest.raises(TypeError, match="an argument is of type device"):
+        text_of_call(device)
+    note_collective(calls, "sum")
+    assert [plan.algorithm for plan in GraphKernels(graph).plans.values()] == ["push"]
