@@ -11,60 +11,51 @@ product is infinite or NaN, too.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from .collectives import FLAT, argument, aten, c10d, calls, is_val, val
-from .rewrite import call, reshape
+from .rewrite import call, erase_unused, reshape
 from .split_cat import SPLITS
 
 _GATHER, _SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 
 
-@dataclass
+@dataclass(frozen=True)
 class MovedPadding:
-    """What stands for the nodes that were there.
+    """What stands for a product and the padding beside it.
 
     Attributes:
         product: with the rows of all shards.
         result: with those that there were.
-        made: all new nodes, in order.
-        old: what was there, in order, the last of which ``result`` stands for.
+        original: writes what there was in front of ``result``, from what the product is now of.
     """
 
     product: fx.Node
     result: fx.Node
-    made: list[fx.Node]
-    old: list[tuple[fx.Node, Any, Any, Any, dict[str, Any]]]
+    original: Callable[[], fx.Node]
 
     @classmethod
-    def of(cls, product: fx.Node, result: fx.Node, made: list[fx.Node], old: list[fx.Node]) -> MovedPadding:
-        records = [(n, n.target, n.args, n.kwargs, n.meta) for n in old]
-        old[-1].replace_all_uses_with(result)
-        gone = []
-        for record in records[::-1]:
-            if not record[0].users:
-                record[0].graph.erase_node(record[0])
-                gone.append(record)
-        return cls(product, result, made, gone[::-1])
+    def of(
+        cls, node: fx.Node, product: fx.Node, result: fx.Node, original: Callable[[], fx.Node]
+    ) -> MovedPadding:
+        """``result`` takes the place of ``node``, with which goes what only that has used."""
+        product.meta = {**product_of(node).meta, "val": val(product)}
+        node.replace_all_uses_with(result)
+        erase_unused([*_made_of(node)])
+        return cls(product, result, original)
 
     def put_back(self) -> None:
         """Unless an op has taken the product."""
         if self.product._erased or self.result._erased:
             return
-        new: dict[fx.Node, fx.Node] = {}
-        with self.result.graph.inserting_before(self.result):
-            for node, target, given, named, meta in self.old:
-                args, kwargs = fx.map_arg((given, named), lambda n: new.get(n, n))
-                new[node] = self.result.graph.call_function(target, args, kwargs)
-                new[node].meta = meta
-        self.result.replace_all_uses_with(new[self.old[-1][0]])
-        for node in self.made[::-1]:
-            if not node.users:
-                node.graph.erase_node(node)
+        new = self.original()
+        product_of(new).meta = {**self.product.meta, "val": val(product_of(new))}
+        self.result.replace_all_uses_with(new)
+        erase_unused([*_made_of(self.result)])
 
 
 def move_padding(graph: fx.Graph) -> list[MovedPadding]:
@@ -101,11 +92,19 @@ def _cut_behind(node: fx.Node) -> MovedPadding | None:
         return None
     if val(left).shape[1] != val(source).shape[-1]:
         return None
-    whole = reshape(source, [there, val(left).shape[1]], node)
-    product = call(node, node.target, *addend, whole, right, **node.kwargs)
+    width, shape, dim = val(left).shape[1], list(val(source).shape), argument(cut, 1, "dim", 0)
+    product = call(node, node.target, *addend, reshape(source, [there, width], node), right, **node.kwargs)
     result = call(node, aten.slice.Tensor, product, 0, 0, kept)
-    made = [*([whole] if whole is not source else []), product, result]
-    return MovedPadding.of(product, result, made, [*chain[::-1], node])
+
+    def original() -> fx.Node:
+        *addend, whole, right = product.args
+        rows: Any = next((n for n in (left, cut) if not n._erased and n < result), None)
+        if rows is None:
+            rows = call(result, aten.slice.Tensor, reshape(whole, shape, result), dim, 0, kept)  # type: ignore[arg-type]
+        rows = reshape(rows, [kept, width], result)
+        return call(result, product.target, *addend, rows, right, **product.kwargs)
+
+    return MovedPadding.of(node, product, result, original)
 
 
 def _padded_in_front(node: fx.Node) -> MovedPadding | None:
@@ -144,9 +143,48 @@ def _padded_in_front(node: fx.Node) -> MovedPadding | None:
     padded = call(node, aten.constant_pad_nd.default, a, [0, 0, 0, want - have], 0.0)
     new = call(node, aten.mm.default, padded, w)
     result = reshape(new, list(val(node).shape), node)
-    made = [padded, new, *([result] if result is not new else [])]
-    order = sorted({*chain, *between, node})
-    return MovedPadding.of(new, result, made, order)
+    shape, pads = list(val(source).shape), [0, 0] * (val(node).dim() - 1 - dim)
+
+    def original() -> fx.Node:
+        padded, w = new.args
+        rows = call(result, aten.mm.default, padded.args[0], w)  # type: ignore[union-attr]
+        cut = call(result, aten.split.Tensor, reshape(rows, shape, result), size, dim)
+        parts = [call(result, operator.getitem, cut, i) for i in range(number)]
+        if empty := want // size - number:
+            parts += [call(result, aten.slice.Tensor, parts[0], dim, 0, 0)] * empty
+        for i, part in enumerate(parts):
+            if short := size - int(val(part).shape[dim]):
+                parts[i] = call(result, aten.constant_pad_nd.default, part, [*pads, 0, short], 0.0)
+        return call(result, aten.cat.default, parts, dim)
+
+    return MovedPadding.of(node, new, result, original)
+
+
+def product_of(node: fx.Node) -> fx.Node:
+    """The product that a node is, or is made of by padding."""
+    return next(n for n in _made_of(node) if calls(n, aten.mm.default, aten.addmm.default))
+
+
+def _made_of(node: fx.Node) -> Iterator[fx.Node]:
+    """The node and what it is made of, the last first, as far as that is padding beside a product and the product."""
+    pending, seen = [node], {node}
+    while pending:
+        each = max(pending)
+        pending.remove(each)
+        yield each
+        for other in each.all_input_nodes:
+            if other not in seen and calls(other, *FLAT, *_PADDING, aten.mm.default, aten.addmm.default):
+                seen.add(other)
+                pending.append(other)
+
+
+_PADDING = (
+    aten.slice.Tensor,
+    aten.constant_pad_nd.default,
+    aten.full.default,
+    *SPLITS[:2],
+    operator.getitem,
+)
 
 
 def _flat(node: Any) -> Iterator[fx.Node]:

@@ -9,6 +9,8 @@ import torch
 from graphs import AG, RS, Cases, applied, check_same, fake_ranks, traced
 from test_near_forms import ag, rs
 from torch import Tensor, fx
+from weft.fused_ops.dispatch import profitability
+from weft.fused_ops.passes import FusionPass
 
 aten = torch.ops.aten
 X, W, V = (6, 8), (8, 6), (6,)
@@ -86,6 +88,34 @@ def the_last_row_cut_off_and_written(x: Tensor, w: Tensor) -> Tensor:
     y = ag(x)[:11]
     y[3].mul_(2)
     return y @ w
+
+
+def several_of_a_cut_one(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = ag(x)[:11]
+    return y @ w, (y @ w.sin()).relu(), y.cos()
+
+
+@pytest.mark.parametrize("name", [*(n for n, case in CASES.items() if case[2] != [None]), "several"])
+def test_what_no_op_takes_is_put_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the collective itself has become an op: the graph has what it had, of that."""
+    fn, shapes, _ = CASES.get(name, (several_of_a_cut_one, (X, W), []))
+
+    def no_product(candidate: profitability.FusionCandidate) -> str | None:
+        return "no product" if "matmul" in candidate.op else None
+
+    monkeypatch.setattr(profitability, "why_not_profitable", no_product)
+    with fake_ranks(2):
+        seen = applied(traced(fn, *map(torch.randn, shapes)), FusionPass())
+        assert all("one_shot" in str(op) for op in seen.fused), seen.reasons
+        check_same(seen, 2)
+        assert computed(seen.after) == computed(seen.before)
+
+
+def computed(graph: fx.Graph) -> list[str]:
+    """What nodes call, but for views."""
+    targets = [str(n.target) for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    views = ("slice.Tensor", "view.default", "reshape.default", "select.int", "permute.default")
+    return sorted(t for t in targets if "aten" in t and not t.endswith(views))
 
 
 def calls(graph: fx.Graph) -> list[tuple[Any, list[Any]]]:
