@@ -22,7 +22,6 @@ _MOST_WORKERS = 16
 logging.getLogger("torch.__trace").propagate = True
 
 leave_out_checks()
-gc.disable()  # until all tests are there
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
@@ -53,7 +52,6 @@ def _once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def pytest_collection_finish() -> None:
     if "torch._dynamo" in sys.modules:  # else no test compiles in this process
         leave_out_measurements()
-    gc.enable()
     gc.collect()
     gc.freeze()  # modules and thousands of tests are looked through no more
 

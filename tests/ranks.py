@@ -5,8 +5,8 @@
 
 The function must be importable (a top-level function of a test file). The first failure is raised with its traceback.
 Importing torch takes seconds, so ranks stay for the next run; a run that leaves them in another state than it found
-them asks for ``fresh`` ones. On the CPU ranks are forked from a server that has imported torch, with its compiler
-(server.py): one for each environment that tests ask for.
+them asks for ``fresh`` ones. On the CPU ranks are forked from a server that has imported torch, with its compiler, and
+has done nothing with it: one server for each environment that tests ask for.
 
 A table of shapes and dtypes is parametrized, and each of its rows is a run of its own on the same ranks:
 
@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -49,6 +48,7 @@ AFTER_A_FAILURE = 10.0  # seconds until the other ranks count as hung
 RESET_TIMEOUT = 30.0  # seconds that ranks have to reset the group after a row that failed
 _KEPT = 3  # teams that wait for another run
 _KEPT_SERVERS = 2  # of environments of their own
+_IMPORTED = ("torch", "torch.distributed", "torch._inductor.compile_fx", "weft.fused_ops", "pytest")
 
 
 def run_ranks(
@@ -231,10 +231,7 @@ def _forked_from(env: dict[str, str]) -> Iterator[None]:
     server = _servers.pop(key, None)
     if server is None:
         server = forkserver.ForkServer()
-        server.set_forkserver_preload(["server"])
-        paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        with _environment({"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}):
-            server.ensure_running()
+        server.set_forkserver_preload(list(_IMPORTED))
     _servers[key] = server
     for old in [key for key in _servers if key][:-_KEPT_SERVERS]:
         _servers.pop(old)._stop()
