@@ -38,10 +38,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 COMMUNICATING: list[OpOverload] = []
 #: Those of registered tensors: their first argument is one, or several, that a graph is given and does not make.
 OF_REGISTERED: list[OpOverload] = []
-_APART = set[OpOverload]()  # of those, the ones that are in graphs
 #: What a wait has in its ``meta`` if it only keeps an op of weft.
 KEEPS = "weft_keeps"
 
+_apart = set[OpOverload]()  # those of COMMUNICATING that were in a graph
 _wait = torch.ops._c10d_functional.wait_tensor.default
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 # Passes of ``reorder_for_compute_comm_overlap_passes``, and the settings of ``config_comms`` by which they may change
@@ -63,8 +63,8 @@ def _keep_apart(op: OpOverload) -> None:
 
     When a graph with the op is made: what merges is imported with Dynamo, which takes seconds.
     """
-    if op not in _APART:
-        _APART.add(op)
+    if op not in _apart:
+        _apart.add(op)
         _never_merged().extend(_in_graphs(op))
 
 
@@ -87,8 +87,8 @@ def withdraw_communicating(op: OpOverload) -> None:
     COMMUNICATING.remove(op)
     del op.python_key_table[FunctionalTensorMode]
     op._dispatch_cache.clear()
-    if op in _APART:
-        _APART.remove(op)
+    if op in _apart:
+        _apart.remove(op)
         for written in _in_graphs(op):
             _never_merged().remove(written)
     _tell_inductor()

@@ -21,6 +21,14 @@ from .collectives import FLAT, argument, aten, c10d, calls, is_val, val
 from .rewrite import call, erase_unused, reshape
 from .split_cat import SPLITS
 
+_PRODUCTS = (aten.mm.default, aten.addmm.default)
+_PADDING = (
+    aten.slice.Tensor,
+    aten.constant_pad_nd.default,
+    aten.full.default,
+    *SPLITS[:2],
+    operator.getitem,
+)
 _GATHER, _SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 
 
@@ -43,7 +51,7 @@ class MovedPadding:
         cls, node: fx.Node, product: fx.Node, result: fx.Node, original: Callable[[], fx.Node]
     ) -> MovedPadding:
         """``result`` takes the place of ``node``, with which goes what only that has used."""
-        product.meta = {**product_of(node).meta, "val": val(product)}
+        product.meta = {**_product_of(node).meta, "val": val(product)}
         node.replace_all_uses_with(result)
         erase_unused([*_made_of(node)])
         return cls(product, result, original)
@@ -53,7 +61,8 @@ class MovedPadding:
         if self.product._erased or self.result._erased:
             return
         new = self.original()
-        product_of(new).meta = {**self.product.meta, "val": val(product_of(new))}
+        product = _product_of(new)
+        product.meta = {**self.product.meta, "val": val(product)}
         self.result.replace_all_uses_with(new)
         erase_unused([*_made_of(self.result)])
 
@@ -65,7 +74,7 @@ def move_padding(graph: fx.Graph) -> list[MovedPadding]:
         if node._erased:
             continue
         moved = None
-        if calls(node, aten.mm.default, aten.addmm.default):
+        if calls(node, *_PRODUCTS):
             moved = _cut_behind(node)
         elif calls(node, aten.cat.default):
             moved = _padded_in_front(node)
@@ -116,20 +125,20 @@ def _padded_in_front(node: fx.Node) -> MovedPadding | None:
     dim = argument(node, 1, "dim", 0)
     if not calls(split, *SPLITS[:2]) or argument(split, 2, "dim", 0) != dim or not _is_scattered(node):
         return None
-    size, number, between = val(parts[0]).shape[dim], len(split.meta["val"]), [split]
+    size, number = val(parts[0]).shape[dim], len(split.meta["val"])
+    cut_parts: list[fx.Node] = []
     for i, part in enumerate(parts):
         inner = part
         if calls(part, aten.constant_pad_nd.default):
             if not _pads_last(part, dim):
                 return None
             inner = part.args[0]
-        own = i < number and calls(inner, operator.getitem) and inner.args == (split, i)
-        empty = i >= number and inner is not part and val(inner).shape[dim] == 0
-        if not (own or empty) or val(part).shape[dim] != size:
+        if val(part).shape[dim] != size:
             return None
-        between += [
-            n for n in dict.fromkeys((inner, part)) if n not in between and not (empty and n is inner)
-        ]
+        if calls(inner, operator.getitem) and inner.args == (split, i):
+            cut_parts += [inner, part]
+        elif i < number or inner is part or val(inner).shape[dim] != 0:
+            return None
     source: Any = split.args[0]
     chain = list(_flat(source))
     product, have, want = chain[-1], _rows(source), _rows(node)
@@ -137,7 +146,7 @@ def _padded_in_front(node: fx.Node) -> MovedPadding | None:
         return None
     if not 0 < want - have < len(parts) or have != val(product).shape[0]:
         return None
-    if any(len(n.users) != 1 for n in chain) or not {*split.users} <= {*between}:
+    if len(split.users) != number or any(len(n.users) != 1 for n in (*chain, *cut_parts)):
         return None  # it would be computed twice
     a, w = product.args
     padded = call(node, aten.constant_pad_nd.default, a, [0, 0, 0, want - have], 0.0)
@@ -160,9 +169,9 @@ def _padded_in_front(node: fx.Node) -> MovedPadding | None:
     return MovedPadding.of(node, new, result, original)
 
 
-def product_of(node: fx.Node) -> fx.Node:
+def _product_of(node: fx.Node) -> fx.Node:
     """The product that a node is, or is made of by padding."""
-    return next(n for n in _made_of(node) if calls(n, aten.mm.default, aten.addmm.default))
+    return next(n for n in _made_of(node) if calls(n, *_PRODUCTS))
 
 
 def _made_of(node: fx.Node) -> Iterator[fx.Node]:
@@ -173,18 +182,9 @@ def _made_of(node: fx.Node) -> Iterator[fx.Node]:
         pending.remove(each)
         yield each
         for other in each.all_input_nodes:
-            if other not in seen and calls(other, *FLAT, *_PADDING, aten.mm.default, aten.addmm.default):
+            if other not in seen and calls(other, *FLAT, *_PADDING, *_PRODUCTS):
                 seen.add(other)
                 pending.append(other)
-
-
-_PADDING = (
-    aten.slice.Tensor,
-    aten.constant_pad_nd.default,
-    aten.full.default,
-    *SPLITS[:2],
-    operator.getitem,
-)
 
 
 def _flat(node: Any) -> Iterator[fx.Node]:
@@ -214,9 +214,8 @@ def _leading(node: fx.Node, dim: int) -> Any:
 def _first_rows(cut: fx.Node) -> bool:
     """Whether a slice takes the first rows of a tensor whose other dimensions in front are 1."""
     dim = argument(cut, 1, "dim", 0)
-    ndim = val(cut).dim()
     begins = argument(cut, 2, "start") in (None, 0) and argument(cut, 4, "step", 1) == 1
-    return begins and 0 <= dim < ndim - 1 and val(cut).dim() == dim + 2 and _leading(cut, dim) == 1
+    return begins and dim >= 0 and val(cut).dim() == dim + 2 and _leading(cut, dim) == 1
 
 
 def _pads_last(node: fx.Node, dim: int) -> bool:

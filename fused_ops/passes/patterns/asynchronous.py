@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch._inductor import config as inductor_config
 
+from ....symm_mem.layout import NUM_BUFFERS
 from ...dispatch import profitability
 from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import Collective, LeftAlone, Size, c10d, val
 from ..graph.index_map import Dims, plain
 from ..order.transports import NETWORK, transport_of_group
-
-_AT_ONCE = 2  # of a kind: buffers of a workspace
 
 
 @dataclass
@@ -96,8 +95,8 @@ class AsyncPattern:
             ops, part = (schema.reduce_scatter_start, schema.reduce_scatter_wait), x.nbytes // c.world
         if (small := profitability.why_not_async(part, x.device.type)) is not None:
             raise LeftAlone(small)
-        if _begun_before_its_wait(c) >= _AT_ONCE:
-            raise LeftAlone(f"more than {_AT_ONCE} of its kind are on their way at once")
+        if _begun_before_its_wait(c) >= NUM_BUFFERS:
+            raise LeftAlone(f"more than {NUM_BUFFERS} of its kind are on their way at once")
         return cls(c, *ops, why)
 
     def replace(self) -> None:

@@ -41,6 +41,12 @@ def a_padded_part_that_is_also_used(x: Tensor, w: Tensor) -> tuple[Tensor, Tenso
 
 
 @case([None], (5, 8), W)
+def a_part_that_is_also_used(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = (x @ w).split(3)
+    return rs(torch.cat([a, aten.constant_pad_nd(b, [0, 0, 0, 1])])), b.sin()
+
+
+@case([None], (5, 8), W)
 def a_part_padded_by_another_number(x: Tensor, w: Tensor) -> Tensor:
     a, b = (x @ w).split(3)
     return rs(torch.cat([a, aten.constant_pad_nd(b, [0, 0, 0, 1], 2.0)]))
