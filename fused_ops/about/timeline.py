@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from ...symm_mem import Group, resolve_group
 
 COMPUTES, COPIES, WAITS, OTHER = "computes", "copies", "waits", "other"
+_COLOURS = {COMPUTES: "#4c956c", COPIES: "#2b6cb0", WAITS: "#c8553d", OTHER: "#cfd8e3"}
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "gemm", "cutlass", "nvjet", "matmul")
 _COPIES = ("aten::copy_", "memcpy", "memset")
 
@@ -87,7 +88,7 @@ def timeline(
     for lane, kind, name, first, last in spans:
         lanes.setdefault(lane, []).append((kind, name, (first - begin) / 1e3, (last - begin) / 1e3))
     took = (max((span.end for span in spans), default=0) - begin) / 1e3
-    svg = lanes_svg(f"One call on {pg.size()} ranks: {took:.0f} us", lanes)
+    svg = lanes_svg(f"One call on {pg.size()} ranks: {took:.0f} us", lanes, _COLOURS)
     if file is not None and pg.rank() == 0:
         Path(file).write_text(svg)
     return svg

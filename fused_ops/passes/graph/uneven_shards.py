@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import fx
 
-from .collectives import FLAT, argument, aten, c10d, calls, is_val, val
-from .rewrite import call, erase_unused, reshape
+from .collectives import FLAT, LeftAlone, argument, aten, c10d, calls, is_val, val
+from .rewrite import call, erase_unused, reshape, undone_if_left
 from .split_cat import SPLITS
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
@@ -71,13 +71,13 @@ def move_padding(graph: fx.Graph) -> list[MovedPadding]:
     """Moves it wherever it stands between a collective and a product; gives what may be put back."""
     found = []
     for node in list(graph.nodes):
-        if node._erased:
+        if node._erased or not calls(node, *_PRODUCTS, aten.cat.default):
             continue
-        moved = None
-        if calls(node, *_PRODUCTS):
-            moved = _cut_behind(node)
-        elif calls(node, aten.cat.default):
-            moved = _padded_in_front(node)
+        try:
+            with undone_if_left():
+                moved = _cut_behind(node) if calls(node, *_PRODUCTS) else _padded_in_front(node)
+        except LeftAlone:
+            continue
         if moved is not None:
             found.append(moved)
     return found

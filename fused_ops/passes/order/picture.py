@@ -10,7 +10,6 @@ from .exposure import COMPUTE, Timeline
 
 _WIDTH, _LEFT, _LANE, _MEMORY, _TOP, _GAP = 960, 90, 20, 60, 44, 30
 _COLOURS = {COMPUTE: "#4c956c", "weft": "#2b6cb0", "NVLink": "#c8553d", "network": "#8d5a97"}
-_KINDS = {"computes": "#4c956c", "copies": "#2b6cb0", "waits": "#c8553d", "other": "#cfd8e3"}
 _WIDE_LEFT = 130  # of names of lanes
 _INK, _PALE, _OTHER, _FILL = "#24292f", "#f2f4f6", "#a7adb5", "#cfd8e3"
 
@@ -68,16 +67,19 @@ def order_svg(title: str, orders: Sequence[tuple[str, DrawnOrder]]) -> str:
     return _framed(title, y, parts)
 
 
-def lanes_svg(title: str, lanes: Mapping[str, Sequence[tuple[str, str, float, float]]]) -> str:
+def lanes_svg(
+    title: str, lanes: Mapping[str, Sequence[tuple[str, str, float, float]]], colours: Mapping[str, str]
+) -> str:
     """The SVG of lanes below each other, all of one scale.
 
     Args:
         lanes: of each (kind, name, begin, end), in microseconds; what comes later is drawn over what is there.
+        colours: of each kind.
     """
     longest = max((end for spans in lanes.values() for *_, end in spans), default=0.0) or 1.0
     scale = (_WIDTH - _WIDE_LEFT - 20) / longest
     parts, x = [], 10.0
-    for kind, colour in _KINDS.items():
+    for kind, colour in colours.items():
         parts += [_box(x, 34, 12, 12, colour), _text(x + 18, 44, kind)]
         x += 36 + 7 * len(kind)
     y = 56
@@ -86,9 +88,7 @@ def lanes_svg(title: str, lanes: Mapping[str, Sequence[tuple[str, str, float, fl
         for kind, name, begin, end in lanes[lane]:
             said = f"<title>{html.escape(name)}: {end - begin:.3g} us</title>"
             width = max(0.6, (end - begin) * scale)
-            parts.append(
-                _box(_WIDE_LEFT + begin * scale, y, width, _LANE - 4, _KINDS.get(kind, _OTHER), said)
-            )
+            parts.append(_box(_WIDE_LEFT + begin * scale, y, width, _LANE - 4, colours[kind], said))
         y += _LANE
     return _framed(title, y + 10, parts)
 
