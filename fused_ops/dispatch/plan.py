@@ -45,8 +45,7 @@ class Plan:
             - "two_kernels": CUDA; a matmul of cuBLAS, then weft's all-reduce.
             - "one_shot": CUDA; every rank sends to every rank at once, in front of or behind a matmul of cuBLAS, or, of
               few rows that are all-reduced, in the kernel that multiplies.
-            - "copy_engine": CUDA; a Triton kernel multiplies, the GPU's copy engines send (float32 all-gathers, and
-              16-bit ones with Bs of both orders).
+            - "copy_engine": CUDA; a Triton kernel multiplies, the GPU's copy engines send (float32 all-gathers).
             - "tma_store": CUDA; a Triton kernel multiplies and stores its tiles at their owners (float32
               reduce-scatters).
         reason: why it is "unfused"; of a kernel, which operands each call copies, and why. Ranks' may differ.

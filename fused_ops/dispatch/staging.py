@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 from torch import Tensor, empty_like
 
-from .planning import address_of
+from .planning import address_of, is_planning
 
-_ALIGNMENT = 16  # bytes
+_ALIGNMENT = 16  # bytes: what descriptors ask of addresses and of all strides but the last
+_MOST_STRIDE = 1 << 40  # bytes
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -23,6 +24,22 @@ def rows_of(x: Tensor) -> Tensor:
         RuntimeError: there is none.
     """
     return x.view(x.shape[:-1].numel(), x.shape[-1])
+
+
+def in_rows(x: Tensor) -> bool:
+    """Whether kernels can describe x: its rows are contiguous, and lie at distances that they take."""
+    if x.is_contiguous():
+        return True
+    steps = [stride * x.element_size() for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+    return x.stride(-1) == 1 and all(
+        0 < step < _MOST_STRIDE and step % _ALIGNMENT == 0
+        for step in (steps[:-1] if x.shape[-1] > 1 else steps)
+    )
+
+
+def in_rows_or_columns(B: Tensor) -> bool:
+    """Whether kernels can describe a right operand: likewise, or its columns do."""
+    return in_rows(B) or in_rows(B.t())
 
 
 class Staging:
@@ -37,7 +54,7 @@ class Staging:
         name: str,
         x: Tensor,
         shaped: Callable[[Tensor], Tensor] = lambda x: x,
-        fits: Callable[[Tensor], bool] = lambda x: True,
+        fits: Callable[[Tensor], bool] = in_rows,
     ) -> Tensor:
         """``shaped(x)`` at an address that kernels can take: a view of x, or memory for a copy of it, which is empty
         until ``copy``. Its sizes and strides are those that a kernel gets.
@@ -64,7 +81,9 @@ class Staging:
         return shaped(memory)
 
     def copy(self) -> None:
-        """Fill what was taken. To be called once: on the stream of the kernel, in front of it."""
+        """Fill what was taken. To be called once: on the stream of the kernel, in front of it. A plan fills nothing."""
+        if is_planning():
+            return
         for memory, x in self._copies:
             memory.copy_(x)
 

@@ -15,7 +15,7 @@ from ...symm_mem.heap.heap import Heap
 from ...symm_mem.timeouts import timeout_in_ns
 from ..dispatch import fast_path
 from ..dispatch.plan import Plan, heap_or_reason, num_sms, preferred_kernel, ran, should_fuse, why_tf32
-from ..dispatch.staging import Staging, rows_of
+from ..dispatch.staging import Staging, in_rows, in_rows_or_columns, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
 from .calls import AllGatherMatmulCall
@@ -75,6 +75,7 @@ def _on_cuda(where: Heap, call: AllGatherMatmulCall) -> Result | str:
     """The result, or why it is better computed unfused."""
     from ...kernels.all_gather_matmul import on_cuda
     from ...kernels.all_gather_matmul.configs import GatherKernelCall
+    from ...kernels.device.jit.launch import is_transposed
 
     A_shard, Bs, dim, return_A = call.A_shard, call.Bs, call.gather_dim, call.return_A
     split_k = dim == A_shard.dim() - 1
@@ -83,7 +84,10 @@ def _on_cuda(where: Heap, call: AllGatherMatmulCall) -> Result | str:
         return reason
     staging, size = Staging(), where.world_size
     a = staging.take("A_shard", front, rows_of, on_cuda.takes_rows)
-    bs = [staging.take(f"Bs[{i}]", B) for i, B in enumerate(Bs)]
+    # The kernel for 16 bits reads them all: of some in rows and some in columns, those in columns are copied.
+    alike = front.dtype.itemsize > 2 or len({is_transposed(B) for B in Bs}) == 1
+    fits = in_rows_or_columns if alike else in_rows
+    bs = [staging.take(f"Bs[{i}]", B, fits=fits) for i, B in enumerate(Bs)]
     used = (a, *bs)
     kernel_call = GatherKernelCall(a, bs, num_sms(a.device), split_k, return_A, preferred_kernel())
     choice = on_cuda.choose_gather_kernel(kernel_call, size)

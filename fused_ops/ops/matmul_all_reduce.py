@@ -19,7 +19,7 @@ from ...symm_mem.timeouts import timeout_in_ns
 from ...symm_mem.workspace import Workspace
 from ..dispatch import fast_path, plan, planning
 from ..dispatch.plan import Plan, heap_or_reason, num_sms, on, ran, should_fuse
-from ..dispatch.staging import Staging, rows_of
+from ..dispatch.staging import Staging, in_rows_or_columns, rows_of
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import (
     ALL_REDUCE,
@@ -128,7 +128,7 @@ def _of_few_rows(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor | 
     if config is None or not should_fuse(configs.few_rows_kernel_is_profitable(config, n, k)):
         return None
     staging = Staging()
-    a, b = staging.take("A", A, rows_of), staging.take("B", B)
+    a, b = staging.take("A", A, rows_of), staging.take("B", B, fits=in_rows_or_columns)
     if cuda_kernel.why_no_few_rows_kernel(a, b) is not None:
         return None
     with in_stream_order(A.device):
@@ -163,7 +163,7 @@ def _in_one_kernel(where: Heap, A: Tensor, B: Tensor, reduce_op: str) -> Tensor 
     from ...kernels.matmul_reduce_scatter.configs import Epilogue, ScatterKernelCall
 
     staging = Staging()
-    a, b = staging.take("A", A, rows_of), staging.take("B", B)
+    a, b = staging.take("A", A, rows_of), staging.take("B", B, fits=in_rows_or_columns)
     call = ScatterKernelCall(a, b, num_sms(A.device), Epilogue(a.dtype, reduce_op == "avg", to_all=True))
     choice = to_all.choose_sum_to_all(call, where.world_size)
     if isinstance(choice, str) or not should_fuse(choice.profitable):

@@ -24,7 +24,7 @@ from ..dispatch.plan import (
     should_fuse,
     why_tf32,
 )
-from ..dispatch.staging import Staging, rows_of
+from ..dispatch.staging import Staging, in_rows_or_columns
 from ..dispatch.stream_order import in_stream_order
 from ..dispatch.workspaces import matmul_workspace, workspace_of_choice
 from .calls import MatmulReduceScatterCall
@@ -143,10 +143,10 @@ def _on_cuda(where: Heap, call: MatmulReduceScatterCall) -> Tensor | str:
 
     def taken(name: str, factor: Tensor, is_B: int) -> Tensor:
         if is_B:
-            return staging.take(name, factor)
-        return staging.take(
-            name, factor, lambda x: rows_of(x)[None, None] if split_n else _parts(x, dim, size)
-        )
+            return staging.take(name, factor, fits=in_rows_or_columns)
+        if split_n:
+            return staging.take(name, factor, lambda x: x.view(1, 1, x.shape[:-1].numel(), x.shape[-1]))
+        return staging.take(name, factor, lambda x: _parts(x, dim, size))
 
     parts, b = taken("A", A, 0), taken("B", B, 1)
     more = [taken(f"more[{i}]", factor, i % 2) for i, factor in enumerate(call.more or ())]

@@ -63,14 +63,15 @@ def _choose(
             return f"Bs[{i}]: {reason}"
     if k * a.element_size() % ALIGNMENT:  # of a part of B, where B as a whole may be fine
         return f"K: rows of {k} x {a.dtype} must be a multiple of {ALIGNMENT} bytes"
-    if a.dtype in gemm.DTYPES and len({is_transposed(b) for b in bs}) == 1:
+    if a.dtype in gemm.DTYPES:
+        if len({is_transposed(b) for b in bs}) > 1:
+            return "Bs: some lie in rows and some in columns"
         us, config = likeliest(configs.rank_gather_kernels(problem), call.preferred)
         layout = configs.gather_layout(m, k, problem.world_size, config)
         profitable = configs.gather_is_profitable(problem)
         return KernelChoice(algorithm_of(config), config, layout, profitable, us)
     if call.split_k:
-        what = "Bs of both orders in memory" if a.dtype in gemm.DTYPES else f"{a.dtype} operands"
-        return f"the last dimension is gathered, for which no kernel takes {what}"
+        return f"the last dimension is gathered, for which no kernel takes {a.dtype} operands"
     world_size = problem.world_size
     copied = pipeline.configure(call, world_size)
     layout = configs.copied_gather_layout(m, k, a.dtype, world_size, copied)

@@ -122,12 +122,12 @@ def close(rank: int, world_size: int) -> None:
                 late(0.3)
                 _, (out,) = fused_all_gather_matmul(shard, [B], -1, world(), return_A=False)
                 assert torch.equal(out, first), "other bits in another run"
-            for bs, why in (
-                ([B.float()], "torch.float32 operands"),
-                ([B, B.t().contiguous().t()], "Bs of both orders"),
+            for bs, algorithm, why in (
+                ([B.float()], "unfused", "torch.float32 operands"),
+                ([B, B.t().contiguous().t()], "push", "Bs[1] does not lie in rows"),
             ):
                 _, outs = fused_all_gather_matmul(shard.to(bs[0].dtype), bs, -1, world())
-                assert last_plan().algorithm == "unfused" and why in last_plan().reason
+                assert last_plan().algorithm == algorithm and why in last_plan().reason
                 check(why, outs[-1], A @ B.double(), BOUND[dtype])
 
 

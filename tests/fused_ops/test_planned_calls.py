@@ -151,6 +151,39 @@ def test_gpus_that_are_not_there(of_two: Any) -> None:
     assert plan(fused_ops.fused_matmul_reduce_scatter, *args, **named).algorithm == "unfused"
 
 
+def lying(how: str, rows: int, columns: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """A matrix on a GPU that need not be there."""
+    distance = columns + {"of a wider one": 8, "at odd distances": 1}.get(how, 0)
+    strides = (1, rows) if how == "in columns" else (distance, 1)
+    return torch.empty_strided((rows, columns), strides, device="cuda", dtype=dtype)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a GPU that is there there is more to say")
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("how", ["in rows", "in columns", "of a wider one", "at odd distances"])
+def test_ranks_choose_alike_however_their_tensors_lie(of_two: Any, how: str, dtype: torch.dtype) -> None:
+    def planned(a: str, b: str) -> list[str]:
+        with FakeTensorMode():
+            A, few = lying(a, 2048, 1024, dtype), lying(a, 32, 1024, dtype)
+            B, last = lying(b, 1024, 2048, dtype), lying(b, 2048, 512, dtype)
+            rows = lying("in rows", 1024, 2048, dtype)
+            found = [
+                plan(fused_ops.fused_matmul_reduce_scatter, A, B, "sum", 0, of_two),
+                plan(fused_ops.fused_matmul_reduce_scatter, A, B, "sum", 1, of_two),
+                plan(fused_ops.fused_all_gather_matmul, A, [B], 0, of_two),
+                plan(fused_ops.fused_all_gather_matmul, A, [B, rows], 0, of_two),
+                plan(fused_ops.fused_all_gather_matmul, A, [last], 1, of_two),
+                plan(fused_ops.fused_matmul_all_reduce, A, B, "sum", of_two),
+                plan(fused_ops.fused_matmul_all_reduce, few, B, "sum", of_two),
+            ]
+        return [each.algorithm for each in found]
+
+    with forced("fused"):
+        alike = planned("in rows", "in rows")
+        assert dtype != BF16 or "unfused" not in alike
+        assert planned(how, "in rows") == planned("in rows", how) == planned(how, how) == alike
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a GPU that is there there is more to say")
 @pytest.mark.parametrize("m", [8, 64, 2048])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])

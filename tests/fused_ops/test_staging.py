@@ -16,7 +16,7 @@ from fake_gpu import NAME, Stage
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft.fused_ops.dispatch import plan
-from weft.fused_ops.dispatch.staging import Staging, rows_of
+from weft.fused_ops.dispatch.staging import Staging, in_rows, in_rows_or_columns, rows_of
 from weft.fused_ops.ops import all_gather_matmul, all_reduce, matmul_all_reduce, matmul_reduce_scatter
 from weft.fused_ops.ops.calls import AllGatherMatmulCall, MatmulReduceScatterCall
 
@@ -102,13 +102,15 @@ def test_what_lies_well_is_taken_as_it_is() -> None:
         (misaligned(6, 8).t(), "B begins 4 bytes behind a multiple of 16"),
         (torch.randn(6, 20)[:, 1:9], "B begins 4 bytes behind a multiple of 16"),
         (SHARD, "B does not lie in rows"),
+        (torch.randn(6, 9)[:, :8], "B does not lie in rows"),
+        (torch.randn(6, 16)[:, ::2], "B does not lie in rows"),
         (torch.empty(2, 3, 0).transpose(0, 1), ""),
     ],
 )
 def test_what_does_not_is_copied_once_and_said(x: Tensor, why: str) -> None:
     staging, shaped = Staging(), rows_of if x.dim() == 3 else lambda x: x
     with no_copies():
-        taken = staging.take("B", x, shaped)
+        taken = staging.take("B", x, shaped, in_rows_or_columns if x.dim() == 2 else in_rows)
     staging.copy()
     assert taken.data_ptr() % 16 == 0 and torch.equal(taken, x.reshape(taken.shape))
     if x.dim() == 2 and x.is_contiguous() | x.t().is_contiguous():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...dispatch.profitability import FusionCandidate, hidden_us, why_not_profitable
+from ...dispatch.profitability import FusionCandidate, expected_gain, hidden_us, why_not_profitable
 from ...library import schema
 from ..graph import rewrite
 from ..graph.collectives import (
@@ -38,6 +38,7 @@ from ..graph.collectives import (
 from ..graph.index_map import Dims, plain
 from ..graph.rewrite import call
 from ..graph.views import unchanged
+from .candidate import why_copied
 from .epilogue import stays_behind
 from .peak_memory import why_apart
 from .rms_norm import RmsNorm
@@ -158,6 +159,9 @@ class AllReducePattern:
                     self._check_profitable("matmul_all_reduce")
                     if (apart := why_apart(self.sum.products)) is not None:
                         raise LeftAlone(apart)
+                    candidate = self._candidate("matmul_all_reduce")
+                    if (why := why_copied(self.sum.products, lambda: expected_gain(candidate))) is not None:
+                        raise LeftAlone(why)
                 self.op = schema.matmul_all_reduce
                 if norm is not None:
                     self.stays = "the norm behind it stays: the all-reduce is fused with its product instead"
@@ -185,11 +189,13 @@ class AllReducePattern:
             return None
         return norm
 
-    def _check_profitable(self, op: str) -> None:
+    def _candidate(self, op: str) -> FusionCandidate:
         x = val(self.collective.x)
         m, n, k = (hint(size) for size in (self.m, self.n, self.k))
-        world = self.collective.world
-        candidate = FusionCandidate(op, m, n, k, world, x.dtype, x.device.type)
+        return FusionCandidate(op, m, n, k, self.collective.world, x.dtype, x.device.type)
+
+    def _check_profitable(self, op: str) -> None:
+        candidate = self._candidate(op)
         reason = why_not_profitable(candidate)
         if reason is None and self.sum is not None:
             reason = why_not_joined(self.sum, candidate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +11,11 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...dispatch import profitability
-from ..graph.collectives import Collective, Size, val
+from ..graph.collectives import Collective, Size, hint, known, val
+from .matmuls import Product
+
+# Bytes per microsecond of a copy that transposes, measured on 2 H100: [7168, 4096] of 16 bits in 219 us.
+_COPIED = 268e3
 
 _WORDS = {
     "weft::fused_all_gather_matmul": "all_gather_matmul",
@@ -96,6 +101,26 @@ def _candidate(match: AnyForm, problem: tuple[int, int, int]) -> profitability.F
         last_dim=match.last_dim,
         return_A=bool(getattr(match, "kept", ())),
         scaled=getattr(match, "scaled", None),
+    )
+
+
+def why_copied(products: Iterable[Product], gain: Callable[[], float]) -> str | None:
+    """Why an op should not take products, of whose left operands it copies those that do not lie in rows.
+
+    Args:
+        gain: microseconds that fusing saves without the copies.
+    """
+    lefts = {p.left: val(p.left) for p in products}
+    copied = sum(
+        hint(x.numel()) * x.dtype.itemsize
+        for x in lefts.values()
+        if x.device.type == "cuda" and not known(x.stride(-1) == 1)
+    )
+    if not copied or copied / _COPIED <= (saved := gain()):
+        return None
+    return (
+        f"an operand on the left does not lie in rows: to copy it takes {copied / _COPIED:.0f} us, and fusing "
+        f"saves {saved:.0f} us"
     )
 
 

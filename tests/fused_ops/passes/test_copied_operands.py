@@ -1,0 +1,67 @@
+"""On CUDA an op copies a left operand that does not lie in rows: the pass counts that, and leaves most of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from graphs import RS, c10d, fake_ranks, scatter
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from weft.fused_ops.dispatch import profitability
+from weft.fused_ops.passes import FusionPass
+
+TOKENS, DIM, HIDDEN = 4096, 4096, 14336
+
+
+@pytest.fixture(autouse=True)
+def two_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(profitability, "_is_hopper", lambda: True)
+    with fake_ranks(2):
+        yield
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    return scatter(grad.t() @ x)
+
+
+def in_rows(x: Tensor, w: Tensor) -> Tensor:
+    return scatter(x @ w.t())
+
+
+def one_of_two(grad: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+    return scatter(grad.t() @ x + rows @ x)
+
+
+def became(fn: Callable[..., Tensor], *shapes: tuple[int, ...], **settings: object) -> tuple[str | None, str]:
+    with FakeTensorMode(), torch.no_grad():
+        given = [torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in shapes]
+        graph = make_fx(fn)(*given).graph
+    fusion = FusionPass(agree=False, **settings)  # type: ignore[arg-type]
+    fusion(graph)
+    (entry,) = fusion.report().entries
+    return entry.fused_into, f"{entry.reason} {entry.detail}"
+
+
+def test_a_gradient_of_a_weight_is_left() -> None:
+    into, why = became(weight_gradient, (TOKENS, HIDDEN), (TOKENS, DIM))
+    assert into is None and "an operand on the left does not lie in rows: to copy it takes 438 us" in why
+    assert became(in_rows, (TOKENS, HIDDEN), (DIM, HIDDEN))[0] == RS
+    assert became(one_of_two, (TOKENS, HIDDEN), (TOKENS, DIM), (HIDDEN, TOKENS))[0] is None
+    assert became(weight_gradient, (TOKENS, HIDDEN), (TOKENS, DIM), fuse="always")[0] == RS
+
+
+def test_copy_engines_have_it() -> None:
+    into, why = became(weight_gradient, (TOKENS, HIDDEN), (TOKENS, DIM), reorder=True)
+    assert into == "weft::reduce_scatter_start" and "does not lie in rows" in why
+
+
+def test_so_is_one_that_is_all_reduced() -> None:
+    def all_reduced(grad: Tensor, x: Tensor) -> Tensor:
+        return c10d.wait_tensor(c10d.all_reduce(grad.t() @ x, "sum", "0"))
+
+    shapes = (TOKENS, 1024), (TOKENS, 2048)
+    assert became(all_reduced, *shapes)[0] == "weft::one_shot_all_reduce"
+    assert became(all_reduced, *shapes, fuse="always")[0] == "weft::fused_matmul_all_reduce"
