@@ -17,8 +17,9 @@
 // compute.
 // Who waits: pushing warps, for done(buffer)[p] >= e - 1 of every peer; warp 2 of every block, for the flags of each
 // k-chunk (K_CHUNK_COLUMNS) of a peer's rows, acquire and fence.proxy.async; it counts them for the loader, warp 0. The
-// last block whose loads are consumed ends the epoch (weft::leave), if `final`. Graph-safe. Blocks wait for other
-// ranks' blocks: all of a launch must be resident, no more than there are SMs.
+// last block whose loads are consumed ends the epoch (weft::leave), if `final`. Graph-safe. Blocks wait for what others
+// push, never for others' tiles: where every block has a pushing warp, these draw their shares, so a block that has
+// found no room on the GPU is not waited for; the first `comm_sms` must find some.
 // docs/protocol.md#all-gather--matmul has the proof, and why tiles and chunks come in this order.
 
 // Per thread; data that is pushed passes through them.
@@ -47,6 +48,8 @@ constexpr u64 RATE = 328, RATE_OF_TWO = 345;
 // SENT on, chunks that have been sent.
 constexpr int ARRIVED = 0, SENT = 1;
 constexpr int ORDER = SENT + PUSHERS;  // where the order stands among them
+constexpr int SHARE = weft::COUNTS - 4;  // 1 + the share that the pushing warp has drawn
+constexpr int POSTED = weft::COUNTS - 3;  // shares whose flags are posted
 
 static_assert(weft::CHUNKS <= 32, "a lane waits for each");
 static_assert(BM % CHUNK_ROWS == 0 && K_CHUNK_COLUMNS % CHUNK_COLUMNS == 0 && K_CHUNK_COLUMNS % weft::BK == 0);
@@ -88,10 +91,9 @@ using Order = weft::GatherTileScheduler<Params>;
 using Chunk = weft::GatherChunk<Params>;
 using Tile = weft::GatherTile;
 using Steps = weft::GatherSteps;
-static_assert(sizeof(Order) <= (weft::COUNTS - ORDER) * sizeof(u32));
+static_assert(sizeof(Order) <= (SHARE - ORDER) * sizeof(u32));
 #ifdef FP8_TYPES
 constexpr int TAKEN = weft::COUNTS - 2;  // whether a warpgroup reads no scale any more
-static_assert(sizeof(Order) <= (TAKEN - ORDER) * sizeof(u32));
 #endif
 
 __device__ __forceinline__ Steps steps_of(const Params& p, const Order& order) {
@@ -205,6 +207,33 @@ __device__ __forceinline__ void post(
                 weft::post_behind_fence(weft::on_rank(flags, p.watch, p.buffer, peer) + chunk.flag, epoch);
             }
         }
+    }
+}
+
+// The pushing warp of a block, where every block has one: shares of one in gridDim.x chunks, as it draws them. A block
+// that is there from the beginning draws one, and then those of blocks that are not.
+__device__ __forceinline__ void push_shares(const Params& p, const weft::Shared& s, const Order& order, u32 epoch) {
+    const int lane = threadIdx.x % 32;
+    for (u32 pushed = 0;; ++pushed) {
+        u32 share = 0;
+        if (lane == 0) {
+            share = atomicAdd(p.watch.words + p.buffer.next_step, 1);
+            weft::wait_count(s.counts + POSTED, pushed);
+            weft::set_count(s.counts + SENT, 0);
+            weft::set_count(s.counts + SHARE, share + 1);
+        }
+        share = __shfl_sync(~0u, share, 0);
+        if (share >= gridDim.x) return;
+        push(p, order, epoch, share, gridDim.x, s.counts + SENT);
+    }
+}
+
+__device__ __forceinline__ void post_shares(const Params& p, const weft::Shared& s, const Order& order, u32 epoch) {
+    u32 share = 0;
+    for (u32 posted = 1; (share = weft::wait_count(s.counts + SHARE, share + 1)) <= gridDim.x; ++posted) {
+        post(p, order, epoch, share - 1, 1, gridDim.x, s.counts + SENT);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) weft::set_count(s.counts + POSTED, posted);
     }
 }
 
@@ -336,11 +365,12 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
         weft::warpgroup_reg_dealloc<SERVE_REGISTERS>();
         if (role == 0) {
             load(p, s, order);
+            if (p.final && p.push) weft::wait_count(s.counts + SHARE, gridDim.x + 1);  // it draws no more
             if (p.final && threadIdx.x % 32 == 0) weft::leave(p.watch, p.buffer, epoch);
         }
-        if (role == 1 && p.push) push(p, order, epoch, blockIdx.x, gridDim.x, s.counts + SENT);
+        if (role == 1 && p.push) push_shares(p, s, order, epoch);
         if (role == 2) count_arrivals(p, s, order, epoch);
-        if (role == 3 && p.push) post(p, order, epoch, blockIdx.x, 1, gridDim.x, s.counts + SENT);
+        if (role == 3 && p.push) post_shares(p, s, order, epoch);
     } else {
         weft::warpgroup_reg_alloc<MULTIPLY_REGISTERS>();
         weft::PipelineState<STAGES> state;

@@ -17,13 +17,14 @@
 // Who waits: senders, for done(buffer)[p] >= e - 1 of every peer; each thread of a compute warpgroup, for the same
 // thread's vectors of a local tile of every peer, with ALL_REDUCE a step later for the peers' sums. It resets the slots
 // it has read. Warp 3 of the last block ends the epoch (weft::leave). Graph-safe.
-// Blocks wait for other ranks' blocks: all of a launch must be resident, no more than there are SMs.
+// Clusters draw their tiles in order (gemm/step_queue.cuh): blocks that have found no room on the GPU are not waited for.
 // docs/protocol.md#matmul--reduce-scatter has the proof; tile_order.cuh the order of the tiles.
 
 // Per thread; data that is copied, and data that arrives, passes through them.
 #define SERVE_REGISTERS 56
 #define MULTIPLY_REGISTERS 224
 #include "gemm/gemm.cuh"
+#include "gemm/step_queue.cuh"
 #include "comm/rate_limiter.cuh"
 #include "tile_order.cuh"
 #include "parts.cuh"
@@ -46,7 +47,10 @@ constexpr u64 RATE = 356;  // bytes per nanosecond that leave: what the links ca
 constexpr int STAGED = 0, SENT = 2;
 constexpr int TAKEN = 4;  // whether a warpgroup takes nothing from the buffer any more
 constexpr int MISSED = 6;  // 1 + the place of a vector whose wait has expired
-constexpr int ORDER = 7;  // where the order stands among them
+constexpr int STEP = 7;  // of what a compute warpgroup has staged
+constexpr int PARTS = 9;  // local tiles whose parts a warpgroup has
+constexpr int SLOTS = 11;  // of the cluster's steps
+constexpr int ORDER = SLOTS + weft::StepQueue::SLOTS;  // where the order stands among them
 
 #if OUT_FLOAT32
 using Out = float;
@@ -124,15 +128,6 @@ __device__ __forceinline__ void to_receivers(const Params& p, const Tile& t, con
     }
 }
 
-// The first step from `step` on, of this block's, at which it has something to send.
-__device__ __forceinline__ int next_sent(const Params& p, const weft::Shared& s, const Order& order, int step) {
-    for (; step < order.steps(); step += weft::stride()) {
-        const Tile t = order.tile(p, step, s.block);
-        if (t.inside && (ALL_REDUCE || t.dst != p.watch.rank)) break;
-    }
-    return step;
-}
-
 __device__ __forceinline__ uint4* staged(const Params& p, int warpgroup) {
     return p.staging + (2 * blockIdx.x + warpgroup) * PART;
 }
@@ -150,14 +145,13 @@ __device__ __forceinline__ void push(
     static_assert(PART % (32 * AHEAD) == 0);
     const uint4* from = staged(p, warpgroup) + lane;
     weft::SharedTokenBucket limiter(p.watch, p.buffer, AHEAD * 32 * 16, RATE);
-    for (int step = next_sent(p, s, order, weft::first_step()); step < order.steps();) {
-        const Tile t = order.tile(p, step, s.block);
-        step = next_sent(p, s, order, step + weft::stride());
+    for (;;) {
         // How many have been sent stands in `sent` alone, for want of registers.
         if (weft::wait_count(s.counts + STAGED + warpgroup, weft::read_count(sent) + 1) == weft::NOTHING) {
             if (lane == 0) weft::set_count(sent, weft::NOTHING);
             return;
         }
+        const Tile t = order.tile(p, weft::read_count(s.counts + STEP + warpgroup), s.block);
         const int receivers = ALL_REDUCE && t.dst == p.watch.rank ? WORLD_SIZE - 1 : 1;
         limiter.ask(receivers);
 #pragma unroll 1
@@ -179,10 +173,20 @@ __device__ __forceinline__ void push(
     }
 }
 
-// To the warp that sends for this warpgroup: `count` fragments are staged; NOTHING: no more will be.
-__device__ __forceinline__ void tell(const weft::Shared& s, int warpgroup, u32 count) {
+// To the warp that sends for this warpgroup: `count` fragments are staged, the last one at `step`; NOTHING: no more
+// will be.
+__device__ __forceinline__ void tell(const weft::Shared& s, int warpgroup, u32 count, int step = 0) {
     weft::sync_warpgroup(warpgroup);
-    if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + STAGED + warpgroup, count);
+    if (threadIdx.x % weft::GROUP != 0) return;
+    weft::set_count(s.counts + STEP + warpgroup, step);
+    weft::set_count(s.counts + STAGED + warpgroup, count);
+}
+
+// Behind the last tile: the warp that sends for this warpgroup may end when all has been sent.
+__device__ __forceinline__ void end_sending(const weft::Shared& s, int warpgroup, u32 sent) {
+    if (sent == weft::NOTHING) return;
+    weft::wait_count(s.counts + SENT + warpgroup, sent);
+    tell(s, warpgroup, weft::NOTHING);
 }
 
 // Sends or stages a compute warpgroup's fragment of a tile.
@@ -193,7 +197,7 @@ __device__ __forceinline__ void send(
     if constexpr (STAGING) {
         weft::wait_count(s.counts + SENT + warpgroup, sent);  // the staging memory has been read
         weft::store_part(staged(p, warpgroup), sums);
-        tell(s, warpgroup, ++sent);
+        tell(s, warpgroup, ++sent, t.step);
     } else {
         // Warps may differ around a deadline: each sends everything, or nothing.
         if (sent == 0) sent = weft::may_send(p.watch, p.buffer, epoch) ? 1 : weft::NOTHING;
@@ -202,11 +206,24 @@ __device__ __forceinline__ void send(
     }
 }
 
+// Whether the last vectors of a local tile's parts have arrived, by all lanes of a warp: a guess that all have.
+__device__ __forceinline__ bool seem_there(const Params& p, const Order& order, const Tile& t) {
+    const u32 lane = threadIdx.x % 32, slot = 2 * order.each() * PART;
+    const uint4* last = p.receive_buffer + (2 * t.index + 1) * PART + PART - 1 + lane * u64{slot};
+    return __all_sync(~0u, lane >= WORLD_SIZE - 1 || weft::load_payload_word(reinterpret_cast<const u32*>(last)) != 0);
+}
+
 // Warp 0: loads the operands of the compute warpgroups.
-__device__ __forceinline__ void load(const Params& p, const weft::Shared& s, const Order& order) {
+__device__ __forceinline__ void load(
+    const Params& p, const weft::Shared& s, const Order& order, weft::StepSource steps) {
     weft::PipelineState<STAGES> state;
-    for (int step = weft::first_step(); step < order.steps(); step += weft::stride()) {
+    u32 local = 0;
+    for (int step; (step = steps.next()) < order.steps();) {
+        int left = p.depth;
         const Tile t = order.tile(p, step, s.block);
+        // Who may wait for parts draws no step that another cluster could compute meanwhile.
+        bool waits = s.block == 0 && t.inside && t.dst == p.watch.rank;
+        local += waits;
         // A step without a tile for this block, and rows past the end of a part, are loaded all the same.
 #if ALL_REDUCE
         const weft::Rows rows{t.dst * p.m + t.row * BM, 0, 0};
@@ -217,9 +234,16 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
 #pragma unroll 1
         for (int of = 0; of < p.products; ++of) {
             for (int i = 0; i < p.depths[of]; ++i) {
+                // With ALL_REDUCE there are no registers to look in.
+                if (left-- == min(2, p.depth) && !(waits = waits && (ALL_REDUCE || !seem_there(p, order, t)))) {
+                    steps.ask(p.watch.words + p.buffer.next_step);
+                }
                 weft::load_stage(s, state, p.a[of], rows, p.b[of], column, i * weft::BK);
             }
         }
+        if (!waits) continue;
+        for (int i = 0; i < 2; ++i) weft::wait_count(s.counts + PARTS + i, local);
+        steps.ask(p.watch.words + p.buffer.next_step);
     }
     weft::drain(s, state);
 }
@@ -228,6 +252,13 @@ __device__ __forceinline__ void load(const Params& p, const weft::Shared& s, con
 __device__ __forceinline__ void have_taken(const weft::Shared& s, int warpgroup) {
     weft::sync_warpgroup(warpgroup);
     if (threadIdx.x % weft::GROUP == 0) weft::set_count(s.counts + TAKEN + warpgroup, 1);
+}
+
+// A compute warpgroup has the parts of one local tile more.
+__device__ __forceinline__ void have_parts(const weft::Shared& s, int warpgroup) {
+    u32* count = s.counts + PARTS + warpgroup;
+    weft::sync_warpgroup(warpgroup);
+    if (threadIdx.x % weft::GROUP == 0) weft::set_count(count, weft::read_count(count) + 1);
 }
 
 // Warp 3: reports the first vector whose wait has expired, and ends the epoch when all are taken.
@@ -282,16 +313,16 @@ __device__ __forceinline__ weft::TileScales scales_of(const Params& p, const Til
 #endif
 
 // Finishes a compute warpgroup's fragment of a local tile: adds the peers', stores the sum to `out`, with ALL_REDUCE
-// sends it. `last`: no tile follows.
+// sends it.
 __device__ __forceinline__ void finish(
-    const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 epoch, bool last,
-    u32& sent, float (&sums)[weft::SUMS]) {
+    const Params& p, const weft::Shared& s, const Order& order, const Tile& t, int warpgroup, u32 epoch, u32& sent,
+    float (&sums)[weft::SUMS]) {
     const bool there = add_parts(p, s, order, t, warpgroup, sums);
+    have_parts(s, warpgroup);
     if constexpr (ALL_REDUCE) {
         if (!weft::all_of_warpgroup(warpgroup, there)) tell(s, warpgroup, sent = weft::NOTHING);
         send(p, s, order, t, warpgroup, epoch, sent, sums);
     }
-    if (!ALL_REDUCE && last) have_taken(s, warpgroup);
     const int row = t.row * BM, column = t.column * BN, part = ALL_REDUCE ? p.watch.rank : t.batch;
     Out* out = p.out + (static_cast<u64>(part) * p.m + row) * p.n + column;
     const int rows = rows_from(p, p.watch.rank, row);
@@ -329,32 +360,39 @@ extern "C" __global__ void __cluster_dims__(weft::CLUSTER, 1, 1) __launch_bounds
     // In shared memory: there are no registers to keep it in.
     Order& order = *reinterpret_cast<Order*>(s.counts + ORDER);
     const u32 epoch = p.watch.words[p.buffer.epoch] + 1;
+    weft::StepSource steps(s, s.counts + SLOTS);
+    steps.ask(p.watch.words + p.buffer.next_step);
     weft::begin(s, [&] { order = Order(p); });
     const int warp = weft::warp_of_block(), warpgroup = warp / 4, role = warp % 4;
     if (warpgroup == 2) {
         weft::warpgroup_reg_dealloc<SERVE_REGISTERS>();
-        if (role == 0) load(p, s, order);
+        if (role == 0) load(p, s, order, steps);
         if (STAGING && (role == 1 || role == 2)) push(p, s, order, role - 1, epoch);
         if (role == 3) report_and_leave(p, s, order, epoch);
     } else {
         weft::warpgroup_reg_alloc<MULTIPLY_REGISTERS>();
         weft::PipelineState<STAGES> state;
+        weft::StepQueue queue{s.counts + SLOTS};
         u32 sent = 0;
-        int step = weft::first_step();
-        for (; step < order.steps(); step += weft::stride()) {
-            const Tile t = order.tile(p, step, s.block);
+        int before = -1;
+        for (int step; (step = queue.next()) < order.steps(); before = step) {
             float sums[weft::SUMS];
 #ifdef FP8_TYPES
+            const Tile t = order.tile(p, step, s.block);
             weft::multiply_scaled(s, state, warpgroup, p.depth, sums, scales_of(p, t));
+#elif OUT_FLOAT32  // there are no registers to keep the tile in
+            weft::multiply(s, state, warpgroup, p.depth, sums);
+            const Tile t = order.tile(p, step, s.block);
 #else
+            const Tile t = order.tile(p, step, s.block);
             weft::multiply(s, state, warpgroup, p.depth, sums);
 #endif
             if (t.inside && t.dst != p.watch.rank) send(p, s, order, t, warpgroup, epoch, sent, sums);
-            const bool last = step + weft::stride() >= order.steps();
-            if (t.inside && t.dst == p.watch.rank) finish(p, s, order, t, warpgroup, epoch, last, sent, sums);
-            if (ALL_REDUCE) take_sums(p, s, order, step - weft::stride(), warpgroup);
+            if (t.inside && t.dst == p.watch.rank) finish(p, s, order, t, warpgroup, epoch, sent, sums);
+            if (ALL_REDUCE) take_sums(p, s, order, before, warpgroup);
         }
-        if (ALL_REDUCE) take_sums(p, s, order, step - weft::stride(), warpgroup);
-        have_taken(s, warpgroup);  // once more, where `finish` has said so
+        if (ALL_REDUCE) take_sums(p, s, order, before, warpgroup);
+        have_taken(s, warpgroup);
+        if (STAGING) end_sending(s, warpgroup, sent);
     }
 }

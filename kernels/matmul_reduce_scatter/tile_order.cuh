@@ -8,6 +8,7 @@
 namespace weft {
 
 struct ScatterTile {
+    int step;
     int dst, index;  // of the tiles for one rank
     int batch, row, column;
     bool inside;
@@ -43,6 +44,7 @@ struct ScatterTileScheduler {
 
     __device__ ScatterTile tile(const Params& p, int step, int block) const {
         ScatterTile t;
+        t.step = step;
         int pair;
         grouped(step, pairs(), columns, p.raster_group, pair, t.column);
         const int place = (2 * pair + block) / ENTRY_ROWS, peers = WORLD_SIZE - 1;

@@ -284,11 +284,13 @@ def uses(
     count: int = 6,
     polls: int = PATIENT,
     paces: Sequence[tuple[int, int]] = PACES,
+    room: int = 0,
 ) -> Matmuls:
     """Random buffers: the same one twice in a row, too."""
     choice = random.Random(seed)
     torch.manual_seed(seed)
     ranks = op.prepare(monkeypatch, library, choice.choice(paces))
+    ranks.room = room
     for _ in range(count):
         buffer = choice.randrange(2)
         if isinstance(op, Gather):
@@ -310,6 +312,8 @@ def wrong(op: Op, ranks: Matmuls) -> str:
         counts = [layout.EPOCH + buffer, *range(layout.done(buffer), layout.done(buffer) + op.size)]
         if (words[:, counts] != words[0, counts[0]]).any():
             return f"ranks count other uses of buffer {buffer}"
+        if words[:, layout.NEXT_STEP + buffer].any():
+            return f"what blocks draw for buffer {buffer} is not set back"
         if words[:, layout.LEFT + buffer].any():
             return f"blocks have left an epoch of buffer {buffer} that is over"
     if ranks.strays:

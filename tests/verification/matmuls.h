@@ -116,6 +116,7 @@ namespace weft {
 using u8 = unsigned char;
 
 static uint4 load_payload(const uint4* slot) { return *slot; }
+static u32 load_payload_word(const u32* word) { return *word; }
 static void reload_payload(bool wanted, const uint4* slot, uint4& v) {
     if (wanted) std::memcpy(&v, slot, sizeof v);
 }
@@ -146,6 +147,8 @@ static T* in_block(T* mine, u32 block) {
 void set_count(u32* count, u32 value);
 u32 read_count(const u32* count);
 u32 wait_count(const u32* count, u32 needed);
+void store_slot(u32* slot, u32 block, u32 value);
+u32 wait_slot(const u32* slot, u32 parity);
 void arrive_at(u64* barrier, u32 block);
 void together();  // what the lanes of a warp can only do so
 bool elected();

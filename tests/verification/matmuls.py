@@ -24,6 +24,7 @@ from weft.symm_mem.layout import Layout
 STAND_INS = ("ptx/hopper.cuh", "ptx/sync.cuh", "math/numbers.cuh")
 AROUND = (
     "gemm/gemm.cuh",
+    "gemm/step_queue.cuh",
     "comm/double_buffer.cuh",
     "comm/rate_limiter.cuh",
     "gemm/tile_scheduler.cuh",
@@ -146,7 +147,10 @@ class Matmuls(Ranks):
 
     Args:
         pace: turns between two stores' becoming visible, and at most of a rank before another one has some.
+        room: clusters that are on a GPU at once; 0: all of a launch.
     """
+
+    room = 0
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, library: Library, layout: Layout, pace: tuple[int, int]
@@ -159,6 +163,7 @@ class Matmuls(Ranks):
     def use(self) -> None:
         first, size = ctypes.c_void_p(self.memory.data_ptr()), ctypes.c_uint64(self.memory.numel())
         self.library.library.use(first, size, len(self.places), *self.pace)
+        self.library.library.leave_room(self.room)
 
     def run_late(self, seed: int, late: int, turns: int) -> list[list[bool]]:
         self.use()

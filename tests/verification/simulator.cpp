@@ -90,7 +90,19 @@ static void launch_begins(Rank& rank) {
     s.threads.assign(launch.blocks, launch.threads);
 }
 
-static bool rests(const Rank&, const Fiber&) { return false; }
+// For the runs that follow: how many clusters of a launch find room at once; 0: all.
+static unsigned room;
+EXPORTED void leave_room(unsigned clusters) { room = clusters; }
+
+static bool rests(const Rank& rank, const Fiber& fiber) {
+    if (room == 0) return false;
+    const std::vector<int>& threads = states[rank.number].threads;
+    unsigned ended = 0;
+    for (size_t block = 0; block < threads.size(); block += CLUSTER_BLOCKS) {
+        ended += threads[block] == 0 && threads[block + 1] == 0;
+    }
+    return fiber.block / CLUSTER_BLOCKS >= room + ended;
+}
 static void launch_ends(Rank& rank) {
     strays += states[rank.number].copies.size();
     states[rank.number].copies.clear();
@@ -152,6 +164,15 @@ u32 read_count(const u32* count) {
 u32 wait_count(const u32* count, u32 needed) {
     go_on_when([&] { return *count >= needed; });
     return read_count(count);
+}
+
+void store_slot(u32* slot, u32 block, u32 value) {
+    *in_block(slot, block) = value;
+    if (dice() % 2 == 0) go_on_later();
+}
+u32 wait_slot(const u32* slot, u32 parity) {
+    go_on_when([&] { return (*slot & 1) != parity; });
+    return *slot;
 }
 
 void arrive_at(u64* barrier, u32 block) {

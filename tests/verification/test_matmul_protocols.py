@@ -38,6 +38,36 @@ def test_eight_ranks(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not wrong(op, uses(op, monkeypatch, op.compiled().result(), seed, count=2, paces=paces))
 
 
+CROWDED = [
+    *(GATHERS["beside"], GATHERS["comm_sms"], GATHERS["split"], GATHERS["returned-split"], SCATTERS["2"]),
+    *(SCATTERS["staged-3"], SCATTERS["4"], SCATTERS["to-all"], SCATTERS["to-all-3"], SCATTERS["batches"]),
+]
+OF_CROWDED = [
+    "beside",
+    "comm_sms",
+    "split",
+    "returned",
+    "2",
+    "staged-3",
+    "4",
+    "to-all",
+    "to-all-3",
+    "batches",
+]
+
+
+@pytest.mark.parametrize("op", CROWDED, ids=OF_CROWDED)
+@pytest.mark.parametrize("room", [1, 2])
+def test_most_blocks_find_no_room_beside_other_kernels(
+    op: Op, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that are there wait for nothing that those would do which are not."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    crowded = replace(op, blocks=8)
+    assert not wrong(crowded, uses(crowded, monkeypatch, op.compiled().result(), seed, count=3, room=room))
+
+
 def test_ranks_with_equal_bs_get_equal_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards side by side are multiplied in the order of the ranks, whoever does."""
     op = replace(GATHERS["split-comm_sms"])

@@ -45,7 +45,7 @@ static_assert(BM == 64 || BM == 128);
 static_assert(!B_ROWS || !B_WHOLE || BN % 64 == 0, "a box begins at a whole group of 64 columns");
 static_assert(WN % 32 == 0 && (!B_ROWS || WARPGROUPS_M == 2 || WN % 64 == 0));
 
-constexpr int COUNTS = 20;
+constexpr int COUNTS = 36;
 constexpr u32 NOTHING = ~0u;  // a count of what is sent, if nothing will be
 
 struct Shared {
@@ -284,9 +284,5 @@ __device__ __forceinline__ void store_rows(
         }
     }
 }
-
-// Clusters take steps, each a pair of rows by a column of tiles.
-__device__ __forceinline__ int first_step() { return static_cast<int>(blockIdx.x) / CLUSTER; }
-__device__ __forceinline__ int stride() { return static_cast<int>(gridDim.x) / CLUSTER; }
 
 }  // namespace weft

@@ -12,7 +12,7 @@ BLOCK_K = 64
 MOST_SHARED = 227 * 1024  # bytes a block may have
 # Measured between H200s: bytes that a GPU receives and sends per microsecond, and multiply-adds.
 LINK, MULTIPLY_ADDS = 364e3, 350e6
-_BARRIERS = 256  # bytes, rounded up
+_BARRIERS = 384  # bytes, rounded up
 _ALIGNMENT = 1024
 # Microseconds of cuBLAS around a matmul, and between the end of one and the next.
 _PRODUCT_LAUNCH, _NEXT_LAUNCH = 4.0, 2.5

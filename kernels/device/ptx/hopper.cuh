@@ -55,6 +55,24 @@ __device__ __forceinline__ u32 wait_count(const u32* count, u32 needed) {
     }
 }
 
+// A word at the same place of block `block` of the cluster. It orders nothing.
+__device__ __forceinline__ void store_slot(u32* slot, u32 block, u32 value) {
+    asm volatile(
+        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
+        " st.relaxed.cluster.shared::cluster.u32 [there], %2;\n}" ::"r"(shared_address(slot)),
+        "r"(block), "r"(value)
+        : "memory");
+}
+
+// Waits until the lowest bit of the word is not `parity`; returns the word.
+__device__ __forceinline__ u32 wait_slot(const u32* slot, u32 parity) {
+    for (;;) {
+        u32 seen;
+        asm volatile("ld.relaxed.cluster.shared::cta.u32 %0, [%1];" : "=r"(seen) : "r"(shared_address(slot)) : "memory");
+        if ((seen & 1) != parity) return seen;
+    }
+}
+
 // ---- copies
 
 // This thread's ordinary accesses to any memory before, bulk copies after (and the other way round).
