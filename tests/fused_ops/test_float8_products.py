@@ -4,6 +4,7 @@ the whole layer, written out, and float64."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from opcommon import assert_fused, gather, refuses, world
 from ranks import run_ranks, run_row
 from torch import Tensor
 from weft.fused_ops import float8_all_gather_matmul, float8_matmul_reduce_scatter
+from weft.fused_ops.layers.float8 import _cast_together
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 # Of one rounding to the dtype, relative, and of a cast to fp8.
@@ -181,3 +183,32 @@ def refused(rank: int, size: int) -> None:
 
 def test_what_is_refused() -> None:
     run_ranks(refused, 2)
+
+
+def as_torchao_casts(x: Tensor, whole: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """hp_tensor_to_float8_dynamic of a part of a tensor: its numbers, and by what they are multiplied."""
+    largest = torch.finfo(dtype).max
+    scale = (largest / torch.clamp(whole.abs().max().to(torch.float64), min=1e-12)).to(torch.float32)
+    return (x.to(torch.float32) * scale).clamp(min=-largest, max=largest).to(dtype), scale.reciprocal()
+
+
+def cast_bits(rank: int, size: int, of: torch.dtype) -> None:
+    """Every bit of a cast is torchao's, of one tensor and of two together; what is returned lies as kernels take it."""
+    x = torch.randn(37, 48).mul(torch.exp2(torch.randint(-40, 3, (37, 1)).float())).to(of) * (1 + rank)
+    least = torch.full((16, 16), 2.0**-60 if of != torch.float16 else 2.0**-24).to(of)
+    lone, edge = x.clone(), torch.linspace(-1, 1, 4096).to(of).view(64, 64)
+    lone[3, 5] = inf
+    for dtype in (E4M3, E5M2):
+        for given in ((x,), (x, edge), (least, x.t()[::2]), (torch.zeros(3, 16).to(of), lone), (x[:0], edge)):
+            found = _cast_together(given, dtype, world().group_name)
+            for t, (numbers, inverse) in zip(given, found, strict=True):
+                whole = torch.cat([each.flatten() for each in gather(t.float().contiguous())])
+                want, scale = as_torchao_casts(t, whole if whole.numel() else torch.zeros(1), dtype)
+                assert torch.equal(numbers.view(torch.uint8), want.contiguous().view(torch.uint8))
+                assert torch.equal(inverse, scale) and inverse.dtype == torch.float32 and inverse.dim() == 0
+                assert numbers.is_contiguous() and inverse.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("of", ROUND)
+def test_casts_are_torchaos(of: torch.dtype) -> None:
+    run_row(cast_bits, 2, of)

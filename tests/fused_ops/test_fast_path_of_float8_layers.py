@@ -1,0 +1,89 @@
+"""The layer functions of fp8 on CUDA without a GPU: calls of theirs that were made before are made on the fast path,
+forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fake_gpu
+import pytest
+import torch
+from fake_gpu import NAME, SLOW, WORLD_SIZE, Stage
+from torch import Tensor
+from weft.fused_ops import float8_all_gather_matmul, float8_matmul_reduce_scatter
+from weft.fused_ops.dispatch import plan
+from weft.fused_ops.library import scaled_validation
+from weft.fused_ops.ops import all_gather_scaled_matmul, all_reduce, scaled_matmul_reduce_scatter
+from weft.fused_ops.ops.scaled_calls import AllGatherScaledMatmulCall, ScaledMatmulReduceScatterCall
+
+stage = fake_gpu.stage
+BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+M, K, N = 512, 256, 1024  # of a shard, of B
+
+
+class Reduction:
+    """Of ranks that all have the same: nothing is to be done."""
+
+    grids: tuple[int, ...] = ()
+
+    def launch(self, x: int, out: int, timeout_ns: int, stream: int) -> None:
+        pass
+
+
+def reduced_before(stage: Stage, count: int) -> None:
+    made = all_reduce.PreparedAllReduce(stage.workspace, Reduction(), plan.Plan("push"), 1)  # type: ignore[arg-type]
+    stage.workspace.prepared[count, torch.float32, "max"] = made
+
+
+def operands(rows: int, sizes: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    k, n = sizes
+    return torch.zeros(rows, k).to(dtype), torch.zeros(n, k).to(E4M3).t()
+
+
+def gathered_before(stage: Stage, sizes: tuple[int, int], dtype: torch.dtype, fast: bool) -> None:
+    (a, b), one = operands(M, sizes, dtype), torch.ones(())
+    given: Any = (a, [b], one, [one.clone()], 0, NAME, [None], [None], [BF16], [fast], True)
+    call, rows, _ = scaled_validation.validate_all_gather_scaled_matmul(AllGatherScaledMatmulCall(*given))
+    rows_of_all = all_gather_scaled_matmul.ScaledGather(call, rows, WORLD_SIZE)
+    all_gather_scaled_matmul._on_cuda(stage.where, rows_of_all)
+
+
+def scattered_before(stage: Stage, sizes: tuple[int, int], dtype: torch.dtype, fast: bool) -> None:
+    (a, b), one = operands(WORLD_SIZE * M, sizes, dtype), torch.ones(())
+    given: Any = (a, b, one, one.clone(), "sum", 0, 0, NAME, None, None, None, BF16, fast)
+    call, rows, _ = scaled_validation.validate_scaled_matmul_reduce_scatter(
+        ScaledMatmulReduceScatterCall(*given)
+    )
+    scaled_matmul_reduce_scatter._on_cuda(stage.where, call, rows)
+
+
+def launches(stage: Stage, fn: Any, rows: int) -> tuple[int, int]:
+    """How many all-reduces and products are launched, forward and backward."""
+    x, w = (torch.randn(*shape, dtype=BF16).requires_grad_() for shape in ((rows, K), (N, K)))
+    stage.workspace.noted.clear(), stage.launched.clear()
+    y = fn(x, w.t(), 0, NAME)
+    y.backward(torch.zeros_like(y))
+    assert x.grad is not None and w.grad is not None
+    return stage.workspace.noted.count("one_shot_all_reduce"), len(stage.launched)
+
+
+ROWS = {float8_all_gather_matmul: M, float8_matmul_reduce_scatter: WORLD_SIZE * M}
+
+
+@pytest.mark.parametrize("fn", ROWS)
+def test_what_was_called_before(fn: Any, stage: Stage) -> None:
+    """As long as one of its calls was not made, it ends on the slow path."""
+    forward, backward = gathered_before, scattered_before
+    if fn is float8_matmul_reduce_scatter:
+        forward, backward = backward, forward
+    with plan.forced("fused"):
+        for prepare in (
+            lambda: reduced_before(stage, 2),
+            lambda: forward(stage, (K, N), E4M3, fast=True),
+            lambda: reduced_before(stage, 1),
+            lambda: backward(stage, (N, K), E5M2, fast=False),
+        ):
+            with pytest.raises(SLOW):
+                launches(stage, fn, ROWS[fn])
+            prepare()
+        assert launches(stage, fn, ROWS[fn]) == (2, 2)
